@@ -1,0 +1,26 @@
+"""Speculative decoding for Hugging Face transformers: `model.generate(..., speculative_config={"method": "ngram"})`."""
+
+from .bundled import bundled, bundled_names, resolve_model
+from .candidate_generators import CandidateGenerator, available_methods, parse_config, register
+from .config import SpeculativeConfig, SpeculativeConfigError
+from .integration import generate, install, release, uninstall
+
+__version__ = "0.1.0"
+
+__all__ = [
+    "CandidateGenerator",
+    "SpeculativeConfig",
+    "SpeculativeConfigError",
+    "available_methods",
+    "bundled",
+    "bundled_names",
+    "generate",
+    "install",
+    "parse_config",
+    "register",
+    "release",
+    "resolve_model",
+    "uninstall",
+]
+
+install()

@@ -1,0 +1,30 @@
+"""The models that come with the package."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+_FOLDER = Path(__file__).parent / "bundled_models"
+
+
+def bundled_names() -> list[str]:
+    """Names accepted wherever a model name is."""
+    return sorted(path.parent.name for path in _FOLDER.glob("*/config.json"))
+
+
+def bundled(name: str) -> str:
+    """The local folder of a bundled model, for `from_pretrained`.
+
+    Raises:
+        ValueError: no such model comes with the package; the message lists those that do.
+    """
+    if name not in bundled_names():
+        raise ValueError(f"No bundled model is called {name!r}. Bundled: {', '.join(bundled_names())}.")
+    return str(_FOLDER / name)
+
+
+def resolve_model(name_or_path: str) -> str:
+    """A bundled model's folder for its name (a local folder of that name comes first), anything else unchanged."""
+    if name_or_path in bundled_names() and not Path(name_or_path).exists():
+        return bundled(name_or_path)
+    return name_or_path

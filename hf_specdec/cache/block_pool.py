@@ -1,0 +1,135 @@
+"""BlockPool: who owns which KV block. Integers only, no tensors.
+
+A block is `free`, `used` (reference count ≥ 1) or `cached` (nobody uses it, but its content is known by a prefix hash
+and may be taken up again). Cached blocks are evicted least-recently-used first, when free ones run out.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Hashable
+from collections.abc import Sequence as SequenceOf
+
+_FREE, _TAKEN = 0, 1
+
+
+class OutOfBlocks(RuntimeError):
+    """The pool has fewer free blocks than were asked for; nothing was allocated."""
+
+
+class BlockPool:
+    """Allocation, reference counts, prefix hashes and eviction of `num_blocks` KV blocks."""
+
+    def __init__(self, num_blocks: int):
+        if num_blocks < 1:
+            raise ValueError(f"A block pool needs at least one block, not {num_blocks}.")
+        self.num_blocks = num_blocks
+        self.ref_counts = [0] * num_blocks
+        self._state = bytearray(num_blocks)  # _FREE or _TAKEN (used or cached): bytearray.find scans runs at C speed
+        self._num_free = num_blocks
+        self._hash_of: dict[int, Hashable] = {}
+        self._block_of: dict[Hashable, int] = {}
+        self._cached: OrderedDict[int, None] = OrderedDict()  # unused blocks with a known content, oldest first
+
+    @property
+    def num_available(self) -> int:
+        """Blocks that can be allocated now, evicting cached ones if need be."""
+        return self._num_free + len(self._cached)
+
+    @property
+    def num_used(self) -> int:
+        """Blocks somebody holds a reference to."""
+        return self.num_blocks - self.num_available
+
+    def allocate(self, count: int, after: int | None = None) -> list[int]:
+        """Take `count` blocks, one reference each: contiguous if a run exists, first choice right behind block `after`.
+
+        Raises:
+            OutOfBlocks: fewer than `count` are available; nothing was taken.
+        """
+        if count > self.num_available:
+            raise OutOfBlocks(f"{count} KV blocks needed, {self.num_available} of {self.num_blocks} available.")
+        while self._num_free < count:
+            self._evict_one()
+        blocks = self._find(count, after)
+        for block in blocks:
+            self._state[block] = _TAKEN
+            self.ref_counts[block] = 1
+        self._num_free -= count
+        return blocks
+
+    def _find(self, count: int, after: int | None) -> list[int]:
+        run = b"\x00" * count
+        if after is not None and self._state.startswith(run, after + 1):
+            return list(range(after + 1, after + 1 + count))
+        start = self._state.find(run)
+        if start >= 0:
+            return list(range(start, start + count))
+        blocks, start = [], -1
+        for _ in range(count):
+            start = self._state.find(_FREE, start + 1)
+            blocks.append(start)
+        return blocks
+
+    def retain(self, blocks: SequenceOf[int]) -> None:
+        """Add one reference to each block (used or cached)."""
+        for block in blocks:
+            if self.ref_counts[block] == 0:
+                if block not in self._cached:
+                    raise ValueError(f"Block {block} is free: it cannot be retained.")
+                del self._cached[block]
+            self.ref_counts[block] += 1
+
+    def release(self, blocks: SequenceOf[int]) -> None:
+        """Drop one reference from each block; the last one frees it, or keeps it cached if its content is known."""
+        # The deepest block first: a prefix is only useful while all of its ancestors are cached.
+        for block in reversed(blocks):
+            if self.ref_counts[block] < 1:
+                raise ValueError(f"Block {block} is not in use: it cannot be released.")
+            self.ref_counts[block] -= 1
+            if self.ref_counts[block] == 0:
+                if block in self._hash_of:
+                    self._cached[block] = None
+                else:
+                    self._state[block] = _FREE
+                    self._num_free += 1
+
+    def register(self, block: int, content_hash: Hashable) -> None:
+        """Declare the content of a used, full block, so that equal prefixes can share it. The first one registered wins."""
+        if self.ref_counts[block] < 1:
+            raise ValueError(f"Block {block} is not in use: its content cannot be registered.")
+        if content_hash not in self._block_of and block not in self._hash_of:
+            self._block_of[content_hash] = block
+            self._hash_of[block] = content_hash
+
+    def lookup(self, content_hash: Hashable) -> int | None:
+        """The block holding this content, or None."""
+        return self._block_of.get(content_hash)
+
+    def forget(self) -> None:
+        """Drop all prefix hashes (the contents can no longer be trusted); cached blocks become free."""
+        for block in self._cached:
+            self._state[block] = _FREE
+        self._num_free += len(self._cached)
+        self._cached.clear()
+        self._hash_of.clear()
+        self._block_of.clear()
+
+    def _evict_one(self) -> None:
+        block, _ = self._cached.popitem(last=False)
+        del self._block_of[self._hash_of.pop(block)]
+        self._state[block] = _FREE
+        self._num_free += 1
+
+    def check(self) -> None:
+        """Raise AssertionError unless every block is in exactly one state and the books agree."""
+        free = {b for b in range(self.num_blocks) if self._state[b] == _FREE}
+        cached = set(self._cached)
+        used = {b for b in range(self.num_blocks) if self.ref_counts[b] > 0}
+        assert all(count >= 0 for count in self.ref_counts), "negative reference count"
+        assert not (free & cached) and not (free & used) and not (cached & used), "a block is in two states"
+        assert len(free) + len(cached) + len(used) == self.num_blocks, "a block is in no state"
+        assert len(free) == self._num_free, "the free count is wrong"
+        assert {b: h for h, b in self._block_of.items()} == self._hash_of, "the hash maps disagree"
+        assert cached <= set(self._hash_of), "a cached block has no hash"
+        assert not (free & set(self._hash_of)), "a free block has a hash"

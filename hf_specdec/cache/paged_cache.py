@@ -1,0 +1,254 @@
+"""PagedStaticCache: a transformers `Cache` whose memory is one pool of blocks per layer, allocated once."""
+
+from __future__ import annotations
+
+import hashlib
+import logging
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ..kernels import reference as ops
+from .block_pool import BlockPool
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class BlockTable:
+    """One sequence's blocks in order, the slots they hold, and how many of its tokens have valid KV."""
+
+    blocks: list[int] = field(default_factory=list)
+    slots: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
+    length: int = 0
+    contiguous: bool = True
+    hashes: list[bytes] = field(default_factory=list)  # content of the leading full blocks
+    device_slots: torch.Tensor | None = None  # `slots` as a tensor, built when a gather needs it
+
+
+class PagedLayer(CacheLayerMixin):
+    """One layer's pools: keys [slots, heads, width] and values [slots, heads, value width], allocated at the first write."""
+
+    is_sliding = False
+
+    def __init__(self, owner: PagedStaticCache):
+        super().__init__()
+        self.owner = owner
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        """Allocate the pools for states [1, heads, T, width]; keys and values may differ in heads and width (MLA)."""
+        slots = self.owner.num_slots
+        # Zeros, not empty: masked slots are multiplied by zero weights, and 0 * NaN would be NaN.
+        self.keys = key_states.new_zeros(slots, key_states.shape[1], key_states.shape[3])
+        self.values = value_states.new_zeros(slots, value_states.shape[1], value_states.shape[3])
+        self.is_initialized = True
+        self.owner.note_allocated(self)
+
+    def update(self, key_states, value_states, *args, **kwargs):
+        """Write the packed states [1, heads, T, width] to the current batch's slots.
+
+        Returns the new states themselves (attention reads the pages), or, for models that attend to what the cache
+        returns, the keys and values of all rows, one row after the other: [1, heads, S_total, width].
+        """
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        batch = self.owner.batch
+        slots = batch.on(key_states.device).write_slots
+        ops.write_slots(self.keys, slots, key_states[0].transpose(0, 1))
+        ops.write_slots(self.values, slots, value_states[0].transpose(0, 1))
+        if not batch.gather:
+            return key_states, value_states
+        read = batch.on(key_states.device).read_slots
+        keys, values = self.keys.index_select(0, read), self.values.index_select(0, read)
+        return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """What transformers' mask helpers ask for; our masks are already made."""
+        return (self.owner.batch.num_keys if self.owner.batch is not None else query_length), 0
+
+    def get_seq_length(self) -> int:
+        """Positions are passed explicitly; any non-zero value says the cache is in use."""
+        return self.owner.batch.num_keys if self.owner.batch is not None else 0
+
+    def get_max_length(self) -> int:
+        """Slots in the pool."""
+        return self.owner.num_slots
+
+    get_max_cache_shape = get_max_length  # its name before transformers 5.20
+
+
+class PagedStaticCache(Cache):
+    """KV of many sequences in `num_blocks` blocks of `block_size` slots, shared by prefix, written once, never moved
+    except to close the gaps a draft tree leaves.
+
+    A sequence is known by its id. Its tokens' KV are at logical indices 0, 1, ..; drafts are written behind `length` into
+    lookahead slots, and `commit` decides which of them stay.
+    """
+
+    def __init__(self, num_layers: int, num_blocks: int, block_size: int, share_prefixes: bool = True):
+        super().__init__(layers=[PagedLayer(self) for _ in range(num_layers)])
+        self.block_size = block_size
+        self.pool = BlockPool(num_blocks)
+        self.share_prefixes = share_prefixes
+        self.tables: dict[int, BlockTable] = {}
+        self.batch = None  # the PackedBatch whose forward is running
+        self.num_bytes = 0
+
+    @property
+    def num_slots(self) -> int:
+        """Slots in the pool."""
+        return self.pool.num_blocks * self.block_size
+
+    def note_allocated(self, layer: PagedLayer) -> None:
+        """Keep count of the memory, and say how much it is once every layer has its pools."""
+        self.num_bytes += layer.keys.nbytes + layer.values.nbytes
+        if all(each.is_initialized for each in self.layers):
+            logger.info(
+                "KV cache: %d blocks of %d tokens, %.1f MiB on %s (%s).",
+                self.pool.num_blocks, self.block_size, self.num_bytes / 2**20, layer.keys.device, layer.keys.dtype,
+            )  # fmt: skip
+
+    # ---- sequences --------------------------------------------------------------------------------------------------
+
+    def add(self, seq_id: int) -> None:
+        """Give a new sequence an empty block table."""
+        if seq_id in self.tables:
+            raise ValueError(f"Sequence {seq_id} is already in the cache.")
+        self.tables[seq_id] = BlockTable()
+
+    def remove(self, seq_id: int) -> None:
+        """Release a sequence's blocks. Unknown ids are an error: something was lost."""
+        self.pool.release(self.tables.pop(seq_id).blocks)
+
+    def clear(self) -> None:
+        """Release every sequence and forget all prefixes (after an error the contents cannot be trusted)."""
+        for seq_id in list(self.tables):
+            self.remove(seq_id)
+        self.pool.forget()
+        self.batch = None
+
+    def match_prefix(self, seq_id: int, tokens: list[int]) -> int:
+        """Let an empty sequence share the blocks that already hold a prefix of `tokens`.
+
+        At least the last token is left to compute, since its logits are needed. Returns the number of tokens covered.
+        """
+        table = self.tables[seq_id]
+        if not self.share_prefixes or table.blocks:
+            return 0
+        shared = []
+        for content in self._block_hashes(tokens, (len(tokens) - 1) // self.block_size, []):
+            block = self.pool.lookup(content)
+            if block is None:
+                break
+            shared.append(block)
+            table.hashes.append(content)
+        self.pool.retain(shared)
+        self._append(table, shared)
+        table.length = len(shared) * self.block_size
+        return table.length
+
+    def register_prefix(self, seq_id: int, tokens: list[int], length: int) -> None:
+        """Declare that the KV of `tokens[:length]` are (or are being) written, so that full blocks can be shared."""
+        if not self.share_prefixes:
+            return
+        table = self.tables[seq_id]
+        known = len(table.hashes)
+        table.hashes += self._block_hashes(tokens, length // self.block_size, table.hashes)
+        for block, content in zip(table.blocks[known:], table.hashes[known:], strict=False):
+            self.pool.register(block, content)
+
+    def _block_hashes(self, tokens: list[int], count: int, known: list[bytes]) -> list[bytes]:
+        hashes = []
+        parent = known[-1] if known else b""
+        for i in range(len(known), count):
+            chunk = np.asarray(tokens[i * self.block_size : (i + 1) * self.block_size], dtype=np.int64).tobytes()
+            parent = hashlib.blake2b(parent + chunk, digest_size=16).digest()
+            hashes.append(parent)
+        return hashes
+
+    # ---- slots ------------------------------------------------------------------------------------------------------
+
+    def blocks_missing(self, seq_id: int, num_slots: int) -> int:
+        """How many more blocks the sequence needs to have `num_slots` slots."""
+        return max(0, -(-num_slots // self.block_size) - len(self.tables[seq_id].blocks))
+
+    def reserve(self, seq_id: int, num_slots: int) -> None:
+        """Give the sequence at least `num_slots` slots, next to those it has if possible.
+
+        Raises:
+            OutOfBlocks: there are not enough; nothing was taken.
+        """
+        table = self.tables[seq_id]
+        missing = self.blocks_missing(seq_id, num_slots)
+        if missing:
+            self._append(table, self.pool.allocate(missing, after=table.blocks[-1] if table.blocks else None))
+
+    def _append(self, table: BlockTable, blocks: list[int]) -> None:
+        if not blocks:
+            return
+        joined = table.blocks + blocks
+        table.contiguous = joined == list(range(joined[0], joined[0] + len(joined)))
+        table.blocks = joined
+        starts = np.asarray(blocks, dtype=np.int64)[:, None] * self.block_size
+        table.slots = np.concatenate([table.slots, (starts + np.arange(self.block_size)).ravel()])
+        table.device_slots = None
+
+    def row(self, seq_id: int, start: int, end: int, length: int, device: torch.device) -> ops.AttentionRow:
+        """The sequence's first `length` slots as attention reads them, for the packed queries `start:end`."""
+        table = self.tables[seq_id]
+        if table.contiguous:
+            return ops.AttentionRow(start, end, length, int(table.slots[0]), None)
+        if table.device_slots is None:
+            table.device_slots = torch.from_numpy(table.slots).to(device)
+        return ops.AttentionRow(start, end, length, -1, table.device_slots[:length])
+
+    # ---- after verification -----------------------------------------------------------------------------------------
+
+    def commit(self, kept: list[tuple[int, int, list[int]]]) -> None:
+        """Keep some of the drafts' KV and drop the rest.
+
+        Args:
+            kept: per sequence (id, start, offsets): of the tokens written at logical indices `start`, `start + 1`, ..
+                those at `start + offset` stay and become `start`, `start + 1`, .. The length becomes start + len(offsets).
+        """
+        source, target = [], []
+        for seq_id, start, offsets in kept:
+            table = self.tables[seq_id]
+            for i, offset in enumerate(offsets):
+                if offset != i:
+                    source.append(table.slots[start + offset])
+                    target.append(table.slots[start + i])
+            table.length = start + len(offsets)
+        if not source:
+            return
+        moves = torch.from_numpy(np.asarray([source, target], dtype=np.int64))
+        for layer in self.layers:
+            if layer.is_initialized:
+                on_device = moves.to(layer.keys.device)
+                ops.move_slots(layer.keys, on_device[0], on_device[1])
+                ops.move_slots(layer.values, on_device[0], on_device[1])
+
+    def truncate(self, seq_id: int, length: int) -> None:
+        """Roll back to the first `length` tokens (bookkeeping only)."""
+        table = self.tables[seq_id]
+        table.length = min(table.length, length)
+
+    # ---- to and from transformers' own caches -----------------------------------------------------------------------
+
+    def read(self, seq_id: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
+        """A sequence's valid keys and values in one layer: [length, heads, width] each (copies)."""
+        table = self.tables[seq_id]
+        pools = self.layers[layer]
+        slots = torch.from_numpy(table.slots[: table.length]).to(pools.keys.device)
+        return pools.keys.index_select(0, slots), pools.values.index_select(0, slots)
+
+    def load(self, seq_id: int, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write keys and values [n, heads, width] of a sequence's first n tokens; its slots must be reserved."""
+        pools = self.layers[layer]
+        if not pools.is_initialized:
+            pools.lazy_initialization(keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
+        slots = torch.from_numpy(self.tables[seq_id].slots[: keys.shape[0]]).to(pools.keys.device)
+        ops.write_slots(pools.keys, slots, keys)
+        ops.write_slots(pools.values, slots, values)

@@ -1,0 +1,6 @@
+"""Drafters. One method = one file = its configuration dataclass and its CandidateGenerator."""
+
+from .base import CandidateGenerator, StepOutcome
+from .registry import available_methods, generator_class, parse_config, register
+
+__all__ = ["CandidateGenerator", "StepOutcome", "available_methods", "generator_class", "parse_config", "register"]

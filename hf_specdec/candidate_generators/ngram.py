@@ -1,0 +1,91 @@
+"""Prompt lookup: copy what followed the last few tokens where they first occurred (Saxena 2023; vLLM's `ngram`)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from ..config import SpeculativeConfig
+from ..runtime import DraftTrees, Sequence
+from .base import CandidateGenerator, StepOutcome
+from .registry import register
+
+
+@dataclass
+class NGramConfig(SpeculativeConfig):
+    """Prompt lookup: the longest n-gram at the end of the text, n in [prompt_lookup_min, prompt_lookup_max], is searched
+    in what precedes it, and the tokens that followed its earliest occurrence are drafted. Needs no model."""
+
+    name = "ngram"
+
+    prompt_lookup_min: int | None = field(default=None, metadata={"help": "shortest n-gram looked up (default: prompt_lookup_max, or 5)"})
+    prompt_lookup_max: int | None = field(default=None, metadata={"help": "longest n-gram looked up (default: prompt_lookup_min, or 5)"})
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_int("prompt_lookup_min", minimum=1, optional=True)
+        self.check_int("prompt_lookup_max", minimum=1, optional=True)
+        if self.ngram_range[0] > self.ngram_range[1]:
+            raise self.fail("prompt_lookup_min", f"is {self.prompt_lookup_min}, more than prompt_lookup_max = {self.prompt_lookup_max}.")
+
+    @property
+    def ngram_range(self) -> tuple[int, int]:
+        """(shortest, longest) n-gram; one that is unset copies the other, both unset: 5 (vLLM's defaults)."""
+        low, high = self.prompt_lookup_min, self.prompt_lookup_max
+        return low or high or 5, high or low or 5
+
+
+class NGramIndex:
+    """Where each n-gram of a growing text first ended. Each token costs one dict entry per n, once; a look-up one per n."""
+
+    def __init__(self, shortest: int, longest: int):
+        self.sizes = range(longest, shortest - 1, -1)
+        self.first_end: list[dict[tuple[int, ...], int]] = [{} for _ in self.sizes]
+        self.num_indexed = 0
+
+    def extend(self, tokens: list[int]) -> None:
+        """Index every n-gram that ends before the last token (so that a match always has a continuation)."""
+        for size, first_end in zip(self.sizes, self.first_end, strict=True):
+            for end in range(max(self.num_indexed, size), len(tokens)):
+                first_end.setdefault(tuple(tokens[end - size : end]), end)
+        self.num_indexed = max(self.num_indexed, len(tokens))
+
+    def continuation(self, tokens: list[int], length: int) -> list[int]:
+        """Up to `length` tokens that followed the earliest occurrence of the longest n-gram ending `tokens`."""
+        for size, first_end in zip(self.sizes, self.first_end, strict=True):
+            end = first_end.get(tuple(tokens[-size:])) if len(tokens) > size else None
+            if end is not None:
+                return tokens[end : end + length]
+        return []
+
+
+@register(NGramConfig)
+class NGramGenerator(CandidateGenerator):
+    """Drafts chains from the sequence's own text."""
+
+    config: NGramConfig
+
+    def __init__(self, config, target, context=None):
+        super().__init__(config, target, context)
+        self.indices: dict[int, NGramIndex] = {}
+
+    def start(self, seq: Sequence) -> None:
+        """Index the prompt."""
+        self.indices[seq.id] = index = NGramIndex(*self.config.ngram_range)
+        index.extend(seq.tokens)
+
+    def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
+        """A copied chain per row, empty where nothing matches."""
+        drafts = [
+            self.indices[seq.id].continuation(seq.tokens, limit) if limit else []
+            for seq, limit in zip(sequences, limits, strict=True)
+        ]
+        return DraftTrees.from_lists(drafts, device=self.target.device)
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Index the new tokens."""
+        for seq in outcome.sequences:
+            self.indices[seq.id].extend(seq.tokens)
+
+    def stop(self, seq: Sequence) -> None:
+        """Drop the index."""
+        del self.indices[seq.id]

@@ -1,0 +1,91 @@
+"""The registry of methods: a new method is one file that calls `register`, and no edit elsewhere."""
+
+from __future__ import annotations
+
+import importlib
+import json
+import os
+import pkgutil
+from typing import TYPE_CHECKING, Any
+
+from ..config import SpeculativeConfig, SpeculativeConfigError, nearest_hint
+
+if TYPE_CHECKING:
+    from .base import CandidateGenerator
+
+_CONFIGS: dict[str, type[SpeculativeConfig]] = {}
+_GENERATORS: dict[str, type[CandidateGenerator]] = {}
+
+
+def register(config_class: type[SpeculativeConfig]):
+    """Class decorator: `@register(NGramConfig)` on a `CandidateGenerator` makes `method: "ngram"` work everywhere."""
+
+    def decorate(generator_class):
+        name = config_class.name
+        taken = _GENERATORS.get(name)
+        if not name or (taken is not None and taken.__qualname__ != generator_class.__qualname__):
+            raise ValueError(f"The method name {name!r} is empty or already registered by {taken}.")
+        _CONFIGS[name], _GENERATORS[name] = config_class, generator_class
+        generator_class.config_class = config_class
+        return generator_class
+
+    return decorate
+
+
+def _discover() -> None:
+    package = importlib.import_module(__package__)
+    for module in pkgutil.iter_modules(package.__path__):
+        importlib.import_module(f"{__package__}.{module.name}")
+
+
+def available_methods() -> dict[str, type[SpeculativeConfig]]:
+    """Every registered method's configuration class, by name."""
+    _discover()
+    return dict(sorted(_CONFIGS.items()))
+
+
+def generator_class(method: str) -> type[CandidateGenerator]:
+    """The generator registered for `method`."""
+    _discover()
+    return _GENERATORS[method]
+
+
+def parse_config(value: Any) -> SpeculativeConfig:
+    """Turn what a user passes as `speculative_config` into a checked configuration.
+
+    Args:
+        value: a `SpeculativeConfig`, a dict, JSON text, or the path of a JSON file. `{}` is an error: it names nothing.
+
+    Raises:
+        SpeculativeConfigError: unknown method or key (with the nearest valid one), bad value, unreadable text.
+    """
+    if isinstance(value, SpeculativeConfig):
+        return value
+    if isinstance(value, (str, os.PathLike)):
+        value = _read(os.fspath(value))
+    if not isinstance(value, dict):
+        raise SpeculativeConfigError(
+            f"speculative_config must be a dict, JSON text, a path to a JSON file or a SpeculativeConfig, not {type(value).__name__}."
+        )
+    methods = available_methods()
+    method = value.get("method") or ("draft_model" if "model" in value else None)
+    if method is None:
+        raise SpeculativeConfigError(f"speculative_config needs a 'method': one of {', '.join(methods)}.")
+    if method not in methods:
+        raise SpeculativeConfigError(
+            f"Unknown speculative method {method!r}{nearest_hint(method, methods)}. Available: {', '.join(methods)}."
+        )
+    return methods[method].from_dict({**value, "method": method})
+
+
+def _read(text: str) -> Any:
+    source = text
+    if not text.lstrip().startswith("{"):
+        if not os.path.isfile(text):
+            raise SpeculativeConfigError(f"speculative_config {text!r} is neither JSON text nor an existing file.")
+        with open(text, encoding="utf-8") as f:
+            source = f.read()
+    try:
+        return json.loads(source)
+    except json.JSONDecodeError as error:
+        raise SpeculativeConfigError(f"speculative_config is not valid JSON ({error}): {source[:80]!r}") from None

@@ -1,0 +1,110 @@
+"""Suffix decoding (Oliaro et al. 2024, "SuffixDecoding"), on arctic-inference's suffix trees."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+
+from ..config import SpeculativeConfig
+from ..runtime import DraftTrees, Sequence
+from .base import CandidateGenerator, StepOutcome
+from .registry import register
+
+
+@dataclass
+class SuffixConfig(SpeculativeConfig):
+    """Suffix trees over the sequence's own text and over past outputs: drafts what usually followed, as long as the match
+    is long and the counts are sure. Needs no model; adapts its draft length; remembers outputs between `generate()` calls."""
+
+    name = "suffix"
+    requires = ("pip install hf-specdec[suffix]",)
+
+    suffix_decoding_max_tree_depth: int = field(default=24, metadata={"help": "match and draft length together, at most"})
+    suffix_decoding_max_cached_requests: int = field(
+        default=10000, metadata={"help": "past outputs kept in the shared tree; 0: none, -1: all"}
+    )
+    suffix_decoding_max_spec_factor: float = field(
+        default=1.0, metadata={"help": "draft at most factor × match length + offset tokens"}
+    )
+    suffix_decoding_max_spec_offset: float = field(default=0.0, metadata={"help": "see suffix_decoding_max_spec_factor"})
+    suffix_decoding_min_token_prob: float = field(default=0.1, metadata={"help": "stop where the estimated probability falls below"})
+    suffix_decoding_use_tree: bool = field(default=False, metadata={"help": "draft trees instead of chains"})
+
+    def __post_init__(self) -> None:
+        if self.num_speculative_tokens is None:
+            self.num_speculative_tokens = self.suffix_decoding_max_tree_depth
+        super().__post_init__()
+        self.check_int("suffix_decoding_max_tree_depth", minimum=2)
+        self.check_int("suffix_decoding_max_cached_requests", minimum=-1)
+        self.check_number("suffix_decoding_max_spec_factor", minimum=0)
+        self.check_number("suffix_decoding_max_spec_offset", minimum=-1e6)
+        self.check_number("suffix_decoding_min_token_prob", minimum=0, maximum=1)
+        self.check_bool("suffix_decoding_use_tree")
+
+    def to_dict(self):
+        """As the base's, with the draft length that follows from the tree depth left out."""
+        out = super().to_dict()
+        if self.num_speculative_tokens == self.suffix_decoding_max_tree_depth:
+            out.pop("num_speculative_tokens", None)
+        else:
+            out["num_speculative_tokens"] = self.num_speculative_tokens
+        return out
+
+
+@register(SuffixConfig)
+class SuffixGenerator(CandidateGenerator):
+    """Drafts chains or trees from suffix trees; the shared tree outlives the calls that filled it."""
+
+    config: SuffixConfig
+
+    def __init__(self, config, target, context=None):
+        super().__init__(config, target, context)
+        try:
+            from arctic_inference.suffix_decoding import SuffixDecodingCache
+        except ImportError as error:
+            raise ImportError(
+                "The suffix method needs arctic-inference's suffix trees: pip install 'hf-specdec[suffix]' (a C++ compiler is needed)."
+            ) from error
+        self.cache = SuffixDecodingCache(
+            max_tree_depth=config.suffix_decoding_max_tree_depth,
+            max_cached_requests=config.suffix_decoding_max_cached_requests,
+        )
+
+    def start(self, seq: Sequence) -> None:
+        """Build the sequence's own tree from its prompt."""
+        self.cache.start_request(seq.id, np.asarray(seq.tokens[: seq.prompt_length], dtype=np.int32))
+        if seq.num_generated:
+            self.cache.add_active_response(seq.id, np.asarray(seq.tokens[seq.prompt_length :], dtype=np.int32))
+
+    def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
+        """What the trees make most likely, per row; empty where nothing matches."""
+        depth, use_tree = self.config.suffix_decoding_max_tree_depth, self.config.suffix_decoding_use_tree
+        tokens, parents = [], []
+        for seq, limit in zip(sequences, limits, strict=True):
+            if limit == 0:
+                tokens.append([])
+                parents.append([])
+                continue
+            draft = self.cache.speculate(
+                seq.id,
+                np.asarray(seq.tokens[-depth:], dtype=np.int32),
+                max_spec_tokens=limit,
+                max_spec_factor=self.config.suffix_decoding_max_spec_factor,
+                max_spec_offset=self.config.suffix_decoding_max_spec_offset,
+                min_token_prob=self.config.suffix_decoding_min_token_prob,
+                use_tree_spec=use_tree,
+            )
+            tokens.append(draft.token_ids)
+            parents.append(draft.parents)
+        return DraftTrees.from_lists(tokens, parents if use_tree else None, device=self.target.device)
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Add the new tokens to both trees."""
+        for seq, new in zip(outcome.sequences, outcome.new_tokens, strict=True):
+            if new:
+                self.cache.add_active_response(seq.id, np.asarray(new, dtype=np.int32))
+
+    def stop(self, seq: Sequence) -> None:
+        """Free the sequence's own tree; its output stays in the shared one."""
+        self.cache.stop_request(seq.id)

@@ -1,0 +1,232 @@
+"""From the target's tokens to the drafter's and back: the same ones, those both know, or through text."""
+
+from __future__ import annotations
+
+import logging
+import os
+from typing import TYPE_CHECKING, Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from ..bundled import resolve_model
+from ..runtime import DraftTrees, PackedModel, Sequence
+from .base import DrafterContext
+
+if TYPE_CHECKING:
+    from .draft_model import DraftModelConfig
+
+logger = logging.getLogger(__name__)
+
+# Below this share of the target's tokens, drafting through text accepts more than drafting from the intersection.
+_USEFUL_INTERSECTION = 0.25
+_LOOKBEHIND = 10  # target tokens re-encoded together with drafted text, so that tokens form as they would in context
+
+
+def load_drafter(config: DraftModelConfig, target: PreTrainedModel, context: DrafterContext) -> PreTrainedModel:
+    """The drafter: the target itself (early exit), the model handed to `generate(assistant_model=)`, or the one named."""
+    if config.early_exit is not None:
+        return target
+    if context.assistant_model is not None:
+        return context.assistant_model
+    if config.model is None:
+        raise config.fail("model", "is missing: name a smaller model, pass assistant_model= to generate(), or set 'early_exit'.")
+    name = resolve_model(config.model)
+    try:
+        model = AutoModelForCausalLM.from_pretrained(name, revision=config.revision or "main", dtype=target.dtype)
+    except (OSError, ValueError) as error:
+        raise config.fail("model", f"could not be loaded from {name!r}: {error}") from error
+    return model.to(target.get_input_embeddings().weight.device).eval()
+
+
+def make_bridge(config: DraftModelConfig, target: PackedModel, drafter: PackedModel, context: DrafterContext):
+    """Compare tokenizers (not vocabulary sizes: embeddings may be padded) and choose the way across.
+
+    Raises:
+        SpeculativeConfigError: the vocabularies differ and there is no way across.
+    """
+    if drafter.model is target.model:
+        return SharedVocabulary(target.vocab_size)
+    theirs = context.assistant_tokenizer or _tokenizer_of(drafter.model)
+    ours = context.tokenizer or _tokenizer_of(target.model)
+    if ours is None or theirs is None:
+        if target.vocab_size == drafter.vocab_size:
+            return SharedVocabulary(target.vocab_size)
+        raise config.fail(
+            "model",
+            f"has {drafter.vocab_size} tokens and the target {target.vocab_size}, and their tokenizers are not known: pass "
+            "tokenizer= and assistant_tokenizer= to generate().",
+        )
+    if ours.get_vocab() == theirs.get_vocab():
+        return SharedVocabulary(target.vocab_size)
+    pairs = _common_tokens(ours, theirs, target.vocab_size, drafter.vocab_size)
+    choice = config.vocabulary_bridge
+    if choice is None:
+        choice = "intersection" if len(pairs) >= _USEFUL_INTERSECTION * len(ours) else "text"
+        logger.warning(
+            "The drafter's tokenizer differs from the target's (%d of %d tokens in common): drafting through %s.",
+            len(pairs), len(ours), "the common tokens" if choice == "intersection" else "text",
+        )  # fmt: skip
+    if choice == "text":
+        if config.branching_factors is not None:
+            raise config.fail("branching_factors", "cannot be used with vocabulary_bridge 'text', which drafts chains.")
+        return TextBridge(ours, theirs, target)
+    if not pairs:
+        raise config.fail("vocabulary_bridge", "cannot be 'intersection': the tokenizers have no token in common; use 'text'.")
+    return IntersectionBridge(pairs, ours, theirs, target)
+
+
+def _tokenizer_of(model: PreTrainedModel) -> Any:
+    name = model.name_or_path
+    if not name:
+        return None
+    try:
+        return AutoTokenizer.from_pretrained(name, local_files_only=os.path.isdir(name))
+    except (OSError, ValueError) as error:
+        logger.info("No tokenizer found for %s (%s).", name, error)
+        return None
+
+
+def _common_tokens(ours, theirs, our_size: int, their_size: int) -> dict[int, int]:
+    """{target id: drafter id} for tokens spelled alike, and for the special tokens that play the same role."""
+    their_vocab = theirs.get_vocab()
+    pairs = {
+        i: their_vocab[t] for t, i in ours.get_vocab().items() if t in their_vocab and i < our_size and their_vocab[t] < their_size
+    }
+    for role in ("bos_token_id", "eos_token_id"):
+        a, b = getattr(ours, role, None), getattr(theirs, role, None)
+        if a is not None and b is not None:
+            pairs[a] = b
+    return pairs
+
+
+class SharedVocabulary:
+    """Both models use the same tokenizer; their embeddings may be padded to different sizes."""
+
+    nodes_are_drafter_tokens = True  # an accepted node's KV is what the drafter would compute for it
+    in_target_vocabulary = True  # the drafter's scores are over the target's tokens
+
+    def __init__(self, vocab_size: int):
+        self.vocab_size = vocab_size
+
+    def max_drafter_tokens(self, num_tokens: int) -> int:
+        """Drafter tokens that `num_tokens` target tokens can become."""
+        return num_tokens
+
+    def to_drafter(self, seq: Sequence) -> list[int]:
+        """The sequence as the drafter reads it."""
+        return seq.tokens
+
+    def num_unchanged(self, seq: Sequence, text: list[int]) -> int:
+        """How many leading tokens of `text` are as they were at the last round."""
+        return len(text)
+
+    def scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """The drafter's logits [R, Vd] over the target's vocabulary [R, V]."""
+        width = logits.shape[1]
+        if width >= self.vocab_size:
+            return logits[:, : self.vocab_size]
+        return torch.nn.functional.pad(logits, (0, self.vocab_size - width), value=float("-inf"))
+
+    def drafter_ids(self, tokens: torch.Tensor) -> torch.Tensor:
+        """Drafted tokens as the drafter reads them."""
+        return tokens
+
+    def to_target(self, trees: DraftTrees, sequences: list[Sequence], texts: list[list[int]]) -> DraftTrees:
+        """Drafted trees as the target reads them."""
+        return trees
+
+    def forget(self, seq: Sequence) -> None:
+        """A sequence left."""
+
+
+class IntersectionBridge(SharedVocabulary):
+    """The drafter chooses among the tokens both tokenizers have (token-level intersection, Timor et al. 2025)."""
+
+    nodes_are_drafter_tokens = False
+
+    def __init__(self, pairs: dict[int, int], ours, theirs, target: PackedModel):
+        super().__init__(target.vocab_size)
+        device = target.device
+        self.ours, self.theirs, self.pairs = ours, theirs, pairs
+        self.our_ids = torch.tensor(list(pairs.keys()), device=device)
+        self.their_ids = torch.tensor(list(pairs.values()), device=device)
+        self.table = torch.zeros(target.vocab_size, dtype=torch.long, device=device)
+        self.table[self.our_ids] = self.their_ids
+        self.read: dict[int, tuple[int, list[int]]] = {}
+
+    def max_drafter_tokens(self, num_tokens: int) -> int:
+        return 4 * num_tokens
+
+    def to_drafter(self, seq: Sequence) -> list[int]:
+        done, ids = self.read.get(seq.id, (0, []))
+        ids = list(ids)
+        for token in seq.tokens[done:]:
+            if token in self.pairs:
+                ids.append(self.pairs[token])
+            else:
+                ids += self.theirs.encode(self.ours.decode([token]), add_special_tokens=False)
+        self.read[seq.id] = (len(seq.tokens), ids)
+        return ids
+
+    def scores(self, logits: torch.Tensor) -> torch.Tensor:
+        out = logits.new_full((logits.shape[0], self.vocab_size), float("-inf"))
+        out[:, self.our_ids] = logits[:, self.their_ids]
+        return out
+
+    def drafter_ids(self, tokens: torch.Tensor) -> torch.Tensor:
+        return self.table[tokens]
+
+    def forget(self, seq: Sequence) -> None:
+        self.read.pop(seq.id, None)
+
+
+class TextBridge(SharedVocabulary):
+    """The drafter reads and writes text; what it writes is tokenized for the target (universal assisted generation)."""
+
+    nodes_are_drafter_tokens = False
+    in_target_vocabulary = False
+
+    def __init__(self, ours, theirs, target: PackedModel):
+        super().__init__(target.vocab_size)
+        self.ours, self.theirs, self.target = ours, theirs, target
+        self.read: dict[int, list[int]] = {}
+
+    def max_drafter_tokens(self, num_tokens: int) -> int:
+        return 4 * num_tokens
+
+    def to_drafter(self, seq: Sequence) -> list[int]:
+        text = self.ours.decode(seq.tokens, skip_special_tokens=True)
+        return self.theirs.encode(text) or [self.theirs.bos_token_id or 0]
+
+    def num_unchanged(self, seq: Sequence, text: list[int]) -> int:
+        before = self.read.get(seq.id, [])
+        self.read[seq.id] = text
+        same = 0
+        while same < min(len(before), len(text) - 1) and before[same] == text[same]:
+            same += 1
+        return same
+
+    def scores(self, logits: torch.Tensor) -> torch.Tensor:
+        return logits
+
+    def to_target(self, trees: DraftTrees, sequences: list[Sequence], texts: list[list[int]]) -> DraftTrees:
+        chains = []
+        for i, (seq, text) in enumerate(zip(sequences, texts, strict=True)):
+            drafted = trees.tokens[i, : trees.lengths[i]].tolist()
+            chains.append(self._retokenize(seq, text, drafted)[: len(drafted)])
+        return DraftTrees.from_lists(chains, device=self.target.device)
+
+    def _retokenize(self, seq: Sequence, text: list[int], drafted: list[int]) -> list[int]:
+        if not drafted:
+            return []
+        known = self.theirs.decode(text, skip_special_tokens=True)
+        addition = self.theirs.decode(text + drafted, skip_special_tokens=True)[len(known) :]
+        tail = seq.tokens[-_LOOKBEHIND:]
+        together = self.ours.encode(self.ours.decode(tail) + addition, add_special_tokens=False)
+        if together[: len(tail)] == tail:
+            return together[len(tail) :]
+        return self.ours.encode(addition, add_special_tokens=False)
+
+    def forget(self, seq: Sequence) -> None:
+        self.read.pop(seq.id, None)

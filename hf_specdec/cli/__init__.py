@@ -1,0 +1,76 @@
+"""The `hf-specdec` command: one module per subcommand, `main` dispatches and turns exceptions into one line."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+
+import hf_specdec
+
+from . import bench, demo, generate, models
+
+DESCRIPTION = "Speculative decoding for Hugging Face transformers: the same output, several tokens per forward."
+
+EPILOG = """\
+start here:
+  hf-specdec demo                     every method on the bundled models, in about a minute
+  hf-specdec models                   what is bundled, which methods exist, their keys and what they need
+  hf-specdec generate tiny --prompt "Tell me a story about a dog." --speculative-config '{"method": "ngram"}'
+  hf-specdec bench tiny --speculative-config '{"method": "draft_model", "model": "tiny-draft"}'
+
+`hf-specdec COMMAND --help` explains each command with examples.
+"""
+
+EXPECTED_ERRORS = (ValueError, OSError, ImportError)
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose errors are one line that says where to read on; exit code 2."""
+
+    def error(self, message: str):
+        self.exit(2, f"{self.prog}: error: {message} (see `{self.prog} --help`)\n")
+
+
+def build_parser() -> argparse.ArgumentParser:
+    """The parser of the whole command; each subcommand sets `run`, a function of the parsed arguments."""
+    parser = Parser(
+        prog="hf-specdec", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument("--version", action="version", version=f"hf-specdec {hf_specdec.__version__}")
+    commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
+    for module in (generate, demo, models, bench):
+        command = module.add_command(commands)
+        command.formatter_class = argparse.RawDescriptionHelpFormatter
+        command.add_argument("--debug", action="store_true", help="show the traceback of an error and all log messages")
+        command.set_defaults(run=module.run)
+    return parser
+
+
+def one_line(error: BaseException) -> str:
+    """The message of `error` on one line; an error nobody foresaw also says its type and how to see more."""
+    text = " ".join(str(error).split()) or type(error).__name__
+    if isinstance(error, EXPECTED_ERRORS):
+        return text
+    return f"{type(error).__name__}: {text} (--debug shows the traceback)"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the command line `argv` (default: the process's own). Returns the exit code; argparse itself may exit.
+
+    0: done. 1: `demo` found an output that differs from plain decoding. 2: an error, one line on stderr. 130: interrupted.
+    """
+    parser = build_parser()
+    args = parser.parse_args(argv)
+    if args.command is None:
+        parser.print_help()
+        return 0
+    try:
+        return args.run(args)
+    except KeyboardInterrupt:
+        return 130
+    except Exception as error:
+        if args.debug:
+            raise
+        print(f"hf-specdec {args.command}: error: {one_line(error)}", file=sys.stderr)
+        return 2

@@ -1,0 +1,126 @@
+"""`hf-specdec bench`: tokens/s of `generate()` with and without speculation on a file of prompts, as a table and as JSON."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+
+from .measure import Measurement, Variant, environment, equal_rows, measure_with_progress, results_table
+from .options import (
+    BUNDLED_PROMPTS,
+    add_decoding_options,
+    add_model_options,
+    decoding_arguments,
+    encode_prompts,
+    load_model_and_tokenizer,
+    positive_int,
+    read_prompts,
+)
+
+EPILOG = """\
+examples:
+  hf-specdec bench tiny --speculative-config '{"method": "ngram"}'
+  hf-specdec bench tiny --speculative-config '{"method": "draft_model", "model": "tiny-draft"}' --batch-size 8
+  hf-specdec bench ./my-model --prompts gsm8k.jsonl --limit 20 --repeats 5 --json result.json \\
+      --speculative-config '{"method": "ngram"}' --speculative-config '{"method": "suffix"}'
+
+The baseline is transformers' own generate(). Each batch is decoded by the baseline and by every configuration before the
+next one begins, so that all of them meet the same disturbances; tokens/s is the median over the repeats, τ the tokens a
+row emits per target forward. Methods that learn from outputs (suffix) begin each repeat with nothing remembered.
+"""
+
+
+def add_command(commands) -> argparse.ArgumentParser:
+    """Register the subcommand."""
+    parser = commands.add_parser("bench", help="measure tokens/s", description=__doc__, epilog=EPILOG)
+    add_model_options(parser)
+    parser.add_argument(
+        "--speculative-config",
+        action="append",
+        required=True,
+        metavar="JSON",
+        help="JSON text or the path of a JSON file; repeat it to compare several",
+    )
+    group = parser.add_argument_group("measurement")
+    group.add_argument(
+        "--prompts",
+        default=str(BUNDLED_PROMPTS),
+        metavar="FILE",
+        help='.jsonl with a "prompt" a row (default: the bundled prompts)',
+    )
+    group.add_argument("--limit", type=positive_int, metavar="N", help="use only the first N prompts")
+    group.add_argument("--batch-size", type=positive_int, default=1, metavar="B", help="default: %(default)s")
+    group.add_argument("--repeats", type=positive_int, default=3, metavar="R", help="default: %(default)s")
+    group.add_argument(
+        "--json", metavar="OUT", help="write everything to this file as JSON; - prints it instead of the table"
+    )
+    add_decoding_options(parser, max_new_tokens=128)
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out the subcommand; returns the exit code."""
+    arguments = decoding_arguments(args)
+    prompts = [row["prompt"] for row in read_prompts(args.prompts)][: args.limit]
+    model, tokenizer = load_model_and_tokenizer(args)
+    groups = [prompts[i : i + args.batch_size] for i in range(0, len(prompts), args.batch_size)]
+    batches = [encode_prompts(tokenizer, group, args.chat, model.device) for group in groups]
+    variants = [Variant("plain generate()"), *(Variant(text, text) for text in args.speculative_config)]
+
+    results = measure_with_progress("measuring", model, batches, variants, arguments, args.repeats, args.seed)
+
+    report = {
+        "model": args.model,
+        "environment": environment(model),
+        "settings": {
+            **arguments,
+            "batch_size": args.batch_size,
+            "prompts": len(prompts),
+            "repeats": args.repeats,
+            "seed": args.seed,
+        },
+        "results": [describe(result, results[0]) for result in results],
+    }
+    if args.json == "-":
+        json.dump(report, sys.stdout, indent=2)
+        print()
+        return 0
+    print_report(report, results, compare=not args.do_sample)
+    if args.json:
+        Path(args.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def describe(result: Measurement, baseline: Measurement) -> dict[str, Any]:
+    """One result as JSON."""
+    return {
+        "speculative_config": result.variant.speculative_config,
+        "tokens_per_second": result.tokens_per_second,
+        "speed_up": result.tokens_per_second / baseline.tokens_per_second,
+        "seconds": result.seconds,
+        "new_tokens": result.new_tokens,
+        "mean_accepted_length": result.accepted_length,
+        "acceptance_rate": result.acceptance_rate,
+        "num_draft_tokens": result.drafted,
+        "num_accepted_tokens": result.accepted,
+        "rows": len(result.outputs),
+        "rows_equal_to_baseline": equal_rows(result, baseline),
+    }
+
+
+def print_report(report: dict[str, Any], results: list[Measurement], compare: bool) -> None:
+    """The table, under a line that says what was measured where."""
+    where, settings = report["environment"], report["settings"]
+    console = Console(highlight=False)
+    console.print(
+        f"{report['model']} ({where['parameters'] / 1e6:.1f} M parameters, {where['dtype']}) on {where['device']}, "
+        f"{where['threads']} threads; {settings['prompts']} prompts, batch size {settings['batch_size']}, "
+        f"{settings['max_new_tokens']} new tokens, {settings['repeats']} repeats",
+        soft_wrap=True,
+    )
+    console.print(results_table(results, compare))

@@ -1,0 +1,130 @@
+"""`hf-specdec demo`: the bundled model decodes bundled prompts with every method; the text, τ and tokens/s of each."""
+
+from __future__ import annotations
+
+import argparse
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.text import Text
+from transformers.generation.streamers import BaseStreamer
+
+from .measure import Variant, environment, equal_rows, measure_with_progress, results_table, warm_up
+from .options import BUNDLED_PROMPTS, encode_prompts, load_model_and_tokenizer, positive_int, read_prompts
+
+EPILOG = """\
+examples:
+  hf-specdec demo
+  hf-specdec demo --prompts 12 --max-new-tokens 64 --batch-size 4
+
+Text in green was drafted by the small model and accepted by the large one; the rest are the tokens the large model had to
+give itself, one per forward. Every method writes the same text: the table says so, and the exit code is 1 if one did not.
+"""
+
+DRAFT = {"method": "draft_model", "model": "tiny-draft"}
+SHOWN = Variant("draft_model, chain", {**DRAFT, "num_speculative_tokens": 5})
+
+
+def add_command(commands) -> argparse.ArgumentParser:
+    """Register the subcommand."""
+    parser = commands.add_parser("demo", help="see it work on the bundled models", description=__doc__, epilog=EPILOG)
+    parser.add_argument("--prompts", type=positive_int, default=6, metavar="N", help="how many (default: %(default)s)")
+    parser.add_argument("--max-new-tokens", type=positive_int, default=96, metavar="N", help="default: %(default)s")
+    parser.add_argument("--batch-size", type=positive_int, default=1, metavar="B", help="default: %(default)s")
+    parser.set_defaults(model="tiny", dtype="float32", device="auto", trust_remote_code=False)
+    return parser
+
+
+def variants() -> list[Variant]:
+    """What is compared; the first is the baseline."""
+    return [
+        Variant("plain generate()"),
+        Variant("none", {"method": "none"}),
+        Variant("ngram", {"method": "ngram"}),
+        Variant("suffix", {"method": "suffix"}),
+        SHOWN,
+        Variant("draft_model, tree", {**DRAFT, "branching_factors": [3, 1, 1, 1, 1]}),
+    ]
+
+
+class AcceptedTokens(BaseStreamer):
+    """Prints tokens as they arrive, those that a drafter proposed in green: of each step all but the last."""
+
+    def __init__(self, console: Console, tokenizer: Any):
+        self.console = console
+        self.tokenizer = tokenizer
+        self.tokens: list[int] = []
+        self.printed = ""
+        self.prompt_seen = False
+
+    def put(self, value: torch.Tensor) -> None:
+        """One step's tokens [n] or [1, n]; the first call brings the prompt."""
+        step = value.flatten().tolist()
+        if self.prompt_seen:
+            self.show(step[:-1], "green")
+            self.show(step[-1:], "")
+        self.prompt_seen = True
+
+    def show(self, tokens: list[int], style: str) -> None:
+        """Print what `tokens` add to the text so far; half a character waits for its other half."""
+        self.tokens += tokens
+        text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
+        if not text.endswith("\ufffd"):
+            self.console.print(Text(text[len(self.printed) :], style=style), end="", soft_wrap=True)
+            self.printed = text
+
+    def end(self) -> None:
+        """End the line."""
+        self.console.print()
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out the subcommand; returns the exit code."""
+    console = Console(highlight=False)
+    rows = spread(read_prompts(str(BUNDLED_PROMPTS)), args.prompts)
+    model, tokenizer = load_model_and_tokenizer(args)
+    arguments = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
+
+    for row in rows:
+        console.print(Text(f"\n▌ {row['prompt']}", style="bold"))
+        inputs = encode_prompts(tokenizer, [row["prompt"]], None, model.device)
+        streamer = AcceptedTokens(console, tokenizer)
+        model.generate(**inputs, **arguments, streamer=streamer, speculative_config=SHOWN.speculative_config)
+    console.print("\n[green]Green[/green]: drafted by tiny-draft, accepted by tiny. The rest: tiny's own tokens.\n")
+
+    texts = [row["prompt"] for row in rows]
+    groups = [texts[i : i + args.batch_size] for i in range(0, len(texts), args.batch_size)]
+    batches = [encode_prompts(tokenizer, group, None, model.device) for group in groups]
+    results = compare(console, model, batches, arguments)
+    where = environment(model)
+    console.print(
+        f"tiny ({where['parameters'] / 1e6:.1f} M parameters, {where['dtype']}) on {where['device']}, {where['threads']} "
+        f"threads; {len(rows)} prompts, batch size {args.batch_size}, up to {args.max_new_tokens} new tokens, greedy",
+        soft_wrap=True,
+    )
+    console.print(results_table(results, compare=True))
+    different = sum(len(results[0].outputs) - equal_rows(result, results[0]) for result in results)
+    if different:
+        console.print(f"[red]{different} outputs differ from transformers' generate().[/red]")
+        return 1
+    console.print("Every method gave every prompt the tokens of transformers' generate().")
+    return 0
+
+
+def spread(rows: list[dict[str, str]], count: int) -> list[dict[str, str]]:
+    """`count` of the rows, evenly spread over the file, so that every task has its turn."""
+    count = min(count, len(rows))
+    return [rows[i * len(rows) // count] for i in range(count)]
+
+
+def compare(console: Console, model, batches: list[dict[str, torch.Tensor]], arguments: dict[str, Any]) -> list:
+    """Measure every variant that can run here (one line for one that cannot)."""
+    usable = []
+    for variant in variants():
+        try:
+            warm_up(model, batches[0], variant, arguments)
+            usable.append(variant)
+        except ImportError as error:
+            console.print(f"{variant.name}: skipped, {' '.join(str(error).split())}")
+    return measure_with_progress("comparing the methods", model, batches, usable, arguments, repeats=2, seed=0)

@@ -1,0 +1,140 @@
+"""`hf-specdec generate`: continue prompts, with or without speculation, one text to stdout and the statistics to stderr."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import time
+from contextlib import nullcontext
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from transformers import TextStreamer
+from transformers.generation.streamers import BaseStreamer
+
+from .measure import cut_at_end, end_tokens
+from .options import (
+    add_decoding_options,
+    add_model_options,
+    decoding_arguments,
+    encode_prompts,
+    load_model_and_tokenizer,
+    read_prompts,
+)
+
+EPILOG = """\
+examples:
+  hf-specdec generate tiny --prompt "Tell me a story about a dog."
+  hf-specdec generate tiny --prompt "Tell me a story about a dog." --speculative-config '{"method": "ngram"}'
+  hf-specdec generate tiny --prompt "..." --speculative-config '{"method": "draft_model", "model": "tiny-draft"}'
+  hf-specdec generate ./my-model --prompt-file prompts.jsonl --speculative-config speculation.json
+  hf-specdec generate tiny --prompt "..." --do-sample --temperature 0.8 --top-p 0.95 --seed 7
+
+The speculative configuration changes the speed, not the text: greedy decoding gives the same tokens with any method, and
+so does sampling with the same --seed. Several prompts (--prompt may be repeated) are decoded as one batch.
+"""
+
+
+def add_command(commands) -> argparse.ArgumentParser:
+    """Register the subcommand."""
+    parser = commands.add_parser("generate", help="continue a prompt", description=__doc__, epilog=EPILOG)
+    add_model_options(parser)
+    source = parser.add_argument_group("prompts").add_mutually_exclusive_group(required=True)
+    source.add_argument("--prompt", action="append", metavar="TEXT", help="the prompt; repeat it for a batch")
+    source.add_argument(
+        "--prompt-file",
+        metavar="FILE",
+        help='rows with a "prompt" if it ends in .jsonl, else one prompt; - reads stdin',
+    )
+    parser.add_argument(
+        "--speculative-config",
+        default='{"method": "none"}',
+        metavar="JSON",
+        help="JSON text or the path of a JSON file (default: %(default)s, plain decoding)",
+    )
+    add_decoding_options(parser, max_new_tokens=128)
+    parser.add_argument("--stop", action="append", metavar="TEXT", help="end when this text appears; repeatable")
+    parser.add_argument(
+        "--stream",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="print tokens as they are accepted (default: for one prompt on a terminal)",
+    )
+    return parser
+
+
+class TokenBar(BaseStreamer):
+    """Advances a progress bar as tokens arrive; `transformers` first puts the prompt."""
+
+    def __init__(self, progress: Progress, total: int):
+        self.progress = progress
+        self.task = progress.add_task("decoding", total=total)
+        self.prompt_seen = False
+
+    def put(self, value: torch.Tensor) -> None:
+        """Count the tokens of one step."""
+        if self.prompt_seen:
+            self.progress.advance(self.task, value.numel())
+        self.prompt_seen = True
+
+    def end(self) -> None:
+        """Nothing is left to show."""
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out the subcommand; returns the exit code."""
+    arguments = decoding_arguments(args)
+    prompts = args.prompt or [row["prompt"] for row in read_prompts(args.prompt_file)]
+    stream = args.stream if args.stream is not None else len(prompts) == 1 and sys.stdout.isatty()
+    if stream and len(prompts) > 1:
+        raise ValueError("--stream shows one prompt at a time.")
+    model, tokenizer = load_model_and_tokenizer(args)
+    inputs = encode_prompts(tokenizer, prompts, args.chat, model.device)
+    if args.stop:
+        arguments |= {"stop_strings": args.stop, "tokenizer": tokenizer}
+
+    console = Console(stderr=True)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    bar = nullcontext() if stream else Progress(*columns, console=console, transient=True)
+    torch.manual_seed(args.seed)
+    start = time.perf_counter()
+    with bar as progress:
+        if progress is None:
+            streamer = TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+        else:
+            streamer = TokenBar(progress, total=len(prompts) * args.max_new_tokens)
+        output = model.generate(
+            **inputs,
+            **arguments,
+            streamer=streamer,
+            speculative_config=args.speculative_config,
+            return_dict_in_generate=True,
+        )
+    seconds = time.perf_counter() - start
+
+    rows = cut_at_end(output.sequences[:, inputs["input_ids"].shape[1] :].tolist(), end_tokens(model))
+    if not stream:
+        print_texts(tokenizer.batch_decode(rows, skip_special_tokens=True))
+    console.print(summary(sum(map(len, rows)), seconds, output.speculation), highlight=False, soft_wrap=True)
+    return 0
+
+
+def print_texts(texts: list[str]) -> None:
+    """The texts on stdout, under numbered rules if there are several."""
+    for number, text in enumerate(texts, 1):
+        if len(texts) > 1:
+            print(f"--- {number} ---")
+        print(text)
+
+
+def summary(new_tokens: int, seconds: float, speculation: Any) -> str:
+    """One line about the run."""
+    parts = [f"{new_tokens} tokens in {seconds:.2f} s", f"{new_tokens / seconds:.1f} tokens/s"]
+    if speculation["num_draft_tokens"]:
+        parts.append(f"τ {speculation['mean_accepted_length']:.2f} tokens per forward")
+        parts.append(
+            f"{speculation['acceptance_rate']:.0%} of {speculation['num_draft_tokens']} drafted tokens accepted"
+        )
+    return " · ".join(parts)

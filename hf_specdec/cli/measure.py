@@ -1,0 +1,209 @@
+"""Timing of `generate()` with several speculative configurations side by side, interleaved so that all share the noise."""
+
+from __future__ import annotations
+
+import platform
+import statistics
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.table import Table
+
+import hf_specdec
+
+RECORDED_PACKAGES = ("transformers", "torch", "arctic-inference", "triton")
+
+
+@dataclass(frozen=True)
+class Variant:
+    """One way to decode: `speculative_config` as `generate()` takes it, None for transformers' own loop."""
+
+    name: str
+    speculative_config: Any = None
+
+
+@dataclass
+class Measurement:
+    """What one variant did: seconds and new tokens of each repeat, the tokens themselves, and counts over all repeats."""
+
+    variant: Variant
+    seconds: list[float] = field(default_factory=list)
+    new_tokens: list[int] = field(default_factory=list)
+    outputs: list[list[int]] = field(default_factory=list)  # of the last repeat, one entry per prompt
+    row_steps: int = 0
+    row_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+
+    @property
+    def tokens_per_second(self) -> float:
+        """Median over the repeats."""
+        return statistics.median(n / s for n, s in zip(self.new_tokens, self.seconds, strict=True))
+
+    @property
+    def accepted_length(self) -> float | None:
+        """τ: tokens emitted per target forward that a row took part in; None without statistics."""
+        return self.row_tokens / self.row_steps if self.row_steps else None
+
+    @property
+    def acceptance_rate(self) -> float | None:
+        """Accepted over drafted tokens; None if nothing was drafted."""
+        return self.accepted / self.drafted if self.drafted else None
+
+    def count(self, speculation: Any) -> None:
+        """Add the statistics of one `generate()` call."""
+        for row in speculation["rows"]:
+            self.row_steps += row["num_steps"]
+            self.row_tokens += row["mean_accepted_length"] * row["num_steps"]
+            self.drafted += row["num_draft_tokens"]
+            self.accepted += row["num_accepted_tokens"]
+
+
+def end_tokens(model: Any) -> set[int]:
+    """The ids that end a text for this model."""
+    ids = model.generation_config.eos_token_id
+    return set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
+
+
+def cut_at_end(rows: list[list[int]], ends: set[int]) -> list[list[int]]:
+    """Each row up to and including its first end token: what follows is padding."""
+    return [row[: next((i + 1 for i, token in enumerate(row) if token in ends), len(row))] for row in rows]
+
+
+def timed_generate(
+    model: Any, inputs: dict[str, torch.Tensor], variant: Variant, arguments: dict[str, Any], seed: int
+) -> tuple[list[list[int]], float, Any]:
+    """One `generate()` call: (new tokens of each row, seconds, `.speculation` or None)."""
+    if variant.speculative_config is not None:
+        arguments = {**arguments, "speculative_config": variant.speculative_config}
+    torch.manual_seed(seed)
+    synchronize(model.device)
+    start = time.perf_counter()
+    output = model.generate(**inputs, **arguments, return_dict_in_generate=True)
+    synchronize(model.device)
+    seconds = time.perf_counter() - start
+    rows = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
+    return cut_at_end(rows, end_tokens(model)), seconds, output.get("speculation")
+
+
+def warm_up(model: Any, inputs: dict[str, torch.Tensor], variant: Variant, arguments: dict[str, Any]) -> None:
+    """A few tokens after each prompt's last one: loads what the variant needs and tells it nothing about the answers."""
+    last = {key: tensor[:, -1:] for key, tensor in inputs.items()}
+    timed_generate(model, last, variant, {**arguments, "max_new_tokens": 4}, seed=0)
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the device, so that a clock read afterwards is true."""
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+
+
+def measure(
+    model: Any,
+    batches: list[dict[str, torch.Tensor]],
+    variants: list[Variant],
+    arguments: dict[str, Any],
+    repeats: int,
+    seed: int,
+    advance: Callable[[], None] = lambda: None,
+) -> list[Measurement]:
+    """Decode every batch with every variant, `repeats` times, variants taking turns; `advance` is called after each run.
+
+    Each repeat begins with nothing remembered, or methods that learn from outputs would know the answers of the second.
+    """
+    results = [Measurement(variant) for variant in variants]
+    for _ in range(repeats):
+        hf_specdec.release(model)
+        for variant in variants:
+            warm_up(model, batches[0], variant, arguments)
+        for result in results:
+            result.seconds.append(0.0)
+            result.new_tokens.append(0)
+            result.outputs.clear()
+        for inputs in batches:
+            for result in results:
+                rows, seconds, speculation = timed_generate(model, inputs, result.variant, arguments, seed)
+                result.seconds[-1] += seconds
+                result.new_tokens[-1] += sum(map(len, rows))
+                result.outputs += rows
+                if speculation is not None:
+                    result.count(speculation)
+                advance()
+    return results
+
+
+def measure_with_progress(
+    title: str, model, batches, variants, arguments, repeats: int, seed: int
+) -> list[Measurement]:
+    """`measure` with a progress bar on stderr."""
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        task = progress.add_task(title, total=repeats * len(batches) * len(variants))
+        return measure(model, batches, variants, arguments, repeats, seed, lambda: progress.advance(task))
+
+
+def equal_rows(result: Measurement, baseline: Measurement) -> int:
+    """How many prompts got the baseline's tokens, all of them."""
+    return sum(ours == theirs for ours, theirs in zip(result.outputs, baseline.outputs, strict=True))
+
+
+def results_table(results: list[Measurement], compare: bool) -> Table:
+    """A table with the first result as the baseline; `compare` adds how many outputs equal the baseline's."""
+    baseline = results[0]
+    table = Table()
+    table.add_column("decoding")
+    for title in ("tokens/s", "speed-up", "τ", "acceptance", *(["same output"] if compare else [])):
+        table.add_column(title, justify="right")
+    for result in results:
+        cells = [
+            result.variant.name,
+            f"{result.tokens_per_second:.1f}",
+            f"{result.tokens_per_second / baseline.tokens_per_second:.2f} ×",
+            "1.00" if result.accepted_length is None else f"{result.accepted_length:.2f}",
+            "–" if result.acceptance_rate is None else f"{result.acceptance_rate:.0%}",
+        ]
+        if compare:
+            cells.append("–" if result is baseline else f"{equal_rows(result, baseline)}/{len(baseline.outputs)}")
+        table.add_row(*cells)
+    return table
+
+
+def environment(model: Any) -> dict[str, Any]:
+    """Versions and hardware, as a benchmark must record them."""
+    versions = {"hf-specdec": hf_specdec.__version__}
+    for package in RECORDED_PACKAGES:
+        try:
+            versions[package] = version(package)
+        except PackageNotFoundError:
+            continue
+    return {
+        "python": platform.python_version(),
+        "versions": versions,
+        "device": device_name(model.device),
+        "threads": torch.get_num_threads(),
+        "dtype": str(model.dtype).removeprefix("torch."),
+        "parameters": model.num_parameters(),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    """The accelerator's or the processor's own name."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else platform.processor() or platform.machine()

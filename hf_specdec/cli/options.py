@@ -1,0 +1,138 @@
+"""Options that subcommands share, and what they become: a loaded model, prompts, arguments for `generate()`."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers.utils import logging as transformers_logging
+
+import hf_specdec
+
+DTYPES = ("auto", "float32", "bfloat16", "float16")
+BUNDLED_PROMPTS = Path(__file__).parents[1] / "bundled_models" / "prompts.jsonl"
+
+
+def positive_int(text: str) -> int:
+    """argparse type: an integer of at least 1."""
+    try:
+        value = int(text)
+    except ValueError:
+        value = 0
+    if value < 1:
+        raise argparse.ArgumentTypeError(f"must be an integer of at least 1, not {text!r}")
+    return value
+
+
+def add_model_options(parser: argparse.ArgumentParser) -> None:
+    """MODEL, and how to load it."""
+    parser.add_argument(
+        "model", metavar="MODEL", help="a bundled name (see `hf-specdec models`), a folder, or a Hub id"
+    )
+    group = parser.add_argument_group("loading")
+    group.add_argument(
+        "--dtype", choices=DTYPES, default="auto", help="precision of the weights (default: the checkpoint's)"
+    )
+    group.add_argument(
+        "--device", default="auto", help="cpu, cuda, cuda:1, ... (default: cuda if there is one, else cpu)"
+    )
+    group.add_argument("--trust-remote-code", action="store_true", help="allow code that the checkpoint brings")
+
+
+def add_decoding_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
+    """How long to decode, and how to choose tokens."""
+    group = parser.add_argument_group("decoding")
+    group.add_argument(
+        "--max-new-tokens", type=positive_int, default=max_new_tokens, metavar="N", help="default: %(default)s"
+    )
+    group.add_argument("--do-sample", action="store_true", help="sample; without it decoding is greedy")
+    group.add_argument("--temperature", type=float, metavar="T", help="divides the logits (with --do-sample)")
+    group.add_argument("--top-p", type=float, metavar="P", help="nucleus sampling (with --do-sample)")
+    group.add_argument("--top-k", type=int, metavar="K", help="only the K likeliest tokens (with --do-sample)")
+    group.add_argument(
+        "--seed", type=int, default=0, metavar="S", help="seed of torch's generator (default: %(default)s)"
+    )
+    group.add_argument(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="wrap each prompt in the tokenizer's chat template (default: if it has one)",
+    )
+
+
+def decoding_arguments(args: argparse.Namespace) -> dict[str, Any]:
+    """Keyword arguments for `generate()` from `add_decoding_options`. ValueError if sampling options come without sampling."""
+    sampling = {key: getattr(args, key) for key in ("temperature", "top_p", "top_k") if getattr(args, key) is not None}
+    if sampling and not args.do_sample:
+        names = ", ".join("--" + key.replace("_", "-") for key in sampling)
+        raise ValueError(f"{names} only means something with --do-sample.")
+    return {"max_new_tokens": args.max_new_tokens, "do_sample": args.do_sample, **sampling}
+
+
+def load_model_and_tokenizer(args: argparse.Namespace) -> tuple[Any, Any]:
+    """The model in eval mode on its device and its tokenizer, padding on the left and with a padding token."""
+    folder = hf_specdec.resolve_model(args.model)
+    if folder.startswith(("/", ".", "~")) and not Path(folder).is_dir():
+        raise ValueError(f"{folder}: no such folder.")
+    if not args.debug:
+        transformers_logging.set_verbosity_error()
+    if folder != args.model:  # bundled models load in an instant
+        transformers_logging.disable_progress_bar()
+    device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+    options = {"trust_remote_code": args.trust_remote_code}
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", **options)
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=args.dtype, **options)
+    if tokenizer.pad_token is None:
+        tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
+    if model.generation_config.pad_token_id is None:
+        model.generation_config.pad_token_id = tokenizer.pad_token_id
+    model.to(device).eval()
+    return model, tokenizer
+
+
+def encode_prompts(
+    tokenizer: Any, prompts: list[str], chat: bool | None, device: torch.device
+) -> dict[str, torch.Tensor]:
+    """`input_ids` and `attention_mask` [B, S], left-padded. `chat` None: use the chat template if there is one."""
+    if chat is None:
+        chat = tokenizer.chat_template is not None
+    elif chat and tokenizer.chat_template is None:
+        raise ValueError("--chat: this tokenizer has no chat template.")
+    if chat:
+        prompts = [
+            tokenizer.apply_chat_template([{"role": "user", "content": p}], tokenize=False, add_generation_prompt=True)
+            for p in prompts
+        ]
+    batch = tokenizer(prompts, padding=True, add_special_tokens=not chat, return_tensors="pt")
+    return {key: batch[key].to(device) for key in ("input_ids", "attention_mask")}
+
+
+def read_prompts(path: str) -> list[dict[str, str]]:
+    """Rows with "prompt" (and perhaps "id", "task") of a .jsonl file; any other file, or - for stdin, is one prompt."""
+    text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
+    if not path.endswith(".jsonl"):
+        rows = [{"prompt": text}] if text.strip() else []
+    else:
+        rows = [prompt_row(line, f"{path}:{n}") for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not rows:
+        raise ValueError(f"{path}: no prompt in it.")
+    return rows
+
+
+def prompt_row(line: str, where: str) -> dict[str, str]:
+    """One line of a prompt file: a JSON object with a "prompt", or data sets' "question" or "turns" (the first counts)."""
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON ({error}).") from None
+    if not isinstance(row, dict):
+        raise ValueError(f"{where}: expected a JSON object.")
+    prompt = row.get("prompt") or row.get("question") or next(iter(row.get("turns") or ()), None)
+    if not isinstance(prompt, str):
+        raise ValueError(f'{where}: no text under "prompt" (or "question", "turns").')
+    return {"prompt": prompt, "task": str(row.get("task", ""))}

@@ -1,0 +1,295 @@
+"""SpeculativeDecoder: propose, forward, verify, commit, observe. The one place where tokens are produced."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ..cache import OutOfBlocks
+from ..candidate_generators import CandidateGenerator, StepOutcome
+from ..config import SpeculativeConfig
+from ..runtime import DraftTrees, PackedModel, PackedOutput, Sequence
+from ..runtime.logits import needs_prefix, process_logits
+from ..runtime.packed_batch import RowInput
+from .outputs import RowStatistics
+from .verification import verify
+
+
+@dataclass
+class StepResult:
+    """What one step did for one sequence.
+
+    Attributes:
+        sequence: the row; its `tokens` and `finished` are up to date.
+        new_tokens: ids appended, in order; empty while a prompt is still being read.
+        nodes: where the logits that chose each new token are among the step's R rows (see `SpeculativeDecoder.last`).
+    """
+
+    sequence: Sequence
+    new_tokens: list[int] = field(default_factory=list)
+    nodes: list[int] = field(default_factory=list)
+
+
+@dataclass
+class StepTensors:
+    """The tensors of the last step, for callers that return scores or hidden states.
+
+    Attributes:
+        output: the target's forward.
+        scores: processed logits [R, V].
+        logit_rows: for each of the R rows, which packed token it belongs to.
+        starts: sequence id → where its row begins among the packed tokens.
+    """
+
+    output: PackedOutput
+    scores: torch.Tensor
+    logit_rows: np.ndarray
+    starts: dict[int, int]
+
+
+class SpeculativeDecoder:
+    """Decodes sequences that join and leave between steps.
+
+    `add` a sequence, `step` any selection of them as often as you like, `remove` it when finished or cancelled, `preempt`
+    it to take its memory back for a while. Plain decoding is a generator that proposes nothing.
+
+    Args:
+        target: the model whose output counts.
+        generator: the drafter.
+        config: the configuration both were made from.
+    """
+
+    def __init__(self, target: PackedModel, generator: CandidateGenerator, config: SpeculativeConfig):
+        self.target, self.generator, self.config = target, generator, config
+        target.taps = target.taps | generator.taps
+        self.rule = config.rejection_sample_method or "coupled"
+        self.cache = target.new_cache(1, config.block_size)
+        self.statistics: dict[int, RowStatistics] = {}
+        self.last: StepTensors | None = None
+        self.all_hidden_states = False
+        self.reserve_ahead = False  # for static batches: contiguous rows are read without a copy
+
+    # ---- memory and membership --------------------------------------------------------------------------------------
+
+    def allocate(self, num_tokens: int, num_sequences: int) -> None:
+        """Allocate pools for `num_tokens` (drafts included) in so many sequences; nothing may be running.
+
+        `config.num_blocks`, if set, is what is allocated instead.
+        """
+        if self.statistics:
+            raise RuntimeError("The KV pool cannot be replaced while sequences are running.")
+        size = self.config.block_size
+        num_blocks = self.config.num_blocks or -(-num_tokens // size) + num_sequences
+        # A drafter that reads features of every token cannot skip a prefix the target has already seen.
+        share = not (self.generator.taps.last_hidden or self.generator.taps.layers or self.all_hidden_states)
+        self.cache = self.target.new_cache(num_blocks, size, share_prefixes=share)
+        self.generator.allocate(num_blocks * size, num_sequences, size)
+
+    def release(self) -> None:
+        """Give the pools back."""
+        self.cache = self.target.new_cache(1, self.config.block_size)
+        self.last = None
+        self.generator.release()
+
+    def add(self, seq: Sequence) -> None:
+        """A sequence joins.
+
+        Raises:
+            ValueError: it could not fit the pool even alone.
+        """
+        if -(-seq.max_length // self.config.block_size) > self.cache.pool.num_blocks:
+            raise ValueError(
+                f"A sequence of up to {seq.max_length} tokens does not fit the KV pool of {self.cache.num_slots} tokens "
+                f"({self.cache.pool.num_blocks} blocks of {self.config.block_size}): raise num_blocks, or lower max_new_tokens."
+            )
+        self.cache.add(seq.id)
+        try:
+            self.generator.start(seq)
+        except BaseException:
+            self.cache.remove(seq.id)
+            raise
+        self.statistics[seq.id] = RowStatistics()
+
+    def remove(self, seq: Sequence) -> RowStatistics:
+        """A sequence leaves, finished or not; its blocks are free again. Returns what speculation did for it."""
+        self.cache.remove(seq.id)
+        self.generator.stop(seq)
+        return self.statistics.pop(seq.id)
+
+    def preempt(self, seq: Sequence) -> None:
+        """Take a running sequence's blocks; it goes on later by reading its tokens again."""
+        self.cache.remove(seq.id)
+        self.cache.add(seq.id)
+        self.generator.evict(seq)
+
+    def abort(self, sequences: list[Sequence]) -> None:
+        """After an error: remove sequences and distrust everything cached."""
+        for seq in sequences:
+            if seq.id in self.statistics:
+                with contextlib.suppress(ValueError, KeyError):  # a drafter that failed half-way may not know the row
+                    self.remove(seq)
+                self.statistics.pop(seq.id, None)
+        self.cache.clear()
+
+    # ---- the loop ---------------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def step(self, sequences: list[Sequence], num_tokens: list[int] | None = None) -> list[StepResult]:
+        """One round for some of the running sequences, all in one target forward.
+
+        Args:
+            sequences: unfinished rows, first come first served: rows that no block is left for wait (no result for them).
+            num_tokens: most tokens of its own text each row may feed (prompt chunks); None: all of it.
+
+        Raises:
+            OutOfBlocks: not even the first row fits; nothing was done. Preempt another sequence.
+        """
+        rows = self._admit(sequences, num_tokens)
+        decoding = [(seq, end) for seq, end in rows if end == len(seq.tokens)]
+        trees = self._propose([seq for seq, _ in decoding])
+        output, logit_rows, starts = self._forward(rows, trees)
+        scores = self._scores([seq for seq, _ in decoding], trees, output.logits)
+        results = {seq.id: StepResult(seq) for seq, _ in rows}
+        outcome = self._commit(rows, decoding, trees, scores, results)
+        outcome.output, outcome.starts = output, [starts[seq.id] for seq, _ in rows]
+        self.last = StepTensors(output, scores, logit_rows, starts)
+        self.generator.observe(outcome)
+        return list(results.values())
+
+    def _admit(self, sequences: list[Sequence], num_tokens: list[int] | None) -> list[tuple[Sequence, int]]:
+        """(sequence, end): the rows that fit, and up to where each one's text is fed in this step."""
+        rows = []
+        for i, seq in enumerate(sequences):
+            table = self.cache.tables[seq.id]
+            matched = self.cache.match_prefix(seq.id, seq.tokens) if not table.blocks else 0
+            end = len(seq.tokens) if num_tokens is None else min(len(seq.tokens), table.length + num_tokens[i])
+            if end <= table.length:
+                raise ValueError(f"Sequence {seq.id} was scheduled with no token to feed.")
+            try:
+                self._reserve(seq, end)
+            except OutOfBlocks:
+                if matched:  # do not hold a shared prefix while waiting
+                    self.preempt(seq)
+                if not rows:
+                    raise
+                break
+            # Within one forward every layer writes all keys before it attends, so later rows may share these blocks now.
+            self.cache.register_prefix(seq.id, seq.tokens, end)
+            rows.append((seq, end))
+        return rows
+
+    def _reserve(self, seq: Sequence, end: int) -> None:
+        """Slots for `end` tokens; at first, if there is room, for all that the sequence can become, in one run."""
+        if self.reserve_ahead and len(self.cache.tables[seq.id].slots) < end:
+            whole = seq.max_length + self.generator.max_draft_nodes
+            if self.cache.blocks_missing(seq.id, whole) <= self.cache.pool.num_available:
+                end = whole
+        self.cache.reserve(seq.id, end)
+
+    def _propose(self, sequences: list[Sequence]) -> DraftTrees:
+        limits = [self._draft_limit(seq) for seq in sequences]
+        if not any(limits):
+            return DraftTrees.empty(len(sequences), self.target.device)
+        trees = self.generator.propose(sequences, limits)
+        fitting = [self._lookahead(seq, n) if n else 0 for seq, n in zip(sequences, trees.lengths, strict=True)]
+        return trees if fitting == trees.lengths else dataclasses.replace(trees, lengths=fitting)
+
+    def _draft_limit(self, seq: Sequence) -> int:
+        """How deep a draft can be of use: the row's or the method's K, the tokens left to write, the positions there are."""
+        limit = self.config.num_speculative_tokens if seq.num_speculative_tokens is None else seq.num_speculative_tokens
+        limit = min(limit or 0, seq.max_length - len(seq.tokens) - 1)
+        if self.target.max_positions is not None:
+            limit = min(limit, self.target.max_positions - len(seq.tokens))
+        return max(limit, 0)
+
+    def _lookahead(self, seq: Sequence, num_nodes: int) -> int:
+        """Reserve lookahead slots for a draft; with too few blocks, as many nodes as fit (drafts never preempt)."""
+        try:
+            self.cache.reserve(seq.id, len(seq.tokens) + num_nodes)
+        except OutOfBlocks:
+            return min(num_nodes, len(self.cache.tables[seq.id].slots) - len(seq.tokens))
+        return num_nodes
+
+    def _forward(self, rows: list[tuple[Sequence, int]], trees: DraftTrees) -> tuple[PackedOutput, np.ndarray, dict[int, int]]:
+        """Pack every row's own tokens and its tree behind them, and run the target."""
+        inputs, logit_rows, starts, packed, drafted = [], [], {}, 0, 0
+        host_tokens = trees.tokens.numpy() if trees.tokens.device.type == "cpu" else None
+        for seq, end in rows:
+            start = self.cache.tables[seq.id].length
+            own = np.asarray(seq.tokens[start:end], dtype=np.int64)
+            decoding = end == len(seq.tokens)
+            count = trees.lengths[drafted] if decoding else 0
+            row = RowInput(seq.id, own, start, logits=count + 1 if decoding else 0)
+            if count:
+                nodes = (host_tokens if host_tokens is not None else trees.tokens)[drafted, :count]
+                row.tokens = _join(own, nodes)
+                if not trees.is_chain:
+                    _place_tree(row, trees, drafted, len(own), count)
+            drafted += decoding
+            starts[seq.id] = packed
+            packed += len(row.tokens)
+            logit_rows.append(np.arange(packed - row.logits, packed))
+            inputs.append(row)
+        output = self.target.forward(inputs, self.cache, self.all_hidden_states)
+        return output, np.concatenate(logit_rows), starts
+
+    def _scores(self, sequences: list[Sequence], trees: DraftTrees, logits: torch.Tensor) -> torch.Tensor:
+        """Every node's logits through its row's processors, with the node's own prefix."""
+        owners = [seq for seq, count in zip(sequences, trees.lengths, strict=True) for _ in range(count + 1)]
+        if not needs_prefix(sequences):
+            return process_logits(owners, None, logits)
+        paths = []
+        for i, count in enumerate(trees.lengths):
+            paths.append(trees.tokens[i, :0])
+            for node in range(count):
+                nodes = np.flatnonzero(trees.ancestors[i, node + 1, 1:]) if not trees.is_chain else np.arange(node + 1)
+                paths.append(trees.tokens[i, torch.from_numpy(nodes).to(trees.tokens.device)])
+        return process_logits(owners, paths, logits)
+
+    def _commit(self, rows, decoding, trees: DraftTrees, scores: torch.Tensor, results: dict[int, StepResult]) -> StepOutcome:
+        """Keep accepted KV, append tokens, count."""
+        sequences = [seq for seq, _ in decoding]
+        kept, paths, emitted = [], [], []
+        if sequences:
+            verdict = verify(trees, scores, sequences, self.rule)
+            paths = trees.paths(verdict.accepted)
+            first = 0
+            for i, seq in enumerate(sequences):
+                drafted = [int(verdict.tokens[i, node]) for node in paths[i]]
+                kept.append((seq.id, len(seq.tokens), paths[i]))
+                new = seq.accept(drafted + [int(verdict.next_tokens[i])])
+                paths[i] = paths[i][: len(new)]
+                seq.num_steps += 1
+                self.statistics[seq.id].record(trees.lengths[i], len(new), min(len(paths[i]), len(new)), _depth(trees, i))
+                results[seq.id].new_tokens = new
+                results[seq.id].nodes = [first, *(first + 1 + node for node in paths[i])][: len(new)]
+                emitted.append(new)
+                first += trees.lengths[i] + 1
+        verified = {seq.id for seq in sequences}
+        kept += [(seq.id, end, []) for seq, end in rows if seq.id not in verified]
+        self.cache.commit(kept)
+        return StepOutcome(sequences, trees, paths, emitted, chunks=[(seq, end) for seq, end in rows])
+
+
+def _join(own: np.ndarray, nodes) -> np.ndarray | torch.Tensor:
+    if isinstance(nodes, np.ndarray):
+        return np.concatenate([own, nodes])
+    return torch.cat([torch.from_numpy(own).to(nodes.device), nodes])
+
+
+def _place_tree(row: RowInput, trees: DraftTrees, index: int, num_own: int, count: int) -> None:
+    """Positions and visibility of a row's own tokens (causal) with a tree behind them."""
+    positions = row.start + np.arange(num_own + count)
+    positions[num_own:] = positions[num_own - 1] + trees.depths[index, :count]
+    visibility = np.tri(num_own + count, dtype=bool)
+    visibility[num_own:, num_own:] = trees.ancestors[index, 1 : count + 1, 1 : count + 1]
+    row.positions, row.visibility, row.region_positions = positions, visibility, positions
+
+
+def _depth(trees: DraftTrees, index: int) -> int:
+    count = trees.lengths[index]
+    return int(trees.depths[index, :count].max()) if count else 0

@@ -1,0 +1,278 @@
+"""decode(): the loop behind `model.generate(speculative_config=...)`. A static batch, transformers' inputs and outputs."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.cache_utils import Cache, DynamicCache
+from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
+
+from ..cache import OutOfBlocks
+from ..runtime import Sequence
+from ..runtime.architectures import check_length
+from .decoder import SpeculativeDecoder, StepResult
+from .outputs import (
+    RowStatistics,
+    RowTensors,
+    SpeculativeDecoderOnlyOutput,
+    fill_dynamic_cache,
+    hidden_per_step,
+    per_step,
+    read_cache,
+    summarize,
+)
+from .stopping import LockstepObserver
+from .warpers import NodeProcessors
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Returns:
+    """Which tensors the caller asked for."""
+
+    as_dict: bool
+    scores: bool
+    logits: bool
+    hidden: bool
+
+    @classmethod
+    def of(cls, generation_config) -> Returns:
+        """Read them off a prepared GenerationConfig (transformers ignores them without return_dict_in_generate)."""
+        as_dict = bool(generation_config.return_dict_in_generate)
+        g = generation_config
+        return cls(
+            as_dict, as_dict and bool(g.output_scores), as_dict and bool(g.output_logits), as_dict and bool(g.output_hidden_states)
+        )
+
+
+@torch.no_grad()
+def decode(
+    decoder: SpeculativeDecoder,
+    input_ids: torch.LongTensor,
+    attention_mask: torch.Tensor | None,
+    logits_processor,
+    stopping_criteria: StoppingCriteriaList,
+    generation_config,
+    seeds: list[int],
+    streamer=None,
+    synced_gpus: bool = False,
+    past_key_values: Cache | None = None,
+):
+    """Decode a static batch to its end.
+
+    Args:
+        decoder: made for this model and configuration; nothing may be running on it.
+        input_ids, attention_mask: int64 [B, S], left-padded.
+        logits_processor, stopping_criteria, generation_config: as `generate()` prepared them.
+        seeds: one random stream per row (used if the config samples).
+        past_key_values: KV of a prefix of the prompts to start from, and where to leave the KV of the result.
+
+    Returns: int64 [B, S + n], or SpeculativeDecoderOnlyOutput.
+    """
+    model, returns = decoder.target.model, Returns.of(generation_config)
+    padding = left_padding(input_ids, attention_mask)
+    sequences = _sequences(input_ids, padding, logits_processor, stopping_criteria, generation_config, seeds)
+    for seq in sequences:
+        check_length(model, seq.prompt_length, seq.max_length)
+    num_cached = _cached_length(past_key_values, input_ids.shape[1])
+    tensors = [RowTensors() for _ in sequences]
+    pad_token = generation_config._pad_token_tensor
+    observer = LockstepObserver(
+        input_ids, sequences, stopping_criteria, streamer, None if pad_token is None else int(pad_token),
+        lambda steps: per_step([t.scores for t in tensors], steps) if returns.scores else None,
+    )  # fmt: skip
+    decoder.all_hidden_states, decoder.reserve_ahead = returns.hidden, True
+    lookahead = decoder.generator.max_draft_nodes
+    decoder.allocate(sum(seq.max_length + lookahead for seq in sequences), len(sequences))
+    keep_cache = returns.as_dict or num_cached > 0 or getattr(past_key_values, "_is_user_defined", True)
+    export = past_key_values if keep_cache and isinstance(past_key_values, DynamicCache) else None
+    run = StaticBatch(decoder, sequences, observer, tensors, returns, export is not None)
+    try:
+        with decoder.target.active():
+            for seq in sequences:
+                decoder.add(seq)
+            if num_cached:
+                _load_cache(decoder, sequences, past_key_values, padding, num_cached)
+            run.until_done(model, synced_gpus)
+    except BaseException:
+        decoder.abort(sequences)
+        raise
+    finally:
+        decoder.release()
+    if streamer is not None:
+        streamer.end()
+    return _result(run, returns, padding, input_ids, export)
+
+
+class StaticBatch:
+    """A batch whose rows all start together; rows that finish leave."""
+
+    def __init__(self, decoder: SpeculativeDecoder, sequences, observer: LockstepObserver, tensors, returns: Returns, keep_cache):
+        self.decoder, self.sequences, self.observer = decoder, sequences, observer
+        self.tensors, self.returns, self.keep_cache = tensors, returns, keep_cache
+        self.running: list[Sequence] = list(sequences)
+        self.statistics: list[RowStatistics | None] = [None] * len(sequences)
+
+    def until_done(self, model: PreTrainedModel, synced_gpus: bool) -> None:
+        """Step until every row has stopped; with `synced_gpus`, until the other processes' rows have too."""
+        finished = False
+        while model._has_unfinished_sequences(finished, synced_gpus, device=self.observer.ids.device):
+            if finished:  # ZeRO-3 and FSDP gather weights in forward: idle ranks must take part
+                model(input_ids=self.observer.ids[:1, :1], use_cache=False)
+                continue
+            for result in self._step():
+                self._collect(result)
+            finished = self.observer.advance()
+            self._let_go(everything=finished)
+
+    def _step(self) -> list[StepResult]:
+        while True:
+            try:
+                return self.decoder.step(self.running, self._chunks())
+            except OutOfBlocks:
+                holders = [seq for seq in self.running[1:] if self.decoder.cache.tables[seq.id].blocks]
+                if not holders:
+                    raise
+                self.decoder.preempt(holders[-1])
+
+    def _chunks(self) -> list[int]:
+        """Tokens each row may feed: prompts share `prefill_chunk_size`, the row in front always gets some."""
+        budget = self.decoder.config.prefill_chunk_size
+        if self.returns.hidden:  # the prompt's hidden states are taken from one forward
+            budget = sum(len(seq.tokens) for seq in self.running)
+        chunks = []
+        for seq in self.running:
+            pending = len(seq.tokens) - self.decoder.cache.tables[seq.id].length
+            chunks.append(pending if pending == 1 else min(pending, max(budget, 1)))
+            budget -= chunks[-1]
+        return chunks
+
+    def _collect(self, result: StepResult) -> None:
+        seq, step = result.sequence, self.decoder.last
+        assert step is not None
+        if not result.new_tokens:
+            return
+        if self.returns.scores or self.returns.logits or self.returns.hidden:
+            row = self.tensors[seq.row]
+            nodes = torch.tensor(result.nodes, device=step.scores.device)
+            if self.returns.scores:
+                row.scores.append(step.scores[nodes])
+            if self.returns.logits:
+                row.logits.append(step.output.logits[nodes])
+            if self.returns.hidden:
+                self._collect_hidden(row, seq, step, result.nodes)
+        self.observer.row_advanced(seq, len(result.new_tokens))
+
+    @staticmethod
+    def _collect_hidden(row: RowTensors, seq: Sequence, step, nodes: list[int]) -> None:
+        packed = torch.from_numpy(step.logit_rows[nodes])
+        if row.prompt_hidden is None:
+            start = step.starts[seq.id]
+            row.prompt_hidden = [h[start : start + seq.prompt_length].clone() for h in step.output.hidden_states]
+            packed = packed[1:]
+        row.hidden.append([h[packed.to(h.device)] for h in step.output.hidden_states])
+
+    def _let_go(self, everything: bool) -> None:
+        for seq in [seq for seq in self.running if seq.finished or everything]:
+            self.running.remove(seq)
+            if self.keep_cache:
+                self.tensors[seq.row].cache = read_cache(self.decoder.cache, seq)
+            self.statistics[seq.row] = self.decoder.remove(seq)
+
+
+def left_padding(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[int]:
+    """Padding tokens before each row's prompt.
+
+    Raises:
+        ValueError: an empty batch or row, or a mask that is not zeros, then ones.
+    """
+    if input_ids.shape[0] == 0 or input_ids.shape[1] == 0:
+        raise ValueError(
+            f"input_ids of shape {list(input_ids.shape)} hold no prompt. speculative_config needs token ids; prompts given only as "
+            "inputs_embeds are not supported."
+        )
+    if attention_mask is None:
+        return [0] * input_ids.shape[0]
+    mask = attention_mask != 0
+    lengths = mask.sum(1).tolist()
+    for i, length in enumerate(lengths):
+        if length == 0:
+            raise ValueError(f"attention_mask masks all of row {i}: there is no prompt to continue.")
+        if not bool(mask[i, -length:].all()):
+            raise ValueError(
+                f"attention_mask of row {i} is not zeros followed by ones: pad on the left (tokenizer.padding_side = 'left')."
+            )
+    return [input_ids.shape[1] - length for length in lengths]
+
+
+def _sequences(input_ids, padding, logits_processor, stopping_criteria, generation_config, seeds) -> list[Sequence]:
+    limits = [each.max_length for each in stopping_criteria if isinstance(each, MaxLengthCriteria)]
+    max_length = min([generation_config.max_length, *limits])
+    if max_length <= input_ids.shape[1]:
+        raise ValueError(
+            f"The prompt has {input_ids.shape[1]} tokens and max_length is {max_length}: there is nothing to generate. "
+            "Raise max_new_tokens or max_length."
+        )
+    eos = {int(token) for each in stopping_criteria if isinstance(each, EosTokenCriteria) for token in each.eos_token_id}
+    pad = generation_config._pad_token_tensor
+    processors = NodeProcessors(logits_processor, input_ids, None if pad is None else int(pad)) if logits_processor else None
+    rows = input_ids.tolist()
+    return [
+        Sequence(
+            tokens=row[pads:],
+            max_length=max_length - pads,
+            eos_token_ids=frozenset(eos),
+            do_sample=bool(generation_config.do_sample),
+            seed=seeds[i],
+            processors=processors,
+            row=i,
+            left_padding=tuple(row[:pads]),
+        )
+        for i, (row, pads) in enumerate(zip(rows, padding, strict=True))
+    ]
+
+
+def _cached_length(cache: Cache | None, prompt_length: int) -> int:
+    length = 0 if cache is None else int(cache.get_seq_length())
+    if length == 0:
+        return 0
+    if type(cache) is not DynamicCache or any(getattr(layer, "is_sliding", False) for layer in cache.layers):
+        raise ValueError(
+            f"speculative_config can go on from a DynamicCache of full-attention layers, not from this {type(cache).__name__}. "
+            "Pass the whole prompt without past_key_values."
+        )
+    return min(length, prompt_length - 1)
+
+
+def _load_cache(decoder: SpeculativeDecoder, sequences, cache: Any, padding: list[int], length: int) -> None:
+    """Take over the KV of the prompts' first tokens from transformers' cache."""
+    for i, seq in enumerate(sequences):
+        count = length - padding[i]
+        if count <= 0:
+            continue
+        decoder.cache.reserve(seq.id, seq.max_length + decoder.generator.max_draft_nodes)
+        for index, layer in enumerate(cache.layers):
+            keys, values = (states[i, :, padding[i] : length].transpose(0, 1) for states in (layer.keys, layer.values))
+            decoder.cache.load(seq.id, index, keys, values)
+        decoder.cache.tables[seq.id].length = count
+
+
+def _result(run: StaticBatch, returns: Returns, padding, input_ids, export: DynamicCache | None):
+    ids, steps, tensors = run.observer.output_ids(), run.observer.num_steps, run.tensors
+    if export is not None:
+        fill_dynamic_cache(export, tensors, padding, ids.shape[1] - 1)
+    if not returns.as_dict:
+        return ids
+    return SpeculativeDecoderOnlyOutput(
+        sequences=ids,
+        scores=per_step([t.scores for t in tensors], steps) if returns.scores else None,
+        logits=per_step([t.logits for t in tensors], steps) if returns.logits else None,
+        hidden_states=hidden_per_step(tensors, padding, input_ids.shape[1], steps) if returns.hidden else None,
+        past_key_values=export,
+        speculation=summarize([row for row in run.statistics if row is not None]),
+    )

@@ -1,0 +1,93 @@
+"""Exact stopping: every criterion sees what plain decoding would have shown it, token by token."""
+
+from __future__ import annotations
+
+import torch
+from transformers.generation.stopping_criteria import (
+    EosTokenCriteria,
+    MaxLengthCriteria,
+    StoppingCriteriaList,
+    StopStringCriteria,
+)
+
+from ..runtime import Sequence
+
+
+class LockstepObserver:
+    """Shows stopping criteria and streamers the batch as plain decoding would: one token per row and step.
+
+    Rows of a speculative batch run ahead of one another; a step is shown once every unfinished row has reached it.
+
+    Args:
+        prompt_ids: int64 [B, S], padded as the caller passed it.
+        sequences: the B rows.
+        criteria: as `generate()` prepared them; lengths and end-of-sequence tokens are also known to the rows themselves.
+        streamer: gets each step's tokens, or None.
+        pad_token_id: what finished rows show.
+        scores: callable (number of steps) -> the scores tuple criteria are given (None where they are not kept).
+    """
+
+    def __init__(self, prompt_ids, sequences: list[Sequence], criteria: StoppingCriteriaList, streamer, pad_token_id, scores):
+        self.sequences, self.streamer, self.scores = sequences, streamer, scores
+        # Without an eos criterion transformers lets rows that have stopped run on until all have.
+        self.rows_can_stop = any(hasattr(each, "eos_token_id") for each in criteria)
+        known = (MaxLengthCriteria, EosTokenCriteria)
+        own = (StopStringCriteria,) if self.rows_can_stop else ()
+        self.row_criteria = [each for each in criteria if isinstance(each, own)]
+        self.others = StoppingCriteriaList(each for each in criteria if not isinstance(each, known + own))
+        self.width = prompt_ids.shape[1]
+        self.num_steps = 0
+        self.stopped: list[int | None] = [None] * len(sequences)  # new tokens at which each row stopped
+        room = max(seq.max_length - seq.prompt_length for seq in sequences)
+        self.ids = prompt_ids.new_full((len(sequences), self.width + room), 0 if pad_token_id is None else pad_token_id)
+        self.ids[:, : self.width] = prompt_ids
+
+    def row_advanced(self, seq: Sequence, num_new: int) -> None:
+        """Apply criteria that concern this row alone to each new prefix."""
+        if not self.row_criteria:
+            return
+        prefix = torch.tensor([[*seq.left_padding, *seq.tokens]], device=self.ids.device)
+        for length in range(prefix.shape[1] - num_new + 1, prefix.shape[1] + 1):
+            if any(bool(each(prefix[:, :length], None).all()) for each in self.row_criteria):
+                self._stop(seq, length - self.width)
+                return
+
+    def _stop(self, seq: Sequence, num_generated: int) -> None:
+        del seq.tokens[seq.prompt_length + num_generated :]
+        seq.finished = True
+
+    def advance(self) -> bool:
+        """Show every step that all unfinished rows have reached. Returns whether the whole batch is done."""
+        while not self.done:
+            step = self.num_steps + 1
+            alive = [i for i, at in enumerate(self.stopped) if at is None or not self.rows_can_stop]
+            if any(self.sequences[i].num_generated < step for i in alive):
+                return False
+            self._show(step, alive)
+        return True
+
+    def _show(self, step: int, alive: list[int]) -> None:
+        self.num_steps = step
+        column = self.width + step - 1
+        for i in alive:
+            seq = self.sequences[i]
+            self.ids[i, column] = seq.tokens[seq.prompt_length + step - 1]
+        if self.streamer is not None:
+            self.streamer.put(self.ids[:, column].cpu())
+        hit = self.others(self.ids[:, : column + 1], self.scores(step)) if self.others else None
+        for i in alive:
+            seq = self.sequences[i]
+            ended = seq.finished and seq.num_generated == step
+            if self.stopped[i] is None and (ended or (hit is not None and bool(hit[i]))):
+                self.stopped[i] = step
+                if self.rows_can_stop:
+                    self._stop(seq, step)
+
+    @property
+    def done(self) -> bool:
+        """Whether every row has stopped."""
+        return all(at is not None for at in self.stopped)
+
+    def output_ids(self) -> torch.Tensor:
+        """int64 [B, S + steps shown]."""
+        return self.ids[:, : self.width + self.num_steps]

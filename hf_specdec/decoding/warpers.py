@@ -1,0 +1,242 @@
+"""Logits processors during speculation, and warpers of our own that work in any LogitsProcessorList."""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Callable
+
+import torch
+from transformers.generation import logits_process as hf
+from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
+
+from ..kernels import random_bits
+from ..runtime import Sequence
+
+
+def _known(*names: str) -> tuple[type, ...]:
+    return tuple(getattr(hf, name) for name in names if hasattr(hf, name))
+
+
+# Functions of the scores alone: run once over all nodes.
+_STATELESS = _known(
+    "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TopHLogitsWarper",
+    "TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper", "LogitNormalization", "InfNanRemoveLogitsProcessor",
+    "SuppressTokensLogitsProcessor",
+)  # fmt: skip
+# Functions of a row's own prefix: run over nodes of equal length together.
+_ROW_WISE = _known(
+    "RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor", "NoBadWordsLogitsProcessor",
+    "SequenceBiasLogitsProcessor", "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor",
+    "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor", "ExponentialDecayLengthPenalty",
+    "SuppressTokensAtBeginLogitsProcessor", "WatermarkLogitsProcessor",
+)  # fmt: skip
+# Keep state from call to call: a rejected node would corrupt it.
+_STATEFUL = _known("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor")
+
+
+class CoupledNoiseLogitsWarper(LogitsProcessor):
+    """Add the noise of coupled sampling: `generate(do_sample=False)` with this warper last draws from the distribution,
+    and draws the very tokens that `speculative_config={"rejection_sample_method": "coupled", "seed": ...}` gives.
+
+    Args:
+        seeds: the rows' streams, int64 [B] (see `row_seeds`).
+        padding: how many left-padding tokens each row has; positions count from the first real token.
+    """
+
+    def __init__(self, seeds: list[int], padding: list[int] | None = None):
+        self.seeds = torch.tensor(seeds, dtype=torch.long)
+        self.padding = torch.tensor(padding if padding is not None else [0] * len(seeds), dtype=torch.long)
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """scores [B, V] + Gumbel noise of each row's next position."""
+        seeds = self.seeds.to(scores.device)
+        positions = input_ids.shape[1] - self.padding.to(scores.device)
+        noise = random_bits.gumbel(seeds, positions, torch.zeros_like(seeds), random_bits.TOKEN_STREAM, scores.shape[1])
+        return scores + noise
+
+
+class DraftVocabularyLogitsWarper(LogitsProcessor):
+    """Scatter logits over a draft vocabulary to the target's: tokens outside it get -inf.
+
+    Args:
+        target_ids: int64 [Vd], the target's id of each draft id (EAGLE-3: `arange(Vd) + d2t`).
+        vocab_size: V.
+    """
+
+    def __init__(self, target_ids: torch.LongTensor, vocab_size: int):
+        if target_ids.dim() != 1 or int(target_ids.max()) >= vocab_size or int(target_ids.min()) < 0:
+            raise ValueError(f"target_ids must be a vector of ids below vocab_size = {vocab_size}.")
+        self.target_ids, self.vocab_size = target_ids, vocab_size
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """[..., Vd] → [..., V]."""
+        out = scores.new_full((*scores.shape[:-1], self.vocab_size), float("-inf"))
+        out[..., self.target_ids.to(scores.device)] = scores
+        return out
+
+
+class FusedSamplingLogitsWarper(LogitsProcessor):
+    """Temperature, then top-k, top-p and min-p, with one sort for all three; keeps what transformers' chain of
+    TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper and MinPLogitsWarper keeps.
+
+    Raises:
+        ValueError: a parameter out of range.
+    """
+
+    def __init__(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0):
+        if temperature <= 0 or top_k < 0 or not 0 < top_p <= 1 or not 0 <= min_p <= 1:
+            raise ValueError(
+                "temperature must be above 0, top_k at least 0 (0: off), top_p in (0, 1], min_p in [0, 1]; got "
+                f"{temperature}, {top_k}, {top_p}, {min_p}."
+            )
+        self.temperature, self.top_k, self.top_p, self.min_p = temperature, top_k, top_p, min_p
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """[R, V] → [R, V], removed tokens at -inf."""
+        scores = scores / self.temperature
+        if not self.top_k and self.top_p >= 1 and self.min_p <= 0:
+            return scores
+        values, order = scores.sort(dim=-1, descending=False)  # ascending, as transformers' top-p breaks ties
+        removed = torch.zeros_like(values, dtype=torch.bool)
+        if self.top_k:
+            kth = values[..., -min(self.top_k, values.shape[-1]), None]
+            removed |= values < kth
+        if self.top_p < 1:
+            kept = values.masked_fill(removed, float("-inf"))
+            below = kept.softmax(dim=-1).cumsum(dim=-1) <= 1 - self.top_p
+            below[..., -1] = False
+            removed |= below
+        if self.min_p > 0:
+            probs = values.masked_fill(removed, float("-inf")).softmax(dim=-1)
+            low = probs < self.min_p * probs[..., -1:]
+            low[..., -1] = False
+            removed |= low
+        return scores.masked_fill(torch.zeros_like(removed).scatter(-1, order, removed), float("-inf"))
+
+
+class NodeProcessors:
+    """A LogitsProcessorList applied to tree nodes: each node gets what plain decoding would have given its prefix.
+
+    Args:
+        processors: as `generate()` prepared them, for a batch.
+        prompt_ids: int64 [B, S], the caller's padded batch. Processors see rows as transformers shows them, padding
+            included; ones that we do not know get whole batches of B rows, in case they tell rows apart by index.
+        pad_token_id: fills rows that have no node in such a batch.
+
+    Raises:
+        ValueError: a processor keeps state from call to call, which rejected drafts would corrupt.
+    """
+
+    def __init__(self, processors: LogitsProcessorList, prompt_ids: torch.LongTensor, pad_token_id: int | None):
+        for processor in processors:
+            if isinstance(processor, _STATEFUL):
+                raise ValueError(
+                    f"{type(processor).__name__} keeps state from token to token and cannot be used with speculative_config."
+                )
+        self.processors, self.prompt_ids, self.pad_token_id = list(processors), prompt_ids, pad_token_id or 0
+        self.needs_prefix = any(not self._is_stateless(p) for p in self.processors)
+
+    @staticmethod
+    def _is_stateless(processor) -> bool:
+        return type(processor) in _STATELESS or isinstance(processor, FusedSamplingLogitsWarper)
+
+    def apply(self, sequences: list[Sequence], paths: list[torch.Tensor] | None, logits: torch.Tensor) -> torch.Tensor:
+        """Scores [R, V]; see `runtime.logits.RowProcessors`."""
+        scores = logits.clone()  # processors may write in place
+        prefixes: list[torch.Tensor] | None = None
+        for processor in self.processors:
+            if self._is_stateless(processor):
+                scores = processor(self.prompt_ids[:1], scores)
+                continue
+            if prefixes is None:
+                prefixes = self._prefixes(sequences, paths, logits.device)
+            if type(processor) in _ROW_WISE and getattr(processor, "prompt_ignore_length", None) is None:
+                scores = self._by_length(processor, prefixes, scores)
+            elif type(processor) in _PER_ROW:
+                scores = self._by_row(processor, sequences, prefixes, scores)
+            else:
+                scores = self._in_batches(processor, sequences, prefixes, scores)
+        return scores
+
+    def _prefixes(self, sequences, paths, device) -> list[torch.Tensor]:
+        own: dict[int, torch.Tensor] = {}
+        prefixes = []
+        for i, seq in enumerate(sequences):
+            if seq.id not in own:
+                own[seq.id] = torch.tensor([*seq.left_padding, *seq.tokens], device=device)
+            prefixes.append(own[seq.id] if paths is None or not len(paths[i]) else torch.cat([own[seq.id], paths[i].to(device)]))
+        return prefixes
+
+    @staticmethod
+    def _by_length(processor: Callable, prefixes: list[torch.Tensor], scores: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(scores)
+        lengths: dict[int, list[int]] = {}
+        for i, prefix in enumerate(prefixes):
+            lengths.setdefault(len(prefix), []).append(i)
+        for members in lengths.values():
+            index = torch.tensor(members, device=scores.device)
+            out[index] = processor(torch.stack([prefixes[i] for i in members]), scores[index])
+        return out
+
+    def _by_row(self, processor, sequences, prefixes, scores):
+        out = torch.empty_like(scores)
+        rows: dict[int, list[int]] = {}
+        for i, seq in enumerate(sequences):
+            rows.setdefault(seq.row, []).append(i)
+        for row, members in rows.items():
+            alone = _PER_ROW[type(processor)](processor, row)
+            for i in members:
+                out[i] = alone(prefixes[i][None], scores[i : i + 1])[0]
+        return out
+
+    def _in_batches(self, processor, sequences, prefixes, scores):
+        """Call an unknown processor with batches shaped like the caller's: one node per row, all of one length."""
+        out = torch.empty_like(scores)
+        waves: dict[tuple[int, int], dict[int, int]] = {}
+        taken: dict[tuple[int, int], int] = {}
+        for i, seq in enumerate(sequences):
+            length = len(prefixes[i])
+            wave = taken.get((seq.row, length), 0)
+            taken[(seq.row, length)] = wave + 1
+            waves.setdefault((length, wave), {})[seq.row] = i
+        for (length, _), members in waves.items():
+            ids = self._filler(length)
+            batch = scores.new_zeros(ids.shape[0], scores.shape[1])
+            for row, i in members.items():
+                ids[row], batch[row] = prefixes[i], scores[i]
+            result = processor(ids, batch)
+            for row, i in members.items():
+                out[i] = result[row]
+        return out
+
+    def _filler(self, length: int) -> torch.Tensor:
+        batch, width = self.prompt_ids.shape
+        ids = self.prompt_ids.new_full((batch, length), self.pad_token_id)
+        ids[:, : min(width, length)] = self.prompt_ids[:, :length]
+        return ids
+
+
+def _prefix_constrained_row(processor, row: int):
+    allowed = processor._prefix_allowed_tokens_fn
+    return hf.PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), 1)
+
+
+def _encoder_repetition_row(processor, row: int):
+    alone = copy.copy(processor)
+    alone.encoder_input_ids = processor.encoder_input_ids[row : row + 1]
+    return alone
+
+
+def _encoder_ngram_row(processor, row: int):
+    alone = copy.copy(processor)
+    alone.batch_size = 1
+    alone.generated_ngrams = processor.generated_ngrams[row : row + 1]
+    return alone
+
+
+# Tell rows of the batch apart: made into processors for one row.
+_PER_ROW: dict[type, Callable] = {
+    hf.PrefixConstrainedLogitsProcessor: _prefix_constrained_row,
+    hf.EncoderRepetitionPenaltyLogitsProcessor: _encoder_repetition_row,
+    hf.EncoderNoRepeatNGramLogitsProcessor: _encoder_ngram_row,
+}

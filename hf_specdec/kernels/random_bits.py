@@ -1,0 +1,48 @@
+"""Counter-based random numbers: Philox4x32-10 (Salmon et al., "Parallel random numbers: as easy as 1, 2, 3", SC 2011).
+
+A number is a pure function of (seed, position, token id, step, stream): the same on CPU and GPU, in any batch, in any
+order. Triton's `tl.philox` computes the same integers from the same counters.
+"""
+
+from __future__ import annotations
+
+import torch
+
+_M0, _M1 = 0xD2511F53, 0xCD9E8D57
+_W0, _W1 = 0x9E3779B9, 0xBB67AE85
+_MASK = 0xFFFFFFFF
+
+# What a number is used for; streams never share a counter.
+TOKEN_STREAM, ACCEPT_STREAM, RESIDUAL_STREAM, DRAFT_STREAM = 0, 1, 2, 3
+
+
+def philox4x32(c0, c1, c2, c3, k0, k1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Ten Philox rounds over int64 tensors holding 32-bit words (counters c0..c3, key k0, k1; any broadcastable shapes)."""
+    for _ in range(10):
+        product0, product1 = c0 * _M0, c2 * _M1  # int64 wraps, its bits are those of the 64-bit product
+        high0, high1 = (product0 >> 32) & _MASK, (product1 >> 32) & _MASK
+        c0, c1, c2, c3 = high1 ^ c1 ^ k0, product1 & _MASK, high0 ^ c3 ^ k1, product0 & _MASK
+        k0, k1 = (k0 + _W0) & _MASK, (k1 + _W1) & _MASK
+    return c0, c1, c2, c3
+
+
+def _random_words(seeds, positions, steps, stream: int, count: int) -> torch.Tensor:
+    """32-bit words [R, count] (int64) for rows with `seeds`, `positions`, `steps` [R]; word i of a row is counter i // 4, lane i % 4."""
+    blocks = torch.arange((count + 3) // 4, device=seeds.device)[None, :]
+    key0, key1 = (seeds & _MASK)[:, None], ((seeds >> 32) & _MASK)[:, None]
+    lanes = philox4x32(
+        blocks, (positions & _MASK)[:, None], (steps & _MASK)[:, None], torch.full_like(blocks[:, :1], stream), key0, key1
+    )
+    return torch.stack(torch.broadcast_tensors(*lanes), dim=-1).flatten(1)[:, :count]
+
+
+def uniform(seeds, positions, steps, stream: int, count: int = 1) -> torch.Tensor:
+    """Uniform numbers in (0, 1), float32 [R, count]; `seeds`, `positions`, `steps`: int64 [R]."""
+    words = _random_words(seeds, positions, steps, stream, count)
+    # Half-open cells of 2^-32; float32 keeps the resolution near 0, which is where -log1p(-u) needs it.
+    return ((words.to(torch.float64) + 0.5) * 2.0**-32).to(torch.float32).clamp_(max=1.0 - 2.0**-24)
+
+
+def gumbel(seeds, positions, steps, stream: int, vocab_size: int) -> torch.Tensor:
+    """Gumbel(0, 1) noise, float32 [R, vocab_size]: `argmax(log p + noise)` is a draw from p (the Gumbel-max trick)."""
+    return uniform(seeds, positions, steps, stream, vocab_size).neg_().log1p_().neg_().log_().neg_()

@@ -1,0 +1,184 @@
+"""Every operation of the loop in plain torch: the definition, and the CPU path."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+
+class AttentionRow(NamedTuple):
+    """One row of a ragged batch, as attention sees it.
+
+    `start:end` are its queries among the packed tokens; its keys are the slots `first_slot .. first_slot+length` when
+    `slots` is None (a contiguous run: no copy), else the slots listed in `slots` [length].
+    """
+
+    start: int
+    end: int
+    length: int
+    first_slot: int
+    slots: torch.Tensor | None
+
+
+# ---- cache ----------------------------------------------------------------------------------------------------------
+
+
+def write_slots(pool: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
+    """Write `values` [T, heads, width] into `pool` [slots, heads, width] at `slots` [T]."""
+    pool.index_copy_(0, slots, values)
+
+
+def read_row(pool: torch.Tensor, row: AttentionRow) -> torch.Tensor:
+    """The row's keys or values [length, heads, width]: a view of `pool` when contiguous, a gathered copy otherwise."""
+    if row.slots is None:
+        return pool.narrow(0, row.first_slot, row.length)
+    return pool.index_select(0, row.slots)
+
+
+def move_slots(pool: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy slots `source` [n] to `target` [n]; the two may overlap (all are read before any is written)."""
+    pool.index_copy_(0, target, pool.index_select(0, source))
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    rows: list[AttentionRow],
+    masks: list[torch.Tensor | None],
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """Attention of a ragged batch over a paged cache.
+
+    Args:
+        query: [T, H, D], the queries of all rows, packed.
+        key_pool, value_pool: [slots, Hkv, D] and [slots, Hkv, Dv]; the batch's own keys are already written.
+        rows, masks: per row, where its queries and keys are, and an additive float mask [G * t, S] for its t queries,
+            repeated for the G = H / Hkv heads of a group (None: every query sees every key).
+        softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2).
+        sinks: [H] one more logit per head that takes part in the softmax and has no value (gpt-oss).
+
+    Returns: [T, H, Dv].
+    """
+    num_heads, num_kv_heads = query.shape[1], key_pool.shape[1]
+    out = query.new_empty(query.shape[0], num_heads, value_pool.shape[2])
+    for row, mask in zip(rows, masks, strict=True):
+        num_queries = row.end - row.start
+        # Heads of a group become extra queries of their KV head: keys and values are never expanded.
+        q = query[row.start : row.end].transpose(0, 1).reshape(1, num_kv_heads, -1, query.shape[2])
+        k = read_row(key_pool, row).transpose(0, 1)[None]
+        v = read_row(value_pool, row).transpose(0, 1)[None]
+        if softcap is None and sinks is None:
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+        else:
+            attended = _attention_with_softcap_or_sinks(q, k, v, mask, scaling, softcap, sinks)
+        out[row.start : row.end] = attended.reshape(num_heads, num_queries, -1).transpose(0, 1)
+    return out
+
+
+def _attention_with_softcap_or_sinks(q, k, v, mask, scaling, softcap, sinks):
+    scores = torch.matmul(q, k.transpose(2, 3)) * scaling  # [1, Hkv, G * t, S]
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores + mask
+    if sinks is not None:
+        per_group = sinks.view(k.shape[1], -1).repeat_interleave(q.shape[2] * k.shape[1] // sinks.numel(), dim=1)
+        scores = torch.cat([scores, per_group[None, :, :, None].to(scores.dtype)], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+    return torch.matmul(weights[..., : k.shape[2]], v)
+
+
+# ---- trees ----------------------------------------------------------------------------------------------------------
+
+
+def ancestor_matrix(parents: torch.Tensor) -> torch.Tensor:
+    """Which nodes are on the path from the root to each node, itself included.
+
+    Args:
+        parents: int64 [B, N], the index of each node's parent (-1: the root, i.e. the last accepted token).
+
+    Returns: bool [B, N + 1, N + 1] over (root, node 0, .. node N-1): `out[b, i, j]` is True if j is i or an ancestor of i.
+    """
+    batch, num_nodes = parents.shape
+    reach = torch.eye(num_nodes + 1, device=parents.device).repeat(batch, 1, 1)
+    reach[:, 1:].scatter_(2, (parents + 1)[:, :, None], 1.0)
+    for _ in range(max(num_nodes, 1).bit_length()):  # each squaring doubles the path length covered
+        reach = torch.bmm(reach, reach).clamp_(max=1.0)
+    return reach > 0
+
+
+def accepted_nodes(tokens, valid, parents, ancestors, choices) -> torch.Tensor:
+    """Walk each tree along the target's own choices.
+
+    Args:
+        tokens, valid, parents: [B, N], the drafted tokens, which entries are nodes, and their parents.
+        ancestors: [B, N + 1, N + 1] from `ancestor_matrix`.
+        choices: [B, N + 1], the token the target chooses after the root and after each node.
+
+    Returns: bool [B, N], the nodes on the accepted path (at most one per depth, also if siblings repeat a token).
+    """
+    match = valid & (tokens == choices.gather(1, parents + 1))
+    reached = ~(ancestors[:, 1:, 1:] & ~match[:, None, :]).any(2)  # the node and all its ancestors match
+    depth = ancestors[:, 1:, 1:].sum(2) * reached
+    if depth.shape[1] == 0:
+        return reached
+    deepest = depth.argmax(1)  # the first of the deepest
+    path = ancestors[:, 1:, 1:].gather(1, deepest[:, None, None].expand(-1, 1, depth.shape[1])).squeeze(1)
+    return path & reached.any(1, keepdim=True)
+
+
+def rejection_walk(tokens, valid, parents, probs, prob_index, target_probs, accept_uniform, residual_gumbel):
+    """Speculative sampling over trees: Leviathan et al. 2023 / Chen et al. 2023 for chains; siblings are tried in order,
+    each against what the rejected ones left over (multi-candidate without replacement, as in EAGLE and SpecInfer).
+
+    Args:
+        tokens, valid, parents: [B, N].
+        probs, prob_index: draft distributions [B, M, V] and, per node, which of them it was drawn from [B, N]
+            (its siblings drawn before it removed); None for drafts that are points (accepted with probability p(x)).
+        target_probs: callable (node index [B], 0 = root) -> the target's distribution there, float [B, V].
+        accept_uniform: [B, N] uniform numbers, one per test.
+        residual_gumbel: callable (depth [B]) -> Gumbel noise [B, V] for the last draw.
+
+    Returns: accepted path, bool [B, N], and the token after it, int64 [B].
+    """
+    batch, num_nodes = tokens.shape
+    rows = torch.arange(batch, device=tokens.device)
+    current = torch.zeros_like(rows)  # node index + 1; 0 is the root
+    depth = torch.zeros_like(rows)
+    accepted = torch.zeros_like(valid)
+    residual = target_probs(current)
+    proposal = None
+    proposal_of = torch.full_like(rows, -1)  # the node whose children `proposal` describes
+    for node in range(num_nodes):
+        tested = valid[:, node] & (parents[:, node] + 1 == current)
+        token = tokens[:, node]
+        if probs is None:
+            proposal = F.one_hot(token, residual.shape[1]).to(residual.dtype)
+        else:
+            drawn_from = probs[rows, prob_index[:, node]].to(residual.dtype)
+            proposal = drawn_from if proposal is None else torch.where((proposal_of == current)[:, None], proposal, drawn_from)
+            proposal_of = torch.where(tested, current, proposal_of)
+        p, q = residual[rows, token], proposal[rows, token]
+        accept = tested & (q > 0) & (accept_uniform[:, node] * q < p)
+        reject = tested & ~accept
+        accepted[:, node] = accept
+        depth = depth + accept
+        current = torch.where(accept, node + 1, current)
+        left_over = (residual - proposal).clamp_(min=0.0)
+        mass = left_over.sum(1, keepdim=True)
+        left_over = torch.where(mass > 0, left_over / mass.clamp(min=1e-38), residual)
+        residual = torch.where(reject[:, None], left_over, residual)
+        residual = torch.where(accept[:, None], target_probs(current), residual)
+        if probs is not None:
+            without = proposal.scatter(1, token[:, None], 0.0)
+            without = without / without.sum(1, keepdim=True).clamp(min=1e-38)
+            proposal = torch.where(reject[:, None], without, proposal)
+    return accepted, (residual.log() + residual_gumbel(depth)).argmax(1)

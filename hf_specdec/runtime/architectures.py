@@ -1,0 +1,185 @@
+"""What differs between model families: which can be served and how, where their layers are, what must be adapted."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+if TYPE_CHECKING:
+    from .packed_batch import PackedBatch
+    from .packed_model import Taps
+
+_ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Their attention derives positions or masks from where a key stands in memory, which packing rows breaks.
+_POSITION_BY_SLOT = {"mpt", "gpt_neo", "xglm", "ctrl", "codegen", "doge"}
+
+
+class UnsupportedModel(ValueError):
+    """A model this library cannot run correctly; the message says why."""
+
+
+def check_supported(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModel for models whose outputs would not be exact here."""
+    name, config = type(model).__name__, model.config
+    text = config.get_text_config(decoder=True)
+    if getattr(config, "is_encoder_decoder", False):
+        raise UnsupportedModel(f"{name} is an encoder-decoder model; speculative_config works with decoder-only models.")
+    if model.get_output_embeddings() is None:
+        raise UnsupportedModel(f"{name} has no language-model head.")
+    kinds = set(getattr(text, "layer_types", None) or []) - _ATTENTION_LAYER_TYPES
+    if getattr(model, "_is_stateful", False) or kinds:
+        what = f"{', '.join(sorted(kinds))} layers" if kinds else "a recurrent state"
+        raise UnsupportedModel(
+            f"{name} has {what}, which cannot be rolled back after a rejected draft. Call generate() without speculative_config."
+        )
+    if text.model_type in _POSITION_BY_SLOT or (text.model_type == "falcon" and getattr(text, "alibi", False)):
+        raise UnsupportedModel(
+            f"{name} computes attention biases from memory order, not from positions, so packed rows would be wrong. "
+            "Call generate() without speculative_config."
+        )
+
+
+def reads_pages(model: PreTrainedModel) -> bool:
+    """Whether the model can attend through a registered attention function that reads pages.
+
+    Not for models off the attention interface, latent attention (its cache holds what is expanded later) and layers
+    that reuse another layer's keys.
+    """
+    text = model.config.get_text_config(decoder=True)
+    latent = getattr(text, "kv_lora_rank", None) is not None
+    shared = bool(getattr(text, "num_kv_shared_layers", 0))
+    return model._can_set_attn_implementation() and not latent and not shared
+
+
+def check_length(model: PreTrainedModel, prompt_length: int, max_length: int) -> None:
+    """Raise ValueError if a sequence does not fit the positions the model has."""
+    text = model.config.get_text_config(decoder=True)
+    limit = getattr(text, "max_position_embeddings", None)
+    rope = getattr(text, "rope_parameters", None)
+    if limit is not None and prompt_length >= limit:
+        raise ValueError(f"The prompt has {prompt_length} tokens; {type(model).__name__} has {limit} positions. Shorten the prompt.")
+    if limit is not None and not rope and getattr(text, "model_type", "") != "bloom" and max_length > limit:
+        raise ValueError(
+            f"{max_length} tokens (prompt and output) were asked of {type(model).__name__}, which has {limit} learned "
+            "positions. Lower max_new_tokens or max_length."
+        )
+    for kind in _rope_parameters(rope):
+        changes_at = kind.get("original_max_position_embeddings") or limit
+        if kind.get("rope_type") in ("dynamic", "longrope") and changes_at and max_length > changes_at:
+            raise ValueError(
+                f"{type(model).__name__} changes its {kind['rope_type']} rotary frequencies beyond {changes_at} tokens, which "
+                f"would change the keys already cached; prompt and output may have {changes_at} tokens together, not {max_length}."
+            )
+
+
+def _rope_parameters(rope: Any) -> list[dict]:
+    if not rope:
+        return []
+    nested = [value for value in rope.values() if isinstance(value, dict)]
+    return nested or [rope]
+
+
+def layer_windows(config) -> dict[str, int | None]:
+    """Sliding window by kind of layer (None: sees everything)."""
+    window = getattr(config, "sliding_window", None)
+    if hasattr(config, "layer_types"):
+        return {"full_attention": None, "sliding_attention": window}
+    return {"attention": window}
+
+
+def layer_window(module: nn.Module) -> int | None:
+    """The sliding window of one attention module, for models that do not pass it to the attention function."""
+    config = module.config
+    kinds = getattr(config, "layer_types", None)
+    if kinds:
+        return config.sliding_window if kinds[module.layer_idx] == "sliding_attention" else None
+    return getattr(config, "sliding_window", None)
+
+
+def decoder_of(model: PreTrainedModel) -> nn.Module:
+    """The module that turns ids into final hidden states."""
+    decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
+    while not any(isinstance(child, nn.ModuleList) for child in decoder.children()):
+        inner = getattr(decoder, "decoder", None) or getattr(decoder, "model", None)
+        if inner is None:
+            raise UnsupportedModel(f"{type(model).__name__} has no list of decoder layers.")
+        decoder = inner
+    return decoder
+
+
+def layer_list(model: PreTrainedModel) -> tuple[nn.Module, str]:
+    """The decoder and the name of its list of layers."""
+    decoder = decoder_of(model)
+    count = model.config.get_text_config(decoder=True).num_hidden_layers
+    for name, child in decoder.named_children():
+        if isinstance(child, nn.ModuleList) and len(child) == count:
+            return decoder, name
+    raise UnsupportedModel(f"{type(model).__name__} has no list of {count} decoder layers.")
+
+
+@contextlib.contextmanager
+def first_layers(model: PreTrainedModel, count: int | None):
+    """Early exit: inside, the model has its first `count` layers only (then its own final norm and head)."""
+    if count is None:
+        yield
+        return
+    decoder, name = layer_list(model)
+    layers = getattr(decoder, name)
+    decoder._modules[name] = layers[:count]
+    try:
+        yield
+    finally:
+        decoder._modules[name] = layers
+
+
+@contextlib.contextmanager
+def tapped(model: PreTrainedModel, taps: Taps):
+    """Collect hidden states of one forward: yields a dict that will hold `last_hidden` and layer indices, [T, H] each."""
+    found: dict[Any, torch.Tensor] = {}
+    handles = []
+
+    def keep(key):
+        def hook(module, args, output):
+            hidden = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", output)
+            found[key] = hidden[0] if hidden.dim() == 3 else hidden
+
+        return hook
+
+    if taps.last_hidden:
+        handles.append(decoder_of(model).register_forward_hook(keep("last_hidden")))
+    if taps.layers:
+        decoder, name = layer_list(model)
+        for index in taps.layers:
+            module = model.get_input_embeddings() if index == 0 else getattr(decoder, name)[index - 1]
+            handles.append(module.register_forward_hook(keep(index)))
+    try:
+        yield found
+    finally:
+        for handle in handles:
+            handle.remove()
+
+
+@contextlib.contextmanager
+def alibi(model: PreTrainedModel, batch: PackedBatch):
+    """BLOOM builds ALiBi from a padding mask; inside, it gets the biases of the packed keys' real positions."""
+    inner = getattr(model, "transformer", None)
+    if model.config.model_type != "bloom" or inner is None:
+        yield
+        return
+    original = inner.build_alibi_tensor
+    positions = torch.from_numpy(batch.key_positions())
+
+    def from_positions(attention_mask, num_heads, dtype):
+        two_keys = original(torch.ones(1, 2, device=attention_mask.device), num_heads, torch.float32)
+        slopes = two_keys[:, :, 1:] - two_keys[:, :, :1]  # [heads, 1, 1]
+        return (slopes * positions.to(slopes.device)).to(dtype)
+
+    inner.build_alibi_tensor = from_positions
+    try:
+        yield
+    finally:
+        del inner.build_alibi_tensor

@@ -1,0 +1,140 @@
+"""DraftTrees: the proposals of one round, one tree per row. A chain is a tree whose nodes have one child each."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence as SequenceOf
+from dataclasses import dataclass
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from ..kernels import reference as ops
+
+
+@dataclass
+class DraftTrees:
+    """Trees of B rows, padded to the largest one.
+
+    Attributes:
+        tokens: int64 [B, N] drafted ids, on the target's device.
+        parents: int64 numpy [B, N], index of each node's parent in its row (-1: the last accepted token). Parents stand
+            before their children. None: every row is a chain.
+        lengths: nodes in each row, 0..N; entries beyond are padding.
+        probs: [B, M, V] the distributions drafts were drawn from, or None when drafts are deterministic.
+        prob_index: numpy [B, N], which of the M distributions a node was drawn from; None: its own index.
+    """
+
+    tokens: torch.Tensor
+    lengths: list[int]
+    parents: np.ndarray | None = None
+    probs: torch.Tensor | None = None
+    prob_index: np.ndarray | None = None
+
+    @classmethod
+    def empty(cls, batch_size: int, device: torch.device | str = "cpu") -> DraftTrees:
+        """No draft for any row: plain decoding."""
+        return cls(torch.zeros(batch_size, 0, dtype=torch.long, device=device), [0] * batch_size)
+
+    @classmethod
+    def from_lists(
+        cls,
+        tokens: SequenceOf[SequenceOf[int]],
+        parents: SequenceOf[SequenceOf[int]] | None = None,
+        device: torch.device | str = "cpu",
+    ) -> DraftTrees:
+        """Trees from ragged lists of ids and parents (None: chains)."""
+        lengths = [len(row) for row in tokens]
+        width = max(lengths, default=0)
+        ids = np.zeros((len(lengths), width), dtype=np.int64)
+        tree = None if parents is None else np.tile(np.arange(-1, width - 1), (len(lengths), 1))
+        for i, row in enumerate(tokens):
+            ids[i, : len(row)] = row
+            if tree is not None:
+                tree[i, : len(row)] = parents[i]
+        trees = cls(torch.from_numpy(ids).to(device), lengths, tree)
+        trees.check()
+        return trees
+
+    def check(self) -> None:
+        """Raise ValueError if a parent does not stand before its child or a length is out of range."""
+        width = self.tokens.shape[1]
+        if any(not 0 <= n <= width for n in self.lengths) or len(self.lengths) != self.tokens.shape[0]:
+            raise ValueError(f"Draft lengths {self.lengths} do not fit tokens of shape {tuple(self.tokens.shape)}.")
+        if self.parents is not None and ((self.parents < -1) | (self.parents >= np.arange(width))).any():
+            raise ValueError("A draft tree's parents must stand before their children (-1 is the root).")
+
+    @property
+    def is_chain(self) -> bool:
+        """Whether no row branches by construction."""
+        return self.parents is None
+
+    @property
+    def num_nodes(self) -> int:
+        """Nodes of all rows."""
+        return sum(self.lengths)
+
+    @cached_property
+    def valid(self) -> np.ndarray:
+        """bool [B, N]: which entries are nodes."""
+        return np.arange(self.tokens.shape[1])[None, :] < np.asarray(self.lengths, dtype=np.int64)[:, None]
+
+    @cached_property
+    def parent_index(self) -> np.ndarray:
+        """`parents`, also for chains: int64 [B, N]."""
+        if self.parents is not None:
+            return self.parents
+        return np.tile(np.arange(-1, self.tokens.shape[1] - 1), (len(self.lengths), 1))
+
+    @cached_property
+    def ancestors(self) -> np.ndarray:
+        """bool [B, N + 1, N + 1] over (root, nodes): see `reference.ancestor_matrix`."""
+        return ops.ancestor_matrix(torch.from_numpy(np.ascontiguousarray(self.parent_index))).numpy()
+
+    @cached_property
+    def depths(self) -> np.ndarray:
+        """int64 [B, N]: 1 for the root's children."""
+        if self.is_chain:
+            return np.tile(np.arange(1, self.tokens.shape[1] + 1), (len(self.lengths), 1))
+        return self.ancestors[:, 1:, :].sum(2) - 1
+
+    def paths(self, accepted: np.ndarray) -> list[list[int]]:
+        """Node indices on each row's accepted path, root to leaf, from the mask bool [B, N]."""
+        return [np.flatnonzero(row).tolist() for row in accepted]
+
+    def select(self, rows: list[int]) -> DraftTrees:
+        """The trees of some rows."""
+        index = torch.as_tensor(rows, device=self.tokens.device)
+        return DraftTrees(
+            tokens=self.tokens[index],
+            lengths=[self.lengths[i] for i in rows],
+            parents=None if self.parents is None else self.parents[rows],
+            probs=None if self.probs is None else self.probs[index],
+            prob_index=None if self.prob_index is None else self.prob_index[rows],
+        )
+
+    def truncated(self, limits: SequenceOf[int]) -> DraftTrees:
+        """Drop nodes deeper than each row's limit (they could not be emitted); nodes keep their order."""
+        if all(n == 0 or self.depths[i, :n].max() <= limit for i, (n, limit) in enumerate(zip(self.lengths, limits, strict=True))):
+            return self
+        if self.is_chain:
+            lengths = [min(n, max(limit, 0)) for n, limit in zip(self.lengths, limits, strict=True)]
+            return DraftTrees(self.tokens, lengths, None, self.probs, self.prob_index)
+        order, lengths = [], []
+        parents = np.tile(np.arange(-1, self.tokens.shape[1] - 1), (len(self.lengths), 1))
+        for i, (n, limit) in enumerate(zip(self.lengths, limits, strict=True)):
+            keep = np.flatnonzero(self.depths[i, :n] <= limit)
+            rank = np.full(self.tokens.shape[1] + 1, -1)
+            rank[keep] = np.arange(len(keep))
+            parents[i, : len(keep)] = rank[self.parents[i, keep]]  # parent -1 reads the spare last entry
+            order.append(np.concatenate([keep, np.setdiff1d(np.arange(self.tokens.shape[1]), keep)]))
+            lengths.append(len(keep))
+        permutation = np.stack(order)
+        index = self.prob_index if self.prob_index is not None else np.tile(np.arange(permutation.shape[1]), (len(lengths), 1))
+        return DraftTrees(
+            tokens=self.tokens.gather(1, torch.from_numpy(permutation).to(self.tokens.device)),
+            lengths=lengths,
+            parents=parents,
+            probs=self.probs,
+            prob_index=None if self.probs is None else np.take_along_axis(index, permutation, 1),
+        )

@@ -1,0 +1,187 @@
+"""PackedBatch: the ragged rows of one forward, packed into one line of tokens, with what attention needs to know."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ..cache import PagedStaticCache
+from ..kernels.reference import AttentionRow
+
+
+@dataclass
+class RowInput:
+    """New tokens of one sequence.
+
+    Attributes:
+        seq_id: which sequence of the cache.
+        tokens: int64 numpy [t] ids, or a tensor [t] where they are already on the device.
+        start: logical index of the first new token; what is before is visible to all of them.
+        positions: numpy [t]; None: `start`, `start + 1`, ..
+        visibility: bool numpy [t, m] over the last m of the row's slots, the t new ones last; None: causal. Trees need it.
+        region_positions: numpy [m], positions of those m slots; needed with `visibility` for sliding windows.
+        logits: how many of the last tokens need logits.
+    """
+
+    seq_id: int
+    tokens: np.ndarray | torch.Tensor
+    start: int
+    positions: np.ndarray | None = None
+    visibility: np.ndarray | None = None
+    region_positions: np.ndarray | None = None
+    logits: int = 1
+
+
+@dataclass
+class _DeviceSlots:
+    write_slots: torch.Tensor
+    read_slots: torch.Tensor | None
+
+
+@dataclass
+class PackedBatch:
+    """T tokens of B rows, in row order, nothing padded.
+
+    Attributes:
+        input_ids, position_ids: int64 [1, T].
+        inputs: the rows this was packed from.
+        starts: numpy [B + 1], where each row begins among the T tokens.
+        logit_index: int64 [R], which of the T tokens need logits, in order.
+        gather: whether layers return every row's whole context (see PagedLayer.update).
+    """
+
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    inputs: list[RowInput]
+    starts: np.ndarray
+    logit_index: torch.Tensor
+    cache: PagedStaticCache
+    gather: bool
+    slots: np.ndarray
+    num_keys: int
+    attention_calls: int = 0
+    _on_device: dict = field(default_factory=dict)
+    _rows: dict = field(default_factory=dict)
+    _masks: dict = field(default_factory=dict)
+
+    @classmethod
+    def pack(cls, inputs: list[RowInput], cache: PagedStaticCache, device: torch.device, gather: bool) -> PackedBatch:
+        """Pack rows whose slots are already reserved."""
+        counts = np.array([len(row.tokens) for row in inputs])
+        starts = np.concatenate([[0], np.cumsum(counts)])
+        slots = np.concatenate(
+            [cache.tables[row.seq_id].slots[row.start : row.start + len(row.tokens)] for row in inputs]
+        )
+        positions = np.concatenate(
+            [
+                np.arange(row.start, row.start + len(row.tokens)) if row.positions is None else row.positions
+                for row in inputs
+            ]
+        )
+        if all(isinstance(row.tokens, np.ndarray) for row in inputs):
+            ids = torch.from_numpy(np.concatenate([row.tokens for row in inputs])).to(device)
+        else:
+            ids = torch.cat([torch.as_tensor(row.tokens, device=device) for row in inputs])
+        wanted = np.concatenate([np.arange(end - row.logits, end) for row, end in zip(inputs, starts[1:], strict=True)])
+        return cls(
+            input_ids=ids[None],
+            position_ids=torch.from_numpy(positions).to(device)[None],
+            inputs=inputs,
+            starts=starts,
+            logit_index=torch.from_numpy(wanted).to(device),
+            cache=cache,
+            gather=gather,
+            slots=slots,
+            num_keys=sum(row.start + len(row.tokens) for row in inputs),
+        )
+
+    def on(self, device: torch.device) -> _DeviceSlots:
+        """Slot indices on a layer's device (models may be spread over several)."""
+        if device not in self._on_device:
+            read = None
+            if self.gather:
+                tables = self.cache.tables
+                read = np.concatenate([tables[r.seq_id].slots[: r.start + len(r.tokens)] for r in self.inputs])
+                read = torch.from_numpy(read).to(device)
+            self._on_device[device] = _DeviceSlots(torch.from_numpy(self.slots).to(device), read)
+        return self._on_device[device]
+
+    def rows(self, device: torch.device) -> list[AttentionRow]:
+        """Where each row's queries and keys are."""
+        if device not in self._rows:
+            self._rows[device] = [
+                self.cache.row(row.seq_id, int(start), int(end), row.start + len(row.tokens), device)
+                for row, start, end in zip(self.inputs, self.starts[:-1], self.starts[1:], strict=True)
+            ]
+        return self._rows[device]
+
+    def masks(self, window: int | None, group: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor | None]:
+        """Per row, the additive mask [group * t, S] of `reference.paged_attention`; made once per step, not per layer."""
+        key = (window, group, dtype, device)
+        if key not in self._masks:
+            shared: dict[tuple[int, int], torch.Tensor | None] = {}
+            masks = []
+            for row in self.inputs:
+                shape = (len(row.tokens), row.start)
+                if row.visibility is not None:
+                    masks.append(_additive(visible(row, window), group, dtype, device))
+                    continue
+                if shape not in shared:
+                    shared[shape] = _additive(visible(row, window), group, dtype, device)
+                masks.append(shared[shape])
+            self._masks[key] = masks
+        return self._masks[key]
+
+    def dense_mask(self, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+        """One additive mask [1, 1, T, S_total] for the gather path: rows see their own keys only."""
+        key = ("dense", window, dtype, device)
+        if key not in self._masks:
+            mask = torch.full((len(self.slots), self.num_keys), torch.finfo(dtype).min, dtype=dtype)
+            first_key = 0
+            for row, start, end in zip(self.inputs, self.starts[:-1], self.starts[1:], strict=True):
+                length = row.start + len(row.tokens)
+                allowed = visible(row, window)
+                block = mask[start:end, first_key : first_key + length]
+                block.masked_fill_(torch.ones_like(block, dtype=torch.bool) if allowed is None else torch.from_numpy(allowed), 0)
+                first_key += length
+            self._masks[key] = mask[None, None].to(device)
+        return self._masks[key]
+
+    def key_positions(self) -> np.ndarray:
+        """Positions of the S_total keys of the gather path."""
+        positions = []
+        for row in self.inputs:
+            own = np.arange(row.start + len(row.tokens))
+            if row.region_positions is not None:
+                own[len(own) - len(row.region_positions) :] = row.region_positions
+            positions.append(own)
+        return np.concatenate(positions)
+
+
+def visible(row: RowInput, window: int | None) -> np.ndarray | None:
+    """bool [t, S]: which keys each new token sees; None when all see everything."""
+    count = len(row.tokens)
+    length = row.start + count
+    keys = np.arange(length)
+    queries = np.arange(row.start, length) if row.positions is None else row.positions
+    if row.visibility is None:
+        if count == 1 and (window is None or length <= window):
+            return None
+        allowed = keys[None, :] <= np.arange(row.start, length)[:, None]
+    else:
+        region = row.visibility.shape[1]
+        allowed = np.ones((count, length), dtype=bool)
+        allowed[:, length - region :] = row.visibility
+        keys[length - region :] = row.region_positions
+    if window is not None:
+        allowed = allowed & (queries[:, None] - keys[None, :] < window)
+    return allowed
+
+
+def _additive(allowed: np.ndarray | None, group: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+    if allowed is None:
+        return None
+    mask = torch.zeros(allowed.shape, dtype=dtype).masked_fill_(torch.from_numpy(~allowed), float("-inf"))
+    return mask.repeat(group, 1).to(device)

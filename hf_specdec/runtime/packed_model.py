@@ -1,0 +1,201 @@
+"""PackedModel: any decoder-only transformers model over ragged rows and a paged cache."""
+
+from __future__ import annotations
+
+import contextlib
+import inspect
+import logging
+import threading
+from dataclasses import dataclass
+
+import torch
+from transformers import AttentionInterface, PreTrainedModel
+from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+
+from ..cache import PagedStaticCache
+from ..kernels import reference as ops
+from . import architectures
+from .architectures import UnsupportedModel
+from .packed_batch import PackedBatch, RowInput
+
+logger = logging.getLogger(__name__)
+
+ATTENTION_NAME = "hf_specdec"
+
+
+@dataclass(frozen=True)
+class Taps:
+    """What a drafter needs from the target's forward besides logits.
+
+    Attributes:
+        last_hidden: the final hidden states, after the last norm (the input of the language-model head).
+        layers: indices into transformers' `hidden_states` (0: embeddings, i: output of layer i - 1).
+        logits: logits of every token fed, not only of those verification needs.
+    """
+
+    last_hidden: bool = False
+    layers: tuple[int, ...] = ()
+    logits: bool = False
+
+    def __or__(self, other: Taps) -> Taps:
+        layers = tuple(dict.fromkeys(self.layers + other.layers))
+        return Taps(self.last_hidden or other.last_hidden, layers, self.logits or other.logits)
+
+
+@dataclass
+class PackedOutput:
+    """Results of one forward.
+
+    Attributes:
+        logits: float32 [R, V], for the batch's `logit_index`.
+        last_hidden: [T, H] or None.
+        layers: {index: [T, H]} for the layers tapped.
+        hidden_states: all of transformers' hidden states [T, H] each, if asked for.
+    """
+
+    logits: torch.Tensor
+    last_hidden: torch.Tensor | None
+    layers: dict[int, torch.Tensor]
+    hidden_states: tuple[torch.Tensor, ...] | None = None
+
+
+class PackedModel:
+    """A transformers model, unmodified, run over packed rows.
+
+    Two ways to attend, chosen by what the model is: *paged* (models on transformers' attention interface: the cache
+    stores the new keys and a registered attention reads the pages) and *gather* (all others: the cache returns every
+    row's keys and values and the model attends to them under a block-diagonal mask; slower, works everywhere).
+
+    Raises:
+        UnsupportedModel: neither can serve the model; the message says why.
+    """
+
+    def __init__(self, model: PreTrainedModel, taps: Taps = Taps(), num_layers: int | None = None):  # noqa: B008
+        architectures.check_supported(model)
+        self.model = model
+        self.config = model.config.get_text_config(decoder=True)
+        self.taps = taps
+        self.num_layers = num_layers  # early exit: run only the first layers
+        self.gather = not architectures.reads_pages(model)
+        self.forward_parameters = inspect.signature(model.forward).parameters
+        self._lock = threading.RLock()
+        self._active = 0
+        self._call = model
+
+    @property
+    def device(self) -> torch.device:
+        """Where input ids go."""
+        return self.model.get_input_embeddings().weight.device
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return self.config.vocab_size
+
+    @property
+    def max_positions(self) -> int | None:
+        """Positions the model was built for, or None if it says nothing."""
+        return getattr(self.config, "max_position_embeddings", None)
+
+    def new_cache(self, num_blocks: int, block_size: int, share_prefixes: bool = True) -> PagedStaticCache:
+        """A paged cache with one layer of pools per layer of the model (memory comes with the first write)."""
+        num_layers = self.num_layers or self.config.num_hidden_layers
+        return PagedStaticCache(num_layers, num_blocks, block_size, share_prefixes)
+
+    @contextlib.contextmanager
+    def active(self):
+        """While inside, the model's attention reads our pages; restored on exit, also after an error."""
+        with self._lock:
+            self._active += 1
+            if self._active == 1 and not self.gather:
+                self._saved = self.config._attn_implementation
+                self.model.set_attn_implementation(ATTENTION_NAME)
+        try:
+            yield self
+        finally:
+            with self._lock:
+                self._active -= 1
+                if self._active == 0 and not self.gather:
+                    self.model.set_attn_implementation(self._saved)
+
+    def forward(self, rows: list[RowInput], cache: PagedStaticCache, all_hidden_states: bool = False) -> PackedOutput:
+        """One forward over the new tokens of `rows`; their keys and values are written to their slots.
+
+        Must run inside `active()`. Shapes: see PackedBatch and PackedOutput.
+        """
+        batch = PackedBatch.pack(rows, cache, self.device, self.gather)
+        kwargs = {
+            "input_ids": batch.input_ids,
+            "past_key_values": cache,
+            "use_cache": True,
+            "attention_mask": self._masks(batch),
+            "return_dict": True,
+        }
+        if "position_ids" in self.forward_parameters:
+            kwargs["position_ids"] = batch.position_ids
+        keeps = "logits_to_keep" in self.forward_parameters and not self.taps.logits
+        if keeps:
+            kwargs["logits_to_keep"] = batch.logit_index
+        if all_hidden_states:
+            kwargs["output_hidden_states"] = True
+        if not self.gather:
+            kwargs["specdec"] = batch
+        cache.batch = batch
+        try:
+            with (
+                architectures.first_layers(self.model, self.num_layers),
+                architectures.tapped(self.model, self.taps) as tapped,
+                architectures.alibi(self.model, batch),
+            ):
+                output = self._call(**kwargs)
+        finally:
+            cache.batch = None
+        if not self.gather and batch.attention_calls == 0:
+            raise UnsupportedModel(
+                f"{type(self.model).__name__} did not call transformers' attention interface; its outputs cannot be trusted here."
+            )
+        logits = output.logits[0] if keeps else output.logits[0].index_select(0, batch.logit_index)
+        return PackedOutput(
+            logits=logits.to(torch.float32),
+            last_hidden=tapped.get("last_hidden"),
+            layers={index: tapped[index] for index in self.taps.layers},
+            hidden_states=tuple(h[0] for h in output.hidden_states) if all_hidden_states else None,
+        )
+
+    def _masks(self, batch: PackedBatch):
+        """What the model gets as `attention_mask`: 4-D, so that transformers hands it on untouched."""
+        dtype, device = self.model.dtype, self.device
+        if self.gather:
+            windows = architectures.layer_windows(self.config)
+            masks = {kind: batch.dense_mask(window, dtype, device) for kind, window in windows.items()}
+        else:
+            masks = dict.fromkeys(architectures.layer_windows(self.config), torch.zeros(1, 1, 1, 1, dtype=dtype, device=device))
+        return masks if hasattr(self.config, "layer_types") else next(iter(masks.values()))
+
+
+def paged_attention_forward(module, query, key, value, attention_mask, scaling=None, dropout=0.0, specdec=None, **kwargs):
+    """The attention registered as "hf_specdec": reads the pages of `specdec`, or is plain sdpa when called without it."""
+    if specdec is None:
+        from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+    batch: PackedBatch = specdec
+    batch.attention_calls += 1
+    layer = batch.cache.layers[module.layer_idx]
+    group = query.shape[1] // key.shape[1]
+    window = kwargs["sliding_window"] if "sliding_window" in kwargs else architectures.layer_window(module)
+    out = ops.paged_attention(
+        query[0].transpose(0, 1),
+        layer.keys,
+        layer.values,
+        batch.rows(query.device),
+        batch.masks(window, group, query.dtype, query.device),
+        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
+        softcap=kwargs.get("softcap"),
+        sinks=kwargs.get("s_aux"),
+    )
+    return out[None], None
+
+
+AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
+AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)
