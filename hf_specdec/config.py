@@ -51,6 +51,10 @@ class SpeculativeConfig:
     prefill_chunk_size: int = field(
         default=2048, metadata={"help": "most prompt tokens put through one forward (bounds activation memory)"}
     )
+    prepack_weights: bool | None = field(
+        default=None,
+        metadata={"help": "on a CPU, keep a second, faster copy of the weights; by default if memory is plentiful"},
+    )
     compile: bool = field(default=False, metadata={"help": "run the target's forward through torch.compile"})
 
     def __post_init__(self) -> None:
@@ -68,6 +72,7 @@ class SpeculativeConfig:
         self.check_choice("rejection_sample_method", VERIFICATION_RULES, optional=True)
         self.check_choice("draft_sample_method", DRAFT_SAMPLE_METHODS, optional=True)
         self.check_bool("compile")
+        self.check_bool("prepack_weights", optional=True)
 
     # ---- checks, each one clear error -------------------------------------------------------------------------------
 
@@ -89,7 +94,9 @@ class SpeculativeConfig:
             bound = f"at least {minimum}" + (f" and at most {maximum}" if maximum is not None else "")
             raise self.fail(key, f"must be a number of {bound}, not {value!r}.")
 
-    def check_bool(self, key: str) -> None:
+    def check_bool(self, key: str, optional: bool = False) -> None:
+        if getattr(self, key) is None and optional:
+            return
         if not isinstance(getattr(self, key), bool):
             raise self.fail(key, f"must be true or false, not {getattr(self, key)!r}.")
 

@@ -161,7 +161,7 @@ def get_decoder(
     with _lock:
         kept = _decoders.setdefault(model, {})
         if key not in kept:
-            target = PackedModel(model)
+            target = PackedModel(model, prepack_weights=config.prepack_weights)
             kept[key] = SpeculativeDecoder(target, generator_class(config.method)(config, target, context), config)
             kept[key].context = context  # keeps the ids in the key alive
         decoder = kept[key]

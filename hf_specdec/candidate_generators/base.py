@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
@@ -77,6 +78,10 @@ class CandidateGenerator(TransformersCandidateGenerator, ABC):
     def release(self) -> None:
         """Give back what `allocate` took; sequences have been stopped."""
 
+    def active(self) -> contextlib.AbstractContextManager:
+        """A context in which `propose` and `observe` may run: drafters that are models switch them to our attention."""
+        return contextlib.nullcontext()
+
     def start(self, seq: Sequence) -> None:
         """A sequence joins; its prompt is in `seq.tokens`."""
 
@@ -106,7 +111,7 @@ class CandidateGenerator(TransformersCandidateGenerator, ABC):
         """The prompt with one chain of drafted tokens behind it: int64 [1, S + K]; drafts are points, so no logits."""
         self._follow(input_ids)
         assert self._assisted is not None
-        with self._ready():
+        with self.active():
             trees = self.propose([self._assisted], [self.config.num_speculative_tokens or 0])
         chain = _first_path(trees)
         nodes = torch.tensor(chain, dtype=torch.long, device=trees.tokens.device)
@@ -117,10 +122,6 @@ class CandidateGenerator(TransformersCandidateGenerator, ABC):
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         """Learn how many of the last candidates were accepted."""
         self._follow(input_ids)
-
-    def _ready(self):
-        """A context in which `propose` may run outside the loop."""
-        return self.target.active()
 
     def _follow(self, input_ids: torch.LongTensor) -> None:
         if input_ids.shape[0] != 1:

@@ -72,7 +72,7 @@ class DraftModelGenerator(CandidateGenerator):
         model = load_drafter(config, target.model, context)
         if config.early_exit is not None and config.early_exit >= target.config.num_hidden_layers:
             raise config.fail("early_exit", f"must be less than the target's {target.config.num_hidden_layers} layers.")
-        self.drafter = PackedModel(model, num_layers=config.early_exit)
+        self.drafter = PackedModel(model, num_layers=config.early_exit, prepack_weights=config.prepack_weights)
         self.bridge = make_bridge(config, target, self.drafter, context)
         self.cache = self.drafter.new_cache(1, config.block_size)
         self.drafted: dict[int, int] = {}  # nodes of the last draft whose KV the drafter has
@@ -110,7 +110,8 @@ class DraftModelGenerator(CandidateGenerator):
         self.drafted.pop(seq.id, None)
         self.bridge.forget(seq)
 
-    def _ready(self):
+    def active(self):
+        """The drafter reads pages."""
         return self.drafter.active()
 
     # ---- drafting ---------------------------------------------------------------------------------------------------
@@ -128,10 +129,9 @@ class DraftModelGenerator(CandidateGenerator):
         rows = [i for i, limit in enumerate(limits) if limit]
         if not rows:
             return DraftTrees.empty(len(sequences), self.target.device)
-        with self.drafter.active():
-            logits = self._read([(sequences[i], texts[i]) for i in rows])
-            growth = TreeGrowth(self, sequences, [len(text) for text in texts], limits)
-            trees = growth.grow(logits)
+        logits = self._read([(sequences[i], texts[i]) for i in rows])
+        growth = TreeGrowth(self, sequences, [len(text) for text in texts], limits)
+        trees = growth.grow(logits)
         for i in rows:
             self.drafted[sequences[i].id] = growth.num_forwarded[i]
         return self.bridge.to_target(trees, sequences, texts)

@@ -49,22 +49,31 @@ def variants() -> list[Variant]:
 
 
 class AcceptedTokens(BaseStreamer):
-    """Prints tokens as they arrive, those that a drafter proposed in green: of each step all but the last."""
+    """Prints the tokens of one step together, those that a drafter proposed in green: all but the last.
 
-    def __init__(self, console: Console, tokenizer: Any):
+    Streamers get single tokens; `model`'s embedding layer runs once per forward, and so tells where a step ends.
+    """
+
+    def __init__(self, console: Console, model: Any, tokenizer: Any):
         self.console = console
         self.tokenizer = tokenizer
         self.tokens: list[int] = []
+        self.step: list[int] = []
         self.printed = ""
         self.prompt_seen = False
+        self.hook = model.get_input_embeddings().register_forward_pre_hook(lambda *_: self.end_step())
 
     def put(self, value: torch.Tensor) -> None:
-        """One step's tokens [n] or [1, n]; the first call brings the prompt."""
-        step = value.flatten().tolist()
+        """The next token; the first call brings the prompt."""
         if self.prompt_seen:
-            self.show(step[:-1], "green")
-            self.show(step[-1:], "")
+            self.step += value.flatten().tolist()
         self.prompt_seen = True
+
+    def end_step(self) -> None:
+        """Print what came since the last forward."""
+        self.show(self.step[:-1], "green")
+        self.show(self.step[-1:], "")
+        self.step = []
 
     def show(self, tokens: list[int], style: str) -> None:
         """Print what `tokens` add to the text so far; half a character waits for its other half."""
@@ -75,7 +84,9 @@ class AcceptedTokens(BaseStreamer):
             self.printed = text
 
     def end(self) -> None:
-        """End the line."""
+        """Print the last step and end the line."""
+        self.hook.remove()
+        self.end_step()
         self.console.print()
 
 
@@ -89,7 +100,7 @@ def run(args: argparse.Namespace) -> int:
     for row in rows:
         console.print(Text(f"\n▌ {row['prompt']}", style="bold"))
         inputs = encode_prompts(tokenizer, [row["prompt"]], None, model.device)
-        streamer = AcceptedTokens(console, tokenizer)
+        streamer = AcceptedTokens(console, model, tokenizer)
         model.generate(**inputs, **arguments, streamer=streamer, speculative_config=SHOWN.speculative_config)
     console.print("\n[green]Green[/green]: drafted by tiny-draft, accepted by tiny. The rest: tiny's own tokens.\n")
 

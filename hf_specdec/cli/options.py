@@ -86,13 +86,12 @@ def load_model_and_tokenizer(args: argparse.Namespace) -> tuple[Any, Any]:
     device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     options = {"trust_remote_code": args.trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", **options)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=args.dtype, **options)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=args.dtype, **options)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     if model.generation_config.pad_token_id is None:
         model.generation_config.pad_token_id = tokenizer.pad_token_id
-    model.to(device).eval()
-    return model, tokenizer
+    return model.to(device).eval(), tokenizer
 
 
 def encode_prompts(

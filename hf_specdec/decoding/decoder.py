@@ -135,11 +135,17 @@ class SpeculativeDecoder:
                 self.statistics.pop(seq.id, None)
         self.cache.clear()
 
+    @contextlib.contextmanager
+    def active(self):
+        """A context in which `step` may run: inside, the models read our pages; outside, they are as they were."""
+        with self.target.active(), self.generator.active():
+            yield self
+
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def step(self, sequences: list[Sequence], num_tokens: list[int] | None = None) -> list[StepResult]:
-        """One round for some of the running sequences, all in one target forward.
+        """One round for some of the running sequences, all in one target forward. Runs inside `active()`.
 
         Args:
             sequences: unfinished rows, first come first served: rows that no block is left for wait (no result for them).

@@ -93,7 +93,7 @@ def decode(
     export = past_key_values if keep_cache and isinstance(past_key_values, DynamicCache) else None
     run = StaticBatch(decoder, sequences, observer, tensors, returns, export is not None)
     try:
-        with decoder.target.active():
+        with decoder.active():
             for seq in sequences:
                 decoder.add(seq)
             if num_cached:

@@ -13,6 +13,7 @@ if TYPE_CHECKING:
     from .packed_batch import PackedBatch
     from .packed_model import Taps
 
+ATTENTION_NAME = "hf_specdec"  # how our attention is registered with transformers
 _ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention"}
 # Their attention derives positions or masks from where a key stands in memory, which packing rows breaks.
 _POSITION_BY_SLOT = {"mpt", "gpt_neo", "xglm", "ctrl", "codegen", "doge"}

@@ -112,29 +112,3 @@ class DraftTrees:
             probs=None if self.probs is None else self.probs[index],
             prob_index=None if self.prob_index is None else self.prob_index[rows],
         )
-
-    def truncated(self, limits: SequenceOf[int]) -> DraftTrees:
-        """Drop nodes deeper than each row's limit (they could not be emitted); nodes keep their order."""
-        if all(n == 0 or self.depths[i, :n].max() <= limit for i, (n, limit) in enumerate(zip(self.lengths, limits, strict=True))):
-            return self
-        if self.is_chain:
-            lengths = [min(n, max(limit, 0)) for n, limit in zip(self.lengths, limits, strict=True)]
-            return DraftTrees(self.tokens, lengths, None, self.probs, self.prob_index)
-        order, lengths = [], []
-        parents = np.tile(np.arange(-1, self.tokens.shape[1] - 1), (len(self.lengths), 1))
-        for i, (n, limit) in enumerate(zip(self.lengths, limits, strict=True)):
-            keep = np.flatnonzero(self.depths[i, :n] <= limit)
-            rank = np.full(self.tokens.shape[1] + 1, -1)
-            rank[keep] = np.arange(len(keep))
-            parents[i, : len(keep)] = rank[self.parents[i, keep]]  # parent -1 reads the spare last entry
-            order.append(np.concatenate([keep, np.setdiff1d(np.arange(self.tokens.shape[1]), keep)]))
-            lengths.append(len(keep))
-        permutation = np.stack(order)
-        index = self.prob_index if self.prob_index is not None else np.tile(np.arange(permutation.shape[1]), (len(lengths), 1))
-        return DraftTrees(
-            tokens=self.tokens.gather(1, torch.from_numpy(permutation).to(self.tokens.device)),
-            lengths=lengths,
-            parents=parents,
-            probs=self.probs,
-            prob_index=None if self.probs is None else np.take_along_axis(index, permutation, 1),
-        )

@@ -72,7 +72,7 @@ def add_noise(
     which = [keys[(sequences[i].seed, positions[i], 0 if steps is None else steps[i])] for i in sampled]
     if len(sampled) == len(sequences):
         return scores + (noise if which == list(range(len(keys))) else noise[torch.tensor(which, device=scores.device)])
-    noisy = scores.clone()
+    noisy = scores.to(torch.float32, copy=True)  # noise is never rounded to the logits' precision
     index = torch.tensor(sampled, device=scores.device)
     noisy[index] += noise[torch.tensor(which, device=scores.device)]
     return noisy

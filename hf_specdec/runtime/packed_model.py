@@ -14,13 +14,12 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ..cache import PagedStaticCache
 from ..kernels import reference as ops
-from . import architectures
-from .architectures import UnsupportedModel
+from . import architectures, self_test
+from .architectures import ATTENTION_NAME, UnsupportedModel
 from .packed_batch import PackedBatch, RowInput
+from .prepacked import prepack
 
 logger = logging.getLogger(__name__)
-
-ATTENTION_NAME = "hf_specdec"
 
 
 @dataclass(frozen=True)
@@ -70,7 +69,13 @@ class PackedModel:
         UnsupportedModel: neither can serve the model; the message says why.
     """
 
-    def __init__(self, model: PreTrainedModel, taps: Taps = Taps(), num_layers: int | None = None):  # noqa: B008
+    def __init__(
+        self,
+        model: PreTrainedModel,
+        taps: Taps = Taps(),  # noqa: B008
+        num_layers: int | None = None,
+        prepack_weights: bool | None = None,
+    ):
         architectures.check_supported(model)
         self.model = model
         self.config = model.config.get_text_config(decoder=True)
@@ -81,6 +86,8 @@ class PackedModel:
         self._lock = threading.RLock()
         self._active = 0
         self._call = model
+        self._prepacked = prepack(model, prepack_weights)
+        self_test.check(self)
 
     @property
     def device(self) -> torch.device:
@@ -106,17 +113,25 @@ class PackedModel:
     def active(self):
         """While inside, the model's attention reads our pages; restored on exit, also after an error."""
         with self._lock:
+            if self._active == 0:
+                self._entered = self._enter()
             self._active += 1
-            if self._active == 1 and not self.gather:
-                self._saved = self.config._attn_implementation
-                self.model.set_attn_implementation(ATTENTION_NAME)
         try:
             yield self
         finally:
             with self._lock:
                 self._active -= 1
-                if self._active == 0 and not self.gather:
-                    self.model.set_attn_implementation(self._saved)
+                if self._active == 0:
+                    self._entered.close()
+
+    def _enter(self) -> contextlib.ExitStack:
+        with contextlib.ExitStack() as stack:
+            if not self.gather:
+                stack.callback(self.model.set_attn_implementation, self.config._attn_implementation)
+                self.model.set_attn_implementation(ATTENTION_NAME)
+            if self._prepacked is not None:
+                stack.enter_context(self._prepacked.active())
+            return stack.pop_all()
 
     def forward(self, rows: list[RowInput], cache: PagedStaticCache, all_hidden_states: bool = False) -> PackedOutput:
         """One forward over the new tokens of `rows`; their keys and values are written to their slots.
