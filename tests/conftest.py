@@ -1,0 +1,55 @@
+"""What every test shares: one thread, no network, fixed seeds, and the bundled models."""
+
+import os
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
+
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_specdec
+
+torch.set_num_threads(1)
+
+
+@pytest.fixture(autouse=True)
+def fixed_seed():
+    """Every test starts from the same random state."""
+    torch.manual_seed(0)
+
+
+def load_bundled(name: str):
+    """A bundled model in float32, where greedy outputs are comparable token for token."""
+    return AutoModelForCausalLM.from_pretrained(hf_specdec.bundled(name), dtype=torch.float32).eval()
+
+
+@pytest.fixture(scope="session")
+def tiny_model():
+    """The bundled target."""
+    return load_bundled("tiny")
+
+
+@pytest.fixture(scope="session")
+def tiny_draft():
+    """The bundled drafter of `tiny_model`."""
+    return load_bundled("tiny-draft")
+
+
+@pytest.fixture(scope="session")
+def tiny_tokenizer():
+    """The tokenizer both bundled models use."""
+    return AutoTokenizer.from_pretrained(hf_specdec.bundled("tiny"), padding_side="left")
+
+
+@pytest.fixture(scope="session")
+def shared_models() -> Path:
+    """The models of the workplace's shared folder, which only some checkouts have beside them."""
+    folder = Path(__file__).resolve().parents[2] / "shared" / "models"
+    if not folder.is_dir():
+        pytest.skip("no ../shared/models beside this checkout")
+    return folder

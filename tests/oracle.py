@@ -1,0 +1,84 @@
+"""Tiny random models and a way to ask `generate()` twice: plainly, as the oracle, and with speculation."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+
+import hf_specdec
+from hf_specdec import integration
+
+VOCAB = 61
+PAD, EOS = 0, 3
+
+
+def tiny_llama(seed: int = 0, vocab_size: int = VOCAB, **changes: Any) -> LlamaForCausalLM:
+    """A random Llama whose greedy text neither repeats one token nor never repeats: float32, no eos token of its own."""
+    settings: dict[str, Any] = {
+        "vocab_size": vocab_size, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 3,
+        "num_attention_heads": 4, "num_key_value_heads": 2, "max_position_embeddings": 256, "initializer_range": 0.4,
+        "bos_token_id": 1, "eos_token_id": None, "pad_token_id": PAD, "tie_word_embeddings": False,
+    }  # fmt: skip
+    torch.manual_seed(seed)
+    model = LlamaForCausalLM(LlamaConfig(**(settings | changes))).eval()
+    model.generation_config.eos_token_id = None
+    return model
+
+
+def drafter_of(model: PreTrainedModel, noise: float = 0.02) -> PreTrainedModel:
+    """A copy that is a little wrong: some of its drafts are accepted, some are not."""
+    drafter = copy.deepcopy(model)
+    generator = torch.Generator().manual_seed(1)
+    with torch.no_grad():
+        for weight in drafter.parameters():
+            weight += noise * weight.std() * torch.randn(weight.shape, generator=generator)
+    return drafter
+
+
+def ragged(lengths: list[int], vocab_size: int = VOCAB, seed: int = 0) -> dict[str, torch.Tensor]:
+    """Left-padded prompts of these lengths: `input_ids` and `attention_mask` [B, max(lengths)]."""
+    generator = torch.Generator().manual_seed(seed)
+    width = max(lengths)
+    ids = torch.full((len(lengths), width), PAD)
+    mask = torch.zeros(len(lengths), width, dtype=torch.long)
+    for row, length in enumerate(lengths):
+        pattern = torch.randint(4, vocab_size, (max(2, length // 2),), generator=generator)
+        ids[row, width - length :] = pattern.repeat(3)[:length]
+        mask[row, width - length :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def method_configs(drafter_path: str) -> dict[str, dict[str, Any]]:
+    """The methods every semantic test runs through."""
+    return {
+        "none": {"method": "none"},
+        "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
+        "chain": {"method": "draft_model", "model": drafter_path, "num_speculative_tokens": 4},
+        "tree": {"method": "draft_model", "model": drafter_path, "branching_factors": [3, 2, 1]},
+    }
+
+
+def both(model: PreTrainedModel, config: Any, **kwargs: Any) -> tuple[Any, Any]:
+    """(plain, speculative) results of the same `generate()` call; stateful arguments are copied first."""
+    plain = model.generate(**kwargs)
+    return plain, model.generate(**kwargs, speculative_config=config)
+
+
+def assert_clean(model: PreTrainedModel) -> None:
+    """Nothing of a failed call is left: no block, no sequence, and the model's own attention is back."""
+    assert model.config._attn_implementation != "hf_specdec"
+    for decoder in integration.kept_decoders(model):
+        assert decoder.statistics == {} and decoder.cache.tables == {}
+        decoder.cache.pool.check()
+        assert decoder.cache.pool.num_used == 0
+        generator = decoder.generator
+        assert not getattr(generator, "indices", None) and not getattr(generator, "drafted", None)
+        if hasattr(generator, "cache"):
+            generator.cache.pool.check()
+            assert generator.cache.pool.num_used == 0 and generator.cache.tables == {}
+            assert not getattr(generator.bridge, "read", None)
+            assert generator.drafter.config._attn_implementation != "hf_specdec"
+    hf_specdec.release(model)

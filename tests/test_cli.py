@@ -1,0 +1,204 @@
+"""The command line: every subcommand on the bundled models, in-process, and one line per error."""
+
+import json
+
+import pytest
+
+import hf_specdec
+from hf_specdec.cli import main
+from hf_specdec.cli.measure import Measurement, Variant, cut_at_end, equal_rows
+from hf_specdec.cli.options import read_prompts
+
+PROMPT = "Tell me a story about a dog."
+DRAFT = '{"method": "draft_model", "model": "tiny-draft", "num_speculative_tokens": 3}'
+
+
+def run(capsys, *argv: str) -> tuple[int, str, str]:
+    """(exit code, stdout, stderr) of a command line."""
+    try:
+        code = main(argv)
+    except SystemExit as stop:
+        code = stop.code
+    out, err = capsys.readouterr()
+    return code, out, err
+
+
+def error_line(capsys, *argv: str) -> str:
+    """The one line a failing command leaves on stderr; its exit code is 2 and its stdout empty."""
+    code, out, err = run(capsys, *argv)
+    lines = err.strip().splitlines()
+    assert (code, out, len(lines)) == (2, "", 1), (code, out, err)
+    assert "Traceback" not in err
+    return lines[0]
+
+
+def test_help_teaches(capsys):
+    code, out, _ = run(capsys)
+    assert code == 0
+    for command in ("generate", "demo", "models", "bench"):
+        assert command in out
+        code, text, _ = run(capsys, command, "--help")
+        assert code == 0
+        assert "examples:" in text
+
+
+def test_version(capsys):
+    code, out, _ = run(capsys, "--version")
+    assert code == 0
+    assert out.startswith("hf-specdec 0.")
+
+
+def test_generate_text_does_not_depend_on_the_method(capsys):
+    texts = set()
+    for config in ('{"method": "none"}', '{"method": "ngram"}', DRAFT):
+        code, out, err = run(
+            capsys, "generate", "tiny", "--prompt", PROMPT, "--max-new-tokens", "24", "--dtype", "float32",
+            "--speculative-config", config, "--no-stream",
+        )  # fmt: skip
+        assert code == 0, err
+        assert "tokens/s" in err
+        texts.add(out)
+    assert len(texts) == 1
+    assert texts.pop().strip()
+
+
+def test_generate_streams_the_same_text(capsys):
+    command = ("generate", "tiny", "--prompt", PROMPT, "--max-new-tokens", "24", "--speculative-config", DRAFT)
+    _, streamed, _ = run(capsys, *command, "--stream")
+    _, printed, _ = run(capsys, *command, "--no-stream")
+    assert streamed.strip() == printed.strip() != ""
+
+
+def test_generate_sampling_depends_on_the_seed_alone(capsys):
+    command = (
+        "generate", "tiny", "--prompt", PROMPT, "--max-new-tokens", "16", "--dtype", "float32", "--no-stream",
+        "--do-sample", "--temperature", "0.9",
+    )  # fmt: skip
+    plain, other = (run(capsys, *command, "--seed", seed)[1] for seed in ("1", "2"))
+    assert plain != other
+    for config in ('{"method": "ngram"}', DRAFT):
+        assert run(capsys, *command, "--seed", "1", "--speculative-config", config)[1] == plain
+
+
+def test_generate_batch_from_file_with_stop_and_config_file(capsys, tmp_path):
+    prompts, config = tmp_path / "prompts.jsonl", tmp_path / "config.json"
+    prompts.write_text("\n".join(json.dumps({"prompt": p}) for p in (PROMPT, "What is 2 + 3?")))
+    config.write_text('{"method": "ngram", "prompt_lookup_max": 4}')
+    code, out, err = run(
+        capsys, "generate", "tiny", "--prompt-file", str(prompts), "--speculative-config", str(config),
+        "--max-new-tokens", "16", "--stop", ".", "--no-chat",
+    )  # fmt: skip
+    assert code == 0, err
+    assert "--- 1 ---" in out
+    assert "--- 2 ---" in out
+
+
+def test_models_lists_what_is_there(capsys):
+    code, out, err = run(capsys, "models")
+    assert code == 0, err
+    for name in (
+        *hf_specdec.bundled_names(),
+        *hf_specdec.available_methods(),
+        "num_speculative_tokens",
+        "prompt_lookup_max",
+    ):
+        assert name in out
+
+
+def test_models_shows_one_method(capsys):
+    code, out, _ = run(capsys, "models", "ngram")
+    assert code == 0
+    assert "prompt_lookup_min" in out
+    assert "suffix_decoding" not in out
+
+
+def test_bench_writes_table_and_json(capsys, tmp_path):
+    report_file = tmp_path / "report.json"
+    code, out, err = run(
+        capsys, "bench", "tiny", "--speculative-config", '{"method": "ngram"}', "--speculative-config", DRAFT,
+        "--dtype", "float32", "--limit", "3", "--batch-size", "2", "--max-new-tokens", "12", "--repeats", "2",
+        "--json", str(report_file),
+    )  # fmt: skip
+    assert code == 0, err
+    assert "tokens/s" in out
+    report = json.loads(report_file.read_text())
+    assert report["environment"]["versions"]["transformers"]
+    assert [r["rows_equal_to_baseline"] for r in report["results"]] == [3, 3, 3]
+    baseline, _, draft = report["results"]
+    assert baseline["mean_accepted_length"] is None
+    assert draft["mean_accepted_length"] >= 1
+    assert len(draft["seconds"]) == 2
+
+
+def test_bench_prints_json(capsys):
+    code, out, err = run(
+        capsys, "bench", "tiny", "--speculative-config", '{"method": "ngram"}', "--limit", "1", "--max-new-tokens", "4",
+        "--repeats", "1", "--json", "-",
+    )  # fmt: skip
+    assert code == 0, err
+    assert len(json.loads(out)["results"]) == 2
+
+
+def test_demo_shows_text_and_table(capsys):
+    code, out, err = run(capsys, "demo", "--prompts", "2", "--max-new-tokens", "12")
+    assert code == 0, (out, err)
+    for word in ("tokens/s", "τ", "ngram", "draft_model, chain", "draft_model, tree", "2/2"):
+        assert word in out
+
+
+@pytest.mark.parametrize(
+    ("argv", "says"),
+    [
+        (["frobnicate"], "frobnicate"),
+        (["generate", "tiny"], "--prompt"),
+        (["generate", "tiny", "--prompt", "x", "--max-new-tokens", "0"], "at least 1"),
+        (["generate", "tiny", "--prompt", "x", "--temperature", "0.5"], "--do-sample"),
+        (["generate", "tiny", "--prompt", "x", "--prompt", "y", "--stream"], "one prompt"),
+        (["generate", "tiny", "--prompt-file", "/nowhere.txt"], "/nowhere.txt"),
+        (["generate", "tiny", "--prompt", "x", "--speculative-config", '{"method": "ngrm"}'], "ngram"),
+        (["generate", "tiny", "--prompt", "x", "--speculative-config", '{"method": "ngram", "prompt_lookup_maxx": 3}'],
+         "prompt_lookup_max"),
+        (["generate", "tiny", "--prompt", "x", "--speculative-config", "{not json"], "{not json"),
+        (["generate", "/no/such/model", "--prompt", "x"], "/no/such/model"),
+        (["models", "ngrm"], "ngram"),
+        (["bench", "tiny"], "--speculative-config"),
+        (["bench", "tiny", "--speculative-config", '{"method": "ngram"}', "--prompts", "/nowhere.jsonl"], "/nowhere.jsonl"),
+    ],
+)  # fmt: skip
+def test_errors_are_one_line(capsys, argv, says):
+    assert says in error_line(capsys, *argv)
+
+
+def test_debug_raises(capsys):
+    with pytest.raises(ValueError, match="do-sample"):
+        main(["generate", "tiny", "--prompt", "x", "--temperature", "0.5", "--debug"])
+
+
+@pytest.mark.parametrize(
+    ("text", "says"), [("", "no prompt"), ("{", "not JSON"), ("[1]", "JSON object"), ('{"id": 1}', "no text")]
+)
+def test_bad_prompt_files_are_named(tmp_path, text, says):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text(text)
+    with pytest.raises(ValueError, match=says) as error:
+        read_prompts(str(path))
+    assert str(path) in str(error.value)
+
+
+def test_prompt_files_of_known_data_sets(tmp_path):
+    path = tmp_path / "prompts.jsonl"
+    path.write_text('{"question": "a"}\n\n{"turns": ["b", "c"]}\n{"prompt": "d", "task": "t"}\n')
+    assert [row["prompt"] for row in read_prompts(str(path))] == ["a", "b", "d"]
+
+
+def test_rows_end_at_their_end_token():
+    assert cut_at_end([[5, 2, 0], [5, 6, 7], []], {2}) == [[5, 2], [5, 6, 7], []]
+
+
+def test_measurement_arithmetic():
+    result = Measurement(Variant("x"), seconds=[1.0, 2.0, 4.0], new_tokens=[8, 8, 8], outputs=[[1], [2]])
+    result.count(
+        {"rows": [{"num_steps": 2, "mean_accepted_length": 3.0, "num_draft_tokens": 8, "num_accepted_tokens": 4}]}
+    )
+    assert (result.tokens_per_second, result.accepted_length, result.acceptance_rate) == (4.0, 3.0, 0.5)
+    assert equal_rows(result, Measurement(Variant("y"), outputs=[[1], [3]])) == 1

@@ -1,0 +1,106 @@
+"""DraftTrees over random trees, against plain recursion."""
+
+import hypothesis.strategies as st
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+
+from hf_specdec.kernels import reference as ops
+from hf_specdec.runtime import DraftTrees
+
+
+@st.composite
+def forests(draw, max_rows=4, max_nodes=9, vocab=5):
+    """Ragged lists of ids and parents, some rows empty."""
+    tokens, parents = [], []
+    for _ in range(draw(st.integers(1, max_rows))):
+        count = draw(st.integers(0, max_nodes))
+        tokens.append(draw(st.lists(st.integers(0, vocab - 1), min_size=count, max_size=count)))
+        parents.append([draw(st.integers(-1, i - 1)) for i in range(count)])
+    return tokens, parents
+
+
+def path_to(parents, node):
+    """Nodes from the root's child down to `node`."""
+    return [] if node < 0 else [*path_to(parents, parents[node]), node]
+
+
+@settings(max_examples=150, deadline=None)
+@given(forests())
+def test_shape_of_random_trees(forest):
+    tokens, parents = forest
+    trees = DraftTrees.from_lists(tokens, parents)
+    width = trees.tokens.shape[1]
+    assert trees.lengths == [len(row) for row in tokens] and trees.num_nodes == sum(trees.lengths)
+    assert not trees.is_chain
+    for i, row in enumerate(parents):
+        count = len(row)
+        assert trees.tokens[i, :count].tolist() == tokens[i]
+        assert trees.valid[i].tolist() == [True] * count + [False] * (width - count)
+        assert trees.parent_index[i, :count].tolist() == row
+        assert trees.ancestors[i, 0].tolist() == [True] + [False] * width  # the root has only itself
+        for node in range(count):
+            path = path_to(row, node)
+            assert trees.depths[i, node] == len(path)
+            expected = np.zeros(width + 1, dtype=bool)
+            expected[[0, *(n + 1 for n in path)]] = True
+            assert np.array_equal(trees.ancestors[i, node + 1], expected)
+            mask = np.zeros((len(tokens), width), dtype=bool)
+            mask[i, path] = True
+            assert trees.paths(mask)[i] == path  # root to leaf
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.lists(st.lists(st.integers(0, 9), max_size=6), min_size=1, max_size=4))
+def test_a_chain_is_a_tree_of_only_children(rows):
+    chain = DraftTrees.from_lists(rows)
+    tree = DraftTrees.from_lists(rows, [list(range(-1, len(row) - 1)) for row in rows])
+    assert chain.is_chain and not tree.is_chain
+    for name in ("valid", "parent_index", "ancestors", "depths"):
+        assert np.array_equal(getattr(chain, name), getattr(tree, name)), name
+
+
+@settings(max_examples=60, deadline=None)
+@given(forests(), st.data())
+def test_select(forest, data):
+    tokens, parents = forest
+    rows = data.draw(st.permutations(range(len(tokens))))[: data.draw(st.integers(1, len(tokens)))]
+    trees = DraftTrees.from_lists(tokens, parents)
+    width = trees.tokens.shape[1]
+    trees.probs = torch.rand(len(tokens), width + 1, 7)
+    trees.prob_index = trees.parent_index + 1
+    some = trees.select(list(rows))
+    assert some.lengths == [len(tokens[i]) for i in rows]
+    for name in ("tokens", "parents", "probs", "prob_index", "ancestors", "depths", "valid"):
+        assert np.array_equal(np.asarray(getattr(some, name)), np.asarray(getattr(trees, name))[list(rows)]), name
+    chain = DraftTrees.from_lists(tokens)
+    assert chain.select(list(rows)).is_chain and chain.select(list(rows)).probs is None
+
+
+def test_empty():
+    trees = DraftTrees.empty(3)
+    assert trees.lengths == [0, 0, 0] and trees.num_nodes == 0 and tuple(trees.tokens.shape) == (3, 0)
+    assert trees.ancestors.tolist() == [[[True]]] * 3
+    assert trees.paths(np.zeros((3, 0), dtype=bool)) == [[], [], []]
+
+
+def test_ancestors_of_a_long_chain():
+    """The closure is computed by squaring: lengths around powers of two are where one squaring too few would show."""
+    for count in (1, 2, 3, 4, 7, 8, 9, 15, 16, 17, 63, 64, 65):
+        parents = torch.arange(-1, count - 1)[None]
+        assert torch.equal(ops.ancestor_matrix(parents)[0], torch.ones(count + 1, count + 1).tril().bool()), count
+
+
+@pytest.mark.parametrize(
+    "parents", [[[0]], [[-2]], [[-1, 1]], [[-1, 2, 1]]], ids=["itself", "below the root", "itself, second", "a later node"]
+)
+def test_parents_stand_before_children(parents):
+    with pytest.raises(ValueError, match="before their children"):
+        DraftTrees.from_lists([list(range(len(parents[0])))], parents)
+
+
+@pytest.mark.parametrize("lengths", [[3], [-1], [1, 1], []])
+def test_lengths_fit(lengths):
+    with pytest.raises(ValueError, match="do not fit"):
+        DraftTrees(torch.zeros(1, 2, dtype=torch.long), lengths).check()

@@ -1,0 +1,210 @@
+"""`recipes/tiny/inflate.py`: a bigger model with the same logits and greedy text, for every size it can change."""
+
+import importlib.util
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from transformers import (
+    AutoModelForCausalLM,
+    GPT2Config,
+    GPT2LMHeadModel,
+    LlamaConfig,
+    LlamaForCausalLM,
+    MistralConfig,
+    MistralForCausalLM,
+    Qwen2Config,
+    Qwen2ForCausalLM,
+    Qwen3Config,
+    Qwen3ForCausalLM,
+)
+
+SCRIPT = Path(__file__).parents[1] / "recipes" / "tiny" / "inflate.py"
+SPEC = importlib.util.spec_from_file_location("tiny_inflate", SCRIPT)
+recipe = importlib.util.module_from_spec(SPEC)
+SPEC.loader.exec_module(recipe)
+
+SMALL = {
+    "vocab_size": 97,
+    "hidden_size": 24,
+    "intermediate_size": 40,
+    "num_hidden_layers": 3,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "head_dim": 8,
+    "max_position_embeddings": 128,
+    "rms_norm_eps": 1e-3,  # large, so that a wrong eps shows
+    "bos_token_id": None,
+    "eos_token_id": None,
+    "pad_token_id": 0,
+}
+LLAMA3_ROPE = {
+    "rope_type": "llama3",
+    "rope_theta": 10000.0,
+    "factor": 8.0,
+    "low_freq_factor": 1.0,
+    "high_freq_factor": 4.0,
+    "original_max_position_embeddings": 32,
+}
+SOURCES = {
+    "llama": lambda: LlamaForCausalLM(LlamaConfig(**SMALL)),
+    "llama-tied-biased": lambda: LlamaForCausalLM(
+        LlamaConfig(**SMALL, tie_word_embeddings=True, attention_bias=True, mlp_bias=True, rope_parameters=LLAMA3_ROPE)
+    ),
+    "mistral-sliding": lambda: MistralForCausalLM(MistralConfig(**SMALL, sliding_window=6)),
+    "qwen2": lambda: Qwen2ForCausalLM(Qwen2Config(**SMALL)),
+    "qwen2-mixed-windows": lambda: Qwen2ForCausalLM(
+        Qwen2Config(**SMALL, use_sliding_window=True, sliding_window=6, max_window_layers=2)
+    ),
+    "qwen3-tied": lambda: Qwen3ForCausalLM(Qwen3Config(**SMALL, tie_word_embeddings=True)),
+}
+SIZES = {
+    "hidden_size": {"hidden_size": 56},
+    "num_hidden_layers": {"num_hidden_layers": 8},
+    "intermediate_size": {"intermediate_size": 72},
+    "num_attention_heads": {"num_attention_heads": 6},
+    "num_key_value_heads": {"num_key_value_heads": 4},
+    "both heads": {"num_attention_heads": 12, "num_key_value_heads": 3},
+    "head_dim": {"head_dim": 24},
+    "all": {
+        "hidden_size": 64,
+        "num_hidden_layers": 7,
+        "intermediate_size": 88,
+        "num_attention_heads": 16,
+        "num_key_value_heads": 8,
+        "head_dim": 16,
+    },
+}
+
+
+def make_source(name):
+    """A small random model whose norms and biases are not trivial, and whose logits are far apart."""
+    torch.manual_seed(0)
+    model = SOURCES[name]().eval()
+    with torch.no_grad():
+        for parameter_name, parameter in model.named_parameters():
+            if "norm" in parameter_name:
+                parameter.uniform_(0.5, 1.5)
+            elif "bias" in parameter_name:
+                parameter.normal_(std=0.3)
+            else:
+                parameter.normal_(std=0.2)
+    return model
+
+
+def left_padded_batch():
+    """Ids and mask [3, 11], rows of 11, 7 and 3 tokens."""
+    ids = torch.randint(1, 97, (3, 11), generator=torch.Generator().manual_seed(1))
+    mask = torch.ones_like(ids)
+    for row, padding in enumerate((0, 4, 8)):
+        ids[row, :padding] = mask[row, :padding] = 0
+    return ids, mask
+
+
+@torch.no_grad()
+def assert_same_function(small, big):
+    ids, mask = left_padded_batch()
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    wanted = small(input_ids=ids, attention_mask=mask, position_ids=positions).logits[mask.bool()]
+    given = big(input_ids=ids, attention_mask=mask, position_ids=positions).logits[mask.bool()]
+    assert wanted.std() > 0.1
+    torch.testing.assert_close(given, wanted, atol=1e-4, rtol=1e-4)
+    settings = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False}
+    assert torch.equal(big.generate(ids, **settings), small.generate(ids, **settings))
+
+
+@pytest.mark.parametrize("size", SIZES)
+@pytest.mark.parametrize("source", SOURCES)
+def test_same_function(source, size):
+    small = make_source(source)
+    big = recipe.inflate(small, **SIZES[size])
+    assert type(big) is type(small)
+    assert {name: getattr(big.config, name) for name in SIZES[size]} == SIZES[size]
+    assert big.num_parameters() > small.num_parameters()
+    assert_same_function(small, big)
+
+
+@pytest.mark.parametrize("source", SOURCES)
+def test_survives_saving(source, tmp_path):
+    small = make_source(source)
+    recipe.inflate(small, **SIZES["all"]).save_pretrained(tmp_path)
+    assert_same_function(small, AutoModelForCausalLM.from_pretrained(tmp_path).eval())
+
+
+def test_new_layers_cost_real_work():
+    """Identity layers are zero in their output projections only, and lie between the old layers."""
+    big = recipe.inflate(make_source("llama"), num_hidden_layers=8)
+    identity = [bool((layer.mlp.down_proj.weight == 0).all()) for layer in big.model.layers]
+    assert identity.count(False) == 3
+    assert identity != sorted(identity)
+    for layer, empty in zip(big.model.layers, identity, strict=True):
+        assert bool((layer.self_attn.o_proj.weight == 0).all()) == empty
+        for linear in (layer.self_attn.q_proj, layer.self_attn.k_proj, layer.self_attn.v_proj, layer.mlp.gate_proj):
+            assert (linear.weight != 0).any()
+
+
+def test_nothing_asked_gives_an_equal_model():
+    small = make_source("qwen3-tied")
+    assert_same_function(small, recipe.inflate(small))
+
+
+def test_seed_and_dtype():
+    small = make_source("llama")
+    first, second = (recipe.inflate(small, **SIZES["all"], dtype=torch.bfloat16, seed=3) for _ in range(2))
+    assert first.dtype == torch.bfloat16
+    assert first.config.dtype == torch.bfloat16
+    for a, b in zip(first.parameters(), second.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+def test_presets_have_the_sizes_they_name():
+    for name, least in (("300m", 300e6), ("1b", 0.95e9), ("8b", 6.9e9)):
+        sizes = dict(zip(recipe.DIMENSIONS, recipe.PRESETS[name], strict=True))
+        with torch.device("meta"):
+            model = LlamaForCausalLM(LlamaConfig(vocab_size=4096, tie_word_embeddings=True, **sizes))
+        assert model.num_parameters() >= least
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"hidden_size": 16}, "smaller than the source's 24: give at least 24"),
+        ({"num_hidden_layers": 2}, "smaller than the source's 3"),
+        ({"intermediate_size": 8}, "smaller than the source's 40"),
+        ({"head_dim": 20}, "must be a multiple of the source's 8"),
+        ({"num_attention_heads": 7}, "must be a multiple of num_key_value_heads=2"),
+    ],
+)
+def test_bad_sizes(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        recipe.inflate(make_source("llama"), **sizes)
+
+
+def test_too_few_key_value_heads():
+    """Groups of 4 query heads do not fit groups of 3, and there are not 2 new key-value heads for each old one."""
+    model = LlamaForCausalLM(LlamaConfig(**{**SMALL, "num_attention_heads": 8}))
+    with pytest.raises(ValueError, match="give num_key_value_heads >= 4 or more num_attention_heads"):
+        recipe.inflate(model, num_attention_heads=9, num_key_value_heads=3)
+
+
+def test_rope_that_depends_on_the_head_size_is_refused():
+    yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
+    model = LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=yarn))
+    with pytest.raises(ValueError, match="leave head_dim out"):
+        recipe.inflate(model, head_dim=16)
+
+
+def test_other_architectures_are_refused():
+    model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=31))
+    with pytest.raises(ValueError, match="not GPT2LMHeadModel: give one of these"):
+        recipe.inflate(model)
+
+
+def test_command_line_reports_bad_sizes(tmp_path):
+    make_source("llama").save_pretrained(tmp_path / "small")
+    command = [sys.executable, str(SCRIPT), str(tmp_path / "small"), str(tmp_path / "big"), "--hidden-size", "8"]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=300, check=False)
+    assert done.returncode == 2
+    assert "smaller than the source's 24" in done.stderr
