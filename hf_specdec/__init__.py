@@ -3,7 +3,7 @@
 from .bundled import bundled, bundled_names, resolve_model
 from .candidate_generators import CandidateGenerator, available_methods, parse_config, register
 from .config import SpeculativeConfig, SpeculativeConfigError
-from .integration import generate, install, release, uninstall
+from .integration import assisted_loop, generate, install, release, uninstall
 
 __version__ = "0.1.0"
 
@@ -11,6 +11,7 @@ __all__ = [
     "CandidateGenerator",
     "SpeculativeConfig",
     "SpeculativeConfigError",
+    "assisted_loop",
     "available_methods",
     "bundled",
     "bundled_names",

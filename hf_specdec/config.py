@@ -55,7 +55,6 @@ class SpeculativeConfig:
         default=None,
         metadata={"help": "on a CPU, keep a second, faster copy of the weights; by default if memory is plentiful"},
     )
-    compile: bool = field(default=False, metadata={"help": "run the target's forward through torch.compile"})
 
     def __post_init__(self) -> None:
         self.method = self.method or self.name
@@ -63,7 +62,8 @@ class SpeculativeConfig:
             raise SpeculativeConfigError(f"{type(self).__name__} is the configuration of {self.name!r}, not {self.method!r}.")
         if self.num_speculative_tokens is None:
             self.num_speculative_tokens = self.default_num_speculative_tokens
-        self.rejection_sample_method = _RULE_ALIASES.get(self.rejection_sample_method or "", self.rejection_sample_method)
+        if isinstance(self.rejection_sample_method, str):
+            self.rejection_sample_method = _RULE_ALIASES.get(self.rejection_sample_method, self.rejection_sample_method)
         self.check_int("num_speculative_tokens", minimum=1)
         self.check_int("block_size", minimum=1)
         self.check_int("num_blocks", minimum=1, optional=True)
@@ -71,7 +71,6 @@ class SpeculativeConfig:
         self.check_int("seed", minimum=0, maximum=2**63 - 1, optional=True)
         self.check_choice("rejection_sample_method", VERIFICATION_RULES, optional=True)
         self.check_choice("draft_sample_method", DRAFT_SAMPLE_METHODS, optional=True)
-        self.check_bool("compile")
         self.check_bool("prepack_weights", optional=True)
 
     # ---- checks, each one clear error -------------------------------------------------------------------------------
@@ -90,7 +89,8 @@ class SpeculativeConfig:
 
     def check_number(self, key: str, minimum: float, maximum: float | None = None) -> None:
         value = getattr(self, key)
-        if isinstance(value, bool) or not isinstance(value, (int, float)) or value < minimum or (maximum is not None and value > maximum):
+        is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
+        if not is_number or not value >= minimum or (maximum is not None and not value <= maximum):  # so written, NaN fails
             bound = f"at least {minimum}" + (f" and at most {maximum}" if maximum is not None else "")
             raise self.fail(key, f"must be a number of {bound}, not {value!r}.")
 
@@ -99,6 +99,11 @@ class SpeculativeConfig:
             return
         if not isinstance(getattr(self, key), bool):
             raise self.fail(key, f"must be true or false, not {getattr(self, key)!r}.")
+
+    def check_text(self, key: str) -> None:
+        value = getattr(self, key)
+        if value is not None and (not isinstance(value, str) or not value):
+            raise self.fail(key, f"must be text, not {value!r}.")
 
     def check_choice(self, key: str, choices: tuple[str, ...], optional: bool = False) -> None:
         value = getattr(self, key)

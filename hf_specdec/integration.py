@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import contextlib
 import functools
 import json
 import threading
@@ -13,61 +13,83 @@ import torch
 import transformers.generation.utils as generation_utils
 from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation import GenerationMixin
+from transformers.generation.continuous_batching import ContinuousMixin
 from transformers.generation.logits_process import LogitsProcessorList
 
-from .candidate_generators import generator_class, parse_config
+from .candidate_generators import CandidateGenerator, generator_class, parse_config
 from .candidate_generators.base import DrafterContext
 from .config import SpeculativeConfig
 from .decoding import SpeculativeDecoder, decode
 from .decoding.generate import left_padding
+from .refusals import check_inputs, check_mode, check_model
 from .runtime import PackedModel
-from .runtime.architectures import UnsupportedModel
 from .runtime.sequence import stream_seeds
 
 MODE = "specdec"
 _METHOD = "_specdec_decoding"
-_COMPATIBLE_MODES = ("greedy_search", "sample", "assisted_generation")
-# What generate() prepares for the forward and the loop makes itself, or that means nothing for one row of ids.
-_KNOWN_INPUTS = {"attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "cache_position"}
 
-_original_mode: Any = None
-# Decoders outlive the call that made them: a suffix tree remembers, a draft model stays loaded.
-_decoders: weakref.WeakKeyDictionary[PreTrainedModel, dict[str, SpeculativeDecoder]] = weakref.WeakKeyDictionary()
 _lock = threading.RLock()
+_originals: dict[str, Any] = {}  # transformers' own functions, while ours are in their place
+_installed = False
+_explicit_calls = 0  # running generate() calls of ours that need the plugin for their own duration
+_models_in_use: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
 def install() -> None:
     """Make `speculative_config=` an argument of every `generate()`. Idempotent; `import hf_specdec` calls it."""
-    global _original_mode
-    if _original_mode is not None:
-        return
-    _original_mode = GenerationConfig.get_generation_mode
-    GenerationConfig.speculative_config = None  # a class attribute: accepted as argument, in configs, in request bodies
-    GenerationConfig.get_generation_mode = _get_generation_mode
-    setattr(GenerationMixin, _METHOD, _specdec_decoding)
-    generation_utils.GENERATION_MODES_MAPPING[MODE] = _METHOD
+    global _installed
+    with _lock:
+        _installed = True
+        _patch()
 
 
 def uninstall() -> None:
     """Restore transformers as it was, and drop every decoder."""
-    global _original_mode
-    if _original_mode is None:
-        return
-    GenerationConfig.get_generation_mode = _original_mode
-    del GenerationConfig.speculative_config
-    delattr(GenerationMixin, _METHOD)
-    del generation_utils.GENERATION_MODES_MAPPING[MODE]
-    _original_mode = None
+    global _installed
+    with _lock:
+        _installed = False
+        if not _explicit_calls:
+            _unpatch()
     release()
 
 
-def release(model: PreTrainedModel | None = None) -> None:
-    """Forget what was kept between calls (suffix trees, loaded drafters) for one model, or for all."""
+def _patch() -> None:
+    if _originals:
+        return
+    _originals["mode"] = GenerationConfig.get_generation_mode
+    _originals["validate"] = GenerationMixin._validate_generation_mode
+    GenerationConfig.speculative_config = _CarriedConfig()  # accepted as argument, in configs, in request bodies
+    GenerationConfig.get_generation_mode = _get_generation_mode
+    GenerationMixin._validate_generation_mode = _validate_generation_mode
+    GenerationMixin.generate_batch = _generate_batch
+    setattr(GenerationMixin, _METHOD, _specdec_decoding)
+    generation_utils.GENERATION_MODES_MAPPING[MODE] = _METHOD
+
+
+def _unpatch() -> None:
+    if not _originals:
+        return
+    GenerationConfig.get_generation_mode = _originals.pop("mode")
+    GenerationMixin._validate_generation_mode = _originals.pop("validate")
+    del GenerationConfig.speculative_config, GenerationMixin.generate_batch
+    delattr(GenerationMixin, _METHOD)
+    del generation_utils.GENERATION_MODES_MAPPING[MODE]
+
+
+@contextlib.contextmanager
+def _patched():
+    """Patched inside; afterwards as before, unless somebody installed the plugin meanwhile."""
+    global _explicit_calls
     with _lock:
-        if model is None:
-            _decoders.clear()
-        else:
-            _decoders.pop(model, None)
+        _explicit_calls += 1
+        _patch()
+    try:
+        yield
+    finally:
+        with _lock:
+            _explicit_calls -= 1
+            if not _installed and not _explicit_calls:
+                _unpatch()
 
 
 def generate(model: PreTrainedModel, *args, speculative_config: Any, **kwargs) -> Any:
@@ -75,40 +97,53 @@ def generate(model: PreTrainedModel, *args, speculative_config: Any, **kwargs) -
 
     Takes and returns what `generate()` does; see README for `speculative_config`.
     """
-    if _original_mode is not None:
-        return model.generate(*args, speculative_config=speculative_config, **kwargs)
-    with _lock:
-        install()
-        try:
-            return model.generate(*args, speculative_config=speculative_config, **kwargs)
-        finally:
-            _uninstall_keeping_decoders()
+    own = getattr(type(model), "generate", None)  # the instance's may be a repository's custom_generate, which calls us
+    call = model.generate if own is None else functools.partial(own, model)
+    with _patched():
+        return call(*args, speculative_config=speculative_config, **kwargs)
 
 
-def _uninstall_keeping_decoders() -> None:
-    kept = dict(_decoders)
-    uninstall()
-    _decoders.update(kept)
+class _CarriedConfig:
+    """`GenerationConfig.speculative_config`, None unless set."""
+
+    def __get__(self, generation_config: GenerationConfig | None, owner: type | None = None) -> Any:
+        return None if generation_config is None else vars(generation_config).get("speculative_config")
+
+    def __set__(self, generation_config: GenerationConfig, value: Any) -> None:
+        vars(generation_config)["speculative_config"] = value
+        if value is not None:
+            # Or else a configuration derived from a model's would, once saved, be derived again when loaded.
+            generation_config._from_model_config = False
+
+
+# ---- the generation mode --------------------------------------------------------------------------------------------
 
 
 def _get_generation_mode(self: GenerationConfig, assistant_model: PreTrainedModel | None = None):
-    mode = _original_mode(self, assistant_model)
+    mode = _originals["mode"](self, assistant_model)
     # A drafter in transformers' own loop gets a copy of our config, marked `is_assistant`.
     if self.speculative_config is None or getattr(self, "is_assistant", False):
         return mode
-    if mode not in _COMPATIBLE_MODES:
-        raise ValueError(
-            f"speculative_config cannot be combined with {str(getattr(mode, 'value', mode)).replace('_', ' ')}: it decodes greedily "
-            "or by sampling (num_beams=1, no constraints, no penalty_alpha)."
-        )
-    for key in ("prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "dola_layers", "speculation_type"):
-        if getattr(self, key, None):
-            raise ValueError(f"speculative_config and {key} are two ways to decode: pass one of them.")
-    if getattr(self, "cache_implementation", None) is not None:
-        raise ValueError(
-            f"speculative_config brings its own paged KV cache: drop cache_implementation={self.cache_implementation!r}."
-        )
+    check_mode(self, mode)
     return MODE
+
+
+def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
+    if generation_mode != MODE:
+        return _originals["validate"](self, generation_mode, generation_config, generation_mode_kwargs)
+    config = parse_config(generation_config.speculative_config)
+    return check_model(self, config, generation_config, generation_mode_kwargs.get("assistant_model"))
+
+
+@functools.wraps(ContinuousMixin.generate_batch)
+def _generate_batch(self, inputs, generation_config=None, *args, **kwargs):
+    carried = (generation_config or self.generation_config).speculative_config
+    if kwargs.get("speculative_config", carried) is not None:
+        raise ValueError(
+            "speculative_config cannot be combined with transformers' continuous batching (generate_batch, "
+            "cache_implementation='paged'): pass the batch to generate()."
+        )
+    return ContinuousMixin.generate_batch(self, inputs, generation_config, *args, **kwargs)
 
 
 def _specdec_decoding(
@@ -127,12 +162,18 @@ def _specdec_decoding(
 ):
     """The generation mode behind `speculative_config`: called by `generate()` in place of `_sample`."""
     config = parse_config(generation_config.speculative_config)
-    _refuse_unsupported(self, generation_config, model_kwargs)
+    input_ids = input_ids.long()
+    check_inputs(self, input_ids, generation_config, model_kwargs)
     mask = model_kwargs.get("attention_mask")
     padding = left_padding(input_ids, mask)
-    seed = config.seed if config.seed is not None else int(torch.randint(2**62, ()).item()) if generation_config.do_sample else 0
+    seed = config.seed
+    if seed is None:
+        seed = int(torch.randint(2**62, ()).item()) if generation_config.do_sample else 0
     prompts = [row[pads:] for row, pads in zip(input_ids.tolist(), padding, strict=True)]
-    with _lock:  # a decoder runs one batch at a time, and a model's attention is switched while it runs
+    with contextlib.ExitStack() as stack:
+        # A decoder runs one batch at a time, and a model's attention is switched while it runs.
+        for model in sorted({self, assistant_model} - {None}, key=id):
+            stack.enter_context(_kept(model).lock)
         decoder = get_decoder(self, config, DrafterContext(assistant_model, tokenizer, assistant_tokenizer))
         return decode(
             decoder,
@@ -148,40 +189,102 @@ def _specdec_decoding(
         )
 
 
+# ---- what is kept between calls -------------------------------------------------------------------------------------
+
+
+class _Kept:
+    """A model's decoders, which outlive the call that made them: a suffix tree remembers, a draft model stays loaded.
+
+    They hang on the model, and go with it; its copies and pickles do not take them along.
+    """
+
+    def __init__(self) -> None:
+        self.decoders: dict[str, SpeculativeDecoder] = {}
+        self.contexts: list[DrafterContext] = []  # what the keys of `decoders` name by id
+        self.lock = threading.RLock()
+
+    def __deepcopy__(self, memo) -> _Kept:
+        return _Kept()
+
+    def __reduce__(self):
+        return dict, ()  # so that a pickled model can be read where this package is not installed
+
+
+def _kept(model: PreTrainedModel) -> _Kept:
+    with _lock:
+        kept = vars(model).get("_hf_specdec")
+        if not isinstance(kept, _Kept):
+            kept = model.__dict__["_hf_specdec"] = _Kept()
+            _models_in_use.add(model)
+        return kept
+
+
+def kept_decoders(model: PreTrainedModel) -> list[SpeculativeDecoder]:
+    """The decoders kept for a model, oldest first."""
+    return list(_kept(model).decoders.values())
+
+
+def release(model: PreTrainedModel | None = None) -> None:
+    """Forget what was kept between calls (suffix trees, loaded drafters) for one model, or for all."""
+    with _lock:
+        for each in list(_models_in_use) if model is None else [model]:
+            vars(each).pop("_hf_specdec", None)
+            _models_in_use.discard(each)
+
+
 def get_decoder(
     model: PreTrainedModel, config: SpeculativeConfig, context: DrafterContext | None = None
 ) -> SpeculativeDecoder:
     """The decoder of a model and configuration, made at the first call and kept as long as the model lives.
 
-    Sampling seed and verification are per call, so they do not make a new one.
+    Sampling seed and verification are per call, so they do not make a new one. While it is running (a callback of a call
+    calls `generate()` again) the answer is another one, which is not kept.
     """
     context = context or DrafterContext()
     per_decoder = {k: v for k, v in config.to_dict().items() if k not in ("seed", "rejection_sample_method")}
-    key = json.dumps([per_decoder, *(id(part) for part in vars(context).values() if part is not None)], sort_keys=True)
-    with _lock:
-        kept = _decoders.setdefault(model, {})
-        if key not in kept:
-            target = PackedModel(model, prepack_weights=config.prepack_weights)
-            kept[key] = SpeculativeDecoder(target, generator_class(config.method)(config, target, context), config)
-            kept[key].context = context  # keeps the ids in the key alive
-        decoder = kept[key]
-        decoder.config = decoder.generator.config = config
-        decoder.rule = config.rejection_sample_method or "coupled"
-        return decoder
+    key = json.dumps([per_decoder, *map(id, vars(context).values())], sort_keys=True)
+    kept = _kept(model)
+    decoder = kept.decoders.get(key)
+    if decoder is None or decoder.statistics:
+        generator = _make_generator(model, config, context)
+        decoder = SpeculativeDecoder(generator.target, generator, config)
+        if key not in kept.decoders:
+            kept.decoders[key] = decoder
+            kept.contexts.append(context)
+    decoder.config = decoder.generator.config = config
+    decoder.rule = config.rejection_sample_method or "coupled"
+    return decoder
 
 
-def _refuse_unsupported(model: PreTrainedModel, generation_config: GenerationConfig, model_kwargs: dict) -> None:
-    unknown = sorted(k for k, v in model_kwargs.items() if v is not None and k not in _KNOWN_INPUTS)
-    if unknown:
-        raise UnsupportedModel(
-            f"speculative_config decodes from token ids; these inputs of generate() are not supported with it: {', '.join(unknown)}."
-        )
-    if generation_config.return_dict_in_generate and generation_config.output_attentions:
-        raise ValueError("speculative_config cannot return attention weights (paged attention never forms them): drop output_attentions.")
-    prepare = vars(model).get("prepare_inputs_for_generation")
-    peft_config = getattr(getattr(prepare, "__self__", None), "active_peft_config", None)
-    if peft_config is not None and getattr(peft_config, "is_prompt_learning", False):
-        raise UnsupportedModel(
-            f"PEFT's {peft_config.peft_type.value} adds virtual tokens outside the prompt, which speculative_config does not support; "
-            "LoRA and other weight adapters work."
-        )
+def _make_generator(model: PreTrainedModel, config: SpeculativeConfig, context: DrafterContext) -> CandidateGenerator:
+    target = PackedModel(model, prepack_weights=config.prepack_weights)
+    return generator_class(config.method)(config, target, context)
+
+
+# ---- transformers' own assisted loop --------------------------------------------------------------------------------
+
+
+@contextlib.contextmanager
+def assisted_loop(
+    model: PreTrainedModel,
+    speculative_config: Any,
+    assistant_model: PreTrainedModel | None = None,
+    tokenizer: Any = None,
+    assistant_tokenizer: Any = None,
+):
+    """Inside, transformers' own assisted generation drafts with a generator of ours (batch 1, chains); yields it.
+
+        with hf_specdec.assisted_loop(model, {"method": "ngram"}):
+            model.generate(**inputs, prompt_lookup_num_tokens=1)  # any argument that turns assisted generation on
+
+    transformers has no argument for a candidate generator; inside, the one its `_get_candidate_generator` makes is replaced.
+    """
+    config = parse_config(speculative_config)
+    context = DrafterContext(assistant_model, tokenizer, assistant_tokenizer)
+    generator = _make_generator(model, config, context)
+    model._get_candidate_generator = lambda *args, **kwargs: generator
+    try:
+        yield generator
+    finally:
+        del model._get_candidate_generator
+        generator.end_assisted()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import torch
-import transformers
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel
 
 VOCAB = 128

@@ -1,6 +1,8 @@
 """The command line: every subcommand on the bundled models, in-process, and one line per error."""
 
+import dataclasses
 import json
+from pathlib import Path
 
 import pytest
 
@@ -103,6 +105,13 @@ def test_models_lists_what_is_there(capsys):
         "prompt_lookup_max",
     ):
         assert name in out
+
+
+def test_readme_names_every_key():
+    readme = (Path(__file__).parents[1] / "README.md").read_text(encoding="utf-8")
+    for name, config in hf_specdec.available_methods().items():
+        for key in (name, *(f.name for f in dataclasses.fields(config) if f.name != "method")):
+            assert f"`{key}`" in readme, f"README.md says nothing about {key!r} of {name!r}"
 
 
 def test_models_shows_one_method(capsys):

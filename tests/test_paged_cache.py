@@ -23,7 +23,7 @@ def kv(prefix, layer):
     return _kv(tuple(prefix), layer)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def _kv(prefix, layer):
     rng = random.Random(repr((prefix, layer)))
     return (

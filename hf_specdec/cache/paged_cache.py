@@ -231,8 +231,14 @@ class PagedStaticCache(Cache):
                 ops.move_slots(layer.values, on_device[0], on_device[1])
 
     def truncate(self, seq_id: int, length: int) -> None:
-        """Roll back to the first `length` tokens (bookkeeping only)."""
+        """Roll back to the first `length` tokens (bookkeeping only).
+
+        Raises:
+            ValueError: that would reopen blocks whose content was declared and may be shared.
+        """
         table = self.tables[seq_id]
+        if length < len(table.hashes) * self.block_size:
+            raise ValueError(f"Sequence {seq_id} cannot be rolled back to {length} tokens: later blocks may be shared.")
         table.length = min(table.length, length)
 
     # ---- to and from transformers' own caches -----------------------------------------------------------------------

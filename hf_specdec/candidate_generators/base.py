@@ -59,6 +59,7 @@ class CandidateGenerator(TransformersCandidateGenerator, ABC):
     """
 
     config_class: ClassVar[type[SpeculativeConfig]]
+    uses_assistant_model: ClassVar[bool] = False  # whether generate(assistant_model=) means something to this method
     taps: Taps = Taps()
 
     def __init__(self, config: SpeculativeConfig, target: PackedModel, context: DrafterContext | None = None):
@@ -123,18 +124,23 @@ class CandidateGenerator(TransformersCandidateGenerator, ABC):
         """Learn how many of the last candidates were accepted."""
         self._follow(input_ids)
 
+    def end_assisted(self) -> None:
+        """Forget the text followed in transformers' assisted decoding."""
+        if self._assisted is not None:
+            self.stop(self._assisted)
+            self.release()
+        self._assisted = self._assisted_trees = None
+
     def _follow(self, input_ids: torch.LongTensor) -> None:
         if input_ids.shape[0] != 1:
             raise ValueError("transformers' assisted decoding works on one sequence; use speculative_config for batches.")
         tokens = input_ids[0].tolist()
         seq = self._assisted
-        if seq is None or tokens[: len(seq.tokens)] != seq.tokens:
-            if seq is not None:
-                self.stop(seq)
-                self.release()
-            limit = self.target.max_positions or len(tokens) + 4096
-            self._assisted = seq = Sequence(tokens, max_length=max(limit, len(tokens) + 1))
-            self.allocate(seq.max_length + (self.config.num_speculative_tokens or 0) + 1, 1, self.config.block_size)
+        if seq is None or tokens[: len(seq.tokens)] != seq.tokens or len(tokens) > seq.max_length:
+            self.end_assisted()
+            # How long the text will be is not known here: room for twice as much, and again when that is used up.
+            self._assisted = seq = Sequence(tokens, max_length=2 * len(tokens) + 256)
+            self.allocate(seq.max_length + self.max_draft_nodes, 1, self.config.block_size)
             self.start(seq)
             return
         new = tokens[len(seq.tokens) :]

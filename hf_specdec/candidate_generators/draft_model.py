@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import dataclass, field
 
 import numpy as np
 import torch
 
 from ..cache import OutOfBlocks
-from ..config import SpeculativeConfig
+from ..config import SpeculativeConfig, SpeculativeConfigError
 from ..runtime import DraftTrees, PackedModel, Sequence
 from ..runtime.packed_batch import RowInput
 from .base import CandidateGenerator, DrafterContext, StepOutcome
@@ -41,7 +42,8 @@ class DraftModelConfig(SpeculativeConfig):
     def __post_init__(self) -> None:
         if self.branching_factors is not None:
             factors = self.branching_factors
-            if not factors or not all(isinstance(f, int) and not isinstance(f, bool) and f >= 1 for f in factors):
+            are_counts = isinstance(factors, list) and all(type(f) is int and f >= 1 for f in factors)
+            if not factors or not are_counts:
                 raise self.fail("branching_factors", f"must be a list of integers of at least 1, not {factors!r}.")
             if self.num_speculative_tokens not in (None, len(factors)):
                 raise self.fail(
@@ -49,6 +51,13 @@ class DraftModelConfig(SpeculativeConfig):
                 )
             self.num_speculative_tokens = len(factors)
         super().__post_init__()
+        if isinstance(self.model, os.PathLike):
+            self.model = os.fspath(self.model)
+        if self.model is not None and not isinstance(self.model, str):
+            hint = "pass a loaded model as generate(assistant_model=...)" if callable(self.model) else f"not {self.model!r}"
+            raise SpeculativeConfigError(f"speculative_config['model'] must be the name or folder of a model; {hint}.")
+        self.check_text("model")
+        self.check_text("revision")
         self.check_int("early_exit", minimum=1, optional=True)
         self.check_choice("vocabulary_bridge", BRIDGES, optional=True)
         if self.model is not None and self.early_exit is not None:
@@ -65,11 +74,12 @@ class DraftModelGenerator(CandidateGenerator):
     """Drafts with a causal language model run by the same PackedModel and paged cache as the target."""
 
     config: DraftModelConfig
+    uses_assistant_model = True
 
     def __init__(self, config, target, context: DrafterContext | None = None):
         super().__init__(config, target, context)
         context = context or DrafterContext()
-        model = load_drafter(config, target.model, context)
+        model = load_drafter(config, target, context)
         if config.early_exit is not None and config.early_exit >= target.config.num_hidden_layers:
             raise config.fail("early_exit", f"must be less than the target's {target.config.num_hidden_layers} layers.")
         self.drafter = PackedModel(model, num_layers=config.early_exit, prepack_weights=config.prepack_weights)

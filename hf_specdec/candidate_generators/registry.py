@@ -71,7 +71,7 @@ def parse_config(value: Any) -> SpeculativeConfig:
     method = value.get("method") or ("draft_model" if "model" in value else None)
     if method is None:
         raise SpeculativeConfigError(f"speculative_config needs a 'method': one of {', '.join(methods)}.")
-    if method not in methods:
+    if not isinstance(method, str) or method not in methods:
         raise SpeculativeConfigError(
             f"Unknown speculative method {method!r}{nearest_hint(method, methods)}. Available: {', '.join(methods)}."
         )
@@ -83,7 +83,7 @@ def _read(text: str) -> Any:
     if not text.lstrip().startswith("{"):
         if not os.path.isfile(text):
             raise SpeculativeConfigError(f"speculative_config {text!r} is neither JSON text nor an existing file.")
-        with open(text, encoding="utf-8") as f:
+        with open(text, encoding="utf-8", errors="replace") as f:
             source = f.read()
     try:
         return json.loads(source)

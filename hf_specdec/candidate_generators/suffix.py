@@ -32,10 +32,11 @@ class SuffixConfig(SpeculativeConfig):
     suffix_decoding_use_tree: bool = field(default=False, metadata={"help": "draft trees instead of chains"})
 
     def __post_init__(self) -> None:
+        self.method = self.method or self.name  # errors name it
+        self.check_int("suffix_decoding_max_tree_depth", minimum=2)
         if self.num_speculative_tokens is None:
             self.num_speculative_tokens = self.suffix_decoding_max_tree_depth
         super().__post_init__()
-        self.check_int("suffix_decoding_max_tree_depth", minimum=2)
         self.check_int("suffix_decoding_max_cached_requests", minimum=-1)
         self.check_number("suffix_decoding_max_spec_factor", minimum=0)
         self.check_number("suffix_decoding_max_spec_offset", minimum=-1e6)
@@ -73,9 +74,10 @@ class SuffixGenerator(CandidateGenerator):
 
     def start(self, seq: Sequence) -> None:
         """Build the sequence's own tree from its prompt."""
-        self.cache.start_request(seq.id, np.asarray(seq.tokens[: seq.prompt_length], dtype=np.int32))
+        tokens = np.asarray(seq.tokens, dtype=np.int32)  # before anything is begun: it may fail
+        self.cache.start_request(seq.id, tokens[: seq.prompt_length])
         if seq.num_generated:
-            self.cache.add_active_response(seq.id, np.asarray(seq.tokens[seq.prompt_length :], dtype=np.int32))
+            self.cache.add_active_response(seq.id, tokens[seq.prompt_length :])
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
         """What the trees make most likely, per row; empty where nothing matches."""

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -18,25 +19,37 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_loaded: weakref.WeakValueDictionary[tuple, PreTrainedModel] = weakref.WeakValueDictionary()
+
 # Below this share of the target's tokens, drafting through text accepts more than drafting from the intersection.
 _USEFUL_INTERSECTION = 0.25
 _LOOKBEHIND = 10  # target tokens re-encoded together with drafted text, so that tokens form as they would in context
 
 
-def load_drafter(config: DraftModelConfig, target: PreTrainedModel, context: DrafterContext) -> PreTrainedModel:
-    """The drafter: the target itself (early exit), the model handed to `generate(assistant_model=)`, or the one named."""
-    if config.early_exit is not None:
-        return target
+def load_drafter(config: DraftModelConfig, target: PackedModel, context: DrafterContext) -> PreTrainedModel:
+    """The drafter: the target itself (early exit), the model handed to `generate(assistant_model=)`, or the one named.
+
+    A named one is loaded once per target: configurations that differ in the number of drafts share it.
+    """
     if context.assistant_model is not None:
+        given = "model" if config.model is not None else "early_exit" if config.early_exit is not None else None
+        if given is not None:
+            raise config.fail(given, "and generate(assistant_model=...) both name a drafter: pass one of them.")
         return context.assistant_model
+    if config.early_exit is not None:
+        return target.model
     if config.model is None:
         raise config.fail("model", "is missing: name a smaller model, pass assistant_model= to generate(), or set 'early_exit'.")
     name = resolve_model(config.model)
-    try:
-        model = AutoModelForCausalLM.from_pretrained(name, revision=config.revision or "main", dtype=target.dtype)
-    except (OSError, ValueError) as error:
-        raise config.fail("model", f"could not be loaded from {name!r}: {error}") from error
-    return model.to(target.get_input_embeddings().weight.device).eval()
+    key = (id(target.model), name, config.revision, target.model.dtype, target.device)
+    model = _loaded.get(key)
+    if model is None:
+        try:
+            model = AutoModelForCausalLM.from_pretrained(name, revision=config.revision or "main", dtype=target.model.dtype)
+        except (OSError, ValueError) as error:
+            raise config.fail("model", f"could not be loaded from {name!r}: {error}") from error
+        model = _loaded[key] = model.to(target.device).eval()
+    return model
 
 
 def make_bridge(config: DraftModelConfig, target: PackedModel, drafter: PackedModel, context: DrafterContext):
@@ -46,19 +59,19 @@ def make_bridge(config: DraftModelConfig, target: PackedModel, drafter: PackedMo
         SpeculativeConfigError: the vocabularies differ and there is no way across.
     """
     if drafter.model is target.model:
-        return SharedVocabulary(target.vocab_size)
+        return SharedVocabulary(target.vocab_size, target.vocab_size)
     theirs = context.assistant_tokenizer or _tokenizer_of(drafter.model)
     ours = context.tokenizer or _tokenizer_of(target.model)
     if ours is None or theirs is None:
         if target.vocab_size == drafter.vocab_size:
-            return SharedVocabulary(target.vocab_size)
+            return SharedVocabulary(target.vocab_size, drafter.vocab_size)
         raise config.fail(
             "model",
             f"has {drafter.vocab_size} tokens and the target {target.vocab_size}, and their tokenizers are not known: pass "
             "tokenizer= and assistant_tokenizer= to generate().",
         )
     if ours.get_vocab() == theirs.get_vocab():
-        return SharedVocabulary(target.vocab_size)
+        return SharedVocabulary(target.vocab_size, drafter.vocab_size)
     pairs = _common_tokens(ours, theirs, target.vocab_size, drafter.vocab_size)
     choice = config.vocabulary_bridge
     if choice is None:
@@ -106,16 +119,22 @@ class SharedVocabulary:
     nodes_are_drafter_tokens = True  # an accepted node's KV is what the drafter would compute for it
     in_target_vocabulary = True  # the drafter's scores are over the target's tokens
 
-    def __init__(self, vocab_size: int):
-        self.vocab_size = vocab_size
+    def __init__(self, vocab_size: int, drafter_size: int):
+        self.vocab_size, self.drafter_size = vocab_size, drafter_size
+        self.checked: dict[int, tuple[int, bool]] = {}  # tokens seen, and whether the drafter has no embedding for one
 
     def max_drafter_tokens(self, num_tokens: int) -> int:
         """Drafter tokens that `num_tokens` target tokens can become."""
         return num_tokens
 
     def to_drafter(self, seq: Sequence) -> list[int]:
-        """The sequence as the drafter reads it."""
-        return seq.tokens
+        """The sequence as the drafter reads it; padding tokens that the target may emit become the drafter's last one."""
+        if self.drafter_size >= self.vocab_size:
+            return seq.tokens
+        done, unknown = self.checked.get(seq.id, (0, False))
+        unknown = unknown or any(token >= self.drafter_size for token in seq.tokens[done:])
+        self.checked[seq.id] = (len(seq.tokens), unknown)
+        return [min(token, self.drafter_size - 1) for token in seq.tokens] if unknown else seq.tokens
 
     def num_unchanged(self, seq: Sequence, text: list[int]) -> int:
         """How many leading tokens of `text` are as they were at the last round."""
@@ -130,7 +149,7 @@ class SharedVocabulary:
 
     def drafter_ids(self, tokens: torch.Tensor) -> torch.Tensor:
         """Drafted tokens as the drafter reads them."""
-        return tokens
+        return tokens if self.drafter_size >= self.vocab_size else tokens.clamp(max=self.drafter_size - 1)
 
     def to_target(self, trees: DraftTrees, sequences: list[Sequence], texts: list[list[int]]) -> DraftTrees:
         """Drafted trees as the target reads them."""
@@ -138,6 +157,7 @@ class SharedVocabulary:
 
     def forget(self, seq: Sequence) -> None:
         """A sequence left."""
+        self.checked.pop(seq.id, None)
 
 
 class IntersectionBridge(SharedVocabulary):
@@ -146,7 +166,7 @@ class IntersectionBridge(SharedVocabulary):
     nodes_are_drafter_tokens = False
 
     def __init__(self, pairs: dict[int, int], ours, theirs, target: PackedModel):
-        super().__init__(target.vocab_size)
+        super().__init__(target.vocab_size, len(theirs))
         device = target.device
         self.ours, self.theirs, self.pairs = ours, theirs, pairs
         self.our_ids = torch.tensor(list(pairs.keys()), device=device)
@@ -188,7 +208,7 @@ class TextBridge(SharedVocabulary):
     in_target_vocabulary = False
 
     def __init__(self, ours, theirs, target: PackedModel):
-        super().__init__(target.vocab_size)
+        super().__init__(target.vocab_size, len(theirs))
         self.ours, self.theirs, self.target = ours, theirs, target
         self.read: dict[int, list[int]] = {}
 

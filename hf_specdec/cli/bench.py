@@ -10,7 +10,7 @@ from typing import Any
 
 from rich.console import Console
 
-from .measure import Measurement, Variant, environment, equal_rows, measure_with_progress, results_table
+from .measure import Measurement, Variant, environment, equal_rows, measure_with_progress, results_table, setup_line
 from .options import (
     BUNDLED_PROMPTS,
     add_decoding_options,
@@ -115,11 +115,11 @@ def describe(result: Measurement, baseline: Measurement) -> dict[str, Any]:
 
 def print_report(report: dict[str, Any], results: list[Measurement], compare: bool) -> None:
     """The table, under a line that says what was measured where."""
-    where, settings = report["environment"], report["settings"]
+    settings = report["settings"]
     console = Console(highlight=False)
     console.print(
-        f"{report['model']} ({where['parameters'] / 1e6:.1f} M parameters, {where['dtype']}) on {where['device']}, "
-        f"{where['threads']} threads; {settings['prompts']} prompts, batch size {settings['batch_size']}, "
+        f"{report['model']}: {setup_line(report['environment'])}; "
+        f"{settings['prompts']} prompts, batch size {settings['batch_size']}, "
         f"{settings['max_new_tokens']} new tokens, {settings['repeats']} repeats",
         soft_wrap=True,
     )

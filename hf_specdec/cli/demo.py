@@ -10,7 +10,7 @@ from rich.console import Console
 from rich.text import Text
 from transformers.generation.streamers import BaseStreamer
 
-from .measure import Variant, environment, equal_rows, measure_with_progress, results_table, warm_up
+from .measure import Variant, environment, equal_rows, measure_with_progress, results_table, setup_line, warm_up
 from .options import BUNDLED_PROMPTS, encode_prompts, load_model_and_tokenizer, positive_int, read_prompts
 
 EPILOG = """\
@@ -93,6 +93,8 @@ class AcceptedTokens(BaseStreamer):
 def run(args: argparse.Namespace) -> int:
     """Carry out the subcommand; returns the exit code."""
     console = Console(highlight=False)
+    # The bundled models are too small for a second thread to pay, and two crawl beside a busy neighbour.
+    torch.set_num_threads(1)
     rows = spread(read_prompts(str(BUNDLED_PROMPTS)), args.prompts)
     model, tokenizer = load_model_and_tokenizer(args)
     arguments = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
@@ -108,10 +110,9 @@ def run(args: argparse.Namespace) -> int:
     groups = [texts[i : i + args.batch_size] for i in range(0, len(texts), args.batch_size)]
     batches = [encode_prompts(tokenizer, group, None, model.device) for group in groups]
     results = compare(console, model, batches, arguments)
-    where = environment(model)
     console.print(
-        f"tiny ({where['parameters'] / 1e6:.1f} M parameters, {where['dtype']}) on {where['device']}, {where['threads']} "
-        f"threads; {len(rows)} prompts, batch size {args.batch_size}, up to {args.max_new_tokens} new tokens, greedy",
+        f"tiny: {setup_line(environment(model))}; {len(rows)} prompts, batch size {args.batch_size}, "
+        f"up to {args.max_new_tokens} new tokens, greedy",
         soft_wrap=True,
     )
     console.print(results_table(results, compare=True))

@@ -199,6 +199,12 @@ def environment(model: Any) -> dict[str, Any]:
     }
 
 
+def setup_line(where: dict[str, Any]) -> str:
+    """What was measured on what, from `environment`."""
+    size = where["parameters"] / 1e6
+    return f"{size:.1f} M parameters in {where['dtype']} on {where['device']}, threads: {where['threads']}"
+
+
 def device_name(device: torch.device) -> str:
     """The accelerator's or the processor's own name."""
     if device.type == "cuda":

@@ -83,6 +83,8 @@ def keys_table(fields, config: type[SpeculativeConfig]) -> Table:
     """Keys with their defaults and meaning."""
     table = Table(box=None, padding=(0, 2), show_header=False)
     table.add_column(no_wrap=True)
+    table.add_column(no_wrap=True)
+    table.add_column(overflow="fold")
     for field in fields:
         table.add_row(field.name, default_text(field, config), field.metadata.get("help", ""))
     return table

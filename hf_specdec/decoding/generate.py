@@ -19,9 +19,9 @@ from .outputs import (
     RowStatistics,
     RowTensors,
     SpeculativeDecoderOnlyOutput,
+    at_step,
     fill_dynamic_cache,
     hidden_per_step,
-    per_step,
     read_cache,
     summarize,
 )
@@ -39,15 +39,16 @@ class Returns:
     scores: bool
     logits: bool
     hidden: bool
+    layers: list[int] | None = None  # the only hidden states wanted
 
     @classmethod
     def of(cls, generation_config) -> Returns:
         """Read them off a prepared GenerationConfig (transformers ignores them without return_dict_in_generate)."""
-        as_dict = bool(generation_config.return_dict_in_generate)
-        g = generation_config
-        return cls(
-            as_dict, as_dict and bool(g.output_scores), as_dict and bool(g.output_logits), as_dict and bool(g.output_hidden_states)
-        )
+        as_dict, wanted = bool(generation_config.return_dict_in_generate), generation_config.output_hidden_states
+        hidden = wanted is not None and wanted is not False
+        layers = None if not hidden or wanted is True else [wanted] if isinstance(wanted, int) else list(wanted)
+        scores, logits = bool(generation_config.output_scores), bool(generation_config.output_logits)
+        return cls(as_dict, as_dict and scores, as_dict and logits, as_dict and hidden, layers)
 
 
 @torch.no_grad()
@@ -79,20 +80,20 @@ def decode(
     sequences = _sequences(input_ids, padding, logits_processor, stopping_criteria, generation_config, seeds)
     for seq in sequences:
         check_length(model, seq.prompt_length, seq.max_length)
-    num_cached = _cached_length(past_key_values, input_ids.shape[1])
+    num_cached = 0 if past_key_values is None else min(int(past_key_values.get_seq_length()), input_ids.shape[1] - 1)
     tensors = [RowTensors() for _ in sequences]
     pad_token = generation_config._pad_token_tensor
     observer = LockstepObserver(
         input_ids, sequences, stopping_criteria, streamer, None if pad_token is None else int(pad_token),
-        lambda steps: per_step([t.scores for t in tensors], steps) if returns.scores else None,
+        (lambda step: at_step([t.scores for t in tensors], step)) if returns.scores else None,
     )  # fmt: skip
     decoder.all_hidden_states, decoder.reserve_ahead = returns.hidden, True
     lookahead = decoder.generator.max_draft_nodes
-    decoder.allocate(sum(seq.max_length + lookahead for seq in sequences), len(sequences))
-    keep_cache = returns.as_dict or num_cached > 0 or getattr(past_key_values, "_is_user_defined", True)
+    keep_cache = returns.as_dict or getattr(past_key_values, "_is_user_defined", False)
     export = past_key_values if keep_cache and isinstance(past_key_values, DynamicCache) else None
     run = StaticBatch(decoder, sequences, observer, tensors, returns, export is not None)
     try:
+        decoder.allocate(sum(seq.max_length + lookahead for seq in sequences), len(sequences))
         with decoder.active():
             for seq in sequences:
                 decoder.add(seq)
@@ -106,7 +107,7 @@ def decode(
         decoder.release()
     if streamer is not None:
         streamer.end()
-    return _result(run, returns, padding, input_ids, export)
+    return _result(run, returns, padding, input_ids.shape[1] - num_cached, export)
 
 
 class StaticBatch:
@@ -116,7 +117,7 @@ class StaticBatch:
         self.decoder, self.sequences, self.observer = decoder, sequences, observer
         self.tensors, self.returns, self.keep_cache = tensors, returns, keep_cache
         self.running: list[Sequence] = list(sequences)
-        self.statistics: list[RowStatistics | None] = [None] * len(sequences)
+        self.statistics: dict[int, RowStatistics] = {}  # by row, once it has left
 
     def until_done(self, model: PreTrainedModel, synced_gpus: bool) -> None:
         """Step until every row has stopped; with `synced_gpus`, until the other processes' rows have too."""
@@ -161,9 +162,9 @@ class StaticBatch:
             row = self.tensors[seq.row]
             nodes = torch.tensor(result.nodes, device=step.scores.device)
             if self.returns.scores:
-                row.scores.append(step.scores[nodes])
+                row.scores += step.scores[nodes].unbind()
             if self.returns.logits:
-                row.logits.append(step.output.logits[nodes])
+                row.logits += step.output.logits[nodes].unbind()
             if self.returns.hidden:
                 self._collect_hidden(row, seq, step, result.nodes)
         self.observer.row_advanced(seq, len(result.new_tokens))
@@ -172,8 +173,8 @@ class StaticBatch:
     def _collect_hidden(row: RowTensors, seq: Sequence, step, nodes: list[int]) -> None:
         packed = torch.from_numpy(step.logit_rows[nodes])
         if row.prompt_hidden is None:
-            start = step.starts[seq.id]
-            row.prompt_hidden = [h[start : start + seq.prompt_length].clone() for h in step.output.hidden_states]
+            fed = slice(step.starts[seq.id], int(packed[0]) + 1)
+            row.prompt_hidden = [h[fed].clone() for h in step.output.hidden_states]
             packed = packed[1:]
         row.hidden.append([h[packed.to(h.device)] for h in step.output.hidden_states])
 
@@ -205,20 +206,17 @@ def left_padding(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -
             raise ValueError(f"attention_mask masks all of row {i}: there is no prompt to continue.")
         if not bool(mask[i, -length:].all()):
             raise ValueError(
-                f"attention_mask of row {i} is not zeros followed by ones: pad on the left (tokenizer.padding_side = 'left')."
+                f"attention_mask of row {i} is not zeros followed by ones: pad on the left (tokenizer.padding_side = 'left'). "
+                "Without attention_mask, transformers masks pad tokens wherever they stand."
             )
     return [input_ids.shape[1] - length for length in lengths]
 
 
 def _sequences(input_ids, padding, logits_processor, stopping_criteria, generation_config, seeds) -> list[Sequence]:
-    limits = [each.max_length for each in stopping_criteria if isinstance(each, MaxLengthCriteria)]
+    # Criteria are asked after each new token, so one that is already met still lets one token through.
+    limits = [max(each.max_length, input_ids.shape[1] + 1) for each in stopping_criteria if type(each) is MaxLengthCriteria]
     max_length = min([generation_config.max_length, *limits])
-    if max_length <= input_ids.shape[1]:
-        raise ValueError(
-            f"The prompt has {input_ids.shape[1]} tokens and max_length is {max_length}: there is nothing to generate. "
-            "Raise max_new_tokens or max_length."
-        )
-    eos = {int(token) for each in stopping_criteria if isinstance(each, EosTokenCriteria) for token in each.eos_token_id}
+    eos = {int(token) for each in stopping_criteria if type(each) is EosTokenCriteria for token in each.eos_token_id}
     pad = generation_config._pad_token_tensor
     processors = NodeProcessors(logits_processor, input_ids, None if pad is None else int(pad)) if logits_processor else None
     rows = input_ids.tolist()
@@ -237,42 +235,36 @@ def _sequences(input_ids, padding, logits_processor, stopping_criteria, generati
     ]
 
 
-def _cached_length(cache: Cache | None, prompt_length: int) -> int:
-    length = 0 if cache is None else int(cache.get_seq_length())
-    if length == 0:
-        return 0
-    if type(cache) is not DynamicCache or any(getattr(layer, "is_sliding", False) for layer in cache.layers):
-        raise ValueError(
-            f"speculative_config can go on from a DynamicCache of full-attention layers, not from this {type(cache).__name__}. "
-            "Pass the whole prompt without past_key_values."
-        )
-    return min(length, prompt_length - 1)
-
-
 def _load_cache(decoder: SpeculativeDecoder, sequences, cache: Any, padding: list[int], length: int) -> None:
     """Take over the KV of the prompts' first tokens from transformers' cache."""
     for i, seq in enumerate(sequences):
         count = length - padding[i]
         if count <= 0:
             continue
-        decoder.cache.reserve(seq.id, seq.max_length + decoder.generator.max_draft_nodes)
+        whole = seq.max_length + decoder.generator.max_draft_nodes
+        fits = decoder.cache.blocks_missing(seq.id, whole) <= decoder.cache.pool.num_available
+        decoder.cache.reserve(seq.id, whole if fits else count)
         for index, layer in enumerate(cache.layers):
             keys, values = (states[i, :, padding[i] : length].transpose(0, 1) for states in (layer.keys, layer.values))
             decoder.cache.load(seq.id, index, keys, values)
         decoder.cache.tables[seq.id].length = count
 
 
-def _result(run: StaticBatch, returns: Returns, padding, input_ids, export: DynamicCache | None):
-    ids, steps, tensors = run.observer.output_ids(), run.observer.num_steps, run.tensors
+def _result(run: StaticBatch, returns: Returns, padding, num_fed: int, export: DynamicCache | None):
+    """What `generate()` returns; `num_fed`: columns of the prompt that were not in a cache passed in."""
+    observer, tensors = run.observer, run.tensors
+    ids, steps = observer.output_ids(), observer.num_steps
     if export is not None:
         fill_dynamic_cache(export, tensors, padding, ids.shape[1] - 1)
     if not returns.as_dict:
         return ids
+    for seq in run.sequences:
+        run.statistics[seq.row].keep(observer.num_shown(seq))
     return SpeculativeDecoderOnlyOutput(
         sequences=ids,
-        scores=per_step([t.scores for t in tensors], steps) if returns.scores else None,
-        logits=per_step([t.logits for t in tensors], steps) if returns.logits else None,
-        hidden_states=hidden_per_step(tensors, padding, input_ids.shape[1], steps) if returns.hidden else None,
+        scores=tuple(at_step([t.scores for t in tensors], step) for step in range(steps)) if returns.scores else None,
+        logits=tuple(at_step([t.logits for t in tensors], step) for step in range(steps)) if returns.logits else None,
+        hidden_states=hidden_per_step(tensors, num_fed, steps, returns.layers) if returns.hidden else None,
         past_key_values=export,
-        speculation=summarize([row for row in run.statistics if row is not None]),
+        speculation=summarize([run.statistics[seq.row] for seq in run.sequences]),
     )

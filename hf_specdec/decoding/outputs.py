@@ -38,57 +38,45 @@ class Speculation(dict):
 
 @dataclass
 class RowStatistics:
-    """Counts of one row."""
+    """What speculation did for one row: per verified step (nodes drafted, depth of the tree, tokens emitted, drafted tokens
+    among them)."""
 
-    num_steps: int = 0
-    num_draft_tokens: int = 0
-    num_accepted_tokens: int = 0
-    num_new_tokens: int = 0
-    drafted_at: list[int] = field(default_factory=list)
-    accepted_at: list[int] = field(default_factory=list)
+    steps: list[tuple[int, int, int, int]] = field(default_factory=list)
 
     def record(self, num_nodes: int, num_new: int, num_accepted: int, depth: int) -> None:
-        """Count one verified step: nodes drafted, tokens emitted, drafted tokens among them, depth of the tree."""
-        self.num_steps += 1
-        self.num_draft_tokens += num_nodes
-        self.num_accepted_tokens += num_accepted
-        self.num_new_tokens += num_new
-        for counts, reached in ((self.drafted_at, depth), (self.accepted_at, num_accepted)):
-            counts += [0] * (reached - len(counts))
-            for position in range(reached):
-                counts[position] += 1
+        """Count one verified step."""
+        self.steps.append((num_nodes, depth, num_new, num_accepted))
 
-    def __add__(self, other: RowStatistics) -> RowStatistics:
-        def total(a: list[int], b: list[int]) -> list[int]:
-            width = max(len(a), len(b))
-            return [x + y for x, y in zip(a + [0] * (width - len(a)), b + [0] * (width - len(b)), strict=True)]
-
-        return RowStatistics(
-            self.num_steps + other.num_steps,
-            self.num_draft_tokens + other.num_draft_tokens,
-            self.num_accepted_tokens + other.num_accepted_tokens,
-            self.num_new_tokens + other.num_new_tokens,
-            total(self.drafted_at, other.drafted_at),
-            total(self.accepted_at, other.accepted_at),
-        )
+    def keep(self, num_new: int) -> None:
+        """Count only the first `num_new` tokens as emitted: a stopping criterion has dropped the others."""
+        for i, (num_nodes, depth, new, accepted) in enumerate(self.steps):
+            new = min(new, num_new)
+            self.steps[i] = (num_nodes, depth, new, min(accepted, new))
+            num_new -= new
 
     def summary(self) -> Speculation:
         """The figures of `Speculation`, without `rows`."""
-        accepted = self.accepted_at + [0] * (len(self.drafted_at) - len(self.accepted_at))
+        num_steps = len(self.steps)
+        num_drafted = sum(nodes for nodes, _, _, _ in self.steps)
+        num_new = sum(new for _, _, new, _ in self.steps)
+        num_accepted = sum(accepted for _, _, _, accepted in self.steps)
+        deepest = max((depth for _, depth, _, _ in self.steps), default=0)
+        drafted_at = [sum(depth > position for _, depth, _, _ in self.steps) for position in range(deepest)]
+        accepted_at = [sum(accepted > position for _, _, _, accepted in self.steps) for position in range(deepest)]
         return Speculation(
-            num_steps=self.num_steps,
-            num_draft_tokens=self.num_draft_tokens,
-            num_accepted_tokens=self.num_accepted_tokens,
-            num_new_tokens=self.num_new_tokens,
-            mean_accepted_length=self.num_new_tokens / self.num_steps if self.num_steps else 0.0,
-            acceptance_rate=self.num_accepted_tokens / self.num_draft_tokens if self.num_draft_tokens else 0.0,
-            acceptance_per_position=[a / d for a, d in zip(accepted, self.drafted_at, strict=False)],
+            num_steps=num_steps,
+            num_draft_tokens=num_drafted,
+            num_accepted_tokens=num_accepted,
+            num_new_tokens=num_new,
+            mean_accepted_length=num_new / num_steps if num_steps else 0.0,
+            acceptance_rate=num_accepted / num_drafted if num_drafted else 0.0,
+            acceptance_per_position=[a / d for a, d in zip(accepted_at, drafted_at, strict=True)],
         )
 
 
 def summarize(rows: list[RowStatistics]) -> Speculation:
     """All rows together, with each row's own figures under `rows`."""
-    total = sum(rows, RowStatistics()).summary()
+    total = RowStatistics([step for row in rows for step in row.steps]).summary()
     total["rows"] = [row.summary() for row in rows]
     return total
 
@@ -98,8 +86,9 @@ class RowTensors:
     """Per-token tensors of one row, collected as tokens are accepted.
 
     Attributes:
-        scores, logits: [n, V] pieces, one row per new token.
-        prompt_hidden, hidden: per layer, the prompt's hidden states [prompt, H] and pieces [n, H] for the tokens fed since.
+        scores, logits: [V] per new token.
+        prompt_hidden, hidden: per layer, the hidden states [fed, H] of the prompt tokens that were fed (those not in a
+            cache passed in) and, for each step, pieces [n, H] for the tokens fed since.
         cache: per layer, keys and values [length, heads, width], taken when the row left.
     """
 
@@ -110,42 +99,37 @@ class RowTensors:
     cache: list[tuple[torch.Tensor, torch.Tensor]] | None = None
 
 
-def per_step(rows: list[list[torch.Tensor]], num_steps: int) -> tuple[torch.Tensor, ...]:
-    """Pieces [n, V] per row → transformers' tuple of [B, V] per generated token (0 where a row had already finished)."""
-    table: torch.Tensor | None = None
-    for i, pieces in enumerate(rows):
-        joined = torch.cat(pieces)[:num_steps]
-        if table is None:
-            table = joined.new_zeros(num_steps, len(rows), joined.shape[1])
-        table[: len(joined), i] = joined
-    return () if table is None else tuple(table)
+def at_step(rows: list[list[torch.Tensor]], step: int) -> torch.Tensor:
+    """The rows' tensors [V] of one generated token as [B, V]; zeros where a row had already finished."""
+    filler = torch.zeros_like(next(row[step] for row in rows if len(row) > step))
+    return torch.stack([row[step] if len(row) > step else filler for row in rows])
 
 
-def hidden_per_step(rows: list[RowTensors], padding: list[int], width: int, num_steps: int) -> tuple:
-    """transformers' hidden_states: for the prompt a tuple over layers of [B, S, H], then per token of [B, 1, H]."""
-    first = []
-    for layer, example in enumerate(rows[0].prompt_hidden or []):
-        states = example.new_zeros(len(rows), width, example.shape[-1])
-        for i, row in enumerate(rows):
-            assert row.prompt_hidden is not None
-            states[i, padding[i] :] = row.prompt_hidden[layer]
-        first.append(states)
-    steps = [tuple(first)]
-    num_layers = len(first)
-    by_layer = [per_step_hidden([row.hidden for row in rows], layer, first[layer], num_steps - 1) for layer in range(num_layers)]
-    for step in range(num_steps - 1):
-        steps.append(tuple(by_layer[layer][step][:, None] for layer in range(num_layers)))
-    return tuple(steps)
+def hidden_per_step(rows: list[RowTensors], num_fed: int, num_steps: int, layers: list[int] | None) -> tuple:
+    """transformers' hidden_states: for the prompt a tuple over layers of [B, num_fed, H], then per token of [B, 1, H].
+
+    Args:
+        num_fed: columns of the padded prompt that were fed.
+        num_steps: generated tokens; the last one was never fed.
+        layers: the only layers wanted (the others' places hold None), or None for all.
+    """
+    num_layers = len(rows[0].prompt_hidden or [])
+    wanted = range(num_layers) if layers is None else {index % num_layers for index in layers}
+    by_layer = [
+        _layer_hidden(rows, layer, num_fed, num_steps) if layer in wanted else [None] * num_steps for layer in range(num_layers)
+    ]
+    return tuple(zip(*by_layer, strict=True))
 
 
-def per_step_hidden(rows: list[list[list[torch.Tensor]]], layer: int, like: torch.Tensor, num_steps: int) -> torch.Tensor:
-    """[num_steps, B, H] of one layer from pieces [n, H] per row."""
-    table = like.new_zeros(max(num_steps, 0), len(rows), like.shape[-1])
-    for i, pieces in enumerate(rows):
-        if pieces:
-            joined = torch.cat([piece[layer] for piece in pieces])[:num_steps]
-            table[: len(joined), i] = joined
-    return table
+def _layer_hidden(rows: list[RowTensors], layer: int, num_fed: int, num_steps: int) -> list[torch.Tensor]:
+    prompts = [row.prompt_hidden[layer] for row in rows]  # type: ignore[index]
+    first = prompts[0].new_zeros(len(rows), num_fed, prompts[0].shape[-1])
+    later = first.new_zeros(len(rows), num_steps - 1, first.shape[-1])
+    for i, row in enumerate(rows):
+        first[i, num_fed - len(prompts[i]) :] = prompts[i]
+        fed = torch.cat([piece[layer] for piece in row.hidden])[: num_steps - 1]
+        later[i, : len(fed)] = fed
+    return [first, *(later[:, step : step + 1] for step in range(num_steps - 1))]
 
 
 def read_cache(cache: PagedStaticCache, seq: Sequence) -> list[tuple[torch.Tensor, torch.Tensor]]:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
+
 import torch
 from transformers.generation.stopping_criteria import (
     EosTokenCriteria,
@@ -11,6 +13,9 @@ from transformers.generation.stopping_criteria import (
 )
 
 from ..runtime import Sequence
+
+# Rows know their own lengths and end-of-sequence tokens; a subclass may do anything and is called.
+KNOWN_CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
 
 
 class LockstepObserver:
@@ -24,19 +29,27 @@ class LockstepObserver:
         criteria: as `generate()` prepared them; lengths and end-of-sequence tokens are also known to the rows themselves.
         streamer: gets each step's tokens, or None.
         pad_token_id: what finished rows show.
-        scores: callable (number of steps) -> the scores tuple criteria are given (None where they are not kept).
+        scores: callable (step, from 0) -> scores [B, V] that criteria are given, or None where they are not kept.
     """
 
-    def __init__(self, prompt_ids, sequences: list[Sequence], criteria: StoppingCriteriaList, streamer, pad_token_id, scores):
-        self.sequences, self.streamer, self.scores = sequences, streamer, scores
+    def __init__(
+        self,
+        prompt_ids: torch.LongTensor,
+        sequences: list[Sequence],
+        criteria: StoppingCriteriaList,
+        streamer,
+        pad_token_id: int | None,
+        scores: Callable[[int], torch.Tensor] | None,
+    ):
+        self.sequences, self.streamer, self.score_step = sequences, streamer, scores
         # Without an eos criterion transformers lets rows that have stopped run on until all have.
         self.rows_can_stop = any(hasattr(each, "eos_token_id") for each in criteria)
-        known = (MaxLengthCriteria, EosTokenCriteria)
         own = (StopStringCriteria,) if self.rows_can_stop else ()
-        self.row_criteria = [each for each in criteria if isinstance(each, own)]
-        self.others = StoppingCriteriaList(each for each in criteria if not isinstance(each, known + own))
+        self.row_criteria = [each for each in criteria if type(each) in own]
+        self.others = StoppingCriteriaList(each for each in criteria if type(each) not in KNOWN_CRITERIA + own)
         self.width = prompt_ids.shape[1]
         self.num_steps = 0
+        self.scores: tuple[torch.Tensor, ...] | None = None if scores is None else ()
         self.stopped: list[int | None] = [None] * len(sequences)  # new tokens at which each row stopped
         room = max(seq.max_length - seq.prompt_length for seq in sequences)
         self.ids = prompt_ids.new_full((len(sequences), self.width + room), 0 if pad_token_id is None else pad_token_id)
@@ -72,9 +85,9 @@ class LockstepObserver:
         for i in alive:
             seq = self.sequences[i]
             self.ids[i, column] = seq.tokens[seq.prompt_length + step - 1]
-        if self.streamer is not None:
-            self.streamer.put(self.ids[:, column].cpu())
-        hit = self.others(self.ids[:, : column + 1], self.scores(step)) if self.others else None
+        if self.score_step is not None and self.scores is not None:
+            self.scores += (self.score_step(step - 1),)
+        hit = self.others(self.ids[:, : column + 1], self.scores) if self.others else None
         for i in alive:
             seq = self.sequences[i]
             ended = seq.finished and seq.num_generated == step
@@ -82,11 +95,17 @@ class LockstepObserver:
                 self.stopped[i] = step
                 if self.rows_can_stop:
                     self._stop(seq, step)
+        if self.streamer is not None:
+            self.streamer.put(self.ids[:, column].cpu())
 
     @property
     def done(self) -> bool:
         """Whether every row has stopped."""
         return all(at is not None for at in self.stopped)
+
+    def num_shown(self, seq: Sequence) -> int:
+        """How many of the row's new tokens are in the output."""
+        return min(seq.num_generated, self.num_steps)
 
     def output_ids(self) -> torch.Tensor:
         """int64 [B, S + steps shown]."""

@@ -49,7 +49,7 @@ def verify(trees: DraftTrees, scores: torch.Tensor, sequences: list[Sequence], r
         some = trees if len(walked) == len(sequences) else trees.select(walked)
         path, following = _walk(some, tokens[walked], scores, index[walked], [sequences[i] for i in walked])
         accepted[walked], next_tokens[walked] = path, following
-    drawn = [i for i in range(len(sequences)) if i not in set(walked)]
+    drawn = [i for i, seq in enumerate(sequences) if rule == "rejection" and seq.do_sample]
     if drawn:
         path, following = _reject(trees.select(drawn), scores, index[drawn], [sequences[i] for i in drawn])
         accepted[drawn], next_tokens[drawn] = path, following

@@ -184,7 +184,7 @@ class NodeProcessors:
         for i, seq in enumerate(sequences):
             rows.setdefault(seq.row, []).append(i)
         for row, members in rows.items():
-            alone = _PER_ROW[type(processor)](processor, row)
+            alone = _PER_ROW[type(processor)](processor, row, self.prompt_ids.shape[0])
             for i in members:
                 out[i] = alone(prefixes[i][None], scores[i : i + 1])[0]
         return out
@@ -216,21 +216,23 @@ class NodeProcessors:
         return ids
 
 
-def _prefix_constrained_row(processor, row: int):
+def _prefix_constrained_row(processor, row: int, batch: int):
     allowed = processor._prefix_allowed_tokens_fn
     return hf.PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), 1)
 
 
-def _encoder_repetition_row(processor, row: int):
+def _encoder_repetition_row(processor, row: int, batch: int):
     alone = copy.copy(processor)
-    alone.encoder_input_ids = processor.encoder_input_ids[row : row + 1]
+    prompt = row * processor.encoder_input_ids.shape[0] // batch  # rows of num_return_sequences share their prompt
+    alone.encoder_input_ids = processor.encoder_input_ids[prompt : prompt + 1]
     return alone
 
 
-def _encoder_ngram_row(processor, row: int):
+def _encoder_ngram_row(processor, row: int, batch: int):
     alone = copy.copy(processor)
     alone.batch_size = 1
-    alone.generated_ngrams = processor.generated_ngrams[row : row + 1]
+    prompt = row * processor.batch_size // batch
+    alone.generated_ngrams = processor.generated_ngrams[prompt : prompt + 1]
     return alone
 
 

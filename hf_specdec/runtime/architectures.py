@@ -15,8 +15,12 @@ if TYPE_CHECKING:
 
 ATTENTION_NAME = "hf_specdec"  # how our attention is registered with transformers
 _ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention"}
+# Their layers do not hand arguments of the forward on to the attention function.
+_DROPS_ARGUMENTS = {"stablelm", "nemotron"}
 # Their attention derives positions or masks from where a key stands in memory, which packing rows breaks.
 _POSITION_BY_SLOT = {"mpt", "gpt_neo", "xglm", "ctrl", "codegen", "doge"}
+# Their own cache slides although their masks do not, so plain generate() depends on how the text was fed.
+_WINDOWED_BY_CACHE = {"moshi", "kyutai_speech_to_text"}
 
 
 class UnsupportedModel(ValueError):
@@ -28,18 +32,31 @@ def check_supported(model: PreTrainedModel) -> None:
     name, config = type(model).__name__, model.config
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
-        raise UnsupportedModel(f"{name} is an encoder-decoder model; speculative_config works with decoder-only models.")
+        raise UnsupportedModel(
+            f"{name} is an encoder-decoder model; speculative_config works with decoder-only models."
+        )
     if model.get_output_embeddings() is None:
         raise UnsupportedModel(f"{name} has no language-model head.")
     kinds = set(getattr(text, "layer_types", None) or []) - _ATTENTION_LAYER_TYPES
-    if getattr(model, "_is_stateful", False) or kinds:
-        what = f"{', '.join(sorted(kinds))} layers" if kinds else "a recurrent state"
+    masks = {kind for kind in kinds if kind.endswith("attention") and kind != "linear_attention"}
+    if getattr(model, "_is_stateful", False) or kinds - masks:
+        what = f"{', '.join(sorted(kinds - masks))} layers" if kinds - masks else "a recurrent state"
         raise UnsupportedModel(
             f"{name} has {what}, which cannot be rolled back after a rejected draft. Call generate() without speculative_config."
+        )
+    if masks:
+        raise UnsupportedModel(
+            f"{name} has {', '.join(sorted(masks))} layers, whose masks are not made for packed rows and draft trees. "
+            "Call generate() without speculative_config."
         )
     if text.model_type in _POSITION_BY_SLOT or (text.model_type == "falcon" and getattr(text, "alibi", False)):
         raise UnsupportedModel(
             f"{name} computes attention biases from memory order, not from positions, so packed rows would be wrong. "
+            "Call generate() without speculative_config."
+        )
+    if text.model_type in _WINDOWED_BY_CACHE and getattr(text, "sliding_window", None) is not None:
+        raise UnsupportedModel(
+            f"{name} forgets old keys only while it generates token by token, so several tokens at once give other outputs. "
             "Call generate() without speculative_config."
         )
 
@@ -47,13 +64,16 @@ def check_supported(model: PreTrainedModel) -> None:
 def reads_pages(model: PreTrainedModel) -> bool:
     """Whether the model can attend through a registered attention function that reads pages.
 
-    Not for models off the attention interface, latent attention (its cache holds what is expanded later) and layers
-    that reuse another layer's keys.
+    Not for models off the attention interface or whose layers keep arguments from it, latent attention (its cache holds
+    what is expanded later), layers that reuse another layer's keys, and soft-capping that the model's own attention leaves out.
     """
     text = model.config.get_text_config(decoder=True)
     latent = getattr(text, "kv_lora_rank", None) is not None
     shared = bool(getattr(text, "num_kv_shared_layers", 0))
-    return model._can_set_attn_implementation() and not latent and not shared
+    # torch's sdpa cannot soft-cap: transformers 5.17 runs Gemma 2 uncapped with it, and plain generate() is what counts.
+    uncapped = getattr(text, "attn_logit_softcapping", None) is not None and text._attn_implementation == "sdpa"
+    handed_on = model._can_set_attn_implementation() and text.model_type not in _DROPS_ARGUMENTS
+    return handed_on and not (latent or shared or uncapped)
 
 
 def check_length(model: PreTrainedModel, prompt_length: int, max_length: int) -> None:
@@ -62,7 +82,9 @@ def check_length(model: PreTrainedModel, prompt_length: int, max_length: int) ->
     limit = getattr(text, "max_position_embeddings", None)
     rope = getattr(text, "rope_parameters", None)
     if limit is not None and prompt_length >= limit:
-        raise ValueError(f"The prompt has {prompt_length} tokens; {type(model).__name__} has {limit} positions. Shorten the prompt.")
+        raise ValueError(
+            f"The prompt has {prompt_length} tokens; {type(model).__name__} has {limit} positions. Shorten the prompt."
+        )
     if limit is not None and not rope and getattr(text, "model_type", "") != "bloom" and max_length > limit:
         raise ValueError(
             f"{max_length} tokens (prompt and output) were asked of {type(model).__name__}, which has {limit} learned "
@@ -73,7 +95,8 @@ def check_length(model: PreTrainedModel, prompt_length: int, max_length: int) ->
         if kind.get("rope_type") in ("dynamic", "longrope") and changes_at and max_length > changes_at:
             raise ValueError(
                 f"{type(model).__name__} changes its {kind['rope_type']} rotary frequencies beyond {changes_at} tokens, which "
-                f"would change the keys already cached; prompt and output may have {changes_at} tokens together, not {max_length}."
+                f"would change the keys already cached; prompt and output may have {changes_at} tokens together, "
+                f"not {max_length}."
             )
 
 
@@ -150,13 +173,19 @@ def tapped(model: PreTrainedModel, taps: Taps):
 
         return hook
 
+    def keep_input(module, args, kwargs):
+        found[0] = (args[0] if args else kwargs["hidden_states"])[0]
+
     if taps.last_hidden:
         handles.append(decoder_of(model).register_forward_hook(keep("last_hidden")))
     if taps.layers:
         decoder, name = layer_list(model)
+        layers = getattr(decoder, name)
         for index in taps.layers:
-            module = model.get_input_embeddings() if index == 0 else getattr(decoder, name)[index - 1]
-            handles.append(module.register_forward_hook(keep(index)))
+            if index == 0:  # what enters the first layer: some models scale the embeddings or add positions
+                handles.append(layers[0].register_forward_pre_hook(keep_input, with_kwargs=True))
+            else:
+                handles.append(layers[index - 1].register_forward_hook(keep(index)))
     try:
         yield found
     finally:

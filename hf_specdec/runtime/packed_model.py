@@ -92,7 +92,10 @@ class PackedModel:
     @property
     def device(self) -> torch.device:
         """Where input ids go."""
-        return self.model.get_input_embeddings().weight.device
+        embeddings = self.model.get_input_embeddings()
+        if embeddings.weight.device.type != "meta":
+            return embeddings.weight.device
+        return torch.device(embeddings._hf_hook.execution_device)  # accelerate brings offloaded weights there when needed
 
     @property
     def vocab_size(self) -> int:

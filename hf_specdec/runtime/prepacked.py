@@ -1,7 +1,6 @@
 """Linear layers on a CPU with weights in oneDNN's own blocked layout, packed once instead of at every call.
 
-Measured on an AMX machine (see benchmarks/results): 1.4-2 times faster for the few rows of a decoding step, in bf16 and
-float32. Costs a second copy of the weights. Results differ from `torch.nn.functional.linear` by float rounding only.
+What inductor's freezing does for a compiled model, without compiling: see docs/performance.md for the measurements. Costs a second copy of the weights. Results differ from `torch.nn.functional.linear` by float rounding only.
 """
 
 from __future__ import annotations
@@ -13,11 +12,15 @@ import weakref
 from collections.abc import Iterator
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 logger = logging.getLogger(__name__)
 
 _ROWS = 8  # the number of rows the layout is chosen for; it serves any other
+# Where packing pays, measured: bf16 always; float32 from four rows on and for weights that do not fit the L2 cache.
+_FLOAT32_ROWS = 4
+_FLOAT32_WEIGHTS = 512 * 512
 _MEMORY_SHARE = 0.25  # of the machine's free memory, at most, for the second copy
 
 
@@ -53,8 +56,9 @@ class _PackedForward:
 
     def __init__(self, linear: nn.Linear):
         self.weight = torch.ops.mkldnn._reorder_linear_weight(linear.weight.detach(), _ROWS)
+        self.plain_weight = linear.weight.detach()
         self.bias = None if linear.bias is None else linear.bias.detach()
-        self.dtype = linear.weight.dtype
+        self.is_bfloat16 = linear.weight.dtype == torch.bfloat16
         self.made_from = _fingerprint(linear)
         self.linear = torch.ops.mkldnn._linear_pointwise
 
@@ -62,21 +66,27 @@ class _PackedForward:
         return self.made_from == _fingerprint(linear)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
+        rows = x.numel() // x.shape[-1]
+        if not self.is_bfloat16 and rows < _FLOAT32_ROWS:
+            return F.linear(x, self.plain_weight, self.bias)
         # One bf16 row takes a matrix-vector path that is slower than two rows through the matrix units.
-        if self.dtype == torch.bfloat16 and x.numel() == x.shape[-1]:
+        if self.is_bfloat16 and rows == 1:
             both = self.linear(x.reshape(1, -1).expand(2, -1).contiguous(), self.weight, self.bias, "none", [], "")
             return both[:1].reshape(*x.shape[:-1], -1)
         return self.linear(x, self.weight, self.bias, "none", [], "")
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """An untouched `nn.Linear` on the CPU: no subclass (quantized, LoRA), no hooked or replaced forward, no tensor subclass."""
+    """An untouched `nn.Linear` on the CPU that packing speeds up: no subclass (quantized, LoRA), no hooked or replaced forward, no tensor subclass."""
     return (
         type(module) is nn.Linear
         and "forward" not in vars(module)
         and type(module.weight) is nn.Parameter
         and module.weight.device.type == "cpu"
-        and module.weight.dtype in (torch.bfloat16, torch.float32)
+        and (
+            module.weight.dtype == torch.bfloat16
+            or (module.weight.dtype == torch.float32 and module.weight.numel() >= _FLOAT32_WEIGHTS)
+        )
     )
 
 

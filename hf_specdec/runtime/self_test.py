@@ -29,7 +29,7 @@ _PARENTS = np.array([-1, -1, 1, 0])
 _NUM_TOKENS = sum(_LENGTHS) + len(_PARENTS)
 # Largest error of the logits, relative to their spread, that rounding explains.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-_NOISE_FACTOR = 10
+_NOISE_FACTOR, _MOST_NOISE = 10, 0.5  # a wrong mask is off by about the whole spread
 
 _verdicts: dict[tuple, tuple[str | None, str]] = {}  # how to attend; or None, and why nothing works
 
@@ -46,6 +46,8 @@ def check(packed: PackedModel) -> None:
     """
     if packed.config._attn_implementation == ATTENTION_NAME:
         return
+    if packed.num_layers is not None and _verdicts.get(_signature(packed, whole=True), ("", ""))[0] == "gather":
+        packed.gather = True  # what the whole model cannot do, its first layers cannot; no second warning
     key = _signature(packed)
     if key not in _verdicts:
         with torch.no_grad(), _evaluating(packed.model):
@@ -56,10 +58,13 @@ def check(packed: PackedModel) -> None:
     packed.gather = way == "gather"
 
 
-def _signature(packed: PackedModel) -> tuple:
-    config = {k: v for k, v in packed.model.config.to_dict().items() if k != "_name_or_path"}
-    text = json.dumps(config, sort_keys=True, default=str)
-    return type(packed.model), packed.config._attn_implementation, packed.model.dtype, packed.num_layers, packed.gather, text
+def _signature(packed: PackedModel, whole: bool = False) -> tuple:
+    """What the verdict depends on; `whole`: without early exit."""
+    model = packed.model
+    fields = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
+    config = json.dumps(fields, sort_keys=True, default=str)
+    layers = None if whole else packed.num_layers
+    return type(model), packed.config._attn_implementation, model.dtype, layers, packed.gather, config
 
 
 def _judge(packed: PackedModel) -> tuple[str | None, str]:
@@ -75,9 +80,10 @@ def _judge(packed: PackedModel) -> tuple[str | None, str]:
         if problem is None:
             if problems:
                 logger.warning(
-                    "%s: with attention through the paged cache, %s. It runs with gathered keys and values instead, which is slower.",
-                    what, problems[0],
-                )  # fmt: skip
+                    "%s: with attention through the paged cache, %s. It runs with gathered keys instead, which is slower.",
+                    what,
+                    problems[0],
+                )
             return way, ""
         problems.append(problem)
     return None, (
@@ -98,8 +104,10 @@ def _problem(packed: PackedModel, wanted: _Expected) -> str | None:
     if error <= tolerance:
         return None
     # Low precision and sparse experts can be noisier: what does the model itself do in another batch?
-    tolerance = max(tolerance, _NOISE_FACTOR * wanted.noise())
-    return None if error <= tolerance else f"its logits differ by {error:.2g} of their spread (rounding explains {tolerance:.2g})"
+    tolerance = max(tolerance, min(_NOISE_FACTOR * wanted.noise(), _MOST_NOISE))
+    if error <= tolerance:
+        return None
+    return f"its logits differ by {error:.2g} of their spread (rounding explains {tolerance:.2g})"
 
 
 # ---- the two computations -------------------------------------------------------------------------------------------
@@ -117,10 +125,12 @@ class _Expected:
         batch = torch.nn.utils.rnn.pad_sequence(self.paths, batch_first=True, padding_value=int(first[0]))
         try:
             lines = self._plain_forward(batch)
-        except torch.OutOfMemoryError:
+        except (torch.OutOfMemoryError, UnsupportedModel):
             raise
         except Exception as failure:
-            raise UnsupportedModel(f"{type(packed.model).__name__} cannot run on token ids alone: {failure}") from failure
+            raise UnsupportedModel(
+                f"{type(packed.model).__name__} cannot run on token ids alone: {failure}"
+            ) from failure
         self.logits = self._in_packed_order(lines)
 
     def noise(self) -> float:
@@ -197,7 +207,7 @@ def _relative_error(logits: torch.Tensor, wanted: torch.Tensor) -> float:
 
     Entries that are not finite in `wanted` say nothing and are left out.
     """
-    logits, wanted = logits.to(wanted.device), wanted.double()
+    logits, wanted = logits.detach().to(wanted.device), wanted.double()
     finite = wanted.isfinite()
     count = finite.sum(1).clamp(min=1)
     centred = wanted - (wanted.where(finite, 0).sum(1) / count)[:, None]

@@ -1,0 +1,126 @@
+"""What `generate()` can be asked for that speculation cannot do: one clear error each, before any work."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers import GenerationConfig, PreTrainedModel
+from transformers.cache_utils import DynamicCache
+
+from .candidate_generators import generator_class, parse_config
+from .config import SpeculativeConfig, SpeculativeConfigError
+from .runtime.architectures import UnsupportedModel, check_supported
+
+_COMPATIBLE_MODES = ("greedy_search", "sample", "assisted_generation")
+_OTHER_SPECULATION = (
+    "prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "dola_layers", "speculation_type", "assistant_ensemble_weight",
+)  # fmt: skip
+# What generate() prepares for the forward and the loop makes itself, or what says only which tensors to return.
+_KNOWN_INPUTS = {
+    "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "output_hidden_states", "output_attentions",
+}  # fmt: skip
+
+
+def check_mode(generation_config: GenerationConfig, mode: Any) -> None:
+    """Raise ValueError if the configuration asks for another way to decode, or `speculative_config` is not valid."""
+    parse_config(generation_config.speculative_config)
+    if mode not in _COMPATIBLE_MODES:
+        name = str(getattr(mode, "value", mode)).replace("_", " ")
+        raise ValueError(
+            f"speculative_config cannot be combined with {name}: it decodes greedily or by sampling (num_beams=1, no "
+            "constraints, no penalty_alpha, no dola_layers)."
+        )
+    for key in _OTHER_SPECULATION:
+        if getattr(generation_config, key, None):
+            raise ValueError(f"speculative_config and {key} are two ways to decode: pass one of them.")
+    implementation = getattr(generation_config, "cache_implementation", None)
+    if implementation is not None:
+        raise ValueError(f"speculative_config brings its own paged KV cache: drop cache_implementation={implementation!r}.")
+
+
+def check_model(
+    model: PreTrainedModel,
+    config: SpeculativeConfig,
+    generation_config: GenerationConfig,
+    assistant_model: PreTrainedModel | None,
+) -> None:
+    """Raise ValueError if this model, or the outputs asked of it, cannot be served. Comes before any input is looked at."""
+    check_supported(model)
+    if getattr(model, "_supported_generation_modes", None) is not None:
+        raise UnsupportedModel(f"{type(model).__name__} has a decoding procedure of its own, which speculative_config would replace.")
+    if assistant_model is not None and not generator_class(config.method).uses_assistant_model:
+        raise SpeculativeConfigError(
+            f"assistant_model is not used by method {config.method!r}: drop it, or use {{'method': 'draft_model'}}."
+        )
+    if generation_config.return_dict_in_generate and generation_config.output_attentions:
+        raise ValueError(
+            "speculative_config cannot return attention weights (paged attention never forms them): drop output_attentions."
+        )
+    # PEFT puts its own method in place while it generates with virtual tokens.
+    prepare = vars(model).get("prepare_inputs_for_generation")
+    peft_config = getattr(getattr(prepare, "__self__", None), "active_peft_config", None)
+    if getattr(peft_config, "is_prompt_learning", False):
+        raise UnsupportedModel(
+            f"PEFT's {peft_config.peft_type.value} adds virtual tokens outside the prompt, which speculative_config does not support; "
+            "LoRA and other weight adapters work."
+        )
+
+
+def check_inputs(model: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict) -> None:
+    """Raise ValueError for inputs other than token ids with a left-padding mask, or a cache to go on from.
+
+    Args:
+        input_ids: int64 [B, S].
+        model_kwargs: what `generate()` prepared for the model's forward.
+    """
+    unknown = sorted(k for k, v in model_kwargs.items() if v is not None and k not in _KNOWN_INPUTS)
+    if unknown:
+        raise UnsupportedModel(
+            f"speculative_config decodes from token ids; these inputs of generate() are not supported with it: {', '.join(unknown)}."
+        )
+    mask = model_kwargs.get("attention_mask")
+    mask_length = mask.shape[1] if mask is not None else getattr(generation_config, "_mask_length", input_ids.shape[1])
+    if mask_length != input_ids.shape[1]:
+        raise ValueError(
+            f"attention_mask covers {mask_length} tokens and input_ids has {input_ids.shape[1]}: speculative_config needs the "
+            "whole text as input_ids, also when past_key_values already holds a part of it."
+        )
+    _check_positions(model, input_ids, mask, model_kwargs.get("position_ids"))
+    _check_cache(model_kwargs.get("past_key_values"), input_ids)
+
+
+def _check_positions(model: PreTrainedModel, input_ids: torch.Tensor, mask, position_ids) -> None:
+    if position_ids is None or not hasattr(model, "_prepare_position_ids_for_generation"):
+        return
+    real = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device)
+    expected = model._prepare_position_ids_for_generation(input_ids, {"attention_mask": real})
+    width = min(position_ids.shape[-1], expected.shape[-1])
+    differ = (position_ids[..., :width].to(expected.device) != expected[..., :width]) & (real[:, :width] != 0)
+    if bool(differ.any()):
+        raise ValueError("speculative_config numbers positions from the first unmasked token on; other position_ids are not supported.")
+
+
+def _check_cache(cache: Any, input_ids: torch.Tensor) -> None:
+    if cache is None or not getattr(cache, "_is_user_defined", False):
+        return
+    length = int(cache.get_seq_length())
+    if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
+        what = "an offloaded DynamicCache" if type(cache) is DynamicCache else f"a {type(cache).__name__}"
+        raise ValueError(
+            f"speculative_config brings its own paged KV cache; past_key_values can be a DynamicCache to go on from and to "
+            f"fill, not {what}. Call generate() without past_key_values."
+        )
+    if length == 0:
+        return
+    if any(getattr(layer, "is_sliding", False) for layer in cache.layers):
+        raise ValueError(
+            "past_key_values has sliding-window layers, which no longer hold the whole text; speculative_config cannot go on "
+            "from it. Pass the whole text without past_key_values."
+        )
+    batch = cache.layers[0].keys.shape[0]
+    if batch != input_ids.shape[0] or length > input_ids.shape[1]:
+        raise ValueError(
+            f"past_key_values holds {length} tokens of {batch} sequences, which cannot be the beginning of {input_ids.shape[0]} "
+            f"sequences of {input_ids.shape[1]} tokens."
+        )

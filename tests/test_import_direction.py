@@ -1,0 +1,98 @@
+"""The rule of the house: imports point one way, down the floors."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+PACKAGE = Path(__file__).parents[1] / "hf_specdec"
+FLOORS = [{"kernels"}, {"cache"}, {"runtime"}, {"candidate_generators"}, {"decoding"}, {"serve", "integration", "refusals", "cli"}]
+LEAVES = {"config", "bundled"}  # import nothing of ours, may be imported by all but kernels
+FLOOR_OF = {name: i for i, names in enumerate(FLOORS) for name in names}
+FILES = sorted(path for path in PACKAGE.rglob("*.py") if "bundled_models" not in path.parts)
+
+
+def imports_of(path, source=None):
+    """Our own modules that a file imports, as tuples of names below `hf_specdec`; imports inside functions count too."""
+    module = path.relative_to(PACKAGE).with_suffix("").parts
+    package = module[:-1]
+    for node in ast.walk(ast.parse(source if source is not None else path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            names = [alias.name.split(".") for alias in node.names]
+            yield from (tuple(name[1:]) for name in names if name[0] == "hf_specdec")
+        elif isinstance(node, ast.ImportFrom):
+            if node.level:
+                base = package[: len(package) - (node.level - 1)]
+            elif (node.module or "").split(".")[0] == "hf_specdec":
+                base = ()
+                node.module = node.module.partition(".")[2]
+            else:
+                continue
+            base = (*base, *(node.module.split(".") if node.module else ()))
+            yield from ([base] if base else [(alias.name,) for alias in node.names])
+
+
+def offences(path, source=None):
+    own = path.relative_to(PACKAGE).with_suffix("").parts[0]
+    if own == "__init__":
+        return []
+    found = []
+    for target in imports_of(path, source):
+        name = target[0] if target else "hf_specdec"
+        if name == own:
+            continue
+        if own in LEAVES or (own == "kernels" and name != own):
+            found.append(f"{own} imports {name}: it may import nothing of ours")
+        elif name in LEAVES or (own in FLOOR_OF and FLOOR_OF[own] == len(FLOORS) - 1):
+            continue
+        elif name not in FLOOR_OF:
+            found.append(f"{own} imports {name}, which stands on no floor")
+        elif FLOOR_OF[own] <= FLOOR_OF[name]:
+            found.append(f"{own} imports {name}: that is up")
+    return found
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_imports_point_down(path):
+    assert offences(path) == []
+
+
+def test_every_module_has_a_floor():
+    names = {path.relative_to(PACKAGE).with_suffix("").parts[0] for path in FILES}
+    assert names <= set(FLOOR_OF) | LEAVES | {"__init__"}
+
+
+@pytest.mark.parametrize(
+    ("file", "source"),
+    [
+        ("kernels/x.py", "from ..cache import BlockPool"),
+        ("kernels/x.py", "import hf_specdec.config"),
+        ("cache/x.py", "from ..runtime.sequence import Sequence"),
+        ("runtime/x.py", "def f():\n    from hf_specdec.decoding import decode"),
+        ("runtime/x.py", "from .. import decoding"),
+        ("candidate_generators/x.py", "from ..decoding.warpers import NodeProcessors"),
+        ("decoding/x.py", "from .. import integration"),
+        ("config.py", "from .kernels import reference"),
+        ("bundled.py", "from hf_specdec import config"),
+    ],
+)
+def test_the_rule_is_enforced(file, source):
+    assert len(offences(PACKAGE / file, source)) == 1
+
+
+def test_kernels_know_no_transformers():
+    for path in FILES:
+        if path.parent.name == "kernels":
+            roots = {
+                name.split(".")[0]
+                for node in ast.walk(ast.parse(path.read_text()))
+                for name in ([a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""])
+                if isinstance(node, (ast.Import, ast.ImportFrom))
+            }
+            assert "transformers" not in roots, path
+
+
+@pytest.mark.parametrize("path", FILES, ids=lambda p: str(p.relative_to(PACKAGE)))
+def test_no_file_is_two_ideas(path):
+    """DESIGN: a file that passes 400 lines is two ideas."""
+    assert len(path.read_text(encoding="utf-8").splitlines()) <= 400

@@ -1,0 +1,459 @@
+"""Which targets: small random models of every family give plain `generate()`'s greedy tokens, or are refused clearly."""
+
+from __future__ import annotations
+
+import logging
+
+import numpy as np
+import pytest
+import torch
+from families import FAMILIES, VOCAB, WINDOW, build, make, perturbed
+from near_ties import TIE
+from torch import nn
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, LlamaForCausalLM
+from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, repeat_kv
+
+import hf_specdec
+from hf_specdec.runtime import PackedModel, Taps, UnsupportedModel, architectures, self_test
+from hf_specdec.runtime.packed_batch import RowInput
+
+NEW_TOKENS = 40
+CHAIN, TREE = {"method": "draft_model"}, {"method": "draft_model", "branching_factors": [3, 2, 1]}
+NGRAM, EARLY_EXIT = {"method": "ngram", "prompt_lookup_min": 1}, {"method": "draft_model", "early_exit": 1}
+GATHERED = {"Falcon", "BLOOM", "StableLM", "DeepSeek-V3"}
+SLIDING = {"Mistral", "Gemma2", "Gemma3 text", "Cohere2", "StarCoder2", "gpt-oss"}
+
+near_ties: list[str] = []
+
+
+@pytest.fixture(scope="module", autouse=True)
+def report_near_ties():
+    """Excused differences are shown, not hidden."""
+    yield
+    print(f"\n{len(near_ties)} near ties", *near_ties, sep="\n  ")
+
+
+@pytest.fixture(scope="module")
+def family_models():
+    """family → (target, its imperfect drafter), made once."""
+    models = {}
+
+    def get(family):
+        if family not in models:
+            target = make(family)
+            models[family] = target, perturbed(target, 0.05)
+        return models[family]
+
+    return get
+
+
+def prompts(batch_size: int) -> dict:
+    """Random ids; five rows are ragged and left-padded, the longest longer than the sliding windows."""
+    ids = torch.randint(1, VOCAB, (batch_size, 17), generator=torch.Generator().manual_seed(5))
+    if batch_size == 1:
+        return {"input_ids": ids}
+    mask = torch.zeros_like(ids)
+    for row, length in enumerate([17, 3, 9, 14, 1]):
+        mask[row, 17 - length :] = 1
+    return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+def plain(model, inputs):
+    """What transformers writes on its own, with the logits of every step."""
+    return model.generate(
+        **inputs, max_new_tokens=NEW_TOKENS, do_sample=False, return_dict_in_generate=True, output_logits=True
+    )
+
+
+def speculative(model, inputs, config, **kwargs):
+    """The same through us."""
+    return model.generate(
+        **inputs,
+        max_new_tokens=NEW_TOKENS,
+        do_sample=False,
+        speculative_config=config,
+        return_dict_in_generate=True,
+        **kwargs,
+    )
+
+
+def assert_same_tokens(output, expected, what: str) -> None:
+    """Rows are equal, or part at a near tie of the target's two best logits, which is counted."""
+    start = expected.sequences.shape[1] - len(expected.logits)
+    for row, (ours, theirs) in enumerate(zip(output.sequences, expected.sequences, strict=True)):
+        if torch.equal(ours, theirs):
+            continue
+        step = int((ours != theirs).nonzero()[0]) - start  # where they part
+        logits = expected.logits[step][row]
+        gap = float(logits.max() - logits[ours[start + step]])
+        assert gap <= TIE, (
+            f"{what}: row {row} parts from plain generate() at step {step}, {gap:.2g} below the best logit"
+        )
+        near_ties.append(f"{what}: row {row}, step {step}, {gap:.1g}")
+
+
+def is_gathered(model) -> bool:
+    """Which path a model takes."""
+    return PackedModel(model).gather
+
+
+# ---- equal to plain generate() --------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("draft", ["chain", "tree"])
+@pytest.mark.parametrize("batch_size", [1, 5])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_drafts_of_an_imperfect_model(family_models, family, batch_size, draft):
+    """Accepted and rejected drafts, KV compaction after trees, windows shorter than the text."""
+    target, drafter = family_models(family)
+    inputs = prompts(batch_size)
+    expected = plain(target, inputs)
+    output = speculative(target, inputs, TREE if draft == "tree" else CHAIN, assistant_model=drafter)
+    assert_same_tokens(output, expected, f"{family} {draft} batch {batch_size}")
+    assert len(expected.sequences[0, -NEW_TOKENS:].unique()) > 5, "the text repeats itself: too easy"
+    statistics = output.speculation
+    assert 0 < statistics["num_accepted_tokens"] < statistics["num_draft_tokens"]
+    assert is_gathered(target) == (family in GATHERED or uncapped_by_sdpa(target))
+
+
+def uncapped_by_sdpa(model) -> bool:
+    """Gemma 2 runs with sdpa in transformers 5.17, which leaves its soft-capping out."""
+    return (
+        getattr(model.config, "attn_logit_softcapping", None) is not None
+        and model.config._attn_implementation == "sdpa"
+    )
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_ngram_drafts(family_models, family):
+    """Drafts from the text itself; most are wrong here."""
+    target, _ = family_models(family)
+    inputs = prompts(5)
+    output = speculative(target, inputs, NGRAM)
+    assert_same_tokens(output, plain(target, inputs), f"{family} ngram")
+    assert output.speculation["num_draft_tokens"] > 0
+
+
+EARLY_EXITS = [
+    pytest.param(f, marks=() if f in ("Llama", "Gemma2", "GPT-2", "BLOOM") else pytest.mark.slow) for f in FAMILIES
+]
+
+
+@pytest.mark.parametrize("family", EARLY_EXITS)
+def test_own_first_layer_drafts(family_models, family):
+    """Early exit: the target's first layer, with the target's norm and head."""
+    target, _ = family_models(family)
+    inputs = prompts(5)
+    output = speculative(target, inputs, EARLY_EXIT)
+    assert_same_tokens(output, plain(target, inputs), f"{family} early exit")
+    assert 0 < output.speculation["num_accepted_tokens"] < output.speculation["num_draft_tokens"]
+
+
+@pytest.mark.parametrize("family", sorted(SLIDING))
+def test_windows_matter(family_models, family):
+    """The windows of these models are short enough to change their text: equality above says something about them."""
+    target, _ = family_models(family)
+    wide = make(family, sliding_window=4 * WINDOW + 60)
+    inputs = prompts(1)
+    assert not torch.equal(plain(target, inputs).sequences, plain(wide, inputs).sequences)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "gpt-oss", "Cohere2"])
+def test_gather_equals_paged(family, monkeypatch):
+    """The path for models off the attention interface gives the same logits as the paged one."""
+    inputs = prompts(5)
+    target = make(family, attn_implementation="eager")
+    drafter = perturbed(target, 0.05)
+    paged = speculative(target, inputs, TREE, assistant_model=drafter, output_logits=True)
+    assert not is_gathered(target)
+    monkeypatch.setattr(architectures, "reads_pages", lambda model: False)
+    hf_specdec.integration.release(target)
+    gathered = speculative(target, inputs, TREE, assistant_model=drafter, output_logits=True)
+    assert is_gathered(target)
+    assert_same_tokens(gathered, paged, f"{family} gather against paged")
+    torch.testing.assert_close(gathered.logits[:10], paged.logits[:10], atol=1e-4, rtol=1e-4)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "BLOOM", "DeepSeek-V3"])
+def test_shared_prefixes_and_prompt_chunks(family_models, family):
+    """Equal prompts share small blocks, and are read a few tokens at a time beside rows that already decode."""
+    target, drafter = family_models(family)
+    one = prompts(1)["input_ids"]
+    ragged = prompts(5)
+    inputs = {
+        "input_ids": torch.cat([one, ragged["input_ids"], one]),
+        "attention_mask": torch.cat([torch.ones_like(one), ragged["attention_mask"], torch.ones_like(one)]),
+    }
+    config = {**TREE, "block_size": 4, "prefill_chunk_size": 5}
+    assert_same_tokens(
+        speculative(target, inputs, config, assistant_model=drafter), plain(target, inputs), f"{family} chunks"
+    )
+
+
+def test_model_without_optional_arguments():
+    """A forward that knows neither logits_to_keep nor return_dict computes all logits; ours are picked from them."""
+
+    class PlainForward(LlamaForCausalLM):
+        def forward(
+            self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None, **kwargs
+        ):
+            kwargs.pop("logits_to_keep", None)
+            return super().forward(
+                input_ids, attention_mask, position_ids, past_key_values, use_cache=use_cache, **kwargs
+            )
+
+    source = make("Llama", attention_bias=True, mlp_bias=True)  # and biases, which most Llamas do not have
+    target = PlainForward(source.config).eval()
+    target.load_state_dict(source.state_dict())
+    target.generation_config = source.generation_config
+    inputs = prompts(5)
+    output = speculative(target, inputs, TREE, assistant_model=perturbed(source, 0.05))
+    assert_same_tokens(output, plain(target, inputs), "no logits_to_keep")
+
+
+# ---- refused --------------------------------------------------------------------------------------------------------
+
+_LINEAR = {"linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8}
+_EXPERTS = {
+    "num_experts": 4,
+    "num_experts_per_tok": 2,
+    "moe_intermediate_size": 32,
+    "shared_expert_intermediate_size": 32,
+}
+REFUSED = {
+    "qwen3_next": ({**_LINEAR, **_EXPERTS, "layer_types": ["linear_attention", "full_attention", "linear_attention"]},
+                   "linear_attention"),
+    "mamba2": ({"head_dim": 12, "num_heads": 8, "n_groups": 1, "state_size": 8, "expand": 2}, "linear_attention|recurrent"),
+    "lfm2": ({"layer_types": ["conv", "full_attention", "conv"]}, "conv"),
+    "jamba": ({"num_experts": 2, "mamba_d_state": 4, "mamba_dt_rank": 4, "attn_layer_period": 2, "attn_layer_offset": 1,
+               "use_mamba_kernels": False}, "linear_attention|recurrent|mamba"),
+    "llama4_text": ({"layer_types": ["chunked_attention", "full_attention", "chunked_attention"], "attention_chunk_size": 8,
+                     "num_local_experts": 2, "intermediate_size_mlp": 64}, "chunked_attention.*masks"),
+    "mpt": ({"n_embd": 48, "d_model": 48, "n_heads": 4, "n_layers": 3, "vocab_size": VOCAB}, "memory order"),
+    "falcon": ({"alibi": True}, "memory order"),
+}  # fmt: skip
+
+
+def count_forwards(model) -> list[int]:
+    """Lengths of the inputs of every forward from now on, also those of an encoder."""
+    calls = []
+    parts = [model, model.get_encoder()] if model.config.is_encoder_decoder else [model]
+    for part in parts:
+        part.register_forward_pre_hook(
+            lambda _, args, kwargs: calls.append(kwargs["input_ids"].numel()), with_kwargs=True
+        )
+    return calls
+
+
+@pytest.mark.parametrize("model_type", REFUSED)
+def test_refused_before_any_work(model_type, family_models):
+    """What cannot be exact says so at once, and the next call on another model works."""
+    options, reason = REFUSED[model_type]
+    model = build(model_type, **options)
+    calls = count_forwards(model)
+    with pytest.raises(UnsupportedModel, match=reason) as error:
+        model.generate(input_ids=torch.arange(1, 6)[None], max_new_tokens=4, do_sample=False, speculative_config=NGRAM)
+    assert type(model).__name__ in str(error.value) and "without speculative_config" in str(error.value)
+    assert not calls
+    llama, _ = family_models("Llama")
+    assert_same_tokens(speculative(llama, prompts(1), NGRAM), plain(llama, prompts(1)), "after a refusal")
+
+
+def test_encoder_decoder_is_refused():
+    """T5 has no single sequence to continue; its encoder does not run either."""
+    sizes = {"vocab_size": VOCAB, "d_model": 32, "d_kv": 8, "d_ff": 32, "num_layers": 2, "num_heads": 4}
+    model = AutoModelForSeq2SeqLM.from_config(AutoConfig.for_model("t5", **sizes, decoder_start_token_id=0)).eval()
+    calls = count_forwards(model)
+    with pytest.raises(UnsupportedModel, match="T5ForConditionalGeneration is an encoder-decoder model"):
+        model.generate(input_ids=torch.arange(1, 6)[None], max_new_tokens=4, do_sample=False, speculative_config=NGRAM)
+    assert not calls
+
+
+def test_recurrent_drafter_is_refused(family_models):
+    """The same holds for what drafts."""
+    llama, _ = family_models("Llama")
+    drafter = build("lfm2", **REFUSED["lfm2"][0])
+    with pytest.raises(UnsupportedModel, match="Lfm2ForCausalLM has conv layers"):
+        speculative(llama, prompts(1), CHAIN, assistant_model=drafter)
+
+
+# ---- the self-test --------------------------------------------------------------------------------------------------
+
+
+class MemoryOrderAttention(LlamaAttention):
+    """Off the attention interface, with a causal mask of its own over the keys as they lie in memory."""
+
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
+        shape = (*hidden_states.shape[:-1], -1, self.head_dim)
+        query, key, value = (
+            proj(hidden_states).view(shape).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj)
+        )
+        query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
+        if past_key_values is not None:
+            key, value = past_key_values.update(key, value, self.layer_idx)
+        groups = self.num_key_value_groups
+        causal = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(key.shape[2] - query.shape[2])
+        out = nn.functional.scaled_dot_product_attention(
+            query, repeat_kv(key, groups), repeat_kv(value, groups), causal
+        )
+        return self.o_proj(out.transpose(1, 2).flatten(2)), None
+
+
+class MemoryOrderLlama(LlamaForCausalLM):
+    """Right alone, wrong in a packed batch."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        for layer in self.model.layers:
+            layer.self_attn.__class__ = MemoryOrderAttention
+
+
+class WholeList(nn.ModuleList):
+    """Layers that cannot be cut short."""
+
+    def __getitem__(self, index):
+        return self if isinstance(index, slice) else super().__getitem__(index)
+
+
+class NoEarlyExitLlama(LlamaForCausalLM):
+    """Ignores early exit."""
+
+    def __init__(self, config):
+        super().__init__(config)
+        self.model.layers = WholeList(self.model.layers)
+
+
+def with_weights_of(source, kind):
+    """A model of class `kind` with another's configuration and weights."""
+    model = kind(source.config).eval()
+    model.load_state_dict(source.state_dict())
+    model.generation_config = source.generation_config
+    return model
+
+
+@pytest.fixture()
+def no_verdicts(monkeypatch):
+    """As in a fresh process."""
+    monkeypatch.setattr(self_test, "_verdicts", {})
+
+
+def test_self_test_catches_masks_made_from_memory_order(family_models, no_verdicts):
+    """Neither path can serve such a model: refused with the numbers, and left as it was."""
+    llama, _ = family_models("Llama")
+    broken = with_weights_of(llama, MemoryOrderLlama).train()
+    attention = broken.config._attn_implementation
+    assert torch.equal(plain(broken.eval(), prompts(1)).sequences, plain(llama, prompts(1)).sequences)
+    broken.train()
+    for _ in range(2):
+        with pytest.raises(
+            UnsupportedModel, match=r"MemoryOrderLlama does not compute.* differ by [0-9.]+ of their spread"
+        ):
+            speculative(broken, prompts(1), NGRAM)
+    assert broken.config._attn_implementation == attention and all(module.training for module in broken.modules())
+    assert_same_tokens(speculative(llama, prompts(1), NGRAM), plain(llama, prompts(1)), "after a refusal")
+
+
+@pytest.mark.parametrize(
+    ("model_type", "options", "problem"),
+    [
+        ("diffllama", {}, "differ by"),  # calls the attention function twice and puts the halves together
+        ("jetmoe", {"kv_channels": 12, "num_local_experts": 4}, "raised RuntimeError"),  # heads are per expert
+    ],
+)
+def test_self_test_falls_back_to_gather(model_type, options, problem, caplog, no_verdicts):
+    """Real families on the interface whose attention is more than one call: one warning, then the right output."""
+    model = build(model_type, **options)
+    inputs = prompts(5)
+    with caplog.at_level(logging.WARNING, "hf_specdec"):
+        for config in (NGRAM, EARLY_EXIT):
+            assert_same_tokens(speculative(model, inputs, config), plain(model, inputs), model_type)
+    warnings = [record.getMessage() for record in caplog.records if "gathered keys" in record.getMessage()]
+    assert len(warnings) == 1 and type(model).__name__ in warnings[0] and problem in warnings[0]
+    assert is_gathered(model)
+
+
+def test_self_test_catches_ignored_early_exit(family_models, no_verdicts):
+    """The whole model works; as its own drafter it does not."""
+    broken = with_weights_of(family_models("Llama")[0], NoEarlyExitLlama)
+    assert_same_tokens(speculative(broken, prompts(1), NGRAM), plain(broken, prompts(1)), "no early exit")
+    with pytest.raises(UnsupportedModel, match="NoEarlyExitLlama with its first 1 layers does not compute"):
+        speculative(broken, prompts(1), EARLY_EXIT)
+
+
+def test_self_test_waits_inside_active(no_verdicts):
+    """While our attention is in place there is nothing to compare with: no verdict, and the attention stays."""
+    model = make("gpt-oss")
+    outer = PackedModel(model)
+    self_test._verdicts.clear()
+    stock = model.config._attn_implementation
+    with outer.active():
+        PackedModel(model, num_layers=1)
+        assert model.config._attn_implementation == architectures.ATTENTION_NAME
+    assert model.config._attn_implementation == stock and not self_test._verdicts
+    PackedModel(model, num_layers=1)
+    assert len(self_test._verdicts) == 1
+
+
+def test_self_test_is_short_and_runs_once(no_verdicts):
+    """Three forwards over 25 tokens in all at a model's first use, none later, also for another model of the kind."""
+    model = make("Llama")
+    calls = count_forwards(model)
+    PackedModel(model)
+    assert len(calls) == 3 and sum(calls) <= 25
+    PackedModel(model)
+    other = make("Llama", seed=1)
+    calls_of_other = count_forwards(other)
+    PackedModel(other)
+    assert len(calls) == 3 and not calls_of_other
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "GPT-2", "BLOOM", "Qwen3-MoE", "gpt-oss", "DeepSeek-V3"])
+def test_self_test_allows_for_rounding(family, dtype, no_verdicts):
+    """Half precision is no reason to refuse a model or to slow it down."""
+    model = make(family, attn_implementation="eager").to(dtype)
+    assert is_gathered(model) == (family in GATHERED)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_self_test_catches_mistakes_in_half_precision(family_models, dtype, no_verdicts):
+    """Rounding does not hide a wrong mask."""
+    broken = with_weights_of(family_models("Llama")[0], MemoryOrderLlama).to(dtype)
+    with pytest.raises(UnsupportedModel, match="differ by"):
+        PackedModel(broken)
+
+
+# ---- taps -----------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("family", ["Llama", "GPT-2", "Gemma2"])
+def test_taps_are_the_models_hidden_states(family_models, family):
+    """Tapped layers and the last hidden states, for packed rows, equal those of a plain forward of each row."""
+    model, _ = family_models(family)
+    num_layers = model.config.num_hidden_layers
+    packed = PackedModel(model, taps=Taps(last_hidden=True, layers=tuple(range(num_layers + 1))))
+    texts = [np.arange(1, 8), np.arange(20, 25)]
+    cache = packed.new_cache(4, 16)
+    for row, text in enumerate(texts):
+        cache.add(row)
+        cache.reserve(row, len(text))
+    with torch.no_grad(), packed.active():
+        output = packed.forward([RowInput(row, text, 0) for row, text in enumerate(texts)], cache)
+    start = 0
+    for text in texts:
+        with torch.no_grad():
+            expected = model(torch.from_numpy(text)[None], output_hidden_states=True).hidden_states
+        end = start + len(text)
+        torch.testing.assert_close(output.last_hidden[start:end], expected[-1][0], atol=1e-4, rtol=1e-4)
+        for index in range(num_layers):
+            torch.testing.assert_close(output.layers[index][start:end], expected[index][0], atol=1e-4, rtol=1e-4)
+        # transformers puts the final norm on its last hidden state; the tap is the residual stream before it.
+        normed = final_norm(model)(output.layers[num_layers][start:end])
+        torch.testing.assert_close(normed, expected[-1][0], atol=1e-4, rtol=1e-4)
+        start = end
+
+
+def final_norm(model) -> nn.Module:
+    """The norm in front of the head."""
+    decoder = architectures.decoder_of(model)
+    return decoder.ln_f if hasattr(decoder, "ln_f") else decoder.norm
