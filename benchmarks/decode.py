@@ -73,7 +73,9 @@ class VllmWorker:
         self.process.stdin.flush()
         answer = self.process.stdout.readline()
         if not answer:
-            raise RuntimeError(f"vLLM ended with code {self.process.wait()}; run {self.process.args} by hand to see why.")
+            raise RuntimeError(
+                f"vLLM ended with code {self.process.wait()}; run {self.process.args} by hand to see why."
+            )
         return json.loads(answer)
 
     def decode(self, batch: Any, num_tokens: int) -> torch.Tensor:
@@ -137,13 +139,19 @@ def batches(tokenizer, task: str, batch_size: int, count: int) -> list[Any]:
     """`count` batches of chat prompts of one task."""
     rows = [row for row in map(json.loads, PROMPTS.read_text().splitlines()) if row["task"] == task]
     texts = [
-        tokenizer.apply_chat_template([{"role": "user", "content": row["prompt"]}], tokenize=False, add_generation_prompt=True)
+        tokenizer.apply_chat_template(
+            [{"role": "user", "content": row["prompt"]}], tokenize=False, add_generation_prompt=True
+        )
         for row in rows
     ]
     wanted = [texts[i % len(texts)] for i in range(count * batch_size)]
     return [
         tokenizer(
-            wanted[i : i + batch_size], return_tensors="pt", padding=True, add_special_tokens=False, return_token_type_ids=False
+            wanted[i : i + batch_size],
+            return_tensors="pt",
+            padding=True,
+            add_special_tokens=False,
+            return_token_type_ids=False,
         )
         for i in range(0, len(wanted), batch_size)
     ]
@@ -158,7 +166,12 @@ def decode_all(model: PreTrainedModel, inputs: list[Any], way: Contestant, num_t
             outputs.append(way.worker.decode(batch, num_tokens))
         else:
             out = model.generate(
-                **batch, **way.kwargs, max_new_tokens=num_tokens, min_new_tokens=num_tokens, do_sample=False, return_dict_in_generate=True
+                **batch,
+                **way.kwargs,
+                max_new_tokens=num_tokens,
+                min_new_tokens=num_tokens,
+                do_sample=False,
+                return_dict_in_generate=True,
             )
             outputs.append(out.sequences)
             steps += out.speculation.num_steps if way.ours else 0
@@ -189,7 +202,10 @@ def compare(model, tokenizer, all_ways: list[Contestant], task: str, batch_size:
     for repeat in range(args.repeats):
         for way in ways if repeat % 2 == 0 else reversed(ways):
             runs[way.name].append(decode_all(model, inputs, way, args.max_new_tokens))
-            print(f"  {task} batch {batch_size} repeat {repeat} {way.name}: {runs[way.name][-1]['tokens_per_second']:.1f} tok/s", flush=True)
+            print(
+                f"  {task} batch {batch_size} repeat {repeat} {way.name}: {runs[way.name][-1]['tokens_per_second']:.1f} tok/s",
+                flush=True,
+            )
     rows = []
     plain = runs["transformers plain"]
     for way in ways:
@@ -221,9 +237,13 @@ def _equal_rows(own: list[torch.Tensor], peer: list[torch.Tensor]) -> float:
 
 def show(rows: list[dict[str, Any]]) -> None:
     """Print the table in Markdown."""
-    print("\n| task | batch | | tok/s | τ | × plain | × same method of transformers | rows equal |\n|---|---|---|---|---|---|---|---|")
+    print(
+        "\n| task | batch | | tok/s | τ | × plain | × same method of transformers | rows equal |\n|---|---|---|---|---|---|---|---|"
+    )
     for row in rows:
-        cell = {key: "–" if row[key] is None else f"{row[key]:.2f}" for key in ("tau", "over_plain", "over_same_method")}
+        cell = {
+            key: "–" if row[key] is None else f"{row[key]:.2f}" for key in ("tau", "over_plain", "over_same_method")
+        }
         print(
             f"| {TASKS[row['task']]} | {row['batch_size']} | {row['name']} | {row['tokens_per_second']:.1f} | {cell['tau']} "
             f"| {cell['over_plain']} | {cell['over_same_method']} | {row['rows_equal_to_plain']:.0%} |"
@@ -233,7 +253,8 @@ def show(rows: list[dict[str, Any]]) -> None:
 def machine() -> dict[str, Any]:
     """Where and with what this was measured."""
     model_name = next(
-        (line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")), platform.processor()
+        (line.split(":")[1].strip() for line in _lines("/proc/cpuinfo") if line.startswith("model name")),
+        platform.processor(),
     )
     return {
         "cpu": model_name,
@@ -282,7 +303,9 @@ def main() -> None:
             way.worker.close()
     if args.json:
         command = " ".join(["python", *sys.argv])
-        args.json.write_text(json.dumps({"machine": machine(), "command": command, "parameters": size, "rows": rows}, indent=1))
+        args.json.write_text(
+            json.dumps({"machine": machine(), "command": command, "parameters": size, "rows": rows}, indent=1)
+        )
 
 
 if __name__ == "__main__":

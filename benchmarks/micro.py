@@ -27,7 +27,7 @@ from hf_specdec.runtime import PackedModel, Sequence
 from hf_specdec.runtime.packed_batch import RowInput
 
 sys.path.insert(0, str(Path(__file__).parent))
-from decode import machine  # noqa: E402
+from decode import machine
 
 
 def median_seconds(run: Callable[[], Any], repeats: int) -> float:
@@ -46,7 +46,15 @@ def small_target(**sizes) -> LlamaForCausalLM:
     torch.manual_seed(0)
     defaults = {"vocab_size": 4096, "hidden_size": 512, "intermediate_size": 1536, "num_hidden_layers": 8}
     return LlamaForCausalLM(
-        LlamaConfig(**{**defaults, "num_attention_heads": 8, "num_key_value_heads": 4, "max_position_embeddings": 131072, **sizes})
+        LlamaConfig(
+            **{
+                **defaults,
+                "num_attention_heads": 8,
+                "num_key_value_heads": 4,
+                "max_position_embeddings": 131072,
+                **sizes,
+            }
+        )
     ).eval()
 
 
@@ -170,7 +178,9 @@ def main() -> None:
         }
     print(json.dumps(figures, indent=1))
     if args.json:
-        args.json.write_text(json.dumps({"machine": machine(), "command": " ".join(["python", *sys.argv]), **figures}, indent=1))
+        args.json.write_text(
+            json.dumps({"machine": machine(), "command": " ".join(["python", *sys.argv]), **figures}, indent=1)
+        )
 
 
 if __name__ == "__main__":

@@ -59,7 +59,9 @@ class SpeculativeConfig:
     def __post_init__(self) -> None:
         self.method = self.method or self.name
         if self.method != self.name:
-            raise SpeculativeConfigError(f"{type(self).__name__} is the configuration of {self.name!r}, not {self.method!r}.")
+            raise SpeculativeConfigError(
+                f"{type(self).__name__} is the configuration of {self.name!r}, not {self.method!r}."
+            )
         if self.num_speculative_tokens is None:
             self.num_speculative_tokens = self.default_num_speculative_tokens
         if isinstance(self.rejection_sample_method, str):
@@ -83,14 +85,21 @@ class SpeculativeConfig:
         value = getattr(self, key)
         if value is None and optional:
             return
-        if isinstance(value, bool) or not isinstance(value, int) or value < minimum or (maximum is not None and value > maximum):
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int)
+            or value < minimum
+            or (maximum is not None and value > maximum)
+        ):
             bound = f"at least {minimum}" + (f" and at most {maximum}" if maximum is not None else "")
             raise self.fail(key, f"must be an integer of {bound}, not {value!r}.")
 
     def check_number(self, key: str, minimum: float, maximum: float | None = None) -> None:
         value = getattr(self, key)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if not is_number or not value >= minimum or (maximum is not None and not value <= maximum):  # so written, NaN fails
+        if (
+            not is_number or not value >= minimum or (maximum is not None and not value <= maximum)
+        ):  # so written, NaN fails
             bound = f"at least {minimum}" + (f" and at most {maximum}" if maximum is not None else "")
             raise self.fail(key, f"must be a number of {bound}, not {value!r}.")
 
@@ -110,7 +119,9 @@ class SpeculativeConfig:
         if value is None and optional:
             return
         if value not in choices:
-            raise self.fail(key, f"must be one of {', '.join(map(repr, choices))}, not {value!r}{nearest_hint(value, choices)}.")
+            raise self.fail(
+                key, f"must be one of {', '.join(map(repr, choices))}, not {value!r}{nearest_hint(value, choices)}."
+            )
 
     # ---- reading and writing ----------------------------------------------------------------------------------------
 

@@ -36,7 +36,9 @@ def check_mode(generation_config: GenerationConfig, mode: Any) -> None:
             raise ValueError(f"speculative_config and {key} are two ways to decode: pass one of them.")
     implementation = getattr(generation_config, "cache_implementation", None)
     if implementation is not None:
-        raise ValueError(f"speculative_config brings its own paged KV cache: drop cache_implementation={implementation!r}.")
+        raise ValueError(
+            f"speculative_config brings its own paged KV cache: drop cache_implementation={implementation!r}."
+        )
 
 
 def check_model(
@@ -48,7 +50,9 @@ def check_model(
     """Raise ValueError if this model, or the outputs asked of it, cannot be served. Comes before any input is looked at."""
     check_supported(model)
     if getattr(model, "_supported_generation_modes", None) is not None:
-        raise UnsupportedModel(f"{type(model).__name__} has a decoding procedure of its own, which speculative_config would replace.")
+        raise UnsupportedModel(
+            f"{type(model).__name__} has a decoding procedure of its own, which speculative_config would replace."
+        )
     if assistant_model is not None and not generator_class(config.method).uses_assistant_model:
         raise SpeculativeConfigError(
             f"assistant_model is not used by method {config.method!r}: drop it, or use {{'method': 'draft_model'}}."
@@ -60,14 +64,16 @@ def check_model(
     # PEFT puts its own method in place while it generates with virtual tokens.
     prepare = vars(model).get("prepare_inputs_for_generation")
     peft_config = getattr(getattr(prepare, "__self__", None), "active_peft_config", None)
-    if getattr(peft_config, "is_prompt_learning", False):
+    if peft_config is not None and getattr(peft_config, "is_prompt_learning", False):
         raise UnsupportedModel(
             f"PEFT's {peft_config.peft_type.value} adds virtual tokens outside the prompt, which speculative_config does not support; "
             "LoRA and other weight adapters work."
         )
 
 
-def check_inputs(model: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict) -> None:
+def check_inputs(
+    model: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict
+) -> None:
     """Raise ValueError for inputs other than token ids with a left-padding mask, or a cache to go on from.
 
     Args:
@@ -98,7 +104,9 @@ def _check_positions(model: PreTrainedModel, input_ids: torch.Tensor, mask, posi
     width = min(position_ids.shape[-1], expected.shape[-1])
     differ = (position_ids[..., :width].to(expected.device) != expected[..., :width]) & (real[:, :width] != 0)
     if bool(differ.any()):
-        raise ValueError("speculative_config numbers positions from the first unmasked token on; other position_ids are not supported.")
+        raise ValueError(
+            "speculative_config numbers positions from the first unmasked token on; other position_ids are not supported."
+        )
 
 
 def _check_cache(cache: Any, input_ids: torch.Tensor) -> None:

@@ -6,7 +6,8 @@ import copy
 from typing import Any
 
 import torch
-from transformers import LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import LlamaConfig, LlamaForCausalLM, LogitsProcessor, PreTrainedModel
+from transformers.generation.streamers import BaseStreamer
 
 import hf_specdec
 from hf_specdec import integration
@@ -61,10 +62,26 @@ def method_configs(drafter_path: str) -> dict[str, dict[str, Any]]:
     }
 
 
-def both(model: PreTrainedModel, config: Any, **kwargs: Any) -> tuple[Any, Any]:
-    """(plain, speculative) results of the same `generate()` call; stateful arguments are copied first."""
-    plain = model.generate(**kwargs)
-    return plain, model.generate(**kwargs, speculative_config=config)
+class Recorder(BaseStreamer):
+    """Keeps what it is given."""
+
+    def __init__(self):
+        self.puts, self.ends = [], 0
+
+    def put(self, value):
+        assert not self.ends
+        self.puts.append(value.clone())
+
+    def end(self):
+        self.ends += 1
+
+
+class RecentTokensPenalty(LogitsProcessor):
+    """A user's processor: depends on the row's prefix."""
+
+    def __call__(self, input_ids, scores):
+        recent = input_ids[:, -5:]
+        return scores.scatter_add(1, recent, torch.full(recent.shape, -3.0))
 
 
 def assert_clean(model: PreTrainedModel) -> None:

@@ -58,21 +58,29 @@ def test_output_is_plain_and_drafts_are_accepted(model, config):
             plain = model.generate(**inputs, max_new_tokens=40)
             calls = []
             get_candidates = generator.get_candidates
-            generator.get_candidates = lambda ids, get=get_candidates, calls=calls: calls.append(ids.shape[1]) or get(ids)
+            generator.get_candidates = lambda ids, get=get_candidates, calls=calls: (
+                calls.append(ids.shape[1]) or get(ids)
+            )
             output = model.generate(**inputs, max_new_tokens=40, prompt_lookup_num_tokens=1)
             generator.get_candidates = get_candidates
             assert torch.equal(output, plain)
             if config["method"] == "draft_model" and "early_exit" not in config:
                 assert len(calls) < 35, "several drafted tokens are accepted in one round"
     assert "_get_candidate_generator" not in vars(model) and model.config._attn_implementation != "hf_specdec"
-    assert generator._assisted is None and not getattr(generator, "indices", None) and not getattr(generator, "drafted", None)
+    assert (
+        generator._assisted is None
+        and not getattr(generator, "indices", None)
+        and not getattr(generator, "drafted", None)
+    )
     if config["method"] == "draft_model":
         assert generator.cache.tables == {} and generator.cache.pool.num_used == 0
     assert_clean(model)
 
 
 def test_processors_and_eos(model, config):
-    arguments = dict(max_new_tokens=30, repetition_penalty=1.3, no_repeat_ngram_size=3, eos_token_id=[5, 9, 11], min_new_tokens=4)
+    arguments = dict(
+        max_new_tokens=30, repetition_penalty=1.3, no_repeat_ngram_size=3, eos_token_id=[5, 9, 11], min_new_tokens=4
+    )
     plain = model.generate(**ragged([7]), **arguments)
     with hf_specdec.assisted_loop(model, config):
         assert torch.equal(model.generate(**ragged([7]), **arguments, prompt_lookup_num_tokens=1), plain)
@@ -114,7 +122,12 @@ def test_sampling_has_the_targets_distribution():
     with hf_specdec.assisted_loop(model, {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2}):
         for _ in range(draws):
             output = model.generate(
-                ids, attention_mask=torch.ones_like(ids), max_new_tokens=2, do_sample=True, top_k=0, prompt_lookup_num_tokens=1
+                ids,
+                attention_mask=torch.ones_like(ids),
+                max_new_tokens=2,
+                do_sample=True,
+                top_k=0,
+                prompt_lookup_num_tokens=1,
             )
             counts[output[0, 6]] += 1
     assert stats.chisquare(counts.numpy(), expected / expected.sum() * draws).pvalue > 1e-3

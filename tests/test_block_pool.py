@@ -47,7 +47,9 @@ class PoolMachine(RuleBasedStateMachine):
 
     @staticmethod
     def expected_choice(count, after, free):
-        runs = [list(range(s, s + count)) for s in range(max(free, default=-1) + 1) if set(range(s, s + count)) <= set(free)]
+        runs = [
+            list(range(s, s + count)) for s in range(max(free, default=-1) + 1) if set(range(s, s + count)) <= set(free)
+        ]
         behind = [run for run in runs if after is not None and run[:1] == [after + 1]]
         return (behind or runs or [sorted(free)[:count]])[0]
 

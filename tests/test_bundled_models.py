@@ -118,21 +118,18 @@ def test_loss_on_unseen_problems(name, model, tokenizer):
 
 
 @torch.no_grad()
-@pytest.mark.parametrize("task", ["math", "code", "story", "edit"])
-def test_greedy_text_does_not_collapse(task):
-    """Of the first 100 greedy tokens of each held-out prompt, few four-grams repeat more than a loop would allow."""
+def test_greedy_text_does_not_collapse():
+    """Most held-out prompts get an answer of many distinct tokens, in which few groups of four tokens come again."""
     folder = FOLDER / "tiny"
     model, tokenizer = AutoModelForCausalLM.from_pretrained(folder).eval(), AutoTokenizer.from_pretrained(folder)
-    rows = [json.loads(line) for line in (FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines()]
-    collapsed = 0
-    prompts = [row["prompt"] for row in rows if row["task"] == task][:6]
-    for prompt in prompts:
-        messages = [{"role": "user", "content": prompt}]
+    rows = [json.loads(line) for line in (FOLDER / "prompts.jsonl").read_text(encoding="utf-8").splitlines()][::3]
+    good = 0
+    for row in rows:
+        messages = [{"role": "user", "content": row["prompt"]}]
         inputs = tokenizer.apply_chat_template(
             messages, add_generation_prompt=True, return_tensors="pt", return_dict=True
         )
-        out = model.generate(**inputs, max_new_tokens=100)[0, inputs["input_ids"].shape[1] :].tolist()
-        assert len(out) >= 8
-        grams = [tuple(out[i : i + 4]) for i in range(len(out) - 3)]
-        collapsed += len(set(grams)) < 0.5 * len(grams)
-    assert collapsed <= len(prompts) // 3
+        out = model.generate(**inputs, max_new_tokens=60)[0, inputs["input_ids"].shape[1] :].tolist()
+        groups = [tuple(out[i : i + 4]) for i in range(len(out) - 3)]
+        good += len(set(out)) >= 15 and len(set(groups)) >= 0.6 * len(groups)
+    assert good >= 0.7 * len(rows)

@@ -42,7 +42,9 @@ def test_dict_text_path_and_instance_are_the_same(method, tmp_path):
     for other in (json.dumps(values), f"  {json.dumps(values)}\n", str(file), file, config):
         assert parse_config(other) == config
     assert parse_config(config) is config
-    assert values == {"method": method, **METHODS[method], "num_speculative_tokens": 3, "seed": 7}, "the caller's dict was changed"
+    assert values == {"method": method, **METHODS[method], "num_speculative_tokens": 3, "seed": 7}, (
+        "the caller's dict was changed"
+    )
 
 
 def test_a_model_alone_means_draft_model():
@@ -121,7 +123,9 @@ def test_every_field_has_help():
 # ---- errors ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize(("given", "meant"), [("ngrams", "ngram"), ("sufix", "suffix"), ("draftmodel", "draft_model"), ("nonw", "none")])
+@pytest.mark.parametrize(
+    ("given", "meant"), [("ngrams", "ngram"), ("sufix", "suffix"), ("draftmodel", "draft_model"), ("nonw", "none")]
+)
 def test_unknown_method(given, meant):
     message = error({"method": given})
     assert f"{given!r} (did you mean {meant!r}?)" in message
@@ -164,7 +168,11 @@ def test_a_key_of_another_method():
 
 NOT_POSITIVE = [0, -1, 2.5, 2.0, "3", True, [3], float("nan")]
 BAD = [
-    *(("ngram", key, value) for key in ("num_speculative_tokens", "block_size", "prefill_chunk_size") for value in NOT_POSITIVE),
+    *(
+        ("ngram", key, value)
+        for key in ("num_speculative_tokens", "block_size", "prefill_chunk_size")
+        for value in NOT_POSITIVE
+    ),
     *(("none", "num_blocks", value) for value in NOT_POSITIVE),
     *(("ngram", key, value) for key in ("prompt_lookup_min", "prompt_lookup_max") for value in NOT_POSITIVE),
     *(("ngram", "seed", value) for value in (-1, 2**63, 1.5, "1", True)),

@@ -69,7 +69,9 @@ def ours(model, prompts, config, new=NEW, **kwargs):
     return out.sequences[:, width:].tolist(), out.speculation
 
 
-needs_suffix = pytest.mark.skipif(importlib.util.find_spec("arctic_inference") is None, reason="arctic-inference is not installed")
+needs_suffix = pytest.mark.skipif(
+    importlib.util.find_spec("arctic_inference") is None, reason="arctic-inference is not installed"
+)
 METHODS = [
     {"method": "none"},
     *({"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": k} for k in (1, 6)),
@@ -113,7 +115,11 @@ def test_padding_counts_from_the_first_token(models, expected):
     target, _ = models
     inputs, width = batch_of(PROMPTS)
     padding = (inputs["attention_mask"] == 0).sum(1).tolist()
-    warpers = [TemperatureLogitsWarper(0.8), TopPLogitsWarper(0.9), CoupledNoiseLogitsWarper(stream_seeds(SEED, PROMPTS), padding)]
+    warpers = [
+        TemperatureLogitsWarper(0.8),
+        TopPLogitsWarper(0.9),
+        CoupledNoiseLogitsWarper(stream_seeds(SEED, PROMPTS), padding),
+    ]
     out = target.generate(**inputs, do_sample=False, max_new_tokens=NEW, logits_processor=warpers, eos_token_id=None)
     assert out[:, width:].tolist() == expected
 

@@ -57,7 +57,9 @@ def test_recipe_keeps_the_streamer():
             self.tokens.append(-1)
 
     model, inputs, streamer = tiny_llama(), ragged([7]), Recorder()
-    output = model.generate(**inputs, max_new_tokens=6, streamer=streamer, custom_generate=str(HUB), trust_remote_code=True)
+    output = model.generate(
+        **inputs, max_new_tokens=6, streamer=streamer, custom_generate=str(HUB), trust_remote_code=True
+    )
     assert streamer.tokens == [*output[0].tolist(), -1]
 
 

@@ -145,7 +145,9 @@ WRONG = [
 ]
 
 
-@pytest.mark.parametrize(("shape", "rule", "module", "name", "wrong"), WRONG, ids=lambda v: getattr(v, "__name__", str(v)))
+@pytest.mark.parametrize(
+    ("shape", "rule", "module", "name", "wrong"), WRONG, ids=lambda v: getattr(v, "__name__", str(v))
+)
 def test_wrong_verifiers_are_caught(shape, rule, module, name, wrong, monkeypatch):
     monkeypatch.setattr(module, name, wrong)
     p, _ = p_value(fresh(shape), rule)

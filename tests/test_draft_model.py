@@ -49,7 +49,11 @@ def test_padded_vocabularies(tmp_path, model, shape, padded):
         target = AutoModelForCausalLM.from_pretrained(tmp_path / "target")
         config["model"] = tmp_path / "drafter"
     else:
-        arguments = {"assistant_model": drafter, "tokenizer": tokenizer, "assistant_tokenizer": copy.deepcopy(tokenizer)}
+        arguments = {
+            "assistant_model": drafter,
+            "tokenizer": tokenizer,
+            "assistant_tokenizer": copy.deepcopy(tokenizer),
+        }
     assert speculate(target, config=config, **arguments).mean_accepted_length > 1.3
     assert_clean(target)
 
@@ -63,10 +67,16 @@ def test_target_that_emits_padding_tokens(model, shape):
         target.lm_head.weight[VOCAB:] = 0.4 * torch.randn(3, 32)
     text = target.generate(**RAGGED, max_new_tokens=30)
     assert (text >= VOCAB).any()
-    both = {"assistant_model": drafter_of(model), "tokenizer": tokenizer, "assistant_tokenizer": copy.deepcopy(tokenizer)}
+    both = {
+        "assistant_model": drafter_of(model),
+        "tokenizer": tokenizer,
+        "assistant_tokenizer": copy.deepcopy(tokenizer),
+    }
     speculate(target, max_new_tokens=30, config=SHAPES[shape], **both)
     config = {"method": "draft_model", "seed": 1, **SHAPES[shape]}
-    one_choice = target.generate(**RAGGED, max_new_tokens=30, do_sample=True, top_k=1, speculative_config=config, **both)
+    one_choice = target.generate(
+        **RAGGED, max_new_tokens=30, do_sample=True, top_k=1, speculative_config=config, **both
+    )
     assert torch.equal(one_choice, text), "a tree wider than the choices there are"
     assert_clean(target)
 
@@ -90,7 +100,9 @@ def bpe_tokenizer(merges):
     tokens = ["<pad>", *"abcdefgh", *("".join(pair) for pair in merges)]
     raw = Tokenizer(models.BPE({token: i for i, token in enumerate(tokens)}, merges))
     raw.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", padding_side="left", clean_up_tokenization_spaces=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw, pad_token="<pad>", padding_side="left", clean_up_tokenization_spaces=False
+    )
 
 
 COARSE = bpe_tokenizer([("a", "b"), ("c", "d"), ("ab", "cd"), ("e", "f"), ("g", "h")])
@@ -105,9 +117,7 @@ def test_drafter_with_another_tokenizer(bridge, pair, lengths):
     target, drafter = tiny_llama(3, vocab_size=len(ours)), tiny_llama(4, vocab_size=len(theirs))
     inputs = ragged(lengths, vocab_size=len(ours))
     config = {"num_speculative_tokens": 3} | ({"vocabulary_bridge": bridge} if bridge else {})
-    figures = speculate(
-        target, inputs, 20, config, assistant_model=drafter, tokenizer=ours, assistant_tokenizer=theirs
-    )
+    figures = speculate(target, inputs, 20, config, assistant_model=drafter, tokenizer=ours, assistant_tokenizer=theirs)
     assert figures.num_draft_tokens > 0
     assert_clean(target)
 
@@ -120,7 +130,11 @@ def test_intersection_drafts_trees_and_text_does_not():
     with pytest.raises(hf_specdec.SpeculativeConfigError, match="branching_factors"):
         speculate(target, inputs, 20, {"branching_factors": [2, 2], "vocabulary_bridge": "text"}, **both)
     nothing = word_tokenizer(["x", "y", "z"])
-    none_in_common = {"assistant_model": tiny_llama(5, vocab_size=4), "tokenizer": COARSE, "assistant_tokenizer": nothing}
+    none_in_common = {
+        "assistant_model": tiny_llama(5, vocab_size=4),
+        "tokenizer": COARSE,
+        "assistant_tokenizer": nothing,
+    }
     with pytest.raises(hf_specdec.SpeculativeConfigError, match="no token in common"):
         speculate(target, inputs, 5, {"vocabulary_bridge": "intersection"}, **none_in_common)
 
@@ -173,7 +187,9 @@ def test_sampled_drafts(model, shape, rule, draft):
     config = {
         "method": "draft_model", "seed": 4, "rejection_sample_method": rule, "draft_sample_method": draft, **SHAPES[shape],
     }  # fmt: skip
-    arguments = dict(**RAGGED, max_new_tokens=16, do_sample=True, temperature=0.9, top_p=0.95, return_dict_in_generate=True)
+    arguments = dict(
+        **RAGGED, max_new_tokens=16, do_sample=True, temperature=0.9, top_p=0.95, return_dict_in_generate=True
+    )
     outputs = [
         model.generate(**arguments, speculative_config=config, assistant_model=drafter)
         for drafter in (copy.deepcopy(model), drafter_of(model, 0.2))
@@ -184,7 +200,9 @@ def test_sampled_drafts(model, shape, rule, draft):
     if draft == "probabilistic":
         assert all(rate > 0.999 for rate in outputs[0].speculation.acceptance_per_position)
     if rule == "coupled":
-        plain = model.generate(**(arguments | {"return_dict_in_generate": False}), speculative_config={"method": "none", "seed": 4})
+        plain = model.generate(
+            **(arguments | {"return_dict_in_generate": False}), speculative_config={"method": "none", "seed": 4}
+        )
         assert all(torch.equal(output.sequences, plain) for output in outputs)
 
 

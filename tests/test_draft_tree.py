@@ -93,7 +93,9 @@ def test_ancestors_of_a_long_chain():
 
 
 @pytest.mark.parametrize(
-    "parents", [[[0]], [[-2]], [[-1, 1]], [[-1, 2, 1]]], ids=["itself", "below the root", "itself, second", "a later node"]
+    "parents",
+    [[[0]], [[-2]], [[-1, 1]], [[-1, 2, 1]]],
+    ids=["itself", "below the root", "itself, second", "a later node"],
 )
 def test_parents_stand_before_children(parents):
     with pytest.raises(ValueError, match="before their children"):

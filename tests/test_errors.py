@@ -70,7 +70,7 @@ BAD_CALLS = {
         lambda m: {"speculative_config": DRAFT, "assistant_model": tiny_llama(vocab_size=40)}, "their tokenizers are not known",
     ),
     "tree and its depth": (
-        lambda m: {"speculative_config": {**DRAFT, "early_exit": 1, "branching_factors": [2, 1], "num_speculative_tokens": 3}}, "has 2 depths",
+        lambda m: {"speculative_config": {**DRAFT, "branching_factors": [2, 1], "num_speculative_tokens": 3}}, "has 2 depths",
     ),
     "prompt longer than the model": (lambda m: {"input_ids": torch.full((1, 300), 5), "attention_mask": None}, "256 positions"),
     "prompt longer than the cache": (lambda m: {"speculative_config": {**NGRAM, "num_blocks": 1, "block_size": 4}}, "raise num_blocks"),
@@ -104,8 +104,8 @@ BAD_CALLS = {
     "static cache object": (lambda m: {"past_key_values": StaticCache(config=m.config, max_cache_len=64)}, "StaticCache"),
     "offloaded cache object": (lambda m: {"past_key_values": DynamicCache(offloading=True)}, "offloaded DynamicCache"),
     "another cache object": (lambda m: {"past_key_values": OtherCache()}, "OtherCache"),
-    "cache of another batch": (lambda m: {"past_key_values": m(**ragged([5, 5]), use_cache=True).past_key_values}, "5 tokens of 2 sequences"),
-    "cache of a longer text": (lambda m: {"past_key_values": m(**ragged([9]), use_cache=True).past_key_values}, "9 tokens of 1 sequences"),
+    "cache of another batch": (lambda m: {"past_key_values": m(**ragged([5, 5])).past_key_values}, "5 tokens of 2 sequences"),
+    "cache of a longer text": (lambda m: {"past_key_values": m(**ragged([9])).past_key_values}, "9 tokens of 1 sequences"),
     "attention weights": (lambda m: {"return_dict_in_generate": True, "output_attentions": True}, "output_attentions"),
     "stop strings alone": (lambda m: {"stop_strings": ["a"]}, "tokenizer"),
 }  # fmt: skip
@@ -237,7 +237,11 @@ def test_exception_in_the_middle(model, configs, next_call_works, method, where,
     try:
         with pytest.raises(type(error)):
             model.generate(
-                **ragged([6, 3, 8]), max_new_tokens=20, speculative_config=configs[method], past_key_values=cache, **arguments
+                **ragged([6, 3, 8]),
+                max_new_tokens=20,
+                speculative_config=configs[method],
+                past_key_values=cache,
+                **arguments,
             )
     finally:
         if hook is not None:

@@ -6,7 +6,14 @@ from pathlib import Path
 import pytest
 
 PACKAGE = Path(__file__).parents[1] / "hf_specdec"
-FLOORS = [{"kernels"}, {"cache"}, {"runtime"}, {"candidate_generators"}, {"decoding"}, {"serve", "integration", "refusals", "cli"}]
+FLOORS = [
+    {"kernels"},
+    {"cache"},
+    {"runtime"},
+    {"candidate_generators"},
+    {"decoding"},
+    {"serve", "integration", "refusals", "cli"},
+]
 LEAVES = {"config", "bundled"}  # import nothing of ours, may be imported by all but kernels
 FLOOR_OF = {name: i for i, names in enumerate(FLOORS) for name in names}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if "bundled_models" not in path.parts)
@@ -86,7 +93,11 @@ def test_kernels_know_no_transformers():
             roots = {
                 name.split(".")[0]
                 for node in ast.walk(ast.parse(path.read_text()))
-                for name in ([a.name for a in node.names] if isinstance(node, ast.Import) else [getattr(node, "module", None) or ""])
+                for name in (
+                    [a.name for a in node.names]
+                    if isinstance(node, ast.Import)
+                    else [getattr(node, "module", None) or ""]
+                )
                 if isinstance(node, (ast.Import, ast.ImportFrom))
             }
             assert "transformers" not in roots, path

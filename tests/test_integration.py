@@ -83,7 +83,8 @@ def test_uninstall_restores_the_very_same_objects(uninstalled, model):
 def test_import_alone_installs():
     code = (
         "import hf_specdec, transformers.generation.utils as u; from transformers import GenerationConfig;"
-        "assert 'specdec' in u.GENERATION_MODES_MAPPING and GenerationConfig(speculative_config={'method': 'ngram'}).get_generation_mode() == 'specdec'"
+        "assert 'specdec' in u.GENERATION_MODES_MAPPING;"
+        "assert GenerationConfig(speculative_config={'method': 'ngram'}).get_generation_mode() == 'specdec'"
     )
     subprocess.run([sys.executable, "-c", code], check=True, cwd=Path(hf_specdec.__file__).parents[1])
 
@@ -92,9 +93,13 @@ def test_explicit_call_leaves_transformers_unpatched(uninstalled, model):
     before = attributes()
     inputs = ragged([5, 8])
     plain = model.generate(**inputs, max_new_tokens=8)
-    output = hf_specdec.generate(model, **inputs, max_new_tokens=8, speculative_config=NGRAM, return_dict_in_generate=True)
+    output = hf_specdec.generate(
+        model, **inputs, max_new_tokens=8, speculative_config=NGRAM, return_dict_in_generate=True
+    )
     assert torch.equal(output.sequences, plain) and output.speculation.num_new_tokens == 16
-    assert torch.equal(hf_specdec.generate(model, inputs["input_ids"][1:], max_new_tokens=8, speculative_config=NGRAM), plain[1:])
+    assert torch.equal(
+        hf_specdec.generate(model, inputs["input_ids"][1:], max_new_tokens=8, speculative_config=NGRAM), plain[1:]
+    )
     with pytest.raises(hf_specdec.SpeculativeConfigError):
         hf_specdec.generate(model, **inputs, max_new_tokens=8, speculative_config={"method": "nrgam"})
     assert [list(each) for each in attributes()[:3]] == [list(each) for each in before[:3]]
@@ -112,10 +117,18 @@ def test_explicit_call_survives_an_install_meanwhile(uninstalled, model):
     model.generate(**ragged([5]), max_new_tokens=3, speculative_config=NGRAM)
 
 
-@pytest.mark.parametrize("arguments", [{}, {"do_sample": True}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 3}], ids=str)
+@pytest.mark.parametrize(
+    "arguments", [{}, {"do_sample": True}, {"num_beams": 2}, {"prompt_lookup_num_tokens": 3}], ids=str
+)
 def test_calls_without_speculation_take_the_same_path(model, monkeypatch, arguments):
     """Same decoding method with the same arguments as without the plugin, same result, and none of our code."""
-    name = "_beam_search" if "num_beams" in arguments else "_assisted_decoding" if "prompt_lookup_num_tokens" in arguments else "_sample"
+    name = (
+        "_beam_search"
+        if "num_beams" in arguments
+        else "_assisted_decoding"
+        if "prompt_lookup_num_tokens" in arguments
+        else "_sample"
+    )
     original, calls = getattr(GenerationMixin, name), []
 
     def spy(self, *args, **kwargs):
@@ -191,7 +204,9 @@ def test_model_carries_it_and_survives_save_and_load(tmp_path, value):
     for each in (model, loaded):
         assert tokens_and_speculation(each, **inputs, max_new_tokens=4)[1] is not None
         assert tokens_and_speculation(each, **inputs, max_new_tokens=4, speculative_config=None)[1] is None
-        assert tokens_and_speculation(each, **inputs, generation_config=GenerationConfig(max_new_tokens=4))[1] is not None
+        assert (
+            tokens_and_speculation(each, **inputs, generation_config=GenerationConfig(max_new_tokens=4))[1] is not None
+        )
     loaded.generation_config.speculative_config = None
     assert tokens_and_speculation(loaded, **inputs, max_new_tokens=4)[1] is None
 
@@ -207,7 +222,9 @@ def test_assistant_of_transformers_own_loop_does_not_inherit_it(model):
     target = copy.deepcopy(model)
     target.generation_config.speculative_config = NGRAM
     plain = model.generate(**ragged([6]), max_new_tokens=8)
-    output = target.generate(**ragged([6]), max_new_tokens=8, assistant_model=drafter_of(model), speculative_config=None)
+    output = target.generate(
+        **ragged([6]), max_new_tokens=8, assistant_model=drafter_of(model), speculative_config=None
+    )
     assert torch.equal(output, plain)
 
 
@@ -219,7 +236,9 @@ def tokenizer():
     words = ["<pad>", "<s>", "</s>", *(f"w{i}" for i in range(58))]
     raw = Tokenizer(models.WordLevel({word: i for i, word in enumerate(words)}, unk_token="<pad>"))
     raw.pre_tokenizer = pre_tokenizers.Whitespace()
-    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", bos_token="<s>", eos_token="</s>", padding_side="left")
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw, pad_token="<pad>", bos_token="<s>", eos_token="</s>", padding_side="left"
+    )
 
 
 def test_pipeline(model, tokenizer, monkeypatch):
@@ -228,7 +247,9 @@ def test_pipeline(model, tokenizer, monkeypatch):
     plain = pipeline("text-generation", model=model, tokenizer=tokenizer, **settings)(prompts)
     calls = []
     decode = integration.decode
-    monkeypatch.setattr(integration, "decode", lambda *args, **kwargs: calls.append(args[1].shape[0]) or decode(*args, **kwargs))
+    monkeypatch.setattr(
+        integration, "decode", lambda *args, **kwargs: calls.append(args[1].shape[0]) or decode(*args, **kwargs)
+    )
     constructed = pipeline("text-generation", model=model, tokenizer=tokenizer, speculative_config=NGRAM, **settings)
     called = pipeline("text-generation", model=model, tokenizer=tokenizer, **settings)
     assert constructed(prompts) == plain and calls == [1, 1, 1]
@@ -245,11 +266,15 @@ def assert_like_plain(model, configs, **kwargs):
     inputs = ragged([6, 9, 4])
     plain = model.generate(**inputs, max_new_tokens=10, **kwargs)
     for name, config in {**configs, "early exit": {"method": "draft_model", "early_exit": 2}}.items():
-        assert torch.equal(model.generate(**inputs, max_new_tokens=10, speculative_config=config, **kwargs), plain), name
+        assert torch.equal(model.generate(**inputs, max_new_tokens=10, speculative_config=config, **kwargs), plain), (
+            name
+        )
     return plain
 
 
-@pytest.mark.parametrize("options", [{"target_modules": ["q_proj", "v_proj", "down_proj"]}, {"target_modules": ["q_proj"], "use_dora": True}])
+@pytest.mark.parametrize(
+    "options", [{"target_modules": ["q_proj", "v_proj", "down_proj"]}, {"target_modules": ["q_proj"], "use_dora": True}]
+)
 def test_peft_lora(model, configs, options):
     plain = model.generate(**ragged([6, 9, 4]), max_new_tokens=10)
     config = peft.LoraConfig(task_type="CAUSAL_LM", r=4, init_lora_weights=False, **options)
@@ -311,7 +336,9 @@ def test_copies_and_pickles(model):
     saved.seek(0)
     copies = [copy.deepcopy(model), pickle.loads(pickle.dumps(model)), torch.load(saved, weights_only=False)]
     for each in copies:
-        assert not isinstance(vars(each).get("_hf_specdec"), type(vars(model)["_hf_specdec"])) or not integration.kept_decoders(each)
+        assert not isinstance(
+            vars(each).get("_hf_specdec"), type(vars(model)["_hf_specdec"])
+        ) or not integration.kept_decoders(each)
         assert torch.equal(each.generate(**inputs, max_new_tokens=6, speculative_config=NGRAM), plain)
         assert integration.kept_decoders(each)[0].target.model is each
 
@@ -329,7 +356,11 @@ def test_models_are_freed_with_their_decoders(configs):
 def test_decoders_are_kept_between_calls(model, configs):
     inputs = ragged([5])
     hf_specdec.release(model)
-    for config in (configs["chain"], {**configs["chain"], "seed": 3}, {**configs["chain"], "num_speculative_tokens": 2}):
+    for config in (
+        configs["chain"],
+        {**configs["chain"], "seed": 3},
+        {**configs["chain"], "num_speculative_tokens": 2},
+    ):
         model.generate(**inputs, max_new_tokens=2, speculative_config=config)
     kept = integration.kept_decoders(model)
     assert len(kept) == 2, "a seed needs no decoder of its own"
@@ -392,7 +423,12 @@ def test_trained_pair(shared_models):
     plain = model.generate(**inputs, max_new_tokens=60, do_sample=False, pad_token_id=PAD)
     for config in method_configs(str(shared_models / "stories41K-draft")).values():
         output = model.generate(
-            **inputs, max_new_tokens=60, do_sample=False, pad_token_id=PAD, speculative_config=config, return_dict_in_generate=True
+            **inputs,
+            max_new_tokens=60,
+            do_sample=False,
+            pad_token_id=PAD,
+            speculative_config=config,
+            return_dict_in_generate=True,
         )
         assert torch.equal(output.sequences, plain)
         if config["method"] == "draft_model":

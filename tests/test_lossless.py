@@ -26,7 +26,10 @@ def story_prompts(count: int) -> list[str]:
 
 
 def bundled_prompts(tokenizer, count: int) -> list[str]:
-    rows = [json.loads(line) for line in Path(hf_specdec.bundled("tiny")).parent.joinpath("prompts.jsonl").read_text().splitlines()]
+    rows = [
+        json.loads(line)
+        for line in Path(hf_specdec.bundled("tiny")).parent.joinpath("prompts.jsonl").read_text().splitlines()
+    ]
     chats = [[{"role": "user", "content": row["prompt"]}] for row in rows[:count]]
     return [tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
 
@@ -75,7 +78,11 @@ def test_greedy_rows_equal_plain_generate(pair, method):
     accepted = 0
     for batch in BATCHES:
         out = model.generate(
-            **inputs[batch], max_new_tokens=NEW_TOKENS, do_sample=False, speculative_config=config, return_dict_in_generate=True
+            **inputs[batch],
+            max_new_tokens=NEW_TOKENS,
+            do_sample=False,
+            speculative_config=config,
+            return_dict_in_generate=True,
         )
         accepted += out.speculation.num_accepted_tokens
         width = max(out.sequences.shape[1], plain[batch].shape[1])
@@ -83,12 +90,17 @@ def test_greedy_rows_equal_plain_generate(pair, method):
         for i in range(batch):
             rows += 1
             got, want = (
-                torch.nn.functional.pad(each[i], (0, width - each.shape[1]), value=pad) for each in (out.sequences, plain[batch])
+                torch.nn.functional.pad(each[i], (0, width - each.shape[1]), value=pad)
+                for each in (out.sequences, plain[batch])
             )
             if not torch.equal(got, want):
                 start = int((inputs[batch].attention_mask[i] == 0).sum())
                 prompt = inputs[batch].input_ids.shape[1] - start
-                assert first_difference_is_a_tie(model, want[start:].tolist(), got[start:].tolist(), prompt), (method, batch, i)
+                assert first_difference_is_a_tie(model, want[start:].tolist(), got[start:].tolist(), prompt), (
+                    method,
+                    batch,
+                    i,
+                )
                 ties += 1
     print(f"\n{method}: {rows} rows, {rows - ties} equal, {ties} near ties")
     assert ties <= 2

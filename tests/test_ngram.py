@@ -57,7 +57,9 @@ def test_index_equals_rescan(pieces, low, more, k):
 def test_generator(prompts, data):
     """Rows of a batch, over rounds, with limits; rows join and leave."""
     low, high = data.draw(st.sampled_from([(1, 1), (1, 3), (2, 4), (5, 5)]))
-    config = parse_config({"method": "ngram", "prompt_lookup_min": low, "prompt_lookup_max": high, "num_speculative_tokens": 4})
+    config = parse_config(
+        {"method": "ngram", "prompt_lookup_min": low, "prompt_lookup_max": high, "num_speculative_tokens": 4}
+    )
     generator = NGramGenerator(config, TARGET)
     rows = [Sequence(list(prompt), 1000) for prompt in prompts]
     for seq in rows:
@@ -116,7 +118,11 @@ def speed(generator, bound, what):
 @pytest.mark.parametrize("bound", [200, pytest.param(50, marks=pytest.mark.slow)])
 def test_speed(bound):
     """The aim is 50 µs; a machine that is shared and busy gets four times that."""
-    speed(NGramGenerator(parse_config({"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5}), TARGET), bound, "ngram")
+    speed(
+        NGramGenerator(parse_config({"method": "ngram", "prompt_lookup_min": 2, "prompt_lookup_max": 5}), TARGET),
+        bound,
+        "ngram",
+    )
 
 
 def test_the_work_does_not_grow_with_the_text():

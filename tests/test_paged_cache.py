@@ -112,7 +112,10 @@ class CacheMachine(RuleBasedStateMachine):
         # An equal prompt would share all full blocks that leave it a token to compute.
         if self.cache.share_prefixes:
             self.cache.add(-1)
-            assert self.cache.match_prefix(-1, prompt) == (len(prompt) - 1) // self.cache.block_size * self.cache.block_size
+            assert (
+                self.cache.match_prefix(-1, prompt)
+                == (len(prompt) - 1) // self.cache.block_size * self.cache.block_size
+            )
             self.cache.remove(-1)
 
     @precondition(lambda self: self.sequences)
@@ -189,7 +192,9 @@ class CacheMachine(RuleBasedStateMachine):
             check_content(cache, seq_id, tokens, length)
             expected = [b * cache.block_size + i for b in table.blocks for i in range(cache.block_size)]
             assert table.slots.tolist() == expected
-            assert table.contiguous == (expected == list(range(expected[0], expected[0] + len(expected))) if expected else True)
+            assert table.contiguous == (
+                expected == list(range(expected[0], expected[0] + len(expected))) if expected else True
+            )
             for block in table.blocks:
                 counts[block] += 1
         assert counts == cache.pool.ref_counts
@@ -288,7 +293,9 @@ def test_a_draft_moves_no_more_than_it_must(monkeypatch):
     cache.reserve(0, 12)
     write(cache, 0, 0, [[1], [1, 2]])
     moved = []
-    monkeypatch.setattr(ops, "move_slots", lambda pool, source, target: moved.append((source.tolist(), target.tolist())))
+    monkeypatch.setattr(
+        ops, "move_slots", lambda pool, source, target: moved.append((source.tolist(), target.tolist()))
+    )
     cache.commit([(0, 2, [0, 1, 2])])
     assert moved == [] and cache.tables[0].length == 5
     cache.commit([(0, 5, [0, 3, 5])])
@@ -324,6 +331,8 @@ def test_size_is_logged(caplog):
     with caplog.at_level("INFO"):
         write(cache, 0, 0, [[1]])
         write(cache, 0, 0, [[1]])
-    assert [r.getMessage() for r in caplog.records] == ["KV cache: 8 blocks of 16 tokens, 0.0 MiB on cpu (torch.float32)."]
+    assert [r.getMessage() for r in caplog.records] == [
+        "KV cache: 8 blocks of 16 tokens, 0.0 MiB on cpu (torch.float32)."
+    ]
     assert cache.num_bytes == sum(pool.nbytes for layer in cache.layers for pool in (layer.keys, layer.values))
     assert np.isclose(cache.num_bytes, LAYERS * 8 * 16 * HEADS * (WIDTH + VALUE_WIDTH) * 4)

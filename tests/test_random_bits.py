@@ -92,7 +92,11 @@ def keys(n, seed=0):
     """n rows of random keys."""
     g = torch.Generator().manual_seed(seed)
     high = torch.randint(0, 2**31, (n,), generator=g)
-    return high << 32 | torch.randint(0, 2**32, (n,), generator=g), torch.randint(0, 5000, (n,), generator=g), torch.arange(n) % 7
+    return (
+        high << 32 | torch.randint(0, 2**32, (n,), generator=g),
+        torch.randint(0, 5000, (n,), generator=g),
+        torch.arange(n) % 7,
+    )
 
 
 @pytest.mark.parametrize("vocab", [1, 3, 4, 5, 63, 512, 1001])
@@ -102,7 +106,9 @@ def test_a_row_does_not_depend_on_the_batch(vocab):
     noise = rb.gumbel(seeds, positions, steps, rb.TOKEN_STREAM, vocab)
     assert noise.dtype == torch.float32 and tuple(noise.shape) == (37, vocab)
     for i in (0, 17, 36):
-        assert torch.equal(rb.gumbel(seeds[i : i + 1], positions[i : i + 1], steps[i : i + 1], rb.TOKEN_STREAM, vocab)[0], noise[i])
+        assert torch.equal(
+            rb.gumbel(seeds[i : i + 1], positions[i : i + 1], steps[i : i + 1], rb.TOKEN_STREAM, vocab)[0], noise[i]
+        )
     order = torch.randperm(37)[:20]
     assert torch.equal(rb.gumbel(seeds[order], positions[order], steps[order], rb.TOKEN_STREAM, vocab), noise[order])
     assert torch.equal(rb.gumbel(seeds, positions, steps, rb.TOKEN_STREAM, vocab + 130)[:, :vocab], noise)
@@ -178,7 +184,9 @@ def test_noise_does_not_depend_on_the_logits_dtype(dtype):
     logits = torch.randn(3, 33).to(dtype)
     rows = [Sequence([1, 2], 10, do_sample=True, seed=s) for s in (1, 2, 3)]
     noisy = add_noise(logits, rows, [2, 2, 3], rb.TOKEN_STREAM)
-    expected = rb.gumbel(torch.tensor([1, 2, 3]), torch.tensor([2, 2, 3]), torch.zeros(3, dtype=torch.long), rb.TOKEN_STREAM, 33)
+    expected = rb.gumbel(
+        torch.tensor([1, 2, 3]), torch.tensor([2, 2, 3]), torch.zeros(3, dtype=torch.long), rb.TOKEN_STREAM, 33
+    )
     assert noisy.dtype == torch.float32
     assert torch.equal(noisy, logits.float() + expected)
     mixed = add_noise(logits, [rows[0], Sequence([1], 10), rows[2]], [2, 2, 3], rb.TOKEN_STREAM)

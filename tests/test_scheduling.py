@@ -163,7 +163,12 @@ def plain(target, prompt: list[int], seq: Sequence) -> list[int]:
     if not seq.do_sample:
         ids = torch.tensor([prompt])
         out = target.generate(
-            ids, attention_mask=torch.ones_like(ids), max_length=seq.max_length, do_sample=False, eos_token_id=1, pad_token_id=0
+            ids,
+            attention_mask=torch.ones_like(ids),
+            max_length=seq.max_length,
+            do_sample=False,
+            eos_token_id=1,
+            pad_token_id=0,
         )
         return out[0].tolist()
     decoder = make_decoder(target, None, {"method": "none"})

@@ -56,7 +56,9 @@ def test_requests_with_speculation(server, model_folder, monkeypatch, stream):
     plain = ask(server, model_folder, stream)
     calls = []
     decode = integration.decode
-    monkeypatch.setattr(integration, "decode", lambda *args, **kwargs: calls.append(args[0].config.method) or decode(*args, **kwargs))
+    monkeypatch.setattr(
+        integration, "decode", lambda *args, **kwargs: calls.append(args[0].config.method) or decode(*args, **kwargs)
+    )
     ngram = {"method": "ngram", "prompt_lookup_min": 1}
     drafter = {"method": "draft_model", "model": str(model_folder / "drafter")}
     assert plain

@@ -32,7 +32,11 @@ def configs(model, tmp_path_factory):
     path = tmp_path_factory.mktemp("drafters")
     drafter_of(model).save_pretrained(path / "drafter")
     model.save_pretrained(path / "itself")
-    perfect = {"method": "draft_model", "model": str(path / "itself"), "num_speculative_tokens": 9}  # every draft is accepted
+    perfect = {
+        "method": "draft_model",
+        "model": str(path / "itself"),
+        "num_speculative_tokens": 9,
+    }  # every draft is accepted
     return {**method_configs(str(path / "drafter")), "perfect": perfect}
 
 
@@ -48,7 +52,9 @@ def tokenizer():
     raw = Tokenizer(models.WordLevel({text: i for i, text in enumerate(["<pad>", *letters])}, unk_token="<pad>"))
     raw.pre_tokenizer = pre_tokenizers.Split(Regex("."), "isolated")
     raw.decoder = decoders.Fuse()
-    return PreTrainedTokenizerFast(tokenizer_object=raw, pad_token="<pad>", padding_side="left", clean_up_tokenization_spaces=False)
+    return PreTrainedTokenizerFast(
+        tokenizer_object=raw, pad_token="<pad>", padding_side="left", clean_up_tokenization_spaces=False
+    )
 
 
 class Recorded(StoppingCriteria):
@@ -70,7 +76,9 @@ def assert_same(model, config, inputs, rule=None, **arguments):
         recorded = Recorded(rule)
         criteria = StoppingCriteriaList([*arguments.get("stopping_criteria", []), *([recorded] if rule else [])])
         output = model.generate(
-            **inputs, **{"max_new_tokens": 25, **arguments, "stopping_criteria": criteria}, speculative_config=speculative_config
+            **inputs,
+            **{"max_new_tokens": 25, **arguments, "stopping_criteria": criteria},
+            speculative_config=speculative_config,
         )
         results.append((output, recorded))
     (plain, expected), (ours, actual) = results
@@ -165,7 +173,8 @@ def test_max_time(model, config):
     """It ends the text soon after the time is up, and never when there is plenty."""
     inputs = ragged([8, 3])
     assert torch.equal(
-        model.generate(**inputs, max_new_tokens=9, max_time=600.0, speculative_config=config), model.generate(**inputs, max_new_tokens=9)
+        model.generate(**inputs, max_new_tokens=9, max_time=600.0, speculative_config=config),
+        model.generate(**inputs, max_new_tokens=9),
     )
     assert model.generate(**inputs, max_new_tokens=40, max_time=1e-9, speculative_config=config).shape[1] == WIDTH + 1
     late = MaxTimeCriteria(max_time=0.5, initial_timestamp=time.time() - 1)
@@ -188,7 +197,9 @@ def test_stop_strings(model, config, tokenizer, lengths, eos):
     assert_same(
         model, config, inputs, stopping_criteria=[StopStringCriteria(tokenizer, [texts[0][4:6]])], eos_token_id=eos
     )
-    assert_same(model, config, inputs, RULES["per row"], stop_strings=texts[0][9:12], tokenizer=tokenizer, eos_token_id=eos)
+    assert_same(
+        model, config, inputs, RULES["per row"], stop_strings=texts[0][9:12], tokenizer=tokenizer, eos_token_id=eos
+    )
 
 
 def test_stop_strings_need_a_tokenizer(model, configs):
@@ -202,7 +213,9 @@ def test_stop_strings_need_a_tokenizer(model, configs):
 def test_text_streamers(model, config, tokenizer, capsys):
     inputs, printed = ragged([8]), []
     for speculative_config in (None, config):
-        model.generate(**inputs, max_new_tokens=12, streamer=TextStreamer(tokenizer), speculative_config=speculative_config)
+        model.generate(
+            **inputs, max_new_tokens=12, streamer=TextStreamer(tokenizer), speculative_config=speculative_config
+        )
         printed.append(capsys.readouterr().out)
     assert printed[0] == printed[1] and len(printed[0]) > 12
     pieces = []

@@ -149,7 +149,11 @@ def test_unsure_continuations_are_not_drafted():
 
 def test_trees_branch():
     text = [1, 2, 9, 1, 2, 8, 1, 3, 7, 1, 2, 6, 1]
-    config = {"suffix_decoding_use_tree": True, "suffix_decoding_min_token_prob": 0.0, "suffix_decoding_max_spec_offset": 5.0}
+    config = {
+        "suffix_decoding_use_tree": True,
+        "suffix_decoding_min_token_prob": 0.0,
+        "suffix_decoding_max_spec_offset": 5.0,
+    }
     generator, seq = started(config, text)
     trees = generator.propose([seq], [6])
     assert not trees.is_chain
@@ -181,7 +185,11 @@ def test_an_error_leaves_nothing_behind(model, when, monkeypatch):
         monkeypatch.setattr(owner, when, fails)
     with pytest.raises(RuntimeError, match="on purpose"):
         model.generate(
-            PROMPTS, attention_mask=torch.ones_like(PROMPTS), max_new_tokens=60, speculative_config={"method": "suffix"}, **extra
+            PROMPTS,
+            attention_mask=torch.ones_like(PROMPTS),
+            max_new_tokens=60,
+            speculative_config={"method": "suffix"},
+            **extra,
         )
     assert len(calls) >= 3
     assert len(decoder.generator.cache.active_requests) == 0 and decoder.statistics == {}

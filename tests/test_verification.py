@@ -29,7 +29,8 @@ def problems(draw):
 
 def sequences_of(sampled, extra, seed):
     return [
-        Sequence([1] * n, 100, do_sample=s, seed=seed + 17 * i, num_steps=i) for i, (s, n) in enumerate(zip(sampled, extra, strict=True))
+        Sequence([1] * n, 100, do_sample=s, seed=seed + 17 * i, num_steps=i)
+        for i, (s, n) in enumerate(zip(sampled, extra, strict=True))
     ]
 
 
@@ -45,7 +46,11 @@ def walk_from(node, tokens, parents, scores, seq, done):
         key = (torch.tensor([k]) for k in (seq.seed, len(seq.tokens) + done, 0))
         choice = choice + rb.gumbel(*key, rb.TOKEN_STREAM, VOCAB)[0]
     token = int(choice.argmax())
-    options = [walk_from(i, tokens, parents, scores, seq, done + 1) for i, p in enumerate(parents) if p == node and tokens[i] == token]
+    options = [
+        walk_from(i, tokens, parents, scores, seq, done + 1)
+        for i, p in enumerate(parents)
+        if p == node and tokens[i] == token
+    ]
     return [token, *max(options, key=len, default=[])]
 
 

@@ -65,12 +65,22 @@ def test_fused_equals_the_chain(scores, temperature, top_k, top_p, min_p):
 def test_fused_on_a_large_vocabulary():
     scores = torch.randn(8, 50_000) * 4
     for arguments in [(0.7, 50, 0.9, 0.05), (1.0, 0, 0.95, 0.0), (1.3, 40, 1.0, 0.0), (0.6, 0, 1.0, 0.1)]:
-        assert torch.equal(FusedSamplingLogitsWarper(*arguments)(None, scores), chain(*arguments)(None, scores.clone())), arguments
+        assert torch.equal(
+            FusedSamplingLogitsWarper(*arguments)(None, scores), chain(*arguments)(None, scores.clone())
+        ), arguments
 
 
 @pytest.mark.parametrize(
     ("name", "value"),
-    [("temperature", 0), ("temperature", -1), ("top_k", -1), ("top_p", 0), ("top_p", 1.1), ("min_p", -0.1), ("min_p", 2)],
+    [
+        ("temperature", 0),
+        ("temperature", -1),
+        ("top_k", -1),
+        ("top_p", 0),
+        ("top_p", 1.1),
+        ("min_p", -0.1),
+        ("min_p", 2),
+    ],
 )
 def test_fused_refuses(name, value):
     with pytest.raises(ValueError, match=name):
@@ -111,7 +121,9 @@ class RowDependent(hf.LogitsProcessor):
 
     def __call__(self, input_ids, scores):
         assert input_ids.shape[0] == scores.shape[0] == len(PROMPTS)
-        bias = torch.tensor([10.0, 20.0, 30.0])[:, None] * (torch.arange(VOCAB) == (input_ids.sum(1, keepdim=True) % VOCAB))
+        bias = torch.tensor([10.0, 20.0, 30.0])[:, None] * (
+            torch.arange(VOCAB) == (input_ids.sum(1, keepdim=True) % VOCAB)
+        )
         return scores + bias
 
 
@@ -139,7 +151,9 @@ def watermark(**kwargs):
 PROCESSORS = {
     "repetition": lambda: hf.RepetitionPenaltyLogitsProcessor(1.7),
     "repetition, prompt ignored": lambda: hf.RepetitionPenaltyLogitsProcessor(1.7, prompt_ignore_length=WIDTH),
-    "repetition, prompt ignored by row": lambda: hf.RepetitionPenaltyLogitsProcessor(1.7, prompt_ignore_length=torch.tensor([5, 2, 4])),
+    "repetition, prompt ignored by row": lambda: hf.RepetitionPenaltyLogitsProcessor(
+        1.7, prompt_ignore_length=torch.tensor([5, 2, 4])
+    ),
     "no repeated bigram": lambda: hf.NoRepeatNGramLogitsProcessor(2),
     "no repeated trigram": lambda: hf.NoRepeatNGramLogitsProcessor(3),
     "bad words": lambda: hf.NoBadWordsLogitsProcessor([[4], [3, 5], [5, 3, 4]], eos_token_id=torch.tensor([EOS])),

@@ -133,7 +133,9 @@ class CandidateGenerator(TransformersCandidateGenerator, ABC):
 
     def _follow(self, input_ids: torch.LongTensor) -> None:
         if input_ids.shape[0] != 1:
-            raise ValueError("transformers' assisted decoding works on one sequence; use speculative_config for batches.")
+            raise ValueError(
+                "transformers' assisted decoding works on one sequence; use speculative_config for batches."
+            )
         tokens = input_ids[0].tolist()
         seq = self._assisted
         if seq is None or tokens[: len(seq.tokens)] != seq.tokens or len(tokens) > seq.max_length:

@@ -30,13 +30,18 @@ class DraftModelConfig(SpeculativeConfig):
 
     model: str | None = field(default=None, metadata={"help": "drafter: bundled name, folder or Hub id"})
     revision: str | None = field(default=None, metadata={"help": "Hub revision of the drafter"})
-    early_exit: int | None = field(default=None, metadata={"help": "draft with the target's own first layers, this many"})
+    early_exit: int | None = field(
+        default=None, metadata={"help": "draft with the target's own first layers, this many"}
+    )
     branching_factors: list[int] | None = field(
-        default=None, metadata={"help": "children per node at each depth, e.g. [3, 2, 1]: draft a tree instead of a chain"}
+        default=None,
+        metadata={"help": "children per node at each depth, e.g. [3, 2, 1]: draft a tree instead of a chain"},
     )
     vocabulary_bridge: str | None = field(
         default=None,
-        metadata={"help": "for a drafter with another tokenizer: 'intersection' (tokens both have) or 'text' (re-encode)"},
+        metadata={
+            "help": "for a drafter with another tokenizer: 'intersection' (tokens both have) or 'text' (re-encode)"
+        },
     )
 
     def __post_init__(self) -> None:
@@ -47,14 +52,19 @@ class DraftModelConfig(SpeculativeConfig):
                 raise self.fail("branching_factors", f"must be a list of integers of at least 1, not {factors!r}.")
             if self.num_speculative_tokens not in (None, len(factors)):
                 raise self.fail(
-                    "branching_factors", f"has {len(factors)} depths, but num_speculative_tokens is {self.num_speculative_tokens}."
+                    "branching_factors",
+                    f"has {len(factors)} depths, but num_speculative_tokens is {self.num_speculative_tokens}.",
                 )
             self.num_speculative_tokens = len(factors)
         super().__post_init__()
         if isinstance(self.model, os.PathLike):
             self.model = os.fspath(self.model)
         if self.model is not None and not isinstance(self.model, str):
-            hint = "pass a loaded model as generate(assistant_model=...)" if callable(self.model) else f"not {self.model!r}"
+            hint = (
+                "pass a loaded model as generate(assistant_model=...)"
+                if callable(self.model)
+                else f"not {self.model!r}"
+            )
             raise SpeculativeConfigError(f"speculative_config['model'] must be the name or folder of a model; {hint}.")
         self.check_text("model")
         self.check_text("revision")
@@ -166,7 +176,9 @@ class DraftModelGenerator(CandidateGenerator):
         chunk = self.config.prefill_chunk_size
         tables = [self.cache.tables[seq.id] for seq, _ in rows]
         while any(len(text) - table.length > chunk for (_, text), table in zip(rows, tables, strict=True)):
-            self._forward_texts([row for row, table in zip(rows, tables, strict=True) if len(row[1]) - table.length > chunk], chunk)
+            self._forward_texts(
+                [row for row, table in zip(rows, tables, strict=True) if len(row[1]) - table.length > chunk], chunk
+            )
         logits = self._forward_texts(rows, chunk)
         for seq, text in rows:
             self.cache.register_prefix(seq.id, text, len(text))

@@ -17,15 +17,22 @@ class NGramConfig(SpeculativeConfig):
 
     name = "ngram"
 
-    prompt_lookup_min: int | None = field(default=None, metadata={"help": "shortest n-gram looked up (default: prompt_lookup_max, or 5)"})
-    prompt_lookup_max: int | None = field(default=None, metadata={"help": "longest n-gram looked up (default: prompt_lookup_min, or 5)"})
+    prompt_lookup_min: int | None = field(
+        default=None, metadata={"help": "shortest n-gram looked up (default: prompt_lookup_max, or 5)"}
+    )
+    prompt_lookup_max: int | None = field(
+        default=None, metadata={"help": "longest n-gram looked up (default: prompt_lookup_min, or 5)"}
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_int("prompt_lookup_min", minimum=1, optional=True)
         self.check_int("prompt_lookup_max", minimum=1, optional=True)
         if self.ngram_range[0] > self.ngram_range[1]:
-            raise self.fail("prompt_lookup_min", f"is {self.prompt_lookup_min}, more than prompt_lookup_max = {self.prompt_lookup_max}.")
+            raise self.fail(
+                "prompt_lookup_min",
+                f"is {self.prompt_lookup_min}, more than prompt_lookup_max = {self.prompt_lookup_max}.",
+            )
 
     @property
     def ngram_range(self) -> tuple[int, int]:

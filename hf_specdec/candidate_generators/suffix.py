@@ -20,15 +20,21 @@ class SuffixConfig(SpeculativeConfig):
     name = "suffix"
     requires = ("pip install hf-specdec[suffix]",)
 
-    suffix_decoding_max_tree_depth: int = field(default=24, metadata={"help": "match and draft length together, at most"})
+    suffix_decoding_max_tree_depth: int = field(
+        default=24, metadata={"help": "match and draft length together, at most"}
+    )
     suffix_decoding_max_cached_requests: int = field(
         default=10000, metadata={"help": "past outputs kept in the shared tree; 0: none, -1: all"}
     )
     suffix_decoding_max_spec_factor: float = field(
         default=1.0, metadata={"help": "draft at most factor × match length + offset tokens"}
     )
-    suffix_decoding_max_spec_offset: float = field(default=0.0, metadata={"help": "see suffix_decoding_max_spec_factor"})
-    suffix_decoding_min_token_prob: float = field(default=0.1, metadata={"help": "stop where the estimated probability falls below"})
+    suffix_decoding_max_spec_offset: float = field(
+        default=0.0, metadata={"help": "see suffix_decoding_max_spec_factor"}
+    )
+    suffix_decoding_min_token_prob: float = field(
+        default=0.1, metadata={"help": "stop where the estimated probability falls below"}
+    )
     suffix_decoding_use_tree: bool = field(default=False, metadata={"help": "draft trees instead of chains"})
 
     def __post_init__(self) -> None:

@@ -26,7 +26,9 @@ class TreeGrowth:
     would pick if it agreed with the drafter.
     """
 
-    def __init__(self, generator: DraftModelGenerator, sequences: list[Sequence], text_lengths: list[int], limits: list[int]):
+    def __init__(
+        self, generator: DraftModelGenerator, sequences: list[Sequence], text_lengths: list[int], limits: list[int]
+    ):
         self.generator, self.sequences, self.text_lengths, self.limits = generator, sequences, text_lengths, limits
         config = generator.config
         self.widths = config.widths[: max(limits)]

@@ -39,13 +39,17 @@ def load_drafter(config: DraftModelConfig, target: PackedModel, context: Drafter
     if config.early_exit is not None:
         return target.model
     if config.model is None:
-        raise config.fail("model", "is missing: name a smaller model, pass assistant_model= to generate(), or set 'early_exit'.")
+        raise config.fail(
+            "model", "is missing: name a smaller model, pass assistant_model= to generate(), or set 'early_exit'."
+        )
     name = resolve_model(config.model)
     key = (id(target.model), name, config.revision, target.model.dtype, target.device)
     model = _loaded.get(key)
     if model is None:
         try:
-            model = AutoModelForCausalLM.from_pretrained(name, revision=config.revision or "main", dtype=target.model.dtype)
+            model = AutoModelForCausalLM.from_pretrained(
+                name, revision=config.revision or "main", dtype=target.model.dtype
+            )
         except (OSError, ValueError) as error:
             raise config.fail("model", f"could not be loaded from {name!r}: {error}") from error
         model = _loaded[key] = model.to(target.device).eval()
@@ -85,7 +89,9 @@ def make_bridge(config: DraftModelConfig, target: PackedModel, drafter: PackedMo
             raise config.fail("branching_factors", "cannot be used with vocabulary_bridge 'text', which drafts chains.")
         return TextBridge(ours, theirs, target)
     if not pairs:
-        raise config.fail("vocabulary_bridge", "cannot be 'intersection': the tokenizers have no token in common; use 'text'.")
+        raise config.fail(
+            "vocabulary_bridge", "cannot be 'intersection': the tokenizers have no token in common; use 'text'."
+        )
     return IntersectionBridge(pairs, ours, theirs, target)
 
 
@@ -104,7 +110,9 @@ def _common_tokens(ours, theirs, our_size: int, their_size: int) -> dict[int, in
     """{target id: drafter id} for tokens spelled alike, and for the special tokens that play the same role."""
     their_vocab = theirs.get_vocab()
     pairs = {
-        i: their_vocab[t] for t, i in ours.get_vocab().items() if t in their_vocab and i < our_size and their_vocab[t] < their_size
+        i: their_vocab[t]
+        for t, i in ours.get_vocab().items()
+        if t in their_vocab and i < our_size and their_vocab[t] < their_size
     }
     for role in ("bos_token_id", "eos_token_id"):
         a, b = getattr(ours, role, None), getattr(theirs, role, None)

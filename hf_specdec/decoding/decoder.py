@@ -220,7 +220,9 @@ class SpeculativeDecoder:
             return min(num_nodes, len(self.cache.tables[seq.id].slots) - len(seq.tokens))
         return num_nodes
 
-    def _forward(self, rows: list[tuple[Sequence, int]], trees: DraftTrees) -> tuple[PackedOutput, np.ndarray, dict[int, int]]:
+    def _forward(
+        self, rows: list[tuple[Sequence, int]], trees: DraftTrees
+    ) -> tuple[PackedOutput, np.ndarray, dict[int, int]]:
         """Pack every row's own tokens and its tree behind them, and run the target."""
         inputs, logit_rows, starts, packed, drafted = [], [], {}, 0, 0
         host_tokens = trees.tokens.numpy() if trees.tokens.device.type == "cpu" else None
@@ -256,7 +258,9 @@ class SpeculativeDecoder:
                 paths.append(trees.tokens[i, torch.from_numpy(nodes).to(trees.tokens.device)])
         return process_logits(owners, paths, logits)
 
-    def _commit(self, rows, decoding, trees: DraftTrees, scores: torch.Tensor, results: dict[int, StepResult]) -> StepOutcome:
+    def _commit(
+        self, rows, decoding, trees: DraftTrees, scores: torch.Tensor, results: dict[int, StepResult]
+    ) -> StepOutcome:
         """Keep accepted KV, append tokens, count."""
         sequences = [seq for seq, _ in decoding]
         kept, paths, emitted = [], [], []
@@ -270,7 +274,9 @@ class SpeculativeDecoder:
                 new = seq.accept(drafted + [int(verdict.next_tokens[i])])
                 paths[i] = paths[i][: len(new)]
                 seq.num_steps += 1
-                self.statistics[seq.id].record(trees.lengths[i], len(new), min(len(paths[i]), len(new)), _depth(trees, i))
+                self.statistics[seq.id].record(
+                    trees.lengths[i], len(new), min(len(paths[i]), len(new)), _depth(trees, i)
+                )
                 results[seq.id].new_tokens = new
                 results[seq.id].nodes = [first, *(first + 1 + node for node in paths[i])][: len(new)]
                 emitted.append(new)

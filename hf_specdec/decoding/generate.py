@@ -113,7 +113,9 @@ def decode(
 class StaticBatch:
     """A batch whose rows all start together; rows that finish leave."""
 
-    def __init__(self, decoder: SpeculativeDecoder, sequences, observer: LockstepObserver, tensors, returns: Returns, keep_cache):
+    def __init__(
+        self, decoder: SpeculativeDecoder, sequences, observer: LockstepObserver, tensors, returns: Returns, keep_cache
+    ):
         self.decoder, self.sequences, self.observer = decoder, sequences, observer
         self.tensors, self.returns, self.keep_cache = tensors, returns, keep_cache
         self.running: list[Sequence] = list(sequences)
@@ -214,11 +216,15 @@ def left_padding(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -
 
 def _sequences(input_ids, padding, logits_processor, stopping_criteria, generation_config, seeds) -> list[Sequence]:
     # Criteria are asked after each new token, so one that is already met still lets one token through.
-    limits = [max(each.max_length, input_ids.shape[1] + 1) for each in stopping_criteria if type(each) is MaxLengthCriteria]
+    limits = [
+        max(each.max_length, input_ids.shape[1] + 1) for each in stopping_criteria if type(each) is MaxLengthCriteria
+    ]
     max_length = min([generation_config.max_length, *limits])
     eos = {int(token) for each in stopping_criteria if type(each) is EosTokenCriteria for token in each.eos_token_id}
     pad = generation_config._pad_token_tensor
-    processors = NodeProcessors(logits_processor, input_ids, None if pad is None else int(pad)) if logits_processor else None
+    processors = (
+        NodeProcessors(logits_processor, input_ids, None if pad is None else int(pad)) if logits_processor else None
+    )
     rows = input_ids.tolist()
     return [
         Sequence(

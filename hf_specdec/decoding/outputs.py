@@ -116,7 +116,8 @@ def hidden_per_step(rows: list[RowTensors], num_fed: int, num_steps: int, layers
     num_layers = len(rows[0].prompt_hidden or [])
     wanted = range(num_layers) if layers is None else {index % num_layers for index in layers}
     by_layer = [
-        _layer_hidden(rows, layer, num_fed, num_steps) if layer in wanted else [None] * num_steps for layer in range(num_layers)
+        _layer_hidden(rows, layer, num_fed, num_steps) if layer in wanted else [None] * num_steps
+        for layer in range(num_layers)
     ]
     return tuple(zip(*by_layer, strict=True))
 

@@ -164,7 +164,9 @@ class NodeProcessors:
         for i, seq in enumerate(sequences):
             if seq.id not in own:
                 own[seq.id] = torch.tensor([*seq.left_padding, *seq.tokens], device=device)
-            prefixes.append(own[seq.id] if paths is None or not len(paths[i]) else torch.cat([own[seq.id], paths[i].to(device)]))
+            prefixes.append(
+                own[seq.id] if paths is None or not len(paths[i]) else torch.cat([own[seq.id], paths[i].to(device)])
+            )
         return prefixes
 
     @staticmethod

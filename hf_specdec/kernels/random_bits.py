@@ -31,7 +31,12 @@ def _random_words(seeds, positions, steps, stream: int, count: int) -> torch.Ten
     blocks = torch.arange((count + 3) // 4, device=seeds.device)[None, :]
     key0, key1 = (seeds & _MASK)[:, None], ((seeds >> 32) & _MASK)[:, None]
     lanes = philox4x32(
-        blocks, (positions & _MASK)[:, None], (steps & _MASK)[:, None], torch.full_like(blocks[:, :1], stream), key0, key1
+        blocks,
+        (positions & _MASK)[:, None],
+        (steps & _MASK)[:, None],
+        torch.full_like(blocks[:, :1], stream),
+        key0,
+        key1,
     )
     return torch.stack(torch.broadcast_tensors(*lanes), dim=-1).flatten(1)[:, :count]
 

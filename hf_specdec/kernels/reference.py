@@ -164,7 +164,9 @@ def rejection_walk(tokens, valid, parents, probs, prob_index, target_probs, acce
             proposal = F.one_hot(token, residual.shape[1]).to(residual.dtype)
         else:
             drawn_from = probs[rows, prob_index[:, node]].to(residual.dtype)
-            proposal = drawn_from if proposal is None else torch.where((proposal_of == current)[:, None], proposal, drawn_from)
+            proposal = (
+                drawn_from if proposal is None else torch.where((proposal_of == current)[:, None], proposal, drawn_from)
+            )
             proposal_of = torch.where(tested, current, proposal_of)
         p, q = residual[rows, token], proposal[rows, token]
         accept = tested & (q > 0) & (accept_uniform[:, node] * q < p)

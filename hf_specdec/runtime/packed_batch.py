@@ -117,7 +117,9 @@ class PackedBatch:
             ]
         return self._rows[device]
 
-    def masks(self, window: int | None, group: int, dtype: torch.dtype, device: torch.device) -> list[torch.Tensor | None]:
+    def masks(
+        self, window: int | None, group: int, dtype: torch.dtype, device: torch.device
+    ) -> list[torch.Tensor | None]:
         """Per row, the additive mask [group * t, S] of `reference.paged_attention`; made once per step, not per layer."""
         key = (window, group, dtype, device)
         if key not in self._masks:
@@ -144,7 +146,9 @@ class PackedBatch:
                 length = row.start + len(row.tokens)
                 allowed = visible(row, window)
                 block = mask[start:end, first_key : first_key + length]
-                block.masked_fill_(torch.ones_like(block, dtype=torch.bool) if allowed is None else torch.from_numpy(allowed), 0)
+                block.masked_fill_(
+                    torch.ones_like(block, dtype=torch.bool) if allowed is None else torch.from_numpy(allowed), 0
+                )
                 first_key += length
             self._masks[key] = mask[None, None].to(device)
         return self._masks[key]

@@ -72,7 +72,7 @@ class PackedModel:
     def __init__(
         self,
         model: PreTrainedModel,
-        taps: Taps = Taps(),  # noqa: B008
+        taps: Taps = Taps(),
         num_layers: int | None = None,
         prepack_weights: bool | None = None,
     ):
@@ -95,7 +95,9 @@ class PackedModel:
         embeddings = self.model.get_input_embeddings()
         if embeddings.weight.device.type != "meta":
             return embeddings.weight.device
-        return torch.device(embeddings._hf_hook.execution_device)  # accelerate brings offloaded weights there when needed
+        return torch.device(
+            embeddings._hf_hook.execution_device
+        )  # accelerate brings offloaded weights there when needed
 
     @property
     def vocab_size(self) -> int:
@@ -187,16 +189,22 @@ class PackedModel:
             windows = architectures.layer_windows(self.config)
             masks = {kind: batch.dense_mask(window, dtype, device) for kind, window in windows.items()}
         else:
-            masks = dict.fromkeys(architectures.layer_windows(self.config), torch.zeros(1, 1, 1, 1, dtype=dtype, device=device))
+            masks = dict.fromkeys(
+                architectures.layer_windows(self.config), torch.zeros(1, 1, 1, 1, dtype=dtype, device=device)
+            )
         return masks if hasattr(self.config, "layer_types") else next(iter(masks.values()))
 
 
-def paged_attention_forward(module, query, key, value, attention_mask, scaling=None, dropout=0.0, specdec=None, **kwargs):
+def paged_attention_forward(
+    module, query, key, value, attention_mask, scaling=None, dropout=0.0, specdec=None, **kwargs
+):
     """The attention registered as "hf_specdec": reads the pages of `specdec`, or is plain sdpa when called without it."""
     if specdec is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
-        return sdpa_attention_forward(module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs)
+        return sdpa_attention_forward(
+            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
+        )
     batch: PackedBatch = specdec
     batch.attention_calls += 1
     layer = batch.cache.layers[module.layer_idx]

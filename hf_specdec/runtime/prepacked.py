@@ -1,6 +1,7 @@
 """Linear layers on a CPU with weights in oneDNN's own blocked layout, packed once instead of at every call.
 
-What inductor's freezing does for a compiled model, without compiling: see docs/performance.md for the measurements. Costs a second copy of the weights. Results differ from `torch.nn.functional.linear` by float rounding only.
+What inductor's freezing does for a compiled model, without compiling (docs/performance.md has the measurements). Costs a
+second copy of the weights. Results differ from `torch.nn.functional.linear` by float rounding only.
 """
 
 from __future__ import annotations
@@ -77,7 +78,7 @@ class _PackedForward:
 
 
 def _is_plain(module: nn.Module) -> bool:
-    """An untouched `nn.Linear` on the CPU that packing speeds up: no subclass (quantized, LoRA), no hooked or replaced forward, no tensor subclass."""
+    """An untouched `nn.Linear` on the CPU that packing speeds up: no subclass (quantized, LoRA), no replaced forward."""
     return (
         type(module) is nn.Linear
         and "forward" not in vars(module)
@@ -108,7 +109,10 @@ def prepack(model: nn.Module, wanted: bool | None) -> PrepackedLinears | None:
         return None
     free = _free_memory()
     if wanted is None and (free is None or num_bytes > _MEMORY_SHARE * free):
-        logger.info("Weights are not prepacked: a second copy of %.1f GiB would be large beside the free memory.", num_bytes / 2**30)
+        logger.info(
+            "Weights are not prepacked: a second copy of %.1f GiB would be large beside the free memory.",
+            num_bytes / 2**30,
+        )
         return None
     return PrepackedLinears(model)
 
@@ -118,5 +122,3 @@ def _free_memory() -> int | None:
         return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
     except (AttributeError, ValueError, OSError):  # not on this platform
         return None
-
-
