@@ -20,10 +20,8 @@ from .candidate_generators import CandidateGenerator, generator_class, parse_con
 from .candidate_generators.base import DrafterContext
 from .config import SpeculativeConfig
 from .decoding import SpeculativeDecoder, decode
-from .decoding.generate import left_padding
 from .refusals import check_inputs, check_mode, check_model
 from .runtime import PackedModel
-from .runtime.sequence import stream_seeds
 
 MODE = "specdec"
 _METHOD = "_specdec_decoding"
@@ -164,12 +162,9 @@ def _specdec_decoding(
     config = parse_config(generation_config.speculative_config)
     input_ids = input_ids.long()
     check_inputs(self, input_ids, generation_config, model_kwargs)
-    mask = model_kwargs.get("attention_mask")
-    padding = left_padding(input_ids, mask)
     seed = config.seed
     if seed is None:
         seed = int(torch.randint(2**62, ()).item()) if generation_config.do_sample else 0
-    prompts = [row[pads:] for row, pads in zip(input_ids.tolist(), padding, strict=True)]
     with contextlib.ExitStack() as stack:
         # A decoder runs one batch at a time, and a model's attention is switched while it runs.
         for model in sorted({self, assistant_model} - {None}, key=id):
@@ -178,11 +173,11 @@ def _specdec_decoding(
         return decode(
             decoder,
             input_ids,
-            mask,
+            model_kwargs.get("attention_mask"),
             logits_processor,
             stopping_criteria,
             generation_config,
-            seeds=stream_seeds(seed, prompts),
+            seed,
             streamer=streamer,
             synced_gpus=synced_gpus,
             past_key_values=model_kwargs.get("past_key_values"),

@@ -80,7 +80,6 @@ BAD_CALLS = {
     "empty prompt": (lambda m: {"input_ids": torch.zeros(1, 0, dtype=torch.long), "attention_mask": None}, "hold no prompt"),
     "mask of zeros": (lambda m: {"attention_mask": torch.zeros(1, 7, dtype=torch.long)}, "masks all of row 0"),
     "right padding": (lambda m: {"attention_mask": torch.tensor([[1, 1, 1, 1, 1, 0, 0]])}, "pad on the left"),
-    "hole in the mask": (lambda m: {"attention_mask": torch.tensor([[0, 1, 1, 0, 1, 1, 1]])}, "pad on the left"),
     "mask of another length": (lambda m: {"attention_mask": torch.tensor([[0, 1, 1, 1, 1]])}, "covers 5 tokens"),
     "other positions": (lambda m: {"position_ids": torch.arange(3, 10)[None]}, "position_ids"),
     "embeddings": (lambda m: {"input_ids": None, "attention_mask": None, "inputs_embeds": embeddings(m)}, "inputs_embeds"),

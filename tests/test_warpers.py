@@ -195,7 +195,9 @@ def rows_and_prefixes(processors):
     trees = DraftTrees.from_lists(*TREES)
     rows, owners, paths, prefixes = [], [], [], []
     for i, prompt in enumerate(PROMPTS):
-        seq = Sequence(list(prompt), 50, processors=processors, row=i, left_padding=(PAD,) * (WIDTH - len(prompt)))
+        seq = Sequence(
+            list(prompt), 50, processors=processors, row=i, shown_prompt=[PAD] * (WIDTH - len(prompt)) + list(prompt)
+        )
         seq.tokens += GENERATED[i]
         rows.append(seq)
         for node in range(-1, trees.lengths[i]):
@@ -205,7 +207,7 @@ def rows_and_prefixes(processors):
                 at = TREES[1][i][at]
             owners.append(seq)
             paths.append(torch.tensor(path, dtype=torch.long))
-            prefixes.append([*seq.left_padding, *seq.tokens, *path])
+            prefixes.append([*seq.shown_tokens, *path])
     return owners, paths, prefixes
 
 

@@ -141,6 +141,19 @@ class SpeculativeDecoder:
         with self.target.active(), self.generator.active():
             yield self
 
+    def read_last(self, sequences: list[Sequence]) -> None:
+        """Feed each finished sequence's last token too, so that its KV can be gone on from. Runs inside `active()`.
+
+        Raises:
+            OutOfBlocks: one of them does not fit; nothing was fed.
+        """
+        for seq in sequences:
+            self.cache.reserve(seq.id, len(seq.tokens))
+        rows = [RowInput(seq.id, np.asarray(seq.tokens[-1:], dtype=np.int64), len(seq.tokens) - 1) for seq in sequences]
+        self.target.forward(rows, self.cache)
+        for seq in sequences:
+            self.cache.tables[seq.id].length = len(seq.tokens)
+
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     @torch.no_grad()

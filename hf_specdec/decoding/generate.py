@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import logging
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 from transformers.cache_utils import Cache, DynamicCache
@@ -14,6 +16,7 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from ..cache import OutOfBlocks
 from ..runtime import Sequence
 from ..runtime.architectures import check_length
+from ..runtime.sequence import stream_seeds
 from .decoder import SpeculativeDecoder, StepResult
 from .outputs import (
     RowStatistics,
@@ -59,7 +62,7 @@ def decode(
     logits_processor,
     stopping_criteria: StoppingCriteriaList,
     generation_config,
-    seeds: list[int],
+    seed: int,
     streamer=None,
     synced_gpus: bool = False,
     past_key_values: Cache | None = None,
@@ -68,16 +71,16 @@ def decode(
 
     Args:
         decoder: made for this model and configuration; nothing may be running on it.
-        input_ids, attention_mask: int64 [B, S], left-padded.
+        input_ids, attention_mask: int64 [B, S]; masked tokens anywhere but at the end of a row.
         logits_processor, stopping_criteria, generation_config: as `generate()` prepared them.
-        seeds: one random stream per row (used if the config samples).
+        seed: what the rows' random streams are made from (used if the config samples).
         past_key_values: KV of a prefix of the prompts to start from, and where to leave the KV of the result.
 
     Returns: int64 [B, S + n], or SpeculativeDecoderOnlyOutput.
     """
     model, returns = decoder.target.model, Returns.of(generation_config)
-    padding = left_padding(input_ids, attention_mask)
-    sequences = _sequences(input_ids, padding, logits_processor, stopping_criteria, generation_config, seeds)
+    columns = prompt_columns(input_ids, attention_mask)
+    sequences = _sequences(input_ids, columns, logits_processor, stopping_criteria, generation_config, seed)
     for seq in sequences:
         check_length(model, seq.prompt_length, seq.max_length)
     num_cached = 0 if past_key_values is None else min(int(past_key_values.get_seq_length()), input_ids.shape[1] - 1)
@@ -98,7 +101,7 @@ def decode(
             for seq in sequences:
                 decoder.add(seq)
             if num_cached:
-                _load_cache(decoder, sequences, past_key_values, padding, num_cached)
+                _load_cache(decoder, sequences, past_key_values, columns, num_cached)
             run.until_done(model, synced_gpus)
     except BaseException:
         decoder.abort(sequences)
@@ -107,7 +110,7 @@ def decode(
         decoder.release()
     if streamer is not None:
         streamer.end()
-    return _result(run, returns, padding, input_ids.shape[1] - num_cached, export)
+    return _result(run, returns, columns, input_ids.shape[1] - num_cached, export)
 
 
 class StaticBatch:
@@ -134,11 +137,16 @@ class StaticBatch:
             self._let_go(everything=finished)
 
     def _step(self) -> list[StepResult]:
+        return self._making_room(lambda: self.decoder.step(self.running, self._chunks()))
+
+    def _making_room(self, act: Callable[[], Any]) -> Any:
+        """Do what needs blocks, preempting the rows behind as long as there are too few."""
         while True:
             try:
-                return self.decoder.step(self.running, self._chunks())
+                return act()
             except OutOfBlocks:
-                holders = [seq for seq in self.running[1:] if self.decoder.cache.tables[seq.id].blocks]
+                waiting = [seq for seq in self.running[1:] if not seq.finished]
+                holders = [seq for seq in waiting if self.decoder.cache.tables[seq.id].blocks]
                 if not holders:
                     raise
                 self.decoder.preempt(holders[-1])
@@ -181,40 +189,43 @@ class StaticBatch:
         row.hidden.append([h[packed.to(h.device)] for h in step.output.hidden_states])
 
     def _let_go(self, everything: bool) -> None:
-        for seq in [seq for seq in self.running if seq.finished or everything]:
+        leaving = [seq for seq in self.running if seq.finished or everything]
+        if leaving and self.keep_cache and not everything:  # transformers feeds the end token while other rows go on
+            self._making_room(lambda: self.decoder.read_last(leaving))
+        for seq in leaving:
             self.running.remove(seq)
             if self.keep_cache:
                 self.tensors[seq.row].cache = read_cache(self.decoder.cache, seq)
             self.statistics[seq.row] = self.decoder.remove(seq)
 
 
-def left_padding(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[int]:
-    """Padding tokens before each row's prompt.
+def prompt_columns(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[np.ndarray]:
+    """Per row, the columns of the batch [B, S] that hold its prompt. Masked tokens are never attended to and have no
+    position, so they are simply left out.
 
     Raises:
-        ValueError: an empty batch or row, or a mask that is not zeros, then ones.
+        ValueError: an empty batch, an empty row, or one whose last token is masked.
     """
     if input_ids.shape[0] == 0 or input_ids.shape[1] == 0:
         raise ValueError(
-            f"input_ids of shape {list(input_ids.shape)} hold no prompt. speculative_config needs token ids; prompts given only as "
-            "inputs_embeds are not supported."
+            f"input_ids of shape {list(input_ids.shape)} hold no prompt. speculative_config needs token ids; prompts given "
+            "only as inputs_embeds are not supported."
         )
     if attention_mask is None:
-        return [0] * input_ids.shape[0]
-    mask = attention_mask != 0
-    lengths = mask.sum(1).tolist()
-    for i, length in enumerate(lengths):
-        if length == 0:
+        return [np.arange(input_ids.shape[1])] * input_ids.shape[0]
+    columns = [np.flatnonzero(row) for row in (attention_mask != 0).cpu().numpy()]
+    for i, own in enumerate(columns):
+        if len(own) == 0:
             raise ValueError(f"attention_mask masks all of row {i}: there is no prompt to continue.")
-        if not bool(mask[i, -length:].all()):
+        if own[-1] != input_ids.shape[1] - 1:
             raise ValueError(
-                f"attention_mask of row {i} is not zeros followed by ones: pad on the left (tokenizer.padding_side = 'left'). "
-                "Without attention_mask, transformers masks pad tokens wherever they stand."
+                f"attention_mask masks the end of row {i}, where the text goes on: pad on the left "
+                "(tokenizer.padding_side = 'left')."
             )
-    return [input_ids.shape[1] - length for length in lengths]
+    return columns
 
 
-def _sequences(input_ids, padding, logits_processor, stopping_criteria, generation_config, seeds) -> list[Sequence]:
+def _sequences(input_ids, columns, logits_processor, stopping_criteria, generation_config, seed: int) -> list[Sequence]:
     # Criteria are asked after each new token, so one that is already met still lets one token through.
     limits = [
         max(each.max_length, input_ids.shape[1] + 1) for each in stopping_criteria if type(each) is MaxLengthCriteria
@@ -225,43 +236,46 @@ def _sequences(input_ids, padding, logits_processor, stopping_criteria, generati
     processors = (
         NodeProcessors(logits_processor, input_ids, None if pad is None else int(pad)) if logits_processor else None
     )
-    rows = input_ids.tolist()
+    rows = input_ids.cpu().numpy()
+    prompts = [row[own].tolist() for row, own in zip(rows, columns, strict=True)]
+    seeds = stream_seeds(seed, prompts)
     return [
         Sequence(
-            tokens=row[pads:],
-            max_length=max_length - pads,
+            tokens=prompt,
+            max_length=max_length - (len(row) - len(prompt)),
             eos_token_ids=frozenset(eos),
             do_sample=bool(generation_config.do_sample),
             seed=seeds[i],
             processors=processors,
             row=i,
-            left_padding=tuple(row[:pads]),
+            shown_prompt=row.tolist(),
         )
-        for i, (row, pads) in enumerate(zip(rows, padding, strict=True))
+        for i, (row, prompt) in enumerate(zip(rows, prompts, strict=True))
     ]
 
 
-def _load_cache(decoder: SpeculativeDecoder, sequences, cache: Any, padding: list[int], length: int) -> None:
+def _load_cache(decoder: SpeculativeDecoder, sequences, cache: Any, columns: list[np.ndarray], length: int) -> None:
     """Take over the KV of the prompts' first tokens from transformers' cache."""
     for i, seq in enumerate(sequences):
-        count = length - padding[i]
-        if count <= 0:
+        cached = torch.from_numpy(columns[i][columns[i] < length])
+        count = len(cached)
+        if not count:
             continue
         whole = seq.max_length + decoder.generator.max_draft_nodes
         fits = decoder.cache.blocks_missing(seq.id, whole) <= decoder.cache.pool.num_available
         decoder.cache.reserve(seq.id, whole if fits else count)
         for index, layer in enumerate(cache.layers):
-            keys, values = (states[i, :, padding[i] : length].transpose(0, 1) for states in (layer.keys, layer.values))
+            keys, values = (s[i][:, cached.to(s.device)].transpose(0, 1) for s in (layer.keys, layer.values))
             decoder.cache.load(seq.id, index, keys, values)
         decoder.cache.tables[seq.id].length = count
 
 
-def _result(run: StaticBatch, returns: Returns, padding, num_fed: int, export: DynamicCache | None):
+def _result(run: StaticBatch, returns: Returns, columns, num_fed: int, export: DynamicCache | None):
     """What `generate()` returns; `num_fed`: columns of the prompt that were not in a cache passed in."""
     observer, tensors = run.observer, run.tensors
     ids, steps = observer.output_ids(), observer.num_steps
     if export is not None:
-        fill_dynamic_cache(export, tensors, padding, ids.shape[1] - 1)
+        fill_dynamic_cache(export, tensors, columns, ids.shape[1] - 1)
     if not returns.as_dict:
         return ids
     for seq in run.sequences:
@@ -270,7 +284,7 @@ def _result(run: StaticBatch, returns: Returns, padding, num_fed: int, export: D
         sequences=ids,
         scores=tuple(at_step([t.scores for t in tensors], step) for step in range(steps)) if returns.scores else None,
         logits=tuple(at_step([t.logits for t in tensors], step) for step in range(steps)) if returns.logits else None,
-        hidden_states=hidden_per_step(tensors, num_fed, steps, returns.layers) if returns.hidden else None,
+        hidden_states=hidden_per_step(tensors, columns, num_fed, steps, returns.layers) if returns.hidden else None,
         past_key_values=export,
         speculation=summarize([run.statistics[seq.row] for seq in run.sequences]),
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+import numpy as np
 import torch
 from transformers.cache_utils import DynamicCache
 from transformers.generation.utils import GenerateDecoderOnlyOutput
@@ -105,51 +106,58 @@ def at_step(rows: list[list[torch.Tensor]], step: int) -> torch.Tensor:
     return torch.stack([row[step] if len(row) > step else filler for row in rows])
 
 
-def hidden_per_step(rows: list[RowTensors], num_fed: int, num_steps: int, layers: list[int] | None) -> tuple:
+def hidden_per_step(
+    rows: list[RowTensors], columns: list[np.ndarray], num_fed: int, num_steps: int, layers: list[int] | None
+) -> tuple:
     """transformers' hidden_states: for the prompt a tuple over layers of [B, num_fed, H], then per token of [B, 1, H].
 
     Args:
-        num_fed: columns of the padded prompt that were fed.
+        columns: per row, where the prompt's tokens stand among the padded ones.
+        num_fed: columns of the padded prompt that were fed, the last ones.
         num_steps: generated tokens; the last one was never fed.
         layers: the only layers wanted (the others' places hold None), or None for all.
     """
     num_layers = len(rows[0].prompt_hidden or [])
     wanted = range(num_layers) if layers is None else {index % num_layers for index in layers}
     by_layer = [
-        _layer_hidden(rows, layer, num_fed, num_steps) if layer in wanted else [None] * num_steps
+        _layer_hidden(rows, layer, columns, num_fed, num_steps) if layer in wanted else [None] * num_steps
         for layer in range(num_layers)
     ]
     return tuple(zip(*by_layer, strict=True))
 
 
-def _layer_hidden(rows: list[RowTensors], layer: int, num_fed: int, num_steps: int) -> list[torch.Tensor]:
+def _layer_hidden(
+    rows: list[RowTensors], layer: int, columns: list[np.ndarray], num_fed: int, num_steps: int
+) -> list[torch.Tensor]:
     prompts = [row.prompt_hidden[layer] for row in rows]  # type: ignore[index]
     first = prompts[0].new_zeros(len(rows), num_fed, prompts[0].shape[-1])
     later = first.new_zeros(len(rows), num_steps - 1, first.shape[-1])
     for i, row in enumerate(rows):
-        first[i, num_fed - len(prompts[i]) :] = prompts[i]
+        places = columns[i][len(columns[i]) - len(prompts[i]) :] - (columns[i][-1] + 1 - num_fed)
+        first[i, torch.from_numpy(places).to(first.device)] = prompts[i]
         fed = torch.cat([piece[layer] for piece in row.hidden])[: num_steps - 1]
         later[i, : len(fed)] = fed
     return [first, *(later[:, step : step + 1] for step in range(num_steps - 1))]
 
 
 def read_cache(cache: PagedStaticCache, seq: Sequence) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """A row's keys and values per layer, for the tokens transformers would have cached (all but the last)."""
-    length = len(seq.tokens) - 1
+    """A row's keys and values per layer, for those of its tokens that were fed."""
+    length = len(seq.tokens)
     pairs = (cache.read(seq.id, layer) for layer in range(len(cache.layers)))
     return [(keys[:length], values[:length]) for keys, values in pairs]
 
 
-def fill_dynamic_cache(cache: DynamicCache, rows: list[RowTensors], padding: list[int], length: int) -> None:
-    """Write the rows' KV into transformers' cache, left-padded as it would have been: [B, heads, length, width] per layer."""
+def fill_dynamic_cache(cache: DynamicCache, rows: list[RowTensors], columns: list[np.ndarray], length: int) -> None:
+    """Write the rows' KV into transformers' cache, where it would have put them: [B, heads, length, width] per layer."""
+    places = [torch.from_numpy(np.concatenate([own, np.arange(own[-1] + 1, length)])) for own in columns]
     for layer in range(len(rows[0].cache or [])):
         states = []
         for which in (0, 1):
             example = rows[0].cache[layer][which]  # type: ignore[index]
             full = example.new_zeros(len(rows), example.shape[1], length, example.shape[2])
             for i, row in enumerate(rows):
-                piece = row.cache[layer][which][: length - padding[i]]  # type: ignore[index]
-                full[i, :, padding[i] : padding[i] + len(piece)] = piece.transpose(0, 1)
+                piece = row.cache[layer][which][: len(places[i])]  # type: ignore[index]
+                full[i, :, places[i][: len(piece)].to(full.device)] = piece.transpose(0, 1)
             states.append(full)
         if layer < len(cache.layers) and cache.layers[layer].get_seq_length() > 0:
             cache.layers[layer].keys, cache.layers[layer].values = states

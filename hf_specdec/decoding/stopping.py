@@ -52,14 +52,15 @@ class LockstepObserver:
         self.scores: tuple[torch.Tensor, ...] | None = None if scores is None else ()
         self.stopped: list[int | None] = [None] * len(sequences)  # new tokens at which each row stopped
         room = max(seq.max_length - seq.prompt_length for seq in sequences)
-        self.ids = prompt_ids.new_full((len(sequences), self.width + room), 0 if pad_token_id is None else pad_token_id)
+        self.pad_token_id = 0 if pad_token_id is None else pad_token_id
+        self.ids = prompt_ids.new_full((len(sequences), self.width + room), self.pad_token_id)
         self.ids[:, : self.width] = prompt_ids
 
     def row_advanced(self, seq: Sequence, num_new: int) -> None:
         """Apply criteria that concern this row alone to each new prefix."""
         if not self.row_criteria:
             return
-        prefix = torch.tensor([[*seq.left_padding, *seq.tokens]], device=self.ids.device)
+        prefix = torch.tensor([seq.shown_tokens], device=self.ids.device)
         for length in range(prefix.shape[1] - num_new + 1, prefix.shape[1] + 1):
             if any(bool(each(prefix[:, :length], None).all()) for each in self.row_criteria):
                 self._stop(seq, length - self.width)
@@ -82,9 +83,12 @@ class LockstepObserver:
     def _show(self, step: int, alive: list[int]) -> None:
         self.num_steps = step
         column = self.width + step - 1
+        shown = [self.pad_token_id] * len(self.sequences)
         for i in alive:
             seq = self.sequences[i]
-            self.ids[i, column] = seq.tokens[seq.prompt_length + step - 1]
+            shown[i] = seq.tokens[seq.prompt_length + step - 1]
+        tokens = torch.tensor(shown)  # on the host, where streamers want it
+        self.ids[:, column] = tokens.to(self.ids.device)
         if self.score_step is not None and self.scores is not None:
             self.scores += (self.score_step(step - 1),)
         hit = self.others(self.ids[:, : column + 1], self.scores) if self.others else None
@@ -96,7 +100,7 @@ class LockstepObserver:
                 if self.rows_can_stop:
                     self._stop(seq, step)
         if self.streamer is not None:
-            self.streamer.put(self.ids[:, column].cpu())
+            self.streamer.put(tokens)
 
     @property
     def done(self) -> bool:

@@ -163,7 +163,7 @@ class NodeProcessors:
         prefixes = []
         for i, seq in enumerate(sequences):
             if seq.id not in own:
-                own[seq.id] = torch.tensor([*seq.left_padding, *seq.tokens], device=device)
+                own[seq.id] = torch.tensor(seq.shown_tokens, device=device)
             prefixes.append(
                 own[seq.id] if paths is None or not len(paths[i]) else torch.cat([own[seq.id], paths[i].to(device)])
             )

@@ -21,8 +21,8 @@ class Sequence:
         do_sample: draw from the target's distribution (True) or take its argmax.
         seed: key of the row's own random stream, int64; its numbers depend on nothing else in the batch.
         processors: a `RowProcessors` applied to the target's logits (see decoding/warpers.py), or None.
-        row, left_padding: where the row stood in the caller's batch and the padding ids before its prompt: logits
-            processors see them as transformers shows them.
+        row, shown_prompt: where the row stood in the caller's batch, and its ids there, masked ones included: logits
+            processors and stopping criteria see them as transformers shows them. None: the prompt as it is.
         num_speculative_tokens: this row's own draft length; None: the method's, 0: none.
     """
 
@@ -33,7 +33,7 @@ class Sequence:
     seed: int = 0
     processors: Any = None
     row: int = 0
-    left_padding: tuple[int, ...] = ()
+    shown_prompt: list[int] | None = None
     num_speculative_tokens: int | None = None
     id: int = field(default_factory=lambda: next(_ids))
     num_steps: int = 0  # verification rounds so far: part of the key of rejection sampling's noise
@@ -42,6 +42,13 @@ class Sequence:
 
     def __post_init__(self) -> None:
         self.prompt_length = len(self.tokens)
+
+    @property
+    def shown_tokens(self) -> list[int]:
+        """`tokens` as transformers would show them: masked ids of the caller's batch included."""
+        if self.shown_prompt is None:
+            return self.tokens
+        return self.shown_prompt + self.tokens[self.prompt_length :]
 
     @property
     def num_generated(self) -> int:
