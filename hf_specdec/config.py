@@ -35,7 +35,10 @@ class SpeculativeConfig:
     )
     rejection_sample_method: str | None = field(
         default=None,
-        metadata={"help": "how sampled drafts are verified: 'coupled' (default) or 'rejection' (alias 'standard')"},
+        metadata={
+            "help": "how drafts are verified when sampling: 'coupled' (default) or 'rejection' (alias 'standard'); "
+            "'greedy' refuses to sample"
+        },
     )
     draft_sample_method: str | None = field(
         default=None,

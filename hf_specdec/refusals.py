@@ -53,6 +53,11 @@ def check_model(
         raise UnsupportedModel(
             f"{type(model).__name__} has a decoding procedure of its own, which speculative_config would replace."
         )
+    if config.rejection_sample_method == "greedy" and generation_config.do_sample:
+        raise config.fail(
+            "rejection_sample_method",
+            "is 'greedy', but generate() was asked to sample: pass do_sample=False, or verify by 'coupled' or 'rejection'.",
+        )
     if assistant_model is not None and not generator_class(config.method).uses_assistant_model:
         raise SpeculativeConfigError(
             f"assistant_model is not used by method {config.method!r}: drop it, or use {{'method': 'draft_model'}}."

@@ -57,6 +57,9 @@ BAD_CALLS = {
     "n-gram sizes": (lambda m: {"speculative_config": {**NGRAM, "prompt_lookup_min": 4}}, "prompt_lookup_min"),
     "rule": (lambda m: {"speculative_config": {**NGRAM, "rejection_sample_method": "rejecton"}}, "did you mean 'rejection'"),
     "seed": (lambda m: {"speculative_config": {**NGRAM, "seed": -1}}, "seed"),
+    "greedy rule and sampling": (
+        lambda m: {"do_sample": True, "speculative_config": {**NGRAM, "rejection_sample_method": "greedy"}}, "do_sample=False",
+    ),
     "configuration of a wrong type": (lambda m: {"speculative_config": [1]}, "must be a dict"),
     "bad JSON": (lambda m: {"speculative_config": '{"method": '}, "not valid JSON"),
     "no such file": (lambda m: {"speculative_config": "nowhere.json"}, "neither JSON text nor an existing file"),
