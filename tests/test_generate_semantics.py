@@ -285,6 +285,7 @@ def speculation_is_consistent(output, width, eos=None):
     figures, rows = output.speculation, output.speculation.rows
     ended = finished_before(output.sequences, width, eos)
     assert [row.num_new_tokens for row in rows] == (~ended).sum(0).tolist()
+    assert figures.kv_cache_bytes > 0
     for key in ("num_steps", "num_draft_tokens", "num_accepted_tokens", "num_new_tokens"):
         assert getattr(figures, key) == sum(getattr(row, key) for row in rows)
     for each in (figures, *rows):

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 import torch
 from transformers import PreTrainedModel
-from transformers.generation import CandidateGenerator as TransformersCandidateGenerator
+from transformers.generation.candidate_generator import CandidateGenerator as TransformersCandidateGenerator
 
 from ..config import SpeculativeConfig
 from ..runtime import DraftTrees, PackedModel, PackedOutput, Sequence, Taps
@@ -108,7 +108,7 @@ class CandidateGenerator(TransformersCandidateGenerator, ABC):
 
     # ---- transformers' own assisted decoding ------------------------------------------------------------------------
 
-    def get_candidates(self, input_ids: torch.LongTensor, **kwargs) -> tuple[torch.LongTensor, None]:
+    def get_candidates(self, input_ids: torch.LongTensor, **kwargs) -> tuple[torch.Tensor, None]:
         """The prompt with one chain of drafted tokens behind it: int64 [1, S + K]; drafts are points, so no logits."""
         self._follow(input_ids)
         assert self._assisted is not None

@@ -86,7 +86,7 @@ class DraftModelGenerator(CandidateGenerator):
     config: DraftModelConfig
     uses_assistant_model = True
 
-    def __init__(self, config, target, context: DrafterContext | None = None):
+    def __init__(self, config: DraftModelConfig, target: PackedModel, context: DrafterContext | None = None):
         super().__init__(config, target, context)
         context = context or DrafterContext()
         model = load_drafter(config, target, context)

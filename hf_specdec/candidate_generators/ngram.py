@@ -5,8 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..config import SpeculativeConfig
-from ..runtime import DraftTrees, Sequence
-from .base import CandidateGenerator, StepOutcome
+from ..runtime import DraftTrees, PackedModel, Sequence
+from .base import CandidateGenerator, DrafterContext, StepOutcome
 from .registry import register
 
 
@@ -71,7 +71,7 @@ class NGramGenerator(CandidateGenerator):
 
     config: NGramConfig
 
-    def __init__(self, config, target, context=None):
+    def __init__(self, config: NGramConfig, target: PackedModel, context: DrafterContext | None = None):
         super().__init__(config, target, context)
         self.indices: dict[int, NGramIndex] = {}
 

@@ -33,9 +33,9 @@ def register(config_class: type[SpeculativeConfig]):
 
 
 def _discover() -> None:
-    package = importlib.import_module(__package__)
+    package = importlib.import_module(__name__.rpartition(".")[0])
     for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{__package__}.{module.name}")
+        importlib.import_module(f"{package.__name__}.{module.name}")
 
 
 def available_methods() -> dict[str, type[SpeculativeConfig]]:

@@ -7,8 +7,8 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..config import SpeculativeConfig
-from ..runtime import DraftTrees, Sequence
-from .base import CandidateGenerator, StepOutcome
+from ..runtime import DraftTrees, PackedModel, Sequence
+from .base import CandidateGenerator, DrafterContext, StepOutcome
 from .registry import register
 
 
@@ -65,7 +65,7 @@ class SuffixGenerator(CandidateGenerator):
 
     config: SuffixConfig
 
-    def __init__(self, config, target, context=None):
+    def __init__(self, config: SuffixConfig, target: PackedModel, context: DrafterContext | None = None):
         super().__init__(config, target, context)
         try:
             from arctic_inference.suffix_decoding import SuffixDecodingCache

@@ -137,4 +137,5 @@ def summary(new_tokens: int, seconds: float, speculation: Any) -> str:
         parts.append(
             f"{speculation['acceptance_rate']:.0%} of {speculation['num_draft_tokens']} drafted tokens accepted"
         )
+    parts.append(f"KV cache {speculation['kv_cache_bytes'] / 2**20:.1f} MiB")
     return " · ".join(parts)

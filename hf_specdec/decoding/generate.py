@@ -123,6 +123,7 @@ class StaticBatch:
         self.tensors, self.returns, self.keep_cache = tensors, returns, keep_cache
         self.running: list[Sequence] = list(sequences)
         self.statistics: dict[int, RowStatistics] = {}  # by row, once it has left
+        self.kv_cache_bytes = 0
 
     def until_done(self, model: PreTrainedModel, synced_gpus: bool) -> None:
         """Step until every row has stopped; with `synced_gpus`, until the other processes' rows have too."""
@@ -134,6 +135,7 @@ class StaticBatch:
             for result in self._step():
                 self._collect(result)
             finished = self.observer.advance()
+            self.kv_cache_bytes = self.decoder.cache.num_bytes
             self._let_go(everything=finished)
 
     def _step(self) -> list[StepResult]:
@@ -286,5 +288,5 @@ def _result(run: StaticBatch, returns: Returns, columns, num_fed: int, export: D
         logits=tuple(at_step([t.logits for t in tensors], step) for step in range(steps)) if returns.logits else None,
         hidden_states=hidden_per_step(tensors, columns, num_fed, steps, returns.layers) if returns.hidden else None,
         past_key_values=export,
-        speculation=summarize([run.statistics[seq.row] for seq in run.sequences]),
+        speculation=summarize([run.statistics[seq.row] for seq in run.sequences], run.kv_cache_bytes),
     )

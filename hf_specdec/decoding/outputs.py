@@ -27,7 +27,7 @@ class Speculation(dict):
     Keys: `num_steps` (target forwards a row took part in, summed over rows), `num_draft_tokens`, `num_accepted_tokens`,
     `num_new_tokens`, `mean_accepted_length` (τ: tokens emitted per target forward), `acceptance_rate` (accepted / drafted
     tokens), `acceptance_per_position` (share of the rounds drafting that deep in which the draft token at this depth was
-    accepted) and, for a batch, `rows`: the same for each row.
+    accepted), `kv_cache_bytes` (size of the target's KV pools, allocated once) and `rows`: the same figures for each row.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -75,9 +75,10 @@ class RowStatistics:
         )
 
 
-def summarize(rows: list[RowStatistics]) -> Speculation:
+def summarize(rows: list[RowStatistics], kv_cache_bytes: int) -> Speculation:
     """All rows together, with each row's own figures under `rows`."""
     total = RowStatistics([step for row in rows for step in row.steps]).summary()
+    total["kv_cache_bytes"] = kv_cache_bytes
     total["rows"] = [row.summary() for row in rows]
     return total
 

@@ -50,7 +50,7 @@ class DraftTrees:
         tree = None if parents is None else np.tile(np.arange(-1, width - 1), (len(lengths), 1))
         for i, row in enumerate(tokens):
             ids[i, : len(row)] = row
-            if tree is not None:
+            if tree is not None and parents is not None:
                 tree[i, : len(row)] = parents[i]
         trees = cls(torch.from_numpy(ids).to(device), lengths, tree)
         trees.check()

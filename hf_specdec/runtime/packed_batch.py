@@ -178,7 +178,8 @@ def visible(row: RowInput, window: int | None) -> np.ndarray | None:
         region = row.visibility.shape[1]
         allowed = np.ones((count, length), dtype=bool)
         allowed[:, length - region :] = row.visibility
-        keys[length - region :] = row.region_positions
+        if row.region_positions is not None:
+            keys[length - region :] = row.region_positions
     if window is not None:
         allowed = allowed & (queries[:, None] - keys[None, :] < window)
     return allowed
