@@ -117,7 +117,9 @@ def contestants(drafter: PreTrainedModel) -> list[Contestant]:
     try:
         import arctic_inference.suffix_decoding  # noqa: F401
 
-        ways.append(Contestant("ours suffix", "suffix", True, {"speculative_config": {"method": "suffix"}}))
+        # without its memory of past outputs: the repeats ask for the same texts
+        suffix = {"method": "suffix", "suffix_decoding_max_cached_requests": 0}
+        ways.append(Contestant("ours suffix", "suffix", True, {"speculative_config": suffix}))
     except ImportError:
         print("suffix is left out: pip install 'hf-specdec[suffix]'")
     return ways
