@@ -2,6 +2,7 @@
 
 import json
 import socket
+import time
 import urllib.request
 
 import pytest
@@ -30,8 +31,20 @@ def server(model_folder):
         probe.bind(("localhost", 0))
         port = probe.getsockname()[1]
     serve = Serve(force_model=str(model_folder), device="cpu", dtype="float32", port=port, non_blocking=True)
+    wait_until_up(f"http://localhost:{port}/health")
     yield f"http://localhost:{port}"
     serve.kill_server()
+
+
+def wait_until_up(url, seconds=60):
+    deadline = time.monotonic() + seconds
+    while True:
+        try:
+            with urllib.request.urlopen(url, timeout=5):
+                return
+        except OSError:
+            assert time.monotonic() < deadline, f"{url} did not answer within {seconds} s"
+            time.sleep(0.2)
 
 
 def ask(server, model_folder, stream=False, **generation_config):
