@@ -9,6 +9,7 @@ import pickle
 import subprocess
 import sys
 import threading
+import time
 import weakref
 from pathlib import Path
 
@@ -24,6 +25,7 @@ from transformers.generation import GenerationMixin
 
 import hf_specdec
 from hf_specdec import integration
+from hf_specdec.candidate_generators import vocabulary
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
@@ -394,6 +396,34 @@ def test_threads_on_one_and_on_several_models(model, configs):
     assert not any(thread.is_alive() for thread in threads) and not failures
     for each in (*others, drafter):
         assert_clean(each)
+
+
+def test_drafters_are_loaded_one_at_a_time(model, tmp_path, monkeypatch):
+    """from_pretrained patches transformers' classes while it runs: two at once would leave `tie_weights` patched."""
+    drafter_of(model).save_pretrained(tmp_path)
+    load, loading, overlaps = vocabulary.AutoModelForCausalLM.from_pretrained, threading.Lock(), []
+
+    def slow_load(*args, **kwargs):
+        overlaps.append(not loading.acquire(blocking=False))
+        time.sleep(0.3)
+        result = load(*args, **kwargs)
+        if loading.locked():
+            loading.release()
+        return result
+
+    monkeypatch.setattr(vocabulary.AutoModelForCausalLM, "from_pretrained", slow_load)
+    config = {"method": "draft_model", "model": str(tmp_path)}
+    threads = [
+        threading.Thread(
+            target=each.generate, kwargs={**ragged([4]), "max_new_tokens": 4, "speculative_config": config}
+        )
+        for each in (tiny_llama(1), tiny_llama(2))
+    ]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=120)
+    assert overlaps == [False, False]
 
 
 @pytest.mark.parametrize("inner", [NGRAM, {"method": "none"}, None], ids=["same", "other", "plain"])

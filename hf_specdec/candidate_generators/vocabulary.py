@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import threading
 import weakref
 from typing import TYPE_CHECKING, Any
 
@@ -19,6 +20,7 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+_loading = threading.Lock()
 _loaded: weakref.WeakValueDictionary[tuple, PreTrainedModel] = weakref.WeakValueDictionary()
 
 # Below this share of the target's tokens, drafting through text accepts more than drafting from the intersection.
@@ -44,15 +46,17 @@ def load_drafter(config: DraftModelConfig, target: PackedModel, context: Drafter
         )
     name = resolve_model(config.model)
     key = (id(target.model), name, config.revision, target.model.dtype, target.device)
-    model = _loaded.get(key)
-    if model is None:
-        try:
-            model = AutoModelForCausalLM.from_pretrained(
-                name, revision=config.revision or "main", dtype=target.model.dtype
-            )
-        except (OSError, ValueError) as error:
-            raise config.fail("model", f"could not be loaded from {name!r}: {error}") from error
-        model = _loaded[key] = model.to(target.device).eval()
+    # transformers patches its own classes while it loads; two loads at once would leave them patched.
+    with _loading:
+        model = _loaded.get(key)
+        if model is None:
+            try:
+                model = AutoModelForCausalLM.from_pretrained(
+                    name, revision=config.revision or "main", dtype=target.model.dtype
+                )
+            except (OSError, ValueError) as error:
+                raise config.fail("model", f"could not be loaded from {name!r}: {error}") from error
+            model = _loaded[key] = model.to(target.device).eval()
     return model
 
 
