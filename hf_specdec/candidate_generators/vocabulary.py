@@ -188,9 +188,11 @@ class IntersectionBridge(SharedVocabulary):
         self.read: dict[int, tuple[int, list[int]]] = {}
 
     def max_drafter_tokens(self, num_tokens: int) -> int:
+        """A token that is not shared becomes several."""
         return 4 * num_tokens
 
     def to_drafter(self, seq: Sequence) -> list[int]:
+        """The sequence in the drafter's tokens."""
         done, ids = self.read.get(seq.id, (0, []))
         ids = list(ids)
         for token in seq.tokens[done:]:
@@ -202,14 +204,17 @@ class IntersectionBridge(SharedVocabulary):
         return ids
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """See SharedVocabulary.scores."""
         out = logits.new_full((logits.shape[0], self.vocab_size), float("-inf"))
         out[:, self.our_ids] = logits[:, self.their_ids]
         return out
 
     def drafter_ids(self, tokens: torch.Tensor) -> torch.Tensor:
+        """The drafter's ids of the target's tokens."""
         return self.table[tokens]
 
     def forget(self, seq: Sequence) -> None:
+        """Drop what was kept for a sequence that left."""
         self.read.pop(seq.id, None)
 
 
@@ -225,13 +230,16 @@ class TextBridge(SharedVocabulary):
         self.read: dict[int, list[int]] = {}
 
     def max_drafter_tokens(self, num_tokens: int) -> int:
+        """A token that is not shared becomes several."""
         return 4 * num_tokens
 
     def to_drafter(self, seq: Sequence) -> list[int]:
+        """The sequence in the drafter's tokens."""
         text = self.ours.decode(seq.tokens, skip_special_tokens=True)
         return self.theirs.encode(text) or [self.theirs.bos_token_id or 0]
 
     def num_unchanged(self, seq: Sequence, text: list[int]) -> int:
+        """Leading tokens that the drafter has already read."""
         before = self.read.get(seq.id, [])
         self.read[seq.id] = text
         same = 0
@@ -240,9 +248,11 @@ class TextBridge(SharedVocabulary):
         return same
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """See SharedVocabulary.scores."""
         return logits
 
     def to_target(self, trees: DraftTrees, sequences: list[Sequence], texts: list[list[int]]) -> DraftTrees:
+        """Chains of the target's tokens for what was drafted."""
         chains = []
         for i, (seq, text) in enumerate(zip(sequences, texts, strict=True)):
             drafted = trees.tokens[i, : trees.lengths[i]].tolist()
@@ -261,4 +271,5 @@ class TextBridge(SharedVocabulary):
         return self.ours.encode(addition, add_special_tokens=False)
 
     def forget(self, seq: Sequence) -> None:
+        """Drop what was kept for a sequence that left."""
         self.read.pop(seq.id, None)
