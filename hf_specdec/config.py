@@ -85,6 +85,7 @@ class SpeculativeConfig:
         return SpeculativeConfigError(f"speculative_config[{key!r}] of method {self.method!r} {what}")
 
     def check_int(self, key: str, minimum: int, maximum: int | None = None, optional: bool = False) -> None:
+        """Raise SpeculativeConfigError unless the value of `key` is an integer in [minimum, maximum]."""
         value = getattr(self, key)
         if value is None and optional:
             return
@@ -98,6 +99,7 @@ class SpeculativeConfig:
             raise self.fail(key, f"must be an integer of {bound}, not {value!r}.")
 
     def check_number(self, key: str, minimum: float, maximum: float | None = None) -> None:
+        """Raise SpeculativeConfigError unless the value of `key` is a number in [minimum, maximum]."""
         value = getattr(self, key)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if (
@@ -107,17 +109,20 @@ class SpeculativeConfig:
             raise self.fail(key, f"must be a number of {bound}, not {value!r}.")
 
     def check_bool(self, key: str, optional: bool = False) -> None:
+        """Raise SpeculativeConfigError unless the value of `key` is true or false."""
         if getattr(self, key) is None and optional:
             return
         if not isinstance(getattr(self, key), bool):
             raise self.fail(key, f"must be true or false, not {getattr(self, key)!r}.")
 
     def check_text(self, key: str) -> None:
+        """Raise SpeculativeConfigError unless the value of `key` is None or non-empty text."""
         value = getattr(self, key)
         if value is not None and (not isinstance(value, str) or not value):
             raise self.fail(key, f"must be text, not {value!r}.")
 
     def check_choice(self, key: str, choices: tuple[str, ...], optional: bool = False) -> None:
+        """Raise SpeculativeConfigError, with the nearest choice, unless the value of `key` is one of `choices`."""
         value = getattr(self, key)
         if value is None and optional:
             return

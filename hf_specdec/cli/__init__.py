@@ -29,6 +29,7 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one line that says where to read on; exit code 2."""
 
     def error(self, message: str):
+        """Print the line and exit with 2."""
         self.exit(2, f"{self.prog}: error: {message} (see `{self.prog} --help`)\n")
 
 

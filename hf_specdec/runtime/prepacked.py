@@ -64,6 +64,7 @@ class _PackedForward:
         self.linear = torch.ops.mkldnn._linear_pointwise
 
     def is_current(self, linear: nn.Linear) -> bool:
+        """Whether the layer still has the weights this was packed from."""
         return self.made_from == _fingerprint(linear)
 
     def __call__(self, x: torch.Tensor) -> torch.Tensor:
