@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import platform
 import statistics
 import subprocess
@@ -57,13 +58,20 @@ class Contestant:
 class VllmWorker:
     """A vLLM engine in a process of its own (see vllm_worker.py)."""
 
-    def __init__(self, python: str, model: str, dtype: str, speculative_config: dict[str, Any] | None):
-        arguments = {"model": model, "dtype": dtype, "max_model_len": 1024, "enable_prefix_caching": False}
+    def __init__(self, python: str, model: str, args, speculative_config: dict[str, Any] | None):
+        arguments = {"model": model, "dtype": args.dtype, "max_model_len": 1024, "enable_prefix_caching": False}
         if speculative_config is not None:
             arguments["speculative_config"] = speculative_config
         command = [python, str(Path(__file__).with_name("vllm_worker.py"))]
+        # vLLM takes its threads from here: without it, all cores would work against our `--threads`.
+        environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
         self.process = subprocess.Popen(
-            command, stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True
+            command,
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            text=True,
+            env=environment,
         )
         self.version = self._ask(arguments)["version"]
 
@@ -189,8 +197,8 @@ def vllm_contestants(args, model: PreTrainedModel, tokenizer) -> list[Contestant
     tokenizer.save_pretrained(folder)
     ngram = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
     return [
-        Contestant("vLLM plain", "plain", False, {}, worker=VllmWorker(args.vllm_python, folder, args.dtype, None)),
-        Contestant("vLLM ngram", "ngram", False, {}, worker=VllmWorker(args.vllm_python, folder, args.dtype, ngram)),
+        Contestant("vLLM plain", "plain", False, {}, worker=VllmWorker(args.vllm_python, folder, args, None)),
+        Contestant("vLLM ngram", "ngram", False, {}, worker=VllmWorker(args.vllm_python, folder, args, ngram)),
     ]
 
 

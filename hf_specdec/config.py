@@ -4,14 +4,24 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import itertools
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-VERIFICATION_RULES = ("greedy", "coupled", "rejection")
+VERIFICATION_RULES = ("greedy", "coupled", "rejection", "block", "typical", "synthetic")
 _RULE_ALIASES = {"standard": "rejection"}
+_RULE_OF_KEY = {
+    "posterior_threshold": "typical",
+    "posterior_alpha": "typical",
+    "synthetic_acceptance_rates": "synthetic",
+    "synthetic_acceptance_length": "synthetic",
+}
+# What may differ between calls that share a decoder and its drafter.
+PER_CALL_KEYS = ("seed", "rejection_sample_method", *_RULE_OF_KEY)
 DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
+DRAFT_LENGTHS = ("fixed", "auto")
 
 
 class SpeculativeConfigError(ValueError):
@@ -28,17 +38,51 @@ class SpeculativeConfig:
     name: ClassVar[str] = ""
     requires: ClassVar[tuple[str, ...]] = ()
     default_num_speculative_tokens: ClassVar[int] = 5
+    default_longest_draft: ClassVar[int] = 8  # num_speculative_tokens under draft_length "auto"
 
     method: str = field(default="", metadata={"help": "which drafter proposes tokens; `hf-specdec models` lists them"})
     num_speculative_tokens: int | None = field(
-        default=None, metadata={"help": "draft tokens per round (K) in a chain, depth in a tree"}
+        default=None,
+        metadata={
+            "help": "draft tokens per round (K) in a chain, depth in a tree; 'auto': draft_length 'auto', up to a default K"
+        },
+    )
+    num_speculative_tokens_per_batch_size: list[list[int]] | None = field(
+        default=None,
+        metadata={
+            "help": "K by the number of rows decoding: [[1, 4, 5], [5, 16, 2], [17, 64, 0]] or {1: 5, 5: 2, 17: 0}; at most "
+            "num_speculative_tokens; the last K holds beyond its range"
+        },
+    )
+    draft_length: str = field(
+        default="fixed",
+        metadata={
+            "help": "'fixed': num_speculative_tokens for every row; 'auto': per row and step, up to num_speculative_tokens, what "
+            "measured costs and acceptance say is fastest"
+        },
     )
     rejection_sample_method: str | None = field(
         default=None,
         metadata={
-            "help": "how drafts are verified when sampling: 'coupled' (default) or 'rejection' (alias 'standard'); "
-            "'greedy' refuses to sample"
+            "help": "how drafts are verified when sampling: 'coupled' (default), 'rejection' (alias 'standard') or 'block', all "
+            "exact; 'typical' (lossy); 'greedy' refuses to sample; 'synthetic' ignores the model (benchmarks only)"
         },
+    )
+    posterior_threshold: float = field(
+        default=0.09, metadata={"help": "'typical' accepts what is likelier than this, or than posterior_alpha allows"}
+    )
+    posterior_alpha: float = field(
+        default=0.3, metadata={"help": "'typical' accepts what is likelier than this times exp(-entropy)"}
+    )
+    synthetic_acceptance_rates: list[float] | None = field(
+        default=None,
+        metadata={
+            "help": "for 'synthetic': share of rounds in which at least 1, 2, .. num_speculative_tokens drafts are accepted"
+        },
+    )
+    synthetic_acceptance_length: float | None = field(
+        default=None,
+        metadata={"help": "for 'synthetic', instead of rates: mean tokens per round, the bonus token included"},
     )
     draft_sample_method: str | None = field(
         default=None,
@@ -65,11 +109,9 @@ class SpeculativeConfig:
             raise SpeculativeConfigError(
                 f"{type(self).__name__} is the configuration of {self.name!r}, not {self.method!r}."
             )
-        if self.num_speculative_tokens is None:
-            self.num_speculative_tokens = self.default_num_speculative_tokens
+        self._settle_draft_length()
         if isinstance(self.rejection_sample_method, str):
             self.rejection_sample_method = _RULE_ALIASES.get(self.rejection_sample_method, self.rejection_sample_method)
-        self.check_int("num_speculative_tokens", minimum=1)
         self.check_int("block_size", minimum=1)
         self.check_int("num_blocks", minimum=1, optional=True)
         self.check_int("prefill_chunk_size", minimum=1)
@@ -77,6 +119,134 @@ class SpeculativeConfig:
         self.check_choice("rejection_sample_method", VERIFICATION_RULES, optional=True)
         self.check_choice("draft_sample_method", DRAFT_SAMPLE_METHODS, optional=True)
         self.check_bool("prepack_weights", optional=True)
+        self._check_rule_keys()
+
+    # ---- draft length -----------------------------------------------------------------------------------------------
+
+    def read_auto(self) -> None:
+        """`num_speculative_tokens: "auto"` as the two keys it stands for."""
+        if self.num_speculative_tokens == "auto":
+            self.num_speculative_tokens, self.draft_length = None, "auto"
+
+    def _settle_draft_length(self) -> None:
+        """Give `num_speculative_tokens` a number, and the batch-size table its form [[first, last, K], ..]."""
+        self.read_auto()
+        self.check_choice("draft_length", DRAFT_LENGTHS)
+        automatic = self.draft_length == "auto"
+        table = self.num_speculative_tokens_per_batch_size
+        if table is not None:
+            if automatic:
+                raise self.fail(
+                    "num_speculative_tokens_per_batch_size", "cannot be combined with draft_length 'auto': choose one."
+                )
+            table = self.num_speculative_tokens_per_batch_size = self._batch_size_ranges(table)
+        if self.num_speculative_tokens is None:
+            self.num_speculative_tokens = (
+                max(1, *(k for _, _, k in table))
+                if table
+                else max(self.default_num_speculative_tokens, self.default_longest_draft if automatic else 0)
+            )
+        self.check_int("num_speculative_tokens", minimum=1)
+        for first, last, k in table or []:
+            if k > self.num_speculative_tokens:
+                raise self.fail(
+                    "num_speculative_tokens_per_batch_size",
+                    f"wants {k} draft tokens for {first} to {last} rows, more than num_speculative_tokens = "
+                    f"{self.num_speculative_tokens}: raise that or lower this.",
+                )
+
+    def _batch_size_ranges(self, table: Any) -> list[list[int]]:
+        """The table as [[first, last, K], ..]: given so (vLLM), or as {first: K} where each K holds up to the next key.
+
+        Keys and numbers may be text, as JSON and command lines make them.
+        """
+        key = "num_speculative_tokens_per_batch_size"
+        try:
+            if isinstance(table, dict):
+                starts = sorted((_integer(first), _integer(k)) for first, k in table.items())
+                lasts = [following - 1 for following, _ in starts[1:]] + [first for first, _ in starts[-1:]]
+                ranges = [[first, last, k] for (first, k), last in zip(starts, lasts, strict=True)]
+            else:
+                ranges = [[_integer(first), _integer(last), _integer(k)] for first, last, k in table]
+        except (TypeError, ValueError):
+            raise self.fail(
+                key,
+                f"must be a list of [first, last, K] like [[1, 4, 5], [5, 16, 2]] or a mapping {{first: K}}, all integers, not "
+                f"{table!r}.",
+            ) from None
+        ranges.sort()
+        expected = 1
+        for first, last, k in ranges:
+            if first != expected or last < first or k < 0:
+                raise self.fail(
+                    key,
+                    f"has the entry {[first, last, k]} where one that begins at {expected} is due: ranges [first, last, K] follow "
+                    f"each other from 1 without gap or overlap, K is at least 0; not {table!r}.",
+                )
+            expected = last + 1
+        if not ranges:
+            raise self.fail(key, f"must name at least one batch size, not {table!r}; leave it out for one K.")
+        return ranges
+
+    # ---- verification -----------------------------------------------------------------------------------------------
+
+    @property
+    def verification_rule(self) -> str:
+        """`rejection_sample_method`, or its default."""
+        return self.rejection_sample_method or "coupled"
+
+    @property
+    def verifies_by_draft_probs(self) -> bool:
+        """Whether sampled drafts are drawn with noise of their own and tested against the probabilities they were drawn with."""
+        return self.verification_rule in ("rejection", "block")
+
+    @property
+    def acceptance_rates(self) -> list[float]:
+        """Synthetic rule: P(at least i drafts are accepted) for i = 1, 2, .., never increasing; 0 beyond the list.
+
+        A mean length becomes the rates of least variance, as in vLLM: 3.4 (two drafts and a 0.4 of a third, and the bonus
+        token) is [1, 1, 0.4].
+        """
+        if self.synthetic_acceptance_rates is not None:
+            return self.synthetic_acceptance_rates
+        whole, part = divmod((self.synthetic_acceptance_length or 1.0) - 1.0, 1.0)
+        return [1.0] * int(whole) + [part]
+
+    def _check_rule_keys(self) -> None:
+        """The keys that belong to one verification rule: their values, and that the rule is in use."""
+        self.check_number("posterior_threshold", minimum=0, maximum=1)
+        self.check_number("posterior_alpha", minimum=0)
+        given = []
+        for f in dataclasses.fields(SpeculativeConfig):
+            owner = _RULE_OF_KEY.get(f.name)
+            if owner is None or getattr(self, f.name) == f.default:
+                continue
+            given.append(f.name)
+            if self.verification_rule != owner:
+                raise self.fail(f.name, f"means something only with rejection_sample_method {owner!r}.")
+        if self.verification_rule == "synthetic":
+            self._check_synthetic(given)
+
+    def _check_synthetic(self, given: list[str]) -> None:
+        deepest = self.num_speculative_tokens or 0
+        if len(given) != 1:
+            raise self.fail(
+                "rejection_sample_method",
+                "is 'synthetic', which ignores the model and needs exactly one of synthetic_acceptance_rates and "
+                f"synthetic_acceptance_length, not {' and '.join(given) or 'none'}.",
+            )
+        if self.synthetic_acceptance_length is not None:
+            self.check_number("synthetic_acceptance_length", minimum=1, maximum=deepest + 1)
+            return
+        rates: Any = self.synthetic_acceptance_rates
+        fits = isinstance(rates, list) and len(rates) == deepest and all(type(r) in (int, float) for r in rates)
+        # 1 and 0 around them: none is larger than the one before, none outside [0, 1], none is NaN.
+        if not fits or not all(a >= b for a, b in itertools.pairwise([1.0, *rates, 0.0])):
+            raise self.fail(
+                "synthetic_acceptance_rates",
+                f"must be {deepest} numbers in [0, 1] (as many as num_speculative_tokens) of which none is larger than the one "
+                f"before: the share of rounds in which at least 1, 2, .. drafts are accepted; not {rates!r}.",
+            )
 
     # ---- checks, each one clear error -------------------------------------------------------------------------------
 
@@ -143,21 +313,36 @@ class SpeculativeConfig:
                 raise SpeculativeConfigError(
                     f"speculative_config has no key {key!r} for method {cls.name!r}{hint}. Valid keys: {', '.join(sorted(known))}."
                 )
+        values = dict(values)
+        if values.get("num_speculative_tokens") == "auto":  # the longest draft is for the method to say
+            if values.get("draft_length", "auto") != "auto":
+                raise SpeculativeConfigError(
+                    f"speculative_config['num_speculative_tokens'] of method {cls.name!r} is 'auto', but draft_length is "
+                    f"{values['draft_length']!r}: leave that out, or give a number."
+                )
+            values.update(num_speculative_tokens=None, draft_length="auto")
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """`method` and everything that differs from its defaults: JSON-serialisable, read back by `parse_config`."""
+        """`method` and everything but secrets that differs from its defaults: JSON-serialisable, read back by `parse_config`."""
         out: dict[str, Any] = {"method": self.method}
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
             default = self.default_num_speculative_tokens if f.name == "num_speculative_tokens" else f.default
-            if f.name != "method" and value != default:
+            if f.name != "method" and value != default and not f.metadata.get("secret"):
                 out[f.name] = value
         return out
 
     def to_json(self) -> str:
         """`to_dict()` as JSON text with sorted keys."""
         return json.dumps(self.to_dict(), sort_keys=True)
+
+
+def _integer(value: Any) -> int:
+    """An integer, or one written as text; ValueError for anything else."""
+    if isinstance(value, bool) or not isinstance(value, (int, str)):
+        raise ValueError(value)
+    return int(value)
 
 
 def nearest_hint(word: Any, choices: Iterable[str]) -> str:

@@ -18,10 +18,11 @@ from transformers.generation.logits_process import LogitsProcessorList
 
 from .candidate_generators import CandidateGenerator, generator_class, parse_config
 from .candidate_generators.base import DrafterContext
-from .config import SpeculativeConfig
+from .config import PER_CALL_KEYS, SpeculativeConfig
 from .decoding import SpeculativeDecoder, decode
 from .refusals import check_inputs, check_mode, check_model
 from .runtime import PackedModel
+from .runtime.architectures import tapped
 
 MODE = "specdec"
 _METHOD = "_specdec_decoding"
@@ -236,7 +237,7 @@ def get_decoder(
     calls `generate()` again) the answer is another one, which is not kept.
     """
     context = context or DrafterContext()
-    per_decoder = {k: v for k, v in config.to_dict().items() if k not in ("seed", "rejection_sample_method")}
+    per_decoder = {k: v for k, v in config.to_dict().items() if k not in PER_CALL_KEYS}
     key = json.dumps([per_decoder, *map(id, vars(context).values())], sort_keys=True)
     kept = _kept(model)
     decoder = kept.decoders.get(key)
@@ -246,14 +247,13 @@ def get_decoder(
         if key not in kept.decoders:
             kept.decoders[key] = decoder
             kept.contexts.append(context)
-    decoder.config = decoder.generator.config = config
-    decoder.rule = config.rejection_sample_method or "coupled"
+    decoder.config = decoder.generator.config = decoder.generator.settled(config)
     return decoder
 
 
 def _make_generator(model: PreTrainedModel, config: SpeculativeConfig, context: DrafterContext) -> CandidateGenerator:
     target = PackedModel(model, prepack_weights=config.prepack_weights)
-    return generator_class(config.method)(config, target, context)
+    return generator_class(config.method).create(config, target, context)
 
 
 # ---- transformers' own assisted loop --------------------------------------------------------------------------------
@@ -279,7 +279,8 @@ def assisted_loop(
     generator = _make_generator(model, config, context)
     model._get_candidate_generator = lambda *args, **kwargs: generator
     try:
-        yield generator
+        with tapped(model, generator.taps, generator.tapped):
+            yield generator
     finally:
         del model._get_candidate_generator
         generator.end_assisted()

@@ -7,6 +7,7 @@ rounds they came from. Everything is driven through `verify`, many rows at once.
 import numpy as np
 import torch
 
+from hf_specdec.config import SpeculativeConfig
 from hf_specdec.decoding.verification import verify
 from hf_specdec.runtime import DraftTrees, Sequence
 
@@ -92,6 +93,7 @@ class Drafts:
 
 def draw(drafts, rule, num_rows, first_seed=0):
     """The first tokens of `num_rows` rows, int64 [num_rows, NUM_TOKENS], and the mean number emitted per round."""
+    config = SpeculativeConfig(rejection_sample_method=rule)
     rows = [Sequence([START], 10**6, do_sample=True, seed=first_seed + i) for i in range(num_rows)]
     active, emitted, rounds = rows, 0, 0
     while active:
@@ -99,7 +101,7 @@ def draw(drafts, rule, num_rows, first_seed=0):
         trees = drafts(last)
         nodes = torch.cat([last[:, None], trees.tokens], dim=1)
         valid = np.concatenate([np.ones((len(active), 1), dtype=bool), trees.valid], axis=1)
-        verdict = verify(trees, TARGET.log()[nodes[torch.from_numpy(valid)]], active, rule)
+        verdict = verify(trees, TARGET.log()[nodes[torch.from_numpy(valid)]], active, config)
         counts = verdict.accepted.sum(1)
         for i, seq in enumerate(active):
             if counts[i]:

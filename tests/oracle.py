@@ -92,10 +92,12 @@ def assert_clean(model: PreTrainedModel) -> None:
         decoder.cache.pool.check()
         assert decoder.cache.pool.num_used == 0
         generator = decoder.generator
-        assert not getattr(generator, "indices", None) and not getattr(generator, "drafted", None)
+        for state in ("indices", "kept_nodes", "unread", "texts"):
+            assert not getattr(generator, state, None), state
         if hasattr(generator, "cache"):
             generator.cache.pool.check()
             assert generator.cache.pool.num_used == 0 and generator.cache.tables == {}
+        if hasattr(generator, "drafter"):
             assert not getattr(generator.bridge, "read", None)
             assert generator.drafter.config._attn_implementation != "hf_specdec"
     hf_specdec.release(model)

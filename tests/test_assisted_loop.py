@@ -70,7 +70,7 @@ def test_output_is_plain_and_drafts_are_accepted(model, config):
     assert (
         generator._assisted is None
         and not getattr(generator, "indices", None)
-        and not getattr(generator, "drafted", None)
+        and not getattr(generator, "kept_nodes", None)
     )
     if config["method"] == "draft_model":
         assert generator.cache.tables == {} and generator.cache.pool.num_used == 0

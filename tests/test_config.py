@@ -85,6 +85,17 @@ def variants():
     yield {"method": "draft_model", "branching_factors": [1, 2, 3, 4, 5]}
     yield {"method": "draft_model", "early_exit": 2, "draft_sample_method": "greedy"}
     yield {"method": "ngram", "prompt_lookup_min": 1}
+    yield {"method": "ngram", "num_speculative_tokens": "auto"}
+    yield {"method": "suffix", "num_speculative_tokens": 7, "draft_length": "auto"}
+    yield {"method": "draft_model", "num_speculative_tokens_per_batch_size": {"1": 4, "9": 0}}
+    yield {"method": "ngram", "rejection_sample_method": "block"}
+    yield {"method": "ngram", "rejection_sample_method": "typical", "posterior_threshold": 0.2, "posterior_alpha": 0}
+    yield {"method": "ngram", "rejection_sample_method": "synthetic", "synthetic_acceptance_rates": [1, 0.5, 0.5, 0, 0]}
+    yield {"method": "suffix", "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 25}
+    yield {
+        "method": "draft_model", "branching_factors": [2, 2], "rejection_sample_method": "synthetic",
+        "synthetic_acceptance_rates": [0.8, 0.1],
+    }  # fmt: skip
 
 
 @pytest.mark.parametrize("values", list(variants()), ids=str)
@@ -98,20 +109,57 @@ def test_round_trip(values):
     assert defaults == {"method": values["method"]}, "defaults are left out"
 
 
-def test_every_field_survives():
-    """A field added to any method must come back from to_dict()."""
-    samples = {"bool": True, "int": 17, "float": 0.25, "str": "some text", "list[int]": [2, 1]}
-    special = {"rejection_sample_method": "rejection", "draft_sample_method": "greedy", "vocabulary_bridge": "text"}
+NGRAM = {"method": "ngram"}
+# What a field means something only together with, and what a method cannot be without.
+COMPANIONS = {
+    "posterior_threshold": {"rejection_sample_method": "typical"},
+    "posterior_alpha": {"rejection_sample_method": "typical"},
+    "synthetic_acceptance_rates": {"rejection_sample_method": "synthetic", "num_speculative_tokens": 2},
+    "synthetic_acceptance_length": {"rejection_sample_method": "synthetic"},
+    "prompt_lookup_max": {"prompt_lookup_min": 1},
+    "n_candidates": {"top_k_tokens_per_head": [2, 1]},
+}
+NEEDED = {"hybrid": {"first": NGRAM, "second": {"method": "suffix"}}}
+SAMPLES = {
+    "bool": True,
+    "int": 17,
+    "float": 0.25,
+    "str": "some text",
+    "list[int]": [2, 1],
+    "list[list[int]]": [[0], [1]],
+}
+SPECIAL = {
+    "rejection_sample_method": "rejection", "draft_sample_method": "greedy", "vocabulary_bridge": "text",
+    "draft_length": "auto", "num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 8, 0]],
+    "synthetic_acceptance_rates": [0.9, 0.5], "synthetic_acceptance_length": 1.5, "strategy": "extend",
+    "first": {"method": "suffix"}, "second": NGRAM, "total_tokens": 5, "mtp_strategy": "with_ngram",
+}  # fmt: skip
+SPECIAL_OF = {
+    ("lookahead", "num_speculative_tokens"): 3, ("token_recycling", "num_speculative_tokens"): 3,
+    ("token_recycling", "use_tree"): False, ("token_recycling", "recycle_prompt"): "logits",
+    ("mtp", "prompt_lookup_min"): 3,
+}  # fmt: skip
+
+
+def fields():
     for method, config_class in available_methods().items():
-        for field in dataclasses.fields(config_class):
-            if field.name == "method":
-                continue
-            kind = str(field.type).split(" | ")[0]
-            value = special.get(field.name, samples[kind])
-            values = {"method": method, field.name: value}
-            if field.name == "prompt_lookup_max":
-                values["prompt_lookup_min"] = 1
-            assert parse_config(values).to_dict().get(field.name) == value, (method, field.name)
+        yield from (
+            (method, field)
+            for field in dataclasses.fields(config_class)
+            if field.name != "method" and (method, field.name) != ("pard", "early_exit")  # inherited, and refused
+        )
+
+
+@pytest.mark.parametrize(("method", "field"), list(fields()), ids=lambda each: getattr(each, "name", each))
+def test_every_field_survives(method, field):
+    """A field added to any method must come back from to_dict(), unless it is a secret."""
+    value = SPECIAL_OF.get((method, field.name), SPECIAL.get(field.name))
+    if value is None:
+        kind = str(field.type).split(" | ")[0]
+        value = not field.default if kind == "bool" and field.default is not None else SAMPLES[kind]
+    values = {**NEEDED.get(method, {}), "method": method, field.name: value, **COMPANIONS.get(field.name, {})}
+    written = parse_config(values).to_dict().get(field.name)
+    assert written is None if field.metadata.get("secret") else written == value
 
 
 def test_every_field_has_help():
@@ -177,6 +225,8 @@ BAD = [
     *(("ngram", key, value) for key in ("prompt_lookup_min", "prompt_lookup_max") for value in NOT_POSITIVE),
     *(("ngram", "seed", value) for value in (-1, 2**63, 1.5, "1", True)),
     *(("ngram", "rejection_sample_method", value) for value in ("typicl", 5, ["coupled"], True)),
+    *(("ngram", "posterior_threshold", value) for value in (-0.1, 1.5, "0.1", None, True, float("nan"))),
+    *(("ngram", "posterior_alpha", value) for value in (-0.1, "0.1", None, True, float("nan"))),
     *(("draft_model", "draft_sample_method", value) for value in ("sampled", 5, ["greedy"])),
     *(("ngram", "prepack_weights", value) for value in (1, "yes")),
     *(("suffix", "suffix_decoding_max_tree_depth", value) for value in (1, 0, "24", 3.5, True, None)),
@@ -208,6 +258,18 @@ def test_a_model_is_named_by_text(value):
 def test_a_near_miss_of_a_choice_is_suggested():
     assert "did you mean 'coupled'" in error({"method": "ngram", "rejection_sample_method": "couple"})
     assert "did you mean 'probabilistic'" in error({"method": "draft_model", "draft_sample_method": "probabilstic"})
+
+
+@pytest.mark.parametrize("key", ["posterior_threshold", "posterior_alpha"])
+def test_a_key_of_another_rule(key):
+    message = error({"method": "ngram", key: 0.2})
+    assert repr(key) in message and "only with rejection_sample_method 'typical'" in message
+    assert error({"method": "ngram", "rejection_sample_method": "block", key: 0.2}) == message
+
+
+@pytest.mark.parametrize(("given", "meant"), [("blok", "block"), ("tipical", "typical"), ("synthetc", "synthetic")])
+def test_a_near_miss_of_a_rule_is_suggested(given, meant):
+    assert f"did you mean {meant!r}" in error({"method": "ngram", "rejection_sample_method": given})
 
 
 def test_values_that_contradict_each_other():

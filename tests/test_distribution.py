@@ -15,7 +15,9 @@ import torch
 from helpers_markov import DRAFTER, TARGET, VOCAB, Drafts, cells, draw, joint
 from scipy import stats
 
+from hf_specdec.config import SpeculativeConfig
 from hf_specdec.decoding import verification
+from hf_specdec.decoding.rules.target_choice import follow_target
 from hf_specdec.kernels import random_bits
 from hf_specdec.kernels import reference as ops
 
@@ -51,7 +53,12 @@ def without_drafts(last):
 
 
 # Coupled rows emit the same tokens for every shape (tested below), so two of them stand for all.
-CASES = [*((shape, "rejection") for shape in SHAPES), ("chain", "coupled"), ("q tree", "coupled")]
+CASES = [
+    *((shape, "rejection") for shape in SHAPES),
+    *((shape, "block") for shape in ("chain", "q chain")),  # without a draft it is the same draw as "rejection"
+    ("chain", "coupled"),
+    ("q tree", "coupled"),
+]
 
 
 @pytest.mark.parametrize(("shape", "rule"), CASES)
@@ -65,11 +72,12 @@ def test_joint_distribution(shape, rule):
 
 def test_speculative_sampling_accepts_what_it_should():
     """The rate of Leviathan et al. for one draft token: the sum of min(p, q)."""
+    config = SpeculativeConfig(rejection_sample_method="rejection")
     for start in range(VOCAB):
         rows = [verification.Sequence([start], 99, do_sample=True, seed=i) for i in range(20_000)]
         trees = Drafts((1,), stochastic=True, ragged=False)(torch.full((len(rows),), start))
         nodes = torch.stack([torch.full((len(rows),), start), trees.tokens[:, 0]], dim=1).flatten()
-        accepted = verification.verify(trees, TARGET.log()[nodes], rows, "rejection").accepted.mean()
+        accepted = verification.verify(trees, TARGET.log()[nodes], rows, config).accepted.mean()
         expected = float(torch.minimum(TARGET[start], DRAFTER[start]).sum())
         assert abs(accepted - expected) < 4 * (expected * (1 - expected) / len(rows)) ** 0.5
 
@@ -105,6 +113,32 @@ def mistakes_q(tokens, valid, parents, probs, prob_index, *rest, walk=ops.reject
     return walk(tokens, valid, parents, 0.9 * probs + 0.1 / probs.shape[-1], prob_index, *rest)
 
 
+def block_accepts_too_often(*args, walk=ops.block_walk):
+    """u / 1.06 < h. (Where p >= q a block's h is 1 and its weight is 0, so less of this error shows than token by token.)"""
+    *rest, uniform, gumbel = args
+    return walk(*rest, uniform / 1.06, gumbel)
+
+
+def block_forgets_to_remove(*args, walk=ops.block_walk):
+    """After an accepted block, draws from p instead of what is left of it."""
+    return forgets_to_remove(*args, walk=walk)
+
+
+def block_forgets_its_weight(tokens, valid, probs, prob_index, target_probs, uniform, gumbel, walk=ops.block_walk):
+    """Draws from max(p - q, 0), as token-wise rejection does, instead of max(w p - q, 0)."""
+    accepted, _ = walk(tokens, valid, probs, prob_index, target_probs, uniform, gumbel)
+    length = accepted.sum(1)
+    p, row = target_probs(length), torch.arange(len(tokens))
+    q = probs[row, length.clamp(max=tokens.shape[1] - 1)] * (length < valid.sum(1))[:, None]
+    return accepted, ((p - q).clamp(min=0).log() + gumbel(length)).argmax(1)
+
+
+def block_shares_its_luck(*args, walk=ops.block_walk):
+    """Every test of a block uses the largest uniform number so far, not one of its own."""
+    *rest, uniform, gumbel = args
+    return walk(*rest, uniform.cummax(1).values, gumbel)
+
+
 def same_noise_everywhere(seeds, positions, steps, stream, count, gumbel=random_bits.gumbel):
     """Noise that forgets the position."""
     return gumbel(seeds, positions * 0, steps, stream, count)
@@ -115,10 +149,10 @@ def same_noise_for_two_positions(seeds, positions, steps, stream, count, gumbel=
     return gumbel(seeds, positions.clamp(min=2), steps, stream, count)
 
 
-def walks_too_far(*args, walk=verification._walk):
+def walks_too_far(trees, scores, index, sequences, config, walk=follow_target):
     """Coupled: a rejected first draft token passes with probability 0.02. (Once a round: chains have the power to show it.)"""
-    trees, tokens, _, _, sequences = args
-    path, following = walk(*args)
+    path, following = walk(trees, scores, index, sequences, config)
+    tokens = trees.tokens
     if tokens.shape[1] == 0:
         return path, following
     luck = torch.rand(len(sequences), generator=torch.Generator().manual_seed(len(sequences))) < 0.02
@@ -139,7 +173,12 @@ WRONG = [
     ("q chain", "rejection", ops, "rejection_walk", forgets_to_remove),
     ("q tree", "rejection", ops, "rejection_walk", forgets_to_remove),
     ("q tree", "rejection", ops, "rejection_walk", mistakes_q),
-    ("chain", "coupled", verification, "_walk", walks_too_far),
+    ("chain", "block", ops, "block_walk", block_accepts_too_often),
+    ("q chain", "block", ops, "block_walk", block_accepts_too_often),
+    ("q chain", "block", ops, "block_walk", block_forgets_to_remove),
+    ("q chain", "block", ops, "block_walk", block_forgets_its_weight),
+    ("q chain", "block", ops, "block_walk", block_shares_its_luck),
+    ("chain", "coupled", verification.RULES, "coupled", walks_too_far),
     ("chain", "coupled", random_bits, "gumbel", same_noise_everywhere),
     ("tree", "coupled", random_bits, "gumbel", same_noise_for_two_positions),
 ]
@@ -149,7 +188,7 @@ WRONG = [
     ("shape", "rule", "module", "name", "wrong"), WRONG, ids=lambda v: getattr(v, "__name__", str(v))
 )
 def test_wrong_verifiers_are_caught(shape, rule, module, name, wrong, monkeypatch):
-    monkeypatch.setattr(module, name, wrong)
+    (monkeypatch.setitem if isinstance(module, dict) else monkeypatch.setattr)(module, name, wrong)
     p, _ = p_value(fresh(shape), rule)
     print(f"{wrong.__name__:28} {shape:8} p = {p:.2e}")
     assert p < 1e-4

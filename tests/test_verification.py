@@ -6,7 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
-from hf_specdec.decoding.verification import verify
+from hf_specdec.config import SpeculativeConfig
+from hf_specdec.decoding import verification
 from hf_specdec.kernels import random_bits as rb
 from hf_specdec.kernels import reference as ops
 from hf_specdec.runtime import DraftTrees, Sequence
@@ -25,6 +26,10 @@ def problems(draw):
         sampled.append(draw(st.booleans()))
         extra.append(draw(st.integers(1, 5)))
     return tokens, parents, sampled, extra, draw(st.integers(0, 2**20))
+
+
+def verify(trees, scores, rows, rule):
+    return verification.verify(trees, scores, rows, SpeculativeConfig(rejection_sample_method=rule))
 
 
 def sequences_of(sampled, extra, seed):
@@ -95,13 +100,13 @@ def test_chains_equal_trees_of_only_children(problem):
     scores = torch.randn(sum(map(len, tokens)) + len(tokens), VOCAB, generator=torch.Generator().manual_seed(seed))
     chain = DraftTrees.from_lists(tokens)
     tree = DraftTrees.from_lists(tokens, [list(range(-1, len(row) - 1)) for row in tokens])
-    for rule in ("greedy", "coupled", "rejection"):
+    for rule in ("greedy", "coupled", "rejection", "typical"):
         a, b = verify(chain, scores, rows, rule), verify(tree, scores, rows, rule)
         assert [emitted_by(a, i) for i in range(len(rows))] == [emitted_by(b, i) for i in range(len(rows))], rule
 
 
 @settings(max_examples=100, deadline=None)
-@given(problems(), st.sampled_from(["coupled", "rejection"]), st.booleans())
+@given(problems(), st.sampled_from(["coupled", "rejection", "typical"]), st.booleans())
 def test_a_row_is_verified_alone_as_in_a_batch(problem, rule, stochastic):
     """Mixed batches: greedy and sampled rows, with and without drafts, padded to the largest tree."""
     tokens, parents, sampled, extra, seed = problem
@@ -133,7 +138,7 @@ def test_padding_is_never_accepted():
     scores[:, 0] = 5.0
     trees = DraftTrees(torch.zeros(2, 3, dtype=torch.long), [1, 0])
     rows = [Sequence([1], 9), Sequence([1, 2], 9, do_sample=True, seed=3)]
-    for rule in ("coupled", "rejection"):
+    for rule in ("coupled", "rejection", "block", "typical"):
         verdict = verify(trees, scores, rows, rule)
         assert verdict.accepted.tolist()[0] == [True, False, False] and not verdict.accepted[1].any(), rule
     shaped = DraftTrees(trees.tokens, [1, 0], np.array([[-1, -1, 0], [-1, -1, 0]]))
@@ -261,7 +266,7 @@ def test_certain_targets():
     scores[[0, 1, 2], [2, 3, 1]] = 0.0
     for tokens, expected in (([2, 3], [2, 3, 1]), ([2, 0], [2, 3]), ([1, 3], [2])):
         for probs in (None, torch.full((1, 2, VOCAB), 1 / VOCAB)):
-            for rule in ("coupled", "rejection"):
+            for rule in ("coupled", "rejection", "block", "typical"):
                 row = Sequence([0], 9, do_sample=True, seed=4)
                 verdict = verify(DraftTrees(torch.tensor([tokens]), [2], None, probs), scores, [row], rule)
                 assert emitted_by(verdict, 0) == expected

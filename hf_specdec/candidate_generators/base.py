@@ -7,6 +7,7 @@ from abc import ABC, abstractmethod
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator as TransformersCandidateGenerator
@@ -26,7 +27,10 @@ class StepOutcome:
         new_tokens: per row, the ids appended: accepted nodes and the token after them, cut where the sequence stopped.
         output: the target's forward with the features asked for by `taps`; None inside transformers' own loop.
         starts: where each forwarded row begins in `output` (its pending tokens first, then its nodes).
-        chunks: (sequence, number of tokens) of every forwarded row, prompt chunks included, in `starts`' order.
+        chunks: (sequence, end) of every forwarded row, prompt chunks included, in `starts`' order: its tokens up to `end`
+            have been fed.
+        num_own: how many of them were fed in this step, per forwarded row.
+        fed_at: per row of `sequences`, where the accepted nodes stand among its fed nodes; None: all nodes were fed.
     """
 
     sequences: list[Sequence]
@@ -36,6 +40,27 @@ class StepOutcome:
     output: PackedOutput | None = None
     starts: list[int] | None = None
     chunks: list[tuple[Sequence, int]] | None = None
+    num_own: list[int] | None = None
+    fed_at: list[list[int]] | None = None
+
+    def read_rows(self) -> tuple[list[Sequence], np.ndarray, list[int]]:
+        """Which of the T packed tokens of `output` became part of their texts: fed tokens, then accepted nodes.
+
+        Returns: the sequences; the packed indices, int64 numpy [sum of counts], row after row in text order; counts per row.
+            A row's last `counts[i]` tokens but its newest (which was not fed yet) are the ones meant.
+        """
+        assert self.starts is not None and self.chunks is not None and self.num_own is not None
+        fed_at = self.accepted if self.fed_at is None else self.fed_at
+        accepted = {seq.id: path for seq, path in zip(self.sequences, fed_at, strict=True)}
+        sequences, indices, counts = [], [], []
+        for (seq, _), start, own in zip(self.chunks, self.starts, self.num_own, strict=True):
+            indices.append(np.arange(start, start + own))
+            path = accepted.get(seq.id, [])
+            if path:
+                indices.append(start + own + np.asarray(path))
+            sequences.append(seq)
+            counts.append(own + len(path))
+        return sequences, np.concatenate(indices), counts
 
 
 @dataclass
@@ -60,13 +85,34 @@ class CandidateGenerator(TransformersCandidateGenerator, ABC):
 
     config_class: ClassVar[type[SpeculativeConfig]]
     uses_assistant_model: ClassVar[bool] = False  # whether generate(assistant_model=) means something to this method
+    can_be_combined: ClassVar[bool] = True  # whether it may be part of a hybrid
+    continues_drafts: ClassVar[bool] = False  # whether `continue_drafts` is there
     taps: Taps = Taps()
+    taps_whole_text: bool = True  # if it taps: whether it needs features of every token, not only of the newest
 
     def __init__(self, config: SpeculativeConfig, target: PackedModel, context: DrafterContext | None = None):
         self.config = config
         self.target = target
+        self.tapped: dict[Any, torch.Tensor] = {}  # in transformers' own loop: its last forward's features, by hooks
         self._assisted: Sequence | None = None
         self._assisted_trees: DraftTrees | None = None
+        self._assisted_fed = (0, 0)  # tokens of the text, and candidates, in its last forward
+
+    def settled(self, config: SpeculativeConfig) -> SpeculativeConfig:
+        """A call's configuration, where it leaves to the drafter's files what they decide (a draft length)."""
+        return config
+
+    @classmethod
+    def create(
+        cls, config: SpeculativeConfig, target: PackedModel, context: DrafterContext | None = None
+    ) -> CandidateGenerator:
+        """The generator for a configuration; a method whose checkpoints differ in kind chooses its class here."""
+        return cls(config, target, context)
+
+    @property
+    def needs_all_features(self) -> bool:
+        """Whether the target must read every token itself, so that cached prefixes are of no use."""
+        return self.taps_whole_text and bool(self.taps.last_hidden or self.taps.layers)
 
     @property
     def max_draft_nodes(self) -> int:
@@ -100,6 +146,21 @@ class CandidateGenerator(TransformersCandidateGenerator, ABC):
     def observe(self, outcome: StepOutcome) -> None:
         """Learn from a verified step."""
 
+    def draft_scores(self, trees: DraftTrees) -> list[float]:
+        """How many tokens of each row's draft, just proposed, are expected to be accepted; by default all of its longest path."""
+        return [float(trees.depths[i, :n].max()) if n else 0.0 for i, n in enumerate(trees.lengths)]
+
+    def continue_drafts(self, sequences: list[Sequence], drafts: list[list[int]], limits: list[int]) -> list[list[int]]:
+        """Go on from another method's drafts.
+
+        Args:
+            drafts: per row, ids drafted behind the sequence's tokens.
+            limits: most tokens to add, per row; nothing is wanted where it is not positive.
+
+        Returns: the ids to add, per row.
+        """
+        raise TypeError(f"{type(self).__name__} does not continue drafts.")
+
     def evict(self, seq: Sequence) -> None:
         """The sequence is paused: give up what can be recomputed from its tokens."""
 
@@ -118,11 +179,16 @@ class CandidateGenerator(TransformersCandidateGenerator, ABC):
         nodes = torch.tensor(chain, dtype=torch.long, device=trees.tokens.device)
         tokens = trees.tokens[0, nodes]
         self._assisted_trees = trees
+        self._assisted_fed = len(self._assisted.tokens), len(chain)
         return torch.cat([input_ids, tokens[None].to(input_ids.device)], dim=1), None
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
-        """Learn how many of the last candidates were accepted."""
-        self._follow(input_ids)
+        """Learn what the last forward made of the candidates.
+
+        Args:
+            scores: the target's processed scores [1, K + 1, V] after the text and after each candidate.
+        """
+        self._follow(input_ids, scores[0])
 
     def end_assisted(self) -> None:
         """Forget the text followed in transformers' assisted decoding."""
@@ -130,8 +196,9 @@ class CandidateGenerator(TransformersCandidateGenerator, ABC):
             self.stop(self._assisted)
             self.release()
         self._assisted = self._assisted_trees = None
+        self.tapped.clear()
 
-    def _follow(self, input_ids: torch.LongTensor) -> None:
+    def _follow(self, input_ids: torch.LongTensor, scores: torch.Tensor | None = None) -> None:
         if input_ids.shape[0] != 1:
             raise ValueError(
                 "transformers' assisted decoding works on one sequence; use speculative_config for batches."
@@ -154,8 +221,24 @@ class CandidateGenerator(TransformersCandidateGenerator, ABC):
             matched = 0
             while matched < min(len(chain), len(new) - 1) and drafted[chain[matched]] == new[matched]:
                 matched += 1
-            self.observe(StepOutcome([seq], self._assisted_trees, [chain[:matched]], [new]))
+            outcome = StepOutcome([seq], self._assisted_trees, [chain[:matched]], [new])
+            self._add_features(outcome, scores, matched)
+            with self.active():
+                self.observe(outcome)
             self._assisted_trees = None
+
+    def _add_features(self, outcome: StepOutcome, scores: torch.Tensor | None, matched: int) -> None:
+        """What transformers' forward gave: the text's tokens and the chain behind them, in one row."""
+        seq, (end, num_drafted) = outcome.sequences[0], self._assisted_fed
+        found = self.tapped
+        num_fed = next((len(h) for h in found.values()), num_drafted + 1)
+        outcome.output = PackedOutput(
+            logits=scores if scores is not None else torch.empty(0),
+            last_hidden=found.get("last_hidden"),
+            layers={index: found[index] for index in self.taps.layers if index in found},
+        )
+        outcome.starts, outcome.chunks, outcome.num_own = [0], [(seq, end)], [num_fed - num_drafted]
+        outcome.fed_at = [list(range(matched))]
 
 
 def _first_path(trees: DraftTrees) -> list[int]:

@@ -7,21 +7,34 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ..cache import OutOfBlocks
-from ..config import SpeculativeConfig, SpeculativeConfigError
+from ..cache import PagedStaticCache
+from ..config import SpeculativeConfigError
 from ..runtime import DraftTrees, PackedModel, Sequence
 from ..runtime.packed_batch import RowInput
-from .base import CandidateGenerator, DrafterContext, StepOutcome
+from .base import DrafterContext, StepOutcome
+from .checkpoints import Checkpoint, register_format
+from .growing import CachedGenerator
 from .registry import register
-from .tree_growth import TreeGrowth
+from .tree_growth import Draft, Level
+from .tree_shapes import TreeDraftingConfig
 from .vocabulary import load_drafter, make_bridge
 
 BRIDGES = ("intersection", "text")
 
 
+def _matches(checkpoint: Checkpoint) -> bool:
+    return checkpoint.config.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and checkpoint.any(
+        r"(model|transformer|gpt_neox|decoder|backbone)\."
+    )
+
+
+register_format("a causal language model of transformers", "draft_model", _matches, last=True)
+
+
 @dataclass
-class DraftModelConfig(SpeculativeConfig):
+class DraftModelConfig(TreeDraftingConfig):
     """A smaller causal language model drafts token by token, with a KV cache of its own; or the target drafts for itself
     through its first layers (`early_exit`). Drafters with another tokenizer are bridged by shared tokens or by text."""
 
@@ -33,10 +46,6 @@ class DraftModelConfig(SpeculativeConfig):
     early_exit: int | None = field(
         default=None, metadata={"help": "draft with the target's own first layers, this many"}
     )
-    branching_factors: list[int] | None = field(
-        default=None,
-        metadata={"help": "children per node at each depth, e.g. [3, 2, 1]: draft a tree instead of a chain"},
-    )
     vocabulary_bridge: str | None = field(
         default=None,
         metadata={
@@ -45,17 +54,6 @@ class DraftModelConfig(SpeculativeConfig):
     )
 
     def __post_init__(self) -> None:
-        if self.branching_factors is not None:
-            factors = self.branching_factors
-            are_counts = isinstance(factors, list) and all(type(f) is int and f >= 1 for f in factors)
-            if not factors or not are_counts:
-                raise self.fail("branching_factors", f"must be a list of integers of at least 1, not {factors!r}.")
-            if self.num_speculative_tokens not in (None, len(factors)):
-                raise self.fail(
-                    "branching_factors",
-                    f"has {len(factors)} depths, but num_speculative_tokens is {self.num_speculative_tokens}.",
-                )
-            self.num_speculative_tokens = len(factors)
         super().__post_init__()
         if isinstance(self.model, os.PathLike):
             self.model = os.fspath(self.model)
@@ -73,14 +71,9 @@ class DraftModelConfig(SpeculativeConfig):
         if self.model is not None and self.early_exit is not None:
             raise self.fail("early_exit", "cannot be combined with 'model': the target drafts for itself.")
 
-    @property
-    def widths(self) -> list[int]:
-        """Children per node at each depth."""
-        return self.branching_factors or [1] * (self.num_speculative_tokens or 1)
-
 
 @register(DraftModelConfig)
-class DraftModelGenerator(CandidateGenerator):
+class DraftModelGenerator(CachedGenerator):
     """Drafts with a causal language model run by the same PackedModel and paged cache as the target."""
 
     config: DraftModelConfig
@@ -93,41 +86,33 @@ class DraftModelGenerator(CandidateGenerator):
         if config.early_exit is not None and config.early_exit >= target.config.num_hidden_layers:
             raise config.fail("early_exit", f"must be less than the target's {target.config.num_hidden_layers} layers.")
         self.drafter = PackedModel(model, num_layers=config.early_exit, prepack_weights=config.prepack_weights)
-        self.bridge = make_bridge(config, target, self.drafter, context)
-        self.cache = self.drafter.new_cache(1, config.block_size)
-        self.drafted: dict[int, int] = {}  # nodes of the last draft whose KV the drafter has
+        self.bridge = self.vocabulary = make_bridge(config, target, self.drafter, context)
+        self.cache = self.new_cache(1, config.block_size)
+        self.kept_nodes: dict[
+            int, list[int]
+        ] = {}  # per sequence, where the last draft's nodes are in the cache (or -1)
+        self.texts: dict[int, list[int]] = {}  # per sequence of the round, its text as the drafter reads it
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
-    @property
-    def max_draft_nodes(self) -> int:
-        """Nodes of the whole tree."""
-        return int(np.cumprod(self.config.widths).sum())
+    def new_cache(self, num_blocks: int, block_size: int) -> PagedStaticCache:
+        """A cache for the drafter's layers."""
+        return self.drafter.new_cache(num_blocks, block_size, share_prefixes=self.bridge.nodes_are_drafter_tokens)
 
     def allocate(self, num_tokens: int, num_sequences: int, block_size: int) -> None:
-        """A cache like the target's, plus room for one draft per sequence."""
-        extra = -(-(self.max_draft_nodes + block_size) // block_size) * num_sequences
-        num_blocks = -(-self.bridge.max_drafter_tokens(num_tokens) // block_size) + extra
-        self.cache = self.drafter.new_cache(num_blocks, block_size, share_prefixes=self.bridge.nodes_are_drafter_tokens)
-
-    def release(self) -> None:
-        """Drop the cache."""
-        self.cache = self.drafter.new_cache(1, self.config.block_size)
-
-    def start(self, seq: Sequence) -> None:
-        """An empty cache entry; the prompt is read at the first proposal."""
-        self.cache.add(seq.id)
+        """A cache for the texts as the drafter reads them, plus room for one draft per sequence."""
+        super().allocate(self.bridge.max_drafter_tokens(num_tokens), num_sequences, block_size)
 
     def evict(self, seq: Sequence) -> None:
         """Give the KV blocks back; they are recomputed from the tokens."""
-        self.cache.remove(seq.id)
-        self.cache.add(seq.id)
-        self.drafted.pop(seq.id, None)
+        super().evict(seq)
+        self.kept_nodes.pop(seq.id, None)
 
     def stop(self, seq: Sequence) -> None:
         """Free the cache entry."""
-        self.cache.remove(seq.id)
-        self.drafted.pop(seq.id, None)
+        super().stop(seq)
+        self.kept_nodes.pop(seq.id, None)
+        self.texts.pop(seq.id, None)
         self.bridge.forget(seq)
 
     def active(self):
@@ -137,44 +122,40 @@ class DraftModelGenerator(CandidateGenerator):
     # ---- drafting ---------------------------------------------------------------------------------------------------
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
-        """Chains or top-k trees, grown one depth per drafter forward; rows whose limit is reached drop out."""
-        depth = len(self.config.widths)
-        limits = [min(limit, depth) for limit in limits]
-        texts = [self.bridge.to_drafter(seq) if limit else [] for seq, limit in zip(sequences, limits, strict=True)]
-        one_forward = max(map(len, texts)) <= self.config.prefill_chunk_size
-        limits = [
-            limit if limit and self._make_room(seq, text, limit, share_now=one_forward) else 0
-            for seq, text, limit in zip(sequences, texts, limits, strict=True)
+        """Chains or trees, grown one depth per drafter forward; rows whose limit is reached drop out."""
+        trees = super().propose(sequences, limits)
+        texts = [self.texts.get(seq.id, []) for seq in sequences]
+        self.texts = {}
+        return self.bridge.to_target(trees, sequences, texts) if trees.num_nodes else trees
+
+    def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
+        """Rows the drafter has positions and blocks for, the text and a draft of that depth."""
+        self.sequences = sequences
+        self.texts = {
+            seq.id: self.bridge.to_drafter(seq) for seq, limit in zip(sequences, limits, strict=True) if limit
+        }
+        one_forward = max(map(len, self.texts.values()), default=0) <= self.config.prefill_chunk_size
+        return [
+            limit if limit and self._make_room(seq, self.texts[seq.id], limit, share_now=one_forward) else 0
+            for seq, limit in zip(sequences, limits, strict=True)
         ]
-        rows = [i for i, limit in enumerate(limits) if limit]
-        if not rows:
-            return DraftTrees.empty(len(sequences), self.target.device)
-        logits = self._read([(sequences[i], texts[i]) for i in rows])
-        growth = TreeGrowth(self, sequences, [len(text) for text in texts], limits)
-        trees = growth.grow(logits)
-        for i in rows:
-            self.drafted[sequences[i].id] = growth.num_forwarded[i]
-        return self.bridge.to_target(trees, sequences, texts)
 
     def _make_room(self, seq: Sequence, text: list[int], limit: int, share_now: bool) -> bool:
-        """Whether the drafter has positions and blocks for the text and a draft of that depth; they are reserved."""
-        nodes = int(np.cumprod(self.config.widths[:limit]).sum())
         if self.drafter.max_positions is not None and len(text) + limit > self.drafter.max_positions:
             return False
         self.cache.truncate(seq.id, self.bridge.num_unchanged(seq, text))
         self.cache.match_prefix(seq.id, text)
-        try:
-            self.cache.reserve(seq.id, len(text) + nodes)
-        except OutOfBlocks:
+        if not self.try_reserve(seq, len(text) + self.shape.num_expanded(limit)):
             return False
         if share_now:  # all texts are written in one forward, so later rows may already read these blocks
             self.cache.register_prefix(seq.id, text, len(text))
         return True
 
-    def _read(self, rows: list[tuple[Sequence, list[int]]]) -> torch.Tensor:
-        """Bring the drafter's KV up to the rows' texts, a chunk at a time; logits [rows, V] after each last token."""
+    def root_logits(self, sequences: list[Sequence]) -> torch.Tensor:
+        """Bring the drafter's KV up to the rows' texts, a chunk at a time; logits [R, V] after each last token."""
         chunk = self.config.prefill_chunk_size
-        tables = [self.cache.tables[seq.id] for seq, _ in rows]
+        rows = [(seq, self.texts[seq.id]) for seq in sequences]
+        tables = [self.cache.tables[seq.id] for seq in sequences]
         while any(len(text) - table.length > chunk for (_, text), table in zip(rows, tables, strict=True)):
             self._forward_texts(
                 [row for row, table in zip(rows, tables, strict=True) if len(row[1]) - table.length > chunk], chunk
@@ -194,13 +175,27 @@ class DraftModelGenerator(CandidateGenerator):
             self.cache.tables[row.seq_id].length = row.start + len(row.tokens)
         return logits
 
+    def expand(self, level: Level) -> torch.Tensor:
+        """Run the drafter over the nodes of one depth: logits [R, F, V]."""
+        seq_ids = [self.sequences[i].id for i in level.rows]
+        positions = [len(self.texts[seq_id]) - 1 for seq_id in seq_ids]
+        inputs = self.level_inputs(level, self.bridge.drafter_ids(level.tokens), seq_ids, positions)
+        return self.drafter.forward(inputs, self.cache).logits.view(len(inputs), level.tokens.shape[1], -1)
+
+    def drafted(self, sequences: list[Sequence], draft: Draft) -> None:
+        """Remember where the KV of the draft's nodes is."""
+        if self.bridge.nodes_are_drafter_tokens:
+            for seq, length, at in zip(sequences, draft.trees.lengths, draft.expanded, strict=True):
+                if length:
+                    self.kept_nodes[seq.id] = at.tolist()
+
     def observe(self, outcome: StepOutcome) -> None:
         """Keep the KV of accepted nodes, drop the others."""
         kept = []
         for seq, path in zip(outcome.sequences, outcome.accepted, strict=True):
-            forwarded = self.drafted.pop(seq.id, 0)
-            if forwarded and self.bridge.nodes_are_drafter_tokens:
+            at = self.kept_nodes.pop(seq.id, None)
+            if at is not None:
                 start = self.cache.tables[seq.id].length
-                kept.append((seq.id, start, [node for node in path if node < forwarded]))
+                kept.append((seq.id, start, [at[node] for node in path if at[node] >= 0]))
         if kept:
             self.cache.commit(kept)

@@ -56,12 +56,19 @@ class NGramIndex:
                 first_end.setdefault(tuple(tokens[end - size : end]), end)
         self.num_indexed = max(self.num_indexed, len(tokens))
 
-    def continuation(self, tokens: list[int], length: int) -> list[int]:
-        """Up to `length` tokens that followed the earliest occurrence of the longest n-gram ending `tokens`."""
+    def continuation(self, tokens: list[int], length: int, draft: list[int] | None = None) -> list[int]:
+        """Up to `length` tokens that followed the earliest occurrence of the longest n-gram ending `tokens`.
+
+        Args:
+            draft: taken to stand behind `tokens` already, though it is not indexed: what ends is `tokens + draft`.
+        """
+        draft = draft or []
+        tail = tokens[-self.sizes[0] :] + draft
         for size, first_end in zip(self.sizes, self.first_end, strict=True):
-            end = first_end.get(tuple(tokens[-size:])) if len(tokens) > size else None
+            end = first_end.get(tuple(tail[-size:])) if len(tokens) + len(draft) > size else None
             if end is not None:
-                return tokens[end : end + length]
+                found = tokens[end : end + length]
+                return found + draft[: length - len(found)]
         return []
 
 
@@ -87,6 +94,15 @@ class NGramGenerator(CandidateGenerator):
             for seq, limit in zip(sequences, limits, strict=True)
         ]
         return DraftTrees.from_lists(drafts, device=self.target.device)
+
+    continues_drafts = True
+
+    def continue_drafts(self, sequences: list[Sequence], drafts: list[list[int]], limits: list[int]) -> list[list[int]]:
+        """What followed the end of each draft where it occurred before."""
+        return [
+            self.indices[seq.id].continuation(seq.tokens, limit, draft) if limit > 0 else []
+            for seq, draft, limit in zip(sequences, drafts, limits, strict=True)
+        ]
 
     def observe(self, outcome: StepOutcome) -> None:
         """Index the new tokens."""

@@ -2,16 +2,21 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import json
+import logging
 import os
 import pkgutil
 from typing import TYPE_CHECKING, Any
 
 from ..config import SpeculativeConfig, SpeculativeConfigError, nearest_hint
+from .checkpoints import infer_format, open_checkpoint
 
 if TYPE_CHECKING:
     from .base import CandidateGenerator
+
+logger = logging.getLogger(__name__)
 
 _CONFIGS: dict[str, type[SpeculativeConfig]] = {}
 _GENERATORS: dict[str, type[CandidateGenerator]] = {}
@@ -68,7 +73,9 @@ def parse_config(value: Any) -> SpeculativeConfig:
             f"speculative_config must be a dict, JSON text, a path to a JSON file or a SpeculativeConfig, not {type(value).__name__}."
         )
     methods = available_methods()
-    method = value.get("method") or ("draft_model" if "model" in value else None)
+    method = value.get("method") or None
+    if method is None and isinstance(value.get("model"), (str, os.PathLike)):
+        method = infer_method(os.fspath(value["model"]), value.get("revision"), value.get("token"))
     if method is None:
         raise SpeculativeConfigError(f"speculative_config needs a 'method': one of {', '.join(methods)}.")
     if not isinstance(method, str) or method not in methods:
@@ -76,6 +83,19 @@ def parse_config(value: Any) -> SpeculativeConfig:
             f"Unknown speculative method {method!r}{nearest_hint(method, methods)}. Available: {', '.join(methods)}."
         )
     return methods[method].from_dict({**value, "method": method})
+
+
+@functools.lru_cache(maxsize=64)
+def infer_method(model: str, revision: str | None = None, token: str | None = None) -> str:
+    """The method that a checkpoint is for, from its configuration and its tensors' names.
+
+    Raises:
+        CheckpointError: it cannot be opened, or is in no known format.
+    """
+    _discover()
+    form = infer_format(open_checkpoint(model, revision, token))
+    logger.info("%s: method %r, inferred from its format: %s.", model, form.method, form.name)
+    return form.method
 
 
 def _read(text: str) -> Any:

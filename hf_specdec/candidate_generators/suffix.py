@@ -39,6 +39,7 @@ class SuffixConfig(SpeculativeConfig):
 
     def __post_init__(self) -> None:
         self.method = self.method or self.name  # errors name it
+        self.read_auto()
         self.check_int("suffix_decoding_max_tree_depth", minimum=2)
         if self.num_speculative_tokens is None:
             self.num_speculative_tokens = self.suffix_decoding_max_tree_depth
@@ -73,6 +74,7 @@ class SuffixGenerator(CandidateGenerator):
             raise ImportError(
                 "The suffix method needs arctic-inference's suffix trees: pip install 'hf-specdec[suffix]' (a C++ compiler is needed)."
             ) from error
+        self.scores: list[float] = []  # of the last proposals
         self.cache = SuffixDecodingCache(
             max_tree_depth=config.suffix_decoding_max_tree_depth,
             max_cached_requests=config.suffix_decoding_max_cached_requests,
@@ -87,25 +89,39 @@ class SuffixGenerator(CandidateGenerator):
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
         """What the trees make most likely, per row; empty where nothing matches."""
-        depth, use_tree = self.config.suffix_decoding_max_tree_depth, self.config.suffix_decoding_use_tree
-        tokens, parents = [], []
+        use_tree = self.config.suffix_decoding_use_tree
+        tokens, parents, self.scores = [], [], []
         for seq, limit in zip(sequences, limits, strict=True):
-            if limit == 0:
-                tokens.append([])
-                parents.append([])
-                continue
-            draft = self.cache.speculate(
-                seq.id,
-                np.asarray(seq.tokens[-depth:], dtype=np.int32),
-                max_spec_tokens=limit,
-                max_spec_factor=self.config.suffix_decoding_max_spec_factor,
-                max_spec_offset=self.config.suffix_decoding_max_spec_offset,
-                min_token_prob=self.config.suffix_decoding_min_token_prob,
-                use_tree_spec=use_tree,
-            )
-            tokens.append(draft.token_ids)
-            parents.append(draft.parents)
+            draft = self._speculate(seq, seq.tokens, limit, use_tree) if limit > 0 else None
+            tokens.append(draft.token_ids if draft else [])
+            parents.append(draft.parents if draft else [])
+            self.scores.append(draft.score if draft else 0.0)
         return DraftTrees.from_lists(tokens, parents if use_tree else None, device=self.target.device)
+
+    def _speculate(self, seq: Sequence, text: list[int], limit: int, use_tree: bool):
+        return self.cache.speculate(
+            seq.id,
+            np.asarray(text[-self.config.suffix_decoding_max_tree_depth :], dtype=np.int32),
+            max_spec_tokens=limit,
+            max_spec_factor=self.config.suffix_decoding_max_spec_factor,
+            max_spec_offset=self.config.suffix_decoding_max_spec_offset,
+            min_token_prob=self.config.suffix_decoding_min_token_prob,
+            use_tree_spec=use_tree,
+        )
+
+    def draft_scores(self, trees: DraftTrees) -> list[float]:
+        """The trees' own estimate of how many tokens of the last proposals will be accepted."""
+        return self.scores if trees.num_nodes else [0.0] * len(trees.lengths)
+
+    continues_drafts = True
+
+    def continue_drafts(self, sequences: list[Sequence], drafts: list[list[int]], limits: list[int]) -> list[list[int]]:
+        """What the suffix trees make of the end of each draft; chains."""
+        depth = self.config.suffix_decoding_max_tree_depth
+        return [
+            self._speculate(seq, seq.tokens[-depth:] + draft, limit, use_tree=False).token_ids if limit > 0 else []
+            for seq, draft, limit in zip(sequences, drafts, limits, strict=True)
+        ]
 
     def observe(self, outcome: StepOutcome) -> None:
         """Add the new tokens to both trees."""

@@ -15,7 +15,9 @@ from ..config import SpeculativeConfig
 from ..runtime import DraftTrees, PackedModel, PackedOutput, Sequence
 from ..runtime.logits import needs_prefix, process_logits
 from ..runtime.packed_batch import RowInput
+from .draft_length import DraftedStep, make_policy, nodes_by_depth
 from .outputs import RowStatistics
+from .step_cost import StepTimer
 from .verification import verify
 
 
@@ -64,9 +66,10 @@ class SpeculativeDecoder:
     """
 
     def __init__(self, target: PackedModel, generator: CandidateGenerator, config: SpeculativeConfig):
-        self.target, self.generator, self.config = target, generator, config
+        self.target, self.generator, self.config = target, generator, generator.settled(config)
         target.taps = target.taps | generator.taps
-        self.rule = config.rejection_sample_method or "coupled"
+        self.policy = make_policy(config)
+        self.timer = StepTimer(target.device)
         self.cache = target.new_cache(1, config.block_size)
         self.statistics: dict[int, RowStatistics] = {}
         self.last: StepTensors | None = None
@@ -85,7 +88,7 @@ class SpeculativeDecoder:
         size = self.config.block_size
         num_blocks = self.config.num_blocks or -(-num_tokens // size) + num_sequences
         # A drafter that reads features of every token cannot skip a prefix the target has already seen.
-        share = not (self.generator.taps.last_hidden or self.generator.taps.layers or self.all_hidden_states)
+        share = not (self.generator.needs_all_features or self.all_hidden_states)
         self.cache = self.target.new_cache(num_blocks, size, share_prefixes=share)
         self.generator.allocate(num_blocks * size, num_sequences, size)
 
@@ -118,6 +121,7 @@ class SpeculativeDecoder:
         """A sequence leaves, finished or not; its blocks are free again. Returns what speculation did for it."""
         self.cache.remove(seq.id)
         self.generator.stop(seq)
+        self.policy.forget(seq)
         return self.statistics.pop(seq.id)
 
     def preempt(self, seq: Sequence) -> None:
@@ -168,15 +172,21 @@ class SpeculativeDecoder:
             OutOfBlocks: not even the first row fits; nothing was done. Preempt another sequence.
         """
         rows = self._admit(sequences, num_tokens)
+        num_own = [end - self.cache.tables[seq.id].length for seq, end in rows]
         decoding = [(seq, end) for seq, end in rows if end == len(seq.tokens)]
-        trees = self._propose([seq for seq, _ in decoding])
+        self.timer.start()
+        limits = self._draft_limits([seq for seq, _ in decoding])
+        trees = self._propose([seq for seq, _ in decoding], limits)
+        self.timer.proposed()
         output, logit_rows, starts = self._forward(rows, trees)
         scores = self._scores([seq for seq, _ in decoding], trees, output.logits)
         results = {seq.id: StepResult(seq) for seq, _ in rows}
         outcome = self._commit(rows, decoding, trees, scores, results)
-        outcome.output, outcome.starts = output, [starts[seq.id] for seq, _ in rows]
+        outcome.output, outcome.starts, outcome.num_own = output, [starts[seq.id] for seq, _ in rows], num_own
         self.last = StepTensors(output, scores, logit_rows, starts)
         self.generator.observe(outcome)
+        if self.policy.needs_observations and decoding:
+            self._inform_policy(outcome, limits, timed=len(decoding) == len(rows) == sum(num_own))
         return list(results.values())
 
     def _admit(self, sequences: list[Sequence], num_tokens: list[int] | None) -> list[tuple[Sequence, int]]:
@@ -209,8 +219,22 @@ class SpeculativeDecoder:
                 end = whole
         self.cache.reserve(seq.id, end)
 
-    def _propose(self, sequences: list[Sequence]) -> DraftTrees:
-        limits = [self._draft_limit(seq) for seq in sequences]
+    def _draft_limits(self, sequences: list[Sequence]) -> list[int]:
+        """How deep each row drafts: what the policy wishes, within what the row may and can use."""
+        return self.policy.limits(sequences, [self._draft_limit(seq) for seq in sequences])
+
+    def _inform_policy(self, outcome: StepOutcome, limits: list[int], timed: bool) -> None:
+        """Show the policy what its lengths led to. The times of steps that also read prompts say nothing about decoding."""
+        seconds, drafting_seconds = self.timer.stop()
+        nodes, accepted = nodes_by_depth(outcome.trees), [len(path) for path in outcome.accepted]
+        num_new = [len(new) for new in outcome.new_tokens]
+        self.policy.observe(
+            DraftedStep(
+                outcome.sequences, limits, nodes, accepted, num_new, seconds if timed else None, drafting_seconds
+            )
+        )
+
+    def _propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
         if not any(limits):
             return DraftTrees.empty(len(sequences), self.target.device)
         trees = self.generator.propose(sequences, limits)
@@ -278,7 +302,7 @@ class SpeculativeDecoder:
         sequences = [seq for seq, _ in decoding]
         kept, paths, emitted = [], [], []
         if sequences:
-            verdict = verify(trees, scores, sequences, self.rule)
+            verdict = verify(trees, scores, sequences, self.config)
             paths = trees.paths(verdict.accepted)
             first = 0
             for i, seq in enumerate(sequences):

@@ -84,6 +84,8 @@ def decode(
     for seq in sequences:
         check_length(model, seq.prompt_length, seq.max_length)
     num_cached = 0 if past_key_values is None else min(int(past_key_values.get_seq_length()), input_ids.shape[1] - 1)
+    if decoder.generator.needs_all_features:
+        num_cached = 0  # the drafter needs the features of the whole text: it is read again
     tensors = [RowTensors() for _ in sequences]
     pad_token = generation_config._pad_token_tensor
     observer = LockstepObserver(

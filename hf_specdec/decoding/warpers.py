@@ -26,10 +26,14 @@ _STATELESS = _known(
 # Functions of a row's own prefix: run over nodes of equal length together.
 _ROW_WISE = _known(
     "RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor", "NoBadWordsLogitsProcessor",
-    "SequenceBiasLogitsProcessor", "MinLengthLogitsProcessor", "MinNewTokensLengthLogitsProcessor",
-    "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor", "ExponentialDecayLengthPenalty",
-    "SuppressTokensAtBeginLogitsProcessor", "WatermarkLogitsProcessor",
+    "SequenceBiasLogitsProcessor", "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor",
+    "ExponentialDecayLengthPenalty", "SuppressTokensAtBeginLogitsProcessor", "WatermarkLogitsProcessor",
 )  # fmt: skip
+# Act alike on every prefix shorter than some length and not at all on longer ones: that length.
+_SHORT_PREFIXES: dict[type, Callable[..., int]] = {
+    hf.MinLengthLogitsProcessor: lambda processor: processor.min_length,
+    hf.MinNewTokensLengthLogitsProcessor: lambda processor: processor.prompt_length_to_skip + processor.min_new_tokens,
+}
 # Keep state from call to call: a rejected node would corrupt it.
 _STATEFUL = _known("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor")
 
@@ -148,6 +152,9 @@ class NodeProcessors:
             if self._is_stateless(processor):
                 scores = processor(self.prompt_ids[:1], scores)
                 continue
+            if type(processor) in _SHORT_PREFIXES:
+                scores = self._while_short(processor, sequences, paths, scores)
+                continue
             if prefixes is None:
                 prefixes = self._prefixes(sequences, paths, logits.device)
             if type(processor) in _ROW_WISE and getattr(processor, "prompt_ignore_length", None) is None:
@@ -168,6 +175,20 @@ class NodeProcessors:
                 own[seq.id] if paths is None or not len(paths[i]) else torch.cat([own[seq.id], paths[i].to(device)])
             )
         return prefixes
+
+    @staticmethod
+    def _while_short(processor, sequences, paths, scores: torch.Tensor) -> torch.Tensor:
+        limit = _SHORT_PREFIXES[type(processor)](processor)
+        own = {seq.id: len(seq.shown_tokens) for seq in sequences}
+        lengths = [own[seq.id] + (0 if paths is None else len(paths[i])) for i, seq in enumerate(sequences)]
+        short = [i for i, length in enumerate(lengths) if length < limit]
+        if not short:
+            return scores
+        ids = torch.zeros(1, 1, dtype=torch.long, device=scores.device).expand(len(short), limit - 1)
+        if len(short) == len(lengths):
+            return processor(ids, scores)
+        index = torch.tensor(short, device=scores.device)
+        return scores.index_copy(0, index, processor(ids, scores[index]))
 
     @staticmethod
     def _by_length(processor: Callable, prefixes: list[torch.Tensor], scores: torch.Tensor) -> torch.Tensor:

@@ -67,20 +67,45 @@ def paged_attention(
 
     Returns: [T, H, Dv].
     """
-    num_heads, num_kv_heads = query.shape[1], key_pool.shape[1]
-    out = query.new_empty(query.shape[0], num_heads, value_pool.shape[2])
+    num_tokens, num_heads, width = query.shape
+    num_kv_heads, value_width = key_pool.shape[1], value_pool.shape[2]
+    group = num_heads // num_kv_heads
+    plain = softcap is None and sinks is None
+    few = _MATRIX_VECTOR_QUERIES // group if plain and query.dtype == torch.bfloat16 and not query.is_cuda else 0
+    out = query.new_empty(num_tokens, num_heads, value_width)
+    # Heads of a group become extra queries of their KV head: keys and values are never expanded.
+    folded = query.view(num_tokens, num_kv_heads, group, width).permute(1, 2, 0, 3)  # [Hkv, G, T, D]
+    folded_out = out.view(num_tokens, num_kv_heads, group, value_width).permute(1, 2, 0, 3)
     for row, mask in zip(rows, masks, strict=True):
-        num_queries = row.end - row.start
-        # Heads of a group become extra queries of their KV head: keys and values are never expanded.
-        q = query[row.start : row.end].transpose(0, 1).reshape(1, num_kv_heads, -1, query.shape[2])
+        start, end = row.start, row.end
         k = read_row(key_pool, row).transpose(0, 1)[None]
         v = read_row(value_pool, row).transpose(0, 1)[None]
-        if softcap is None and sinks is None:
+        if end - start <= few:
+            out[start:end] = _attention_query_by_query(query[start:end], k, v, mask, scaling)
+            continue
+        q = folded[:, :, start:end].reshape(1, num_kv_heads, -1, width)
+        if plain:
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
         else:
             attended = _attention_with_softcap_or_sinks(q, k, v, mask, scaling, softcap, sinks)
-        out[row.start : row.end] = attended.reshape(num_heads, num_queries, -1).transpose(0, 1)
+        folded_out[:, :, start:end] = attended.view(num_kv_heads, group, -1, value_width)
     return out
+
+
+# torch's CPU attention multiplies single bfloat16 queries by matrix-vector products, which read keys in place; for several it
+# repacks them into tiles first. Measured: up to so many queries (tokens x heads of a group) the former is faster.
+_MATRIX_VECTOR_QUERIES = 4
+
+
+def _attention_query_by_query(query, k, v, mask, scaling):
+    """query [t, H, D], each a batch entry of its own, with k and v [1, Hkv, S, D]; mask [G * t, S] → [t, H, Dv]."""
+    count = query.shape[0]
+    k, v = k.expand(count, -1, -1, -1), v.expand(count, -1, -1, -1)
+    mask = None if mask is None else mask[:count, None, None]  # heads of a group have the same
+    attended = F.scaled_dot_product_attention(
+        query[:, :, None], k, v, attn_mask=mask, scale=scaling, enable_gqa=query.shape[1] != k.shape[1]
+    )
+    return attended.squeeze(2)
 
 
 def _attention_with_softcap_or_sinks(q, k, v, mask, scaling, softcap, sinks):
@@ -184,3 +209,101 @@ def rejection_walk(tokens, valid, parents, probs, prob_index, target_probs, acce
             without = without / without.sum(1, keepdim=True).clamp(min=1e-38)
             proposal = torch.where(reject[:, None], without, proposal)
     return accepted, (residual.log() + residual_gumbel(depth)).argmax(1)
+
+
+def block_walk(tokens, valid, probs, prob_index, target_probs, accept_uniform, residual_gumbel):
+    """Block verification of chains (Sun et al. 2024, arXiv 2403.10444, algorithm 2): exact, and no exact rule that tests
+    one drafted path accepts more tokens in expectation.
+
+    With p the target's and q the drafter's distributions after i drafted tokens x_1 .. x_i,
+
+        w_0 = 1,  w_i = min(1, w_(i-1) p(x_i) / q(x_i))             P(at least i tokens are accepted | x_1 .. x_i)
+        R_i = sum over x of max(w_i p(x) - q(x), 0),                with q = 0 after the last drafted token: R_n = w_n
+        h_i = R_i / (R_i + 1 - w_i)
+
+    all of x_1 .. x_i are accepted for the largest i with u_i < h_i (h_0 = 1); the next token is drawn from
+    max(w_i p - q, 0) / R_i. All prefixes are tested: one that fails does not stop longer ones.
+
+    Args:
+        tokens, valid: [B, N], a chain per row.
+        probs, prob_index: as in `rejection_walk`; None: points (q is 1 at the drafted token).
+        target_probs: callable (node index [B], 0 = root) -> the target's distribution there, float [B, V].
+        accept_uniform: [B, N] uniform numbers u_1 .. u_N.
+        residual_gumbel: callable (depth [B]) -> Gumbel noise [B, V] for the last draw.
+
+    Returns: accepted path, bool [B, N], and the token after it, int64 [B].
+    """
+    length, left_over = block_acceptance(tokens, valid, probs, prob_index, target_probs, accept_uniform)
+    accepted = torch.arange(tokens.shape[1], device=tokens.device) < length[:, None]
+    return accepted, (left_over.log() + residual_gumbel(length)).argmax(1)
+
+
+def block_acceptance(tokens, valid, probs, prob_index, target_probs, accept_uniform):
+    """How many tokens of each chain are accepted, int64 [B], and what the next one is drawn from, not normalised [B, V].
+
+    Arguments and rule: see `block_walk`.
+    """
+    num_nodes = tokens.shape[1]
+    rows = torch.arange(tokens.shape[0], device=tokens.device)
+    length, left_over = torch.zeros_like(rows), accept_uniform.new_zeros(())
+    drafted = torch.ones_like(rows, dtype=torch.bool)  # whether the row has the i-th drafted token
+    weight = torch.ones_like(rows, dtype=accept_uniform.dtype)
+    for i in range(num_nodes + 1):
+        target = target_probs(torch.full_like(rows, i))
+        over, next_weight, goes_on = target * weight[:, None], weight, drafted
+        if i < num_nodes:
+            token, goes_on = tokens[:, i], valid[:, i]
+            if probs is None:
+                q = torch.ones_like(weight)
+                over[rows, token] -= goes_on.to(over.dtype)
+            else:
+                drawn_from = probs[rows, prob_index[:, i]].to(over.dtype)
+                q = drawn_from[rows, token]
+                over -= drawn_from * goes_on[:, None]
+            over.clamp_(min=0.0)
+            ratio = torch.where(q > 0, target[rows, token] / q.clamp(min=1e-38), 0.0)
+            next_weight = (weight * ratio).clamp(max=1.0)
+        mass = over.sum(1)
+        # No mass is left only where w = 1 and p = q, or in paths that cannot be accepted; or by rounding.
+        over = torch.where((mass > 0)[:, None], over, target)
+        # No token is always an accepted block; u < h is tested without dividing.
+        accept = drafted & (accept_uniform[:, i - 1] * (mass + (1.0 - weight)) < mass) if i else drafted
+        length = torch.where(accept, i, length)
+        left_over = torch.where(accept[:, None], over, left_over)
+        weight, drafted = next_weight, goes_on
+    return length, left_over
+
+
+def typical_limits(scores: torch.Tensor, threshold: float, alpha: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """What a token's probability must exceed to be typical, [R], and log-probabilities [R, V] (Cai et al. 2024, "Medusa").
+
+    The limit is min(threshold, alpha * exp(-H)) with the entropy H = -sum p log(p + 1e-5) of scores [R, V]: the flatter the
+    distribution, the lower.
+    """
+    log_probs = torch.log_softmax(scores, dim=-1, dtype=torch.float32)
+    probs = log_probs.exp()
+    entropy = -torch.linalg.vecdot(probs, (probs + 1e-5).log())
+    return (alpha * torch.exp(-entropy)).clamp(max=threshold), log_probs
+
+
+def likeliest_longest_path(candidates, ancestors, log_likelihood) -> torch.Tensor:
+    """The longest path from the root over candidate nodes; of equally long ones the one with the largest summed likelihood.
+
+    Args:
+        candidates: bool [B, N].
+        ancestors: [B, N + 1, N + 1] from `ancestor_matrix`.
+        log_likelihood: [B, N], of each node given its parent.
+
+    Returns: bool [B, N].
+    """
+    if candidates.shape[1] == 0:
+        return candidates
+    lines = ancestors[:, 1:, 1:]
+    reached = ~(lines & ~candidates[:, None, :]).any(2)  # the node and all its ancestors are candidates
+    depth = lines.sum(2) * reached
+    # Nodes off the candidates may have a likelihood of -inf, and -inf * 0 is no number.
+    summed = (lines * log_likelihood.masked_fill(~candidates, 0.0)[:, None, :]).sum(2)
+    deepest = reached & (depth == depth.amax(1, keepdim=True))
+    best = summed.masked_fill(~deepest, float("-inf")).argmax(1)
+    path = lines.gather(1, best[:, None, None].expand(-1, 1, lines.shape[2])).squeeze(1)
+    return path & reached.any(1, keepdim=True)

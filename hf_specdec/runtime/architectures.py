@@ -161,9 +161,10 @@ def first_layers(model: PreTrainedModel, count: int | None):
 
 
 @contextlib.contextmanager
-def tapped(model: PreTrainedModel, taps: Taps):
-    """Collect hidden states of one forward: yields a dict that will hold `last_hidden` and layer indices, [T, H] each."""
-    found: dict[Any, torch.Tensor] = {}
+def tapped(model: PreTrainedModel, taps: Taps, found: dict[Any, torch.Tensor] | None = None):
+    """Collect hidden states of forwards of batch 1: yields a dict (`found`, if given) that holds those of the latest,
+    `last_hidden` and layer indices, [T, H] each."""
+    found = {} if found is None else found
     handles = []
 
     def keep(key):

@@ -56,6 +56,44 @@ class DraftTrees:
         trees.check()
         return trees
 
+    @classmethod
+    def choose(cls, first: DraftTrees, second: DraftTrees, use_second: SequenceOf[bool]) -> DraftTrees:
+        """Row by row one of two proposals for the same batch."""
+        if not any(use_second):
+            return first
+        width = max(first.tokens.shape[1], second.tokens.shape[1])
+        rows = np.asarray(use_second, dtype=bool)
+        pick = torch.from_numpy(rows).to(first.tokens.device)
+        a, b = (torch.nn.functional.pad(each.tokens, (0, width - each.tokens.shape[1])) for each in (first, second))
+        out = cls(
+            torch.where(pick[:, None], b, a),
+            [m if use else n for n, m, use in zip(first.lengths, second.lengths, use_second, strict=True)],
+        )
+        if not (first.is_chain and second.is_chain):
+            chain = np.tile(np.arange(-1, width - 1), (len(rows), 1))
+            padded = [chain.copy(), chain.copy()]
+            for each, parents in zip((first, second), padded, strict=True):
+                parents[:, : each.tokens.shape[1]] = each.parent_index
+            out.parents = np.where(rows[:, None], padded[1], padded[0])
+        if first.probs is not None or second.probs is not None:
+            size = next(each.probs.shape[2] for each in (second, first) if each.probs is not None)
+            (p, index), (q, other) = (each._distributions(width, size) for each in (first, second))
+            count = max(p.shape[1], q.shape[1])
+            p, q = (torch.nn.functional.pad(each, (0, 0, 0, count - each.shape[1])) for each in (p, q))
+            out.probs = torch.where(pick[:, None, None], q, p)
+            out.prob_index = np.where(rows[:, None], other, index)
+        return out
+
+    def _distributions(self, width: int, vocab_size: int) -> tuple[torch.Tensor, np.ndarray]:
+        """`probs` and `prob_index` [B, width], also of deterministic drafts, whose distributions are points."""
+        own = np.tile(np.arange(width), (len(self.lengths), 1))
+        if self.probs is None:
+            points = torch.nn.functional.one_hot(self.tokens, vocab_size).to(torch.float32)
+            return points, own
+        if self.prob_index is not None:
+            own[:, : self.prob_index.shape[1]] = self.prob_index
+        return self.probs, np.minimum(own, self.probs.shape[1] - 1)
+
     def check(self) -> None:
         """Raise ValueError if a parent does not stand before its child or a length is out of range."""
         width = self.tokens.shape[1]

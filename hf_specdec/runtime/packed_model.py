@@ -50,12 +50,16 @@ class PackedOutput:
         last_hidden: [T, H] or None.
         layers: {index: [T, H]} for the layers tapped.
         hidden_states: all of transformers' hidden states [T, H] each, if asked for.
+        input_ids: int64 [T], every token fed.
+        all_logits: [T, V] of every token fed, in the model's dtype, if `taps.logits`.
     """
 
     logits: torch.Tensor
     last_hidden: torch.Tensor | None
     layers: dict[int, torch.Tensor]
     hidden_states: tuple[torch.Tensor, ...] | None = None
+    input_ids: torch.Tensor | None = None
+    all_logits: torch.Tensor | None = None
 
 
 class PackedModel:
@@ -180,6 +184,8 @@ class PackedModel:
             last_hidden=tapped.get("last_hidden"),
             layers={index: tapped[index] for index in self.taps.layers},
             hidden_states=tuple(h[0] for h in output.hidden_states) if all_hidden_states else None,
+            input_ids=batch.input_ids[0],
+            all_logits=output.logits[0] if self.taps.logits else None,
         )
 
     def _masks(self, batch: PackedBatch):

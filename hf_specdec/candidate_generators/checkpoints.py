@@ -1,0 +1,307 @@
+"""Draft heads as they are on the Hub: which format is this, and every tensor of it in its place, or an error that names it."""
+
+from __future__ import annotations
+
+import json
+import os
+import pickle
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import hf_hub_download, snapshot_download
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from safetensors import SafetensorError, safe_open
+from torch import nn
+
+from ..bundled import resolve_model
+from ..config import SpeculativeConfigError, nearest_hint
+
+_INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
+_PICKLES = (".bin", ".pt", ".pth")
+_PLAIN_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+# Left by trainers, never used to draft.
+_IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias|position_ids)$")
+
+
+class CheckpointError(SpeculativeConfigError):
+    """A checkpoint that cannot be used; the message names the file, tensor or key."""
+
+
+@dataclass(frozen=True)
+class Format:
+    """One way draft heads are stored.
+
+    Attributes:
+        name: as shown in errors, with an example.
+        method: which method reads it.
+        matches: whether a checkpoint is of this format, from its `config` and tensor names alone.
+        last: asked only if no other format fits.
+    """
+
+    name: str
+    method: str
+    matches: Callable[[Checkpoint], bool]
+    last: bool = False
+
+
+_FORMATS: list[Format] = []
+
+
+def register_format(name: str, method: str, matches: Callable[[Checkpoint], bool], last: bool = False) -> None:
+    """Declare a format; a method's file calls this beside its configuration."""
+    _FORMATS.append(Format(name, method, matches, last))
+
+
+class Checkpoint:
+    """A folder with `config.json` and weights in safetensors or pickles; nothing is read before it is asked for.
+
+    Args:
+        folder: local.
+        name: as the user gave it, for messages.
+        wanted: the tensors of interest (all, if None); others are neither listed nor missed.
+
+    Raises:
+        CheckpointError: no folder, no weights, a file that cannot be read.
+    """
+
+    def __init__(self, folder: str | os.PathLike, name: str | None = None, wanted: Callable[[str], bool] | None = None):
+        self.folder, self.name, self.wanted = Path(folder), name or os.fspath(folder), wanted
+        if not self.folder.is_dir():
+            raise CheckpointError(f"{self.name!r} is not a folder with a checkpoint.")
+
+    @cached_property
+    def config(self) -> dict[str, Any]:
+        """`config.json`, {} if there is none."""
+        path = self.folder / "config.json"
+        if not path.is_file():
+            return {}
+        try:
+            config = json.loads(path.read_text(encoding="utf-8"))
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise self.error(f"config.json is not valid JSON ({error}).") from None
+        if not isinstance(config, dict):
+            raise self.error("config.json does not hold an object.")
+        return config
+
+    @cached_property
+    def files(self) -> dict[str, Path]:
+        """Which file each tensor is in."""
+        out: dict[str, Path] = {}
+        for path in self._weight_files():
+            for name in self._names_in(path):
+                if self.wanted is None or self.wanted(name):
+                    out[name] = path
+        if not out:
+            raise self.error(
+                "holds no weights: looked for *.safetensors, *.bin and *.pt"
+                + (" with tensors of the drafter." if self.wanted else ".")
+            )
+        return out
+
+    def _weight_files(self) -> list[Path]:
+        for index in _INDEXES:
+            path = self.folder / index
+            if path.is_file():
+                weight_map = json.loads(path.read_text(encoding="utf-8")).get("weight_map", {})
+                shards = {shard for name, shard in weight_map.items() if self.wanted is None or self.wanted(name)}
+                return [self.folder / shard for shard in sorted(shards)]
+        for suffix in (".safetensors", *_PICKLES):
+            found = sorted(
+                p for p in self.folder.glob(f"*{suffix}") if p.stem not in ("training_args", "optimizer", "scheduler")
+            )
+            if found:
+                return found
+        return []
+
+    def _names_in(self, path: Path) -> list[str]:
+        if path.suffix == ".safetensors":
+            return list(self._opened(path).keys())
+        return list(self._pickled(path))
+
+    def _opened(self, path: Path):
+        try:
+            return safe_open(path, framework="pt")
+        except FileNotFoundError:
+            raise self.error(f"has no file {path.name}, which its index names.") from None
+        except (SafetensorError, OSError) as error:
+            raise self.error(
+                f"{path.name} cannot be read as safetensors: it is damaged or incomplete ({error})."
+            ) from None
+
+    def _pickled(self, path: Path) -> dict[str, torch.Tensor]:
+        if path not in self._pickles:
+            try:
+                state = torch.load(path, map_location="cpu", weights_only=True)
+            except FileNotFoundError:
+                raise self.error(f"has no file {path.name}, which its index names.") from None
+            except (pickle.UnpicklingError, RuntimeError, EOFError, ValueError, OSError) as error:
+                first_line = str(error).splitlines()[0] if str(error) else type(error).__name__
+                raise self.error(
+                    f"{path.name} is not a plain file of tensors (damaged, or a pickle with code, which is never run): "
+                    f"{first_line} Convert it to safetensors where you trust it."
+                ) from None
+            if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
+                state = state["state_dict"]
+            if not isinstance(state, dict) or not all(isinstance(v, torch.Tensor) for v in state.values()):
+                raise self.error(f"{path.name} does not hold a dictionary of tensors.")
+            self._pickles[path] = state
+        return self._pickles[path]
+
+    @cached_property
+    def _pickles(self) -> dict[Path, dict[str, torch.Tensor]]:
+        return {}
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.files
+
+    def names(self) -> list[str]:
+        """The tensors' names."""
+        return list(self.files)
+
+    def any(self, pattern: str) -> bool:
+        """Whether some tensor's name matches the regular expression, from its start."""
+        return any(re.match(pattern, name) for name in self.files)
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, without reading it."""
+        path = self.files[name]
+        if path.suffix == ".safetensors":
+            with self._opened(path) as f:
+                return tuple(f.get_slice(name).get_shape())
+        return tuple(self._pickled(path)[name].shape)
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor, as stored."""
+        path = self.files[name]
+        if path.suffix == ".safetensors":
+            with self._opened(path) as f:
+                return f.get_tensor(name)
+        return self._pickled(path)[name]
+
+    def error(self, what: str) -> CheckpointError:
+        """An error about this checkpoint; the caller raises it."""
+        return CheckpointError(f"Draft checkpoint {self.name!r}: {what}")
+
+
+def open_checkpoint(
+    name: str, revision: str | None = None, token: str | bool | None = None, wanted: Callable[[str], bool] | None = None
+) -> Checkpoint:
+    """A checkpoint by bundled name, folder or Hub id (from the cache when offline).
+
+    Args:
+        wanted: only tensors whose names it accepts matter; of a sharded checkpoint only their shards are fetched.
+
+    Raises:
+        CheckpointError: it is neither on disk nor to be had from the Hub.
+    """
+    path = resolve_model(name)
+    if os.path.isdir(path):
+        return Checkpoint(path, name, wanted)
+    try:
+        folder = snapshot_download(path, revision=revision, token=token, allow_patterns=["*.json"])
+        patterns = ["*.safetensors", "*.bin", "*.pt"]
+        for index in _INDEXES:
+            if wanted is not None and os.path.isfile(os.path.join(folder, index)):
+                with open(os.path.join(folder, index), encoding="utf-8") as f:
+                    shards = {shard for key, shard in json.load(f)["weight_map"].items() if wanted(key)}
+                for shard in sorted(shards):
+                    hf_hub_download(path, shard, revision=revision, token=token)
+                return Checkpoint(folder, name, wanted)
+        folder = snapshot_download(path, revision=revision, token=token, allow_patterns=["*.json", *patterns])
+    except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
+        first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise CheckpointError(
+            f"Draft checkpoint {name!r} is neither a bundled name nor a folder, and the Hub (or its cache) did not give it: "
+            f"{first_line}"
+        ) from error
+    return Checkpoint(folder, name, wanted)
+
+
+def infer_format(checkpoint: Checkpoint) -> Format:
+    """The format of a checkpoint.
+
+    Raises:
+        CheckpointError: none, with the formats tried; or several, which is a bug worth reporting.
+    """
+    found = [each for each in _FORMATS if not each.last and each.matches(checkpoint)]
+    found = found or [each for each in _FORMATS if each.last and each.matches(checkpoint)]
+    if len({each.method for each in found}) == 1:
+        return found[0]
+    tried = "; ".join(each.name for each in _FORMATS)
+    if found:
+        raise checkpoint.error(f"fits several formats ({'; '.join(f.name for f in found)}): name the 'method'.")
+    some = ", ".join(sorted(checkpoint.names())[:6])
+    raise checkpoint.error(f"is in no known format. Tried: {tried}. Its tensors are {some}, ..")
+
+
+@dataclass
+class Plan:
+    """Where every tensor of a checkpoint goes: canonical name → how to read it."""
+
+    checkpoint: Checkpoint
+    rename: Callable[[str], str | None]
+    sources: dict[str, str] = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.sources = {}
+        for name in self.checkpoint.names():
+            target = None if _IGNORED.search(name) else self.rename(name)
+            if target is not None:
+                if target in self.sources:
+                    raise self.checkpoint.error(
+                        f"has both {self.sources[target]!r} and {name!r}, which are the same tensor."
+                    )
+                self.sources[target] = name
+
+    def __contains__(self, canonical: str) -> bool:
+        return canonical in self.sources
+
+    def shape(self, canonical: str) -> tuple[int, ...]:
+        """A tensor's shape."""
+        return self.checkpoint.shape(self.sources[canonical])
+
+    def tensor(self, canonical: str) -> torch.Tensor:
+        """A tensor."""
+        return self.checkpoint.tensor(self.sources[canonical])
+
+
+def load_module(
+    module: nn.Module, plan: Plan, device: torch.device, dtype: torch.dtype, absent: Iterable[str] = ()
+) -> nn.Module:
+    """Fill a module built on the meta device; all names and shapes are checked before anything is read.
+
+    Args:
+        plan: canonical names are those of the module's `state_dict`.
+        absent: prefixes of what the module has from elsewhere (shared with the target).
+
+    Raises:
+        CheckpointError: tensors that are missing, left over or of another shape, each named as the file names it.
+    """
+    checkpoint, own = plan.checkpoint, module.state_dict()
+    expected = {name for name in own if not name.startswith(tuple(absent))}
+    problems = [f"missing {name}" for name in sorted(expected - set(plan.sources))]
+    for canonical, source in sorted(plan.sources.items()):
+        if canonical not in expected:
+            problems.append(f"unused {source}{nearest_hint(canonical, expected)}")
+        elif checkpoint.shape(source) != tuple(own[canonical].shape):
+            wanted = list(own[canonical].shape)
+            problems.append(f"{source} has shape {list(checkpoint.shape(source))}, the configuration says {wanted}")
+    if problems:
+        shown = "; ".join(problems[:12]) + ("; .." if len(problems) > 12 else "")
+        raise checkpoint.error(f"does not fit {type(module).__name__}: {shown}.")
+    state = {}
+    for name in expected:
+        value = plan.tensor(name)
+        if own[name].is_floating_point() and value.dtype not in _PLAIN_FLOATS:
+            kind = str(value.dtype).removeprefix("torch.")
+            raise checkpoint.error(
+                f"{plan.sources[name]} is quantised ({kind}), which is not supported: use the original weights."
+            )
+        state[name] = value.to(device, dtype if value.is_floating_point() else None)
+    module.load_state_dict(state, strict=False, assign=True)
+    return module.requires_grad_(False).eval()

@@ -1,0 +1,124 @@
+"""What drafters that grow drafts depth by depth share: the shape, the round, and (for those with KV) the cache."""
+
+from __future__ import annotations
+
+from abc import abstractmethod
+
+import numpy as np
+import torch
+
+from ..cache import OutOfBlocks, PagedStaticCache
+from ..runtime import DraftTrees, PackedModel, Sequence
+from ..runtime.packed_batch import RowInput
+from .base import CandidateGenerator, DrafterContext
+from .tree_growth import Draft, Level, Vocabulary, grow
+from .tree_shapes import TreeDraftingConfig, TreeShape
+
+
+class GrowingGenerator(CandidateGenerator):
+    """Drafts chains, static trees or dynamic trees from `root_logits` and `expand`; see tree_growth.py.
+
+    A subclass sets `vocabulary` in its `__init__`.
+    """
+
+    config: TreeDraftingConfig
+    vocabulary: Vocabulary
+
+    def __init__(self, config: TreeDraftingConfig, target: PackedModel, context: DrafterContext | None = None):
+        super().__init__(config, target, context)
+        self.shape: TreeShape = config.shape()
+
+    @property
+    def max_draft_nodes(self) -> int:
+        """Nodes of the deepest tree."""
+        return self.shape.num_nodes(self.shape.depth)
+
+    def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
+        """Grow a draft for every row that has a limit and that the drafter knows enough of."""
+        limits = self.ready(sequences, [min(limit, self.shape.depth) for limit in limits])
+        rows = [i for i, limit in enumerate(limits) if limit]
+        if not rows:
+            return DraftTrees.empty(len(sequences), self.target.device)
+        logits = self.root_logits([sequences[i] for i in rows])
+        draft = grow(self, self.config, self.shape, sequences, limits, logits)
+        self.drafted(sequences, draft)
+        return draft.trees
+
+    def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
+        """The limits, 0 for rows that cannot be drafted for now; memory for the others is reserved."""
+        return limits
+
+    @abstractmethod
+    def root_logits(self, sequences: list[Sequence]) -> torch.Tensor:
+        """Logits [R, Vd] of what follows each sequence's text."""
+
+    @abstractmethod
+    def expand(self, level: Level) -> torch.Tensor:
+        """Logits [R, F, Vd] of what follows each node (see NodeExpander)."""
+
+    def drafted(self, sequences: list[Sequence], draft: Draft) -> None:
+        """The round's draft is complete; `draft.trees` goes to the target."""
+
+
+class CachedGenerator(GrowingGenerator):
+    """A growing drafter with keys and values of its own, in pages like the target's."""
+
+    cache: PagedStaticCache
+
+    @abstractmethod
+    def new_cache(self, num_blocks: int, block_size: int) -> PagedStaticCache:
+        """An empty cache for the drafter's layers."""
+
+    def allocate(self, num_tokens: int, num_sequences: int, block_size: int) -> None:
+        """A cache like the target's, plus room for one draft per sequence."""
+        drafts = -(-(self.shape.num_expanded(self.shape.depth) + 1 + block_size) // block_size) * num_sequences
+        self.cache = self.new_cache(-(-num_tokens // block_size) + drafts, block_size)
+
+    def release(self) -> None:
+        """Drop the cache."""
+        self.cache = self.new_cache(1, self.config.block_size)
+
+    def start(self, seq: Sequence) -> None:
+        """An empty cache entry."""
+        self.cache.add(seq.id)
+
+    def evict(self, seq: Sequence) -> None:
+        """Give the KV blocks back; they are recomputed."""
+        self.cache.remove(seq.id)
+        self.cache.add(seq.id)
+
+    def stop(self, seq: Sequence) -> None:
+        """Free the cache entry."""
+        self.cache.remove(seq.id)
+
+    def try_reserve(self, seq: Sequence, num_slots: int) -> bool:
+        """Whether the sequence has, or now got, that many slots."""
+        try:
+            self.cache.reserve(seq.id, num_slots)
+        except OutOfBlocks:
+            return False
+        return True
+
+    def level_inputs(
+        self, level: Level, tokens: torch.Tensor, seq_ids: list[int], positions: list[int]
+    ) -> list[RowInput]:
+        """The rows of a forward over a level's nodes, behind what the cache holds of each sequence.
+
+        Args:
+            tokens: int64 [R, F] ids as the drafter knows them.
+            seq_ids: of the level's R rows.
+            positions: of the roots' tokens; a node at depth d stands d behind.
+        """
+        count = level.tokens.shape[1]
+        on_host = tokens.numpy() if tokens.device.type == "cpu" else None
+        is_chain = level.ancestors.shape[2] == level.depth  # one node per depth so far
+        inputs = []
+        for i, (seq_id, position) in enumerate(zip(seq_ids, positions, strict=True)):
+            length = self.cache.tables[seq_id].length
+            row = RowInput(seq_id, tokens[i] if on_host is None else on_host[i], length + level.first, logits=count)
+            row.positions = np.full(count, position + level.depth)
+            if not is_chain:
+                row.visibility = level.ancestors[i]
+                row.region_positions = position + level.depths
+            inputs.append(row)
+        return inputs

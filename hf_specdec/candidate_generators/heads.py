@@ -1,0 +1,170 @@
+"""What draft heads share with their target: embeddings, language-model head, vocabulary, device and dtype."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig
+
+from ..runtime import PackedModel
+from .checkpoints import Checkpoint, open_checkpoint
+from .tree_shapes import TreeDraftingConfig
+
+Loaded = TypeVar("Loaded")
+_loaded: weakref.WeakValueDictionary[tuple, Any] = weakref.WeakValueDictionary()
+_PADDING = 512  # embeddings and heads of one vocabulary are padded to multiples of up to this
+
+
+@dataclass
+class HeadConfig(TreeDraftingConfig):
+    """Keys of the methods whose drafter is a head trained for the target, loaded from a checkpoint."""
+
+    model: str | None = field(default=None, metadata={"help": "the head: bundled name, folder or Hub id"})
+    revision: str | None = field(default=None, metadata={"help": "Hub revision of the head"})
+    token: str | None = field(
+        default=None,
+        repr=False,
+        metadata={"help": "Hub access token (never saved with a configuration)", "secret": True},
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("model", "revision", "token"):
+            self.check_text(key)
+
+    def open(self, wanted: Callable[[str], bool] | None = None) -> Checkpoint:
+        """The checkpoint these keys name.
+
+        Raises:
+            SpeculativeConfigError: none is named, or it cannot be had.
+        """
+        if self.model is None:
+            raise self.fail("model", f"is missing: name the {self.method} head that was trained for this target.")
+        return open_checkpoint(self.model, self.revision, self.token, wanted)
+
+
+def load_once(config: HeadConfig, target: PackedModel, load: Callable[[], Loaded]) -> Loaded:
+    """What `load` returns, made once per target and checkpoint: configurations that differ in the number of drafts share it."""
+    key = (id(target.model), config.method, config.model, config.revision, target.model.dtype, target.device)
+    found = _loaded.get(key)
+    if found is None:
+        found = _loaded[key] = load()
+    return found
+
+
+class DraftVocabulary:
+    """Scores of the target's V tokens from a head's logits over its own Vd.
+
+    Args:
+        target_ids: int64 [Vd], the target's id of each draft token; None: they are the same (Vd may be padded).
+    """
+
+    in_target_vocabulary = True
+
+    def __init__(self, vocab_size: int, target_ids: torch.Tensor | None = None):
+        self.vocab_size, self.target_ids = vocab_size, target_ids
+
+    def scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """[R, V] from [R, Vd]; tokens outside the draft vocabulary get minus infinity."""
+        logits = logits.to(torch.float32)
+        if self.target_ids is not None:
+            out = logits.new_full((logits.shape[0], self.vocab_size), float("-inf"))
+            return out.index_copy_(1, self.target_ids, logits)
+        if logits.shape[1] >= self.vocab_size:
+            return logits[:, : self.vocab_size]
+        return nn.functional.pad(logits, (0, self.vocab_size - logits.shape[1]), value=float("-inf"))
+
+
+def draft_vocabulary(
+    checkpoint: Checkpoint, target: PackedModel, offsets: torch.Tensor | None, size: int
+) -> DraftVocabulary:
+    """The vocabulary of a head with `size` logits and, if it is a reduced one, the table `d2t` [size] of offsets.
+
+    Raises:
+        CheckpointError: the table is of another length, out of the target's range, or names a token twice.
+    """
+    if offsets is None:
+        if size < target.vocab_size - _PADDING:
+            raise checkpoint.error(
+                f"has logits for {size} tokens and no table d2t, but the target has {target.vocab_size} tokens."
+                + trained_for(checkpoint)
+            )
+        return DraftVocabulary(target.vocab_size)
+    if tuple(offsets.shape) != (size,):
+        raise checkpoint.error(f"d2t has shape {list(offsets.shape)} for a draft vocabulary of {size} tokens.")
+    ids = torch.arange(size) + offsets.to("cpu", torch.long)
+    if int(ids.min()) < 0 or int(ids.max()) >= target.vocab_size:
+        raise checkpoint.error(
+            f"d2t names tokens {int(ids.min())} to {int(ids.max())}, the target has {target.vocab_size}: it belongs to another "
+            "target, or holds ids instead of offsets." + trained_for(checkpoint)
+        )
+    if len(torch.unique(ids)) != size:
+        raise checkpoint.error("d2t names a token of the target twice.")
+    return DraftVocabulary(target.vocab_size, ids.to(place_of(target)[0]))
+
+
+def target_embeddings(target: PackedModel) -> nn.Module:
+    """The target's input embeddings."""
+    return target.model.get_input_embeddings()
+
+
+def target_head(target: PackedModel) -> nn.Module:
+    """The target's language-model head (its existence was checked when the target was accepted)."""
+    head = target.model.get_output_embeddings()
+    assert head is not None
+    return head
+
+
+def place_of(target: PackedModel) -> tuple[torch.device, torch.dtype]:
+    """Where heads go and in which dtype: the target's language-model head's, which is where its features come out."""
+    weight = target_head(target).weight
+    assert isinstance(weight, torch.Tensor)
+    device = target.device if weight.device.type == "meta" else weight.device
+    return device, target.model.dtype
+
+
+def layer_config(checkpoint: Checkpoint, values: dict[str, Any], default_type: str = "llama") -> PretrainedConfig:
+    """transformers' configuration of a head's decoder layers.
+
+    Args:
+        values: the keys of the checkpoint that describe them (`model_type` among them, or `default_type`).
+    """
+    values = {"model_type": default_type} | {k: v for k, v in values.items() if k not in ("architectures", "auto_map")}
+    model_type = values.pop("model_type")
+    try:
+        config = AutoConfig.for_model(model_type, **values)
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        raise checkpoint.error(f"its configuration of model_type {model_type!r} cannot be read: {error}") from None
+    return config
+
+
+def trained_for(checkpoint: Checkpoint) -> str:
+    """' This head was trained for X.', where the checkpoint names its target (speculators' verifier); or nothing."""
+    verifier = (checkpoint.config.get("speculators_config") or {}).get("verifier") or {}
+    name = verifier.get("name_or_path")
+    return f" This head was trained for {name!r}." if name else ""
+
+
+def check_target(checkpoint: Checkpoint, target: PackedModel, hidden_size: int | None, vocab_size: int | None) -> None:
+    """One readable error if a head was made for another target.
+
+    Args:
+        hidden_size: of the features it reads; None: it says nothing.
+        vocab_size: of the target, as the head knows it; may be padded differently, but not smaller than the tokenizer's.
+    """
+    own = target.config.hidden_size
+    if hidden_size is not None and hidden_size != own:
+        raise checkpoint.error(
+            f"reads hidden states of width {hidden_size}; the target's have {own}. It is for another target."
+            + trained_for(checkpoint)
+        )
+    if vocab_size is not None and vocab_size < target.vocab_size - _PADDING:
+        raise checkpoint.error(
+            f"is for a vocabulary of {vocab_size} tokens; the target has {target.vocab_size}." + trained_for(checkpoint)
+        )

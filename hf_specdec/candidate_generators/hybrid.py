@@ -1,0 +1,225 @@
+"""Two drafters as one: the second goes on where the first ends (FastDeploy), or stands in where it has little to say (Arctic)."""
+
+from __future__ import annotations
+
+import contextlib
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..config import SpeculativeConfig
+from ..runtime import DraftTrees, PackedModel, Sequence
+from .base import CandidateGenerator, DrafterContext, StepOutcome
+from .registry import generator_class, parse_config, register
+
+STRATEGIES = ("fallback", "extend")
+
+
+@dataclass
+class HybridConfig(SpeculativeConfig):
+    """Two drafters of any methods. Strategy "fallback": the first drafts, and rows where it expects fewer than
+    `score_threshold` tokens to be accepted are drafted for by the second (Arctic's rule: suffix first, then a model).
+    Strategy "extend": the second continues every chain of the first up to `num_speculative_tokens` (a model's few steps
+    continued by n-gram lookup)."""
+
+    name = "hybrid"
+    requires = ("two configurations: 'first' and 'second'",)
+
+    first: Any = field(default=None, metadata={"help": "configuration of the drafter that is asked first"})
+    second: Any = field(default=None, metadata={"help": "configuration of the drafter that continues or replaces it"})
+    strategy: str = field(
+        default="fallback",
+        metadata={"help": "'fallback' (second where the first has little) or 'extend' (second after it)"},
+    )
+    score_threshold: float | None = field(
+        default=None,
+        metadata={
+            "help": "fallback: accepted tokens the first must expect of its draft to be preferred (default: the second's "
+            "num_speculative_tokens, at most the first's)"
+        },
+    )
+
+    def __post_init__(self) -> None:
+        self.method = self.method or self.name
+        self.check_choice("strategy", STRATEGIES)
+        for key in ("first", "second"):
+            self._check_part(key)
+        if self.num_speculative_tokens is None and self.first and self.second:
+            lengths = [parse_config(part).num_speculative_tokens or 0 for part in (self.first, self.second)]
+            self.num_speculative_tokens = sum(lengths) if self.strategy == "extend" else max(lengths)
+        super().__post_init__()
+        if self.score_threshold is not None:
+            self.check_number("score_threshold", minimum=0)
+
+    def _check_part(self, key: str) -> None:
+        part = getattr(self, key)
+        if part is None:
+            raise self.fail(key, "is missing: give the configuration of a drafter, e.g. {'method': 'ngram'}.")
+        config = parse_config(part)
+        if config.method == self.name:
+            raise self.fail(key, "is a hybrid itself; two drafters are what can be combined.")
+        setattr(self, key, config.to_dict())
+
+    def part(self, key: str) -> SpeculativeConfig:
+        """The configuration `first` or `second`, with what both have in common from this one."""
+        common = (
+            "rejection_sample_method",
+            "draft_sample_method",
+            "block_size",
+            "prefill_chunk_size",
+            "prepack_weights",
+        )
+        own = getattr(self, key)
+        shared = {name: getattr(self, name) for name in common}
+        return parse_config({**{k: v for k, v in shared.items() if v is not None}, **own})
+
+
+@register(HybridConfig)
+class HybridGenerator(CandidateGenerator):
+    """Runs both drafters; each sees every step, and what became of its own proposal."""
+
+    config: HybridConfig
+
+    def __init__(self, config: HybridConfig, target: PackedModel, context: DrafterContext | None = None):
+        super().__init__(config, target, context)
+        made = []
+        for key in ("first", "second"):
+            part = config.part(key)
+            cls = generator_class(part.method)
+            if not cls.can_be_combined:
+                raise config.fail(key, f"cannot be {part.method!r}: its drafts serve other ends than being accepted.")
+            made.append(cls.create(part, target, context))
+        self.first, self.second = self.parts = made
+        self.extends = config.strategy == "extend"
+        if self.extends and not self.second.continues_drafts:
+            raise config.fail(
+                "second",
+                f"cannot be {self.second.config.method!r}, which does not continue another's drafts: use 'fallback'.",
+            )
+        self.taps = self.first.taps | self.second.taps
+        self.taps_whole_text = any(part.needs_all_features for part in self.parts)
+        default = min(part.config.num_speculative_tokens or 0 for part in self.parts)
+        self.threshold = default if config.score_threshold is None else config.score_threshold
+        self.proposed: list[dict[int, tuple[DraftTrees, int]]] = [{}, {}]  # per part: sequence id → its trees and row
+
+    @property
+    def max_draft_nodes(self) -> int:
+        """Nodes of the larger tree, or of both."""
+        nodes = [part.max_draft_nodes for part in self.parts]
+        return max(sum(nodes), self.config.num_speculative_tokens or 0) if self.extends else max(nodes)
+
+    # ---- everything is told to both ---------------------------------------------------------------------------------
+
+    def allocate(self, num_tokens: int, num_sequences: int, block_size: int) -> None:
+        """Room for both."""
+        for part in self.parts:
+            part.allocate(num_tokens, num_sequences, block_size)
+
+    def release(self) -> None:
+        """Both give back what they took."""
+        for part in self.parts:
+            part.release()
+
+    @contextlib.contextmanager
+    def active(self):
+        """Both may run."""
+        with self.first.active(), self.second.active():
+            yield
+
+    def start(self, seq: Sequence) -> None:
+        """Both start it, or neither."""
+        self.first.start(seq)
+        try:
+            self.second.start(seq)
+        except BaseException:
+            self.first.stop(seq)
+            raise
+
+    def evict(self, seq: Sequence) -> None:
+        """Both give up what can be recomputed."""
+        for part, proposed in zip(self.parts, self.proposed, strict=True):
+            part.evict(seq)
+            proposed.pop(seq.id, None)
+
+    def stop(self, seq: Sequence) -> None:
+        """Both let it go."""
+        for part, proposed in zip(self.parts, self.proposed, strict=True):
+            proposed.pop(seq.id, None)
+            part.stop(seq)
+
+    # ---- drafting ---------------------------------------------------------------------------------------------------
+
+    def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
+        """The first's drafts, extended or replaced by the second's."""
+        first = self._ask(0, sequences, [min(n, self.first.config.num_speculative_tokens or 0) for n in limits])
+        if self.extends:
+            return self._extended(sequences, limits, first)
+        scores = self.first.draft_scores(first)
+        weak = [score < self.threshold for score in scores]
+        if not any(weak):
+            return first
+        ceiling = self.second.config.num_speculative_tokens or 0
+        second = self._ask(1, sequences, [min(n, ceiling) if w else 0 for n, w in zip(limits, weak, strict=True)])
+        # The second may know nothing of a row (features to come): then little is better than nothing.
+        chosen = [w and n > 0 for w, n in zip(weak, second.lengths, strict=True)]
+        return DraftTrees.choose(first, second, chosen)
+
+    def _ask(self, which: int, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
+        if not any(limits):
+            return DraftTrees.empty(len(sequences), self.target.device)
+        trees = self.parts[which].propose(sequences, limits)
+        self.proposed[which] = {seq.id: (trees, i) for i, seq in enumerate(sequences) if trees.lengths[i]}
+        return trees
+
+    def _extended(self, sequences: list[Sequence], limits: list[int], first: DraftTrees) -> DraftTrees:
+        if not first.is_chain:
+            raise self.config.fail(
+                "first", "drafts trees, which cannot be extended: give it a chain, or use 'fallback'."
+            )
+        tokens = first.tokens.tolist()
+        drafts = [row[:n] for row, n in zip(tokens, first.lengths, strict=True)]
+        room = [limit - len(draft) for limit, draft in zip(limits, drafts, strict=True)]
+        more = self.second.continue_drafts(sequences, drafts, room)
+        joined = [draft + extra for draft, extra in zip(drafts, more, strict=True)]
+        out = DraftTrees.from_lists(joined, device=first.tokens.device)
+        if first.probs is not None:  # the continuation is deterministic: its tokens' distributions are points
+            width, own = out.tokens.shape[1], first.probs.shape[1]
+            points = torch.nn.functional.one_hot(out.tokens, first.probs.shape[2]).to(first.probs.dtype)
+            drawn = np.arange(width)[None, :] < np.asarray(first.lengths)[:, None]
+            out.probs = points
+            count = min(own, width)
+            keep = torch.from_numpy(drawn[:, :count]).to(points.device)[:, :, None]
+            out.probs[:, :count] = torch.where(keep, first.probs[:, :count], points[:, :count])
+        return out
+
+    # ---- learning ---------------------------------------------------------------------------------------------------
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Tell each drafter what became of its own proposal: the part of it that is now text, whoever's draft was verified."""
+        for part, proposed in zip(self.parts, self.proposed, strict=True):
+            part.observe(self._as_seen(outcome, proposed))
+            proposed.clear()
+
+    def _as_seen(self, outcome: StepOutcome, proposed: dict[int, tuple[DraftTrees, int]]) -> StepOutcome:
+        accepted = []
+        for seq, new in zip(outcome.sequences, outcome.new_tokens, strict=True):
+            own = proposed.get(seq.id)
+            accepted.append(_matching_path(*own, new) if own is not None else [])
+        fed_at = outcome.accepted if outcome.fed_at is None else outcome.fed_at
+        return dataclasses.replace(outcome, accepted=accepted, fed_at=fed_at)
+
+
+def _matching_path(trees: DraftTrees, row: int, new_tokens: list[int]) -> list[int]:
+    """The nodes of a row's tree along the tokens that were appended, the last of which was not fed."""
+    count = trees.lengths[row]
+    tokens, parents = trees.tokens[row, :count].tolist(), trees.parent_index[row, :count].tolist()
+    path, at = [], -1
+    for token in new_tokens[:-1]:
+        at = next((n for n in range(at + 1, count) if parents[n] == at and tokens[n] == token), -1)
+        if at < 0:
+            break
+        path.append(at)
+    return path

@@ -1,0 +1,251 @@
+"""Lookahead decoding (Fu et al. 2024): a window of Jacobi iterations rides along and fills a pool of n-grams to verify."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from functools import lru_cache
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..config import SpeculativeConfig
+from ..runtime import DraftTrees, PackedModel, Sequence
+from .base import CandidateGenerator, DrafterContext, StepOutcome
+from .registry import register
+
+
+@dataclass
+class LookaheadConfig(SpeculativeConfig):
+    """Besides verifying n-grams that began with the last token before, every step improves a window of guesses about the
+    tokens to come (Jacobi iteration); its diagonals become new n-grams. Needs no model."""
+
+    name = "lookahead"
+
+    window_size: int = field(default=7, metadata={"help": "columns of the window (W): how far ahead it guesses"})
+    ngram_size: int = field(
+        default=5, metadata={"help": "tokens per n-gram (N, the paper's level): the window has N - 1 levels"}
+    )
+    guess_set_size: int = field(
+        default=7,
+        metadata={"help": "n-grams kept per first token, and verified per step (G); the least recent go first"},
+    )
+    pool_from_prompt: bool = field(
+        default=True,
+        metadata={"help": "put the text's own n-grams into the pool too, the prompt's and what follows it"},
+    )
+    share_pool: bool = field(
+        default=True,
+        metadata={"help": "one pool for all sequences, which outlives calls; false: each sequence has its own"},
+    )
+
+    def __post_init__(self) -> None:
+        self.method = self.method or self.name  # errors name it
+        self.check_int("window_size", minimum=1)
+        self.check_int("ngram_size", minimum=2)
+        self.check_int("guess_set_size", minimum=1)
+        self.check_bool("pool_from_prompt")
+        self.check_bool("share_pool")
+        self.read_auto()
+        if self.num_speculative_tokens is None and self.num_speculative_tokens_per_batch_size is None:
+            self.num_speculative_tokens = self.depth
+        super().__post_init__()
+        if (self.num_speculative_tokens or 0) > self.depth:
+            raise self.fail(
+                "num_speculative_tokens",
+                f"is {self.num_speculative_tokens}, but window_size = {self.window_size} and ngram_size = {self.ngram_size} "
+                f"draft {self.depth} tokens deep at most.",
+            )
+
+    @property
+    def depth(self) -> int:
+        """Nodes on the longest path: the last column's of the window, or an n-gram's where the window has one column."""
+        return self.ngram_size - 2 + max(self.window_size - 1, 1)
+
+    def to_dict(self) -> dict[str, Any]:
+        """As the base's, with the draft length left out where it follows from the window."""
+        out = super().to_dict()
+        out.pop("num_speculative_tokens", None)
+        if self.num_speculative_tokens != self.depth:
+            out["num_speculative_tokens"] = self.num_speculative_tokens
+        return out
+
+
+class NGramPool:
+    """For each token the last `size` distinct n-grams that began with it, least recent first."""
+
+    def __init__(self, size: int):
+        self.size = size
+        self.followers: dict[int, dict[tuple[int, ...], None]] = {}  # a dict keeps the order of insertion
+
+    def add(self, ngram: tuple[int, ...]) -> None:
+        """Put an n-gram in, or make it the most recent of its first token's."""
+        own = self.followers.setdefault(ngram[0], {})
+        own.pop(ngram[1:], None)
+        own[ngram[1:]] = None
+        if len(own) > self.size:
+            del own[next(iter(own))]
+
+    def add_text(self, tokens: list[int], n: int) -> None:
+        """Put every n-gram of a text in."""
+        for i in range(len(tokens) - n + 1):
+            self.add(tuple(tokens[i : i + n]))
+
+    def starting_with(self, token: int) -> list[tuple[int, ...]]:
+        """What followed `token`, most recent first."""
+        return list(reversed(self.followers.get(token, ())))
+
+
+class Window:
+    """The Jacobi window: `tokens[l, c]`, int64 [L, w], is the guess at the token l + c places behind the last one.
+
+    Level 0 starts at the last token itself; a column's tokens above level 0 follow each other, and were computed with level
+    0 up to their column before them. It starts as one level of the prompt's tokens at random and gains a level per step, each
+    a column narrower, until there are N - 1 of W columns; from then on the oldest level falls out.
+    """
+
+    def __init__(self, config: LookaheadConfig, seq: Sequence):
+        self.num_levels = config.ngram_size - 1
+        self.random = np.random.default_rng(seq.seed & (2**63 - 1))
+        self.prompt = np.asarray(seq.tokens, dtype=np.int64)
+        self.ends = np.fromiter(seq.eos_token_ids, dtype=np.int64)
+        self.tokens = self._prompt_tokens(config.window_size + config.ngram_size - 2)[None]
+
+    @property
+    def is_full(self) -> bool:
+        """Whether columns are n-grams but for their last token."""
+        return len(self.tokens) == self.num_levels
+
+    def num_columns(self, limit: int) -> int:
+        """How many columns' nodes are at most `limit` deep; 0: not even the first's."""
+        return max(0, min(self.tokens.shape[1], limit - len(self.tokens) + 2))
+
+    def advance(self, outputs: np.ndarray) -> None:
+        """A step later: `outputs` int64 [n], what follows the last level's first n columns, are the next level."""
+        level = self._prompt_tokens(self.tokens.shape[1])
+        kept = ~np.isin(outputs, self.ends)  # nothing follows the end of a text
+        level[: len(outputs)][kept] = outputs[kept]
+        joined = np.concatenate([self.tokens, level[None]])
+        self.tokens = joined[1:] if self.is_full else joined[:, 1:]
+
+    def _prompt_tokens(self, count: int) -> np.ndarray:
+        return self.prompt[self.random.integers(len(self.prompt), size=count)]
+
+
+@lru_cache(maxsize=256)
+def window_parents(num_levels: int, num_columns: int) -> list[int]:
+    """Parents of the window's nodes, level by level; its first cell is the root (-1), the node of cell f is f - 1.
+
+    Level 0 is a chain, and each cell above it hangs on the one below: exactly what the paper's mask lets it see.
+    """
+    cells = np.arange(1, num_levels * num_columns)
+    return (np.where(cells < num_columns, cells - 1, cells - num_columns) - 1).tolist()
+
+
+@dataclass
+class _Row:
+    pool: NGramPool
+    window: Window
+    num_guesses: int = 0  # nodes of the last draft that stand before the window's
+    num_columns: int = 0  # of the window, in the last draft
+
+
+@register(LookaheadConfig)
+class LookaheadGenerator(CandidateGenerator):
+    """Drafts one tree per row: the pool's n-grams that begin with the last token, merged where they begin alike, and
+    behind them the window, whose outputs are read off the same forward."""
+
+    config: LookaheadConfig
+    can_be_combined = False  # its window must be fed as it proposed it
+
+    def __init__(self, config: LookaheadConfig, target: PackedModel, context: DrafterContext | None = None):
+        super().__init__(config, target, context)
+        self.rows: dict[int, _Row] = {}
+        self.pool = NGramPool(config.guess_set_size)  # bounded: so many n-grams for each token of the vocabulary
+
+    @property
+    def max_draft_nodes(self) -> int:
+        """All n-grams and the window at its largest, which may be while it is being filled."""
+        width, levels = self.config.window_size, self.config.ngram_size - 1
+        window = max((width + levels - filled) * filled for filled in range(1, levels + 1)) - 1
+        return window + self.config.guess_set_size * levels
+
+    def start(self, seq: Sequence) -> None:
+        """A new window; the prompt's n-grams go into the pool if asked for."""
+        pool = self.pool if self.config.share_pool else NGramPool(self.config.guess_set_size)
+        self.rows[seq.id] = row = _Row(pool, Window(self.config, seq))
+        if self._reads_text(seq):
+            row.pool.add_text(seq.tokens, self.config.ngram_size)
+
+    def _reads_text(self, seq: Sequence) -> bool:
+        # transformers' own loop verifies one chain: no window can ride along, the text is all there is to learn from.
+        return self.config.pool_from_prompt or seq is self._assisted
+
+    def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
+        """Per row the n-grams' nodes and the window's; what is deeper than the row's limit is left out."""
+        drafts = [self._draft(seq, limit) for seq, limit in zip(sequences, limits, strict=True)]
+        return DraftTrees.from_lists([d[0] for d in drafts], [d[1] for d in drafts], device=self.target.device)
+
+    def _draft(self, seq: Sequence, limit: int) -> tuple[list[int], list[int]]:
+        row = self.rows[seq.id]
+        tokens, parents = merged(row.pool.starting_with(seq.tokens[-1]), limit) if limit else ([], [])
+        row.num_guesses = first = len(tokens)
+        row.num_columns = row.window.num_columns(limit) if limit and seq is not self._assisted else 0
+        if row.num_columns:
+            window = row.window.tokens
+            window[0, 0] = seq.tokens[-1]
+            tokens += window[:, : row.num_columns].ravel()[1:].tolist()
+            parents += [first + p if p >= 0 else -1 for p in window_parents(len(window), row.num_columns)]
+        return tokens, parents
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Advance the windows by the outputs of their last levels; full columns and their outputs are new n-grams."""
+        self._advance(outcome)
+        n = self.config.ngram_size
+        for seq, new in zip(outcome.sequences, outcome.new_tokens, strict=True):
+            row = self.rows[seq.id]
+            row.num_guesses = row.num_columns = 0  # the next step may be one without a proposal
+            if self._reads_text(seq):
+                row.pool.add_text(seq.tokens[-len(new) - n + 1 :], n)
+
+    def _advance(self, outcome: StepOutcome) -> None:
+        rows, wanted, root = [], [], 0
+        for seq, count in zip(outcome.sequences, outcome.trees.lengths, strict=True):
+            row = self.rows[seq.id]
+            cells = row.num_columns * len(row.window.tokens)
+            if row.num_columns and count == row.num_guesses + cells - 1:  # not if blocks for all of it were missing
+                rows.append(row)
+                last_level = np.arange(cells - row.num_columns, cells)  # cell 0 is the root
+                wanted.append(root + np.where(last_level > 0, row.num_guesses + last_level, 0))
+            root += count + 1
+        if not rows:
+            return
+        assert outcome.output is not None
+        logits = outcome.output.logits
+        index = torch.from_numpy(np.concatenate(wanted)).to(logits.device)
+        outputs = logits.index_select(0, index).argmax(1).cpu().numpy()
+        for row, own in zip(rows, np.split(outputs, np.cumsum([row.num_columns for row in rows])[:-1]), strict=True):
+            if row.window.is_full:
+                for ngram in np.concatenate([row.window.tokens[:, : len(own)], own[None]]).T.tolist():
+                    row.pool.add(tuple(ngram))
+            row.window.advance(own)
+
+    def stop(self, seq: Sequence) -> None:
+        """Drop the window, and the pool if it is the sequence's own."""
+        del self.rows[seq.id]
+
+
+def merged(ngrams: list[tuple[int, ...]], depth: int) -> tuple[list[int], list[int]]:
+    """(tokens, parents) of a tree of n-grams, cut to `depth`, in which equal beginnings are one path."""
+    tokens: list[int] = []
+    parents: list[int] = []
+    nodes: dict[tuple[int, int], int] = {}
+    for ngram in ngrams:
+        parent = -1
+        for token in ngram[:depth]:
+            node = nodes.setdefault((parent, token), len(tokens))
+            if node == len(tokens):
+                tokens.append(token)
+                parents.append(parent)
+            parent = node
+    return tokens, parents

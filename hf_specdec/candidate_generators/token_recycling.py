@@ -1,0 +1,384 @@
+"""Token Recycling (Luo et al. 2024): the target's own second-best tokens, remembered per token, make the next draft."""
+
+from __future__ import annotations
+
+import ast
+import itertools
+import logging
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..config import SpeculativeConfig
+from ..runtime import DraftTrees, PackedModel, Sequence, Taps
+from .base import CandidateGenerator, DrafterContext, StepOutcome
+from .registry import register
+
+logger = logging.getLogger(__name__)
+
+# The paper's tree of 80 nodes (its reference implementation calls it "2.2.2"), one text per depth, a node as the ranks on
+# its path: "01" is the second-best successor of the best successor.
+PUBLISHED_TREE = (
+    "0 1 2 3 4 5 6 7",
+    "00 01 02 03 04 05 06 07 10 11 12 13 20 21 22 30 31 40 50 60 70",
+    "000 001 002 003 004 005 006 007 010 011 012 020 021 030 040 050 060 070 100 101 110 200 300 400 500",
+    "0000 0001 0002 0003 0004 0010 0011 0020 0030 0040 0100 0200 1000 2000 3000",
+    "00000 00001 00002 00010 00020 00100 01000 10000",
+    "000000 000001 000100",
+)
+PROMPT_SOURCES = ("logits", "text")
+_GROUP = 128
+
+
+@dataclass
+class TokenRecyclingConfig(SpeculativeConfig):
+    """Remembers, for every token, the best successors the target last gave it, and drafts a fixed tree by looking them up.
+    Needs no model; learns from every token it verifies, accepted or not, and remembers between `generate()` calls."""
+
+    name = "token_recycling"
+
+    use_tree: bool = field(default=True, metadata={"help": "draft a tree; false: the chain of best successors"})
+    speculative_token_tree: list[list[int]] | str | None = field(
+        default=None,
+        metadata={
+            "help": "the tree as child-rank paths, e.g. [[0], [1], [0, 0]] (or that as text); default: the paper's 80 nodes"
+        },
+    )
+    num_successors: int = field(default=8, metadata={"help": "successors remembered per token"})
+    matrix_per_sequence: bool = field(
+        default=True,
+        metadata={
+            "help": "each running sequence goes on with its own copy of the matrix, undisturbed by the others (4 bytes x "
+            "vocabulary x num_successors each); false: all write into one"
+        },
+    )
+    recycle_prompt: str | None = field(
+        default="text",
+        metadata={
+            "help": "what to learn from prompts: 'text', which tokens follow which; 'logits', the best successors of every "
+            "token (computes and keeps logits of whole prompts); null: nothing"
+        },
+    )
+
+    def __post_init__(self) -> None:
+        self.method = self.method or self.name  # errors name it
+        self.check_bool("use_tree")
+        self.check_int("num_successors", minimum=1)
+        if self.speculative_token_tree is not None and not self.use_tree:
+            raise self.fail("speculative_token_tree", "cannot be combined with use_tree = false, which drafts a chain.")
+        if self.num_speculative_tokens == "auto":
+            self.num_speculative_tokens, self.draft_length = None, "auto"
+        if self.use_tree and self.num_speculative_tokens is None and self.num_speculative_tokens_per_batch_size is None:
+            self.num_speculative_tokens = self.depth
+        super().__post_init__()
+        self.check_bool("matrix_per_sequence")
+        self.check_choice("recycle_prompt", PROMPT_SOURCES, optional=True)
+        if self.use_tree:
+            self._check_tree()
+
+    def _check_tree(self) -> None:
+        if (self.num_speculative_tokens or 0) > self.depth:
+            raise self.fail(
+                "num_speculative_tokens", f"is {self.num_speculative_tokens}, but the tree is {self.depth} tokens deep."
+            )
+        highest = max(max(path) for path in self.paths)
+        if highest >= self.num_successors:
+            raise self.fail(
+                "speculative_token_tree",
+                f"takes the successor of rank {highest}, but num_successors is {self.num_successors} (ranks from 0).",
+            )
+
+    @property
+    def paths(self) -> list[tuple[int, ...]]:
+        """The tree as child-rank paths."""
+        value = self.speculative_token_tree
+        if value is None:  # with fewer successors, the part of it that uses no more
+            paths = [tuple(map(int, path)) for depth in PUBLISHED_TREE for path in depth.split()]
+            return [path for path in paths if max(path) < self.num_successors]
+        if isinstance(value, str):  # vLLM writes trees as the text of a Python list of tuples
+            try:
+                value = ast.literal_eval(value)
+            except (ValueError, SyntaxError) as error:
+                raise self.fail("speculative_token_tree", f"cannot be read: {error}.") from None
+        is_list = isinstance(value, (list, tuple)) and all(isinstance(path, (list, tuple)) and path for path in value)
+        if not value or not is_list or not all(type(rank) is int and rank >= 0 for path in value for rank in path):
+            raise self.fail(
+                "speculative_token_tree",
+                f"must be a list of child-rank paths like [[0], [1], [0, 0]], not {self.speculative_token_tree!r}.",
+            )
+        return [tuple(path) for path in value]
+
+    @property
+    def depth(self) -> int:
+        """Nodes on the tree's longest path."""
+        return max(map(len, self.paths))
+
+    def to_dict(self) -> dict[str, Any]:
+        """As the base's, with the draft length left out where it follows from the tree."""
+        out = super().to_dict()
+        if self.use_tree:
+            out.pop("num_speculative_tokens", None)
+            if self.num_speculative_tokens != self.depth:
+                out["num_speculative_tokens"] = self.num_speculative_tokens
+        return out
+
+
+class LookupTree:
+    """A tree of look-ups in breadth-first order; prefixes of its paths are nodes of it too.
+
+    Attributes:
+        parents: int64 numpy [N], -1 for the root's children.
+        ranks: int64 numpy [N], which of its parent's successors a node is, 0 the best.
+        depths: int64 numpy [N], 1 for the root's children.
+        ends: nodes in the first 0, 1, 2, .. depths.
+    """
+
+    def __init__(self, paths: list[tuple[int, ...]]):
+        nodes = sorted({path[:end] for path in paths for end in range(1, len(path) + 1)}, key=lambda p: (len(p), p))
+        index = {path: i for i, path in enumerate(nodes)}
+        self.parents = np.array([index.get(path[:-1], -1) for path in nodes], dtype=np.int64)
+        self.ranks = np.array([path[-1] for path in nodes], dtype=np.int64)
+        self.depths = np.array([len(path) for path in nodes], dtype=np.int64)
+        self.ends = np.searchsorted(self.depths, np.arange(self.depths[-1] + 1), side="right").tolist()
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether every node has one child."""
+        return len(self.parents) == self.depths[-1]
+
+    @cached_property
+    def on_first_path(self) -> np.ndarray:
+        """bool [N]: the first node of each depth down to the first leaf."""
+        path = np.zeros(len(self.parents), dtype=bool)
+        node = 0
+        while node < len(path):
+            path[node] = True
+            node = int(np.append(np.flatnonzero(self.parents == node), len(path))[0])
+        return path
+
+    def level(self, depth: int) -> tuple[np.ndarray, np.ndarray]:
+        """(parents, ranks) of the nodes at `depth`, parents counted within the depth above (the root: 0)."""
+        nodes = slice(self.ends[depth - 1], self.ends[depth])
+        above = self.ends[depth - 2] if depth > 1 else -1
+        return self.parents[nodes] - above, self.ranks[nodes]
+
+
+class SuccessorMatrices:
+    """The best k successors last seen of each of V tokens: int32 [S, V + 1, k] on the target's device.
+
+    Matrix 0 is everybody's and stays; the others are copies of it that running sequences go on with. `V` stands for
+    "nothing": rows not yet written hold it, and so does its own row, so that nothing follows nothing.
+    """
+
+    def __init__(self, vocab_size: int, k: int, device: torch.device | str):
+        self.nothing, self.k = vocab_size, k
+        self.free: list[int] = []
+        self.rows = torch.empty(0, vocab_size + 1, k, dtype=torch.int32, device=device)
+        self.resize(1)
+        self.free.clear()
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory taken."""
+        return self.rows.nbytes + self._latest.nbytes
+
+    def resize(self, count: int) -> None:
+        """Make it `count` matrices; those beyond must be free, those added are."""
+        old, self.rows = self.rows, self.rows.new_full((count, *self.rows.shape[1:]), self.nothing)
+        self.rows[: len(old)] = old[:count]
+        self.free = [matrix for matrix in self.free if matrix < count] + list(range(len(old), count))
+        self._latest = torch.zeros(count * (self.nothing + 1), dtype=torch.int32, device=old.device)
+
+    def copy(self) -> int:
+        """The number of a new copy of matrix 0."""
+        if not self.free:
+            self.resize(2 * len(self.rows))
+        matrix = self.free.pop()
+        self.rows[matrix] = self.rows[0]
+        return matrix
+
+    def write(self, matrices: torch.Tensor | int, tokens: torch.Tensor, successors: torch.Tensor) -> None:
+        """Set the rows of `tokens` int64 [n], each in its matrix, to `successors` [n, k]; where a row is set twice the last
+        one counts, on every device."""
+        rows = tokens + matrices * (self.nothing + 1)
+        order = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
+        latest = self._latest.scatter_reduce_(0, rows, order, "amax", include_self=False).index_select(0, rows)
+        self.rows.view(-1, self.k)[rows] = successors.index_select(0, latest).to(self.rows.dtype)
+
+    def move_to_front(self, matrix: int, tokens: torch.Tensor, followers: torch.Tensor) -> None:
+        """Make `followers` [n] the best successors of `tokens` [n]; the other successors keep their order."""
+        known = self.rows[matrix].index_select(0, tokens)
+        joined = torch.cat([followers[:, None].to(known.dtype), known], dim=1)
+        repeated = torch.cat([torch.zeros_like(followers, dtype=torch.bool)[:, None], known == joined[:, :1]], dim=1)
+        order = repeated.to(torch.int8).argsort(dim=1, stable=True)
+        self.write(matrix, tokens, joined.gather(1, order)[:, : self.k])
+
+    def follow(self, matrices: torch.Tensor, tokens: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
+        """The successors of `tokens` [B, n] that stand at `ranks` [n] in matrices [B, 1]: int64 [B, n]."""
+        places = (matrices * (self.nothing + 1) + tokens) * self.k + ranks
+        return self.rows.view(-1).index_select(0, places.view(-1)).view(tokens.shape).long()
+
+
+@register(TokenRecyclingConfig)
+class TokenRecyclingGenerator(CandidateGenerator):
+    """Fills the tree depth by depth, all rows at once, and writes back what the target made of every token."""
+
+    config: TokenRecyclingConfig
+
+    def __init__(self, config: TokenRecyclingConfig, target: PackedModel, context: DrafterContext | None = None):
+        super().__init__(config, target, context)
+        if config.num_successors > target.vocab_size:
+            raise config.fail("num_successors", f"is more than the target's {target.vocab_size} tokens.")
+        self.taps = Taps(logits=config.recycle_prompt == "logits")
+        paths = config.paths if config.use_tree else [(0,) * (config.num_speculative_tokens or 1)]
+        self.tree = LookupTree([path[: config.num_speculative_tokens] for path in paths])
+        self.matrices = SuccessorMatrices(target.vocab_size, config.num_successors, target.device)
+        self.own: dict[int, int] = {}  # sequence id -> its matrix
+        self._levels = [
+            [torch.from_numpy(each).to(target.device) for each in self.tree.level(depth)]
+            for depth in range(1, len(self.tree.ends))
+        ]
+        size = f"{target.vocab_size} x {config.num_successors} successors, {self.matrices.num_bytes / 1e6:.1f} MB"
+        each = " for all and for each running sequence" if config.matrix_per_sequence else ""
+        logger.info("Token Recycling keeps %s%s on %s.", size, each, target.device)
+
+    # ---- memory -----------------------------------------------------------------------------------------------------
+
+    @property
+    def max_draft_nodes(self) -> int:
+        """Nodes of the whole tree."""
+        return len(self.tree.parents)
+
+    def allocate(self, num_tokens: int, num_sequences: int, block_size: int) -> None:
+        """A matrix for each sequence."""
+        if self.config.matrix_per_sequence:
+            self.matrices.resize(1 + num_sequences)
+
+    def release(self) -> None:
+        """Keep the matrix that is everybody's."""
+        self.matrices.resize(1)
+
+    def evict(self, seq: Sequence) -> None:
+        """Give the sequence's matrix up; a new one begins with its text."""
+        matrix = self.own.pop(seq.id, 0)
+        if matrix:
+            self.matrices.free.append(matrix)
+
+    def stop(self, seq: Sequence) -> None:
+        """Free the sequence's matrix; what it learned is in everybody's too."""
+        self.evict(seq)
+
+    def _matrices_of(self, sequences: list[Sequence]) -> list[int]:
+        """Which matrix each sequence uses. A new sequence's text is read first."""
+        for seq in sequences:
+            if seq.id not in self.own:
+                matrix = self.own[seq.id] = self.matrices.copy() if self.config.matrix_per_sequence else 0
+                if self.config.recycle_prompt == "text":
+                    for each in {0, matrix}:
+                        self._read(each, seq.tokens)
+        return [self.own[seq.id] for seq in sequences]
+
+    # ---- drafting ---------------------------------------------------------------------------------------------------
+
+    def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
+        """The tree filled from each row's last token, without the nodes nothing is known for or the row has no use for."""
+        depth = min(max(limits, default=0), len(self._levels))
+        if depth == 0:
+            return DraftTrees.empty(len(sequences), self.target.device)
+        starts = list(zip(self._matrices_of(sequences), (seq.tokens[-1] for seq in sequences), strict=True))
+        matrices, level = torch.tensor(starts, device=self.matrices.rows.device).split(1, dim=1)
+        filled = []
+        for parents, ranks in self._levels[:depth]:
+            level = self.matrices.follow(matrices, level.index_select(1, parents), ranks)
+            filled.append(level)
+        tokens = torch.cat(filled, dim=1).cpu().numpy()  # the one transfer: how many nodes there are
+        known = tokens != self.matrices.nothing
+        wanted = self.tree.depths[: tokens.shape[1]] <= np.asarray(limits)[:, None]
+        if sequences[0] is self._assisted:  # transformers' own loop verifies one chain
+            wanted &= self.tree.on_first_path[: tokens.shape[1]]
+        return self._pruned(tokens, known & wanted)
+
+    def _pruned(self, tokens: np.ndarray, keep: np.ndarray) -> DraftTrees:
+        """The nodes int64 [B, N] to keep, bool [B, N], moved together (a kept node's parent is kept)."""
+        lengths = keep.sum(1)
+        width = int(lengths.max())
+        order = np.argsort(~keep, axis=1, kind="stable")[:, :width]
+        is_node = np.take_along_axis(keep, order, axis=1)
+        tokens = np.where(is_node, np.take_along_axis(tokens, order, axis=1), 0)
+        parents = None
+        if not self.tree.is_chain:
+            old = self.tree.parents[order]
+            moved = np.take_along_axis(keep.cumsum(1) - 1, np.maximum(old, 0), axis=1)
+            parents = np.where(is_node & (old >= 0), moved, -1)
+        return DraftTrees(torch.from_numpy(tokens).to(self.target.device), lengths.tolist(), parents)
+
+    # ---- learning ---------------------------------------------------------------------------------------------------
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Every token fed gets the best successors of its output; if that is not to be had, the text must do."""
+        output = outcome.output
+        if output is not None and self.taps.logits and output.all_logits is not None and output.input_ids is not None:
+            assert outcome.starts is not None and outcome.chunks is not None
+            counts = np.diff([*outcome.starts, len(output.input_ids)])
+            self._recycle([seq for seq, _ in outcome.chunks], counts, output.input_ids, output.all_logits)
+        elif output is not None and output.logits.numel():
+            counts = np.asarray(outcome.trees.lengths) + 1
+            self._recycle(outcome.sequences, counts, _verified_tokens(outcome), output.logits)
+        else:
+            for seq, new in zip(outcome.sequences, outcome.new_tokens, strict=True):
+                for matrix in {0, *self._matrices_of([seq])}:
+                    self._read(matrix, seq.tokens[-len(new) - 1 :])
+
+    def _recycle(
+        self, sequences: list[Sequence], counts: np.ndarray, tokens: torch.Tensor, logits: torch.Tensor
+    ) -> None:
+        """Write down the outputs, logits [n, V], of `tokens` [n], of which each sequence fed `counts`, one after the other."""
+        device = self.matrices.rows.device
+        tokens, best = tokens.to(device), best_tokens(logits, self.config.num_successors).to(device)
+        own = np.repeat(self._matrices_of(sequences), counts)
+        if own.any():
+            self.matrices.write(torch.from_numpy(own).to(device), tokens, best)
+        self.matrices.write(0, tokens, best)
+
+    def _read(self, matrix: int, text: list[int]) -> None:
+        """What follows a token in the text becomes its best successor, the latest follower the very best."""
+        followers: dict[int, dict[int, None]] = {}  # a dict keeps the order of insertion
+        for token, follower in itertools.pairwise(text):
+            own = followers.setdefault(token, {})
+            own.pop(follower, None)
+            own[follower] = None
+        recent = {token: list(own)[-self.config.num_successors :] for token, own in followers.items()}
+        for age in range(max(map(len, recent.values()), default=0)):
+            pairs = [(token, own[age]) for token, own in recent.items() if len(own) > age]
+            tokens, behind = torch.tensor(pairs, device=self.matrices.rows.device).unbind(1)
+            self.matrices.move_to_front(matrix, tokens, behind)
+
+
+def best_tokens(logits: torch.Tensor, k: int) -> torch.Tensor:
+    """Ids of the k largest of V logits, best first: int64 [R, k] from [R, V].
+
+    The k largest are in the k groups with the largest maxima, so one pass over the logits is enough.
+    """
+    num_rows, vocab_size = logits.shape
+    num_groups = vocab_size // _GROUP
+    if num_groups <= k:
+        return logits.topk(k, dim=1).indices
+    grouped = num_groups * _GROUP
+    groups = logits[:, :grouped].view(num_rows, num_groups, _GROUP).amax(2).topk(k, dim=1).indices
+    columns = groups[:, :, None] * _GROUP + torch.arange(_GROUP, device=logits.device)
+    rest = torch.arange(grouped, vocab_size, device=logits.device).expand(num_rows, -1)
+    columns = torch.cat([columns.flatten(1), rest], dim=1)
+    return columns.gather(1, logits.gather(1, columns).topk(k, dim=1).indices)
+
+
+def _verified_tokens(outcome: StepOutcome) -> torch.Tensor:
+    """The R tokens whose outputs `outcome.output.logits` are: of each row the token before the draft, then its nodes."""
+    trees = outcome.trees
+    roots = [seq.tokens[-len(new) - 1] for seq, new in zip(outcome.sequences, outcome.new_tokens, strict=True)]
+    device = trees.tokens.device
+    tokens = torch.cat([torch.tensor(roots, device=device)[:, None], trees.tokens], dim=1)
+    fed = np.concatenate([np.ones((len(roots), 1), dtype=bool), trees.valid], axis=1)
+    return tokens.view(-1).index_select(0, torch.from_numpy(np.flatnonzero(fed)).to(device))

@@ -1,0 +1,275 @@
+"""The shapes a draft can have: a chain, a static tree given node by node, or a tree that grows where it is likely."""
+
+from __future__ import annotations
+
+import ast
+import heapq
+from dataclasses import dataclass, field
+from functools import cached_property
+
+import numpy as np
+import torch
+
+from ..config import SpeculativeConfig, nearest_hint
+from ..kernels import reference as ops
+from .published_trees import PUBLISHED_TREES
+
+
+@dataclass(frozen=True, eq=False)
+class TreeTemplate:
+    """A static tree: which child (by rank) of which node each node is.
+
+    Attributes:
+        parents: int64 numpy [N], index of each node's parent (-1: the root); nodes stand in breadth-first order.
+        ranks: int64 numpy [N], 0 for the parent's likeliest child, 1 for the next, ..
+        keep_paths: of the grown tree, keep only the paths to this many best leaves (None: everything).
+    """
+
+    parents: np.ndarray
+    ranks: np.ndarray
+    keep_paths: int | None = None
+
+    @classmethod
+    def from_widths(cls, widths: list[int], keep_paths: int | None = None) -> TreeTemplate:
+        """Every node at depth d has `widths[d]` children."""
+        parents, ranks, level = [], [], [-1]
+        for width in widths:
+            start = len(parents)
+            parents += [node for node in level for _ in range(width)]
+            ranks += list(range(width)) * len(level)
+            level = list(range(start, len(parents)))
+        return cls(np.asarray(parents, dtype=np.int64), np.asarray(ranks, dtype=np.int64), keep_paths)
+
+    @classmethod
+    def from_paths(cls, paths: list[list[int]]) -> TreeTemplate:
+        """From child-rank paths; missing prefixes are added, order does not matter.
+
+        Example: [[0], [1], [0, 0]] is a root with two children, the first of which has one.
+        """
+        closed = {tuple(path[: end + 1]) for path in paths for end in range(len(path))}
+        ordered = sorted(closed, key=lambda path: (len(path), path))
+        index = {path: i for i, path in enumerate(ordered)}
+        parents = [index.get(path[:-1], -1) for path in ordered]
+        return cls(np.asarray(parents, dtype=np.int64), np.asarray([path[-1] for path in ordered], dtype=np.int64))
+
+    @classmethod
+    def from_accuracies(cls, accuracies: np.ndarray, num_nodes: int) -> TreeTemplate:
+        """The tree of `num_nodes` nodes with the greatest expected accepted length (Cai et al. 2024, "Medusa", section 2.3.3).
+
+        Args:
+            accuracies: float [depths, ranks], how often the drafter's token of each rank is the right one at each depth.
+        """
+        chosen: list[list[int]] = []
+        open_paths: list[tuple[float, tuple[int, ...]]] = [(-accuracies[0, 0], (0,))]
+        while open_paths and len(chosen) < num_nodes:
+            value, path = heapq.heappop(open_paths)
+            chosen.append(list(path))
+            depth, rank = len(path), path[-1]
+            if rank + 1 < accuracies.shape[1]:
+                sibling = value / accuracies[depth - 1, rank] * accuracies[depth - 1, rank + 1]
+                heapq.heappush(open_paths, (sibling, path[:-1] + (rank + 1,)))
+            if depth < len(accuracies):
+                heapq.heappush(open_paths, (value * accuracies[depth, 0], path + (0,)))
+        return cls.from_paths(chosen)
+
+    @cached_property
+    def depths(self) -> np.ndarray:
+        """int64 [N]: 1 for the root's children."""
+        depths = np.ones(len(self.parents), dtype=np.int64)
+        for node, parent in enumerate(self.parents):
+            if parent >= 0:
+                depths[node] = depths[parent] + 1
+        return depths
+
+    @cached_property
+    def ancestors(self) -> np.ndarray:
+        """bool [N, N]: `ancestors[i, j]` if node j is i or on the path to it."""
+        return ops.ancestor_matrix(torch.from_numpy(self.parents)[None])[0, 1:, 1:].numpy()
+
+    @property
+    def depth(self) -> int:
+        """Nodes on the longest path."""
+        return int(self.depths[-1])
+
+    @cached_property
+    def level_ends(self) -> list[int]:
+        """Nodes in the first 1, 2, .. levels."""
+        return np.searchsorted(self.depths, np.arange(1, self.depth + 1), side="right").tolist()
+
+    @cached_property
+    def is_chain(self) -> bool:
+        """Whether no node has a sibling."""
+        return len(self.parents) == self.depth
+
+    @property
+    def prunes(self) -> bool:
+        """Whether which nodes stay depends on how likely they turned out."""
+        return self.keep_paths is not None
+
+    def num_nodes(self, depth: int) -> int:
+        """Most nodes of a draft of that depth."""
+        nodes = self.level_ends[min(depth, self.depth) - 1] if depth else 0
+        return min(nodes, self.keep_paths * depth) if self.keep_paths is not None else nodes
+
+    def num_expanded(self, depth: int) -> int:
+        """Nodes the drafter itself has to continue to draft that deep."""
+        return sum(len(self.expanded(level)) for level in range(1, depth))
+
+    def nodes(self, depth: int) -> np.ndarray:
+        """Indices of the nodes at `depth`."""
+        return np.flatnonzero(self.depths == depth)
+
+    def expanded(self, depth: int) -> np.ndarray:
+        """Indices of the nodes at `depth` that have children; [-1], the root, at depth 0."""
+        if depth == 0:
+            return np.array([-1])
+        inner = np.zeros(len(self.parents), dtype=bool)
+        inner[self.parents[self.parents >= 0]] = True
+        return np.flatnonzero(inner & (self.depths == depth))
+
+
+@dataclass(frozen=True)
+class DynamicTree:
+    """EAGLE-2's tree (Li et al. 2024): at each depth the `top_k` likeliest nodes get `top_k` children each, and of all
+    nodes seen the `total_tokens - 1` with the most probable paths are verified together with the last token.
+
+    Attributes:
+        depth: nodes on the longest path.
+        top_k: width of the frontier, and children per node.
+        total_tokens: tokens verified per step, the last accepted one included.
+    """
+
+    depth: int
+    top_k: int
+    total_tokens: int
+
+    is_chain = False
+    prunes = True
+
+    def num_nodes(self, depth: int) -> int:
+        """Most nodes of a draft of that depth."""
+        if depth == 0:
+            return 0
+        return min(self.total_tokens - 1, self.top_k + (depth - 1) * self.top_k**2)
+
+    def num_expanded(self, depth: int) -> int:
+        """Nodes the drafter itself has to continue to draft that deep."""
+        return self.top_k * max(depth - 1, 0)
+
+
+TreeShape = TreeTemplate | DynamicTree
+
+
+@dataclass
+class TreeDraftingConfig(SpeculativeConfig):
+    """Keys of the methods that can draft chains, static trees and dynamic trees."""
+
+    depth: int | None = field(
+        default=None, metadata={"help": "longest path of a tree: another name for num_speculative_tokens (EAGLE's)"}
+    )
+    branching_factors: list[int] | None = field(
+        default=None,
+        metadata={"help": "children per node at each depth, e.g. [3, 2, 1]: draft a static tree instead of a chain"},
+    )
+    speculative_token_tree: list[list[int]] | str | None = field(
+        default=None,
+        metadata={
+            "help": "a static tree as child-rank paths, e.g. [[0], [1], [0, 0]] (or that as text), or the name of a "
+            "published one"
+        },
+    )
+    top_k: int | None = field(
+        default=None, metadata={"help": "draft a dynamic tree (EAGLE-2): nodes continued per depth, children of each"}
+    )
+    total_tokens: int | None = field(
+        default=None,
+        metadata={"help": "dynamic tree: tokens verified per step, the last accepted one included (default 60)"},
+    )
+    draft_confidence_threshold: float | None = field(
+        default=None,
+        metadata={
+            "help": "stop a row's draft where the drafter gives its best path less than this probability (0 to 1)"
+        },
+    )
+
+    def __post_init__(self) -> None:
+        self.read_auto()
+        self.check_int("depth", minimum=1, optional=True)
+        if self.depth is not None:
+            if self.num_speculative_tokens not in (None, self.depth):
+                raise self.fail(
+                    "depth", f"is {self.depth}, but num_speculative_tokens is {self.num_speculative_tokens}."
+                )
+            self.num_speculative_tokens = self.depth
+        given = [
+            key for key in ("branching_factors", "speculative_token_tree", "top_k") if getattr(self, key) is not None
+        ]
+        if len(given) > 1:
+            raise self.fail(given[1], f"cannot be combined with {given[0]!r}: both give the tree's shape.")
+        self._check_factors()
+        self._check_token_tree()
+        super().__post_init__()
+        self.check_int("top_k", minimum=1, optional=True)
+        self.check_int("total_tokens", minimum=2, optional=True)
+        if self.total_tokens is not None and self.top_k is None:
+            if given:
+                raise self.fail("total_tokens", f"is for dynamic trees and cannot be combined with {given[0]!r}.")
+            self.top_k = 8
+        if self.top_k is not None and self.total_tokens is None:
+            self.total_tokens = 60
+        if self.draft_confidence_threshold is not None:
+            self.check_number("draft_confidence_threshold", minimum=0.0, maximum=1.0)
+
+    def _check_factors(self) -> None:
+        factors = self.branching_factors
+        if factors is None:
+            return
+        are_counts = isinstance(factors, list) and all(type(f) is int and f >= 1 for f in factors)
+        if not factors or not are_counts:
+            raise self.fail("branching_factors", f"must be a list of integers of at least 1, not {factors!r}.")
+        self._fix_depth("branching_factors", len(factors))
+
+    def _check_token_tree(self) -> None:
+        if self.speculative_token_tree is None:
+            return
+        self._fix_depth("speculative_token_tree", max(map(len, self._paths())))
+
+    def _fix_depth(self, key: str, depth: int) -> None:
+        if self.num_speculative_tokens not in (None, depth):
+            raise self.fail(key, f"has {depth} depths, but num_speculative_tokens is {self.num_speculative_tokens}.")
+        self.num_speculative_tokens = depth
+
+    def _paths(self) -> list[list[int]]:
+        value = self.speculative_token_tree
+        if isinstance(value, str) and not value.lstrip().startswith(("[", "(")):
+            if value not in PUBLISHED_TREES:
+                names = ", ".join(PUBLISHED_TREES)
+                raise self.fail(
+                    "speculative_token_tree",
+                    f"names no published tree: {value!r}{nearest_hint(value, PUBLISHED_TREES)}; there are {names}.",
+                )
+            return PUBLISHED_TREES[value]
+        if isinstance(value, str):  # vLLM writes it as the text of a Python list of tuples
+            try:
+                value = ast.literal_eval(value)
+            except (ValueError, SyntaxError) as error:
+                raise self.fail("speculative_token_tree", f"cannot be read: {error}") from None
+        paths = [list(path) if isinstance(path, (list, tuple)) else path for path in value or []]
+        are_paths = all(
+            isinstance(path, list) and path and all(type(r) is int and r >= 0 for r in path) for path in paths
+        )
+        if not paths or not are_paths:
+            raise self.fail(
+                "speculative_token_tree",
+                f"must be a list of child-rank paths like [[0], [1], [0, 0]], not {self.speculative_token_tree!r}.",
+            )
+        return paths
+
+    def shape(self) -> TreeShape:
+        """The shape these keys describe."""
+        depth = self.num_speculative_tokens or 1
+        if self.top_k is not None and self.total_tokens is not None:
+            return DynamicTree(depth, self.top_k, self.total_tokens)
+        if self.speculative_token_tree is not None:
+            return TreeTemplate.from_paths(self._paths())
+        return TreeTemplate.from_widths(self.branching_factors or [1] * depth)

@@ -1,0 +1,280 @@
+"""How long to draft: fixed, by batch size, or whatever measured costs and acceptance say is fastest ("auto")."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import ClassVar
+
+import numpy as np
+
+from ..config import SpeculativeConfig
+from ..runtime import DraftTrees, Sequence
+from .acceptance import AcceptanceEstimates
+from .step_cost import StepCost
+
+
+@dataclass
+class DraftedStep:
+    """One verified step, as policies see it.
+
+    Attributes:
+        sequences: the B rows, with what was accepted.
+        limits: how deep each was asked to draft.
+        nodes: int [B, D], drafted nodes of each row at depth 1, 2, .. D.
+        accepted: per row, how many drafted tokens were accepted.
+        num_new: per row, tokens emitted.
+        seconds: of the whole step, drafting included; None if it cannot be compared (it also read prompts).
+        drafting_seconds: of the drafting in it.
+    """
+
+    sequences: list[Sequence]
+    limits: list[int]
+    nodes: np.ndarray
+    accepted: list[int]
+    num_new: list[int]
+    seconds: float | None = None
+    drafting_seconds: float = 0.0
+
+
+class DraftLengthPolicy:
+    """Says how deep each row drafts; this one: as deep as it may (a fixed length).
+
+    What a policy says changes speed, never text: greedy and coupled output does not depend on drafts, and rejection sampling
+    keeps its distribution whatever is drafted. `limits` changes nothing: it is a function of what was observed.
+    """
+
+    needs_observations: ClassVar[bool] = False
+
+    def limits(self, sequences: list[Sequence], caps: list[int]) -> list[int]:
+        """Depth of each row's next draft, 0 to its cap. `caps`: the most that row may and can use."""
+        return caps
+
+    def observe(self, step: DraftedStep) -> None:
+        """Learn from a verified step."""
+
+    def forget(self, seq: Sequence) -> None:
+        """The sequence leaves."""
+
+
+class LengthPerBatchSize(DraftLengthPolicy):
+    """K by the number of rows decoding in the step.
+
+    Args:
+        ranges: [[first, last, K], ..] from 1 on without gaps; the last K also holds for larger batches.
+    """
+
+    def __init__(self, ranges: list[list[int]]):
+        self.lasts = np.array([last for _, last, _ in ranges[:-1]], dtype=np.int64)
+        self.lengths = [k for _, _, k in ranges]
+
+    def limits(self, sequences: list[Sequence], caps: list[int]) -> list[int]:
+        """The table's K for this many rows, within each cap."""
+        k = self.lengths[int(np.searchsorted(self.lasts, len(sequences)))]
+        return [min(k, cap) for cap in caps]
+
+
+class AutoLength(DraftLengthPolicy):
+    """The lengths that promise most tokens per second for the batch as a whole, from what steps have cost and drafts have won.
+
+    Each further draft token of a row wins a little (the probability that it and all before it are accepted) and costs a little;
+    tokens are taken in the order of what they win per packed token, and of all prefixes of that order, at each depth of drafting,
+    the one with the most expected tokens per second is chosen. So an easy row drafts long beside a hard one that does not.
+
+    A row that is not worth drafting for is probed with one token; every probe that fails doubles the pause before the next.
+    All that is lost against plain decoding is charged to an account which earns `ALLOWANCE` of the time spent, and what is won is
+    credited; no step may cost more than the account holds. That bounds the loss on text where nothing is accepted.
+
+    Args:
+        longest: deepest draft there can be.
+    """
+
+    needs_observations = True
+    ALLOWANCE = 0.01  # of the time, to be lost on drafts
+    CREDIT = 0.75  # plain steps that may be lost at first
+    MOST_SAVED = 8.0  # plain steps that unused allowance and earlier gains add up to
+    LONGEST_PAUSE = 64  # steps between two probes of a row
+    PREFIXES = 256  # of the order of tokens, that are compared
+    HORIZON = 32  # steps over which reading what the drafter has missed pays off
+    FIRST_DRAFT = 1  # before any cost is known, beside the prompt
+    DOUBT = 64  # steps without drafting after which its extra cost is believed to be half of what it was
+    EVERY_PLAIN = 8  # of the steps without drafts, how many are timed
+    LONGEST_STALE = 256  # steps between two measurements of a plain step while drafting pays
+
+    def __init__(self, longest: int):
+        self.cost = StepCost()
+        self.acceptance = AcceptanceEstimates(longest)
+        self.account = self.CREDIT
+        self.num_steps = 0
+        self._last_drafted, self._plain_due, self._plain_pause = 0, 0, 1
+        self._quiet_until, self._quiet_rows = 0, frozenset()
+        # Candidates for the deepest draft of the step: all of the first few, then ever fewer.
+        self._depths = np.unique(np.minimum(longest, [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, longest]))
+
+    # ---- choosing ---------------------------------------------------------------------------------------------------
+
+    def limits(self, sequences: list[Sequence], caps: list[int]) -> list[int]:
+        """Depths that maximise the expected tokens per second, plus the probes that are due and can be afforded."""
+        if not any(caps) or self._must_be_plain() or self._is_quiet(sequences):
+            return [0] * len(sequences)
+        rows = self.acceptance.rows(sequences)
+        gains, nodes = self.acceptance.expected(rows)
+        behind = self.acceptance.num_behind(rows, sequences)
+        room = np.asarray(caps)
+        if not self.cost.target:  # beside prompts drafts cost little
+            begins = [seq.num_generated == 0 for seq in sequences]
+            return np.where(begins, np.minimum(room, self.FIRST_DRAFT), 0).tolist()
+        chosen = self._fastest(gains, nodes, behind, room)
+        return self._with_probes(chosen, rows, nodes, behind - self._unread(rows, sequences), room).tolist()
+
+    def _must_be_plain(self) -> bool:
+        """Whether there is nothing left to lose, or it is time to measure a plain step: what one takes must stay known."""
+        return self.account <= 0 or (bool(self.cost.target) and self.num_steps >= self._plain_due)
+
+    def _is_quiet(self, sequences: list[Sequence]) -> bool:
+        """Whether these rows drafted nothing in the last step and no probe is due: then nothing has changed."""
+        return self.num_steps < self._quiet_until and all(seq.id in self._quiet_rows for seq in sequences)
+
+    def _fastest(self, gains: np.ndarray, nodes: np.ndarray, behind: np.ndarray, room: np.ndarray) -> np.ndarray:
+        """int [B]: the depths with the most expected tokens per second.
+
+        Args:
+            gains: [B, K], accepted tokens that drafting to depth d adds to drafting to d - 1.
+            nodes: [B, K], packed tokens it adds.
+            behind: [B], tokens the drafter has to catch up with before it can draft.
+            room: [B], caps.
+        """
+        num_rows, longest = gains.shape
+        worth = np.minimum.accumulate(gains / np.maximum(nodes, 1e-9), axis=1)  # a row's depths are taken in order
+        allowed = np.arange(longest) < room[:, None]
+        order = np.argsort(-worth.T, axis=None, kind="stable")  # ties: shallow first
+        order = order[allowed.T.ravel()[order]]
+        depth, row = np.divmod(order, num_rows)
+        taken = depth < self._depths[:, None]  # [depths, tokens]
+        won = (gains[row, depth] * taken).cumsum(1)
+        packed = num_rows + (nodes[row, depth] * taken).cumsum(1)
+        missed = ((depth == 0) * behind[row]).cumsum() / self.HORIZON
+        ends = np.unique(np.linspace(0, len(order) - 1, min(len(order), self.PREFIXES)).astype(np.int64))
+        extra = self._extra(num_rows, packed[:, ends], self._depths[:, None], taken.cumsum(1)[:, ends], missed[ends])
+        rates = np.where(extra <= self.account, (num_rows + won[:, ends]) / (1.0 + extra), 0.0)
+        which, end = np.unravel_index(rates.argmax(), rates.shape)
+        if rates[which, end] <= num_rows:
+            return np.zeros(num_rows, dtype=np.int64)
+        prefix = slice(ends[end] + 1)
+        return np.bincount(row[prefix][taken[which, prefix]], minlength=num_rows)
+
+    def _with_probes(self, chosen: np.ndarray, rows: np.ndarray, nodes, behind, room) -> np.ndarray:
+        """`chosen`, with one token for rows whose pause is over, as far as the account can bear it."""
+        due = (chosen == 0) & (room > 0) & (self.num_steps % self.acceptance.pauses[rows] == 0)
+        waiting = np.flatnonzero(due)
+        if not len(waiting):
+            return chosen
+        waiting = waiting[np.argsort(self.acceptance.last_drafted[rows[waiting]], kind="stable")]
+        before = self._extra_of(chosen, nodes, behind)
+        while len(waiting):
+            probed = chosen.copy()
+            probed[waiting] = 1
+            if self._extra_of(probed, nodes, behind) - before <= self.account:
+                return probed
+            waiting = waiting[: len(waiting) // 2]
+        return chosen
+
+    def _extra_of(self, lengths: np.ndarray, nodes: np.ndarray, behind: np.ndarray) -> float:
+        """`_extra` of a step with these depths."""
+        packed = len(lengths) + (nodes * (np.arange(nodes.shape[1]) < lengths[:, None])).sum()
+        return float(self._extra(len(lengths), packed, lengths.max(), lengths.sum(), (behind * (lengths > 0)).sum()))
+
+    def _extra(self, num_rows: int, num_packed, depth, num_asked, num_behind):
+        """What a step takes beyond a plain one, in plain steps. An estimate that put an end to drafting, and so to new
+        measurements, is doubted more and more."""
+        plain = self.cost.of_target(num_rows, num_rows)
+        seconds = (
+            self.cost.of_target(num_rows, num_packed) - plain + self.cost.of_drafting(depth, num_asked, num_behind)
+        )
+        return seconds / plain * 0.5 ** ((self.num_steps - self._last_drafted) / self.DOUBT)
+
+    # ---- learning ---------------------------------------------------------------------------------------------------
+
+    def observe(self, step: DraftedStep) -> None:
+        """Update acceptance, costs and the account."""
+        drafted, was_free = any(step.limits), not self._must_be_plain()
+        if drafted:
+            self._observe_drafts(step)
+        elif step.seconds is not None:
+            self._observe_plain(len(step.sequences), step.seconds)
+        if drafted or not self._is_quiet(step.sequences):
+            self._settle_quiet(step.sequences, was_free and not drafted)
+        self.num_steps += 1
+
+    def _observe_plain(self, num_rows: int, seconds: float) -> None:
+        self._settle(1.0, 1.0)
+        if not self.cost.target or self._must_be_plain() or self.num_steps % self.EVERY_PLAIN == 0:
+            self.cost.observe_target(num_rows, num_rows, seconds)
+            self._schedule_plain()
+
+    def _observe_drafts(self, step: DraftedStep) -> None:
+        limits, new_tokens = np.asarray(step.limits), np.asarray(step.num_new)
+        rows = self.acceptance.rows(step.sequences)
+        asked = limits > 0
+        behind = self.acceptance.num_behind(rows, step.sequences) - new_tokens  # as it was when drafting began
+        num_behind, unread = int(behind[asked].sum()), int(self._unread(rows, step.sequences)[asked].sum())
+        depth, num_asked = int(limits.max()), int(limits.sum())
+        self.cost.observe_drafting(depth, num_asked, num_behind, step.drafting_seconds)
+        self._last_drafted = self.num_steps
+        num_rows, packed = len(rows), len(rows) + int(step.nodes.sum())
+        if step.seconds is not None:
+            self.cost.observe_target(num_rows, packed, step.seconds - step.drafting_seconds)
+            if self.cost.target:
+                plain, spent = self.cost.of_target(num_rows, np.array([num_rows, packed]))
+                spent += self.cost.of_drafting(depth, num_asked, num_behind - unread)
+                self._settle(float(spent / plain), float(new_tokens.mean()))
+            if packed == num_rows:
+                self._schedule_plain()
+        self.acceptance.observe(rows, step, self.num_steps, self.LONGEST_PAUSE)
+
+    def _settle_quiet(self, sequences: list[Sequence], chose_none: bool) -> None:
+        """Once no row was found worth drafting for, nothing need be weighed again until a probe is due."""
+        self._quiet_until, self._quiet_rows = 0, frozenset()
+        if chose_none:
+            pause = int(self.acceptance.pauses[self.acceptance.rows(sequences)].min())
+            self._quiet_until = (self.num_steps // pause + 1) * pause
+            self._quiet_rows = frozenset(seq.id for seq in sequences)
+
+    def _unread(self, rows: np.ndarray, sequences: list[Sequence]) -> np.ndarray:
+        """int [B]: prompt tokens a drafter has not read. Reading them is not charged to the account: it is a small part of what
+        the target's own reading took, and no loss of decoding time."""
+        return np.where(self.acceptance.last_drafted[rows] < 0, [seq.prompt_length for seq in sequences], 0)
+
+    def _settle(self, spent: float, emitted: float) -> None:
+        """Book a step that took as long as `spent` plain ones and emitted so many tokens per row."""
+        spent = min(spent, 1.0 + self.MOST_SAVED)  # one odd measurement is not held against drafting for ever
+        self.account = min(self.account + self.ALLOWANCE * spent + emitted - spent, self.MOST_SAVED)
+
+    def _schedule_plain(self) -> None:
+        """A plain step was measured: the next one that must be comes at ever longer intervals."""
+        self._plain_pause = min(2 * self._plain_pause, self.LONGEST_STALE)
+        self._plain_due = self.num_steps + self._plain_pause
+
+    def forget(self, seq: Sequence) -> None:
+        """Drop what was learnt about the row."""
+        self.acceptance.forget(seq)
+
+
+def make_policy(config: SpeculativeConfig) -> DraftLengthPolicy:
+    """The policy a configuration asks for."""
+    if config.num_speculative_tokens_per_batch_size is not None:
+        return LengthPerBatchSize(config.num_speculative_tokens_per_batch_size)
+    if config.draft_length == "auto":
+        return AutoLength(config.num_speculative_tokens or 1)
+    return DraftLengthPolicy()
+
+
+def nodes_by_depth(trees: DraftTrees) -> np.ndarray:
+    """int [B, D]: how many nodes each row's tree has at depth 1, 2, .. D."""
+    lengths = np.asarray(trees.lengths, dtype=np.int64)
+    width = int(lengths.max(initial=0))
+    if trees.is_chain or not width:
+        return (np.arange(width) < lengths[:, None]).astype(np.int64)
+    depths = np.where(trees.valid, trees.depths, 0)
+    counts = np.zeros((len(lengths), int(depths.max()) + 1), dtype=np.int64)
+    np.add.at(counts, (np.arange(len(lengths))[:, None], depths), 1)
+    return counts[:, 1:]

@@ -1,0 +1,64 @@
+"""Greedy and coupled: the target chooses a token after every node, and drafts count as far as they are what it chose."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ...config import SpeculativeConfig
+from ...kernels import random_bits
+from ...kernels import reference as ops
+from ...runtime import DraftTrees, Sequence
+from ...runtime.logits import add_noise
+
+
+def own_scores(trees: DraftTrees, scores: torch.Tensor, index: np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
+    """The scores of these rows' roots and nodes alone, [R', V], and the `index` into them (0 for padding)."""
+    exists = _exists(trees)
+    used = index[exists]
+    own = np.zeros(index.shape, dtype=np.int64)
+    own[exists] = np.arange(len(used))
+    return (scores if len(used) == scores.shape[0] else scores[used]), own
+
+
+def target_choices(
+    trees: DraftTrees, scores: torch.Tensor, index: np.ndarray, sequences: list[Sequence]
+) -> torch.Tensor:
+    """The target's argmax, or for sampled rows its Gumbel-perturbed argmax, after root and nodes: int64 [B, N + 1]."""
+    scores, own = own_scores(trees, scores, index)
+    if any(seq.do_sample for seq in sequences):
+        exists = _exists(trees)
+        depths = np.concatenate([np.zeros((len(sequences), 1), np.int64), trees.depths], axis=1)[exists]
+        owners = np.repeat(np.arange(len(sequences)), exists.sum(1))
+        positions = [len(sequences[o].tokens) + int(d) for o, d in zip(owners, depths, strict=True)]
+        # As float32 and in this order, so that plain decoding with the same noise adds up the same.
+        scores = add_noise(scores, [sequences[o] for o in owners], positions, random_bits.TOKEN_STREAM)
+    return scores.argmax(1)[torch.from_numpy(own).to(scores.device)]
+
+
+def _exists(trees: DraftTrees) -> np.ndarray:
+    """Which of (root, nodes) are no padding: bool [B, N + 1]."""
+    return np.concatenate([np.ones((len(trees.lengths), 1), bool), trees.valid], axis=1)
+
+
+def last_node(path: torch.Tensor) -> torch.Tensor:
+    """Where each path [B, N] ends: index of its last node + 1, 0 for the root; int64 [B]."""
+    if path.shape[1] == 0:
+        return torch.zeros(path.shape[0], dtype=torch.long, device=path.device)
+    return (path * torch.arange(1, path.shape[1] + 1, device=path.device)).amax(1)
+
+
+def follow_target(
+    trees: DraftTrees, scores: torch.Tensor, index: np.ndarray, sequences: list[Sequence], config: SpeculativeConfig
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Walk each tree along the target's own choices."""
+    choices = target_choices(trees, scores, index, sequences)
+    tokens = trees.tokens.to(scores.device)
+    mask = torch.from_numpy(trees.valid).to(scores.device)
+    if trees.is_chain:
+        path = ((tokens == choices[:, :-1]) & mask).long().cumprod(1).bool()
+    else:
+        parents = torch.from_numpy(np.ascontiguousarray(trees.parent_index)).to(scores.device)
+        ancestors = torch.from_numpy(trees.ancestors).to(scores.device)
+        path = ops.accepted_nodes(tokens, mask, parents, ancestors, choices)
+    return path, choices.gather(1, last_node(path)[:, None]).squeeze(1)

@@ -1,0 +1,160 @@
+"""What a step costs, learnt while decoding: seconds of drafting and seconds of the target, as functions of their sizes."""
+
+from __future__ import annotations
+
+import time
+from collections import OrderedDict, deque
+
+import numpy as np
+import torch
+
+
+class FittedCost:
+    """Seconds as a non-negative combination of features, fitted to recent measurements.
+
+    Measurements of one size are kept together, and the lower median of the last few stands for them: a step that a busy machine
+    delayed changes nothing. The very first is not used: it may have compiled kernels. The fit minimises relative errors over
+    the sizes seen (large errors by their size, not its square), old ones fading, pulled gently towards `prior`.
+
+    Args:
+        prior: float [F], coefficients before anything is measured, relative to a typical measurement.
+        memory: sizes remembered.
+    """
+
+    _SAMPLES, _HALF_LIFE, _PULL, _OUTLIER, _REFIT, _ROUNDS = 7, 200, 0.03, 2.0, 4, 4
+
+    def __init__(self, prior: np.ndarray, memory: int = 64):
+        self.prior, self.memory = prior, memory
+        self._sizes: OrderedDict[tuple, deque[tuple[float, np.ndarray]]] = OrderedDict()
+        self._last: dict[tuple, int] = {}
+        self._count, self._fitted_at = -1, 0
+        self._coefficients: np.ndarray | None = None
+
+    def __bool__(self) -> bool:
+        return self._count > 0
+
+    def observe(self, size: tuple, features: np.ndarray, seconds: float) -> None:
+        """Record that a step of this size, with these features [F], took so long."""
+        self._count += 1
+        if self._count == 0:
+            return
+        if self._sizes:  # also the first of its size, which may have captured a graph
+            seconds = min(seconds, self._OUTLIER * max(float(features @ self.coefficients), 1e-9))
+        self._sizes.setdefault(size, deque(maxlen=self._SAMPLES)).append((max(seconds, 1e-9), features))
+        self._sizes.move_to_end(size)
+        self._last[size] = self._count
+        if len(self._sizes) > self.memory:
+            del self._last[self._sizes.popitem(last=False)[0]]
+
+    @property
+    def coefficients(self) -> np.ndarray:
+        """float [F], seconds per feature; zeros before anything was measured."""
+        if not self:
+            return np.zeros_like(self.prior)
+        if self._coefficients is None or self._count - self._fitted_at > min(self._count // 8, self._REFIT):
+            self._coefficients, self._fitted_at = self._fit(), self._count
+        return self._coefficients
+
+    def _fit(self) -> np.ndarray:
+        medians = [sorted(s, key=lambda sample: sample[0])[(len(s) - 1) // 2] for s in self._sizes.values()]
+        seconds, features = np.array([each for each, _ in medians]), np.stack([each for _, each in medians])
+        age = self._count - np.array([self._last[size] for size in self._sizes])
+        counts = np.array([len(samples) for samples in self._sizes.values()])
+        typical = np.median(seconds)
+        weights = (
+            counts * 0.5 ** (age / self._HALF_LIFE) / np.maximum(seconds, 0.05 * typical) ** 2
+        )  # of relative errors
+        pull = (
+            self._PULL * np.maximum(features.max(0), 1.0) / typical
+        ) ** 2  # every coefficient alike, whatever its unit
+        trust, solution = np.ones(len(seconds)), np.zeros_like(self.prior)
+        for _ in range(self._ROUNDS):
+            weighted = (features * (weights * trust)[:, None]).T
+            gram, moment = weighted @ features + np.diag(pull), weighted @ seconds + pull * self.prior * typical
+            solution = non_negative_solution(gram, moment)
+            errors = np.abs(seconds - features @ solution) / seconds
+            trust = np.minimum(1.0, np.maximum(2.0 * np.median(errors), 0.02) / np.maximum(errors, 1e-9))
+        return solution
+
+
+def non_negative_solution(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
+    """x >= 0 [F] nearly solving gram [F, F] (positive definite) @ x = moment [F]: what comes out negative is left out."""
+    solution, used = np.zeros(len(moment)), np.arange(len(moment))
+    while len(used):
+        best = np.linalg.solve(gram[np.ix_(used, used)], moment[used])
+        if (best >= 0).all():
+            solution[used] = best
+            break
+        used = np.delete(used, best.argmin())
+    return solution
+
+
+class StepCost:
+    """Seconds of a decoding step.
+
+    The target: by rows and by packed tokens, piecewise linear between powers of two (a forward's cost climbs in stairs: the
+    second token may cost much, the tokens up to the next multiple of a tile nothing). Drafting: by depth (a drafter's
+    forwards come one after the other), by draft tokens asked for, and by tokens the drafter has yet to catch up with.
+    """
+
+    _KNOTS = 2.0 ** np.arange(13)  # 1, 2, 4, .. 4096 tokens
+    _OCTAVE = 0.1  # before anything is measured: doubling a forward's tokens makes it this much longer
+
+    def __init__(self) -> None:
+        self.target = FittedCost(np.concatenate([[0.8, 0.01], np.full(len(self._KNOTS) - 1, self._OCTAVE)]))
+        self.drafting = FittedCost(np.zeros(4))
+
+    def observe_target(self, num_rows: int, num_tokens: int, seconds: float) -> None:
+        """The target and everything around it took so long for `num_rows` rows of `num_tokens` tokens in all."""
+        low, high = self._KNOTS[:-1], self._KNOTS[1:]
+        reach = np.clip((num_tokens - low) / (high - low), 0.0, 1.0)  # how far into each octave the tokens reach
+        self.target.observe((num_rows, num_tokens), np.concatenate([[1.0, num_rows], reach]), seconds)
+
+    def observe_drafting(self, depth: int, num_asked: int, num_behind: int, seconds: float) -> None:
+        """Proposing took so long."""
+        size = (depth, num_asked, num_behind.bit_length())
+        self.drafting.observe(size, np.array([1.0, depth, num_asked, num_behind]), seconds)
+
+    def of_target(self, num_rows: int, num_tokens):
+        """Seconds of the target, above 0, for packed token counts (a number or an array; fractions are expectations)."""
+        fixed, per_row, *octaves = self.target.coefficients
+        seconds = fixed + per_row * num_rows + np.interp(num_tokens, self._KNOTS, np.cumsum([0.0, *octaves]))
+        return np.maximum(seconds, 1e-9)
+
+    def of_drafting(self, depth, num_asked, num_behind):
+        """Seconds of proposing, for numbers or arrays that broadcast; zero where nothing is asked for."""
+        fixed, per_depth, per_token, per_behind = self.drafting.coefficients
+        return (num_asked > 0) * (fixed + per_depth * depth + per_behind * num_behind) + per_token * num_asked
+
+
+class StepTimer:
+    """Seconds of a step and of the drafting in it, without a wait of its own.
+
+    A step ends after verification's result has crossed to the host, so the host's clock measures the whole of it on every device.
+    On CUDA the drafting runs behind the host; it is timed by two events in the stream, read after that crossing.
+    """
+
+    def __init__(self, device: torch.device):
+        self._events = None
+        if device.type == "cuda":
+            self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._begin = self._proposed = 0.0
+
+    def start(self) -> None:
+        """A step begins, with drafting."""
+        self._begin = time.perf_counter()
+        if self._events:
+            self._events[0].record()
+
+    def proposed(self) -> None:
+        """The drafts are there (or queued)."""
+        self._proposed = time.perf_counter()
+        if self._events:
+            self._events[1].record()
+
+    def stop(self) -> tuple[float, float]:
+        """(seconds of the step, of its drafting); only once the step's result is on the host."""
+        total, drafting = time.perf_counter() - self._begin, self._proposed - self._begin
+        if self._events:
+            drafting = max(drafting, self._events[0].elapsed_time(self._events[1]) / 1e3)
+        return total, min(drafting, total)

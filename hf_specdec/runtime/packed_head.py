@@ -1,0 +1,94 @@
+"""PackedHead: a draft head's own layers over ragged rows and a paged cache, as PackedModel is for whole models."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Protocol
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from ..cache import PagedStaticCache
+from . import architectures
+from .architectures import ATTENTION_NAME
+from .packed_batch import PackedBatch, RowInput
+from .prepacked import prepack
+
+
+class HeadModule(Protocol):
+    """What `PackedHead` runs: transformers' decoder layers under a fusion of tokens and features."""
+
+    def __call__(
+        self, input_ids: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, **attention
+    ) -> torch.Tensor:
+        """Hidden states [1, T, H] from ids [1, T], features [1, T, F] and positions [1, T].
+
+        `attention` is handed to the decoder layers: attention_mask, past_key_values, and what our attention reads.
+        """
+        ...
+
+
+class PackedHead:
+    """Runs a head over packed rows.
+
+    Args:
+        module: the head, on its device; its layers' `config` is the one given here.
+        config: of the layers. Its attention implementation is set to ours for good: heads belong to us.
+        num_layers: layers with keys and values.
+        gather: attend to gathered keys under a dense mask, for layers that cannot read pages (latent attention).
+        prepack_weights: see `prepack`.
+        device, dtype: where and in what the head runs; its first parameter's, if not given.
+    """
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: PretrainedConfig,
+        num_layers: int,
+        gather: bool = False,
+        prepack_weights: bool | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+    ):
+        self.module, self.config, self.num_layers, self.gather = module.eval(), config, num_layers, gather
+        config._attn_implementation = "eager" if gather else ATTENTION_NAME
+        self._prepacked = prepack(module, prepack_weights)
+        weight = next(module.parameters())
+        self.device, self.dtype = device or weight.device, dtype or weight.dtype
+
+    def new_cache(self, num_blocks: int, block_size: int) -> PagedStaticCache:
+        """A paged cache for the head's layers. Equal prefixes are not shared: features stand for whole texts."""
+        return PagedStaticCache(self.num_layers, num_blocks, block_size, share_prefixes=False)
+
+    def active(self) -> contextlib.AbstractContextManager:
+        """A context in which `forward` is fastest."""
+        return contextlib.nullcontext() if self._prepacked is None else self._prepacked.active()
+
+    @torch.no_grad()
+    def forward(self, rows: list[RowInput], features: torch.Tensor, cache: PagedStaticCache) -> torch.Tensor:
+        """Hidden states [T, H] of the rows' new tokens, whose keys and values are written to their slots.
+
+        Args:
+            features: [T, F], one per token, in the rows' order.
+        """
+        batch = PackedBatch.pack(rows, cache, self.device, self.gather)
+        cache.batch = batch
+        try:
+            hidden = self.module(
+                batch.input_ids,
+                features[None],
+                batch.position_ids,
+                attention_mask=self._mask(batch),
+                past_key_values=cache,
+                **({} if self.gather else {"specdec": batch}),
+            )
+        finally:
+            cache.batch = None
+        return hidden[0]
+
+    def _mask(self, batch: PackedBatch) -> torch.Tensor | None:
+        if not self.gather:
+            return None
+        (window,) = set(architectures.layer_windows(self.config).values()) - {None} or {None}
+        return batch.dense_mask(window, self.dtype, self.device)

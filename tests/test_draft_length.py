@@ -1,0 +1,549 @@
+"""Draft lengths: per batch size, and "auto": near the best fixed lengths, never much slower than plain, and without a say in
+what is written."""
+
+import dataclasses
+import itertools
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import PAD, ragged, tiny_llama
+
+import hf_specdec
+from hf_specdec import SpeculativeConfigError, integration, parse_config
+from hf_specdec.candidate_generators import generator_class
+from hf_specdec.candidate_generators.base import DrafterContext
+from hf_specdec.decoding import SpeculativeDecoder, draft_length, step_cost
+from hf_specdec.decoding.draft_length import AutoLength, DraftedStep, DraftLengthPolicy, LengthPerBatchSize, make_policy
+from hf_specdec.decoding.step_cost import FittedCost, StepCost, StepTimer
+from hf_specdec.runtime import DraftTrees, PackedModel, Sequence
+
+TABLE = "num_speculative_tokens_per_batch_size"
+
+
+def error(**values):
+    with pytest.raises(SpeculativeConfigError) as caught:
+        parse_config({"method": "ngram", **values})
+    return str(caught.value)
+
+
+# ---- configuration --------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "table",
+    [
+        [[1, 4, 5], [5, 16, 2], [17, 17, 0]],
+        ((5, 16, 2), (1, 4, 5), (17, 17, 0)),
+        [["1", "4", "5"], [5, "16", 2], [17, 17, "0"]],
+        {1: 5, 5: 2, 17: 0},
+        {"17": "0", "5": 2, "1": 5},
+    ],
+    ids=str,
+)
+def test_forms_of_the_table(table):
+    config = parse_config({"method": "ngram", TABLE: table})
+    assert config.num_speculative_tokens_per_batch_size == [[1, 4, 5], [5, 16, 2], [17, 17, 0]]
+    assert config.num_speculative_tokens == 5, "the longest of the table"
+    assert parse_config(config.to_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("table", "message"),
+    [
+        ([], "at least one batch size"),
+        ({}, "at least one batch size"),
+        (5, "list of [first, last, K]"),
+        ("5", "list of [first, last, K]"),
+        ([[1, 2]], "list of [first, last, K]"),
+        ([[1, 2, 2.5]], "list of [first, last, K]"),
+        ([[1, True, 2]], "list of [first, last, K]"),
+        ({"one": 2}, "list of [first, last, K]"),
+        ([[2, 3, 1]], "begins at 1"),
+        ([[1, 3, 1], [5, 8, 0]], "begins at 4"),
+        ([[1, 3, 1], [3, 8, 0]], "begins at 4"),
+        ([[1, 3, -1]], "begins at 1"),
+        ([[1, 3, 2], [4, 3, 0]], "begins at 4"),
+    ],
+    ids=str,
+)
+def test_tables_that_make_no_sense(table, message):
+    assert message in error(**{TABLE: table}) and TABLE in error(**{TABLE: table})
+
+
+def test_values_that_contradict_each_other():
+    assert "wants 6 draft tokens for 1 to 2 rows" in error(**{TABLE: [[1, 2, 6]]}, num_speculative_tokens=5)
+    assert "choose one" in error(**{TABLE: [[1, 2, 6]]}, num_speculative_tokens="auto")
+    assert "'draft_length'" in error(draft_length="automatic") and "did you mean 'auto'" in error(draft_length="aut")
+    assert "'fixed'" in error(draft_length="fixed", num_speculative_tokens="auto")
+    assert "not 'Auto'" in error(num_speculative_tokens="Auto")
+
+
+@pytest.mark.parametrize(
+    ("values", "longest"),
+    [
+        ({"method": "ngram", "num_speculative_tokens": "auto"}, 8),
+        ({"method": "ngram", "draft_length": "auto"}, 8),
+        ({"method": "ngram", "draft_length": "auto", "num_speculative_tokens": 3}, 3),
+        ({"method": "suffix", "num_speculative_tokens": "auto"}, 24),
+        ({"method": "draft_model", "num_speculative_tokens": "auto", "branching_factors": [3, 2, 1]}, 3),
+    ],
+    ids=str,
+)
+def test_auto_has_a_longest_draft(values, longest):
+    config = parse_config(values)
+    assert config.draft_length == "auto" and config.num_speculative_tokens == longest
+    assert parse_config(config.to_dict()) == config and parse_config(config.to_json()) == config
+    policy = make_policy(config)
+    assert isinstance(policy, AutoLength) and policy.acceptance.longest == longest
+
+
+def test_fixed_is_the_default():
+    assert type(make_policy(parse_config({"method": "ngram"}))) is DraftLengthPolicy
+    assert type(available("ngram")(num_speculative_tokens="auto").num_speculative_tokens) is int
+
+
+def available(method):
+    return hf_specdec.available_methods()[method]
+
+
+# ---- by batch size --------------------------------------------------------------------------------------------------
+
+
+def rows(count, prompt=10):
+    return [Sequence([0] * prompt, max_length=10**9) for _ in range(count)]
+
+
+def test_lengths_by_batch_size():
+    policy = LengthPerBatchSize([[1, 2, 5], [3, 8, 2], [9, 16, 0]])
+    expected = {1: 5, 2: 5, 3: 2, 8: 2, 9: 0, 16: 0, 17: 0, 500: 0}
+    for count, k in expected.items():
+        assert policy.limits(rows(count), [7] * count) == [k] * count
+    assert policy.limits(rows(3), [0, 1, 7]) == [0, 1, 2]
+    assert policy.limits([], []) == []
+
+
+def test_k_follows_the_batch_as_rows_leave(monkeypatch):
+    """Five rows that stop one after the other: K = 0, then 2, then 4; the drafter is not even asked at K = 0."""
+    model = tiny_llama()
+    config = parse_config(
+        {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2, TABLE: {"1": 4, "3": 2, "5": 0}}
+    )
+    target = PackedModel(model)
+    generator = generator_class("ngram")(config, target, DrafterContext())
+    decoder = SpeculativeDecoder(target, generator, config)
+    asked, propose = [], generator.propose
+    monkeypatch.setattr(
+        generator, "propose", lambda seqs, limits: asked.append((len(seqs), max(limits))) or propose(seqs, limits)
+    )
+    inputs = ragged([6, 6, 6, 6, 6])
+    running = [Sequence(r.tolist(), max_length=16 + 12 * i, row=i) for i, r in enumerate(inputs["input_ids"])]
+    sequences, counts = list(running), []
+    decoder.allocate(1000, 5)
+    with decoder.active():
+        for seq in running:
+            decoder.add(seq)
+        while running:
+            counts.append(len(running))
+            decoder.step(running)
+            for seq in [seq for seq in running if seq.finished]:
+                running.remove(seq)
+                decoder.remove(seq)
+    assert set(counts) == {1, 2, 3, 4, 5}
+    assert {(count, min(k, 2)) for count, k in asked} >= {(4, 2), (3, 2), (2, 2), (1, 2)}
+    assert all(count < 5 and k <= (2 if count > 2 else 4) for count, k in asked)
+    assert any(k == 4 for _, k in asked)
+    for seq, prompt in zip(sequences, inputs["input_ids"], strict=True):
+        plain = model.generate(prompt[None], max_new_tokens=seq.max_length - 6, do_sample=False, pad_token_id=PAD)
+        assert seq.tokens == plain[0].tolist()
+
+
+# ---- auto, in a world of known costs and acceptance -----------------------------------------------------------------
+
+
+@dataclasses.dataclass
+class World:
+    """Rows whose draft tokens are accepted with known probability, on a machine of known speed.
+
+    Attributes:
+        chances: per row, P(a draft token is accepted | its parent was).
+        target: seconds of the target, by rows and packed tokens.
+        drafting: seconds of drafting, by depth, tokens asked for and tokens to catch up with.
+        noise: standard deviation of the measured times' logarithm; one in fifty is four times as long besides.
+        offers: per row, P(the drafter finds anything).
+    """
+
+    chances: list[float]
+    target: object
+    drafting: object
+    noise: float = 0.0
+    seed: int = 0
+    longest: int = 8
+    offers: list[float] | None = None
+    prompt: int = 50
+
+    def __post_init__(self):
+        self.random = np.random.default_rng(self.seed)
+        self.sequences = rows(len(self.chances), self.prompt)
+        self.behind = [self.prompt] * len(self.chances)
+        self.begun = False
+
+    def jitter(self):
+        if not self.noise:
+            return 1.0
+        return math.exp(self.noise * self.random.standard_normal()) * (4 if self.random.random() < 0.02 else 1)
+
+    def step(self, limits):
+        """(what a policy would see, true seconds). The first step reads prompts: its time is not shown."""
+        nodes, accepted = np.zeros((len(limits), self.longest), dtype=np.int64), []
+        for i, (limit, chance) in enumerate(zip(limits, self.chances, strict=True)):
+            found = limit if self.offers is None or self.random.random() < self.offers[i] else 0
+            nodes[i, :found] = 1
+            wrong = np.flatnonzero(self.random.random(found) >= chance)
+            accepted.append(int(wrong[0]) if len(wrong) else found)
+        missed = sum(b for b, limit in zip(self.behind, limits, strict=True) if limit)
+        drafting = self.drafting(max(limits), sum(limits), missed) if any(limits) else 0.0
+        seconds = self.target(len(limits), len(limits) + int(nodes.sum()))
+        for i, seq in enumerate(self.sequences):
+            seq.tokens += [0] * (accepted[i] + 1)
+            self.behind[i] = 0 if limits[i] else self.behind[i] + accepted[i] + 1
+        shown = drafting * self.jitter()
+        whole = seconds * self.jitter() + shown if self.begun else None
+        self.begun = True
+        new = [a + 1 for a in accepted]
+        return DraftedStep(self.sequences, limits, nodes, accepted, new, whole, shown), seconds + drafting
+
+    def run(self, policy, num_steps):
+        """Tokens per second over so many steps, and the limits of each."""
+        tokens = seconds = 0
+        history = []
+        for _ in range(num_steps):
+            limits = policy.limits(self.sequences, [self.longest] * len(self.chances))
+            seen, took = self.step(limits)
+            policy.observe(seen)
+            tokens, seconds = tokens + sum(seen.num_new), seconds + took
+            history.append(limits)
+        return tokens / seconds, history
+
+    def plain(self):
+        return len(self.chances) / self.target(len(self.chances), len(self.chances))
+
+    def best(self):
+        """The most tokens per second with fixed lengths, by trying all of them (equal rows get equal lengths)."""
+        kinds, best = sorted(set(self.chances)), (0.0, [])
+        for lengths in itertools.product(range(self.longest + 1), repeat=len(kinds)):
+            limits = [lengths[kinds.index(chance)] for chance in self.chances]
+            pairs = list(zip(self.chances, limits, strict=True))
+            tokens = sum(sum(chance**depth for depth in range(limit + 1)) for chance, limit in pairs)
+            seconds = self.target(len(limits), len(limits) + sum(limits))
+            seconds += self.drafting(max(limits), sum(limits), 0) if any(limits) else 0.0
+            best = max(best, (tokens / seconds, limits))
+        return best
+
+
+def cpu(num_rows, num_tokens):
+    """Each token costs something, the first few more."""
+    return 0.02 + 0.0005 * num_rows + (0.003 * (num_tokens - 1) if num_tokens < 4 else 0.002 * num_tokens + 0.001)
+
+
+def gpu(num_rows, num_tokens):
+    """64 tokens cost as much as one."""
+    return 0.01 + 0.0001 * max(0, num_tokens - 64)
+
+
+def lookup(depth, num_asked, num_behind):
+    return 30e-6
+
+
+def model(depth, num_asked, num_behind):
+    return 0.001 * depth + 0.0001 * num_asked + 0.00005 * num_behind
+
+
+MACHINES = {"cpu": cpu, "gpu": gpu}
+DRAFTERS = {"lookup": lookup, "model": model}
+EASY_AND_HARD = {
+    "one easy": [0.85],
+    "one middling": [0.4],
+    "all easy": [0.8] * 8,
+    "half and half": [0.9] * 4 + [0.05] * 4,
+    "all sorts": [0.9, 0.7, 0.4, 0.0] * 2,
+}
+
+
+@pytest.mark.parametrize("chances", EASY_AND_HARD.values(), ids=EASY_AND_HARD)
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("machine", MACHINES)
+def test_near_the_best_fixed_lengths(machine, drafter, chances):
+    """Within 4 per cent of the best lengths once settled, measurements as noisy as on a busy machine."""
+    ratios = []
+    for seed in range(3):
+        world = World(chances, MACHINES[machine], DRAFTERS[drafter], noise=0.1, seed=seed)
+        policy = AutoLength(world.longest)
+        world.run(policy, 100)
+        ratios.append(world.run(policy, 400)[0] / world.best()[0])
+    assert np.mean(ratios) > 0.96, ratios
+
+
+def test_easy_rows_draft_long_beside_hard_rows_that_do_not():
+    world = World([0.9] * 4 + [0.0] * 4, cpu, model, noise=0.05)
+    policy = AutoLength(8)
+    world.run(policy, 100)
+    history = np.array(world.run(policy, 200)[1]).mean(0)
+    best = world.best()[1]
+    assert best[:4] == [4] * 4 and best[4:] == [0] * 4
+    assert (history[:4] > 3).all() and (history[4:] < 0.1).all(), history
+
+
+@pytest.mark.parametrize("num_rows", [1, 8])
+@pytest.mark.parametrize("drafter", DRAFTERS)
+@pytest.mark.parametrize("machine", MACHINES)
+@pytest.mark.parametrize("noise", [0.0, 0.1])
+def test_costs_little_where_nothing_is_accepted(machine, drafter, num_rows, noise):
+    """At most 3 per cent more time than plain decoding, from a policy that knows nothing, for texts of 128 tokens and longer."""
+    for seed, num_steps in itertools.product(range(3), (128, 1000)):
+        world = World([0.0] * num_rows, MACHINES[machine], DRAFTERS[drafter], noise, seed)
+        policy = AutoLength(8)
+        world.step(limits := policy.limits(world.sequences, [8] * num_rows))
+        assert max(limits) <= 1
+        rate, history = world.run(policy, num_steps)
+        assert np.sum(history) > 0, "it never tried"
+        assert rate >= world.plain() / 1.03, (seed, num_steps, rate / world.plain())
+
+
+def test_a_policy_that_always_drafts_would_fail_that():
+    """The bound above can be missed."""
+    world = World([0.0] * 8, cpu, model)
+    assert world.run(DraftLengthPolicy(), 128)[0] < world.plain() / 1.5
+
+
+def test_rows_that_turn_easy_are_noticed_and_rows_that_turn_hard_cost_little():
+    world = World([0.0] * 4, cpu, lookup, noise=0.05)
+    policy = AutoLength(8)
+    world.run(policy, 400)
+    world.chances = [0.9] * 4
+    world.run(policy, 150)
+    assert world.run(policy, 200)[0] > 0.93 * world.best()[0]
+    world.chances = [0.0] * 4
+    assert world.run(policy, 1000)[0] > world.plain() / 1.03
+
+
+def test_a_drafter_that_finds_nothing_is_no_evidence_of_rejection():
+    """A row offered a draft now and then, always right, is drafted for as long as one that always gets one."""
+    world = World([0.95, 0.95], gpu, lookup, offers=[0.1, 1.0])
+    policy = AutoLength(8)
+    world.run(policy, 300)
+    assert np.array(world.run(policy, 100)[1]).mean(0).min() > 6
+
+
+@pytest.mark.parametrize("slow", ["first", "fifth"])
+def test_one_step_that_compiled_something_does_not_end_drafting(slow):
+    world = World([0.9] * 2, gpu, model)
+    policy = AutoLength(8)
+    drafts = 0
+    for _ in range(200):
+        seen, _ = world.step(policy.limits(world.sequences, [8, 8]))
+        drafts += any(seen.limits)
+        if any(seen.limits) and drafts == (1 if slow == "first" else 5):
+            seen.drafting_seconds, seen.seconds = 5.0, None if seen.seconds is None else 5.0 + seen.seconds
+        policy.observe(seen)
+    assert world.run(policy, 200)[0] > 0.93 * world.best()[0]
+
+
+def test_catching_up_is_part_of_the_cost():
+    """A drafter that must read all it missed is not asked by a row about to end; one that has missed nothing is."""
+    policy = AutoLength(8)
+    world = World([0.7], gpu, lambda depth, asked, behind: 0.0005 * depth + 0.02 * behind)
+    world.run(policy, 200)
+    seq = world.sequences[0]
+    policy._last_drafted = policy.num_steps
+    place = policy.acceptance.rows([seq])
+    policy.acceptance._seen[place] = len(seq.tokens)
+    policy._quiet_until, policy._plain_due, policy.account = 0, 10**6, 8.0
+    assert policy.limits([seq], [8])[0] > 0
+    policy.acceptance._seen[place] = len(seq.tokens) - 400
+    policy.acceptance.pauses[place] = 10**6
+    assert policy.limits([seq], [8]) == [0]
+
+
+# ---- auto: properties -----------------------------------------------------------------------------------------------
+
+STEPS = st.lists(
+    st.tuples(st.integers(0, 2**32 - 1), st.lists(st.integers(0, 6), min_size=4, max_size=4), st.booleans()),
+    min_size=1,
+    max_size=25,
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(STEPS)
+def test_limits_stay_within_caps_and_follow_from_what_was_observed(steps):
+    """Any outcomes, caps and times, rows that come and go: two policies that saw the same say the same, as often as asked."""
+    policies = AutoLength(5), AutoLength(5)
+    sequences = rows(4, 20)
+    for seed, caps, leaves in steps:
+        random = np.random.default_rng(seed)
+        limits = policies[0].limits(sequences, caps)
+        assert limits == policies[0].limits(sequences, caps) == policies[1].limits(sequences, caps)
+        assert all(type(n) is int and 0 <= n <= min(cap, 5) for n, cap in zip(limits, caps, strict=True))
+        found = [int(random.integers(0, n + 1)) for n in limits]
+        accepted = [int(random.integers(0, n + 1)) for n in found]
+        for seq, n in zip(sequences, accepted, strict=True):
+            seq.tokens += [0] * (n + 1)
+        nodes = (np.arange(max(found)) < np.array(found)[:, None]).astype(np.int64)
+        seconds = None if random.random() < 0.2 else float(random.exponential())
+        drafting = 0.0 if seconds is None else float(random.random()) * seconds
+        new = [n + 1 for n in accepted]
+        for policy in policies:
+            policy.observe(DraftedStep(sequences, limits, nodes, accepted, new, seconds, drafting))
+        if leaves:
+            for policy in policies:
+                policy.forget(sequences[0])
+            sequences = sequences[1:] + rows(1, 20)
+    probabilities = policies[0].acceptance.probabilities(policies[0].acceptance.rows(sequences))
+    assert (probabilities > 0).all() and (probabilities < 1).all()
+
+
+def test_rows_that_leave_are_forgotten():
+    policy = AutoLength(4)
+    for _ in range(30):
+        batch = rows(40)
+        policy.acceptance.rows(batch)
+        for seq in batch:
+            policy.forget(seq)
+    assert not policy.acceptance._slot and len(policy.acceptance._counts) <= 64
+    policy.forget(rows(1)[0])  # never seen: it drafted nothing
+
+
+def test_nodes_by_depth():
+    chains = DraftTrees.from_lists([[1, 2, 3], [], [4]])
+    assert draft_length.nodes_by_depth(chains).tolist() == [[1, 1, 1], [0, 0, 0], [1, 0, 0]]
+    trees = DraftTrees.from_lists([[1, 2, 3, 4, 5], [], [6]], [[-1, -1, 0, 0, 2], [], [-1]])
+    assert draft_length.nodes_by_depth(trees).tolist() == [[2, 2, 1], [0, 0, 0], [1, 0, 0]]
+    assert draft_length.nodes_by_depth(DraftTrees.empty(2)).shape == (2, 0)
+
+
+# ---- costs ----------------------------------------------------------------------------------------------------------
+
+
+def test_costs_are_learnt_from_noisy_measurements():
+    random, cost = np.random.default_rng(0), StepCost()
+    for _ in range(300):
+        num_tokens = int(random.integers(1, 33))
+        noise = math.exp(0.05 * random.standard_normal()) * (5 if random.random() < 0.05 else 1)
+        cost.observe_target(1, num_tokens, cpu(1, num_tokens) * noise)
+        depth, behind = int(random.integers(1, 9)), int(random.choice([0, 0, 0, 100]))
+        cost.observe_drafting(depth, depth, behind, model(depth, depth, behind) * noise)
+    for num_tokens in (1, 2, 4, 8, 16, 32):
+        assert cost.of_target(1, num_tokens) == pytest.approx(cpu(1, num_tokens), rel=0.1)
+    for depth, behind in itertools.product((1, 4, 8), (0, 100)):
+        assert cost.of_drafting(depth, depth, behind) == pytest.approx(model(depth, depth, behind), rel=0.15)
+    assert cost.of_drafting(0, 0, 100) == 0
+
+
+@settings(max_examples=50, deadline=None)
+@given(st.lists(st.tuples(st.integers(1, 300), st.floats(1e-6, 10)), min_size=1, max_size=40))
+def test_more_tokens_never_cost_less(measurements):
+    cost = StepCost()
+    for num_tokens, seconds in measurements:
+        cost.observe_target(1, num_tokens, seconds)
+    curve = cost.of_target(1, np.arange(1, 2000))
+    assert (np.diff(curve) >= 0).all() and (curve >= 0).all()
+
+
+def test_least_squares_without_negative_coefficients():
+    scipy = pytest.importorskip("scipy.optimize")
+    random = np.random.default_rng(0)
+    for _ in range(50):
+        matrix = random.random((12, 4))
+        values = matrix @ np.maximum(random.standard_normal(4), 0) + 0.01 * random.standard_normal(12)
+        own = step_cost.non_negative_solution(matrix.T @ matrix, matrix.T @ values)
+        assert (own >= 0).all()
+        best = scipy.nnls(matrix, values)[1]
+        assert np.linalg.norm(matrix @ own - values) <= 1.2 * best + 1e-6
+
+
+def test_the_first_measurement_is_not_used():
+    fitted = FittedCost(np.zeros(1))
+    fitted.observe((1,), np.ones(1), 100.0)
+    assert not fitted and fitted.coefficients.tolist() == [0.0]
+    fitted.observe((1,), np.ones(1), 1.0)
+    assert fitted and fitted.coefficients == pytest.approx(1.0, rel=1e-2)
+
+
+def test_the_timer_reads_the_stream_on_cuda(monkeypatch):
+    """Drafting that the host has queued but the device not done is drafting all the same; no event is waited for."""
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            pass
+
+        def elapsed_time(self, other):
+            return 250.0  # milliseconds
+
+    clock = iter([10.0, 10.1, 11.0, 20.0, 20.4, 21.0, 30.0, 30.0, 30.2])
+    monkeypatch.setattr(step_cost.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    timer, expected = StepTimer(torch.device("cuda")), [(1.0, 0.25), (1.0, 0.4), (0.2, 0.2)]
+    for total, drafting in expected:
+        timer.start()
+        timer.proposed()
+        assert timer.stop() == (pytest.approx(total), pytest.approx(drafting))
+
+
+# ---- end to end -----------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("batch_size", [1, 8])
+@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+def test_greedy_text_is_that_of_plain_generate(tiny_model, tiny_draft, tiny_tokenizer, method, batch_size, monkeypatch):
+    prompts = [
+        "Once upon a time there was a dog. The dog",
+        "a b c a b c a b c",
+        "def add(a, b):\n    return a + b\n\ndef add(",
+        "1 2 3 4 5 6",
+    ]
+    inputs = tiny_tokenizer((prompts * 2)[:batch_size], return_tensors="pt", padding=True, return_token_type_ids=False)
+    plain = tiny_model.generate(**inputs, max_new_tokens=60, do_sample=False)
+    config = {"method": method, "num_speculative_tokens": "auto"}
+    if method == "ngram":
+        config |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
+    seen, observe = [], AutoLength.observe
+    monkeypatch.setattr(AutoLength, "observe", lambda self, step: seen.append(step) or observe(self, step))
+    extra = {"assistant_model": tiny_draft} if method == "draft_model" else {}
+    for _ in range(2):  # the second call starts from what the first one learnt
+        out = tiny_model.generate(
+            **inputs,
+            max_new_tokens=60,
+            do_sample=False,
+            return_dict_in_generate=True,
+            speculative_config=config,
+            **extra,
+        )
+        assert out.sequences.tolist() == plain.tolist()
+    first = seen[0]
+    assert first.seconds is None, "a step that reads prompts is not timed"
+    timed = [step for step in seen if step.seconds is not None]
+    assert len(timed) > 20 and all(0 <= step.drafting_seconds <= step.seconds for step in timed)
+    assert len({limit for step in seen for limit in step.limits}) > 1, "always the same length"
+    (decoder,) = integration.kept_decoders(tiny_model)
+    assert not decoder.policy.acceptance._slot, "rows that left are still known"
+    hf_specdec.release(tiny_model)
+
+
+def test_a_rows_own_length_bounds_auto(tiny_model):
+    decoder_config = parse_config({"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": "auto"})
+    target = PackedModel(tiny_model)
+    generator = generator_class("ngram")(decoder_config, target, DrafterContext())
+    decoder = SpeculativeDecoder(target, generator, decoder_config)
+    decoder.policy.limits = lambda sequences, caps: caps
+    own = [None, 0, 2, 20]
+    sequences = [Sequence([5, 6, 7] * 4, max_length=60, num_speculative_tokens=k) for k in own]
+    assert decoder._draft_limits(sequences) == [8, 0, 2, 20]
+    sequences[0].max_length = len(sequences[0].tokens) + 3
+    assert decoder._draft_limits(sequences)[0] == 2, "one token is the step's own"
