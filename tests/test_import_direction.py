@@ -12,7 +12,7 @@ FLOORS = [
     {"runtime"},
     {"candidate_generators"},
     {"decoding"},
-    {"serve", "integration", "refusals", "cli"},
+    {"serve", "training", "integration", "refusals", "cli"},
 ]
 LEAVES = {"config", "bundled"}  # import nothing of ours, may be imported by all but kernels
 FLOOR_OF = {name: i for i, names in enumerate(FLOORS) for name in names}

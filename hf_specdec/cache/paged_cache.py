@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import logging
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
@@ -93,7 +94,7 @@ class PagedStaticCache(Cache):
         self.pool = BlockPool(num_blocks)
         self.share_prefixes = share_prefixes
         self.tables: dict[int, BlockTable] = {}
-        self.batch = None  # the PackedBatch whose forward is running
+        self.batch: Any = None  # the PackedBatch whose forward is running
         self.num_bytes = 0
 
     @property

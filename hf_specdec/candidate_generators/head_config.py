@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from .checkpoints import Checkpoint, infer_format
-from .heads import HeadConfig
+from .heads import HeadConfig, section
 
 _Config = TypeVar("_Config", bound="ProposedLengthConfig")
 # Keys that say how long or deep drafts are, besides num_speculative_tokens.
@@ -66,8 +66,9 @@ def proposed_length(checkpoint: Checkpoint) -> int | None:
     Raises:
         CheckpointError: it is not a number of at least 1.
     """
-    proposals = (checkpoint.config.get("speculators_config") or {}).get("proposal_methods") or [{}]
-    length = proposals[0].get("speculative_tokens")
+    proposals = section(checkpoint, "speculators_config").get("proposal_methods")
+    first = proposals[0] if isinstance(proposals, list) and proposals else {}
+    length = first.get("speculative_tokens") if isinstance(first, dict) else None
     if length is not None and (type(length) is not int or length < 1):
         raise checkpoint.error(f"speculators_config.proposal_methods[0].speculative_tokens is {length!r}.")
     return length

@@ -144,10 +144,22 @@ def layer_config(checkpoint: Checkpoint, values: dict[str, Any], default_type: s
     return config
 
 
+def section(checkpoint: Checkpoint, key: str) -> dict[str, Any]:
+    """An object inside config.json; {} if there is none.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    value = checkpoint.config.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise checkpoint.error(f"{key} in its config.json is not an object.")
+    return value or {}
+
+
 def trained_for(checkpoint: Checkpoint) -> str:
     """' This head was trained for X.', where the checkpoint names its target (speculators' verifier); or nothing."""
-    verifier = (checkpoint.config.get("speculators_config") or {}).get("verifier") or {}
-    name = verifier.get("name_or_path")
+    verifier = section(checkpoint, "speculators_config").get("verifier")
+    name = verifier.get("name_or_path") if isinstance(verifier, dict) else None
     return f" This head was trained for {name!r}." if name else ""
 
 

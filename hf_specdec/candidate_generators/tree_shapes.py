@@ -54,22 +54,32 @@ class TreeTemplate:
 
     @classmethod
     def from_accuracies(cls, accuracies: np.ndarray, num_nodes: int) -> TreeTemplate:
-        """The tree of `num_nodes` nodes with the greatest expected accepted length (Cai et al. 2024, "Medusa", section 2.3.3).
+        """The tree with the greatest expected accepted length (Cai et al. 2024, "Medusa", section 2.3.3).
+
+        Children are never likelier than their parents, so taking the likeliest open node `num_nodes` times is optimal. Nodes
+        that were never right are left out: there may be fewer.
 
         Args:
             accuracies: float [depths, ranks], how often the drafter's token of each rank is the right one at each depth.
+
+        Raises:
+            ValueError: no rank was ever right at the first depth, or there is no node to choose.
         """
+        order = np.argsort(-accuracies, axis=1, kind="stable")  # measured rates need not fall with the rank
+        rates = np.take_along_axis(accuracies, order, axis=1)
+        if num_nodes < 1 or not rates.size or rates[0, 0] <= 0:
+            raise ValueError("A calibrated tree needs a node, and a drafter that is right now and then.")
+        # Of each node: minus its probability, its path as columns of `rates`, its parent's probability.
+        nodes: list[tuple[float, tuple[int, ...], float]] = [(-rates[0, 0], (0,), 1.0)]
         chosen: list[list[int]] = []
-        open_paths: list[tuple[float, tuple[int, ...]]] = [(-accuracies[0, 0], (0,))]
-        while open_paths and len(chosen) < num_nodes:
-            value, path = heapq.heappop(open_paths)
-            chosen.append(list(path))
-            depth, rank = len(path), path[-1]
-            if rank + 1 < accuracies.shape[1]:
-                sibling = value / accuracies[depth - 1, rank] * accuracies[depth - 1, rank + 1]
-                heapq.heappush(open_paths, (sibling, path[:-1] + (rank + 1,)))
-            if depth < len(accuracies):
-                heapq.heappush(open_paths, (value * accuracies[depth, 0], path + (0,)))
+        while nodes and len(chosen) < num_nodes:
+            value, path, parent = heapq.heappop(nodes)
+            chosen.append([int(order[depth, column]) for depth, column in enumerate(path)])
+            depth, column = len(path), path[-1]
+            if column + 1 < rates.shape[1] and rates[depth - 1, column + 1] > 0:
+                heapq.heappush(nodes, (-parent * rates[depth - 1, column + 1], (*path[:-1], column + 1), parent))
+            if depth < len(rates) and rates[depth, 0] > 0:
+                heapq.heappush(nodes, (value * rates[depth, 0], (*path, 0), -value))
         return cls.from_paths(chosen)
 
     @cached_property

@@ -1,0 +1,183 @@
+"""A DFlash drafter's modules, and how its block runs over pages: context from the target's features, then all slots at once."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from torch import nn
+from transformers import Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, rotate_half
+
+from ..cache import PagedStaticCache
+from ..runtime.packed_batch import PackedBatch, RowInput
+from ..runtime.packed_head import PackedHead
+from .dflash_heads import ConfidenceHead, DominoHead, MarkovHead, SequentialHead
+from .head_layers import RotaryPositions
+
+
+@dataclass
+class DFlashLayout:
+    """What a checkpoint's configuration says, whoever wrote it.
+
+    Attributes:
+        layers: of the decoder layers.
+        block_size: slots of the block it was trained with, the anchor (the last accepted token) in the first.
+        mask_token_id: what stands in the other slots.
+        tapped: the target's hidden states it reads, as transformers counts them (0: embeddings, i: output of layer i - 1).
+        from_anchor: slot k predicts the token after it, so that the anchor's slot predicts too; otherwise mask slots
+            predict the token in their own place.
+        causal: whether slots see only slots before them, in full-attention layers and in sliding ones.
+        window_from_anchor: sliding layers see this many context tokens before the anchor from every slot (speculators);
+            otherwise each slot sees a window that ends with itself (SpecForge).
+        starts_in_anchor_slot: a recurrent head was trained to pass over the anchor's slot before the first that predicts
+            (speculators); otherwise its state is zero there (SpecForge).
+        heads: keys of the DSpark or Domino heads; `projector_type` says which.
+    """
+
+    layers: Qwen3Config
+    block_size: int
+    mask_token_id: int
+    tapped: tuple[int, ...]
+    from_anchor: bool
+    causal: tuple[bool, bool]
+    window_from_anchor: bool
+    starts_in_anchor_slot: bool
+    heads: dict[str, Any]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens a whole block drafts."""
+        return self.block_size - (not self.from_anchor)
+
+
+class DFlashDrafter(nn.Module):
+    """A checkpoint's modules; `BlockHead` runs them. Names are the files', but for Domino's, which are under `domino.`.
+
+    Args:
+        vocab: Vd, width of the logits.
+        owns: which of `embed_tokens` (with its V rows) and `lm_head` the checkpoint has; others are None, for the target's.
+    """
+
+    def __init__(self, layout: DFlashLayout, feature_size: int, vocab: int, owns: dict[str, tuple[int, ...] | None]):
+        super().__init__()
+        config, heads = layout.layers, layout.heads
+        size, kind = config.hidden_size, heads.get("projector_type")
+        self.fc = nn.Linear(len(layout.tapped) * feature_size, size, bias=False)
+        self.hidden_norm = Qwen3RMSNorm(size, eps=config.rms_norm_eps)
+        self.layers = nn.ModuleList(Qwen3DecoderLayer(config, i) for i in range(config.num_hidden_layers))
+        self.norm = Qwen3RMSNorm(size, eps=config.rms_norm_eps)
+        table = owns["embed_tokens"]
+        self.embed_tokens = nn.Embedding(table[0], table[1]) if table else None
+        self.lm_head = nn.Linear(size, vocab, bias=False) if owns["lm_head"] else None
+        self.markov_head: MarkovHead | None = None
+        self.domino: DominoHead | None = None
+        self.confidence_head: ConfidenceHead | None = None
+        self.confidence_reads_markov = bool(heads.get("confidence_head_with_markov"))
+        rank = heads.get("markov_rank", 0) if kind == "dspark" else 0
+        if kind == "domino":
+            self.domino = DominoHead(
+                vocab, heads["emb_dim"], size, heads["gru_hidden_dim"], heads.get("pure_draft_prefix_len", 0)
+            )
+        elif rank:
+            self.markov_head = MarkovHead(
+                config.vocab_size, vocab, rank, size, heads.get("markov_head_type", "vanilla")
+            )
+        if kind == "dspark" and heads["enable_confidence_head"]:
+            self.confidence_head = ConfidenceHead(size + (rank if self.confidence_reads_markov else 0))
+        for layer in self.layers:
+            vars(layer.self_attn)["sliding_window"] = None  # the masks of `BlockHead` hold the windows
+
+    @property
+    def sequential(self) -> SequentialHead | None:
+        """What corrects the logits along a path."""
+        return self.domino if self.markov_head is None else self.markov_head
+
+
+class BlockHead(PackedHead):
+    """Runs a DFlash drafter: context keys and values from the target's features, then a block that attends to them.
+
+    A context token's keys and values are those each layer's projections make of its feature (no input norm), rotated to its
+    position; they are all that stays in the cache. The block's own are written behind them and overwritten by the next
+    round.
+    """
+
+    module: DFlashDrafter
+
+    def __init__(
+        self, module: DFlashDrafter, layout: DFlashLayout, rotary: RotaryPositions, prepack_weights: bool | None
+    ):
+        super().__init__(module, layout.layers, layout.layers.num_hidden_layers, prepack_weights=prepack_weights)
+        self.layout, self.rotary = layout, rotary
+
+    @torch.no_grad()
+    def context(self, features: torch.Tensor) -> torch.Tensor:
+        """What every layer's projections read: [n, H] from the target's hidden states side by side [n, layers * Ht]."""
+        return self.module.hidden_norm(self.module.fc(features))
+
+    @torch.no_grad()
+    def read(self, rows: list[RowInput], context: torch.Tensor, cache: PagedStaticCache) -> None:
+        """Write the keys and values of context tokens [T, H], in the rows' order, to their slots."""
+        batch = PackedBatch.pack(rows, cache, self.device, self.gather)
+        cos, sin = (x[:, None] for x in self.rotary(batch.position_ids, context.dtype))  # [1, 1, T, D]
+        cache.batch = batch
+        try:
+            for index, layer in enumerate(self.module.layers):
+                attention: Any = layer.self_attn
+                shape = (1, len(context), -1, attention.head_dim)
+                keys = attention.k_norm(attention.k_proj(context).view(shape)).transpose(1, 2)
+                values = attention.v_proj(context).view(shape).transpose(1, 2)
+                cache.update(keys * cos + rotate_half(keys) * sin, values, index)
+        finally:
+            cache.batch = None
+
+    @torch.no_grad()
+    def block(self, rows: list[RowInput], embedded: torch.Tensor, cache: PagedStaticCache) -> torch.Tensor:
+        """Final hidden states [T, H] of the rows' blocks, whose embeddings are given [T, H]."""
+        kinds = self.config.layer_types
+        batches = {kind: self._pack(rows, kind, cache) for kind in dict.fromkeys(kinds)}
+        batch = next(iter(batches.values()))
+        hidden = embedded[None]
+        position_embeddings = self.rotary(batch.position_ids, hidden.dtype)
+        cache.batch = batch
+        try:
+            for kind, layer in zip(kinds, self.module.layers, strict=True):
+                hidden = layer(
+                    hidden,
+                    position_ids=batch.position_ids,
+                    position_embeddings=position_embeddings,
+                    past_key_values=cache,
+                    specdec=batches[kind],
+                )
+        finally:
+            cache.batch = None
+        return self.module.norm(hidden)[0]
+
+    def _pack(self, rows: list[RowInput], kind: str, cache: PagedStaticCache) -> PackedBatch:
+        layout, masked = self.layout, []
+        for row in rows:
+            count = len(row.tokens)
+            if kind == "sliding_attention":
+                seen = sliding_visibility(
+                    row.start, count, self.config.sliding_window, layout.causal[1], layout.window_from_anchor
+                )
+            else:
+                seen = None if layout.causal[0] else np.ones((count, count), dtype=bool)
+            masked.append(dataclasses.replace(row, visibility=seen))
+        return PackedBatch.pack(masked, cache, self.device, self.gather)
+
+
+def sliding_visibility(context: int, count: int, window: int, causal: bool, from_anchor: bool) -> np.ndarray:
+    """bool [count, context + count]: what the slots of a block behind `context` tokens see in a sliding layer.
+
+    Args:
+        causal: whether slots see only those before them in the block.
+        from_anchor: every slot sees the last `window` context tokens; otherwise those among the `window` that end with itself.
+    """
+    slots = np.arange(context, context + count)[:, None]
+    keys = np.arange(context + count)
+    oldest = context - window if from_anchor else slots - window + 1
+    return np.where(keys < context, keys >= oldest, (keys <= slots) | (not causal))

@@ -1,0 +1,272 @@
+"""DFlash checkpoints as z-lab, SpecForge and speculators write them: what they say, and the drafter they hold."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig, Qwen3Config
+
+from ..runtime import PackedModel
+from .checkpoints import Checkpoint, Plan, load_module
+from .dflash_block import BlockHead, DFlashDrafter, DFlashLayout
+from .dflash_heads import MARKOV_TYPES
+from .head_layers import Embeddings, RotaryPositions, own_embeddings, shared_embeddings
+from .heads import (
+    DraftVocabulary,
+    check_target,
+    draft_vocabulary,
+    layer_config,
+    place_of,
+    target_embeddings,
+    target_head,
+    trained_for,
+)
+
+# Keys beside those of the layers in the configurations of z-lab and SpecForge.
+_OTHER_KEYS = ("block_size", "dflash_config", "num_target_layers", "target_hidden_size")
+# The vocabulary's tables are read by `draft_vocabulary`; the verifier's norm and head are left by some trainers.
+_NOT_IN_MODULE = ("d2t", "t2d", "verifier_norm.weight", "verifier_lm_head.weight")
+
+
+def is_dflash(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is of the DFlash family."""
+    kind = checkpoint.config.get("speculators_model_type")
+    if kind is not None:
+        return kind in ("dflash", "dflash2", "dspark")  # the second is refused by name
+    has_norms = "hidden_norm.weight" in checkpoint and "layers.0.self_attn.q_norm.weight" in checkpoint
+    return has_norms or "dflash_config" in checkpoint.config
+
+
+def default_target_layers(num_target_layers: int, num_layers: int) -> list[int]:
+    """Which of the target's layers (0-based outputs) a checkpoint that names none reads: z-lab's `build_target_layer_ids`."""
+    if num_layers == 1:
+        return [num_target_layers // 2]
+    return [round(1 + i * (num_target_layers - 4) / (num_layers - 1)) for i in range(num_layers)]
+
+
+def read_layout(checkpoint: Checkpoint, target: PackedModel) -> DFlashLayout:
+    """The configuration of a checkpoint.
+
+    Raises:
+        CheckpointError: a key is missing or does not fit the target; another drafter's format.
+    """
+    kind = checkpoint.config.get("speculators_model_type")
+    if kind is None:
+        layout = _read_own(checkpoint, target)
+    elif kind in ("dflash", "dspark"):
+        layout = _read_speculators(checkpoint, kind)
+    else:
+        raise checkpoint.error(f"is of speculators type {kind!r}; method 'dflash' reads 'dflash' and 'dspark'.")
+    _check(checkpoint, layout, target)
+    return layout
+
+
+def _read_own(checkpoint: Checkpoint, target: PackedModel) -> DFlashLayout:
+    """z-lab's and SpecForge's: the layers' keys at the top level, the drafter's in `dflash_config`."""
+    config = checkpoint.config
+    own = config.get("dflash_config") or {}
+    values = {k: v for k, v in config.items() if k not in _OTHER_KEYS}
+    layers = _qwen3(checkpoint, layer_config(checkpoint, values, "qwen3"))
+    num_target_layers = config.get("num_target_layers") or target.config.num_hidden_layers
+    if num_target_layers != target.config.num_hidden_layers:
+        raise checkpoint.error(
+            f"was made for a target of {num_target_layers} layers; this one has {target.config.num_hidden_layers}."
+        )
+    if not own.get("use_aux_hidden_state", True):
+        raise checkpoint.error("has use_aux_hidden_state false: a drafter without the target's layers is not known.")
+    taps = own.get("target_layer_ids") or default_target_layers(num_target_layers, layers.num_hidden_layers)
+    projector = own.get("projector_type") or {"DSparkDraftModel": "dspark", "DominoDraftModel": "domino"}.get(
+        (config.get("architectures") or [""])[0]
+    )
+    causal = bool(own.get("causal", False))
+    return DFlashLayout(
+        layers=layers,
+        block_size=_integer(checkpoint, config.get("block_size") or own.get("block_size"), "block_size"),
+        mask_token_id=_integer(checkpoint, own.get("mask_token_id"), "dflash_config.mask_token_id"),
+        tapped=tuple(i + 1 for i in _integers(checkpoint, taps, "dflash_config.target_layer_ids")),
+        # DSpark is trained to predict the next token from every slot; Domino is where it says so.
+        from_anchor=projector == "dspark" or bool(own.get("shift_label", False)),
+        causal=(causal, True),
+        window_from_anchor=False,
+        starts_in_anchor_slot=False,
+        heads={
+            "markov_rank": 0,
+            "enable_confidence_head": (own.get("confidence_head_alpha") or 0) > 0,
+            "confidence_head_with_markov": False,
+            **own,
+            "projector_type": projector,
+        },
+    )
+
+
+def _read_speculators(checkpoint: Checkpoint, kind: str) -> DFlashLayout:
+    """speculators': the layers' keys in `transformer_layer_config`, the drafter's at the top level."""
+    config = checkpoint.config
+    if not isinstance(config.get("transformer_layer_config"), dict):
+        raise checkpoint.error("has no transformer_layer_config.")
+    defaults = {
+        "markov_rank": 256,
+        "markov_head_type": "vanilla",
+        "enable_confidence_head": True,
+        "confidence_head_with_markov": True,
+    }
+    return DFlashLayout(
+        layers=_qwen3(checkpoint, layer_config(checkpoint, config["transformer_layer_config"], "qwen3")),
+        block_size=_integer(checkpoint, config.get("block_size", 8), "block_size"),
+        mask_token_id=_integer(checkpoint, config.get("mask_token_id"), "mask_token_id"),
+        tapped=tuple(_integers(checkpoint, config.get("aux_hidden_state_layer_ids"), "aux_hidden_state_layer_ids")),
+        from_anchor=bool(config.get("sample_from_anchor", kind == "dspark")),
+        causal=(False, not config.get("sliding_window_non_causal", False)),
+        window_from_anchor=True,
+        starts_in_anchor_slot=True,
+        heads={k: config.get(k, v) for k, v in defaults.items()} | {"projector_type": kind} if kind == "dspark" else {},
+    )
+
+
+def _qwen3(checkpoint: Checkpoint, source: PretrainedConfig) -> Qwen3Config:
+    """The layers are Qwen3's whatever model type the configuration names, which sets its defaults."""
+    rope = getattr(source, "rope_parameters", None) or {}
+    rope = rope.get("sliding_attention", rope)  # where kinds of layers differ, speculators takes this one
+    if rope.get("partial_rotary_factor", 1.0) != 1.0:
+        raise checkpoint.error("rotates a part of each head only (partial_rotary_factor), which Qwen3's layers do not.")
+    layer_types = getattr(source, "layer_types", None) or ["full_attention"] * source.num_hidden_layers
+    window = getattr(source, "sliding_window", None)
+    unknown = set(layer_types) - {"full_attention", "sliding_attention"}
+    if unknown or len(layer_types) != source.num_hidden_layers:
+        raise checkpoint.error(f"has layer_types {layer_types} for {source.num_hidden_layers} layers.")
+    if "sliding_attention" in layer_types and not window:
+        raise checkpoint.error("has sliding_attention layers and no sliding_window (or use_sliding_window false).")
+    return Qwen3Config(
+        vocab_size=source.vocab_size,
+        hidden_size=source.hidden_size,
+        intermediate_size=source.intermediate_size,
+        num_hidden_layers=source.num_hidden_layers,
+        num_attention_heads=source.num_attention_heads,
+        num_key_value_heads=source.num_key_value_heads,
+        head_dim=getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads,
+        hidden_act=source.hidden_act,
+        max_position_embeddings=source.max_position_embeddings,
+        rms_norm_eps=source.rms_norm_eps,
+        rope_parameters=rope,
+        attention_bias=getattr(source, "attention_bias", False),
+        use_sliding_window=window is not None,
+        sliding_window=window,
+        layer_types=list(layer_types),
+    )
+
+
+def _integer(checkpoint: Checkpoint, value: Any, key: str) -> int:
+    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
+        raise checkpoint.error(f"needs an integer {key!r} in its configuration, not {value!r}.")
+    return value
+
+
+def _integers(checkpoint: Checkpoint, values: Any, key: str) -> list[int]:
+    if not isinstance(values, list) or not values:
+        raise checkpoint.error(f"needs a list of layers {key!r} in its configuration, not {values!r}.")
+    return [_integer(checkpoint, value, key) for value in values]
+
+
+def _check(checkpoint: Checkpoint, layout: DFlashLayout, target: PackedModel) -> None:
+    if layout.num_tokens < 1:
+        raise checkpoint.error(f"has block_size {layout.block_size}, which leaves nothing to draft.")
+    num_layers = target.config.num_hidden_layers
+    if max(layout.tapped) > num_layers:
+        raise checkpoint.error(
+            f"reads hidden states {list(layout.tapped)}, but the target has {num_layers} layers. It is for another target."
+        )
+    heads = layout.heads
+    if (
+        heads.get("enable_confidence_head")
+        and heads.get("confidence_head_with_markov")
+        and not heads.get("markov_rank")
+    ):
+        raise checkpoint.error("has confidence_head_with_markov true and no Markov head (markov_rank 0).")
+    if heads.get("markov_rank") and heads.get("markov_head_type", "vanilla") not in MARKOV_TYPES:
+        raise checkpoint.error(
+            f"has markov_head_type {heads['markov_head_type']!r}; known are {', '.join(MARKOV_TYPES)}."
+        )
+    if heads.get("projector_type") == "domino":
+        for key in ("emb_dim", "gru_hidden_dim"):
+            _integer(checkpoint, heads.get(key), f"dflash_config.{key}")
+
+
+def _canonical(name: str) -> str | None:
+    name = name.removeprefix("logit_head.")  # where early files keep the extra heads
+    if name in _NOT_IN_MODULE:
+        return None
+    return f"domino.{name}" if name.startswith(("prefix_gru.", "embed_proj.")) else name
+
+
+@dataclass(eq=False)
+class LoadedDFlash:
+    """A drafter that is ready to run, with what it takes from the target where its file has none."""
+
+    head: BlockHead
+    embeddings: Embeddings
+    lm_head: nn.Module
+    vocabulary: DraftVocabulary
+
+
+def load_dflash(
+    checkpoint: Checkpoint, layout: DFlashLayout, target: PackedModel, prepack_weights: bool | None
+) -> LoadedDFlash:
+    """The drafter of a checkpoint on the target's device and in its dtype.
+
+    Raises:
+        CheckpointError: it does not fit itself or the target; nothing was loaded.
+    """
+    config = layout.layers
+    plan = Plan(checkpoint, _canonical)
+    owns = {
+        key: plan.shape(f"{key}.weight") if f"{key}.weight" in plan else None for key in ("embed_tokens", "lm_head")
+    }
+    check_target(checkpoint, target, None if all(owns.values()) else config.hidden_size, config.vocab_size)
+    feature_size = target.config.hidden_size
+    if "fc.weight" in plan and plan.shape("fc.weight")[1] != len(layout.tapped) * feature_size:
+        raise checkpoint.error(
+            f"fc.weight reads {plan.shape('fc.weight')[1]} numbers, but {len(layout.tapped)} of the target's layers have "
+            f"{len(layout.tapped) * feature_size}. It is for another target." + trained_for(checkpoint)
+        )
+    shared_head: Any = target_head(target)
+    size = (owns["lm_head"] or tuple(shared_head.weight.shape))[0]
+    vocabulary = draft_vocabulary(checkpoint, target, _offsets(checkpoint, layout, bool(owns["lm_head"])), size)
+    table: Any = target_embeddings(target)
+    rows = (owns["embed_tokens"] or table.weight.shape)[0]
+    if layout.mask_token_id >= rows:
+        raise checkpoint.error(f"has mask_token_id {layout.mask_token_id}, but there are {rows} embeddings.")
+    with torch.device("meta"):
+        drafter = DFlashDrafter(layout, feature_size, size, owns)
+    device, dtype = place_of(target)
+    rotary = RotaryPositions(checkpoint, config, device)
+    load_module(drafter, plan, device, dtype)
+    if drafter.embed_tokens is None:
+        embeddings = shared_embeddings(checkpoint, target, config.hidden_size)
+    else:
+        embeddings = own_embeddings(drafter.embed_tokens, target)
+    return LoadedDFlash(
+        head=BlockHead(drafter, layout, rotary, prepack_weights),
+        embeddings=embeddings,
+        lm_head=shared_head if drafter.lm_head is None else drafter.lm_head,
+        vocabulary=vocabulary,
+    )
+
+
+def _offsets(checkpoint: Checkpoint, layout: DFlashLayout, has_head: bool) -> torch.Tensor | None:
+    """The table d2t [Vd] of a reduced vocabulary, which t2d [V] (true for its tokens) must confirm; or None."""
+    if "d2t" not in checkpoint:
+        declared = checkpoint.config.get("draft_vocab_size")
+        if declared is not None and declared < layout.layers.vocab_size:
+            raise checkpoint.error(f"has draft_vocab_size {declared} and no table d2t of these tokens.")
+        return None
+    if not has_head:
+        raise checkpoint.error("has a draft vocabulary (d2t) and no lm_head.weight for it.")
+    offsets = checkpoint.tensor("d2t").to(torch.long)
+    if "t2d" in checkpoint:
+        known = checkpoint.tensor("t2d").to(torch.bool).nonzero().flatten()
+        if not torch.equal(known, (torch.arange(len(offsets)) + offsets).sort().values):
+            raise checkpoint.error("t2d and d2t name different tokens.")
+    return offsets

@@ -1,0 +1,325 @@
+"""EAGLE-3 heads: their options in three dialects of config.json, their modules, and how they are loaded."""
+
+from __future__ import annotations
+
+import logging
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+from transformers.models.llama.modeling_llama import LlamaRMSNorm
+
+from ..runtime import PackedModel, Taps
+from ..runtime.packed_head import PackedHead
+from .checkpoints import Checkpoint, Plan, load_module
+from .head_layers import (
+    Embeddings,
+    RotaryPositions,
+    check_flags,
+    decoder_layer,
+    embedding_shape,
+    fit_biases,
+    own_embeddings,
+    read_layer_config,
+    shared_embeddings,
+    vocab_size_of,
+)
+from .heads import DraftVocabulary, check_target, draft_vocabulary, place_of, section, target_head, trained_for
+
+logger = logging.getLogger(__name__)
+
+_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+_MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
+
+
+def canonical_name(name: str) -> str | None:
+    """`layers.0` for `midlayer`, no `model.` before all; None for what drafting does not need.
+
+    `t2d` is for training; a `hidden_norm` behind the first layer is a parameter some writers keep and no forward uses.
+    """
+    name = name.removeprefix("model.")
+    if name.startswith("midlayer."):
+        return "layers.0." + name.removeprefix("midlayer.")
+    unused = name == "t2d" or (name.endswith(".hidden_norm.weight") and not name.startswith("layers.0."))
+    return None if unused else name
+
+
+def is_eagle3(checkpoint: Checkpoint) -> bool:
+    """Whether a checkpoint is an EAGLE-3 or P-EAGLE head."""
+    plan = Plan(checkpoint, canonical_name)
+    return "layers.0.hidden_norm.weight" in plan and "layers.0.self_attn.o_proj.weight" in plan
+
+
+@dataclass(frozen=True)
+class Eagle3Options:
+    """What an EAGLE-3 head does, from its config.json and its tensors.
+
+    Attributes:
+        taps: the target's hidden states it reads, in the order they are joined: some layers', or the last.
+        norm_before_residual: the first layer's residual is the normed hidden state.
+        norm_output: the normed output is fed back, not the one before the norm.
+        logit_scale: factor of the logits.
+        mask_token: P-EAGLE's stand-in for tokens not drafted yet; None: the head drafts step by step.
+    """
+
+    taps: Taps
+    norm_before_residual: bool
+    norm_output: bool
+    logit_scale: float
+    mask_token: int | None
+
+
+def read_options(checkpoint: Checkpoint, plan: Plan, target: PackedModel) -> Eagle3Options:
+    """The head's options. Where a key is missing, what the format's own trainers take it for.
+
+    Raises:
+        CheckpointError: a bad value, or one that contradicts the tensors.
+    """
+    config = checkpoint.config
+    kind = config.get("speculators_model_type")
+    if _option(checkpoint, "norm_before_fc", False) and _option(checkpoint, "fc_norm", False):
+        raise checkpoint.error("config.json asks for both norm_before_fc and fc_norm, which exclude each other.")
+    if kind == "peagle" and "mask_hidden" not in plan:
+        raise checkpoint.error("is a P-EAGLE head (speculators_model_type peagle) without mask_hidden.")
+    check_flags(
+        checkpoint,
+        plan,
+        {"fc_norm": "fc_norm.0.weight", "norm_before_fc": "input_norm.weight", "parallel_drafting": "mask_hidden",
+         "attention_bias": "layers.0.self_attn.q_proj.bias"},
+    )  # fmt: skip
+    if _option(checkpoint, "use_aux_hidden_state", True):
+        taps = Taps(layers=_tapped_layers(checkpoint, target.config.num_hidden_layers))
+    else:
+        taps = Taps(last_hidden=True)
+    return Eagle3Options(
+        taps=taps,
+        norm_before_residual=bool(_option(checkpoint, "norm_before_residual", kind == "eagle3")),
+        norm_output=bool(_option(checkpoint, "norm_output", False)),
+        logit_scale=float(config.get("logit_scale") or 1.0),
+        mask_token=_mask_token(checkpoint) if "mask_hidden" in plan else None,
+    )
+
+
+def _option(checkpoint: Checkpoint, key: str, default: Any) -> Any:
+    """A key of config.json or of its `eagle_config`."""
+    for place in (checkpoint.config, section(checkpoint, "eagle_config")):
+        if place.get(key) is not None:
+            return place[key]
+    return default
+
+
+def _tapped_layers(checkpoint: Checkpoint, num_layers: int) -> tuple[int, ...]:
+    """Indices of hidden states: i is the input of the target's layer i, and the output of layer i - 1.
+
+    Ids at the top level of config.json (vLLM, speculators) are such indices; those in `eagle_config` (SGLang, SpecForge,
+    ModelOpt) are of layers whose outputs are meant, so one less.
+    """
+    inputs = checkpoint.config.get(_LAYER_IDS)
+    outputs = section(checkpoint, "eagle_config").get(_LAYER_IDS)
+    for ids in (inputs, outputs):
+        if ids is not None and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
+            raise checkpoint.error(f"{_LAYER_IDS} is {ids!r}, not a list of layers.")
+    if inputs:
+        layers = sorted(inputs)
+        if outputs and layers != sorted(i + 1 for i in outputs):
+            logger.warning(
+                "%s: %s is %s at the top level of config.json (inputs of layers) and %s in eagle_config (outputs), which are "
+                "other layers; the first is used.", checkpoint.name, _LAYER_IDS, inputs, outputs,
+            )  # fmt: skip
+    elif outputs:
+        layers = sorted(i + 1 for i in outputs)
+    else:
+        layers = sorted((2, num_layers // 2, num_layers - 3))
+    if layers[0] < 0 or layers[-1] > num_layers:
+        raise checkpoint.error(
+            f"reads hidden states {layers} (0: the embeddings, i: behind i layers), but the target has {num_layers} layers."
+            + trained_for(checkpoint)
+        )
+    return tuple(layers)
+
+
+def _mask_token(checkpoint: Checkpoint) -> int:
+    for key in _MASK_TOKENS:
+        token = _option(checkpoint, key, None)
+        if token is not None:
+            if type(token) is not int or token < 0:
+                raise checkpoint.error(f"{key} is {token!r}, not a token id.")
+            return token
+    raise checkpoint.error(
+        f"drafts in parallel (it has mask_hidden), but config.json names no mask token: {_MASK_TOKENS[0]}."
+    )
+
+
+class FirstLayer(nn.Module):
+    """EAGLE-3's first layer: attention over [norm(embedding); norm(hidden)], residual from the hidden half."""
+
+    def __init__(self, config: PretrainedConfig, norm_before_residual: bool):
+        super().__init__()
+        layer: Any = decoder_layer(config, 0)
+        self.self_attn, self.mlp = layer.self_attn, layer.mlp
+        self.input_layernorm, self.post_attention_layernorm = layer.input_layernorm, layer.post_attention_layernorm
+        self.hidden_norm = LlamaRMSNorm(config.hidden_size, config.rms_norm_eps)
+        for name in ("q_proj", "k_proj", "v_proj"):
+            out_features = getattr(layer.self_attn, name).out_features
+            setattr(self.self_attn, name, nn.Linear(2 * config.hidden_size, out_features))
+        self.norm_before_residual = norm_before_residual
+
+    def forward(self, embedded: torch.Tensor, hidden: torch.Tensor, **attention) -> torch.Tensor:
+        """Hidden states [1, T, H] from embeddings and hidden states [1, T, H]."""
+        normed = self.hidden_norm(hidden)
+        residual = normed if self.norm_before_residual else hidden
+        both = torch.cat([self.input_layernorm(embedded), normed], dim=-1)
+        hidden = residual + self.self_attn(hidden_states=both, **attention)[0]
+        return hidden + self.mlp(self.post_attention_layernorm(hidden))
+
+
+class Eagle3Head(nn.Module):
+    """Decoder layers over an embedding and a hidden state, which `fuse` makes of the target's.
+
+    Args:
+        plan: the file's tensors; which norms, biases and tables there are, it decides.
+        num_states, state_width: how many hidden states of the target are joined, and how wide each is.
+    """
+
+    embeddings: Embeddings
+    rotary: RotaryPositions
+
+    def __init__(self, config: PretrainedConfig, plan: Plan, options: Eagle3Options, num_states: int, state_width: int):
+        super().__init__()
+        width, eps = config.hidden_size, config.rms_norm_eps
+        self.norm_output, self.logit_scale = options.norm_output, options.logit_scale
+        self.layers = nn.ModuleList([FirstLayer(config, options.norm_before_residual)])
+        self.layers.extend(decoder_layer(config, i) for i in range(1, config.num_hidden_layers))
+        self.norm = LlamaRMSNorm(width, eps)
+        self.fc = nn.Linear(num_states * state_width, width) if options.taps.layers else None
+        self.input_norm = LlamaRMSNorm(num_states * state_width, eps) if "input_norm.weight" in plan else None
+        self.fc_norm = None
+        if "fc_norm.0.weight" in plan:
+            self.fc_norm = nn.ModuleList(LlamaRMSNorm(state_width, eps) for _ in range(num_states))
+        if "embed_tokens.weight" in plan:
+            self.embed_tokens = nn.Embedding(plan.shape("embed_tokens.weight")[0], width)
+        if "lm_head.weight" in plan:
+            self.lm_head = nn.Linear(width, plan.shape("lm_head.weight")[0])
+        if "mask_hidden" in plan:
+            self.mask_hidden = nn.Parameter(torch.empty(plan.shape("mask_hidden")))
+        fit_biases(self, plan)
+
+    def fuse(self, states: list[torch.Tensor]) -> torch.Tensor:
+        """The head's features [n, H] from the target's hidden states [n, Ht] each."""
+        if self.fc_norm is not None:
+            states = [norm(state) for norm, state in zip(self.fc_norm, states, strict=True)]
+        joined = torch.cat(states, dim=-1) if len(states) > 1 else states[0]
+        if self.input_norm is not None:
+            joined = self.input_norm(joined)
+        return joined if self.fc is None else self.fc(joined)
+
+    def forward(self, input_ids, features, position_ids, **attention) -> torch.Tensor:
+        """What is fed back after each token, [1, T, H]: before the last norm, or (`norm_output`) behind it."""
+        attention["position_embeddings"] = self.rotary(position_ids, features.dtype)
+        hidden = self.layers[0](self.embeddings(input_ids, features), features, **attention)
+        for layer in self.layers[1:]:
+            hidden = layer(hidden, position_ids=position_ids, **attention)
+        return self.norm(hidden) if self.norm_output else hidden
+
+
+@dataclass(eq=False)
+class LoadedEagle3:
+    """A head that is ready to run.
+
+    Attributes:
+        lm_head: its own or the target's.
+        mask_features: [H], P-EAGLE's features of tokens not drafted yet.
+    """
+
+    head: PackedHead
+    module: Eagle3Head
+    options: Eagle3Options
+    lm_head: nn.Module
+    vocabulary: DraftVocabulary
+    mask_features: torch.Tensor | None
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [n, Vd] of what is fed back [n, H]."""
+        logits = self.lm_head(hidden if self.module.norm_output else self.module.norm(hidden))
+        return logits if self.options.logit_scale == 1.0 else logits * self.options.logit_scale
+
+
+def load_eagle3(checkpoint: Checkpoint, target: PackedModel, prepack_weights: bool | None = None) -> LoadedEagle3:
+    """An EAGLE-3 or P-EAGLE head on the target's device, in its dtype.
+
+    Raises:
+        CheckpointError: it is incomplete, contradicts itself, or is for another target.
+    """
+    plan = Plan(checkpoint, canonical_name)
+    source = plan.sources.pop("d2t", None)
+    offsets = None if source is None else checkpoint.tensor(source)
+    options = read_options(checkpoint, plan, target)
+    config = read_layer_config(checkpoint, plan)
+    _check_target(checkpoint, plan, options, target)
+    vocabulary, lm_head = _vocabulary(checkpoint, plan, target, offsets, config.hidden_size)
+    device, dtype = place_of(target)
+    with torch.device("meta"):
+        module = Eagle3Head(config, plan, options, max(1, len(options.taps.layers)), target.config.hidden_size)
+    load_module(module, plan, device, dtype)
+    module.rotary = RotaryPositions(checkpoint, config, device)
+    if "embed_tokens.weight" in plan:
+        module.embeddings = own_embeddings(module.embed_tokens, target)
+    else:
+        module.embeddings = shared_embeddings(checkpoint, target, config.hidden_size)
+    head = PackedHead(
+        module, config, config.num_hidden_layers, prepack_weights=prepack_weights, device=device, dtype=dtype
+    )
+    return LoadedEagle3(
+        head, module, options, lm_head or module.lm_head, vocabulary, _mask_features(checkpoint, module, options)
+    )
+
+
+def _check_target(checkpoint: Checkpoint, plan: Plan, options: Eagle3Options, target: PackedModel) -> None:
+    """That the head reads what the target has: widths, number of hidden states, vocabulary."""
+    given = checkpoint.config.get("target_hidden_size")
+    vocab_size = plan.shape("embed_tokens.weight")[0] if "embed_tokens.weight" in plan else None
+    check_target(checkpoint, target, given, vocab_size)
+    if "t2d" in checkpoint and checkpoint.shape("t2d")[0] not in (target.vocab_size, vocab_size):
+        check_target(checkpoint, target, None, checkpoint.shape("t2d")[0])
+    if "fc.weight" not in plan or not options.taps.layers:
+        return
+    width, columns = target.config.hidden_size, plan.shape("fc.weight")[1]
+    if columns != width * len(options.taps.layers):
+        raise checkpoint.error(
+            f"fc reads {columns} numbers per token; the target's hidden states behind {options.taps.layers} layers have "
+            f"{len(options.taps.layers)} × {width}." + trained_for(checkpoint)
+        )
+
+
+def _vocabulary(
+    checkpoint: Checkpoint, plan: Plan, target: PackedModel, offsets: torch.Tensor | None, width: int
+) -> tuple[DraftVocabulary, nn.Module | None]:
+    """The draft vocabulary, and the target's language-model head if the file has none."""
+    if "lm_head.weight" in plan:
+        size = plan.shape("lm_head.weight")[0]
+        if offsets is None and size == checkpoint.config.get("draft_vocab_size") != vocab_size_of(checkpoint):
+            raise checkpoint.error(f"has logits for a draft vocabulary of {size} tokens, but no table d2t.")
+        return draft_vocabulary(checkpoint, target, offsets, size), None
+    if offsets is not None:
+        raise checkpoint.error("has a draft vocabulary (d2t), but no lm_head.weight that goes with it.")
+    if width != target.config.hidden_size:
+        raise checkpoint.error(
+            f"has no lm_head.weight, and the target's reads hidden states of width {target.config.hidden_size}, not {width}."
+        )
+    return DraftVocabulary(target.vocab_size), target_head(target)
+
+
+def _mask_features(checkpoint: Checkpoint, module: Eagle3Head, options: Eagle3Options) -> torch.Tensor | None:
+    """What stands in for the target's hidden states of tokens not drafted yet, fused: [H]."""
+    if options.mask_token is None:
+        return None
+    rows, _ = embedding_shape(module.embeddings.table)
+    if options.mask_token >= rows:
+        raise checkpoint.error(
+            f"its mask token {options.mask_token} is not among the {rows} tokens that have embeddings."
+        )
+    num_states = max(1, len(options.taps.layers))
+    with torch.no_grad():
+        return module.fuse(list(module.mask_hidden.flatten().chunk(num_states)))

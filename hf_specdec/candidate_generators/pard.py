@@ -1,0 +1,125 @@
+"""PARD (An et al. 2025): a draft model trained so that mask tokens behind the text predict the next tokens in one forward."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ..runtime import PackedModel, Sequence
+from ..runtime.packed_batch import RowInput
+from .base import DrafterContext
+from .checkpoints import Checkpoint, register_format
+from .draft_model import DraftModelConfig, DraftModelGenerator
+from .registry import register
+from .tree_growth import Draft, Level
+
+# Where a drafter's configuration may name its mask token: AMD's checkpoints, vLLM's name for it, and the plain one.
+_MASK_KEYS = ("pard_token", "ptd_token_id", "mask_token_id")
+
+
+def _is_pard(checkpoint: Checkpoint) -> bool:
+    names_mask = any(isinstance(checkpoint.config.get(key), int) for key in _MASK_KEYS[:2])
+    return names_mask and checkpoint.any(r"model\.layers\.0\.")  # heads that draft in parallel (P-EAGLE) are no models
+
+
+register_format("PARD (amd/PARD-*: a causal language model with pard_token)", "pard", _is_pard)
+
+
+@dataclass
+class PardConfig(DraftModelConfig):
+    """PARD: a smaller causal language model, fine-tuned for it, drafts all tokens in one forward. With
+    `branching_factors` or another tree, the nodes of a depth share their candidates."""
+
+    name = "pard"
+    requires = ("a draft model trained for parallel drafting: 'model' or generate(assistant_model=...)",)
+    default_num_speculative_tokens = 8
+    default_longest_draft = 12
+
+    mask_token_id: int | None = field(
+        default=None, metadata={"help": "the drafter's mask token; by default what its config.json names (pard_token)"}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_int("mask_token_id", minimum=0, optional=True)
+        if self.early_exit is not None:
+            raise self.fail("early_exit", "cannot be used: the target was not trained to draft in parallel.")
+
+
+@register(PardConfig)
+class PardGenerator(DraftModelGenerator):
+    """Drafts K tokens in one causal forward of the last tokens and K - 1 mask tokens.
+
+    The first token's distribution is the model's own; the others do not depend on each other, so that the nodes of one
+    depth share theirs. Only the text's keys and values stay in the cache: what the masks wrote is overwritten when
+    the accepted tokens are read in the next round.
+    """
+
+    config: PardConfig
+
+    def __init__(self, config: PardConfig, target: PackedModel, context: DrafterContext | None = None):
+        super().__init__(config, target, context)
+        self.mask_token_id = self._find_mask_token(config)
+        self.limits: dict[int, int] = {}  # per sequence of the round: how many tokens to draft
+        self.logits: torch.Tensor | None = None  # [sum of limits, Vd] of the running round
+        self.first: np.ndarray | None = None  # [R], where each row's begin
+
+    def _find_mask_token(self, config: PardConfig) -> int:
+        token = config.mask_token_id
+        for key in _MASK_KEYS:
+            token = getattr(self.drafter.config, key, None) if token is None else token
+        if type(token) is not int or token < 0:
+            raise config.fail(
+                "model",
+                f"is no drafter for parallel drafting: its configuration names no mask token ({', '.join(_MASK_KEYS)}). Set "
+                "'mask_token_id' if you know it, or use method 'draft_model'.",
+            )
+        if token >= self.drafter.vocab_size:
+            raise config.fail("mask_token_id", f"is {token}, but the drafter has {self.drafter.vocab_size} tokens.")
+        return token
+
+    def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
+        """See DraftModelGenerator."""
+        limits = super().ready(sequences, limits)
+        self.limits = {seq.id: limit for seq, limit in zip(sequences, limits, strict=True) if limit}
+        return limits
+
+    def root_logits(self, sequences: list[Sequence]) -> torch.Tensor:
+        """Read the rows' new tokens with masks behind them; logits [R, Vd] of the first depth."""
+        self.logits = super().root_logits(sequences)
+        counts = [self.limits[seq.id] for seq in sequences]
+        self.first = np.cumsum([0, *counts[:-1]])
+        return self._at_depth(1)[:, 0]
+
+    def _forward_texts(self, rows: list[tuple[Sequence, list[int]]], chunk: int) -> torch.Tensor:
+        """As DraftModelGenerator's, with masks behind each text that this forward completes; logits [sum of limits, Vd]."""
+        inputs, lengths = [], []
+        for seq, text in rows:
+            start = self.cache.tables[seq.id].length
+            end = min(start + chunk, len(text))
+            count = self.limits[seq.id] if end == len(text) else 1
+            tokens = text[start:end] + [self.mask_token_id] * (count - 1)
+            inputs.append(RowInput(seq.id, np.asarray(tokens, dtype=np.int64), start, logits=count))
+            lengths.append(end)
+        logits = self.drafter.forward(inputs, self.cache).logits
+        for row, length in zip(inputs, lengths, strict=True):
+            self.cache.tables[row.seq_id].length = length
+        return logits
+
+    def expand(self, level: Level) -> torch.Tensor:
+        """The same forward's logits at the next depth: [R, 1, Vd] for all nodes of a row."""
+        assert self.first is not None
+        if len(level.kept) < len(self.first):
+            self.first = self.first[level.kept]
+        return self._at_depth(level.depth + 1)
+
+    def _at_depth(self, depth: int) -> torch.Tensor:
+        assert self.logits is not None and self.first is not None
+        index = torch.from_numpy(self.first + depth - 1).to(self.logits.device)
+        return self.logits.index_select(0, index)[:, None]
+
+    def drafted(self, sequences: list[Sequence], draft: Draft) -> None:
+        """No node's keys and values are kept: they are those of masks."""
+        self.logits = self.first = None

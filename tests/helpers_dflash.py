@@ -1,0 +1,371 @@
+"""DFlash, DSpark and Domino checkpoints with random weights, and what they compute, written plainly in float64."""
+
+import copy
+import json
+import os
+from dataclasses import dataclass
+
+import torch
+from safetensors.torch import save_file
+from transformers import LogitsProcessor, LogitsProcessorList
+
+from hf_specdec.candidate_generators import parse_config
+from hf_specdec.integration import get_decoder
+
+MASK, THETA, EPS = 5, 700.0, 1e-5
+
+
+@dataclass
+class Made:
+    """A checkpoint on disk: its folder, the options it was made with, and its tensors in float64."""
+
+    folder: str
+    options: dict
+    weights: dict
+
+
+def make(folder, target, style="own", head=None, seed=0, **options):
+    """Write a checkpoint for a target. Styles: "own" (z-lab, SpecForge), "speculators". Heads: "dspark", "domino" or none."""
+    o = {
+        "layers": 2, "block": 6, "taps": (1, 2), "bias": False, "layer_types": None, "window": None, "causal": False,
+        "block_inside": False, "non_causal_window": False, "from_anchor": head is not None, "draft_ids": None,
+        "own_embeddings": False, "own_head": False, "rank": 6, "markov": "vanilla", "confidence": True,
+        "confidence_markov": True, "pure": 1, "prefix": "", "heads": (4, 2, 8), "extra": {}, "name_taps": True,
+    } | options  # fmt: skip
+    assert not set(options) - set(o), options
+    h, v = target.config.hidden_size, target.config.vocab_size
+    heads, kv_heads, d = o["heads"]
+    vd = v if o["draft_ids"] is None else len(o["draft_ids"])
+    generator = torch.Generator().manual_seed(seed)
+
+    def rand(*shape, scale=0.3):
+        return scale * torch.randn(*shape, generator=generator)
+
+    w = {"fc.weight": rand(h, len(o["taps"]) * h), "hidden_norm.weight": 1 + rand(h), "norm.weight": 1 + rand(h)}
+    for i in range(o["layers"]):
+        sizes = {"q": (heads * d, h), "k": (kv_heads * d, h), "v": (kv_heads * d, h), "o": (h, heads * d)}
+        for name, shape in sizes.items():
+            w[f"layers.{i}.self_attn.{name}_proj.weight"] = rand(*shape)
+            if o["bias"]:
+                w[f"layers.{i}.self_attn.{name}_proj.bias"] = rand(shape[0])
+        for name in ("q", "k"):
+            w[f"layers.{i}.self_attn.{name}_norm.weight"] = 1 + rand(d)
+        for name, shape in {"gate": (48, h), "up": (48, h), "down": (h, 48)}.items():
+            w[f"layers.{i}.mlp.{name}_proj.weight"] = rand(*shape)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            w[f"layers.{i}.{name}.weight"] = 1 + rand(h)
+    if o["own_embeddings"]:
+        w["embed_tokens.weight"] = rand(v, h)
+    if o["own_head"] or o["draft_ids"] is not None:
+        w["lm_head.weight"] = rand(vd, h)
+    if o["draft_ids"] is not None:
+        ids = torch.tensor(o["draft_ids"])
+        w["d2t"] = ids - torch.arange(vd)
+        w["t2d"] = torch.zeros(v, dtype=torch.bool).index_fill_(0, ids, True)
+    p = o["prefix"]
+    if head == "dspark":
+        r = o["rank"]
+        if r:
+            w |= {
+                p + "markov_head.markov_w1.weight": rand(v, r, scale=1),
+                p + "markov_head.markov_w2.weight": rand(vd, r, scale=1),
+            }
+        if r and o["markov"] == "gated":
+            w |= {p + "markov_head.gate_proj.weight": rand(r, h + r), p + "markov_head.gate_proj.bias": rand(r)}
+        if r and o["markov"] == "rnn":
+            w |= {
+                p + "markov_head.joint_proj.weight": rand(3 * r, 2 * r + h),
+                p + "markov_head.joint_proj.bias": rand(3 * r),
+            }
+        if o["confidence"]:
+            size = h + (r if o["confidence_markov"] else 0)
+            w |= {p + "confidence_head.proj.weight": rand(1, size), p + "confidence_head.proj.bias": rand(1)}
+    if head == "domino":
+        w |= {
+            p + "prefix_gru.weight_ih_l0": rand(3 * 10, h), p + "prefix_gru.weight_hh_l0": rand(3 * 10, 10),
+            p + "embed_proj.0.weight": rand(7, h + 10), p + "embed_proj.2.weight": rand(v, 7, scale=1),
+        }  # fmt: skip
+    layer_keys = {
+        "model_type": "qwen3", "hidden_size": h, "intermediate_size": 48, "num_hidden_layers": o["layers"],
+        "num_attention_heads": heads, "num_key_value_heads": kv_heads, "head_dim": d, "hidden_act": "silu", "vocab_size": v,
+        "rms_norm_eps": EPS, "rope_theta": THETA, "attention_bias": o["bias"], "max_position_embeddings": 512,
+        "layer_types": o["layer_types"] or ["full_attention"] * o["layers"],
+        "use_sliding_window": o["window"] is not None, "sliding_window": o["window"],
+    }  # fmt: skip
+    spark = {
+        "markov_rank": o["rank"], "markov_head_type": o["markov"], "enable_confidence_head": o["confidence"],
+        "confidence_head_with_markov": o["confidence_markov"],
+    }  # fmt: skip
+    if style == "own":
+        own = {"mask_token_id": MASK}
+        if o["name_taps"]:
+            own["target_layer_ids"] = [i - 1 for i in o["taps"]]
+        if o["causal"]:
+            own["causal"] = True
+        if head == "dspark":
+            own |= spark | {"projector_type": "dspark", "attention_mode": "gqa", "confidence_head_alpha": 1.0}
+        if head == "domino":
+            own |= {"projector_type": "domino", "emb_dim": 7, "gru_hidden_dim": 10, "pure_draft_prefix_len": o["pure"]}
+            own |= {"shift_label": o["from_anchor"]}
+        name = {None: "DFlash", "dspark": "DSpark", "domino": "Domino"}[head]
+        config = layer_keys | {
+            "architectures": [f"{name}DraftModel"], "auto_map": {"AutoModel": f"{name.lower()}.{name}DraftModel"},
+            "num_target_layers": target.config.num_hidden_layers, "dflash_config": own, "dtype": "float32",
+        }  # fmt: skip
+        (own if o["block_inside"] else config)["block_size"] = o["block"]
+    else:
+        kind = head or "dflash"
+        config = {
+            "speculators_model_type": kind, "speculators_version": "0.9.0", "draft_vocab_size": vd, "block_size": o["block"],
+            "architectures": [{"dflash": "DFlashSpeculator", "dspark": "DSparkSpeculator"}[kind]],
+            "aux_hidden_state_layer_ids": list(o["taps"]), "mask_token_id": MASK, "tie_word_embeddings": False,
+            "sample_from_anchor": o["from_anchor"], "sliding_window_non_causal": o["non_causal_window"],
+            "transformer_layer_config": layer_keys, "dtype": "float32",
+            "speculators_config": {
+                "algorithm": kind, "default_proposal_method": "greedy",
+                "proposal_methods": [{"proposal_type": "greedy", "speculative_tokens": o["block"] - (not o["from_anchor"])}],
+                "verifier": {"name_or_path": "some/target", "architectures": ["LlamaForCausalLM"]},
+            },
+        }  # fmt: skip
+        if head == "dspark":
+            config |= spark
+    os.makedirs(folder, exist_ok=True)
+    save_file({k: t.contiguous() for k, t in w.items()}, os.path.join(folder, "model.safetensors"))
+    with open(os.path.join(folder, "config.json"), "w") as f:
+        json.dump(config | o["extra"], f)
+    plain = {k.removeprefix(p) if p else k: t.double() if t.is_floating_point() else t for k, t in w.items()}
+    return Made(str(folder), o | {"style": style, "head": head}, plain)
+
+
+class Reference:
+    """The drafter's formulas, one sequence at a time, from the whole text each time, in float64."""
+
+    def __init__(self, target, made):
+        self.w, self.o = made.weights, made.options
+        self.target = copy.deepcopy(target).double()
+        self.embeddings = self.w.get("embed_tokens.weight", self.target.get_input_embeddings().weight.detach())
+        self.head = self.w.get("lm_head.weight", self.target.get_output_embeddings().weight.detach())
+
+    def norm(self, x, name):
+        return x / (x.pow(2).mean(-1, keepdim=True) + EPS).sqrt() * self.w[name + ".weight"]
+
+    def linear(self, x, name):
+        return x @ self.w[name + ".weight"].T + self.w.get(name + ".bias", 0)
+
+    def rotate(self, x, positions):
+        """x [n, heads, d]: pairs (i, i + d/2) turned by position / THETA ** (2 i / d)."""
+        d = x.shape[2]
+        angle = positions[:, None].double() / THETA ** (torch.arange(0, d, 2).double() / d)
+        cos, sin = angle.cos()[:, None], angle.sin()[:, None]
+        a, b = x[..., : d // 2], x[..., d // 2 :]
+        return torch.cat([a * cos - b * sin, b * cos + a * sin], dim=-1)
+
+    @torch.no_grad()
+    def context(self, text):
+        """[n - 1, H]: what the drafter reads of all tokens but the last."""
+        states = self.target(torch.tensor([text[:-1]]), output_hidden_states=True).hidden_states
+        features = torch.cat([states[i][0] for i in self.o["taps"]], dim=-1)
+        return self.norm(self.linear(features, "fc"), "hidden_norm")
+
+    def keys_values(self, x, layer, positions):
+        d, p = self.o["heads"][2], f"layers.{layer}.self_attn."
+        keys = self.norm(self.linear(x, p + "k_proj").view(len(x), -1, d), p + "k_norm")
+        return self.rotate(keys, positions), self.linear(x, p + "v_proj").view(len(x), -1, d)
+
+    def sees(self, layer, query, key, anchor):
+        """Whether slot `query` sees `key`; both are positions, those from the anchor on are the block's."""
+        kinds = self.o["layer_types"] or ["full_attention"] * self.o["layers"]
+        sliding = kinds[layer] == "sliding_attention"
+        if key >= anchor:
+            causal = (not self.o["non_causal_window"]) if sliding else self.o["causal"]
+            return key <= query or not causal
+        if not sliding:
+            return True
+        if self.o["style"] == "speculators":
+            return key >= anchor - self.o["window"]
+        return query - key < self.o["window"]
+
+    def block(self, text, slots):
+        """Final hidden states [slots, H] of the block behind a text."""
+        heads, kv_heads, d = self.o["heads"]
+        context, anchor = self.context(text), len(text) - 1
+        x = self.embeddings[torch.tensor([text[-1]] + [MASK] * (slots - 1))]
+        positions = torch.arange(anchor, anchor + slots)
+        for i in range(self.o["layers"]):
+            y, p = self.norm(x, f"layers.{i}.input_layernorm"), f"layers.{i}.self_attn."
+            old_k, old_v = self.keys_values(context, i, torch.arange(anchor))
+            new_k, new_v = self.keys_values(y, i, positions)
+            k, v = torch.cat([old_k, new_k]), torch.cat([old_v, new_v])
+            q = self.rotate(self.norm(self.linear(y, p + "q_proj").view(slots, heads, d), p + "q_norm"), positions)
+            out = torch.zeros(slots, heads, d).double()
+            for s in range(slots):
+                seen = [j for j in range(len(k)) if self.sees(i, anchor + s, j, anchor)]
+                for a in range(heads):
+                    b = a // (heads // kv_heads)
+                    weights = torch.softmax(k[seen, b] @ q[s, a] / d**0.5, dim=0)
+                    out[s, a] = weights @ v[seen, b]
+            x = x + self.linear(out.flatten(1), p + "o_proj")
+            y, p = self.norm(x, f"layers.{i}.post_attention_layernorm"), f"layers.{i}.mlp."
+            gate = self.linear(y, p + "gate_proj")
+            x = x + self.linear(gate * torch.sigmoid(gate) * self.linear(y, p + "up_proj"), p + "down_proj")
+        return self.norm(x, "norm")
+
+    def logits(self, block, text, path):
+        """Logits [Vd] of what follows `path` behind the text, given `block(text, ..)`; and the confidence there, if any."""
+        o, w = self.o, self.w
+        first, depth = (0 if o["from_anchor"] else 1), len(path) + 1
+        hidden, before = block[first + depth - 1], [text[-1], *path]
+        logits = hidden @ self.head.T
+        previous = before[-1]
+        if o["head"] == "dspark" and o["rank"]:
+            e = w["markov_head.markov_w1.weight"]
+            latent = e[previous]
+            if o["markov"] == "gated":
+                latent = latent * torch.sigmoid(self.linear(torch.cat([hidden, latent]), "markov_head.gate_proj"))
+            if o["markov"] == "rnn":
+                steps = [(first + i, token) for i, token in enumerate(before)]
+                if first and o["style"] == "speculators":
+                    steps.insert(0, (0, text[-1]))
+                state = torch.zeros(o["rank"]).double()
+                for slot, token in steps:
+                    z = self.linear(torch.cat([state, e[token], block[slot]]), "markov_head.joint_proj")
+                    g, c, latent = z.split(o["rank"])
+                    state = torch.sigmoid(g) * state + (1 - torch.sigmoid(g)) * torch.tanh(c)
+                latent = torch.tanh(latent)
+            logits = logits + w["markov_head.markov_w2.weight"] @ latent
+        if o["head"] == "domino" and depth > o["pure"]:
+            state = torch.zeros(10).double()
+            for token in before:
+                i_r, i_z, i_n = (w["prefix_gru.weight_ih_l0"] @ self.embeddings[token]).split(10)
+                h_r, h_z, h_n = (w["prefix_gru.weight_hh_l0"] @ state).split(10)
+                z = torch.sigmoid(i_z + h_z)
+                state = (1 - z) * torch.tanh(i_n + torch.sigmoid(i_r + h_r) * h_n) + z * state
+            y = w["embed_proj.0.weight"] @ torch.cat([hidden, state])
+            logits = logits + w["embed_proj.2.weight"] @ (y * torch.sigmoid(y))
+        confidence = None
+        if o["head"] == "dspark" and o["confidence"]:
+            read = (
+                torch.cat([hidden, w["markov_head.markov_w1.weight"][previous]]) if o["confidence_markov"] else hidden
+            )
+            confidence = torch.sigmoid(self.linear(read, "confidence_head.proj"))[0]
+        return logits, confidence
+
+
+class Forced(LogitsProcessor):
+    """Makes the target's choice at some prefixes, so that tests decide how much of a draft is accepted."""
+
+    def __init__(self):
+        self.choices = {}
+
+    def __call__(self, input_ids, scores):
+        for row, ids in enumerate(input_ids.tolist()):
+            while ids and ids[0] == 0:
+                ids = ids[1:]
+            choice = self.choices.get(tuple(ids))
+            if choice is not None:
+                scores[row] = float("-inf")
+                scores[row, choice] = 0.0
+        return scores
+
+
+class Watched:
+    """A generation whose drafts are accepted to the extent the test says, and whose every draft logit is recorded.
+
+    Attributes:
+        records: (text, path, logits [Vd]) of every node that was drafted from.
+        accepted: how many drafted tokens each row of each round accepted.
+        rounds: called with the generator and its sequences after each text was read.
+    """
+
+    def __init__(self, target, config, on_read=None):
+        self.target, self.config = target, config
+        self.generator = get_decoder(target, parse_config(config)).generator
+        self.records, self.accepted, self.turn, self.forced = [], [], 0, Forced()
+        generator, on_read = self.generator, on_read or (lambda generator, sequences: None)
+        propose, root, expand, observe = generator.propose, generator.root_logits, generator.expand, generator.observe
+
+        def watched_root(sequences):
+            logits = root(sequences)
+            on_read(generator, sequences)
+            for seq, own in zip(sequences, logits, strict=True):
+                self.records.append((list(seq.tokens), [], own.clone()))
+            return logits
+
+        def watched_expand(level):
+            logits = expand(level)
+            paths = {}
+            for at, row in enumerate(level.rows):
+                before = self.paths.get(row, [[]])
+                pairs = zip(level.parents[at].tolist(), level.tokens[at].tolist(), strict=True)
+                paths[row] = [[*before[parent], token] for parent, token in pairs]
+                for node, path in enumerate(paths[row]):
+                    own = logits[at, node if logits.shape[1] > 1 else 0]
+                    self.records.append((list(self.sequences[row].tokens), path, own.clone()))
+            self.paths = paths
+            return logits
+
+        def watched_propose(sequences, limits):
+            self.sequences, self.paths = sequences, {}
+            trees = propose(sequences, limits)
+            for row, seq in enumerate(sequences):
+                self._choose(seq.tokens, trees, row)
+            return trees
+
+        def watched_observe(outcome):
+            self.accepted += [len(path) for path in outcome.accepted]
+            observe(outcome)
+
+        generator.propose, generator.root_logits = watched_propose, watched_root
+        generator.expand, generator.observe = watched_expand, watched_observe
+
+    def _choose(self, text, trees, row):
+        """Force the target along some path of the draft, one token more each time, and off the tree behind it."""
+        tokens = trees.tokens[row, : trees.lengths[row]].tolist()
+        parents = list(range(-1, len(tokens) - 1)) if trees.parents is None else trees.parents[row].tolist()
+        node, path, wanted = -1, [], self.turn % 9
+        self.turn += 4
+        while True:
+            children = [i for i in range(len(tokens)) if parents[i] == node]
+            if not children or len(path) == wanted:
+                taken = {tokens[i] for i in children}
+                other = next(t for t in range(7 + self.turn % 11, 60) if t not in taken)
+                self.forced.choices[tuple(text + path)] = other
+                return
+            node = children[self.turn % len(children)]
+            self.forced.choices[tuple(text + path)] = tokens[node]
+            path.append(tokens[node])
+
+    def run(self, inputs, max_new_tokens=24):
+        """Generate greedily under the forced choices."""
+        self.target.generate(
+            **inputs, max_new_tokens=max_new_tokens, do_sample=False, speculative_config=self.config,
+            logits_processor=LogitsProcessorList([self.forced]),
+        )  # fmt: skip
+
+
+def compare(target, made, config, inputs, slots, tolerance=1e-4, max_new_tokens=24):
+    """Run a watched generation; compare every draft logit, and the cache after every reading, with the reference.
+
+    Returns: how many drafted tokens were accepted, per row and round.
+    """
+    reference, contexts = Reference(target, made), {}
+
+    def check_cache(generator, sequences):
+        for seq in sequences:
+            context = contexts.setdefault(tuple(seq.tokens), reference.context(seq.tokens))
+            for layer in range(made.options["layers"]):
+                got = generator.cache.read(seq.id, layer)
+                expected = reference.keys_values(context, layer, torch.arange(len(context)))
+                for a, b in zip(got, expected, strict=True):
+                    torch.testing.assert_close(a.double(), b, atol=tolerance, rtol=tolerance)
+
+    watched = Watched(target, {"method": "dflash", "model": made.folder, **config}, check_cache)
+    watched.run(inputs, max_new_tokens)
+    blocks = {}
+    assert watched.records
+    for text, path, logits in watched.records:
+        if tuple(text) not in blocks:
+            blocks[tuple(text)] = reference.block(text, slots)
+        expected, _ = reference.logits(blocks[tuple(text)], text, path)
+        torch.testing.assert_close(logits.double(), expected, atol=tolerance, rtol=tolerance)
+    return watched.accepted

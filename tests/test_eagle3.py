@@ -1,0 +1,329 @@
+"""EAGLE-3 and P-EAGLE heads: every layout and flag against a plain float64 head, over rounds with forced acceptance."""
+
+import math
+
+import pytest
+import torch
+from families import make
+from helpers_eagle import (
+    EPS,
+    HEADS,
+    HIDDEN,
+    INNER,
+    KV_HEADS,
+    Script,
+    check_against,
+    hidden_states,
+    layer_shapes,
+    recorded,
+    save_checkpoint,
+    weights,
+)
+from helpers_eagle3 import (
+    AUX,
+    BASE,
+    CONFIG,
+    DRAFT_IDS,
+    DRAFT_VOCAB,
+    EMBEDDINGS,
+    LAYOUTS,
+    SCRIPT,
+    Layout,
+    PlainEagle3,
+    table_tensors,
+    write,
+)
+from oracle import VOCAB, assert_clean, ragged, tiny_llama
+from transformers import LogitsProcessorList
+
+import hf_specdec
+from hf_specdec import integration
+from hf_specdec.candidate_generators import generator_class, parse_config
+from hf_specdec.candidate_generators.eagle3 import Eagle3Generator
+from hf_specdec.decoding import SpeculativeDecoder
+from hf_specdec.runtime import PackedModel, Sequence
+
+SHAPES = {
+    "chain": {"num_speculative_tokens": 4},
+    "static": {"branching_factors": [3, 2, 1, 1]},
+    "dynamic": {"top_k": 3, "total_tokens": 14, "depth": 4},
+}
+CASES = [
+    *((name, list(SHAPES)[i % 3]) for i, name in enumerate(LAYOUTS)),
+    ("yuhuili", "static"), ("yuhuili", "dynamic"), ("p-eagle", "chain"), ("p-eagle", "dynamic"),
+]  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def model():
+    return tiny_llama()
+
+
+@pytest.fixture(scope="module", params=["yuhuili", "p-eagle"])
+def head(request, tmp_path_factory):
+    return write(tmp_path_factory.mktemp("eagle3"), request.param)[1]
+
+
+@pytest.mark.parametrize(("layout", "shape"), CASES)
+def test_numerics_and_cache(tmp_path, model, layout, shape):
+    """Draft logits of every node, and the cache after every round, batch 4 ragged; texts outgrow the head's 12 positions."""
+    tensors, folder = write(tmp_path, layout)
+    with recorded(Eagle3Generator) as recording:
+        model.generate(
+            **ragged([6, 13, 2, 9]), max_new_tokens=20, logits_processor=LogitsProcessorList([Script(SCRIPT)]),
+            speculative_config={"method": "eagle3", "model": folder, **SHAPES[shape]},
+        )  # fmt: skip
+    check_against(PlainEagle3(tensors, model, LAYOUTS[layout]), recording, model)
+    emitted = recording.emitted()
+    assert min(emitted) == 1 and max(emitted) == 5 and len(set(emitted)) > 2, emitted
+    assert_clean(model)
+
+
+def test_a_head_of_another_width_than_the_target(tmp_path):
+    """`target_hidden_size`: a narrow head with its own embeddings beside a wider target."""
+    target = tiny_llama(hidden_size=48)
+    layout = Layout({**BASE, **EMBEDDINGS, "fc.weight": (HIDDEN, 3 * 48)}, {**CONFIG, "target_hidden_size": 48})
+    tensors = weights(layout.shapes)
+    folder = save_checkpoint(tmp_path, {**tensors, **table_tensors()}, layout.config)
+    with recorded(Eagle3Generator) as recording:
+        target.generate(**ragged([6, 9]), max_new_tokens=8, speculative_config={"method": "eagle3", "model": folder})
+    check_against(PlainEagle3(tensors, target, layout), recording, target)
+    assert len(recording.logits) > 20
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Qwen3"])
+@pytest.mark.parametrize("parallel", [False, True], ids=["eagle3", "p-eagle"])
+def test_output_is_the_targets_own(tmp_path, family, shape, parallel):
+    """Greedy tokens equal plain generate()'s; sampled ones equal those without speculation under the same seed."""
+    target = make(family)
+    hidden, vocab = target.config.hidden_size, target.config.vocab_size
+    shapes = {
+        "fc.weight": (hidden, 3 * hidden), **layer_shapes("midlayer.", 2 * hidden, hidden=hidden, width=12),
+        "lm_head.weight": (vocab, hidden), **({"mask_hidden": (3 * hidden,)} if parallel else {}),
+    } | {f"{name}.weight": (hidden,) for name in ("norm", "midlayer.input_layernorm", "midlayer.hidden_norm")}  # fmt: skip
+    config = {**CONFIG, "hidden_size": hidden, "vocab_size": vocab, "mask_token_id": 1}
+    config = {"method": "eagle3", "model": save_checkpoint(tmp_path, weights(shapes), config), **SHAPES[shape]}
+    for lengths in ([7], [6, 13, 1, 9]):
+        inputs = ragged(lengths, vocab_size=vocab)
+        plain = target.generate(**inputs, max_new_tokens=10, do_sample=False)
+        output = target.generate(
+            **inputs, max_new_tokens=10, do_sample=False, speculative_config=config, return_dict_in_generate=True
+        )
+        assert torch.equal(output.sequences, plain)
+        assert output.speculation.num_draft_tokens > 0
+        sampled = [
+            target.generate(
+                **inputs, max_new_tokens=10, do_sample=True, temperature=0.8, speculative_config={**each, "seed": 5}
+            )
+            for each in ({"method": "none"}, config)
+        ]
+        assert torch.equal(*sampled)
+    assert_clean(target)
+
+
+@pytest.mark.parametrize("shape", ["chain", "static"])
+def test_draft_probabilities_are_those_drafts_are_drawn_from(tmp_path, model, shape):
+    """For rejection sampling: q is the softmax of the head's logits at the row's temperature, zero outside its vocabulary."""
+    tensors, folder = write(tmp_path, "yuhuili")
+    config = {"method": "eagle3", "model": folder, "rejection_sample_method": "rejection", "seed": 1, **SHAPES[shape]}
+    with recorded(Eagle3Generator) as recording:
+        model.generate(
+            **ragged([6, 9]), max_new_tokens=8, do_sample=True, temperature=0.7, top_k=0, speculative_config=config
+        )
+    plain = PlainEagle3(tensors, model, LAYOUTS["yuhuili"])
+    states = hidden_states(model, {text for texts, _ in recording.trees for text in texts})
+    checked = 0
+    for texts, trees in recording.trees:
+        for row, (text, count) in enumerate(zip(texts, trees.lengths, strict=True)):
+            for node in range(count):
+                above, path = int(trees.parent_index[row, node]), []
+                while above >= 0:
+                    path.insert(0, int(trees.tokens[row, above]))
+                    above = int(trees.parent_index[row, above])
+                index = node if trees.prob_index is None else trees.prob_index[row, node]
+                expected = torch.zeros(VOCAB, dtype=torch.float64)
+                expected[DRAFT_IDS] = torch.softmax(plain.draft_logits(text, path, states[text]) / 0.7, 0)
+                torch.testing.assert_close(trees.probs[row, index].double(), expected, atol=1e-4, rtol=1e-3)
+                outside = [token for token in range(VOCAB) if token not in DRAFT_IDS]
+                assert not trees.probs[row, index, outside].any() and int(trees.tokens[row, node]) in DRAFT_IDS
+                checked += 1
+    assert checked > 20
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_rows_with_their_own_limits_that_are_preempted(model, head, shape):
+    """Rows limited to 0, 1, 2 and all drafts, small prompt chunks, each row preempted once: the text stays plain."""
+    inputs = ragged([6, 13, 2, 9])
+    plain = model.generate(**inputs, max_new_tokens=14, do_sample=False)
+    config = parse_config({"method": "eagle3", "model": head, "prefill_chunk_size": 3, **SHAPES[shape]})
+    packed = PackedModel(model)
+    decoder = SpeculativeDecoder(packed, generator_class("eagle3")(config, packed), config)
+    decoder.allocate(200, 4)
+    prompts = [row[mask > 0].tolist() for row, mask in zip(*inputs.values(), strict=True)]
+    sequences = [Sequence(prompt, len(prompt) + 14) for prompt in prompts]
+    for seq, limit in zip(sequences, (0, 1, 2, None), strict=True):
+        seq.num_speculative_tokens = limit
+        decoder.add(seq)
+    with recorded(Eagle3Generator) as recording, decoder.active():
+        for step in range(100):
+            running = [seq for seq in sequences if not seq.finished]
+            if not running:
+                break
+            if step in (3, 5, 7, 9) and sequences[step % 4] in running:
+                decoder.preempt(sequences[step % 4])
+            decoder.step(
+                running, [3 if len(seq.tokens) - decoder.cache.tables[seq.id].length > 1 else 1 for seq in running]
+            )
+    assert [seq.tokens for seq in sequences] == [
+        row[-len(s.tokens) :].tolist() for row, s in zip(plain, sequences, strict=True)
+    ]
+    lengths = {seq.id: 0 for seq in sequences}
+    for texts, trees in recording.trees:
+        for row, text in enumerate(texts):
+            owner = next(seq for seq in sequences if tuple(seq.tokens[: len(text)]) == text)
+            depth = int(trees.depths[row, : trees.lengths[row]].max(initial=0))
+            lengths[owner.id] = max(lengths[owner.id], depth)
+    assert list(lengths.values())[:3] == [0, 1, 2] and lengths[sequences[3].id] >= 3
+    for seq in sequences:
+        decoder.remove(seq)
+    assert decoder.generator.cache.tables == {} and decoder.generator.unread == {}
+    assert decoder.generator.cache.pool.num_used == 0
+
+
+def test_a_target_in_bfloat16(head):
+    target = tiny_llama().to(torch.bfloat16)
+    config = {"method": "eagle3", "model": head}
+    output = target.generate(
+        **ragged([6, 13]), max_new_tokens=8, speculative_config=config, return_dict_in_generate=True
+    )
+    assert output.speculation.num_draft_tokens > 0
+    (decoder,) = integration.kept_decoders(target)
+    assert decoder.generator.head.dtype == torch.bfloat16
+
+
+def test_parallel_drafting_takes_one_forward(tmp_path, model, monkeypatch):
+    """A P-EAGLE round of any depth runs the head once."""
+    forwards = []
+    generator = Eagle3Generator
+    for name in ("p-eagle", "yuhuili"):
+        _, folder = write(tmp_path / name, name)
+        config = {"method": "eagle3", "model": folder, "num_speculative_tokens": 6}
+        model.generate(**ragged([6]), max_new_tokens=2, speculative_config=config)
+        (decoder,) = [d for d in integration.kept_decoders(model) if d.config.model == folder]
+        head, calls = decoder.generator.head, []
+        forward = head.forward
+        monkeypatch.setattr(head, "forward", lambda *a, f=forward, c=calls: c.append(1) or f(*a))
+        with recorded(generator) as recording:
+            model.generate(**ragged([6]), max_new_tokens=20, speculative_config=config)
+        forwards.append(len(calls) / len(recording.caches))
+    assert forwards[0] == 1 and forwards[1] > 4
+    hf_specdec.release(model)
+
+
+def test_draft_length_is_the_checkpoints_unless_given(tmp_path, model):
+    for name in ("speculators", "speculators, p-eagle"):
+        _, folder = write(tmp_path / name, name)
+        for given, expected in ({}, 3), ({"num_speculative_tokens": 5}, 5), ({"num_speculative_tokens": 1}, 1):
+            with recorded(Eagle3Generator) as recording:
+                model.generate(**ragged([6]), max_new_tokens=9, speculative_config={"model": folder, **given})
+            assert 1 + max(len(path) for _, path, _ in recording.logits) == expected
+
+
+def test_contradicting_layer_ids_are_named(tmp_path, model, caplog):
+    layout = {**CONFIG, AUX: [1, 2, 3], "eagle_config": {AUX: [1, 2, 3]}}
+    tensors = {**weights(BASE), **table_tensors()}
+    folder = save_checkpoint(tmp_path, tensors, layout)
+    with pytest.raises(hf_specdec.SpeculativeConfigError, match="fc reads 96"):
+        parse = {"method": "eagle3", "model": save_checkpoint(tmp_path / "two", tensors, {**CONFIG, AUX: [1, 2]})}
+        model.generate(**ragged([5]), max_new_tokens=4, speculative_config=parse)
+    model.generate(**ragged([5]), max_new_tokens=4, speculative_config={"method": "eagle3", "model": folder})
+    assert "the first is used" in caplog.text
+
+
+# ---- the speculators library as the oracle --------------------------------------------------------------------------
+
+
+def speculators_model(kind: str, flags: dict, folder):
+    """A random head made and saved by the speculators library, and the folder."""
+    pytest.importorskip("speculators", reason="the speculators library is not installed", exc_type=ImportError)
+    from speculators import Eagle3DraftModel, Eagle3SpeculatorConfig, PEagleDraftModel, PEagleSpeculatorConfig
+    from speculators.config import SpeculatorsConfig, VerifierConfig
+    from speculators.proposals.greedy import GreedyTokenProposalConfig
+    from transformers import Qwen3Config
+
+    layers = Qwen3Config(
+        vocab_size=VOCAB, hidden_size=HIDDEN, intermediate_size=INNER, num_attention_heads=HEADS, head_dim=16,
+        num_key_value_heads=KV_HEADS, num_hidden_layers=2, rms_norm_eps=EPS, rope_theta=1e5, max_position_embeddings=64,
+    )  # fmt: skip
+    layers._attn_implementation = "eager"
+    model_class, config_class = {
+        "eagle3": (Eagle3DraftModel, Eagle3SpeculatorConfig), "peagle": (PEagleDraftModel, PEagleSpeculatorConfig),
+    }[kind]  # fmt: skip
+    config = config_class(
+        transformer_layer_config=layers, draft_vocab_size=DRAFT_VOCAB, eagle_aux_hidden_state_layer_ids=[0, 1, 3], **flags,
+        speculators_config=SpeculatorsConfig(
+            algorithm=kind, default_proposal_method="greedy",
+            proposal_methods=[GreedyTokenProposalConfig(speculative_tokens=4)],
+            verifier=VerifierConfig(name_or_path=None, architectures=["LlamaForCausalLM"]),
+        ),
+    )  # fmt: skip
+    oracle = model_class(config).float().eval()
+    tables = table_tensors()
+    oracle.load_vocab_mappings(tables["t2d"], tables["d2t"])
+    generator = torch.Generator().manual_seed(0)
+    with torch.no_grad():
+        for name, parameter in oracle.named_parameters():
+            noise = torch.randn(parameter.shape, generator=generator)
+            parameter.copy_(1 + 0.3 * noise if "norm" in name else noise * 0.8 / math.sqrt(parameter.shape[-1]))
+        oracle.embed_tokens.weight.copy_(torch.randn(VOCAB, HIDDEN, generator=generator))
+    oracle.save_pretrained(folder)
+    return oracle
+
+
+@pytest.mark.parametrize(
+    ("kind", "flags"),
+    [
+        ("eagle3", {}),
+        ("eagle3", {"norm_before_residual": True, "norm_before_fc": True, "norm_output": True}),
+        ("eagle3", {"fc_norm": True}),
+        ("peagle", {"mask_token_id": 7, "norm_before_residual": True}),
+    ],
+    ids=["plain", "norms", "fc_norm", "p-eagle"],
+)
+def test_speculators_own_forward_agrees(tmp_path, model, monkeypatch, kind, flags):
+    """A head the speculators library saved drafts as that library's own forward says, step by step."""
+    oracle = speculators_model(kind, flags, tmp_path)
+    with recorded(Eagle3Generator) as recording:
+        output = model.generate(
+            **ragged([9]), max_new_tokens=16, logits_processor=LogitsProcessorList([Script(SCRIPT)]),
+            speculative_config={"model": str(tmp_path)}, return_dict_in_generate=True,
+        )  # fmt: skip
+    text = tuple(output.sequences[0].tolist())
+    states = hidden_states(model, [text])[text]
+    features = torch.cat([states[i] for i in (0, 1, -1)], dim=-1)[None, :-1].float()
+    found = []
+    oracle.lm_head.register_forward_hook(lambda module, args, logits: found.append(logits[0].detach()))
+    rows = len(text) - 1
+    call = {"input_ids": torch.tensor([text[1:]]), "document_ids": torch.zeros(1, rows, dtype=torch.long)}
+    if kind == "peagle":
+        # Every position at every depth, in one forward: the sampling of depths for training, all kept.
+        anchors = torch.cat([torch.arange(rows - depth) for depth in range(4)])
+        depths = torch.cat([torch.full((rows - depth,), depth) for depth in range(4)])
+        core = __import__("speculators.models.peagle.core", fromlist=["core"])
+        monkeypatch.setattr(core, "generate_cod_sample_indices", lambda **_: (anchors, depths))
+        monkeypatch.setattr(core, "compute_metrics", lambda **_: (None, None))
+        with torch.no_grad():
+            oracle(features, **call, verifier_last_hidden_states=states[-2][None, 1:].float())
+        expected = {(int(a), int(d)): row for a, d, row in zip(anchors, depths, found[0], strict=True)}
+    else:
+        with torch.no_grad():
+            oracle(features, **call, ttt_steps=4)
+        expected = {(row, step): found[step][row] for step in range(4) for row in range(rows - step)}
+    compared = [0] * 4
+    for known, path, logits in recording.logits:
+        # The library follows the text itself, so only drafts that came true can be compared (P-EAGLE does not look at them).
+        if len(known) + len(path) <= len(text) and (kind == "peagle" or known + path == text[: len(known + path)]):
+            torch.testing.assert_close(logits, expected[len(known) - 2, len(path)], atol=1e-4, rtol=1e-4)
+            compared[len(path)] += 1
+    assert min(compared) >= 2, compared

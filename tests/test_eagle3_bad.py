@@ -1,0 +1,72 @@
+"""Bad EAGLE-3 checkpoints: one clear error each, and nothing half-loaded."""
+
+import json
+
+import pytest
+import torch
+from helpers_eagle import save_checkpoint, weights
+from helpers_eagle3 import AUX, DRAFT_IDS, LAYOUTS, table_tensors, write
+from oracle import VOCAB, ragged, tiny_llama
+
+import hf_specdec
+from hf_specdec import integration
+
+BAD = {
+    "missing tensor": ("yuhuili", lambda t, c: t.pop("midlayer.hidden_norm.weight"), "in no known format|not 'eagle3'"),
+    "missing norm": ("yuhuili", lambda t, c: t.pop("norm.weight"), r"missing norm\.weight"),
+    "extra tensor": ("yuhuili", lambda t, c: t.update({"midlayer.mlp.up.weight": torch.zeros(2)}), r"unused midlayer\.mlp\.up\."),
+    "wrong shape": ("yuhuili", lambda t, c: c.update(intermediate_size=64), r"midlayer\.mlp.* has shape \[48, 32\].*\[64, 32\]"),
+    "another width": ("yuhuili", lambda t, c: c.update(target_hidden_size=64), r"width 64; the target's have 32"),
+    "other layers": ("yuhuili", lambda t, c: c.update({AUX: [2, 16, 29]}), r"\[2, 16, 29\].*the target has 3 layers"),
+    "layer ids": ("yuhuili", lambda t, c: c.update({AUX: "1,2"}), r"'1,2', not a list of layers"),
+    "number of states": ("yuhuili", lambda t, c: c.update({AUX: [1, 2]}), r"fc reads 96 numbers.*2 × 32"),
+    "d2t of ids": (
+        "yuhuili", lambda t, c: t.update(d2t=torch.tensor(DRAFT_IDS)), r"d2t names tokens 0 to \d+, the target has 61.*ids instead",
+    ),
+    "d2t out of range": ("yuhuili", lambda t, c: t.update(d2t=t["d2t"] + 60), r"d2t names tokens 60 to"),
+    "d2t twice": ("yuhuili", lambda t, c: t.update(d2t=t["d2t"] * 0 - torch.arange(40)), "names a token of the target twice"),
+    "d2t length": ("yuhuili", lambda t, c: t.update(d2t=t["d2t"][:-1]), r"d2t has shape \[39\] for a draft vocabulary of 40"),
+    "d2t without head": ("yuhuili", lambda t, c: t.pop("lm_head.weight"), r"draft vocabulary \(d2t\), but no lm_head"),
+    "head without d2t": ("yuhuili", lambda t, c: t.pop("d2t"), "draft vocabulary of 40 tokens, but no table d2t"),
+    "another vocabulary": ("yuhuili", lambda t, c: t.update(t2d=torch.zeros(8, dtype=torch.bool)), "vocabulary of 8 tokens"),
+    "both norms": ("yuhuili", lambda t, c: c.update(fc_norm=True, norm_before_fc=True), "exclude each other"),
+    "norm contradicts": ("yuhuili", lambda t, c: c.update(fc_norm=True), r"fc_norm = true, but the file has no fc_norm\.0\."),
+    "bias contradicts": ("qkv bias", lambda t, c: c.update(attention_bias=False), r"attention_bias = false, but the file has"),
+    "no mask_hidden": ("p-eagle", lambda t, c: t.pop("mask_hidden"), "parallel_drafting = true, but the file has no mask_hidden"),
+    "not parallel": ("p-eagle", lambda t, c: c.update(parallel_drafting=False), "parallel_drafting = false, but the file has"),
+    "no mask token": ("p-eagle", lambda t, c: c.pop("pard_token"), "names no mask token: mask_token_id"),
+    "mask token": ("p-eagle", lambda t, c: c.update(pard_token=VOCAB), "mask token 61 is not among the 61 tokens"),
+    "peagle": ("speculators, p-eagle", lambda t, c: t.pop("mask_hidden"), "without mask_hidden"),
+    "unused fc": ("yuhuili", lambda t, c: c.update(eagle_config={"use_aux_hidden_state": False}), r"unused fc\.weight"),
+    "proposal": (
+        "speculators", lambda t, c: c["speculators_config"]["proposal_methods"][0].update(speculative_tokens=0),
+        r"speculative_tokens is 0",
+    ),
+    "verifier": ("speculators", lambda t, c: c.update(target_hidden_size=64), "was trained for 'some/Target-8B'"),
+    "layer config": ("speculators", lambda t, c: c.update(transformer_layer_config=[1]), "transformer_layer_config.*not an object"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("case", BAD)
+def test_bad_checkpoints(tmp_path, case):
+    name, change, message = BAD[case]
+    layout = LAYOUTS[name]
+    tensors = {
+        key.replace("layers.0.", layout.prefix): value for key, value in weights(layout.shapes).items()
+    } | table_tensors()
+    config = json.loads(json.dumps(layout.config))
+    change(tensors, config)
+    folder = save_checkpoint(tmp_path, tensors, config)
+    target = tiny_llama(vocab_size=1061) if case == "another vocabulary" else tiny_llama()
+    with pytest.raises(hf_specdec.SpeculativeConfigError, match=message):
+        target.generate(**ragged([5]), max_new_tokens=4, speculative_config={"method": "eagle3", "model": folder})
+    assert integration.kept_decoders(target) == []
+
+
+def test_parallel_drafting_is_the_checkpoints_to_say(tmp_path):
+    model = tiny_llama()
+    for name, said in ("p-eagle", False), ("yuhuili", True):
+        config = {"method": "eagle3", "model": write(tmp_path / name, name)[1]}
+        with pytest.raises(hf_specdec.SpeculativeConfigError, match=r"'parallel_drafting'.*leave it out"):
+            model.generate(**ragged([5]), max_new_tokens=4, speculative_config={**config, "parallel_drafting": said})
+        model.generate(**ragged([5]), max_new_tokens=4, speculative_config={**config, "parallel_drafting": not said})
