@@ -1,0 +1,202 @@
+"""Where each family keeps its multi-token-prediction (MTP) modules, and what it does around their decoder layer: data only.
+
+Every module is brought to one form (Gloeckle et al. 2024; DeepSeek-V3 report, section 2.2):
+
+    x = layer(eh_proj([enorm(embedding); hnorm(hidden)])),  logits = lm_head(norm(x))
+
+and its tensors to the names `enorm`, `hnorm`, `eh_proj`, `layer.*`, `norm`, `embed_tokens`, `lm_head`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class MtpLayout:
+    """One way MTP modules are stored and run.
+
+    Attributes:
+        name: as shown in errors: the families, and an example of a name.
+        marker: a regular expression that some tensor's name matches wherever this layout is used.
+        rules: (pattern, prefix): the first pattern that matches a whole tensor name gives the canonical name, prefix + its
+            group `rest`, in the module that its group `i` numbers (without the group: the first). A prefix of None: the
+            tensor is there, and is not used.
+        numbered_after_target: module numbers are layer numbers, counted on from the target's last layer.
+        shared: canonical prefixes that are stored once and belong to all modules.
+        hidden_first: eh_proj reads [hidden; embedding].
+        zero_first_embedding: the embedding of a text's first row (position 0) is zeros, as the family's reference has it.
+        has_norm: there is a norm between the layer and the head.
+        normed_output: what a module hands on to the next draft step is its output after `norm`, not before.
+        attention: kind of the layer's attention, where the target's layers are of several kinds and its configuration
+            has no `mtp_layer_types`.
+    """
+
+    name: str
+    marker: str
+    rules: tuple[tuple[str, str | None], ...]
+    numbered_after_target: bool = False
+    shared: tuple[str, ...] = ()
+    hidden_first: bool = False
+    zero_first_embedding: bool = False
+    has_norm: bool = True
+    normed_output: bool = True
+    attention: str = "full_attention"
+
+    def canonical(self, name: str, num_layers: int) -> tuple[int, str] | None:
+        """The module and the canonical name of a tensor; (-1, "") where it is not used; None where it is not of this layout.
+
+        Args:
+            num_layers: of the target.
+        """
+        for pattern, prefix in self.rules:
+            match = re.fullmatch(pattern, name)
+            if match is None:
+                continue
+            groups = match.groupdict()
+            module = int(groups.get("i") or 0) - (num_layers if self.numbered_after_target else 0)
+            if module < 0:
+                return None  # a layer of the target
+            return (-1, "") if prefix is None else (module, prefix + groups["rest"])
+        return None
+
+
+_LAYER = r"(?:model\.)?(?:language_model\.)?layers\.(?P<i>\d+)\.(?:transformer\.)?"
+_MTP = r"(?:model\.)?mtp\."
+
+_FINAL_LAYERNORM = MtpLayout(
+    name="Hunyuan V3 (model.layers.{L}.eh_proj, .final_layernorm)",
+    marker=_LAYER + r"final_layernorm\.weight",
+    rules=(
+        # Its reference takes the target's head; the stored one is not run.
+        (_LAYER + r"shared_head\.(?P<rest>.+)", None),
+        (_LAYER + r"final_layernorm\.(?P<rest>.+)", "norm."),
+        (_LAYER + r"(?P<rest>(?:enorm|hnorm|eh_proj|embed_tokens)\..+)", ""),
+        (_LAYER + r"(?P<rest>.+)", "layer."),
+    ),
+    numbered_after_target=True,
+    zero_first_embedding=True,
+)
+# transformers and SGLang hand on the normed output and embed the first token; vLLM's older files do neither.
+_DEEPSEEK = MtpLayout(
+    name="DeepSeek-V3, GLM-4.5, openPangu (model.layers.{L}.eh_proj, .shared_head.norm)",
+    marker=_LAYER + r"shared_head\.norm\.weight",
+    rules=(
+        (_LAYER + r"shared_head\.norm\.(?P<rest>.+)", "norm."),
+        (_LAYER + r"shared_head\.(?:head|output)\.(?P<rest>.+)", "lm_head."),
+        (_LAYER + r"(?P<rest>(?:enorm|hnorm|eh_proj|embed_tokens)\..+)", ""),
+        (_LAYER + r"(?P<rest>.+)", "layer."),
+    ),
+    numbered_after_target=True,
+)
+_QWEN = MtpLayout(
+    name="Qwen3-Next, Qwen3.5, EXAONE (mtp.fc, mtp.layers.0)",
+    marker=r"mtp\.fc\.weight",
+    rules=(
+        (r"mtp\.layers\.(?P<i>\d+)\.(?P<rest>.+)", "layer."),
+        (r"mtp\.fc\.(?P<rest>.+)", "eh_proj."),
+        (r"mtp\.pre_fc_norm_embedding\.(?P<rest>.+)", "enorm."),
+        (r"mtp\.pre_fc_norm_hidden\.(?P<rest>.+)", "hnorm."),
+        (r"mtp\.(?P<rest>(?:norm|embed_tokens|lm_head)\..+)", ""),
+    ),
+    shared=("eh_proj.", "enorm.", "hnorm.", "norm.", "embed_tokens.", "lm_head."),
+)
+_MIMO_RULES = (
+    (r"token_layernorm\.(?P<rest>.+)", "enorm."),
+    (r"hidden_layernorm\.(?P<rest>.+)", "hnorm."),
+    (r"input_proj\.(?P<rest>.+)", "eh_proj."),
+    (r"final_layernorm\.(?P<rest>.+)", "norm."),
+    (r"(?P<rest>.+)", "layer."),
+)
+_MIMO = MtpLayout(
+    name="MiMo (model.mtp_layers.0.input_proj)",
+    marker=r"model\.mtp_layers\.\d+\.input_proj\.weight",
+    rules=tuple((r"model\.mtp_layers\.(?P<i>\d+)\." + pattern, prefix) for pattern, prefix in _MIMO_RULES),
+    hidden_first=True,
+    zero_first_embedding=True,
+)
+_SPECULATORS = MtpLayout(
+    name='speculators (speculators_model_type "mtp": mtp_layers.0.input_proj)',
+    marker=r"mtp_layers\.\d+\.input_proj\.weight",
+    rules=tuple((r"mtp_layers\.(?P<i>\d+)\." + pattern, prefix) for pattern, prefix in _MIMO_RULES),
+)
+_LONGCAT = MtpLayout(
+    name="LongCat-Flash (model.mtp.layers.0.enorm.m)",
+    marker=_MTP + r"layers\.\d+\.enorm\.m\.weight",
+    rules=(
+        (_MTP + r"(?P<rest>(?:norm|embed_tokens)\..+)", ""),
+        (_MTP + r"layers\.(?P<i>\d+)\.enorm\.m\.(?P<rest>.+)", "enorm."),
+        (_MTP + r"layers\.(?P<i>\d+)\.hnorm\.m\.(?P<rest>.+)", "hnorm."),
+        (_MTP + r"layers\.(?P<i>\d+)\.(?P<rest>eh_proj\..+)", ""),
+        (_MTP + r"layers\.(?P<i>\d+)\.(?:transformer_layer\.)?(?P<rest>.+)", "layer."),
+    ),
+    shared=("norm.", "embed_tokens."),
+)
+_MIMO_V2 = MtpLayout(
+    name="MiMo-V2 (model.mtp.layers.0.eh_proj, .pre_mlp_layernorm)",
+    marker=_MTP + r"layers\.\d+\.pre_mlp_layernorm\.weight",
+    rules=(
+        (_MTP + r"layers\.(?P<i>\d+)\.(?P<rest>(?:enorm|hnorm|eh_proj)\..+)", ""),
+        (_MTP + r"layers\.(?P<i>\d+)\.final_layernorm\.(?P<rest>.+)", "norm."),
+        (_MTP + r"layers\.(?P<i>\d+)\.pre_mlp_layernorm\.(?P<rest>.+)", "layer.post_attention_layernorm."),
+        (_MTP + r"layers\.(?P<i>\d+)\.(?P<rest>.+)", "layer."),
+    ),
+    attention="sliding_attention",
+)
+_ERNIE = MtpLayout(
+    name="Ernie 4.5 (model.mtp_linear_proj.0, model.mtp_block.0)",
+    marker=r"(?:model\.)?mtp_linear_proj\.\d+\.weight",
+    rules=(
+        (r"(?:model\.)?mtp_emb_norm\.(?P<i>\d+)\.(?P<rest>.+)", "enorm."),
+        (r"(?:model\.)?mtp_hidden_norm\.(?P<i>\d+)\.(?P<rest>.+)", "hnorm."),
+        (r"(?:model\.)?mtp_linear_proj\.(?P<i>\d+)\.(?P<rest>.+)", "eh_proj."),
+        (r"(?:model\.)?mtp_block\.(?P<i>\d+)\.(?P<rest>.+)", "layer."),
+    ),
+    zero_first_embedding=True,
+    has_norm=False,
+    normed_output=False,
+)
+LAYOUTS = (_FINAL_LAYERNORM, _DEEPSEEK, _QWEN, _MIMO, _SPECULATORS, _LONGCAT, _MIMO_V2, _ERNIE)
+
+# How checkpoints name parts of a layer that transformers names otherwise; applied where the layer has the second name.
+LAYER_NAMES = (
+    (r"\.mlp\.moe_statics\.e_score_correction_bias", ".mlp.gate.moe_statics.e_score_correction_bias"),
+    (r"\.mlp\.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),
+    (r"\.mlp\.router\.gate\.weight", ".mlp.gate.weight"),
+    (r"\.mlp\.expert_bias", ".mlp.e_score_correction_bias"),
+    (r"\.mlp\.shared_mlp\.", ".mlp.shared_experts."),
+    (r"\.self_attn\.attention_sink_bias", ".self_attn.sinks"),
+)
+
+
+def is_mtp_tensor(num_layers: int) -> Callable[[str], bool]:
+    """Which tensor names may belong to MTP modules of a target with that many layers, in any layout."""
+
+    def wanted(name: str) -> bool:
+        by_name = re.match(r"(model\.)?mtp[._]", name) is not None  # whatever it is, it is to be accounted for
+        return by_name or any(layout.canonical(name, num_layers) is not None for layout in LAYOUTS)
+
+    return wanted
+
+
+def find_layout(names: Iterable[str], num_layers: int) -> MtpLayout | None:
+    """The layout of tensors with these names, or None."""
+    names = list(names)
+    for layout in LAYOUTS:
+        if any(re.fullmatch(layout.marker, name) and layout.canonical(name, num_layers) is not None for name in names):
+            return layout
+    return None
+
+
+def holds_mtp_alone(config: dict[str, Any], names: Iterable[str]) -> bool:
+    """Whether a checkpoint holds MTP modules and no language model: one that holds both may be meant as a draft model."""
+    names = list(names)
+    if config.get("speculators_model_type") not in (None, "mtp"):
+        return False
+    if any(re.match(r"(model\.)?(language_model\.)?layers\.0\.", name) for name in names):
+        return False
+    num_layers = config.get("num_hidden_layers") or config.get("text_config", {}).get("num_hidden_layers") or 0
+    return find_layout(names, num_layers) is not None

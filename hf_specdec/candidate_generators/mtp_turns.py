@@ -1,0 +1,235 @@
+"""Several MTP modules that draft in turn: what each of them has read, and what it reads while drafting."""
+
+from __future__ import annotations
+
+import contextlib
+
+import numpy as np
+import torch
+
+from ..runtime import PackedModel, Sequence
+from ..runtime.packed_batch import RowInput
+from ..runtime.packed_head import PackedHead
+from .base import DrafterContext
+from .features import FeatureGenerator
+from .tree_growth import Level
+from .tree_shapes import TreeDraftingConfig
+
+
+class ModulesInTurn(FeatureGenerator):
+    """Draft step s (0, 1, ..) is made by module s mod N of N modules, each with KV of its own.
+
+    Let x_j(t) be what module j makes of token t. It reads what the module before it made of the token before:
+
+        x_j(t) = M_j(token t, x_{j-1}(t - 1)),   x_{-1}(t) = the target's hidden state at token t,
+
+    so x_j(t) predicts token t + 1 and stands for the target's hidden state there, j + 1 modules deep (DeepSeek-V3 report,
+    section 2.2). Module j begins at token j + 1. Text is read by all modules, each row once, with the target's hidden states
+    at the bottom. In the draft's tree, behind a text that ends with token n, the parent takes the place of token t - 1:
+
+        x_j(node) = M_j(token, x_{j-1}(parent)),   x_{-1}(v) = x_s(v) for the module s that drafted v's children,
+
+    and module j reads, when its turn comes, all nodes it has not read: at step s those of depths up to s. With N = 1 this is
+    the recursion of EAGLE; with as many steps as modules it is transformers' `MtpModel` (5.17 to 5.23), which crops and
+    recomputes the rows that rejected drafts had spoiled, where here every round reads the text's new rows anew. Steps
+    beyond N (transformers has none) start again with module 0, which then reads the nodes with drafted hidden states.
+
+    The modules share block tables: module j has the KV of token t in logical slot t - 1 - j of its own layer, at that position.
+
+    A subclass sets `heads`, one per module over the same cache, and implements `state_of` and `logits_of`.
+    """
+
+    heads: list[PackedHead]
+
+    def __init__(self, config: TreeDraftingConfig, target: PackedModel, context: DrafterContext | None = None):
+        super().__init__(config, target, context)
+        self.reached: dict[
+            int, list[torch.Tensor | None]
+        ] = {}  # per sequence: x_j of its last read token [H], per module j
+        self.draft: _DraftNodes | None = None  # of the running round
+
+    def state_of(self, module: int, hidden: torch.Tensor) -> torch.Tensor:
+        """x [n, H], what a module hands on, from what came out of its layer [n, H]."""
+        raise NotImplementedError
+
+    def logits_of(self, module: int, state: torch.Tensor) -> torch.Tensor:
+        """Logits [n, Vd] from x [n, H]."""
+        raise NotImplementedError
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The first module's, from x."""
+        return self.logits_of(0, hidden)
+
+    # ---- memory -----------------------------------------------------------------------------------------------------
+
+    def start(self, seq: Sequence) -> None:
+        """No module has read anything."""
+        super().start(seq)
+        self.reached[seq.id] = [None] * len(self.heads)
+
+    def evict(self, seq: Sequence) -> None:
+        """Forget what was read."""
+        super().evict(seq)
+        self.reached[seq.id] = [None] * len(self.heads)
+
+    def stop(self, seq: Sequence) -> None:
+        """Free the cache entry."""
+        super().stop(seq)
+        del self.reached[seq.id]
+
+    @contextlib.contextmanager
+    def active(self):
+        """All modules' weights are prepacked."""
+        with contextlib.ExitStack() as stack:
+            for head in self.heads:
+                stack.enter_context(head.active())
+            yield
+
+    # ---- reading the text -------------------------------------------------------------------------------------------
+
+    def read(self, sequences: list[Sequence], chunk: int) -> torch.Tensor:
+        """Read up to `chunk` rows of each text by every module; the first module's x [R, H] of their last tokens."""
+        below, starts, ends = [], [], []  # below: x_{j-1}(t - 1) for the tokens t that module j reads, per row
+        for seq in sequences:
+            known = self.unread[seq.id]
+            known = known[0] if len(known) == 1 else torch.cat(known)
+            below.append(known[:chunk])
+            self.unread[seq.id] = [known[chunk:]] if len(known) > chunk else []
+            starts.append(self.cache.tables[seq.id].length)
+            ends.append(starts[-1] + len(below[-1]))
+        first_states = None
+        for j, head in enumerate(self.heads):
+            inputs, rows = [], []
+            for i, (seq, start, end) in enumerate(zip(sequences, starts, ends, strict=True)):
+                first = max(start, j) + 1
+                if first <= end:
+                    tokens = np.asarray(seq.tokens[first : end + 1], dtype=np.int64)
+                    inputs.append(RowInput(seq.id, tokens, first - 1 - j))
+                    rows.append(i)
+            if not inputs:
+                break  # the modules behind it begin later still
+            hidden = self.state_of(j, head.forward(inputs, torch.cat([below[i] for i in rows]), self.cache))
+            counts = [len(row.tokens) for row in inputs]
+            last = hidden[torch.from_numpy(np.cumsum(counts) - 1).to(hidden.device)]
+            first_states = last if j == 0 else first_states
+            if j + 1 < len(self.heads):
+                below = self._below_next(sequences, rows, hidden.split(counts), j)
+            for i, state in zip(rows, last.unbind(), strict=True):
+                self.reached[sequences[i].id][j] = state
+        for seq, end in zip(sequences, ends, strict=True):
+            self.cache.tables[seq.id].length = end
+        assert first_states is not None
+        return first_states
+
+    def _below_next(self, sequences, rows, made, module: int) -> list[torch.Tensor]:
+        """What the next module reads of each row: x of the tokens before those it reads; empty where it reads none."""
+        below = [made[0][:0]] * len(sequences)
+        for i, own in zip(rows, made, strict=True):
+            before = self.reached[sequences[i].id][module]
+            below[i] = own[:-1] if before is None else torch.cat([before[None], own[:-1]])
+        return below
+
+    def _roots(self, sequences: list[Sequence], like: torch.Tensor, module: int) -> torch.Tensor:
+        """x of each text's last token [R, H]; zeros where the text is too short for the module, which then has no turn."""
+        found = [self.reached[seq.id][module] for seq in sequences]
+        return torch.stack([torch.zeros_like(like[0]) if each is None else each for each in found])
+
+    # ---- drafting ---------------------------------------------------------------------------------------------------
+
+    def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
+        """As for one module; texts shorter than the modules' chain are drafted for only as deep as it reaches."""
+        return [
+            limit if len(seq.tokens) >= len(self.heads) else min(limit, len(seq.tokens))
+            for seq, limit in zip(sequences, super().ready(sequences, limits), strict=True)
+        ]
+
+    def root_logits(self, sequences: list[Sequence]) -> torch.Tensor:
+        """Read what is new of each text; logits [R, Vd] of what follows the last token."""
+        logits = super().root_logits(sequences)
+        assert self.state is not None
+        roots = [self._roots(sequences, self.state[:, 0], j) for j in range(1, len(self.heads))]
+        self.draft = _DraftNodes([self.state[:, 0], *roots])
+        return logits
+
+    def expand(self, level: Level) -> torch.Tensor:
+        """The module whose turn it is reads the nodes it has not read: logits [R, F, Vd] after those of this level."""
+        draft = self.draft
+        assert draft is not None
+        draft.add(level)
+        module = level.depth % len(self.heads)
+        first = draft.num_read(module)
+        count = draft.num_nodes - first
+        features = draft.features(module)
+        tokens = draft.tokens[:, first:]
+        on_host = tokens.numpy() if tokens.device.type == "cpu" else None
+        is_chain = draft.num_nodes == level.depth
+        inputs = []
+        for i, row in enumerate(level.rows):
+            seq = self.sequences[row]
+            end = self.cache.tables[seq.id].length - module  # of the text, in this module's slots
+            nodes = RowInput(seq.id, tokens[i] if on_host is None else on_host[i], end + first, logits=count)
+            if not is_chain:
+                nodes.positions = end - 1 + level.depths[first:]
+                nodes.visibility, nodes.region_positions = draft.ancestors[i, first:], end - 1 + level.depths
+            inputs.append(nodes)
+        hidden = self.state_of(module, self.heads[module].forward(inputs, features.flatten(0, 1), self.cache))
+        hidden = hidden.view(len(inputs), count, -1)
+        width = level.tokens.shape[1]
+        draft.made(module, hidden, width)
+        return self.logits_of(module, hidden[:, -width:].flatten(0, 1)).view(len(inputs), width, -1)
+
+
+class _DraftNodes:
+    """The nodes of one round that modules were handed, E per row, and what the modules made of them.
+
+    Attributes:
+        tokens: int64 [R, E].
+        parents: int64 [R, E], each node's parent, 1 + its number; 0 is the text's last token.
+        ancestors: bool numpy [R, E, E], which nodes are on each node's path, itself included.
+        hidden: per module [R, 1 + nodes read, H]: x of the text's last token, then of the nodes.
+        drafted: [R, 1 + nodes, H]: x by the module that drafted the children.
+    """
+
+    def __init__(self, roots: list[torch.Tensor]):
+        rows, device = roots[0].shape[0], roots[0].device
+        self.tokens = torch.zeros(rows, 0, dtype=torch.long, device=device)
+        self.parents = self.tokens
+        self.ancestors = np.zeros((rows, 0, 0), dtype=bool)
+        self.hidden = [root[:, None] for root in roots]
+        self.drafted = self.hidden[0]
+        self._previous = 0  # number of the first node of the level before
+
+    @property
+    def num_nodes(self) -> int:
+        """E."""
+        return self.tokens.shape[1]
+
+    def num_read(self, module: int) -> int:
+        """How many of them a module has read."""
+        return self.hidden[module].shape[1] - 1
+
+    def add(self, level: Level) -> None:
+        """The nodes of one more depth; rows that go no deeper are left out."""
+        if len(level.kept) < len(self.tokens):
+            index = torch.tensor(level.kept, device=self.tokens.device)
+            self.tokens, self.parents, self.drafted = self.tokens[index], self.parents[index], self.drafted[index]
+            self.hidden = [each[index] for each in self.hidden]
+            self.ancestors = self.ancestors[level.kept]
+        parents = level.parents + (1 + self._previous) if level.depth > 1 else torch.zeros_like(level.parents)
+        self.tokens = torch.cat([self.tokens, level.tokens], dim=1)
+        self.parents = torch.cat([self.parents, parents], dim=1)
+        self.ancestors = np.concatenate(
+            [np.pad(self.ancestors, ((0, 0), (0, 0), (0, level.tokens.shape[1]))), level.ancestors], axis=1
+        )
+        self._previous = level.first
+
+    def features(self, module: int) -> torch.Tensor:
+        """What a module reads with the nodes it has not read, [R, n, H]: what the one before made of their parents."""
+        source = self.hidden[module - 1] if module else self.drafted
+        parents = self.parents[:, self.num_read(module) :]
+        return source.gather(1, parents[:, :, None].expand(-1, -1, source.shape[2]))
+
+    def made(self, module: int, hidden: torch.Tensor, width: int) -> None:
+        """What a module made of the nodes it had not read [R, n, H]; the last `width` are the level that it drafts from."""
+        self.hidden[module] = torch.cat([self.hidden[module], hidden], dim=1)
+        self.drafted = torch.cat([self.drafted, hidden[:, -width:]], dim=1)

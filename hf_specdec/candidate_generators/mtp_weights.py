@@ -1,0 +1,148 @@
+"""Tensors of a target's checkpoint as its layers want them: FP8 blocks multiplied out, experts stacked into one tensor."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from functools import cached_property
+from pathlib import Path
+
+import torch
+
+from .checkpoints import Checkpoint, CheckpointError
+
+_SCALE = "_scale_inv"  # of `{name}.weight`: float32, one factor per block of the matrix
+_EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<i>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight")
+
+
+class TargetTensors(Checkpoint):
+    """Some tensors of a checkpoint, under the names and shapes that transformers' layers have.
+
+    * A float8 matrix with block scales (`weight` and `weight_scale_inv`, DeepSeek-V3's 128 x 128 blocks) is one tensor in
+      `dtype`: the values times their block's factor.
+    * With `stacks_experts`, matrices `experts.{i}.gate_proj`, `.up_proj`, `.down_proj` are two tensors, `experts.gate_up_proj`
+      [E, 2 I, H] and `experts.down_proj` [E, H, I].
+
+    Args:
+        source: where they are stored; only those it `wanted` count.
+        dtype: of what was float8.
+        nothing: what the error says if there is none.
+    """
+
+    def __init__(self, source: Checkpoint, dtype: torch.dtype, stacks_experts: bool, nothing: str):
+        super().__init__(source.folder, source.name, source.wanted)
+        self.dtype, self.stacks_experts, self.nothing = dtype, stacks_experts, nothing
+
+    @cached_property
+    def files(self) -> dict[str, Path]:
+        """Which file each stored tensor is in."""
+        wanted: Callable[[str], bool] = self.wanted or (lambda name: True)
+        files = {name: path for path in self._weight_files() for name in self._names_in(path) if wanted(name)}
+        if not files:
+            raise self.error(self.nothing)
+        return files
+
+    @cached_property
+    def scales(self) -> set[str]:
+        """Names of the tensors that are block scales of others."""
+        return {name for name in self.files if name.endswith(_SCALE) and name.removesuffix(_SCALE) in self.files}
+
+    @cached_property
+    def stacks(self) -> dict[str, list[list[str]]]:
+        """Stacked name → per expert, the stored matrices that stand below each other in its slice."""
+        found: dict[str, dict[int, dict[str, str]]] = {}
+        if self.stacks_experts:
+            for name in self.files:
+                match = _EXPERT.fullmatch(name)
+                if match:
+                    found.setdefault(match["experts"], {}).setdefault(int(match["i"]), {})[match["part"]] = name
+        stacks: dict[str, list[list[str]]] = {}
+        for experts, parts in found.items():
+            for stacked, wanted in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
+                rows = []
+                for i in range(max(parts) + 1):
+                    missing = [part for part in wanted if part not in parts.get(i, {})]
+                    if missing:
+                        raise self.error(f"misses {experts}.{i}.{missing[0]}.weight, one of {max(parts) + 1} experts.")
+                    rows.append([parts[i][part] for part in wanted])
+                stacks[f"{experts}.{stacked}"] = rows
+        return stacks
+
+    def names(self) -> list[str]:
+        """The tensors' names."""
+        inside = {name for rows in self.stacks.values() for row in rows for name in row}
+        return [name for name in self.files if name not in inside and name not in self.scales] + list(self.stacks)
+
+    def __contains__(self, name: str) -> bool:
+        return name in self.names()
+
+    def shape(self, name: str) -> tuple[int, ...]:
+        """A tensor's shape, without reading it.
+
+        Raises:
+            CheckpointError: experts whose matrices differ in shape.
+        """
+        if name not in self.stacks:
+            return super().shape(name)
+        rows = self.stacks[name]
+        first = super().shape(rows[0][0])
+        for row in rows:
+            for part in row:
+                if super().shape(part) != first:
+                    raise self.error(f"{part} has shape {list(super().shape(part))}, {rows[0][0]} has {list(first)}.")
+        return (len(rows), len(rows[0]) * first[0], *first[1:])
+
+    def tensor(self, name: str) -> torch.Tensor:
+        """A tensor, as its layer wants it."""
+        if name not in self.stacks:
+            return self._plain(name)
+        rows = self.stacks[name]
+        first = self._plain(rows[0][0])
+        out = first.new_empty(self.shape(name))
+        for slice_, row in zip(out, rows, strict=True):
+            for place, part in zip(slice_.chunk(len(row)), row, strict=True):
+                place.copy_(self._plain(part))
+        return out
+
+    def _plain(self, name: str) -> torch.Tensor:
+        value = super().tensor(name)
+        scale = name + _SCALE
+        if scale in self.scales:
+            return dequantized(value, super().tensor(scale), self._block_size(), self.dtype, name, self.error)
+        if value.is_floating_point() and value.element_size() == 1:
+            raise self.error(
+                f"{name} is {value.dtype} and has no {name.rpartition('.')[2]}{_SCALE}: its scale is unknown."
+            )
+        return value
+
+    def _block_size(self) -> tuple[int, int]:
+        quantization = self.config.get("quantization_config") or {}
+        rows, columns = quantization.get("weight_block_size") or (128, 128)
+        return int(rows), int(columns)
+
+
+def dequantized(
+    value: torch.Tensor,
+    scale: torch.Tensor,
+    block: tuple[int, int],
+    dtype: torch.dtype,
+    name: str,
+    error: Callable[[str], CheckpointError],
+) -> torch.Tensor:
+    """A matrix [m, n] in `dtype`: each block of `value` times its factor in `scale` [ceil(m / block), ceil(n / block)].
+
+    Raises:
+        CheckpointError: the factors do not fit the matrix.
+    """
+    (rows, columns), (high, wide) = value.shape, block
+    blocks = (-(-rows // high), -(-columns // wide))
+    if tuple(scale.shape) != blocks:
+        raise error(
+            f"{name}{_SCALE} has shape {list(scale.shape)}; a matrix {list(value.shape)} in blocks of {high} x {wide} has "
+            f"{list(blocks)}."
+        )
+    out = torch.empty(rows, columns, dtype=dtype)
+    for i, factors in enumerate(scale.to(torch.float32)):  # a strip of blocks at a time: one float32 copy of the strip
+        strip = slice(i * high, min((i + 1) * high, rows))
+        out[strip] = (value[strip].to(torch.float32) * factors.repeat_interleave(wide)[:columns]).to(dtype)
+    return out
