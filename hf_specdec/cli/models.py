@@ -14,7 +14,8 @@ from rich.table import Table
 from transformers import AutoConfig
 
 import hf_specdec
-from hf_specdec import SpeculativeConfig
+from hf_specdec import SpeculativeConfig, SpeculativeConfigError
+from hf_specdec.candidate_generators.tree_shapes import TreeDraftingConfig
 
 EPILOG = """\
 examples:
@@ -30,13 +31,17 @@ def add_command(commands) -> argparse.ArgumentParser:
     """Register the subcommand."""
     parser = commands.add_parser("models", help="list bundled models and methods", description=__doc__, epilog=EPILOG)
     parser.add_argument("method", nargs="?", metavar="METHOD", help="show only this method")
+    parser.add_argument("--markdown", action="store_true", help="methods and keys as the page docs/keys.md")
     return parser
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the subcommand; returns the exit code."""
-    console = Console(highlight=False)
     methods = hf_specdec.available_methods()
+    if args.markdown:
+        print(markdown_page(methods), end="")
+        return 0
+    console = Console(highlight=False)
     if args.method is not None:
         if args.method not in methods:
             raise ValueError(f"no method {args.method!r}; there are {', '.join(methods)}.")
@@ -46,21 +51,74 @@ def run(args: argparse.Namespace) -> int:
         for name in hf_specdec.bundled_names():
             console.print(bundled_line(name), soft_wrap=True, markup=False)
         console.print("\n[bold]methods[/bold]")
-    shared = {f.name for f in dataclasses.fields(SpeculativeConfig)}
     for name, config in methods.items():
         console.print(f"[bold]{name}[/bold] – {escape(description(config))}")
         console.print(f"  needs {escape(', '.join(config.requires) or 'nothing more')}", soft_wrap=True)
-        own = [f for f in dataclasses.fields(config) if f.name not in shared]
-        if config().num_speculative_tokens != SpeculativeConfig.default_num_speculative_tokens:
-            own += [f for f in dataclasses.fields(config) if f.name == "num_speculative_tokens"]
+        own = own_fields(config)
         if own:
             console.print(keys_table(own, config))
+        if issubclass(config, TreeDraftingConfig):
+            console.print("  and the keys of trees")
+        console.print()
+    if any(issubclass(config, TreeDraftingConfig) for config in methods.values()):
+        console.print("[bold]keys of trees[/bold]")
+        console.print(keys_table(tree_fields(), TreeDraftingConfig))
         console.print()
     console.print("[bold]keys of every method[/bold]")
-    console.print(
-        keys_table(dataclasses.fields(SpeculativeConfig)[1:], SpeculativeConfig)
-    )  # the first is the method itself
+    console.print(keys_table(shared_fields(), SpeculativeConfig))
     return 0
+
+
+def shared_fields() -> list[dataclasses.Field]:
+    """The keys of every method, but for the method itself."""
+    return list(dataclasses.fields(SpeculativeConfig)[1:])
+
+
+def tree_fields() -> list[dataclasses.Field]:
+    """The keys that shape trees."""
+    shared = {f.name for f in dataclasses.fields(SpeculativeConfig)}
+    return [f for f in dataclasses.fields(TreeDraftingConfig) if f.name not in shared]
+
+
+def own_fields(config: type[SpeculativeConfig]) -> list[dataclasses.Field]:
+    """A method's own keys, and its draft length where that has another default."""
+    shared = {f.name for f in shared_fields()} | {"method"}
+    if issubclass(config, TreeDraftingConfig):
+        shared |= {f.name for f in tree_fields()}
+    own = [f for f in dataclasses.fields(config) if f.name not in shared]
+    if default_length(config) != str(SpeculativeConfig.default_num_speculative_tokens):
+        own += [f for f in dataclasses.fields(config) if f.name == "num_speculative_tokens"]
+    return own
+
+
+def default_length(config: type[SpeculativeConfig]) -> str:
+    """The default of `num_speculative_tokens`, which a method may derive from other keys."""
+    try:
+        return json.dumps(config().num_speculative_tokens)
+    except SpeculativeConfigError:  # it needs other keys
+        return "derived"
+
+
+def markdown_page(methods: dict[str, type[SpeculativeConfig]]) -> str:
+    """All methods with their keys: the page docs/keys.md."""
+    lines = ["# Keys of `speculative_config`", "", "Written by `hf-specdec models --markdown`.", ""]
+    sections = [
+        ("Keys of every method", shared_fields(), SpeculativeConfig, ""),
+        ("Keys of trees", tree_fields(), TreeDraftingConfig, ""),
+    ]
+    for name, config in methods.items():
+        trees = " Takes the keys of trees." if issubclass(config, TreeDraftingConfig) else ""
+        needs = f" Needs {', '.join(config.requires)}." if config.requires else ""
+        sections.append((f"`{name}`", own_fields(config), config, description(config) + needs + trees))
+    for title, fields, config, text in sections:
+        lines += [f"## {title}", ""] + ([text, ""] if text else [])
+        if fields:
+            lines += ["| key | default | meaning |", "|---|---|---|"]
+            for field in fields:
+                meaning = field.metadata.get("help", "").replace("|", "\\|")
+                lines.append(f"| `{field.name}` | {default_text(field, config)} | {meaning} |")
+            lines.append("")
+    return "\n".join(lines)
 
 
 def bundled_line(name: str) -> str:
@@ -93,7 +151,7 @@ def keys_table(fields, config: type[SpeculativeConfig]) -> Table:
 def default_text(field: dataclasses.Field, config: type[SpeculativeConfig]) -> str:
     """The default of a key as JSON, "required" without one."""
     if field.name == "num_speculative_tokens":
-        return json.dumps(config().num_speculative_tokens)  # a method may derive it from other keys
+        return default_length(config)
     if field.default is not dataclasses.MISSING:
         return json.dumps(field.default)
     if field.default_factory is not dataclasses.MISSING:

@@ -1,0 +1,135 @@
+"""`hf-specdec calibrate`: how often a drafter is right at each depth and rank, and the static tree that fits it best."""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from ..candidate_generators import parse_config
+from ..candidate_generators.base import DrafterContext
+from ..config import SpeculativeConfig
+from ..decoding.calibration import calibrated_tree, expected_accepted_length, measure_accuracies
+from ..integration import get_decoder
+from .measure import end_tokens
+from .options import (
+    BUNDLED_PROMPTS,
+    add_model_options,
+    encode_prompts,
+    load_model_and_tokenizer,
+    positive_int,
+    read_prompts,
+)
+
+EPILOG = """\
+examples:
+  hf-specdec calibrate tiny --speculative-config '{"method": "draft_model", "model": "tiny-draft"}' --nodes 12
+  hf-specdec calibrate ./my-model --prompts chat.jsonl --limit 100 --nodes 63 --json tree.json \\
+      --speculative-config '{"method": "medusa", "model": "./my-medusa"}'
+
+The target writes its own greedy continuation of each prompt; then the drafter drafts ahead at every place of it. The last
+line is the configuration with the tree, ready for --speculative-config. A larger tree is accepted further and costs more to
+verify: compare several sizes with `hf-specdec bench`.
+"""
+
+# Keys that give a draft's shape: the tree takes their place.
+_SHAPE_KEYS = (
+    "num_speculative_tokens", "depth", "branching_factors", "top_k", "total_tokens", "draft_length",
+    "top_k_tokens_per_head", "n_candidates", "use_checkpoint_tree",
+)  # fmt: skip
+
+
+def add_command(commands) -> argparse.ArgumentParser:
+    """Register the subcommand."""
+    parser = commands.add_parser(
+        "calibrate", help="measure a drafter and fit a draft tree to it", description=__doc__, epilog=EPILOG
+    )
+    add_model_options(parser)
+    parser.add_argument(
+        "--speculative-config", required=True, metavar="JSON", help="JSON text or the path of a JSON file"
+    )
+    group = parser.add_argument_group("measurement")
+    group.add_argument(
+        "--prompts",
+        default=str(BUNDLED_PROMPTS),
+        metavar="FILE",
+        help='.jsonl with a "prompt" a row (default: the bundled prompts)',
+    )
+    group.add_argument("--limit", type=positive_int, metavar="N", help="use only the first N prompts")
+    group.add_argument(
+        "--chat",
+        action=argparse.BooleanOptionalAction,
+        default=None,
+        help="wrap each prompt in the tokenizer's chat template (default: if it has one)",
+    )
+    group.add_argument("--batch-size", type=positive_int, default=8, metavar="B", help="default: %(default)s")
+    group.add_argument("--max-new-tokens", type=positive_int, default=128, metavar="N", help="default: %(default)s")
+    group.add_argument(
+        "--ranks", type=positive_int, default=10, metavar="R", help="children a node may have (default: %(default)s)"
+    )
+    group.add_argument(
+        "--nodes", type=positive_int, default=63, metavar="N", help="nodes of the tree, at most (default: %(default)s)"
+    )
+    group.add_argument("--json", metavar="OUT", help="write accuracies and tree to this file as JSON")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out the subcommand; returns the exit code."""
+    config = parse_config(args.speculative_config)
+    prompts = [row["prompt"] for row in read_prompts(args.prompts)][: args.limit]
+    model, tokenizer = load_model_and_tokenizer(args)
+    encoded = [
+        encode_prompts(tokenizer, [prompt], args.chat, model.device)["input_ids"][0].tolist() for prompt in prompts
+    ]
+    decoder = get_decoder(model, config, DrafterContext(tokenizer=tokenizer))
+    accuracies = measure_accuracies(
+        decoder, encoded, args.max_new_tokens, args.ranks, frozenset(end_tokens(model)), args.batch_size
+    )
+    tree = calibrated_tree(accuracies, args.nodes)
+    chain = [[0] * depth for depth in range(1, len(accuracies) + 1)]
+    expected = {
+        "tree": expected_accepted_length(accuracies, tree),
+        "chain": expected_accepted_length(accuracies, chain),
+    }
+    fitted = with_tree(config, tree)
+
+    console = Console(highlight=False)
+    console.print(f"{args.model}: {len(prompts)} prompts, up to {args.max_new_tokens} new tokens", soft_wrap=True)
+    console.print(accuracies_table(accuracies))
+    console.print(
+        f"expected τ: {expected['tree']:.2f} with {len(tree)} nodes; {expected['chain']:.2f} with a chain of {len(chain)}",
+        soft_wrap=True,
+    )
+    print(json.dumps(fitted))
+    if args.json:
+        report = {
+            "model": args.model,
+            "speculative_config": fitted,
+            "accuracies": accuracies.tolist(),
+            "expected_mean_accepted_length": expected,
+        }
+        Path(args.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    return 0
+
+
+def with_tree(config: SpeculativeConfig, tree: list[list[int]]) -> dict[str, Any]:
+    """The configuration with this tree in place of the shape it had."""
+    kept = {key: value for key, value in config.to_dict().items() if key not in _SHAPE_KEYS}
+    return kept | {"speculative_token_tree": tree}
+
+
+def accuracies_table(accuracies: np.ndarray) -> Table:
+    """Rows: depths. Columns: ranks, the best token first."""
+    table = Table(title="how often the drafter's n-th token is the right one (%)")
+    table.add_column("depth")
+    for rank in range(accuracies.shape[1]):
+        table.add_column(str(rank + 1), justify="right")
+    for depth, rates in enumerate(accuracies, 1):
+        table.add_row(str(depth), *(f"{100 * rate:.1f}" for rate in rates))
+    return table
