@@ -120,6 +120,14 @@ def contestants(drafter: PreTrainedModel) -> list[Contestant]:
             "ours draft model", "draft model", True,
             {**drafter_kwargs, "speculative_config": {"method": "draft_model", "num_speculative_tokens": K}},
         ),
+        Contestant(
+            "ours ngram, auto length", "ngram", True,
+            {"speculative_config": {**ngram, "draft_length": "auto"}},
+        ),
+        Contestant(
+            "ours draft model, auto length", "draft model", True,
+            {**drafter_kwargs, "speculative_config": {"method": "draft_model", "num_speculative_tokens": K, "draft_length": "auto"}},
+        ),
         Contestant("ours draft tree", "draft model", True, {**drafter_kwargs, "speculative_config": tree}),
     ]  # fmt: skip
     try:

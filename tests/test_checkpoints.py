@@ -187,6 +187,15 @@ def test_method_is_inferred_and_logged(tmp_path, caplog):
     hf_specdec.release(model)
 
 
+def test_another_head_in_the_same_folder_is_seen(tmp_path):
+    folder = write(tmp_path / "head")
+    assert parse_config({"model": str(folder)}).method == "eagle"
+    medusa = {"0.0.linear.weight": torch.ones(H, H), "0.0.linear.bias": torch.ones(H), "0.1.weight": torch.ones(V, H)}
+    write(folder, medusa, {"medusa_num_heads": 1})
+    os.utime(folder / "model.safetensors", (2e9, 2e9))  # file systems with coarse clocks
+    assert parse_config({"model": str(folder)}).method == "medusa"
+
+
 def test_an_unknown_format_says_what_was_tried(tmp_path):
     folder = write(tmp_path / "head", {"blob.weight": torch.ones(2)}, {"model_type": "llama"})
     with pytest.raises(

@@ -43,7 +43,7 @@ def models():
 def make_decoder(target, drafter, config) -> SpeculativeDecoder:
     config = parse_config(config)
     packed = PackedModel(target)
-    generator = generator_class(config.method)(config, packed, DrafterContext(assistant_model=drafter))
+    generator = generator_class(config.method).create(config, packed, DrafterContext(assistant_model=drafter))
     return SpeculativeDecoder(packed, generator, config)
 
 
@@ -113,15 +113,20 @@ def test_100_requests_join_leave_wait_and_are_preempted(models, method):
     """Every output equals its own single-request `generate()`, greedy and coupled, and the pool ends clean."""
     if method["method"] == "suffix":
         pytest.importorskip("arctic_inference.suffix_decoding")
-    target, drafter = models
+    run_scenario(*models, method)
+
+
+def run_scenario(target, drafter, method, num_requests: int = 100, vocab_size: int = VOCAB) -> None:
+    """Requests arrive at random steps, share prefixes, are preempted and cancelled; every output is checked against its own
+    single-request `generate()`, and nothing may be left in the pools."""
     rng = random.Random(7)
     decoder = make_decoder(target, drafter, {**method, "block_size": 4, "num_blocks": 40, "prefill_chunk_size": 16})
     decoder.allocate(0, 0)  # num_blocks decides
     scheduler = Scheduler(decoder, max_rows=6, chunk=12, rng=rng)
     arrivals, prompts = [], []
-    for _ in range(100):
+    for _ in range(num_requests):
         shared = prompts[-1][: rng.randint(0, len(prompts[-1]))] if prompts and rng.random() < 0.4 else []
-        prompts.append((shared + [rng.randrange(2, VOCAB) for _ in range(rng.randint(1, 50))])[:60])
+        prompts.append((shared + [rng.randrange(2, vocab_size) for _ in range(rng.randint(1, 50))])[:60])
         arrivals.append(rng.randint(0, 250))
     requests = []
     for i, prompt in enumerate(prompts):
@@ -130,9 +135,9 @@ def test_100_requests_join_leave_wait_and_are_preempted(models, method):
             do_sample=i % 3 == 0, seed=i, num_speculative_tokens=rng.choice([None, None, 0, 1, 3]),
         )  # fmt: skip
         requests.append(seq)
-    cancel_at = {rng.choice(requests): arrivals[i] + rng.randint(1, 20) for i in range(0, 100, 10)}
+    cancel_at = {rng.choice(requests): arrivals[i] + rng.randint(1, 20) for i in range(0, num_requests, 10)}
     cancelled, time = set(), 0
-    queue = sorted(zip(arrivals, range(100), requests, strict=True))
+    queue = sorted(zip(arrivals, range(num_requests), requests, strict=True))
     with decoder.active():
         while queue or scheduler.waiting or scheduler.running:
             while queue and queue[0][0] <= time:

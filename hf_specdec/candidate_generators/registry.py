@@ -10,6 +10,7 @@ import os
 import pkgutil
 from typing import TYPE_CHECKING, Any
 
+from ..bundled import resolve_model
 from ..config import SpeculativeConfig, SpeculativeConfigError, nearest_hint
 from .checkpoints import infer_format, open_checkpoint
 
@@ -85,13 +86,20 @@ def parse_config(value: Any) -> SpeculativeConfig:
     return methods[method].from_dict({**value, "method": method})
 
 
-@functools.lru_cache(maxsize=64)
 def infer_method(model: str, revision: str | None = None, token: str | None = None) -> str:
     """The method that a checkpoint is for, from its configuration and its tensors' names.
 
     Raises:
         CheckpointError: it cannot be opened, or is in no known format.
     """
+    folder = resolve_model(model)
+    written = max((entry.stat().st_mtime_ns for entry in os.scandir(folder)), default=0) if os.path.isdir(folder) else 0
+    return _infer_method(model, revision, token, written)
+
+
+@functools.lru_cache(maxsize=64)
+def _infer_method(model: str, revision: str | None, token: str | None, written: int) -> str:
+    """`written`: when the folder's newest file was; another head may have come in its place."""
     _discover()
     form = infer_format(open_checkpoint(model, revision, token))
     logger.info("%s: method %r, inferred from its format: %s.", model, form.method, form.name)

@@ -299,6 +299,7 @@ class _DynamicGrowth(_Growth):
         self.limits = [min(limit, last) for limit in self.limits]
         rows = [i for i, limit in enumerate(self.limits) if limit]
         tokens, log_probs = self.choose(logits, rows, 1, 1, shape.top_k, rank=True)
+        assert log_probs is not None
         width = tokens.shape[2]  # top_k, or the vocabulary if that is smaller
         size = width + (last - 1) * width * width
         pool = torch.zeros(batch, size, dtype=torch.long, device=self.device)
@@ -324,6 +325,7 @@ class _DynamicGrowth(_Growth):
                 frontier, frontier_values, ancestors = frontier[kept], frontier_values[kept], ancestors[kept]
             expanded[index[:, None], frontier] = first + torch.arange(width, device=self.device)
             tokens, log_probs = self.choose(logits, rows, depth, width, shape.top_k, rank=True)
+            assert log_probs is not None
             children = (frontier_values[:, :, None] + log_probs).flatten(1)  # [R, width * width]
             start = width + (depth - 2) * width * width
             new = slice(start, start + width * width)

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 import hf_specdec
 
-from . import bench, calibrate, demo, generate, models
+from . import bench, calibrate, demo, eval, generate, models, train
 
 DESCRIPTION = "Speculative decoding for Hugging Face transformers: the same output, several tokens per forward."
 
@@ -40,7 +40,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"hf-specdec {hf_specdec.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for module in (generate, demo, models, bench, calibrate):
+    for module in (generate, demo, models, bench, calibrate, train, eval):
         command = module.add_command(commands)
         command.formatter_class = argparse.RawDescriptionHelpFormatter
         command.add_argument("--debug", action="store_true", help="show the traceback of an error and all log messages")

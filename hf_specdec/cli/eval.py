@@ -1,0 +1,277 @@
+"""`hf-specdec eval`: what a draft head is worth per task: τ, acceptance per position, speed-up, as a table, JSON and a plot."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+import hf_specdec
+
+from ..candidate_generators import parse_config
+from ..training.card import add_measurements
+from ..training.state import write_whole
+from .measure import Variant, environment, setup_line, timed_generate, warm_up
+from .options import (
+    BUNDLED_PROMPTS,
+    add_decoding_options,
+    decoding_arguments,
+    encode_prompts,
+    load_model_and_tokenizer,
+    positive_int,
+    read_prompts,
+)
+
+EPILOG = """\
+examples:
+  hf-specdec eval ./my-medusa --target tiny
+  hf-specdec eval ./my-eagle3 --target ./my-model --prompts held-out.jsonl --json figures.json --plot figures.png --update-card
+  hf-specdec eval ./my-eagle3 --target ./my-model --speculative-config '{"top_k": 8, "total_tokens": 60, "depth": 5}'
+
+Prompts with a "task" are counted by task. τ is the tokens a row emits per forward of the target; acceptance per position is the
+share of rounds in which the draft's 1st, 2nd, .. token was accepted; the speed-up is over transformers' own generate() on this machine,
+one pass over the prompts, so an estimate (`hf-specdec bench` repeats).
+"""
+
+
+def add_command(commands) -> argparse.ArgumentParser:
+    """Register the subcommand."""
+    parser = commands.add_parser("eval", help="measure a draft head", description=__doc__, epilog=EPILOG)
+    parser.add_argument("head", metavar="HEAD", help="a bundled name, a folder, or a Hub id")
+    parser.add_argument("--target", required=True, metavar="MODEL", help="what it drafts for")
+    loading = parser.add_argument_group("loading the target")
+    loading.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="of its weights"
+    )
+    loading.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda if there is one, else cpu)")
+    loading.add_argument("--trust-remote-code", action="store_true", help="allow code that the checkpoint brings")
+    group = parser.add_argument_group("measurement")
+    group.add_argument("--prompts", default=str(BUNDLED_PROMPTS), metavar="FILE", help='.jsonl with a "prompt" and a "task" a row '
+                       "(default: the bundled prompts)")  # fmt: skip
+    group.add_argument("--limit", type=positive_int, metavar="N", help="at most N prompts of each task")
+    group.add_argument("--batch-size", type=positive_int, default=1, metavar="B", help="default: %(default)s")
+    group.add_argument(
+        "--speculative-config", default="{}", metavar="JSON", help="keys besides the model: draft length, trees"
+    )
+    group.add_argument("--no-baseline", action="store_true", help="do not time plain generate(): no speed-up")
+    group.add_argument(
+        "--json", metavar="OUT", help="write the figures to this file; - prints them instead of the table"
+    )
+    group.add_argument("--plot", metavar="OUT", help="write a bar plot to this PNG file")
+    group.add_argument(
+        "--update-card", action="store_true", help="put the table into the head's model card (README.md)"
+    )
+    add_decoding_options(parser, max_new_tokens=128)
+    return parser
+
+
+@dataclass
+class TaskFigures:
+    """Sums over a task's prompts: target forwards of rows, their tokens, drafts, seconds with and without the head."""
+
+    prompts: int = 0
+    steps: int = 0
+    new_tokens: int = 0
+    drafted: int = 0
+    accepted: int = 0
+    seconds: float = 0.0
+    plain_tokens: int = 0
+    plain_seconds: float = 0.0
+    accepted_at: list[float] = field(default_factory=list)
+
+    def count(self, speculation: Any, seconds: float, tokens: int) -> None:
+        """Add one call's statistics."""
+        self.steps += speculation["num_steps"]
+        self.drafted += speculation["num_draft_tokens"]
+        self.accepted += speculation["num_accepted_tokens"]
+        self.seconds, self.new_tokens = self.seconds + seconds, self.new_tokens + tokens
+        rates = speculation["acceptance_per_position"]
+        self.accepted_at += [0.0] * (len(rates) - len(self.accepted_at))
+        for position, rate in enumerate(rates):
+            self.accepted_at[position] += rate * speculation["num_steps"]
+
+    def add(self, other: TaskFigures) -> None:
+        """Add another task's sums."""
+        for name in vars(other):
+            if name != "accepted_at":
+                setattr(self, name, getattr(self, name) + getattr(other, name))
+        self.accepted_at += [0.0] * (len(other.accepted_at) - len(self.accepted_at))
+        for position, value in enumerate(other.accepted_at):
+            self.accepted_at[position] += value
+
+    def summary(self) -> dict[str, Any]:
+        """The figures as JSON."""
+        speed = self.new_tokens / self.seconds if self.seconds else None
+        plain = self.plain_tokens / self.plain_seconds if self.plain_seconds else None
+        return {
+            "prompts": self.prompts,
+            "tau": self.new_tokens / self.steps if self.steps else None,
+            "acceptance_rate": self.accepted / self.drafted if self.drafted else None,
+            "acceptance_per_position": [value / self.steps for value in self.accepted_at],
+            "tokens_per_second": speed,
+            "plain_tokens_per_second": plain,
+            "speed_up": speed / plain if speed and plain else None,
+        }
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out the subcommand; returns the exit code."""
+    arguments = decoding_arguments(args)
+    config = head_config(args.head, args.speculative_config)
+    method = parse_config(config).method
+    tasks: dict[str, list[str]] = {}
+    for row in read_prompts(args.prompts):
+        tasks.setdefault(row.get("task") or "prompts", []).append(row["prompt"])
+    tasks = {task: prompts[: args.limit] for task, prompts in tasks.items()}
+    args.model = args.target
+    model, tokenizer = load_model_and_tokenizer(args)
+    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+        bar = progress.add_task("measuring", total=sum(map(len, tasks.values())))
+        figures = evaluate(model, tokenizer, tasks, config, arguments, args, lambda n: progress.advance(bar, n))
+    whole = TaskFigures()
+    for each in figures.values():
+        whole.add(each)
+    report = {
+        "head": args.head,
+        "target": args.target,
+        "method": method,
+        "speculative_config": config,
+        "environment": environment(model),
+        "settings": {**arguments, "batch_size": args.batch_size, "seed": args.seed, "prompts": args.prompts},
+        "tasks": {task: each.summary() for task, each in figures.items()},
+        "all": whole.summary(),
+    }
+    write_report(report, args)
+    return 0
+
+
+def head_config(head: str, keys: str) -> dict[str, Any]:
+    """The speculative configuration of a head and further keys."""
+    more = json.loads(keys)
+    if not isinstance(more, dict):
+        raise ValueError(f"--speculative-config {keys!r}: expected a JSON object.")
+    return {**more, "model": head}
+
+
+def evaluate(
+    model: Any,
+    tokenizer: Any,
+    tasks: dict[str, list[str]],
+    config: dict[str, Any],
+    arguments: dict[str, Any],
+    args: argparse.Namespace,
+    advance: Callable[[int], None],
+) -> dict[str, TaskFigures]:
+    """Figures by task; each batch is decoded plainly and with the head, one after the other."""
+    drafted, plain = Variant("head", config), Variant("plain generate()")
+    first = encode_prompts(tokenizer, next(iter(tasks.values()))[:1], args.chat, model.device)
+    for variant in (drafted,) if args.no_baseline else (drafted, plain):
+        warm_up(model, first, variant, arguments)
+    out = {}
+    for task, prompts in tasks.items():
+        out[task] = figures = TaskFigures(prompts=len(prompts))
+        for i in range(0, len(prompts), args.batch_size):
+            group = prompts[i : i + args.batch_size]
+            inputs = encode_prompts(tokenizer, group, args.chat, model.device)
+            rows, seconds, speculation = timed_generate(model, inputs, drafted, arguments, args.seed)
+            figures.count(speculation, seconds, sum(map(len, rows)))
+            if not args.no_baseline:
+                rows, seconds, _ = timed_generate(model, inputs, plain, arguments, args.seed)
+                figures.plain_tokens += sum(map(len, rows))
+                figures.plain_seconds += seconds
+            advance(len(group))
+    hf_specdec.release(model)
+    return out
+
+
+# ---- what is shown --------------------------------------------------------------------------------------------------
+
+
+def write_report(report: dict[str, Any], args: argparse.Namespace) -> None:
+    """Table, JSON, plot and card, as asked for."""
+    if args.json == "-":
+        json.dump(report, sys.stdout, indent=2)
+        print()
+    else:
+        console = Console(highlight=False)
+        setup = setup_line(report["environment"])
+        console.print(f"{args.head} ({report['method']}) for {args.target}: {setup}", soft_wrap=True, markup=False)
+        console.print(table(report))
+        if args.json:
+            Path(args.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    if args.plot:
+        plot(report, Path(args.plot))
+    if args.update_card and not add_measurements(Path(hf_specdec.resolve_model(args.head)), markdown(report)):
+        raise ValueError(f"--update-card: {args.head} has no model card written by hf-specdec train.")
+
+
+def cells(task: str, figures: dict[str, Any]) -> list[str]:
+    """A task's row of the table."""
+    shown = [task, str(figures["prompts"]), "–" if figures["tau"] is None else f"{figures['tau']:.2f}"]
+    shown.append(" ".join(f"{rate:.0%}" for rate in figures["acceptance_per_position"]))
+    shown.append("–" if figures["tokens_per_second"] is None else f"{figures['tokens_per_second']:.1f}")
+    shown.append("–" if figures["speed_up"] is None else f"{figures['speed_up']:.2f} ×")
+    return shown
+
+
+TITLES = ("task", "prompts", "τ", "accepted at 1, 2, ..", "tokens/s", "speed-up")
+
+
+def all_cells(report: dict[str, Any]) -> list[list[str]]:
+    """Rows of all tasks, and of all together."""
+    return [cells(task, figures) for task, figures in {**report["tasks"], "all": report["all"]}.items()]
+
+
+def table(report: dict[str, Any]) -> Table:
+    """For a terminal."""
+    out = Table()
+    for i, title in enumerate(TITLES):
+        out.add_column(title, justify="left" if i in (0, 3) else "right")
+    for row in all_cells(report):
+        out.add_row(*row)
+    return out
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """For a model card."""
+    settings, shown = report["settings"], {k: v for k, v in report["speculative_config"].items() if k != "model"}
+    lines = [
+        f"Measured ({'sampled' if settings['do_sample'] else 'greedy'}, {settings['max_new_tokens']} new tokens, batch size "
+        f"{settings['batch_size']}, `{json.dumps(shown)}`; {setup_line(report['environment'])}):",
+        "",
+        "| " + " | ".join(TITLES) + " |",
+        "|---" * len(TITLES) + "|",
+    ]
+    return "\n".join([*lines, *("| " + " | ".join(row) + " |" for row in all_cells(report))])
+
+
+def plot(report: dict[str, Any], path: Path) -> None:
+    """τ per task, and acceptance per position, as bars."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    tasks = {**report["tasks"], "all": report["all"]}
+    figure = Figure(figsize=(11, 3.8), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, right = figure.subplots(1, 2)
+    bars = left.bar(list(tasks), [figures["tau"] or 0.0 for figures in tasks.values()])
+    left.bar_label(bars, fmt="%.2f")
+    left.axhline(1.0, color="grey", linewidth=0.8)
+    left.set(title="τ: tokens per forward of the target")
+    width = 0.8 / len(tasks)
+    for i, (task, figures) in enumerate(tasks.items()):
+        rates = figures["acceptance_per_position"]
+        right.bar([position + i * width for position in range(1, len(rates) + 1)], rates, width, label=task)
+    right.set(title="accepted at position", ylim=(0, 1))
+    right.legend()
+    figure.suptitle(f"{report['head']} ({report['method']}) for {report['target']}")
+    write_whole(path, lambda file: figure.savefig(file, format="png", dpi=110))

@@ -1,0 +1,181 @@
+"""`hf-specdec train`: train a draft head for a target, from text to a folder that loads everywhere."""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import logging
+import os
+from pathlib import Path
+
+import torch
+from rich.console import Console
+
+from ..training.export import DTYPES, check_format, push_to_hub
+from ..training.options import TrainingOptions
+from ..training.pipeline import Trained, check_installed, train_head
+from ..training.regenerate import Regeneration
+from ..training.registry import available_trainers
+from .options import load_model_and_tokenizer, positive_int
+
+EPILOG = """\
+examples:
+  hf-specdec train medusa --target tiny --data chats.jsonl --output ./my-medusa --regenerate
+  hf-specdec train medusa --help                      the options of one method
+  hf-specdec train hydra --target ./my-model --data chats.jsonl --output ./my-hydra --cache-dir ./states --max-steps 2000
+  hf-specdec eval ./my-medusa --target tiny
+
+--data takes .jsonl rows with "messages" or "conversations", "prompt" and "completion", or "text"; any other file is plain text.
+Heads accept best when they were trained on the target's own answers: --regenerate lets it write them (once; the file can be
+shared by several heads). Killed and started again, the same command goes on where it was.
+"""
+
+METHOD_EPILOG = "See `hf-specdec train --help` for examples.\n"
+
+
+def add_command(commands) -> argparse.ArgumentParser:
+    """Register the subcommand, with one subcommand of its own per method."""
+    parser = commands.add_parser("train", help="train a draft head for a target", description=__doc__, epilog=EPILOG)
+    methods = parser.add_subparsers(title="methods", metavar="METHOD", dest="method", required=True)
+    for name, trainer in available_trainers().items():
+        summary = (trainer.__doc__ or "").strip().split("\n\n")[0]
+        method = methods.add_parser(
+            name,
+            help=" ".join(summary.split()),
+            description=summary,
+            epilog=METHOD_EPILOG,
+            formatter_class=argparse.RawDescriptionHelpFormatter,
+        )
+        add_arguments(method)
+        group = method.add_argument_group("training")
+        for field in dataclasses.fields(trainer.options_class):
+            add_option(group, field)
+        method.add_argument("--debug", action="store_true", help="show the traceback of an error and all log messages")
+    return parser
+
+
+def add_arguments(parser: argparse.ArgumentParser) -> None:
+    """What every method takes besides its options."""
+    needed = parser.add_argument_group("what and where")
+    needed.add_argument("--target", required=True, metavar="MODEL", help="a bundled name, a folder, or a Hub id")
+    needed.add_argument("--data", required=True, metavar="FILE", help="training text; .jsonl, or plain text")
+    needed.add_argument(
+        "--output", required=True, metavar="DIR", help="the head's folder; a run begun there is gone on with"
+    )
+    needed.add_argument(
+        "--cache-dir", metavar="DIR", help="keep the target's hidden states here (default: compute them each time)"
+    )
+    needed.add_argument("--quiet", action="store_true", help="no progress bar")
+    loading = parser.add_argument_group("loading the target")
+    loading.add_argument(
+        "--dtype", choices=("auto", *DTYPES), default="auto", help="of its weights (default: the checkpoint's)"
+    )
+    loading.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda if there is one, else cpu)")
+    loading.add_argument("--trust-remote-code", action="store_true", help="allow code that the checkpoint brings")
+    answers = parser.add_argument_group("answers by the target")
+    answers.add_argument(
+        "--regenerate",
+        nargs="?",
+        const="",
+        metavar="FILE",
+        help="let the target write the answers first, into this file (default: OUTPUT/training/regenerated.jsonl); an unfinished "
+        "file is gone on with",
+    )
+    answers.add_argument(
+        "--max-new-tokens", type=positive_int, default=512, metavar="N", help="of an answer (default: %(default)s)"
+    )
+    answers.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default: %(default)s)")
+    answers.add_argument(
+        "--generation-batch-size", type=positive_int, default=16, metavar="B", help="default: %(default)s"
+    )
+    answers.add_argument(
+        "--speculative-config", default='{"method": "ngram"}', metavar="JSON", help="what drafts (default: %(default)s)"
+    )
+    export = parser.add_argument_group("the exported head")
+    export.add_argument("--format", metavar="NAME", help="layout of the files (default: the method's original one)")
+    export.add_argument("--export-dtype", choices=tuple(DTYPES), help="of the weights (default: the target's)")
+    export.add_argument("--license", metavar="ID", help="for the model card, e.g. apache-2.0")
+    export.add_argument("--push-to-hub", metavar="REPO", help="upload the folder to this Hub repository")
+    export.add_argument("--private", action="store_true", help="make that repository a private one")
+
+
+def add_option(group: argparse._ArgumentGroup, field: dataclasses.Field) -> None:
+    """The command-line option of one field of a method's options."""
+    name, meta = "--" + field.name.replace("_", "-"), field.metadata
+    default = "none" if field.default is None else field.default
+    help = meta["help"].replace("%", "%%")
+    kind = str(field.type).split(" | ")[0]
+    if kind == "bool":
+        shown = f"{help} (default: {'on' if field.default else 'off'})"
+        group.add_argument(name, action=argparse.BooleanOptionalAction, default=field.default, help=shown)
+        return
+    parse = {"int": int, "float": float, "str": str}[kind]
+    shown = f"{help} (default: {default})"
+    metavar = None if meta["choices"] else {"int": "N", "float": "X", "str": "TEXT"}[kind]
+    group.add_argument(name, type=parse, default=field.default, choices=meta["choices"], metavar=metavar, help=shown)
+
+
+def options_of(args: argparse.Namespace, options_class: type[TrainingOptions]) -> TrainingOptions:
+    """The method's options from the command line."""
+    return options_class(**{field.name: getattr(args, field.name) for field in dataclasses.fields(options_class)})
+
+
+def regeneration_of(args: argparse.Namespace) -> Regeneration | None:
+    """How the target shall write the answers, if it shall."""
+    if args.regenerate is None:
+        return None
+    return Regeneration(
+        path=args.regenerate or None,
+        max_new_tokens=args.max_new_tokens,
+        temperature=args.temperature,
+        batch_size=args.generation_batch_size,
+        speculative_config=json.loads(args.speculative_config),
+        seed=args.seed,
+    )
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out the subcommand; returns the exit code."""
+    check_installed()
+    trainer = available_trainers()[args.method]
+    options = options_of(args, trainer.options_class)
+    check_format(trainer, args.format)
+    if not Path(args.data).is_file():
+        raise ValueError(f"--data {args.data}: no such file.")
+    if args.debug:
+        logging.basicConfig(level=logging.INFO)
+    console = Console(stderr=True, highlight=False)
+    args.model = args.target
+    if args.device == "auto" and "LOCAL_RANK" in os.environ and torch.cuda.is_available():
+        args.device = f"cuda:{os.environ['LOCAL_RANK']}"  # one of several processes
+    model, tokenizer = load_model_and_tokenizer(args)
+    trained = train_head(
+        args.method,
+        model,
+        tokenizer,
+        args.data,
+        args.output,
+        options,
+        target_name=args.target,
+        regeneration=regeneration_of(args),
+        cache_dir=args.cache_dir,
+        form=args.format,
+        dtype=DTYPES[args.export_dtype] if args.export_dtype else None,
+        license=args.license,
+        quiet=args.quiet,
+        say=lambda line: console.print(line, soft_wrap=True, markup=False),
+    )
+    print(summary(trained))
+    if args.push_to_hub:
+        print(push_to_hub(trained.folder, args.push_to_hub, private=args.private))
+    return 0
+
+
+def summary(trained: Trained) -> str:
+    """One line about the run."""
+    parts = [f"{trained.folder}: {trained.steps} steps"]
+    if trained.estimate is not None:
+        rates = " ".join(f"{rate:.0%}" for rate in trained.estimate.acceptance)
+        parts.append(f"estimated τ {trained.estimate.tau:.2f} on held-out text (acceptance {rates})")
+    return "; ".join(parts)

@@ -1,0 +1,124 @@
+"""What a method adds to be trained: `HeadTrainer`, and what flows between it and the framework."""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import TYPE_CHECKING, Any, ClassVar
+
+import torch
+from torch import nn
+
+from ..runtime import Taps
+from .batch import Batch
+
+if TYPE_CHECKING:
+    from .options import TrainingOptions
+    from .target import TargetModel
+
+
+class TrainingError(ValueError):
+    """Training cannot start or go on; the message says why and what to do."""
+
+
+@dataclass
+class StepLoss:
+    """A loss on one micro-batch.
+
+    Attributes:
+        loss: scalar, the sum over positions; what is minimised is the sum of these over a step divided by the sum of weights.
+        weight: scalar, the number (or total weight) of the positions in it.
+        metrics: {name: (sum, weight)} without gradients, logged as means: parts of the loss, accuracies.
+    """
+
+    loss: torch.Tensor
+    weight: torch.Tensor
+    metrics: dict[str, tuple[torch.Tensor, torch.Tensor]] = field(default_factory=dict)
+
+
+@dataclass
+class Guesses:
+    """Greedy drafts under teacher forcing.
+
+    Attributes:
+        tokens: int64 [N, K], of the target's vocabulary; guess k is for the token at anchor + 1 + k.
+        rows, anchors: int64 [N], the row, and the position in it of the newest token the guesses follow.
+    """
+
+    tokens: torch.Tensor
+    rows: torch.Tensor
+    anchors: torch.Tensor
+
+
+def every_anchor(tokens: torch.Tensor) -> Guesses:
+    """Guesses made at every hidden state: tokens [B, S, K], where [:, t] follow h_t and the newest token x_{t+1}."""
+    num_rows, length, _ = tokens.shape
+    rows = torch.arange(num_rows, device=tokens.device).repeat_interleave(length)
+    anchors = torch.arange(1, length + 1, device=tokens.device).repeat(num_rows)
+    return Guesses(tokens.flatten(0, 1), rows, anchors)
+
+
+@dataclass
+class Exported:
+    """A head as it is written to disk.
+
+    Attributes:
+        tensors: by the layout's names.
+        config: config.json.
+        file_name: of the weights.
+        write_others: writes what else belongs into the folder it is given (a tokenizer).
+    """
+
+    tensors: dict[str, torch.Tensor]
+    config: dict[str, Any]
+    file_name: str = "model.safetensors"
+    write_others: Callable[[Path], None] | None = None
+
+
+class HeadTrainer(ABC):
+    """One method: its head, its loss, its guesses, its export. The package's docstring is the contract.
+
+    Attributes:
+        method: the method that drafts with the exported head.
+        options_class: set by `register`.
+        taps: what is read of the target.
+        formats: layouts for `exported`; the first is the default.
+        head: what `build` returned, once the framework has called it.
+        num_guesses: K, tokens a draft has in the estimate and in measurements; set by `build` at the latest.
+    """
+
+    method: ClassVar[str]
+    options_class: ClassVar[type[TrainingOptions]]
+    taps: Taps = Taps(last_hidden=True)
+    formats: ClassVar[tuple[str, ...]] = ("original",)
+
+    def __init__(self, options: Any, target: TargetModel):
+        self.options, self.target = options, target
+        self.head: nn.Module = nn.Module()
+        self.num_guesses = 0
+
+    @abstractmethod
+    def build(self, token_counts: torch.Tensor) -> nn.Module:
+        """The head with its initial weights, float32, on the target's device; torch's generator has been seeded.
+
+        Args:
+            token_counts: int64 [V], how often each token is the target's to write in the training data.
+        """
+
+    @abstractmethod
+    def loss(self, batch: Batch) -> StepLoss:
+        """The training loss on a batch (on the device, with features)."""
+
+    @abstractmethod
+    def guesses(self, batch: Batch) -> Guesses:
+        """The head's greedy drafts of `num_guesses` tokens, teacher-forced; called without gradients."""
+
+    @abstractmethod
+    def exported(self, form: str) -> Exported:
+        """The head in the layout `form`, one of `formats`. Tensors are cast and moved by the caller."""
+
+    def speculative_config(self) -> dict[str, Any]:
+        """Keys besides `model` that the exported head is measured with (the method is inferred)."""
+        return {"num_speculative_tokens": self.num_guesses}

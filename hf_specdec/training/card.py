@@ -1,0 +1,80 @@
+"""Model cards: what a head is for, what it was made from, and what it was measured to accept."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from .state import write_whole
+
+_BEGIN, _END = "<!-- measured: written by hf-specdec eval -->", "<!-- end of measured -->"
+
+
+def write_card(folder: Path, facts: dict[str, Any]) -> None:
+    """README.md of an exported head; a table that `add_measurements` wrote into an earlier one is dropped with it.
+
+    Args:
+        facts: method, target, license, data, num_samples, num_tokens, step, options, estimate (tau, acceptance), parameters, file,
+            dtype.
+    """
+    estimate, name = facts.get("estimate"), folder.resolve().name
+    target = facts["target"]
+    front = {
+        "license": facts["license"] or "other",
+        "library_name": "hf-specdec",
+        "base_model": target,
+        "tags": ["speculative-decoding", facts["method"]],
+    }
+    lines = [
+        "---",
+        yaml.safe_dump(front, sort_keys=False).strip(),
+        "---",
+        f"# {name}",
+        "",
+        f"A draft head for speculative decoding with `{target}`, method `{facts['method']}`.",
+        "It makes generation faster and does not change the output. It is of no use with any other model.",
+        "",
+        "```python",
+        f'model.generate(**inputs, speculative_config={{"model": "{name}"}})',
+        "```",
+        "",
+        "| | |",
+        "|---|---|",
+        f"| target | `{target}` |",
+        f"| parameters | {facts['parameters']:,} in {facts['dtype']} (`{facts['file']}`) |",
+        f"| data | {facts['data']} |",
+        f"| samples, tokens | {facts['num_samples']:,}, {facts['num_tokens']:,} a pass |",
+        f"| steps | {facts['step']:,} |",
+        f"| licence | {facts['license'] or 'not stated'} |",
+    ]
+    if estimate is not None:
+        rates = ", ".join(f"{rate:.0%}" for rate in estimate.acceptance)
+        lines += [f"| τ on held-out text, estimated | {estimate.tau:.2f} (acceptance per position: {rates}) |"]
+    lines += [
+        "",
+        _BEGIN,
+        _END,
+        "",
+        "Options of the run:",
+        "",
+        "```json",
+        json.dumps(facts["options"], indent=1),
+        "```",
+        "",
+    ]
+    write_whole(folder / "README.md", lambda file: file.write("\n".join(lines).encode("utf-8")))
+
+
+def add_measurements(folder: Path, table: str) -> bool:
+    """Put a table of measured figures into the card; False if the folder has no card of ours."""
+    path = folder / "README.md"
+    text = path.read_text(encoding="utf-8") if path.is_file() else ""
+    begin, end = text.find(_BEGIN), text.find(_END)
+    if begin < 0 or end < begin:
+        return False
+    new = f"{text[: begin + len(_BEGIN)]}\n{table.strip()}\n{text[end:]}"
+    write_whole(path, lambda file: file.write(new.encode("utf-8")))
+    return True

@@ -1,0 +1,195 @@
+"""Training data: files of conversations, prompts with answers, or plain text, as token ids with a mask of what counts."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from .base import TrainingError
+from .chat import answer_spans, conversation_of
+
+PROMPT_KEYS, ANSWER_KEYS = ("prompt", "question"), ("completion", "answer", "response")
+
+
+@dataclass
+class Sample:
+    """One text.
+
+    Attributes:
+        token_ids: int32 [n].
+        loss_mask: bool [n], tokens that are the target's to write.
+        group: samples of one group are all trained on, or all held out.
+        task: what kind of text it is, "" if the data does not say.
+    """
+
+    token_ids: np.ndarray
+    loss_mask: np.ndarray
+    group: str
+    task: str = ""
+
+    def __len__(self) -> int:
+        return len(self.token_ids)
+
+
+# ---- rows -----------------------------------------------------------------------------------------------------------
+
+
+def read_rows(path: str | Path) -> list[dict[str, Any]]:
+    """The rows of a .jsonl file, each with its place under "_where"; any other file is one plain text.
+
+    Raises:
+        TrainingError: no file, nothing in it, not UTF-8, a line that is no JSON object.
+    """
+    path = Path(path)
+    if not path.is_file():
+        raise TrainingError(f"--data {path}: no such file.")
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise TrainingError(f"--data {path}: not UTF-8 text ({error}).") from None
+    if path.suffix not in (".jsonl", ".ndjson"):
+        rows = [{"text": text, "_where": str(path), "_windows": True}] if text.strip() else []
+    else:
+        rows = [_row(line, f"{path}:{n}") for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    if not rows:
+        raise TrainingError(f"--data {path}: nothing in it.")
+    return rows
+
+
+def _row(line: str, where: str) -> dict[str, Any]:
+    try:
+        row = json.loads(line)
+    except json.JSONDecodeError as error:
+        raise TrainingError(f"{where}: not JSON ({error}).") from None
+    if not isinstance(row, dict):
+        raise TrainingError(f"{where}: expected a JSON object.")
+    return {**row, "_where": where}
+
+
+def text_of(row: dict[str, Any], keys: tuple[str, ...]) -> str | None:
+    """The text under the first of `keys` that is there."""
+    for key in keys:
+        if row.get(key) is not None:
+            if not isinstance(row[key], str):
+                raise TrainingError(f"{row['_where']}: {key!r} is not text.")
+            return row[key]
+    return None
+
+
+# ---- samples --------------------------------------------------------------------------------------------------------
+
+
+def encode(
+    rows: list[dict[str, Any]], tokenizer: Any, vocab_size: int, end_tokens: set[int], max_length: int
+) -> list[Sample]:
+    """Samples of all rows, at most `max_length` tokens each; what has no answer token within that is left out.
+
+    Conversations and prompts count in the answers, plain text counts everywhere (and is cut into pieces).
+
+    Raises:
+        TrainingError: a row that is none of these; a tokenizer without chat template for conversations; ids beyond the
+            vocabulary; nothing left.
+    """
+    if not getattr(tokenizer, "is_fast", False):
+        raise TrainingError("The target's tokenizer is a slow one, which cannot say where answers begin in its tokens.")
+    samples = [sample for row in rows for sample in _samples(row, tokenizer, end_tokens, max_length)]
+    samples = [sample for sample in samples if sample.loss_mask[1:].any()]  # the first token cannot be predicted
+    if not samples:
+        raise TrainingError(
+            f"None of the {len(rows)} rows has an answer within its first {max_length} tokens: raise --max-length, or look "
+            "at the data."
+        )
+    largest = max(int(sample.token_ids.max()) for sample in samples)
+    if largest >= vocab_size:
+        raise TrainingError(
+            f"The data has token id {largest}, the target {vocab_size} tokens: it was made for another model."
+        )
+    return samples
+
+
+def _samples(row: dict[str, Any], tokenizer: Any, end_tokens: set[int], max_length: int) -> Iterator[Sample]:
+    task = str(row.get("task") or "")
+    if "prompt_ids" in row:  # written by --regenerate
+        prompt, answer = _ids(row, "prompt_ids"), _ids(row, "answer_ids")
+        mask = np.repeat([False, True], [len(prompt), len(answer)])
+        group = str(row.get("group") or row["prompt_ids"])
+        yield Sample(np.concatenate([prompt, answer])[:max_length], mask[:max_length], group, task)
+        return
+    messages = conversation_of(row)
+    prompt, answer = text_of(row, PROMPT_KEYS), text_of(row, ANSWER_KEYS)
+    if messages is None and prompt is not None and answer is not None and tokenizer.chat_template is not None:
+        messages = [{"role": "user", "content": prompt}, {"role": "assistant", "content": answer}]
+    if messages is not None:
+        group = str(messages[0]["content"])
+        for text, spans in answer_spans(messages, tokenizer, row["_where"]):
+            ids, mask = _tokenize(tokenizer, text, spans, False, end_tokens)
+            yield Sample(ids[:max_length], mask[:max_length], group, task)
+    elif prompt is not None and answer is not None:
+        text = prompt + answer
+        ids, mask = _tokenize(tokenizer, text, [(len(prompt), len(text))], True, set())
+        yield Sample(ids[:max_length], mask[:max_length], prompt, task)
+    elif prompt is not None:
+        raise TrainingError(f"{row['_where']}: a prompt without an answer; --regenerate lets the target write it.")
+    elif (text := text_of(row, ("text",))) is not None:
+        ids, mask = _tokenize(tokenizer, text, [(0, len(text))], True, set())
+        for start in range(0, len(ids), max_length):
+            piece = slice(start, start + max_length)
+            group = f"{start}:{text[:64]}" if row.get("_windows") else text
+            yield Sample(ids[piece], mask[piece], group, task)
+    else:
+        known = '"messages", "conversations", "prompt" with "completion", or "text"'
+        raise TrainingError(f"{row['_where']}: none of {known}; it has {', '.join(k for k in row if k != '_where')}.")
+
+
+def _ids(row: dict[str, Any], key: str) -> np.ndarray:
+    ids = row.get(key)
+    if not isinstance(ids, list) or not all(type(i) is int and 0 <= i < 2**31 for i in ids):
+        raise TrainingError(f"{row['_where']}: {key!r} is not a list of token ids.")
+    return np.asarray(ids, dtype=np.int32)
+
+
+def _tokenize(
+    tokenizer: Any, text: str, spans: list[tuple[int, int]], special: bool, end_tokens: set[int]
+) -> tuple[np.ndarray, np.ndarray]:
+    """Ids, and which of them begin inside the spans; after an end token nothing more of a span counts."""
+    out = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
+    ids = np.asarray(out["input_ids"], dtype=np.int32)
+    starts, stops = np.asarray(out["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
+    mask = np.zeros(len(ids), dtype=bool)
+    for first, last in spans:
+        inside = np.flatnonzero((starts >= first) & (starts < last) & (stops > starts))
+        ends = np.flatnonzero(np.isin(ids[inside], list(end_tokens)))
+        mask[inside[: ends[0] + 1] if len(ends) else inside] = True
+    return ids, mask
+
+
+# ---- held out -------------------------------------------------------------------------------------------------------
+
+
+def split(samples: list[Sample], share: float, seed: int) -> tuple[list[Sample], list[Sample]]:
+    """(training, held out): by a hash of each sample's group and the seed, so equal prompts are on one side whatever the order.
+
+    Raises:
+        TrainingError: all samples are one group, so that nothing can be held out, or nothing trained on.
+    """
+    if share == 0:
+        return samples, []
+    place = {group: _place(group, seed) for group in {sample.group for sample in samples}}
+    if len(place) < 2:
+        raise TrainingError("The data is a single sample, so none can be held out: give more, or --held-out 0.")
+    limit = max(share, sorted(place.values())[0])  # at least one
+    limit = min(limit, sorted(place.values())[-2])  # and not all
+    held = [sample for sample in samples if place[sample.group] <= limit]
+    return [sample for sample in samples if place[sample.group] > limit], held
+
+
+def _place(group: str, seed: int) -> float:
+    """In [0, 1), uniform over groups."""
+    digest = hashlib.sha256(f"{seed}\0{group}".encode()).digest()
+    return int.from_bytes(digest[:8], "big") / 2**64

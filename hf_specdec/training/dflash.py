@@ -1,0 +1,347 @@
+"""DFlash (z-lab): a drafter of a few layers that fills a block of mask tokens in one forward, trained at random anchors."""
+
+from __future__ import annotations
+
+import logging
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import AttentionInterface, Qwen3Config
+from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
+
+from ..candidate_generators.dflash_block import DFlashDrafter, DFlashLayout
+from ..runtime import Taps, architectures
+from .base import Exported, Guesses, HeadTrainer, StepLoss, TrainingError
+from .batch import Batch
+from .options import TrainingOptions, option
+from .registry import register
+from .speculators import speculators_config
+from .target import TargetModel
+from .token_loss import OBJECTIVES, token_loss
+
+logger = logging.getLogger(__name__)
+
+ATTENTION_NAME = "hf_specdec_blocks"  # how it is registered with transformers
+_BLOCKS_AT_ONCE = 32  # of a text, that share a row of the attention mask
+
+
+@dataclass
+class DFlashOptions(TrainingOptions):
+    """The drafter's shape, and how many blocks of each text are trained on."""
+
+    learning_rate: float = option(2e-3, "peak of the learning rate", minimum=0)
+    num_layers: int = option(3, "decoder layers", minimum=1)
+    block_size: int = option(
+        6, "slots of a block; the first holds the newest token, so one less are drafted", minimum=2
+    )
+    intermediate_size: int | None = option(
+        None, "of the MLPs (default: the target's, or three times the width)", minimum=1
+    )
+    target_layers: str | None = option(
+        None, "layers of the target whose output is read, as 1,3,5 (from 0; default: spread)"
+    )
+    num_anchors: int = option(64, "blocks per text, at random places anew in every step", minimum=1)
+    loss_decay: float = option(4.0, "slot j (from 1) has the weight exp(-(j - 1) / this)", minimum=1e-3)
+    objective: str = option("kl", "kl: the target's distributions; ce: the text's tokens", choices=OBJECTIVES)
+    mask_token_id: int | None = option(
+        None, "what stands in the open slots (default: a token that texts do not have)", minimum=0
+    )
+
+
+@register(DFlashOptions)
+class DFlashTrainer(HeadTrainer):
+    """DFlash: blocks of mask tokens behind random anchors of a text, all of them in one forward under one mask: a block sees the
+    target's hidden states before its anchor, and itself. Weights fall with the slot, exp(-(j - 1) / loss_decay)."""
+
+    method = "dflash"
+    formats = ("original", "speculators")
+    options: DFlashOptions
+    head: DFlashDrafter
+
+    def __init__(self, options: DFlashOptions, target: TargetModel):
+        super().__init__(options, target)
+        self.target_layers = target_layers(options, target)
+        # The drafter reads layers' outputs: index i + 1 among transformers' hidden states.
+        self.taps = Taps(last_hidden=options.objective == "kl", layers=tuple(i + 1 for i in self.target_layers))
+        self.config = layers_config(options, target)
+        self.num_guesses = options.block_size - 1
+
+    def build(self, token_counts: torch.Tensor) -> nn.Module:
+        """Linear layers as transformers begins them, the last norm as the target's; its embeddings and head are shared."""
+        self.mask_token_id = mask_token(self.options, self.target, token_counts)
+        layout = DFlashLayout(
+            layers=self.config,
+            block_size=self.options.block_size,
+            mask_token_id=self.mask_token_id,
+            tapped=self.taps.layers,
+            from_anchor=False,
+            causal=(False, True),
+            window_from_anchor=False,
+            starts_in_anchor_slot=False,
+            heads={},
+        )
+        owns: dict[str, tuple[int, ...] | None] = {"embed_tokens": None, "lm_head": None}
+        drafter = DFlashDrafter(layout, self.target.hidden_size, self.target.vocab_size, owns)
+        for module in drafter.modules():
+            if isinstance(module, nn.Linear):
+                nn.init.normal_(module.weight, std=self.config.initializer_range)
+        with torch.no_grad():
+            drafter.norm.weight.copy_(last_norm_scale(self.target))
+        self.rotary = Qwen3RotaryEmbedding(self.config).to(self.target.device)
+        self.lm_head = self.target.lm_head_float32()
+        return drafter.to(self.target.device)
+
+    # ---- blocks -----------------------------------------------------------------------------------------------------
+
+    def block_hidden(self, batch: Batch, anchors: torch.Tensor) -> torch.Tensor:
+        """Final hidden states [B, A, block_size, H] of blocks behind anchors [B, A] (positions of their newest tokens)."""
+        head, size = self.head, self.options.block_size
+        # A text's blocks are rows of a few blocks each: masks of all of them would mostly say what is not seen.
+        num_anchors = anchors.shape[1]
+        parts = -(-num_anchors // _BLOCKS_AT_ONCE)
+        together = -(-num_anchors // parts)
+        anchors = F.pad(anchors, (0, parts * together - num_anchors))
+        context = head.hidden_norm(head.fc(torch.cat([batch.layers[i] for i in self.taps.layers], dim=-1)))
+        ids = torch.full((*anchors.shape, size), self.mask_token_id, device=anchors.device)
+        ids[..., 0] = batch.input_ids.gather(1, anchors)
+        ids, anchors = ids.view(-1, together * size), anchors.view(-1, together)
+        positions = (anchors[..., None] + torch.arange(size, device=anchors.device)).flatten(1)
+        hidden = self.target.embed_tokens(ids).float()
+        cache = BlocksCache(self._context_keys_values(context, batch.position_ids), parts)
+        mask = blocks_mask(anchors, batch.input_ids.shape[1], size)
+        rotary = self.rotary(hidden, positions)
+        for layer in head.layers:
+            hidden = layer(
+                hidden,
+                attention_mask=mask,
+                position_ids=positions,
+                position_embeddings=rotary,
+                past_key_values=cache,
+            )
+        return head.norm(hidden).view(len(batch.input_ids), parts * together, size, -1)[:, :num_anchors]
+
+    def _context_keys_values(
+        self, context: torch.Tensor, position_ids: torch.Tensor
+    ) -> list[tuple[torch.Tensor, torch.Tensor]]:
+        """Of every layer, [B, heads, S, D] each, from context [B, S, H]: no input norm, as `BlockHead.read` makes them."""
+        cos, sin = self.rotary(context, position_ids)
+        out = []
+        for layer in self.head.layers:
+            attention: Any = layer.self_attn
+            shape = (*context.shape[:2], -1, attention.head_dim)
+            keys = attention.k_norm(attention.k_proj(context).view(shape)).transpose(1, 2)
+            keys, _ = apply_rotary_pos_emb(keys, keys, cos, sin)
+            out.append((keys, attention.v_proj(context).view(shape).transpose(1, 2)))
+        return out
+
+    def loss(self, batch: Batch) -> StepLoss:
+        """Sum over blocks and slots j of exp(-(j - 1) / loss_decay) times KL(target || drafter), or cross-entropy."""
+        anchors, chosen = random_anchors(batch.ahead(batch.loss_mask, 1), self.options.num_anchors)
+        hidden = self.block_hidden(batch, anchors)[:, :, 1:]
+        slots = torch.arange(1, self.options.block_size, device=anchors.device)
+        places = anchors[..., None] + slots  # [B, A, K]: where the slots' tokens stand
+        inside = places < batch.input_ids.shape[1]
+        places = places.clamp(max=batch.input_ids.shape[1] - 1).flatten(1)
+        counts = batch.loss_mask.gather(1, places).view_as(inside) & inside & chosen[..., None]
+        labels = batch.input_ids.gather(1, places).view_as(inside)[counts]
+        logits = self.lm_head(hidden[counts]).float()
+        teacher = None
+        if self.options.objective == "kl":
+            rows = torch.arange(len(anchors), device=anchors.device)[:, None, None].expand_as(counts)[counts]
+            teacher = self.target.logits(batch.hidden()[rows, places.view_as(inside)[counts] - 1])
+        weights = torch.exp((1 - slots) / self.options.loss_decay).expand_as(counts)[counts]
+        right = (logits.argmax(-1) == labels).float()
+        slot = slots.expand_as(counts)[counts]
+        metrics = {f"accuracy_{j}": (right[slot == j].sum(), (slot == j).sum()) for j in range(1, self.num_guesses + 1)}
+        return StepLoss((weights * token_loss(logits, labels, teacher)).sum(), weights.sum(), metrics)
+
+    def guesses(self, batch: Batch) -> Guesses:
+        """Blocks at up to `num_anchors` places of each text, spread evenly over those that are followed by an answer's token."""
+        anchors, chosen = even_anchors(batch.ahead(batch.loss_mask, 1), self.options.num_anchors)
+        tokens = self.lm_head(self.block_hidden(batch, anchors)[:, :, 1:][chosen]).argmax(-1)
+        rows = torch.arange(len(anchors), device=anchors.device)[:, None].expand_as(anchors)
+        return Guesses(tokens, rows[chosen], anchors[chosen])
+
+    # ---- export -----------------------------------------------------------------------------------------------------
+
+    def exported(self, form: str) -> Exported:
+        """z-lab's files (`dflash_config`), or speculators', which hold the target's embeddings and head too."""
+        options, target = self.options, self.target
+        layers = {k: v for k, v in self.config.to_dict().items() if k not in ("dtype", "architectures")}
+        tensors: dict[str, torch.Tensor] = dict(self.head.state_dict())
+        if form == "original":
+            own = {"mask_token_id": self.mask_token_id, "target_layer_ids": self.target_layers}
+            config = {
+                **layers,
+                "architectures": ["DFlashDraftModel"],
+                "block_size": options.block_size,
+                "num_target_layers": target.num_layers,
+                "dflash_config": own,
+            }
+            return Exported(tensors, config)
+        tensors["embed_tokens.weight"] = target.embed_tokens.weight  # pyright: ignore[reportArgumentType]
+        tensors["lm_head.weight"] = target.lm_head.weight
+        config = {
+            "architectures": ["DFlashSpeculator"],
+            "speculators_model_type": "dflash",
+            "speculators_config": speculators_config("dflash", self.num_guesses, target),
+            "transformer_layer_config": layers,
+            "draft_vocab_size": target.vocab_size,
+            "target_hidden_size": target.hidden_size,
+            "block_size": options.block_size,
+            "mask_token_id": self.mask_token_id,
+            "aux_hidden_state_layer_ids": list(self.taps.layers),
+            "sample_from_anchor": False,
+            "sliding_window_non_causal": False,
+            "tie_word_embeddings": False,
+        }
+        return Exported(tensors, config)
+
+
+class BlocksCache:
+    """What attention layers take for their cache: a text's context keys and values, put before those of its blocks.
+
+    Args:
+        context: per layer, keys and values [B, heads, S, D].
+        parts: rows that a text's blocks are spread over.
+    """
+
+    def __init__(self, context: list[tuple[torch.Tensor, torch.Tensor]], parts: int):
+        self.context, self.parts = context, parts
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """All keys and values [B * parts, heads, S + T, D] of a layer, from those of its blocks [B * parts, heads, T, D]."""
+        context = [each.to(keys).repeat_interleave(self.parts, dim=0) for each in self.context[layer_idx]]
+        return torch.cat([context[0], keys], dim=2), torch.cat([context[1], values], dim=2)
+
+
+def blocks_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
+    """transformers' attention function: sdpa, in float32 on CPUs, whose attention is slow backwards in bfloat16."""
+    dtype, group = query.dtype, query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    with torch.autocast(query.device.type, enabled=False):
+        if query.device.type == "cpu":
+            query, key, value = query.float(), key.float(), value.float()
+        out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
+    return out.transpose(1, 2).to(dtype), None
+
+
+AttentionInterface.register(ATTENTION_NAME, blocks_attention)
+
+
+def blocks_mask(anchors: torch.Tensor, length: int, size: int) -> torch.Tensor:
+    """bool [B, 1, A * size, length + A * size]: slots of a block see the context before its anchor [B, A], and each other."""
+    block = torch.arange(anchors.shape[1], device=anchors.device).repeat_interleave(size)
+    before = torch.arange(length, device=anchors.device) < anchors.repeat_interleave(size, dim=1)[..., None]
+    own = (block[:, None] == block).expand(len(anchors), -1, -1)
+    return torch.cat([before, own], dim=-1)[:, None]
+
+
+def random_anchors(valid: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """(positions int64 [B, A], whether each is one) drawn without replacement from those `valid` [B, S]; A is at most `count`."""
+    return _first_of(torch.rand(valid.shape, device=valid.device).masked_fill(~valid, -1.0), valid, count)
+
+
+def even_anchors(valid: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """As `random_anchors`, but the same every time: spread evenly over the valid positions."""
+    rank, total = valid.long().cumsum(1), valid.long().sum(1, keepdim=True).clamp(min=1)
+    taken = valid & ((total <= count) | (rank * count // total > (rank - 1) * count // total))
+    order = torch.arange(valid.shape[1], 0, -1, device=valid.device).expand(valid.shape)
+    return _first_of(order.masked_fill(~taken, -1).float(), taken, count)
+
+
+def _first_of(scores: torch.Tensor, valid: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
+    most = max(1, min(count, int(valid.sum(1).max())))
+    anchors = scores.topk(most, dim=1).indices
+    return anchors, valid.gather(1, anchors)
+
+
+def target_layers(options: DFlashOptions, target: TargetModel) -> list[int]:
+    """Layers of the target, from 0, whose outputs are read: given, or as many as the drafter has, from the second to the last
+    but one. The last layer's output is not among the choices: transformers' hidden states have it only after the norm.
+
+    Raises:
+        TrainingError: not a list of different layers of the target.
+    """
+    last = target.num_layers - 2
+    if options.target_layers is None:
+        count = min(options.num_layers, max(1, last))
+        if count == 1:
+            return [max(0, last)]
+        return [round(1 + i * (last - 1) / (count - 1)) for i in range(count)]
+    try:
+        chosen = [int(part) for part in options.target_layers.split(",")]
+    except ValueError:
+        chosen = []
+    if not chosen or len(set(chosen)) < len(chosen) or min(chosen) < 0 or max(chosen) > last:
+        raise TrainingError(
+            f"--target-layers must be different numbers from 0 to {last} with commas between, not {options.target_layers!r}."
+        )
+    return chosen
+
+
+@torch.no_grad()
+def last_norm_scale(target: TargetModel) -> torch.Tensor:
+    """[H]: what the target's last norm multiplies by, so that its head's logits have their size from the start; ones, if it is no
+    RMS norm."""
+    norm: Any = getattr(architectures.decoder_of(target.model), "norm", None)
+    ones = torch.ones(target.hidden_size, device=target.device)
+    if norm is None or "RMSNorm" not in type(norm).__name__:
+        return ones
+    return norm(ones.to(norm.weight.dtype)).float()  # whose mean square is 1
+
+
+def layers_config(options: DFlashOptions, target: TargetModel) -> Qwen3Config:
+    """Of the drafter's layers: Qwen3's, in the target's width, heads and positions."""
+    theirs, width = target.config, target.hidden_size
+    rope = getattr(theirs, "rope_parameters", None) or {}
+    heads = theirs.num_attention_heads
+    config = Qwen3Config(
+        vocab_size=target.vocab_size,
+        hidden_size=width,
+        intermediate_size=options.intermediate_size or getattr(theirs, "intermediate_size", None) or 3 * width,
+        num_hidden_layers=options.num_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(theirs, "num_key_value_heads", None) or heads,
+        head_dim=getattr(theirs, "head_dim", None) or width // heads,
+        max_position_embeddings=getattr(theirs, "max_position_embeddings", None) or 32768,
+        rms_norm_eps=1e-6,
+        rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
+        use_sliding_window=False,
+        tie_word_embeddings=False,
+    )
+    config._attn_implementation = ATTENTION_NAME
+    return config
+
+
+def mask_token(options: DFlashOptions, target: TargetModel, token_counts: torch.Tensor) -> int:
+    """The id in open slots: given; the tokenizer's mask token; an embedding row behind the tokenizer's last token; the padding
+    token; or a special token: none that the target is to write.
+
+    Raises:
+        TrainingError: the given one has no embedding, or there is none to be found.
+    """
+    table: torch.Tensor = target.embed_tokens.weight  # pyright: ignore[reportAssignmentType]
+    rows, tokenizer = len(table), target.tokenizer
+    if options.mask_token_id is not None:
+        if options.mask_token_id >= rows:
+            raise TrainingError(
+                f"--mask-token-id {options.mask_token_id}: the target has embeddings for {rows} tokens."
+            )
+        return options.mask_token_id
+    special: Sequence[int] = getattr(tokenizer, "all_special_ids", ())
+    candidates = [("mask token", tokenizer.mask_token_id), ("first id without a token", len(tokenizer))]
+    candidates += [("padding token", tokenizer.pad_token_id)] + [("special token", i) for i in special]
+    for what, token in candidates:
+        if token is not None and token < rows and token not in target.end_tokens and not token_counts[token]:
+            logger.info("Open slots hold the tokenizer's %s, id %d.", what, token)
+            return token
+    raise TrainingError(
+        "The target's tokenizer has no token that its texts do not have: name one with --mask-token-id."
+    )

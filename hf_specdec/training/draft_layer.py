@@ -1,0 +1,78 @@
+"""The decoder layer of a new EAGLE head: shaped like the target's, in plain Llama form that everything loads."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import LlamaConfig
+
+from ..candidate_generators.checkpoints import Checkpoint, Plan
+from ..candidate_generators.head_layers import Embeddings, RotaryPositions
+from .target import TargetModel
+from .unrolled import attend_unrolled
+
+
+class Shapes(Plan):
+    """Which tensors a new head has that another one of its kind may lack, and their shapes; there is no file yet."""
+
+    def __init__(self, shapes: dict[str, tuple[int, ...]]):
+        self.shapes, self.sources = shapes, {name: name for name in shapes}
+
+    def shape(self, canonical: str) -> tuple[int, ...]:
+        """A tensor's shape."""
+        return self.shapes[canonical]
+
+
+def layer_config_for(target: TargetModel, intermediate_size: int | None, num_layers: int) -> LlamaConfig:
+    """Llama layers of the target's width and attention heads, that attend as in unrolled.py.
+
+    Rotary frequencies are the target's base frequency without any scaling: texts in training are short.
+    """
+    config, width = target.config, target.hidden_size
+    heads = config.num_attention_heads
+    rope = getattr(config, "rope_parameters", None) or {}
+    own = [each for each in (rope, *rope.values()) if isinstance(each, dict) and "rope_theta" in each]
+    layers = LlamaConfig(
+        hidden_size=width,
+        intermediate_size=intermediate_size or getattr(config, "intermediate_size", None) or 4 * width,
+        num_hidden_layers=num_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+        head_dim=getattr(config, "head_dim", None) or width // heads,
+        hidden_act="silu",
+        max_position_embeddings=getattr(config, "max_position_embeddings", None) or 2048,
+        rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
+        vocab_size=target.vocab_size,
+        rope_parameters={"rope_type": "default", "rope_theta": float(own[0]["rope_theta"]) if own else 10000.0},
+    )
+    attend_unrolled(layers)
+    return layers
+
+
+def prepare(head: Any, config: LlamaConfig, target: TargetModel) -> None:
+    """Give a new head the target's embeddings, which are not trained, and rotary positions; float32, on the target's device."""
+    head.to(target.device, torch.float32)
+    head.embeddings = Embeddings(target.embed_tokens)
+    head.rotary = RotaryPositions(Checkpoint(Path("."), "the head being trained"), config, target.device)
+
+
+def embedding_table(target: TargetModel) -> torch.Tensor:
+    """The target's embeddings [V, H], as its layers read them (some families scale them)."""
+    return target.embed_tokens(torch.arange(target.vocab_size, device=target.device))
+
+
+def layer_json(config: LlamaConfig) -> dict[str, Any]:
+    """What config.json says of the layers, in keys that readers of every age know."""
+    keys = (
+        "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
+        "hidden_act", "max_position_embeddings", "rms_norm_eps", "vocab_size",
+    )  # fmt: skip
+    values = {key: getattr(config, key) for key in keys}
+    return {
+        "model_type": "llama",
+        **values,
+        "rope_theta": (config.rope_parameters or {}).get("rope_theta"),
+        "attention_bias": False,
+    }

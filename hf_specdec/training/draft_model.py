@@ -1,0 +1,135 @@
+"""A small causal language model, distilled from the target on its own answers, to draft for it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
+
+from .base import Exported, Guesses, HeadTrainer, StepLoss, TrainingError, every_anchor
+from .batch import Batch
+from .options import TrainingOptions, option
+from .registry import register
+from .token_loss import OBJECTIVES, token_loss
+
+
+@dataclass
+class DraftModelOptions(TrainingOptions):
+    """The draft's shape and what it is trained for."""
+
+    learning_rate: float = option(2e-3, "peak of the learning rate", minimum=0)
+    num_layers: int = option(2, "decoder layers", minimum=1)
+    width: int | None = option(None, "hidden size (default: half the target's)", minimum=1)
+    intermediate_size: int | None = option(None, "of the MLPs (default: three times the width)", minimum=1)
+    num_heads: int | None = option(None, "query heads (default: as many as give the target's head size)", minimum=1)
+    num_kv_heads: int | None = option(None, "key and value heads (default: half the query heads)", minimum=1)
+    objective: str = option("kl", "kl: the target's distributions; ce: the text's tokens", choices=OBJECTIVES)
+    num_draft_tokens: int = option(5, "tokens of a draft, in the estimate and in measurements", minimum=1)
+
+
+@register(DraftModelOptions)
+class DraftModelTrainer(HeadTrainer):
+    """Distillation (Leviathan et al. 2023; Zhou et al. 2024, DistillSpec) of a Llama of a few layers with the target's
+    tokens: KL(target || draft) of every next token of an answer. Its tied embeddings begin as the target's, projected on
+    their main directions."""
+
+    method = "draft_model"
+    formats = ("transformers",)
+    options: DraftModelOptions
+    head: LlamaForCausalLM
+
+    def build(self, token_counts: torch.Tensor) -> nn.Module:
+        """A random Llama under the target's projected embeddings."""
+        draft: Any = LlamaForCausalLM(draft_config(self.options, self.target)).float()
+        table: torch.Tensor = self.target.embed_tokens.weight  # pyright: ignore[reportAssignmentType]
+        with torch.no_grad():
+            draft.model.embed_tokens.weight.copy_(main_directions(table.float(), draft.config.hidden_size))
+        draft.config._attn_implementation = "sdpa"
+        self.num_guesses = self.options.num_draft_tokens
+        return draft.to(self.target.device)
+
+    def _hidden(self, batch: Batch) -> torch.Tensor:
+        return self.head.model(input_ids=batch.input_ids, use_cache=False).last_hidden_state
+
+    def loss(self, batch: Batch) -> StepLoss:
+        """Sum over the answers' tokens of KL(target || draft), or of the cross-entropy."""
+        labels, counts = batch.ahead(batch.input_ids, 1), batch.ahead(batch.loss_mask, 1)
+        logits = self.head.lm_head(self._hidden(batch)[counts]).float()
+        teacher = self.target.logits(batch.hidden()[counts]) if self.options.objective == "kl" else None
+        total = token_loss(logits, labels[counts], teacher).sum()
+        return StepLoss(
+            total, counts.sum(), {"accuracy_1": ((logits.argmax(-1) == labels[counts]).sum(), counts.sum())}
+        )
+
+    def guesses(self, batch: Batch) -> Guesses:
+        """Guess k is the draft's choice after the k tokens of the text that follow the newest one."""
+        choices = self.head.lm_head(self._hidden(batch)).argmax(-1)
+        ahead = [batch.ahead(choices, 1 + k) for k in range(self.num_guesses)]
+        return every_anchor(torch.stack(ahead, dim=-1))
+
+    def exported(self, form: str) -> Exported:
+        """As `save_pretrained` writes it, with the tokenizer."""
+        config = {key: value for key, value in self.head.config.to_dict().items() if key != "dtype"}
+        config["architectures"] = [type(self.head).__name__]
+        tensors = {name: value for name, value in self.head.state_dict().items() if name != "lm_head.weight"}  # tied
+        return Exported(tensors, config, write_others=self._write_tokenizer)
+
+    def _write_tokenizer(self, folder: Path) -> None:
+        self.target.tokenizer.save_pretrained(folder)
+        GenerationConfig(**self._special_tokens()).save_pretrained(folder)
+
+    def _special_tokens(self) -> dict[str, Any]:
+        return special_tokens(self.target)
+
+
+def special_tokens(target) -> dict[str, Any]:
+    """Ids of the tokens that begin, end and pad the target's texts."""
+    source = target.model.generation_config
+    return {key: getattr(source, key) for key in ("bos_token_id", "eos_token_id", "pad_token_id")}
+
+
+def draft_config(options: DraftModelOptions, target) -> LlamaConfig:
+    """The draft's configuration: the options', the target's vocabulary and positions.
+
+    Raises:
+        TrainingError: a shape that is none, or a width above the target's.
+    """
+    theirs = target.config
+    width = options.width or max(2, target.hidden_size // 2)
+    if width > target.hidden_size:
+        raise TrainingError(
+            f"--width {width} is more than the target's {target.hidden_size}: a draft should be smaller."
+        )
+    head_dim = getattr(theirs, "head_dim", None) or target.hidden_size // theirs.num_attention_heads
+    heads = options.num_heads or max(1, width // head_dim)
+    kv_heads = options.num_kv_heads or max(1, heads // 2)
+    if width % heads or (width // heads) % 2 or heads % kv_heads:
+        raise TrainingError(
+            f"A width of {width} does not divide into {heads} heads of an even size with {kv_heads} for keys and values: "
+            "give --width, --num-heads and --num-kv-heads that do."
+        )
+    rope = getattr(theirs, "rope_parameters", None) or {}
+    return LlamaConfig(
+        vocab_size=target.vocab_size,
+        hidden_size=width,
+        intermediate_size=options.intermediate_size or 3 * width,
+        num_hidden_layers=options.num_layers,
+        num_attention_heads=heads,
+        num_key_value_heads=kv_heads,
+        max_position_embeddings=getattr(theirs, "max_position_embeddings", None) or 2048,
+        rms_norm_eps=1e-6,
+        initializer_range=width**-0.5,
+        rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
+        tie_word_embeddings=True,
+        **special_tokens(target),
+    )
+
+
+def main_directions(table: torch.Tensor, width: int) -> torch.Tensor:
+    """Embeddings [V, H] in their `width` directions of largest second moment, [V, width]."""
+    _, directions = torch.linalg.eigh(table.T @ table)  # in ascending order
+    return table @ directions[:, -width:].flip(1)

@@ -1,0 +1,107 @@
+"""EAGLE-1/2 (Li et al. 2024): a decoder layer learns to continue the target's final hidden states; HASS's steps beyond the first."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..candidate_generators.eagle import EagleHead
+from ..runtime import Taps
+from .base import Exported, Guesses, HeadTrainer, StepLoss
+from .batch import Batch
+from .draft_layer import Shapes, embedding_table, layer_config_for, layer_json, prepare
+from .options import TrainingOptions, option
+from .registry import register
+from .unrolled import Places, argmax_of, greedy_guesses, probabilities, soft_cross_entropy, unroll
+
+
+@dataclass
+class EagleOptions(TrainingOptions):
+    """EAGLE-1's own options."""
+
+    num_steps: int = option(
+        3, "steps trained: from the second on the head reads its own output (HASS); 1 is EAGLE-1", minimum=1
+    )
+    step_decay: float = option(
+        1.0, "step s (from 0) has this weight to the power of s in the loss", minimum=0, maximum=1
+    )
+    feature_weight: float = option(
+        1.0, "of SmoothL1 between the head's output and the target's hidden state", minimum=0
+    )
+    token_weight: float = option(0.1, "of the cross-entropy against the target's distribution", minimum=0)
+    feature_noise: float = option(
+        0.2, "width of uniform noise on hidden states of a text of 512 tokens; less on longer ones", minimum=0
+    )
+    num_layers: int = option(1, "decoder layers", minimum=1)
+    intermediate_size: int | None = option(None, "width of the layers' MLP (none: the target's)", minimum=1)
+    draft_length: int = option(5, "tokens of a draft in the estimate", minimum=1)
+
+
+@register(EagleOptions)
+class EagleTrainer(HeadTrainer):
+    """From h_t and x_{t+1} the head predicts h_{t+1}, which the target's own lm_head reads."""
+
+    method = "eagle"
+    taps = Taps(last_hidden=True)
+    options: EagleOptions
+    head: EagleHead
+
+    def build(self, token_counts: torch.Tensor) -> nn.Module:
+        """One layer without a norm before attention; embeddings and lm_head are the target's and stay as they are."""
+        self.config = layer_config_for(self.target, self.options.intermediate_size, self.options.num_layers)
+        self.num_guesses = self.options.draft_length
+        head = EagleHead(self.config, Shapes({}))
+        prepare(head, self.config, self.target)
+        return head
+
+    def noisy(self, hidden: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
+        """Hidden states [B, S, H] with uniform noise, of less width on texts longer than 512."""
+        width = self.options.feature_noise * (512 / lengths).clamp(max=1.0)
+        return hidden + (torch.rand_like(hidden) - 0.5) * width[:, None, None]
+
+    def loss(self, batch: Batch) -> StepLoss:
+        """sum over steps of step_decay^s (feature_weight SmoothL1 + token_weight CE(the target's distribution))."""
+        options, target = self.options, self.target
+        places = Places.of(batch, options.num_steps)
+        wanted = places.at(batch.hidden())  # h_u, which x_{u+1} is chosen from
+        probs = probabilities(target.logits, wanted, target.vocab_size)
+        best = probs.argmax(-1)
+        features = self.noisy(batch.hidden(), batch.lengths) if options.feature_noise else batch.hidden()
+        total, metrics = wanted.new_zeros(()), {}
+        for step, output in enumerate(unroll(self.head, batch, features, options.num_steps)):
+            hidden, count = places.guessed(output, step), places.counts[step]
+            feature_loss = F.smooth_l1_loss(hidden.float(), wanted[:count], reduction="sum") / hidden.shape[1]
+            token_loss, right = soft_cross_entropy(target.logits, hidden, probs[:count], best[:count])
+            total = total + options.step_decay**step * (
+                options.feature_weight * feature_loss + options.token_weight * token_loss
+            )
+            weight = places.weight(step)
+            metrics[f"accuracy_{step + 1}"] = (right, weight)
+            if step == 0:
+                metrics |= {
+                    "feature_loss": (feature_loss.detach(), weight),
+                    "token_loss": (token_loss.detach(), weight),
+                }
+        return StepLoss(total, places.weight(0), metrics)
+
+    def guesses(self, batch: Batch) -> Guesses:
+        """As the head would draft, but for the tokens it reads, which are the text's."""
+        target = self.target
+        outputs = unroll(self.head, batch, batch.hidden(), self.num_guesses)
+        return greedy_guesses(outputs, lambda hidden: argmax_of(target.logits, hidden, target.vocab_size), batch)
+
+    def exported(self, form: str) -> Exported:
+        """yuhuili's files: fc, layers.*, and a copy of the embeddings."""
+        tensors = {**self.head.state_dict(), "embed_tokens.weight": embedding_table(self.target)}
+        config: dict[str, Any] = {
+            "architectures": ["LlamaForCausalLM"],
+            **layer_json(self.config),
+            "bias": False,
+            "tie_word_embeddings": False,
+            "use_cache": True,
+        }
+        return Exported(tensors, config)

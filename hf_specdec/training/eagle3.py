@@ -1,0 +1,229 @@
+"""EAGLE-3 (Li et al. 2025): a head on three of the target's hidden states, trained as it drafts (training-time test)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..candidate_generators.eagle3_head import Eagle3Head, Eagle3Options
+from ..runtime import Taps
+from .base import Exported, Guesses, HeadTrainer, StepLoss, TrainingError
+from .batch import Batch
+from .draft_layer import Shapes, embedding_table, layer_config_for, layer_json, prepare
+from .options import TrainingOptions, option
+from .registry import register
+from .speculators import speculators_config
+from .unrolled import Places, argmax_of, greedy_guesses, probabilities, soft_cross_entropy, unroll
+
+_WHOLE_VOCABULARY = 8192  # of a target up to which the head drafts all its tokens
+_DRAFT_VOCABULARY = 32000  # of larger ones, unless the option says otherwise
+
+
+@dataclass
+class Eagle3TrainingOptions(TrainingOptions):
+    """EAGLE-3's own options."""
+
+    num_steps: int = option(5, "steps of the training-time test: tokens drafted in training", minimum=1)
+    step_decay: float = option(
+        0.8, "step s (from 0) has this weight to the power of s in the loss", minimum=0, maximum=1
+    )
+    draft_vocab_size: int | None = option(
+        None, "tokens the head can draft, the most frequent ones (none: all of up to 8192, else 32000)", minimum=1
+    )
+    feature_layers: str | None = option(
+        None,
+        "which hidden states of the target are read, as i,j,k (i: behind i layers; none: a low, a middle and a high one)",
+    )
+    fc_norm: bool = option(False, "a norm on each hidden state that is read (EAGLE-3.1)")
+    norm_output: bool = option(False, "feed the normed output back (EAGLE-3.1)")
+    num_layers: int = option(1, "decoder layers", minimum=1)
+    intermediate_size: int | None = option(None, "width of the layers' MLP (none: the target's)", minimum=1)
+    draft_length: int = option(5, "tokens of a draft in the estimate", minimum=1)
+
+
+def default_layers(num_layers: int) -> tuple[int, ...]:
+    """The hidden states an EAGLE-3 head reads: the published 2, n/2 and n - 3; of targets below 12 layers, where these are
+    close together and far from the end, a third, the middle of the rest, and the last layer's input."""
+    if num_layers >= 12:
+        return 2, num_layers // 2, num_layers - 3
+    last = max(2, num_layers - 1)
+    low = (num_layers - 1) // 3
+    return tuple(i for i in (low, (low + last + 1) // 2, last) if i <= num_layers)
+
+
+def most_frequent(token_counts: torch.Tensor, size: int) -> torch.Tensor:
+    """The ids [size] of the most frequent tokens, ascending; of equally frequent ones those with lower ids."""
+    return token_counts.argsort(descending=True, stable=True)[:size].sort().values
+
+
+@torch.no_grad()
+def attend_to_own_token(attention: Any, width: int, head_dim: int) -> None:
+    """Initial weights with which each row attends mostly to itself.
+
+    The newest token reaches the output of EAGLE-3's first layer through attention alone, so this is what it must learn first:
+    it begins with one random projection of the embedding as key and as query, which agree most where the token is the same.
+    """
+    keys = torch.randn_like(attention.k_proj.weight[:, :width]) / width**0.5
+    group = attention.q_proj.out_features // attention.k_proj.out_features
+    attention.k_proj.weight[:, :width] = keys
+    attention.q_proj.weight[:, :width] = keys.unflatten(0, (-1, head_dim)).repeat_interleave(group, dim=0).flatten(0, 1)
+    attention.v_proj.weight[:, :width] = torch.randn_like(attention.v_proj.weight[:, :width]) / width**0.5
+
+
+@register(Eagle3TrainingOptions)
+class Eagle3Trainer(HeadTrainer):
+    """The head drafts `num_steps` tokens from every position of the text, reading the text's tokens and its own hidden states."""
+
+    method = "eagle3"
+    formats = ("original", "speculators")
+    options: Eagle3TrainingOptions
+    head: Eagle3Head
+
+    def __init__(self, options: Eagle3TrainingOptions, target: Any):
+        super().__init__(options, target)
+        self.taps = Taps(last_hidden=True, layers=self._layers())
+        self.draft_ids: torch.Tensor | None = None  # int64 [Vd]; None: all tokens
+        self.draft_places: torch.Tensor | None = None  # int64 [V], where each token is among them, or -1
+
+    def _layers(self) -> tuple[int, ...]:
+        given, num_layers = self.options.feature_layers, self.target.num_layers
+        if given is None:
+            return default_layers(num_layers)
+        numbers = given.replace(" ", "").split(",")
+        layers = sorted({int(each) for each in numbers if each.isdecimal()})
+        if len(layers) < len(numbers) or layers[-1] > num_layers:
+            raise TrainingError(
+                f"--feature-layers must be different numbers from 0 to {num_layers} (the target's layers) with commas "
+                f"between them, such as {','.join(map(str, default_layers(num_layers)))}, not {given!r}."
+            )
+        return tuple(layers)
+
+    # ---- initial weights --------------------------------------------------------------------------------------------
+
+    def build(self, token_counts: torch.Tensor) -> nn.Module:
+        """The language-model head begins as the target's rows of the draft vocabulary, attention at each row's own token."""
+        options, target = self.options, self.target
+        self._choose_vocabulary(token_counts)
+        self.config = layer_config_for(target, options.intermediate_size, options.num_layers)
+        self.num_guesses = options.draft_length
+        size = target.vocab_size if self.draft_ids is None else len(self.draft_ids)
+        shapes: dict[str, tuple[int, ...]] = {"lm_head.weight": (size, target.hidden_size)}
+        if options.fc_norm:
+            shapes["fc_norm.0.weight"] = (target.hidden_size,)
+        reads = Taps(layers=self.taps.layers)
+        what = Eagle3Options(
+            reads, norm_before_residual=False, norm_output=options.norm_output, logit_scale=1.0, mask_token=None
+        )
+        head = Eagle3Head(self.config, Shapes(shapes), what, len(self.taps.layers), target.hidden_size)
+        prepare(head, self.config, target)
+        rows = target.lm_head.weight if self.draft_ids is None else target.lm_head.weight[self.draft_ids]
+        with torch.no_grad():
+            head.lm_head.weight.copy_(rows)
+        attention: Any = head.layers[0].self_attn
+        attend_to_own_token(attention, target.hidden_size, attention.head_dim)
+        return head
+
+    def _choose_vocabulary(self, token_counts: torch.Tensor) -> None:
+        vocab_size, size = self.target.vocab_size, self.options.draft_vocab_size
+        if size is None:
+            size = vocab_size if vocab_size <= _WHOLE_VOCABULARY else _DRAFT_VOCABULARY
+        if size < vocab_size:
+            self.draft_ids = most_frequent(token_counts, size).to(self.target.device)
+            self.draft_places = torch.full((vocab_size,), -1, device=self.target.device)
+            self.draft_places[self.draft_ids] = torch.arange(size, device=self.target.device)
+
+    # ---- forward ----------------------------------------------------------------------------------------------------
+
+    def features(self, batch: Batch) -> torch.Tensor:
+        """What the head reads of the target, [B, S, H]."""
+        return self.head.fuse([batch.layers[i] for i in self.taps.layers])
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Over the draft vocabulary, [n, Vd], from the head's output [n, H]."""
+        return self.head.lm_head(hidden if self.head.norm_output else self.head.norm(hidden))
+
+    def targets(self, batch: Batch) -> tuple[Places, torch.Tensor, torch.Tensor]:
+        """The places where the target chooses a token of the draft vocabulary, its probabilities [N, Vd] there
+        (renormalised), and its choices [N] by their place in the draft vocabulary."""
+        places = Places.of(batch, self.options.num_steps)
+        hidden = places.at(batch.hidden())
+        if self.draft_ids is None or self.draft_places is None:
+            probs = probabilities(self.target.logits, hidden, self.target.vocab_size)
+            return places, probs, probs.argmax(-1)
+        best = self.draft_places[argmax_of(self.target.logits, hidden, self.target.vocab_size)]
+        known = best >= 0
+        probs = probabilities(self.target.logits, hidden[known], self.target.vocab_size, self.draft_ids)
+        return places.keep(known), probs, best[known]
+
+    def loss(self, batch: Batch) -> StepLoss:
+        """sum over steps of step_decay^s CE(the target's distribution on the draft vocabulary)."""
+        places, probs, best = self.targets(batch)
+        total, metrics = probs.new_zeros(()), {}
+        for step, output in enumerate(unroll(self.head, batch, self.features(batch), self.options.num_steps)):
+            hidden, count = places.guessed(output, step), places.counts[step]
+            entropy, right = soft_cross_entropy(self.logits, hidden, probs[:count], best[:count])
+            total = total + self.options.step_decay**step * entropy
+            metrics[f"accuracy_{step + 1}"] = (right, places.weight(step))
+        return StepLoss(total, places.weight(0), metrics)
+
+    def guesses(self, batch: Batch) -> Guesses:
+        """As the head would draft, but for the tokens it reads, which are the text's."""
+
+        def choose(hidden: torch.Tensor) -> torch.Tensor:
+            tokens = argmax_of(self.logits, hidden, self.head.lm_head.out_features)
+            return tokens if self.draft_ids is None else self.draft_ids[tokens]
+
+        return greedy_guesses(unroll(self.head, batch, self.features(batch), self.num_guesses), choose, batch)
+
+    # ---- export -----------------------------------------------------------------------------------------------------
+
+    def exported(self, form: str) -> Exported:
+        """yuhuili's and SpecForge's files (midlayer.*, d2t, t2d; embeddings are the target's), or speculators'."""
+        state = dict(self.head.state_dict())
+        if self.draft_ids is not None and self.draft_places is not None:
+            state["d2t"] = self.draft_ids - torch.arange(len(self.draft_ids), device=self.draft_ids.device)
+            state["t2d"] = self.draft_places >= 0
+        if form == "speculators":
+            return Exported({**state, "embed_tokens.weight": embedding_table(self.target)}, self._speculators_config())
+        tensors = {name.replace("layers.0.", "midlayer.", 1): tensor for name, tensor in state.items()}
+        return Exported(tensors, self._original_config())
+
+    def _flags(self) -> dict[str, Any]:
+        return {
+            "draft_vocab_size": self.head.lm_head.out_features,
+            "eagle_aux_hidden_state_layer_ids": list(self.taps.layers),  # inputs of these layers
+            "fc_norm": self.options.fc_norm,
+            "norm_before_fc": False,
+            "norm_before_residual": False,
+            "norm_output": self.options.norm_output,
+        }
+
+    def _original_config(self) -> dict[str, Any]:
+        # Read by SGLang, SpecForge and ModelOpt: layers whose outputs are meant.
+        outputs = {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in self.taps.layers], "use_aux_hidden_state": True}
+        return {
+            "architectures": ["LlamaForCausalLMEagle3"],
+            **layer_json(self.config),
+            **self._flags(),
+            "num_aux_hidden_states": len(self.taps.layers),
+            "target_hidden_size": self.target.hidden_size,
+            "eagle_config": outputs,
+            "tie_word_embeddings": False,
+            "use_cache": True,
+        }
+
+    def _speculators_config(self) -> dict[str, Any]:
+        return {
+            "architectures": ["Eagle3Speculator"],
+            "speculators_model_type": "eagle3",
+            "speculators_version": "0.9.0",
+            "transformer_layer_config": layer_json(self.config),
+            **self._flags(),
+            "target_hidden_size": None,
+            "embed_requires_grad": False,
+            "tie_word_embeddings": False,
+            "speculators_config": speculators_config("eagle3", self.num_guesses, self.target),
+        }

@@ -1,0 +1,78 @@
+"""A trained head as a folder the field's tools load: weights, config.json, a model card; and the way to the Hub."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import save
+
+from .base import HeadTrainer, TrainingError
+from .card import write_card
+from .state import check_room, write_whole
+
+DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
+_RECORD = "exported.json"  # in the run's folder: the weights' file, so that another format replaces it
+
+
+def export_head(
+    trainer: HeadTrainer, folder: Path, work: Path, form: str | None, dtype: torch.dtype | None, facts: dict[str, Any]
+) -> Path:
+    """Write the head to `folder`.
+
+    Args:
+        work: the run's own folder.
+        form: layout, one of the trainer's formats; None: its first.
+        dtype: of the weights; None: the target's.
+        facts: for the model card (see card.py).
+
+    Raises:
+        TrainingError: no such format; no room.
+    """
+    check_format(trainer, form)
+    head = trainer.head.eval()
+    with torch.no_grad():
+        exported = trainer.exported(form or trainer.formats[0])
+        dtype = dtype or trainer.target.model.dtype
+        tensors = {
+            name: tensor.detach().to("cpu", dtype if tensor.is_floating_point() else None, copy=True).contiguous()
+            for name, tensor in exported.tensors.items()
+        }
+    head.train()
+    check_room(folder, sum(t.numel() * t.element_size() for t in tensors.values()), "The head's weights")
+    record = work / _RECORD
+    if record.is_file() and (before := json.loads(record.read_text())["file"]) != exported.file_name:
+        (folder / before).unlink(missing_ok=True)
+    config = {**exported.config, "torch_dtype": str(dtype).removeprefix("torch.")}
+    content = save(tensors, {"format": "pt"})
+    write_whole(folder / exported.file_name, lambda file: file.write(content))
+    if exported.write_others is not None:
+        exported.write_others(folder)
+    write_text(folder / "config.json", json.dumps(config, indent=2) + "\n")
+    write_text(record, json.dumps({"file": exported.file_name, "format": form or trainer.formats[0]}))
+    parameters = sum(t.numel() for t in tensors.values())
+    write_card(folder, {**facts, "parameters": parameters, "file": exported.file_name, "dtype": config["torch_dtype"]})
+    return folder
+
+
+def check_format(trainer: HeadTrainer | type[HeadTrainer], form: str | None) -> None:
+    """Raise TrainingError if a head of this method is not written in `form`."""
+    if form is not None and form not in trainer.formats:
+        raise TrainingError(f"--format {form}: {trainer.method} heads are written as {', '.join(trainer.formats)}.")
+
+
+def write_text(path: Path, text: str) -> None:
+    """Replace a text file."""
+    write_whole(path, lambda file: file.write(text.encode("utf-8")))
+
+
+def push_to_hub(folder: Path, repository: str, token: str | None = None, private: bool = False) -> str:
+    """Upload an exported head (without the run's own files); returns its address."""
+    from huggingface_hub import HfApi
+
+    api = HfApi(token=token)
+    api.create_repo(repository, private=private, exist_ok=True)
+    info = api.upload_folder(repo_id=repository, folder_path=folder, ignore_patterns=["training/*"])
+    return str(info)

@@ -1,0 +1,127 @@
+"""Where a batch's hidden states come from: a forward of the target each time, or files written once."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+from pathlib import Path
+
+import numpy as np
+import torch
+from safetensors import safe_open
+from safetensors.torch import save
+
+from ..runtime import Taps
+from .batch import Batch
+from .data import Sample
+from .order import collate
+from .state import check_room, write_whole
+from .target import TargetModel
+
+logger = logging.getLogger(__name__)
+
+
+class FeatureSource:
+    """Hidden states on the fly: one forward of the target per batch."""
+
+    def __init__(self, target: TargetModel):
+        self.target = target
+
+    def __call__(self, samples: list[Sample], taps: Taps) -> Batch:
+        """The samples as a batch on the target's device, with what `taps` asks for."""
+        return self.target.capture(collate(samples), taps)
+
+
+class FeatureFiles(FeatureSource):
+    """Hidden states from files, each sample's written when it is first needed.
+
+    The files are those of the method `extract_hidden_states` (`hidden_states` [tokens, layers, H] in the target's dtype,
+    `token_ids` [tokens], metadata `layer_ids` and `model`), named by what they hold; files that method wrote are found
+    too. Several runs, of different methods, can share a folder.
+
+    Args:
+        taps: of all samples.
+        samples: all of them, to see that they fit.
+
+    Raises:
+        TrainingError: they do not fit on the disk.
+    """
+
+    def __init__(self, target: TargetModel, folder: Path, taps: Taps, samples: list[Sample]):
+        super().__init__(target)
+        self.folder = folder
+        self.layer_ids = [*sorted(taps.layers), target.num_layers]
+        folder.mkdir(parents=True, exist_ok=True)
+        self.model_name = str(target.model.config._name_or_path)
+        self.known = self._found()
+        itemsize = target.model.dtype.itemsize
+        per_token = len(self.layer_ids) * target.hidden_size * itemsize
+        missing = [sample for sample in samples if self._file(sample) is None]
+        self.num_bytes = sum(len(sample) for sample in samples) * per_token
+        needed = sum(len(sample) for sample in missing) * per_token
+        check_room(folder, needed, f"Hidden states of {len(missing)} samples")
+        logger.info(
+            "%s: %.1f MiB of hidden states, %.1f MiB of it still to be written.",
+            folder,
+            self.num_bytes / 2**20,
+            needed / 2**20,
+        )
+
+    def __call__(self, samples: list[Sample], taps: Taps) -> Batch:
+        """As in the base; the target runs only for samples without a file."""
+        missing = [sample for sample in samples if self._file(sample) is None]
+        if missing:
+            self._write(missing)
+        batch = collate(samples).to(self.target.device)
+        shape = (*batch.input_ids.shape, len(self.layer_ids), self.target.hidden_size)
+        states = torch.zeros(shape, dtype=self.target.model.dtype)
+        for row, sample in enumerate(samples):
+            path = self._file(sample)
+            assert path is not None
+            with safe_open(path, framework="pt") as file:
+                found = file.get_tensor("hidden_states")
+            states[row, : len(found)] = found
+        states = states.to(self.target.device).float()
+        batch.layers = {index: states[:, :, self.layer_ids.index(index)] for index in taps.layers}
+        batch.last_hidden = states[:, :, -1] if taps.last_hidden else None
+        return batch
+
+    # ---- files ------------------------------------------------------------------------------------------------------
+
+    def _file(self, sample: Sample) -> Path | None:
+        """The sample's file; one may end before the last token, whose states nothing reads."""
+        return self.known.get(self._key(sample.token_ids)) or self.known.get(self._key(sample.token_ids[:-1]))
+
+    def _key(self, token_ids: np.ndarray) -> str:
+        content = f"{self.model_name}\0{self.layer_ids}\0".encode() + np.asarray(token_ids, dtype=np.int32).tobytes()
+        return hashlib.sha256(content).hexdigest()[:32]
+
+    def _found(self) -> dict[str, Path]:
+        """Files of this target with these layers, by key; one that is named by its key is not read."""
+        found = {}
+        for path in self.folder.glob("*.safetensors"):
+            if len(path.stem) == 32:
+                found[path.stem] = path
+                continue
+            with safe_open(path, framework="pt") as file:
+                metadata = file.metadata() or {}
+                if metadata.get("model") == self.model_name and json.loads(metadata["layer_ids"]) == self.layer_ids:
+                    found[self._key(file.get_tensor("token_ids").numpy())] = path
+        return found
+
+    def _write(self, samples: list[Sample]) -> None:
+        taps = Taps(last_hidden=True, layers=tuple(self.layer_ids[:-1]))
+        batch = self.target.capture(collate(samples), taps)
+        stacked = torch.stack([*(batch.layers[i] for i in self.layer_ids[:-1]), batch.hidden()], dim=2)
+        stacked = stacked.to(self.target.model.dtype).cpu()
+        metadata = {"layer_ids": json.dumps(self.layer_ids), "prompt_length": "0", "model": self.model_name}
+        for row, sample in enumerate(samples):
+            tensors = {
+                "hidden_states": stacked[row, : len(sample)].contiguous(),
+                "token_ids": torch.from_numpy(sample.token_ids).long(),
+            }
+            content = save(tensors, metadata)
+            key = self._key(sample.token_ids)
+            self.known[key] = path = self.folder / f"{key}.safetensors"
+            write_whole(path, lambda file, content=content: file.write(content))

@@ -1,0 +1,153 @@
+"""Hydra and Hydra++ (Ankner et al. 2024): heads that read the text's tokens since h_t, taught by the target's distribution."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from transformers import LlamaConfig
+
+from ..candidate_generators.checkpoints import Checkpoint
+from ..candidate_generators.head_layers import Embeddings, RotaryPositions
+from ..candidate_generators.hydra import HydraHeads
+from .base import Exported, Guesses, HeadTrainer, StepLoss, TrainingError, every_anchor
+from .batch import Batch
+from .options import TrainingOptions, option
+from .registry import register
+
+_LAYER_KEYS = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps",
+    "max_position_embeddings", "rope_parameters",
+)  # fmt: skip
+_LLAMA_LIKE = ("llama", "mistral", "qwen2")
+
+
+@dataclass
+class HydraOptions(TrainingOptions):
+    """Hydra's own options."""
+
+    num_heads: int = option(4, "heads: tokens drafted", minimum=1)
+    num_layers: int = option(1, "residual blocks per head", minimum=1)
+    teacher_weight: float = option(1.0, "of the cross-entropy against the target's distribution", minimum=0)
+    label_weight: float = option(0.0, "of the cross-entropy against the text's own tokens", minimum=0)
+    head_decay: float = option(
+        1.0, "head k (from 0) has this weight to the power of k in the loss", minimum=0, maximum=1
+    )
+    prefix_layer: bool = option(False, "Hydra++: a decoder layer of their own over the target's hidden states")
+
+
+@register(HydraOptions)
+class HydraTrainer(HeadTrainer):
+    """Head k reads h_t and x_{t+1} .. x_{t+1+k}, and learns the target's distribution of x_{t+2+k}. Hydra++ with --prefix-layer."""
+
+    method = "hydra"
+    options: HydraOptions
+    head: Any  # HydraHeads
+
+    def build(self, token_counts: torch.Tensor) -> nn.Module:
+        """Before the first step every head says what the target would say next: blocks pass h_t on, the linear layers on top
+        are the target's."""
+        options, target = self.options, self.target
+        layers = self._prefix_config() if options.prefix_layer else None
+        hydra: Any = HydraHeads(
+            target.hidden_size,
+            options.num_heads,
+            options.num_layers,
+            target.vocab_size,
+            grounded=True,
+            embeddings=Embeddings(target.embed_tokens),
+            prefix_config=layers,
+        )
+        with torch.no_grad():
+            for head in hydra.heads:
+                for parameter in head.blocks.parameters():
+                    parameter.zero_()
+                head.blocks[0].res_connection.weight[:, : target.hidden_size].fill_diagonal_(1.0)
+                head.lm_head.weight.copy_(target.lm_head.weight)
+                head.lm_head.bias.zero_()
+            if hydra.prefix is not None and layers is not None:
+                for module in hydra.prefix.modules():
+                    if isinstance(module, nn.Linear):
+                        nn.init.normal_(module.weight, std=layers.initializer_range)
+                being_trained = Checkpoint(Path("."), "the head being trained")
+                hydra.prefix.rotary = RotaryPositions(being_trained, layers, target.device)
+        self.num_guesses = options.num_heads
+        return hydra
+
+    def _prefix_config(self) -> LlamaConfig:
+        """One Llama layer with the target's numbers, which is what a checkpoint's reader takes it for."""
+        own = self.target.config
+        if own.model_type not in _LLAMA_LIKE:
+            raise TrainingError(
+                f"--prefix-layer is a copy of a Llama target's layers in shape; this target's model_type is {own.model_type!r}."
+            )
+        values = {key: getattr(own, key) for key in _LAYER_KEYS if getattr(own, key, None) is not None}
+        config = LlamaConfig(**values, num_hidden_layers=1)
+        config._attn_implementation = "sdpa"
+        return config
+
+    # ---- forward ----------------------------------------------------------------------------------------------------
+
+    def _states(self, batch: Batch) -> torch.Tensor:
+        """What the heads read instead of nothing but tokens, [B, S, H]: h_t, or the prefix layer's output there."""
+        hidden = batch.hidden()
+        return hidden if self.head.prefix is None else self.head.prefix(hidden, batch.position_ids, attention_mask=None)
+
+    def loss(self, batch: Batch) -> StepLoss:
+        """sum over k of head_decay^k (teacher_weight CE(target's distribution) + label_weight CE(token))."""
+        options = self.options
+        labels = [batch.labels(k) for k in range(self.num_guesses)]
+        used = torch.stack([counts for _, counts in labels]).any(0)
+        state = self._states(batch)[used]
+        total, metrics = state.new_zeros(()), {}
+        for k, (ids, counts) in enumerate(labels):
+            state = self.head.with_tokens(state, batch.ahead(batch.input_ids, 1 + k)[used])
+            counted = counts[used]
+            wanted, logits = ids[used][counted], self.head.heads[k](state[counted]).float()
+            part = logits.new_zeros(())
+            if options.teacher_weight:
+                with torch.no_grad():
+                    teacher = self.target.logits(batch.ahead(batch.hidden(), 1 + k)[counts]).softmax(-1)
+                part = part + options.teacher_weight * F.cross_entropy(logits, teacher, reduction="sum")
+            if options.label_weight:
+                part = part + options.label_weight * F.cross_entropy(logits, wanted, reduction="sum")
+            total = total + options.head_decay**k * part
+            metrics[f"accuracy_{k + 1}"] = ((logits.argmax(-1) == wanted).sum(), counted.sum())
+        return StepLoss(total, labels[0][1].sum(), metrics)
+
+    def guesses(self, batch: Batch) -> Guesses:
+        """Every head at every hidden state."""
+        state, tokens = self._states(batch), []
+        for k in range(self.num_guesses):
+            state = self.head.with_tokens(state, batch.ahead(batch.input_ids, 1 + k))
+            tokens.append(self.head.heads[k](state).argmax(-1))
+        return every_anchor(torch.stack(tokens, dim=-1))
+
+    # ---- export -----------------------------------------------------------------------------------------------------
+
+    def exported(self, form: str) -> Exported:
+        """`hydra_mlp.{head}.{place}`, `hydra_lm_head.{head}`; Hydra++ files count dropout modules among the places."""
+        options, tensors = self.options, {}
+        has_prefix = self.head.prefix is not None
+        for i, head in enumerate(self.head.heads):
+            for j, block in enumerate(head.blocks):
+                place = 2 * j + 1 if has_prefix else j
+                tensors |= {f"hydra_mlp.{i}.{place}.{name}": tensor for name, tensor in block.state_dict().items()}
+            name = f"hydra_lm_head.{i}.1" if has_prefix else f"hydra_lm_head.{i}"
+            tensors |= {f"{name}.{kind}": tensor for kind, tensor in head.lm_head.state_dict().items()}
+        if self.head.prefix is not None:
+            prefix = self.head.prefix.state_dict()
+            tensors |= {f"prefix_embeding_layer.{name}": tensor for name, tensor in prefix.items()}
+        config = {
+            "base_model_name_or_path": self.target.name,
+            "hydra_num_heads": options.num_heads,
+            "hydra_num_layers": options.num_layers,
+            "hydra_head_arch": "prefix-mlp" if has_prefix else "mlp",
+            "grounded_heads": True,
+            "hidden_state_offset": 0,
+        }
+        return Exported(tensors, config, "hydra_lm_head.safetensors")

@@ -1,0 +1,107 @@
+"""What a run leaves to look at: JSON lines, a plot, and a progress bar while it goes."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from .state import write_whole
+
+
+class Log:
+    """`log.jsonl`: one object per line, each with its "step". A resumed run drops what its checkpoint does not know of."""
+
+    def __init__(self, path: Path, step: int, write: bool):
+        self.path, self.write = path, write
+        self.entries = [entry for entry in read_log(path) if entry["step"] <= step]
+        if write:
+            text = "".join(json.dumps(entry) + "\n" for entry in self.entries)
+            write_whole(path, lambda file: file.write(text.encode()))
+
+    def add(self, entry: dict[str, Any]) -> None:
+        """Append a line."""
+        self.entries.append(entry)
+        if self.write:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write(json.dumps(entry) + "\n")
+
+
+def read_log(path: Path) -> list[dict[str, Any]]:
+    """The lines of a log; the last one is left out if it was cut by a kill."""
+    if not path.is_file():
+        return []
+    lines = path.read_text(encoding="utf-8").split("\n")
+    return [json.loads(line) for line in lines[:-1] if line]
+
+
+class Bar:
+    """A progress bar on stderr: step, loss, accuracies, the latest τ."""
+
+    def __init__(self, title: str, num_steps: int, step: int, shown: bool):
+        columns = (
+            TextColumn("{task.description}"),
+            BarColumn(),
+            MofNCompleteColumn(),
+            TextColumn("{task.fields[figures]}"),
+            TimeElapsedColumn(),
+            TimeRemainingColumn(),
+        )
+        self.progress = Progress(*columns, console=Console(stderr=True), disable=not shown)
+        self.task = self.progress.add_task(title, total=num_steps, completed=step, figures="")
+        self.latest: dict[str, Any] = {}
+
+    @contextlib.contextmanager
+    def running(self) -> Iterator[Bar]:
+        """Shown inside."""
+        with self.progress:
+            yield self
+
+    def advance(self) -> None:
+        """One step more."""
+        self.progress.advance(self.task)
+
+    def show(self, entry: dict[str, Any]) -> None:
+        """The figures of a log line."""
+        self.latest |= entry
+        self.progress.update(self.task, figures=figures(self.latest))
+
+
+def figures(entry: dict[str, Any]) -> str:
+    """Loss, accuracies and τ, as far as they are known."""
+    parts = [f"loss {entry['loss']:.3f}"] if "loss" in entry else []
+    accuracies = [f"{value:.0%}" for key, value in entry.items() if key.startswith("accuracy_")]
+    if accuracies:
+        parts.append("accuracy " + " ".join(accuracies))
+    if "tau" in entry:
+        parts.append(f"τ {entry['tau']:.2f}")
+    return " · ".join(parts)
+
+
+def plot(entries: list[dict[str, Any]], path: Path, title: str) -> None:
+    """Loss, accuracies and estimated τ over the steps, as a PNG."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    losses = [entry for entry in entries if "loss" in entry]
+    estimates = [entry for entry in entries if "tau" in entry]
+    figure = Figure(figsize=(12, 3.6), layout="constrained")
+    FigureCanvasAgg(figure)
+    left, middle, right = figure.subplots(1, 3)
+    left.plot([e["step"] for e in losses], [e["loss"] for e in losses])
+    left.set(title="training loss", xlabel="step")
+    for key in sorted({key for entry in losses for key in entry if key.startswith("accuracy_")}):
+        known = [entry for entry in losses if key in entry]
+        middle.plot([e["step"] for e in known], [e[key] for e in known], label=f"token {key.removeprefix('accuracy_')}")
+    middle.set(title="accuracy in training", xlabel="step", ylim=(0, 1))
+    if middle.lines:
+        middle.legend()
+    right.plot([e["step"] for e in estimates], [e["tau"] for e in estimates], marker="o")
+    right.set(title="estimated τ, held-out text", xlabel="step")
+    figure.suptitle(title)
+    write_whole(path, lambda file: figure.savefig(file, format="png", dpi=110))

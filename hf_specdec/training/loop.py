@@ -1,0 +1,285 @@
+"""The training loop: steps, logs, estimates and checkpoints of one run in one folder."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import logging
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..runtime import Taps
+from .base import HeadTrainer, StepLoss, TrainingError
+from .batch import Batch
+from .data import Sample
+from .estimate import Estimate, judge
+from .features import FeatureSource
+from .log import Bar, Log, plot
+from .order import BatchOrder, in_order
+from .schedule import learning_rate, seed_everything
+from .state import check_room, load_state, save_state
+
+logger = logging.getLogger(__name__)
+
+# May differ when a run is gone on with: they do not touch what it computes.
+_FREE = ("eval_every", "save_every", "log_every", "max_held_out")
+
+
+class _Objective(nn.Module):
+    """The loss as a module, so that several devices can share the work; what is trained is its only part."""
+
+    def __init__(self, trainer: HeadTrainer):
+        super().__init__()
+        self.head, self.trainer = trainer.head, [trainer]
+
+    def forward(self, batch: Batch) -> StepLoss:
+        return self.trainer[0].loss(batch)
+
+
+class Run:
+    """A training run. Everything a step depends on is in the checkpoint or a function of the options and the step.
+
+    Args:
+        folder: `state.pt`, `log.jsonl`, `curves.png`.
+        identity: what besides the options must be the same when the run is gone on with (target, data).
+        accelerator: accelerate's, for devices.
+        quiet: no progress bar.
+
+    Raises:
+        TrainingError: the folder holds another run, or too little room.
+    """
+
+    def __init__(
+        self,
+        trainer: HeadTrainer,
+        training: list[Sample],
+        held_out: list[Sample],
+        features: FeatureSource,
+        folder: Path,
+        identity: dict[str, Any],
+        accelerator: Any,
+        quiet: bool = False,
+    ):
+        self.trainer, self.options, self.target = trainer, trainer.options, trainer.target
+        self.training, self.features, self.folder = training, features, folder
+        self.accelerator, self.quiet = accelerator, quiet
+        self.is_main = accelerator.is_main_process
+        folder.mkdir(parents=True, exist_ok=True)
+        if self.is_main:
+            for leftover in folder.glob("*.partial"):
+                leftover.unlink()
+        options, world = self.options, accelerator.num_processes
+        lengths = [len(sample) for sample in training]
+        per_step = options.gradient_accumulation * world
+        self.order = BatchOrder(lengths, options.tokens_per_batch, per_step, options.seed)
+        self.num_steps = options.max_steps or self.order.num_steps(options.epochs)
+        self.held_out = in_order(held_out[: options.max_held_out], options.tokens_per_batch)
+        self.settings = {
+            "method": trainer.method,
+            **identity,
+            "processes": world,
+            **{key: value for key, value in options.to_dict().items() if key not in _FREE},
+        }
+        seed_everything(options.seed)
+        trainer.head = trainer.build(self._token_counts()).to(self.target.device).train()
+        self.parameters = {name: p for name, p in trainer.head.named_parameters() if p.requires_grad}
+        self._check_parameters()
+        self.optimizer = torch.optim.AdamW(self._groups(), lr=options.learning_rate, betas=(0.9, 0.95))
+        self.step, self.tokens, self.seconds = 0, 0, 0.0
+        self.pending: dict[str, list[float]] = {}  # sums and weights since the last log line
+        self._resume()
+        check_room(folder, 5 * self.num_parameters * 4, "The checkpoint (and its successor) and the exported head")
+        self.log = Log(folder / "log.jsonl", self.step, self.is_main)
+        self.objective, self.optimizer = accelerator.prepare(_Objective(trainer), self.optimizer)
+
+    # ---- parts ------------------------------------------------------------------------------------------------------
+
+    @property
+    def num_parameters(self) -> int:
+        """Trained parameters."""
+        return sum(p.numel() for p in self.parameters.values())
+
+    def _token_counts(self) -> torch.Tensor:
+        counts = torch.zeros(self.target.vocab_size, dtype=torch.long)
+        for sample in self.training:
+            ids = torch.from_numpy(sample.token_ids[sample.loss_mask]).long()
+            counts += torch.bincount(ids, minlength=len(counts))
+        return counts
+
+    def _check_parameters(self) -> None:
+        own = {p.data_ptr() for p in self.target.model.parameters()}
+        wrong = [n for n, p in self.parameters.items() if p.dtype != torch.float32 or p.data_ptr() in own]
+        if wrong or not self.parameters:
+            raise ValueError(
+                f"{type(self.trainer).__name__}.build: not float32, or the target's own: {wrong or 'nothing to train'}."
+            )
+
+    def _groups(self) -> list[dict[str, Any]]:
+        """Weight decay on matrices only."""
+        parameters = list(self.parameters.values())
+        matrices, vectors = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() <= 1]
+        groups = [(matrices, self.options.weight_decay), (vectors, 0.0)]
+        return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
+
+    # ---- checkpoints ------------------------------------------------------------------------------------------------
+
+    def _resume(self) -> None:
+        state = load_state(self.folder / "state.pt")
+        if state is None:
+            return
+        theirs = json.loads(state["settings"])
+        changed = sorted(k for k in theirs.keys() | self.settings.keys() if theirs.get(k) != self.settings.get(k))
+        if changed:
+            what = ", ".join(f"{key} ({theirs.get(key)!r} then, {self.settings.get(key)!r} now)" for key in changed)
+            raise TrainingError(
+                f"{self.folder} holds a run with other settings: {what}. Give the same to go on with it, or another --output."
+            )
+        with torch.no_grad():
+            for name, parameter in self.parameters.items():
+                parameter.copy_(state["head"][name])
+        self.optimizer.load_state_dict(state["optimizer"])
+        self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
+        self.pending = state["pending"]
+        logger.info("%s: going on at step %d of %d.", self.folder, self.step, self.num_steps)
+
+    def save(self) -> None:
+        """Write the checkpoint."""
+        if not self.is_main:
+            return
+        state = {
+            "settings": json.dumps(self.settings),
+            "head": {name: parameter.detach().cpu() for name, parameter in self.parameters.items()},
+            "optimizer": self.optimizer.state_dict(),
+            "step": self.step,
+            "tokens": self.tokens,
+            "seconds": self.seconds,
+            "pending": self.pending,
+        }
+        save_state(self.folder / "state.pt", state)
+
+    # ---- training ---------------------------------------------------------------------------------------------------
+
+    def train(self) -> Estimate | None:
+        """Train to the end; the last estimate, None without held-out text."""
+        bar = Bar(f"{self.trainer.method}", self.num_steps, self.step, self.is_main and not self.quiet)
+        for entry in self.log.entries:
+            bar.show(entry)
+        began, before = time.perf_counter(), self.seconds
+        with bar.running():
+            for batches in self.order.steps(self.step) if self.step < self.num_steps else ():
+                self._step(batches)
+                self.step += 1
+                self.seconds = before + time.perf_counter() - began
+                bar.advance()
+                last = self.step == self.num_steps
+                if self.step % self.options.log_every == 0 or last:
+                    self._log_step(bar)
+                if self.step % self.options.eval_every == 0 or last:
+                    self._log_estimate(bar)
+                if self.step % self.options.save_every == 0 or last:
+                    self.save()
+                    if self.is_main:
+                        plot(
+                            self.log.entries,
+                            self.folder / "curves.png",
+                            f"{self.trainer.method} for {self.target.name}",
+                        )
+                if last:
+                    break
+        found = [entry for entry in self.log.entries if "tau" in entry]
+        return Estimate(found[-1]["acceptance"], found[-1]["tau"], found[-1]["anchors"]) if found else None
+
+    def _step(self, batches: list) -> None:
+        """One optimizer step from the batches of all processes."""
+        rate = learning_rate(self.options, self.step, self.num_steps)
+        for group in self.optimizer.param_groups:
+            group["lr"] = rate
+        self.tokens += sum(int(self.order.lengths[indices].sum()) for indices in batches)
+        own = batches[self.accelerator.process_index :: self.accelerator.num_processes]
+        sums: dict[str, torch.Tensor] = {}
+        for i, indices in enumerate(own):
+            batch = self.features([self.training[j] for j in indices], self.trainer.taps)
+            seed_everything(self.options.seed, 1 + self.step, i, self.accelerator.process_index)
+            with self._syncing(i == len(own) - 1):
+                with self._autocast():
+                    out: StepLoss = self.objective(batch)
+                self.accelerator.backward(out.loss)
+            for name, (total, weight) in {**out.metrics, "loss": (out.loss, out.weight)}.items():
+                pair = torch.stack([torch.as_tensor(each).detach().float() for each in (total, weight)])
+                sums[name] = sums.get(name, 0) + pair
+        names = sorted(sums)
+        totals = self.accelerator.reduce(torch.stack([sums[name] for name in names]), "sum")
+        weight = totals[names.index("loss"), 1]
+        norm = self._scale_gradients(weight)
+        self.optimizer.step()
+        self.optimizer.zero_grad(set_to_none=True)
+        self._account({**dict(zip(names, totals.tolist(), strict=True)), "grad_norm": [float(norm), 1.0]}, rate)
+
+    def _scale_gradients(self, weight: torch.Tensor) -> torch.Tensor:
+        """Divide the summed gradients by the summed weights and clip them; their norm before clipping."""
+        # With several processes, what is there is the mean of their sums.
+        scale = self.accelerator.num_processes / weight.clamp(min=1e-9)
+        for parameter in self.parameters.values():
+            if parameter.grad is not None:
+                parameter.grad.mul_(scale)
+        return nn.utils.clip_grad_norm_(list(self.parameters.values()), self.options.max_grad_norm or float("inf"))
+
+    def _syncing(self, last: bool) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext() if last else self.accelerator.no_sync(self.objective)
+
+    def _autocast(self) -> contextlib.AbstractContextManager:
+        return torch.autocast(self.target.device.type, dtype=torch.bfloat16, enabled=self.options.bf16)
+
+    def _account(self, sums: dict[str, list[float]], rate: float) -> None:
+        total, weight = sums["loss"]
+        if not (abs(total) < float("inf") and sums["grad_norm"][0] < float("inf")):  # so written, NaN fails too
+            raise TrainingError(
+                f"The loss of step {self.step} is {total / max(weight, 1e-9)} and its gradient's norm {sums['grad_norm'][0]}: the run "
+                f"has diverged. Lower --learning-rate (now {self.options.learning_rate}), raise --warmup, or look at the data; the last "
+                "checkpoint is from before."
+            )
+        for name, (value, count) in sums.items():
+            have = self.pending.get(name, [0.0, 0.0])
+            self.pending[name] = [have[0] + value, have[1] + count]
+        self.pending["learning_rate"] = [rate, 1.0]
+
+    def _log_step(self, bar: Bar) -> None:
+        means = {name: value / count if count else None for name, (value, count) in self.pending.items()}
+        means = {name: means[name] for name in ("loss", *(k for k in means if k != "loss"))}
+        entry = {"step": self.step, **means, "tokens": self.tokens, "seconds": round(self.seconds, 2)}
+        self.pending = {}
+        self.log.add(entry)
+        bar.show(entry)
+
+    # ---- held-out text ----------------------------------------------------------------------------------------------
+
+    def _log_estimate(self, bar: Bar) -> None:
+        if not self.held_out:
+            return
+        estimate = self.estimate()
+        entry = {"step": self.step, "tau": estimate.tau, "acceptance": estimate.acceptance, "anchors": estimate.anchors}
+        self.log.add(entry)
+        bar.show(entry)
+
+    @torch.no_grad()
+    def estimate(self) -> Estimate:
+        """τ on the held-out text."""
+        head = self.trainer.head
+        head.eval()
+        counts = torch.zeros(2, self.trainer.num_guesses, dtype=torch.long, device=self.target.device)
+        for batch in self._held_out_batches():
+            with self._autocast():
+                guesses = self.trainer.guesses(batch)
+            counts += torch.stack(judge(guesses, self.target.choices(batch), batch))
+        head.train()
+        accepted, offered = self.accelerator.reduce(counts, "sum")
+        return Estimate.of(accepted, offered)
+
+    def _held_out_batches(self) -> Iterator[Batch]:
+        for samples in self.held_out[self.accelerator.process_index :: self.accelerator.num_processes]:
+            yield self.features(samples, self.trainer.taps | Taps(last_hidden=True))

@@ -1,0 +1,108 @@
+"""Medusa-1 (Cai et al. 2024): heads on the frozen target's last hidden state, cross-entropy with weights 0.8^k."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+
+from ..candidate_generators.medusa import MedusaHeads
+from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor
+from .batch import Batch
+from .options import TrainingOptions, option
+from .registry import register
+
+
+@dataclass
+class MedusaOptions(TrainingOptions):
+    """Medusa's own options."""
+
+    num_heads: int = option(4, "heads: tokens drafted", minimum=1)
+    num_layers: int = option(1, "residual blocks per head", minimum=1)
+    head_decay: float = option(
+        0.8, "head k (from 0) has this weight to the power of k in the loss", minimum=0, maximum=1
+    )
+    own_lm_head: bool = option(True, "every head has a vocabulary-sized layer of its own (off: all use the target's)")
+
+
+@register(MedusaOptions)
+class MedusaTrainer(HeadTrainer):
+    """Head k at h_t is trained for x_{t+2+k}. Blocks begin as the identity and linear layers as the target's own."""
+
+    method = "medusa"
+    formats = ("original", "vllm")
+    options: MedusaOptions
+    head: Any  # MedusaHeads
+
+    def build(self, token_counts: torch.Tensor) -> nn.Module:
+        """Zero blocks; before the first step every head says what the target would say next."""
+        options, target = self.options, self.target
+        medusa = MedusaHeads(
+            target.hidden_size,
+            options.num_heads,
+            options.num_layers,
+            vocab_sizes=[target.vocab_size] * options.num_heads if options.own_lm_head else [],
+            bias=True,
+            target_head=target.lm_head_float32(),
+        )
+        with torch.no_grad():
+            for parameter in medusa.blocks.parameters():
+                parameter.zero_()
+            for weight in medusa.lm_heads.parameters():
+                weight.copy_(target.lm_head.weight)
+        self.num_guesses = options.num_heads
+        return medusa
+
+    def loss(self, batch: Batch) -> StepLoss:
+        """sum over k of head_decay^k times the cross-entropy of head k."""
+        hidden = batch.hidden()
+        total, metrics = hidden.new_zeros(()), {}
+        for k in range(self.options.num_heads):
+            labels, counts = batch.labels(k)
+            logits = self.head(k, hidden[counts]).float()
+            entropy = F.cross_entropy(logits, labels[counts], reduction="sum")
+            total = total + self.options.head_decay**k * entropy
+            metrics[f"accuracy_{k + 1}"] = ((logits.argmax(-1) == labels[counts]).sum(), counts.sum())
+        return StepLoss(total, batch.labels(0)[1].sum(), metrics)
+
+    def guesses(self, batch: Batch) -> Guesses:
+        """Every head at every hidden state."""
+        hidden = batch.hidden()
+        tokens = [self.head(k, hidden).argmax(-1) for k in range(self.options.num_heads)]
+        return every_anchor(torch.stack(tokens, dim=-1))
+
+    def exported(self, form: str) -> Exported:
+        """FasterDecoding's files (`{head}.{block}.linear`), or those vLLM reads (`blocks.{head}.layers.{block}`)."""
+        options, tensors = self.options, {}
+        lm_heads = [lm_head.weight for lm_head in self.head.lm_heads]
+        for i, blocks in enumerate(self.head.blocks):
+            for j, block in enumerate(blocks.layers):
+                name = f"{i}.{j}.linear" if form == "original" else f"blocks.{i}.layers.{j}"
+                tensors[f"{name}.weight"], tensors[f"{name}.bias"] = block.weight, block.bias
+        if form == "original":
+            tensors |= {f"{i}.{options.num_layers}.weight": weight for i, weight in enumerate(lm_heads)}
+        else:  # vLLM always reads one from the file
+            tensors |= {f"lm_heads.{i}.weight": w for i, w in enumerate(lm_heads or [self.target.lm_head.weight])}
+        if form == "original":
+            config = {
+                "medusa_num_heads": options.num_heads,
+                "medusa_num_layers": options.num_layers,
+                "base_model_name_or_path": self.target.name,
+                "version": "2",
+            }
+            return Exported(tensors, config, "medusa_lm_head.safetensors")
+        config = {
+            "model_type": "medusa",
+            "architectures": ["MedusaModel"],
+            "hidden_size": self.target.hidden_size,
+            "vocab_size": self.target.vocab_size,
+            "truncated_vocab_size": self.target.vocab_size,
+            "num_heads": options.num_heads,
+            "num_hidden_layers": options.num_layers,
+            "medusa_fc_bias": True,
+            "original_lm_head": not options.own_lm_head,
+        }
+        return Exported(tensors, config)

@@ -1,0 +1,250 @@
+"""Multi-token prediction (DeepSeek-V3 report, section 2.2) with one module that is used for every drafted token (FastMTP)."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..candidate_generators.mtp_head import Family, MtpModule
+from ..candidate_generators.mtp_layouts import find_layout
+from ..runtime import architectures
+from .base import Exported, Guesses, HeadTrainer, StepLoss, TrainingError
+from .batch import Batch
+from .options import TrainingOptions, option
+from .registry import register
+from .speculators import speculators_config
+from .target import TargetModel
+from .token_loss import OBJECTIVES, token_loss
+from .unrolled import argmax_of, attend_unrolled, greedy_guesses, unroll
+
+
+@dataclass
+class MtpOptions(TrainingOptions):
+    """How far the module is unrolled, and what it begins as."""
+
+    learning_rate: float = option(2e-3, "peak of the learning rate", minimum=0)
+    num_steps: int = option(4, "steps of the unroll: tokens drafted from one place of the text in training", minimum=1)
+    step_decay: float = option(
+        0.6, "step k (from 0) has this weight to the power of k; weights sum to 1", minimum=0, maximum=1
+    )
+    objective: str = option("kl", "kl: the target's distributions; ce: the text's tokens", choices=OBJECTIVES)
+    copy_layer: bool = option(
+        True, "begin with the weights of the target's last layer of the same shape (off: at random)"
+    )
+    num_draft_tokens: int = option(5, "tokens of a draft, in the estimate and in measurements", minimum=1)
+
+
+@register(MtpOptions)
+class MtpTrainer(HeadTrainer):
+    """FastMTP: one MTP module, a decoder layer of the target's own kind, drafts token after token from its own output; unrolled
+    over `num_steps` tokens of the text with weights step_decay^k / sum."""
+
+    method = "mtp"
+    formats = ("original", "speculators")
+    options: MtpOptions
+    head: MtpModule
+
+    def build(self, token_counts: torch.Tensor) -> nn.Module:
+        """The layer and the last norm begin as the target's, the projection as the mean of what it joins."""
+        options, target = self.options, self.target
+        self.prefix = f"model.layers.{target.num_layers}."
+        layout = find_layout([self.prefix + "shared_head.norm.weight"], target.num_layers)
+        assert layout is not None
+        family = family_of(target)
+        sparse = any(".experts." in f".{name}" for name in family.last_layer.state_dict())
+        with torch.device("meta"):
+            module = MtpModule(family, layout, 0, sparse, own={})
+        module = module.float().to_empty(device=target.device)
+        for part in module.modules():
+            target.model._init_weights(part)
+        with torch.no_grad():
+            copy_weights(family.norm, module.norm)
+            source = last_like(target, module) if options.copy_layer else None
+            if source is not None:
+                copy_weights(source, module.layer)
+            half = 0.5 * torch.eye(target.hidden_size, device=target.device)
+            module.eh_proj.weight += torch.cat([half, half], dim=1)
+        with torch.device(target.device):
+            module.add_rotary(family.rotary)
+        module.share(target.embed_tokens, target.lm_head_float32())
+        self._choose_attention(module)
+        self.num_guesses = options.num_draft_tokens
+        return module.requires_grad_(True)
+
+    # ---- the unroll -------------------------------------------------------------------------------------------------
+
+    def unrolled(self, batch: Batch, num_steps: int) -> list[torch.Tensor]:
+        """x after the norm [B, S, H] of each step: what the logits of guess k at t are made from, under teacher forcing.
+
+        Step k at t reads x_{t+1+k} and the output of step k - 1 at t (step 0: h_t), at position t + k. It sees what a draft
+        from t has in its cache: the rows of step 0 up to t, and its own earlier steps.
+        """
+        if self.is_plain:
+            return list(unroll(self._step, batch, batch.hidden(), num_steps))  # pyright: ignore[reportArgumentType]
+        states, state, cache = [], batch.hidden(), StepsCache()
+        for k in range(num_steps):
+            seen = self._as_read(steps_mask(batch.input_ids.shape[1], k, self.window, state.device))
+            tokens = batch.ahead(batch.input_ids, 1 + k)
+            state = self._step(tokens, state, batch.position_ids + k, attention_mask=seen, past_key_values=cache)
+            states.append(state)
+        return states
+
+    def _step(
+        self, tokens: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, **attention
+    ) -> torch.Tensor:
+        return self.head.norm(self.head(tokens, features, position_ids, **attention))
+
+    def _choose_attention(self, module: MtpModule) -> None:
+        """The fast attention of unrolled.py for layers of plain attention; the target's own, under masks, for all others."""
+        config, attention = module.config, module.layer.self_attn
+        self.window = architectures.layer_window(attention)
+        capped = getattr(config, "attn_logit_softcapping", None) is not None
+        latent, sinks = getattr(config, "kv_lora_rank", None) is not None, hasattr(attention, "sinks")
+        replaceable = self.target.model._can_set_attn_implementation()
+        self.is_plain = replaceable and not (self.window or capped or latent or sinks)
+        # transformers' sdpa passes over soft caps on scores.
+        config._attn_implementation = "sdpa" if self.target.model._supports_sdpa and not capped else "eager"
+        if self.is_plain:
+            attend_unrolled(config)
+
+    def _as_read(self, mask: torch.Tensor) -> torch.Tensor:
+        """[1, 1, S, K] as the attention in use takes it: bool for sdpa, minus infinity where nothing is seen for eager."""
+        if self.head.config._attn_implementation == "sdpa":
+            return mask[None, None]
+        lowest = torch.finfo(torch.bfloat16).min
+        return torch.zeros(mask.shape, device=mask.device).masked_fill(~mask, lowest)[None, None]
+
+    def loss(self, batch: Batch) -> StepLoss:
+        """Sum over places and steps of step_decay^k / sum times KL(target || module), or cross-entropy."""
+        options = self.options
+        weights = [options.step_decay**k for k in range(options.num_steps)]
+        total, metrics = batch.hidden().new_zeros(()), {}
+        for k, state in enumerate(self.unrolled(batch, options.num_steps)):
+            labels, counts = batch.labels(k)
+            logits = self.head.logits(state[counts]).float()
+            teacher = (
+                self.target.logits(batch.ahead(batch.hidden(), 1 + k)[counts]) if options.objective == "kl" else None
+            )
+            total = total + weights[k] / sum(weights) * token_loss(logits, labels[counts], teacher).sum()
+            metrics[f"accuracy_{k + 1}"] = ((logits.argmax(-1) == labels[counts]).sum(), counts.sum())
+        return StepLoss(total, batch.labels(0)[1].sum(), metrics)
+
+    def guesses(self, batch: Batch) -> Guesses:
+        """`num_draft_tokens` steps from every place that an answer's token follows."""
+        states = iter(self.unrolled(batch, self.num_guesses))
+        return greedy_guesses(states, lambda state: argmax_of(self.head.logits, state, self.target.vocab_size), batch)
+
+    # ---- export -----------------------------------------------------------------------------------------------------
+
+    def exported(self, form: str) -> Exported:
+        """DeepSeek-V3's names, as if the module stood behind the target's last layer, or speculators'. The target's embeddings
+        and head are not repeated."""
+        named = {name: value for name, value in self.head.state_dict().items() if not name.startswith("rotary_emb.")}
+        config = {k: v for k, v in self.target.config.to_dict().items() if k not in ("dtype", "_name_or_path")}
+        if form == "original":
+            config["num_nextn_predict_layers"] = 1
+            return Exported(apart(self.prefix, named, _DEEPSEEK), config)
+        layer = self.head.config.to_dict()
+        layer = {k: v for k, v in layer.items() if k not in ("dtype", "architectures", "_name_or_path")}
+        config = {
+            "architectures": ["MTPDraftModel"],
+            "speculators_model_type": "mtp",
+            "speculators_config": speculators_config("mtp", self.num_guesses, self.target),
+            "transformer_layer_config": {**layer, "num_hidden_layers": 1},
+            "num_nextn_predict_layers": 1,
+            "tie_word_embeddings": False,
+        }
+        return Exported(apart("mtp_layers.0.", named, _SPECULATORS), config)
+
+
+# How the layouts call the module's parts; the layer's own have no part's name.
+_DEEPSEEK = {"enorm": "enorm.", "hnorm": "hnorm.", "eh_proj": "eh_proj.", "norm": "shared_head.norm.", "layer": ""}
+_SPECULATORS = {
+    "enorm": "token_layernorm.",
+    "hnorm": "hidden_layernorm.",
+    "eh_proj": "input_proj.",
+    "norm": "final_layernorm.",
+    "layer": "",
+}
+
+
+def apart(prefix: str, named: dict[str, torch.Tensor], parts: dict[str, str]) -> dict[str, torch.Tensor]:
+    """Tensors by a layout's names; experts, which transformers keep in one tensor, one by one as checkpoints have them."""
+    out = {}
+    for name, value in named.items():
+        first, _, rest = name.partition(".")
+        name = prefix + parts[first] + rest
+        if name.endswith(".experts.gate_up_proj"):
+            for i, both in enumerate(value):
+                gate, up = both.chunk(2)
+                out[name.replace("gate_up_proj", f"{i}.gate_proj.weight")] = gate
+                out[name.replace("gate_up_proj", f"{i}.up_proj.weight")] = up
+        elif name.endswith(".experts.down_proj"):
+            out |= {name.replace("down_proj", f"{i}.down_proj.weight"): down for i, down in enumerate(value)}
+        else:
+            out[name] = value
+    return out
+
+
+class StepsCache:
+    """What an attention layer takes for its cache: keys and values of all steps so far, side by side."""
+
+    def __init__(self) -> None:
+        self.keys: list[torch.Tensor] = []
+        self.values: list[torch.Tensor] = []
+
+    def update(
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Keys and values [B, heads, (k + 1) * S, D] of steps 0 .. k, from those of step k."""
+        self.keys.append(keys)
+        self.values.append(values)
+        return torch.cat(self.keys, dim=2), torch.cat(self.values, dim=2)
+
+
+def steps_mask(length: int, step: int, window: int | None, device: torch.device) -> torch.Tensor:
+    """bool [S, (step + 1) * S]: at t, step 0's rows up to t and the later steps' rows at t, those within the window.
+
+    Row t of step j stands at position t + j.
+    """
+    row = torch.arange(length, device=device)
+    seen = [row <= row[:, None], *[row == row[:, None]] * step]
+    if window is not None:
+        seen = [mask & (row[:, None] + step - (row + j) < window) for j, mask in enumerate(seen)]
+    return torch.cat(seen, dim=1)
+
+
+def family_of(target: TargetModel) -> Family:
+    """The parts the target's layers are made of.
+
+    Raises:
+        TrainingError: its decoder has not the usual parts.
+    """
+    decoder = architectures.decoder_of(target.model)
+    layers, norm, rotary = (getattr(decoder, name, None) for name in ("layers", "norm", "rotary_emb"))
+    if layers is None or norm is None or rotary is None:
+        raise TrainingError(
+            f"{type(target.model).__name__} has no layers, norm and rotary_emb, which an MTP module is built from: train "
+            "another kind of head for it."
+        )
+    return Family(target.config, layers[-1], norm, type(rotary), gather=False, float32=())
+
+
+def last_like(target: TargetModel, module: MtpModule) -> nn.Module | None:
+    """The target's last layer with weights of the module's layer's names and shapes."""
+    shapes = {name: value.shape for name, value in module.layer.state_dict().items()}
+    layers: Any = architectures.decoder_of(target.model).layers
+    for layer in reversed(layers):
+        if {name: value.shape for name, value in layer.state_dict().items()} == shapes:
+            return layer
+    return None
+
+
+def copy_weights(source: nn.Module, into: nn.Module) -> None:
+    """Values of equally named tensors, in the dtype they are copied to."""
+    values = source.state_dict()
+    for name, value in into.state_dict(keep_vars=True).items():
+        value.copy_(values[name])

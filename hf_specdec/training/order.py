@@ -1,0 +1,82 @@
+"""Which samples are in which batch: a function of the seed, the epoch and the samples' lengths, so that a run can be resumed."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import numpy as np
+import torch
+
+from .batch import Batch
+from .data import Sample
+
+_POOL = 32  # batches whose samples are sorted by length together
+
+
+def batches(lengths: np.ndarray, tokens_per_batch: int) -> list[np.ndarray]:
+    """Consecutive samples as batches of at most so many padded tokens (a longer sample is a batch of its own)."""
+    out, first, widest = [], 0, 0
+    for i, length in enumerate(lengths.tolist()):
+        widest = max(widest, length)
+        if i > first and widest * (i + 1 - first) > tokens_per_batch:
+            out.append(np.arange(first, i))
+            first, widest = i, length
+    return [*out, np.arange(first, len(lengths))] if len(lengths) else []
+
+
+class BatchOrder:
+    """Batches of samples of similar length, shuffled anew every epoch.
+
+    Args:
+        lengths: of the samples.
+        per_step: batches that make a step; an epoch's last ones, if fewer, are left out (unless there are no others).
+    """
+
+    def __init__(self, lengths: list[int], tokens_per_batch: int, per_step: int, seed: int):
+        self.lengths, self.seed = np.asarray(lengths), seed
+        self.tokens_per_batch, self.per_step = tokens_per_batch, per_step
+
+    def epoch(self, epoch: int) -> list[list[np.ndarray]]:
+        """The steps of an epoch: lists of `per_step` batches, each an array of sample indices."""
+        rng = np.random.default_rng([self.seed, epoch])
+        order = rng.permutation(len(self.lengths))
+        mean = max(1.0, float(self.lengths.mean()))
+        pool = max(1, int(_POOL * self.tokens_per_batch / mean))
+        pools = (order[i : i + pool] for i in range(0, len(order), pool))
+        by_length = np.concatenate([part[np.argsort(self.lengths[part], kind="stable")] for part in pools])
+        found = [by_length[part] for part in batches(self.lengths[by_length], self.tokens_per_batch)]
+        found = [found[i] for i in rng.permutation(len(found))]
+        while len(found) < self.per_step:  # less data than a step: it is seen several times
+            found += found
+        whole = len(found) // self.per_step
+        return [found[i * self.per_step : (i + 1) * self.per_step] for i in range(whole)]
+
+    def num_steps(self, epochs: int) -> int:
+        """Steps in so many epochs."""
+        return sum(len(self.epoch(epoch)) for epoch in range(epochs))
+
+    def steps(self, first: int) -> Iterator[list[np.ndarray]]:
+        """The batches of step `first` (from 0) and of all that follow, without end."""
+        epoch, passed = 0, 0
+        while True:
+            steps = self.epoch(epoch)
+            yield from steps[max(0, first - passed) :]
+            passed += len(steps)
+            epoch += 1
+
+
+def collate(samples: list[Sample]) -> Batch:
+    """Samples padded on the right with token 0, on the CPU."""
+    lengths = torch.tensor([len(sample) for sample in samples])
+    input_ids = torch.zeros(len(samples), int(lengths.max()), dtype=torch.long)
+    loss_mask = torch.zeros(input_ids.shape, dtype=torch.bool)
+    for row, sample in enumerate(samples):
+        input_ids[row, : len(sample)] = torch.from_numpy(sample.token_ids)
+        loss_mask[row, : len(sample)] = torch.from_numpy(sample.loss_mask)
+    return Batch(input_ids, lengths, loss_mask)
+
+
+def in_order(samples: list[Sample], tokens_per_batch: int) -> list[list[Sample]]:
+    """All samples once, longest first, as batches."""
+    ordered = sorted(samples, key=len, reverse=True)
+    return [[ordered[i] for i in part] for part in batches(np.array([len(s) for s in ordered]), tokens_per_batch)]

@@ -1,0 +1,146 @@
+"""From a file to a head: `train_head` is `hf-specdec train`."""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..runtime import Taps
+from .data import Sample, encode, read_rows, split
+from .estimate import Estimate
+from .export import check_format, export_head
+from .features import FeatureFiles, FeatureSource
+from .loop import Run
+from .options import TrainingOptions
+from .regenerate import Regeneration, regenerate
+from .registry import trainer_class
+from .target import TargetModel
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Trained:
+    """What a run came to.
+
+    Attributes:
+        folder: the exported head.
+        steps: optimizer steps.
+        estimate: τ on held-out text, None if nothing was held out.
+    """
+
+    folder: Path
+    steps: int
+    estimate: Estimate | None
+
+
+def check_installed() -> None:
+    """Raise ImportError with what to install, before any work, if a package that training needs is missing."""
+    missing = [name for name in ("accelerate", "matplotlib") if importlib.util.find_spec(name) is None]
+    if missing:
+        raise ImportError(f"Training needs {', '.join(missing)}: pip install 'hf-specdec[train]'")
+
+
+def train_head(
+    method: str,
+    model: PreTrainedModel,
+    tokenizer: Any,
+    data: str | Path,
+    output: str | Path,
+    options: TrainingOptions | None = None,
+    *,
+    target_name: str | None = None,
+    regeneration: Regeneration | None = None,
+    cache_dir: str | Path | None = None,
+    form: str | None = None,
+    dtype: torch.dtype | None = None,
+    license: str | None = None,
+    quiet: bool = False,
+    say: Callable[[str], None] = logger.info,
+) -> Trained:
+    """Train a head for `model` and export it to `output`; started again after a kill, it goes on where it was.
+
+    Args:
+        method: see `available_trainers`.
+        model, tokenizer: the target, on its device.
+        data: see data.py.
+        output: the head's folder; the run's own files are in its folder `training`.
+        options: of the method's options class.
+        target_name: for config.json and the model card (default: where the model was loaded from).
+        regeneration: let the target write the answers first.
+        cache_dir: keep the target's hidden states in this folder instead of computing them for every batch.
+        form, dtype, license: of what is exported.
+        quiet: no progress bars.
+        say: is told what is done, a line at a time.
+
+    Raises:
+        TrainingError: bad data or options, no room, a loss that is not finite, a folder with another run.
+    """
+    check_installed()
+    from accelerate import Accelerator
+
+    kind = trainer_class(method)
+    check_format(kind, form)
+    options = options if options is not None else kind.options_class()
+    output = Path(output)
+    work = output / "training"
+    work.mkdir(parents=True, exist_ok=True)
+    accelerator = Accelerator(cpu=model.device.type == "cpu", device_placement=False)
+    if accelerator.num_processes > 1:
+        model.to(accelerator.device)  # pyright: ignore[reportArgumentType]
+    target = TargetModel(model, tokenizer, target_name or str(model.config._name_or_path))
+
+    data = Path(data)
+    if regeneration is not None:
+        regenerated = Path(regeneration.path or work / "regenerated.jsonl")
+        with accelerator.main_process_first():
+            data = regenerate(target, read_rows(data), regenerated, regeneration, quiet, say)
+    rows = read_rows(data)
+    longest = min(options.max_length, getattr(target.config, "max_position_embeddings", None) or options.max_length)
+    samples = encode(rows, tokenizer, target.vocab_size, target.end_tokens, longest)
+    training, held_out = split(samples, options.held_out, options.seed)
+    num_tokens = sum(map(len, training))
+    say(f"{len(rows)} rows: {len(training)} samples ({num_tokens} tokens) to train on, {len(held_out)} held out")
+
+    trainer = kind(options, target)
+    features = FeatureSource(target)
+    if cache_dir is None:
+        say("hidden states: computed on the fly, one forward of the target per batch; nothing kept on disk")
+    else:
+        features = FeatureFiles(target, Path(cache_dir), trainer.taps | Taps(last_hidden=True), samples)
+        say(f"hidden states: kept in {cache_dir}, {features.num_bytes / 2**20:.1f} MiB")
+    identity = {"target": target.name, "data": fingerprint(samples)}
+    run = Run(trainer, training, held_out, features, work, identity, accelerator, quiet)
+    say(f"{method}: {run.num_parameters / 1e6:.2f} M parameters, {run.num_steps} steps, from step {run.step}")
+    estimate = run.train()
+    if run.is_main:
+        facts = {
+            "method": method,
+            "target": target.name,
+            "license": license,
+            "data": f"`{data.name}`" + (", answers written by the target" if regeneration is not None else ""),
+            "num_samples": len(training),
+            "num_tokens": num_tokens,
+            "step": run.step,
+            "options": options.to_dict(),
+            "estimate": estimate,
+        }
+        export_head(trainer, output, work, form, dtype, facts)
+    accelerator.wait_for_everyone()
+    return Trained(output, run.step, estimate)
+
+
+def fingerprint(samples: list[Sample]) -> str:
+    """Of the samples' tokens and masks, in order."""
+    digest = hashlib.sha256()
+    for sample in samples:
+        digest.update(len(sample).to_bytes(8, "big") + sample.token_ids.tobytes() + sample.loss_mask.tobytes())
+    return digest.hexdigest()[:16]

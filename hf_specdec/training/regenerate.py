@@ -1,0 +1,271 @@
+"""Answers by the target itself, in place of the data's: what heads must predict when they draft for it."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+from collections.abc import Callable
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from ..integration import generate
+from .base import TrainingError
+from .chat import conversation_of, render
+from .data import PROMPT_KEYS, text_of
+from .export import write_text
+from .state import disk_full
+from .target import TargetModel
+
+_SHORTEST = 16  # an answer with less room than this is not asked for
+
+
+@dataclass
+class Regeneration:
+    """How answers are written.
+
+    Attributes:
+        path: the file of the answers; one that was begun is gone on with. None: in the run's folder.
+        max_new_tokens: of an answer.
+        temperature: 0: greedy.
+        top_p: nucleus, with a temperature.
+        batch_size: conversations at a time. The answers do not depend on it.
+        prompt_tokens: of plain text, how many tokens of each piece are given before the target goes on.
+        speculative_config: what drafts meanwhile; the answers do not depend on it.
+        seed: of sampling.
+    """
+
+    path: str | Path | None = None
+    max_new_tokens: int = 512
+    temperature: float = 0.0
+    top_p: float = 1.0
+    batch_size: int = 16
+    prompt_tokens: int = 64
+    speculative_config: dict[str, Any] = field(default_factory=lambda: {"method": "ngram"})
+    seed: int = 0
+
+    def settings(self) -> dict[str, Any]:
+        """What the answers depend on."""
+        without = ("path", "batch_size", "speculative_config")
+        return {key: value for key, value in asdict(self).items() if key not in without}
+
+
+@dataclass
+class _Source:
+    """One prompt or conversation on its way.
+
+    Attributes:
+        prompts: what comes before each answer: a list of messages that this one adds, or token ids (one answer, no template).
+    """
+
+    number: int
+    group: str
+    task: str
+    where: str
+    turns: list[list[dict[str, Any]]] | None = None
+    prompt_ids: list[int] | None = None
+    messages: list[dict[str, Any]] = field(default_factory=list)
+    rows: list[dict[str, Any]] = field(default_factory=list)
+
+    @property
+    def num_turns(self) -> int:
+        return 1 if self.turns is None else len(self.turns)
+
+
+def regenerate(
+    target: TargetModel,
+    rows: list[dict[str, Any]],
+    path: Path,
+    settings: Regeneration,
+    quiet: bool = False,
+    say: Callable[[str], None] = lambda line: None,
+) -> Path:
+    """Let the target answer every prompt of `rows` (of conversations: turn by turn, its own answers before) and write
+    `path`: a row per answer with `prompt_ids`, `answer_ids`, `group`, `task` and the texts.
+
+    Raises:
+        TrainingError: rows without prompts; a file begun with other settings; a full disk.
+    """
+    sources = [source for row in rows for source in _sources(row, target, settings)]
+    for number, source in enumerate(sources):
+        source.number = number
+    identity = {"target": target.name, "prompts": _fingerprint(sources), **settings.settings()}
+    answers = _Answers(path, identity)
+    done = answers.done
+    say(f"the target answers {len(sources)} prompts into {path}" + (f"; {done} are there" if done else ""))
+    columns = (
+        TextColumn("{task.description}"),
+        BarColumn(),
+        MofNCompleteColumn(),
+        TimeElapsedColumn(),
+        TimeRemainingColumn(),
+    )
+    with Progress(*columns, console=Console(stderr=True), transient=True, disable=quiet) as progress:
+        task = progress.add_task("answering", total=len(sources), completed=done)
+        for first in range(done, len(sources), settings.batch_size):
+            chunk = sources[first : first + settings.batch_size]
+            for turn in range(max(source.num_turns for source in chunk)):
+                _answer([source for source in chunk if source.num_turns > turn], turn, target, settings)
+            answers.append([row for source in chunk for row in source.rows], first + len(chunk))
+            progress.advance(task, len(chunk))
+    if not path.stat().st_size:
+        raise TrainingError(
+            f"None of the {len(sources)} prompts leaves room for an answer: they are longer than the target reads."
+        )
+    return path
+
+
+# ---- what is asked --------------------------------------------------------------------------------------------------
+
+
+def _sources(row: dict[str, Any], target: TargetModel, settings: Regeneration) -> list[_Source]:
+    tokenizer, where, task = target.tokenizer, row["_where"], str(row.get("task") or "")
+    messages, prompt = conversation_of(row), text_of(row, PROMPT_KEYS)
+    if messages is None and prompt is not None and tokenizer.chat_template is not None:
+        messages = [{"role": "user", "content": prompt}]
+    if messages is not None:
+        turns = _turns(messages)
+        if not turns:
+            raise TrainingError(f"{where}: nothing in the conversation to answer.")
+        return [_Source(0, _digest(messages[0]["content"]), task, where, turns=turns)]
+    if prompt is not None:
+        return [_Source(0, _digest(prompt), task, where, prompt_ids=tokenizer(prompt, verbose=False)["input_ids"])]
+    text = text_of(row, ("text",))
+    if text is None:
+        raise TrainingError(f'{where}: no prompt in it: neither "messages", "conversations", "prompt" nor "text".')
+    ids = tokenizer(text, verbose=False)["input_ids"]
+    piece = settings.prompt_tokens + settings.max_new_tokens
+    starts = range(0, max(1, len(ids) - settings.prompt_tokens), piece)
+    pieces = [ids[start : start + settings.prompt_tokens] for start in starts]
+    return [_Source(0, _digest(f"{i}:{text}"), task, where, prompt_ids=each) for i, each in enumerate(pieces) if each]
+
+
+def _turns(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
+    """The messages that come before each answer, without the answers; one more answer after an open question."""
+    turns, waiting = [], []
+    for message in messages:
+        if message["role"] != "assistant":
+            waiting.append(message)
+        elif waiting:
+            turns.append(waiting)
+            waiting = []
+    return [*turns, waiting] if any(message["role"] == "user" for message in waiting) else turns
+
+
+def _fingerprint(sources: list[_Source]) -> str:
+    return _digest(json.dumps([[source.turns, source.prompt_ids] for source in sources], sort_keys=True))
+
+
+def _digest(text: str) -> str:
+    return hashlib.sha256(text.encode()).hexdigest()[:16]
+
+
+# ---- answers --------------------------------------------------------------------------------------------------------
+
+
+def _answer(sources: list[_Source], turn: int, target: TargetModel, settings: Regeneration) -> None:
+    """One answer each; a source whose prompt has grown too long gets no more."""
+    tokenizer, limit = target.tokenizer, getattr(target.config, "max_position_embeddings", None) or 2**31
+    asked: list[tuple[_Source, list[int]]] = []
+    for source in sources:
+        if len(source.rows) < turn:  # an earlier answer did not fit
+            continue
+        ids = source.prompt_ids
+        if source.turns is not None:
+            source.messages += source.turns[turn]
+            text = render(tokenizer, source.messages, source.where, prompt=True)
+            ids = tokenizer(text, add_special_tokens=False, verbose=False)["input_ids"]
+        assert ids is not None
+        if len(ids) + _SHORTEST <= limit:
+            asked.append((source, ids))
+    if not asked:
+        return
+    answers = _generate(
+        [ids for _, ids in asked], min(settings.max_new_tokens, limit - max(len(i) for _, i in asked)), target, settings
+    )
+    for (source, ids), answer in zip(asked, answers, strict=True):
+        text = tokenizer.decode(answer, skip_special_tokens=True)
+        source.messages.append({"role": "assistant", "content": text})
+        known = {"prompt": tokenizer.decode(ids), "answer": text, "prompt_ids": ids, "answer_ids": answer}
+        source.rows.append({"source": source.number, "task": source.task, "group": source.group, **known})
+
+
+def _generate(
+    prompts: list[list[int]], max_new_tokens: int, target: TargetModel, settings: Regeneration
+) -> list[list[int]]:
+    """New tokens of each prompt, the end token included where one was written."""
+    width = max(map(len, prompts))
+    input_ids = torch.zeros(len(prompts), width, dtype=torch.long)
+    attention_mask = torch.zeros(input_ids.shape, dtype=torch.long)
+    for row, ids in enumerate(prompts):
+        input_ids[row, width - len(ids) :] = torch.tensor(ids)
+        attention_mask[row, width - len(ids) :] = 1
+    sampling = (
+        {"temperature": settings.temperature, "top_p": settings.top_p, "top_k": 0} if settings.temperature else {}
+    )
+    output = generate(
+        target.model,
+        input_ids=input_ids.to(target.model.device),
+        attention_mask=attention_mask.to(target.model.device),
+        max_new_tokens=max_new_tokens,
+        do_sample=bool(settings.temperature),
+        eos_token_id=sorted(target.end_tokens) or None,
+        pad_token_id=next(iter(target.end_tokens), 0),
+        speculative_config={**settings.speculative_config, "seed": settings.seed},
+        **sampling,
+    )
+    rows = output[:, width:].tolist()
+    ends = target.end_tokens
+    return [row[: next((i + 1 for i, token in enumerate(row) if token in ends), len(row))] for row in rows]
+
+
+# ---- the file -------------------------------------------------------------------------------------------------------
+
+
+class _Answers:
+    """The file of the answers, and beside it a record of what they depend on and how much of the file is whole."""
+
+    def __init__(self, path: Path, identity: dict[str, Any]):
+        self.path, self.identity = path, identity
+        self.record = path.with_name(path.name + ".state.json")
+        self.done = self._resume()
+
+    def _resume(self) -> int:
+        """How many sources are done; what the file holds beyond them is cut off."""
+        self.path.parent.mkdir(parents=True, exist_ok=True)
+        if not self.record.is_file():
+            if self.path.is_file():
+                raise TrainingError(f"{self.path} is there, but not from --regenerate: name another file.")
+            self.path.touch()
+            self._note(0)
+            return 0
+        known = json.loads(self.record.read_text(encoding="utf-8"))
+        theirs = known["settings"]
+        if theirs != self.identity:
+            changed = sorted(k for k in theirs.keys() | self.identity.keys() if theirs.get(k) != self.identity.get(k))
+            raise TrainingError(
+                f"{self.path} was written with other settings ({', '.join(changed)}): name another file, or remove it and "
+                f"{self.record.name}."
+            )
+        if not self.path.is_file() or self.path.stat().st_size < known["bytes"]:
+            raise TrainingError(f"{self.path} is shorter than when it was written: remove it and {self.record.name}.")
+        os.truncate(self.path, known["bytes"])
+        return known["done"]
+
+    def append(self, rows: list[dict[str, Any]], done: int) -> None:
+        """Write rows; `done` sources are finished then."""
+        try:
+            with open(self.path, "a", encoding="utf-8") as file:
+                file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))
+        except OSError as error:
+            raise disk_full(self.path, error) from error
+        self._note(done)
+
+    def _note(self, done: int) -> None:
+        known = {"settings": self.identity, "done": done, "bytes": self.path.stat().st_size}
+        write_text(self.record, json.dumps(known))

@@ -1,0 +1,170 @@
+"""The target as training sees it: frozen, run once per batch for its hidden states, and asked for logits afterwards."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import inspect
+from collections.abc import Iterator
+from dataclasses import replace
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ..runtime import Taps
+from ..runtime.architectures import check_supported, decoder_of, layer_list
+from .base import TrainingError
+from .batch import Batch
+
+_LOGITS_AT_ONCE = 2**27  # logits held at a time where only their argmax is wanted
+
+
+class TargetModel:
+    """A frozen target.
+
+    Attributes:
+        model, tokenizer: as loaded.
+        config: the text model's configuration.
+
+    Raises:
+        UnsupportedModel: heads for this model could not draft for it afterwards.
+    """
+
+    def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str):
+        check_supported(model)
+        self.model, self.tokenizer, self.name = model.eval().requires_grad_(False), tokenizer, name
+        self.config = model.config.get_text_config(decoder=True)
+        self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
+        self._check_logits()
+
+    # ---- what it is -------------------------------------------------------------------------------------------------
+
+    @property
+    def device(self) -> torch.device:
+        """Where its hidden states come out, and heads go."""
+        return self.lm_head.weight.device
+
+    @property
+    def vocab_size(self) -> int:
+        """Width of the logits."""
+        return self.lm_head.weight.shape[0]
+
+    @property
+    def hidden_size(self) -> int:
+        """Width of the hidden states."""
+        return self.config.hidden_size
+
+    @property
+    def num_layers(self) -> int:
+        """Decoder layers."""
+        return self.config.num_hidden_layers
+
+    @property
+    def embed_tokens(self) -> nn.Module:
+        """The input embeddings."""
+        return self.model.get_input_embeddings()
+
+    @property
+    def lm_head(self) -> Any:
+        """The language-model head."""
+        return self.model.get_output_embeddings()
+
+    def lm_head_float32(self) -> nn.Module:
+        """The language-model head for heads that share it: frozen, float32 (a copy, if the target is in another dtype)."""
+        head = self.lm_head
+        return head if head.weight.dtype == torch.float32 else copy.deepcopy(head).float().requires_grad_(False)
+
+    @property
+    def end_tokens(self) -> set[int]:
+        """Ids that end an answer."""
+        ids = self.model.generation_config.eos_token_id
+        out = set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
+        return out if self.tokenizer.eos_token_id is None else out | {self.tokenizer.eos_token_id}
+
+    # ---- what it computes -------------------------------------------------------------------------------------------
+
+    @torch.no_grad()
+    def capture(self, batch: Batch, taps: Taps) -> Batch:
+        """The batch with the hidden states `taps` asks for, float32, on the target's device: one forward.
+
+        Rows are padded on the right and attention is causal, so no mask is needed.
+        """
+        batch = batch.to(self.device)
+        with torch.autocast(self.device.type, enabled=False), self._tapped(taps) as found:
+            self._forward(batch.input_ids)
+        last = found.pop("last_hidden", None)
+        layers = {index: found[index].float() for index in taps.layers}
+        return replace(batch, last_hidden=None if last is None else last.float(), layers=layers)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The model's logits [.., V], float32, from final hidden states [.., H]; differentiable in `hidden`."""
+        head = self.lm_head
+        logits = head(hidden.to(head.weight.dtype)).float()
+        config = self.config
+        if scale := getattr(config, "logit_scale", None):  # Cohere
+            logits = logits * scale
+        if divisor := getattr(config, "logits_scaling", None):  # Granite
+            logits = logits / divisor
+        if cap := getattr(config, "final_logit_softcapping", None):  # Gemma
+            logits = torch.tanh(logits / cap) * cap
+        return logits
+
+    @torch.no_grad()
+    def choices(self, batch: Batch) -> torch.Tensor:
+        """The target's greedy choice after each token, int64 [B, S]: at t, for x_{t+1}."""
+        hidden = batch.hidden().flatten(0, 1)
+        rows = max(1, _LOGITS_AT_ONCE // self.vocab_size)
+        parts = [self.logits(part).argmax(-1) for part in hidden.split(rows)]
+        return torch.cat(parts).view(batch.input_ids.shape)
+
+    # ---- how --------------------------------------------------------------------------------------------------------
+
+    def _forward(self, input_ids: torch.Tensor) -> torch.Tensor:
+        """Logits of the last position [B, 1, V] (all positions, where the model cannot keep fewer)."""
+        kept = {"logits_to_keep": 1} if self._keeps_logits else {}
+        return self.model(input_ids=input_ids, use_cache=False, return_dict=True, **kept).logits
+
+    @contextlib.contextmanager
+    def _tapped(self, taps: Taps) -> Iterator[dict[Any, torch.Tensor]]:
+        """Yields a dict that holds `last_hidden` and the tapped layers [B, S, H] after a forward."""
+        found: dict[Any, torch.Tensor] = {}
+
+        def keep(key):
+            def hook(module, args, output):
+                found[key] = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", output)
+
+            return hook
+
+        def keep_input(module, args, kwargs):
+            found[0] = args[0] if args else kwargs["hidden_states"]
+
+        with contextlib.ExitStack() as stack:
+            if taps.last_hidden:
+                handle = decoder_of(self.model).register_forward_hook(keep("last_hidden"))
+                stack.callback(handle.remove)
+            if taps.layers:
+                decoder, name = layer_list(self.model)
+                layers = getattr(decoder, name)
+                for index in taps.layers:
+                    if index == 0:
+                        handle = layers[0].register_forward_pre_hook(keep_input, with_kwargs=True)
+                    else:
+                        handle = layers[index - 1].register_forward_hook(keep(index))
+                    stack.callback(handle.remove)
+            yield found
+
+    @torch.no_grad()
+    def _check_logits(self) -> None:
+        """That `logits` of the final hidden states are the model's own: families differ in what comes after the head."""
+        input_ids = torch.arange(4, device=self.device)[None] % self.vocab_size
+        with self._tapped(Taps(last_hidden=True)) as found:
+            theirs = self._forward(input_ids)[:, -1].float()
+        ours = self.logits(found["last_hidden"][:, -1])
+        worst = float((ours - theirs).abs().max())
+        if not worst <= 1e-2 * max(1.0, float(theirs.abs().max())):
+            raise TrainingError(
+                f"{type(self.model).__name__} does something to its logits that training does not know (they differ by "
+                f"{worst:.3g} from its head on its final hidden states), so heads cannot be trained for it."
+            )

@@ -1,0 +1,232 @@
+"""Training-time test: a head run several steps over whole texts, attending as if it had drafted from every position.
+
+At step 0 column t of a text reads (x_{t+1}, the target's feature at t); at step s it reads (x_{t+1+s}, its own output of step
+s - 1) and stands at position t + s. A draft from column t would have in its cache: the rows of step 0 up to t, which have
+true features, and its own rows of steps 1 .. s. So a query sees step 0 causally and of later steps its own column only
+(EAGLE-3, https://arxiv.org/abs/2503.01840; HASS, https://arxiv.org/abs/2408.15766).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field
+
+import torch
+import torch.nn.functional as F
+from torch import nn
+from torch.utils.checkpoint import checkpoint
+from transformers import AttentionInterface, PretrainedConfig
+
+from .base import Guesses
+from .batch import Batch
+
+ATTENTION_NAME = "hf_specdec_unrolled"  # how it is registered with transformers
+_LOGITS_KEPT = 2**26  # logits of a step beyond which they are computed again in the backward pass, so many at a time
+
+
+# ---- attention ------------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class LayerSteps:
+    """One layer's keys and values so far.
+
+    Attributes:
+        keys, values: [B, Hkv, S, D] of step 0.
+        own_keys, own_values: of each later step.
+        widened: step 0's as `attend_merged` reads them.
+    """
+
+    keys: torch.Tensor
+    values: torch.Tensor
+    own_keys: list[torch.Tensor] = field(default_factory=list)
+    own_values: list[torch.Tensor] = field(default_factory=list)
+    widened: tuple[torch.Tensor, torch.Tensor] | None = None
+
+
+def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling: float) -> torch.Tensor:
+    """Causal attention [B, Hq, S, D] within a step."""
+    group = query.shape[1] // key.shape[1]
+    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True, scale=scaling)
+
+
+def attend_merged(query: torch.Tensor, steps: LayerSteps, scaling: float) -> torch.Tensor:
+    """Attention [B, Hq, S, D] to step 0 (causal) and to the own column of all later steps, under one softmax.
+
+    A causal attention to step 0 that has one key more, seen by all, whose score is the logarithm of the own column's sum of
+    exponentials, and whose value is a 1 in a column of its own: that column of the output is then the weight of the own
+    column. No scores [S, S] are kept, and gradients are exact. The additional key is the first, so that the mask stays
+    causal; an additional query before all keeps it square. Its score is one product more per head.
+    """
+    width = query.shape[-1]
+    group = query.shape[1] // steps.keys.shape[1]
+    own_keys, own_values = torch.stack(steps.own_keys, dim=3), torch.stack(steps.own_values, dim=3)  # [B, Hkv, S, s, D]
+    grouped = query.unflatten(1, (-1, group))
+    scores = torch.einsum("bkgtd,bktsd->bkgts", grouped, own_keys) * scaling
+    scores = scores.to(torch.promote_types(scores.dtype, torch.float32))
+    own = torch.einsum("bkgts,bktsd->bkgtd", scores.softmax(-1).to(own_values.dtype), own_values)
+    if steps.widened is None:
+        steps.widened = _with_sink(steps.keys, group), _with_sink(steps.values, group)
+    wide_keys, wide_values = steps.widened
+    sink = (scores.logsumexp(-1, keepdim=True) / scaling).flatten(1, 2).to(query.dtype)
+    query = F.pad(torch.cat([query, sink], dim=-1), (0, 0, 1, 0))
+    out = F.scaled_dot_product_attention(query, wide_keys, wide_values, is_causal=True, scale=scaling)[:, :, 1:]
+    return out[..., :width] + out[..., width:] * own.flatten(1, 2)
+
+
+def _with_sink(states: torch.Tensor, group: int) -> torch.Tensor:
+    """[B, Hq, 1 + S, D + 1] from [B, Hkv, S, D]: zeros, but for a 1 at [0, D]."""
+    out = F.pad(states, (0, 1, 1, 0))
+    out[:, :, 0, -1] = 1.0
+    return out.repeat_interleave(group, dim=1)
+
+
+def unrolled_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, *, unrolled, **kwargs):
+    """transformers' attention function. `unrolled` is the dictionary {layer: LayerSteps} of the running `unroll`."""
+    scaling, dtype = query.shape[-1] ** -0.5 if scaling is None else scaling, query.dtype
+    with torch.autocast(query.device.type, enabled=False):
+        if query.device.type == "cpu":  # whose attention is several times slower backwards in bfloat16
+            wide = torch.promote_types(dtype, torch.float32)
+            query, key, value = query.to(wide), key.to(wide), value.to(wide)
+        steps = unrolled.get(module.layer_idx)
+        if steps is None:
+            unrolled[module.layer_idx] = LayerSteps(key, value)
+            out = attend(query, key, value, scaling)
+        else:
+            steps.own_keys.append(key)
+            steps.own_values.append(value)
+            out = attend_merged(query, steps, scaling)
+    return out.transpose(1, 2).to(dtype), None
+
+
+AttentionInterface.register(ATTENTION_NAME, unrolled_attention)
+
+
+def attend_unrolled(config: PretrainedConfig) -> None:
+    """Let the layers of this configuration attend as above."""
+    config._attn_implementation = ATTENTION_NAME
+
+
+def unroll(head: nn.Module, batch: Batch, features: torch.Tensor, num_steps: int) -> Iterator[torch.Tensor]:
+    """The head's output [B, S, H] of every step; it is fed back as the next one's features.
+
+    Args:
+        head: called with ids [B, S], features [B, S, H] and positions [1, S]; its layers attend as above.
+        features: the target's, as the head reads them.
+    """
+    steps: dict[int, LayerSteps] = {}
+    for step in range(num_steps):
+        tokens = batch.ahead(batch.input_ids, 1 + step)
+        features = head(tokens, features, batch.position_ids + step, attention_mask=None, unrolled=steps)
+        yield features
+
+
+# ---- what counts ----------------------------------------------------------------------------------------------------
+
+
+@dataclass
+class Places:
+    """The places u in a batch whose next token x_{u+1} counts, and has been guessed: u >= 1. Latest first.
+
+    Step s guesses x_{u+1} in column u - 1 - s; those with such a column come first.
+
+    Attributes:
+        rows, places: int64 [N].
+        counts: per step, how many have a column.
+    """
+
+    rows: torch.Tensor
+    places: torch.Tensor
+    counts: list[int]
+    width: int
+
+    @classmethod
+    def of(cls, batch: Batch, num_steps: int) -> Places:
+        """All of a batch."""
+        mask = batch.ahead(batch.loss_mask, 1)
+        mask[:, 0] = False
+        rows, places = mask.nonzero(as_tuple=True)
+        order = places.argsort(descending=True, stable=True)
+        return cls._counted(rows[order], places[order], num_steps, batch.input_ids.shape[1])
+
+    @classmethod
+    def _counted(cls, rows: torch.Tensor, places: torch.Tensor, num_steps: int, width: int) -> Places:
+        counts = torch.stack([(places > step).sum() for step in range(num_steps)]).tolist()
+        return cls(rows, places, counts, width)
+
+    def keep(self, mask: torch.Tensor) -> Places:
+        """Those where `mask` [N] is true."""
+        return self._counted(self.rows[mask], self.places[mask], len(self.counts), self.width)
+
+    def weight(self, step: int) -> torch.Tensor:
+        """How many guess at `step`, as a scalar beside them."""
+        return torch.tensor(self.counts[step], device=self.places.device)
+
+    def at(self, states: torch.Tensor) -> torch.Tensor:
+        """[N, ..] of [B, S, ..] at u."""
+        return states.flatten(0, 1).index_select(0, self.rows * self.width + self.places)
+
+    def guessed(self, states: torch.Tensor, step: int) -> torch.Tensor:
+        """[counts[step], ..] of [B, S, ..] at the columns that guess at `step`."""
+        count = self.counts[step]
+        index = self.rows[:count] * self.width + self.places[:count] - 1 - step
+        return states.flatten(0, 1).index_select(0, index)
+
+
+def soft_cross_entropy(
+    logits_of: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, target: torch.Tensor, best: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """(sum of cross-entropies, how many argmaxes are the target's) of logits from hidden states [n, H].
+
+    Args:
+        target: [n, Vd], the target's probabilities.
+        best: int64 [n], their argmax.
+
+    Where the logits are many they are not kept for the backward pass but computed anew, a part at a time.
+    """
+
+    def part(hidden, target, best):
+        logits = logits_of(hidden).float()
+        with torch.no_grad():
+            right = (logits.gather(1, best[:, None])[:, 0] == logits.amax(-1)).sum()
+        return F.cross_entropy(logits, target, reduction="sum"), right
+
+    if target.numel() <= _LOGITS_KEPT:
+        return part(hidden, target, best)
+    size = max(1, _LOGITS_KEPT // target.shape[1])
+    parts = zip(hidden.split(size), target.split(size), best.split(size), strict=True)
+    found = [checkpoint(part, *each, use_reentrant=False) for each in parts]
+    losses, rights = zip(*found, strict=True)
+    return torch.stack(losses).sum(), torch.stack(rights).sum()
+
+
+def greedy_guesses(
+    outputs: Iterator[torch.Tensor], choose: Callable[[torch.Tensor], torch.Tensor], batch: Batch
+) -> Guesses:
+    """Guesses of every step, of the columns whose first guess counts (no others are ever judged).
+
+    Args:
+        outputs: of `unroll`.
+        choose: tokens [N] from outputs [N, H].
+    """
+    places = Places.of(batch, 1)
+    tokens = [choose(places.guessed(output, 0)) for output in outputs]
+    return Guesses(torch.stack(tokens, dim=1), places.rows, places.places)
+
+
+def argmax_of(logits_of: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, size: int) -> torch.Tensor:
+    """Argmax [n] of logits over `size` tokens from hidden states [n, H], a part at a time."""
+    return torch.cat([logits_of(part).argmax(-1) for part in hidden.split(max(1, _LOGITS_KEPT // size))])
+
+
+@torch.no_grad()
+def probabilities(
+    logits_of: Callable[[torch.Tensor], torch.Tensor],
+    hidden: torch.Tensor,
+    size: int,
+    among: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """The target's probabilities, float32 [n, size], from hidden states [n, H]; renormalised over the tokens `among` [Vd]."""
+    parts = [logits_of(part) for part in hidden.split(max(1, _LOGITS_KEPT // size))]
+    return torch.cat([(part if among is None else part[:, among]).softmax(-1, dtype=torch.float32) for part in parts])

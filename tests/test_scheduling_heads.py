@@ -1,0 +1,73 @@
+"""The scheduler scenario of test_scheduling.py with every drafter that has state of its own: heads, tables, windows, hybrids.
+
+Heads have random weights, so little is accepted; what is tested is that features, caches and slots follow rows that join in
+chunks, pause, lose their memory, are cancelled and end.
+"""
+
+import pytest
+import test_hydra
+import test_medusa
+from helpers_dflash import make as dflash_checkpoint
+from helpers_eagle3 import write as eagle3_checkpoint
+from helpers_mtp import store as mtp_checkpoint
+from helpers_speculators import lstm_checkpoint, mlp_checkpoint
+from oracle import VOCAB, drafter_of, tiny_llama
+from test_checkpoints import write as eagle_checkpoint
+from test_scheduling import run_scenario
+
+NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2, "num_speculative_tokens": 2}
+TREE = {"top_k": 2, "total_tokens": 7, "depth": 3}
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_llama(max_position_embeddings=512)
+
+
+def made(name, target, folder):
+    """The configuration of a method, its checkpoint written to `folder`."""
+    folder = folder / "head"
+    if name == "eagle":
+        return {"method": "eagle", "model": str(eagle_checkpoint(folder))}
+    if name == "eagle3":
+        return {"method": "eagle3", "model": eagle3_checkpoint(folder, "yuhuili")[1], **TREE}
+    if name == "mlp_speculator":
+        return {"method": "mlp_speculator", "model": str(mlp_checkpoint(folder).folder)}
+    if name == "arctic":
+        return {"method": "arctic", "model": str(lstm_checkpoint(folder).folder), "branching_factors": [2, 2]}
+    if name == "medusa":
+        return {
+            **test_medusa.write(folder, test_medusa.original()),
+            "speculative_token_tree": [[0], [1], [0, 0], [0, 1]],
+        }
+    if name == "hydra":
+        return test_hydra.write(folder, test_hydra.hydra())
+    if name == "hydra++":
+        return test_hydra.write(folder, test_hydra.hydra(prefix=True, blocks=2))
+    if name == "dflash":
+        return {"method": "dflash", "model": dflash_checkpoint(folder, target).folder}
+    if name == "pard":
+        drafter_of(target).save_pretrained(folder)
+        return {"method": "pard", "model": str(folder), "mask_token_id": 5, "num_speculative_tokens": 3}
+    if name == "hybrid":
+        second = {"method": "eagle", "model": str(eagle_checkpoint(folder)), "num_speculative_tokens": 2}
+        return {"method": "hybrid", "first": NGRAM, "second": second}
+    return {"method": name}
+
+
+METHODS = [
+    "eagle", "eagle3", "mlp_speculator", "arctic", "medusa", "hydra", "hydra++", "dflash", "pard", "hybrid", "token_recycling",
+    "lookahead",
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_requests_join_leave_wait_and_are_preempted(target, name, tmp_path):
+    run_scenario(target, None, made(name, target, tmp_path), num_requests=40, vocab_size=VOCAB)
+
+
+def test_mtp(tmp_path):
+    """Its target is one of the families that have such layers."""
+    stored = mtp_checkpoint(tmp_path / "target", "GLM-4.5", num_modules=2)
+    config = {"method": "mtp", "model": str(stored.folder), "num_speculative_tokens": 3}
+    run_scenario(stored.model, None, config, num_requests=30, vocab_size=stored.model.config.vocab_size)
