@@ -12,9 +12,9 @@ from oracle import ragged, tiny_llama
 from safetensors.torch import load_file, save_file
 
 from hf_specdec.candidate_generators import parse_config
-from hf_specdec.candidate_generators.checkpoints import CheckpointError
-from hf_specdec.candidate_generators.dflash_block import sliding_visibility
-from hf_specdec.candidate_generators.dflash_checkpoint import default_target_layers
+from hf_specdec.candidate_generators.dflash.block import sliding_visibility
+from hf_specdec.candidate_generators.dflash.checkpoint import default_target_layers
+from hf_specdec.candidate_generators.heads.checkpoints import CheckpointError
 from hf_specdec.config import SpeculativeConfigError
 from hf_specdec.integration import get_decoder, kept_decoders
 from hf_specdec.runtime import Sequence

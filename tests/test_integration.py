@@ -25,7 +25,7 @@ from transformers.generation import GenerationMixin
 
 import hf_specdec
 from hf_specdec import integration
-from hf_specdec.candidate_generators import vocabulary
+from hf_specdec.candidate_generators.draft_model import vocabulary
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 

@@ -14,7 +14,7 @@ from safetensors.torch import save_file
 import hf_specdec
 from hf_specdec import SpeculativeConfigError, integration
 from hf_specdec.candidate_generators import parse_config
-from hf_specdec.candidate_generators.published_trees import PUBLISHED_TREES
+from hf_specdec.candidate_generators.drafting.published_trees import PUBLISHED_TREES
 from hf_specdec.runtime import Sequence
 
 HIDDEN = 32

@@ -17,7 +17,7 @@ import hf_specdec
 from hf_specdec import integration
 from hf_specdec.candidate_generators import parse_config
 from hf_specdec.candidate_generators.mtp import MtpGenerator
-from hf_specdec.candidate_generators.mtp_weights import dequantized
+from hf_specdec.candidate_generators.mtp.weights import dequantized
 from hf_specdec.runtime import PackedModel
 
 CONFIG = {"method": "mtp", "num_speculative_tokens": 3}

@@ -1,4 +1,4 @@
-"""Drafters. One method = one file = its configuration dataclass and its CandidateGenerator."""
+"""Drafters. One method = one file, or one folder with its parts: its configuration dataclass and its CandidateGenerator."""
 
 from .base import CandidateGenerator, StepOutcome
 from .registry import available_methods, generator_class, parse_config, register

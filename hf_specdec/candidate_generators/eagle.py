@@ -12,10 +12,10 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 from ..runtime import PackedModel, PackedOutput, Taps
 from ..runtime.packed_head import PackedHead
 from .base import DrafterContext
-from .checkpoints import Checkpoint, Plan, load_module, register_format
-from .features import FeatureGenerator
-from .head_config import ProposedLengthConfig, proposed_length
-from .head_layers import (
+from .drafting.features import FeatureGenerator
+from .heads.checkpoints import Checkpoint, Plan, load_module, register_format
+from .heads.config import ProposedLengthConfig, proposed_length
+from .heads.layers import (
     Embeddings,
     RotaryPositions,
     check_flags,
@@ -26,7 +26,7 @@ from .head_layers import (
     shared_embeddings,
     vocab_size_of,
 )
-from .heads import DraftVocabulary, check_target, draft_vocabulary, load_once, place_of, target_head
+from .heads.target_parts import DraftVocabulary, check_target, draft_vocabulary, load_once, place_of, target_head
 from .registry import register
 
 

@@ -14,14 +14,14 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMS
 from ..runtime import PackedModel, PackedOutput, Sequence, Taps
 from ..runtime.packed_head import PackedHead
 from .base import CandidateGenerator, DrafterContext
-from .checkpoints import Checkpoint, Plan, load_module, register_format
-from .features import FeatureGenerator
-from .head_layers import Embeddings, RotaryPositions, fit_biases, shared_embeddings
-from .heads import DraftVocabulary, check_target, load_once, place_of
-from .last_hidden import LastHiddenConfig, LastHiddenGenerator, bounded_shape
+from .drafting.features import FeatureGenerator
+from .drafting.last_hidden import LastHiddenConfig, LastHiddenGenerator, bounded_shape
+from .drafting.tree_growth import Level
+from .heads.checkpoints import Checkpoint, Plan, load_module, register_format
+from .heads.layers import Embeddings, RotaryPositions, fit_biases, shared_embeddings
+from .heads.target_parts import DraftVocabulary, check_target, load_once, place_of
 from .medusa import share_equal
 from .registry import register
-from .tree_growth import Level
 
 
 @dataclass

@@ -13,12 +13,12 @@ from torch import nn
 
 from ..runtime import PackedModel
 from .base import DrafterContext
-from .checkpoints import Checkpoint, Plan, load_module, register_format
-from .heads import DraftVocabulary, check_target, load_once, place_of, target_head
-from .last_hidden import LastHiddenConfig, LastHiddenGenerator
+from .drafting.last_hidden import LastHiddenConfig, LastHiddenGenerator
+from .drafting.tree_growth import Level
+from .heads.checkpoints import Checkpoint, Plan, load_module, register_format
+from .heads.target_parts import DraftVocabulary, check_target, load_once, place_of, target_head
+from .mlp_speculator.parts import sharing
 from .registry import register
-from .speculator_parts import sharing
-from .tree_growth import Level
 
 logger = logging.getLogger(__name__)
 

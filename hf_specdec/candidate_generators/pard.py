@@ -10,10 +10,10 @@ import torch
 from ..runtime import PackedModel, Sequence
 from ..runtime.packed_batch import RowInput
 from .base import DrafterContext
-from .checkpoints import Checkpoint, register_format
 from .draft_model import DraftModelConfig, DraftModelGenerator
+from .drafting.tree_growth import Draft, Level
+from .heads.checkpoints import Checkpoint, register_format
 from .registry import register
-from .tree_growth import Draft, Level
 
 # Where a drafter's configuration may name its mask token: AMD's checkpoints, vLLM's name for it, and the plain one.
 _MASK_KEYS = ("pard_token", "ptd_token_id", "mask_token_id")

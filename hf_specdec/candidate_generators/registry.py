@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from ..bundled import resolve_model
 from ..config import SpeculativeConfig, SpeculativeConfigError, nearest_hint
-from .checkpoints import infer_format, open_checkpoint
+from .heads.checkpoints import infer_format, open_checkpoint
 
 if TYPE_CHECKING:
     from .base import CandidateGenerator

@@ -5,9 +5,9 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..candidate_generators.growing import GrowingGenerator
-from ..candidate_generators.tree_growth import Level
-from ..candidate_generators.tree_shapes import TreeTemplate
+from ..candidate_generators.drafting.growing import GrowingGenerator
+from ..candidate_generators.drafting.tree_growth import Level
+from ..candidate_generators.drafting.tree_shapes import TreeTemplate
 from ..runtime import Sequence
 from ..runtime.architectures import check_length
 from .decoder import SpeculativeDecoder

@@ -44,7 +44,7 @@ So a head at t knows h_t and x_{t+1}, and its first guess is for x_{t+2}, its gu
 the target's own (embeddings, lm_head) do not require them and stay out. Master weights are float32. Do not wrap anything
 for devices: `loss` is called inside autocast and a DDP wrapper already. Randomness (noise, anchors, dropout) comes from
 torch's global generators, which are seeded anew for every micro-batch from (seed, step, micro-batch, process), so that a
-resumed run repeats itself. `TargetModel` has the attributes of `PackedModel` that `heads.py`'s functions read.
+resumed run repeats itself. `TargetModel` has the attributes of `PackedModel` that `candidate_generators/heads` read.
 
 **The loss.** `StepLoss(loss, weight, metrics)`: `loss` is a *sum* over positions, `weight` how many (or their total weight);
 the framework divides the sum over all micro-batches and devices by the weights' sum. `metrics` {name: (sum, weight)} are

@@ -13,7 +13,7 @@ from torch import nn
 from transformers import AttentionInterface, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
-from ..candidate_generators.dflash_block import DFlashDrafter, DFlashLayout
+from ..candidate_generators.dflash.block import DFlashDrafter, DFlashLayout
 from ..runtime import Taps, architectures
 from .base import Exported, Guesses, HeadTrainer, StepLoss, TrainingError
 from .batch import Batch

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
-from ..candidate_generators.checkpoints import Checkpoint, Plan
-from ..candidate_generators.head_layers import Embeddings, RotaryPositions
+from ..candidate_generators.heads.checkpoints import Checkpoint, Plan
+from ..candidate_generators.heads.layers import Embeddings, RotaryPositions
 from .target import TargetModel
 from .unrolled import attend_unrolled
 

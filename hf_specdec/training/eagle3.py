@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..candidate_generators.eagle3_head import Eagle3Head, Eagle3Options
+from ..candidate_generators.eagle3.head import Eagle3Head, Eagle3Options
 from ..runtime import Taps
 from .base import Exported, Guesses, HeadTrainer, StepLoss, TrainingError
 from .batch import Batch

@@ -8,8 +8,8 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..candidate_generators.mtp_head import Family, MtpModule
-from ..candidate_generators.mtp_layouts import find_layout
+from ..candidate_generators.mtp.head import Family, MtpModule
+from ..candidate_generators.mtp.layouts import find_layout
 from ..runtime import architectures
 from .base import Exported, Guesses, HeadTrainer, StepLoss, TrainingError
 from .batch import Batch

@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from typing import Any, TypeVar
 
 from .checkpoints import Checkpoint, infer_format
-from .heads import HeadConfig, section
+from .target_parts import HeadConfig, section
 
 _Config = TypeVar("_Config", bound="ProposedLengthConfig")
 # Keys that say how long or deep drafts are, besides num_speculative_tokens.

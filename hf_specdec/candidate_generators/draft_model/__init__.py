@@ -9,16 +9,16 @@ import numpy as np
 import torch
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
-from ..cache import PagedStaticCache
-from ..config import SpeculativeConfigError
-from ..runtime import DraftTrees, PackedModel, Sequence
-from ..runtime.packed_batch import RowInput
-from .base import DrafterContext, StepOutcome
-from .checkpoints import Checkpoint, register_format
-from .growing import CachedGenerator
-from .registry import register
-from .tree_growth import Draft, Level
-from .tree_shapes import TreeDraftingConfig
+from ...cache import PagedStaticCache
+from ...config import SpeculativeConfigError
+from ...runtime import DraftTrees, PackedModel, Sequence
+from ...runtime.packed_batch import RowInput
+from ..base import DrafterContext, StepOutcome
+from ..drafting.growing import CachedGenerator
+from ..drafting.tree_growth import Draft, Level
+from ..drafting.tree_shapes import TreeDraftingConfig
+from ..heads.checkpoints import Checkpoint, register_format
+from ..registry import register
 from .vocabulary import load_drafter, make_bridge
 
 BRIDGES = ("intersection", "text")

@@ -11,18 +11,18 @@ from typing import ClassVar
 
 import torch
 
-from ..cache import PagedStaticCache
-from ..runtime import DraftTrees, PackedModel, PackedOutput, Sequence, Taps
-from .base import DrafterContext, StepOutcome
-from .checkpoints import Checkpoint, open_checkpoint, register_format
-from .head_config import ProposedLengthConfig
-from .heads import DraftVocabulary, load_once
-from .mtp_head import load_mtp
-from .mtp_layouts import holds_mtp_alone, is_mtp_tensor
-from .mtp_turns import ModulesInTurn
-from .ngram import NGramIndex
-from .registry import register
-from .tree_shapes import TreeShape, TreeTemplate
+from ...cache import PagedStaticCache
+from ...runtime import DraftTrees, PackedModel, PackedOutput, Sequence, Taps
+from ..base import DrafterContext, StepOutcome
+from ..drafting.tree_shapes import TreeShape, TreeTemplate
+from ..heads.checkpoints import Checkpoint, open_checkpoint, register_format
+from ..heads.config import ProposedLengthConfig
+from ..heads.target_parts import DraftVocabulary, load_once
+from ..ngram import NGramIndex
+from ..registry import register
+from .head import load_mtp
+from .layouts import holds_mtp_alone, is_mtp_tensor
+from .turns import ModulesInTurn
 
 MTP_STRATEGIES = ("default", "with_ngram")
 

@@ -8,18 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from ..runtime import PackedModel, PackedOutput, Sequence, Taps
-from ..runtime.packed_batch import RowInput
-from .base import DrafterContext
-from .checkpoints import register_format
-from .dflash_block import BlockHead
-from .dflash_checkpoint import is_dflash, load_dflash, read_layout
-from .features import FeatureGenerator
-from .head_config import ProposedLengthConfig, proposed_length
-from .heads import load_once
-from .registry import register
-from .tree_growth import Level
-from .tree_shapes import DynamicTree, TreeShape, TreeTemplate
+from ...runtime import PackedModel, PackedOutput, Sequence, Taps
+from ...runtime.packed_batch import RowInput
+from ..base import DrafterContext
+from ..drafting.features import FeatureGenerator
+from ..drafting.tree_growth import Level
+from ..drafting.tree_shapes import DynamicTree, TreeShape, TreeTemplate
+from ..heads.checkpoints import register_format
+from ..heads.config import ProposedLengthConfig, proposed_length
+from ..heads.target_parts import load_once
+from ..registry import register
+from .block import BlockHead
+from .checkpoint import is_dflash, load_dflash, read_layout
 
 register_format(
     "DFlash, DSpark, Domino (z-lab/*-DFlash*, SpecForge, speculators: hidden_norm, fc)", "dflash", is_dflash

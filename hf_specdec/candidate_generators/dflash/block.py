@@ -12,11 +12,11 @@ from torch import nn
 from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, rotate_half
 
-from ..cache import PagedStaticCache
-from ..runtime.packed_batch import PackedBatch, RowInput
-from ..runtime.packed_head import PackedHead
-from .dflash_heads import ConfidenceHead, DominoHead, MarkovHead, SequentialHead
-from .head_layers import RotaryPositions
+from ...cache import PagedStaticCache
+from ...runtime.packed_batch import PackedBatch, RowInput
+from ...runtime.packed_head import PackedHead
+from ..heads.layers import RotaryPositions
+from .heads import ConfidenceHead, DominoHead, MarkovHead, SequentialHead
 
 
 @dataclass

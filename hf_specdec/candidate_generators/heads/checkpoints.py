@@ -18,8 +18,8 @@ from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntry
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
-from ..bundled import resolve_model
-from ..config import SpeculativeConfigError, nearest_hint
+from ...bundled import resolve_model
+from ...config import SpeculativeConfigError, nearest_hint
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _PICKLES = (".bin", ".pt", ".pth")

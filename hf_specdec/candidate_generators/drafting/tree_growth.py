@@ -9,9 +9,9 @@ from typing import Protocol
 import numpy as np
 import torch
 
-from ..kernels.random_bits import DRAFT_STREAM, TOKEN_STREAM
-from ..runtime import DraftTrees, Sequence
-from ..runtime.logits import add_noise, needs_prefix, process_logits
+from ...kernels.random_bits import DRAFT_STREAM, TOKEN_STREAM
+from ...runtime import DraftTrees, Sequence
+from ...runtime.logits import add_noise, needs_prefix, process_logits
 from .tree_shapes import DynamicTree, TreeDraftingConfig, TreeTemplate
 
 

@@ -10,8 +10,8 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from ..config import SpeculativeConfig, nearest_hint
-from ..kernels import reference as ops
+from ...config import SpeculativeConfig, nearest_hint
+from ...kernels import reference as ops
 from .published_trees import PUBLISHED_TREES
 
 

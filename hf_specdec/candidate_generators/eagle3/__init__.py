@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from ..runtime import PackedModel, PackedOutput, Sequence
-from .base import DrafterContext
-from .checkpoints import register_format
-from .eagle3_head import is_eagle3, load_eagle3
-from .features import FeatureGenerator
-from .head_config import ProposedLengthConfig, proposed_length
-from .heads import load_once
-from .registry import register
-from .tree_growth import Level
+from ...runtime import PackedModel, PackedOutput, Sequence
+from ..base import DrafterContext
+from ..drafting.features import FeatureGenerator
+from ..drafting.tree_growth import Level
+from ..heads.checkpoints import register_format
+from ..heads.config import ProposedLengthConfig, proposed_length
+from ..heads.target_parts import load_once
+from ..registry import register
+from .head import is_eagle3, load_eagle3
 
 
 @dataclass

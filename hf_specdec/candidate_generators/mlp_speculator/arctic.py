@@ -10,20 +10,10 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..runtime import PackedModel
-from .checkpoints import Checkpoint, Plan, load_module
-from .heads import check_target, place_of
-from .speculator_parts import (
-    ScaledNorm,
-    Speculator,
-    SumSpeculator,
-    flag,
-    integer,
-    sharing,
-    tied_name,
-    unprefixed,
-    widths,
-)
+from ...runtime import PackedModel
+from ..heads.checkpoints import Checkpoint, Plan, load_module
+from ..heads.target_parts import check_target, place_of
+from .parts import ScaledNorm, Speculator, SumSpeculator, flag, integer, sharing, tied_name, unprefixed, widths
 
 GATES = ("forget", "input", "output", "cell")
 

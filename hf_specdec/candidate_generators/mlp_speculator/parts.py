@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from .checkpoints import Checkpoint
+from ..heads.checkpoints import Checkpoint
 
 EPSILON = 1e-6
 _PREFIX = "speculator."

@@ -12,13 +12,13 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from ..runtime import PackedModel, architectures
-from ..runtime.packed_head import PackedHead
-from .checkpoints import Checkpoint, Plan, load_module
-from .head_config import proposed_length
-from .heads import check_target, layer_config, place_of, target_embeddings, target_head
-from .mtp_layouts import LAYER_NAMES, LAYOUTS, MtpLayout, find_layout
-from .mtp_weights import TargetTensors
+from ...runtime import PackedModel, architectures
+from ...runtime.packed_head import PackedHead
+from ..heads.checkpoints import Checkpoint, Plan, load_module
+from ..heads.config import proposed_length
+from ..heads.target_parts import check_target, layer_config, place_of, target_embeddings, target_head
+from .layouts import LAYER_NAMES, LAYOUTS, MtpLayout, find_layout
+from .weights import TargetTensors
 
 
 class PlainLayer(nn.Module):

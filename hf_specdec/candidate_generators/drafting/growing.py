@@ -7,16 +7,16 @@ from abc import abstractmethod
 import numpy as np
 import torch
 
-from ..cache import OutOfBlocks, PagedStaticCache
-from ..runtime import DraftTrees, PackedModel, Sequence
-from ..runtime.packed_batch import RowInput
-from .base import CandidateGenerator, DrafterContext
+from ...cache import OutOfBlocks, PagedStaticCache
+from ...runtime import DraftTrees, PackedModel, Sequence
+from ...runtime.packed_batch import RowInput
+from ..base import CandidateGenerator, DrafterContext
 from .tree_growth import Draft, Level, Vocabulary, grow
 from .tree_shapes import TreeDraftingConfig, TreeShape
 
 
 class GrowingGenerator(CandidateGenerator):
-    """Drafts chains, static trees or dynamic trees from `root_logits` and `expand`; see tree_growth.py.
+    """Drafts chains, static trees or dynamic trees from `root_logits` and `expand`; see tree_growth.py beside this.
 
     A subclass sets `vocabulary` in its `__init__`.
     """

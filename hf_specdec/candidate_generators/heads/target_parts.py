@@ -12,9 +12,9 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
-from ..runtime import PackedModel
+from ...runtime import PackedModel
+from ..drafting.tree_shapes import TreeDraftingConfig
 from .checkpoints import Checkpoint, open_checkpoint
-from .tree_shapes import TreeDraftingConfig
 
 Loaded = TypeVar("Loaded")
 _loaded: weakref.WeakValueDictionary[tuple, Any] = weakref.WeakValueDictionary()

@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..cache import PagedStaticCache
-from ..runtime import PackedModel, PackedOutput, Sequence
-from ..runtime.packed_batch import RowInput
-from ..runtime.packed_head import PackedHead
-from .base import DrafterContext, StepOutcome
+from ...cache import PagedStaticCache
+from ...runtime import PackedModel, PackedOutput, Sequence
+from ...runtime.packed_batch import RowInput
+from ...runtime.packed_head import PackedHead
+from ..base import DrafterContext, StepOutcome
 from .growing import CachedGenerator
 from .tree_growth import Level
 from .tree_shapes import TreeDraftingConfig

@@ -11,10 +11,10 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from ..runtime import PackedModel, Taps
-from ..runtime.packed_head import PackedHead
-from .checkpoints import Checkpoint, Plan, load_module
-from .head_layers import (
+from ...runtime import PackedModel, Taps
+from ...runtime.packed_head import PackedHead
+from ..heads.checkpoints import Checkpoint, Plan, load_module
+from ..heads.layers import (
     Embeddings,
     RotaryPositions,
     check_flags,
@@ -26,7 +26,15 @@ from .head_layers import (
     shared_embeddings,
     vocab_size_of,
 )
-from .heads import DraftVocabulary, check_target, draft_vocabulary, place_of, section, target_head, trained_for
+from ..heads.target_parts import (
+    DraftVocabulary,
+    check_target,
+    draft_vocabulary,
+    place_of,
+    section,
+    target_head,
+    trained_for,
+)
 
 logger = logging.getLogger(__name__)
 

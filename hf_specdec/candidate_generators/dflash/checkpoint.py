@@ -9,12 +9,10 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, Qwen3Config
 
-from ..runtime import PackedModel
-from .checkpoints import Checkpoint, Plan, load_module
-from .dflash_block import BlockHead, DFlashDrafter, DFlashLayout
-from .dflash_heads import MARKOV_TYPES
-from .head_layers import Embeddings, RotaryPositions, own_embeddings, shared_embeddings
-from .heads import (
+from ...runtime import PackedModel
+from ..heads.checkpoints import Checkpoint, Plan, load_module
+from ..heads.layers import Embeddings, RotaryPositions, own_embeddings, shared_embeddings
+from ..heads.target_parts import (
     DraftVocabulary,
     check_target,
     draft_vocabulary,
@@ -24,6 +22,8 @@ from .heads import (
     target_head,
     trained_for,
 )
+from .block import BlockHead, DFlashDrafter, DFlashLayout
+from .heads import MARKOV_TYPES
 
 # Keys beside those of the layers in the configurations of z-lab and SpecForge.
 _OTHER_KEYS = ("block_size", "dflash_config", "num_target_layers", "target_hidden_size")

@@ -7,13 +7,13 @@ import contextlib
 import numpy as np
 import torch
 
-from ..runtime import PackedModel, Sequence
-from ..runtime.packed_batch import RowInput
-from ..runtime.packed_head import PackedHead
-from .base import DrafterContext
-from .features import FeatureGenerator
-from .tree_growth import Level
-from .tree_shapes import TreeDraftingConfig
+from ...runtime import PackedModel, Sequence
+from ...runtime.packed_batch import RowInput
+from ...runtime.packed_head import PackedHead
+from ..base import DrafterContext
+from ..drafting.features import FeatureGenerator
+from ..drafting.tree_growth import Level
+from ..drafting.tree_shapes import TreeDraftingConfig
 
 
 class ModulesInTurn(FeatureGenerator):

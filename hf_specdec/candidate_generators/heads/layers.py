@@ -10,9 +10,9 @@ from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
-from ..runtime import PackedModel
+from ...runtime import PackedModel
 from .checkpoints import Checkpoint, Plan
-from .heads import layer_config, section, target_embeddings
+from .target_parts import layer_config, section, target_embeddings
 
 # What a configuration says about the layers; the rest describes a whole language model that the head is not.
 _KEYS = (

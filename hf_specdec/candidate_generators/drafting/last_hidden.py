@@ -12,12 +12,12 @@ import numpy as np
 import torch
 from torch import nn
 
-from ..runtime import PackedModel, Sequence, Taps
-from ..runtime.prepacked import PrepackedLinears, prepack
-from .base import DrafterContext, StepOutcome
+from ...runtime import PackedModel, Sequence, Taps
+from ...runtime.prepacked import PrepackedLinears, prepack
+from ..base import DrafterContext, StepOutcome
+from ..heads.config import ProposedLengthConfig
+from ..heads.target_parts import place_of
 from .growing import GrowingGenerator
-from .head_config import ProposedLengthConfig
-from .heads import place_of
 from .tree_growth import Level
 from .tree_shapes import DynamicTree, TreeShape, TreeTemplate
 

@@ -11,12 +11,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
-from ..bundled import resolve_model
-from ..runtime import DraftTrees, PackedModel, Sequence
-from .base import DrafterContext
+from ...bundled import resolve_model
+from ...runtime import DraftTrees, PackedModel, Sequence
+from ..base import DrafterContext
 
 if TYPE_CHECKING:
-    from .draft_model import DraftModelConfig
+    from . import DraftModelConfig
 
 logger = logging.getLogger(__name__)
 

@@ -8,26 +8,16 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ..runtime import PackedModel
-from .arctic_speculator import has_lstm, has_rnn, load_lstm, load_rnn
-from .base import DrafterContext
-from .checkpoints import Checkpoint, Plan, load_module, register_format
-from .heads import check_target, draft_vocabulary, load_once, place_of
-from .last_hidden import LastHiddenConfig, LastHiddenGenerator
-from .registry import register
-from .speculator_parts import (
-    ScaledNorm,
-    Speculator,
-    SumSpeculator,
-    flag,
-    integer,
-    sharing,
-    tied_name,
-    unprefixed,
-    widths,
-)
-from .tree_growth import Level
-from .tree_shapes import TreeShape, TreeTemplate
+from ...runtime import PackedModel
+from ..base import DrafterContext
+from ..drafting.last_hidden import LastHiddenConfig, LastHiddenGenerator
+from ..drafting.tree_growth import Level
+from ..drafting.tree_shapes import TreeShape, TreeTemplate
+from ..heads.checkpoints import Checkpoint, Plan, load_module, register_format
+from ..heads.target_parts import check_target, draft_vocabulary, load_once, place_of
+from ..registry import register
+from .arctic import has_lstm, has_rnn, load_lstm, load_rnn
+from .parts import ScaledNorm, Speculator, SumSpeculator, flag, integer, sharing, tied_name, unprefixed, widths
 
 _SHAPE_KEYS = ("branching_factors", "speculative_token_tree", "top_k", "total_tokens")
 
