@@ -409,15 +409,16 @@ def test_synced_gpus_on_two_ranks():
         "-m",
         "torch.distributed.run",
         "--nproc-per-node=2",
-        "--master-port=29611",
+        "--standalone",  # a free port: two test runs on one machine do not meet
         "--no-python",
     ]
-    subprocess.run(
+    done = subprocess.run(
         [*command, sys.executable, "-c", _RANK, str(tests), str(tests.parent)],
-        check=True,
         capture_output=True,
+        text=True,
         timeout=300,
     )
+    assert done.returncode == 0, done.stderr
 
 
 def test_generation_config_instead_of_arguments(model, config, inputs):
