@@ -1,6 +1,6 @@
 """Multi-token prediction (MTP): the modules that target checkpoints bring along draft for their own model.
 
-Gloeckle et al. 2024, the DeepSeek-V3 report (section 2.2) and the families of `mtp_layouts.py`; hybrid drafts as FastDeploy
+Gloeckle et al. 2024, the DeepSeek-V3 report (section 2.2) and the families of `layouts.py`; hybrid drafts as FastDeploy
 names them.
 """
 
