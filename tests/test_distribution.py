@@ -185,7 +185,9 @@ WRONG = [
 
 
 @pytest.mark.parametrize(
-    ("shape", "rule", "module", "name", "wrong"), WRONG, ids=lambda v: getattr(v, "__name__", str(v))
+    ("shape", "rule", "module", "name", "wrong"),
+    WRONG,
+    ids=lambda v: v if isinstance(v, str) else getattr(v, "__name__", "rules"),
 )
 def test_wrong_verifiers_are_caught(shape, rule, module, name, wrong, monkeypatch):
     (monkeypatch.setitem if isinstance(module, dict) else monkeypatch.setattr)(module, name, wrong)
