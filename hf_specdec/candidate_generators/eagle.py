@@ -173,7 +173,3 @@ class EagleGenerator(FeatureGenerator):
         """The target's final hidden states."""
         assert output.last_hidden is not None
         return output.last_hidden[index.to(output.last_hidden.device)].to(self.head.device)
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The language-model head over predicted features."""
-        return self.lm_head(hidden)

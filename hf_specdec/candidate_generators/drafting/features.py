@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+from abc import abstractmethod
+
 import numpy as np
 import torch
+from torch import nn
 
 from ...cache import PagedStaticCache
 from ...runtime import PackedModel, PackedOutput, Sequence
@@ -22,11 +25,12 @@ class FeatureGenerator(CachedGenerator):
     the text are read once, with true features, also those of accepted drafts: what was guessed while drafting is
     overwritten. While drafting, the head's own output takes the place of the feature.
 
-    A subclass sets `taps`, and in its `__init__` `vocabulary` and `head`, and implements `features`, `logits` and, where
-    it differs from the hidden state itself, `fed_back`.
+    A subclass sets `taps`, and in its `__init__` `vocabulary`, `head` and `lm_head`, and implements `features` and, where they
+    are not the plain ones, `logits` and `fed_back`.
     """
 
     head: PackedHead
+    lm_head: nn.Module
 
     def __init__(self, config: TreeDraftingConfig, target: PackedModel, context: DrafterContext | None = None):
         super().__init__(config, target, context)
@@ -36,13 +40,13 @@ class FeatureGenerator(CachedGenerator):
 
     # ---- what a method is -------------------------------------------------------------------------------------------
 
+    @abstractmethod
     def features(self, output: PackedOutput, index: torch.Tensor) -> torch.Tensor:
         """What the head reads, [n, F], for the packed tokens `index` [n] of a target forward."""
-        raise NotImplementedError
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [n, Vd] from the head's hidden states [n, H]."""
-        raise NotImplementedError
+        return self.lm_head(hidden)
 
     def fed_back(self, hidden: torch.Tensor) -> torch.Tensor:
         """The feature [n, F] that stands in for the target's where the head's hidden state is [n, H]."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from abc import abstractmethod
 
 import numpy as np
 import torch
@@ -48,13 +49,13 @@ class ModulesInTurn(FeatureGenerator):
         ] = {}  # per sequence: x_j of its last read token [H], per module j
         self.draft: _DraftNodes | None = None  # of the running round
 
+    @abstractmethod
     def state_of(self, module: int, hidden: torch.Tensor) -> torch.Tensor:
         """x [n, H], what a module hands on, from what came out of its layer [n, H]."""
-        raise NotImplementedError
 
+    @abstractmethod
     def logits_of(self, module: int, state: torch.Tensor) -> torch.Tensor:
         """Logits [n, Vd] from x [n, H]."""
-        raise NotImplementedError
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The first module's, from x."""
