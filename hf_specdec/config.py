@@ -103,6 +103,13 @@ class SpeculativeConfig:
         metadata={"help": "on a CPU, keep a second, faster copy of the weights; by default if memory is plentiful"},
     )
 
+    cuda_graphs: bool = field(
+        default=False,
+        metadata={
+            "help": "on a GPU, run decoding steps as CUDA graphs (with HF_SPECDEC_KERNELS=triton; not yet run on one)"
+        },
+    )
+
     def __post_init__(self) -> None:
         self.method = self.method or self.name
         if self.method != self.name:
@@ -119,6 +126,7 @@ class SpeculativeConfig:
         self.check_choice("rejection_sample_method", VERIFICATION_RULES, optional=True)
         self.check_choice("draft_sample_method", DRAFT_SAMPLE_METHODS, optional=True)
         self.check_bool("prepack_weights", optional=True)
+        self.check_bool("cuda_graphs")
         self._check_rule_keys()
 
     # ---- draft length -----------------------------------------------------------------------------------------------

@@ -8,6 +8,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 venv=$1
 extra=$2
 torch_version=${TORCH_VERSION:-2.13.0}
+triton_version=3.7.1  # what torch 2.13's CUDA build requires; its CPU build names none
 arctic_version=0.3.0
 torch_cpu_index=https://download.pytorch.org/whl/cpu
 export PIP_DISABLE_PIP_VERSION_CHECK=1 PIP_NO_INPUT=1
@@ -56,6 +57,7 @@ install_torch() {
 
 write_constraint() {
     "$venv/bin/python" -c 'from importlib.metadata import version; print("torch==" + version("torch"))' >"$venv/constraints.txt"
+    if [ "$torch_version" = 2.13.0 ]; then echo "triton==$triton_version" >>"$venv/constraints.txt"; fi
 }
 
 # arctic-inference (suffix trees) is a source distribution whose build imports torch; an isolated build would unpack a

@@ -12,6 +12,7 @@ import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..kernels import reference as ops
+from ..kernels.dispatch import uses_triton
 from .block_pool import BlockPool
 
 logger = logging.getLogger(__name__)
@@ -38,6 +39,7 @@ class PagedLayer(CacheLayerMixin):
         super().__init__()
         self.owner = owner
 
+    @torch.compiler.disable  # once; there is nothing to gain from tracing it
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
         """Allocate the pools for states [1, heads, T, width]; keys and values may differ in heads and width (MLA)."""
         slots = self.owner.num_slots
@@ -57,13 +59,22 @@ class PagedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         batch = self.owner.batch
         slots = batch.on(key_states.device).write_slots
-        ops.write_slots(self.keys, slots, key_states[0].transpose(0, 1))
-        ops.write_slots(self.values, slots, value_states[0].transpose(0, 1))
+        self.write(slots, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
         if not batch.gather:
             return key_states, value_states
         read = batch.on(key_states.device).read_slots
         keys, values = self.keys.index_select(0, read), self.values.index_select(0, read)
         return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
+
+    def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
+        """Write keys [T, heads, width] and values to `slots` [T]."""
+        if uses_triton(keys.device):
+            from ..kernels.cache_ops import write_keys_values
+
+            write_keys_values(keys, values, self.keys, self.values, slots)
+        else:
+            ops.write_slots(self.keys, slots, keys)
+            ops.write_slots(self.values, slots, values)
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
         """What transformers' mask helpers ask for; our masks are already made."""
@@ -95,6 +106,7 @@ class PagedStaticCache(Cache):
         self.share_prefixes = share_prefixes
         self.tables: dict[int, BlockTable] = {}
         self.batch: Any = None  # the PackedBatch whose forward is running
+        self._pool_tables: dict[torch.device, Any] = {}  # of the Triton kernel that moves slots
         self.num_bytes = 0
 
     @property
@@ -102,10 +114,21 @@ class PagedStaticCache(Cache):
         """Slots in the pool."""
         return self.pool.num_blocks * self.block_size
 
+    @property
+    def is_allocated(self) -> bool:
+        """Whether every layer has its pools."""
+        return all(layer.is_initialized for layer in self.layers)
+
+    @property
+    def identity(self) -> tuple[int, ...]:
+        """Where the pools are: what has been captured reads these and no others."""
+        return tuple(layer.keys.data_ptr() if layer.is_initialized else 0 for layer in self.layers)
+
     def note_allocated(self, layer: PagedLayer) -> None:
         """Keep count of the memory, and say how much it is once every layer has its pools."""
+        self._pool_tables.clear()
         self.num_bytes += layer.keys.nbytes + layer.values.nbytes
-        if all(each.is_initialized for each in self.layers):
+        if self.is_allocated:
             logger.info(
                 "KV cache: %d blocks of %d tokens, %.1f MiB on %s (%s).",
                 self.pool.num_blocks, self.block_size, self.num_bytes / 2**20, layer.keys.device, layer.keys.dtype,
@@ -214,20 +237,38 @@ class PagedStaticCache(Cache):
             kept: per sequence (id, start, offsets): of the tokens written at logical indices `start`, `start + 1`, ..
                 those at `start + offset` stay and become `start`, `start + 1`, .. The length becomes start + len(offsets).
         """
-        source, target = [], []
+        moves: list[tuple[np.ndarray, np.ndarray]] = []
         for seq_id, start, offsets in kept:
             table = self.tables[seq_id]
-            for i, offset in enumerate(offsets):
-                if offset != i:
-                    source.append(table.slots[start + offset])
-                    target.append(table.slots[start + i])
-            table.length = start + len(offsets)
-        if not source:
-            return
-        moves = torch.from_numpy(np.asarray([source, target], dtype=np.int64))
-        for layer in self.layers:
-            if layer.is_initialized:
-                on_device = moves.to(layer.keys.device)
+            own = np.asarray(offsets, dtype=np.int64)
+            index = np.arange(len(own))
+            moved = own != index
+            if moved.any():
+                moves.append((table.slots[start + own[moved]], table.slots[start + index[moved]]))
+            table.length = start + len(own)
+        if moves:
+            self._move(moves)
+
+    def _move(self, moves: list[tuple[np.ndarray, np.ndarray]]) -> None:
+        """Copy slots to slots in every layer; per sequence (sources, targets), both ascending."""
+        written = [layer for layer in self.layers if layer.is_initialized]
+        for device in {layer.keys.device for layer in written}:
+            layers = [layer for layer in written if layer.keys.device == device]
+            if uses_triton(device):
+                from ..kernels.cache_ops import PoolTable, move_slots
+
+                if device not in self._pool_tables:
+                    pools = [pool for layer in layers for pool in (layer.keys, layer.values)]
+                    self._pool_tables[device] = PoolTable.of(pools)
+                padded = np.full((2, len(moves), max(len(each[0]) for each in moves)), -1, dtype=np.int64)
+                for row, pair in enumerate(moves):
+                    padded[:, row, : len(pair[0])] = pair
+                on_device = torch.from_numpy(padded).to(device)
+                move_slots(self._pool_tables[device], on_device[0], on_device[1])
+                continue
+            flat = np.stack([np.concatenate([each[i] for each in moves]) for i in range(2)])
+            on_device = torch.from_numpy(flat).to(device)
+            for layer in layers:
                 ops.move_slots(layer.keys, on_device[0], on_device[1])
                 ops.move_slots(layer.values, on_device[0], on_device[1])
 
@@ -257,5 +298,4 @@ class PagedStaticCache(Cache):
         if not pools.is_initialized:
             pools.lazy_initialization(keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
         slots = torch.from_numpy(self.tables[seq_id].slots[: keys.shape[0]]).to(pools.keys.device)
-        ops.write_slots(pools.keys, slots, keys)
-        ops.write_slots(pools.values, slots, values)
+        pools.write(slots, keys, values)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -115,13 +116,20 @@ def layer_windows(config) -> dict[str, int | None]:
     return {"attention": window}
 
 
+_layer_windows = weakref.WeakKeyDictionary[nn.Module, "int | None"]()
+
+
 def layer_window(module: nn.Module) -> int | None:
-    """The sliding window of one attention module, for models that do not pass it to the attention function."""
-    config = module.config
-    kinds = getattr(config, "layer_types", None)
-    if kinds:
-        return config.sliding_window if kinds[module.layer_idx] == "sliding_attention" else None
-    return getattr(config, "sliding_window", None)
+    """The sliding window of one attention module, for models that do not pass it to the attention function.
+
+    Remembered: reading a configuration's attributes is slow, and this is asked for every layer of every step.
+    """
+    if module not in _layer_windows:
+        config = module.config
+        kinds = getattr(config, "layer_types", None)
+        slides = kinds[module.layer_idx] == "sliding_attention" if kinds else True
+        _layer_windows[module] = getattr(config, "sliding_window", None) if slides else None
+    return _layer_windows[module]
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:

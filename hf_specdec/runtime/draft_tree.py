@@ -140,6 +140,23 @@ class DraftTrees:
         """Node indices on each row's accepted path, root to leaf, from the mask bool [B, N]."""
         return [np.flatnonzero(row).tolist() for row in accepted]
 
+    def chains(self) -> list[list[int]]:
+        """The ids of each row's nodes, for trees that are chains."""
+        return [row[:count] for row, count in zip(self.tokens.tolist(), self.lengths, strict=True)]
+
+    def extended(self, more: SequenceOf[SequenceOf[int]]) -> DraftTrees:
+        """These chains with further ids behind each row's own. The further ones are deterministic: where drafts have
+        distributions, theirs are points."""
+        joined = [[*own, *behind] for own, behind in zip(self.chains(), more, strict=True)]
+        out = DraftTrees.from_lists(joined, device=self.tokens.device)
+        if self.probs is not None:
+            points = torch.nn.functional.one_hot(out.tokens, self.probs.shape[2]).to(self.probs.dtype)
+            count = min(self.probs.shape[1], points.shape[1])
+            drawn = torch.from_numpy(np.arange(count) < np.asarray(self.lengths)[:, None]).to(points.device)
+            points[:, :count] = torch.where(drawn[:, :, None], self.probs[:, :count], points[:, :count])
+            out.probs = points
+        return out
+
     def select(self, rows: list[int]) -> DraftTrees:
         """The trees of some rows."""
         index = torch.as_tensor(rows, device=self.tokens.device)

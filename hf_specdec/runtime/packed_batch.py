@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ..cache import PagedStaticCache
+from ..kernels.attention_inputs import AttentionInputs, RowDescription, attention_inputs
 from ..kernels.reference import AttentionRow
 
 
@@ -63,6 +64,7 @@ class PackedBatch:
     num_keys: int
     attention_calls: int = 0
     _on_device: dict = field(default_factory=dict)
+    _inputs: dict = field(default_factory=dict)
     _rows: dict = field(default_factory=dict)
     _masks: dict = field(default_factory=dict)
 
@@ -107,6 +109,13 @@ class PackedBatch:
                 read = torch.from_numpy(read).to(device)
             self._on_device[device] = _DeviceSlots(torch.from_numpy(self.slots).to(device), read)
         return self._on_device[device]
+
+    def attention_inputs(self, device: torch.device) -> AttentionInputs:
+        """The rows as the Triton kernel reads them; made once per step, not per layer."""
+        if device not in self._inputs:
+            rows = describe(self.inputs, self.cache)
+            self._inputs[device] = attention_inputs(rows, self.cache.block_size, device)
+        return self._inputs[device]
 
     def rows(self, device: torch.device) -> list[AttentionRow]:
         """Where each row's queries and keys are."""
@@ -162,6 +171,18 @@ class PackedBatch:
                 own[len(own) - len(row.region_positions) :] = row.region_positions
             positions.append(own)
         return np.concatenate(positions)
+
+
+def describe(rows: list[RowInput], cache: PagedStaticCache) -> list[RowDescription]:
+    """The rows as the attention kernel's inputs are built from."""
+    described = []
+    for row in rows:
+        length = row.start + len(row.tokens)
+        blocks = cache.tables[row.seq_id].blocks[: -(-length // cache.block_size)]
+        described.append(
+            RowDescription(blocks, len(row.tokens), length, row.visibility, row.positions, row.region_positions)
+        )
+    return described
 
 
 def visible(row: RowInput, window: int | None) -> np.ndarray | None:

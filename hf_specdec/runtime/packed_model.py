@@ -8,14 +8,17 @@ import logging
 import threading
 from dataclasses import dataclass
 
+import numpy as np
 import torch
 from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ..cache import PagedStaticCache
 from ..kernels import reference as ops
+from ..kernels.dispatch import VARIABLE, uses_triton
 from . import architectures, self_test
 from .architectures import ATTENTION_NAME, UnsupportedModel
+from .graphs import GraphRunner, StaticBatch
 from .packed_batch import PackedBatch, RowInput
 from .prepacked import prepack
 
@@ -61,9 +64,26 @@ class PackedOutput:
     input_ids: torch.Tensor | None = None
     all_logits: torch.Tensor | None = None
 
+    def first(self, count: int, wanted: np.ndarray | None) -> PackedOutput:
+        """Of the first `count` tokens, with logits (of all tokens so far) of those `wanted`; None: of all of these.
+
+        Features and ids are copies: drafters keep them longer than a graph's buffers hold them.
+        """
+        index = None if wanted is None else torch.from_numpy(wanted).to(self.logits.device)
+        return PackedOutput(
+            logits=self.logits[:count] if index is None else self.logits.index_select(0, index),
+            last_hidden=None if self.last_hidden is None else self.last_hidden[:count].clone(),
+            layers={layer: states[:count].clone() for layer, states in self.layers.items()},
+            input_ids=None if self.input_ids is None else self.input_ids[:count].clone(),
+            all_logits=None if self.all_logits is None else self.all_logits[:count].clone(),
+        )
+
 
 class PackedModel:
     """A transformers model, unmodified, run over packed rows.
+
+    Attributes:
+        graphs: runs steps of decoding as CUDA graphs; None: every kernel is launched by itself.
 
     Two ways to attend, chosen by what the model is: *paged* (models on transformers' attention interface: the cache
     stores the new keys and a registered attention reads the pages) and *gather* (all others: the cache returns every
@@ -79,6 +99,7 @@ class PackedModel:
         taps: Taps = Taps(),
         num_layers: int | None = None,
         prepack_weights: bool | None = None,
+        cuda_graphs: bool = False,
     ):
         architectures.check_supported(model)
         self.model = model
@@ -87,11 +108,17 @@ class PackedModel:
         self.num_layers = num_layers  # early exit: run only the first layers
         self.gather = not architectures.reads_pages(model)
         self.forward_parameters = inspect.signature(model.forward).parameters
+        self._windows = architectures.layer_windows(self.config)
+        self._wants_masks_by_kind = hasattr(self.config, "layer_types")
         self._lock = threading.RLock()
         self._active = 0
         self._call = model
         self._prepacked = prepack(model, prepack_weights)
+        self.graphs: GraphRunner | None = None
         self_test.check(self)
+        if cuda_graphs:
+            self._check_capturable()
+            self.graphs = GraphRunner(self)
 
     @property
     def device(self) -> torch.device:
@@ -112,6 +139,14 @@ class PackedModel:
     def max_positions(self) -> int | None:
         """Positions the model was built for, or None if it says nothing."""
         return getattr(self.config, "max_position_embeddings", None)
+
+    def _check_capturable(self) -> None:
+        spread = {parameter.device for parameter in self.model.parameters()}
+        if self.gather or len(spread) > 1 or self.device.type != "cuda" or not uses_triton(self.device):
+            raise UnsupportedModel(
+                f"'cuda_graphs' needs a model on transformers' attention interface, on one CUDA device, with {VARIABLE}=triton; "
+                f"this {type(self.model).__name__} is on {', '.join(sorted(map(str, spread)))}. Leave the key out."
+            )
 
     def new_cache(self, num_blocks: int, block_size: int, share_prefixes: bool = True) -> PagedStaticCache:
         """A paged cache with one layer of pools per layer of the model (memory comes with the first write)."""
@@ -134,6 +169,7 @@ class PackedModel:
                     self._entered.close()
 
     def _enter(self) -> contextlib.ExitStack:
+        self._unread_mask = torch.zeros(1, 1, 1, 1, dtype=self.model.dtype, device=self.device)
         with contextlib.ExitStack() as stack:
             if not self.gather:
                 stack.callback(self.model.set_attn_implementation, self.config._attn_implementation)
@@ -147,24 +183,37 @@ class PackedModel:
 
         Must run inside `active()`. Shapes: see PackedBatch and PackedOutput.
         """
+        if self.graphs is not None and not all_hidden_states:
+            output = self.graphs.run(rows, cache)
+            if output is not None:
+                return output
         batch = PackedBatch.pack(rows, cache, self.device, self.gather)
+        return self.forward_batch(batch, batch.logit_index, all_hidden_states)
+
+    def forward_batch(
+        self,
+        batch: PackedBatch | StaticBatch,
+        logit_index: torch.Tensor | None = None,
+        all_hidden_states: bool = False,
+    ) -> PackedOutput:
+        """`forward` of a batch that is packed; without `logit_index` [R] logits of every token."""
         kwargs = {
             "input_ids": batch.input_ids,
-            "past_key_values": cache,
+            "past_key_values": batch.cache,
             "use_cache": True,
             "attention_mask": self._masks(batch),
             "return_dict": True,
         }
         if "position_ids" in self.forward_parameters:
             kwargs["position_ids"] = batch.position_ids
-        keeps = "logits_to_keep" in self.forward_parameters and not self.taps.logits
+        keeps = logit_index is not None and "logits_to_keep" in self.forward_parameters and not self.taps.logits
         if keeps:
-            kwargs["logits_to_keep"] = batch.logit_index
+            kwargs["logits_to_keep"] = logit_index
         if all_hidden_states:
             kwargs["output_hidden_states"] = True
         if not self.gather:
             kwargs["specdec"] = batch
-        cache.batch = batch
+        batch.cache.batch = batch
         try:
             with (
                 architectures.first_layers(self.model, self.num_layers),
@@ -173,32 +222,31 @@ class PackedModel:
             ):
                 output = self._call(**kwargs)
         finally:
-            cache.batch = None
+            batch.cache.batch = None
         if not self.gather and batch.attention_calls == 0:
             raise UnsupportedModel(
                 f"{type(self.model).__name__} did not call transformers' attention interface; its outputs cannot be trusted here."
             )
-        logits = output.logits[0] if keeps else output.logits[0].index_select(0, batch.logit_index)
+        every = output.logits[0]
+        logits = every if keeps or logit_index is None else every.index_select(0, logit_index)
         return PackedOutput(
             logits=logits.to(torch.float32),
             last_hidden=tapped.get("last_hidden"),
             layers={index: tapped[index] for index in self.taps.layers},
             hidden_states=tuple(h[0] for h in output.hidden_states) if all_hidden_states else None,
             input_ids=batch.input_ids[0],
-            all_logits=output.logits[0] if self.taps.logits else None,
+            all_logits=every if self.taps.logits else None,
         )
 
-    def _masks(self, batch: PackedBatch):
+    def _masks(self, batch: PackedBatch | StaticBatch):
         """What the model gets as `attention_mask`: 4-D, so that transformers hands it on untouched."""
-        dtype, device = self.model.dtype, self.device
         if self.gather:
-            windows = architectures.layer_windows(self.config)
-            masks = {kind: batch.dense_mask(window, dtype, device) for kind, window in windows.items()}
+            masks = {
+                kind: batch.dense_mask(window, self.model.dtype, self.device) for kind, window in self._windows.items()
+            }
         else:
-            masks = dict.fromkeys(
-                architectures.layer_windows(self.config), torch.zeros(1, 1, 1, 1, dtype=dtype, device=device)
-            )
-        return masks if hasattr(self.config, "layer_types") else next(iter(masks.values()))
+            masks = dict.fromkeys(self._windows, self._unread_mask)
+        return masks if self._wants_masks_by_kind else next(iter(masks.values()))
 
 
 def paged_attention_forward(
@@ -214,18 +262,21 @@ def paged_attention_forward(
     batch: PackedBatch = specdec
     batch.attention_calls += 1
     layer = batch.cache.layers[module.layer_idx]
-    group = query.shape[1] // key.shape[1]
     window = kwargs["sliding_window"] if "sliding_window" in kwargs else architectures.layer_window(module)
-    out = ops.paged_attention(
-        query[0].transpose(0, 1),
-        layer.keys,
-        layer.values,
-        batch.rows(query.device),
-        batch.masks(window, group, query.dtype, query.device),
-        scaling=query.shape[-1] ** -0.5 if scaling is None else scaling,
-        softcap=kwargs.get("softcap"),
-        sinks=kwargs.get("s_aux"),
-    )
+    options = {
+        "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
+        "softcap": kwargs.get("softcap"),
+        "sinks": kwargs.get("s_aux"),
+    }
+    packed = query[0].transpose(0, 1)
+    if uses_triton(query.device):
+        from ..kernels.attention import paged_attention
+
+        inputs = batch.attention_inputs(query.device)
+        return paged_attention(packed, layer.keys, layer.values, inputs, window=window, **options)[None], None
+    group = query.shape[1] // key.shape[1]
+    masks = batch.masks(window, group, query.dtype, query.device)
+    out = ops.paged_attention(packed, layer.keys, layer.values, batch.rows(query.device), masks, **options)
     return out[None], None
 
 

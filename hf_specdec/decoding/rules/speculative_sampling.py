@@ -13,7 +13,9 @@ import torch
 from ...config import SpeculativeConfig
 from ...kernels import random_bits
 from ...kernels import reference as ops
+from ...kernels.dispatch import uses_triton
 from ...runtime import DraftTrees, Sequence
+from .target_choice import drafts_on, streams_on
 
 
 class _Noise:
@@ -56,6 +58,16 @@ def reject_tokens(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Speculative sampling, token by token: see `reference.rejection_walk`."""
     device = scores.device
+    if uses_triton(device):
+        from ...kernels.rejection import verify_rejection
+
+        at, tokens, valid, parents = drafts_on(device, trees, index)
+        seeds, positions, steps, _ = streams_on(device, sequences)
+        prob_index = None if trees.probs is None else _prob_index(trees, device).contiguous()
+        path, _, next_tokens = verify_rejection(
+            scores, at, tokens, valid, seeds, positions, steps, parents, trees.probs, prob_index
+        )
+        return path, next_tokens
     noise = _Noise(sequences, device, scores.shape[1])
     return ops.rejection_walk(
         trees.tokens.to(device),

@@ -8,6 +8,7 @@ import torch
 from ...config import SpeculativeConfig
 from ...kernels import random_bits
 from ...kernels import reference as ops
+from ...kernels.dispatch import uses_triton
 from ...runtime import DraftTrees, Sequence
 from ...runtime.logits import add_noise
 
@@ -48,10 +49,34 @@ def last_node(path: torch.Tensor) -> torch.Tensor:
     return (path * torch.arange(1, path.shape[1] + 1, device=path.device)).amax(1)
 
 
+def drafts_on(device: torch.device, trees: DraftTrees, index: np.ndarray) -> tuple:
+    """What the verification kernels read of drafts: score rows int64 [B, N + 1]; tokens int64, valid bool, and parents int64
+    [B, N] (None: chains)."""
+    parents = None if trees.is_chain else torch.from_numpy(np.ascontiguousarray(trees.parent_index)).to(device)
+    at = torch.from_numpy(np.ascontiguousarray(index)).to(device)
+    return at, trees.tokens.to(device).contiguous(), torch.from_numpy(trees.valid).to(device), parents
+
+
+def streams_on(device: torch.device, sequences: list[Sequence]) -> tuple[torch.Tensor, ...]:
+    """What the verification kernels read of rows: seeds, positions of the token after the root, rounds int64 [B]; do_sample
+    bool [B]."""
+    rows = [(seq.seed, len(seq.tokens), seq.num_steps, seq.do_sample) for seq in sequences]
+    seeds, positions, steps, do_sample = torch.tensor(rows, dtype=torch.long).T.contiguous().to(device)
+    return seeds, positions, steps, do_sample > 0
+
+
 def follow_target(
     trees: DraftTrees, scores: torch.Tensor, index: np.ndarray, sequences: list[Sequence], config: SpeculativeConfig
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Walk each tree along the target's own choices."""
+    if uses_triton(scores.device):
+        from ...kernels.verification import verify_choices
+
+        at, tokens, valid, parents = drafts_on(scores.device, trees, index)
+        streams = streams_on(scores.device, sequences) if any(seq.do_sample for seq in sequences) else None
+        seeds, positions, _, do_sample = (None, None, None, None) if streams is None else streams
+        path, _, next_tokens = verify_choices(scores, at, tokens, valid, parents, seeds, positions, do_sample)
+        return path, next_tokens
     choices = target_choices(trees, scores, index, sequences)
     tokens = trees.tokens.to(scores.device)
     mask = torch.from_numpy(trees.valid).to(scores.device)

@@ -1,0 +1,46 @@
+"""What our Triton kernels use on GPUs that need not be there: registers, spills, shared memory.
+
+    python benchmarks/kernel_resources.py [--arch 80 90] [--only attention] [--json out.json]
+
+Compiles every case that a module of `hf_specdec.kernels` lists in `compile_cases()` and prints one table.
+"""
+
+from __future__ import annotations
+
+import argparse
+import dataclasses
+import json
+import os
+from pathlib import Path
+
+os.environ.pop("TRITON_INTERPRET", None)  # before triton is imported: interpreted functions cannot be compiled
+
+from triton.compiler.errors import CompilationError
+
+from hf_specdec.kernels.compiling import all_cases, compile_case, table
+
+
+def main() -> None:
+    """Compile, print, write."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--arch", type=int, nargs="+", default=[80, 90], help="compute capabilities times ten")
+    parser.add_argument("--only", default="", help="cases whose name contains this")
+    parser.add_argument("--json", type=Path)
+    arguments = parser.parse_args()
+    cases = [case for case in all_cases() if arguments.only in case.name]
+    results, failed = [], []
+    for case in cases:
+        for architecture in arguments.arch:
+            try:
+                results.append(compile_case(case, architecture))
+            except CompilationError as error:
+                failed.append(f"{case.name} for sm_{architecture}: {error}")
+    print(table(results))
+    if arguments.json is not None:
+        arguments.json.write_text(json.dumps([dataclasses.asdict(result) for result in results], indent=1) + "\n")
+    if failed:
+        raise SystemExit("\n".join(["", "Not compiled:", *failed]))
+
+
+if __name__ == "__main__":
+    main()

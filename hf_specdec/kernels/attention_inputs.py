@@ -1,0 +1,242 @@
+"""What the attention kernel reads about a ragged batch, as tensors, and how to build it from plain row descriptions."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from typing import Any
+
+import numpy as np
+import torch
+
+
+@dataclass(frozen=True)
+class AttentionInputs:
+    """B rows of a packed batch of T tokens. Every tensor stands on the device of the pools; all integers are int32.
+
+    A row has `query_starts[b + 1] - query_starts[b]` new tokens, which are the last of its `key_lengths[b]` keys. Key j of
+    row b is in slot `block_tables[b, j // block_size] * block_size + j % block_size`. Rows that only fill up a graph bucket
+    have no tokens; tokens behind `query_starts[B]` belong to no row, and their outputs are left unwritten.
+
+    Attributes:
+        block_tables: [B, max_blocks]; entries behind a row's last key are never read.
+        block_size: slots per block.
+        query_starts: [B + 1], where each row begins among the packed tokens; never decreasing.
+        key_lengths: [B], keys of each row, the new ones included.
+        max_query_length: no row has more new tokens than this (a host number: it sets the launch).
+        visibility: [T, W] or None: bit r % 32 of word r // 32 says whether a token sees key r of its row's region, the last
+            `region_lengths[b]` keys. Keys before the region are seen by all. None: no row has a region.
+        region_lengths: [B], at most 32 * W; 0 where the row is causal, and its visibility is not read.
+        positions: [T], positions of the tokens; needed with sliding windows and ALiBi only.
+        region_positions: [B, 32 * W], positions of the region's keys, used with windows and ALiBi; None: a key's position
+            is its index in the row.
+    """
+
+    block_tables: torch.Tensor
+    block_size: int
+    query_starts: torch.Tensor
+    key_lengths: torch.Tensor
+    max_query_length: int
+    visibility: torch.Tensor | None = None
+    region_lengths: torch.Tensor | None = None
+    positions: torch.Tensor | None = None
+    region_positions: torch.Tensor | None = None
+
+    def __post_init__(self) -> None:
+        num_rows = self.block_tables.shape[0]
+        if (self.visibility is None) != (self.region_lengths is None):
+            raise ValueError("`visibility` and `region_lengths` come together.")
+        if self.region_positions is not None and self.visibility is None:
+            raise ValueError("`region_positions` needs `visibility`.")
+        shapes: dict[str, tuple[int, ...]] = {
+            "query_starts": (num_rows + 1,),
+            "key_lengths": (num_rows,),
+            "region_lengths": (num_rows,),
+        }
+        if self.visibility is not None:
+            shapes["region_positions"] = (num_rows, 32 * self.visibility.shape[1])
+        for name in ("block_tables", "query_starts", "key_lengths", *_OPTIONAL):
+            tensor = getattr(self, name)
+            if tensor is None:
+                continue
+            if tensor.dtype != torch.int32 or not tensor.is_contiguous():
+                raise ValueError(
+                    f"`{name}` must be contiguous int32, not {tensor.dtype} with strides {tensor.stride()}."
+                )
+            if name in shapes and tuple(tensor.shape) != shapes[name]:
+                raise ValueError(f"`{name}` must have shape {shapes[name]}, not {tuple(tensor.shape)}.")
+
+    @property
+    def max_key_length(self) -> int:
+        """The most keys a row can have: what the block tables have room for."""
+        return self.block_tables.shape[1] * self.block_size
+
+
+_OPTIONAL = ("visibility", "region_lengths", "positions", "region_positions")
+
+
+@dataclass(frozen=True)
+class RowDescription:
+    """One row, described on the host.
+
+    Attributes:
+        blocks: its blocks in order.
+        query_length: new tokens t.
+        key_length: keys S, the new ones included.
+        visibility: bool [t, m] over the last m keys (m >= t), or None: causal.
+        positions: [t]; None: S - t, S - t + 1, ..
+        region_positions: [m]; None: S - m, S - m + 1, ..
+    """
+
+    blocks: Sequence[int] | np.ndarray
+    query_length: int
+    key_length: int
+    visibility: np.ndarray | None = None
+    positions: np.ndarray | None = None
+    region_positions: np.ndarray | None = None
+
+
+def pack_visibility(visibility: np.ndarray, num_words: int) -> np.ndarray:
+    """bool [t, m] → int32 [t, num_words]: column r becomes bit r % 32 of word r // 32; the bits left over are 0."""
+    padded = np.zeros((visibility.shape[0], 32 * num_words), dtype=bool)
+    padded[:, : visibility.shape[1]] = visibility
+    return np.packbits(padded, axis=1, bitorder="little").view("<i4").astype(np.int32, copy=False)
+
+
+@dataclass(frozen=True)
+class InputSizes:
+    """How large the tensors of AttentionInputs are, and where each stands in one flat int32 tensor, which crosses to the device
+    in one copy.
+
+    Attributes:
+        num_rows, num_tokens: B and T, those that fill up a bucket included.
+        max_query_length: see AttentionInputs.
+        max_blocks: columns of the block tables.
+        num_words: W; 0: no row has a region.
+    """
+
+    num_rows: int
+    num_tokens: int
+    max_query_length: int
+    max_blocks: int
+    num_words: int
+
+    @cached_property
+    def shapes(self) -> dict[str, tuple[int, ...]]:
+        """By name; without words there is no visibility."""
+        rows, words = self.num_rows, self.num_words
+        shapes: dict[str, tuple[int, ...]] = {
+            "block_tables": (rows, self.max_blocks),
+            "query_starts": (rows + 1,),
+            "key_lengths": (rows,),
+            "positions": (self.num_tokens,),
+        }
+        if words:
+            shapes |= {
+                "visibility": (self.num_tokens, words),
+                "region_lengths": (rows,),
+                "region_positions": (rows, 32 * words),
+            }
+        return shapes
+
+    @cached_property
+    def starts(self) -> dict[str, int]:
+        """Where each begins: at multiples of 16 bytes, which kernels are compiled for."""
+        sizes = [math.prod(shape) for shape in self.shapes.values()]
+        ends = np.cumsum([-(-size // 4) * 4 for size in sizes]).tolist()
+        return dict(zip(self.shapes, [0, *ends[:-1]], strict=True)) | {"end": ends[-1]}
+
+    def views(self, flat: Any) -> dict[str, Any]:
+        """The parts of a flat tensor or array [`starts["end"]`]."""
+        found = {}
+        for name, shape in self.shapes.items():
+            start = self.starts[name]
+            found[name] = flat[start : start + math.prod(shape)].reshape(shape)
+        return found
+
+    def inputs(self, flat: torch.Tensor, block_size: int) -> AttentionInputs:
+        """AttentionInputs whose tensors are views of `flat`."""
+        return AttentionInputs(block_size=block_size, max_query_length=self.max_query_length, **self.views(flat))
+
+
+def attention_inputs(
+    rows: Sequence[RowDescription],
+    block_size: int,
+    device: torch.device | str = "cpu",
+    max_query_length: int | None = None,
+    max_blocks: int | None = None,
+    num_words: int | None = None,
+    num_tokens: int | None = None,
+) -> AttentionInputs:
+    """AttentionInputs of `rows`, built on the host and copied to `device` in one go.
+
+    Args:
+        max_query_length, max_blocks, num_words, num_tokens: bucket sizes (of the last three: columns of the block tables,
+            words of the visibility, packed tokens); None: what the rows need.
+
+    Raises:
+        ValueError: a row does not fit a bucket, has fewer blocks than its keys need, or a region shorter than its tokens
+            or longer than its keys.
+    """
+    needed = sizes_of(rows)
+    sizes = InputSizes(
+        len(rows),
+        needed.num_tokens if num_tokens is None else num_tokens,
+        needed.max_query_length if max_query_length is None else max_query_length,
+        max(needed.max_blocks, 1) if max_blocks is None else max_blocks,
+        needed.num_words if num_words is None else num_words,
+    )
+    return sizes.inputs(flat_inputs(rows, block_size, sizes).to(device), block_size)
+
+
+def sizes_of(rows: Sequence[RowDescription]) -> InputSizes:
+    """What the rows need at least."""
+    counts = [row.query_length for row in rows]
+    regions = [0 if row.visibility is None else row.visibility.shape[1] for row in rows]
+    return InputSizes(
+        num_rows=len(rows),
+        num_tokens=sum(counts),
+        max_query_length=max(counts, default=0),
+        max_blocks=max((len(row.blocks) for row in rows), default=0),
+        num_words=-(-max(regions, default=0) // 32),
+    )
+
+
+def flat_inputs(rows: Sequence[RowDescription], block_size: int, sizes: InputSizes) -> torch.Tensor:
+    """What `InputSizes.inputs` takes, on the host; rows and tokens beyond the given ones are empty.
+
+    Raises:
+        ValueError: see `attention_inputs`.
+    """
+    needed = sizes_of(rows)
+    if needed.num_tokens > sizes.num_tokens or needed.max_query_length > sizes.max_query_length:
+        raise ValueError(f"{needed.num_tokens} tokens, {needed.max_query_length} in a row, do not fit the bucket.")
+    if needed.num_rows > sizes.num_rows:
+        raise ValueError(f"{needed.num_rows} rows do not fit the bucket.")
+    if needed.max_blocks > sizes.max_blocks or needed.num_words > sizes.num_words:
+        raise ValueError(f"{needed.max_blocks} blocks or {needed.num_words} words of visibility do not fit the bucket.")
+    flat = np.zeros(sizes.starts["end"], dtype=np.int32)
+    parts = sizes.views(flat)
+    counts = [row.query_length for row in rows]
+    starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
+    parts["query_starts"][: len(starts)] = starts
+    parts["query_starts"][len(starts) :] = starts[-1]
+    for i, row in enumerate(rows):
+        region = 0 if row.visibility is None else row.visibility.shape[1]
+        if len(row.blocks) * block_size < row.key_length:
+            raise ValueError(f"Row {i} has {row.key_length} keys in {len(row.blocks)} blocks of {block_size} slots.")
+        if row.visibility is not None and not row.query_length <= region <= row.key_length:
+            raise ValueError(f"Row {i} has a region of {region} of its {row.key_length} keys.")
+        begin, end = starts[i], starts[i + 1]
+        parts["block_tables"][i, : len(row.blocks)] = row.blocks
+        parts["key_lengths"][i] = row.key_length
+        first = row.key_length - row.query_length
+        parts["positions"][begin:end] = np.arange(first, row.key_length) if row.positions is None else row.positions
+        if row.visibility is not None:
+            parts["region_lengths"][i] = region
+            parts["visibility"][begin:end] = pack_visibility(row.visibility, sizes.num_words)
+            own = np.arange(row.key_length - region, row.key_length)
+            parts["region_positions"][i, :region] = own if row.region_positions is None else row.region_positions
+    return torch.from_numpy(flat)

@@ -1,0 +1,138 @@
+"""How the attention kernel is launched: tile sizes and splits, from shapes that the host knows and nothing else."""
+
+from __future__ import annotations
+
+import functools
+from dataclasses import dataclass
+
+import torch
+
+
+@dataclass(frozen=True)
+class AttentionLaunch:
+    """Tile sizes of one launch.
+
+    Attributes:
+        block_m: queries of a tile, heads of a group counted apart; a power of two, at least 16.
+        block_n: keys of a tile; a power of two, at least 16.
+        num_warps, num_stages: Triton's.
+        num_splits: programs that share a row's keys; 1: no merge launch.
+        keys_per_split: the least keys of a split, a multiple of block_n.
+        fixed_splits: splits begin at multiples of `keys_per_split`, whatever the row's length and the batch are.
+    """
+
+    block_m: int
+    block_n: int
+    num_warps: int
+    num_stages: int
+    num_splits: int = 1
+    keys_per_split: int = 256
+    fixed_splits: bool = False
+
+
+@dataclass(frozen=True)
+class AttentionShape:
+    """What the choice depends on; `max_query_length` and `max_key_length` are buckets, widths are in elements."""
+
+    num_rows: int
+    num_tokens: int
+    max_query_length: int
+    max_key_length: int
+    num_kv_heads: int
+    group: int
+    key_width: int
+    value_width: int
+    itemsize: int
+    values_in_keys: bool = False
+
+
+@dataclass(frozen=True)
+class DeviceLimits:
+    """Multiprocessors, and the shared memory one block may have, in bytes."""
+
+    num_sms: int
+    shared_memory: int
+
+
+H200 = DeviceLimits(132, 227 * 1024)
+
+
+def next_power_of_two(n: int) -> int:
+    """The least power of two that is not below n."""
+    return 1 << max(n - 1, 0).bit_length()
+
+
+def head_widths(width: int) -> tuple[int, int]:
+    """A key width as one or two powers of two of at least 16 (80 → 64, 16; 576 → 512, 64; 128 → 128, 0)."""
+    if width <= 16:
+        return 16, 0
+    first = 1 << (width.bit_length() - 1)
+    return first, max(next_power_of_two(width - first), 16) if width > first else 0
+
+
+@functools.cache
+def device_limits(device: torch.device) -> DeviceLimits:
+    """Of a CUDA device; on the CPU (the interpreter) one multiprocessor."""
+    if device.type != "cuda":
+        return DeviceLimits(1, 100 * 1024)
+    properties = torch.cuda.get_device_properties(device)
+    return DeviceLimits(properties.multi_processor_count, properties.shared_memory_per_block_optin)
+
+
+def num_tiles(shape: AttentionShape, block_m: int) -> tuple[int, int]:
+    """How many tiles of queries the launch has per key head, and per row (0: as many as each row needs, found by search)."""
+    uniform = -(-shape.max_query_length * shape.group // block_m)
+    ragged = shape.num_tokens * shape.group // block_m + shape.num_rows
+    if shape.num_rows * uniform <= ragged:
+        return shape.num_rows * uniform, uniform
+    return ragged, 0
+
+
+def choose_splits(programs: int, max_key_length: int, at_once: int, keys_per_split: int) -> int:
+    """Splits that fill a device which runs `at_once` programs: the fewest with nearly as full a last wave as the best."""
+    most = min(max_key_length // keys_per_split, 64)
+    if programs >= at_once or most <= 1:
+        return 1
+    efficiency = [programs * s / at_once / -(-programs * s // at_once) for s in range(1, most + 1)]
+    # Past two waves more splits only add partial results.
+    candidates = [s for s in range(1, most + 1) if programs * s <= 2 * at_once]
+    best = max(efficiency[s - 1] for s in candidates)
+    return next(s for s in candidates if efficiency[s - 1] >= 0.9 * best)
+
+
+@functools.lru_cache(maxsize=1024)
+def choose_launch(shape: AttentionShape, limits: DeviceLimits, invariant: bool = False) -> AttentionLaunch:
+    """Tile sizes and splits.
+
+    Args:
+        invariant: let nothing depend on the batch, so that a query's result is bit for bit the same whatever else is in the
+            batch and however many tokens are verified at once (it may depend on widths and dtype).
+    """
+    width = max(shape.key_width, shape.value_width)
+    queries = max(shape.max_query_length * shape.group, 1)
+    if shape.itemsize == 4:  # exact float32 products come from the ordinary units, whose operands live in registers
+        block_m = block_n = 16
+        num_warps = 4 if width <= 256 else 8
+    else:
+        # Wider tiles of latent attention spill: the sums alone take 128 registers of a thread.
+        largest_m = 32 if width > 256 else 128 if width <= 128 and queries >= 512 and not invariant else 64
+        block_m = largest_m if invariant else min(max(next_power_of_two(queries), 16), largest_m)
+        block_n = 64 if width <= 128 else 32
+        num_warps = 8 if block_m == 128 or width > 256 else 4
+    programs_at_once = 1 if num_warps == 8 else 2
+    key_bytes = (shape.key_width + (0 if shape.values_in_keys else shape.value_width)) * shape.itemsize
+    room = limits.shared_memory // programs_at_once - block_m * shape.key_width * shape.itemsize
+    while block_n > 16 and limits.shared_memory - block_m * shape.key_width * shape.itemsize < 2 * block_n * key_bytes:
+        block_n //= 2
+    # From 64 queries on Hopper multiplies asynchronously, which holds one more tile of keys.
+    in_flight = room // (block_n * key_bytes) - (1 if block_m >= 64 else 0)
+    num_stages = 1 + min(max(in_flight, 1), 3)
+    keys_per_split = 256
+    if invariant:
+        keys_per_split = 1024
+        num_splits = max(-(-shape.max_key_length // keys_per_split), 1)
+        return AttentionLaunch(block_m, block_n, num_warps, num_stages, num_splits, keys_per_split, True)
+    tiles, _ = num_tiles(shape, block_m)
+    at_once = programs_at_once * limits.num_sms
+    num_splits = choose_splits(tiles * shape.num_kv_heads, shape.max_key_length, at_once, keys_per_split)
+    return AttentionLaunch(block_m, block_n, num_warps, num_stages, num_splits, keys_per_split)

@@ -1,0 +1,153 @@
+"""Rejection verification of chains and trees in Triton (definition: `reference.rejection_walk`).
+
+Four launches: (1) for every root and inner node, sums of exp(score) per block of the vocabulary, drafted children left
+out; (2) one program a row walks its tree with these sums, which needs single logits only; (3) the draw of the next token
+over what is left at the walk's end, split over the vocabulary; (4) the merge of the splits. Leaves are read by (3) only,
+and (3) reads one row of logits per sequence: for chains together they read every row of logits once.
+
+The sums leave children out because what a rejected child leaves is rest + later siblings, a sum of positive numbers:
+1 - p would lose all digits where p is near 1. Siblings that were drawn from distributions (`probs`) need a pass of the
+walking program over the vocabulary per rejection that another sibling follows; chains never do.
+"""
+
+# pyright: reportCallIssue=false
+
+from __future__ import annotations
+
+import torch
+
+from .compiling import CompileCase
+from .rejection_kernels import draw_kernel, rejection_walk_kernel, sums_kernel
+from .verification import (
+    as_bytes,
+    ceil_div,
+    check_rows,
+    empty_verdict,
+    next_power_of_two,
+    split_vocabulary,
+    verify_choices,
+)
+
+BLOCK = 2048  # ids per step of a program, and per sum
+
+
+def verify_rejection(
+    logits: torch.Tensor,
+    index: torch.Tensor,
+    tokens: torch.Tensor,
+    valid: torch.Tensor,
+    seeds: torch.Tensor,
+    positions: torch.Tensor,
+    steps: torch.Tensor,
+    parents: torch.Tensor | None = None,
+    probs: torch.Tensor | None = None,
+    prob_index: torch.Tensor | None = None,
+    do_sample: torch.Tensor | None = None,
+    temperature: torch.Tensor | None = None,
+    limits: tuple[torch.Tensor, torch.Tensor] | None = None,
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
+    block: int = BLOCK,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Speculative sampling of chains and trees, with the numbers of `random_bits`.
+
+    Leviathan et al. 2023 and Chen et al. 2023 for chains; siblings are tried in order without replacement.
+
+    Args:
+        logits: float32, bfloat16 or float16 [R, V], without NaN; ids adjacent, rows may be strided.
+        index: int64 [B, N + 1], the row of logits after the root and each node.
+        tokens, valid, parents: int64, bool, int64 [B, N]; parents None: chains.
+        seeds, positions, steps: int64 [B], each row's stream, the index of the token after its root, and its round.
+        probs: float32 [B, M, V], the distributions drafts were drawn from; None: drafts are points.
+        prob_index: int64 [B, N], which of them each node was drawn from; siblings share one. Needed with probs.
+        do_sample: bool [B], rows to verify so; the others go by the target's argmax. None: all rows sample.
+        temperature: float32 [B]; None: 1.
+        limits: float32 [R] and int32 [R] from `sampling.sampling_limits`.
+        out: bool [B, N], int32 [B], int64 [B] to write to.
+
+    Returns: accepted path bool [B, N], its length int32 [B], and the token after it int64 [B].
+
+    Floor: each row of logits once for chains; for trees the inner nodes' and one more per sequence. With probs one of
+    their rows per sequence. 4 launches, 2 more with do_sample.
+    """
+    check_rows(logits, index, limits)
+    batch, num_nodes = tokens.shape
+    if (probs is None) != (prob_index is None) or (probs is not None and not probs.is_contiguous()):
+        raise ValueError("probs must be contiguous [B, M, V] and come with prob_index [B, N].")
+    if tokens.shape != valid.shape or index.shape[1] != num_nodes + 1:
+        raise ValueError("tokens and valid must be [B, N], index [B, N + 1].")
+    out = out if out is not None else empty_verdict(tokens)
+    if not batch:
+        return out
+    if do_sample is not None:
+        verify_choices(
+            logits, index, tokens, valid, parents, None, None, do_sample, temperature, limits, out, True, block
+        )
+    vocab, device = logits.shape[1], logits.device
+    path, lengths, next_tokens = out
+    num_blocks = ceil_div(vocab, block)
+    splits, per_split = split_vocabulary(batch * (num_nodes + 1), vocab, block)
+    maxima = torch.empty(2, batch * (num_nodes + 1), num_blocks, dtype=torch.float32, device=device)
+    masses = torch.empty(2, batch, max(num_nodes, 1), dtype=torch.float32, device=device)
+    ends = torch.empty(batch, 2, dtype=torch.int32, device=device)
+    scales = torch.empty(batch, 2, dtype=torch.float32, device=device)
+    limit_values, limit_ids = limits or (None, None)
+    valid, do_sample = valid.view(torch.uint8), as_bytes(do_sample)
+    is_tree = parents is not None
+    parents = tokens if parents is None else parents  # not read for chains
+    flags = dict(
+        TREE=is_tree, ROWS=do_sample is not None, HAS_TEMPERATURE=temperature is not None,
+        HAS_LIMITS=limits is not None, BLOCK_N=next_power_of_two(num_nodes), BLOCK=block,
+    )  # fmt: skip
+    scores = (do_sample, temperature, limit_values, limit_ids)
+    noise = (seeds, positions, steps)
+    num_probs = 0 if probs is None else probs.shape[1]
+    if num_nodes:
+        sums_kernel[(batch * (num_nodes + 1), splits)](
+            logits, index, tokens, parents, valid, *scores, maxima[0], maxima[1], vocab, logits.stride(0), num_nodes,
+            num_blocks, per_split, **flags, num_warps=8,
+        )  # fmt: skip
+    rejection_walk_kernel[(batch,)](
+        logits, index, tokens, parents, valid, probs, prob_index, *noise, *scores, maxima[0], maxima[1], masses[0],
+        masses[1], ends, scales, as_bytes(path), lengths, vocab, logits.stride(0), num_nodes, num_blocks, num_probs,
+        POINTS=probs is None, BLOCK_S=next_power_of_two(num_blocks), **flags,
+        num_warps=16 if is_tree and probs is not None else 4,
+    )  # fmt: skip
+    splits, per_split = split_vocabulary(batch, vocab, block)
+    best_scores = torch.empty(batch, splits, dtype=torch.float32, device=device)
+    best_ids = torch.empty(batch, splits, dtype=torch.int32, device=device)
+    for merge in (False, True):
+        draw_kernel[(batch, 1 if merge else splits)](
+            logits, index, tokens, parents, valid, probs, prob_index, *noise, *scores, masses[0], masses[1], ends,
+            scales, lengths, best_scores, best_ids, next_tokens, vocab, logits.stride(0), num_nodes, num_probs,
+            per_split, splits, MERGE=merge, POINTS=probs is None, **flags, num_warps=8,
+        )  # fmt: skip
+    return out
+
+
+def compile_cases() -> list[CompileCase]:
+    """All four kernels, for chains of points and for trees with everything on."""
+    types = {
+        **dict.fromkeys(("index", "tokens", "parents", "prob_index", "seeds", "starts", "steps", "next_tokens"), "*i64"),
+        **dict.fromkeys(("probs", "temperatures", "limits", "maxima", "sums", "masses", "kept", "scales"), "*fp32"),
+        **dict.fromkeys(("limit_ids", "ends", "lengths", "best_ids"), "*i32"),
+        **dict.fromkeys(("valid", "do_sample", "path"), "*u8"),
+        **dict.fromkeys(("vocab", "row_stride", "num_nodes", "num_blocks", "num_probs"), "i32"),
+        **dict.fromkeys(("blocks_per_split", "splits"), "i32"),
+        "logits": "*bf16", "best_scores": "*fp32",
+    }  # fmt: skip
+    unaligned = ("num_nodes", "num_blocks", "num_probs", "blocks_per_split", "splits")
+    cases = []
+    for name, full in (("chain points", False), ("tree probs", True)):
+        absent = () if full else ("probs", "prob_index", "do_sample", "temperatures", "limits", "limit_ids")
+        flags = dict(TREE=full, POINTS=not full, ROWS=full, HAS_TEMPERATURE=full, HAS_LIMITS=full, BLOCK=BLOCK)
+        flags.update(BLOCK_N=64 if full else 8, BLOCK_S=64)
+        kernels = [("sums", sums_kernel, {}), ("walk", rejection_walk_kernel, {})]
+        kernels += [("draw", draw_kernel, {"MERGE": False}), ("merge", draw_kernel, {"MERGE": True})]
+        for kind, kernel, extra in kernels:
+            names = kernel.arg_names
+            constants = {n: flags.get(n, extra.get(n)) for n in names if n.isupper() or n in absent}
+            signature = {n: types[n] for n in names if n not in constants}
+            warps = 16 if kind == "walk" and full else 4 if kind == "walk" else 8
+            skewed = tuple(n for n in unaligned if n in names)
+            cases.append(CompileCase(f"rejection {kind} {name}", kernel, signature, constants, warps, unaligned=skewed))
+    return cases

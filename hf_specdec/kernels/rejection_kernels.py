@@ -1,0 +1,321 @@
+"""The kernels of `rejection`: sums over the vocabulary, the walk, the draw of the next token."""
+
+from __future__ import annotations
+
+import triton
+import triton.language as tl
+
+from .triton_random import ACCEPT_STREAM, RESIDUAL_STREAM, uniform_at
+from .verification import load_scores, noisy_better, sampling_of
+
+_LEAST = tl.constexpr(1.2e-38)  # the least normal float32; what is less becomes a float64
+
+
+@triton.jit
+def _without_children(scores, first, ids, tokens, children, num_nodes, BLOCK: tl.constexpr):
+    """-inf for the tokens of some nodes (`children`, bool over all of them) among one block's scores; `tokens`: of the row."""
+    slots = tl.arange(0, children.shape[0])
+    drafted = tl.load(tokens + slots, mask=children, other=-1).to(tl.int32)
+    inside = children & (drafted >= first) & (drafted < first + BLOCK)
+    if tl.max(inside.to(tl.int32), 0) > 0:
+        for node in range(num_nodes):
+            token = tl.sum(tl.where(inside & (slots == node), drafted + 1, 0), 0) - 1
+            scores = tl.where(ids == token, float("-inf"), scores)
+    return scores
+
+
+@triton.jit
+def _children_of(slot, parents, valid, num_nodes, TREE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """bool [BLOCK_N] over a row's nodes; slot 0 is the root, slot i + 1 node i. Pointers are the row's."""
+    nodes = tl.arange(0, BLOCK_N)
+    exists = tl.load(valid + nodes, mask=nodes < num_nodes, other=0) != 0
+    if TREE:
+        above = tl.load(parents + nodes, mask=nodes < num_nodes, other=-2).to(tl.int32)
+    else:
+        above = nodes - 1
+    return exists & (above + 1 == slot)
+
+
+@triton.jit
+def sums_kernel(
+    logits, index, tokens, parents, valid, do_sample, temperatures, limits, limit_ids, maxima, sums, vocab, row_stride,
+    num_nodes, num_blocks, blocks_per_split,
+    TREE: tl.constexpr, ROWS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_LIMITS: tl.constexpr,
+    BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Maximum and sum of exp(score - maximum) of every block of the vocabulary, drafted children left out.
+
+    Programs: (row, slot) x splits; slots without children are not read. Writes maxima and sums, float32 [B, N + 1, blocks].
+    Arguments as in `verify_rejection`.
+    """
+    place = tl.program_id(0).to(tl.int64)
+    row = place // (num_nodes + 1)
+    slot = (place % (num_nodes + 1)).to(tl.int32)
+    children = _children_of(slot, parents + row * num_nodes, valid + row * num_nodes, num_nodes, TREE, BLOCK_N)
+    wanted = tl.max(children.to(tl.int32), 0) > 0
+    if ROWS:
+        wanted = wanted & (tl.load(do_sample + row) != 0)
+    if wanted:
+        source = tl.load(index + place).to(tl.int64)
+        temperature, limit, limit_id = sampling_of(
+            row, source, temperatures, limits, limit_ids, HAS_TEMPERATURE, HAS_LIMITS
+        )
+        begin = tl.program_id(1) * blocks_per_split
+        for block in range(begin, tl.minimum(begin + blocks_per_split, num_blocks)):
+            ids = block * BLOCK + tl.arange(0, BLOCK)
+            scores = load_scores(
+                logits + source * row_stride, ids, vocab, temperature, limit, limit_id, HAS_TEMPERATURE, HAS_LIMITS
+            )
+            scores = _without_children(scores, block * BLOCK, ids, tokens + row * num_nodes, children, num_nodes, BLOCK)
+            top = tl.max(scores, 0)
+            shift = tl.where(top == float("-inf"), 0.0, top)
+            tl.store(maxima + place * num_blocks + block, top)
+            tl.store(sums + place * num_blocks + block, tl.sum(tl.exp(scores - shift), 0))
+
+
+@triton.jit
+def _left_over(
+    scores, ids, shift, total, draft, in_vocab, tokens, masses, kept, parents, valid, slot, before, num_nodes,
+    TREE: tl.constexpr,
+):  # fmt: skip
+    """Target and draft distributions of one block after the children of `slot` in front of node `before` were rejected.
+
+    `draft` is the distribution they were drawn from; masses, kept: what each rejection divides by, per node of the row.
+    """
+    residual = tl.exp(scores - shift) / total
+    proposal = tl.load(draft + ids, mask=in_vocab, other=0.0).to(tl.float32)
+    for node in range(before):
+        above = node - 1
+        if TREE:
+            above = tl.load(parents + node).to(tl.int32)
+        if (above + 1 == slot) & (tl.load(valid + node) != 0):
+            mass = tl.load(masses + node)
+            left = tl.maximum(residual - proposal, 0.0)
+            residual = tl.where(mass > 0, left / tl.maximum(mass, _LEAST), residual)
+            token = tl.load(tokens + node)
+            proposal = tl.where(ids == token, 0.0, proposal) / tl.maximum(tl.load(kept + node), _LEAST)
+    return residual, proposal
+
+
+@triton.jit
+def _arrive(
+    maxima,
+    sums,
+    scores,
+    drafted,
+    children,
+    tokens,
+    node,
+    num_nodes,
+    num_blocks,
+    TREE: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+):
+    """What a walk needs to know of a node it has come to, from the sums of its vocabulary's blocks and its children's scores.
+
+    Returns the largest score, the sum of exp(score - largest) without the children, and theirs, each token once (the first
+    of siblings that repeat one; `node` is the first child).
+    """
+    blocks = tl.arange(0, BLOCK_S)
+    tops = tl.load(maxima + blocks, mask=blocks < num_blocks, other=float("-inf"))
+    parts = tl.load(sums + blocks, mask=blocks < num_blocks, other=0.0)
+    shift = tl.maximum(tl.max(tops, 0), tl.max(scores, 0))
+    rest = tl.sum(parts * tl.exp(tops - shift), 0)
+    chances = tl.exp(scores - shift)
+    if TREE:
+        nodes = tl.arange(0, children.shape[0])
+        for other in range(node, num_nodes):
+            same = (drafted == tl.load(tokens + other).to(tl.int32)) & (nodes > other)
+            is_child = tl.sum(tl.where(children & (nodes == other), 1, 0), 0) > 0
+            chances = tl.where(same & is_child, 0.0, chances)
+    return shift, rest, chances
+
+
+@triton.jit
+def rejection_walk_kernel(
+    logits, index, tokens, parents, valid, probs, prob_index, seeds, starts, steps, do_sample, temperatures, limits,
+    limit_ids, maxima, sums, masses, kept, ends, scales, path, lengths, vocab, row_stride, num_nodes, num_blocks,
+    num_probs, TREE: tl.constexpr, POINTS: tl.constexpr, ROWS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+    HAS_LIMITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program a row: walks the tree from its root, tests each node against what rejected siblings left over.
+
+    Reads of the logits the drafted tokens' scores only, and of `sums_kernel`'s results those of the nodes it comes to; with
+    `probs` in trees also the vocabulary once per rejection that another sibling follows. Arguments as in `verify_rejection`;
+    maxima, sums: float32 [B, N + 1, blocks]. Writes path [B, N] and lengths [B], and for `draw_kernel` masses and kept
+    float32 [B, N] (see `_left_over`), ends int32 [B, 2] (last node + 1, its first child), scales float32 [B, 2] (shift, total).
+    """
+    row = tl.program_id(0).to(tl.int64)
+    wanted = True
+    if ROWS:
+        wanted = tl.load(do_sample + row) != 0
+    if wanted:
+        nodes = tl.arange(0, BLOCK_N)
+        tokens += row * num_nodes
+        valid += row * num_nodes
+        parents += row * num_nodes
+        masses += row * num_nodes
+        kept += row * num_nodes
+        drafted = tl.load(tokens + nodes, mask=nodes < num_nodes, other=-1).to(tl.int32)
+        seed = tl.load(seeds + row)
+        start = tl.load(starts + row)
+        step = tl.load(steps + row)
+        slot = tl.full([], 0, tl.int32)
+        length = tl.full([], 0, tl.int32)
+        first_child = tl.full([], 0, tl.int32)
+        arrived = tl.full([], 1, tl.int32)  # whether the sums of `slot` are still to be fetched
+        shift = tl.full([], 0.0, tl.float32)
+        rest = tl.full([], 0.0, tl.float32)
+        total = tl.full([], 1.0, tl.float32)
+        chances = tl.zeros([BLOCK_N], tl.float32)  # exp(score - shift) of the children, each token once
+        source = tl.load(index + row * (num_nodes + 1)).to(tl.int64)
+        for node in range(num_nodes):
+            above = node - 1
+            if TREE:
+                above = tl.load(parents + node).to(tl.int32)
+            accept = tl.full([], 0, tl.int32)
+            if (above + 1 == slot) & (tl.load(valid + node) != 0):
+                temperature, limit, limit_id = sampling_of(
+                    row, source, temperatures, limits, limit_ids, HAS_TEMPERATURE, HAS_LIMITS
+                )
+                children = _children_of(slot, parents, valid, num_nodes, TREE, BLOCK_N)
+                if arrived > 0:
+                    arrived = tl.full([], 0, tl.int32)
+                    first_child = tl.full([], 0, tl.int32) + node
+                    scores = load_scores(
+                        logits + source * row_stride, tl.where(children, drafted, vocab), vocab, temperature, limit,
+                        limit_id, HAS_TEMPERATURE, HAS_LIMITS,
+                    )  # fmt: skip
+                    at = (row * (num_nodes + 1) + slot) * num_blocks
+                    shift, rest, chances = _arrive(
+                        maxima + at,
+                        sums + at,
+                        scores,
+                        drafted,
+                        children,
+                        tokens,
+                        node,
+                        num_nodes,
+                        num_blocks,
+                        TREE,
+                        BLOCK_S,
+                    )
+                    total = rest + tl.sum(chances, 0)
+                token = tl.load(tokens + node).to(tl.int32)
+                chance = tl.sum(tl.where(nodes == node, chances, 0.0), 0)
+                u = uniform_at(seed, start, step, ACCEPT_STREAM, node)
+                if POINTS:
+                    accept = (u < chance / (rest + tl.sum(chances, 0))).to(tl.int32)
+                    chances = tl.where(drafted == token, 0.0, chances)
+                else:
+                    draft = probs + (row * num_probs + tl.load(prob_index + row * num_nodes + first_child)) * vocab
+                    own = token + tl.arange(0, 1)
+                    score = load_scores(
+                        logits + source * row_stride, own, vocab, temperature, limit, limit_id, HAS_TEMPERATURE,
+                        HAS_LIMITS,
+                    )  # fmt: skip
+                    p, q = _left_over(
+                        score, own, shift, total, draft, own < vocab, tokens, masses, kept, parents, valid, slot,
+                        node, num_nodes, TREE,
+                    )  # fmt: skip
+                    accept = tl.max(((q > 0) & (u * q < p)).to(tl.int32), 0)
+                    if TREE and (accept == 0) & (tl.max((children & (nodes > node)).to(tl.int32), 0) > 0):
+                        left = tl.zeros([BLOCK], tl.float32)
+                        without = tl.zeros([BLOCK], tl.float32)
+                        for begin in range(0, vocab, BLOCK):
+                            ids = begin + tl.arange(0, BLOCK)
+                            block_scores = load_scores(
+                                logits + source * row_stride, ids, vocab, temperature, limit, limit_id,
+                                HAS_TEMPERATURE, HAS_LIMITS,
+                            )  # fmt: skip
+                            residual, proposal = _left_over(
+                                block_scores, ids, shift, total, draft, ids < vocab, tokens, masses, kept, parents,
+                                valid, slot, node, num_nodes, TREE,
+                            )  # fmt: skip
+                            left += tl.maximum(residual - proposal, 0.0)
+                            without += tl.where(ids == token, 0.0, proposal)
+                        tl.store(masses + node, tl.sum(left, 0))
+                        tl.store(kept + node, tl.sum(without, 0))
+                        tl.debug_barrier()  # later siblings read what this program's threads wrote
+                if accept > 0:
+                    slot = tl.full([], 0, tl.int32) + node + 1
+                    length += 1
+                    arrived = tl.full([], 1, tl.int32)
+                    source = tl.load(index + row * (num_nodes + 1) + slot).to(tl.int64)
+            tl.store(path + row * num_nodes + node, accept.to(tl.int8))
+        tl.store(lengths + row, length)
+        tl.store(ends + row * 2, slot)
+        tl.store(ends + row * 2 + 1, first_child)
+        tl.store(scales + row * 2, shift)
+        tl.store(scales + row * 2 + 1, total)
+
+
+@triton.jit
+def draw_kernel(
+    logits, index, tokens, parents, valid, probs, prob_index, seeds, starts, steps, do_sample, temperatures, limits,
+    limit_ids, masses, kept, ends, scales, lengths, best_scores, best_ids, next_tokens, vocab, row_stride, num_nodes,
+    num_probs, blocks_per_split, splits, MERGE: tl.constexpr, TREE: tl.constexpr, POINTS: tl.constexpr,
+    ROWS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_LIMITS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Without MERGE: one split's best token. With it: the best of all splits; where nothing is left, of what was before."""
+    row = tl.program_id(0).to(tl.int64)
+    wanted = True
+    if ROWS:
+        wanted = tl.load(do_sample + row) != 0
+    start_id = tl.program_id(1) * blocks_per_split * BLOCK
+    end_id = tl.minimum(start_id + blocks_per_split * BLOCK, vocab)
+    best = tl.full([], float("-inf"), tl.float32)
+    best_id = tl.full([], 0, tl.int32) + start_id
+    if wanted and MERGE:
+        for split in range(splits):
+            score = tl.load(best_scores + row * splits + split)
+            if score > best:
+                best = score
+                best_id = tl.load(best_ids + row * splits + split)
+        wanted = best == float("-inf")
+        end_id = vocab
+    if wanted:
+        tokens += row * num_nodes
+        valid += row * num_nodes
+        parents += row * num_nodes
+        slot = tl.load(ends + row * 2)
+        children = _children_of(slot, parents, valid, num_nodes, TREE, BLOCK_N)
+        last = tl.max(tl.where(children, tl.arange(0, BLOCK_N), -1), 0)  # the last rejected node; -1: none was
+        source = tl.load(index + row * (num_nodes + 1) + slot).to(tl.int64)
+        temperature, limit, limit_id = sampling_of(
+            row, source, temperatures, limits, limit_ids, HAS_TEMPERATURE, HAS_LIMITS
+        )
+        seed = tl.load(seeds + row)
+        step = tl.load(steps + row)
+        position = tl.load(starts + row) + tl.load(lengths + row)
+        for begin in range(start_id, end_id, BLOCK):
+            ids = begin + tl.arange(0, BLOCK)
+            scores = load_scores(
+                logits + source * row_stride, ids, vocab, temperature, limit, limit_id, HAS_TEMPERATURE, HAS_LIMITS
+            )
+            if POINTS:
+                if not MERGE:
+                    scores = _without_children(scores, begin, ids, tokens, children, num_nodes, BLOCK)
+            elif last >= 0:
+                at = tl.load(prob_index + row * num_nodes + tl.load(ends + row * 2 + 1))
+                p, q = _left_over(
+                    scores, ids, tl.load(scales + row * 2), tl.load(scales + row * 2 + 1),
+                    probs + (row * num_probs + at) * vocab, ids < vocab, tokens, masses + row * num_nodes,
+                    kept + row * num_nodes, parents, valid, slot, last, num_nodes, TREE,
+                )  # fmt: skip
+                if not MERGE:
+                    p = tl.maximum(p - q, 0.0)
+                scores = tl.log(p)
+            best, best_id = noisy_better(
+                scores, ids, begin, best, best_id, seed, position, step, RESIDUAL_STREAM, BLOCK
+            )
+    if MERGE:
+        if ROWS:
+            if tl.load(do_sample + row) != 0:
+                tl.store(next_tokens + row, best_id.to(tl.int64))
+        else:
+            tl.store(next_tokens + row, best_id.to(tl.int64))
+    else:
+        tl.store(best_scores + row * splits + tl.program_id(1), best)
+        tl.store(best_ids + row * splits + tl.program_id(1), best_id)

@@ -1,0 +1,466 @@
+"""The paged attention kernel against its definition and against float64, over random ragged batches."""
+
+import dataclasses
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from triton_interpreter import DEVICE, RUNS_HERE, needs_triton, run_interpreted
+
+from hf_specdec.kernels import reference
+from hf_specdec.kernels.attention_inputs import RowDescription, attention_inputs, pack_visibility
+from hf_specdec.kernels.attention_launch import (
+    H200,
+    AttentionLaunch,
+    AttentionShape,
+    choose_launch,
+    choose_splits,
+    head_widths,
+    num_tiles,
+)
+
+if RUNS_HERE:
+    from hf_specdec.kernels.attention import paged_attention
+
+TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of norms; issue 5 for the last two
+
+
+def test_in_a_process_of_its_own():
+    run_interpreted(__file__)
+
+
+def random_tree(rng, nodes, before):
+    """Visibility [nodes, before + nodes] and depths of a random tree whose root sees `before` keys of the region."""
+    parents = [-1] + [int(rng.integers(0, i)) for i in range(1, nodes)]
+    seen, depths = np.zeros((nodes, before + nodes), dtype=bool), np.zeros(nodes, dtype=np.int64)
+    for i, parent in enumerate(parents):
+        seen[i] = seen[parent] if parent >= 0 else np.arange(before + nodes) < before
+        seen[i, before + i] = True
+        depths[i] = depths[parent] + 1 if parent >= 0 else 0
+    return seen, depths
+
+
+def random_row(rng, kind, key_length, query_length):
+    """A row without its blocks."""
+    key_length = max(key_length, query_length)
+    if kind == "empty":
+        return RowDescription([], 0, int(rng.integers(0, 2)))
+    if kind == "causal":
+        return RowDescription([], query_length, key_length)
+    before = int(rng.integers(0, min(key_length - query_length, 40) + 1))
+    seen, depths = random_tree(rng, query_length, before)
+    first = key_length - query_length
+    known = np.arange(first - before, first)
+    return RowDescription([], query_length, key_length, seen, first + depths, np.concatenate([known, first + depths]))
+
+
+class Batch:
+    """Random rows in scattered blocks of poisoned pools."""
+
+    def __init__(self, rows, heads, kv_heads, width, value_width, dtype, block_size, seed=0, shared=False, **buckets):
+        rng = np.random.default_rng(seed)
+        counts = [-(-row.key_length // block_size) for row in rows]
+        order = rng.permutation(np.arange(sum(counts) + 2))
+        self.rows = []
+        for row, end in zip(rows, np.cumsum(counts, dtype=np.int64), strict=True):
+            blocks = order[end - -(-row.key_length // block_size) : end]
+            self.rows.append(dataclasses.replace(row, blocks=blocks))
+        self.inputs = attention_inputs(self.rows, block_size, DEVICE, **buckets)
+        slots = len(order) * block_size
+        generator = torch.Generator().manual_seed(seed)
+        # What is behind a row's keys is NaN: reading it unmasked shows.
+        self.key_pool = torch.full((slots, kv_heads, width), float("nan"))
+        self.value_pool = torch.full((slots, kv_heads, value_width), float("nan"))
+        for row in self.rows:
+            own = self.slots(row)
+            self.key_pool[own] = torch.randn(len(own), kv_heads, width, generator=generator)
+            self.value_pool[own] = torch.randn(len(own), kv_heads, value_width, generator=generator)
+        self.key_pool = self.key_pool.to(dtype)
+        self.value_pool = self.key_pool[..., :value_width] if shared else self.value_pool.to(dtype)
+        num_tokens = buckets.get("num_tokens") or sum(row.query_length for row in rows)
+        # as transformers hands it over: heads before tokens
+        self.query = torch.randn(heads, num_tokens, width, generator=generator).to(dtype).transpose(0, 1)
+
+    def slots(self, row):
+        size = self.inputs.block_size
+        every = np.asarray(row.blocks, dtype=np.int64)[:, None] * size + np.arange(size)
+        return torch.from_numpy(every.ravel()[: row.key_length])
+
+    def allowed(self, row, window=None):
+        """bool [t, S], positions of queries [t] and keys [S], as `packed_batch.visible` has them."""
+        first = row.key_length - row.query_length
+        seen = np.tril(np.ones((row.query_length, row.key_length), dtype=bool), first)
+        queries = np.arange(first, row.key_length) if row.positions is None else row.positions
+        keys = np.arange(row.key_length)
+        if row.visibility is not None:
+            region = row.visibility.shape[1]
+            seen[:] = True
+            seen[:, row.key_length - region :] = row.visibility
+            if row.region_positions is not None:
+                keys[row.key_length - region :] = row.region_positions
+        if window is not None:
+            seen = seen & (queries[:, None] - keys[None, :] < window)
+        return torch.from_numpy(seen), torch.from_numpy(queries), torch.from_numpy(keys)
+
+    def run(self, scaling=0.2, **options):
+        """The kernel's output on the CPU, written into poison."""
+        out = torch.full((*self.query.shape[:2], self.value_pool.shape[2]), float("nan"), dtype=self.query.dtype)
+        out = out.to(DEVICE)
+        options = {key: each.to(DEVICE) if torch.is_tensor(each) else each for key, each in options.items()}
+        pools = self.key_pool.to(DEVICE), self.value_pool.to(DEVICE)
+        if self.value_pool.data_ptr() == self.key_pool.data_ptr():
+            pools = pools[0], pools[0][..., : self.value_pool.shape[2]]
+        done = paged_attention(self.query.to(DEVICE), *pools, self.inputs, scaling, out=out, **options)
+        assert done is out
+        return out.cpu()
+
+    def plain(self, scaling=0.2, window=None, softcap=None, sinks=None, alibi_slopes=None):
+        """The same in float64, row by row, from the rounded inputs; NaN where no row is."""
+        heads, kv_heads = self.query.shape[1], self.key_pool.shape[1]
+        out = torch.full((*self.query.shape[:2], self.value_pool.shape[2]), float("nan"), dtype=torch.float64)
+        start = 0
+        for row in self.rows:
+            end = start + row.query_length
+            seen, queries, keys = self.allowed(row, window)
+            k = self.key_pool[self.slots(row)].double().repeat_interleave(heads // kv_heads, 1)
+            v = self.value_pool[self.slots(row)].double().repeat_interleave(heads // kv_heads, 1)
+            scores = torch.einsum("thd,shd->hts", self.query[start:end].double(), k) * scaling
+            if softcap is not None:
+                scores = softcap * torch.tanh(scores / softcap)
+            if alibi_slopes is not None:
+                scores = scores + alibi_slopes.double()[:, None, None] * (keys[None, :] - queries[:, None])
+            scores = scores.masked_fill(~seen, float("-inf"))
+            if sinks is not None:
+                column = sinks.double()[:, None, None].expand(-1, row.query_length, 1)
+                scores = torch.cat([scores, column], dim=2)
+            weights = torch.softmax(scores, dim=2)[:, :, : row.key_length]
+            out[start:end] = torch.einsum("hts,shd->thd", weights, v)
+            start = end
+        return out
+
+    def defined(self, scaling=0.2, window=None, softcap=None, sinks=None):
+        """`reference.paged_attention` on the same pools."""
+        group = self.query.shape[1] // self.key_pool.shape[1]
+        rows, masks, start = [], [], 0
+        for row in self.rows:
+            if row.query_length == 0:
+                continue
+            end = start + row.query_length
+            rows.append(reference.AttentionRow(start, end, row.key_length, -1, self.slots(row)))
+            mask = torch.zeros(row.query_length, row.key_length, dtype=self.query.dtype)
+            masks.append(mask.masked_fill_(~self.allowed(row, window)[0], float("-inf")).repeat(group, 1))
+            start = end
+        out = reference.paged_attention(
+            self.query[:start], self.key_pool, self.value_pool, rows, masks, scaling, softcap, sinks
+        )
+        rest = out.new_full((self.query.shape[0] - start, *out.shape[1:]), float("nan"))
+        return torch.cat([out, rest])
+
+
+def check(out, wanted, tolerance=None):
+    """Written exactly where a row is, and near there."""
+    assert torch.equal(out.isnan(), wanted.isnan())
+    there = ~wanted.isnan()
+    if there.any():
+        error = (out.double()[there] - wanted.double()[there]).norm() / wanted.double()[there].norm()
+        assert error < (TOLERANCE[out.dtype] if tolerance is None else tolerance), float(error)
+
+
+LAUNCHES = [
+    None,
+    AttentionLaunch(16, 16, 4, 2),
+    AttentionLaunch(32, 32, 4, 2, num_splits=3, keys_per_split=32),
+    AttentionLaunch(16, 16, 4, 2, num_splits=5, keys_per_split=16),
+    AttentionLaunch(16, 32, 4, 2, num_splits=4, keys_per_split=64, fixed_splits=True),
+]
+
+
+def check_random_batch(kinds, heads, widths, dtype, block_size, window, softcap, sinks, launch, padding, seed):
+    rng = np.random.default_rng(seed)
+    rows = [random_row(rng, *kind) for kind in kinds]
+    num_tokens = sum(row.query_length for row in rows) + padding
+    batch = Batch(rows, *heads, *widths, dtype, block_size, seed, num_tokens=num_tokens)
+    options = {"window": window, "softcap": softcap, "sinks": torch.randn(heads[0]).to(dtype) if sinks else None}
+    if num_tokens == 0:
+        return
+    out = batch.run(launch=launch, **options)
+    check(out, batch.plain(**options))
+    # The definition rounds scores and weights to the dtype; it is compared where it is as exact as we are.
+    if dtype == torch.float32:
+        check(out, batch.defined(**options), 1e-5)
+
+
+RANDOM_BATCHES = dict(
+    kinds=st.lists(
+        st.tuples(st.sampled_from(["empty", "causal", "tree"]), st.integers(1, 90), st.integers(1, 9)),
+        min_size=1,
+        max_size=5,
+    ),
+    heads=st.sampled_from([(1, 1), (4, 2), (6, 2), (7, 1), (3, 3)]),
+    widths=st.sampled_from([(16, 16), (32, 32), (24, 40), (48, 16)]),
+    dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
+    block_size=st.sampled_from([1, 4, 16, 24]),
+    window=st.sampled_from([None, None, 1, 7, 40]),
+    softcap=st.sampled_from([None, 3.0]),
+    sinks=st.booleans(),
+    launch=st.sampled_from(LAUNCHES),
+    padding=st.integers(0, 3),
+    seed=st.integers(0, 10**6),
+)
+
+
+@needs_triton
+@settings(max_examples=20, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@given(**RANDOM_BATCHES)
+def test_random_batches(**case):
+    check_random_batch(**case)
+
+
+@needs_triton
+@pytest.mark.slow
+@settings(max_examples=300, deadline=None, suppress_health_check=list(HealthCheck))
+@given(**RANDOM_BATCHES)
+def test_many_random_batches(**case):
+    check_random_batch(**case)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float16, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(
+    ("width", "value_width", "heads"),
+    [(32, 32, (4, 2)), (64, 64, (8, 1)), (80, 80, (2, 2)), (96, 96, (2, 2)), (128, 128, (4, 1)), (192, 128, (2, 2)), (256, 256, (2, 1))],
+)  # fmt: skip
+def test_head_widths(width, value_width, heads, dtype):
+    rng = np.random.default_rng(width)
+    rows = [random_row(rng, "tree", 45, 6), random_row(rng, "causal", 33, 1), random_row(rng, "causal", 21, 21)]
+    batch = Batch(rows, *heads, width, value_width, dtype, 16, seed=width)
+    check(batch.run(scaling=width**-0.5), batch.plain(scaling=width**-0.5))
+
+
+@needs_triton
+@pytest.mark.parametrize("shared", [False, True], ids=["two pools", "values in keys"])
+def test_latent_attention(shared):
+    """MLA as absorbed: one key head, more query heads than a tile has, values the front of the keys or not."""
+    rng = np.random.default_rng(1)
+    rows = [random_row(rng, "tree", 40, 2), random_row(rng, "causal", 17, 1)]
+    batch = Batch(rows, 24, 1, 576, 512, torch.bfloat16, 16, shared=shared)
+    launch = AttentionLaunch(16, 32, 8, 2, num_splits=2 if shared else 1, keys_per_split=32)
+    check(batch.run(scaling=0.05, launch=launch), batch.plain(scaling=0.05))
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("kv_heads", "launch"), [(1, LAUNCHES[1]), (3, LAUNCHES[0]), (3, LAUNCHES[3]), (1, LAUNCHES[4])]
+)
+def test_alibi(kv_heads, launch):
+    """Slopes times distances, in trees by depth; with windows and sinks, too."""
+    rng = np.random.default_rng(2)
+    rows = [random_row(rng, "tree", 70, 8), random_row(rng, "causal", 40, 5), random_row(rng, "tree", 12, 12)]
+    batch = Batch(rows, 3, kv_heads, 32, 32, torch.float32, 16, max_query_length=16)
+    slopes = torch.tensor([0.5, 0.25, 0.0625])
+    for options in ({}, {"window": 20, "sinks": torch.tensor([0.5, -1.0, 2.0])}):
+        options["alibi_slopes"] = slopes
+        check(batch.run(launch=launch, **options), batch.plain(**options))
+
+
+@needs_triton
+def test_alibi_against_the_definition():
+    """With one key head the definition's masks hold a row per head, so they can hold ALiBi."""
+    batch = Batch([RowDescription([], 4, 30), RowDescription([], 1, 19)], 2, 1, 32, 32, torch.float32, 16)
+    slopes, rows, masks, start = torch.tensor([0.5, 0.125]), [], [], 0
+    for row in batch.rows:
+        seen, queries, keys = batch.allowed(row)
+        bias = slopes[:, None, None] * (keys[None, :] - queries[:, None])
+        masks.append(bias.masked_fill(~seen, float("-inf")).flatten(0, 1))
+        rows.append(reference.AttentionRow(start, start + row.query_length, row.key_length, -1, batch.slots(row)))
+        start += row.query_length
+    wanted = reference.paged_attention(batch.query, batch.key_pool, batch.value_pool, rows, masks, 0.2)
+    check(batch.run(alibi_slopes=slopes), wanted, 1e-5)
+
+
+@needs_triton
+@pytest.mark.parametrize("length", [15, 16, 17, 32, 33, 64, 65])
+def test_borders_of_blocks_tiles_and_splits(length):
+    rows = [RowDescription([], 1, length), RowDescription([], min(length, 17), length)]
+    batch = Batch(rows, 2, 1, 16, 16, torch.float32, 16)
+    wanted = batch.plain()
+    for launch in LAUNCHES[1:]:
+        check(batch.run(launch=launch), wanted)
+
+
+@needs_triton
+@pytest.mark.parametrize("words", [None, 3])
+def test_wide_trees(words):
+    """Regions of more than 32 keys: bit 31, the next word, a bucket with words left over."""
+    rng = np.random.default_rng(5)
+    rows = [random_row(rng, "tree", 90, n) for n in (31, 32, 33)] + [random_row(rng, "causal", 50, 3)]
+    batch = Batch(rows, 2, 1, 16, 16, torch.float32, 16, num_words=words)
+    check(batch.run(launch=LAUNCHES[1]), batch.plain())
+    # Two levels of the tree: positions of keys count, not their indices.
+    check(batch.run(launch=LAUNCHES[2], window=2), batch.plain(window=2))
+
+
+@needs_triton
+@pytest.mark.parametrize("launch", LAUNCHES, ids=range(len(LAUNCHES)))
+def test_padding_of_a_graph_bucket(launch):
+    """Rows and tokens that only fill the bucket: their outputs and the tables behind the keys are not touched."""
+    real = [RowDescription([], 3, 20), RowDescription([], 1, 40)]
+    batch = Batch(real + [RowDescription([], 0, 0)] * 3, 4, 2, 16, 16, torch.float32, 16,
+                  num_tokens=12, max_query_length=4, max_blocks=6)  # fmt: skip
+    tables = batch.inputs.block_tables
+    for i, row in enumerate(batch.rows):
+        tables[i, len(row.blocks) :] = 2**31 - 1
+    out = batch.run(launch=launch)
+    check(out, batch.plain())
+    assert out[4:].isnan().all()
+
+
+@needs_triton
+def test_a_trash_row_full_of_poison_harms_no_other_row():
+    """A padding token may read a trash block that holds anything; its NaN stays its own."""
+    batch = Batch([RowDescription([], 2, 20), RowDescription([], 1, 1)], 2, 1, 16, 16, torch.float32, 16)
+    wanted = batch.plain()
+    batch.value_pool[batch.slots(batch.rows[1])] = float("nan")
+    out = batch.run()
+    check(out[:2], wanted[:2])
+    assert out[2:].isnan().all()
+
+
+@needs_triton
+@pytest.mark.parametrize(("dtype", "window"), [(torch.float32, 30), (torch.float16, None), (torch.bfloat16, None)])
+def test_invariant_attention_is_the_same_bit_for_bit(dtype, window):
+    """Verifying a chain of tokens at once, in a batch, as a chunk or as a tree, gives what one token at a time gives."""
+    length, drafts = 75, 4
+    launch = AttentionLaunch(16, 16, 4, 2, num_splits=3, keys_per_split=32, fixed_splits=True)
+    tree = np.tril(np.ones((drafts, drafts), dtype=bool))
+    together = Batch([RowDescription([], drafts, length, tree), RowDescription([], drafts, length)],
+                     4, 2, 32, 32, dtype, 16)  # fmt: skip
+    together.query[drafts:] = together.query[:drafts]
+    together.key_pool[together.slots(together.rows[1])] = together.key_pool[together.slots(together.rows[0])]
+    together.value_pool[together.slots(together.rows[1])] = together.value_pool[together.slots(together.rows[0])]
+    out = together.run(launch=launch, window=window)
+    assert torch.equal(out[:drafts], out[drafts:])
+    for i in range(drafts):
+        keys = length - drafts + i + 1
+        alone = Batch([RowDescription([], 1, keys)], 4, 2, 32, 32, dtype, 16)
+        alone.key_pool[alone.slots(alone.rows[0])] = together.key_pool[together.slots(together.rows[0])][:keys]
+        alone.value_pool[alone.slots(alone.rows[0])] = together.value_pool[together.slots(together.rows[0])][:keys]
+        alone.query[:] = together.query[i : i + 1]
+        more_splits = dataclasses.replace(launch, num_splits=12)
+        assert torch.equal(alone.run(launch=more_splits, window=window)[0], out[i])
+
+
+@needs_triton
+@pytest.mark.parametrize("launch", LAUNCHES[1:4], ids=range(3))
+def test_large_scores_do_not_overflow(launch):
+    """Scores of thousands, of either sign, where the softmax is nearly a choice; a sink below and one above all."""
+    batch = Batch([RowDescription([], 3, 100), RowDescription([], 1, 33)], 2, 1, 16, 16, torch.float32, 16)
+    batch.query *= 1000
+    for sinks in (None, torch.tensor([-3e4, 3e4])):
+        check(batch.run(launch=launch, sinks=sinks), batch.plain(sinks=sinks), 1e-4)
+
+
+@needs_triton
+def test_a_query_without_keys_gives_zeros():
+    batch = Batch([RowDescription([], 2, 20, np.eye(2, 20, dtype=bool))], 1, 1, 16, 16, torch.float32, 16)
+    batch.inputs.visibility.zero_()
+    for launch in LAUNCHES:
+        assert (batch.run(launch=launch) == 0).all()
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (lambda b: {"query": b.query[:, :, :8]}, "do not fit together"),
+        (lambda b: {"key_pool": b.key_pool.half()}, "dtypes differ"),
+        (lambda b: {"out": b.query.new_empty(1, 2, 16)}, "must have shape"),
+        (lambda b: {"scaling": 0.0}, "above 0"),
+        (lambda b: {"window": 4, "inputs": dataclasses.replace(b.inputs, positions=None)}, "positions"),
+        (lambda b: {"value_pool": b.value_pool.transpose(0, 2).contiguous().transpose(0, 2)}, "contiguous"),
+    ],
+)
+def test_what_does_not_fit_is_refused(change, message):
+    batch = Batch([RowDescription([], 2, 20)], 2, 1, 16, 16, torch.float32, 16)
+    arguments = {
+        "query": batch.query,
+        "key_pool": batch.key_pool,
+        "value_pool": batch.value_pool,
+        "inputs": batch.inputs,
+    }
+    with pytest.raises(ValueError, match=message):
+        paged_attention(**{**arguments, "scaling": 0.2, **change(batch)})
+
+
+# ---- without Triton ---------------------------------------------------------------------------------------------------
+
+
+def test_bits_of_the_visibility():
+    seen = np.zeros((2, 40), dtype=bool)
+    seen[0, [0, 31, 32]] = True
+    seen[1, 39] = True
+    assert pack_visibility(seen, 3).tolist() == [[1 - 2**31, 1, 0], [0, 128, 0]]
+
+
+@pytest.mark.parametrize(
+    ("rows", "buckets", "message"),
+    [
+        ([RowDescription([0], 1, 17)], {}, "17 keys in 1 blocks"),
+        ([RowDescription([0], 2, 9, np.ones((2, 1), dtype=bool))], {}, "region of 1"),
+        ([RowDescription([0], 2, 2)], {"max_query_length": 1}, "bucket"),
+        ([RowDescription([0, 1], 1, 20)], {"max_blocks": 1}, "bucket"),
+        ([RowDescription([0], 1, 9, np.ones((1, 1), dtype=bool))], {"num_words": 0}, "bucket"),
+    ],
+)
+def test_rows_that_do_not_fit(rows, buckets, message):
+    with pytest.raises(ValueError, match=message):
+        attention_inputs(rows, 16, **buckets)
+
+
+def test_inputs_check_their_tensors():
+    inputs = attention_inputs([RowDescription([0], 1, 3)], 16)
+    with pytest.raises(ValueError, match="int32"):
+        dataclasses.replace(inputs, key_lengths=inputs.key_lengths.long())
+    with pytest.raises(ValueError, match="shape"):
+        dataclasses.replace(inputs, query_starts=inputs.key_lengths)
+    with pytest.raises(ValueError, match="come together"):
+        dataclasses.replace(inputs, region_lengths=inputs.key_lengths)
+
+
+def test_widths_are_covered():
+    for width in range(1, 600):
+        first, second = head_widths(width)
+        assert first >= 16 and first & (first - 1) == 0 and first + second >= width
+        assert second == 0 or (second >= 16 and second & (second - 1) == 0 and first < width)
+
+
+def llama(rows, tokens, keys):
+    return AttentionShape(rows, rows * tokens, tokens, keys, 8, 4, 128, 128, 2)
+
+
+def test_launches_fill_the_device():
+    """One row with a long context is split over the multiprocessors; many rows are not split."""
+    long = choose_launch(llama(1, 1, 32768), H200)
+    assert long.num_splits * 8 >= 0.9 * 2 * H200.num_sms and long.block_m == 16
+    assert choose_launch(llama(64, 1, 2048), H200).num_splits == 1
+    assert choose_launch(llama(1, 1, 128), H200).num_splits == 1
+    assert choose_launch(llama(1, 8, 32768), H200).block_m == 32
+    for programs in (1, 8, 33, 200, 263):
+        splits = choose_splits(programs, 65536, 264, 256)
+        assert 1 <= splits <= 64 and programs * splits <= 2 * 264
+
+
+def test_invariant_launches_do_not_depend_on_the_batch():
+    shapes = [llama(1, 1, 4096), llama(64, 8, 4096), llama(3, 512, 4096)]
+    assert len({choose_launch(shape, H200, invariant=True) for shape in shapes}) == 1
+
+
+def test_every_row_gets_enough_tiles():
+    """Also where the search finds them: as many tiles as each row needs, whatever the lengths are."""
+    for tokens, group, block_m in [(40, 1, 16), (1000, 7, 64), (33, 128, 32), (5, 3, 16)]:
+        for rows in (1, 3, 9):
+            shape = dataclasses.replace(llama(rows, 1, 64), num_tokens=tokens, max_query_length=tokens, group=group)
+            tiles, per_row = num_tiles(shape, block_m)
+            assert tiles >= -(-tokens * group // block_m) and (per_row == 0 or tiles == rows * per_row)

@@ -1,0 +1,74 @@
+"""Our Triton kernels compile for GPUs that are not here, and what they spill stays small."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+SPILL_BOUND = 128  # bytes per thread; a tile's worth of spills is thousands
+OURS = ["llama-8b", "gemma-2", "gpt-oss", "phi-3", "bloom", "mla", "float32", "merge", "rotate and write", "move"]
+
+pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
+
+
+@pytest.fixture(scope="module")
+def resources(tmp_path_factory):
+    """What `benchmarks/kernel_resources.py` writes, from a process where Triton compiles."""
+    out = tmp_path_factory.mktemp("resources") / "resources.json"
+    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
+    command = [sys.executable, str(ROOT / "benchmarks" / "kernel_resources.py"), "--json", str(out)]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580, cwd=ROOT)
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
+    print(done.stdout)
+    return json.loads(out.read_text())
+
+
+def test_every_case_compiles_for_both_architectures(resources):
+    names = {each["name"] for each in resources}
+    assert {(each["name"], each["architecture"]) for each in resources} == {(n, a) for n in names for a in (80, 90)}
+    assert all(any(part in name for name in names) for part in OURS)
+
+
+def test_little_is_spilled(resources):
+    too_much = [
+        (each["name"], each["architecture"], each["spill_stores"], each["spill_loads"])
+        for each in resources
+        if max(each["spill_stores"], each["spill_loads"]) > SPILL_BOUND
+    ]
+    assert too_much == []
+
+
+def test_shared_memory_fits(resources):
+    """What a block may have: 163 KB on sm_80, 227 KB on sm_90. Tiles are chosen for the latter."""
+    assert all(each["shared_memory"] <= 227 * 1024 for each in resources)
+
+
+def test_attention_uses_tensor_cores_and_asynchronous_copies(resources):
+    for each in resources:
+        found = each["instructions"]
+        if any(each["name"].startswith(word) for word in ("decode", "verify tree", "verify mla", "prompt")):
+            assert found["mma.sync"] + found["wgmma.mma_async"] > 0 and found["cp.async.cg"] > 0, each
+        if each["name"].startswith("verify float32"):  # exact products: no tf32
+            assert found["mma.sync"] + found["wgmma.mma_async"] == 0, each
+        if each["name"] == "move":
+            assert found["ld.global.v4"] > 0 and found["st.global.v4"] > 0, each
+
+
+def test_interpreted_kernels_are_refused():
+    """In a process where Triton interprets, compiling says so."""
+    code = (
+        "from hf_specdec.kernels.compiling import all_cases, compile_case\n"
+        "from hf_specdec.kernels.attention import compile_cases\n"
+        "try:\n    compile_case(compile_cases()[0], 90)\n"
+        "except RuntimeError as error:\n    print('refused:', error)"
+    )
+    environment = {**os.environ, "TRITON_INTERPRET": "1"}
+    done = subprocess.run(
+        [sys.executable, "-c", code], env=environment, capture_output=True, text=True, timeout=300, cwd=ROOT
+    )
+    assert "refused: TRITON_INTERPRET" in done.stdout, done.stderr[-2000:]

@@ -1,0 +1,120 @@
+"""generate() with every Triton kernel in place of its definition, in the interpreter: the same tokens."""
+
+import pytest
+import torch
+from transformers import LlamaConfig, LlamaForCausalLM
+from triton_interpreter import DEVICE, needs_triton, run_interpreted
+
+import hf_specdec
+
+VOCAB, NEW_TOKENS = 61, 8
+CONFIGS = {
+    "none": {"method": "none"},
+    "chain": {"method": "draft_model", "num_speculative_tokens": 3},
+    "tree": {"method": "draft_model", "branching_factors": [2, 2]},
+    "dynamic tree": {"method": "draft_model", "top_k": 2, "total_tokens": 6, "depth": 3},
+}
+
+
+def test_in_a_process_of_its_own():
+    run_interpreted(__file__)
+
+
+@pytest.fixture(scope="module")
+def pair():
+    """A target, and a perturbed copy of it that drafts."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        vocab_size=VOCAB, max_position_embeddings=128, eos_token_id=None, pad_token_id=0,
+    )  # fmt: skip
+    target = LlamaForCausalLM(config).eval()
+    drafter = LlamaForCausalLM(config).eval()
+    drafter.load_state_dict(target.state_dict())
+    with torch.no_grad():
+        for parameter in drafter.parameters():
+            parameter.add_(torch.randn_like(parameter) * 0.003)
+    return target.to(DEVICE), drafter.to(DEVICE)
+
+
+@pytest.fixture
+def use(monkeypatch, pair):
+    """Choose the kernels; drafters and caches made with others are forgotten."""
+
+    def choose(kernels: str) -> None:
+        monkeypatch.setenv("HF_SPECDEC_KERNELS", kernels)
+        hf_specdec.release(pair[0])
+
+    yield choose
+    hf_specdec.release(pair[0])
+
+
+def decode(pair, config, **arguments):
+    """Two ragged rows; drafts by the perturbed copy."""
+    target, drafter = pair
+    torch.manual_seed(1)
+    ids = torch.randint(1, VOCAB, (2, 7)).to(DEVICE)
+    mask = torch.ones_like(ids)
+    mask[1, :3] = 0
+    if config is not None and config["method"] == "draft_model":
+        arguments["assistant_model"] = drafter
+    if config is not None:
+        arguments["speculative_config"] = config
+    return target.generate(
+        ids, attention_mask=mask, max_new_tokens=NEW_TOKENS, return_dict_in_generate=True, **arguments
+    )
+
+
+@needs_triton
+@pytest.mark.parametrize("name", CONFIGS)
+def test_greedy(pair, use, name):
+    plain = decode(pair, None, do_sample=False)
+    use("triton")
+    out = decode(pair, CONFIGS[name], do_sample=False)
+    assert torch.equal(out.sequences, plain.sequences)
+    assert name == "none" or out.speculation["num_accepted_tokens"] > 0
+
+
+@needs_triton
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize("name", ["chain", "tree"])
+def test_sampling_gives_what_the_definitions_give(pair, use, name, rule):
+    config = {**CONFIGS[name], "rejection_sample_method": rule, "seed": 3}
+    arguments = {"do_sample": True, "temperature": 0.8, "top_k": 0}
+    use("reference")
+    expected = decode(pair, config, **arguments)
+    use("triton")
+    out = decode(pair, config, **arguments)
+    assert torch.equal(out.sequences, expected.sequences)
+    assert out.speculation["num_accepted_tokens"] == expected.speculation["num_accepted_tokens"] > 0
+
+
+@needs_triton
+def test_the_kernels_are_what_runs(pair, use, monkeypatch):
+    """Without them in place the tests above would compare the definitions with themselves."""
+    from hf_specdec.kernels import attention, cache_ops, verification
+
+    called = set()
+    for module, name in ((attention, "paged_attention"), (cache_ops, "write_keys_values"), (cache_ops, "move_slots"),
+                         (verification, "verify_choices")):  # fmt: skip
+        original = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *a, _of=original, _name=name, **k: (called.add(_name), _of(*a, **k))[1]
+        )
+    use("triton")
+    decode(pair, CONFIGS["tree"], do_sample=False)
+    assert called == {"paged_attention", "write_keys_values", "move_slots", "verify_choices"}
+    called.clear()
+    use("reference")
+    decode(pair, CONFIGS["tree"], do_sample=False)
+    assert not called
+
+
+def test_a_bad_choice_is_one_clear_error(monkeypatch):
+    from hf_specdec.kernels.dispatch import uses_triton
+
+    monkeypatch.setenv("HF_SPECDEC_KERNELS", "tritn")
+    with pytest.raises(ValueError, match="HF_SPECDEC_KERNELS must be one of reference, triton, not 'tritn'"):
+        uses_triton(torch.device("cpu"))
+    monkeypatch.delenv("HF_SPECDEC_KERNELS")
+    assert not uses_triton(torch.device("cpu"))

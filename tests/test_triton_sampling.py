@@ -1,0 +1,124 @@
+"""Sampling limits against `FusedSamplingLogitsWarper`, in the interpreter."""
+
+import pytest
+import torch
+from triton_interpreter import DEVICE, RUNS_HERE, needs_triton, run_interpreted
+
+from hf_specdec.decoding.warpers import FusedSamplingLogitsWarper
+
+if RUNS_HERE:
+    from hf_specdec.kernels.sampling import sampling_limits, sampling_scores
+
+# temperature, top-k, top-p, min-p
+PARAMETERS = [
+    (1.0, 0, 1.0, 0.0),
+    (0.7, 5, 1.0, 0.0),
+    (1.3, 0, 0.9, 0.0),
+    (1.0, 0, 1.0, 0.1),
+    (0.8, 40, 0.95, 0.02),
+    (2.0, 1, 0.5, 1.0),
+    (1.0, 10**6, 0.999, 0.0),
+    (0.01, 0, 1e-6, 0.0),
+    (1.0, 7, 0.3, 0.3),
+]
+
+
+def test_in_a_process_of_its_own():
+    run_interpreted(__file__)
+
+
+def run(logits, parameters, owners=None, block=512):
+    """Limits and masked scores, from poisoned outputs."""
+    temperature, top_k, top_p, min_p = zip(*parameters, strict=True)
+    rows = logits.shape[0]
+    own = None if owners is None else owners.to(DEVICE)
+    temperature = torch.tensor(temperature, device=DEVICE)
+    limits = sampling_limits(
+        logits.to(DEVICE), own, temperature, torch.tensor(top_k, dtype=torch.int32, device=DEVICE),
+        torch.tensor(top_p, device=DEVICE), torch.tensor(min_p, device=DEVICE), block=block,
+        out=(torch.full((rows,), float("nan"), device=DEVICE), torch.full((rows,), -9, dtype=torch.int32, device=DEVICE)),
+    )  # fmt: skip
+    out = torch.full(logits.shape, float("nan"), device=DEVICE)
+    return limits, sampling_scores(logits.to(DEVICE), limits, own, temperature, out, block).cpu()
+
+
+def definition(logits, parameters):
+    """Ties by a stable sort: torch's default one orders equals as it likes (vectorised on some CPUs)."""
+    plain = torch.Tensor.sort
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(torch.Tensor, "sort", lambda scores, **how: plain(scores, **{**how, "stable": True}))
+        return _definition(logits, parameters)
+
+
+def _definition(logits, parameters):
+    rows = [
+        FusedSamplingLogitsWarper(*p)(None, row[None].float())[0] for p, row in zip(parameters, logits, strict=True)
+    ]
+    return torch.stack(rows)
+
+
+def doubtful(scores, expected, parameter):
+    """bool [V]: tokens whose mass or probability lies within float32 rounding of a boundary."""
+    temperature, top_k, top_p, min_p = parameter
+    wide = scores.double() / temperature
+    if top_k:
+        wide = wide.masked_fill(wide < wide.topk(min(top_k, len(wide))).values[-1], float("-inf"))
+    values, order = wide.sort(stable=True)
+    probs = values.softmax(0)
+    near = (probs.cumsum(0) - (1 - top_p)).abs() < 3e-6 if top_p < 1 else torch.zeros_like(probs, dtype=torch.bool)
+    near |= (min_p > 0) & ((probs / probs[-1] - min_p).abs() < 3e-6)
+    return torch.zeros_like(near).scatter(0, order, near)
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("vocab", [1, 37, 512, 1300])
+def test_keeps_what_the_definition_keeps(dtype, vocab):
+    g = torch.Generator().manual_seed(vocab)
+    logits = (torch.randn(len(PARAMETERS), vocab, generator=g) * 3).to(dtype)
+    if vocab > 30:
+        logits[:, 3] = float("-inf")
+    _, ours = run(logits, PARAMETERS)
+    expected = definition(logits, PARAMETERS)
+    for i, parameter in enumerate(PARAMETERS):
+        differs = (ours[i] != expected[i]).nonzero().flatten()
+        assert not len(differs) or bool(doubtful(logits[i].float(), expected[i], parameter)[differs].all()), parameter
+        assert len(differs) <= 1, (parameter, differs)
+
+
+@needs_triton
+@pytest.mark.parametrize("block", [64, 256])
+def test_ties(block):
+    """Rounded logits: hundreds of equals at the boundary, both zeros among them, across blocks."""
+    logits = (torch.randn(len(PARAMETERS), 600, generator=torch.Generator().manual_seed(0)) * 1.5).round()
+    logits[:, ::7] *= -1.0
+    assert ((logits == 0) & torch.signbit(logits)).any()
+    _, ours = run(logits, PARAMETERS, block=block)
+    expected = definition(logits, PARAMETERS)
+    for i, parameter in enumerate(PARAMETERS):
+        differs = (ours[i] != expected[i]).nonzero().flatten()
+        assert not len(differs) or bool(doubtful(logits[i], expected[i], parameter)[differs].all()), (
+            parameter,
+            differs,
+        )
+
+
+@needs_triton
+def test_all_equal_and_exact_masses():
+    """Powers of two have exact masses: of 8 equal tokens top-p 0.5 keeps the last four, and an all but empty one the last."""
+    logits = torch.zeros(4, 8)
+    parameters = [(1.0, 0, 0.5, 0.0), (1.0, 0, 1e-6, 0.0), (1.0, 3, 1.0, 0.0), (1.0, 0, 0.75, 0.5)]
+    _, ours = run(logits, parameters)
+    assert torch.equal(ours, definition(logits, parameters))
+    assert torch.isfinite(ours).sum(1).tolist() == [4, 1, 8, 6]
+
+
+@needs_triton
+def test_owners_and_rows_left_alone():
+    """Parameters of another table than the logits' rows; rows with everything off keep all."""
+    logits = torch.randn(6, 90, generator=torch.Generator().manual_seed(2))
+    owners = torch.tensor([1, 1, 0, 4, 4, 8])
+    limits, ours = run(logits, PARAMETERS, owners)
+    expected = definition(logits, [PARAMETERS[i] for i in owners])
+    assert torch.equal(ours, expected)
+    assert limits[0][2].item() == float("-inf") and limits[1][2].item() == 0

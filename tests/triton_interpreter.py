@@ -1,0 +1,45 @@
+"""How test files of Triton kernels run: compiled on a GPU if there is one, else interpreted on the CPU.
+
+Triton decides when it is imported, and torch or transformers import it. So where it came compiled and there is no GPU, a
+file's tests are not collected in this process but run in one of their own, by `run_interpreted`.
+"""
+
+import importlib.util
+import os
+import subprocess
+import sys
+
+import pytest
+import torch
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+if DEVICE == "cpu" and "triton" not in sys.modules:
+    os.environ.setdefault("TRITON_INTERPRET", "1")
+
+
+def _runs_here() -> bool:
+    if importlib.util.find_spec("triton") is None:
+        return False
+    import triton.language as tl
+
+    return DEVICE == "cuda" or type(tl.cdiv).__name__ == "InterpretedFunction"
+
+
+RUNS_HERE = _runs_here()
+
+
+def needs_triton(test):
+    """Leave a test out of this process where it cannot run; `run_interpreted` runs it."""
+    test.__test__ = RUNS_HERE
+    return test
+
+
+def run_interpreted(file: str) -> None:
+    """Run the tests of `file` with the interpreter in a new process; skip if they run here."""
+    if RUNS_HERE or importlib.util.find_spec("triton") is None:
+        pytest.skip("the tests run in this process" if RUNS_HERE else "triton is not installed")
+    environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
+    environment["TRITON_INTERPRET"] = "1"
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", file]
+    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580)
+    assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]
