@@ -14,7 +14,8 @@ from oracle import ragged
 
 from hf_specdec import parse_config
 from hf_specdec.training import TrainingError
-from hf_specdec.training.dflash import even_anchors, last_norm_scale, mask_token, random_anchors
+from hf_specdec.training.dflash import even_anchors, mask_token, random_anchors
+from hf_specdec.training.draft_layer import last_norm_scale
 from hf_specdec.training.target import TargetModel
 
 SHAPE = {"num_layers": 2, "block_size": 4, "intermediate_size": 24, "mask_token_id": 2, "target_layers": "1,0"}
@@ -66,7 +67,7 @@ def test_loss_is_that_of_plain_loops(objective, decay):
     model = target()
     made = trainer("dflash", model, **SHAPE, objective=objective, loss_decay=decay, num_anchors=50)
     batch = batch_of(made, [list(range(7, 20)), list(range(30, 39))], prompt=3)
-    w = {name: value.double() for name, value in made.head.state_dict().items()}
+    w = {name: value.double() for name, value in made.exported("original").tensors.items()}
     embeddings, head = model.embed_tokens.weight.double(), model.lm_head.weight.double()
     total, weight, right = 0.0, 0.0, [0] * SLOTS
     for row, length in enumerate([13, 9]):

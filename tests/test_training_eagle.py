@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from helpers_eagle import PlainDrafter, PlainLayers, Script, hidden_states, recorded
+from helpers_eagle import PlainDrafter, PlainLayers, Script, hidden_states, recorded, rms
 from helpers_eagle3 import Layout, PlainEagle3
 from helpers_training import qa_rows, ragged_batch, random_text, target, train, trainer, write_rows
 from hypothesis import given, settings
@@ -24,6 +24,7 @@ from hf_specdec.training.export import export_head
 STEPS = 4
 KINDS = {
     "eagle": ("eagle", "original", {}),
+    "eagle, the target's embeddings": ("eagle", "original", {"own_embeddings": False}),
     "eagle, two layers": ("eagle", "original", {"num_layers": 2, "intermediate_size": 20}),
     "eagle3": ("eagle3", "original", {}),
     "eagle3, part of the vocabulary": ("eagle3", "original", {"draft_vocab_size": 40}),
@@ -189,11 +190,11 @@ def states_of(batch, model):
     return hidden_states(model, texts)
 
 
-@pytest.mark.parametrize("size", [None, 25])
-def test_eagle3_loss_is_a_plain_implementations(model, size):
-    """sum over steps of 0.8^s CE(target's distribution on the draft vocabulary, renormalised), where the target's own choice
-    is in it; also accuracies and the number of positions."""
-    made = trainer("eagle3", model, num_steps=STEPS, draft_vocab_size=size)
+@pytest.mark.parametrize(("size", "feature_weight"), [(None, 0.0), (25, 0.0), (None, 0.7), (25, 0.7)])
+def test_eagle3_loss_is_a_plain_implementations(model, size, feature_weight):
+    """sum over steps of 0.8^s (CE(target's distribution on the draft vocabulary, renormalised) + a SmoothL1(features)), where the
+    target's own choice is in it; also accuracies and the number of positions."""
+    made = trainer("eagle3", model, num_steps=STEPS, draft_vocab_size=size, feature_weight=feature_weight)
     batch = model.capture(ragged_batch(model), made.taps)
     out = made.loss(batch)
 
@@ -210,6 +211,9 @@ def test_eagle3_loss_is_a_plain_implementations(model, size):
         probs = torch.softmax(scores[ids], 0)
         logits = plain.draft_logits(text, path, states[whole])
         loss += 0.8**step * -float((probs * torch.log_softmax(logits, 0)).sum())
+        output = plain.follow(text, path, states[whole])[1]
+        away = (rms(output, made.head.norm.weight.detach().double()) - states[whole][-2][u]).abs()
+        loss += 0.8**step * feature_weight * float(torch.where(away < 1, 0.5 * away**2, away - 0.5).mean())
         right[step] += int(logits.argmax()) == int(probs.argmax())
         count[step] += 1
     assert float(out.loss.detach()) == pytest.approx(loss, rel=1e-5)
@@ -310,6 +314,17 @@ def test_attention_begins_at_the_own_token(model):
     own = scores.diagonal(dim1=1, dim2=2)
     assert (own.mean(1) > scores.mean((1, 2)) + 2).all()
     assert (own >= scores.quantile(0.9, dim=2)).float().mean() > 0.8
+
+
+def test_the_head_begins_as_the_deepest_state_read(model):
+    """Before training fc passes the last of its states on, and norm and lm_head are the target's."""
+    made = trainer("eagle3", model)
+    torch.manual_seed(0)
+    head = made.build(torch.ones(VOCAB))
+    deep, none = torch.randn(3, 32), torch.zeros(3, 32)
+    assert torch.cosine_similarity(head.fuse([none, none, deep]), deep, dim=-1).min() > 0.8
+    assert torch.allclose(head.norm.weight, model.model.model.norm.weight)
+    assert torch.equal(head.lm_head.weight, model.lm_head.weight)
 
 
 def test_nothing_that_counts_is_no_error(model):

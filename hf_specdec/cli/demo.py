@@ -23,6 +23,7 @@ give itself, one per forward. Every method writes the same text: the table says 
 """
 
 DRAFT = {"method": "draft_model", "model": "tiny-draft"}
+TREE = {"depth": 5, "top_k": 4, "total_tokens": 24}
 SHOWN = Variant("draft_model, chain", {**DRAFT, "num_speculative_tokens": 5})
 
 
@@ -45,6 +46,17 @@ def variants() -> list[Variant]:
         Variant("suffix", {"method": "suffix"}),
         SHOWN,
         Variant("draft_model, tree", {**DRAFT, "branching_factors": [3, 1, 1, 1, 1]}),
+        Variant("token_recycling, tree", {"method": "token_recycling"}),
+        Variant("lookahead", {"method": "lookahead"}),
+        Variant("eagle, chain", {"model": "tiny-eagle", "num_speculative_tokens": 5}),
+        Variant("eagle, tree", {"model": "tiny-eagle", **TREE}),
+        Variant("eagle3, chain", {"model": "tiny-eagle3", "num_speculative_tokens": 5}),
+        Variant("eagle3, tree", {"model": "tiny-eagle3", **TREE}),
+        Variant("mtp, chain", {"model": "tiny-mtp", "num_speculative_tokens": 5}),
+        Variant("mlp_speculator, chain", {"model": "tiny-mlp_speculator"}),
+        Variant("medusa, tree", {"model": "tiny-medusa", "branching_factors": [4, 2, 2, 1]}),
+        Variant("hydra, tree", {"model": "tiny-hydra", "branching_factors": [4, 2, 2]}),
+        Variant("dflash", {"model": "tiny-dflash"}),
     ]
 
 

@@ -122,14 +122,15 @@ def markdown_page(methods: dict[str, type[SpeculativeConfig]]) -> str:
 
 
 def bundled_line(name: str) -> str:
-    """A bundled model's size, shape and folder."""
+    """What a bundled model is, its size and folder: of models that stand alone the shape, of heads the method."""
     folder = Path(hf_specdec.bundled(name))
-    config = AutoConfig.from_pretrained(folder)
     megabytes = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e6
-    return (
-        f"  {name:<12}{config.model_type}, {config.num_hidden_layers} layers, hidden {config.hidden_size}, "
-        f"vocabulary {config.vocab_size}, {megabytes:.1f} MB\n{'':14}{folder}"
-    )
+    if (folder / "tokenizer.json").is_file():
+        config = AutoConfig.from_pretrained(folder)
+        what = f"{config.model_type}, {config.num_hidden_layers} layers, hidden {config.hidden_size}, vocabulary {config.vocab_size}"
+    else:
+        what = f"{hf_specdec.parse_config({'model': name}).method} head for tiny"
+    return f"  {name:<20}{what}, {megabytes:.1f} MB\n{'':22}{folder}"
 
 
 def description(config: type[SpeculativeConfig]) -> str:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import sys
 from pathlib import Path
 from typing import Any
@@ -13,6 +12,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
 import hf_specdec
+
+from ..jsonl import read_rows, rows_of
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BUNDLED_PROMPTS = Path(__file__).parents[1] / "bundled_models" / "prompts.jsonl"
@@ -112,26 +113,16 @@ def encode_prompts(
 
 
 def read_prompts(path: str) -> list[dict[str, str]]:
-    """Rows with "prompt" (and perhaps "id", "task") of a .jsonl file; any other file, or - for stdin, is one prompt."""
-    text = sys.stdin.read() if path == "-" else Path(path).read_text(encoding="utf-8")
-    if not path.endswith(".jsonl"):
-        rows = [{"prompt": text}] if text.strip() else []
-    else:
-        rows = [prompt_row(line, f"{path}:{n}") for n, line in enumerate(text.split("\n"), 1) if line.strip()]
+    """Every row's "prompt" and "task" (or ""), of a .jsonl file; any other file, or - for stdin, is one prompt."""
+    rows = rows_of(sys.stdin.read(), path, "prompt") if path == "-" else read_rows(path, "prompt")
     if not rows:
         raise ValueError(f"{path}: no prompt in it.")
-    return rows
+    return [{"prompt": prompt_of(row), "task": str(row.get("task", ""))} for row in rows]
 
 
-def prompt_row(line: str, where: str) -> dict[str, str]:
-    """One line of a prompt file: a JSON object with a "prompt", or data sets' "question" or "turns" (the first counts)."""
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{where}: not JSON ({error}).") from None
-    if not isinstance(row, dict):
-        raise ValueError(f"{where}: expected a JSON object.")
+def prompt_of(row: dict[str, Any]) -> str:
+    """A row's "prompt", or data sets' "question" or "turns" (the first counts)."""
     prompt = row.get("prompt") or row.get("question") or next(iter(row.get("turns") or ()), None)
     if not isinstance(prompt, str):
-        raise ValueError(f'{where}: no text under "prompt" (or "question", "turns").')
-    return {"prompt": prompt, "task": str(row.get("task", ""))}
+        raise ValueError(f'{row["_where"]}: no text under "prompt" (or "question", "turns").')
+    return prompt

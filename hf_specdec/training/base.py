@@ -107,6 +107,10 @@ class HeadTrainer(ABC):
             token_counts: int64 [V], how often each token is the target's to write in the training data.
         """
 
+    def rate_share(self, name: str) -> float:
+        """What of the learning rate the parameter `name` of the head learns with; 0: it stays as it began."""
+        return 1.0
+
     @abstractmethod
     def loss(self, batch: Batch) -> StepLoss:
         """The training loss on a batch (on the device, with features)."""

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import hashlib
-import json
 from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
@@ -11,6 +10,7 @@ from typing import Any
 
 import numpy as np
 
+from .. import jsonl
 from .base import TrainingError
 from .chat import answer_spans, conversation_of
 
@@ -46,30 +46,13 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
     Raises:
         TrainingError: no file, nothing in it, not UTF-8, a line that is no JSON object.
     """
-    path = Path(path)
-    if not path.is_file():
-        raise TrainingError(f"--data {path}: no such file.")
     try:
-        text = path.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise TrainingError(f"--data {path}: not UTF-8 text ({error}).") from None
-    if path.suffix not in (".jsonl", ".ndjson"):
-        rows = [{"text": text, "_where": str(path), "_windows": True}] if text.strip() else []
-    else:
-        rows = [_row(line, f"{path}:{n}") for n, line in enumerate(text.split("\n"), 1) if line.strip()]
-    if not rows:
-        raise TrainingError(f"--data {path}: nothing in it.")
-    return rows
-
-
-def _row(line: str, where: str) -> dict[str, Any]:
-    try:
-        row = json.loads(line)
-    except json.JSONDecodeError as error:
-        raise TrainingError(f"{where}: not JSON ({error}).") from None
-    if not isinstance(row, dict):
-        raise TrainingError(f"{where}: expected a JSON object.")
-    return {**row, "_where": where}
+        found = jsonl.read_rows(path, plain_key="text")
+    except ValueError as error:
+        raise TrainingError(str(error)) from None
+    if not found:
+        raise TrainingError(f"{path}: nothing in it.")
+    return found
 
 
 def text_of(row: dict[str, Any], keys: tuple[str, ...]) -> str | None:
@@ -140,7 +123,7 @@ def _samples(row: dict[str, Any], tokenizer: Any, end_tokens: set[int], max_leng
         ids, mask = _tokenize(tokenizer, text, [(0, len(text))], True, set())
         for start in range(0, len(ids), max_length):
             piece = slice(start, start + max_length)
-            group = f"{start}:{text[:64]}" if row.get("_windows") else text
+            group = f"{start}:{text[:64]}" if row.get("_plain") else text
             yield Sample(ids[piece], mask[piece], group, task)
     else:
         known = '"messages", "conversations", "prompt" with "completion", or "text"'

@@ -14,9 +14,10 @@ from transformers import AttentionInterface, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
 from ..candidate_generators.dflash.block import DFlashDrafter, DFlashLayout
-from ..runtime import Taps, architectures
+from ..runtime import Taps
 from .base import Exported, Guesses, HeadTrainer, StepLoss, TrainingError
 from .batch import Batch
+from .draft_layer import last_norm_scale, state_sizes
 from .options import TrainingOptions, option
 from .registry import register
 from .speculators import speculators_config
@@ -91,6 +92,7 @@ class DFlashTrainer(HeadTrainer):
                 nn.init.normal_(module.weight, std=self.config.initializer_range)
         with torch.no_grad():
             drafter.norm.weight.copy_(last_norm_scale(self.target))
+        self.sizes = state_sizes(self.target, self.taps.layers, token_counts)
         self.rotary = Qwen3RotaryEmbedding(self.config).to(self.target.device)
         self.lm_head = self.target.lm_head_float32()
         return drafter.to(self.target.device)
@@ -105,7 +107,8 @@ class DFlashTrainer(HeadTrainer):
         parts = -(-num_anchors // _BLOCKS_AT_ONCE)
         together = -(-num_anchors // parts)
         anchors = F.pad(anchors, (0, parts * together - num_anchors))
-        context = head.hidden_norm(head.fc(torch.cat([batch.layers[i] for i in self.taps.layers], dim=-1)))
+        states = torch.cat([batch.layers[i] for i in self.taps.layers], dim=-1)
+        context = head.hidden_norm(head.fc(states / self.sizes))
         ids = torch.full((*anchors.shape, size), self.mask_token_id, device=anchors.device)
         ids[..., 0] = batch.input_ids.gather(1, anchors)
         ids, anchors = ids.view(-1, together * size), anchors.view(-1, together)
@@ -173,6 +176,7 @@ class DFlashTrainer(HeadTrainer):
         options, target = self.options, self.target
         layers = {k: v for k, v in self.config.to_dict().items() if k not in ("dtype", "architectures")}
         tensors: dict[str, torch.Tensor] = dict(self.head.state_dict())
+        tensors["fc.weight"] = tensors["fc.weight"] / self.sizes  # which training divides states by
         if form == "original":
             own = {"mask_token_id": self.mask_token_id, "target_layer_ids": self.target_layers}
             config = {
@@ -284,17 +288,6 @@ def target_layers(options: DFlashOptions, target: TargetModel) -> list[int]:
             f"--target-layers must be different numbers from 0 to {last} with commas between, not {options.target_layers!r}."
         )
     return chosen
-
-
-@torch.no_grad()
-def last_norm_scale(target: TargetModel) -> torch.Tensor:
-    """[H]: what the target's last norm multiplies by, so that its head's logits have their size from the start; ones, if it is no
-    RMS norm."""
-    norm: Any = getattr(architectures.decoder_of(target.model), "norm", None)
-    ones = torch.ones(target.hidden_size, device=target.device)
-    if norm is None or "RMSNorm" not in type(norm).__name__:
-        return ones
-    return norm(ones.to(norm.weight.dtype)).float()  # whose mean square is 1
 
 
 def layers_config(options: DFlashOptions, target: TargetModel) -> Qwen3Config:

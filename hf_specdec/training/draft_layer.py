@@ -10,6 +10,10 @@ from transformers import LlamaConfig
 
 from ..candidate_generators.heads.checkpoints import Checkpoint, Plan
 from ..candidate_generators.heads.layers import Embeddings, RotaryPositions
+from ..runtime import Taps
+from ..runtime.architectures import decoder_of
+from .base import TrainingError
+from .batch import Batch
 from .target import TargetModel
 from .unrolled import attend_unrolled
 
@@ -25,21 +29,29 @@ class Shapes(Plan):
         return self.shapes[canonical]
 
 
-def layer_config_for(target: TargetModel, intermediate_size: int | None, num_layers: int) -> LlamaConfig:
+def layer_config_for(
+    target: TargetModel, intermediate_size: int | None, num_layers: int, num_key_value_heads: int | None = None
+) -> LlamaConfig:
     """Llama layers of the target's width and attention heads, that attend as in unrolled.py.
+
+    Raises:
+        TrainingError: query heads cannot share that many key-value heads evenly.
 
     Rotary frequencies are the target's base frequency without any scaling: texts in training are short.
     """
     config, width = target.config, target.hidden_size
     heads = config.num_attention_heads
     rope = getattr(config, "rope_parameters", None) or {}
+    shared = num_key_value_heads or getattr(config, "num_key_value_heads", None) or heads
+    if heads % shared:
+        raise TrainingError(f"--num-key-value-heads must divide the target's {heads} attention heads, not be {shared}.")
     own = [each for each in (rope, *rope.values()) if isinstance(each, dict) and "rope_theta" in each]
     layers = LlamaConfig(
         hidden_size=width,
         intermediate_size=intermediate_size or getattr(config, "intermediate_size", None) or 4 * width,
         num_hidden_layers=num_layers,
         num_attention_heads=heads,
-        num_key_value_heads=getattr(config, "num_key_value_heads", None) or heads,
+        num_key_value_heads=shared,
         head_dim=getattr(config, "head_dim", None) or width // heads,
         hidden_act="silu",
         max_position_embeddings=getattr(config, "max_position_embeddings", None) or 2048,
@@ -76,3 +88,33 @@ def layer_json(config: LlamaConfig) -> dict[str, Any]:
         "rope_theta": (config.rope_parameters or {}).get("rope_theta"),
         "attention_bias": False,
     }
+
+
+# ---- where heads begin ----------------------------------------------------------------------------------------------
+
+
+@torch.no_grad()
+def last_norm_scale(target: TargetModel) -> torch.Tensor:
+    """[H]: what the target's last norm multiplies by, so that its head's logits have their size from the start; ones, if it is no
+    RMS norm."""
+    norm: Any = getattr(decoder_of(target.model), "norm", None)
+    ones = torch.ones(target.hidden_size, device=target.device)
+    if norm is None or "RMSNorm" not in type(norm).__name__:
+        return ones
+    return norm(ones.to(norm.weight.dtype)).float()  # whose mean square is 1
+
+
+@torch.no_grad()
+def state_sizes(target: TargetModel, layers: tuple[int, ...], token_counts: torch.Tensor) -> torch.Tensor:
+    """[n H]: the root mean square of every dimension of n hidden states, one state after the other.
+
+    A few dimensions of raw states are many times larger than the rest and would be all that a new layer sees; divided by
+    these they count alike. Measured on random tokens, as frequent as in the data.
+
+    Args:
+        token_counts: int64 [V].
+    """
+    ids = torch.multinomial(token_counts.float() + 1e-6, 1024, replacement=True).view(8, 128)
+    batch = Batch(ids, torch.full((8,), 128), torch.ones_like(ids, dtype=torch.bool))
+    states = target.capture(batch, Taps(layers=layers)).layers
+    return torch.cat([states[i].square().mean((0, 1)).sqrt() for i in layers]).clamp(min=1e-6)

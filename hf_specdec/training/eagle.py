@@ -38,6 +38,9 @@ class EagleOptions(TrainingOptions):
     )
     num_layers: int = option(1, "decoder layers", minimum=1)
     intermediate_size: int | None = option(None, "width of the layers' MLP (none: the target's)", minimum=1)
+    own_embeddings: bool = option(
+        True, "the file has a copy of the target's embeddings, as published heads do (off: readers take the target's)"
+    )
     draft_length: int = option(5, "tokens of a draft in the estimate", minimum=1)
 
 
@@ -96,7 +99,9 @@ class EagleTrainer(HeadTrainer):
 
     def exported(self, form: str) -> Exported:
         """yuhuili's files: fc, layers.*, and a copy of the embeddings."""
-        tensors = {**self.head.state_dict(), "embed_tokens.weight": embedding_table(self.target)}
+        tensors = dict(self.head.state_dict())
+        if self.options.own_embeddings:
+            tensors["embed_tokens.weight"] = embedding_table(self.target)
         config: dict[str, Any] = {
             "architectures": ["LlamaForCausalLM"],
             **layer_json(self.config),

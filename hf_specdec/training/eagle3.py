@@ -6,13 +6,14 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import nn
 
 from ..candidate_generators.eagle3.head import Eagle3Head, Eagle3Options
 from ..runtime import Taps
 from .base import Exported, Guesses, HeadTrainer, StepLoss, TrainingError
 from .batch import Batch
-from .draft_layer import Shapes, embedding_table, layer_config_for, layer_json, prepare
+from .draft_layer import Shapes, embedding_table, last_norm_scale, layer_config_for, layer_json, prepare
 from .options import TrainingOptions, option
 from .registry import register
 from .speculators import speculators_config
@@ -30,6 +31,19 @@ class Eagle3TrainingOptions(TrainingOptions):
     step_decay: float = option(
         0.8, "step s (from 0) has this weight to the power of s in the loss", minimum=0, maximum=1
     )
+    feature_weight: float = option(
+        0.0,
+        "of SmoothL1 between the head's normed output and the target's last hidden state, beside the cross-entropy: EAGLE-1's "
+        "loss, which little data learns faster from",
+        minimum=0,
+    )
+    lm_head_rate: float = option(
+        0.05,
+        "share of the learning rate that the language-model head learns with: it begins as the target's, which large steps would "
+        "undo",
+        minimum=0,
+        maximum=1,
+    )
     draft_vocab_size: int | None = option(
         None, "tokens the head can draft, the most frequent ones (none: all of up to 8192, else 32000)", minimum=1
     )
@@ -41,6 +55,12 @@ class Eagle3TrainingOptions(TrainingOptions):
     norm_output: bool = option(False, "feed the normed output back (EAGLE-3.1)")
     num_layers: int = option(1, "decoder layers", minimum=1)
     intermediate_size: int | None = option(None, "width of the layers' MLP (none: the target's)", minimum=1)
+    num_key_value_heads: int | None = option(
+        None,
+        "of the layers (none: the target's). The newest token reaches the output through the values alone: where the target's heads "
+        "share few narrow ones, more are worth their size",
+        minimum=1,
+    )
     draft_length: int = option(5, "tokens of a draft in the estimate", minimum=1)
 
 
@@ -71,6 +91,15 @@ def attend_to_own_token(attention: Any, width: int, head_dim: int) -> None:
     attention.k_proj.weight[:, :width] = keys
     attention.q_proj.weight[:, :width] = keys.unflatten(0, (-1, head_dim)).repeat_interleave(group, dim=0).flatten(0, 1)
     attention.v_proj.weight[:, :width] = torch.randn_like(attention.v_proj.weight[:, :width]) / width**0.5
+
+
+@torch.no_grad()
+def pass_on(fc: nn.Linear, width: int) -> None:
+    """Initial weights with which the last of the joined states goes on as it is, beside a little of the others.
+
+    So the head begins as what its language-model head was made for, a state deep in the target, and not as a random one.
+    """
+    fc.weight[:, -width:] += torch.eye(fc.out_features, width)
 
 
 @register(Eagle3TrainingOptions)
@@ -104,10 +133,13 @@ class Eagle3Trainer(HeadTrainer):
     # ---- initial weights --------------------------------------------------------------------------------------------
 
     def build(self, token_counts: torch.Tensor) -> nn.Module:
-        """The language-model head begins as the target's rows of the draft vocabulary, attention at each row's own token."""
+        """The language-model head begins as the target's rows of the draft vocabulary, its input as the deepest state read,
+        attention at each row's own token."""
         options, target = self.options, self.target
         self._choose_vocabulary(token_counts)
-        self.config = layer_config_for(target, options.intermediate_size, options.num_layers)
+        self.config = layer_config_for(
+            target, options.intermediate_size, options.num_layers, options.num_key_value_heads
+        )
         self.num_guesses = options.draft_length
         size = target.vocab_size if self.draft_ids is None else len(self.draft_ids)
         shapes: dict[str, tuple[int, ...]] = {"lm_head.weight": (size, target.hidden_size)}
@@ -122,6 +154,9 @@ class Eagle3Trainer(HeadTrainer):
         rows = target.lm_head.weight if self.draft_ids is None else target.lm_head.weight[self.draft_ids]
         with torch.no_grad():
             head.lm_head.weight.copy_(rows)
+            head.norm.weight.copy_(last_norm_scale(target))
+        assert head.fc is not None
+        pass_on(head.fc, target.hidden_size)
         attention: Any = head.layers[0].self_attn
         attend_to_own_token(attention, target.hidden_size, attention.head_dim)
         return head
@@ -135,15 +170,23 @@ class Eagle3Trainer(HeadTrainer):
             self.draft_places = torch.full((vocab_size,), -1, device=self.target.device)
             self.draft_places[self.draft_ids] = torch.arange(size, device=self.target.device)
 
+    def rate_share(self, name: str) -> float:
+        """Less for the language-model head."""
+        return self.options.lm_head_rate if name.startswith("lm_head.") else 1.0
+
     # ---- forward ----------------------------------------------------------------------------------------------------
 
     def features(self, batch: Batch) -> torch.Tensor:
         """What the head reads of the target, [B, S, H]."""
         return self.head.fuse([batch.layers[i] for i in self.taps.layers])
 
+    def normed(self, hidden: torch.Tensor) -> torch.Tensor:
+        """What the language-model head reads, [n, H], from the head's output [n, H]."""
+        return hidden if self.head.norm_output else self.head.norm(hidden)
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Over the draft vocabulary, [n, Vd], from the head's output [n, H]."""
-        return self.head.lm_head(hidden if self.head.norm_output else self.head.norm(hidden))
+        return self.head.lm_head(self.normed(hidden))
 
     def targets(self, batch: Batch) -> tuple[Places, torch.Tensor, torch.Tensor]:
         """The places where the target chooses a token of the draft vocabulary, its probabilities [N, Vd] there
@@ -159,13 +202,17 @@ class Eagle3Trainer(HeadTrainer):
         return places.keep(known), probs, best[known]
 
     def loss(self, batch: Batch) -> StepLoss:
-        """sum over steps of step_decay^s CE(the target's distribution on the draft vocabulary)."""
+        """sum over steps of step_decay^s (CE(the target's distribution on the draft vocabulary) + feature_weight SmoothL1)."""
         places, probs, best = self.targets(batch)
-        total, metrics = probs.new_zeros(()), {}
+        total, metrics, weight = probs.new_zeros(()), {}, self.options.feature_weight
         for step, output in enumerate(unroll(self.head, batch, self.features(batch), self.options.num_steps)):
             hidden, count = places.guessed(output, step), places.counts[step]
             entropy, right = soft_cross_entropy(self.logits, hidden, probs[:count], best[:count])
             total = total + self.options.step_decay**step * entropy
+            if weight:
+                wanted = places.at(batch.hidden())[:count]
+                feature_loss = F.smooth_l1_loss(self.normed(hidden).float(), wanted, reduction="sum") / wanted.shape[1]
+                total = total + self.options.step_decay**step * weight * feature_loss
             metrics[f"accuracy_{step + 1}"] = (right, places.weight(step))
         return StepLoss(total, places.weight(0), metrics)
 

@@ -37,6 +37,13 @@ class HydraOptions(TrainingOptions):
     head_decay: float = option(
         1.0, "head k (from 0) has this weight to the power of k in the loss", minimum=0, maximum=1
     )
+    lm_head_rate: float = option(
+        0.05,
+        "share of the learning rate that the heads' language-model heads learn with: they begin as the target's, which large "
+        "steps would undo",
+        minimum=0,
+        maximum=1,
+    )
     prefix_layer: bool = option(False, "Hydra++: a decoder layer of their own over the target's hidden states")
 
 
@@ -77,6 +84,10 @@ class HydraTrainer(HeadTrainer):
                 hydra.prefix.rotary = RotaryPositions(being_trained, layers, target.device)
         self.num_guesses = options.num_heads
         return hydra
+
+    def rate_share(self, name: str) -> float:
+        """Less for the language-model heads."""
+        return self.options.lm_head_rate if ".lm_head." in name else 1.0
 
     def _prefix_config(self) -> LlamaConfig:
         """One Llama layer with the target's numbers, which is what a checkpoint's reader takes it for."""

@@ -38,6 +38,7 @@ class _Objective(nn.Module):
         self.head, self.trainer = trainer.head, [trainer]
 
     def forward(self, batch: Batch) -> StepLoss:
+        """The trainer's loss on one micro-batch, of the head as `trainer.head` has it."""
         return self.trainer[0].loss(batch)
 
 
@@ -120,11 +121,14 @@ class Run:
             )
 
     def _groups(self) -> list[dict[str, Any]]:
-        """Weight decay on matrices only."""
-        parameters = list(self.parameters.values())
-        matrices, vectors = [p for p in parameters if p.dim() > 1], [p for p in parameters if p.dim() <= 1]
-        groups = [(matrices, self.options.weight_decay), (vectors, 0.0)]
-        return [{"params": params, "weight_decay": decay} for params, decay in groups if params]
+        """By weight decay (matrices only) and share of the learning rate."""
+        groups: dict[tuple[float, float], list[nn.Parameter]] = {}
+        for name, parameter in self.parameters.items():
+            decay = self.options.weight_decay if parameter.dim() > 1 else 0.0
+            groups.setdefault((decay, self.trainer.rate_share(name)), []).append(parameter)
+        return [
+            {"params": params, "weight_decay": decay, "rate_share": share} for (decay, share), params in groups.items()
+        ]
 
     # ---- checkpoints ------------------------------------------------------------------------------------------------
 
@@ -198,7 +202,7 @@ class Run:
         """One optimizer step from the batches of all processes."""
         rate = learning_rate(self.options, self.step, self.num_steps)
         for group in self.optimizer.param_groups:
-            group["lr"] = rate
+            group["lr"] = rate * group["rate_share"]
         self.tokens += sum(int(self.order.lengths[indices].sum()) for indices in batches)
         own = batches[self.accelerator.process_index :: self.accelerator.num_processes]
         sums: dict[str, torch.Tensor] = {}

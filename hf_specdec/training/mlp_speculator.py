@@ -31,6 +31,17 @@ class MLPSpeculatorOptions(TrainingOptions):
     inner_dim: int = option(0, "width of its state; 0: the target's hidden size", minimum=0)
     tie_weights: bool = option(False, "all steps share their weights (but the first projection): a third of the size")
     scale_input: bool = option(True, "normalise the target's hidden state first")
+    from_target: bool = option(
+        True, "embeddings and heads begin as the target's, along their main directions (off: at random)"
+    )
+    teacher_weight: float = option(0.0, "of the cross-entropy against the target's distribution", minimum=0)
+    label_weight: float = option(1.0, "of the cross-entropy against the text's own tokens", minimum=0)
+
+
+@torch.no_grad()
+def main_directions(table: torch.Tensor, count: int) -> torch.Tensor:
+    """The `count` orthonormal directions [count, H] that keep most of a table [V, H], strongest first."""
+    return torch.linalg.eigh(table.float().T @ table.float()).eigenvectors.flip(1)[:, :count].T.contiguous()
 
 
 @register(MLPSpeculatorOptions)
@@ -42,7 +53,7 @@ class MLPSpeculatorTrainer(HeadTrainer):
     head: SumSpeculator
 
     def build(self, token_counts: torch.Tensor) -> nn.Module:
-        """Matrices from N(0, 1 / inner), norms at 1 and 0."""
+        """Matrices from N(0, 1 / inner), norms at 1 and 0; of the target's tables what fits (`from_target`)."""
         options, target = self.options, self.target
         count, inner, vocab_size = options.num_heads, options.inner_dim or target.hidden_size, target.vocab_size
         num_own, num_projections = (1, min(count, 2)) if options.tie_weights else (count, count)
@@ -59,11 +70,30 @@ class MLPSpeculatorTrainer(HeadTrainer):
             nn.init.normal_(parameter, std=1 / math.sqrt(inner))
         for name, parameter in speculator.ln.named_parameters():
             nn.init.constant_(parameter, 1.0 if name.endswith("weight") else 0.0)
+        if options.from_target and inner <= target.hidden_size:
+            self._begin_as_target(speculator, inner)
         self.num_guesses = count
         return speculator
 
+    @torch.no_grad()
+    def _begin_as_target(self, speculator: SumSpeculator, inner: int) -> None:
+        """Embeddings at the scale of the random ones, heads as they are, the first projection into the heads' directions."""
+        target = self.target
+        words = target.embed_tokens(torch.arange(target.vocab_size, device=target.device)).float()
+        embedded = words @ main_directions(words, inner).T
+        head = target.lm_head.weight.float()
+        directions = main_directions(head, inner)
+        for name, parameter in speculator.named_parameters():
+            if name.startswith("emb."):
+                parameter.copy_(embedded / (embedded.square().mean() * inner).sqrt())
+            elif name.startswith("head."):
+                parameter.copy_(head @ directions.T)
+            elif name == "proj.0.weight":
+                parameter.copy_(directions)
+
     def loss(self, batch: Batch) -> StepLoss:
-        """The sum of the steps' cross-entropies."""
+        """The sum of the steps' cross-entropies: label_weight CE(token) + teacher_weight CE(target's distribution)."""
+        options = self.options
         labels = [batch.labels(k) for k in range(self.num_guesses)]
         used = torch.stack([counts for _, counts in labels]).any(0)
         state = batch.hidden()[used]
@@ -73,7 +103,12 @@ class MLPSpeculatorTrainer(HeadTrainer):
             counted = counts[used]
             wanted = ids[used][counted]
             logits = logits[counted].float()
-            total = total + F.cross_entropy(logits, wanted, reduction="sum")
+            if options.label_weight:
+                total = total + options.label_weight * F.cross_entropy(logits, wanted, reduction="sum")
+            if options.teacher_weight:
+                with torch.no_grad():
+                    teacher = self.target.logits(batch.ahead(batch.hidden(), 1 + k)[counts]).softmax(-1)
+                total = total + options.teacher_weight * F.cross_entropy(logits, teacher, reduction="sum")
             metrics[f"accuracy_{k + 1}"] = ((logits.argmax(-1) == wanted).sum(), counted.sum())
         return StepLoss(total, labels[0][1].sum(), metrics)
 

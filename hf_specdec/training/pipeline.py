@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..runtime import Taps
+from .base import HeadTrainer
 from .data import Sample, encode, read_rows, split
 from .estimate import Estimate
 from .export import check_format, export_head
@@ -85,57 +86,96 @@ def train_head(
         TrainingError: bad data or options, no room, a loss that is not finite, a folder with another run.
     """
     check_installed()
-    from accelerate import Accelerator
-
     kind = trainer_class(method)
     check_format(kind, form)
     options = options if options is not None else kind.options_class()
     output = Path(output)
     work = output / "training"
     work.mkdir(parents=True, exist_ok=True)
-    accelerator = Accelerator(cpu=model.device.type == "cpu", device_placement=False)
-    if accelerator.num_processes > 1:
-        model.to(accelerator.device)  # pyright: ignore[reportArgumentType]
+    accelerator = _accelerator_for(model)
     target = TargetModel(model, tokenizer, target_name or str(model.config._name_or_path))
-
-    data = Path(data)
+    path, origin = Path(data), ""
     if regeneration is not None:
-        regenerated = Path(regeneration.path or work / "regenerated.jsonl")
+        answers = Path(regeneration.path or work / "regenerated.jsonl")
         with accelerator.main_process_first():
-            data = regenerate(target, read_rows(data), regenerated, regeneration, quiet, say)
-    rows = read_rows(data)
-    longest = min(options.max_length, getattr(target.config, "max_position_embeddings", None) or options.max_length)
-    samples = encode(rows, tokenizer, target.vocab_size, target.end_tokens, longest)
-    training, held_out = split(samples, options.held_out, options.seed)
-    num_tokens = sum(map(len, training))
-    say(f"{len(rows)} rows: {len(training)} samples ({num_tokens} tokens) to train on, {len(held_out)} held out")
-
+            path = regenerate(target, read_rows(path), answers, regeneration, quiet, say)
+        origin = ", answers written by the target"
+    texts = _read_texts(path, target, options, say)
     trainer = kind(options, target)
-    features = FeatureSource(target)
-    if cache_dir is None:
-        say("hidden states: computed on the fly, one forward of the target per batch; nothing kept on disk")
-    else:
-        features = FeatureFiles(target, Path(cache_dir), trainer.taps | Taps(last_hidden=True), samples)
-        say(f"hidden states: kept in {cache_dir}, {features.num_bytes / 2**20:.1f} MiB")
-    identity = {"target": target.name, "data": fingerprint(samples)}
-    run = Run(trainer, training, held_out, features, work, identity, accelerator, quiet)
+    features = _feature_source(trainer, texts, cache_dir, say)
+    identity = {"target": target.name, "data": fingerprint(texts.samples)}
+    run = Run(trainer, texts.training, texts.held_out, features, work, identity, accelerator, quiet)
     say(f"{method}: {run.num_parameters / 1e6:.2f} M parameters, {run.num_steps} steps, from step {run.step}")
     estimate = run.train()
     if run.is_main:
         facts = {
             "method": method,
-            "target": target.name,
             "license": license,
-            "data": f"`{data.name}`" + (", answers written by the target" if regeneration is not None else ""),
-            "num_samples": len(training),
-            "num_tokens": num_tokens,
-            "step": run.step,
-            "options": options.to_dict(),
-            "estimate": estimate,
+            "data": f"`{path.name}`{origin}",
+            **_facts(run, texts, estimate),
         }
         export_head(trainer, output, work, form, dtype, facts)
     accelerator.wait_for_everyone()
     return Trained(output, run.step, estimate)
+
+
+@dataclass
+class _Texts:
+    """All samples of the data, and the two parts that they are split into."""
+
+    samples: list[Sample]
+    training: list[Sample]
+    held_out: list[Sample]
+
+    @property
+    def num_tokens(self) -> int:
+        """Tokens to train on."""
+        return sum(map(len, self.training))
+
+
+def _accelerator_for(model: PreTrainedModel) -> Any:
+    """accelerate's Accelerator; one of several processes has the model on its own device."""
+    from accelerate import Accelerator
+
+    accelerator = Accelerator(cpu=model.device.type == "cpu", device_placement=False)
+    if accelerator.num_processes > 1:
+        model.to(accelerator.device)  # pyright: ignore[reportArgumentType]
+    return accelerator
+
+
+def _read_texts(path: Path, target: TargetModel, options: TrainingOptions, say: Callable[[str], None]) -> _Texts:
+    """The file's samples, none longer than the target reads, with some held out."""
+    rows = read_rows(path)
+    longest = min(options.max_length, getattr(target.config, "max_position_embeddings", None) or options.max_length)
+    samples = encode(rows, target.tokenizer, target.vocab_size, target.end_tokens, longest)
+    texts = _Texts(samples, *split(samples, options.held_out, options.seed))
+    num_training, num_held_out = len(texts.training), len(texts.held_out)
+    say(f"{len(rows)} rows: {num_training} samples ({texts.num_tokens} tokens) to train on, {num_held_out} held out")
+    return texts
+
+
+def _feature_source(
+    trainer: HeadTrainer, texts: _Texts, cache_dir: str | Path | None, say: Callable[[str], None]
+) -> FeatureSource:
+    """The target's hidden states: from files in `cache_dir`, which this writes, or computed for every batch."""
+    if cache_dir is None:
+        say("hidden states: computed on the fly, one forward of the target per batch; nothing kept on disk")
+        return FeatureSource(trainer.target)
+    features = FeatureFiles(trainer.target, Path(cache_dir), trainer.taps | Taps(last_hidden=True), texts.samples)
+    say(f"hidden states: kept in {cache_dir}, {features.num_bytes / 2**20:.1f} MiB")
+    return features
+
+
+def _facts(run: Run, texts: _Texts, estimate: Estimate | None) -> dict[str, Any]:
+    """What the model card says of a run."""
+    return {
+        "target": run.target.name,
+        "num_samples": len(texts.training),
+        "num_tokens": texts.num_tokens,
+        "step": run.step,
+        "options": run.options.to_dict(),
+        "estimate": estimate,
+    }
 
 
 def fingerprint(samples: list[Sample]) -> str:

@@ -60,7 +60,12 @@ class _Source:
     """One prompt or conversation on its way.
 
     Attributes:
-        prompts: what comes before each answer: a list of messages that this one adds, or token ids (one answer, no template).
+        group, task: of its samples, see data.py.
+        where: its place in the data, for errors.
+        turns: of a conversation, the messages that come before each answer; None: it is `prompt_ids`.
+        prompt_ids: what comes before the one answer, no template around it.
+        messages: of a conversation, what was said so far, answers included.
+        rows: what is to be written, a row per answer.
     """
 
     number: int
@@ -74,6 +79,7 @@ class _Source:
 
     @property
     def num_turns(self) -> int:
+        """Answers that it takes."""
         return 1 if self.turns is None else len(self.turns)
 
 

@@ -1,0 +1,138 @@
+"""τ of every method with the bundled heads, chain and tree, on the held-out prompts that come with them.
+
+    python benchmarks/acceptance.py [--json benchmarks/results/acceptance.json] [--readme README.md] [--only eagle3 ..]
+
+Greedy, float32, batch 1. τ is tokens per forward of the target; every output must equal plain generate()'s.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from rich.progress import track
+from transformers import AutoModelForCausalLM, AutoTokenizer
+
+import hf_specdec
+from hf_specdec.cli.eval import TaskFigures
+from hf_specdec.cli.measure import Variant, environment, timed_generate, warm_up
+from hf_specdec.cli.options import BUNDLED_PROMPTS, encode_prompts, read_prompts
+
+K = 5
+BEGIN, END = "<!-- acceptance: benchmarks/acceptance.py -->", "<!-- end of acceptance -->"
+CHAIN = {"num_speculative_tokens": K}
+DYNAMIC = {"depth": K, "top_k": 4, "total_tokens": 24}
+STATIC = {"branching_factors": [3, 2, 1, 1, 1]}
+DRAFT = {"method": "draft_model", "model": "tiny-draft"}
+# method: {shape: configuration}
+CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
+    "ngram": {"chain": {"method": "ngram", **CHAIN}},
+    "suffix": {"chain": {"method": "suffix"}},
+    "token_recycling": {"tree": {"method": "token_recycling"}},
+    "lookahead": {"chain": {"method": "lookahead"}},
+    "draft_model": {"chain": {**DRAFT, **CHAIN}, "tree": {**DRAFT, **DYNAMIC}},
+    "eagle": {"chain": {"model": "tiny-eagle", **CHAIN}, "tree": {"model": "tiny-eagle", **DYNAMIC}},
+    "eagle3": {"chain": {"model": "tiny-eagle3", **CHAIN}, "tree": {"model": "tiny-eagle3", **DYNAMIC}},
+    "mtp": {"chain": {"model": "tiny-mtp", **CHAIN}, "tree": {"model": "tiny-mtp", **DYNAMIC}},
+    "mlp_speculator": {
+        "chain": {"model": "tiny-mlp_speculator", "branching_factors": [1, 1, 1, 1]},
+        "tree": {"model": "tiny-mlp_speculator", "branching_factors": [3, 2, 1, 1]},
+    },
+    "medusa": {
+        "chain": {"model": "tiny-medusa", "branching_factors": [1, 1, 1, 1]},
+        "tree": {"model": "tiny-medusa", "branching_factors": [4, 2, 2, 1]},
+    },
+    "hydra": {
+        "chain": {"model": "tiny-hydra", "branching_factors": [1, 1, 1]},
+        "tree": {"model": "tiny-hydra", "branching_factors": [4, 2, 2]},
+    },
+    "dflash": {"chain": {"model": "tiny-dflash"}},
+    "hybrid": {
+        "chain": {
+            "method": "hybrid",
+            "first": {"model": "tiny-eagle3", **CHAIN},
+            "second": {"method": "ngram", **CHAIN},
+        }
+    },
+}
+
+
+def measure(model: Any, tokenizer: Any, tasks: dict[str, list[str]], config: dict[str, Any], plain: dict) -> dict:
+    """Figures of one configuration by task, "all" last; and how many outputs equal the plain ones."""
+    variant, arguments = Variant("", config), {"max_new_tokens": 128, "do_sample": False}
+    out, whole, equal = {}, TaskFigures(), 0
+    hf_specdec.release(model)
+    warm_up(model, encode_prompts(tokenizer, tasks["math"][:1], None, model.device), variant, arguments)
+    for task, prompts in tasks.items():
+        figures = TaskFigures(prompts=len(prompts))
+        for prompt in prompts:
+            inputs = encode_prompts(tokenizer, [prompt], None, model.device)
+            rows, seconds, speculation = timed_generate(model, inputs, variant, arguments, 0)
+            figures.count(speculation, seconds, len(rows[0]))
+            if prompt not in plain:
+                plain[prompt] = timed_generate(model, inputs, Variant(""), arguments, 0)[0]
+            equal += rows == plain[prompt]
+        out[task] = {"tau": figures.summary()["tau"]}
+        whole.add(figures)
+    summary = whole.summary()
+    out["all"] = {key: summary[key] for key in ("tau", "acceptance_rate", "acceptance_per_position")}
+    return {"speculative_config": config, "tasks": out, "equal": equal, "prompts": sum(map(len, tasks.values()))}
+
+
+def markdown(report: dict[str, Any]) -> str:
+    """The README's table."""
+    tasks = list(next(iter(report["results"]))["tasks"])
+    lines = [
+        "| method | draft | " + " | ".join(tasks) + " |",
+        "|---|---|" + "---|" * len(tasks),
+    ]
+    for result in report["results"]:
+        keys = {
+            k: v for k, v in result["speculative_config"].items() if k not in ("method", "model", "first", "second")
+        }
+        shape = f"{result['shape']} `{json.dumps(keys)}`" if keys else result["shape"]
+        taus = " | ".join(f"{result['tasks'][task]['tau']:.2f}" for task in tasks)
+        lines.append(f"| `{result['method']}` | {shape} | {taus} |")
+    return "\n".join(lines)
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--json", type=Path, help="write the figures here")
+    parser.add_argument("--readme", type=Path, help="put the table into this file, between its markers")
+    parser.add_argument("--only", nargs="+", choices=CONFIGS, default=list(CONFIGS), help="these methods")
+    parser.add_argument("--limit", type=int, help="at most so many prompts of each task")
+    args = parser.parse_args()
+    torch.set_num_threads(1)
+    folder = hf_specdec.bundled("tiny")
+    tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    tasks: dict[str, list[str]] = {}
+    for row in read_prompts(str(BUNDLED_PROMPTS)):
+        tasks.setdefault(row["task"], []).append(row["prompt"])
+    tasks = {task: prompts[: args.limit] for task, prompts in tasks.items()}
+    runs = [(method, shape) for method in args.only for shape in CONFIGS[method]]
+    results, plain = [], {}
+    for method, shape in track(runs, "measuring", transient=True):
+        found = measure(model, tokenizer, tasks, CONFIGS[method][shape], plain)
+        results.append({"method": method, "shape": shape, **found})
+        print(
+            f"{method:16} {shape:6} τ {found['tasks']['all']['tau']:.3f}  equal {found['equal']}/{found['prompts']}",
+            flush=True,
+        )
+    report = {"environment": environment(model), "max_new_tokens": 128, "results": results}
+    print(markdown(report))
+    if args.json:
+        args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    if args.readme:
+        text = args.readme.read_text(encoding="utf-8")
+        head, rest = text.split(BEGIN)
+        tail = rest.split(END)[1]
+        args.readme.write_text(f"{head}{BEGIN}\n{markdown(report)}\n{END}{tail}", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()

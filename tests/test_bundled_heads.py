@@ -1,0 +1,149 @@
+"""The heads that come with the package: what they are made of, that they change no output, and that they are worth having."""
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+import hf_specdec
+
+HEADS = {
+    "tiny-eagle": "eagle",
+    "tiny-eagle3": "eagle3",
+    "tiny-mtp": "mtp",
+    "tiny-mlp_speculator": "mlp_speculator",
+    "tiny-medusa": "medusa",
+    "tiny-hydra": "hydra",
+    "tiny-dflash": "dflash",
+}
+MOST_BYTES = 25e6
+CHAIN = {
+    "medusa": {"branching_factors": [1, 1, 1, 1]},
+    "hydra": {"branching_factors": [1, 1, 1]},
+    "mlp_speculator": {"branching_factors": [1, 1, 1]},
+    "dflash": {},
+}
+TREE = {
+    "medusa": {"branching_factors": [4, 2, 2, 1]},
+    "hydra": {"branching_factors": [4, 2, 2]},
+    "mlp_speculator": {"branching_factors": [3, 2, 1]},
+}
+DYNAMIC = {"depth": 4, "top_k": 3, "total_tokens": 14}
+
+
+def shapes_of(method: str) -> dict[str, dict]:
+    """Configurations of a method by shape; a block of DFlash is a chain."""
+    shapes = {"chain": CHAIN.get(method, {"num_speculative_tokens": 5})}
+    if method != "dflash":
+        shapes["tree"] = TREE.get(method, DYNAMIC)
+    return shapes
+
+
+CASES = [(name, shape) for name, method in HEADS.items() for shape in shapes_of(method)]
+
+
+def config_of(name: str, shape: str) -> dict:
+    return {"model": name, **shapes_of(HEADS[name])[shape]}
+
+
+@pytest.fixture(scope="module")
+def prompts(tiny_tokenizer) -> list[str]:
+    path = Path(hf_specdec.bundled("tiny")).parent / "prompts.jsonl"
+    rows = [json.loads(line) for line in path.read_text(encoding="utf-8").splitlines()]
+    chats = [[{"role": "user", "content": row["prompt"]}] for row in rows[::4]]
+    return [tiny_tokenizer.apply_chat_template(chat, tokenize=False, add_generation_prompt=True) for chat in chats]
+
+
+def encoded(tokenizer, texts):
+    return tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False, return_token_type_ids=False)
+
+
+@pytest.fixture(scope="module")
+def plain(tiny_model, tiny_tokenizer, prompts):
+    """Inputs and plain greedy output of a ragged batch and of one row."""
+    inputs = {"batch": encoded(tiny_tokenizer, prompts), "single": encoded(tiny_tokenizer, prompts[:1])}
+    return {
+        name: (each, tiny_model.generate(**each, max_new_tokens=64, do_sample=False)) for name, each in inputs.items()
+    }
+
+
+def test_every_kind_is_there_and_they_are_small():
+    folder = Path(hf_specdec.bundled("tiny")).parent
+    assert set(HEADS) <= set(hf_specdec.bundled_names())
+    assert sum(path.stat().st_size for name in HEADS for path in (folder / name).iterdir()) <= MOST_BYTES
+    for name in HEADS:
+        assert not (folder / name / "training").exists()
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_cards_name_target_data_licence_and_measured_acceptance(name):
+    card = (Path(hf_specdec.bundled(name)) / "README.md").read_text(encoding="utf-8")
+    for text in ("base_model: tiny", "license: apache-2.0", "recipes/tiny", "| math |", "| code |", "| all |"):
+        assert text in card, text
+
+
+@pytest.mark.parametrize("name", HEADS)
+def test_weights_are_half_precision_and_the_method_is_inferred(name):
+    from safetensors import safe_open
+
+    for path in Path(hf_specdec.bundled(name)).glob("*.safetensors"):
+        with safe_open(path, framework="pt") as file:
+            kinds = {file.get_tensor(key).dtype for key in file.keys()}  # noqa: SIM118
+        assert all(kind == torch.float16 for kind in kinds if kind.is_floating_point)
+    assert hf_specdec.parse_config({"model": name}).method == HEADS[name]
+
+
+@pytest.mark.parametrize(("name", "shape"), CASES)
+def test_greedy_output_is_plain_generates(tiny_model, plain, name, shape):
+    drafted = 0
+    for inputs, expected in plain.values():
+        out = tiny_model.generate(
+            **inputs,
+            max_new_tokens=64,
+            do_sample=False,
+            speculative_config=config_of(name, shape),
+            return_dict_in_generate=True,
+        )
+        assert torch.equal(out.sequences, expected)
+        drafted += out.speculation["num_accepted_tokens"]
+        assert out.speculation["mean_accepted_length"] > 1.15
+    assert drafted > 0
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize(("name", "shape"), CASES)
+def test_sampling(tiny_model, plain, name, shape, rule):
+    """Coupled sampling gives what no speculation gives with the seed; rejection runs and accepts."""
+    inputs, _ = plain["batch"]
+    common = {**inputs, "max_new_tokens": 32, "do_sample": True, "temperature": 0.7, "top_k": 0}
+    keys = {"rejection_sample_method": rule, "seed": 5}
+    out = tiny_model.generate(
+        **common, speculative_config={**config_of(name, shape), **keys}, return_dict_in_generate=True
+    )
+    assert out.speculation["num_accepted_tokens"] > 0
+    if rule == "coupled":
+        expected = tiny_model.generate(**common, speculative_config={"method": "none", **keys})
+        assert torch.equal(out.sequences, expected)
+
+
+@pytest.mark.parametrize(("deep", "flat"), [("tiny-hydra", "tiny-medusa"), ("tiny-eagle3", "tiny-medusa")])
+def test_heads_that_read_the_drafted_tokens_accept_more(tiny_model, plain, deep, flat):
+    assert accepted_length(tiny_model, plain, deep, "chain") > accepted_length(tiny_model, plain, flat, "chain")
+
+
+@pytest.mark.parametrize("name", ["tiny-eagle", "tiny-eagle3", "tiny-medusa"])
+def test_trees_accept_more_than_chains(tiny_model, plain, name):
+    assert accepted_length(tiny_model, plain, name, "tree") > accepted_length(tiny_model, plain, name, "chain")
+
+
+def accepted_length(model, plain, name: str, shape: str) -> float:
+    inputs, _ = plain["batch"]
+    out = model.generate(
+        **inputs,
+        max_new_tokens=64,
+        do_sample=False,
+        speculative_config=config_of(name, shape),
+        return_dict_in_generate=True,
+    )
+    return out.speculation["mean_accepted_length"]
