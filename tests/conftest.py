@@ -23,6 +23,13 @@ def fixed_seed():
     torch.manual_seed(0)
 
 
+@pytest.fixture
+def forget_decoders(model):
+    """Drafters are kept with a module's `model` between calls; what a test wraps around them must not be."""
+    yield
+    hf_specdec.release(model)
+
+
 def load_bundled(name: str):
     """A bundled model in float32, where greedy outputs are comparable token for token."""
     return AutoModelForCausalLM.from_pretrained(hf_specdec.bundled(name), dtype=torch.float32).eval()

@@ -6,12 +6,13 @@ import contextlib
 import itertools
 import json
 import math
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
-from transformers import LogitsProcessor
+from transformers import LogitsProcessor, LogitsProcessorList
 
 HIDDEN, INNER, HEADS, KV_HEADS, WIDTH = 32, 48, 4, 2, 8
 EPS = 1e-5
@@ -248,6 +249,11 @@ class Script(LogitsProcessor):
         scores = scores.clone()
         scores[:, self.tokens[place % len(self.tokens)]] += 1000.0
         return scores
+
+
+def scripted(tokens: Iterable[int] = range(4, 40, 3)) -> LogitsProcessorList:
+    """A script of these tokens, over and over, as an argument of generate()."""
+    return LogitsProcessorList([Script(list(tokens))])
 
 
 def hidden_states(model, texts) -> dict[tuple[int, ...], list[torch.Tensor]]:

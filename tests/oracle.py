@@ -92,8 +92,9 @@ def assert_clean(model: PreTrainedModel) -> None:
         decoder.cache.pool.check()
         assert decoder.cache.pool.num_used == 0
         generator = decoder.generator
-        for state in ("indices", "kept_nodes", "unread", "texts"):
-            assert not getattr(generator, state, None), state
+        for part in (generator, getattr(generator, "ngrams", None)):
+            for state in ("indices", "kept_nodes", "unread", "texts"):
+                assert not getattr(part, state, None), state
         if hasattr(generator, "cache"):
             generator.cache.pool.check()
             assert generator.cache.pool.num_used == 0 and generator.cache.tables == {}

@@ -3,6 +3,7 @@
 import pytest
 import torch
 from families import make
+from helpers_drafters import RAGGED, assert_forced, assert_lossless, assert_refused, forced
 from helpers_speculators import (
     HIDDEN,
     Stored,
@@ -14,11 +15,9 @@ from helpers_speculators import (
 )
 from oracle import assert_clean, ragged, tiny_llama
 
-import hf_specdec
 from hf_specdec import SpeculativeConfigError, integration
 from hf_specdec.candidate_generators import parse_config
 
-RAGGED = ragged([6, 13, 2, 9])
 LAYOUTS = {
     "lstm": (lstm_checkpoint, {}),
     "lstm, not scaled": (lstm_checkpoint, {"scale_input": False}),
@@ -42,11 +41,7 @@ def model():
     return tiny_llama()
 
 
-@pytest.fixture(autouse=True)
-def forget_decoders(model):
-    """Drafters are kept with the model between calls; recorders must not be."""
-    yield
-    hf_specdec.release(model)
+pytestmark = pytest.mark.usefixtures("forget_decoders")
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -55,16 +50,10 @@ def test_logits_are_the_formula_s(tmp_path, model, layout):
     build, options = LAYOUTS[layout]
     stored = build(tmp_path, **options)
     steps = stored.config["n_predict"]
-    config = {"method": "arctic", "model": str(tmp_path), "num_speculative_tokens": steps, "seed": 2}
-    config |= {
-        "rejection_sample_method": "synthetic",
-        "synthetic_acceptance_rates": [0.8 - 0.5 * i / steps for i in range(steps)],
-    }
+    config = {"method": "arctic", "model": str(tmp_path), **forced(steps)}
     recorder = recorded(model, config)
     output = model.generate(**RAGGED, max_new_tokens=16, speculative_config=config, return_dict_in_generate=True)
-    rates = output.speculation.acceptance_per_position
-    assert 0 < rates[-1] <= rates[0] < 1
-    assert {len(path) for _, path, _ in recorder.seen} == set(range(steps))
+    assert_forced(output, recorder, steps)
     assert largest_error(recorder, stored, model) < 1e-4
     assert_clean(model)
 
@@ -107,13 +96,7 @@ def test_lossless(tmp_path, family, shape):
     model = make(family)
     lstm_checkpoint(tmp_path, vocab=128, hidden=48 if family != "BLOOM" else model.config.hidden_size)
     config = {"method": "arctic", "model": str(tmp_path), **shape}
-    for inputs in (ragged([7], vocab_size=128), ragged([6, 13, 2, 9], vocab_size=128)):
-        plain = model.generate(**inputs, max_new_tokens=12)
-        assert torch.equal(model.generate(**inputs, max_new_tokens=12, speculative_config=config), plain)
-        sampled = dict(**inputs, max_new_tokens=12, do_sample=True, temperature=0.9, top_p=0.95)
-        plain = model.generate(**sampled, speculative_config={"method": "none", "seed": 5})
-        assert torch.equal(model.generate(**sampled, speculative_config=config | {"seed": 5}), plain)
-    assert_clean(model)
+    assert_lossless(model, config, lengths=((7,), (6, 13, 2, 9)), temperature=0.9, top_p=0.95)
 
 
 def test_both_names_read_every_checkpoint(tmp_path, model):
@@ -147,9 +130,7 @@ def test_projections_are_fused_and_embeddings_shared(tmp_path, model):
 
 
 def fails(model, folder, message):
-    with pytest.raises(SpeculativeConfigError, match=message):
-        model.generate(**RAGGED, max_new_tokens=3, speculative_config={"method": "arctic", "model": str(folder)})
-    assert not integration.kept_decoders(model)
+    assert_refused(model, {"method": "arctic", "model": str(folder)}, message)
 
 
 @pytest.mark.parametrize(

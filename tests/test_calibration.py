@@ -14,7 +14,6 @@ from oracle import assert_clean, drafter_of, ragged, tiny_llama
 from test_hydra import PlainPrefix, hydra
 from test_hydra import write as write_hydra
 
-import hf_specdec
 from hf_specdec import integration
 from hf_specdec.candidate_generators import parse_config
 from hf_specdec.cli import main
@@ -32,10 +31,7 @@ def model():
     return tiny_llama()
 
 
-@pytest.fixture(autouse=True)
-def forget_decoders(model):
-    yield
-    hf_specdec.release(model)
+pytestmark = pytest.mark.usefixtures("forget_decoders")
 
 
 def decoder_for(model, config):

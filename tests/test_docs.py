@@ -1,6 +1,8 @@
 """What the documentation shows is valid: every example configuration parses, every method has its section."""
 
 import ast
+import importlib.util
+import json
 import re
 from pathlib import Path
 
@@ -32,3 +34,16 @@ def test_example_parses(values):
 def test_every_method_has_an_example():
     shown = {values.get("method") for values in examples()}
     assert set(available_methods()) <= shown
+
+
+def test_the_acceptance_table_shows_the_kept_figures():
+    """README.md's table of τ is what benchmarks/acceptance.py makes of benchmarks/results/acceptance.json."""
+    path = DOCS.parent / "benchmarks" / "acceptance.py"
+    spec = importlib.util.spec_from_file_location("acceptance", path)
+    acceptance = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(acceptance)
+    report = json.loads((path.parent / "results" / "acceptance.json").read_text(encoding="utf-8"))
+    text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    shown = text.split(acceptance.BEGIN)[1].split(acceptance.END)[0]
+    assert shown.strip() == acceptance.markdown(report)
+    assert all(result["equal"] == result["prompts"] for result in report["results"])

@@ -5,6 +5,14 @@ import json
 import pytest
 import torch
 from families import make
+from helpers_drafters import (
+    assert_lossless,
+    assert_nothing_left,
+    assert_refused,
+    deepest_drafts,
+    make_decoder,
+    run_limited_and_preempted,
+)
 from helpers_eagle import (
     EPS,
     HEADS,
@@ -19,17 +27,15 @@ from helpers_eagle import (
     recorded,
     rms,
     save_checkpoint,
+    scripted,
     weights,
 )
 from oracle import VOCAB, assert_clean, ragged, tiny_llama
-from transformers import LogitsProcessorList
 
 import hf_specdec
 from hf_specdec import integration
-from hf_specdec.candidate_generators import generator_class, parse_config
+from hf_specdec.candidate_generators import parse_config
 from hf_specdec.candidate_generators.eagle import EagleGenerator
-from hf_specdec.decoding import SpeculativeDecoder
-from hf_specdec.runtime import PackedModel, Sequence
 
 CONFIG = {
     "architectures": ["LlamaForCausalLM"], "model_type": "llama", "hidden_size": HIDDEN, "intermediate_size": INNER,
@@ -155,7 +161,7 @@ def head(tmp_path_factory):
 def test_numerics_and_cache(tmp_path, model, layout, shape):
     """Draft logits of every node, and the cache after every round, batch 4 ragged; texts outgrow the head's 12 positions."""
     tensors, folder = write(tmp_path, layout)
-    script = LogitsProcessorList([Script(list(range(4, 40, 3)))])
+    script = scripted()
     with recorded(EagleGenerator) as recording:
         model.generate(
             **ragged([6, 13, 2, 9]), max_new_tokens=20, logits_processor=script,
@@ -176,64 +182,18 @@ def test_output_is_the_targets_own(tmp_path, family, shape):
     shapes = {"fc.weight": (hidden, 2 * hidden), **layer_shapes("layers.0.", hidden, hidden=hidden, width=12)}
     config = {**CONFIG, "hidden_size": hidden, "vocab_size": vocab}
     config = {"method": "eagle", "model": save_checkpoint(tmp_path, weights(shapes), config), **SHAPES[shape]}
-    for lengths in ([7], [6, 13, 1, 9]):
-        inputs = ragged(lengths, vocab_size=vocab)
-        plain = target.generate(**inputs, max_new_tokens=12, do_sample=False)
-        output = target.generate(
-            **inputs, max_new_tokens=12, do_sample=False, speculative_config=config, return_dict_in_generate=True
-        )
-        assert torch.equal(output.sequences, plain)
-        assert output.speculation.num_draft_tokens > 0
-        sampled = [
-            target.generate(
-                **inputs, max_new_tokens=12, do_sample=True, temperature=0.8, speculative_config={**each, "seed": 5}
-            )
-            for each in ({"method": "none"}, config)
-        ]
-        assert torch.equal(*sampled)
-    assert_clean(target)
-
-
-def make_decoder(target, **config) -> SpeculativeDecoder:
-    config = parse_config({"method": "eagle", **config})
-    packed = PackedModel(target)
-    return SpeculativeDecoder(packed, generator_class("eagle")(config, packed), config)
+    assert_lossless(target, config, temperature=0.8)
 
 
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rows_with_their_own_limits_that_are_preempted(model, head, shape):
     """Rows limited to 0, 1, 2 and all drafts, small prompt chunks, each row preempted once: the text stays plain."""
-    inputs = ragged([6, 13, 2, 9])
-    plain = model.generate(**inputs, max_new_tokens=14, do_sample=False)
-    decoder = make_decoder(model, model=head, prefill_chunk_size=3, **SHAPES[shape])
-    decoder.allocate(200, 4)
-    prompts = [row[mask > 0].tolist() for row, mask in zip(*inputs.values(), strict=True)]
-    sequences = [Sequence(prompt, len(prompt) + 14) for prompt in prompts]
-    for seq, limit in zip(sequences, (0, 1, 2, None), strict=True):
-        seq.num_speculative_tokens = limit
-        decoder.add(seq)
-    depths = {seq.id: 0 for seq in sequences}
-    with recorded(EagleGenerator) as recording, decoder.active():
-        for step in range(100):
-            running = [seq for seq in sequences if not seq.finished]
-            if not running:
-                break
-            if step in (3, 5, 7, 9):
-                decoder.preempt(sequences[step % 4])
-            decoder.step(
-                running, [3 if len(seq.tokens) - decoder.cache.tables[seq.id].length > 1 else 1 for seq in running]
-            )
-    assert [seq.tokens for seq in sequences] == [
-        row[-len(s.tokens) :].tolist() for row, s in zip(plain, sequences, strict=True)
-    ]
-    for text, path, _ in recording.logits:
-        owner = next(seq for seq in sequences if tuple(seq.tokens[: len(text)]) == text)
-        depths[owner.id] = max(depths[owner.id], len(path) + 1)
-    assert [depths[seq.id] for seq in sequences][:3] == [0, 1, 2] and depths[sequences[3].id] >= 4
-    for seq in sequences:
-        decoder.remove(seq)
-    assert decoder.generator.cache.tables == {} and decoder.generator.unread == {}
-    assert decoder.generator.cache.pool.num_used == 0
+    decoder = make_decoder(model, {"method": "eagle", "model": head, "prefill_chunk_size": 3, **SHAPES[shape]})
+    with recorded(EagleGenerator) as recording:
+        rows = run_limited_and_preempted(decoder, model, ragged([6, 13, 2, 9]), 14)
+    *limited, free = deepest_drafts(rows, ((text, len(path) + 1) for text, path, _ in recording.logits))
+    assert limited == [0, 1, 2] and free >= 4
+    assert_nothing_left(decoder, rows)
 
 
 def test_a_target_in_bfloat16(head):
@@ -253,7 +213,7 @@ def test_loading_leaves_the_target_as_it_was(tmp_path):
     target = tiny_llama()
     _, folder = write(tmp_path, "target's embeddings")
     target.get_input_embeddings().train()
-    decoder = make_decoder(target, model=folder)
+    decoder = make_decoder(target, {"method": "eagle", "model": folder})
     assert target.get_input_embeddings().weight.requires_grad and target.get_input_embeddings().training
     own = {id(parameter) for parameter in decoder.generator.head.module.parameters()}
     assert id(target.get_input_embeddings().weight) not in own
@@ -293,7 +253,7 @@ def test_draft_length_is_the_checkpoints_unless_given(tmp_path, model):
     assert drafted(model, {**config, "top_k": 2}) == 3
     given = parse_config({**config, "num_speculative_tokens": 5})
     assert parse_config(given.to_json()).length_given and not parse_config(parse_config(config).to_json()).length_given
-    decoder = make_decoder(model, model=folder)
+    decoder = make_decoder(model, config)
     assert decoder.config.num_speculative_tokens == decoder.generator.max_draft_nodes == 3
 
 
@@ -340,9 +300,7 @@ def test_bad_checkpoints(tmp_path, model, case):
     folder = save_checkpoint(tmp_path, tensors, config)
     target = tiny_llama(vocab_size=1061) if "vocabulary" in case else model
     hf_specdec.release(target)
-    with pytest.raises(hf_specdec.SpeculativeConfigError, match=message):
-        target.generate(**ragged([5]), max_new_tokens=4, speculative_config={"method": "eagle", "model": folder})
-    assert integration.kept_decoders(target) == []
+    assert_refused(target, {"method": "eagle", "model": folder}, message)
 
 
 def test_the_error_names_the_target_the_head_is_for(tmp_path):

@@ -5,18 +5,25 @@ import math
 import pytest
 import torch
 from families import make
+from helpers_drafters import (
+    assert_lossless,
+    assert_nothing_left,
+    deepest_drafts,
+    make_decoder,
+    run_limited_and_preempted,
+)
 from helpers_eagle import (
     EPS,
     HEADS,
     HIDDEN,
     INNER,
     KV_HEADS,
-    Script,
     check_against,
     hidden_states,
     layer_shapes,
     recorded,
     save_checkpoint,
+    scripted,
     weights,
 )
 from helpers_eagle3 import (
@@ -34,14 +41,10 @@ from helpers_eagle3 import (
     write,
 )
 from oracle import VOCAB, assert_clean, ragged, tiny_llama
-from transformers import LogitsProcessorList
 
 import hf_specdec
 from hf_specdec import integration
-from hf_specdec.candidate_generators import generator_class, parse_config
 from hf_specdec.candidate_generators.eagle3 import Eagle3Generator
-from hf_specdec.decoding import SpeculativeDecoder
-from hf_specdec.runtime import PackedModel, Sequence
 
 SHAPES = {
     "chain": {"num_speculative_tokens": 4},
@@ -70,7 +73,7 @@ def test_numerics_and_cache(tmp_path, model, layout, shape):
     tensors, folder = write(tmp_path, layout)
     with recorded(Eagle3Generator) as recording:
         model.generate(
-            **ragged([6, 13, 2, 9]), max_new_tokens=20, logits_processor=LogitsProcessorList([Script(SCRIPT)]),
+            **ragged([6, 13, 2, 9]), max_new_tokens=20, logits_processor=scripted(SCRIPT),
             speculative_config={"method": "eagle3", "model": folder, **SHAPES[shape]},
         )  # fmt: skip
     check_against(PlainEagle3(tensors, model, LAYOUTS[layout]), recording, model)
@@ -104,22 +107,7 @@ def test_output_is_the_targets_own(tmp_path, family, shape, parallel):
     } | {f"{name}.weight": (hidden,) for name in ("norm", "midlayer.input_layernorm", "midlayer.hidden_norm")}  # fmt: skip
     config = {**CONFIG, "hidden_size": hidden, "vocab_size": vocab, "mask_token_id": 1}
     config = {"method": "eagle3", "model": save_checkpoint(tmp_path, weights(shapes), config), **SHAPES[shape]}
-    for lengths in ([7], [6, 13, 1, 9]):
-        inputs = ragged(lengths, vocab_size=vocab)
-        plain = target.generate(**inputs, max_new_tokens=10, do_sample=False)
-        output = target.generate(
-            **inputs, max_new_tokens=10, do_sample=False, speculative_config=config, return_dict_in_generate=True
-        )
-        assert torch.equal(output.sequences, plain)
-        assert output.speculation.num_draft_tokens > 0
-        sampled = [
-            target.generate(
-                **inputs, max_new_tokens=10, do_sample=True, temperature=0.8, speculative_config={**each, "seed": 5}
-            )
-            for each in ({"method": "none"}, config)
-        ]
-        assert torch.equal(*sampled)
-    assert_clean(target)
+    assert_lossless(target, config, max_new_tokens=10, temperature=0.8)
 
 
 @pytest.mark.parametrize("shape", ["chain", "static"])
@@ -154,41 +142,17 @@ def test_draft_probabilities_are_those_drafts_are_drawn_from(tmp_path, model, sh
 @pytest.mark.parametrize("shape", SHAPES)
 def test_rows_with_their_own_limits_that_are_preempted(model, head, shape):
     """Rows limited to 0, 1, 2 and all drafts, small prompt chunks, each row preempted once: the text stays plain."""
-    inputs = ragged([6, 13, 2, 9])
-    plain = model.generate(**inputs, max_new_tokens=14, do_sample=False)
-    config = parse_config({"method": "eagle3", "model": head, "prefill_chunk_size": 3, **SHAPES[shape]})
-    packed = PackedModel(model)
-    decoder = SpeculativeDecoder(packed, generator_class("eagle3")(config, packed), config)
-    decoder.allocate(200, 4)
-    prompts = [row[mask > 0].tolist() for row, mask in zip(*inputs.values(), strict=True)]
-    sequences = [Sequence(prompt, len(prompt) + 14) for prompt in prompts]
-    for seq, limit in zip(sequences, (0, 1, 2, None), strict=True):
-        seq.num_speculative_tokens = limit
-        decoder.add(seq)
-    with recorded(Eagle3Generator) as recording, decoder.active():
-        for step in range(100):
-            running = [seq for seq in sequences if not seq.finished]
-            if not running:
-                break
-            if step in (3, 5, 7, 9) and sequences[step % 4] in running:
-                decoder.preempt(sequences[step % 4])
-            decoder.step(
-                running, [3 if len(seq.tokens) - decoder.cache.tables[seq.id].length > 1 else 1 for seq in running]
-            )
-    assert [seq.tokens for seq in sequences] == [
-        row[-len(s.tokens) :].tolist() for row, s in zip(plain, sequences, strict=True)
-    ]
-    lengths = {seq.id: 0 for seq in sequences}
-    for texts, trees in recording.trees:
-        for row, text in enumerate(texts):
-            owner = next(seq for seq in sequences if tuple(seq.tokens[: len(text)]) == text)
-            depth = int(trees.depths[row, : trees.lengths[row]].max(initial=0))
-            lengths[owner.id] = max(lengths[owner.id], depth)
-    assert list(lengths.values())[:3] == [0, 1, 2] and lengths[sequences[3].id] >= 3
-    for seq in sequences:
-        decoder.remove(seq)
-    assert decoder.generator.cache.tables == {} and decoder.generator.unread == {}
-    assert decoder.generator.cache.pool.num_used == 0
+    decoder = make_decoder(model, {"method": "eagle3", "model": head, "prefill_chunk_size": 3, **SHAPES[shape]})
+    with recorded(Eagle3Generator) as recording:
+        rows = run_limited_and_preempted(decoder, model, ragged([6, 13, 2, 9]), 14)
+    proposed = (
+        (text, int(trees.depths[i, : trees.lengths[i]].max(initial=0)))
+        for texts, trees in recording.trees
+        for i, text in enumerate(texts)
+    )
+    *limited, free = deepest_drafts(rows, proposed)
+    assert limited == [0, 1, 2] and free >= 3
+    assert_nothing_left(decoder, rows)
 
 
 def test_a_target_in_bfloat16(head):
@@ -296,7 +260,7 @@ def test_speculators_own_forward_agrees(tmp_path, model, monkeypatch, kind, flag
     oracle = speculators_model(kind, flags, tmp_path)
     with recorded(Eagle3Generator) as recording:
         output = model.generate(
-            **ragged([9]), max_new_tokens=16, logits_processor=LogitsProcessorList([Script(SCRIPT)]),
+            **ragged([9]), max_new_tokens=16, logits_processor=scripted(SCRIPT),
             speculative_config={"model": str(tmp_path)}, return_dict_in_generate=True,
         )  # fmt: skip
     text = tuple(output.sequences[0].tolist())

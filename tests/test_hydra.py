@@ -6,20 +6,40 @@ import json
 import pytest
 import torch
 from families import make
-from helpers_eagle import INNER, PlainDrafter, PlainLayers, Script, check_against, layer_shapes, recorded, rms, weights
+from helpers_drafters import (
+    RAGGED,
+    assert_drafts_in_transformers_own_loop,
+    assert_forced,
+    assert_four_heads_bound_the_length,
+    assert_lossless,
+    assert_nothing_left,
+    assert_refused,
+    deepest_drafts,
+    forced,
+    kept_proposals,
+    make_decoder,
+    run_limited_and_preempted,
+)
+from helpers_eagle import (
+    INNER,
+    PlainDrafter,
+    PlainLayers,
+    check_against,
+    layer_shapes,
+    recorded,
+    rms,
+    scripted,
+    weights,
+)
 from helpers_speculators import DraftRecorder, TrueHidden
 from oracle import VOCAB, assert_clean, ragged, tiny_llama
-from transformers import AutoModelForCausalLM, LogitsProcessorList, Qwen2Config
+from transformers import AutoModelForCausalLM, Qwen2Config
 
-import hf_specdec
 from hf_specdec import SpeculativeConfigError, integration
-from hf_specdec.candidate_generators import generator_class, parse_config
+from hf_specdec.candidate_generators import parse_config
 from hf_specdec.candidate_generators.hydra import HydraPrefixGenerator
-from hf_specdec.decoding import SpeculativeDecoder
-from hf_specdec.runtime import PackedModel, Sequence
 
 HIDDEN = 32
-RAGGED = ragged([6, 13, 2, 9])
 SHAPES = {
     "chain": {},
     "static": {"speculative_token_tree": "medusa_mc_sim_7b_63"},
@@ -32,10 +52,7 @@ def model():
     return tiny_llama()
 
 
-@pytest.fixture(autouse=True)
-def forget_decoders(model):
-    yield
-    hf_specdec.release(model)
+pytestmark = pytest.mark.usefixtures("forget_decoders")
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -157,13 +174,11 @@ def test_logits_are_the_formula_s(tmp_path, model, layout):
     depth = options.get("num_heads", 4)
     config = write(tmp_path, tensors, **stated) | SHAPES[shape]
     if shape == "chain":
-        config |= {"rejection_sample_method": "synthetic", "num_speculative_tokens": depth, "seed": 2}
-        config["synthetic_acceptance_rates"] = [0.8 - 0.5 * i / depth for i in range(depth)]
+        config |= forced(depth)
     recorder = DraftRecorder(integration.get_decoder(model, parse_config(config)).generator)
     output = model.generate(**RAGGED, max_new_tokens=16, speculative_config=config, return_dict_in_generate=True)
     if shape == "chain":
-        rates = output.speculation.acceptance_per_position
-        assert 0 < rates[-1] <= rates[0] < 1
+        assert_forced(output, recorder, depth)
     assert {len(path) for _, path, _ in recorder.seen} == set(range(depth))
     true = TrueHidden(model)
     for text, path, logits in recorder.seen:
@@ -191,7 +206,7 @@ def test_prefix_layer_and_its_cache(tmp_path, model, layout):
     options, shape = PREFIX[layout]
     tensors = hydra(prefix=True, **options)
     config = write(tmp_path, tensors) | SHAPES[shape]
-    script = LogitsProcessorList([Script(list(range(4, 40, 3)))])
+    script = scripted()
     with recorded(HydraPrefixGenerator) as recording:
         model.generate(**RAGGED, max_new_tokens=20, logits_processor=script, speculative_config=config)
     assert {len(path) for _, path, _ in recording.logits} == {0, 1, 2, 3}
@@ -242,50 +257,15 @@ def test_prefix_layer_with_qwen2_s_biases(tmp_path):
     check_against(PlainPrefix(tensors, target, theta=500.0), recording, target)
 
 
-def make_decoder(target, config) -> SpeculativeDecoder:
-    config = parse_config(config)
-    packed = PackedModel(target)
-    return SpeculativeDecoder(packed, generator_class("hydra").create(config, packed), config)
-
-
 @pytest.mark.parametrize("prefix", [False, True])
 @pytest.mark.parametrize("shape", ["chain", "dynamic"])
 def test_rows_with_their_own_limits_that_are_preempted(tmp_path, model, shape, prefix):
     """Rows limited to 0, 1, 2 and all drafts, small prompt chunks, each row preempted once: the text stays plain."""
-    plain = model.generate(**RAGGED, max_new_tokens=14, do_sample=False)
     decoder = make_decoder(model, write(tmp_path, hydra(prefix=prefix)) | SHAPES[shape] | {"prefill_chunk_size": 3})
-    decoder.allocate(200, 4)
-    prompts = [row[mask > 0].tolist() for row, mask in zip(*RAGGED.values(), strict=True)]
-    sequences = [Sequence(prompt, len(prompt) + 14) for prompt in prompts]
-    for seq, limit in zip(sequences, (0, 1, 2, None), strict=True):
-        seq.num_speculative_tokens = limit
-        decoder.add(seq)
     recorder = DraftRecorder(decoder.generator)
-    with decoder.active():
-        for step in range(100):
-            running = [seq for seq in sequences if not seq.finished]
-            if not running:
-                break
-            if step in (3, 5, 7, 9):
-                decoder.preempt(sequences[step % 4])
-            decoder.step(
-                running, [3 if len(seq.tokens) - decoder.cache.tables[seq.id].length > 1 else 1 for seq in running]
-            )
-    assert [seq.tokens for seq in sequences] == [
-        row[-len(s.tokens) :].tolist() for row, s in zip(plain, sequences, strict=True)
-    ]
-    deepest = {seq.id: 0 for seq in sequences}
-    for text, path, _ in recorder.seen:
-        owner = next(seq for seq in sequences if seq.tokens[: len(text)] == text)
-        deepest[owner.id] = max(deepest[owner.id], len(path) + 1)
-    assert list(deepest.values()) == [0, 1, 2, 4]
-    for seq in sequences:
-        decoder.remove(seq)
-    generator = decoder.generator
-    if prefix:
-        assert generator.cache.tables == {} and generator.unread == {} and generator.cache.pool.num_used == 0
-    else:
-        assert not generator.slots and not generator.known
+    rows = run_limited_and_preempted(decoder, model, RAGGED, 14)
+    assert deepest_drafts(rows, ((text, len(path) + 1) for text, path, _ in recorder.seen)) == [0, 1, 2, 4]
+    assert_nothing_left(decoder, rows)
 
 
 # ---- losslessness ---------------------------------------------------------------------------------------------------
@@ -300,14 +280,7 @@ def test_lossless(tmp_path, family, prefix, shape):
     target = make(family)
     vocab = target.config.vocab_size
     config = write(tmp_path, hydra(hidden=48, vocab=vocab, prefix=prefix, width=12)) | SHAPES[shape]
-    for inputs in (ragged([7], vocab_size=vocab), ragged([6, 13, 2, 9], vocab_size=vocab)):
-        output = target.generate(**inputs, max_new_tokens=12, speculative_config=config, return_dict_in_generate=True)
-        assert torch.equal(output.sequences, target.generate(**inputs, max_new_tokens=12))
-        assert output.speculation.num_draft_tokens > 0
-        sampled = dict(**inputs, max_new_tokens=12, do_sample=True, temperature=0.9, top_p=0.95)
-        plain = target.generate(**sampled, speculative_config={"method": "none", "seed": 5})
-        assert torch.equal(target.generate(**sampled, speculative_config=config | {"seed": 5}), plain)
-    assert_clean(target)
+    assert_lossless(target, config, lengths=((7,), (6, 13, 2, 9)), temperature=0.9, top_p=0.95)
 
 
 @pytest.mark.parametrize("prefix", [False, True])
@@ -316,8 +289,7 @@ def test_rejection_knows_the_true_draft_probabilities(tmp_path, model, prefix):
     config |= {"rejection_sample_method": "rejection", "draft_sample_method": "probabilistic", "seed": 1}
     generator = integration.get_decoder(model, parse_config(config)).generator
     recorder = DraftRecorder(generator)
-    propose, drafts = generator.propose, []
-    generator.propose = lambda *args: drafts.append(propose(*args)) or drafts[-1]
+    drafts = kept_proposals(generator)
     model.generate(**RAGGED, max_new_tokens=6, do_sample=True, temperature=0.7, top_k=0, speculative_config=config)
     trees = next(trees for trees in drafts if any(trees.lengths))
     for depth in range(4):
@@ -327,13 +299,7 @@ def test_rejection_knows_the_true_draft_probabilities(tmp_path, model, prefix):
 
 @pytest.mark.parametrize("prefix", [False, True])
 def test_in_transformers_own_loop(tmp_path, model, prefix):
-    config = write(tmp_path, hydra(prefix=prefix))
-    plain = model.generate(**ragged([9]), max_new_tokens=20)
-    with hf_specdec.assisted_loop(model, config) as generator:
-        drafts, propose = [], generator.propose
-        generator.propose = lambda *args: drafts.append(propose(*args)) or drafts[-1]
-        assert torch.equal(model.generate(**ragged([9]), max_new_tokens=20, prompt_lookup_num_tokens=1), plain)
-    assert sum(trees.lengths[0] > 0 for trees in drafts) > 3
+    assert_drafts_in_transformers_own_loop(model, write(tmp_path, hydra(prefix=prefix)))
 
 
 @pytest.mark.parametrize("prefix", [False, True])
@@ -353,13 +319,7 @@ def test_bfloat16_target(tmp_path, prefix):
 def test_draft_length_and_method(tmp_path, model, prefix):
     base = write(tmp_path, hydra(prefix=prefix))
     assert parse_config({"model": base["model"]}).method == "hydra"
-    for more, depth in (({}, 4), ({"num_speculative_tokens": 2}, 2), ({"draft_length": "auto"}, 4), ({"top_k": 2}, 4)):
-        decoder = integration.get_decoder(model, parse_config(base | more))
-        assert decoder.generator.shape.depth == decoder.generator.config.num_speculative_tokens == depth
-        assert decoder.config.num_speculative_tokens == depth
-    for more in ({"num_speculative_tokens": 5}, {"branching_factors": [2, 1, 1, 1, 1]}):
-        with pytest.raises(SpeculativeConfigError, match=r"drafts of 5 tokens.* has heads for 4"):
-            integration.get_decoder(model, parse_config(base | more))
+    assert_four_heads_bound_the_length(model, base)
 
 
 def test_the_target_s_embeddings_stay_its_own(tmp_path, model):
@@ -418,17 +378,13 @@ def test_bad_checkpoints(tmp_path, model, case):
     change(tensors, stated)
     if any(name.startswith("prefix") for name in tensors):
         stated.setdefault("hydra_head_arch", "prefix-mlp")
-    fails(model, write(tmp_path, tensors, **copy.deepcopy(stated)), message)
-
-
-def fails(model, config, message):
-    with pytest.raises(SpeculativeConfigError, match=message):
-        model.generate(**RAGGED, max_new_tokens=3, speculative_config=config)
-    assert not integration.kept_decoders(model)
+    assert_refused(model, write(tmp_path, tensors, **copy.deepcopy(stated)), message)
 
 
 def test_other_targets(tmp_path):
-    fails(tiny_llama(vocab_size=1061), write(tmp_path, hydra()), "vocabulary of 61 tokens; the target has 1061")
+    assert_refused(
+        tiny_llama(vocab_size=1061), write(tmp_path, hydra()), "vocabulary of 61 tokens; the target has 1061"
+    )
     gemma = make("Gemma2")
     vocab = gemma.config.vocab_size
     config = write(tmp_path, hydra(hidden=48, vocab=vocab, prefix=True, width=12))
@@ -437,8 +393,8 @@ def test_other_targets(tmp_path):
 
 
 def test_other_files(tmp_path, model):
-    fails(model, {"method": "hydra"}, "'model'.* is missing")
+    assert_refused(model, {"method": "hydra"}, "'model'.* is missing")
     medusa = tmp_path / "medusa"
     medusa.mkdir()
     torch.save({"0.0.linear.weight": torch.zeros(32, 32)}, medusa / "medusa_lm_head.pt")
-    fails(model, {"method": "hydra", "model": str(medusa)}, "is a head for method 'medusa'.*not 'hydra'")
+    assert_refused(model, {"method": "hydra", "model": str(medusa)}, "is a head for method 'medusa'.*not 'hydra'")

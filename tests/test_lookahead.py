@@ -7,6 +7,13 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+from helpers_drafters import (
+    accepted_length_on_bundled,
+    assert_greedy_is_plain,
+    assert_round_trips,
+    assert_sampling_does_not_depend_on_drafts,
+    drafted,
+)
 from hypothesis import given, settings
 from oracle import assert_clean, ragged, tiny_llama
 
@@ -48,11 +55,6 @@ def paths_of(tokens, parents):
     for token, parent in zip(tokens, parents, strict=True):
         paths.append((*(paths[parent] if parent >= 0 else ()), token))
     return paths
-
-
-def drafted(trees, row):
-    count = trees.lengths[row]
-    return trees.tokens[row, :count].tolist(), trees.parent_index[row, :count].tolist()
 
 
 def lookahead_by_hand(root, levels, columns):
@@ -245,15 +247,7 @@ CONFIGS = [
 @pytest.mark.parametrize("config", CONFIGS, ids=json.dumps)
 @pytest.mark.parametrize("lengths", [[9], [5, 23, 1]], ids=str)
 def test_greedy_output_is_plain(model, config, lengths):
-    inputs = ragged(lengths)
-    plain = model.generate(**inputs, max_new_tokens=40)
-    for chunk in (2048, 4):
-        out = model.generate(
-            **inputs, max_new_tokens=40, return_dict_in_generate=True,
-            speculative_config={**config, "prefill_chunk_size": chunk},
-        )  # fmt: skip
-        assert torch.equal(out.sequences, plain)
-        assert out.speculation.num_accepted_tokens > 0
+    assert_greedy_is_plain(model, config, lengths, chunks=(2048, 4))
 
 
 @pytest.mark.parametrize("config", [DEFAULT, SMALL, OWN], ids=json.dumps)
@@ -278,16 +272,7 @@ def test_pages_run_out(model):
 
 def test_sampling_does_not_depend_on_drafts(model):
     """Coupled: the tokens of decoding without drafts; by rejection: siblings that repeat a token are served too."""
-    inputs = ragged([9, 4, 17])
-    arguments = dict(max_new_tokens=25, do_sample=True, temperature=0.5, top_p=0.9)
-    expected = model.generate(**inputs, **arguments, speculative_config={"method": "none", "seed": 5})
-    for config in CONFIGS:
-        out = model.generate(
-            **inputs, **arguments, return_dict_in_generate=True, speculative_config={**config, "seed": 5}
-        )
-        assert torch.equal(out.sequences, expected) and out.speculation.num_accepted_tokens > 0
-        config = {**config, "seed": 5, "rejection_sample_method": "rejection"}
-        assert model.generate(**inputs, **arguments, speculative_config=config).shape == expected.shape
+    assert_sampling_does_not_depend_on_drafts(model, CONFIGS, temperature=0.5, top_p=0.9)
 
 
 def test_one_pool_for_all_calls_or_one_per_sequence(model):
@@ -304,18 +289,7 @@ def test_one_pool_for_all_calls_or_one_per_sequence(model):
 
 
 def test_bundled_model(tiny_model, tiny_tokenizer):
-    questions = [
-        "Tom has 3 apples and buys 4 more. How many has he?",
-        "Write a story about a fox.",
-        "Add 2 and 2 in Python.",
-    ]
-    prompts = [f"<|user|>{question}<|end|><|assistant|>" for question in questions]
-    inputs = tiny_tokenizer(prompts, return_tensors="pt", padding=True)
-    plain = tiny_model.generate(**inputs, max_new_tokens=48)
-    out = tiny_model.generate(**inputs, max_new_tokens=48, return_dict_in_generate=True, speculative_config=DEFAULT)
-    hf_specdec.release(tiny_model)
-    assert torch.equal(out.sequences, plain)
-    assert out.speculation.mean_accepted_length > 1.2
+    assert accepted_length_on_bundled(tiny_model, tiny_tokenizer, DEFAULT) > 1.2
 
 
 def test_transformers_own_loop(model):
@@ -357,7 +331,6 @@ def test_bad_keys(changes, message):
     {**DEFAULT, "num_speculative_tokens_per_batch_size": {1: 9, 9: 0}},
 ], ids=json.dumps)  # fmt: skip
 def test_configurations_survive_a_round_trip(config):
-    config = parse_config(config)
-    assert parse_config(config.to_json()) == config
+    config = assert_round_trips(config)
     if config.draft_length == "auto":
         assert config.num_speculative_tokens == config.depth

@@ -7,18 +7,26 @@ import logging
 import pytest
 import torch
 from families import make
+from helpers_drafters import (
+    RAGGED,
+    assert_drafts_in_transformers_own_loop,
+    assert_forced,
+    assert_four_heads_bound_the_length,
+    assert_lossless,
+    assert_refused,
+    forced,
+    kept_proposals,
+)
 from helpers_speculators import DraftRecorder, TrueHidden
 from oracle import VOCAB, assert_clean, ragged, tiny_llama
 from safetensors.torch import save_file
 
-import hf_specdec
-from hf_specdec import SpeculativeConfigError, integration
+from hf_specdec import integration
 from hf_specdec.candidate_generators import parse_config
 from hf_specdec.candidate_generators.drafting.published_trees import PUBLISHED_TREES
 from hf_specdec.runtime import Sequence
 
 HIDDEN = 32
-RAGGED = ragged([6, 13, 2, 9])
 TREES = {
     "chain": {},
     "published": {"speculative_token_tree": "medusa_mc_sim_7b_63"},
@@ -32,10 +40,7 @@ def model():
     return tiny_llama()
 
 
-@pytest.fixture(autouse=True)
-def forget_decoders(model):
-    yield
-    hf_specdec.release(model)
+pytestmark = pytest.mark.usefixtures("forget_decoders")
 
 
 # ---- files ----------------------------------------------------------------------------------------------------------
@@ -154,13 +159,10 @@ def test_logits_are_the_formula_s(tmp_path, model, layout):
     """Step by step, over rounds in which none, some and all drafts are accepted, against float64 from the whole text."""
     tensors, stated, file, depth = LAYOUTS[layout]
     config = write(tmp_path, tensors, stated, file)
-    config |= {"rejection_sample_method": "synthetic", "num_speculative_tokens": depth, "seed": 2}
-    config["synthetic_acceptance_rates"] = [0.8 - 0.5 * i / depth for i in range(depth)]
+    config |= forced(depth)
     recorder = recorded(model, config)
     output = model.generate(**RAGGED, max_new_tokens=16, speculative_config=config, return_dict_in_generate=True)
-    rates = output.speculation.acceptance_per_position
-    assert 0 < rates[-1] <= rates[0] < 1
-    assert {len(path) for _, path, _ in recorder.seen} == set(range(depth))
+    assert_forced(output, recorder, depth)
     assert largest_error(recorder, tensors, stated, model) < 1e-4
     if depth > 1:
         heads = integration.kept_decoders(model)[-1].generator.heads
@@ -191,8 +193,7 @@ def test_shapes(tmp_path, shape):
     config = write(tmp_path, tensors) | TREES[shape]
     recorder = recorded(target, config)
     generator = integration.kept_decoders(target)[-1].generator
-    propose, drafts = generator.propose, []
-    generator.propose = lambda *args: drafts.append(propose(*args)) or drafts[-1]
+    drafts = kept_proposals(generator)
     inputs = ragged([6, 13, 2, 9], vocab_size=11)
     output = target.generate(**inputs, max_new_tokens=20, speculative_config=config, return_dict_in_generate=True)
     assert torch.equal(output.sequences, target.generate(**inputs, max_new_tokens=20))
@@ -249,16 +250,16 @@ def test_token_map_keeps_drafts_in_the_truncated_vocabulary(tmp_path, model):
     tensors, stated, _, _ = LAYOUTS["token_map"]
     config = write(tmp_path, tensors, stated) | {"branching_factors": [3, 2]}
     generator = integration.get_decoder(model, parse_config(config)).generator
-    propose, drafts = generator.propose, []
-    generator.propose = lambda *args: drafts.append(propose(*args)) or drafts[-1]
+    drafts = kept_proposals(generator)
     model.generate(**RAGGED, max_new_tokens=10, speculative_config=config)
     drafted = {int(t) for trees in drafts for row, n in zip(trees.tokens, trees.lengths, strict=True) for t in row[:n]}
     assert len(drafted) > 5 and drafted <= set(TOKEN_MAP.tolist())
 
 
 def test_published_trees():
+    sizes = {"eagle": (25, 5), "medusa": (63, 4), "token": (80, 6)}
     for name, paths in PUBLISHED_TREES.items():
-        nodes, depth = (25, 5) if name.startswith("eagle") else (63, 4)
+        nodes, depth = sizes[name.partition("_")[0]]
         found = {tuple(path) for path in paths}
         assert len(found) == len(paths) == nodes
         assert all(len(path) == 1 or path[:-1] in found for path in found)
@@ -276,25 +277,11 @@ def test_lossless(tmp_path, family, shape):
     target = make(family)
     hidden, vocab = 48, target.config.vocab_size
     config = write(tmp_path, original(4, own=family != "GPT-2", hidden=hidden, vocab=vocab)) | TREES[shape]
-    for inputs in (ragged([7], vocab_size=vocab), ragged([6, 13, 2, 9], vocab_size=vocab)):
-        output = target.generate(**inputs, max_new_tokens=12, speculative_config=config, return_dict_in_generate=True)
-        assert torch.equal(output.sequences, target.generate(**inputs, max_new_tokens=12))
-        assert output.speculation.num_draft_tokens > 0
-        sampled = dict(**inputs, max_new_tokens=12, do_sample=True, temperature=0.9, top_p=0.95)
-        plain = target.generate(**sampled, speculative_config={"method": "none", "seed": 5})
-        assert torch.equal(target.generate(**sampled, speculative_config=config | {"seed": 5}), plain)
-    assert_clean(target)
+    assert_lossless(target, config, lengths=((7,), (6, 13, 2, 9)), temperature=0.9, top_p=0.95)
 
 
 def test_in_transformers_own_loop(tmp_path, model):
-    config = write(tmp_path, original())
-    inputs = ragged([9])
-    plain = model.generate(**inputs, max_new_tokens=20)
-    with hf_specdec.assisted_loop(model, config) as generator:
-        drafts, propose = [], generator.propose
-        generator.propose = lambda *args: drafts.append(propose(*args)) or drafts[-1]
-        assert torch.equal(model.generate(**inputs, max_new_tokens=20, prompt_lookup_num_tokens=1), plain)
-    assert sum(trees.lengths[0] > 0 for trees in drafts) > 3
+    assert_drafts_in_transformers_own_loop(model, write(tmp_path, original()))
 
 
 def test_bfloat16_target(tmp_path):
@@ -345,13 +332,7 @@ def test_method_is_inferred(tmp_path):
 
 
 def test_draft_length(tmp_path, model):
-    base = write(tmp_path, original(4))
-    for more, depth in (({}, 4), ({"num_speculative_tokens": 2}, 2), ({"draft_length": "auto"}, 4), ({"top_k": 2}, 4)):
-        decoder = integration.get_decoder(model, parse_config(base | more))
-        assert decoder.generator.shape.depth == decoder.generator.config.num_speculative_tokens == depth
-    for more in ({"num_speculative_tokens": 5}, {"branching_factors": [2, 1, 1, 1, 1]}):
-        with pytest.raises(SpeculativeConfigError, match=r"drafts of 5 tokens.* has heads for 4"):
-            integration.get_decoder(model, parse_config(base | more))
+    assert_four_heads_bound_the_length(model, write(tmp_path, original(4)))
 
 
 def test_stated_number_of_heads_is_only_logged(tmp_path, model, caplog):
@@ -407,23 +388,21 @@ def test_bad_checkpoints(tmp_path, model, case):
     tensors, stated, file, _ = LAYOUTS[layout]
     tensors, stated = dict(tensors), copy.deepcopy(stated)
     change(tensors, stated)
-    fails(model, write(tmp_path, tensors, stated, file), message)
-
-
-def fails(model, config, message):
-    with pytest.raises(SpeculativeConfigError, match=message):
-        model.generate(**RAGGED, max_new_tokens=3, speculative_config=config)
-    assert not integration.kept_decoders(model)
+    assert_refused(model, write(tmp_path, tensors, stated, file), message)
 
 
 def test_another_vocabulary(tmp_path):
-    fails(tiny_llama(vocab_size=1061), write(tmp_path, original()), "vocabulary of 61 tokens; the target has 1061")
+    assert_refused(
+        tiny_llama(vocab_size=1061), write(tmp_path, original()), "vocabulary of 61 tokens; the target has 1061"
+    )
 
 
 def test_other_files(tmp_path, model):
-    fails(model, {"method": "medusa"}, "'model'.* is missing")
-    fails(model, {"method": "medusa", "model": str(tmp_path / "nothing")}, "neither a bundled name nor a folder")
+    assert_refused(model, {"method": "medusa"}, "'model'.* is missing")
+    assert_refused(
+        model, {"method": "medusa", "model": str(tmp_path / "nothing")}, "neither a bundled name nor a folder"
+    )
     model.save_pretrained(tmp_path / "plain")
-    fails(model, {"method": "medusa", "model": str(tmp_path / "plain")}, "no known format")
+    assert_refused(model, {"method": "medusa", "model": str(tmp_path / "plain")}, "no known format")
     hydra = {"hydra_mlp.0.0.linear.weight": torch.zeros(HIDDEN, 2 * HIDDEN)}
-    fails(model, write(tmp_path / "hydra", hydra), "is a head for method 'hydra'.*not 'medusa'")
+    assert_refused(model, write(tmp_path / "hydra", hydra), "is a head for method 'hydra'.*not 'medusa'")

@@ -5,16 +5,22 @@ import json
 import pytest
 import torch
 from families import make
+from helpers_drafters import (
+    RAGGED,
+    assert_forced,
+    assert_four_heads_bound_the_length,
+    assert_lossless,
+    assert_refused,
+    forced,
+    kept_proposals,
+)
 from helpers_speculators import HIDDEN, Stored, largest_error, mlp_checkpoint, recorded
 from oracle import VOCAB, assert_clean, ragged, tiny_llama
 from safetensors.torch import save_file
 
-import hf_specdec
 from hf_specdec import SpeculativeConfigError, integration
 from hf_specdec.candidate_generators import parse_config
 
-RAGGED = ragged([6, 13, 2, 9])
-FORCED = {"rejection_sample_method": "synthetic"}  # drafts are accepted whatever the target says
 LAYOUTS = {
     "untied": {},
     "scaled": {"scale_input": True},
@@ -33,11 +39,7 @@ def model():
     return tiny_llama()
 
 
-@pytest.fixture(autouse=True)
-def forget_decoders(model):
-    """Drafters are kept with the model between calls; recorders must not be."""
-    yield
-    hf_specdec.release(model)
+pytestmark = pytest.mark.usefixtures("forget_decoders")
 
 
 def generator_of(model):
@@ -52,13 +54,10 @@ def test_logits_are_the_formula_s(tmp_path, model, layout):
     """Step by step, over rounds in which none, some and all drafts are accepted, against float64 from the whole text."""
     stored = mlp_checkpoint(tmp_path, **LAYOUTS[layout])
     steps = stored.config["n_predict"]
-    config = {"method": "mlp_speculator", "model": str(tmp_path), "num_speculative_tokens": steps, "seed": 2, **FORCED}
-    config["synthetic_acceptance_rates"] = [0.8 - 0.5 * i / steps for i in range(steps)]
+    config = {"method": "mlp_speculator", "model": str(tmp_path), **forced(steps)}
     recorder = recorded(model, config)
     output = model.generate(**RAGGED, max_new_tokens=16, speculative_config=config, return_dict_in_generate=True)
-    rates = output.speculation.acceptance_per_position
-    assert 0 < rates[-1] <= rates[0] < 1
-    assert {len(path) for _, path, _ in recorder.seen} == set(range(steps))
+    assert_forced(output, recorder, steps)
     assert largest_error(recorder, stored, model) < 1e-4
     assert_clean(model)
 
@@ -161,16 +160,8 @@ def test_lossless(tmp_path, family, shape):
     model = make(family)
     mlp_checkpoint(tmp_path, vocab=128, hidden=48)
     config = {"method": "mlp_speculator", "model": str(tmp_path), **SHAPES[shape]}
-    accepted = 0
-    for inputs in (ragged([7], vocab_size=128), ragged([6, 13, 2, 9], vocab_size=128)):
-        output = model.generate(**inputs, max_new_tokens=12, speculative_config=config, return_dict_in_generate=True)
-        assert torch.equal(output.sequences, model.generate(**inputs, max_new_tokens=12))
-        accepted += output.speculation.num_accepted_tokens
-        sampled = dict(**inputs, max_new_tokens=12, do_sample=True, temperature=0.9, top_p=0.95)
-        plain = model.generate(**sampled, speculative_config={"method": "none", "seed": 5})
-        assert torch.equal(model.generate(**sampled, speculative_config=config | {"seed": 5}), plain)
+    accepted = assert_lossless(model, config, lengths=((7,), (6, 13, 2, 9)), temperature=0.9, top_p=0.95)
     assert accepted or shape == "chain"
-    assert_clean(model)
 
 
 @pytest.mark.parametrize("draft", ["greedy", "probabilistic"])
@@ -185,8 +176,7 @@ def test_rejection_knows_the_true_draft_probabilities(tmp_path, model, draft):
     }
     recorder = recorded(model, config | {"seed": 1})
     generator = generator_of(model)
-    propose, drafts = generator.propose, []
-    generator.propose = lambda *args: drafts.append(propose(*args)) or drafts[-1]
+    drafts = kept_proposals(generator)
     model.generate(
         **RAGGED, max_new_tokens=6, do_sample=True, temperature=0.7, top_k=0, speculative_config=config | {"seed": 1}
     )
@@ -208,16 +198,7 @@ def test_draft_length(tmp_path, model):
     """All steps by default, fewer if asked for, more is an error that names both numbers."""
     mlp_checkpoint(tmp_path, n_predict=4)
     base = {"method": "mlp_speculator", "model": str(tmp_path)}
-    for more, depth in (({}, 4), ({"num_speculative_tokens": 2}, 2), ({"draft_length": "auto"}, 4), ({"top_k": 2}, 4)):
-        decoder = integration.get_decoder(model, parse_config(base | more))
-        assert decoder.generator.shape.depth == decoder.generator.config.num_speculative_tokens == depth
-    for more in (
-        {"num_speculative_tokens": 5},
-        {"top_k_tokens_per_head": [2, 1, 1, 1, 1]},
-        {"branching_factors": [2, 1, 1, 1, 1]},
-    ):
-        with pytest.raises(SpeculativeConfigError, match=r"drafts of 5 tokens.* has heads for 4"):
-            integration.get_decoder(model, parse_config(base | more))
+    assert_four_heads_bound_the_length(model, base, too_deep=[{"top_k_tokens_per_head": [2, 1, 1, 1, 1]}])
     per_row = parse_config(base | {"num_speculative_tokens": 4})
     assert parse_config(per_row.to_dict()) == per_row
     assert "num_speculative_tokens" not in parse_config(base).to_dict()
@@ -263,10 +244,7 @@ def test_method_is_inferred(tmp_path):
 
 
 def fails(model, folder, message, **more):
-    config = {"method": "mlp_speculator", "model": str(folder), **more}
-    with pytest.raises(SpeculativeConfigError, match=message):
-        model.generate(**RAGGED, max_new_tokens=3, speculative_config=config)
-    assert not integration.kept_decoders(model)
+    assert_refused(model, {"method": "mlp_speculator", "model": str(folder), **more}, message)
 
 
 def test_tensors_that_do_not_fit(tmp_path, model):

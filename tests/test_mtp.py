@@ -2,16 +2,22 @@
 
 import pytest
 import torch
-from helpers_eagle import Script, recorded
+from helpers_drafters import (
+    assert_lossless,
+    assert_nothing_left,
+    deepest_drafts,
+    make_decoder,
+    run_limited_and_preempted,
+)
+from helpers_eagle import recorded, scripted
 from helpers_mtp import KINDS, PlainMtp, check_logits, gated_block, llama_block, store, target_states
 from oracle import assert_clean, ragged
-from transformers import AutoModelForCausalLM, LogitsProcessorList
+from transformers import AutoModelForCausalLM
 from transformers.generation import candidate_generator as theirs
 
 from hf_specdec import integration
 from hf_specdec.candidate_generators import parse_config
 from hf_specdec.candidate_generators.mtp import MtpGenerator
-from hf_specdec.decoding import SpeculativeDecoder
 from hf_specdec.runtime import PackedModel, Sequence
 
 SHAPES = {
@@ -29,7 +35,7 @@ CASES = [
 
 def drafted(model, config, lengths=(6, 11, 2, 5), tokens=14):
     """What the generator did on a ragged batch in which drafts are accepted up to places where the target is on its own."""
-    script = LogitsProcessorList([Script(list(range(4, 40, 3)))])
+    script = scripted()
     with recorded(MtpGenerator) as recording:
         model.generate(
             **ragged(list(lengths), vocab_size=128), max_new_tokens=tokens, logits_processor=script,
@@ -107,7 +113,7 @@ def test_drafts_are_transformers_own(tmp_path, monkeypatch, name, modules):
 
     monkeypatch.setattr(theirs.MTPCandidateGenerator, "get_candidates", keep)
     prompt = ragged([7], vocab_size=128)
-    script = LogitsProcessorList([Script(list(range(4, 40, 3)))])
+    script = scripted()
     model.generate(**prompt, max_new_tokens=20, do_sample=False, logits_processor=script, use_mtp=True)
     config = {"method": "mtp", "num_speculative_tokens": modules}
     with recorded(MtpGenerator) as recording:
@@ -130,63 +136,20 @@ def test_output_is_the_targets_own(tmp_path, name, modules, shape):
     """Greedy tokens equal plain generate()'s; sampled ones equal those without speculation under the same seed."""
     target = store(tmp_path, name, modules).model
     config = {"method": "mtp", **SHAPES[shape]}
-    for lengths in ([7], [6, 13, 1, 9]):
-        inputs = ragged(lengths, vocab_size=128)
-        plain = target.generate(**inputs, max_new_tokens=10, do_sample=False)
-        output = target.generate(
-            **inputs, max_new_tokens=10, do_sample=False, speculative_config=config, return_dict_in_generate=True
-        )
-        assert torch.equal(output.sequences, plain)
-        assert output.speculation.num_draft_tokens > 0
-        sampled = [
-            target.generate(
-                **inputs, max_new_tokens=10, do_sample=True, temperature=0.8, speculative_config={**each, "seed": 5}
-            )
-            for each in ({"method": "none"}, config)
-        ]
-        assert torch.equal(*sampled)
-    assert_clean(target)
+    assert_lossless(target, config, max_new_tokens=10, temperature=0.8)
 
 
 @pytest.mark.parametrize(("modules", "shape"), [(1, "dynamic"), (3, "chain"), (3, "static")])
 def test_rows_with_their_own_limits_that_are_preempted(tmp_path, modules, shape):
     """Rows limited to 0, 1, 2 and all drafts, small prompt chunks, each row preempted once."""
     stored = store(tmp_path, "GLM-4.5", modules)
-    model, inputs = stored.model, ragged([6, 13, 3, 2], vocab_size=128)
-    plain = model.generate(**inputs, max_new_tokens=12, do_sample=False)
-    config, packed = parse_config({"method": "mtp", "prefill_chunk_size": 3, **SHAPES[shape]}), PackedModel(model)
-    decoder = SpeculativeDecoder(packed, MtpGenerator(config, packed), config)
-    decoder.allocate(200, 4)
-    prompts = [row[mask > 0].tolist() for row, mask in zip(*inputs.values(), strict=True)]
-    sequences = [Sequence(prompt, len(prompt) + 12) for prompt in prompts]
-    for seq, limit in zip(sequences, (0, 1, 2, None), strict=True):
-        seq.num_speculative_tokens = limit
-        decoder.add(seq)
-    depths = {seq.id: 0 for seq in sequences}
-    with recorded(MtpGenerator) as recording, decoder.active():
-        for step in range(100):
-            running = [seq for seq in sequences if not seq.finished]
-            if not running:
-                break
-            if step in (3, 5, 7, 9):
-                decoder.preempt(sequences[step % 4])
-            decoder.step(
-                running, [3 if len(seq.tokens) - decoder.cache.tables[seq.id].length > 1 else 1 for seq in running]
-            )
-    assert [seq.tokens for seq in sequences] == [
-        row[-len(s.tokens) :].tolist() for row, s in zip(plain, sequences, strict=True)
-    ]
-    for text, path, _ in recording.logits:
-        owner = next(seq for seq in sequences if tuple(seq.tokens[: len(text)]) == text)
-        depths[owner.id] = max(depths[owner.id], len(path) + 1)
-    deepest = config.num_speculative_tokens
-    assert [depths[seq.id] for seq in sequences] == [0, 1, 2, deepest]
-    check_logits(PlainMtp(stored), recording, model)
-    for seq in sequences:
-        decoder.remove(seq)
-    generator = decoder.generator
-    assert generator.cache.tables == {} and generator.unread == {} and generator.reached == {}
-    assert generator.cache.pool.num_used == 0
+    decoder = make_decoder(stored.model, {"method": "mtp", "prefill_chunk_size": 3, **SHAPES[shape]})
+    with recorded(MtpGenerator) as recording:
+        rows = run_limited_and_preempted(decoder, stored.model, ragged([6, 13, 3, 2], vocab_size=128), 12)
+    deepest = deepest_drafts(rows, ((text, len(path) + 1) for text, path, _ in recording.logits))
+    assert deepest == [0, 1, 2, decoder.config.num_speculative_tokens]
+    check_logits(PlainMtp(stored), recording, stored.model)
+    assert_nothing_left(decoder, rows)
 
 
 def test_texts_shorter_than_the_chain_of_modules(tmp_path):

@@ -7,11 +7,11 @@ from pathlib import Path
 import pytest
 import torch
 from families import build
-from helpers_eagle import Script, recorded
+from helpers_eagle import recorded, scripted
 from helpers_mtp import KINDS, Kind, PlainMtp, Stored, _mimo, check_logits, randomized, split_experts, store
 from oracle import ragged
 from safetensors.torch import load_file, save_file
-from transformers import AutoModelForCausalLM, LogitsProcessorList
+from transformers import AutoModelForCausalLM
 
 import hf_specdec
 from hf_specdec import integration
@@ -34,7 +34,7 @@ def rewrite(folder, change=None, **config):
 
 
 def drafted(model, /, **config):
-    script = LogitsProcessorList([Script(list(range(4, 40, 3)))])
+    script = scripted()
     with recorded(MtpGenerator) as recording:
         model.generate(
             **ragged([7, 4], vocab_size=128),

@@ -3,18 +3,17 @@
 import numpy as np
 import pytest
 import torch
-from helpers_eagle import Script, recorded
+from helpers_eagle import recorded, scripted
 from helpers_mtp import store
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import ragged
 from scipy import stats
-from transformers import LogitsProcessorList
 
 import hf_specdec
 from hf_specdec.candidate_generators import parse_config
 from hf_specdec.candidate_generators.mtp import MtpGenerator
-from hf_specdec.candidate_generators.ngram import NGramIndex
+from hf_specdec.candidate_generators.ngram import NGramGenerator, NGramIndex
 
 CONFIG = {
     "method": "mtp",
@@ -50,7 +49,7 @@ def test_continuation_behind_a_draft_equals_rescan(text, draft, low, more, lengt
 def test_drafts_are_mtps_own_continued(tmp_path, steps):
     """The first tokens are the best by MTP's logits; the others what look-up finds; no draft is longer than its row's limit."""
     model = store(tmp_path, "GLM-4.5", 2).model
-    inputs, script = ragged([9, 9, 9, 9], vocab_size=128), LogitsProcessorList([Script(list(range(4, 40, 3)))])
+    inputs, script = ragged([9, 9, 9, 9], vocab_size=128), scripted()
     with recorded(MtpGenerator) as recording:
         output = model.generate(
             **inputs,
@@ -141,7 +140,7 @@ def test_distribution_under_speculative_sampling(tmp_path, monkeypatch):
     model = store(tmp_path, "MiMo", vocab_size=4, initializer_range=0.15).model
     prompt = torch.tensor([[1, 2, 3, 0, 1, 2, 3, 0, 1, 2, 3, 0, 1]])
     assert p_value(model, prompt) > 1e-3
-    continued = MtpGenerator._continued
+    continued = NGramGenerator.continued
 
     def wrong(self, trees, sequences, limits):
         out = continued(self, trees, sequences, limits)
@@ -149,7 +148,7 @@ def test_distribution_under_speculative_sampling(tmp_path, monkeypatch):
             out.probs[:, 1:] = 1 / out.probs.shape[2]
         return out
 
-    monkeypatch.setattr(MtpGenerator, "_continued", wrong)
+    monkeypatch.setattr(NGramGenerator, "continued", wrong)
     assert p_value(model, prompt) < 1e-6
 
 

@@ -8,11 +8,11 @@ import numpy as np
 import pytest
 import torch
 from helpers_markov import Drafts, draw
+from helpers_verification import verified_chains
 from hypothesis import given, settings
 
 from hf_specdec.config import SpeculativeConfig, SpeculativeConfigError
 from hf_specdec.decoding.verification import verify
-from hf_specdec.kernels import random_bits as rb
 from hf_specdec.kernels import reference as ops
 from hf_specdec.runtime import DraftTrees, Sequence
 
@@ -192,33 +192,15 @@ def plain_block(tokens, q, p, uniforms, noise):
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_verify_is_algorithm_2(stochastic):
     """Ragged rows, each with numbers of its own."""
-    g = torch.Generator().manual_seed(8)
-    batch, width, vocab = 400, 4, 5
-    lengths = torch.randint(0, width + 1, (batch,), generator=g).tolist()
-    q = torch.rand(batch, width, vocab, generator=g).mul(3).softmax(-1)
-    tokens = torch.multinomial(q.flatten(0, 1), 1, generator=g).view(batch, width)
-    scores = torch.randn(sum(lengths) + batch, vocab, generator=g)
-    rows = [Sequence([0] * (1 + i % 7), 99, do_sample=True, seed=i, num_steps=i % 3) for i in range(batch)]
-    verdict = verify(DraftTrees(tokens, lengths, None, q if stochastic else None), scores, rows, BLOCK)
-    compared, first, seen = 0, 0, set()
-    for i, seq in enumerate(rows):
-        n = lengths[i]
-        p = scores[first : first + n + 1].double().softmax(-1).tolist()
-        first += n + 1
-        key = [torch.tensor([k]) for k in (seq.seed, len(seq.tokens), seq.num_steps)]
-        uniforms = rb.uniform(*key, rb.ACCEPT_STREAM, width)[0].double().tolist()
-
-        def noise(depth, seq=seq):
-            key = [torch.tensor([k]) for k in (seq.seed, len(seq.tokens) + depth, seq.num_steps)]
-            return rb.gumbel(*key, rb.RESIDUAL_STREAM, vocab)[0].tolist()
-
-        drawn = q[i].double().tolist() if stochastic else torch.eye(vocab)[tokens[i]].tolist()
-        expected, near = plain_block(tokens[i, :n].tolist(), drawn, p, uniforms, noise)
+    vocab, compared, seen = 5, 0, set()
+    for row in verified_chains("block", 8, vocab, stochastic):
+        drawn = row.q if row.q is not None else torch.eye(vocab)[row.tokens].tolist()
+        expected, near = plain_block(row.tokens, drawn, row.p, row.uniforms, row.noise)
         if near > 1e-5:
             compared += 1
-            seen.add((n, len(expected) - 1))
-            assert [*verdict.tokens[i, verdict.accepted[i]].tolist(), int(verdict.next_tokens[i])] == expected
-    assert compared > 0.95 * batch and len(seen) > 12  # nearly every (drafted, accepted)
+            seen.add((len(row.tokens), len(expected) - 1))
+            assert row.emitted == expected
+    assert compared > 0.95 * 400 and len(seen) > 12  # nearly every (drafted, accepted)
 
 
 def test_the_loop_accepts_more_than_token_by_token():

@@ -8,6 +8,13 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+from helpers_drafters import (
+    accepted_length_on_bundled,
+    assert_greedy_is_plain,
+    assert_round_trips,
+    assert_sampling_does_not_depend_on_drafts,
+    drafted,
+)
 from hypothesis import given, settings
 from oracle import VOCAB, assert_clean, ragged, tiny_llama
 
@@ -97,19 +104,15 @@ class Recyclers:
         assert (generator.matrices.rows[:, -1] == vocab_size).all()
 
 
-def drafted(trees, row):
-    count = trees.lengths[row]
-    return trees.tokens[row, :count].tolist(), trees.parent_index[row, :count].tolist()
-
-
 # ---- the data structure -----------------------------------------------------------------------------------------------
 
 
 def test_the_published_tree():
     config = parse_config(TREE)
+    assert parse_config({**TREE, "speculative_token_tree": "token_recycling_80"}).paths == config.paths
     sizes = [len(list(level)) for _, level in itertools.groupby(config.paths, key=len)]
     assert sizes == [8, 21, 25, 15, 8, 3] and config.num_speculative_tokens == 6
-    nodes = set(config.paths)
+    nodes = set(map(tuple, config.paths))
     assert len(nodes) == 80
     for *above, rank in nodes:  # with every node its parent and its better siblings
         assert not above or tuple(above) in nodes
@@ -233,15 +236,8 @@ CONFIGS = [
 @pytest.mark.parametrize("config", CONFIGS, ids=json.dumps)
 @pytest.mark.parametrize("lengths", [[9], [5, 23, 1]], ids=str)
 def test_greedy_output_is_plain(model, config, lengths):
-    inputs = ragged(lengths)
-    plain = model.generate(**inputs, max_new_tokens=40)
-    for chunk in (2048, 4, 4):  # the last call knows what the one before it learned
-        out = model.generate(
-            **inputs, max_new_tokens=40, return_dict_in_generate=True,
-            speculative_config={**config, "prefill_chunk_size": chunk},
-        )  # fmt: skip
-        assert torch.equal(out.sequences, plain)
-        assert out.speculation.num_accepted_tokens > 0
+    # The last call knows what the one before it learned.
+    assert_greedy_is_plain(model, config, lengths, chunks=(2048, 4, 4))
 
 
 @pytest.mark.parametrize(
@@ -287,16 +283,7 @@ def test_every_step_equals_the_model_of_it(model, config):
 
 def test_sampling_does_not_depend_on_drafts(model):
     """Coupled: the tokens of decoding without drafts; by rejection: padded and pruned trees are served too."""
-    inputs = ragged([9, 4, 17])
-    arguments = dict(max_new_tokens=25, do_sample=True, temperature=0.7, top_p=0.9)
-    expected = model.generate(**inputs, **arguments, speculative_config={"method": "none", "seed": 5})
-    for config in CONFIGS:
-        out = model.generate(
-            **inputs, **arguments, return_dict_in_generate=True, speculative_config={**config, "seed": 5}
-        )
-        assert torch.equal(out.sequences, expected) and out.speculation.num_accepted_tokens > 0
-        config = {**config, "seed": 5, "rejection_sample_method": "rejection"}
-        assert model.generate(**inputs, **arguments, speculative_config=config).shape == expected.shape
+    assert_sampling_does_not_depend_on_drafts(model, CONFIGS, temperature=0.7, top_p=0.9)
 
 
 def test_it_remembers_between_calls_until_released(model):
@@ -322,18 +309,7 @@ def test_nothing_known_nothing_drafted(model):
 
 
 def test_bundled_model(tiny_model, tiny_tokenizer):
-    questions = [
-        "Tom has 3 apples and buys 4 more. How many has he?",
-        "Write a story about a fox.",
-        "Add 2 and 2 in Python.",
-    ]
-    prompts = [f"<|user|>{question}<|end|><|assistant|>" for question in questions]
-    inputs = tiny_tokenizer(prompts, return_tensors="pt", padding=True)
-    plain = tiny_model.generate(**inputs, max_new_tokens=48)
-    out = tiny_model.generate(**inputs, max_new_tokens=48, return_dict_in_generate=True, speculative_config=TREE)
-    hf_specdec.release(tiny_model)
-    assert torch.equal(out.sequences, plain)
-    assert out.speculation.mean_accepted_length > 1.5
+    assert accepted_length_on_bundled(tiny_model, tiny_tokenizer, TREE) > 1.5
 
 
 @pytest.mark.parametrize("config", [TREE, {**CHAIN, "recycle_prompt": "logits"}], ids=json.dumps)
@@ -362,6 +338,8 @@ def test_transformers_own_loop(tiny_model, tiny_tokenizer, config):
     ({"speculative_token_tree": [[0], []]}, "child-rank paths"),
     ({"speculative_token_tree": [0, 1]}, "child-rank paths"),
     ({"speculative_token_tree": "[(0,), "}, "cannot be read"),
+    ({"speculative_token_tree": "token_recycling_8"}, "did you mean 'token_recycling_80'"),
+    ({"speculative_token_tree": "medusa_mc_sim_7b_63"}, "rank 9, but num_successors is 8"),
     ({"speculative_token_tree": [[0], [8]]}, "rank 8, but num_successors is 8"),
     ({"speculative_token_tree": [[3, 0]], "num_successors": 3}, "rank 3, but num_successors is 3"),
     ({"speculative_token_tree": [[0]], "use_tree": False}, "drafts a chain"),
@@ -389,7 +367,6 @@ def test_more_successors_than_tokens(model):
     {**TREE, "num_speculative_tokens_per_batch_size": {1: 4, 9: 0}},
 ], ids=json.dumps)  # fmt: skip
 def test_configurations_survive_a_round_trip(config):
-    config = parse_config(config)
-    assert parse_config(config.to_json()) == config
+    config = assert_round_trips(config)
     if config.use_tree and config.draft_length == "auto":
         assert config.num_speculative_tokens == config.depth

@@ -4,10 +4,9 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+from helpers_verification import emitted_by, verified_chains, verify
 from hypothesis import given, settings
 
-from hf_specdec.config import SpeculativeConfig
-from hf_specdec.decoding import verification
 from hf_specdec.kernels import random_bits as rb
 from hf_specdec.kernels import reference as ops
 from hf_specdec.runtime import DraftTrees, Sequence
@@ -26,10 +25,6 @@ def problems(draw):
         sampled.append(draw(st.booleans()))
         extra.append(draw(st.integers(1, 5)))
     return tokens, parents, sampled, extra, draw(st.integers(0, 2**20))
-
-
-def verify(trees, scores, rows, rule):
-    return verification.verify(trees, scores, rows, SpeculativeConfig(rejection_sample_method=rule))
 
 
 def sequences_of(sampled, extra, seed):
@@ -57,10 +52,6 @@ def walk_from(node, tokens, parents, scores, seq, done):
         if p == node and tokens[i] == token
     ]
     return [token, *max(options, key=len, default=[])]
-
-
-def emitted_by(verdict, i):
-    return [*verdict.tokens[i, verdict.accepted[i]].tolist(), int(verdict.next_tokens[i])]
 
 
 def with_consistent_siblings(scores, tokens, parents):
@@ -171,34 +162,14 @@ def _draw(p, noise):
 
 @pytest.mark.parametrize("stochastic", [False, True])
 def test_rejection_on_chains_is_leviathans(stochastic):
-    g = torch.Generator().manual_seed(5)
-    batch, width, rejected = 400, 4, 0
-    lengths = torch.randint(0, width + 1, (batch,), generator=g).tolist()
-    q = torch.rand(batch, width, VOCAB, generator=g).mul(3).softmax(-1)
-    tokens = torch.multinomial(q.flatten(0, 1), 1, generator=g).view(batch, width)
-    scores = torch.randn(sum(lengths) + batch, VOCAB, generator=g)
-    rows = [Sequence([0] * (1 + i % 7), 99, do_sample=True, seed=i, num_steps=i % 3) for i in range(batch)]
-    trees = DraftTrees(tokens, lengths, None, q if stochastic else None)
-    verdict = verify(trees, scores, rows, "rejection")
-    compared, first = 0, 0
-    for i, seq in enumerate(rows):
-        n = lengths[i]
-        p = scores[first : first + n + 1].double().softmax(-1).tolist()
-        first += n + 1
-        key = [torch.tensor([k]) for k in (seq.seed, len(seq.tokens), seq.num_steps)]
-        uniforms = rb.uniform(*key, rb.ACCEPT_STREAM, width)[0].double().tolist()
-
-        def noise(depth, seq=seq):
-            key = [torch.tensor([k]) for k in (seq.seed, len(seq.tokens) + depth, seq.num_steps)]
-            return rb.gumbel(*key, rb.RESIDUAL_STREAM, VOCAB)[0].tolist()
-
-        rows_of_q = q[i].double().tolist() if stochastic else None
-        expected, near = leviathan(tokens[i, :n].tolist(), rows_of_q, p, uniforms, noise)
+    compared = rejected = 0
+    for row in verified_chains("rejection", 5, VOCAB, stochastic):
+        expected, near = leviathan(row.tokens, row.q, row.p, row.uniforms, row.noise)
         if near > 1e-6:
             compared += 1
-            assert emitted_by(verdict, i) == expected
-            rejected += len(expected) <= n
-    assert compared > 0.98 * batch and rejected > batch / 5
+            assert row.emitted == expected
+            rejected += len(expected) <= len(row.tokens)
+    assert compared > 0.98 * 400 and rejected > 400 / 5
 
 
 def multi_candidate(tokens, parents, q, p, uniforms, gumbel):

@@ -161,6 +161,12 @@ class CandidateGenerator(TransformersCandidateGenerator, ABC):
         """
         raise TypeError(f"{type(self).__name__} does not continue drafts.")
 
+    def continued(self, trees: DraftTrees, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
+        """Another method's chains, those shorter than their row's limit continued by this one."""
+        drafts = trees.chains()
+        room = [limit - len(draft) for limit, draft in zip(limits, drafts, strict=True)]
+        return trees.extended(self.continue_drafts(sequences, drafts, room))
+
     def evict(self, seq: Sequence) -> None:
         """The sequence is paused: give up what can be recomputed from its tokens."""
 

@@ -9,7 +9,7 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from ..runtime import PackedModel, PackedOutput, Taps
+from ..runtime import PackedModel
 from ..runtime.packed_head import PackedHead
 from .base import DrafterContext
 from .drafting.features import FeatureGenerator
@@ -155,7 +155,6 @@ class EagleGenerator(FeatureGenerator):
     """Drafts with an EAGLE-1 head; logits are the target's own head (or the file's) over the predicted features."""
 
     config: EagleConfig
-    taps = Taps(last_hidden=True)
 
     def __init__(self, config: EagleConfig, target: PackedModel, context: DrafterContext | None = None):
         checkpoint = config.open_head(is_eagle)
@@ -168,8 +167,3 @@ class EagleGenerator(FeatureGenerator):
     def settled(self, config: EagleConfig) -> EagleConfig:
         """With the checkpoint's draft length, where the user gave none."""
         return config.with_default_length(self.default_length)
-
-    def features(self, output: PackedOutput, index: torch.Tensor) -> torch.Tensor:
-        """The target's final hidden states."""
-        assert output.last_hidden is not None
-        return output.last_hidden[index.to(output.last_hidden.device)].to(self.head.device)

@@ -7,9 +7,6 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-import numpy as np
-import torch
-
 from ..config import SpeculativeConfig
 from ..runtime import DraftTrees, PackedModel, Sequence
 from .base import CandidateGenerator, DrafterContext, StepOutcome
@@ -71,6 +68,7 @@ class HybridConfig(SpeculativeConfig):
             "block_size",
             "prefill_chunk_size",
             "prepack_weights",
+            "cuda_graphs",
         )
         own = getattr(self, key)
         shared = {name: getattr(self, name) for name in common}
@@ -179,21 +177,7 @@ class HybridGenerator(CandidateGenerator):
             raise self.config.fail(
                 "first", "drafts trees, which cannot be extended: give it a chain, or use 'fallback'."
             )
-        tokens = first.tokens.tolist()
-        drafts = [row[:n] for row, n in zip(tokens, first.lengths, strict=True)]
-        room = [limit - len(draft) for limit, draft in zip(limits, drafts, strict=True)]
-        more = self.second.continue_drafts(sequences, drafts, room)
-        joined = [draft + extra for draft, extra in zip(drafts, more, strict=True)]
-        out = DraftTrees.from_lists(joined, device=first.tokens.device)
-        if first.probs is not None:  # the continuation is deterministic: its tokens' distributions are points
-            width, own = out.tokens.shape[1], first.probs.shape[1]
-            points = torch.nn.functional.one_hot(out.tokens, first.probs.shape[2]).to(first.probs.dtype)
-            drawn = np.arange(width)[None, :] < np.asarray(first.lengths)[:, None]
-            out.probs = points
-            count = min(own, width)
-            keep = torch.from_numpy(drawn[:, :count]).to(points.device)[:, :, None]
-            out.probs[:, :count] = torch.where(keep, first.probs[:, :count], points[:, :count])
-        return out
+        return self.second.continued(first, sequences, limits)
 
     # ---- learning ---------------------------------------------------------------------------------------------------
 

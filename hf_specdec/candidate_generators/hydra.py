@@ -11,7 +11,7 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
-from ..runtime import PackedModel, PackedOutput, Sequence, Taps
+from ..runtime import PackedModel, Sequence
 from ..runtime.packed_head import PackedHead
 from .base import CandidateGenerator, DrafterContext
 from .drafting.features import FeatureGenerator
@@ -263,7 +263,6 @@ class HydraPrefixGenerator(FeatureGenerator):
     """Hydra++: the prefix layer reads the text's hidden states, with KV of its own; drafting itself needs no KV."""
 
     config: HydraConfig
-    taps = Taps(last_hidden=True)
 
     def __init__(self, config: HydraConfig, target: PackedModel, context: DrafterContext | None, heads: HydraHeads):
         super().__init__(config, target, context)
@@ -278,11 +277,6 @@ class HydraPrefixGenerator(FeatureGenerator):
     def settled(self, config: HydraConfig) -> HydraConfig:
         """A call's configuration, with the number of heads where it bounds the draft length."""
         return config.bounded(self.shape.depth)
-
-    def features(self, output: PackedOutput, index: torch.Tensor) -> torch.Tensor:
-        """The target's final hidden states."""
-        assert output.last_hidden is not None
-        return output.last_hidden[index.to(output.last_hidden.device)].to(self.head.device)
 
     def root_logits(self, sequences: list[Sequence]) -> torch.Tensor:
         """Read what is new of each text; the first head's logits after the newest token."""

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import ast
 import itertools
 import logging
 from dataclasses import dataclass, field
-from functools import cached_property
 from typing import Any
 
 import numpy as np
@@ -15,20 +13,13 @@ import torch
 from ..config import SpeculativeConfig
 from ..runtime import DraftTrees, PackedModel, Sequence, Taps
 from .base import CandidateGenerator, DrafterContext, StepOutcome
+from .drafting.published_trees import PUBLISHED_TREES
+from .drafting.token_tree import read_token_tree
+from .drafting.tree_shapes import TreeTemplate
 from .registry import register
 
 logger = logging.getLogger(__name__)
 
-# The paper's tree of 80 nodes (its reference implementation calls it "2.2.2"), one text per depth, a node as the ranks on
-# its path: "01" is the second-best successor of the best successor.
-PUBLISHED_TREE = (
-    "0 1 2 3 4 5 6 7",
-    "00 01 02 03 04 05 06 07 10 11 12 13 20 21 22 30 31 40 50 60 70",
-    "000 001 002 003 004 005 006 007 010 011 012 020 021 030 040 050 060 070 100 101 110 200 300 400 500",
-    "0000 0001 0002 0003 0004 0010 0011 0020 0030 0040 0100 0200 1000 2000 3000",
-    "00000 00001 00002 00010 00020 00100 01000 10000",
-    "000000 000001 000100",
-)
 PROMPT_SOURCES = ("logits", "text")
 _GROUP = 128
 
@@ -69,8 +60,7 @@ class TokenRecyclingConfig(SpeculativeConfig):
         self.check_int("num_successors", minimum=1)
         if self.speculative_token_tree is not None and not self.use_tree:
             raise self.fail("speculative_token_tree", "cannot be combined with use_tree = false, which drafts a chain.")
-        if self.num_speculative_tokens == "auto":
-            self.num_speculative_tokens, self.draft_length = None, "auto"
+        self.read_auto()
         if self.use_tree and self.num_speculative_tokens is None and self.num_speculative_tokens_per_batch_size is None:
             self.num_speculative_tokens = self.depth
         super().__post_init__()
@@ -92,24 +82,12 @@ class TokenRecyclingConfig(SpeculativeConfig):
             )
 
     @property
-    def paths(self) -> list[tuple[int, ...]]:
+    def paths(self) -> list[list[int]]:
         """The tree as child-rank paths."""
-        value = self.speculative_token_tree
-        if value is None:  # with fewer successors, the part of it that uses no more
-            paths = [tuple(map(int, path)) for depth in PUBLISHED_TREE for path in depth.split()]
-            return [path for path in paths if max(path) < self.num_successors]
-        if isinstance(value, str):  # vLLM writes trees as the text of a Python list of tuples
-            try:
-                value = ast.literal_eval(value)
-            except (ValueError, SyntaxError) as error:
-                raise self.fail("speculative_token_tree", f"cannot be read: {error}.") from None
-        is_list = isinstance(value, (list, tuple)) and all(isinstance(path, (list, tuple)) and path for path in value)
-        if not value or not is_list or not all(type(rank) is int and rank >= 0 for path in value for rank in path):
-            raise self.fail(
-                "speculative_token_tree",
-                f"must be a list of child-rank paths like [[0], [1], [0, 0]], not {self.speculative_token_tree!r}.",
-            )
-        return [tuple(path) for path in value]
+        if self.speculative_token_tree is not None:
+            return read_token_tree(self, self.speculative_token_tree)
+        # With fewer successors, the part of the paper's that uses no more.
+        return [path for path in PUBLISHED_TREES["token_recycling_80"] if max(path) < self.num_successors]
 
     @property
     def depth(self) -> int:
@@ -124,46 +102,6 @@ class TokenRecyclingConfig(SpeculativeConfig):
             if self.num_speculative_tokens != self.depth:
                 out["num_speculative_tokens"] = self.num_speculative_tokens
         return out
-
-
-class LookupTree:
-    """A tree of look-ups in breadth-first order; prefixes of its paths are nodes of it too.
-
-    Attributes:
-        parents: int64 numpy [N], -1 for the root's children.
-        ranks: int64 numpy [N], which of its parent's successors a node is, 0 the best.
-        depths: int64 numpy [N], 1 for the root's children.
-        ends: nodes in the first 0, 1, 2, .. depths.
-    """
-
-    def __init__(self, paths: list[tuple[int, ...]]):
-        nodes = sorted({path[:end] for path in paths for end in range(1, len(path) + 1)}, key=lambda p: (len(p), p))
-        index = {path: i for i, path in enumerate(nodes)}
-        self.parents = np.array([index.get(path[:-1], -1) for path in nodes], dtype=np.int64)
-        self.ranks = np.array([path[-1] for path in nodes], dtype=np.int64)
-        self.depths = np.array([len(path) for path in nodes], dtype=np.int64)
-        self.ends = np.searchsorted(self.depths, np.arange(self.depths[-1] + 1), side="right").tolist()
-
-    @cached_property
-    def is_chain(self) -> bool:
-        """Whether every node has one child."""
-        return len(self.parents) == self.depths[-1]
-
-    @cached_property
-    def on_first_path(self) -> np.ndarray:
-        """bool [N]: the first node of each depth down to the first leaf."""
-        path = np.zeros(len(self.parents), dtype=bool)
-        node = 0
-        while node < len(path):
-            path[node] = True
-            node = int(np.append(np.flatnonzero(self.parents == node), len(path))[0])
-        return path
-
-    def level(self, depth: int) -> tuple[np.ndarray, np.ndarray]:
-        """(parents, ranks) of the nodes at `depth`, parents counted within the depth above (the root: 0)."""
-        nodes = slice(self.ends[depth - 1], self.ends[depth])
-        above = self.ends[depth - 2] if depth > 1 else -1
-        return self.parents[nodes] - above, self.ranks[nodes]
 
 
 class SuccessorMatrices:
@@ -233,14 +171,11 @@ class TokenRecyclingGenerator(CandidateGenerator):
         if config.num_successors > target.vocab_size:
             raise config.fail("num_successors", f"is more than the target's {target.vocab_size} tokens.")
         self.taps = Taps(logits=config.recycle_prompt == "logits")
-        paths = config.paths if config.use_tree else [(0,) * (config.num_speculative_tokens or 1)]
-        self.tree = LookupTree([path[: config.num_speculative_tokens] for path in paths])
+        paths = config.paths if config.use_tree else [[0] * (config.num_speculative_tokens or 1)]
+        self.tree = TreeTemplate.from_paths(path[: config.num_speculative_tokens] for path in paths)
         self.matrices = SuccessorMatrices(target.vocab_size, config.num_successors, target.device)
         self.own: dict[int, int] = {}  # sequence id -> its matrix
-        self._levels = [
-            [torch.from_numpy(each).to(target.device) for each in self.tree.level(depth)]
-            for depth in range(1, len(self.tree.ends))
-        ]
+        self._levels = [[each.to(target.device) for each in level] for level in _lookups(self.tree)]
         size = f"{target.vocab_size} x {config.num_successors} successors, {self.matrices.num_bytes / 1e6:.1f} MB"
         each = " for all and for each running sequence" if config.matrix_per_sequence else ""
         logger.info("Token Recycling keeps %s%s on %s.", size, each, target.device)
@@ -355,6 +290,15 @@ class TokenRecyclingGenerator(CandidateGenerator):
             pairs = [(token, own[age]) for token, own in recent.items() if len(own) > age]
             tokens, behind = torch.tensor(pairs, device=self.matrices.rows.device).unbind(1)
             self.matrices.move_to_front(matrix, tokens, behind)
+
+
+def _lookups(tree: TreeTemplate) -> list[tuple[torch.Tensor, torch.Tensor]]:
+    """Of the nodes of each depth: int64 [M] their parents' places in the depth above (the root's is 0), and [M] their ranks."""
+    firsts = [-1, 0, *tree.level_ends]  # the first node of each depth above
+    return [
+        (torch.from_numpy(tree.parents[level.nodes] - first), level.ranks)
+        for level, first in zip(tree.levels, firsts, strict=False)
+    ]
 
 
 def best_tokens(logits: torch.Tensor, k: int) -> torch.Tensor:

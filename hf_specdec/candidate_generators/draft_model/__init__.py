@@ -85,7 +85,12 @@ class DraftModelGenerator(CachedGenerator):
         model = load_drafter(config, target, context)
         if config.early_exit is not None and config.early_exit >= target.config.num_hidden_layers:
             raise config.fail("early_exit", f"must be less than the target's {target.config.num_hidden_layers} layers.")
-        self.drafter = PackedModel(model, num_layers=config.early_exit, prepack_weights=config.prepack_weights)
+        self.drafter = PackedModel(
+            model,
+            num_layers=config.early_exit,
+            prepack_weights=config.prepack_weights,
+            cuda_graphs=config.cuda_graphs,
+        )
         self.bridge = self.vocabulary = make_bridge(config, target, self.drafter, context)
         self.cache = self.new_cache(1, config.block_size)
         self.kept_nodes: dict[

@@ -2,14 +2,12 @@
 
 from __future__ import annotations
 
-from abc import abstractmethod
-
 import numpy as np
 import torch
 from torch import nn
 
 from ...cache import PagedStaticCache
-from ...runtime import PackedModel, PackedOutput, Sequence
+from ...runtime import PackedModel, PackedOutput, Sequence, Taps
 from ...runtime.packed_batch import RowInput
 from ...runtime.packed_head import PackedHead
 from ..base import DrafterContext, StepOutcome
@@ -25,10 +23,11 @@ class FeatureGenerator(CachedGenerator):
     the text are read once, with true features, also those of accepted drafts: what was guessed while drafting is
     overwritten. While drafting, the head's own output takes the place of the feature.
 
-    A subclass sets `taps`, and in its `__init__` `vocabulary`, `head` and `lm_head`, and implements `features` and, where they
-    are not the plain ones, `logits` and `fed_back`.
+    A subclass sets in its `__init__` `vocabulary`, `head` and `lm_head`, and implements what is not the plain one of `logits`,
+    `fed_back` and (with `taps`) `features`.
     """
 
+    taps = Taps(last_hidden=True)
     head: PackedHead
     lm_head: nn.Module
 
@@ -36,13 +35,13 @@ class FeatureGenerator(CachedGenerator):
         super().__init__(config, target, context)
         self.unread: dict[int, list[torch.Tensor]] = {}  # per sequence: features [n, F] the head has not read yet
         self.sequences: list[Sequence] = []  # of the running round
-        self.state: torch.Tensor | None = None  # [R, F, H]: what the last level's nodes feed back
 
     # ---- what a method is -------------------------------------------------------------------------------------------
 
-    @abstractmethod
     def features(self, output: PackedOutput, index: torch.Tensor) -> torch.Tensor:
-        """What the head reads, [n, F], for the packed tokens `index` [n] of a target forward."""
+        """What the head reads, [n, F], for the packed tokens `index` [n] of a target forward: its final hidden states."""
+        assert output.last_hidden is not None
+        return output.last_hidden[index.to(output.last_hidden.device)].to(self.head.device)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [n, Vd] from the head's hidden states [n, H]."""
@@ -151,14 +150,6 @@ class FeatureGenerator(CachedGenerator):
         hidden = self.read_all(sequences)
         self.state = self.fed_back(hidden)[:, None]
         return self.logits(hidden)
-
-    def carried(self, level: Level) -> torch.Tensor:
-        """The state [R, F, S] of each node's parent."""
-        assert self.state is not None
-        state = self.state if len(level.kept) == len(self.state) else self.state[level.kept]
-        if state.shape[1] == 1:  # chains, and the nodes below the root
-            return state.expand(-1, level.tokens.shape[1], -1)
-        return state.gather(1, level.parents[:, :, None].expand(-1, -1, state.shape[2]))
 
     def expand(self, level: Level) -> torch.Tensor:
         """Run the head over the nodes of one depth: logits [R, F, Vd]."""

@@ -18,7 +18,8 @@ from .tree_shapes import TreeDraftingConfig, TreeShape
 class GrowingGenerator(CandidateGenerator):
     """Drafts chains, static trees or dynamic trees from `root_logits` and `expand`; see tree_growth.py beside this.
 
-    A subclass sets `vocabulary` in its `__init__`.
+    A subclass sets `vocabulary` in its `__init__`. One whose nodes hand something on to their children keeps that in
+    `state` [R, F, S], of the last level's nodes (of the roots: F = 1) in the running round.
     """
 
     config: TreeDraftingConfig
@@ -27,6 +28,7 @@ class GrowingGenerator(CandidateGenerator):
     def __init__(self, config: TreeDraftingConfig, target: PackedModel, context: DrafterContext | None = None):
         super().__init__(config, target, context)
         self.shape: TreeShape = config.shape()
+        self.state: torch.Tensor | None = None
 
     @property
     def max_draft_nodes(self) -> int:
@@ -55,6 +57,18 @@ class GrowingGenerator(CandidateGenerator):
     @abstractmethod
     def expand(self, level: Level) -> torch.Tensor:
         """Logits [R, F, Vd] of what follows each node (see NodeExpander)."""
+
+    def remaining(self, level: Level) -> torch.Tensor:
+        """`state` [R, F of the last level, S] of the rows that go on."""
+        assert self.state is not None
+        return self.state if len(level.kept) == len(self.state) else self.state[level.kept]
+
+    def carried(self, level: Level) -> torch.Tensor:
+        """The state [R, F, S] of each node's parent."""
+        state = self.remaining(level)
+        if state.shape[1] == 1:  # chains, and the nodes below the root
+            return state.expand(-1, level.tokens.shape[1], -1)
+        return state.gather(1, level.parents[:, :, None].expand(-1, -1, state.shape[2]))
 
     def drafted(self, sequences: list[Sequence], draft: Draft) -> None:
         """The round's draft is complete; `draft.trees` goes to the target."""

@@ -18,7 +18,6 @@ from ..base import DrafterContext, StepOutcome
 from ..heads.config import ProposedLengthConfig
 from ..heads.target_parts import place_of
 from .growing import GrowingGenerator
-from .tree_growth import Level
 from .tree_shapes import DynamicTree, TreeShape, TreeTemplate
 
 LastHidden = TypeVar("LastHidden", bound="LastHiddenConfig")
@@ -86,7 +85,6 @@ class LastHiddenGenerator(GrowingGenerator):
         self.slots: dict[int, int] = {}  # sequence id → its row of `hidden`
         self.known: set[int] = set()  # ids of the sequences whose row is filled
         self.hidden: torch.Tensor | None = None  # [slots, H]
-        self.state: torch.Tensor | None = None  # [R, F, S], of the last level's nodes in the running round
         self._free: list[int] = []
         self._num_expected = 1
         self._prepacked: PrepackedLinears | None = None
@@ -115,18 +113,6 @@ class LastHiddenGenerator(GrowingGenerator):
             hidden: [R, H], the target's last hidden states.
             tokens: int64 [R], the newest tokens: those the hidden states led to.
         """
-
-    def remaining(self, level: Level) -> torch.Tensor:
-        """`state` [R, F of the last level, S] of the rows that go on."""
-        assert self.state is not None
-        return self.state if len(level.kept) == len(self.state) else self.state[level.kept]
-
-    def carried(self, level: Level) -> torch.Tensor:
-        """The state [R, F, S] of each node's parent."""
-        state = self.remaining(level)
-        if state.shape[1] == 1:
-            return state.expand(-1, level.tokens.shape[1], -1)
-        return state.gather(1, level.parents[:, :, None].expand(-1, -1, state.shape[2]))
 
     # ---- the round --------------------------------------------------------------------------------------------------
 

@@ -1,4 +1,4 @@
-"""Static trees published with EAGLE and Medusa: a path per node, one digit per child's rank from the root."""
+"""Static trees published with EAGLE, Medusa and Token Recycling: a path per node, one digit per child's rank from the root."""
 
 _EAGLE = {"mc_sim_7b_63": "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"}
 
@@ -40,6 +40,15 @@ _MEDUSA = {
     ),
 }
 
+# Its reference implementation calls it "2.2.2".
+_TOKEN_RECYCLING = {
+    "80": (
+        "0 1 2 3 4 5 6 7 00 01 02 03 04 05 06 07 10 11 12 13 20 21 22 30 31 40 50 60 70 000 001 002 003 004 005 006 007 "
+        "010 011 012 020 021 030 040 050 060 070 100 101 110 200 300 400 500 0000 0001 0002 0003 0004 0010 0011 0020 "
+        "0030 0040 0100 0200 1000 2000 3000 00000 00001 00002 00010 00020 00100 01000 10000 000000 000001 000100"
+    ),
+}
+
 
 def _paths(text: str) -> list[list[int]]:
     return [[int(rank) for rank in path] for path in text.split()]
@@ -48,4 +57,5 @@ def _paths(text: str) -> list[list[int]]:
 PUBLISHED_TREES: dict[str, list[list[int]]] = {
     **{f"eagle_{name}": _paths(text) for name, text in _EAGLE.items()},
     **{f"medusa_{name}": _paths(text) for name, text in _MEDUSA.items()},
+    **{f"token_recycling_{name}": _paths(text) for name, text in _TOKEN_RECYCLING.items()},
 }

@@ -12,7 +12,7 @@ import torch
 from ...kernels.random_bits import DRAFT_STREAM, TOKEN_STREAM
 from ...runtime import DraftTrees, Sequence
 from ...runtime.logits import add_noise, needs_prefix, process_logits
-from .tree_shapes import DynamicTree, TreeDraftingConfig, TreeTemplate
+from .tree_shapes import DynamicTree, TemplateLevel, TreeDraftingConfig, TreeTemplate
 
 
 @dataclass
@@ -225,45 +225,44 @@ class _StaticGrowth(_Growth):
         ids = torch.zeros(len(self.sequences), shape.level_ends[last - 1], dtype=torch.long, device=self.device)
         path_log_probs = ids.new_zeros(ids.shape, dtype=torch.float32) if ranked else None
         rows = [i for i, limit in enumerate(self.limits) if limit]
-        frontier, end = shape.expanded(0), 0
-        for depth in range(1, last + 1):
-            start, end = end, shape.level_ends[depth - 1]
-            parent = np.searchsorted(frontier, shape.parents[start:end])
-            ranks = shape.ranks[start:end]
-            width = int(ranks.max()) + 1
-            chosen, log_probs = self.choose(logits, rows, depth, len(frontier), width, ranked)
-            parent_index = parent if chosen.shape[1] > 1 else np.zeros_like(parent)
-            index = self.index(rows)
-            ids[index, start:end] = chosen[:, parent_index, ranks]
+        num_parents = 1
+        for depth, level in enumerate(shape.levels[:last], 1):
+            chosen, log_probs = self.choose(logits, rows, depth, num_parents, level.width, ranked)
+            tokens = self._of_level(chosen, level)
+            at = self.at(rows)
+            ids[at, level.nodes] = tokens
             if path_log_probs is not None and log_probs is not None:
-                added = log_probs[:, parent_index, ranks]
+                added = self._of_level(log_probs, level)
                 if depth > 1:
-                    added = added + path_log_probs[index][:, torch.from_numpy(shape.parents[start:end]).to(self.device)]
-                path_log_probs[index, start:end] = added
+                    added = added + path_log_probs[at][:, level.parents.to(self.device)]
+                path_log_probs[at, level.nodes] = added
                 self.confident(rows, added.amax(1), depth)
             deeper = [i for i in rows if self.limits[i] > depth]
             if not deeper:
                 break
-            inner = shape.expanded(depth)
-            tokens = ids[index][:, torch.from_numpy(inner).to(self.device)]
-            parents = torch.from_numpy(np.searchsorted(frontier, shape.parents[inner])).to(self.device)
-            ancestors = np.broadcast_to(self._ancestors(inner), (len(rows), len(inner), self.num_expanded + len(inner)))
-            logits = self.expand(rows, deeper, depth, tokens, parents.expand(len(rows), -1), ancestors)
-            rows, frontier = deeper, inner
+            if len(level.inner) < tokens.shape[1]:
+                tokens = tokens[:, level.inner.to(self.device)]
+            parents = level.inner_slots.to(self.device).expand(len(rows), -1)
+            ancestors = np.broadcast_to(level.inner_ancestors, (len(rows), *level.inner_ancestors.shape))
+            logits = self.expand(rows, deeper, depth, tokens, parents, ancestors)
+            rows, num_parents = deeper, len(level.inner)
         return self._trees(ids, path_log_probs)
 
-    def _ancestors(self, inner: np.ndarray) -> np.ndarray:
-        """bool [F, E + F]: which expanded nodes are on the path to each of `inner`."""
-        expanded = self._expanded_nodes(int(self.shape.depths[inner[0]]))
-        return self.shape.ancestors[np.ix_(inner, expanded)]
+    def at(self, rows: list[int]) -> slice | torch.Tensor:
+        """As `index`, cheaper where it is all rows."""
+        return slice(None) if len(rows) == len(self.sequences) else self.index(rows)
 
-    def _expanded_nodes(self, depth: int) -> np.ndarray:
-        return np.concatenate([self.shape.expanded(level) for level in range(1, depth + 1)] or [np.zeros(0, np.int64)])
+    def _of_level(self, children: torch.Tensor, level: TemplateLevel) -> torch.Tensor:
+        """What belongs to a level's M nodes [R, M], of their parents' children [R, P or 1, width]."""
+        if level.is_single:
+            return children[:, 0]
+        slots = level.slots if children.shape[1] > 1 else torch.zeros_like(level.slots)
+        return children[:, slots.to(self.device), level.ranks.to(self.device)]
 
     def _trees(self, ids: torch.Tensor, path_log_probs: torch.Tensor | None) -> Draft:
         shape, batch, count = self.shape, ids.shape[0], ids.shape[1]
         lengths = [shape.level_ends[limit - 1] if limit else 0 for limit in self.limits]
-        order = self._expanded_nodes(shape.depth)[: self.num_expanded]
+        order = shape.expanded[: self.num_expanded]
         place = np.full(count, -1, dtype=np.int64)
         place[order] = np.arange(len(order))
         expanded = np.where(shape.depths[None, :count] < np.asarray(self.limits)[:, None], place, -1)

@@ -2,17 +2,47 @@
 
 from __future__ import annotations
 
-import ast
 import heapq
+from collections.abc import Iterable
+from collections.abc import Sequence as SequenceOf
 from dataclasses import dataclass, field
 from functools import cached_property
 
 import numpy as np
 import torch
 
-from ...config import SpeculativeConfig, nearest_hint
+from ...config import SpeculativeConfig
 from ...kernels import reference as ops
-from .published_trees import PUBLISHED_TREES
+from .token_tree import read_token_tree
+
+
+@dataclass(frozen=True, eq=False)
+class TemplateLevel:
+    """One depth of a template, as growing it needs it.
+
+    Attributes:
+        nodes: where its M nodes stand in the template.
+        ranks: int64 [M], which child of its parent each is; `width` is the largest plus one.
+        parents: int64 [M], each one's parent (node of the template; unused at depth 1).
+        slots: int64 [M], the parent's place among the nodes the drafter was given just before (the root: 0).
+        inner: int64 [F], which of the M nodes have children: the drafter is given these next.
+        inner_slots: int64 [F], `slots` of those.
+        inner_ancestors: bool numpy [F, E + F], which of the E nodes given before, and of these, are on each one's path.
+    """
+
+    nodes: slice
+    ranks: torch.Tensor
+    width: int
+    parents: torch.Tensor
+    slots: torch.Tensor
+    inner: torch.Tensor
+    inner_slots: torch.Tensor
+    inner_ancestors: np.ndarray
+
+    @cached_property
+    def is_single(self) -> bool:
+        """Whether there is one node only, the likeliest child."""
+        return len(self.ranks) == 1 and self.width == 1
 
 
 @dataclass(frozen=True, eq=False)
@@ -41,7 +71,7 @@ class TreeTemplate:
         return cls(np.asarray(parents, dtype=np.int64), np.asarray(ranks, dtype=np.int64), keep_paths)
 
     @classmethod
-    def from_paths(cls, paths: list[list[int]]) -> TreeTemplate:
+    def from_paths(cls, paths: Iterable[SequenceOf[int]]) -> TreeTemplate:
         """From child-rank paths; missing prefixes are added, order does not matter.
 
         Example: [[0], [1], [0, 0]] is a root with two children, the first of which has one.
@@ -111,6 +141,16 @@ class TreeTemplate:
         """Whether no node has a sibling."""
         return len(self.parents) == self.depth
 
+    @cached_property
+    def on_first_path(self) -> np.ndarray:
+        """bool [N]: the first child of the root, its first child, and so on to a leaf."""
+        path = np.zeros(len(self.parents), dtype=bool)
+        node = -1
+        while len(children := np.flatnonzero(self.parents == node)):
+            node = children[0]
+            path[node] = True
+        return path
+
     @property
     def prunes(self) -> bool:
         """Whether which nodes stay depends on how likely they turned out."""
@@ -123,19 +163,37 @@ class TreeTemplate:
 
     def num_expanded(self, depth: int) -> int:
         """Nodes the drafter itself has to continue to draft that deep."""
-        return sum(len(self.expanded(level)) for level in range(1, depth))
+        return sum(len(level.inner) for level in self.levels[: max(depth - 1, 0)])
 
-    def nodes(self, depth: int) -> np.ndarray:
-        """Indices of the nodes at `depth`."""
-        return np.flatnonzero(self.depths == depth)
+    @cached_property
+    def expanded(self) -> np.ndarray:
+        """int64 [E], the nodes with children: those the drafter continues, in its order."""
+        return np.unique(self.parents[self.parents >= 0])
 
-    def expanded(self, depth: int) -> np.ndarray:
-        """Indices of the nodes at `depth` that have children; [-1], the root, at depth 0."""
-        if depth == 0:
-            return np.array([-1])
-        inner = np.zeros(len(self.parents), dtype=bool)
-        inner[self.parents[self.parents >= 0]] = True
-        return np.flatnonzero(inner & (self.depths == depth))
+    @cached_property
+    def levels(self) -> list[TemplateLevel]:
+        """The tree depth by depth."""
+        has_children = np.isin(np.arange(len(self.parents)), self.expanded)
+        levels, frontier, start = [], np.array([-1]), 0
+        for end in self.level_ends:
+            parents, ranks = self.parents[start:end], self.ranks[start:end]
+            slots, inner = np.searchsorted(frontier, parents), np.flatnonzero(has_children[start:end])
+            frontier = start + inner
+            seen = self.expanded[self.expanded < end]
+            levels.append(
+                TemplateLevel(
+                    nodes=slice(start, end),
+                    ranks=torch.from_numpy(ranks),
+                    width=int(ranks.max()) + 1,
+                    parents=torch.from_numpy(parents),
+                    slots=torch.from_numpy(slots),
+                    inner=torch.from_numpy(inner),
+                    inner_slots=torch.from_numpy(slots[inner]),
+                    inner_ancestors=self.ancestors[np.ix_(frontier, seen)],
+                )
+            )
+            start = end
+        return levels
 
 
 @dataclass(frozen=True)
@@ -242,38 +300,12 @@ class TreeDraftingConfig(SpeculativeConfig):
     def _check_token_tree(self) -> None:
         if self.speculative_token_tree is None:
             return
-        self._fix_depth("speculative_token_tree", max(map(len, self._paths())))
+        self._fix_depth("speculative_token_tree", max(map(len, read_token_tree(self, self.speculative_token_tree))))
 
     def _fix_depth(self, key: str, depth: int) -> None:
         if self.num_speculative_tokens not in (None, depth):
             raise self.fail(key, f"has {depth} depths, but num_speculative_tokens is {self.num_speculative_tokens}.")
         self.num_speculative_tokens = depth
-
-    def _paths(self) -> list[list[int]]:
-        value = self.speculative_token_tree
-        if isinstance(value, str) and not value.lstrip().startswith(("[", "(")):
-            if value not in PUBLISHED_TREES:
-                names = ", ".join(PUBLISHED_TREES)
-                raise self.fail(
-                    "speculative_token_tree",
-                    f"names no published tree: {value!r}{nearest_hint(value, PUBLISHED_TREES)}; there are {names}.",
-                )
-            return PUBLISHED_TREES[value]
-        if isinstance(value, str):  # vLLM writes it as the text of a Python list of tuples
-            try:
-                value = ast.literal_eval(value)
-            except (ValueError, SyntaxError) as error:
-                raise self.fail("speculative_token_tree", f"cannot be read: {error}") from None
-        paths = [list(path) if isinstance(path, (list, tuple)) else path for path in value or []]
-        are_paths = all(
-            isinstance(path, list) and path and all(type(r) is int and r >= 0 for r in path) for path in paths
-        )
-        if not paths or not are_paths:
-            raise self.fail(
-                "speculative_token_tree",
-                f"must be a list of child-rank paths like [[0], [1], [0, 0]], not {self.speculative_token_tree!r}.",
-            )
-        return paths
 
     def shape(self) -> TreeShape:
         """The shape these keys describe."""
@@ -281,5 +313,5 @@ class TreeDraftingConfig(SpeculativeConfig):
         if self.top_k is not None and self.total_tokens is not None:
             return DynamicTree(depth, self.top_k, self.total_tokens)
         if self.speculative_token_tree is not None:
-            return TreeTemplate.from_paths(self._paths())
+            return TreeTemplate.from_paths(read_token_tree(self, self.speculative_token_tree))
         return TreeTemplate.from_widths(self.branching_factors or [1] * depth)

@@ -12,13 +12,13 @@ from typing import ClassVar
 import torch
 
 from ...cache import PagedStaticCache
-from ...runtime import DraftTrees, PackedModel, PackedOutput, Sequence, Taps
+from ...runtime import DraftTrees, PackedModel, Sequence
 from ..base import DrafterContext, StepOutcome
 from ..drafting.tree_shapes import TreeShape, TreeTemplate
 from ..heads.checkpoints import Checkpoint, open_checkpoint, register_format
 from ..heads.config import ProposedLengthConfig
 from ..heads.target_parts import DraftVocabulary, load_once
-from ..ngram import NGramIndex
+from ..ngram import NGramConfig, NGramGenerator
 from ..registry import register
 from .head import load_mtp
 from .layouts import holds_mtp_alone, is_mtp_tensor
@@ -89,6 +89,10 @@ class MtpConfig(ProposedLengthConfig):
         """Whether drafts are longer than MTP layers make them."""
         return self.mtp_strategy == "with_ngram"
 
+    def ngrams(self) -> NGramConfig:
+        """Of the look-up that continues drafts."""
+        return NGramConfig(prompt_lookup_min=self.prompt_lookup_min, prompt_lookup_max=self.prompt_lookup_max)
+
     def _check_steps(self) -> None:
         steps, tokens = self.num_model_steps, self.num_speculative_tokens or 0
         if steps is None:
@@ -149,7 +153,6 @@ class MtpGenerator(ModulesInTurn):
     """
 
     config: MtpConfig
-    taps = Taps(last_hidden=True)
 
     def __init__(self, config: MtpConfig, target: PackedModel, context: DrafterContext | None = None):
         self.loaded = load_once(
@@ -163,7 +166,7 @@ class MtpGenerator(ModulesInTurn):
         self.hands_on_normed = self.loaded.layout.normed_output if normed is None else normed
         self.vocabulary = DraftVocabulary(target.vocab_size)
         self.cache = self.new_cache(1, config.block_size)
-        self.indices: dict[int, NGramIndex] = {}
+        self.ngrams = NGramGenerator(config.ngrams(), target) if config.continues_by_ngram else None
 
     def settled(self, config: MtpConfig) -> MtpConfig:
         """With as many draft tokens as the checkpoint proposes, or has modules, where the user gave no number."""
@@ -172,11 +175,6 @@ class MtpGenerator(ModulesInTurn):
     def new_cache(self, num_blocks: int, block_size: int) -> PagedStaticCache:
         """A cache with a layer per module in use."""
         return PagedStaticCache(len(self.heads), num_blocks, block_size, share_prefixes=False)
-
-    def features(self, output: PackedOutput, index: torch.Tensor) -> torch.Tensor:
-        """The target's final hidden states."""
-        assert output.last_hidden is not None
-        return output.last_hidden[index.to(output.last_hidden.device)].to(self.head.device)
 
     def state_of(self, module: int, hidden: torch.Tensor) -> torch.Tensor:
         """The module's output, after its last norm where that is what is handed on."""
@@ -197,43 +195,22 @@ class MtpGenerator(ModulesInTurn):
     def start(self, seq: Sequence) -> None:
         """Nothing is read yet; the prompt's n-grams are known."""
         super().start(seq)
-        if self.config.continues_by_ngram:
-            self.indices[seq.id] = NGramIndex(self.config.prompt_lookup_min, self.config.prompt_lookup_max)
-            self.indices[seq.id].extend(seq.tokens)
+        if self.ngrams is not None:
+            self.ngrams.start(seq)
 
     def observe(self, outcome: StepOutcome) -> None:
         """Take features, and index new tokens."""
         super().observe(outcome)
-        if self.config.continues_by_ngram:
-            for seq in outcome.sequences:
-                self.indices[seq.id].extend(seq.tokens)
+        if self.ngrams is not None:
+            self.ngrams.observe(outcome)
 
     def stop(self, seq: Sequence) -> None:
         """Forget the text."""
         super().stop(seq)
-        self.indices.pop(seq.id, None)
+        if self.ngrams is not None:
+            self.ngrams.stop(seq)
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
         """What the modules draft, continued by what followed its last n-gram where the text has it."""
         trees = super().propose(sequences, limits)
-        return self._continued(trees, sequences, limits) if self.config.continues_by_ngram else trees
-
-    def _continued(self, trees: DraftTrees, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
-        drafted = trees.tokens.tolist()
-        chains = []
-        for seq, tokens, length, limit in zip(sequences, drafted, trees.lengths, limits, strict=True):
-            chain = tokens[:length]
-            if limit > length:
-                chain = chain + self.indices[seq.id].continuation(seq.tokens, limit - length, chain)
-            chains.append(chain)
-        out = DraftTrees.from_lists(chains, device=trees.tokens.device)
-        if trees.probs is not None:  # tokens that were looked up are points: all of q is on them
-            width, places = out.tokens.shape[1], trees.probs.shape[1]
-            points = trees.probs.new_zeros(*out.tokens.shape, trees.probs.shape[2])
-            points.scatter_(2, out.tokens[:, :, None], 1.0)
-            counts = torch.tensor(trees.lengths, device=out.tokens.device)
-            made = torch.arange(places, device=out.tokens.device) < counts[:, None]
-            both = min(width, places)
-            points[:, :both] = torch.where(made[:, :both, None], trees.probs[:, :both], points[:, :both])
-            out.probs = points
-        return out
+        return trees if self.ngrams is None else self.ngrams.continued(trees, sequences, limits)

@@ -64,18 +64,38 @@ class MtpLayout:
         return None
 
 
-_LAYER = r"(?:model\.)?(?:language_model\.)?layers\.(?P<i>\d+)\.(?:transformer\.)?"
+def _rules(
+    stem: str, renamed: dict[str, str | None], kept: tuple[str, ...] = (), others: str | None = None
+) -> tuple[tuple[str, str | None], ...]:
+    """Rules for the tensors whose names begin with `stem`.
+
+    Args:
+        renamed: canonical prefix by what follows the stem.
+        kept: parts that have their canonical names already.
+        others: what may stand before the name, in the layer, of every tensor that is none of these; None: there are no such.
+    """
+    rules = [(rf"{stem}{theirs}\.(?P<rest>.+)", canonical) for theirs, canonical in renamed.items()]
+    if kept:
+        rules.append((rf"{stem}(?P<rest>(?:{'|'.join(kept)})\..+)", ""))
+    if others is not None:
+        rules.append((rf"{stem}{others}(?P<rest>.+)", "layer."))
+    return tuple(rules)
+
+
+_I = r"(?P<i>\d+)"
+_LAYER = rf"(?:model\.)?(?:language_model\.)?layers\.{_I}\.(?:transformer\.)?"
 _MTP = r"(?:model\.)?mtp\."
+_MTP_LAYER = rf"{_MTP}layers\.{_I}\."
 
 _FINAL_LAYERNORM = MtpLayout(
     name="Hunyuan V3 (model.layers.{L}.eh_proj, .final_layernorm)",
     marker=_LAYER + r"final_layernorm\.weight",
-    rules=(
+    rules=_rules(
+        _LAYER,
         # Its reference takes the target's head; the stored one is not run.
-        (_LAYER + r"shared_head\.(?P<rest>.+)", None),
-        (_LAYER + r"final_layernorm\.(?P<rest>.+)", "norm."),
-        (_LAYER + r"(?P<rest>(?:enorm|hnorm|eh_proj|embed_tokens)\..+)", ""),
-        (_LAYER + r"(?P<rest>.+)", "layer."),
+        {"shared_head": None, "final_layernorm": "norm."},
+        kept=("enorm", "hnorm", "eh_proj", "embed_tokens"),
+        others="",
     ),
     numbered_after_target=True,
     zero_first_embedding=True,
@@ -84,76 +104,83 @@ _FINAL_LAYERNORM = MtpLayout(
 _DEEPSEEK = MtpLayout(
     name="DeepSeek-V3, GLM-4.5, openPangu (model.layers.{L}.eh_proj, .shared_head.norm)",
     marker=_LAYER + r"shared_head\.norm\.weight",
-    rules=(
-        (_LAYER + r"shared_head\.norm\.(?P<rest>.+)", "norm."),
-        (_LAYER + r"shared_head\.(?:head|output)\.(?P<rest>.+)", "lm_head."),
-        (_LAYER + r"(?P<rest>(?:enorm|hnorm|eh_proj|embed_tokens)\..+)", ""),
-        (_LAYER + r"(?P<rest>.+)", "layer."),
+    rules=_rules(
+        _LAYER,
+        {r"shared_head\.norm": "norm.", r"shared_head\.(?:head|output)": "lm_head."},
+        kept=("enorm", "hnorm", "eh_proj", "embed_tokens"),
+        others="",
     ),
     numbered_after_target=True,
 )
 _QWEN = MtpLayout(
     name="Qwen3-Next, Qwen3.5, EXAONE (mtp.fc, mtp.layers.0)",
     marker=r"mtp\.fc\.weight",
-    rules=(
-        (r"mtp\.layers\.(?P<i>\d+)\.(?P<rest>.+)", "layer."),
-        (r"mtp\.fc\.(?P<rest>.+)", "eh_proj."),
-        (r"mtp\.pre_fc_norm_embedding\.(?P<rest>.+)", "enorm."),
-        (r"mtp\.pre_fc_norm_hidden\.(?P<rest>.+)", "hnorm."),
-        (r"mtp\.(?P<rest>(?:norm|embed_tokens|lm_head)\..+)", ""),
+    rules=_rules(
+        r"mtp\.",
+        {
+            rf"layers\.{_I}": "layer.",
+            "fc": "eh_proj.",
+            "pre_fc_norm_embedding": "enorm.",
+            "pre_fc_norm_hidden": "hnorm.",
+        },
+        kept=("norm", "embed_tokens", "lm_head"),
     ),
     shared=("eh_proj.", "enorm.", "hnorm.", "norm.", "embed_tokens.", "lm_head."),
 )
-_MIMO_RULES = (
-    (r"token_layernorm\.(?P<rest>.+)", "enorm."),
-    (r"hidden_layernorm\.(?P<rest>.+)", "hnorm."),
-    (r"input_proj\.(?P<rest>.+)", "eh_proj."),
-    (r"final_layernorm\.(?P<rest>.+)", "norm."),
-    (r"(?P<rest>.+)", "layer."),
-)
+_MIMO_NAMES: dict[str, str | None] = {
+    "token_layernorm": "enorm.",
+    "hidden_layernorm": "hnorm.",
+    "input_proj": "eh_proj.",
+    "final_layernorm": "norm.",
+}
 _MIMO = MtpLayout(
     name="MiMo (model.mtp_layers.0.input_proj)",
     marker=r"model\.mtp_layers\.\d+\.input_proj\.weight",
-    rules=tuple((r"model\.mtp_layers\.(?P<i>\d+)\." + pattern, prefix) for pattern, prefix in _MIMO_RULES),
+    rules=_rules(rf"model\.mtp_layers\.{_I}\.", _MIMO_NAMES, others=""),
     hidden_first=True,
     zero_first_embedding=True,
 )
 _SPECULATORS = MtpLayout(
     name='speculators (speculators_model_type "mtp": mtp_layers.0.input_proj)',
     marker=r"mtp_layers\.\d+\.input_proj\.weight",
-    rules=tuple((r"mtp_layers\.(?P<i>\d+)\." + pattern, prefix) for pattern, prefix in _MIMO_RULES),
+    rules=_rules(rf"mtp_layers\.{_I}\.", _MIMO_NAMES, others=""),
 )
 _LONGCAT = MtpLayout(
     name="LongCat-Flash (model.mtp.layers.0.enorm.m)",
     marker=_MTP + r"layers\.\d+\.enorm\.m\.weight",
     rules=(
-        (_MTP + r"(?P<rest>(?:norm|embed_tokens)\..+)", ""),
-        (_MTP + r"layers\.(?P<i>\d+)\.enorm\.m\.(?P<rest>.+)", "enorm."),
-        (_MTP + r"layers\.(?P<i>\d+)\.hnorm\.m\.(?P<rest>.+)", "hnorm."),
-        (_MTP + r"layers\.(?P<i>\d+)\.(?P<rest>eh_proj\..+)", ""),
-        (_MTP + r"layers\.(?P<i>\d+)\.(?:transformer_layer\.)?(?P<rest>.+)", "layer."),
+        *_rules(_MTP, {}, kept=("norm", "embed_tokens")),
+        *_rules(
+            _MTP_LAYER,
+            {r"enorm\.m": "enorm.", r"hnorm\.m": "hnorm."},
+            kept=("eh_proj",),
+            others=r"(?:transformer_layer\.)?",
+        ),
     ),
     shared=("norm.", "embed_tokens."),
 )
 _MIMO_V2 = MtpLayout(
     name="MiMo-V2 (model.mtp.layers.0.eh_proj, .pre_mlp_layernorm)",
     marker=_MTP + r"layers\.\d+\.pre_mlp_layernorm\.weight",
-    rules=(
-        (_MTP + r"layers\.(?P<i>\d+)\.(?P<rest>(?:enorm|hnorm|eh_proj)\..+)", ""),
-        (_MTP + r"layers\.(?P<i>\d+)\.final_layernorm\.(?P<rest>.+)", "norm."),
-        (_MTP + r"layers\.(?P<i>\d+)\.pre_mlp_layernorm\.(?P<rest>.+)", "layer.post_attention_layernorm."),
-        (_MTP + r"layers\.(?P<i>\d+)\.(?P<rest>.+)", "layer."),
+    rules=_rules(
+        _MTP_LAYER,
+        {"final_layernorm": "norm.", "pre_mlp_layernorm": "layer.post_attention_layernorm."},
+        kept=("enorm", "hnorm", "eh_proj"),
+        others="",
     ),
     attention="sliding_attention",
 )
 _ERNIE = MtpLayout(
     name="Ernie 4.5 (model.mtp_linear_proj.0, model.mtp_block.0)",
     marker=r"(?:model\.)?mtp_linear_proj\.\d+\.weight",
-    rules=(
-        (r"(?:model\.)?mtp_emb_norm\.(?P<i>\d+)\.(?P<rest>.+)", "enorm."),
-        (r"(?:model\.)?mtp_hidden_norm\.(?P<i>\d+)\.(?P<rest>.+)", "hnorm."),
-        (r"(?:model\.)?mtp_linear_proj\.(?P<i>\d+)\.(?P<rest>.+)", "eh_proj."),
-        (r"(?:model\.)?mtp_block\.(?P<i>\d+)\.(?P<rest>.+)", "layer."),
+    rules=_rules(
+        r"(?:model\.)?mtp_",
+        {
+            rf"emb_norm\.{_I}": "enorm.",
+            rf"hidden_norm\.{_I}": "hnorm.",
+            rf"linear_proj\.{_I}": "eh_proj.",
+            rf"block\.{_I}": "layer.",
+        },
     ),
     zero_first_embedding=True,
     has_norm=False,

@@ -1,0 +1,38 @@
+"""`speculative_token_tree`: a static tree as child-rank paths, as the text of such a list, or by a published name."""
+
+from __future__ import annotations
+
+import ast
+from typing import Any
+
+from ...config import SpeculativeConfig, nearest_hint
+from .published_trees import PUBLISHED_TREES
+
+_KEY = "speculative_token_tree"
+
+
+def read_token_tree(config: SpeculativeConfig, value: Any) -> list[list[int]]:
+    """The tree's child-rank paths: [[0], [1], [0, 0]] is a root with two children, the first of which has one.
+
+    Raises:
+        SpeculativeConfigError: no such name, no list of paths, no path in it.
+    """
+    paths = value
+    if isinstance(value, str):
+        if not value.lstrip().startswith(("[", "(")):
+            return _published(config, value)
+        try:  # vLLM writes it as the text of a Python list of tuples
+            paths = ast.literal_eval(value)
+        except (ValueError, SyntaxError) as error:
+            raise config.fail(_KEY, f"cannot be read: {error}.") from None
+    is_list = isinstance(paths, (list, tuple)) and all(isinstance(path, (list, tuple)) and path for path in paths)
+    if not paths or not is_list or not all(type(rank) is int and rank >= 0 for path in paths for rank in path):
+        raise config.fail(_KEY, f"must be a list of child-rank paths like [[0], [1], [0, 0]], not {value!r}.")
+    return [list(path) for path in paths]
+
+
+def _published(config: SpeculativeConfig, name: str) -> list[list[int]]:
+    if name not in PUBLISHED_TREES:
+        hint, names = nearest_hint(name, PUBLISHED_TREES), ", ".join(PUBLISHED_TREES)
+        raise config.fail(_KEY, f"names no published tree: {name!r}{hint}; there are {names}.")
+    return PUBLISHED_TREES[name]
