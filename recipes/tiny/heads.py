@@ -106,9 +106,7 @@ def write_changed_prompts(prompts: Path, path: Path, share: float = 0.3, seed: i
     changed = []
     for row in rows:
         words = set(re.findall(_WORD, row["prompt"]))
-        other = {
-            word: rng.choice(pools[row["task"], _kind(word)]) for word in sorted(words) if rng.random() < share
-        }
+        other = {word: rng.choice(pools[row["task"], _kind(word)]) for word in sorted(words) if rng.random() < share}
         prompt = re.sub(_WORD, lambda found, other=other: other.get(found[0], found[0]), row["prompt"])
         changed.append({"prompt": prompt, "task": row["task"]})
     rng.shuffle(changed)
