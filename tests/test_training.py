@@ -392,3 +392,47 @@ def test_the_command_line_says_what_is_wrong(tmp_path, capsys):
         if "hydra" in argv:
             assert "--teacher-weight X" in text
             assert "--tokens-per-batch N" in text
+
+
+# ---- a head to begin with -------------------------------------------------------------------------------------------
+
+BEGUN = {
+    "medusa": {"own_lm_head": False},
+    "mlp_speculator": {"tie_weights": True, "inner_dim": 24},
+    "hydra": {},
+    "eagle": {},
+    "eagle3": {"draft_vocab_size": 25},
+    "mtp": {},
+    "dflash": {"num_layers": 2, "num_anchors": 4},
+    "draft_model": {"num_layers": 1},
+}
+
+
+@pytest.mark.parametrize("method", BEGUN)
+def test_a_run_can_begin_with_a_head_that_is_there(tmp_path, data, method):
+    """The weights are those of the file (training too slowly to move them shows it), in every method."""
+    options = {"tokens_per_batch": 256, **BEGUN[method]}
+    train(method, tmp_path / "first", data, max_steps=3, learning_rate=1e-2, **options)
+    begun = {"init_from": str(tmp_path / "first"), "seed": 7, "held_out": 0.05}
+    if method == "eagle3":  # its draft vocabulary is that of the same texts
+        begun["seed"] = 0
+    train(method, tmp_path / "second", data, max_steps=1, learning_rate=1e-12, **{**options, **begun})
+    train(method, tmp_path / "other", data, max_steps=1, learning_rate=1e-12, **{**options, "seed": begun["seed"]})
+    first, second, other = (
+        {k: v for path in sorted((tmp_path / name).glob("*.safetensors")) for k, v in load_file(path).items()}
+        for name in ("first", "second", "other")
+    )
+    for name, tensor in first.items():
+        torch.testing.assert_close(second[name], tensor, atol=1e-6, rtol=1e-6)
+    assert any(not torch.allclose(other[name], tensor, atol=1e-4) for name, tensor in first.items())
+
+
+def test_a_head_that_does_not_fit_is_refused(tmp_path, data):
+    train("medusa", tmp_path / "first", data, max_steps=1)
+    begun = {"init_from": str(tmp_path / "first"), "max_steps": 1}
+    with pytest.raises(TrainingError, match=r"--init-from .*lacks 4\.0\.linear.*Give the options it was made with"):
+        train("medusa", tmp_path / "second", data, num_heads=5, own_lm_head=True, **begun)
+    with pytest.raises(TrainingError, match=r"--init-from .*not a head of this shape and layout"):
+        train("mlp_speculator", tmp_path / "third", data, **begun)
+    with pytest.raises(TrainingError, match=r"--init-from: .*nowhere"):
+        train("medusa", tmp_path / "fourth", data, init_from=str(tmp_path / "nowhere"), max_steps=1)

@@ -378,6 +378,19 @@ def test_layers_are_shaped_like_the_targets():
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
 
 
+@pytest.mark.parametrize("heads", [1, 2, 4])
+def test_fewer_key_value_heads(model, heads):
+    attention = trainer("eagle3", model, num_key_value_heads=heads).head.layers[0].self_attn
+    assert attention.k_proj.out_features == attention.v_proj.out_features == heads * 8
+
+
+def test_key_value_heads_that_cannot_be_shared(model):
+    with pytest.raises(
+        TrainingError, match="--num-key-value-heads must divide the target's 4 attention heads, not be 3"
+    ):
+        trainer("eagle3", model, num_key_value_heads=3)
+
+
 # ---- whole runs -----------------------------------------------------------------------------------------------------
 
 

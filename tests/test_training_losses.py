@@ -78,11 +78,21 @@ def test_medusa(own, layers):
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize("scaled", [True, False])
-def test_mlp_speculator(tied, scaled):
+@pytest.mark.parametrize(("teacher_weight", "label_weight"), [(0.0, 1.0), (1.0, 0.0), (0.7, 0.3)])
+def test_mlp_speculator(tied, scaled, teacher_weight, label_weight):
     model = target()
     batch = ragged_batch(model)
     inner = 24
-    made = trainer("mlp_speculator", model, num_heads=HEADS, inner_dim=inner, tie_weights=tied, scale_input=scaled)
+    made = trainer(
+        "mlp_speculator",
+        model,
+        num_heads=HEADS,
+        inner_dim=inner,
+        tie_weights=tied,
+        scale_input=scaled,
+        teacher_weight=teacher_weight,
+        label_weight=label_weight,
+    )
     w = weights(made)
     state_weight = 0.5 ** (0.5 / HEADS)
     emb_weight = math.sqrt((1 - state_weight**2) * inner / 2)
@@ -103,7 +113,11 @@ def test_mlp_speculator(tied, scaled):
             logits = w[f"head.{own}.weight"] @ s
         return logits
 
-    check(made, batch, logits_of, lambda log_q, row, t, k, label: -log_q[label])
+    def loss_of(log_q, row, t, k, label):
+        teacher = log_softmax(model.lm_head.weight.double() @ batch.last_hidden[row, t + 1 + k].double()).exp()
+        return teacher_weight * -(teacher * log_q).sum() - label_weight * log_q[label]
+
+    check(made, batch, logits_of, loss_of)
 
 
 @pytest.mark.parametrize("layers", [1, 2])
@@ -172,6 +186,24 @@ def test_mlp_speculator_begins_with_the_authors_scale():
     made.head = made.build(torch.ones(61, dtype=torch.long))
     for each in (*made.head.emb, *made.head.proj, *made.head.head):
         assert float(each.weight.detach().std()) == pytest.approx(1 / 8, rel=0.05)
+
+
+def test_mlp_speculator_begins_as_the_target_along_its_main_directions():
+    """At full width nothing of the target's head is lost; at less, the rest is the best of that rank."""
+    model = target()
+    head = model.lm_head.weight.double()
+    for inner in (model.hidden_size, 12):
+        made = trainer("mlp_speculator", model, num_heads=HEADS, inner_dim=inner, tie_weights=True)
+        made.head = made.build(torch.ones(61, dtype=torch.long))
+        w = weights(made)
+        got = w["head.0.weight"] @ w["proj.0.weight"]
+        u, s, v = torch.linalg.svd(head, full_matrices=False)
+        torch.testing.assert_close(got, (u[:, :inner] * s[:inner]) @ v[:inner], atol=1e-4, rtol=1e-4)
+        assert float(w["emb.0.weight"].square().mean()) == pytest.approx(1 / inner, rel=1e-4)
+    made = trainer("mlp_speculator", model, num_heads=HEADS, inner_dim=model.hidden_size, from_target=False)
+    made.head = made.build(torch.ones(61, dtype=torch.long))
+    w = weights(made)
+    assert not torch.allclose(w["head.0.weight"] @ w["proj.0.weight"], head, atol=0.1)
 
 
 # ---- the target -----------------------------------------------------------------------------------------------------

@@ -90,6 +90,30 @@ def test_sampling_gives_what_the_definitions_give(pair, use, name, rule):
 
 
 @needs_triton
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize("name", ["none", "chain", "dynamic tree"])
+def test_sampling_parameters_are_applied_by_the_kernels(pair, use, monkeypatch, name, rule):
+    """Temperature, top-k, top-p and min-p in the kernels: the tokens and the scores of transformers' processors."""
+    from hf_specdec.kernels import sampling
+
+    config = {**CONFIGS[name], "rejection_sample_method": rule, "seed": 5}
+    arguments = {"do_sample": True, "temperature": 0.7, "top_k": 9, "top_p": 0.85, "min_p": 0.02, "output_scores": True}
+    arguments["repetition_penalty"] = 1.1
+    use("reference")
+    expected = decode(pair, config, **arguments)
+    use("triton")
+    left = []
+    original = sampling.sampling_limits
+    monkeypatch.setattr(sampling, "sampling_limits", lambda *a: (left.append(1), original(*a))[1])
+    out = decode(pair, config, **arguments)
+    assert left
+    assert torch.equal(out.sequences, expected.sequences)
+    for ours, theirs in zip(out.scores, expected.scores, strict=True):
+        assert torch.equal(ours.isinf(), theirs.isinf()) and ours.isinf().any()
+        torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
+
+
+@needs_triton
 def test_the_kernels_are_what_runs(pair, use, monkeypatch):
     """Without them in place the tests above would compare the definitions with themselves."""
     from hf_specdec.kernels import attention, cache_ops, verification

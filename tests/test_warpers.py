@@ -12,6 +12,8 @@ from hf_specdec.decoding.warpers import (
     DraftVocabularyLogitsWarper,
     FusedSamplingLogitsWarper,
     NodeProcessors,
+    SamplingParameters,
+    split_sampling,
 )
 from hf_specdec.kernels import random_bits as rb
 from hf_specdec.runtime import DraftTrees, Sequence
@@ -315,3 +317,47 @@ def test_rows_with_processors_of_their_own():
     assert torch.equal(got[[0, 3]], logits[[0, 3]] / 0.5) and torch.equal(got[1], logits[1])
     assert got[2].isfinite().sum() == 1
     assert not needs_prefix(rows)
+
+
+@pytest.mark.parametrize(
+    ("before", "sampling"),
+    [
+        ([], (1.0, 5, 0.9, 0.0)),
+        ([hf.RepetitionPenaltyLogitsProcessor(1.2)], (0.7, 5, 0.9, 0.1)),
+        ([hf.TypicalLogitsWarper(0.9)], (0.7, 0, 1.0, 0.1)),
+    ],
+    ids=["alone", "all after another", "some after another"],
+)
+def test_sampling_parameters_can_be_left_to_others(before, sampling):
+    """What a list ends with is known, and `apply` without it is the rest."""
+    warpers = [*before, *chain(*sampling)]
+    nodes = NodeProcessors(hf.LogitsProcessorList(warpers), PADDED, PAD)
+    assert nodes.sampling == SamplingParameters(*sampling)
+    fused = NodeProcessors(hf.LogitsProcessorList([*before, FusedSamplingLogitsWarper(*sampling)]), PADDED, PAD)
+    assert fused.sampling == nodes.sampling
+    row, logits = Sequence([1, 2], 9, processors=nodes), torch.randn(1, VOCAB)
+    expected = logits.clone()
+    for processor in before:
+        expected = processor(torch.tensor([row.tokens]), expected)
+    assert torch.equal(process_logits([row], [torch.tensor([], dtype=torch.long)], logits, whole=False), expected)
+
+
+@pytest.mark.parametrize(
+    "warpers",
+    [
+        [],
+        [hf.TopKLogitsWarper(3), hf.TypicalLogitsWarper(0.9)],
+        [hf.TopKLogitsWarper(3, filter_value=-1.0)],
+        [hf.TopPLogitsWarper(0.5, min_tokens_to_keep=2)],
+    ],
+    ids=["none", "not last", "another filler", "two tokens kept"],
+)
+def test_what_kernels_cannot_do_is_not_left_to_them(warpers):
+    assert split_sampling(warpers) == (warpers, None)
+
+
+def test_only_what_stands_in_transformers_order_is_left_to_others():
+    """Top-p before top-k keeps other tokens than the kernel's top-k before top-p."""
+    top_p, top_k, min_p = hf.TopPLogitsWarper(0.5), hf.TopKLogitsWarper(3), hf.MinPLogitsWarper(0.1)
+    assert split_sampling([top_p, top_k, min_p]) == ([top_p], SamplingParameters(top_k=3, min_p=0.1))
+    assert split_sampling([top_k, top_k]) == ([top_k], SamplingParameters(top_k=3))

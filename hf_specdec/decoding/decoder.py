@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import functools
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -17,6 +18,7 @@ from ..runtime.logits import needs_prefix, process_logits
 from ..runtime.packed_batch import RowInput
 from .draft_length import DraftedStep, make_policy, nodes_by_depth
 from .outputs import RowStatistics
+from .sampling import RowSampling, left_to_kernels, row_sampling
 from .step_cost import StepTimer
 from .verification import verify
 
@@ -42,15 +44,21 @@ class StepTensors:
 
     Attributes:
         output: the target's forward.
-        scores: processed logits [R, V].
+        processed: its logits [R, V] through all processors but `sampling`, which verification applied itself.
         logit_rows: for each of the R rows, which packed token it belongs to.
         starts: sequence id → where its row begins among the packed tokens.
     """
 
     output: PackedOutput
-    scores: torch.Tensor
+    processed: torch.Tensor
+    sampling: RowSampling | None
     logit_rows: np.ndarray
     starts: dict[int, int]
+
+    @functools.cached_property
+    def scores(self) -> torch.Tensor:
+        """Processed logits [R, V]."""
+        return self.processed if self.sampling is None else self.sampling.applied_to(self.processed)
 
 
 class SpeculativeDecoder:
@@ -179,11 +187,11 @@ class SpeculativeDecoder:
         trees = self._propose([seq for seq, _ in decoding], limits)
         self.timer.proposed()
         output, logit_rows, starts = self._forward(rows, trees)
-        scores = self._scores([seq for seq, _ in decoding], trees, output.logits)
+        scores, sampling = self._scores([seq for seq, _ in decoding], trees, output.logits)
         results = {seq.id: StepResult(seq) for seq, _ in rows}
-        outcome = self._commit(rows, decoding, trees, scores, results)
+        outcome = self._commit(rows, decoding, trees, scores, sampling, results)
         outcome.output, outcome.starts, outcome.num_own = output, [starts[seq.id] for seq, _ in rows], num_own
-        self.last = StepTensors(output, scores, logit_rows, starts)
+        self.last = StepTensors(output, scores, sampling, logit_rows, starts)
         self.generator.observe(outcome)
         if self.policy.needs_observations and decoding:
             self._inform_policy(outcome, limits, timed=len(decoding) == len(rows) == sum(num_own))
@@ -282,27 +290,43 @@ class SpeculativeDecoder:
         output = self.target.forward(inputs, self.cache, self.all_hidden_states)
         return output, np.concatenate(logit_rows), starts
 
-    def _scores(self, sequences: list[Sequence], trees: DraftTrees, logits: torch.Tensor) -> torch.Tensor:
-        """Every node's logits through its row's processors, with the node's own prefix."""
+    def _scores(
+        self, sequences: list[Sequence], trees: DraftTrees, logits: torch.Tensor
+    ) -> tuple[torch.Tensor, RowSampling | None]:
+        """Every node's logits through its row's processors, with the node's own prefix; and what verification is to apply
+        of them itself."""
         owners = [seq for seq, count in zip(sequences, trees.lengths, strict=True) for _ in range(count + 1)]
-        if not needs_prefix(sequences):
-            return process_logits(owners, None, logits)
+        paths = self._paths(trees) if needs_prefix(sequences) else None
+        if not left_to_kernels(sequences, self.config, logits.device):
+            return process_logits(owners, paths, logits), None
+        scores = process_logits(owners, paths, logits, whole=False)
+        return scores, row_sampling(trees, scores, sequences)
+
+    @staticmethod
+    def _paths(trees: DraftTrees) -> list[torch.Tensor]:
+        """The drafted ids from each row's text to its root and to each of its nodes."""
         paths = []
         for i, count in enumerate(trees.lengths):
             paths.append(trees.tokens[i, :0])
             for node in range(count):
                 nodes = np.flatnonzero(trees.ancestors[i, node + 1, 1:]) if not trees.is_chain else np.arange(node + 1)
                 paths.append(trees.tokens[i, torch.from_numpy(nodes).to(trees.tokens.device)])
-        return process_logits(owners, paths, logits)
+        return paths
 
     def _commit(
-        self, rows, decoding, trees: DraftTrees, scores: torch.Tensor, results: dict[int, StepResult]
+        self,
+        rows,
+        decoding,
+        trees: DraftTrees,
+        scores: torch.Tensor,
+        sampling: RowSampling | None,
+        results: dict[int, StepResult],
     ) -> StepOutcome:
         """Keep accepted KV, append tokens, count."""
         sequences = [seq for seq, _ in decoding]
         kept, paths, emitted = [], [], []
         if sequences:
-            verdict = verify(trees, scores, sequences, self.config)
+            verdict = verify(trees, scores, sequences, self.config, sampling)
             paths = trees.paths(verdict.accepted)
             first = 0
             for i, seq in enumerate(sequences):

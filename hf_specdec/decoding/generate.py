@@ -174,7 +174,7 @@ class StaticBatch:
             return
         if self.returns.scores or self.returns.logits or self.returns.hidden:
             row = self.tensors[seq.row]
-            nodes = torch.tensor(result.nodes, device=step.scores.device)
+            nodes = torch.tensor(result.nodes, device=step.output.logits.device)
             if self.returns.scores:
                 row.scores += step.scores[nodes].unbind()
             if self.returns.logits:

@@ -13,6 +13,7 @@ from .rules.speculative_sampling import accept_block, reject_tokens
 from .rules.synthetic import accept_at_rates
 from .rules.target_choice import follow_target
 from .rules.typical import accept_typical
+from .sampling import RowSampling
 
 # What each rule does with rows that sample.
 RULES = {
@@ -40,7 +41,13 @@ class Verdict:
     tokens: np.ndarray
 
 
-def verify(trees: DraftTrees, scores: torch.Tensor, sequences: list[Sequence], config: SpeculativeConfig) -> Verdict:
+def verify(
+    trees: DraftTrees,
+    scores: torch.Tensor,
+    sequences: list[Sequence],
+    config: SpeculativeConfig,
+    sampling: RowSampling | None = None,
+) -> Verdict:
     """Verify every row's tree by `config.verification_rule` (docs/verification.md compares the rules).
 
     Args:
@@ -48,6 +55,7 @@ def verify(trees: DraftTrees, scores: torch.Tensor, sequences: list[Sequence], c
         scores: float32 [R, V], the target's processed logits after the root and after each node of row 0, then of row 1, ..
         sequences: the B rows, not yet extended. Greedy ones walk along the argmax under every rule but "synthetic".
         config: the rule, and the rule's own keys.
+        sampling: what the rule's kernel has yet to apply to the scores; None: nothing.
 
     The result crosses to the host in one transfer.
     """
@@ -58,7 +66,9 @@ def verify(trees: DraftTrees, scores: torch.Tensor, sequences: list[Sequence], c
     next_tokens = torch.zeros(len(sequences), dtype=torch.long, device=scores.device)
     for name, rows in _rows_by_rule(sequences, rule):
         some = trees if len(rows) == len(sequences) else trees.select(rows)
-        accepted[rows], next_tokens[rows] = RULES[name](some, scores, index[rows], [sequences[i] for i in rows], config)
+        more = {} if sampling is None else {"sampling": sampling.of(rows)}
+        members = [sequences[i] for i in rows]
+        accepted[rows], next_tokens[rows] = RULES[name](some, scores, index[rows], members, config, **more)
     table = torch.cat([accepted.long(), tokens, next_tokens[:, None]], dim=1).cpu().numpy()
     width = tokens.shape[1]
     return Verdict(table[:, :width] > 0, table[:, -1], table[:, width : 2 * width])

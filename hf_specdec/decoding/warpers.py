@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import copy
+import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any
 
 import torch
 from transformers.generation import logits_process as hf
@@ -118,6 +121,43 @@ class FusedSamplingLogitsWarper(LogitsProcessor):
         return scores.masked_fill(torch.zeros_like(removed).scatter(-1, order, removed), float("-inf"))
 
 
+@dataclass(frozen=True)
+class SamplingParameters:
+    """What `FusedSamplingLogitsWarper` takes, in the order in which it is applied."""
+
+    temperature: float = 1.0
+    top_k: int = 0
+    top_p: float = 1.0
+    min_p: float = 0.0
+
+
+_SAMPLING = {  # in transformers' order
+    hf.TemperatureLogitsWarper: "temperature",
+    hf.TopKLogitsWarper: "top_k",
+    hf.TopPLogitsWarper: "top_p",
+    hf.MinPLogitsWarper: "min_p",
+}
+
+
+def split_sampling(processors: list[Any]) -> tuple[list[Any], SamplingParameters | None]:
+    """The processors before the sampling parameters that a list ends with, and these; None if it ends with others."""
+    if processors and isinstance(processors[-1], FusedSamplingLogitsWarper):
+        last = processors[-1]
+        return processors[:-1], SamplingParameters(last.temperature, last.top_k, last.top_p, last.min_p)
+    names = list(_SAMPLING.values())
+    found: dict[str, Any] = {}
+    first = len(processors)
+    while first and (name := _SAMPLING.get(type(processors[first - 1]))):
+        processor = processors[first - 1]
+        least = min(map(names.index, found), default=len(names))
+        is_plain = getattr(processor, "filter_value", -math.inf) == -math.inf
+        if names.index(name) >= least or not is_plain or getattr(processor, "min_tokens_to_keep", 1) != 1:
+            break
+        found[name] = getattr(processor, name)
+        first -= 1
+    return processors[:first], SamplingParameters(**found) if found else None
+
+
 class NodeProcessors:
     """A LogitsProcessorList applied to tree nodes: each node gets what plain decoding would have given its prefix.
 
@@ -126,6 +166,9 @@ class NodeProcessors:
         prompt_ids: int64 [B, S], the caller's padded batch. Processors see rows as transformers shows them, padding
             included; ones that we do not know get whole batches of B rows, in case they tell rows apart by index.
         pad_token_id: fills rows that have no node in such a batch.
+
+    Attributes:
+        sampling: the temperature, top-k, top-p and min-p that the list ends with, which `apply` can leave out.
 
     Raises:
         ValueError: a processor keeps state from call to call, which rejected drafts would corrupt.
@@ -139,16 +182,22 @@ class NodeProcessors:
                 )
         self.processors, self.prompt_ids, self.pad_token_id = list(processors), prompt_ids, pad_token_id or 0
         self.needs_prefix = any(not self._is_stateless(p) for p in self.processors)
+        self._first, self.sampling = split_sampling(self.processors)
 
     @staticmethod
     def _is_stateless(processor) -> bool:
         return type(processor) in _STATELESS or isinstance(processor, FusedSamplingLogitsWarper)
 
-    def apply(self, sequences: list[Sequence], paths: list[torch.Tensor] | None, logits: torch.Tensor) -> torch.Tensor:
+    def apply(
+        self, sequences: list[Sequence], paths: list[torch.Tensor] | None, logits: torch.Tensor, whole: bool = True
+    ) -> torch.Tensor:
         """Scores [R, V]; see `runtime.logits.RowProcessors`."""
+        processors = self.processors if whole else self._first
+        if not processors:
+            return logits
         scores = logits.clone()  # processors may write in place
         prefixes: list[torch.Tensor] | None = None
-        for processor in self.processors:
+        for processor in processors:
             if self._is_stateless(processor):
                 scores = processor(self.prompt_ids[:1], scores)
                 continue

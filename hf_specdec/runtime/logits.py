@@ -15,18 +15,26 @@ class RowProcessors(Protocol):
 
     needs_prefix: bool
 
-    def apply(self, sequences: list[Sequence], paths: list[torch.Tensor] | None, logits: torch.Tensor) -> torch.Tensor:
-        """Scores [R, V] for R nodes; `sequences[r]` and the drafted ids `paths[r]` [depth] are node r's prefix."""
+    def apply(
+        self, sequences: list[Sequence], paths: list[torch.Tensor] | None, logits: torch.Tensor, whole: bool = True
+    ) -> torch.Tensor:
+        """Scores [R, V] for R nodes; `sequences[r]` and the drafted ids `paths[r]` [depth] are node r's prefix.
+
+        Not `whole`: without temperature, top-k, top-p and min-p at the end, which somebody else applies.
+        """
         ...
 
 
-def process_logits(sequences: list[Sequence], paths: list[torch.Tensor] | None, logits: torch.Tensor) -> torch.Tensor:
+def process_logits(
+    sequences: list[Sequence], paths: list[torch.Tensor] | None, logits: torch.Tensor, whole: bool = True
+) -> torch.Tensor:
     """Apply each node's processors to its logits.
 
     Args:
         sequences: R sequences, one per node (a sequence appears once per node of its tree).
         paths: drafted ids between the sequence's tokens and each node, int64 [depth] each; None if all are empty.
         logits: float32 [R, V]; not modified.
+        whole: see `RowProcessors.apply`.
     """
     groups: dict[int, list[int]] = {}
     for i, seq in enumerate(sequences):
@@ -35,13 +43,13 @@ def process_logits(sequences: list[Sequence], paths: list[torch.Tensor] | None, 
     if not groups:
         return logits
     if len(groups) == 1 and len(next(iter(groups.values()))) == len(sequences):
-        return sequences[0].processors.apply(sequences, paths, logits)
+        return sequences[0].processors.apply(sequences, paths, logits, whole)
     scores = logits.clone()
     for members in groups.values():
         index = torch.tensor(members, device=logits.device)
         chosen = [sequences[i] for i in members]
         scores[index] = chosen[0].processors.apply(
-            chosen, None if paths is None else [paths[i] for i in members], logits[index]
+            chosen, None if paths is None else [paths[i] for i in members], logits[index], whole
         )
     return scores
 

@@ -123,6 +123,22 @@ class HeadTrainer(ABC):
     def exported(self, form: str) -> Exported:
         """The head in the layout `form`, one of `formats`. Tensors are cast and moved by the caller."""
 
+    def take_over(self, tensors: dict[str, torch.Tensor]) -> None:
+        """Begin with the tensors of an exported head, in the layout that `formats` names first; names and shapes are right.
+
+        Raises:
+            TrainingError: what is no parameter of the head (a draft vocabulary, a copy of the target's embeddings) differs.
+        """
+        trained = {parameter.untyped_storage().data_ptr() for parameter in self.head.parameters()}
+        for name, own in self.exported(self.formats[0]).tensors.items():
+            given = tensors[name].to(own.device)
+            if own.untyped_storage().data_ptr() in trained:
+                own.copy_(given)
+            elif not torch.equal(own.to(given.dtype), given):
+                raise TrainingError(
+                    f"--init-from: {name} differs from this run's: the head is for another target or draft vocabulary."
+                )
+
     def speculative_config(self) -> dict[str, Any]:
         """Keys besides `model` that the exported head is measured with (the method is inferred)."""
         return {"num_speculative_tokens": self.num_guesses}

@@ -171,6 +171,10 @@ class DFlashTrainer(HeadTrainer):
 
     # ---- export -----------------------------------------------------------------------------------------------------
 
+    def take_over(self, tensors: dict[str, torch.Tensor]) -> None:
+        """In training the states are divided by their sizes."""
+        self.head.load_state_dict({**tensors, "fc.weight": tensors["fc.weight"].to(self.sizes) * self.sizes})
+
     def exported(self, form: str) -> Exported:
         """z-lab's files (`dflash_config`), or speculators', which hold the target's embeddings and head too."""
         options, target = self.options, self.target

@@ -18,6 +18,7 @@ from .base import Exported, Guesses, HeadTrainer, StepLoss, TrainingError, every
 from .batch import Batch
 from .options import TrainingOptions, option
 from .registry import register
+from .teacher import Teacher
 
 _LAYER_KEYS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps",
@@ -114,16 +115,16 @@ class HydraTrainer(HeadTrainer):
         labels = [batch.labels(k) for k in range(self.num_guesses)]
         used = torch.stack([counts for _, counts in labels]).any(0)
         state = self._states(batch)[used]
+        teacher = Teacher(self.target, batch) if options.teacher_weight else None
         total, metrics = state.new_zeros(()), {}
         for k, (ids, counts) in enumerate(labels):
             state = self.head.with_tokens(state, batch.ahead(batch.input_ids, 1 + k)[used])
             counted = counts[used]
             wanted, logits = ids[used][counted], self.head.heads[k](state[counted]).float()
             part = logits.new_zeros(())
-            if options.teacher_weight:
-                with torch.no_grad():
-                    teacher = self.target.logits(batch.ahead(batch.hidden(), 1 + k)[counts]).softmax(-1)
-                part = part + options.teacher_weight * F.cross_entropy(logits, teacher, reduction="sum")
+            if teacher is not None:
+                wanted_probs = teacher.of(k, counts)
+                part = part + options.teacher_weight * F.cross_entropy(logits, wanted_probs, reduction="sum")
             if options.label_weight:
                 part = part + options.label_weight * F.cross_entropy(logits, wanted, reduction="sum")
             total = total + options.head_decay**k * part

@@ -19,6 +19,7 @@ from .batch import Batch
 from .data import Sample
 from .estimate import Estimate, judge
 from .features import FeatureSource
+from .initial import begin_as
 from .log import Bar, Log, plot
 from .order import BatchOrder, in_order
 from .schedule import learning_rate, seed_everything
@@ -88,6 +89,8 @@ class Run:
         }
         seed_everything(options.seed)
         trainer.head = trainer.build(self._token_counts()).to(self.target.device).train()
+        if options.init_from is not None:
+            begin_as(trainer, options.init_from)
         self.parameters = {name: p for name, p in trainer.head.named_parameters() if p.requires_grad}
         self._check_parameters()
         self.optimizer = torch.optim.AdamW(self._groups(), lr=options.learning_rate, betas=(0.9, 0.95))

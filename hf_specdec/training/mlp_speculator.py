@@ -17,6 +17,7 @@ from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor
 from .batch import Batch
 from .options import TrainingOptions, option
 from .registry import register
+from .teacher import Teacher
 
 _CHILDREN = (4, 3, 2)  # of the tree that config.json proposes; from there on 2
 
@@ -97,6 +98,7 @@ class MLPSpeculatorTrainer(HeadTrainer):
         labels = [batch.labels(k) for k in range(self.num_guesses)]
         used = torch.stack([counts for _, counts in labels]).any(0)
         state = batch.hidden()[used]
+        teacher = Teacher(self.target, batch) if options.teacher_weight else None
         total, metrics = state.new_zeros(()), {}
         for k, (ids, counts) in enumerate(labels):
             logits, state = self.head.step(k, state, batch.ahead(batch.input_ids, 1 + k)[used])
@@ -105,10 +107,9 @@ class MLPSpeculatorTrainer(HeadTrainer):
             logits = logits[counted].float()
             if options.label_weight:
                 total = total + options.label_weight * F.cross_entropy(logits, wanted, reduction="sum")
-            if options.teacher_weight:
-                with torch.no_grad():
-                    teacher = self.target.logits(batch.ahead(batch.hidden(), 1 + k)[counts]).softmax(-1)
-                total = total + options.teacher_weight * F.cross_entropy(logits, teacher, reduction="sum")
+            if teacher is not None:
+                wanted_probs = teacher.of(k, counts)
+                total = total + options.teacher_weight * F.cross_entropy(logits, wanted_probs, reduction="sum")
             metrics[f"accuracy_{k + 1}"] = ((logits.argmax(-1) == wanted).sum(), counted.sum())
         return StepLoss(total, labels[0][1].sum(), metrics)
 

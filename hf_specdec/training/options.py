@@ -32,6 +32,9 @@ class TrainingOptions:
         TrainingError: a value out of its range.
     """
 
+    init_from: str | None = option(
+        None, "a head of the same shape and layout (folder, Hub id, bundled name) whose weights the run begins with"
+    )
     epochs: int = option(3, "passes over the data", minimum=1)
     max_steps: int | None = option(None, "stop after this many steps, whatever epochs says", minimum=1)
     tokens_per_batch: int = option(4096, "padded tokens in one forward of the target, per device", minimum=1)

@@ -15,6 +15,7 @@ from ...kernels import random_bits
 from ...kernels import reference as ops
 from ...kernels.dispatch import uses_triton
 from ...runtime import DraftTrees, Sequence
+from ..sampling import RowSampling
 from .target_choice import drafts_on, streams_on
 
 
@@ -54,7 +55,12 @@ def _prob_index(trees: DraftTrees, device: torch.device) -> torch.Tensor:
 
 
 def reject_tokens(
-    trees: DraftTrees, scores: torch.Tensor, index: np.ndarray, sequences: list[Sequence], config: SpeculativeConfig
+    trees: DraftTrees,
+    scores: torch.Tensor,
+    index: np.ndarray,
+    sequences: list[Sequence],
+    config: SpeculativeConfig,
+    sampling: RowSampling | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Speculative sampling, token by token: see `reference.rejection_walk`."""
     device = scores.device
@@ -64,8 +70,20 @@ def reject_tokens(
         at, tokens, valid, parents = drafts_on(device, trees, index)
         seeds, positions, steps, _ = streams_on(device, sequences)
         prob_index = None if trees.probs is None else _prob_index(trees, device).contiguous()
+        temperature, limits = (None, None) if sampling is None else (sampling.temperature, sampling.limits)
         path, _, next_tokens = verify_rejection(
-            scores, at, tokens, valid, seeds, positions, steps, parents, trees.probs, prob_index
+            scores,
+            at,
+            tokens,
+            valid,
+            seeds,
+            positions,
+            steps,
+            parents,
+            trees.probs,
+            prob_index,
+            temperature=temperature,
+            limits=limits,
         )
         return path, next_tokens
     noise = _Noise(sequences, device, scores.shape[1])

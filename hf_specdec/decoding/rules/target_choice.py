@@ -11,6 +11,7 @@ from ...kernels import reference as ops
 from ...kernels.dispatch import uses_triton
 from ...runtime import DraftTrees, Sequence
 from ...runtime.logits import add_noise
+from ..sampling import RowSampling
 
 
 def own_scores(trees: DraftTrees, scores: torch.Tensor, index: np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
@@ -66,7 +67,12 @@ def streams_on(device: torch.device, sequences: list[Sequence]) -> tuple[torch.T
 
 
 def follow_target(
-    trees: DraftTrees, scores: torch.Tensor, index: np.ndarray, sequences: list[Sequence], config: SpeculativeConfig
+    trees: DraftTrees,
+    scores: torch.Tensor,
+    index: np.ndarray,
+    sequences: list[Sequence],
+    config: SpeculativeConfig,
+    sampling: RowSampling | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Walk each tree along the target's own choices."""
     if uses_triton(scores.device):
@@ -75,7 +81,10 @@ def follow_target(
         at, tokens, valid, parents = drafts_on(scores.device, trees, index)
         streams = streams_on(scores.device, sequences) if any(seq.do_sample for seq in sequences) else None
         seeds, positions, _, do_sample = (None, None, None, None) if streams is None else streams
-        path, _, next_tokens = verify_choices(scores, at, tokens, valid, parents, seeds, positions, do_sample)
+        temperature, limits = (None, None) if sampling is None else (sampling.temperature, sampling.limits)
+        path, _, next_tokens = verify_choices(
+            scores, at, tokens, valid, parents, seeds, positions, do_sample, temperature, limits
+        )
         return path, next_tokens
     choices = target_choices(trees, scores, index, sequences)
     tokens = trees.tokens.to(scores.device)
