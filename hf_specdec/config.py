@@ -19,8 +19,9 @@ _RULE_OF_KEY = {
     "synthetic_acceptance_length": "synthetic",
 }
 # What may differ between calls that share a decoder and its drafter.
-PER_CALL_KEYS = ("seed", "rejection_sample_method", *_RULE_OF_KEY)
+PER_CALL_KEYS = ("seed", "rejection_sample_method", "async_scheduling", *_RULE_OF_KEY)
 DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
+QUANTIZATIONS = ("wint8", "wint4")
 DRAFT_LENGTHS = ("fixed", "auto")
 
 
@@ -38,6 +39,7 @@ class SpeculativeConfig:
     name: ClassVar[str] = ""
     requires: ClassVar[tuple[str, ...]] = ()
     default_num_speculative_tokens: ClassVar[int] = 5
+    has_weights: ClassVar[bool] = False  # whether the drafter is a model or a head
     default_longest_draft: ClassVar[int] = 8  # num_speculative_tokens under draft_length "auto"
 
     method: str = field(default="", metadata={"help": "which drafter proposes tokens; `hf-specdec models` lists them"})
@@ -103,10 +105,42 @@ class SpeculativeConfig:
         metadata={"help": "on a CPU, keep a second, faster copy of the weights; by default if memory is plentiful"},
     )
 
+    async_scheduling: bool | None = field(
+        default=None,
+        metadata={
+            "help": "begin a step before the last one has been shown to stopping criteria and streamers; by default on GPUs. The "
+            "output is the same"
+        },
+    )
+    quantization: str | None = field(
+        default=None,
+        metadata={"help": "'wint8' or 'wint4': the drafter's linear layers with 8-bit or 4-bit weights (needs torchao)"},
+    )
+    target_quantization: str | None = field(
+        default=None,
+        metadata={
+            "help": "the same for the target: output is that of the quantized model; its own weights stay in memory beside it"
+        },
+    )
+    compile: bool = field(
+        default=False,
+        metadata={
+            "help": "torch.compile the decoder layers of the target, and of a draft model; meant for GPUs (not yet run on one)"
+        },
+    )
     cuda_graphs: bool = field(
         default=False,
         metadata={
-            "help": "on a GPU, run decoding steps as CUDA graphs (with HF_SPECDEC_KERNELS=triton; not yet run on one)"
+            "help": "on a GPU, run decoding steps and drafting rounds as CUDA graphs (with HF_SPECDEC_KERNELS=triton; not yet run "
+            "on one)"
+        },
+    )
+
+    deterministic: bool = field(
+        default=False,
+        metadata={
+            "help": "the target's logits are the same bits whatever is verified or batched beside them, so that greedy output equals "
+            "plain decoding's with this key, in bfloat16 too; slower"
         },
     )
 
@@ -126,7 +160,19 @@ class SpeculativeConfig:
         self.check_choice("rejection_sample_method", VERIFICATION_RULES, optional=True)
         self.check_choice("draft_sample_method", DRAFT_SAMPLE_METHODS, optional=True)
         self.check_bool("prepack_weights", optional=True)
+        self.check_bool("async_scheduling", optional=True)
+        self.check_choice("quantization", QUANTIZATIONS, optional=True)
+        self.check_choice("target_quantization", QUANTIZATIONS, optional=True)
+        if self.quantization is not None and not self.has_weights:
+            raise self.fail("quantization", "is for drafters with weights, which it has not: leave it out.")
+        self.check_bool("compile")
+        if self.compile and self.prepack_weights:
+            raise self.fail("prepack_weights", "cannot be combined with 'compile': leave one of them out.")
         self.check_bool("cuda_graphs")
+        self.check_bool("deterministic")
+        for key in ("prepack_weights", "cuda_graphs", "target_quantization", "compile"):
+            if self.deterministic and getattr(self, key):
+                raise self.fail(key, "cannot be combined with 'deterministic': leave one of them out.")
         self._check_rule_keys()
 
     # ---- draft length -----------------------------------------------------------------------------------------------

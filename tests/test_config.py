@@ -229,6 +229,7 @@ BAD = [
     *(("ngram", "posterior_alpha", value) for value in (-0.1, "0.1", None, True, float("nan"))),
     *(("draft_model", "draft_sample_method", value) for value in ("sampled", 5, ["greedy"])),
     *(("ngram", "prepack_weights", value) for value in (1, "yes")),
+    *(("ngram", "async_scheduling", value) for value in (0, "on")),
     *(("suffix", "suffix_decoding_max_tree_depth", value) for value in (1, 0, "24", 3.5, True, None)),
     *(("suffix", "suffix_decoding_max_cached_requests", value) for value in (-2, 1.5, "all")),
     *(("suffix", "suffix_decoding_max_spec_factor", value) for value in (-0.1, "1", None, True, float("nan"))),

@@ -19,6 +19,7 @@ from transformers import (
 from transformers.generation.stopping_criteria import EosTokenCriteria
 
 METHODS = ["none", "ngram", "chain", "tree", "perfect"]
+OVERLAPPING = ["none, overlapping", "tree, overlapping", "perfect, overlapping"]  # with asynchronous scheduling
 WIDTH = 8
 
 
@@ -40,9 +41,10 @@ def configs(model, tmp_path_factory):
     return {**method_configs(str(path / "drafter")), "perfect": perfect}
 
 
-@pytest.fixture(params=METHODS)
+@pytest.fixture(params=METHODS + OVERLAPPING)
 def config(request, configs):
-    return configs[request.param]
+    name, *overlapping = request.param.split(", ")
+    return {**configs[name], "async_scheduling": bool(overlapping)}
 
 
 @pytest.fixture(scope="module")
@@ -245,3 +247,63 @@ def test_tokens_arrive_as_they_are_accepted(model, configs):
     finally:
         hook.remove()
     assert events == ["token", "forward", *["token"] * 10, "forward", *["token"] * 10, "end"]
+
+
+# ---- asynchronous scheduling ----------------------------------------------------------------------------------------
+
+
+def test_a_step_begins_before_the_last_one_is_shown(model, configs, monkeypatch):
+    """And not where a forward's tensors are to be returned, which the next one may overwrite."""
+    from hf_specdec.decoding.decoder import SpeculativeDecoder
+    from hf_specdec.decoding.stopping import LockstepObserver
+
+    events = []
+    for owner, name in ((SpeculativeDecoder, "begin"), (SpeculativeDecoder, "finish"), (LockstepObserver, "advance")):
+        original = getattr(owner, name)
+        monkeypatch.setattr(
+            owner, name, lambda self, *a, _of=original, _name=name: (events.append(_name), _of(self, *a))[1]
+        )
+    config = {**configs["none"], "async_scheduling": True}
+    model.generate(**ragged([5]), max_new_tokens=3, do_sample=False, speculative_config=config)
+    assert events == ["begin", *["finish", "begin", "advance"] * 2, "finish", "advance"]
+    events.clear()
+    more = {"return_dict_in_generate": True, "output_scores": True}
+    model.generate(**ragged([5]), max_new_tokens=3, do_sample=False, speculative_config=config, **more)
+    assert events == ["begin", "finish", "advance"] * 3
+
+
+@pytest.mark.parametrize("method", ["none", "chain", "tree"])
+@pytest.mark.parametrize("num_blocks", [None, 5])
+def test_overlapping_rows_leave_and_wait_as_others_do(model, configs, method, num_blocks):
+    """Ragged lengths, an end-of-sequence token, and too few blocks for all rows at once."""
+    config = {
+        **configs[method],
+        "block_size": 8,
+        "num_blocks": num_blocks,
+        "rejection_sample_method": "coupled",
+        "seed": 2,
+    }
+    arguments = {**ragged([5, 11, 3, 8]), "max_new_tokens": 20, "do_sample": True, "pad_token_id": 0}
+    whole = model.generate(**arguments, eos_token_id=None, speculative_config={**config, "num_blocks": None})
+    arguments["eos_token_id"] = [int(whole[0, -15]), int(whole[2, -8])]
+    synchronous, overlapping = (
+        model.generate(**arguments, speculative_config={**config, "async_scheduling": wanted})
+        for wanted in (False, True)
+    )
+    assert torch.equal(overlapping, synchronous)
+    assert overlapping[0, -1] == 0, "no row ended before the others"
+
+
+def test_an_error_while_a_step_is_pending_leaves_nothing_behind(model, configs):
+    class Failing(StoppingCriteria):
+        def __call__(self, input_ids, scores, **kwargs):
+            if input_ids.shape[1] > WIDTH + 4:
+                raise RuntimeError("criterion failed")
+            return torch.zeros(len(input_ids), dtype=torch.bool)
+
+    arguments = {**ragged([5, 8]), "max_new_tokens": 12, "do_sample": False}
+    config = {**configs["chain"], "async_scheduling": True}
+    plain = model.generate(**arguments)
+    with pytest.raises(RuntimeError, match="criterion failed"):
+        model.generate(**arguments, speculative_config=config, stopping_criteria=StoppingCriteriaList([Failing()]))
+    assert torch.equal(model.generate(**arguments, speculative_config=config), plain)

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from ..candidate_generators.drafting.growing import GrowingGenerator
-from ..candidate_generators.drafting.tree_growth import Level
+from ..candidate_generators.drafting.levels import Level
 from ..candidate_generators.drafting.tree_shapes import TreeTemplate
 from ..runtime import Sequence
 from ..runtime.architectures import check_length

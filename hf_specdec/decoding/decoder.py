@@ -20,7 +20,7 @@ from .draft_length import DraftedStep, make_policy, nodes_by_depth
 from .outputs import RowStatistics
 from .sampling import RowSampling, left_to_kernels, row_sampling
 from .step_cost import StepTimer
-from .verification import verify
+from .verification import PendingVerdict, begin_verification
 
 
 @dataclass
@@ -59,6 +59,27 @@ class StepTensors:
     def scores(self) -> torch.Tensor:
         """Processed logits [R, V]."""
         return self.processed if self.sampling is None else self.sampling.applied_to(self.processed)
+
+
+@dataclass
+class PendingStep:
+    """A step whose verdict the host does not know yet.
+
+    Attributes:
+        rows: (sequence, end) of every row in the forward: its own tokens were fed up to `end`.
+        num_own: how many of its own tokens each fed.
+        decoding: those of the rows that read no prompt any more, with what the policy allowed each and the tree it got.
+        tensors: of the forward.
+        verdict: on the trees; None if no row is decoding.
+    """
+
+    rows: list[tuple[Sequence, int]]
+    num_own: list[int]
+    decoding: list[Sequence]
+    limits: list[int]
+    trees: DraftTrees
+    tensors: StepTensors
+    verdict: PendingVerdict | None
 
 
 class SpeculativeDecoder:
@@ -168,9 +189,15 @@ class SpeculativeDecoder:
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
-    @torch.no_grad()
     def step(self, sequences: list[Sequence], num_tokens: list[int] | None = None) -> list[StepResult]:
-        """One round for some of the running sequences, all in one target forward. Runs inside `active()`.
+        """One round for some of the running sequences, all in one target forward: `begin`, then `finish`."""
+        return self.finish(self.begin(sequences, num_tokens))
+
+    @torch.no_grad()
+    def begin(self, sequences: list[Sequence], num_tokens: list[int] | None = None) -> PendingStep:
+        """Propose, forward and verify, without waiting for the device. Runs inside `active()`.
+
+        At most one step is pending at a time: `finish` it, or `cancel` it.
 
         Args:
             sequences: unfinished rows, first come first served: rows that no block is left for wait (no result for them).
@@ -181,21 +208,38 @@ class SpeculativeDecoder:
         """
         rows = self._admit(sequences, num_tokens)
         num_own = [end - self.cache.tables[seq.id].length for seq, end in rows]
-        decoding = [(seq, end) for seq, end in rows if end == len(seq.tokens)]
+        decoding = [seq for seq, end in rows if end == len(seq.tokens)]
         self.timer.start()
-        limits = self._draft_limits([seq for seq, _ in decoding])
-        trees = self._propose([seq for seq, _ in decoding], limits)
+        limits = self._draft_limits(decoding)
+        trees = self._propose(decoding, limits)
         self.timer.proposed()
         output, logit_rows, starts = self._forward(rows, trees)
-        scores, sampling = self._scores([seq for seq, _ in decoding], trees, output.logits)
-        results = {seq.id: StepResult(seq) for seq, _ in rows}
-        outcome = self._commit(rows, decoding, trees, scores, sampling, results)
-        outcome.output, outcome.starts, outcome.num_own = output, [starts[seq.id] for seq, _ in rows], num_own
-        self.last = StepTensors(output, scores, sampling, logit_rows, starts)
+        scores, sampling = self._scores(decoding, trees, output.logits)
+        verdict = begin_verification(trees, scores, decoding, self.config, sampling) if decoding else None
+        tensors = StepTensors(output, scores, sampling, logit_rows, starts)
+        return PendingStep(rows, num_own, decoding, limits, trees, tensors, verdict)
+
+    @torch.no_grad()
+    def finish(self, pending: PendingStep) -> list[StepResult]:
+        """Wait for the verdict, keep accepted KV, append tokens, count, and let the drafter see what came of it.
+
+        Sequences that were finished meanwhile get nothing.
+        """
+        results = {seq.id: StepResult(seq) for seq, _ in pending.rows}
+        outcome = self._commit(pending, results)
+        outcome.output, outcome.num_own = pending.tensors.output, pending.num_own
+        outcome.starts = [pending.tensors.starts[seq.id] for seq, _ in pending.rows]
+        self.last = pending.tensors
         self.generator.observe(outcome)
-        if self.policy.needs_observations and decoding:
-            self._inform_policy(outcome, limits, timed=len(decoding) == len(rows) == sum(num_own))
+        if self.policy.needs_observations and outcome.sequences:
+            whole = len(outcome.sequences) == len(pending.rows) == sum(pending.num_own)
+            self._inform_policy(outcome, pending, timed=whole)
         return list(results.values())
+
+    def cancel(self, pending: PendingStep) -> None:
+        """Wait for a pending step and forget it; its sequences are to be removed."""
+        if pending.verdict is not None:
+            pending.verdict.wait()
 
     def _admit(self, sequences: list[Sequence], num_tokens: list[int] | None) -> list[tuple[Sequence, int]]:
         """(sequence, end): the rows that fit, and up to where each one's text is fed in this step."""
@@ -231,11 +275,13 @@ class SpeculativeDecoder:
         """How deep each row drafts: what the policy wishes, within what the row may and can use."""
         return self.policy.limits(sequences, [self._draft_limit(seq) for seq in sequences])
 
-    def _inform_policy(self, outcome: StepOutcome, limits: list[int], timed: bool) -> None:
+    def _inform_policy(self, outcome: StepOutcome, pending: PendingStep, timed: bool) -> None:
         """Show the policy what its lengths led to. The times of steps that also read prompts say nothing about decoding."""
         seconds, drafting_seconds = self.timer.stop()
         nodes, accepted = nodes_by_depth(outcome.trees), [len(path) for path in outcome.accepted]
         num_new = [len(new) for new in outcome.new_tokens]
+        chosen = dict(zip([seq.id for seq in pending.decoding], pending.limits, strict=True))
+        limits = [chosen[seq.id] for seq in outcome.sequences]
         self.policy.observe(
             DraftedStep(
                 outcome.sequences, limits, nodes, accepted, num_new, seconds if timed else None, drafting_seconds
@@ -313,39 +359,32 @@ class SpeculativeDecoder:
                 paths.append(trees.tokens[i, torch.from_numpy(nodes).to(trees.tokens.device)])
         return paths
 
-    def _commit(
-        self,
-        rows,
-        decoding,
-        trees: DraftTrees,
-        scores: torch.Tensor,
-        sampling: RowSampling | None,
-        results: dict[int, StepResult],
-    ) -> StepOutcome:
+    def _commit(self, pending: PendingStep, results: dict[int, StepResult]) -> StepOutcome:
         """Keep accepted KV, append tokens, count."""
-        sequences = [seq for seq, _ in decoding]
+        trees, going_on = pending.trees, [i for i, seq in enumerate(pending.decoding) if not seq.finished]
+        sequences = [pending.decoding[i] for i in going_on]
         kept, paths, emitted = [], [], []
-        if sequences:
-            verdict = verify(trees, scores, sequences, self.config, sampling)
-            paths = trees.paths(verdict.accepted)
-            first = 0
-            for i, seq in enumerate(sequences):
-                drafted = [int(verdict.tokens[i, node]) for node in paths[i]]
-                kept.append((seq.id, len(seq.tokens), paths[i]))
-                new = seq.accept(drafted + [int(verdict.next_tokens[i])])
-                paths[i] = paths[i][: len(new)]
+        if pending.verdict is not None:
+            verdict = pending.verdict.wait()
+            roots = np.cumsum([0, *(length + 1 for length in trees.lengths)])  # each row's first among the R score rows
+            accepted = trees.paths(verdict.accepted)
+            for i, seq in zip(going_on, sequences, strict=True):
+                path, first = accepted[i], int(roots[i])
+                drafted = [int(verdict.tokens[i, node]) for node in path]
+                kept.append((seq.id, len(seq.tokens), path))
+                new = seq.accept([*drafted, int(verdict.next_tokens[i])])
+                path = path[: len(new)]
                 seq.num_steps += 1
-                self.statistics[seq.id].record(
-                    trees.lengths[i], len(new), min(len(paths[i]), len(new)), _depth(trees, i)
-                )
+                self.statistics[seq.id].record(trees.lengths[i], len(new), min(len(path), len(new)), _depth(trees, i))
                 results[seq.id].new_tokens = new
-                results[seq.id].nodes = [first, *(first + 1 + node for node in paths[i])][: len(new)]
+                results[seq.id].nodes = [first, *(first + 1 + node for node in path)][: len(new)]
+                paths.append(path)
                 emitted.append(new)
-                first += trees.lengths[i] + 1
         verified = {seq.id for seq in sequences}
-        kept += [(seq.id, end, []) for seq, end in rows if seq.id not in verified]
+        kept += [(seq.id, end, []) for seq, end in pending.rows if seq.id not in verified]
         self.cache.commit(kept)
-        return StepOutcome(sequences, trees, paths, emitted, chunks=[(seq, end) for seq, end in rows])
+        trees = trees if len(going_on) == len(pending.decoding) else trees.select(going_on)
+        return StepOutcome(sequences, trees, paths, emitted, chunks=pending.rows)
 
 
 def _join(own: np.ndarray, nodes) -> np.ndarray | torch.Tensor:

@@ -17,7 +17,7 @@ from ..cache import OutOfBlocks
 from ..runtime import Sequence
 from ..runtime.architectures import check_length
 from ..runtime.sequence import stream_seeds
-from .decoder import SpeculativeDecoder, StepResult
+from .decoder import PendingStep, SpeculativeDecoder, StepResult
 from .outputs import (
     RowStatistics,
     RowTensors,
@@ -129,19 +129,47 @@ class StaticBatch:
 
     def until_done(self, model: PreTrainedModel, synced_gpus: bool) -> None:
         """Step until every row has stopped; with `synced_gpus`, until the other processes' rows have too."""
+        if not synced_gpus and self._overlaps():
+            self._until_done_overlapping()
+            return
         finished = False
         while model._has_unfinished_sequences(finished, synced_gpus, device=self.observer.ids.device):
             if finished:  # ZeRO-3 and FSDP gather weights in forward: idle ranks must take part
                 model(input_ids=self.observer.ids[:1, :1], use_cache=False)
                 continue
-            for result in self._step():
+            for result in self.decoder.finish(self._begin()):
                 self._collect(result)
             finished = self.observer.advance()
             self.kv_cache_bytes = self.decoder.cache.num_bytes
-            self._let_go(everything=finished)
+            self._let_go([seq for seq in self.running if seq.finished or finished], finished)
 
-    def _step(self) -> list[StepResult]:
-        return self._making_room(lambda: self.decoder.step(self.running, self._chunks()))
+    def _overlaps(self) -> bool:
+        """Whether the next step may begin before the last one has been shown: nothing of its forward is to be returned."""
+        wanted, returns = self.decoder.config.async_scheduling, self.returns
+        wanted = self.decoder.target.device.type == "cuda" if wanted is None else wanted
+        return wanted and not (returns.scores or returns.logits or returns.hidden or self.keep_cache)
+
+    def _until_done_overlapping(self) -> None:
+        """As `until_done`, with criteria and streamers shown a step while the device works on the next: asynchronous scheduling.
+
+        Rows stop by length and end-of-sequence tokens before their next step begins. One that a criterion stops has one step
+        pending then, which is forgotten, so the output is the same.
+        """
+        pending, done = self._begin(), False
+        while not done:
+            results = self.decoder.finish(pending) if pending is not None else []
+            self.kv_cache_bytes = self.decoder.cache.num_bytes
+            self._let_go([seq for seq in self.running if seq.finished])
+            pending = self._begin() if self.running else None
+            for result in results:
+                self._collect(result)
+            done = self.observer.advance()
+        if pending is not None:
+            self.decoder.cancel(pending)
+        self._let_go(list(self.running), everything=True)
+
+    def _begin(self) -> PendingStep:
+        return self._making_room(lambda: self.decoder.begin(self.running, self._chunks()))
 
     def _making_room(self, act: Callable[[], Any]) -> Any:
         """Do what needs blocks, preempting the rows behind as long as there are too few."""
@@ -192,8 +220,7 @@ class StaticBatch:
             packed = packed[1:]
         row.hidden.append([h[packed.to(h.device)] for h in step.output.hidden_states])
 
-    def _let_go(self, everything: bool) -> None:
-        leaving = [seq for seq in self.running if seq.finished or everything]
+    def _let_go(self, leaving: list[Sequence], everything: bool = False) -> None:
         if leaving and self.keep_cache and not everything:  # transformers feeds the end token while other rows go on
             self._making_room(lambda: self.decoder.read_last(leaving))
         for seq in leaving:

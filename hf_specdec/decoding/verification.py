@@ -41,13 +41,37 @@ class Verdict:
     tokens: np.ndarray
 
 
-def verify(
+class PendingVerdict:
+    """A verdict on its way from the device: one transfer, which the host need not wait for yet.
+
+    Args:
+        table: int64 [B, 2 N + 1]: accepted nodes, drafted ids, the token after them.
+    """
+
+    def __init__(self, table: torch.Tensor):
+        self._table, self._event = table, None
+        if table.device.type == "cuda":
+            self._table = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
+            self._table.copy_(table, non_blocking=True)
+            self._event = torch.cuda.Event()
+            self._event.record()
+
+    def wait(self) -> Verdict:
+        """The verdict, once it is there."""
+        if self._event is not None:
+            self._event.synchronize()
+        table = self._table.cpu().numpy()
+        width = table.shape[1] // 2
+        return Verdict(table[:, :width] > 0, table[:, -1], table[:, width : 2 * width])
+
+
+def begin_verification(
     trees: DraftTrees,
     scores: torch.Tensor,
     sequences: list[Sequence],
     config: SpeculativeConfig,
     sampling: RowSampling | None = None,
-) -> Verdict:
+) -> PendingVerdict:
     """Verify every row's tree by `config.verification_rule` (docs/verification.md compares the rules).
 
     Args:
@@ -56,8 +80,6 @@ def verify(
         sequences: the B rows, not yet extended. Greedy ones walk along the argmax under every rule but "synthetic".
         config: the rule, and the rule's own keys.
         sampling: what the rule's kernel has yet to apply to the scores; None: nothing.
-
-    The result crosses to the host in one transfer.
     """
     rule = config.verification_rule
     index = _score_rows(trees)
@@ -69,9 +91,18 @@ def verify(
         more = {} if sampling is None else {"sampling": sampling.of(rows)}
         members = [sequences[i] for i in rows]
         accepted[rows], next_tokens[rows] = RULES[name](some, scores, index[rows], members, config, **more)
-    table = torch.cat([accepted.long(), tokens, next_tokens[:, None]], dim=1).cpu().numpy()
-    width = tokens.shape[1]
-    return Verdict(table[:, :width] > 0, table[:, -1], table[:, width : 2 * width])
+    return PendingVerdict(torch.cat([accepted.long(), tokens, next_tokens[:, None]], dim=1))
+
+
+def verify(
+    trees: DraftTrees,
+    scores: torch.Tensor,
+    sequences: list[Sequence],
+    config: SpeculativeConfig,
+    sampling: RowSampling | None = None,
+) -> Verdict:
+    """`begin_verification`, and wait for it."""
+    return begin_verification(trees, scores, sequences, config, sampling).wait()
 
 
 def _rows_by_rule(sequences: list[Sequence], rule: str) -> list[tuple[str, list[int]]]:
