@@ -1,80 +1,52 @@
 """Steps in buckets of static buffers give what steps as they come give; capturing is played by calling again in Python."""
 
-import dataclasses
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replayed_graphs import CaptureInPython, graphs_in_python  # noqa: F401
 from test_triton_generate import CONFIGS, decode, pair  # noqa: F401
 from triton_interpreter import needs_triton, run_interpreted
 
 import hf_specdec
 from hf_specdec.kernels.attention_inputs import InputSizes
-from hf_specdec.runtime import PackedModel, graphs
+from hf_specdec.runtime import graphs
 
 
 def test_in_a_process_of_its_own():
     run_interpreted(__file__)
 
 
-def again(forward):
-    """A capture whose replay runs the same once more and writes into the first run's outputs, as a graph does."""
-    out = forward()
-
-    def replay():
-        for kept, new in zip(tensors_of(out), tensors_of(forward()), strict=True):
-            kept.copy_(new)
-
-    for tensor in tensors_of(out):
-        tensor.fill_(float("nan") if tensor.is_floating_point() else -1)  # capturing computes nothing
-    return out, replay
-
-
-def tensors_of(output):
-    found = [getattr(output, field.name) for field in dataclasses.fields(output)]
-    return [t for each in found for t in (each.values() if isinstance(each, dict) else [each]) if torch.is_tensor(t)]
-
-
 @pytest.fixture
-def runners(monkeypatch, pair):  # noqa: F811
-    """Every PackedModel made from now on runs through a GraphRunner; they are listed."""
-    made = []
-    original = PackedModel.__init__
-
-    def with_graphs(self, *args, **kwargs):
-        original(self, *args, **kwargs)
-        self.graphs = graphs.GraphRunner(self, capture=again)
-        made.append(self.graphs)
-
+def captures(monkeypatch, pair, graphs_in_python):  # noqa: F811
+    """`cuda_graphs` runs the Triton kernels; everything that holds captures is listed."""
     monkeypatch.setenv("HF_SPECDEC_KERNELS", "triton")
-    monkeypatch.setattr(PackedModel, "__init__", with_graphs)
     hf_specdec.release(pair[0])
-    yield made
+    yield graphs_in_python
     hf_specdec.release(pair[0])
 
 
 @needs_triton
 @pytest.mark.parametrize("name", ["chain", "tree", "dynamic tree"])
-def test_generate(pair, runners, name):  # noqa: F811
+def test_generate(pair, captures, name):  # noqa: F811
     plain = decode(pair, None, do_sample=False)
-    out = decode(pair, CONFIGS[name], do_sample=False)
+    out = decode(pair, {**CONFIGS[name], "cuda_graphs": True}, do_sample=False)
     assert torch.equal(out.sequences, plain.sequences)
-    assert len(runners) == 2 and all(1 <= len(runner._graphs) <= 4 for runner in runners)
-    assert not any(runner._refused for runner in runners)
+    assert len(captures) == 3  # target, drafter, its loop
+    assert all(1 <= each.capture.count <= 4 and not each.refused for each in captures)
 
 
 @needs_triton
-def test_a_model_that_cannot_be_captured_runs_without(pair, runners, caplog):  # noqa: F811
-    def fails(forward):
+def test_a_model_that_cannot_be_captured_runs_without(pair, captures, caplog):  # noqa: F811
+    def fails(self, function):
         raise RuntimeError("operation not permitted when stream is capturing")
 
     plain = decode(pair, None, do_sample=False)
     with pytest.MonkeyPatch.context() as patch:
-        patch.setitem(again.__globals__, "again", fails)
-        out = decode(pair, CONFIGS["chain"], do_sample=False)
+        patch.setattr(CaptureInPython, "__call__", fails)
+        out = decode(pair, {**CONFIGS["chain"], "cuda_graphs": True}, do_sample=False)
     assert torch.equal(out.sequences, plain.sequences)
-    assert caplog.text.count("runs without CUDA graphs: operation not permitted") == 2  # target and drafter, once each
+    assert caplog.text.count("runs without CUDA graphs: operation not permitted") == 3  # once each
 
 
 @settings(max_examples=200, deadline=None, derandomize=True)

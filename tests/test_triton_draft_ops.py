@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton_interpreter import DEVICE, RUNS_HERE, needs_triton, run_interpreted
 
-from hf_specdec.candidate_generators.drafting.tree_growth import _compacted, _likeliest
 from hf_specdec.decoding.warpers import DraftVocabularyLogitsWarper
+from hf_specdec.kernels import reference
 
 if RUNS_HERE:
     from hf_specdec.kernels import draft_ops as ops
@@ -25,7 +25,7 @@ def on(*tensors):
 @settings(max_examples=15, deadline=None)
 @given(st.integers(0, 10**6), st.integers(0, 4), st.integers(1, 6), st.integers(1, 10), st.booleans())
 def test_next_frontier(seed, rows, frontier, width, ties):
-    """The definition of `_DynamicGrowth`: sums, and the best of all children; of equals the first."""
+    """Sums, and the best of all children; of equals the first."""
     g = torch.Generator().manual_seed(seed)
     values, log_probs = -torch.rand(rows, frontier, generator=g), -torch.rand(rows, frontier, width, generator=g)
     if ties:
@@ -33,23 +33,16 @@ def test_next_frontier(seed, rows, frontier, width, ties):
     tokens = torch.randint(0, 1000, log_probs.shape, generator=g)
     limits = torch.randint(1, 4, (rows,), generator=g, dtype=torch.int32)
     keep = min(width, frontier * width)
-    children = (values[:, :, None] + log_probs).flatten(1)
-    children[limits < 2] = float("-inf")
-    best = children.sort(dim=1, descending=True, stable=True)
-    ours = [t.cpu() for t in ops.next_frontier(*on(values, tokens, log_probs), keep, limits.to(DEVICE), 2)]
-    expected = best.indices[:, :keep]
-    assert torch.equal(ours[0], children)
-    assert torch.equal(ours[1], best.values[:, :keep])
-    assert torch.equal(ours[2], expected)
-    assert torch.equal(ours[3], tokens.flatten(1).gather(1, expected))
-    assert torch.equal(ours[4], expected // width)
+    expected = reference.next_frontier(values, tokens, log_probs, keep, limits, 2)
+    ours = ops.next_frontier(*on(values, tokens, log_probs), keep, limits.to(DEVICE), 2)
+    assert all(torch.equal(own.cpu(), other) for own, other in zip(ours, expected, strict=True))
 
 
 @needs_triton
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 40), st.integers(1, 50), st.booleans())
 def test_prune_tree(seed, rows, size, count, ties):
-    """`_likeliest` and `_compacted` of the growing loop: nodes kept, parents renumbered, padding a chain."""
+    """Nodes kept, parents renumbered, padding a chain."""
     g = torch.Generator().manual_seed(seed)
     parents = torch.minimum(
         (torch.rand(rows, size, generator=g) * (torch.arange(size) + 1)).long() - 1, torch.arange(-1, size - 1)
@@ -64,21 +57,9 @@ def test_prune_tree(seed, rows, size, count, ties):
     values[empty] = float("-inf")
     tokens = torch.randint(1, 1000, values.shape, generator=g)
     expanded = torch.randint(-1, 9, values.shape, generator=g)
-    keep = _likeliest(values, count)
-    draft = _compacted(tokens, parents.numpy(), keep, expanded.numpy())
-    ours = [t.cpu() for t in ops.prune_tree(*on(tokens, values, parents, expanded), count)]
-    width = draft.trees.tokens.shape[1]
-    lengths = torch.tensor(draft.trees.lengths)
-    valid = torch.arange(count) < lengths[:, None]
-    assert ours[4].tolist() == lengths.tolist()
-    assert torch.equal(ours[0][:, :width] * valid[:, :width], draft.trees.tokens * valid[:, :width])
-    assert torch.equal(ours[1][:, :width], torch.from_numpy(draft.trees.parents))
-    assert torch.equal(ours[2][:, :width], torch.from_numpy(draft.expanded))
-    padding = ~valid
-    assert (ours[0][padding] == 0).all() and (ours[2][padding] == -1).all() and (ours[3][padding] == -1).all()
-    assert (ours[1] == torch.arange(-1, count - 1))[padding].all()
-    for row in range(rows):
-        assert ours[3][row][: lengths[row]].tolist() == keep[row].nonzero().flatten().tolist()
+    expected = reference.prune_tree(tokens, values, parents, expanded, count)
+    ours = ops.prune_tree(*on(tokens, values, parents, expanded), count)
+    assert all(torch.equal(own.cpu(), other) for own, other in zip(ours, expected, strict=True))
 
 
 @needs_triton

@@ -161,7 +161,8 @@ class EagleGenerator(FeatureGenerator):
         self.default_length = proposed_length(checkpoint)
         super().__init__(self.settled(config), target, context)
         self.loaded = load_once(config, target, lambda: load_eagle(checkpoint, target, config.prepack_weights))
-        self.head, self.lm_head, self.vocabulary = self.loaded.head, self.loaded.lm_head, self.loaded.vocabulary
+        self.head = self.captured(self.loaded.head)
+        self.lm_head, self.vocabulary = self.loaded.lm_head, self.loaded.vocabulary
         self.cache = self.new_cache(1, config.block_size)
 
     def settled(self, config: EagleConfig) -> EagleConfig:

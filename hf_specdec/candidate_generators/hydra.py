@@ -12,11 +12,12 @@ from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
 from ..runtime import PackedModel, Sequence
+from ..runtime.draft_loop import LevelForward
 from ..runtime.packed_head import PackedHead
 from .base import CandidateGenerator, DrafterContext
 from .drafting.features import FeatureGenerator
 from .drafting.last_hidden import LastHiddenConfig, LastHiddenGenerator, bounded_shape
-from .drafting.tree_growth import Level
+from .drafting.levels import Level
 from .heads.checkpoints import Checkpoint, Plan, load_module, register_format
 from .heads.layers import Embeddings, RotaryPositions, fit_biases, shared_embeddings
 from .heads.target_parts import DraftVocabulary, check_target, load_once, place_of
@@ -247,8 +248,9 @@ class HydraGenerator(LastHiddenGenerator):
         self.vocabulary = DraftVocabulary(target.vocab_size)
         self.set_heads(heads, len(heads.heads))
 
-    def root(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def begin(self, *roots: torch.Tensor) -> torch.Tensor:
         """The first head's logits."""
+        hidden, tokens = roots
         state = self.heads.with_tokens(hidden, tokens)
         self.state = state[:, None]
         return self.heads.heads[0](state)
@@ -269,7 +271,9 @@ class HydraPrefixGenerator(FeatureGenerator):
         assert heads.prefix_config is not None
         self.heads = heads
         self.vocabulary = DraftVocabulary(target.vocab_size)
-        self.head = PackedHead(heads, heads.prefix_config, num_layers=1, prepack_weights=config.prepack_weights)
+        self.head = self.captured(
+            PackedHead(heads, heads.prefix_config, num_layers=1, prepack_weights=config.prepack_weights)
+        )
         self.shape = bounded_shape(config, self.shape, len(heads.heads))
         self.config = self.settled(config)
         self.cache = self.new_cache(1, config.block_size)
@@ -278,10 +282,22 @@ class HydraPrefixGenerator(FeatureGenerator):
         """A call's configuration, with the number of heads where it bounds the draft length."""
         return config.bounded(self.shape.depth)
 
-    def root_logits(self, sequences: list[Sequence]) -> torch.Tensor:
-        """Read what is new of each text; the first head's logits after the newest token."""
+    def modules(self) -> list[nn.Module]:
+        """The heads, and what they share with the target."""
+        return [self.heads, *super().modules()]
+
+    def level_forwards(self, depth: int) -> list[LevelForward]:
+        """None: only the text has keys and values."""
+        return []
+
+    def roots(self, sequences: list[Sequence]) -> tuple[torch.Tensor, ...]:
+        """Read what is new of each text: the prefix layer's output [R, H] at its end, and the newest token [R]."""
         hidden = self.read_all(sequences)
-        tokens = torch.tensor([seq.tokens[-1] for seq in sequences]).to(hidden.device)
+        return hidden, torch.tensor([seq.tokens[-1] for seq in sequences]).to(hidden.device)
+
+    def begin(self, *roots: torch.Tensor) -> torch.Tensor:
+        """The first head's logits after the newest token."""
+        hidden, tokens = roots
         state = self.heads.with_tokens(hidden, tokens)
         self.state = state[:, None]
         return self.heads.heads[0](state)

@@ -14,7 +14,7 @@ from torch import nn
 from ..runtime import PackedModel
 from .base import DrafterContext
 from .drafting.last_hidden import LastHiddenConfig, LastHiddenGenerator
-from .drafting.tree_growth import Level
+from .drafting.levels import Level
 from .heads.checkpoints import Checkpoint, Plan, load_module, register_format
 from .heads.target_parts import DraftVocabulary, check_target, load_once, place_of, target_head
 from .mlp_speculator.parts import sharing
@@ -223,8 +223,9 @@ class MedusaGenerator(LastHiddenGenerator):
         self.vocabulary = DraftVocabulary(target.vocab_size, self.heads.target_ids)
         self.set_heads(self.heads, len(self.heads.blocks))
 
-    def root(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def begin(self, *roots: torch.Tensor) -> torch.Tensor:
         """The first head's guesses."""
+        hidden, _ = roots
         self.state = hidden[:, None]
         return self.heads(0, hidden)
 

@@ -11,7 +11,7 @@ from ..runtime import PackedModel, Sequence
 from ..runtime.packed_batch import RowInput
 from .base import DrafterContext
 from .draft_model import DraftModelConfig, DraftModelGenerator
-from .drafting.tree_growth import Draft, Level
+from .drafting.levels import Draft, Level
 from .heads.checkpoints import Checkpoint, register_format
 from .registry import register
 
@@ -57,6 +57,7 @@ class PardGenerator(DraftModelGenerator):
     the accepted tokens are read in the next round.
     """
 
+    has_loop = False  # one forward has drafted all depths before any is chosen
     config: PardConfig
 
     def __init__(self, config: PardConfig, target: PackedModel, context: DrafterContext | None = None):
@@ -86,12 +87,12 @@ class PardGenerator(DraftModelGenerator):
         self.limits = {seq.id: limit for seq, limit in zip(sequences, limits, strict=True) if limit}
         return limits
 
-    def root_logits(self, sequences: list[Sequence]) -> torch.Tensor:
+    def roots(self, sequences: list[Sequence]) -> tuple[torch.Tensor, ...]:
         """Read the rows' new tokens with masks behind them; logits [R, Vd] of the first depth."""
-        self.logits = super().root_logits(sequences)
+        (self.logits,) = super().roots(sequences)
         counts = [self.limits[seq.id] for seq in sequences]
         self.first = np.cumsum([0, *counts[:-1]])
-        return self._at_depth(1)[:, 0]
+        return (self._at_depth(1)[:, 0],)
 
     def _forward_texts(self, rows: list[tuple[Sequence, list[int]]], chunk: int) -> torch.Tensor:
         """As DraftModelGenerator's, with masks behind each text that this forward completes; logits [sum of limits, Vd]."""

@@ -105,6 +105,13 @@ def pack_visibility(visibility: np.ndarray, num_words: int) -> np.ndarray:
     return np.packbits(padded, axis=1, bitorder="little").view("<i4").astype(np.int32, copy=False)
 
 
+def visibility_words(visibility: torch.Tensor, num_words: int) -> torch.Tensor:
+    """`pack_visibility` of a tensor, on its device: bool [t, m] → int32 [t, num_words]."""
+    padded = torch.nn.functional.pad(visibility, (0, 32 * num_words - visibility.shape[1]))
+    bits = torch.arange(32, dtype=torch.int32, device=visibility.device)
+    return (padded.view(-1, num_words, 32).to(torch.int32) << bits).sum(2, dtype=torch.int32)
+
+
 @dataclass(frozen=True)
 class InputSizes:
     """How large the tensors of AttentionInputs are, and where each stands in one flat int32 tensor, which crosses to the device

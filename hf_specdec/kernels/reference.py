@@ -307,3 +307,77 @@ def likeliest_longest_path(candidates, ancestors, log_likelihood) -> torch.Tenso
     best = summed.masked_fill(~deepest, float("-inf")).argmax(1)
     path = lines.gather(1, best[:, None, None].expand(-1, 1, lines.shape[2])).squeeze(1)
     return path & reached.any(1, keepdim=True)
+
+
+# ---- dynamic trees --------------------------------------------------------------------------------------------------
+
+
+def next_frontier(
+    frontier_values: torch.Tensor,
+    tokens: torch.Tensor,
+    log_probs: torch.Tensor,
+    keep: int,
+    limits: torch.Tensor | None = None,
+    depth: int = 0,
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """One level of a dynamic tree: children's path log-probabilities, and the `keep` best of them (EAGLE-2, Li et al. 2024).
+
+    Args:
+        frontier_values: float32 [R, F], log-probabilities of the paths to the nodes that were expanded.
+        tokens: int64 [R, F, k], their children; log_probs: float32 [R, F, k], of each child after its parent.
+        keep: size of the next frontier, at most F * k.
+        limits, depth: int32 [R], how deep each row's tree may be, and the children's depth: children of rows with a
+            smaller limit get -inf.
+
+    Returns: children's values float32 [R, F * k]; and of the best, greatest first and of equals the first: values float32,
+        indices among the children int64, tokens int64 and parents among the frontier int64, [R, keep] each.
+    """
+    children = (frontier_values[:, :, None] + log_probs).flatten(1)
+    if limits is not None:
+        children = children.masked_fill(limits[:, None] < depth, float("-inf"))
+    values, order = children.sort(dim=1, descending=True, stable=True)
+    best = order[:, :keep]
+    return children, values[:, :keep], best, tokens.flatten(1).gather(1, best), best // tokens.shape[2]
+
+
+def prune_tree(
+    tokens: torch.Tensor, values: torch.Tensor, parents: torch.Tensor, expanded: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Keep the `count` likeliest nodes of each pool, in their order, and renumber their parents (EAGLE-2's last step).
+
+    Equally likely nodes keep their order, so parents, which are at least as likely as their children and stand before them,
+    are never left out.
+
+    Args:
+        tokens, parents, expanded: int64 [B, P] (parents: -1 is the root).
+        values: float32 [B, P], path log-probabilities, -inf where there is no node.
+
+    Returns: see `keep_nodes`.
+    """
+    order = values.sort(dim=1, descending=True, stable=True).indices[:, :count]
+    keep = torch.zeros_like(values, dtype=torch.bool).scatter_(1, order, True) & (values > float("-inf"))
+    return keep_nodes(tokens, parents, expanded, keep, count)
+
+
+def keep_nodes(
+    tokens: torch.Tensor, parents: torch.Tensor, expanded: torch.Tensor, keep: torch.Tensor, count: int
+) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Trees of the nodes of `keep` bool [B, P], at most `count` of them, in their order; kept nodes' parents are kept.
+
+    Returns: tokens, parents, expanded and places in the pool, int64 [B, count], and lengths int32 [B]. Padding has token 0,
+        the entry before it as parent, and -1 for the other two.
+    """
+    missing = count - keep.shape[1]
+    nodes = (~keep).to(torch.uint8).sort(dim=1, stable=True).indices[:, :count]  # kept ones first, in order
+    places = keep.cumsum(1) - 1
+    above = parents.gather(1, nodes)
+    moved = torch.where(above < 0, -1, places.gather(1, above.clamp(min=0)))
+    found = [tokens.gather(1, nodes), moved, expanded.gather(1, nodes), nodes]
+    if missing > 0:
+        found = [torch.nn.functional.pad(each, (0, missing)) for each in found]
+    index = torch.arange(count, device=keep.device)
+    lengths = keep.sum(1, dtype=torch.int32)
+    valid = index < lengths[:, None]
+    padding = (0, index - 1, -1, -1)
+    kept = [torch.where(valid, each, other) for each, other in zip(found, padding, strict=True)]
+    return kept[0], kept[1], kept[2], kept[3], lengths

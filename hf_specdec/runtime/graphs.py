@@ -7,19 +7,26 @@ no keys, and their outputs are not read.
 
 from __future__ import annotations
 
+import functools
+import itertools
 import logging
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
+from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
+from torch import nn
 
 from ..cache import PagedStaticCache
 from ..kernels.attention_inputs import AttentionInputs, InputSizes, RowDescription, flat_inputs, sizes_of
+from ..kernels.dispatch import VARIABLE, uses_triton
+from .architectures import UnsupportedModel
 from .packed_batch import RowInput, describe
 
 if TYPE_CHECKING:
-    from .packed_model import PackedModel, PackedOutput
+    from .packed_head import PackedHead
+    from .packed_model import PackedModel
 
 logger = logging.getLogger(__name__)
 
@@ -31,48 +38,100 @@ LEAST_BLOCKS = 16  # columns of the block tables
 Capture = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
 
 
+# ---- buckets --------------------------------------------------------------------------------------------------------
+
+
 def bucket_of(needed: InputSizes) -> InputSizes:
-    """The bucket that serves rows of these sizes: rows and tokens per row at powers of two (rows beyond 8 at multiples
-    of 8), so that at most half of a bucket is padding and there are few of them."""
-    rows = _power_of_two(needed.num_rows) if needed.num_rows <= 8 else -(-needed.num_rows // 8) * 8
-    per_row = _power_of_two(-(-needed.num_tokens // rows))
+    """The bucket that serves rows of these sizes."""
+    rows = rows_bucket(needed.num_rows)
+    per_row = power_of_two(-(-needed.num_tokens // rows))
     return InputSizes(
         num_rows=rows,
         num_tokens=rows * per_row,
-        max_query_length=_power_of_two(needed.max_query_length),
-        max_blocks=max(_power_of_two(needed.max_blocks), LEAST_BLOCKS),
-        num_words=_power_of_two(needed.num_words) if needed.num_words else 0,
+        max_query_length=power_of_two(needed.max_query_length),
+        max_blocks=blocks_bucket(needed.max_blocks),
+        num_words=power_of_two(needed.num_words) if needed.num_words else 0,
     )
 
 
-def _power_of_two(n: int) -> int:
+def rows_bucket(num_rows: int) -> int:
+    """Powers of two, beyond 8 multiples of 8: at most half of a bucket is padding, and there are few of them."""
+    return power_of_two(num_rows) if num_rows <= 8 else -(-num_rows // 8) * 8
+
+
+def blocks_bucket(num_blocks: int) -> int:
+    """Columns of the block tables: powers of two."""
+    return max(power_of_two(num_blocks), LEAST_BLOCKS)
+
+
+def power_of_two(n: int) -> int:
+    """The least one that is not below `n`."""
     return 1 << max(n - 1, 0).bit_length()
 
 
+# ---- buffers --------------------------------------------------------------------------------------------------------
+
+
+@dataclass
 class StaticBatch:
-    """The buffers of one bucket; stands in for a PackedBatch while a forward is captured.
+    """What a captured forward reads, in buffers that stay where they are; stands in for a PackedBatch.
 
     Attributes:
         input_ids, position_ids: int64 [1, T].
         slots: int64 [T], where keys and values go; -1: nowhere.
+        inputs: what attention reads of its B rows.
     """
 
+    input_ids: torch.Tensor
+    position_ids: torch.Tensor
+    slots: torch.Tensor
+    inputs: AttentionInputs
+    cache: PagedStaticCache
+    attention_calls: int = 0
+
     gather = False
+    read_slots = None
 
-    def __init__(self, sizes: InputSizes, cache: PagedStaticCache, device: torch.device):
+    @property
+    def write_slots(self) -> torch.Tensor:
+        """`slots`, as layers ask for them."""
+        return self.slots
+
+    @property
+    def num_keys(self) -> int:
+        """Most keys of a row."""
+        return self.inputs.max_key_length
+
+    def on(self, device: torch.device) -> StaticBatch:
+        """Its own slots: graphs are for models on one device."""
+        return self
+
+    def attention_inputs(self, device: torch.device) -> AttentionInputs:
+        """Views of the buffers."""
+        return self.inputs
+
+
+class StepBuffers:
+    """The buffers of one bucket of steps.
+
+    Attributes:
+        batch: views of them.
+        features: [T, F] what a draft head reads with the tokens; None for whole models.
+    """
+
+    def __init__(
+        self, sizes: InputSizes, cache: PagedStaticCache, device: torch.device, features: torch.Tensor | None = None
+    ):
         self.sizes, self.cache, self.device = sizes, cache, device
-        count = sizes.num_tokens
-        self._integers = torch.zeros(3, count, dtype=torch.long, device=device)
+        self._integers = torch.zeros(3, sizes.num_tokens, dtype=torch.long, device=device)
+        self._integers[2] = -1
         self._flat = torch.zeros(sizes.starts["end"], dtype=torch.int32, device=device)
-        self.input_ids, self.position_ids, self.slots = self._integers[0:1], self._integers[1:2], self._integers[2]
-        self.slots.fill_(-1)
-        self._inputs = sizes.inputs(self._flat, cache.block_size)
-        self.num_keys = sizes.max_blocks * cache.block_size
-        self.attention_calls = 0
-        self.write_slots, self.read_slots = self.slots, None
+        ids, positions, slots = self._integers[0:1], self._integers[1:2], self._integers[2]
+        self.batch = StaticBatch(ids, positions, slots, sizes.inputs(self._flat, cache.block_size), cache)
+        self.features = None if features is None else features.new_zeros(sizes.num_tokens, features.shape[1])
 
-    def fill(self, rows: list[RowInput], described: list[RowDescription]) -> None:
-        """Put a step's rows into the buffers, in two copies (and one for ids that are on the device already)."""
+    def fill(self, rows: list[RowInput], described: list[RowDescription], features: torch.Tensor | None = None) -> None:
+        """Put a step's rows into the buffers, in two copies (and one each for ids that are on the device, and features)."""
         host = np.zeros(self._integers.shape, dtype=np.int64)
         host[2] = -1
         on_device, first = [], 0
@@ -91,63 +150,123 @@ class StaticBatch:
         if on_device:
             places = np.concatenate([np.arange(where.start, where.stop) for where, _ in on_device])
             index = torch.from_numpy(places).to(self.device)
-            self.input_ids[0].index_copy_(0, index, torch.cat([tokens for _, tokens in on_device]))
+            self.batch.input_ids[0].index_copy_(0, index, torch.cat([tokens for _, tokens in on_device]))
         self._flat.copy_(flat_inputs(described, self.cache.block_size, self.sizes))
+        if self.features is not None and features is not None:
+            self.features[:first].copy_(features)
 
-    def on(self, device: torch.device) -> StaticBatch:
-        """Its own slots: graphs are for models on one device."""
-        return self
 
-    def attention_inputs(self, device: torch.device) -> AttentionInputs:
-        """Views of the buffers."""
-        return self._inputs
+# ---- graphs ---------------------------------------------------------------------------------------------------------
+
+
+class Captures:
+    """Functions captured by bucket; all are forgotten when the pools or weights they read are no longer those in use.
+
+    Args:
+        name: whose, for the log.
+        capture: how; tests run the same again in Python.
+    """
+
+    def __init__(self, name: str, capture: Capture | None = None):
+        self.name, self.capture = name, capture or CudaGraphCapture()
+        self.refused = False  # something in it cannot be captured: found once, not tried again
+        self._found: dict[Hashable, tuple[Any, Any, Callable[[], None]]] = {}
+        self._made_for: tuple = ()
+
+    def __len__(self) -> int:
+        return len(self._found)
+
+    def clear(self) -> None:
+        """Forget all, and with them the pools they read."""
+        self._found.clear()
+
+    def get(
+        self, key: Hashable, made_for: tuple, make: Callable[[], tuple[Any, Callable[[], Any]]]
+    ) -> tuple[Any, Any, Callable[[], None]] | None:
+        """(buffers, outputs, replay) of a bucket; None if it cannot be captured.
+
+        Args:
+            made_for: where the pools and weights are.
+            make: the bucket's buffers, filled, and what to run on them, if the bucket is seen for the first time.
+        """
+        if self.refused:
+            return None
+        if made_for != self._made_for:
+            self.clear()
+            self._made_for = made_for
+        if key not in self._found:
+            buffers, function = make()
+            try:
+                self._found[key] = buffers, *self.capture(function)
+            except RuntimeError as error:
+                self.refused = True
+                self.clear()
+                logger.warning("%s runs without CUDA graphs: %s", self.name, error)
+                return None
+        return self._found[key]
 
 
 class GraphRunner:
-    """Graphs of one model's forwards, captured when a bucket is first needed.
+    """Graphs of one model's or head's forwards, captured when a bucket is first needed.
 
     What a graph returns stays valid until the same model's next forward.
 
     Args:
         model: on one device, attending through the Triton kernels.
-        capture: how; tests run the same again in Python.
+        capture: see `Captures`.
     """
 
-    def __init__(self, model: PackedModel, capture: Capture | None = None):
-        self.model, self.capture = model, capture or CudaGraphCapture()
-        self._graphs: dict[InputSizes, tuple[StaticBatch, PackedOutput, Callable[[], None]]] = {}
-        self._made_for: tuple = ()
-        self._refused = False
+    def __init__(self, model: PackedModel | PackedHead, capture: Capture | None = None):
+        self.model = model
+        self.captures = Captures(type(model.module).__name__, capture)
 
-    def run(self, rows: list[RowInput], cache: PagedStaticCache) -> PackedOutput | None:
-        """A forward, as `PackedModel.forward`; None where it is none for a graph (a prompt, a model that cannot be captured)."""
+    def run(self, rows: list[RowInput], cache: PagedStaticCache, features: torch.Tensor | None = None) -> Any:
+        """A forward, as the model's; None where it is none for a graph (a prompt, a model that cannot be captured)."""
         count = sum(len(row.tokens) for row in rows)
-        if self._refused or not count or max(len(row.tokens) for row in rows) > MOST_TOKENS_OF_A_ROW:
+        if self.captures.refused or not count or max(len(row.tokens) for row in rows) > MOST_TOKENS_OF_A_ROW:
+            return None
+        if not cache.is_allocated:  # pools come with the first write, which is no step to be repeated
             return None
         described = describe(rows, cache)
         sizes = bucket_of(sizes_of(described))
         if sizes.num_tokens > MOST_TOKENS:
             return None
-        made_for = (cache.identity, *(p.data_ptr() for p in (next(self.model.model.parameters()),)))
-        if made_for != self._made_for:  # other pools or weights than those captured
-            self._graphs.clear()
-            self._made_for = made_for
-        if sizes not in self._graphs:
-            if not cache.is_allocated:  # pools come with the first write, which is no step to be repeated
-                return None
-            batch = StaticBatch(sizes, cache, self.model.device)
-            batch.fill(rows, described)
-            try:
-                output, replay = self.capture(lambda: self.model.forward_batch(batch))
-            except RuntimeError as error:
-                self._refused = True
-                logger.warning("%s runs without CUDA graphs: %s", type(self.model.model).__name__, error)
-                return None
-            self._graphs[sizes] = batch, output, replay
-        batch, output, replay = self._graphs[sizes]
-        batch.fill(rows, described)
+
+        def make() -> tuple[StepBuffers, Callable[[], Any]]:
+            buffers = StepBuffers(sizes, cache, self.model.device, features)
+            buffers.fill(rows, described, features)
+            arguments: tuple[Any, ...] = (buffers.batch, buffers.features)[: 1 if features is None else 2]
+            return buffers, functools.partial(self.model.forward_batch, *arguments)
+
+        found = self.captures.get(sizes, (cache.identity, places_of([self.model.module])), make)
+        if found is None:
+            return None
+        buffers, output, replay = found
+        buffers.fill(rows, described, features)
         replay()
-        return output.first(count, _wanted(rows, count))
+        return output[:count] if torch.is_tensor(output) else output.first(count, _wanted(rows, count))
+
+
+def places_of(modules: list[nn.Module]) -> tuple[int, ...]:
+    """Where modules' weights are, by the first of each: what was captured reads these and no others."""
+
+    def place(module: nn.Module) -> int:
+        for tensor in itertools.chain(module.parameters(), module.buffers()):
+            if type(tensor) in (nn.Parameter, torch.Tensor):  # quantized ones have no place of their own
+                return tensor.data_ptr()
+        return 0
+
+    return tuple(map(place, modules))
+
+
+def check_capturable(model: PackedModel | PackedHead) -> None:
+    """Raise UnsupportedModel, with what to do, unless forwards of a model or head can be CUDA graphs."""
+    spread = {parameter.device for parameter in model.module.parameters()}
+    if model.gather or len(spread) > 1 or model.device.type != "cuda" or not uses_triton(model.device):
+        raise UnsupportedModel(
+            f"'cuda_graphs' needs a model on transformers' attention interface, on one CUDA device, with {VARIABLE}=triton; "
+            f"this {type(model.module).__name__} is on {', '.join(sorted(map(str, spread)))}. Leave the key out."
+        )
 
 
 def _wanted(rows: list[RowInput], count: int) -> np.ndarray | None:
@@ -159,22 +278,22 @@ def _wanted(rows: list[RowInput], count: int) -> np.ndarray | None:
 
 
 class CudaGraphCapture:
-    """Captures forwards as CUDA graphs that share memory: one's outputs are read before another runs."""
+    """Captures functions as CUDA graphs that share memory: one's outputs are read before another runs."""
 
     def __init__(self) -> None:
         self._pool: Any = None
 
-    def __call__(self, forward: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """Run `forward` twice on a stream of its own, so that kernels are compiled and memory is there, then capture it."""
+    def __call__(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        """Run `function` twice on a stream of its own, so that kernels are compiled and memory is there, then capture it."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
         stream = torch.cuda.Stream()
         stream.wait_stream(torch.cuda.current_stream())
         with torch.cuda.stream(stream):
             for _ in range(2):
-                forward()
+                function()
         torch.cuda.current_stream().wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.graph(graph, pool=self._pool):
-            output = forward()
+            output = function()
         return output, graph.replay

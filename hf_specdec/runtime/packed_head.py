@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from typing import Protocol
 
 import torch
@@ -12,6 +13,7 @@ from transformers import PretrainedConfig
 from ..cache import PagedStaticCache
 from . import architectures
 from .architectures import ATTENTION_NAME
+from .graphs import GraphRunner, StaticBatch, check_capturable
 from .packed_batch import PackedBatch, RowInput
 from .prepacked import prepack
 
@@ -39,7 +41,12 @@ class PackedHead:
         gather: attend to gathered keys under a dense mask, for layers that cannot read pages (latent attention).
         prepack_weights: see `prepack`.
         device, dtype: where and in what the head runs; its first parameter's, if not given.
+
+    Attributes:
+        graphs: runs forwards as CUDA graphs; None: every kernel is launched by itself.
     """
+
+    graphs: GraphRunner | None = None
 
     def __init__(
         self,
@@ -59,7 +66,20 @@ class PackedHead:
 
     def new_cache(self, num_blocks: int, block_size: int) -> PagedStaticCache:
         """A paged cache for the head's layers. Equal prefixes are not shared: features stand for whole texts."""
+        if self.graphs is not None:
+            self.graphs.captures.clear()
         return PagedStaticCache(self.num_layers, num_blocks, block_size, share_prefixes=False)
+
+    def with_graphs(self) -> PackedHead:
+        """The same head, its forwards run as CUDA graphs: they belong to one cache, where heads are shared by drafters.
+
+        Raises:
+            UnsupportedModel: it cannot be; the message says why.
+        """
+        check_capturable(self)
+        own = copy.copy(self)
+        own.graphs = GraphRunner(own)
+        return own
 
     def active(self) -> contextlib.AbstractContextManager:
         """A context in which `forward` is fastest."""
@@ -72,19 +92,26 @@ class PackedHead:
         Args:
             features: [T, F], one per token, in the rows' order.
         """
-        batch = PackedBatch.pack(rows, cache, self.device, self.gather)
-        cache.batch = batch
+        if self.graphs is not None:
+            hidden = self.graphs.run(rows, cache, features)
+            if hidden is not None:
+                return hidden
+        return self.forward_batch(PackedBatch.pack(rows, cache, self.device, self.gather), features)
+
+    def forward_batch(self, batch: PackedBatch | StaticBatch, features: torch.Tensor) -> torch.Tensor:
+        """`forward` of a batch that is packed."""
+        batch.cache.batch = batch
         try:
             hidden = self.module(
                 batch.input_ids,
                 features[None],
                 batch.position_ids,
-                attention_mask=self._mask(batch),
-                past_key_values=cache,
+                attention_mask=self._mask(batch) if isinstance(batch, PackedBatch) else None,
+                past_key_values=batch.cache,
                 **({} if self.gather else {"specdec": batch}),
             )
         finally:
-            cache.batch = None
+            batch.cache.batch = None
         return hidden[0]
 
     def _mask(self, batch: PackedBatch) -> torch.Tensor | None:

@@ -15,10 +15,10 @@ from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ..cache import PagedStaticCache
 from ..kernels import reference as ops
-from ..kernels.dispatch import VARIABLE, uses_triton
+from ..kernels.dispatch import uses_triton
 from . import architectures, self_test
 from .architectures import ATTENTION_NAME, UnsupportedModel
-from .graphs import GraphRunner, StaticBatch
+from .graphs import GraphRunner, StaticBatch, check_capturable
 from .packed_batch import PackedBatch, RowInput
 from .prepacked import prepack
 
@@ -117,8 +117,13 @@ class PackedModel:
         self.graphs: GraphRunner | None = None
         self_test.check(self)
         if cuda_graphs:
-            self._check_capturable()
+            check_capturable(self)
             self.graphs = GraphRunner(self)
+
+    @property
+    def module(self) -> PreTrainedModel:
+        """The model, by the name that heads have it under."""
+        return self.model
 
     @property
     def device(self) -> torch.device:
@@ -140,16 +145,10 @@ class PackedModel:
         """Positions the model was built for, or None if it says nothing."""
         return getattr(self.config, "max_position_embeddings", None)
 
-    def _check_capturable(self) -> None:
-        spread = {parameter.device for parameter in self.model.parameters()}
-        if self.gather or len(spread) > 1 or self.device.type != "cuda" or not uses_triton(self.device):
-            raise UnsupportedModel(
-                f"'cuda_graphs' needs a model on transformers' attention interface, on one CUDA device, with {VARIABLE}=triton; "
-                f"this {type(self.model).__name__} is on {', '.join(sorted(map(str, spread)))}. Leave the key out."
-            )
-
     def new_cache(self, num_blocks: int, block_size: int, share_prefixes: bool = True) -> PagedStaticCache:
         """A paged cache with one layer of pools per layer of the model (memory comes with the first write)."""
+        if self.graphs is not None:
+            self.graphs.captures.clear()
         num_layers = self.num_layers or self.config.num_hidden_layers
         return PagedStaticCache(num_layers, num_blocks, block_size, share_prefixes)
 

@@ -12,7 +12,7 @@ from ...runtime import PackedModel, PackedOutput, Sequence, Taps
 from ...runtime.packed_batch import RowInput
 from ..base import DrafterContext
 from ..drafting.features import FeatureGenerator
-from ..drafting.tree_growth import Level
+from ..drafting.levels import Level
 from ..drafting.tree_shapes import DynamicTree, TreeShape, TreeTemplate
 from ..heads.checkpoints import register_format
 from ..heads.config import ProposedLengthConfig, proposed_length
@@ -50,6 +50,7 @@ class DFlashGenerator(FeatureGenerator):
     the block is cut, as z-lab's code and vLLM do.
     """
 
+    has_loop = False  # the block has drafted all depths before any token is chosen
     config: DFlashConfig
     head: BlockHead
 
@@ -128,7 +129,7 @@ class DFlashGenerator(FeatureGenerator):
         self.deepest = max(out, default=0)
         return out
 
-    def root_logits(self, sequences: list[Sequence]) -> torch.Tensor:
+    def roots(self, sequences: list[Sequence]) -> tuple[torch.Tensor, ...]:
         """Read what is new of each text and run the block; logits [R, Vd] of the first depth."""
         chunk = self.config.prefill_chunk_size
         while new := [seq for seq in sequences if self.num_unread(seq)]:
@@ -148,7 +149,11 @@ class DFlashGenerator(FeatureGenerator):
         self.state = hidden.new_zeros(len(sequences), 1, size)
         if first and self.layout.starts_in_anchor_slot and size:
             self._correct(hidden[:, 0], anchors[:, None], self.state, 1)
-        return self._follow_paths(1, anchors[:, None], self.state, None)[:, 0]
+        return (self._follow_paths(1, anchors[:, None], self.state, None)[:, 0],)
+
+    def begin(self, *roots: torch.Tensor) -> torch.Tensor:
+        """The logits that `roots` found."""
+        return roots[0]
 
     def expand(self, level: Level) -> torch.Tensor:
         """The block's logits at the next depth, [R, 1, Vd], or corrected for each node's path, [R, F, Vd]."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 import torch
+from torch import nn
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ...cache import PagedStaticCache
@@ -15,7 +16,7 @@ from ...runtime import DraftTrees, PackedModel, Sequence
 from ...runtime.packed_batch import RowInput
 from ..base import DrafterContext, StepOutcome
 from ..drafting.growing import CachedGenerator
-from ..drafting.tree_growth import Draft, Level
+from ..drafting.levels import Draft, Level
 from ..drafting.tree_shapes import TreeDraftingConfig
 from ..heads.checkpoints import Checkpoint, register_format
 from ..registry import register
@@ -76,6 +77,7 @@ class DraftModelConfig(TreeDraftingConfig):
 class DraftModelGenerator(CachedGenerator):
     """Drafts with a causal language model run by the same PackedModel and paged cache as the target."""
 
+    has_loop = True
     config: DraftModelConfig
     uses_assistant_model = True
 
@@ -156,7 +158,11 @@ class DraftModelGenerator(CachedGenerator):
             self.cache.register_prefix(seq.id, text, len(text))
         return True
 
-    def root_logits(self, sequences: list[Sequence]) -> torch.Tensor:
+    def modules(self) -> list[nn.Module]:
+        """The drafter."""
+        return [self.drafter.model]
+
+    def roots(self, sequences: list[Sequence]) -> tuple[torch.Tensor, ...]:
         """Bring the drafter's KV up to the rows' texts, a chunk at a time; logits [R, V] after each last token."""
         chunk = self.config.prefill_chunk_size
         rows = [(seq, self.texts[seq.id]) for seq in sequences]
@@ -168,7 +174,7 @@ class DraftModelGenerator(CachedGenerator):
         logits = self._forward_texts(rows, chunk)
         for seq, text in rows:
             self.cache.register_prefix(seq.id, text, len(text))
-        return logits
+        return (logits,)
 
     def _forward_texts(self, rows: list[tuple[Sequence, list[int]]], chunk: int) -> torch.Tensor:
         inputs = []
@@ -182,10 +188,15 @@ class DraftModelGenerator(CachedGenerator):
 
     def expand(self, level: Level) -> torch.Tensor:
         """Run the drafter over the nodes of one depth: logits [R, F, V]."""
-        seq_ids = [self.sequences[i].id for i in level.rows]
-        positions = [len(self.texts[seq_id]) - 1 for seq_id in seq_ids]
-        inputs = self.level_inputs(level, self.bridge.drafter_ids(level.tokens), seq_ids, positions)
-        return self.drafter.forward(inputs, self.cache).logits.view(len(inputs), level.tokens.shape[1], -1)
+        rows, count = level.tokens.shape
+        tokens = self.bridge.drafter_ids(level.tokens)
+        if self.loop is not None:
+            output = self.drafter.forward_batch(self.loop.batch(level.depth, tokens, level.ancestors))
+        else:
+            seq_ids = [self.sequences[i].id for i in level.rows]
+            positions = [len(self.texts[seq_id]) - 1 for seq_id in seq_ids]
+            output = self.drafter.forward(self.level_inputs(level, tokens, seq_ids, positions), self.cache)
+        return output.logits.view(rows, count, -1)
 
     def drafted(self, sequences: list[Sequence], draft: Draft) -> None:
         """Remember where the KV of the draft's nodes is."""

@@ -12,7 +12,7 @@ from ...runtime.packed_batch import RowInput
 from ...runtime.packed_head import PackedHead
 from ..base import DrafterContext, StepOutcome
 from .growing import CachedGenerator
-from .tree_growth import Level
+from .levels import Level
 from .tree_shapes import TreeDraftingConfig
 
 
@@ -23,10 +23,11 @@ class FeatureGenerator(CachedGenerator):
     the text are read once, with true features, also those of accepted drafts: what was guessed while drafting is
     overwritten. While drafting, the head's own output takes the place of the feature.
 
-    A subclass sets in its `__init__` `vocabulary`, `head` and `lm_head`, and implements what is not the plain one of `logits`,
-    `fed_back` and (with `taps`) `features`.
+    A subclass sets in its `__init__` `vocabulary`, `head` (see `captured`) and `lm_head`, and implements what is not the
+    plain one of `logits`, `fed_back` and (with `taps`) `features`.
     """
 
+    has_loop = True
     taps = Taps(last_hidden=True)
     head: PackedHead
     lm_head: nn.Module
@@ -50,6 +51,16 @@ class FeatureGenerator(CachedGenerator):
     def fed_back(self, hidden: torch.Tensor) -> torch.Tensor:
         """The feature [n, F] that stands in for the target's where the head's hidden state is [n, H]."""
         return hidden
+
+    def captured(self, head: PackedHead) -> PackedHead:
+        """A head, whose forwards run as CUDA graphs if the configuration asks for it."""
+        return head.with_graphs() if self.config.cuda_graphs else head
+
+    def modules(self) -> list[nn.Module]:
+        """The head's layers, and what it may share with the target."""
+        model = self.target.model
+        shared = (model.get_input_embeddings(), model.get_output_embeddings(), getattr(self, "lm_head", None))
+        return [self.head.module, *(each for each in shared if each is not None)]
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
@@ -145,18 +156,26 @@ class FeatureGenerator(CachedGenerator):
             out.append(limit if complete and self.try_reserve(seq, end + self.shape.num_expanded(limit)) else 0)
         return out
 
-    def root_logits(self, sequences: list[Sequence]) -> torch.Tensor:
-        """Read what is new of each text; logits [R, Vd] of what follows the last token."""
-        hidden = self.read_all(sequences)
+    def roots(self, sequences: list[Sequence]) -> tuple[torch.Tensor, ...]:
+        """Read what is new of each text; the head's hidden states [R, H] at their ends."""
+        return (self.read_all(sequences),)
+
+    def begin(self, *roots: torch.Tensor) -> torch.Tensor:
+        """Logits [R, Vd] of what follows the last token."""
+        (hidden,) = roots
         self.state = self.fed_back(hidden)[:, None]
         return self.logits(hidden)
 
     def expand(self, level: Level) -> torch.Tensor:
         """Run the head over the nodes of one depth: logits [R, F, Vd]."""
-        count, features = level.tokens.shape[1], self.carried(level)
-        seq_ids = [self.sequences[i].id for i in level.rows]
-        positions = [self.cache.tables[seq_id].length - 1 for seq_id in seq_ids]
-        inputs = self.level_inputs(level, level.tokens, seq_ids, positions)
-        hidden = self.head.forward(inputs, features.flatten(0, 1), self.cache)
-        self.state = self.fed_back(hidden).view(len(inputs), count, -1)
-        return self.logits(hidden).view(len(inputs), count, -1)
+        rows, count = level.tokens.shape
+        features = self.carried(level).flatten(0, 1)
+        if self.loop is not None:
+            hidden = self.head.forward_batch(self.loop.batch(level.depth, level.tokens, level.ancestors), features)
+        else:
+            seq_ids = [self.sequences[i].id for i in level.rows]
+            positions = [self.cache.tables[seq_id].length - 1 for seq_id in seq_ids]
+            inputs = self.level_inputs(level, level.tokens, seq_ids, positions)
+            hidden = self.head.forward(inputs, features, self.cache)
+        self.state = self.fed_back(hidden).view(rows, count, -1)
+        return self.logits(hidden).view(rows, count, -1)

@@ -3,32 +3,44 @@
 from __future__ import annotations
 
 from abc import abstractmethod
+from typing import ClassVar
 
 import numpy as np
 import torch
+from torch import nn
 
 from ...cache import OutOfBlocks, PagedStaticCache
 from ...runtime import DraftTrees, PackedModel, Sequence
+from ...runtime.draft_loop import LevelForward, LoopBuffers
 from ...runtime.packed_batch import RowInput
 from ..base import CandidateGenerator, DrafterContext
-from .tree_growth import Draft, Level, Vocabulary, grow
+from .captured_rounds import CapturedRounds, expanded_nodes
+from .levels import Draft, Level, Vocabulary
+from .tree_growth import grow
 from .tree_shapes import TreeDraftingConfig, TreeShape
 
 
 class GrowingGenerator(CandidateGenerator):
-    """Drafts chains, static trees or dynamic trees from `root_logits` and `expand`; see tree_growth.py beside this.
+    """Drafts chains, static trees or dynamic trees from what `roots` and `expand` say; see tree_growth.py beside this.
 
     A subclass sets `vocabulary` in its `__init__`. One whose nodes hand something on to their children keeps that in
     `state` [R, F, S], of the last level's nodes (of the roots: F = 1) in the running round.
+
+    Attributes:
+        has_loop: every depth is computed from the one before by `begin` and `expand`, which read no sequence where `loop`
+            holds what a round's forwards read of them: then rounds can be captured (`cuda_graphs`).
     """
 
     config: TreeDraftingConfig
     vocabulary: Vocabulary
+    has_loop: ClassVar[bool] = False
 
     def __init__(self, config: TreeDraftingConfig, target: PackedModel, context: DrafterContext | None = None):
         super().__init__(config, target, context)
         self.shape: TreeShape = config.shape()
         self.state: torch.Tensor | None = None
+        self.loop: LoopBuffers | None = None
+        self.rounds = CapturedRounds(self) if config.cuda_graphs and self.has_loop else None
 
     @property
     def max_draft_nodes(self) -> int:
@@ -41,8 +53,11 @@ class GrowingGenerator(CandidateGenerator):
         rows = [i for i, limit in enumerate(limits) if limit]
         if not rows:
             return DraftTrees.empty(len(sequences), self.target.device)
-        logits = self.root_logits([sequences[i] for i in rows])
-        draft = grow(self, self.config, self.shape, sequences, limits, logits)
+        drafted = [sequences[i] for i in rows]
+        if self.rounds is not None:
+            draft = self.rounds.draft(sequences, limits, self.roots(drafted))
+        else:
+            draft = grow(self, self.config, self.shape, sequences, limits, self.root_logits(drafted))
         self.drafted(sequences, draft)
         return draft.trees
 
@@ -51,12 +66,20 @@ class GrowingGenerator(CandidateGenerator):
         return limits
 
     @abstractmethod
-    def root_logits(self, sequences: list[Sequence]) -> torch.Tensor:
-        """Logits [R, Vd] of what follows each sequence's text."""
+    def roots(self, sequences: list[Sequence]) -> tuple[torch.Tensor, ...]:
+        """Read what is new of each text; what drafts begin with, a row each: their logits [R, Vd], or what `begin` takes."""
+
+    def begin(self, *roots: torch.Tensor) -> torch.Tensor:
+        """Logits [R, Vd] of what follows each sequence's text, from its root; sets `state`, where there is one."""
+        return roots[0]
 
     @abstractmethod
     def expand(self, level: Level) -> torch.Tensor:
         """Logits [R, F, Vd] of what follows each node (see NodeExpander)."""
+
+    def root_logits(self, sequences: list[Sequence]) -> torch.Tensor:
+        """Logits [R, Vd] of what follows each sequence's text."""
+        return self.begin(*self.roots(sequences))
 
     def remaining(self, level: Level) -> torch.Tensor:
         """`state` [R, F of the last level, S] of the rows that go on."""
@@ -70,6 +93,14 @@ class GrowingGenerator(CandidateGenerator):
             return state.expand(-1, level.tokens.shape[1], -1)
         return state.gather(1, level.parents[:, :, None].expand(-1, -1, state.shape[2]))
 
+    def modules(self) -> list[nn.Module]:
+        """What `begin` and `expand` run: captured rounds are forgotten when these have other weights."""
+        return []
+
+    def level_forwards(self, depth: int) -> list[LevelForward]:
+        """The forwards over keys and values of a round that drafts so deep; none without a cache."""
+        return []
+
     def drafted(self, sequences: list[Sequence], draft: Draft) -> None:
         """The round's draft is complete; `draft.trees` goes to the target."""
 
@@ -78,6 +109,16 @@ class CachedGenerator(GrowingGenerator):
     """A growing drafter with keys and values of its own, in pages like the target's."""
 
     cache: PagedStaticCache
+
+    def level_forwards(self, depth: int) -> list[LevelForward]:
+        """One for each depth but the last, over its nodes."""
+        depths, ancestors = expanded_nodes(self.shape, depth)
+        out = []
+        for level in range(1, depth):
+            first, end = np.searchsorted(depths, [level, level + 1])
+            seen = None if ancestors is None else ancestors[first:end, :end]
+            out.append(LevelForward(level, int(first), depths[:end], seen))
+        return out
 
     @abstractmethod
     def new_cache(self, num_blocks: int, block_size: int) -> PagedStaticCache:
@@ -89,7 +130,9 @@ class CachedGenerator(GrowingGenerator):
         self.cache = self.new_cache(-(-num_tokens // block_size) + drafts, block_size)
 
     def release(self) -> None:
-        """Drop the cache."""
+        """Drop the cache, and what was captured on it."""
+        if self.rounds is not None:
+            self.rounds.captures.clear()
         self.cache = self.new_cache(1, self.config.block_size)
 
     def start(self, seq: Sequence) -> None:
@@ -125,14 +168,14 @@ class CachedGenerator(GrowingGenerator):
         """
         count = level.tokens.shape[1]
         on_host = tokens.numpy() if tokens.device.type == "cpu" else None
-        is_chain = level.ancestors.shape[2] == level.depth  # one node per depth so far
+        ancestors = None if level.ancestors.shape[2] == level.depth else level.host_ancestors  # None: a chain so far
         inputs = []
         for i, (seq_id, position) in enumerate(zip(seq_ids, positions, strict=True)):
             length = self.cache.tables[seq_id].length
             row = RowInput(seq_id, tokens[i] if on_host is None else on_host[i], length + level.first, logits=count)
             row.positions = np.full(count, position + level.depth)
-            if not is_chain:
-                row.visibility = level.ancestors[i]
+            if ancestors is not None:
+                row.visibility = ancestors[i]
                 row.region_positions = position + level.depths
             inputs.append(row)
         return inputs

@@ -65,8 +65,8 @@ class LastHiddenGenerator(GrowingGenerator):
 
     A subclass, in its `__init__`, sets `vocabulary` and calls `set_heads`; and it implements
 
-    * `root(hidden, tokens)`: logits [R, Vd] of what follows each text. What the nodes below need goes to `self.state`
-      [R, 1, S];
+    * `begin(hidden, tokens)`: logits [R, Vd] of what follows each text, from the target's last hidden states [R, H] and the
+      newest tokens int64 [R], those the hidden states led to. What the nodes below need goes to `self.state` [R, 1, S];
     * `expand(level)`: logits [R, F, Vd] of what follows each node, or [R, 1, Vd] if the nodes of a row share them.
       `self.carried(level)` is the state [R, F, S] of the nodes' parents (for rows that go on); the nodes' own state
       [R, F, S] is assigned to `self.state`. Heads that read only the root's state leave it as it is, but for
@@ -75,6 +75,7 @@ class LastHiddenGenerator(GrowingGenerator):
     The head for what follows a node is number `level.depth` (the root's is number 0).
     """
 
+    has_loop = True
     config: LastHiddenConfig
     taps = Taps(last_hidden=True)
     taps_whole_text = False
@@ -95,24 +96,24 @@ class LastHiddenGenerator(GrowingGenerator):
         Raises:
             SpeculativeConfigError: the configuration asks for deeper drafts.
         """
+        self._heads = heads
         self._prepacked = prepack(heads, self.config.prepack_weights)
         self.shape = bounded_shape(self.config, self.shape, num_heads)
         self.config = self.settled(self.config)
+
+    def modules(self) -> list[nn.Module]:
+        """The heads, and what they may share with the target."""
+        model = self.target.model
+        shared = (model.get_input_embeddings(), model.get_output_embeddings())
+        return [self._heads, *(each for each in shared if each is not None)]
 
     def settled(self, config: LastHiddenConfig) -> LastHiddenConfig:
         """A call's configuration, with the number of heads where it bounds the draft length."""
         return config.bounded(self.shape.depth)
 
-    # ---- what a method is -------------------------------------------------------------------------------------------
-
     @abstractmethod
-    def root(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """Logits [R, Vd] of what follows each text; sets `self.state`.
-
-        Args:
-            hidden: [R, H], the target's last hidden states.
-            tokens: int64 [R], the newest tokens: those the hidden states led to.
-        """
+    def begin(self, *roots: torch.Tensor) -> torch.Tensor:
+        """Logits [R, Vd] of what follows each text, from (hidden, tokens)."""
 
     # ---- the round --------------------------------------------------------------------------------------------------
 
@@ -120,11 +121,11 @@ class LastHiddenGenerator(GrowingGenerator):
         """Rows whose hidden state is known."""
         return [limit if seq.id in self.known else 0 for seq, limit in zip(sequences, limits, strict=True)]
 
-    def root_logits(self, sequences: list[Sequence]) -> torch.Tensor:
-        """Logits [R, Vd] of what follows each sequence's text."""
+    def roots(self, sequences: list[Sequence]) -> tuple[torch.Tensor, ...]:
+        """What `begin` takes."""
         assert self.hidden is not None
         index = torch.tensor([[self.slots[seq.id], seq.tokens[-1]] for seq in sequences]).to(self.device)
-        return self.root(self.hidden.index_select(0, index[:, 0]), index[:, 1])
+        return self.hidden.index_select(0, index[:, 0]), index[:, 1]
 
     def observe(self, outcome: StepOutcome) -> None:
         """Keep the hidden state behind the newest token of each verified sequence."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import heapq
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
@@ -43,6 +44,19 @@ class TemplateLevel:
     def is_single(self) -> bool:
         """Whether there is one node only, the likeliest child."""
         return len(self.ranks) == 1 and self.width == 1
+
+    def nodes_of(self, children: torch.Tensor) -> torch.Tensor:
+        """What belongs to the M nodes [R, M], of their parents' children [R, P or 1, width]."""
+        if self.is_single:
+            return children[:, 0]
+        if children.shape[1] == 1:
+            return children[:, 0, self.ranks]
+        return children[:, self.slots, self.ranks]
+
+    def on(self, device: torch.device) -> TemplateLevel:
+        """The same, with its tensors on a device."""
+        tensors = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
+        return dataclasses.replace(self, **tensors)
 
 
 @dataclass(frozen=True, eq=False)
@@ -166,6 +180,11 @@ class TreeTemplate:
         return sum(len(level.inner) for level in self.levels[: max(depth - 1, 0)])
 
     @cached_property
+    def widest(self) -> int:
+        """Most nodes of one depth that the drafter continues."""
+        return max(len(level.inner) for level in self.levels)
+
+    @cached_property
     def expanded(self) -> np.ndarray:
         """int64 [E], the nodes with children: those the drafter continues, in its order."""
         return np.unique(self.parents[self.parents >= 0])
@@ -195,6 +214,16 @@ class TreeTemplate:
             start = end
         return levels
 
+    def levels_on(self, device: torch.device) -> list[TemplateLevel]:
+        """`levels`, with tensors on a device; made once for each."""
+        if device not in self._levels_on:
+            self._levels_on[device] = [level.on(device) for level in self.levels]
+        return self._levels_on[device]
+
+    @cached_property
+    def _levels_on(self) -> dict[torch.device, list[TemplateLevel]]:
+        return {}
+
 
 @dataclass(frozen=True)
 class DynamicTree:
@@ -214,6 +243,11 @@ class DynamicTree:
     is_chain = False
     prunes = True
 
+    @property
+    def widest(self) -> int:
+        """Most nodes of one depth that the drafter continues."""
+        return self.top_k
+
     def num_nodes(self, depth: int) -> int:
         """Most nodes of a draft of that depth."""
         if depth == 0:
@@ -231,6 +265,8 @@ TreeShape = TreeTemplate | DynamicTree
 @dataclass
 class TreeDraftingConfig(SpeculativeConfig):
     """Keys of the methods that can draft chains, static trees and dynamic trees."""
+
+    has_weights = True
 
     depth: int | None = field(
         default=None, metadata={"help": "longest path of a tree: another name for num_speculative_tokens (EAGLE's)"}

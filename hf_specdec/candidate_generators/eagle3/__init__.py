@@ -10,7 +10,7 @@ import torch
 from ...runtime import PackedModel, PackedOutput, Sequence
 from ..base import DrafterContext
 from ..drafting.features import FeatureGenerator
-from ..drafting.tree_growth import Level
+from ..drafting.levels import Level
 from ..heads.checkpoints import register_format
 from ..heads.config import ProposedLengthConfig, proposed_length
 from ..heads.target_parts import load_once
@@ -61,10 +61,12 @@ class Eagle3Generator(FeatureGenerator):
         self.default_length = proposed_length(checkpoint)
         super().__init__(self.settled(config), target, context)
         self.loaded = load_once(config, target, lambda: load_eagle3(checkpoint, target, config.prepack_weights))
-        self.head, self.vocabulary = self.loaded.head, self.loaded.vocabulary
+        self.head, self.vocabulary = self.captured(self.loaded.head), self.loaded.vocabulary
         self.taps = self.loaded.options.taps
         self.mask_token = self.loaded.options.mask_token
         is_parallel = self.mask_token is not None
+        if is_parallel:
+            self.rounds = None  # one forward has drafted all depths before any is chosen
         if config.parallel_drafting not in (None, is_parallel):
             drafts = "all depths at once" if is_parallel else "step by step"
             raise config.fail(
@@ -99,10 +101,10 @@ class Eagle3Generator(FeatureGenerator):
         self.limits = {seq.id: limit for seq, limit in zip(sequences, limits, strict=True) if limit}
         return limits
 
-    def root_logits(self, sequences: list[Sequence]) -> torch.Tensor:
-        """Read what is new of each text, for P-EAGLE with the mask rows behind it; logits [R, Vd] after the last token."""
+    def roots(self, sequences: list[Sequence]) -> tuple[torch.Tensor, ...]:
+        """Read what is new of each text; for P-EAGLE with the mask rows behind it: logits [R, Vd] after the last token."""
         if self.mask_token is None:
-            return super().root_logits(sequences)
+            return super().roots(sequences)
         self.read_all_but_last_chunk(sequences)
         inputs, text_features = self.take(sequences, self.config.prefill_chunk_size)
         mask = self.loaded.mask_features
@@ -119,7 +121,11 @@ class Eagle3Generator(FeatureGenerator):
         for row, own in zip(inputs, text_features, strict=True):
             self.cache.tables[row.seq_id].length = row.start + len(own)
         self.parallel_logits = self.logits(hidden[torch.from_numpy(np.concatenate(wanted)).to(hidden.device)])
-        return self._at_depth(sequences, 0)
+        return (self._at_depth(sequences, 0),)
+
+    def begin(self, *roots: torch.Tensor) -> torch.Tensor:
+        """Logits [R, Vd] of what follows the last token."""
+        return super().begin(*roots) if self.mask_token is None else roots[0]
 
     def expand(self, level: Level) -> torch.Tensor:
         """Logits [R, F, Vd] of what follows each node of one depth; P-EAGLE has them already: [R, 1, Vd]."""

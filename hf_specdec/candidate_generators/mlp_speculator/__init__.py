@@ -11,7 +11,7 @@ from torch import nn
 from ...runtime import PackedModel
 from ..base import DrafterContext
 from ..drafting.last_hidden import LastHiddenConfig, LastHiddenGenerator
-from ..drafting.tree_growth import Level
+from ..drafting.levels import Level
 from ..drafting.tree_shapes import TreeShape, TreeTemplate
 from ..heads.checkpoints import Checkpoint, Plan, load_module, register_format
 from ..heads.target_parts import check_target, draft_vocabulary, load_once, place_of
@@ -191,8 +191,9 @@ class MLPSpeculatorGenerator(LastHiddenGenerator):
         """The tokens; in place of padding that only the target has an embedding for, the last one."""
         return tokens if self.last_token is None else tokens.clamp(max=self.last_token)
 
-    def root(self, hidden: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
+    def begin(self, *roots: torch.Tensor) -> torch.Tensor:
         """The first step, from the target's hidden states."""
+        hidden, tokens = roots
         logits, state = self.speculator.step(0, hidden, self._embedded(tokens))
         self.state = state[:, None]
         return logits

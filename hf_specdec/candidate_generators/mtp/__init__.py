@@ -160,7 +160,8 @@ class MtpGenerator(ModulesInTurn):
         )
         super().__init__(self.settled(config), target, context)
         used = min(len(self.loaded.modules), self.shape.depth)
-        self.modules, self.heads = self.loaded.modules[:used], self.loaded.heads[:used]
+        self.mtp_modules = self.loaded.modules[:used]
+        self.heads = [self.captured(head) for head in self.loaded.heads[:used]]
         self.head = self.heads[0]
         normed = config.recycle_normed
         self.hands_on_normed = self.loaded.layout.normed_output if normed is None else normed
@@ -174,15 +175,18 @@ class MtpGenerator(ModulesInTurn):
 
     def new_cache(self, num_blocks: int, block_size: int) -> PagedStaticCache:
         """A cache with a layer per module in use."""
+        for head in self.heads:
+            if head.graphs is not None:
+                head.graphs.captures.clear()
         return PagedStaticCache(len(self.heads), num_blocks, block_size, share_prefixes=False)
 
     def state_of(self, module: int, hidden: torch.Tensor) -> torch.Tensor:
         """The module's output, after its last norm where that is what is handed on."""
-        return self.modules[module].norm(hidden) if self.hands_on_normed else hidden
+        return self.mtp_modules[module].norm(hidden) if self.hands_on_normed else hidden
 
     def logits_of(self, module: int, state: torch.Tensor) -> torch.Tensor:
         """The head over the module's normed output."""
-        own = self.modules[module]
+        own = self.mtp_modules[module]
         return own.logits(state if self.hands_on_normed else own.norm(state))
 
     # ---- continuation by n-gram -------------------------------------------------------------------------------------

@@ -7,13 +7,16 @@ from abc import abstractmethod
 
 import numpy as np
 import torch
+from torch import nn
 
 from ...runtime import PackedModel, Sequence
+from ...runtime.draft_loop import LevelForward
 from ...runtime.packed_batch import RowInput
 from ...runtime.packed_head import PackedHead
 from ..base import DrafterContext
+from ..drafting.captured_rounds import expanded_nodes
 from ..drafting.features import FeatureGenerator
-from ..drafting.tree_growth import Level
+from ..drafting.levels import Level
 from ..drafting.tree_shapes import TreeDraftingConfig
 
 
@@ -56,6 +59,10 @@ class ModulesInTurn(FeatureGenerator):
     @abstractmethod
     def logits_of(self, module: int, state: torch.Tensor) -> torch.Tensor:
         """Logits [n, Vd] from x [n, H]."""
+
+    def modules(self) -> list[nn.Module]:
+        """All modules in use, and what they may share with the target."""
+        return [*(head.module for head in self.heads[1:]), *super().modules()]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The first module's, from x."""
@@ -144,40 +151,60 @@ class ModulesInTurn(FeatureGenerator):
             for seq, limit in zip(sequences, super().ready(sequences, limits), strict=True)
         ]
 
-    def root_logits(self, sequences: list[Sequence]) -> torch.Tensor:
-        """Read what is new of each text; logits [R, Vd] of what follows the last token."""
-        logits = super().root_logits(sequences)
-        assert self.state is not None
-        roots = [self._roots(sequences, self.state[:, 0], j) for j in range(1, len(self.heads))]
-        self.draft = _DraftNodes([self.state[:, 0], *roots])
-        return logits
+    def level_forwards(self, depth: int) -> list[LevelForward]:
+        """One for each depth but the last, by the module whose turn it is, over all nodes that it has not read."""
+        depths, ancestors = expanded_nodes(self.shape, depth)
+        num_read, out = [0] * len(self.heads), []
+        for level in range(1, depth):
+            module, end = level % len(self.heads), int(np.searchsorted(depths, level + 1))
+            first, num_read[module] = num_read[module], end
+            seen = None if ancestors is None else ancestors[first:end, :end]
+            out.append(LevelForward(level, first, depths[:end], seen, shift=module))
+        return out
+
+    def roots(self, sequences: list[Sequence]) -> tuple[torch.Tensor, ...]:
+        """Read what is new of each text; every module's x [R, H] of the last token."""
+        (first,) = super().roots(sequences)
+        return first, *(self._roots(sequences, first, j) for j in range(1, len(self.heads)))
+
+    def begin(self, *roots: torch.Tensor) -> torch.Tensor:
+        """Logits [R, Vd] of what follows the last token."""
+        self.draft = _DraftNodes(list(roots))
+        return self.logits(roots[0])
 
     def expand(self, level: Level) -> torch.Tensor:
         """The module whose turn it is reads the nodes it has not read: logits [R, F, Vd] after those of this level."""
         draft = self.draft
         assert draft is not None
         draft.add(level)
-        module = level.depth % len(self.heads)
+        module, (rows, width) = level.depth % len(self.heads), level.tokens.shape
         first = draft.num_read(module)
-        count = draft.num_nodes - first
-        features = draft.features(module)
-        tokens = draft.tokens[:, first:]
+        features = draft.features(module).flatten(0, 1)
+        tokens, head = draft.tokens[:, first:], self.heads[module]
+        if self.loop is not None:
+            hidden = head.forward_batch(self.loop.batch(level.depth, tokens, draft.ancestors[:, first:]), features)
+        else:
+            hidden = head.forward(self._inputs(level, draft, module), features, self.cache)
+        hidden = self.state_of(module, hidden).view(rows, tokens.shape[1], -1)
+        draft.made(module, hidden, width)
+        return self.logits_of(module, hidden[:, -width:].flatten(0, 1)).view(rows, width, -1)
+
+    def _inputs(self, level: Level, draft: _DraftNodes, module: int) -> list[RowInput]:
+        """The rows of a module's forward over the nodes it has not read."""
+        first = draft.num_read(module)
+        tokens, count = draft.tokens[:, first:], draft.num_nodes - first
         on_host = tokens.numpy() if tokens.device.type == "cpu" else None
-        is_chain = draft.num_nodes == level.depth
+        ancestors = None if draft.num_nodes == level.depth else draft.host_ancestors  # None: a chain so far
         inputs = []
         for i, row in enumerate(level.rows):
             seq = self.sequences[row]
             end = self.cache.tables[seq.id].length - module  # of the text, in this module's slots
             nodes = RowInput(seq.id, tokens[i] if on_host is None else on_host[i], end + first, logits=count)
-            if not is_chain:
+            if ancestors is not None:
                 nodes.positions = end - 1 + level.depths[first:]
-                nodes.visibility, nodes.region_positions = draft.ancestors[i, first:], end - 1 + level.depths
+                nodes.visibility, nodes.region_positions = ancestors[i, first:], end - 1 + level.depths
             inputs.append(nodes)
-        hidden = self.state_of(module, self.heads[module].forward(inputs, features.flatten(0, 1), self.cache))
-        hidden = hidden.view(len(inputs), count, -1)
-        width = level.tokens.shape[1]
-        draft.made(module, hidden, width)
-        return self.logits_of(module, hidden[:, -width:].flatten(0, 1)).view(len(inputs), width, -1)
+        return inputs
 
 
 class _DraftNodes:
@@ -186,7 +213,7 @@ class _DraftNodes:
     Attributes:
         tokens: int64 [R, E].
         parents: int64 [R, E], each node's parent, 1 + its number; 0 is the text's last token.
-        ancestors: bool numpy [R, E, E], which nodes are on each node's path, itself included.
+        ancestors: bool [R, E, E], which nodes are on each node's path, itself included: as `Level` has it.
         hidden: per module [R, 1 + nodes read, H]: x of the text's last token, then of the nodes.
         drafted: [R, 1 + nodes, H]: x by the module that drafted the children.
     """
@@ -195,7 +222,7 @@ class _DraftNodes:
         rows, device = roots[0].shape[0], roots[0].device
         self.tokens = torch.zeros(rows, 0, dtype=torch.long, device=device)
         self.parents = self.tokens
-        self.ancestors = np.zeros((rows, 0, 0), dtype=bool)
+        self.ancestors: np.ndarray | torch.Tensor = np.zeros((rows, 0, 0), dtype=bool)
         self.hidden = [root[:, None] for root in roots]
         self.drafted = self.hidden[0]
         self._previous = 0  # number of the first node of the level before
@@ -204,6 +231,11 @@ class _DraftNodes:
     def num_nodes(self) -> int:
         """E."""
         return self.tokens.shape[1]
+
+    @property
+    def host_ancestors(self) -> np.ndarray:
+        """`ancestors`, on the host."""
+        return self.ancestors.cpu().numpy() if isinstance(self.ancestors, torch.Tensor) else self.ancestors
 
     def num_read(self, module: int) -> int:
         """How many of them a module has read."""
@@ -219,9 +251,7 @@ class _DraftNodes:
         parents = level.parents + (1 + self._previous) if level.depth > 1 else torch.zeros_like(level.parents)
         self.tokens = torch.cat([self.tokens, level.tokens], dim=1)
         self.parents = torch.cat([self.parents, parents], dim=1)
-        self.ancestors = np.concatenate(
-            [np.pad(self.ancestors, ((0, 0), (0, 0), (0, level.tokens.shape[1]))), level.ancestors], axis=1
-        )
+        self.ancestors = _stacked(self.ancestors, level.ancestors)
         self._previous = level.first
 
     def features(self, module: int) -> torch.Tensor:
@@ -234,3 +264,12 @@ class _DraftNodes:
         """What a module made of the nodes it had not read [R, n, H]; the last `width` are the level that it drafts from."""
         self.hidden[module] = torch.cat([self.hidden[module], hidden], dim=1)
         self.drafted = torch.cat([self.drafted, hidden[:, -width:]], dim=1)
+
+
+def _stacked(above, below):
+    """bool [R, E + F, E + F] from the paths of E nodes and of F further ones [R, F, E + F]."""
+    width = below.shape[1]
+    if isinstance(below, torch.Tensor):
+        above = torch.as_tensor(above, device=below.device)
+        return torch.cat([torch.nn.functional.pad(above, (0, width)), below], dim=1)
+    return np.concatenate([np.pad(above, ((0, 0), (0, 0), (0, width))), below], axis=1)

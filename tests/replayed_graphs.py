@@ -1,0 +1,108 @@
+"""CUDA graphs on a CPU: what would be captured runs again in Python, attention by its definition over the static buffers."""
+
+import dataclasses
+import itertools
+
+import pytest
+import torch
+
+from hf_specdec.kernels import attention, reference
+from hf_specdec.runtime import graphs, packed_head, packed_model
+
+
+class CaptureInPython:
+    """Replaying runs the same once more and writes into the first run's outputs, as a graph does.
+
+    Attributes:
+        count: functions captured.
+    """
+
+    def __init__(self):
+        self.count = 0
+
+    def __call__(self, function):
+        self.count += 1
+        out = function()
+
+        def replay():
+            for kept, new in zip(tensors_of(out), tensors_of(function()), strict=True):
+                kept.copy_(new)
+
+        for tensor in tensors_of(out):
+            tensor.fill_(float("nan") if tensor.is_floating_point() else -1)  # capturing computes nothing
+        return out, replay
+
+
+def tensors_of(output):
+    """Every tensor of a forward's or a round's output."""
+    if torch.is_tensor(output):
+        return [output]
+    found = (
+        output if isinstance(output, tuple) else [getattr(output, field.name) for field in dataclasses.fields(output)]
+    )
+    return [t for each in found for t in (each.values() if isinstance(each, dict) else [each]) if torch.is_tensor(t)]
+
+
+def attention_by_definition(query, key_pool, value_pool, inputs, scaling, *, window=None, softcap=None, sinks=None):
+    """`reference.paged_attention` of what AttentionInputs say. Tokens in no row get NaN: nobody may read them."""
+    starts, rows, masks = inputs.query_starts.tolist(), [], []
+    group = query.shape[1] // key_pool.shape[1]
+    for row, (start, end) in enumerate(itertools.pairwise(starts)):
+        if start == end:
+            continue
+        assert end - start <= inputs.max_query_length
+        length, index = int(inputs.key_lengths[row]), torch.arange(int(inputs.key_lengths[row]))
+        slots = (
+            inputs.block_tables[row].long()[index // inputs.block_size] * inputs.block_size + index % inputs.block_size
+        )
+        rows.append(reference.AttentionRow(start, end, length, -1, slots))
+        allowed = index <= torch.arange(length - end + start, length)[:, None]
+        key_positions = index.clone()
+        region = 0 if inputs.visibility is None else int(inputs.region_lengths[row])
+        if region:
+            bits = (inputs.visibility[start:end, :, None] >> torch.arange(32)).flatten(1)[:, :region] & 1
+            allowed = torch.cat([torch.ones(end - start, length - region, dtype=torch.bool), bits > 0], dim=1)
+            key_positions[length - region :] = inputs.region_positions[row, :region]
+        if window is not None:
+            allowed &= inputs.positions[start:end, None] - key_positions < window
+        assert allowed.any(1).all()
+        masks.append(
+            torch.zeros(allowed.shape, dtype=query.dtype).masked_fill_(~allowed, float("-inf")).repeat(group, 1)
+        )
+    out = reference.paged_attention(query, key_pool, value_pool, rows, masks, scaling, softcap, sinks)
+    out[starts[-1] :] = float("nan")
+    return out
+
+
+def write(self, slots, keys, values):
+    """`PagedLayer.write`, but for slots that are none."""
+    there = slots >= 0
+    assert len(slots[there].unique()) == int(there.sum())
+    reference.write_slots(self.keys, slots[there], keys[there])
+    reference.write_slots(self.values, slots[there], values[there])
+
+
+@pytest.fixture
+def graphs_in_python(monkeypatch):
+    """`cuda_graphs` works on the CPU; yields a list of everything that holds captures from now on."""
+    made, original = [], graphs.Captures.__init__
+
+    def listed(self, *args, **kwargs):
+        original(self, *args, **kwargs)
+        made.append(self)
+
+    monkeypatch.setattr(graphs.Captures, "__init__", listed)
+    monkeypatch.setattr(graphs, "CudaGraphCapture", CaptureInPython)
+    for module in (packed_model, packed_head):
+        monkeypatch.setattr(module, "check_capturable", lambda model: None)
+    return made
+
+
+@pytest.fixture
+def defined_attention(monkeypatch):
+    """Attention and writing keys by their definitions, from what the Triton kernels would read."""
+    from hf_specdec.cache.paged_cache import PagedLayer
+
+    monkeypatch.setattr(packed_model, "uses_triton", lambda device: True)
+    monkeypatch.setattr(attention, "paged_attention", attention_by_definition)
+    monkeypatch.setattr(PagedLayer, "write", write)
