@@ -159,6 +159,34 @@ def test_seed_and_dtype():
         assert torch.equal(a, b)
 
 
+@pytest.mark.parametrize("source", ["llama", "llama-tied-biased", "qwen3-tied"])
+def test_new_tokens_are_never_likely(source, tmp_path):
+    """Old tokens keep their probabilities, new ones have none; so texts stay."""
+    small = make_source(source)
+    big = recipe.inflate(small, **SIZES["all"], vocab_size=150)
+    assert big.config.vocab_size == 150 and big.get_input_embeddings().weight.shape[0] == 150
+    assert (big.lm_head.weight is big.model.embed_tokens.weight) == ("tied" in source)
+    ids, mask = left_padded_batch()
+    positions = (mask.cumsum(-1) - 1).clamp(min=0)
+    arguments = {"input_ids": ids, "attention_mask": mask, "position_ids": positions}
+    with torch.no_grad():
+        wanted, given = (model(**arguments).logits[mask.bool()] for model in (small, big))
+    torch.testing.assert_close(given.log_softmax(-1)[:, :97], wanted.log_softmax(-1), atol=2e-4, rtol=2e-4)
+    assert (given[:, 97:].max(-1).values < wanted.min(-1).values - 10).all()
+    settings = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False}
+    expected = small.generate(ids, **settings)
+    assert torch.equal(big.generate(ids, **settings), expected)
+    big.save_pretrained(tmp_path)
+    assert torch.equal(AutoModelForCausalLM.from_pretrained(tmp_path).eval().generate(ids, **settings), expected)
+
+
+def test_vocabularies_that_cannot_grow():
+    with pytest.raises(ValueError, match="vocab_size=50 is smaller than the source's 97"):
+        recipe.inflate(make_source("llama"), vocab_size=50)
+    with pytest.raises(ValueError, match="can only grow with hidden_size: give more than 24"):
+        recipe.inflate(make_source("llama"), vocab_size=150)
+
+
 def test_presets_have_the_sizes_they_name():
     for name, least in (("300m", 300e6), ("1b", 0.95e9), ("8b", 6.9e9)):
         sizes = dict(zip(recipe.DIMENSIONS, recipe.PRESETS[name], strict=True))

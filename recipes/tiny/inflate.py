@@ -4,8 +4,8 @@
     python recipes/tiny/inflate.py SRC DST --hidden-size 2048 --num-hidden-layers 24 --dtype bfloat16
 
 Every dimension can grow: layers (identity ones: their output projections are zero), width (zero-padded residual
-stream), MLP, query and key-value heads, head size. What is new is filled with small random numbers wherever that cannot
-show, so the work is real work. The vocabulary stays as it is. Logits agree up to rounding in the chosen dtype.
+stream), MLP, query and key-value heads, head size, vocabulary. What is new is filled with small random numbers wherever
+that cannot show, so the work is real work. Logits agree up to rounding in the chosen dtype. Draft heads: inflate_head.py.
 """
 
 import argparse
@@ -40,19 +40,63 @@ def inflate(
     num_attention_heads: int | None = None,
     num_key_value_heads: int | None = None,
     head_dim: int | None = None,
+    vocab_size: int | None = None,
     dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> PreTrainedModel:
     """A bigger model of the same class with the same logits; a size left out stays as it is.
 
-    Built tensor by tensor on the CPU in `dtype` (default: the source's), so memory peaks at source + result. Raises
-    `ValueError` where a size is smaller than the source's or cannot hold it.
+    Built tensor by tensor on the source's device in `dtype` (default: the source's), so memory peaks at source + result.
+    New tokens (`vocab_size`) are never likely: see `widen_vocabulary`. Raises `ValueError` where a size is smaller than the
+    source's or cannot hold it.
     """
     asked = (hidden_size, num_hidden_layers, intermediate_size, num_attention_heads, num_key_value_heads, head_dim)
     old = sizes_of(model)
     new = {name: size if size is not None else old[name] for name, size in zip(DIMENSIONS, asked, strict=True)}
     check_sizes(model, old, new)
-    return Inflation(model, old, new, dtype or model.dtype, seed).build()
+    if vocab_size is not None:
+        check_vocabulary(model, old, new, vocab_size)
+    with model.device:
+        big = Inflation(model, old, new, dtype or model.dtype, seed).build()
+        if vocab_size is not None and vocab_size > model.config.vocab_size:
+            widen_vocabulary(big, old["hidden_size"], vocab_size)
+    return big
+
+
+def check_vocabulary(model: PreTrainedModel, old: dict[str, int], new: dict[str, int], vocab_size: int) -> None:
+    size = model.config.vocab_size
+    if vocab_size < size:
+        raise ValueError(f"vocab_size={vocab_size} is smaller than the source's {size}: give at least {size}.")
+    if vocab_size > size and new["hidden_size"] == old["hidden_size"]:
+        raise ValueError(f"vocab_size can only grow with hidden_size: give more than {old['hidden_size']}.")
+
+
+@torch.no_grad()
+def widen_vocabulary(model: PreTrainedModel, width: int, vocab_size: int) -> None:
+    """Give an inflated model tokens that it never chooses, in place.
+
+    Embeddings carry a small constant at `width`, the first of the new dimensions, which no layer changes: too small to be
+    seen in the norms' mean squares. The last norm makes it larger, and the new tokens' rows of the output have a large
+    negative weight there. Old tokens' logits stay (tied ones gain one constant).
+    """
+    size = model.config.vocab_size
+    embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
+    tied = model.config.tie_word_embeddings
+    constant = 2.0**-10 * embeddings.weight.float().square().sum(1).div(width).median().sqrt()
+    wide = torch.zeros(vocab_size, embeddings.weight.shape[1], dtype=embeddings.weight.dtype)
+    wide[:size] = embeddings.weight
+    wide[:size, width] = constant.to(wide.dtype)
+    output = wide
+    if not tied:
+        output = torch.zeros_like(wide)
+        output[:size] = head.weight
+        output[:size, width] = 0
+    output[size:, width] = -(2.0**15)
+    embeddings.weight = nn.Parameter(wide)
+    embeddings.num_embeddings, head.out_features, model.config.vocab_size = vocab_size, vocab_size, vocab_size
+    head.weight = embeddings.weight if tied else nn.Parameter(output)
+    model.model.norm.weight[width] = 2.0**10
+    model.vocab_size = model.model.vocab_size = vocab_size
 
 
 def sizes_of(model: PreTrainedModel) -> dict[str, int]:
@@ -98,16 +142,19 @@ def copies_of_a_head(old: dict[str, int], new: dict[str, int]) -> int:
     return math.ceil(group / (new["num_attention_heads"] // new["num_key_value_heads"]))
 
 
+def layer_places(old: int, new: int) -> list[int]:
+    """Which of `new` layers each of the `old` ones becomes."""
+    return [i * new // old for i in range(old)]
+
+
 class Inflation:
     """One inflation: where each old unit goes, and the tensors of the new model."""
 
     def __init__(self, model: PreTrainedModel, old: dict[str, int], new: dict[str, int], dtype: torch.dtype, seed: int):
         self.model, self.old, self.new, self.dtype = model, old, new, dtype
-        self.generator = torch.Generator().manual_seed(seed)
+        self.generator = torch.Generator(model.device).manual_seed(seed)
         self.place_heads()
-        self.layer_places = [
-            i * new["num_hidden_layers"] // old["num_hidden_layers"] for i in range(old["num_hidden_layers"])
-        ]
+        self.layer_places = layer_places(old["num_hidden_layers"], new["num_hidden_layers"])
 
     def place_heads(self) -> None:
         """New rows of q/k/v for the old ones.
@@ -259,6 +306,7 @@ def main() -> None:
     parser.add_argument("--size", choices=PRESETS, help="8b has the shape of Llama-3.1-8B but for its vocabulary")
     for name in DIMENSIONS:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, help="overrides --size")
+    parser.add_argument("--vocab-size", type=int, help="new tokens are never chosen; needs a larger hidden size")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the source's")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
@@ -268,7 +316,7 @@ def main() -> None:
     source = AutoModelForCausalLM.from_pretrained(arguments.source, dtype="auto")
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     try:
-        big = inflate(source, **sizes, dtype=dtype, seed=arguments.seed)
+        big = inflate(source, **sizes, vocab_size=arguments.vocab_size, dtype=dtype, seed=arguments.seed)
     except ValueError as error:
         parser.error(str(error))
     big.save_pretrained(arguments.destination)

@@ -1,0 +1,85 @@
+"""Temperature, top-k, top-p and min-p against a float64 definition: tokens kept wrongly, but for those on a boundary."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import torch
+
+from .context import Context
+from .report import Row, at_most
+
+MODULES = ("sampling",)
+# temperature, top-k, top-p, min-p
+PARAMETERS = (
+    (1.0, 0, 1.0, 0.0),
+    (0.7, 5, 1.0, 0.0),
+    (1.3, 0, 0.9, 0.0),
+    (1.0, 0, 1.0, 0.1),
+    (0.8, 40, 0.95, 0.02),
+    (2.0, 1, 0.5, 1.0),
+    (1.0, 10**6, 0.999, 0.0),
+    (1.0, 7, 0.3, 0.3),
+)
+
+
+def kept(
+    scores: torch.Tensor, top_k: float, top_p: float, min_p: float, slack: float
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """Of scores [V]: which tokens stay, and which are within `slack` of a boundary, bool [V].
+
+    Ascending and stable, as transformers' warpers: of equal tokens those with lower ids go first.
+    """
+    values, order = scores.double().sort(stable=True)
+    removed = torch.zeros_like(values, dtype=torch.bool)
+    near = torch.zeros_like(removed)
+    if top_k:
+        removed |= values < values[-int(min(top_k, len(values)))]
+    if top_p < 1:
+        mass = values.masked_fill(removed, float("-inf")).softmax(0).cumsum(0)
+        near |= ~removed & ((mass - (1 - top_p)).abs() < slack)
+        removed |= mass <= 1 - top_p
+        removed[-1] = False
+    if min_p > 0:
+        probs = values.masked_fill(removed, float("-inf")).softmax(0)
+        ratio = probs / probs[-1]
+        near |= (ratio - min_p).abs() < slack
+        removed |= ratio < min_p
+        removed[-1] = False
+    stays, doubtful = torch.empty_like(removed), torch.empty_like(near)
+    stays[order], doubtful[order] = ~removed, near
+    return stays, doubtful
+
+
+def errors(context: Context, dtype: torch.dtype, vocab: int, ties: bool) -> tuple[int, int]:
+    """Tokens kept or removed wrongly, and scores that are not logits over temperature."""
+    from hf_specdec.kernels.sampling import sampling_limits, sampling_scores
+
+    rows, device = len(PARAMETERS), context.device
+    logits = context.randn(rows, vocab) * 3
+    logits = (logits.round() if ties else logits).to(dtype)
+    temperature, top_k, top_p, min_p = (torch.tensor(column, device=device) for column in zip(*PARAMETERS, strict=True))
+    poison = (
+        torch.full((rows,), float("nan"), device=device),
+        torch.full((rows,), -9, dtype=torch.int32, device=device),
+    )
+    block = {"block": 128} if context.toy else {}  # the interpreter takes as long for ids that are not there
+    limits = sampling_limits(logits, None, temperature, top_k.int(), top_p, min_p, out=poison, **block)
+    nowhere = torch.full(logits.shape, float("nan"), device=device)
+    out = sampling_scores(logits, limits, None, temperature, nowhere, **block)
+    scores = logits.float() / temperature[:, None]
+    wrong = 0
+    for row, (_, *parameters) in enumerate(PARAMETERS):
+        stays, near = kept(scores[row], *parameters, slack=3e-6 if vocab < 10**4 else 1e-5)
+        wrong += int(((out[row] > float("-inf")) != stays)[~near].sum())
+    there = out > float("-inf")
+    return wrong, int((out[there] != scores[there]).sum() + out.isnan().sum())
+
+
+def rows(context: Context, name: str, dtype: torch.dtype) -> Iterator[Row]:
+    """A line for distinct scores, one for many equal ones."""
+    vocab = 300 if context.toy else 128256
+    for what, ties in (("distinct scores", False), ("ties", True)):
+        wrong, changed = errors(context, dtype, vocab, ties)
+        yield at_most("correctness", f"sampling limits {name}: {what}", wrong, 0, "wrong tokens")
+        yield at_most("correctness", f"sampling scores {name}: {what}", changed, 0, "wrong scores")
