@@ -252,7 +252,12 @@ def get_decoder(
 
 
 def _make_generator(model: PreTrainedModel, config: SpeculativeConfig, context: DrafterContext) -> CandidateGenerator:
-    target = PackedModel(model, prepack_weights=config.prepack_weights, cuda_graphs=config.cuda_graphs)
+    target = PackedModel(
+        model,
+        prepack_weights=config.prepack_weights,
+        cuda_graphs=config.cuda_graphs,
+        deterministic=config.deterministic,
+    )
     return generator_class(config.method).create(config, target, context)
 
 

@@ -22,6 +22,7 @@ from ..cache import PagedStaticCache
 from ..kernels.attention_inputs import AttentionInputs, InputSizes, RowDescription, flat_inputs, sizes_of
 from ..kernels.dispatch import VARIABLE, uses_triton
 from .architectures import UnsupportedModel
+from .invariant_ops import InvariantOps
 from .packed_batch import RowInput, describe
 
 if TYPE_CHECKING:
@@ -90,6 +91,7 @@ class StaticBatch:
     attention_calls: int = 0
 
     gather = False
+    invariant: InvariantOps | None = None
     read_slots = None
 
     @property

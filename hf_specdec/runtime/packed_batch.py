@@ -9,7 +9,9 @@ import torch
 
 from ..cache import PagedStaticCache
 from ..kernels.attention_inputs import AttentionInputs, RowDescription, attention_inputs
+from ..kernels.invariant_reference import LinearRow
 from ..kernels.reference import AttentionRow
+from .invariant_ops import InvariantOps
 
 
 @dataclass
@@ -51,6 +53,7 @@ class PackedBatch:
         starts: numpy [B + 1], where each row begins among the T tokens.
         logit_index: int64 [R], which of the T tokens need logits, in order.
         gather: whether layers return every row's whole context (see PagedLayer.update).
+        invariant: what the forward runs in, if it must not depend on the batch.
     """
 
     input_ids: torch.Tensor
@@ -63,6 +66,7 @@ class PackedBatch:
     slots: np.ndarray
     num_keys: int
     attention_calls: int = 0
+    invariant: InvariantOps | None = None
     _on_device: dict = field(default_factory=dict)
     _inputs: dict = field(default_factory=dict)
     _rows: dict = field(default_factory=dict)
@@ -113,9 +117,24 @@ class PackedBatch:
     def attention_inputs(self, device: torch.device) -> AttentionInputs:
         """The rows as the Triton kernel reads them; made once per step, not per layer."""
         if device not in self._inputs:
-            rows = describe(self.inputs, self.cache)
-            self._inputs[device] = attention_inputs(rows, self.cache.block_size, device)
+            if self.invariant is None:
+                rows, block_size = describe(self.inputs, self.cache), self.cache.block_size
+            else:
+                rows, block_size = describe_lines(self.inputs, self.cache), 1
+            self._inputs[device] = attention_inputs(rows, block_size, device)
         return self._inputs[device]
+
+    def lines(self, device: torch.device) -> list[LinearRow]:
+        """What `invariant_reference.paged_attention` reads."""
+        key = ("lines", device)
+        if key not in self._rows:
+            lines, start = [], 0
+            for line in describe_lines(self.inputs, self.cache):
+                slots = torch.from_numpy(np.asarray(line.blocks)).to(device)
+                lines.append(LinearRow(start, start + line.query_length, slots))
+                start += line.query_length
+            self._rows[key] = lines
+        return self._rows[key]
 
     def rows(self, device: torch.device) -> list[AttentionRow]:
         """Where each row's queries and keys are."""
@@ -183,6 +202,45 @@ def describe(rows: list[RowInput], cache: PagedStaticCache) -> list[RowDescripti
             RowDescription(blocks, len(row.tokens), length, row.visibility, row.positions, row.region_positions)
         )
     return described
+
+
+def describe_lines(rows: list[RowInput], cache: PagedStaticCache) -> list[RowDescription]:
+    """The rows with blocks of one slot, and every node of a tree as a row of its own, behind the slots of its path.
+
+    So a node's keys stand where they would in a text without the tree, and are summed in the same order.
+
+    Raises:
+        ValueError: a token's position is not the number of tokens it sees before it.
+    """
+    lines = []
+    for row in rows:
+        slots, count = cache.tables[row.seq_id].slots, len(row.tokens)
+        positions = np.arange(row.start, row.start + count) if row.positions is None else row.positions
+        length = row.start + count
+        paths = []
+        if row.visibility is not None:
+            region = length - row.visibility.shape[1]
+            paths = [region + np.flatnonzero(seen) for seen in row.visibility]
+            paths = [np.concatenate([np.arange(region), path]) for path in paths]
+        # A chain in front, of tokens of the row's own or a tree's first branch, stays together.
+        causal = 0
+        while causal < len(paths) and np.array_equal(paths[causal], np.arange(row.start + causal + 1)):
+            causal += 1
+        causal = causal if paths else count
+        if causal:
+            lines.append(
+                RowDescription(slots[: row.start + causal], causal, row.start + causal, positions=positions[:causal])
+            )
+        for token in range(causal, count):
+            lines.append(
+                RowDescription(slots[paths[token]], 1, len(paths[token]), positions=positions[token : token + 1])
+            )
+    for line in lines:
+        if line.positions[-1] != line.key_length - 1 or line.positions[0] != line.key_length - line.query_length:
+            raise ValueError(
+                f"Tokens at positions {line.positions} see {line.key_length} tokens; deterministic rows count them."
+            )
+    return lines
 
 
 def visible(row: RowInput, window: int | None) -> np.ndarray | None:

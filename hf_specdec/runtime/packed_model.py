@@ -14,11 +14,13 @@ from transformers import AttentionInterface, PreTrainedModel
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ..cache import PagedStaticCache
+from ..kernels import invariant_reference
 from ..kernels import reference as ops
 from ..kernels.dispatch import uses_triton
-from . import architectures, self_test
+from . import architectures, invariant_check, self_test
 from .architectures import ATTENTION_NAME, UnsupportedModel
 from .graphs import GraphRunner, StaticBatch, check_capturable
+from .invariant_ops import InvariantOps
 from .packed_batch import PackedBatch, RowInput
 from .prepacked import prepack
 
@@ -84,6 +86,7 @@ class PackedModel:
 
     Attributes:
         graphs: runs steps of decoding as CUDA graphs; None: every kernel is launched by itself.
+        deterministic: a token's logits are the same bits whatever else is in the batch (see InvariantOps).
 
     Two ways to attend, chosen by what the model is: *paged* (models on transformers' attention interface: the cache
     stores the new keys and a registered attention reads the pages) and *gather* (all others: the cache returns every
@@ -100,6 +103,7 @@ class PackedModel:
         num_layers: int | None = None,
         prepack_weights: bool | None = None,
         cuda_graphs: bool = False,
+        deterministic: bool = False,
     ):
         architectures.check_supported(model)
         self.model = model
@@ -113,9 +117,14 @@ class PackedModel:
         self._lock = threading.RLock()
         self._active = 0
         self._call = model
-        self._prepacked = prepack(model, prepack_weights)
+        self.deterministic = False
+        # Packed weights are not used for products of few rows, which determinism forbids.
+        self._prepacked = prepack(model, False if deterministic else prepack_weights)
         self.graphs: GraphRunner | None = None
         self_test.check(self)
+        if deterministic:
+            self.deterministic = True
+            invariant_check.check(self)
         if cuda_graphs:
             check_capturable(self)
             self.graphs = GraphRunner(self)
@@ -213,11 +222,13 @@ class PackedModel:
         if not self.gather:
             kwargs["specdec"] = batch
         batch.cache.batch = batch
+        batch.invariant = InvariantOps(type(self.model).__name__) if self.deterministic else None
         try:
             with (
                 architectures.first_layers(self.model, self.num_layers),
                 architectures.tapped(self.model, self.taps) as tapped,
                 architectures.alibi(self.model, batch),
+                batch.invariant or contextlib.nullcontext(),
             ):
                 output = self._call(**kwargs)
         finally:
@@ -268,6 +279,9 @@ def paged_attention_forward(
         "sinks": kwargs.get("s_aux"),
     }
     packed = query[0].transpose(0, 1)
+    if batch.invariant is not None:
+        with batch.invariant.direct():
+            return _invariant_attention(packed, layer, batch, window, options)[None], None
     if uses_triton(query.device):
         from ..kernels.attention import paged_attention
 
@@ -277,6 +291,17 @@ def paged_attention_forward(
     masks = batch.masks(window, group, query.dtype, query.device)
     out = ops.paged_attention(packed, layer.keys, layer.values, batch.rows(query.device), masks, **options)
     return out[None], None
+
+
+def _invariant_attention(query, layer, batch: PackedBatch, window: int | None, options: dict) -> torch.Tensor:
+    """[T, H, D] → [T, H, Dv], each query as if it were alone."""
+    if uses_triton(query.device):
+        from ..kernels.attention import paged_attention
+
+        inputs = batch.attention_inputs(query.device)
+        return paged_attention(query, layer.keys, layer.values, inputs, window=window, invariant=True, **options)
+    lines = batch.lines(query.device)
+    return invariant_reference.paged_attention(query, layer.keys, layer.values, lines, window=window, **options)
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)

@@ -46,11 +46,11 @@ def check(packed: PackedModel) -> None:
     """
     if packed.config._attn_implementation == ATTENTION_NAME:
         return
-    if packed.num_layers is not None and _verdicts.get(_signature(packed, whole=True), ("", ""))[0] == "gather":
+    if packed.num_layers is not None and _verdicts.get(signature(packed, whole=True), ("", ""))[0] == "gather":
         packed.gather = True  # what the whole model cannot do, its first layers cannot; no second warning
-    key = _signature(packed)
+    key = signature(packed)
     if key not in _verdicts:
-        with torch.no_grad(), _evaluating(packed.model):
+        with torch.no_grad(), evaluating(packed.model):
             _verdicts[key] = _judge(packed)
     way, reason = _verdicts[key]
     if way is None:
@@ -58,7 +58,7 @@ def check(packed: PackedModel) -> None:
     packed.gather = way == "gather"
 
 
-def _signature(packed: PackedModel, whole: bool = False) -> tuple:
+def signature(packed: PackedModel, whole: bool = False) -> tuple:
     """What the verdict depends on; `whole`: without early exit."""
     model = packed.model
     fields = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
@@ -90,6 +90,11 @@ def _judge(packed: PackedModel) -> tuple[str | None, str]:
         f"{what} does not compute over packed rows what it computes alone: {'; '.join(map('{}: {}'.format, ways, problems))}. "
         "Call generate() without speculative_config."
     )
+
+
+def problem_of(packed: PackedModel) -> str | None:
+    """What is wrong with the packed logits, in the way that `packed` attends; None: nothing."""
+    return _problem(packed, _Expected(packed))
 
 
 def _problem(packed: PackedModel, wanted: _Expected) -> str | None:
@@ -217,7 +222,7 @@ def _relative_error(logits: torch.Tensor, wanted: torch.Tensor) -> float:
 
 
 @contextlib.contextmanager
-def _evaluating(model: PreTrainedModel):
+def evaluating(model: PreTrainedModel):
     """No dropout inside; every module's mode is restored."""
     training = [module for module in model.modules() if module.training]
     for module in training:

@@ -1,0 +1,125 @@
+"""Batch-invariant Triton kernels against their definitions, in the interpreter, and a deterministic model on all of them."""
+
+import pytest
+import test_triton_generate
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from test_triton_generate import CONFIGS, decode, pair  # noqa: F401
+from triton_interpreter import DEVICE, needs_triton, run_interpreted
+
+import hf_specdec
+from hf_specdec.kernels import invariant_reference
+
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
+
+
+def test_in_a_process_of_its_own():
+    run_interpreted(__file__)
+
+
+def random(*shape, dtype=torch.float32, seed=0):
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed)).to(DEVICE, dtype)
+
+
+def assert_close(out, exact, terms: int):
+    eps = torch.finfo(out.dtype).eps
+    torch.testing.assert_close(out.double(), exact.double(), rtol=4 * eps, atol=eps * max(terms, 4))
+
+
+@needs_triton
+@settings(max_examples=25, deadline=None, derandomize=True)
+@given(
+    rows=st.integers(0, 150), width=st.integers(1, 300), outputs=st.integers(1, 90), biased=st.booleans(),
+    transposed=st.booleans(), dtype=st.sampled_from(list(DTYPES)), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_linear(rows, width, outputs, biased, transposed, dtype, seed):
+    from hf_specdec.kernels import invariant
+
+    x = random(rows, width, dtype=DTYPES[dtype], seed=seed)
+    weight = random(width, outputs, dtype=DTYPES[dtype], seed=seed + 1)
+    weight = weight.t().contiguous().t() if transposed else weight
+    bias = random(outputs, dtype=DTYPES[dtype]) if biased else None
+    out = invariant.linear(x, weight, bias)
+    assert_close(out, x.double() @ weight.double() + (0 if bias is None else bias.double()), width)
+    assert_close(out, invariant_reference.linear(x, weight, bias), width)
+    for first, last in ((0, 1), (rows // 2, rows // 2 + 1), (rows // 3, rows)):
+        assert torch.equal(invariant.linear(x[first:last], weight, bias), out[first:last])
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", DTYPES)
+def test_batched_product(dtype):
+    from hf_specdec.kernels import invariant
+
+    x, weights = random(3, 20, 70, dtype=DTYPES[dtype]), random(3, 35, 70, dtype=DTYPES[dtype]).transpose(1, 2)
+    out = invariant.batched_product(x, weights)
+    assert_close(out, x.double() @ weights.double(), 70)
+    assert torch.equal(out[1:2, 4:5], invariant.batched_product(x[1:2, 4:5], weights[1:2]))
+
+
+@needs_triton
+@settings(max_examples=15, deadline=None, derandomize=True)
+@given(
+    rows=st.integers(1, 12), width=st.integers(1, 5000), dtype=st.sampled_from(list(DTYPES)), seed=st.integers(0, 99)
+)
+def test_row_reductions(rows, width, dtype, seed):
+    from hf_specdec.kernels import invariant
+
+    x = random(rows, width, dtype=DTYPES[dtype], seed=seed)
+    wide = x.float()
+    torch.testing.assert_close(
+        invariant.sum_last(wide), wide.double().sum(-1).float(), rtol=1e-5, atol=1e-5 * width**0.5
+    )
+    for ours, theirs in (
+        (invariant.softmax_last, invariant_reference.softmax_last),
+        (invariant.log_softmax_last, invariant_reference.log_softmax_last),
+    ):
+        for to in (None, torch.float32):
+            assert_close(ours(x, to), theirs(x, to), 64)
+        assert all(torch.equal(ours(x[i : i + 1])[0], ours(x)[i]) for i in range(rows))
+    assert all(torch.equal(invariant.sum_last(wide[i : i + 1])[0], invariant.sum_last(wide)[i]) for i in range(rows))
+
+
+@needs_triton
+def test_bad_arguments_are_refused():
+    from hf_specdec.kernels import invariant
+
+    with pytest.raises(ValueError, match="both must be one of"):
+        invariant.linear(random(2, 3).double(), random(3, 4).double())
+    with pytest.raises(ValueError, match="do not fit together"):
+        invariant.linear(random(2, 3), random(4, 3))
+    with pytest.raises(ValueError, match="sums are of float32"):
+        invariant.sum_last(random(2, 3).half())
+
+
+@needs_triton
+@torch.no_grad()
+def test_logits_do_not_depend_on_the_batch(pair, monkeypatch):  # noqa: F811
+    """The model's own check: token by token against chunks and a tree, all kernels in place."""
+    from hf_specdec.kernels import attention, invariant
+    from hf_specdec.runtime import PackedModel, invariant_check
+
+    called = set()
+    for module, name in ((attention, "paged_attention"), (invariant, "linear"), (invariant, "sum_last")):
+        original = getattr(module, name)
+        monkeypatch.setattr(
+            module, name, lambda *a, _of=original, _name=name, **k: (called.add(_name), _of(*a, **k))[1]
+        )
+    monkeypatch.setenv("HF_SPECDEC_KERNELS", "triton")
+    monkeypatch.setattr(invariant_check, "_checked", {})
+    model = type(pair[0])(pair[0].config).to(DEVICE, torch.bfloat16).eval()
+    PackedModel(model, deterministic=True)
+    assert called == {"paged_attention", "linear", "sum_last"}
+    assert list(invariant_check._checked.values()) == [""]
+
+
+@needs_triton
+def test_generate(pair, monkeypatch):  # noqa: F811
+    monkeypatch.setenv("HF_SPECDEC_KERNELS", "triton")
+    monkeypatch.setattr(test_triton_generate, "NEW_TOKENS", 4)
+    hf_specdec.release(pair[0])
+    plain = decode(pair, {"method": "none", "deterministic": True}, do_sample=False)
+    out = decode(pair, {**CONFIGS["tree"], "deterministic": True}, do_sample=False)
+    hf_specdec.release(pair[0])
+    assert torch.equal(out.sequences, plain.sequences) and out.speculation["num_accepted_tokens"] > 0
