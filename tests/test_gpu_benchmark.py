@@ -7,6 +7,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -126,6 +127,54 @@ def test_weights_that_a_step_reads(tied):
     layer = 16 * 16 * 2 + 2 * 16 * 8 + 3 * 16 * 24 + 2 * 16
     assert floors.step_weight_bytes(LlamaForCausalLM(config)) == 4 * (layer + 16 + 50 * 16)
     assert floors.step_cache_bytes(config, 3, 100, 2) == 3 * 100 * 2 * 1 * 8 * 2
+
+
+# ---- calls ----------------------------------------------------------------------------------------------------------
+
+
+class Clock:
+    """Stands in for a Context: runs take the given seconds."""
+
+    toy = False
+
+    def __init__(self, *seconds):
+        self.left, self.warnings = iter(seconds), []
+
+    def seconds(self, call):
+        call()
+        return next(self.left)
+
+
+class Target:
+    """Takes a step for every two tokens."""
+
+    def generate(self, max_new_tokens, **_):
+        rows = [{"num_steps": -(-max_new_tokens // 2)}, {"num_steps": 1}]
+        return SimpleNamespace(speculation={"rows": rows, "mean_accepted_length": 2.0})
+
+
+@pytest.mark.parametrize(
+    ("seconds", "speed", "step", "setup"),
+    [
+        ((3.0, 2.0, 6.0, 5.0), 20.0, 200.0, 1.0),  # 30 tokens, 15 steps, 2 rows, in 5 - 2 seconds
+        ((3.0, 2.0, 1.0, 1.5), 80.0, 50.0, 0.0),  # nothing to subtract: 40 tokens, 20 steps in 1 second
+    ],
+)
+def test_times_of_steps(seconds, speed, step, setup):
+    from gpu_sections.generating import Way, measure
+
+    models, batch = SimpleNamespace(target=Target()), {"input_ids": torch.zeros(2, 3)}
+    found = measure(Clock(*seconds), models, batch, Way("ours", {"speculative_config": {}}), (10, 40))
+    assert (found.tokens_per_second, found.step_ms, found.setup_seconds) == (speed, step, setup)
+    assert bool(found.note) == (setup == 0.0)
+
+
+def test_times_of_whole_calls():
+    from gpu_sections.generating import Way, measure
+
+    models, batch = SimpleNamespace(target=Target()), {"input_ids": torch.zeros(2, 3)}
+    found = measure(Clock(4.0, 5.0), models, batch, Way("theirs", whole_calls=True), (10, 40))
+    assert found.tokens_per_second == 20.0 and found.step_ms != found.step_ms
 
 
 # ---- whole runs -----------------------------------------------------------------------------------------------------

@@ -63,10 +63,9 @@ def errors(context: Context, dtype: torch.dtype, vocab: int, ties: bool) -> tupl
         torch.full((rows,), float("nan"), device=device),
         torch.full((rows,), -9, dtype=torch.int32, device=device),
     )
-    block = {"block": 128} if context.toy else {}  # the interpreter takes as long for ids that are not there
-    limits = sampling_limits(logits, None, temperature, top_k.int(), top_p, min_p, out=poison, **block)
+    limits = sampling_limits(logits, None, temperature, top_k.int(), top_p, min_p, out=poison)
     nowhere = torch.full(logits.shape, float("nan"), device=device)
-    out = sampling_scores(logits, limits, None, temperature, nowhere, **block)
+    out = sampling_scores(logits, limits, None, temperature, nowhere)
     scores = logits.float() / temperature[:, None]
     wrong = 0
     for row, (_, *parameters) in enumerate(PARAMETERS):

@@ -98,7 +98,9 @@ class Pair:
 
 def left_out(method: str, shape: str, rule: str) -> bool:
     """Whether the interpreter, which takes seconds for a step, leaves this to a GPU."""
-    return (shape == "tree" and method not in TREES) or (rule == "coupled" and method not in DRAWN)
+    if rule == "coupled":
+        return shape == "tree" or method not in DRAWN
+    return shape == "tree" and method not in TREES
 
 
 def rows(context: Context) -> Iterator[Row]:

@@ -85,7 +85,11 @@ def measure(context: Context, models: Models, batch: Any, way: Way, lengths: tup
     note = "; ".join(context.warnings[warned:])
     if way.whole_calls:
         return Timing(rows * long / seconds[long], float("nan"), tau, 0.0, note)
-    between = seconds[long] - seconds[short]
-    step = between / (steps[long] - steps[short]) if way.ours else float("nan")
-    setup = seconds[short] - short * between / (long - short)
-    return Timing(rows * (long - short) / between, 1e3 * step, tau, setup, note)
+    count, began, taken = short, seconds[short], steps.get(short, 0)
+    if seconds[long] <= began:  # a machine under load, and calls of a few tokens
+        count, began, taken = 0, 0.0, 0
+        note = "; ".join(filter(None, [note, "a long call took no longer than a short one: its whole time is shown"]))
+    between = seconds[long] - began
+    step = between / (steps[long] - taken) if way.ours else float("nan")
+    setup = began - count * between / (long - count)
+    return Timing(rows * (long - count) / between, 1e3 * step, tau, setup, note)

@@ -152,7 +152,7 @@ def verification_rows(context: Context) -> Iterator[Row]:
         top_p = torch.full((len(drafts.logits),), 0.9, device=context.device)
 
         def limits(drafts=drafts, top_k=top_k, top_p=top_p):
-            sampling_limits(drafts.logits, None, None, top_k, top_p, **({"block": 128} if context.toy else {}))
+            sampling_limits(drafts.logits, None, None, top_k, top_p)
 
         yield share_row(context, f"sampling limits, top-k and top-p, {shape}", limits, moved, None)
 
