@@ -113,20 +113,13 @@ class SpeculativeConfig:
         },
     )
     quantization: str | None = field(
-        default=None,
-        metadata={"help": "'wint8' or 'wint4': the drafter's linear layers with 8-bit or 4-bit weights (needs torchao)"},
+        default=None, metadata={"help": "the drafter's linear layers with 8-bit or 4-bit weights: 'wint8', 'wint4'"}
     )
     target_quantization: str | None = field(
-        default=None,
-        metadata={
-            "help": "the same for the target: output is that of the quantized model; its own weights stay in memory beside it"
-        },
+        default=None, metadata={"help": "the target's, whose own weights stay in memory; output is the quantized one's"}
     )
     compile: bool = field(
-        default=False,
-        metadata={
-            "help": "torch.compile the decoder layers of the target, and of a draft model; meant for GPUs (not yet run on one)"
-        },
+        default=False, metadata={"help": "torch.compile target and draft model; for GPUs (not yet run on one)"}
     )
     cuda_graphs: bool = field(
         default=False,

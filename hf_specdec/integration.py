@@ -16,7 +16,7 @@ from transformers.generation import GenerationMixin
 from transformers.generation.continuous_batching import ContinuousMixin
 from transformers.generation.logits_process import LogitsProcessorList
 
-from .candidate_generators import CandidateGenerator, generator_class, parse_config
+from .candidate_generators import CandidateGenerator, make_generator, parse_config
 from .candidate_generators.base import DrafterContext
 from .config import PER_CALL_KEYS, SpeculativeConfig
 from .decoding import SpeculativeDecoder, decode
@@ -257,8 +257,10 @@ def _make_generator(model: PreTrainedModel, config: SpeculativeConfig, context: 
         prepack_weights=config.prepack_weights,
         cuda_graphs=config.cuda_graphs,
         deterministic=config.deterministic,
+        quantization=config.target_quantization,
+        compile=config.compile,
     )
-    return generator_class(config.method).create(config, target, context)
+    return make_generator(config, target, context)
 
 
 # ---- transformers' own assisted loop --------------------------------------------------------------------------------

@@ -1,6 +1,14 @@
 """Drafters. One method = one file, or one folder with its parts: its configuration dataclass and its CandidateGenerator."""
 
 from .base import CandidateGenerator, StepOutcome
-from .registry import available_methods, generator_class, parse_config, register
+from .registry import available_methods, generator_class, make_generator, parse_config, register
 
-__all__ = ["CandidateGenerator", "StepOutcome", "available_methods", "generator_class", "parse_config", "register"]
+__all__ = [
+    "CandidateGenerator",
+    "StepOutcome",
+    "available_methods",
+    "generator_class",
+    "make_generator",
+    "parse_config",
+    "register",
+]

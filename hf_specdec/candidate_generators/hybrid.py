@@ -10,7 +10,7 @@ from typing import Any
 from ..config import SpeculativeConfig
 from ..runtime import DraftTrees, PackedModel, Sequence
 from .base import CandidateGenerator, DrafterContext, StepOutcome
-from .registry import generator_class, parse_config, register
+from .registry import generator_class, make_generator, parse_config, register
 
 STRATEGIES = ("fallback", "extend")
 
@@ -58,6 +58,8 @@ class HybridConfig(SpeculativeConfig):
         config = parse_config(part)
         if config.method == self.name:
             raise self.fail(key, "is a hybrid itself; two drafters are what can be combined.")
+        if config.target_quantization is not None:
+            raise self.fail(key, "has 'target_quantization', which is a key of the hybrid: move it there.")
         setattr(self, key, config.to_dict())
 
     def part(self, key: str) -> SpeculativeConfig:
@@ -69,6 +71,7 @@ class HybridConfig(SpeculativeConfig):
             "prefill_chunk_size",
             "prepack_weights",
             "cuda_graphs",
+            "compile",
         )
         own = getattr(self, key)
         shared = {name: getattr(self, name) for name in common}
@@ -89,7 +92,7 @@ class HybridGenerator(CandidateGenerator):
             cls = generator_class(part.method)
             if not cls.can_be_combined:
                 raise config.fail(key, f"cannot be {part.method!r}: its drafts serve other ends than being accepted.")
-            made.append(cls.create(part, target, context))
+            made.append(make_generator(part, target, context))
         self.first, self.second = self.parts = made
         self.extends = config.strategy == "extend"
         if self.extends and not self.second.continues_drafts:

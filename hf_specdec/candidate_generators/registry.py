@@ -13,9 +13,11 @@ from typing import TYPE_CHECKING, Any
 from ..bundled import resolve_model
 from ..config import SpeculativeConfig, SpeculativeConfigError, nearest_hint
 from .heads.checkpoints import infer_format, open_checkpoint
+from .heads.quantization import quantize_head
 
 if TYPE_CHECKING:
-    from .base import CandidateGenerator
+    from ..runtime import PackedModel
+    from .base import CandidateGenerator, DrafterContext
 
 logger = logging.getLogger(__name__)
 
@@ -54,6 +56,15 @@ def generator_class(method: str) -> type[CandidateGenerator]:
     """The generator registered for `method`."""
     _discover()
     return _GENERATORS[method]
+
+
+def make_generator(
+    config: SpeculativeConfig, target: PackedModel, context: DrafterContext | None = None
+) -> CandidateGenerator:
+    """The drafter of a configuration, its weights as the configuration wants them."""
+    made = generator_class(config.method).create(config, target, context)
+    quantize_head(made)
+    return made
 
 
 def parse_config(value: Any) -> SpeculativeConfig:

@@ -19,10 +19,12 @@ from ..kernels import reference as ops
 from ..kernels.dispatch import uses_triton
 from . import architectures, invariant_check, self_test
 from .architectures import ATTENTION_NAME, UnsupportedModel
+from .compiled import TRACED, CompiledLayers, compiled_layers, traced_attention
 from .graphs import GraphRunner, StaticBatch, check_capturable
 from .invariant_ops import InvariantOps
 from .packed_batch import PackedBatch, RowInput
 from .prepacked import prepack
+from .quantized import QuantizedLinears, quantize_for_good, quantized_linears
 
 logger = logging.getLogger(__name__)
 
@@ -87,6 +89,7 @@ class PackedModel:
     Attributes:
         graphs: runs steps of decoding as CUDA graphs; None: every kernel is launched by itself.
         deterministic: a token's logits are the same bits whatever else is in the batch (see InvariantOps).
+        quantized: the model's linear layers with int8 or int4 weights, used while `active()` (`quantization=`); None: its own.
 
     Two ways to attend, chosen by what the model is: *paged* (models on transformers' attention interface: the cache
     stores the new keys and a registered attention reads the pages) and *gather* (all others: the cache returns every
@@ -104,6 +107,9 @@ class PackedModel:
         prepack_weights: bool | None = None,
         cuda_graphs: bool = False,
         deterministic: bool = False,
+        quantization: str | None = None,
+        owned: bool = False,
+        compile: bool = False,
     ):
         architectures.check_supported(model)
         self.model = model
@@ -118,13 +124,22 @@ class PackedModel:
         self._active = 0
         self._call = model
         self.deterministic = False
-        # Packed weights are not used for products of few rows, which determinism forbids.
-        self._prepacked = prepack(model, False if deterministic else prepack_weights)
+        self.quantized: QuantizedLinears | None = None
+        self._compiled: CompiledLayers | None = None
+        # Packed weights are not used for products of few rows, which determinism forbids, nor can they be compiled.
+        prepack_weights = False if deterministic or compile else prepack_weights
+        self._prepacked = None if quantization is not None else prepack(model, prepack_weights)
         self.graphs: GraphRunner | None = None
         self_test.check(self)
+        if quantization is not None:
+            self._quantize(quantization, owned)
+            with self._quantized_weights():
+                self._prepacked = prepack(model, prepack_weights)
         if deterministic:
             self.deterministic = True
             invariant_check.check(self)
+        if compile:
+            self._compiled = self._compile()
         if cuda_graphs:
             check_capturable(self)
             self.graphs = GraphRunner(self)
@@ -176,14 +191,34 @@ class PackedModel:
                 if self._active == 0:
                     self._entered.close()
 
+    def _quantize(self, kind: str, owned: bool) -> None:
+        if owned:
+            quantize_for_good(self.model, kind)
+        else:
+            self.quantized = quantized_linears(self.model, kind)
+
+    def _compile(self) -> CompiledLayers:
+        if self.gather:
+            raise UnsupportedModel(
+                f"'compile' needs a model on transformers' attention interface, which {type(self.model).__name__} is not. "
+                "Leave the key out."
+            )
+        return compiled_layers(self.model, paged_attention_forward)
+
+    def _quantized_weights(self) -> contextlib.AbstractContextManager:
+        return contextlib.nullcontext() if self.quantized is None else self.quantized.active()
+
     def _enter(self) -> contextlib.ExitStack:
         self._unread_mask = torch.zeros(1, 1, 1, 1, dtype=self.model.dtype, device=self.device)
         with contextlib.ExitStack() as stack:
             if not self.gather:
                 stack.callback(self.model.set_attn_implementation, self.config._attn_implementation)
                 self.model.set_attn_implementation(ATTENTION_NAME)
+            stack.enter_context(self._quantized_weights())
             if self._prepacked is not None:
                 stack.enter_context(self._prepacked.active())
+            if self._compiled is not None:
+                stack.enter_context(self._compiled.active())
             return stack.pop_all()
 
     def forward(self, rows: list[RowInput], cache: PagedStaticCache, all_hidden_states: bool = False) -> PackedOutput:
@@ -263,6 +298,8 @@ def paged_attention_forward(
     module, query, key, value, attention_mask, scaling=None, dropout=0.0, specdec=None, **kwargs
 ):
     """The attention registered as "hf_specdec": reads the pages of `specdec`, or is plain sdpa when called without it."""
+    if specdec is TRACED:
+        return traced_attention(query, key, value, scaling=scaling, **kwargs), None
     if specdec is None:
         from transformers.integrations.sdpa_attention import sdpa_attention_forward
 

@@ -85,6 +85,11 @@ class DraftModelGenerator(CachedGenerator):
         super().__init__(config, target, context)
         context = context or DrafterContext()
         model = load_drafter(config, target, context)
+        if model is target.model and config.quantization is not None:
+            raise config.fail(
+                "quantization",
+                "cannot be given: the target drafts for itself. Use 'target_quantization', or leave it out.",
+            )
         if config.early_exit is not None and config.early_exit >= target.config.num_hidden_layers:
             raise config.fail("early_exit", f"must be less than the target's {target.config.num_hidden_layers} layers.")
         self.drafter = PackedModel(
@@ -92,6 +97,9 @@ class DraftModelGenerator(CachedGenerator):
             num_layers=config.early_exit,
             prepack_weights=config.prepack_weights,
             cuda_graphs=config.cuda_graphs,
+            quantization=config.quantization,
+            owned=config.model is not None,
+            compile=config.compile,
         )
         self.bridge = self.vocabulary = make_bridge(config, target, self.drafter, context)
         self.cache = self.new_cache(1, config.block_size)

@@ -45,7 +45,7 @@ def load_drafter(config: DraftModelConfig, target: PackedModel, context: Drafter
             "model", "is missing: name a smaller model, pass assistant_model= to generate(), or set 'early_exit'."
         )
     name = resolve_model(config.model)
-    key = (id(target.model), name, config.revision, target.model.dtype, target.device)
+    key = (id(target.model), name, config.revision, config.quantization, target.model.dtype, target.device)
     # transformers patches its own classes while it loads; two loads at once would leave them patched.
     with _loading:
         model = _loaded.get(key)

@@ -51,7 +51,15 @@ class HeadConfig(TreeDraftingConfig):
 
 def load_once(config: HeadConfig, target: PackedModel, load: Callable[[], Loaded]) -> Loaded:
     """What `load` returns, made once per target and checkpoint: configurations that differ in the number of drafts share it."""
-    key = (id(target.model), config.method, config.model, config.revision, target.model.dtype, target.device)
+    key = (
+        id(target.model),
+        config.method,
+        config.model,
+        config.revision,
+        config.quantization,
+        target.model.dtype,
+        target.device,
+    )
     found = _loaded.get(key)
     if found is None:
         found = _loaded[key] = load()

@@ -1,0 +1,91 @@
+"""What 8-bit and 4-bit weights make of a forward: CPU time of a step of 1 and 6 tokens, and bytes of weights.
+
+    python recipes/tiny/inflate.py hf_specdec/bundled_models/tiny /tmp/300m --size 300m --dtype bfloat16
+    python benchmarks/quantized.py /tmp/300m --repeats 9 --output benchmarks/results/quantized-cpu-bf16-319M.json
+
+The ways take turns; each figure is the median of its CPU times, each ratio the median of ratios within a turn.
+"""
+
+import argparse
+import json
+import platform
+import statistics
+import time
+from pathlib import Path
+
+import numpy as np
+import torch
+from transformers import AutoModelForCausalLM
+
+from hf_specdec.runtime import PackedModel
+from hf_specdec.runtime.packed_batch import RowInput
+from hf_specdec.runtime.quantized import num_bytes
+
+WAYS = {
+    "as it is": {"prepack_weights": False},
+    "prepacked": {"prepack_weights": True},
+    "wint8": {"quantization": "wint8", "prepack_weights": False},
+    "wint4": {"quantization": "wint4", "prepack_weights": False},
+}
+CONTEXT = 64  # tokens
+
+
+class Steps:
+    """Forwards behind one context that is read once."""
+
+    def __init__(self, packed: PackedModel):
+        self.packed, self.ids = packed, np.arange(CONTEXT + 6) % 1000 + 5
+        self.cache = packed.new_cache(num_blocks=CONTEXT // 16 + 1, block_size=16)
+        self.cache.add(0)
+        self.cache.reserve(0, CONTEXT + 6)
+        with packed.active(), torch.no_grad():
+            packed.forward([RowInput(0, self.ids[:CONTEXT], 0)], self.cache)
+
+    def seconds(self, count: int) -> float:
+        """CPU time of one forward of `count` tokens behind the context."""
+        row = RowInput(0, self.ids[CONTEXT : CONTEXT + count], CONTEXT, logits=count)
+        with self.packed.active(), torch.no_grad():
+            begun = time.process_time()
+            self.packed.forward([row], self.cache)
+            return time.process_time() - begun
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("model")
+    parser.add_argument("--dtype", default="bfloat16", choices=("bfloat16", "float32", "float16"))
+    parser.add_argument("--repeats", type=int, default=9)
+    parser.add_argument("--ways", nargs="+", default=list(WAYS), choices=list(WAYS))
+    parser.add_argument("--output", type=Path)
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=getattr(torch, arguments.dtype)).eval()
+    models = {way: PackedModel(model, **WAYS[way]) for way in arguments.ways}
+    times = {(way, count): [] for way in models for count in (1, 6)}
+    steps = {way: Steps(packed) for way, packed in models.items()}
+    for turn in range(arguments.repeats + 1):
+        for (way, count), spent in times.items():
+            seconds = steps[way].seconds(count)
+            if turn:  # the first warms up
+                spent.append(seconds)
+    base = arguments.ways[0]
+    result = {
+        "machine": platform.processor() or platform.machine(), "torch": torch.__version__, "dtype": arguments.dtype,
+        "repeats": arguments.repeats, "threads": 1, "context": CONTEXT, "mebibytes": {}, "milliseconds": {}, "ratio": {},
+    }  # fmt: skip
+    for way, packed in models.items():
+        weights = num_bytes(model) if packed.quantized is None else packed.quantized.bytes_after
+        result["mebibytes"][way] = round(weights / 2**20, 1)
+        for count in (1, 6):
+            own = times[way, count]
+            ratios = [a / b for a, b in zip(own, times[base, count], strict=True)]
+            result["milliseconds"][f"{way}, {count}"] = round(1e3 * statistics.median(own), 1)
+            result["ratio"][f"{way}, {count}"] = round(statistics.median(ratios), 2)
+    text = json.dumps(result, indent=1)
+    print(text)
+    if arguments.output:
+        arguments.output.write_text(text + "\n")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,187 @@
+"""Decoder layers run through torch.compile: norms, rotary embeddings and MLPs become few kernels, attention stays ours.
+
+Each decoder layer's `forward` is compiled, not the whole model: all layers of a kind share one compilation, which takes
+seconds instead of minutes, and what happens between layers (taps, early exit) is not affected. Writing the cache and
+attending are one opaque operator in it, so that a layer is one graph. That operator finds the batch and the layer in
+`_running`, not among its arguments: those differ from call to call, and every difference would be compiled anew.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import types
+import weakref
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from . import architectures
+from .architectures import UnsupportedModel
+
+_NO_WINDOW, _WINDOW_OF_LAYER = -1, -2  # operators take integers
+
+
+class Traced:
+    """Stands for a batch while a layer is traced, and for its cache: keys and values pass through it unwritten."""
+
+    def update(self, key_states, value_states, layer_idx, *args, **kwargs):
+        """The new states: the attention operator writes them."""
+        return key_states, value_states
+
+
+TRACED = Traced()
+
+
+class _Running(threading.local):
+    """What the layer that runs in this thread attends with.
+
+    Attributes:
+        attention: as transformers' attention interface calls it.
+        module: an attention module of the layer.
+        index: of the layer's pools.
+        batch: whose forward is running.
+    """
+
+    attention: Callable
+    module: nn.Module
+    index: int
+    batch: Any
+
+
+_running = _Running()
+
+
+@torch.library.custom_op(
+    "hf_specdec::attend",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor? sinks, float? scaling, float? softcap, int window) -> Tensor",
+)
+def _attend(query, key, value, sinks, scaling, softcap, window):
+    run = _running
+    run.batch.cache.layers[run.index].update(key, value)
+    options = {} if window == _WINDOW_OF_LAYER else {"sliding_window": None if window == _NO_WINDOW else window}
+    out, _ = run.attention(
+        run.module, query, key, value, None, scaling=scaling, softcap=softcap, s_aux=sinks, specdec=run.batch, **options
+    )
+    return out.contiguous()
+
+
+@_attend.register_fake
+def _(query, key, value, sinks, scaling, softcap, window):
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+
+
+def traced_attention(query, key, value, scaling=None, softcap=None, s_aux=None, **kwargs) -> torch.Tensor:
+    """Our attention in a layer that is traced: query [1, H, T, D], key and value [1, Hk, T, D] → [1, T, H, Dv]."""
+    window = kwargs.get("sliding_window", _WINDOW_OF_LAYER)
+    return _attend(query, key, value, s_aux, scaling, softcap, _NO_WINDOW if window is None else window)
+
+
+class CompiledLayers:
+    """A model's decoder layers, compiled when they are first run, in place of the layers' own forwards while `active()`.
+
+    Every kind of layer is compiled for one token and for any number of tokens.
+
+    Args:
+        model: attends through our registered attention.
+        attention: that attention.
+        backend: of torch.compile.
+
+    Raises:
+        UnsupportedModel: there is no C++ compiler for a model on a CPU.
+    """
+
+    def __init__(self, model: PreTrainedModel, attention: Callable, backend: str | Callable = "inductor"):
+        if backend == "inductor":
+            check_compiler(model.device)
+        self.attention, self.backend = attention, backend
+        self._model = weakref.ref(model)
+        self._functions: dict[Any, Callable] = {}  # by the class's own forward
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside, the layers run compiled."""
+        model = self._model()
+        assert model is not None
+        decoder, name = architectures.layer_list(model)
+        replaced = []
+        try:
+            for index, layer in enumerate(getattr(decoder, name)):
+                if "forward" not in vars(layer):  # else it is wrapped (accelerate's hooks) or compiled already
+                    layer.forward = self._forward_of(layer, index)
+                    replaced.append(layer)
+            yield
+        finally:
+            for layer in replaced:
+                del layer.forward
+
+    def _forward_of(self, layer: nn.Module, index: int) -> Callable:
+        own, compiled = layer.forward, self._compiled(type(layer).forward)
+        modules = (each for each in layer.modules() if hasattr(each, "layer_idx") and hasattr(each, "config"))
+        module = next(modules, layer)
+
+        def forward(*args, **kwargs):
+            batch = kwargs.get("specdec")
+            if batch is None:  # somebody calls the model itself
+                return own(*args, **kwargs)
+            traced = [TRACED if each is batch.cache else each for each in args]
+            named = {key: TRACED if each is batch.cache else each for key, each in kwargs.items()} | {"specdec": TRACED}
+            _running.attention, _running.module, _running.index, _running.batch = self.attention, module, index, batch
+            try:
+                return compiled(layer, *traced, **named)
+            finally:
+                _running.batch = None
+
+        return forward
+
+    def _compiled(self, forward: Any) -> Callable:
+        if forward not in self._functions:
+            self._functions[forward] = torch.compile(_own_copy(forward), dynamic=True, backend=self.backend)
+        return self._functions[forward]
+
+
+_shared = weakref.WeakKeyDictionary[PreTrainedModel, "weakref.ref[CompiledLayers]"]()
+
+
+def compiled_layers(model: PreTrainedModel, attention: Callable) -> CompiledLayers:
+    """The compiled layers of a model, the same for all who hold them. Args, errors: as for `CompiledLayers`."""
+    reference = _shared.get(model)
+    found = reference() if reference is not None else None
+    if found is None:
+        found = CompiledLayers(model, attention)
+        _shared[model] = weakref.ref(found)
+    return found
+
+
+def _own_copy(function: types.FunctionType) -> types.FunctionType:
+    """The same function with code of its own: what dynamo compiles is kept, counted and limited per code object, and
+    several models of a class would use up the limit together."""
+    copy = types.FunctionType(
+        function.__code__.replace(),
+        function.__globals__,
+        function.__name__,
+        function.__defaults__,
+        function.__closure__,
+    )
+    copy.__kwdefaults__ = function.__kwdefaults__
+    return copy
+
+
+def check_compiler(device: torch.device) -> None:
+    """Raise UnsupportedModel where inductor would find no C++ compiler, which it needs for CPUs (CUDA needs Triton)."""
+    if device.type != "cpu":
+        return
+    from torch._inductor.cpp_builder import get_cpp_compiler
+    from torch._inductor.exc import InvalidCxxCompiler
+
+    try:
+        get_cpp_compiler()
+    except InvalidCxxCompiler as error:
+        raise UnsupportedModel(
+            f"'compile' needs a C++ compiler for a model on a CPU, and none works here ({error}). Install g++ or clang++, or "
+            "leave the key out."
+        ) from error
