@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import functools
-from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -19,67 +17,9 @@ from ..runtime.packed_batch import RowInput
 from .draft_length import DraftedStep, make_policy, nodes_by_depth
 from .outputs import RowStatistics
 from .sampling import RowSampling, left_to_kernels, row_sampling
+from .step import PendingStep, StepResult, StepTensors
 from .step_cost import StepTimer
-from .verification import PendingVerdict, begin_verification
-
-
-@dataclass
-class StepResult:
-    """What one step did for one sequence.
-
-    Attributes:
-        sequence: the row; its `tokens` and `finished` are up to date.
-        new_tokens: ids appended, in order; empty while a prompt is still being read.
-        nodes: where the logits that chose each new token are among the step's R rows (see `SpeculativeDecoder.last`).
-    """
-
-    sequence: Sequence
-    new_tokens: list[int] = field(default_factory=list)
-    nodes: list[int] = field(default_factory=list)
-
-
-@dataclass
-class StepTensors:
-    """The tensors of the last step, for callers that return scores or hidden states.
-
-    Attributes:
-        output: the target's forward.
-        processed: its logits [R, V] through all processors but `sampling`, which verification applied itself.
-        logit_rows: for each of the R rows, which packed token it belongs to.
-        starts: sequence id → where its row begins among the packed tokens.
-    """
-
-    output: PackedOutput
-    processed: torch.Tensor
-    sampling: RowSampling | None
-    logit_rows: np.ndarray
-    starts: dict[int, int]
-
-    @functools.cached_property
-    def scores(self) -> torch.Tensor:
-        """Processed logits [R, V]."""
-        return self.processed if self.sampling is None else self.sampling.applied_to(self.processed)
-
-
-@dataclass
-class PendingStep:
-    """A step whose verdict the host does not know yet.
-
-    Attributes:
-        rows: (sequence, end) of every row in the forward: its own tokens were fed up to `end`.
-        num_own: how many of its own tokens each fed.
-        decoding: those of the rows that read no prompt any more, with what the policy allowed each and the tree it got.
-        tensors: of the forward.
-        verdict: on the trees; None if no row is decoding.
-    """
-
-    rows: list[tuple[Sequence, int]]
-    num_own: list[int]
-    decoding: list[Sequence]
-    limits: list[int]
-    trees: DraftTrees
-    tensors: StepTensors
-    verdict: PendingVerdict | None
+from .verification import begin_verification
 
 
 class SpeculativeDecoder:
