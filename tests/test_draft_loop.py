@@ -208,11 +208,31 @@ def test_other_pools_and_weights_are_captured_anew(tiny_model, prompts, graphs_i
         return captures.capture.count
 
     assert another_round() == 1
-    decoder.allocate(300, 1)
+    decoder.allocate(300, 1)  # what there is serves
+    assert another_round() == 1
+    decoder.allocate(3000, 1)
     assert another_round() == 2 and len(captures) == 1
     parameter = next(generator.head.module.parameters())
     parameter.data = parameter.data.clone()
     assert another_round() == 3 and len(captures) == 1
+
+
+def test_calls_share_pools_and_what_was_captured_on_them(tiny_model, prompts, graphs_in_python, defined_attention):  # noqa: F811
+    """A call that needs no more memory than the last one captures nothing; one that needs more does, and is right too."""
+    config = {"method": "eagle3", "model": "tiny-eagle3", "num_speculative_tokens": 3, "cuda_graphs": True}
+
+    def call(count: int, **more) -> int:
+        ids = torch.tensor([prompts[0]])
+        arguments = {"max_new_tokens": count, "do_sample": False}
+        out = tiny_model.generate(ids, **arguments, speculative_config={**config, **more})
+        assert torch.equal(out, tiny_model.generate(ids, **arguments))
+        return sum(each.capture.count for each in graphs_in_python)
+
+    call(14)  # its pools come with its first step, which is no step to be captured
+    warm = call(14)
+    assert call(14) == warm > 0
+    assert call(200) > warm
+    hf_specdec.release(tiny_model)
 
 
 def test_a_loop_that_cannot_be_captured_is_grown(tiny_model, prompts, graphs_in_python, defined_attention, caplog):  # noqa: F811

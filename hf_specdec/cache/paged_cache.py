@@ -119,6 +119,11 @@ class PagedStaticCache(Cache):
         """Whether every layer has its pools."""
         return all(layer.is_initialized for layer in self.layers)
 
+    def can_serve(self, num_blocks: int, block_size: int, exactly: bool = False) -> bool:
+        """Whether the pools are there and have (`exactly`) so many blocks of that size."""
+        fits = self.pool.num_blocks == num_blocks if exactly else self.pool.num_blocks >= num_blocks
+        return self.is_allocated and self.block_size == block_size and fits
+
     @property
     def identity(self) -> tuple[int, ...]:
         """Where the pools are: what has been captured reads these and no others."""

@@ -58,12 +58,17 @@ class SpeculativeDecoder:
         num_blocks = self.config.num_blocks or -(-num_tokens // size) + num_sequences
         # A drafter that reads features of every token cannot skip a prefix the target has already seen.
         share = not (self.generator.needs_all_features or self.all_hidden_states)
-        self.cache = self.target.new_cache(num_blocks, size, share_prefixes=share)
+        if self.target.graphs is None or not self.cache.can_serve(num_blocks, size, self.config.num_blocks is not None):
+            self.cache = self.target.new_cache(num_blocks, size)
+        self.cache.share_prefixes = share
         self.generator.allocate(num_blocks * size, num_sequences, size)
 
     def release(self) -> None:
-        """Give the pools back."""
-        self.cache = self.target.new_cache(1, self.config.block_size)
+        """Give the pools back; but those that CUDA graphs read are kept for the next call, which else would capture anew."""
+        if self.target.graphs is not None and self.cache.is_allocated:
+            self.cache.clear()
+        else:
+            self.cache = self.target.new_cache(1, self.config.block_size)
         self.last = None
         self.generator.release()
 

@@ -89,9 +89,9 @@ class StaticBatch:
     inputs: AttentionInputs
     cache: PagedStaticCache
     attention_calls: int = 0
+    invariant: InvariantOps | None = None
 
     gather = False
-    invariant: InvariantOps | None = None
     read_slots = None
 
     @property

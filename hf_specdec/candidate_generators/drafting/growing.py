@@ -127,13 +127,22 @@ class CachedGenerator(GrowingGenerator):
     def allocate(self, num_tokens: int, num_sequences: int, block_size: int) -> None:
         """A cache like the target's, plus room for one draft per sequence."""
         drafts = -(-(self.shape.num_expanded(self.shape.depth) + 1 + block_size) // block_size) * num_sequences
-        self.cache = self.new_cache(-(-num_tokens // block_size) + drafts, block_size)
+        num_blocks = -(-num_tokens // block_size) + drafts
+        if not (self.config.cuda_graphs and self.cache.can_serve(num_blocks, block_size)):
+            self._forget_rounds()
+            self.cache = self.new_cache(num_blocks, block_size)
 
     def release(self) -> None:
-        """Drop the cache, and what was captured on it."""
+        """Drop the cache, unless CUDA graphs read it: then it is kept for the next call."""
+        if self.config.cuda_graphs and self.cache.is_allocated:
+            self.cache.clear()
+        else:
+            self._forget_rounds()
+            self.cache = self.new_cache(1, self.config.block_size)
+
+    def _forget_rounds(self) -> None:
         if self.rounds is not None:
             self.rounds.captures.clear()
-        self.cache = self.new_cache(1, self.config.block_size)
 
     def start(self, seq: Sequence) -> None:
         """An empty cache entry."""
