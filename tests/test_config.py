@@ -133,6 +133,7 @@ SPECIAL = {
     "draft_length": "auto", "num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 8, 0]],
     "synthetic_acceptance_rates": [0.9, 0.5], "synthetic_acceptance_length": 1.5, "strategy": "extend",
     "first": {"method": "suffix"}, "second": NGRAM, "total_tokens": 5, "mtp_strategy": "with_ngram",
+    "quantization": "wint8", "target_quantization": "wint4",
 }  # fmt: skip
 SPECIAL_OF = {
     ("lookahead", "num_speculative_tokens"): 3, ("token_recycling", "num_speculative_tokens"): 3,
@@ -146,7 +147,9 @@ def fields():
         yield from (
             (method, field)
             for field in dataclasses.fields(config_class)
-            if field.name != "method" and (method, field.name) != ("pard", "early_exit")  # inherited, and refused
+            if field.name != "method"
+            and (method, field.name) != ("pard", "early_exit")  # inherited, and refused
+            and (field.name != "quantization" or config_class.has_weights)  # likewise
         )
 
 
