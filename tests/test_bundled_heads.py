@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from transformers import StoppingCriteria, StoppingCriteriaList
 
 import hf_specdec
 
@@ -147,3 +148,29 @@ def accepted_length(model, plain, name: str, shape: str) -> float:
         return_dict_in_generate=True,
     )
     return out.speculation["mean_accepted_length"]
+
+
+class StopsRows(StoppingCriteria):
+    """Rows stop one by one at places that depend on their text alone."""
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return (input_ids[:, -2:].sum(1) + 3 * input_ids.shape[1]) % 17 == 0
+
+
+OTHERS = {
+    "ngram": {}, "suffix": {}, "token_recycling": {}, "lookahead": {}, "draft_model": {"model": "tiny-draft"},
+    "hybrid": {"first": {"method": "suffix"}, "second": {"method": "eagle3", "model": "tiny-eagle3"}},
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", [*HEADS, *OTHERS])
+def test_rows_stopped_while_their_next_step_is_pending(tiny_model, tiny_tokenizer, plain, name):
+    """Asynchronous scheduling, for every drafter: the step that is forgotten leaves no trace in the rows that go on."""
+    inputs, _ = plain["batch"]
+    config = config_of(name, "chain") if name in HEADS else {"method": name, **OTHERS[name]}
+    arguments = {"max_new_tokens": 48, "do_sample": False, "stopping_criteria": StoppingCriteriaList([StopsRows()])}
+    expected = tiny_model.generate(**inputs, **arguments)
+    ends = (expected != tiny_tokenizer.pad_token_id).sum(1)
+    assert len(set(ends.tolist())) > 3, "rows do not stop one by one"
+    out = tiny_model.generate(**inputs, **arguments, speculative_config={**config, "async_scheduling": True})
+    assert torch.equal(out, expected)
