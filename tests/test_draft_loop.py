@@ -114,7 +114,7 @@ def test_rounds_are_those_of_the_growing_path(
     assert not any(each.refused for each in graphs_in_python)
     assert 1 <= captures.capture.count <= 2  # 3 or 4 rows are one bucket, all limits another's first levels
     decoder.release()
-    assert HEADS[name] in ("mlp_speculator", "medusa", "hydra") or len(captures) == 0  # these read no pool
+    assert len(captures) > 0  # kept for the next call, with the pools they read
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])

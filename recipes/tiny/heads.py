@@ -43,6 +43,10 @@ DATA = (
     "the target's greedy answers to the prompts of its own training chats, by `recipes/tiny/heads.py`: GSM8K (MIT), MBPP "
     "(CC-BY-4.0), TinyStories (CDLA-Sharing-1.0) and stories by stories260K (MIT), Python's standard library (PSF)"
 )
+FURTHER_DATA = (
+    "further runs, on the target's greedy answers to 4,096 of the first run's prompts and to 8,192 with words, names and numbers "
+    "exchanged; the first run read " + DATA
+)
 CHAIN = {"num_speculative_tokens": 5}
 MEASURED = {"eagle": CHAIN, "eagle3": CHAIN, "mtp": CHAIN}  # what a card's figures are for; others: their defaults
 
@@ -78,6 +82,17 @@ RUNS = {
         "intermediate_size": 512,
     },
 }
+
+
+# Further runs, each of which begins with the head of the one before and reads answers to changed prompts too.
+FURTHER_RUNS = {
+    "mlp_speculator": [{"max_steps": 2400, "learning_rate": 2e-3, "bf16": False}],
+    "dflash": [
+        {"max_steps": 500, "learning_rate": 1e-3, "bf16": False},
+        {"max_steps": 900, "learning_rate": 1.5e-3, "bf16": False},
+    ],
+}
+NUM_SAME, NUM_CHANGED = 4096, 8192  # prompts of further runs: of the training chats as they are, and changed
 
 
 def write_prompts(data: Path, stories: Path, path: Path) -> None:
@@ -124,18 +139,28 @@ def load_target(dtype: torch.dtype) -> tuple:
     return AutoModelForCausalLM.from_pretrained(folder, dtype=dtype).eval(), tokenizer
 
 
-def write_answers(prompts: Path, path: Path) -> None:
-    """The target's greedy answers, in float32."""
+def write_answers(prompts: Path, path: Path, count: int | None = None) -> None:
+    """The target's greedy answers to the first `count` prompts (None: all), in float32."""
     target = TargetModel(*load_target(torch.float32), "tiny")
-    regenerate(target, read_rows(prompts), path, ANSWERS, say=print)
+    regenerate(target, read_rows(prompts)[:count], path, ANSWERS, say=print)
 
 
-def train(method: str, answers: Path, output: Path, log: Path) -> None:
-    """Train and export one head; its log and curves are kept."""
-    options = available_trainers()[method].options_class(**{**SHARED_OPTIONS, **RUNS[method]})
+def write_further_answers(work: Path) -> Path:
+    """What further runs read: answers to prompts of the training chats, and to changed ones."""
+    same, changed, path = (work / f"head_answers{name}.jsonl" for name in ("", "_changed", "_further"))
+    write_changed_prompts(work / "head_prompts.jsonl", work / "head_prompts_changed.jsonl")
+    write_answers(work / "head_prompts_changed.jsonl", changed, NUM_CHANGED)
+    rows = same.read_text(encoding="utf-8").splitlines(keepends=True)[:NUM_SAME]
+    path.write_text("".join(rows) + changed.read_text(encoding="utf-8"), encoding="utf-8")
+    return path
+
+
+def train(method: str, answers: Path, output: Path, log: Path, name: str, **more) -> None:
+    """Train and export one head; its log and curves are kept under `name`."""
+    options = available_trainers()[method].options_class(**{**SHARED_OPTIONS, **RUNS[method], **more})
     train_head(
         method,
-        *load_target(torch.bfloat16),
+        *load_target(torch.bfloat16 if options.bf16 else torch.float32),
         answers,
         output,
         options,
@@ -145,17 +170,18 @@ def train(method: str, answers: Path, output: Path, log: Path) -> None:
         say=print,
     )
     log.mkdir(parents=True, exist_ok=True)
-    shutil.copy(output / "training" / "log.jsonl", log / f"{method}.jsonl")
-    shutil.copy(output / "training" / "curves.png", log / f"{method}.png")
+    shutil.copy(output / "training" / "log.jsonl", log / f"{name}.jsonl")
+    shutil.copy(output / "training" / "curves.png", log / f"{name}.png")
 
 
 def ship(method: str, folder: Path, output: Path) -> None:
     """Copy an exported head to where the package carries it, and put what it accepts into its card."""
-    name = folder.name
+    name = f"tiny-{method}"
     shutil.rmtree(output / name, ignore_errors=True)
     shutil.copytree(folder, output / name, ignore=shutil.ignore_patterns("training"))
     card = output / name / "README.md"
-    card.write_text(card.read_text(encoding="utf-8").replace("`head_answers.jsonl`", DATA), encoding="utf-8")
+    text = card.read_text(encoding="utf-8").replace("`head_answers.jsonl`", DATA)
+    card.write_text(text.replace("`head_answers_further.jsonl`", FURTHER_DATA), encoding="utf-8")
     keys = json.dumps(MEASURED.get(method, {}))
     arguments = ["--target", "tiny", "--no-baseline", "--update-card", "--speculative-config", keys]
     if hf_specdec_command(["eval", str(output / name), *arguments]):
@@ -179,8 +205,13 @@ def main() -> None:
         write_prompts(a.data, a.work / "more_stories.jsonl", prompts)
     write_answers(prompts, answers)
     for method in a.methods:
-        train(method, answers, a.work / f"tiny-{method}", a.log)
-        ship(method, a.work / f"tiny-{method}", a.output)
+        folder = a.work / f"tiny-{method}"
+        train(method, answers, folder, a.log, method)
+        for number, options in enumerate(FURTHER_RUNS.get(method, ()), 2):
+            more = {**options, "init_from": str(folder)}
+            folder = a.work / f"tiny-{method}-{number}"
+            train(method, write_further_answers(a.work), folder, a.log, f"{method}-{number}", **more)
+        ship(method, folder, a.output)
 
 
 if __name__ == "__main__":
