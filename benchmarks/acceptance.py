@@ -82,6 +82,12 @@ def measure(model: Any, tokenizer: Any, tasks: dict[str, list[str]], config: dic
     return {"speculative_config": config, "tasks": out, "equal": equal, "prompts": sum(map(len, tasks.values()))}
 
 
+def with_others(results: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> list[dict[str, Any]]:
+    """New results among earlier ones, in the order of CONFIGS."""
+    found = {(each["method"], each["shape"]): each for each in [*earlier, *results]}
+    return [found[method, shape] for method in CONFIGS for shape in CONFIGS[method] if (method, shape) in found]
+
+
 def markdown(report: dict[str, Any]) -> str:
     """The README's table."""
     tasks = list(next(iter(report["results"]))["tasks"])
@@ -103,7 +109,9 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--readme", type=Path, help="put the table into this file, between its markers")
-    parser.add_argument("--only", nargs="+", choices=CONFIGS, default=list(CONFIGS), help="these methods")
+    parser.add_argument(
+        "--only", nargs="+", choices=CONFIGS, default=list(CONFIGS), help="measure these; the file keeps the others"
+    )
     parser.add_argument("--limit", type=int, help="at most so many prompts of each task")
     args = parser.parse_args()
     torch.set_num_threads(1)
@@ -123,6 +131,8 @@ def main() -> None:
             f"{method:16} {shape:6} τ {found['tasks']['all']['tau']:.3f}  equal {found['equal']}/{found['prompts']}",
             flush=True,
         )
+    if args.json and args.json.is_file() and set(args.only) != set(CONFIGS):
+        results = with_others(results, json.loads(args.json.read_text(encoding="utf-8"))["results"])
     report = {"environment": environment(model), "max_new_tokens": 128, "results": results}
     print(markdown(report))
     if args.json:
