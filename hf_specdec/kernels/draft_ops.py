@@ -52,17 +52,7 @@ def next_frontier(
     limits: torch.Tensor | None = None,
     depth: int = 0,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """One level of a dynamic tree: children's path log-probabilities, and the `keep` best of them (EAGLE-2, Li et al. 2024).
-
-    Args:
-        frontier_values: float32 [R, F], log-probabilities of the paths to the nodes that were expanded.
-        tokens: int64 [R, F, k], their children; log_probs: float32 [R, F, k], of each child after its parent.
-        keep: size of the next frontier, at most F * k.
-        limits, depth: int32 [R], how deep each row's tree may be, and the children's depth: children of rows with a
-            smaller limit get -inf.
-
-    Returns: children's values float32 [R, F * k]; and of the best, greatest first and of equals the first: values float32,
-        indices among the children int64, tokens int64 and parents among the frontier int64, [R, keep] each.
+    """One level of a dynamic tree (definition, arguments and results: `reference.next_frontier`).
 
     Floor: 12 bytes read and 4 written a child; one launch, one program a row.
     """

@@ -204,13 +204,14 @@ def main() -> None:
     if not prompts.exists():
         write_prompts(a.data, a.work / "more_stories.jsonl", prompts)
     write_answers(prompts, answers)
+    further = write_further_answers(a.work) if FURTHER_RUNS.keys() & set(a.methods) else answers
     for method in a.methods:
         folder = a.work / f"tiny-{method}"
         train(method, answers, folder, a.log, method)
         for number, options in enumerate(FURTHER_RUNS.get(method, ()), 2):
             more = {**options, "init_from": str(folder)}
             folder = a.work / f"tiny-{method}-{number}"
-            train(method, write_further_answers(a.work), folder, a.log, f"{method}-{number}", **more)
+            train(method, further, folder, a.log, f"{method}-{number}", **more)
         ship(method, folder, a.output)
 
 
