@@ -56,7 +56,7 @@ def prune_errors(context: Context, rows: int, size: int, count: int) -> int:
 
 
 def vocabulary_errors(context: Context, dtype: torch.dtype, vocab: int) -> int:
-    """Wrong elements of mapped ids and widened logits."""
+    """Wrong elements of widened logits."""
     from hf_specdec.kernels import draft_ops as ops
 
     target_ids = torch.randperm(vocab, generator=context.generator, device=context.device)[: vocab // 4].sort().values
@@ -65,26 +65,7 @@ def vocabulary_errors(context: Context, dtype: torch.dtype, vocab: int) -> int:
     ops.to_target_vocabulary(logits, ops.draft_places(target_ids, vocab), out=out)
     wanted = torch.full_like(out, float("-inf"))
     wanted[:, target_ids] = logits.float()
-    ids = context.randint(0, len(target_ids), 7, 9)
-    return int((out != wanted).sum()) + int((ops.to_target_ids(ids, target_ids) != target_ids[ids]).sum())
-
-
-def feature_errors(context: Context, dtype: torch.dtype, batch: int, width: int, hidden: int) -> int:
-    """Wrong elements of gathered features of accepted tokens, from poison."""
-    from hf_specdec.kernels import draft_ops as ops
-
-    path = context.randint(0, 2, batch, width) > 0
-    total = batch * (width + 1)
-    order = torch.randperm(total + 5, generator=context.generator, device=context.device)
-    index = order[:total].view(batch, width + 1).contiguous()
-    features = context.randn(total + 5, hidden, dtype=dtype)
-    expected = features[index[torch.nn.functional.pad(path, (1, 0), value=True)]]
-    sources, starts = ops.accepted_rows(index, path, path.sum(1).int())
-    out = torch.full((total, hidden), float("nan"), dtype=dtype, device=context.device)
-    ops.gather_features(features, sources, out)
-    wanted = torch.zeros_like(out)
-    wanted[: len(expected)] = expected
-    return int((out != wanted).sum()) + int(starts[-1] != len(expected))
+    return int((out != wanted).sum())
 
 
 def rows(context: Context, name: str, dtype: torch.dtype) -> Iterator[Row]:
@@ -92,8 +73,6 @@ def rows(context: Context, name: str, dtype: torch.dtype) -> Iterator[Row]:
     toy, section = context.toy, "correctness"
     wrong = vocabulary_errors(context, dtype, 200 if toy else 128256)
     yield at_most(section, f"drafting {name}: draft vocabulary", wrong, 0, "wrong elements")
-    wrong = feature_errors(context, dtype, *((3, 4, 40) if toy else (64, 60, 4096)))
-    yield at_most(section, f"drafting {name}: features of accepted tokens", wrong, 0, "wrong elements")
     wrong = frontier_errors(context, *((2, 3, 4) if toy else (64, 10, 10)))
     yield at_most(section, f"drafting {name}: next frontier", wrong, 0, "wrong results")
     wrong = prune_errors(context, *((2, 20, 6) if toy else (16, 510, 59)))

@@ -1,7 +1,7 @@
-"""The drafting side in Triton: growing and pruning dynamic trees, draft vocabularies, features of accepted tokens.
+"""The drafting side in Triton: growing and pruning dynamic trees, and draft vocabularies.
 
 Everything stays on the device and shapes do not depend on what was drafted, so that a whole drafting loop can be one CUDA
-graph. Ties go to the lowest index everywhere.
+graph. Ties go to the lowest index everywhere. Picking features and mapping ids are single operations in torch already.
 """
 
 # pyright: reportCallIssue=false
@@ -13,7 +13,7 @@ import triton
 import triton.language as tl
 
 from .compiling import CompileCase
-from .verification import as_bytes, next_power_of_two
+from .verification import next_power_of_two
 
 _NO_INDEX = tl.constexpr(2**31 - 1)
 
@@ -139,25 +139,6 @@ def prune_tree(
     return outs[0], outs[1], outs[2], outs[3], lengths
 
 
-@triton.jit
-def _map_kernel(ids, target_ids, out, count, BLOCK: tl.constexpr):
-    at = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
-    draft = tl.load(ids + at, mask=at < count, other=0)
-    tl.store(out + at, tl.load(target_ids + draft, mask=at < count, other=0), mask=at < count)
-
-
-def to_target_ids(draft_ids: torch.Tensor, target_ids: torch.Tensor) -> torch.Tensor:
-    """Ids of the target's vocabulary, int64 of any shape: target_ids[draft_ids]; `target_ids` int64 [Vd] (arange + d2t).
-
-    Floor: 24 bytes an id; one launch.
-    """
-    out = torch.empty_like(draft_ids)
-    if draft_ids.numel():
-        ids = draft_ids.contiguous()
-        _map_kernel[(triton.cdiv(ids.numel(), 256),)](ids, target_ids, out, ids.numel(), BLOCK=256, num_warps=2)
-    return out
-
-
 def draft_places(target_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
     """The inverse table, int32 [V]: the draft id of each target id, -1 where there is none. Once per drafter."""
     places = torch.full((vocab_size,), -1, dtype=torch.int32, device=target_ids.device)
@@ -197,108 +178,25 @@ def to_target_vocabulary(
     return out
 
 
-@triton.jit
-def _accepted_kernel(
-    index, path, lengths, sources, starts, batch, num_nodes, root, capacity, BLOCK_B: tl.constexpr, BLOCK: tl.constexpr
-):
-    row = tl.program_id(0)
-    rows = tl.arange(0, BLOCK_B)
-    before = tl.load(lengths + rows, mask=rows < tl.minimum(row, batch), other=-root)
-    start = tl.sum(before + root, 0)
-    tl.store(starts + row, start)
-    slots = tl.arange(0, BLOCK)
-    if row < batch:
-        on_path = tl.load(
-            path + row.to(tl.int64) * num_nodes + slots - 1, mask=(slots > 0) & (slots <= num_nodes), other=0
-        )
-        chosen = (on_path != 0) | ((slots == 0) & (root > 0))
-        rank = tl.cumsum(chosen.to(tl.int32), 0) - 1
-        source = tl.load(index + row.to(tl.int64) * (num_nodes + 1) + slots, mask=chosen, other=-1)
-        tl.store(sources + start + rank, source.to(tl.int64), mask=chosen)
-    else:
-        for first in range(0, capacity, BLOCK):
-            at = first + slots
-            tl.store(sources + at, tl.full([BLOCK], -1, tl.int64), mask=(at >= start) & (at < capacity))
-
-
-def accepted_rows(
-    index: torch.Tensor, path: torch.Tensor, lengths: torch.Tensor, include_root: bool = True
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """Where the accepted tokens of all rows are, one row after the other.
-
-    Args:
-        index: int64 [B, N + 1], which of T packed rows the root and each node are.
-        path: bool [B, N], accepted nodes; lengths: int32 [B], how many.
-        include_root: whether each row's root comes first.
-
-    Returns: int64 [B * (N + 1)], the packed row of each accepted token, -1 behind the last; and int32 [B + 1], where each
-        row's begin, the total last.
-
-    Floor: 9 bytes a node read, 8 written; one launch.
-    """
-    batch, width = index.shape
-    if path.shape != (batch, width - 1) or lengths.shape != (batch,):
-        raise ValueError("accepted_rows needs index [B, N + 1], path [B, N] and lengths [B].")
-    sources = torch.empty(batch * width, dtype=torch.int64, device=index.device)
-    starts = torch.empty(batch + 1, dtype=torch.int32, device=index.device)
-    _accepted_kernel[(batch + 1,)](
-        index, as_bytes(path), lengths, sources, starts, batch, width - 1, int(include_root), batch * width,
-        BLOCK_B=next_power_of_two(batch), BLOCK=next_power_of_two(width), num_warps=4,
-    )  # fmt: skip
-    return sources, starts
-
-
-@triton.jit
-def _gather_kernel(features, sources, out, hidden, stride, BLOCK: tl.constexpr):
-    row = tl.program_id(0).to(tl.int64)
-    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    source = tl.load(sources + row)
-    value = tl.load(features + source * stride + lanes, mask=(lanes < hidden) & (source >= 0), other=0.0)
-    tl.store(out + row * hidden + lanes, value, mask=lanes < hidden)
-
-
-def gather_features(features: torch.Tensor, sources: torch.Tensor, out: torch.Tensor | None = None) -> torch.Tensor:
-    """Rows of features [T, H] by `sources` int64 [C] (`accepted_rows`), [C, H] in their dtype; zeros where that is -1.
-
-    Floor: 2 H itemsize bytes a row that exists, half of that for others; one launch.
-    """
-    if features.dim() != 2 or features.stride(1) != 1 or sources.dim() != 1:
-        raise ValueError("gather_features needs features [T, H] with adjacent columns and sources [C].")
-    count, hidden = sources.shape[0], features.shape[1]
-    out = out if out is not None else torch.empty(count, hidden, dtype=features.dtype, device=features.device)
-    if count and hidden:
-        _gather_kernel[(count, triton.cdiv(hidden, 2048))](
-            features, sources, out, hidden, features.stride(0), BLOCK=min(next_power_of_two(hidden), 2048), num_warps=4
-        )
-    return out
-
-
 def compile_cases() -> list[CompileCase]:
     """One case a kernel, at the sizes of EAGLE-2's default tree (10 children, depth 6, 60 nodes)."""
     i64 = (
         "tokens", "parents", "expanded", "best_indices", "best_tokens", "best_parents", "out_tokens", "out_parents",
-        "out_expanded", "out_nodes", "ids", "target_ids", "index", "sources",
+        "out_expanded", "out_nodes",
     )  # fmt: skip
-    i32 = ("limits", "lengths", "places", "starts")
-    bf16 = ("scores", "features")
-    numbers = (
-        "depth", "frontier", "width", "keep", "size", "count", "draft_size", "vocab", "hidden", "stride", "batch",
-        "num_nodes", "root", "capacity",
-    )  # fmt: skip
-    types = {**dict.fromkeys(i64, "*i64"), **dict.fromkeys(i32, "*i32"), **dict.fromkeys(bf16, "*bf16")}
-    types |= {**dict.fromkeys(numbers, "i32"), "path": "*u8", "fill": "fp32"}
+    i32 = ("limits", "lengths", "places")
+    numbers = ("depth", "frontier", "width", "keep", "size", "count", "draft_size", "vocab")
+    types = {**dict.fromkeys(i64, "*i64"), **dict.fromkeys(i32, "*i32"), **dict.fromkeys(numbers, "i32")}
+    types |= {"scores": "*bf16", "fill": "fp32"}
     cases = []
-    for name, kernel, constants, changed in (
-        ("next frontier", _frontier_kernel, {"HAS_LIMITS": True, "BLOCK": 128}, {}),
-        ("prune tree", _prune_kernel, {"BLOCK": 512}, {}),
-        ("map ids", _map_kernel, {"BLOCK": 256}, {"out": "*i64"}),
-        ("widen vocabulary", _widen_kernel, {"BLOCK": 2048}, {}),
-        ("accepted rows", _accepted_kernel, {"BLOCK_B": 64, "BLOCK": 64}, {}),
-        ("gather features", _gather_kernel, {"BLOCK": 2048}, {"out": "*bf16"}),
+    for name, kernel, constants in (
+        ("next frontier", _frontier_kernel, {"HAS_LIMITS": True, "BLOCK": 128}),
+        ("prune tree", _prune_kernel, {"BLOCK": 512}),
+        ("widen vocabulary", _widen_kernel, {"BLOCK": 2048}),
     ):
         names = [n for n in kernel.arg_names if n not in constants]
-        signature = {n: changed.get(n, types.get(n, "*fp32")) for n in names}
-        skewed = tuple(n for n in names if n in numbers and n not in ("vocab", "hidden", "stride", "draft_size"))
+        signature = {n: types.get(n, "*fp32") for n in names}
+        skewed = tuple(n for n in names if n in numbers and n not in ("vocab", "draft_size"))
         warps = 8 if name == "widen vocabulary" else 4
         cases.append(CompileCase(f"draft {name}", kernel, signature, constants, warps, unaligned=skewed))
     return cases

@@ -12,6 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
+from ...kernels.dispatch import uses_triton
 from ...runtime import PackedModel
 from ..drafting.tree_shapes import TreeDraftingConfig
 from .checkpoints import Checkpoint, open_checkpoint
@@ -77,9 +78,16 @@ class DraftVocabulary:
 
     def __init__(self, vocab_size: int, target_ids: torch.Tensor | None = None):
         self.vocab_size, self.target_ids = vocab_size, target_ids
+        self._places: torch.Tensor | None = None  # the inverse table, for the Triton kernel
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         """[R, V] from [R, Vd]; tokens outside the draft vocabulary get minus infinity."""
+        if self.target_ids is not None and uses_triton(logits.device):
+            from ...kernels import draft_ops
+
+            if self._places is None:
+                self._places = draft_ops.draft_places(self.target_ids, self.vocab_size)
+            return draft_ops.to_target_vocabulary(logits.contiguous(), self._places)
         logits = logits.to(torch.float32)
         if self.target_ids is not None:
             out = logits.new_full((logits.shape[0], self.vocab_size), float("-inf"))
