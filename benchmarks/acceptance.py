@@ -53,8 +53,8 @@ CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
     "hybrid": {
         "chain": {
             "method": "hybrid",
-            "first": {"model": "tiny-eagle3", **CHAIN},
-            "second": {"method": "ngram", **CHAIN},
+            "first": {"method": "suffix"},
+            "second": {"model": "tiny-eagle3", **CHAIN},
         }
     },
 }
