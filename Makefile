@@ -17,7 +17,7 @@ demo: $(VENV)/.installed-suffix
 
 # Two threads of one process fight with the neighbours for the cores; one thread in each of several processes does not.
 test: $(VENV)/.installed-dev
-	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto --maxprocesses=8 $(PYTEST_ARGS)
+	OMP_NUM_THREADS=1 $(VENV)/bin/python -m pytest -n auto --maxprocesses=8 --dist worksteal $(PYTEST_ARGS)
 
 lint: $(VENV)/.installed-dev
 	$(VENV)/bin/ruff check .

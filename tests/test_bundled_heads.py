@@ -168,7 +168,7 @@ def test_rows_stopped_while_their_next_step_is_pending(tiny_model, tiny_tokenize
     """Asynchronous scheduling, for every drafter: the step that is forgotten leaves no trace in the rows that go on."""
     inputs, _ = plain["batch"]
     config = config_of(name, "chain") if name in HEADS else {"method": name, **OTHERS[name]}
-    arguments = {"max_new_tokens": 48, "do_sample": False, "stopping_criteria": StoppingCriteriaList([StopsRows()])}
+    arguments = {"max_new_tokens": 24, "do_sample": False, "stopping_criteria": StoppingCriteriaList([StopsRows()])}
     expected = tiny_model.generate(**inputs, **arguments)
     ends = (expected != tiny_tokenizer.pad_token_id).sum(1)
     assert len(set(ends.tolist())) > 3, "rows do not stop one by one"

@@ -53,8 +53,8 @@ def state_of(model):
 
 @pytest.mark.parametrize(
     ("name", "rows"),
-    [("chain", 1), ("chain", 4), ("tree", 1), ("tree", 4), ("dynamic tree", 4), ("early exit", 1), ("ngram", 4)]
-    + [("head with taps", 4)],
+    [("chain", 4), ("tree", 1), ("early exit", 1), ("ngram", 4), ("head with taps", 4)]
+    + [pytest.param(*each, marks=pytest.mark.slow) for each in (("chain", 1), ("tree", 4), ("dynamic tree", 4))],
 )
 def test_equals_plain(model, tiny_tokenizer, counter, name, rows):
     plain = generate(model, tiny_tokenizer, PROMPTS[:rows])

@@ -77,7 +77,7 @@ def test_greedy(pair, use, name):
 
 @needs_triton
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
-@pytest.mark.parametrize("name", ["chain", "tree"])
+@pytest.mark.parametrize("name", [pytest.param("chain", marks=pytest.mark.slow), "tree"])
 def test_sampling_gives_what_the_definitions_give(pair, use, name, rule):
     config = {**CONFIGS[name], "rejection_sample_method": rule, "seed": 3}
     arguments = {"do_sample": True, "temperature": 0.8, "top_k": 0}
@@ -90,8 +90,11 @@ def test_sampling_gives_what_the_definitions_give(pair, use, name, rule):
 
 
 @needs_triton
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
-@pytest.mark.parametrize("name", ["none", "chain", "dynamic tree"])
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [("none", "coupled"), ("chain", "rejection"), ("dynamic tree", "coupled")]
+    + [pytest.param(*each, marks=pytest.mark.slow) for each in (("chain", "coupled"), ("dynamic tree", "rejection"))],
+)
 def test_sampling_parameters_are_applied_by_the_kernels(pair, use, monkeypatch, name, rule):
     """Temperature, top-k, top-p and min-p in the kernels: the tokens and the scores of transformers' processors."""
     from hf_specdec.kernels import sampling

@@ -1,7 +1,8 @@
 """How test files of Triton kernels run: compiled on a GPU if there is one, else interpreted on the CPU.
 
 Triton decides when it is imported, and torch or transformers import it. So where it came compiled and there is no GPU, a
-file's tests are not collected in this process but run in one of their own, by `run_interpreted`.
+file's tests are not collected in this process but run in one of their own, by `run_interpreted`. Their slow ones:
+`TRITON_INTERPRET=1 pytest -n0 -m slow tests/test_triton_*.py`.
 """
 
 import importlib.util
