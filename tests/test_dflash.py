@@ -9,8 +9,10 @@ import torch
 from families import make as make_family
 from helpers_dflash import MASK, Reference, Watched, compare, make
 from oracle import ragged, tiny_llama
+from replayed_graphs import defined_attention, graphs_in_python  # noqa: F401
 from safetensors.torch import load_file, save_file
 
+import hf_specdec
 from hf_specdec.candidate_generators import parse_config
 from hf_specdec.candidate_generators.dflash.block import sliding_visibility
 from hf_specdec.candidate_generators.dflash.checkpoint import default_target_layers
@@ -57,6 +59,18 @@ def test_drafts_and_cache_are_those_of_the_formula(target, tmp_path, layout):
     made = make(tmp_path, target, **LAYOUTS[layout])
     accepted = compare(target, made, {}, ragged([6, 12]), slots=6)
     assert 0 in accepted and max(accepted) >= 4 and len(set(accepted)) >= 4
+
+
+@pytest.mark.parametrize("layout", ["plain", "causal block", "sliding", "speculators, sliding both ways"])
+def test_captured_blocks_are_those_of_the_formula(target, tmp_path, graphs_in_python, defined_attention, layout):  # noqa: F811
+    """Reading context and running the block over static buffers, a graph each for every bucket."""
+    made = make(tmp_path, target, **LAYOUTS[layout])
+    accepted = compare(target, made, {"cuda_graphs": True}, ragged([6, 12]), slots=6)
+    assert 0 in accepted and max(accepted) >= 4
+    _, blocks, reading = graphs_in_python  # the first is the target's
+    assert not any(each.refused for each in graphs_in_python)
+    assert 1 <= blocks.capture.count <= 3 and 1 <= reading.capture.count <= 4
+    hf_specdec.release(target)
 
 
 @pytest.mark.parametrize("shape", SHAPES)

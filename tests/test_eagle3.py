@@ -41,6 +41,7 @@ from helpers_eagle3 import (
     write,
 )
 from oracle import VOCAB, assert_clean, ragged, tiny_llama
+from replayed_graphs import defined_attention, graphs_in_python  # noqa: F401
 
 import hf_specdec
 from hf_specdec import integration
@@ -67,19 +68,31 @@ def head(request, tmp_path_factory):
     return write(tmp_path_factory.mktemp("eagle3"), request.param)[1]
 
 
-@pytest.mark.parametrize(("layout", "shape"), CASES)
-def test_numerics_and_cache(tmp_path, model, layout, shape):
+def check_numerics_and_cache(tmp_path, model, layout, config):
     """Draft logits of every node, and the cache after every round, batch 4 ragged; texts outgrow the head's 12 positions."""
     tensors, folder = write(tmp_path, layout)
     with recorded(Eagle3Generator) as recording:
         model.generate(
             **ragged([6, 13, 2, 9]), max_new_tokens=20, logits_processor=scripted(SCRIPT),
-            speculative_config={"method": "eagle3", "model": folder, **SHAPES[shape]},
+            speculative_config={"method": "eagle3", "model": folder, **config},
         )  # fmt: skip
     check_against(PlainEagle3(tensors, model, LAYOUTS[layout]), recording, model)
     emitted = recording.emitted()
     assert min(emitted) == 1 and max(emitted) == 5 and len(set(emitted)) > 2, emitted
+
+
+@pytest.mark.parametrize(("layout", "shape"), CASES)
+def test_numerics_and_cache(tmp_path, model, layout, shape):
+    check_numerics_and_cache(tmp_path, model, layout, SHAPES[shape])
     assert_clean(model)
+
+
+def test_captured_parallel_drafting(tmp_path, model, graphs_in_python, defined_attention):  # noqa: F811
+    """A P-EAGLE head's one forward is a graph."""
+    check_numerics_and_cache(tmp_path, model, "p-eagle", {**SHAPES["chain"], "cuda_graphs": True})
+    counts = {each.name: each.capture.count for each in graphs_in_python if not each.refused}
+    assert 1 <= counts["Eagle3Head"] <= 9 and 1 <= counts["LlamaForCausalLM"] <= 9
+    hf_specdec.release(model)
 
 
 def test_a_head_of_another_width_than_the_target(tmp_path):

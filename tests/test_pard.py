@@ -8,7 +8,9 @@ import torch
 from families import make as make_family
 from helpers_dflash import Watched
 from oracle import drafter_of, ragged, tiny_llama
+from replayed_graphs import defined_attention, graphs_in_python  # noqa: F401
 
+import hf_specdec
 from hf_specdec.candidate_generators import parse_config
 from hf_specdec.config import SpeculativeConfigError
 from hf_specdec.integration import get_decoder, kept_decoders
@@ -39,8 +41,8 @@ def plain_logits(model, text, depth):
         return model(torch.tensor([text + [MASK] * (depth - 1)])).logits[0, -depth:]
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-def test_drafts_and_cache_are_those_of_a_plain_forward(target, drafter, shape):
+def compare(target, drafter, config):
+    """Run a watched generation; compare every draft logit and the cache with plain forwards."""
     reference = copy.deepcopy(drafter_of(target)).double()
 
     def check_cache(generator, sequences):
@@ -56,7 +58,7 @@ def test_drafts_and_cache_are_those_of_a_plain_forward(target, drafter, shape):
                 ):
                     torch.testing.assert_close(got.double(), expected[0].transpose(0, 1), atol=1e-4, rtol=1e-4)
 
-    watched = Watched(target, {"method": "pard", "model": drafter, **SHAPES[shape]}, check_cache)
+    watched = Watched(target, {"method": "pard", "model": drafter, **config}, check_cache)
     watched.run(ragged(PROMPTS))
     expected = {}
     for text, path, logits in watched.records:
@@ -65,6 +67,19 @@ def test_drafts_and_cache_are_those_of_a_plain_forward(target, drafter, shape):
         torch.testing.assert_close(logits.double(), expected[tuple(text)][len(path)], atol=1e-4, rtol=1e-4)
     depth = watched.generator.shape.depth
     assert 0 in watched.accepted and depth in watched.accepted and len(set(watched.accepted)) > 2
+
+
+@pytest.mark.parametrize("shape", SHAPES)
+def test_drafts_and_cache_are_those_of_a_plain_forward(target, drafter, shape):
+    compare(target, drafter, SHAPES[shape])
+
+
+def test_captured_forwards_are_plain_ones(target, drafter, graphs_in_python, defined_attention):  # noqa: F811
+    compare(target, drafter, {**SHAPES["chain"], "cuda_graphs": True})
+    for each in graphs_in_python:
+        assert not each.refused and 1 <= each.capture.count <= 9
+    assert len(graphs_in_python) == 2  # target and drafter
+    hf_specdec.release(target)
 
 
 def test_method_is_inferred(target, drafter):

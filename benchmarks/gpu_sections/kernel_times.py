@@ -3,7 +3,6 @@
 # pyright: reportCallIssue=false, reportArgumentType=false
 from __future__ import annotations
 
-import importlib.util
 from collections.abc import Callable, Iterator
 from typing import Any
 
@@ -12,12 +11,13 @@ import torch
 import torch.nn.functional as F
 
 from hf_specdec.kernels.attention_inputs import AttentionInputs, RowDescription, attention_inputs
+from hf_specdec.kernels.flash import FlashAttention, find_flash_attention
 
 from . import floors
 from .check_cache import random_moves
 from .context import Context
 from .drafts import Drafts
-from .report import Row, at_least
+from .report import Row, at_least, at_most
 
 SECTION = "kernels"
 HEADS, KV_HEADS, WIDTH, LAYERS = 32, 8, 128, 32  # Llama-3.1-8B
@@ -49,9 +49,11 @@ def share_row(
 # ---- attention ------------------------------------------------------------------------------------------------------
 
 
-def uniform_batch(context: Context, rows: int, queries: int, keys: int, tree: bool) -> AttentionInputs:
+def uniform_batch(
+    context: Context, rows: int, queries: int, keys: int, tree: bool, block_size: int = BLOCK_SIZE
+) -> AttentionInputs:
     """Rows of equal lengths in scattered blocks; a tree is a full binary one behind the row's last token."""
-    per_row = -(-keys // BLOCK_SIZE)
+    per_row = -(-keys // block_size)
     order = np.random.default_rng(context.number(2**31)).permutation(rows * per_row)
     visibility = depths = None
     if tree:
@@ -66,7 +68,7 @@ def uniform_batch(context: Context, rows: int, queries: int, keys: int, tree: bo
         RowDescription(order[i * per_row : (i + 1) * per_row], queries, keys, visibility, depths, depths)
         for i in range(rows)
     ]
-    return attention_inputs(described, BLOCK_SIZE, context.device)
+    return attention_inputs(described, block_size, context.device)
 
 
 def attention_rows(context: Context) -> Iterator[Row]:
@@ -90,13 +92,13 @@ def attention_rows(context: Context) -> Iterator[Row]:
 
             yield share_row(context, name, run, moved, 0.7)
             if not tree:
-                yield from other_attention(context, name, query, rows, queries, keys, kv_heads, moved)
+                yield torch_attention(context, name, query, rows, queries, keys, kv_heads, moved)
 
 
-def other_attention(
+def torch_attention(
     context: Context, name: str, query: torch.Tensor, rows: int, queries: int, keys: int, kv_heads: int, moved: int
-) -> Iterator[Row]:
-    """torch's attention, and flash-attn's where it is installed, on keys and values in one piece."""
+) -> Row:
+    """torch's attention, on keys and values in one piece."""
     heads, width = query.shape[1:]
     shape = (rows, keys, kv_heads, width)
     key, value = (context.randn(*shape, dtype=torch.bfloat16) for _ in range(2))
@@ -110,12 +112,48 @@ def other_attention(
             q.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2), attn_mask=mask, enable_gqa=True
         )
 
-    yield share_row(context, f"  torch sdpa, {name}", sdpa, moved, None, "contiguous keys")
-    if context.on_gpu and importlib.util.find_spec("flash_attn") is not None:
-        from flash_attn import flash_attn_with_kvcache  # pyright: ignore[reportMissingImports]
+    return share_row(context, f"  torch sdpa, {name}", sdpa, moved, None, "contiguous keys")
 
-        flash = lambda: flash_attn_with_kvcache(q, key, value, causal=True)  # noqa: E731
-        yield share_row(context, f"  flash-attn, {name}", flash, moved, None, "contiguous keys")
+
+def installed_flash(context: Context) -> FlashAttention | None:
+    """flash-attn, where it is installed and can run."""
+    if not context.on_gpu:
+        return None
+    return find_flash_attention(torch.cuda.get_device_capability(context.device) >= (9, 0), from_hub=False)
+
+
+FLASH_BATCHES = (  # kind, rows, new tokens and keys of each
+    ("chains", 1, 1, 32768),
+    ("chains", 64, 1, 2048),
+    ("chains", 1, 8, 32768),
+    ("chains", 64, 8, 2048),
+    ("prompts", 1, 2048, 2048),
+    ("prompts", 4, 1024, 8192),
+)
+
+
+def flash_rows(context: Context) -> Iterator[Row]:
+    """How many times as fast as ours flash-attn is in pages, where it is installed: what `flash.FASTER` is filled from."""
+    from hf_specdec.kernels.attention import paged_attention
+
+    found = installed_flash(context)
+    if found is None:
+        yield Row(SECTION, "flash-attn over ours", note="no flash-attn here: nothing to choose between")
+        return
+    block_size = max(BLOCK_SIZE, found.page_multiple)
+    heads, kv_heads, width = (HEADS, KV_HEADS, WIDTH) if not context.toy else (4, 2, 16)
+    for kind, rows, queries, keys in FLASH_BATCHES if not context.toy else (("chains", 2, 3, 20), ("prompts", 1, 5, 5)):
+        slots = rows * -(-keys // block_size) * block_size
+        pools = [context.randn(slots, kv_heads, width, dtype=torch.bfloat16) for _ in range(2)]
+        inputs = uniform_batch(context, rows, queries, keys, False, block_size)
+        query = context.randn(rows * queries, heads, width, dtype=torch.bfloat16)
+        arguments = (query, *pools, inputs, width**-0.5)
+        theirs, ours = (attend(*arguments).float() for attend in (found, paged_attention))
+        name = f"flash-attn {found.version} over ours, {kind}, {rows} x {queries} of {keys}"
+        yield at_most(SECTION, f"{name}: difference", float((theirs - ours).norm() / ours.norm()), 1e-2, "of norm")
+        took = [context.milliseconds(lambda f=f, a=arguments: f(*a)) for f in (found, paged_attention)]
+        note = f"{took[0]:.4g} ms against {took[1]:.4g} ms, blocks of {block_size}"
+        yield Row(SECTION, name, took[1] / took[0], "times as fast", note=note)
 
 
 # ---- verification ---------------------------------------------------------------------------------------------------
@@ -193,3 +231,4 @@ def rows(context: Context) -> Iterator[Row]:
     yield from cache_rows(context)
     yield from verification_rows(context)
     yield from attention_rows(context)
+    yield from flash_rows(context)

@@ -215,36 +215,54 @@ class GraphRunner:
 
     Args:
         model: on one device, attending through the Triton kernels.
+        function: what is captured, of batches and, where `run` is given them, features; the model's `forward_batch`.
         capture: see `Captures`.
     """
 
-    def __init__(self, model: PackedModel | PackedHead, capture: Capture | None = None):
-        self.model = model
+    def __init__(
+        self,
+        model: PackedModel | PackedHead,
+        function: Callable[..., Any] | None = None,
+        capture: Capture | None = None,
+    ):
+        self.model, self.function = model, function or model.forward_batch
         self.captures = Captures(type(model.module).__name__, capture)
 
-    def run(self, rows: list[RowInput], cache: PagedStaticCache, features: torch.Tensor | None = None) -> Any:
-        """A forward, as the model's; None where it is none for a graph (a prompt, a model that cannot be captured)."""
+    def run(self, views: list[list[RowInput]], cache: PagedStaticCache, features: torch.Tensor | None = None) -> Any:
+        """A forward, as the model's; None where it is none for a graph (a prompt, a model that cannot be captured).
+
+        Args:
+            views: the rows of each batch that the function takes: the same tokens, which may see other keys in each.
+        """
+        rows = views[0]
         count = sum(len(row.tokens) for row in rows)
         if self.captures.refused or not count or max(len(row.tokens) for row in rows) > MOST_TOKENS_OF_A_ROW:
             return None
         if not cache.is_allocated:  # pools come with the first write, which is no step to be repeated
             return None
-        described = describe(rows, cache)
-        sizes = bucket_of(sizes_of(described))
-        if sizes.num_tokens > MOST_TOKENS:
+        described = [describe(view, cache) for view in views]
+        sizes = tuple(bucket_of(sizes_of(each)) for each in described)
+        if sizes[0].num_tokens > MOST_TOKENS:
             return None
 
-        def make() -> tuple[StepBuffers, Callable[[], Any]]:
-            buffers = StepBuffers(sizes, cache, self.model.device, features)
-            buffers.fill(rows, described, features)
-            arguments: tuple[Any, ...] = (buffers.batch, buffers.features)[: 1 if features is None else 2]
-            return buffers, functools.partial(self.model.forward_batch, *arguments)
+        def make() -> tuple[list[StepBuffers], Callable[[], Any]]:
+            buffers = [
+                StepBuffers(size, cache, self.model.device, None if i else features) for i, size in enumerate(sizes)
+            ]
+            fill(buffers)
+            arguments = [each.batch for each in buffers]
+            given = {} if features is None else {"features": buffers[0].features}
+            return buffers, functools.partial(self.function, *arguments, **given)
+
+        def fill(buffers: list[StepBuffers]) -> None:
+            for i, (each, view) in enumerate(zip(buffers, views, strict=True)):
+                each.fill(view, described[i], None if i else features)
 
         found = self.captures.get(sizes, (cache.identity, places_of([self.model.module])), make)
         if found is None:
             return None
         buffers, output, replay = found
-        buffers.fill(rows, described, features)
+        fill(buffers)
         replay()
         return output[:count] if torch.is_tensor(output) else output.first(count, _wanted(rows, count))
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from typing import Protocol
+from typing import TYPE_CHECKING, Protocol
 
 import torch
 from torch import nn
@@ -16,6 +16,9 @@ from .architectures import ATTENTION_NAME
 from .graphs import GraphRunner, StaticBatch, check_capturable
 from .packed_batch import PackedBatch, RowInput
 from .prepacked import prepack
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 class HeadModule(Protocol):
@@ -70,7 +73,7 @@ class PackedHead:
             self.graphs.captures.clear()
         return PagedStaticCache(self.num_layers, num_blocks, block_size, share_prefixes=False)
 
-    def with_graphs(self) -> PackedHead:
+    def with_graphs(self) -> Self:
         """The same head, its forwards run as CUDA graphs: they belong to one cache, where heads are shared by drafters.
 
         Raises:
@@ -93,12 +96,12 @@ class PackedHead:
             features: [T, F], one per token, in the rows' order.
         """
         if self.graphs is not None:
-            hidden = self.graphs.run(rows, cache, features)
+            hidden = self.graphs.run([rows], cache, features)
             if hidden is not None:
                 return hidden
-        return self.forward_batch(PackedBatch.pack(rows, cache, self.device, self.gather), features)
+        return self.forward_batch(PackedBatch.pack(rows, cache, self.device, self.gather), features=features)
 
-    def forward_batch(self, batch: PackedBatch | StaticBatch, features: torch.Tensor) -> torch.Tensor:
+    def forward_batch(self, batch: PackedBatch | StaticBatch, *, features: torch.Tensor) -> torch.Tensor:
         """`forward` of a batch that is packed."""
         batch.cache.batch = batch
         try:

@@ -17,6 +17,7 @@ from ..cache import PagedStaticCache
 from ..kernels import invariant_reference
 from ..kernels import reference as ops
 from ..kernels.dispatch import uses_triton
+from ..kernels.flash import flash_attention_for
 from . import architectures, invariant_check, self_test
 from .architectures import ATTENTION_NAME, UnsupportedModel
 from .compiled import TRACED, CompiledLayers, compiled_layers, traced_attention
@@ -227,7 +228,7 @@ class PackedModel:
         Must run inside `active()`. Shapes: see PackedBatch and PackedOutput.
         """
         if self.graphs is not None and not all_hidden_states:
-            output = self.graphs.run(rows, cache)
+            output = self.graphs.run([rows], cache)
             if output is not None:
                 return output
         batch = PackedBatch.pack(rows, cache, self.device, self.gather)
@@ -323,7 +324,8 @@ def paged_attention_forward(
         from ..kernels.attention import paged_attention
 
         inputs = batch.attention_inputs(query.device)
-        return paged_attention(packed, layer.keys, layer.values, inputs, window=window, **options)[None], None
+        attend = flash_attention_for(packed, layer.keys, layer.values, inputs, options["sinks"]) or paged_attention
+        return attend(packed, layer.keys, layer.values, inputs, window=window, **options)[None], None
     group = query.shape[1] // key.shape[1]
     masks = batch.masks(window, group, query.dtype, query.device)
     out = ops.paged_attention(packed, layer.keys, layer.values, batch.rows(query.device), masks, **options)

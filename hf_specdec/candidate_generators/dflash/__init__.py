@@ -63,7 +63,8 @@ class DFlashGenerator(FeatureGenerator):
         self.loaded = load_once(
             config, target, lambda: load_dflash(checkpoint, self.layout, target, config.prepack_weights)
         )
-        self.head, self.vocabulary, self.lm_head = self.loaded.head, self.loaded.vocabulary, self.loaded.lm_head
+        self.vocabulary, self.lm_head = self.loaded.vocabulary, self.loaded.lm_head
+        self.head = self.captured(self.loaded.head)
         self.sequential, self.confidence = self.head.module.sequential, self.head.module.confidence_head
         self.taps = Taps(layers=tuple(dict.fromkeys(self.layout.tapped)))
         self.num_slots = self.shape.depth + (not self.layout.from_anchor)

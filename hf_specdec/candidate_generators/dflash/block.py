@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -13,10 +13,14 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, rotate_half
 
 from ...cache import PagedStaticCache
+from ...runtime.graphs import GraphRunner, StaticBatch
 from ...runtime.packed_batch import PackedBatch, RowInput
 from ...runtime.packed_head import PackedHead
 from ..heads.layers import RotaryPositions
 from .heads import ConfidenceHead, DominoHead, MarkovHead, SequentialHead
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
 
 
 @dataclass
@@ -106,57 +110,89 @@ class BlockHead(PackedHead):
     """
 
     module: DFlashDrafter
+    reading_graphs: GraphRunner | None = None
 
     def __init__(
         self, module: DFlashDrafter, layout: DFlashLayout, rotary: RotaryPositions, prepack_weights: bool | None
     ):
         super().__init__(module, layout.layers, layout.layers.num_hidden_layers, prepack_weights=prepack_weights)
         self.layout, self.rotary = layout, rotary
+        self.kinds = list(dict.fromkeys(layout.layers.layer_types))  # of attention, each once
 
     @torch.no_grad()
     def context(self, features: torch.Tensor) -> torch.Tensor:
         """What every layer's projections read: [n, H] from the target's hidden states side by side [n, layers * Ht]."""
         return self.module.hidden_norm(self.module.fc(features))
 
+    def with_graphs(self) -> Self:
+        """As PackedHead's; reading context and running a block are captured apart."""
+        own = super().with_graphs()
+        own.reading_graphs = GraphRunner(own, own.write_context)
+        return own
+
+    def new_cache(self, num_blocks: int, block_size: int) -> PagedStaticCache:
+        """See PackedHead."""
+        if self.reading_graphs is not None:
+            self.reading_graphs.captures.clear()
+        return super().new_cache(num_blocks, block_size)
+
     @torch.no_grad()
     def read(self, rows: list[RowInput], context: torch.Tensor, cache: PagedStaticCache) -> None:
         """Write the keys and values of context tokens [T, H], in the rows' order, to their slots."""
-        batch = PackedBatch.pack(rows, cache, self.device, self.gather)
-        cos, sin = (x[:, None] for x in self.rotary(batch.position_ids, context.dtype))  # [1, 1, T, D]
+        if self.reading_graphs is None or self.reading_graphs.run([rows], cache, context) is None:
+            self.write_context(PackedBatch.pack(rows, cache, self.device, self.gather), context)
+
+    def write_context(self, batch: PackedBatch | StaticBatch, features: torch.Tensor) -> torch.Tensor:
+        """`read` of a batch that is packed; returns its context, `features`."""
+        cos, sin = (x[:, None] for x in self.rotary(batch.position_ids, features.dtype))  # [1, 1, T, D]
+        cache = batch.cache
         cache.batch = batch
         try:
             for index, layer in enumerate(self.module.layers):
                 attention: Any = layer.self_attn
-                shape = (1, len(context), -1, attention.head_dim)
-                keys = attention.k_norm(attention.k_proj(context).view(shape)).transpose(1, 2)
-                values = attention.v_proj(context).view(shape).transpose(1, 2)
+                shape = (1, len(features), -1, attention.head_dim)
+                keys = attention.k_norm(attention.k_proj(features).view(shape)).transpose(1, 2)
+                values = attention.v_proj(features).view(shape).transpose(1, 2)
                 cache.update(keys * cos + rotate_half(keys) * sin, values, index)
         finally:
             cache.batch = None
+        return features
 
     @torch.no_grad()
     def block(self, rows: list[RowInput], embedded: torch.Tensor, cache: PagedStaticCache) -> torch.Tensor:
         """Final hidden states [T, H] of the rows' blocks, whose embeddings are given [T, H]."""
-        kinds = self.config.layer_types
-        batches = {kind: self._pack(rows, kind, cache) for kind in dict.fromkeys(kinds)}
-        batch = next(iter(batches.values()))
-        hidden = embedded[None]
+        views = [self._seen(rows, kind) for kind in self.kinds]
+        if self.graphs is not None:
+            hidden = self.graphs.run(views, cache, embedded)
+            if hidden is not None:
+                return hidden
+        return self.forward_batch(
+            *(PackedBatch.pack(view, cache, self.device, self.gather) for view in views), features=embedded
+        )
+
+    def forward_batch(
+        self, batch: PackedBatch | StaticBatch, *others: PackedBatch | StaticBatch, features: torch.Tensor
+    ) -> torch.Tensor:
+        """`block` of a batch that is packed: once for each kind of layer, in the order of `kinds`."""
+        by_kind = dict(zip(self.kinds, (batch, *others), strict=True))
+        hidden = features[None]
         position_embeddings = self.rotary(batch.position_ids, hidden.dtype)
-        cache.batch = batch
+        batch.cache.batch = batch
         try:
-            for kind, layer in zip(kinds, self.module.layers, strict=True):
+            for kind, layer in zip(self.config.layer_types, self.module.layers, strict=True):
                 hidden = layer(
                     hidden,
                     position_ids=batch.position_ids,
                     position_embeddings=position_embeddings,
-                    past_key_values=cache,
-                    specdec=batches[kind],
+                    past_key_values=batch.cache,
+                    specdec=by_kind[kind],
                 )
         finally:
-            cache.batch = None
+            batch.cache.batch = None
         return self.module.norm(hidden)[0]
 
-    def _pack(self, rows: list[RowInput], kind: str, cache: PagedStaticCache) -> PackedBatch:
+    def _seen(self, rows: list[RowInput], kind: str) -> list[RowInput]:
+        """The blocks' rows, with what their slots see in layers of that kind."""
         layout, masked = self.layout, []
         for row in rows:
             count = len(row.tokens)
@@ -167,7 +203,7 @@ class BlockHead(PackedHead):
             else:
                 seen = None if layout.causal[0] else np.ones((count, count), dtype=bool)
             masked.append(dataclasses.replace(row, visibility=seen))
-        return PackedBatch.pack(masked, cache, self.device, self.gather)
+        return masked
 
 
 def sliding_visibility(context: int, count: int, window: int, causal: bool, from_anchor: bool) -> np.ndarray:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import TypeVar
+
 import numpy as np
 import torch
 from torch import nn
@@ -14,6 +16,8 @@ from ..base import DrafterContext, StepOutcome
 from .growing import CachedGenerator
 from .levels import Level
 from .tree_shapes import TreeDraftingConfig
+
+Head = TypeVar("Head", bound=PackedHead)
 
 
 class FeatureGenerator(CachedGenerator):
@@ -52,7 +56,7 @@ class FeatureGenerator(CachedGenerator):
         """The feature [n, F] that stands in for the target's where the head's hidden state is [n, H]."""
         return hidden
 
-    def captured(self, head: PackedHead) -> PackedHead:
+    def captured(self, head: Head) -> Head:
         """A head, whose forwards run as CUDA graphs if the configuration asks for it."""
         return head.with_graphs() if self.config.cuda_graphs else head
 
@@ -171,7 +175,9 @@ class FeatureGenerator(CachedGenerator):
         rows, count = level.tokens.shape
         features = self.carried(level).flatten(0, 1)
         if self.loop is not None:
-            hidden = self.head.forward_batch(self.loop.batch(level.depth, level.tokens, level.ancestors), features)
+            hidden = self.head.forward_batch(
+                self.loop.batch(level.depth, level.tokens, level.ancestors), features=features
+            )
         else:
             seq_ids = [self.sequences[i].id for i in level.rows]
             positions = [self.cache.tables[seq_id].length - 1 for seq_id in seq_ids]

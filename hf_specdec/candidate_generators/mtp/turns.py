@@ -182,7 +182,9 @@ class ModulesInTurn(FeatureGenerator):
         features = draft.features(module).flatten(0, 1)
         tokens, head = draft.tokens[:, first:], self.heads[module]
         if self.loop is not None:
-            hidden = head.forward_batch(self.loop.batch(level.depth, tokens, draft.ancestors[:, first:]), features)
+            hidden = head.forward_batch(
+                self.loop.batch(level.depth, tokens, draft.ancestors[:, first:]), features=features
+            )
         else:
             hidden = head.forward(self._inputs(level, draft, module), features, self.cache)
         hidden = self.state_of(module, hidden).view(rows, tokens.shape[1], -1)
