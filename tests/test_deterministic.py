@@ -184,6 +184,7 @@ def run_in_a_thread(function):
 METHODS = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},
     "draft_model": {"method": "draft_model", "model": "tiny-draft"},
+    "early exit": {"method": "draft_model", "early_exit": 5},
     "eagle3 tree": {"method": "eagle3", "model": "tiny-eagle3", "top_k": 3, "total_tokens": 10, "depth": 4},
 }
 NEW_TOKENS = 64

@@ -8,6 +8,8 @@ import sys
 import pytest
 import torch
 from families import make
+from replayed_graphs import defined_attention, graphs_in_python  # noqa: F401
+from test_compiled import counter  # noqa: F401
 from torch import nn
 
 import hf_specdec
@@ -78,6 +80,18 @@ def test_text_is_that_of_the_quantized_target(small):
     assert not any("extra_repr" in vars(m) or "forward" in vars(m) for m in model.modules())
     assert torch.equal(generate(model, tokens=24), before)
     assert not torch.equal(before, wanted)  # or else the test could not fail
+
+
+@pytest.mark.parametrize("how", ["compile", "cuda_graphs"])
+def test_compiled_or_in_graphs(small, counter, graphs_in_python, defined_attention, how):  # noqa: F811
+    model, kind = small
+    config = {"method": "ngram", "target_quantization": kind, how: True}
+    assert torch.equal(generate(model, speculative_config=config), generate(quantized_copy(model, kind)))
+    if how == "compile":
+        assert counter.frame_count in (1, 2)
+    else:
+        assert [each.refused for each in graphs_in_python] == [False] and graphs_in_python[0].capture.count
+    hf_specdec.release(model)
 
 
 def test_bundled_target_and_tree(model, tiny_tokenizer):

@@ -95,7 +95,8 @@ class DraftModelGenerator(CachedGenerator):
         self.drafter = PackedModel(
             model,
             num_layers=config.early_exit,
-            prepack_weights=config.prepack_weights,
+            # Packed layers of a target that drafts for itself would be the target's own while it is deterministic.
+            prepack_weights=False if config.deterministic and model is target.model else config.prepack_weights,
             cuda_graphs=config.cuda_graphs,
             quantization=config.quantization,
             owned=config.model is not None,
