@@ -1,5 +1,6 @@
 """The heads that come with the package: what they are made of, that they change no output, and that they are worth having."""
 
+import functools
 import json
 from pathlib import Path
 
@@ -112,42 +113,55 @@ def test_greedy_output_is_plain_generates(tiny_model, plain, name, shape):
     assert drafted > 0
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
-@pytest.mark.parametrize(("name", "shape"), CASES)
-def test_sampling(tiny_model, plain, name, shape, rule):
+SAMPLED = {"max_new_tokens": 24, "do_sample": True, "temperature": 0.7, "top_k": 0}
+
+
+@pytest.fixture(scope="module")
+def sampled(tiny_model, plain):
+    """What no speculation gives with the seed."""
+    return tiny_model.generate(**plain["batch"][0], **SAMPLED, speculative_config={"method": "none", "seed": 5})
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "rule"),
+    [(*case, "coupled") for case in CASES]
+    + [pytest.param(*case, "rejection", marks=pytest.mark.slow if case[1] == "tree" else ()) for case in CASES],
+)
+def test_sampling(tiny_model, plain, sampled, name, shape, rule):
     """Coupled sampling gives what no speculation gives with the seed; rejection runs and accepts."""
-    inputs, _ = plain["batch"]
-    common = {**inputs, "max_new_tokens": 32, "do_sample": True, "temperature": 0.7, "top_k": 0}
-    keys = {"rejection_sample_method": rule, "seed": 5}
-    out = tiny_model.generate(
-        **common, speculative_config={**config_of(name, shape), **keys}, return_dict_in_generate=True
-    )
+    config = {**config_of(name, shape), "rejection_sample_method": rule, "seed": 5}
+    out = tiny_model.generate(**plain["batch"][0], **SAMPLED, speculative_config=config, return_dict_in_generate=True)
     assert out.speculation["num_accepted_tokens"] > 0
     if rule == "coupled":
-        expected = tiny_model.generate(**common, speculative_config={"method": "none", **keys})
-        assert torch.equal(out.sequences, expected)
+        assert torch.equal(out.sequences, sampled)
+
+
+@pytest.fixture(scope="module")
+def accepted_length(tiny_model, plain):
+    """τ of a head in a shape on the ragged batch, measured once."""
+
+    @functools.cache
+    def measured(name: str, shape: str) -> float:
+        out = tiny_model.generate(
+            **plain["batch"][0],
+            max_new_tokens=64,
+            do_sample=False,
+            speculative_config=config_of(name, shape),
+            return_dict_in_generate=True,
+        )
+        return out.speculation["mean_accepted_length"]
+
+    return measured
 
 
 @pytest.mark.parametrize(("deep", "flat"), [("tiny-hydra", "tiny-medusa"), ("tiny-eagle3", "tiny-medusa")])
-def test_heads_that_read_the_drafted_tokens_accept_more(tiny_model, plain, deep, flat):
-    assert accepted_length(tiny_model, plain, deep, "chain") > accepted_length(tiny_model, plain, flat, "chain")
+def test_heads_that_read_the_drafted_tokens_accept_more(accepted_length, deep, flat):
+    assert accepted_length(deep, "chain") > accepted_length(flat, "chain")
 
 
 @pytest.mark.parametrize("name", ["tiny-eagle", "tiny-eagle3", "tiny-medusa"])
-def test_trees_accept_more_than_chains(tiny_model, plain, name):
-    assert accepted_length(tiny_model, plain, name, "tree") > accepted_length(tiny_model, plain, name, "chain")
-
-
-def accepted_length(model, plain, name: str, shape: str) -> float:
-    inputs, _ = plain["batch"]
-    out = model.generate(
-        **inputs,
-        max_new_tokens=64,
-        do_sample=False,
-        speculative_config=config_of(name, shape),
-        return_dict_in_generate=True,
-    )
-    return out.speculation["mean_accepted_length"]
+def test_trees_accept_more_than_chains(accepted_length, name):
+    assert accepted_length(name, "tree") > accepted_length(name, "chain")
 
 
 class StopsRows(StoppingCriteria):

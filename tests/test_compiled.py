@@ -94,7 +94,9 @@ def test_models_of_a_class_do_not_share_a_limit(counter):
     assert counter.frame_count == len(models) * MOST_GRAPHS
 
 
-@pytest.mark.parametrize("family", ["Gemma2", "gpt-oss", "Mistral", "GPT-2"])
+@pytest.mark.parametrize(
+    "family", ["Gemma2", "gpt-oss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Mistral", "GPT-2"))]
+)
 def test_windows_sinks_and_softcaps_reach_attention(family, counter):
     model = make(family)
     ids = torch.randint(5, 60, (1, 24))
@@ -127,7 +129,7 @@ def test_restored_after_an_error(model, tiny_tokenizer, counter):
 
 
 @pytest.mark.usefixtures("defined_attention")
-@pytest.mark.parametrize("name", ["chain", "tree"])
+@pytest.mark.parametrize("name", [pytest.param("chain", marks=pytest.mark.slow), "tree"])
 def test_compiled_layers_in_graphs(model, tiny_tokenizer, counter, graphs_in_python, name):  # noqa: F811
     """Steps in static buffers (replayed by calling again in Python), the layers of each compiled."""
     plain = generate(model, tiny_tokenizer, PROMPTS[:2], tokens=12)

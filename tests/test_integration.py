@@ -327,7 +327,8 @@ def test_torch_compile(model, configs, in_place):
         compiled.compile(backend="eager")
     else:
         compiled = torch.compile(compiled, backend="eager")
-    assert_like_plain(compiled, {"chain": configs["chain"], "ngram": NGRAM})
+    # In place also our own forward is traced, anew for every shape of a batch.
+    assert_like_plain(compiled, {"ngram": NGRAM} if in_place else {"chain": configs["chain"], "ngram": NGRAM})
 
 
 def test_copies_and_pickles(model):

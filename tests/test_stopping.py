@@ -186,8 +186,12 @@ def test_max_time(model, config):
 # ---- stop strings ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("eos", [None, 5], ids=str)
-@pytest.mark.parametrize("lengths", [[8], [8, 3, 5]], ids=["single", "ragged"])
+@pytest.mark.parametrize(
+    ("lengths", "eos"),
+    [([8], 5), ([8, 3, 5], None)]
+    + [pytest.param(*each, marks=pytest.mark.slow) for each in (([8], None), ([8, 3, 5], 5))],
+    ids=["single with eos", "ragged", "single", "ragged with eos"],
+)
 def test_stop_strings(model, config, tokenizer, lengths, eos):
     """Strings that end at any place of the text, inside tokens too, and for some rows earlier than for others."""
     inputs = ragged(lengths)

@@ -25,7 +25,7 @@ def pair():
     """A target, and a perturbed copy of it that drafts."""
     torch.manual_seed(0)
     config = LlamaConfig(
-        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2,
+        hidden_size=32, intermediate_size=48, num_hidden_layers=2, num_attention_heads=2, num_key_value_heads=1,
         vocab_size=VOCAB, max_position_embeddings=128, eos_token_id=None, pad_token_id=0,
     )  # fmt: skip
     target = LlamaForCausalLM(config).eval()
