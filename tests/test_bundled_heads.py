@@ -83,6 +83,7 @@ def test_cards_name_target_data_licence_and_measured_acceptance(name):
     card = (Path(hf_specdec.bundled(name)) / "README.md").read_text(encoding="utf-8")
     for text in ("base_model: tiny", "license: apache-2.0", "recipes/tiny", "| math |", "| code |", "| all |"):
         assert text in card, text
+    assert f"\n# {name}\n" in card and f'speculative_config={{"model": "{name}"}}' in card
 
 
 @pytest.mark.parametrize("name", HEADS)

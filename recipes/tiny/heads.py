@@ -87,6 +87,10 @@ RUNS = {
 # Further runs, each of which begins with the head of the one before and reads answers to changed prompts too.
 FURTHER_RUNS = {
     "mlp_speculator": [{"max_steps": 2400, "learning_rate": 2e-3, "bf16": False}],
+    "medusa": [
+        {"max_steps": 2400, "learning_rate": 1.5e-3, "bf16": False},
+        {"max_steps": 8000, "learning_rate": 2e-3, "bf16": False},
+    ],
     "dflash": [
         {"max_steps": 500, "learning_rate": 1e-3, "bf16": False},
         {"max_steps": 900, "learning_rate": 1.5e-3, "bf16": False},
@@ -180,8 +184,15 @@ def ship(method: str, folder: Path, output: Path) -> None:
     shutil.rmtree(output / name, ignore_errors=True)
     shutil.copytree(folder, output / name, ignore=shutil.ignore_patterns("training"))
     card = output / name / "README.md"
-    text = card.read_text(encoding="utf-8").replace("`head_answers.jsonl`", DATA)
-    card.write_text(text.replace("`head_answers_further.jsonl`", FURTHER_DATA), encoding="utf-8")
+    text = card.read_text(encoding="utf-8")
+    for written, shipped in (
+        (f"# {folder.name}\n", f"# {name}\n"),
+        (f'{{"model": "{folder.name}"}}', f'{{"model": "{name}"}}'),
+        ("`head_answers.jsonl`", DATA),
+        ("`head_answers_further.jsonl`", FURTHER_DATA),
+    ):
+        text = text.replace(written, shipped)
+    card.write_text(text, encoding="utf-8")
     keys = json.dumps(MEASURED.get(method, {}))
     arguments = ["--target", "tiny", "--no-baseline", "--update-card", "--speculative-config", keys]
     if hf_specdec_command(["eval", str(output / name), *arguments]):
