@@ -116,11 +116,13 @@ def test_drafting(context, monkeypatch):
         lambda: check_drafting.frontier_errors(context, 2, 3, 4),
         lambda: check_drafting.prune_errors(context, 2, 20, 6),
         lambda: check_drafting.vocabulary_errors(context, torch.float32, 40),
+        lambda: check_drafting.feature_errors(context, torch.bfloat16, 5, 4, 40),
     )
-    assert [check() for check in checks] == [0, 0, 0]
+    assert [check() for check in checks] == [0, 0, 0, 0]
     for name in ("next_frontier", "prune_tree"):
         tampered(monkeypatch, draft_ops, name, lambda out: (out[0] + 1, *out[1:]))
     monkeypatch.setattr(draft_ops, "to_target_vocabulary", lambda *a, **k: None)
+    tampered(monkeypatch, draft_ops, "gather_features", lambda out: out.flip(0))
     assert all(check() > 0 for check in checks)
 
 

@@ -322,7 +322,7 @@ def test_the_head_begins_as_the_deepest_state_read(model):
     torch.manual_seed(0)
     head = made.build(torch.ones(VOCAB))
     deep, none = torch.randn(3, 32), torch.zeros(3, 32)
-    assert torch.cosine_similarity(head.fuse([none, none, deep]), deep, dim=-1).min() > 0.8
+    assert torch.cosine_similarity(head.fuse(torch.cat([none, none, deep], dim=-1)), deep, dim=-1).min() > 0.8
     assert torch.allclose(head.norm.weight, model.model.model.norm.weight)
     assert torch.equal(head.lm_head.weight, model.lm_head.weight)
 

@@ -94,3 +94,45 @@ def test_heads_with_a_vocabulary_of_their_own_use_it(dtype, monkeypatch):
         found[kernels] = DraftVocabulary(40, ids.to(DEVICE)).scores(logits.to(DEVICE)).cpu()
     assert len(called) == 1 and torch.equal(found["triton"], found["reference"])
     assert found["triton"].isfinite().sum() == 12
+
+
+@needs_triton
+@settings(max_examples=20, deadline=None, derandomize=True)
+@given(
+    layers=st.integers(1, 9), tokens=st.integers(1, 7), hidden=st.sampled_from([1, 40, 2048, 2100]), count=st.integers(0, 9),
+    dtypes=st.tuples(*[st.sampled_from([torch.float32, torch.bfloat16, torch.float16])] * 2), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_features_of_read_tokens(layers, tokens, hidden, count, dtypes, seed):
+    g = torch.Generator().manual_seed(seed)
+    taken = [torch.randn(tokens, hidden, generator=g).to(dtypes[0]) for _ in range(layers)]
+    index = torch.randint(0, tokens, (count,), generator=g)
+    out = ops.gather_features(on(*taken), *on(index), dtypes[1])
+    expected = reference.gather_features(taken, index, dtypes[1])
+    # The interpreter cuts off where a GPU rounds to bfloat16.
+    rounded = 2**-7 if dtypes[1] == torch.bfloat16 != dtypes[0] and DEVICE == "cpu" else 0.0
+    torch.testing.assert_close(out.cpu(), expected, rtol=rounded, atol=0.0)
+
+
+@needs_triton
+def test_features_that_do_not_fit_are_refused():
+    index = torch.zeros(2, dtype=torch.long, device=DEVICE)
+    for layers in ([torch.ones(3, 4), torch.ones(3, 5)], [torch.ones(3, 8)[:, ::2]]):
+        with pytest.raises(ValueError, match="contiguous layers"):
+            ops.gather_features(on(*layers), index, torch.float32)
+
+
+@needs_triton
+def test_heads_gather_by_it(monkeypatch):
+    from hf_specdec.candidate_generators.heads.target_parts import gather_features
+
+    called = []
+    original = ops.gather_features
+    monkeypatch.setattr(ops, "gather_features", lambda *a: (called.append(len(a[0])), original(*a))[1])
+    layers, index = on(*torch.randn(3, 5, 6)), on(torch.tensor([4, 0]))[0]
+    found = {}
+    for kernels in ("reference", "triton"):
+        monkeypatch.setenv("HF_SPECDEC_KERNELS", kernels)
+        found[kernels] = gather_features(layers, index.cpu(), index.device, torch.float32).cpu()
+    mixed = [layers[0].to(torch.float16), *layers[1:]]
+    assert gather_features(mixed, index, index.device, torch.float32).shape == (2, 18)
+    assert called == [3, 1, 1, 1] and torch.equal(found["triton"], found["reference"])

@@ -68,11 +68,23 @@ def vocabulary_errors(context: Context, dtype: torch.dtype, vocab: int) -> int:
     return int((out != wanted).sum())
 
 
+def feature_errors(context: Context, dtype: torch.dtype, layers: int, tokens: int, hidden: int) -> int:
+    """Wrong elements of gathered hidden states."""
+    from hf_specdec.kernels import draft_ops as ops
+
+    taken = [context.randn(tokens, hidden, dtype=dtype) for _ in range(layers)]
+    index = context.randint(0, tokens, tokens + 3)
+    wanted = torch.cat([layer[index] for layer in taken], dim=1)
+    return int((ops.gather_features(taken, index, dtype) != wanted).sum())
+
+
 def rows(context: Context, name: str, dtype: torch.dtype) -> Iterator[Row]:
     """A line per operation."""
     toy, section = context.toy, "correctness"
     wrong = vocabulary_errors(context, dtype, 200 if toy else 128256)
     yield at_most(section, f"drafting {name}: draft vocabulary", wrong, 0, "wrong elements")
+    wrong = feature_errors(context, dtype, *((5, 4, 40) if toy else (5, 256, 4096)))
+    yield at_most(section, f"drafting {name}: features", wrong, 0, "wrong elements")
     wrong = frontier_errors(context, *((2, 3, 4) if toy else (64, 10, 10)))
     yield at_most(section, f"drafting {name}: next frontier", wrong, 0, "wrong results")
     wrong = prune_errors(context, *((2, 20, 6) if toy else (16, 510, 59)))

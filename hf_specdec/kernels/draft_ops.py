@@ -1,7 +1,7 @@
-"""The drafting side in Triton: growing and pruning dynamic trees, and draft vocabularies.
+"""The drafting side in Triton: growing and pruning dynamic trees, draft vocabularies, features of what the target has read.
 
 Everything stays on the device and shapes do not depend on what was drafted, so that a whole drafting loop can be one CUDA
-graph. Ties go to the lowest index everywhere. Picking features and mapping ids are single operations in torch already.
+graph. Ties go to the lowest index everywhere.
 """
 
 # pyright: reportCallIssue=false
@@ -178,25 +178,74 @@ def to_target_vocabulary(
     return out
 
 
+@triton.jit
+def _gather_kernel(layer0, layer1, layer2, layer3, index, out, hidden, out_stride, BLOCK: tl.constexpr):
+    row, which = tl.program_id(0).to(tl.int64), tl.program_id(2)
+    layer = layer0
+    if which == 1:
+        layer = layer1
+    elif which == 2:
+        layer = layer2
+    elif which == 3:
+        layer = layer3
+    lanes = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    source = tl.load(index + row)
+    value = tl.load(layer + source * hidden + lanes, mask=lanes < hidden)
+    tl.store(out + row * out_stride + which * hidden + lanes, value.to(out.dtype.element_ty), mask=lanes < hidden)
+
+
+_LAYERS_OF_A_LAUNCH = 4
+
+
+def gather_features(layers: list[torch.Tensor], index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Hidden states of chosen tokens, layer beside layer: [n, L * H] in `dtype` (definition: `reference.gather_features`).
+
+    Args:
+        layers: L contiguous [T, H], of one dtype.
+        index: int64 [n], which of the T tokens.
+
+    Floor: (itemsize + that of `dtype`) L H bytes a token; one launch for up to four layers, without what gathering each,
+    casting each and joining them would write and read again.
+    """
+    num_tokens, hidden = layers[0].shape
+    if any(layer.shape != (num_tokens, hidden) or not layer.is_contiguous() for layer in layers) or index.dim() != 1:
+        raise ValueError("gather_features needs contiguous layers [T, H] of one shape and an index [n].")
+    out = torch.empty(len(index), len(layers) * hidden, dtype=dtype, device=index.device)
+    if not out.numel():
+        return out
+    block = min(next_power_of_two(hidden), 2048)
+    for first in range(0, len(layers), _LAYERS_OF_A_LAUNCH):
+        some = layers[first : first + _LAYERS_OF_A_LAUNCH]
+        padded = some + some[:1] * (_LAYERS_OF_A_LAUNCH - len(some))
+        _gather_kernel[(len(index), triton.cdiv(hidden, block), len(some))](
+            *padded, index, out[:, first * hidden :], hidden, out.stride(0), BLOCK=block, num_warps=4
+        )
+    return out
+
+
 def compile_cases() -> list[CompileCase]:
     """One case a kernel, at the sizes of EAGLE-2's default tree (10 children, depth 6, 60 nodes)."""
     i64 = (
         "tokens", "parents", "expanded", "best_indices", "best_tokens", "best_parents", "out_tokens", "out_parents",
-        "out_expanded", "out_nodes",
+        "out_expanded", "out_nodes", "index",
     )  # fmt: skip
     i32 = ("limits", "lengths", "places")
-    numbers = ("depth", "frontier", "width", "keep", "size", "count", "draft_size", "vocab")
+    numbers = ("depth", "frontier", "width", "keep", "size", "count", "draft_size", "vocab", "hidden",
+               "out_stride")  # fmt: skip
     types = {**dict.fromkeys(i64, "*i64"), **dict.fromkeys(i32, "*i32"), **dict.fromkeys(numbers, "i32")}
-    types |= {"scores": "*bf16", "fill": "fp32"}
+    types |= {"scores": "*bf16", "fill": "fp32", **{f"layer{i}": "*bf16" for i in range(_LAYERS_OF_A_LAUNCH)}}
     cases = []
     for name, kernel, constants in (
         ("next frontier", _frontier_kernel, {"HAS_LIMITS": True, "BLOCK": 128}),
         ("prune tree", _prune_kernel, {"BLOCK": 512}),
         ("widen vocabulary", _widen_kernel, {"BLOCK": 2048}),
+        ("gather features", _gather_kernel, {"BLOCK": 2048}),
     ):
         names = [n for n in kernel.arg_names if n not in constants]
         signature = {n: types.get(n, "*fp32") for n in names}
-        skewed = tuple(n for n in names if n in numbers and n not in ("vocab", "draft_size"))
+        if kernel is _gather_kernel:
+            signature["out"] = "*bf16"
+        skewed = tuple(n for n in names if n in numbers and n not in ("vocab", "draft_size", "hidden", "out_stride"))
         warps = 8 if name == "widen vocabulary" else 4
         cases.append(CompileCase(f"draft {name}", kernel, signature, constants, warps, unaligned=skewed))
     return cases

@@ -381,3 +381,16 @@ def keep_nodes(
     padding = (0, index - 1, -1, -1)
     kept = [torch.where(valid, each, other) for each, other in zip(found, padding, strict=True)]
     return kept[0], kept[1], kept[2], kept[3], lengths
+
+
+def gather_features(layers: list[torch.Tensor], index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+    """Hidden states of chosen tokens, layer beside layer.
+
+    Args:
+        layers: L of [T, H].
+        index: int64 [n], which of the T tokens.
+
+    Returns: [n, L * H] in `dtype`.
+    """
+    picked = [layer[index].to(dtype) for layer in layers]
+    return picked[0] if len(picked) == 1 else torch.cat(picked, dim=-1)

@@ -178,7 +178,7 @@ class Eagle3Trainer(HeadTrainer):
 
     def features(self, batch: Batch) -> torch.Tensor:
         """What the head reads of the target, [B, S, H]."""
-        return self.head.fuse([batch.layers[i] for i in self.taps.layers])
+        return self.head.fuse(torch.cat([batch.layers[i] for i in self.taps.layers], dim=-1))
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
         """What the language-model head reads, [n, H], from the head's output [n, H]."""

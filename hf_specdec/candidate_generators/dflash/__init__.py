@@ -16,7 +16,7 @@ from ..drafting.levels import Level
 from ..drafting.tree_shapes import DynamicTree, TreeShape, TreeTemplate
 from ..heads.checkpoints import register_format
 from ..heads.config import ProposedLengthConfig, proposed_length
-from ..heads.target_parts import load_once
+from ..heads.target_parts import gather_features, load_once
 from ..registry import register
 from .block import BlockHead
 from .checkpoint import is_dflash, load_dflash, read_layout
@@ -99,9 +99,8 @@ class DFlashGenerator(FeatureGenerator):
 
     def features(self, output: PackedOutput, index: torch.Tensor) -> torch.Tensor:
         """The drafter's context [n, H]: as little as can be kept of the tapped layers."""
-        taken = [output.layers[i] for i in self.layout.tapped]
-        rows = [hidden[index.to(hidden.device)].to(self.head.device, self.head.dtype) for hidden in taken]
-        return self.head.context(torch.cat(rows, dim=-1))
+        layers = [output.layers[i] for i in self.layout.tapped]
+        return self.head.context(gather_features(layers, index, self.head.device, self.head.dtype))
 
     def read(self, sequences: list[Sequence], chunk: int) -> None:
         """Write context keys and values of up to `chunk` tokens of each text. Slots are reserved."""

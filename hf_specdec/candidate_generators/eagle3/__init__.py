@@ -13,7 +13,7 @@ from ..drafting.features import FeatureGenerator
 from ..drafting.levels import Level
 from ..heads.checkpoints import register_format
 from ..heads.config import ProposedLengthConfig, proposed_length
-from ..heads.target_parts import load_once
+from ..heads.target_parts import gather_features, load_once
 from ..registry import register
 from .head import is_eagle3, load_eagle3
 
@@ -83,11 +83,12 @@ class Eagle3Generator(FeatureGenerator):
 
     def features(self, output: PackedOutput, index: torch.Tensor) -> torch.Tensor:
         """The target's hidden states, joined and projected to the head's width."""
-        states = [output.layers[i] for i in self.taps.layers] if self.taps.layers else [output.last_hidden]
-        place = {"device": self.head.device, "dtype": self.head.dtype}
-        taken = [state[index.to(state.device)].to(**place) for state in states if state is not None]
+        layers = [output.layers[i] for i in self.taps.layers]
+        if not layers:
+            assert output.last_hidden is not None
+            layers = [output.last_hidden]
         with torch.no_grad():
-            return self.loaded.module.fuse(taken)
+            return self.loaded.module.fuse(gather_features(layers, index, self.head.device, self.head.dtype))
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The head's logits over its draft vocabulary."""

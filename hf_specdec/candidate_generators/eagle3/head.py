@@ -214,14 +214,14 @@ class Eagle3Head(nn.Module):
             self.mask_hidden = nn.Parameter(torch.empty(plan.shape("mask_hidden")))
         fit_biases(self, plan)
 
-    def fuse(self, states: list[torch.Tensor]) -> torch.Tensor:
-        """The head's features [n, H] from the target's hidden states [n, Ht] each."""
+    def fuse(self, states: torch.Tensor) -> torch.Tensor:
+        """The head's features [.., H] from the target's hidden states, layer beside layer [.., L * Ht]."""
         if self.fc_norm is not None:
-            states = [norm(state) for norm, state in zip(self.fc_norm, states, strict=True)]
-        joined = torch.cat(states, dim=-1) if len(states) > 1 else states[0]
+            parts = states.chunk(len(self.fc_norm), dim=-1)
+            states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
         if self.input_norm is not None:
-            joined = self.input_norm(joined)
-        return joined if self.fc is None else self.fc(joined)
+            states = self.input_norm(states)
+        return states if self.fc is None else self.fc(states)
 
     def forward(self, input_ids, features, position_ids, **attention) -> torch.Tensor:
         """What is fed back after each token, [1, T, H]: before the last norm, or (`norm_output`) behind it."""
@@ -328,6 +328,5 @@ def _mask_features(checkpoint: Checkpoint, module: Eagle3Head, options: Eagle3Op
         raise checkpoint.error(
             f"its mask token {options.mask_token} is not among the {rows} tokens that have embeddings."
         )
-    num_states = max(1, len(options.taps.layers))
     with torch.no_grad():
-        return module.fuse(list(module.mask_hidden.flatten().chunk(num_states)))
+        return module.fuse(module.mask_hidden.flatten())

@@ -12,6 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 
+from ...kernels import reference
 from ...kernels.dispatch import uses_triton
 from ...runtime import PackedModel
 from ..drafting.tree_shapes import TreeDraftingConfig
@@ -95,6 +96,24 @@ class DraftVocabulary:
         if logits.shape[1] >= self.vocab_size:
             return logits[:, : self.vocab_size]
         return nn.functional.pad(logits, (0, self.vocab_size - logits.shape[1]), value=float("-inf"))
+
+
+def gather_features(
+    layers: list[torch.Tensor], index: torch.Tensor, device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
+    """Hidden states of the packed tokens `index` [n], layer beside layer: [n, L * H] where the head is.
+
+    Args:
+        layers: L of the target's [T, H], wherever its layers are.
+    """
+    first = layers[0]
+    if any((each.device, each.dtype) != (first.device, first.dtype) for each in layers):
+        each_alone = [gather_features([each], index, device, dtype) for each in layers]
+        return torch.cat(each_alone, dim=-1)
+    gather = reference.gather_features
+    if uses_triton(first.device):
+        from ...kernels.draft_ops import gather_features as gather
+    return gather(layers, index.to(first.device), dtype).to(device)
 
 
 def draft_vocabulary(
