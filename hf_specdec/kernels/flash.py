@@ -7,6 +7,7 @@ pages of any size, FlashAttention-2 (`flash_attn`) those of a multiple of 256 to
 from __future__ import annotations
 
 import functools
+import importlib
 import importlib.util
 import os
 from collections.abc import Callable
@@ -132,10 +133,8 @@ def find_flash_attention(hopper: bool, from_hub: bool) -> FlashAttention | None:
 
         return FlashAttention(2, flash_attn_varlen_func)
     if from_hub and importlib.util.find_spec("kernels") is not None:
-        from kernels import get_kernel  # pyright: ignore[reportMissingImports]
-
         version = 3 if hopper else 2
-        build = get_kernel(HUB_KERNELS[version])
+        build = importlib.import_module("kernels").get_kernel(HUB_KERNELS[version])
         return FlashAttention(version, build.flash_attn_with_kvcache if version == 3 else build.flash_attn_varlen_func)
     return None
 

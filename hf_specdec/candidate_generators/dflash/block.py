@@ -117,7 +117,7 @@ class BlockHead(PackedHead):
     ):
         super().__init__(module, layout.layers, layout.layers.num_hidden_layers, prepack_weights=prepack_weights)
         self.layout, self.rotary = layout, rotary
-        self.kinds = list(dict.fromkeys(layout.layers.layer_types))  # of attention, each once
+        self.kinds = list(dict.fromkeys(self.config.layer_types))  # of attention, each once
 
     @torch.no_grad()
     def context(self, features: torch.Tensor) -> torch.Tensor:
