@@ -99,6 +99,8 @@ def test_models_of_a_class_do_not_share_a_limit(counter):
 )
 def test_windows_sinks_and_softcaps_reach_attention(family, counter):
     model = make(family)
+    if family == "Gemma2":
+        model.set_attn_implementation("eager")  # the default of transformers 5.17, sdpa, leaves soft-capping out
     ids = torch.randint(5, 60, (1, 24))
     plain = model.generate(ids, max_new_tokens=16, do_sample=False)
     config = {"method": "ngram", "compile": True}
