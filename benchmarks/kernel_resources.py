@@ -1,6 +1,6 @@
 """What our Triton kernels use on GPUs that need not be there: registers, spills, shared memory.
 
-    python benchmarks/kernel_resources.py [--arch 80 90] [--only attention] [--json out.json]
+    python benchmarks/kernel_resources.py [--arch 80 90] [--once 80] [--only attention] [--json out.json]
 
 Compiles every case that a module of `hf_specdec.kernels` lists in `compile_cases()` and prints one table.
 """
@@ -24,13 +24,19 @@ def main() -> None:
     """Compile, print, write."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--arch", type=int, nargs="+", default=[80, 90], help="compute capabilities times ten")
+    parser.add_argument(
+        "--once", type=int, nargs="+", default=[], help="of these, compile only the first case of each kernel"
+    )
     parser.add_argument("--only", default="", help="cases whose name contains this")
     parser.add_argument("--json", type=Path)
     arguments = parser.parse_args()
     cases = [case for case in all_cases() if arguments.only in case.name]
+    first = {case.kernel: case.name for case in reversed(cases)}
     results, failed = [], []
     for case in cases:
         for architecture in arguments.arch:
+            if architecture in arguments.once and first[case.kernel] != case.name:
+                continue
             try:
                 results.append(compile_case(case, architecture))
             except CompilationError as error:

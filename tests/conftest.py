@@ -17,6 +17,12 @@ import hf_specdec
 torch.set_num_threads(1)
 
 
+def pytest_collection_modifyitems(items):
+    """The longest first, so that no worker is left alone with one at the end."""
+    long = ("test_triton_compile.py", "test_in_a_process_of_its_own")
+    items.sort(key=lambda item: not any(name in item.nodeid for name in long))
+
+
 @pytest.fixture(autouse=True)
 def fixed_seed():
     """Every test starts from the same random state."""

@@ -9,6 +9,8 @@ from pathlib import Path
 
 import pytest
 
+from hf_specdec.kernels.compiling import all_cases
+
 ROOT = Path(__file__).parents[1]
 SPILL_BOUND = 128  # bytes per thread; a tile's worth of spills is thousands
 OURS = ["llama-8b", "gemma-2", "gpt-oss", "phi-3", "bloom", "mla", "float32", "merge", "rotate and write", "move"]
@@ -16,22 +18,29 @@ OURS = ["llama-8b", "gemma-2", "gpt-oss", "phi-3", "bloom", "mla", "float32", "m
 pytestmark = pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 
 
-@pytest.fixture(scope="module")
-def resources(tmp_path_factory):
-    """What `benchmarks/kernel_resources.py` writes, from a process where Triton compiles."""
+@pytest.fixture(scope="module", params=["once for sm_80", pytest.param("all", marks=pytest.mark.slow)])
+def resources(request, tmp_path_factory):
+    """What `benchmarks/kernel_resources.py` writes, from a process where Triton compiles: every case for sm_90, for sm_80 each
+    kernel's first, or (slow) every one too."""
     out = tmp_path_factory.mktemp("resources") / "resources.json"
     environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
     command = [sys.executable, str(ROOT / "benchmarks" / "kernel_resources.py"), "--json", str(out)]
+    command += ["--once", "80"] if request.param != "all" else []
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580, cwd=ROOT)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-4000:]
     print(done.stdout)
     return json.loads(out.read_text())
 
 
-def test_every_case_compiles_for_both_architectures(resources):
-    names = {each["name"] for each in resources}
-    assert {(each["name"], each["architecture"]) for each in resources} == {(n, a) for n in names for a in (80, 90)}
-    assert all(any(part in name for name in names) for part in OURS)
+def test_every_kernel_compiles_for_both_architectures(resources, request):
+    cases = all_cases()
+    names = {a: [each["name"] for each in resources if each["architecture"] == a] for a in (80, 90)}
+    assert sorted(names[90]) == sorted(case.name for case in cases)
+    assert all(any(part in name for name in names[90]) for part in OURS)
+    if "all" in request.node.callspec.id:
+        assert names[80] == names[90]
+    else:
+        assert {case.kernel for case in cases if case.name in names[80]} == {case.kernel for case in cases}
 
 
 def test_little_is_spilled(resources):
