@@ -133,6 +133,8 @@ def test_heads_gather_by_it(monkeypatch):
     for kernels in ("reference", "triton"):
         monkeypatch.setenv("HF_SPECDEC_KERNELS", kernels)
         found[kernels] = gather_features(layers, index.cpu(), index.device, torch.float32).cpu()
+    views = [layer.T.contiguous().T for layer in layers]
+    assert torch.equal(gather_features(views, index, index.device, torch.float32).cpu(), found["reference"])
     mixed = [layers[0].to(torch.float16), *layers[1:]]
     assert gather_features(mixed, index, index.device, torch.float32).shape == (2, 18)
-    assert called == [3, 1, 1, 1] and torch.equal(found["triton"], found["reference"])
+    assert called == [3, 3, 1, 1, 1] and torch.equal(found["triton"], found["reference"])

@@ -113,6 +113,8 @@ def gather_features(
     gather = reference.gather_features
     if uses_triton(first.device):
         from ...kernels.draft_ops import gather_features as gather
+
+        layers = [each.contiguous() for each in layers]  # they are, but for models that hand on views
     return gather(layers, index.to(first.device), dtype).to(device)
 
 
