@@ -1,13 +1,73 @@
 """CUDA graphs on a CPU: what would be captured runs again in Python, attention by its definition over the static buffers."""
 
+import contextlib
 import dataclasses
+import functools
 import itertools
 
 import pytest
 import torch
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_specdec.kernels import attention, reference
 from hf_specdec.runtime import graphs, packed_head, packed_model
+
+_aten = torch.ops.aten
+# What waits for the device, or makes a shape of what is on it.
+_WAITS = {
+    _aten._local_scalar_dense.default, _aten.nonzero.default, _aten.masked_select.default, _aten.equal.default,
+    _aten.is_nonzero.default, _aten.repeat_interleave.Tensor, _aten._unique2.default, _aten.unique_dim.default,
+    _aten.unique_consecutive.default, _aten.bincount.default,
+}  # fmt: skip
+_FROM_HOST = ["tensor", "from_numpy", "as_tensor"]
+_TO_HOST = ["item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__"]
+_on_host = []  # not empty: a stand-in for a kernel runs, which may do on the host what it likes
+
+
+class _NoHost(TorchDispatchMode):
+    """Refuses operations that a CUDA graph cannot hold."""
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        masked = func in (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default) and any(
+            each is not None and each.dtype in (torch.bool, torch.uint8) for each in args[1]
+        )
+        if not _on_host and (func in _WAITS or masked):
+            raise RuntimeError(f"operation not permitted when stream is capturing: {func}")
+        return func(*args, **(kwargs or {}))
+
+
+@contextlib.contextmanager
+def as_if_captured():
+    """No tensor's values reach the host, none come from there: what capturing a graph on a GPU would refuse."""
+
+    def refusing(name, original):
+        @functools.wraps(original)
+        def call(*args, **kwargs):
+            if not _on_host:
+                raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
+            return original(*args, **kwargs)
+
+        return call
+
+    with pytest.MonkeyPatch.context() as patch, _NoHost():
+        for owner, names in ((torch, _FROM_HOST), (torch.Tensor, _TO_HOST)):
+            for name in names:
+                patch.setattr(owner, name, refusing(name, getattr(owner, name)))
+        yield
+
+
+def stands_for_a_kernel(function):
+    """What it does is one launch on a GPU."""
+
+    @functools.wraps(function)
+    def call(*args, **kwargs):
+        _on_host.append(function)
+        try:
+            return function(*args, **kwargs)
+        finally:
+            _on_host.pop()
+
+    return call
 
 
 class CaptureInPython:
@@ -22,10 +82,14 @@ class CaptureInPython:
 
     def __call__(self, function):
         self.count += 1
-        out = function()
+        function()  # a graph's warm-up may prepare on the host what stays
+        with as_if_captured():
+            out = function()
 
         def replay():
-            for kept, new in zip(tensors_of(out), tensors_of(function()), strict=True):
+            with as_if_captured():
+                again = function()
+            for kept, new in zip(tensors_of(out), tensors_of(again), strict=True):
                 kept.copy_(new)
 
         for tensor in tensors_of(out):
@@ -43,6 +107,7 @@ def tensors_of(output):
     return [t for each in found for t in (each.values() if isinstance(each, dict) else [each]) if torch.is_tensor(t)]
 
 
+@stands_for_a_kernel
 def attention_by_definition(query, key_pool, value_pool, inputs, scaling, *, window=None, softcap=None, sinks=None):
     """`reference.paged_attention` of what AttentionInputs say. Tokens in no row get NaN: nobody may read them."""
     starts, rows, masks = inputs.query_starts.tolist(), [], []
@@ -74,6 +139,7 @@ def attention_by_definition(query, key_pool, value_pool, inputs, scaling, *, win
     return out
 
 
+@stands_for_a_kernel
 def write(self, slots, keys, values):
     """`PagedLayer.write`, but for slots that are none."""
     there = slots >= 0

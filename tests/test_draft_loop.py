@@ -10,11 +10,13 @@ import torch
 from helpers_drafters import make_decoder
 from helpers_mtp import store
 from replayed_graphs import CaptureInPython, defined_attention, graphs_in_python  # noqa: F401
+from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper
 
 import hf_specdec
 from hf_specdec import integration
 from hf_specdec.candidate_generators.drafting.captured_rounds import CapturedRounds
 from hf_specdec.candidate_generators.drafting.tree_growth import grow
+from hf_specdec.decoding.warpers import FusedSamplingLogitsWarper, NodeProcessors
 from hf_specdec.runtime import Sequence
 
 HEADS = {
@@ -77,18 +79,27 @@ def compared(monkeypatch):
 def assert_same(found, expected):
     trees, others = found.trees, expected.trees
     assert trees.lengths == others.lengths and max(trees.lengths) > 0
-    assert (trees.parents is None) == (others.parents is None) and trees.probs is None and others.probs is None
+    assert (trees.parents is None) == (others.parents is None) and (trees.probs is None) == (others.probs is None)
     for row, count in enumerate(trees.lengths):
         assert torch.equal(trees.tokens[row, :count], others.tokens[row, :count])
+        if trees.probs is not None:
+            probs, wanted = (
+                each.probs[row, range(count) if each.prob_index is None else each.prob_index[row, :count]]
+                for each in (trees, others)
+            )
+            torch.testing.assert_close(probs, wanted, rtol=1e-4, atol=1e-5)
         assert np.array_equal(trees.parent_index[row, :count], others.parent_index[row, :count])
         assert np.array_equal(found.expanded[row, :count], expected.expanded[row, :count])
 
 
-def run_rounds(target, config, texts, num_steps):
+def run_rounds(target, config, texts, num_steps, samplings=()):
     """Steps of rows whose limits change; the decoder, and how many tokens were drafted and accepted."""
     decoder = make_decoder(target, {**config, "cuda_graphs": True})
     decoder.target.graphs = None  # the drafter is what is tested
     rows = [Sequence(list(text), len(text) + 100) for text in texts]
+    for seed, (seq, warpers) in enumerate(zip(rows, samplings, strict=False)):
+        seq.do_sample, seq.seed = bool(warpers), 77 + seed
+        seq.processors = NodeProcessors(LogitsProcessorList(warpers), torch.tensor([seq.tokens]), None)
     decoder.allocate(1000, len(rows))
     for seq in rows:
         decoder.add(seq)
@@ -115,6 +126,30 @@ def test_rounds_are_those_of_the_growing_path(
     assert 1 <= captures.capture.count <= 2  # 3 or 4 rows are one bucket, all limits another's first levels
     decoder.release()
     assert len(captures) > 0  # kept for the next call, with the pools they read
+
+
+def samplings():
+    """Of four rows: each its own parameters, one of them greedy."""
+    return [
+        [TemperatureLogitsWarper(0.7), TopKLogitsWarper(20)],
+        [],
+        [TemperatureLogitsWarper(1.2), TopPLogitsWarper(0.9)],
+        [FusedSamplingLogitsWarper(min_p=0.05)],
+    ]
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize("shape", SHAPES)
+@pytest.mark.parametrize("name", ["tiny-eagle3", "tiny-draft", "tiny-medusa"])
+def test_rows_that_sample(tiny_model, prompts, graphs_in_python, defined_attention, compared, name, shape, rule):  # noqa: F811
+    """Noise, sampling parameters and the distributions drafts are drawn from are part of what is captured."""
+    config = {"method": HEADS[name], "model": name, **SHAPES[shape], "rejection_sample_method": rule}
+    decoder, drafted, accepted = run_rounds(tiny_model, config, prompts, num_steps=8, samplings=samplings())
+    captures = decoder.generator.rounds.captures
+    assert 0 < accepted < drafted and len(compared) >= 6
+    assert any(each.trees.probs is not None for each in compared) == (rule == "rejection" and shape != "dynamic tree")
+    assert not any(each.refused for each in graphs_in_python)
+    assert 1 <= captures.capture.count <= 2  # as for greedy rows
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])
@@ -150,8 +185,7 @@ def test_the_best_paths_of_a_tree(tiny_model, prompts, graphs_in_python, defined
 @pytest.mark.parametrize(
     ("config", "call"),
     [
-        ({"seed": 1}, {"do_sample": True, "temperature": 0.7}),
-        ({"seed": 1, "rejection_sample_method": "rejection"}, {"do_sample": True}),
+        ({"seed": 1}, {"do_sample": True, "temperature": 0.7, "repetition_penalty": 1.3}),
         ({}, {"do_sample": False, "repetition_penalty": 1.3}),
         ({"draft_confidence_threshold": 0.4}, {"do_sample": False}),
     ],

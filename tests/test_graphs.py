@@ -37,6 +37,26 @@ def test_generate(pair, captures, name):  # noqa: F811
 
 
 @needs_triton
+@pytest.mark.parametrize(
+    ("name", "rule"),
+    [("chain", "coupled"), ("tree", "rejection")] + [pytest.param("dynamic tree", "coupled", marks=pytest.mark.slow)],
+)
+def test_generate_sampled(pair, captures, monkeypatch, name, rule):  # noqa: F811
+    """Drawn drafts in captured rounds: the tokens and the acceptance of the definitions without graphs."""
+    config = {**CONFIGS[name], "rejection_sample_method": rule, "seed": 4}
+    arguments = {"do_sample": True, "temperature": 0.8, "top_k": 0, "top_p": 0.9}
+    monkeypatch.setenv("HF_SPECDEC_KERNELS", "reference")
+    expected = decode(pair, config, **arguments)
+    hf_specdec.release(pair[0])
+    monkeypatch.setenv("HF_SPECDEC_KERNELS", "triton")
+    out = decode(pair, {**config, "cuda_graphs": True}, **arguments)
+    assert torch.equal(out.sequences, expected.sequences)
+    assert out.speculation["num_accepted_tokens"] == expected.speculation["num_accepted_tokens"] > 0
+    assert len(captures) == 3
+    assert all(each.capture.count >= 1 and not each.refused for each in captures)
+
+
+@needs_triton
 def test_a_model_that_cannot_be_captured_runs_without(pair, captures, caplog):  # noqa: F811
     def fails(self, function):
         raise RuntimeError("operation not permitted when stream is capturing")

@@ -39,7 +39,7 @@ def run(logits, parameters, owners=None, block=512):
         out=(torch.full((rows,), float("nan"), device=DEVICE), torch.full((rows,), -9, dtype=torch.int32, device=DEVICE)),
     )  # fmt: skip
     out = torch.full(logits.shape, float("nan"), device=DEVICE)
-    return limits, sampling_scores(logits.to(DEVICE), limits, own, temperature, out, block).cpu()
+    return limits, sampling_scores(logits.to(DEVICE), limits, own, temperature, out=out, block=block).cpu()
 
 
 def definition(logits, parameters):
@@ -122,3 +122,76 @@ def test_owners_and_rows_left_alone():
     expected = definition(logits, [PARAMETERS[i] for i in owners])
     assert torch.equal(ours, expected)
     assert limits[0][2].item() == float("-inf") and limits[1][2].item() == 0
+
+
+# ---- rows with noise ------------------------------------------------------------------------------------------------
+
+
+def sampled_rows(do_sample):
+    """Sequences with parameters of their own, as a drafter hands them on."""
+    from test_sampling_rows import row
+
+    own = [(0.7, 5), (), (1.2, 0, 0.9), (1.0, 0, 1.0, 0.05)]
+    rows = [
+        row(2**40 + i, *each, do_sample=do, length=3 + i)
+        for i, (each, do) in enumerate(zip(own, do_sample, strict=True))
+    ]
+    for i, seq in enumerate(rows):
+        seq.num_steps = 3 * i
+    return rows
+
+
+@needs_triton
+@pytest.mark.parametrize("shared", [True, False])
+@pytest.mark.parametrize(
+    ("count", "do_sample", "dtype"),
+    [(1, (True,) * 4, torch.float32), (3, (True, False, True, True), torch.bfloat16)],
+)
+def test_rows_that_sample(monkeypatch, count, do_sample, dtype, shared):
+    """Scores, noisy scores and choices by the kernels: what the definitions give."""
+    from hf_specdec.kernels import random_bits
+    from hf_specdec.runtime import sampling as runtime_sampling
+
+    rows = sampled_rows(do_sample)
+    kind = runtime_sampling.SamplingKind.of(rows, True)
+    stream = random_bits.TOKEN_STREAM if shared else random_bits.DRAFT_STREAM
+    logits = (torch.randn(4, count, 700, generator=torch.Generator().manual_seed(count)) * 3).to(dtype)
+    index = torch.tensor([3, 1])
+
+    def everything(device):
+        sampling = runtime_sampling.SamplingRows.of(rows, kind, torch.device(device))
+        given, some = logits.to(device), index.to(device)
+        scores = sampling.scores(given)
+        out = [
+            scores, sampling.noisy(given, 2, stream, shared), sampling.noisy(scores, 2, stream, shared, applied=True),
+            sampling.scores(given[some], some), sampling.noisy(given[some], 2, stream, shared, some),
+            sampling.choices(given, 2), sampling.choices(given[some], 2, some),
+        ]  # fmt: skip
+        return [each.cpu() for each in out]
+
+    monkeypatch.setenv("HF_SPECDEC_KERNELS", "reference")
+    expected = everything("cpu")
+    monkeypatch.setenv("HF_SPECDEC_KERNELS", "triton")
+    for found, wanted in zip(everything(DEVICE), expected, strict=True):
+        if wanted.dtype == torch.long:
+            assert torch.equal(found, wanted)
+            continue
+        assert found.dtype == torch.float32
+        assert torch.equal(found.isinf(), wanted.isinf())
+        torch.testing.assert_close(found, wanted.float(), rtol=2e-6, atol=5e-6)
+
+
+@needs_triton
+def test_noise_is_in_vocabularies_of_any_size():
+    """Blocks of which the last is not full, fewer ids than a block, one id."""
+    from hf_specdec.kernels import random_bits
+    from hf_specdec.kernels.sampling import Noise
+
+    for vocab in (1, 5, 64, 130):
+        seeds, positions, steps = (torch.tensor([i, 2**33 + i]) for i in range(3))
+        keys = [each.to(DEVICE) for each in (seeds, positions, steps)]
+        noise = Noise(*keys, torch.tensor([True, True], device=DEVICE), random_bits.DRAFT_STREAM)
+        out = torch.full((2, vocab), float("nan"), device=DEVICE)
+        sampling_scores(torch.zeros(2, vocab, device=DEVICE), noise=noise, out=out, block=64)
+        expected = random_bits.gumbel(seeds, positions, steps, random_bits.DRAFT_STREAM, vocab)
+        torch.testing.assert_close(out.cpu(), expected, rtol=2e-6, atol=5e-6)

@@ -1,4 +1,4 @@
-"""Temperature, top-k, top-p and min-p against a float64 definition: tokens kept wrongly, but for those on a boundary."""
+"""Temperature, top-k, top-p, min-p and noise against float64 definitions; tokens on a boundary may fall to either side."""
 
 from __future__ import annotations
 
@@ -65,7 +65,7 @@ def errors(context: Context, dtype: torch.dtype, vocab: int, ties: bool) -> tupl
     )
     limits = sampling_limits(logits, None, temperature, top_k.int(), top_p, min_p, out=poison)
     nowhere = torch.full(logits.shape, float("nan"), device=device)
-    out = sampling_scores(logits, limits, None, temperature, nowhere)
+    out = sampling_scores(logits, limits, None, temperature, out=nowhere)
     scores = logits.float() / temperature[:, None]
     wrong = 0
     for row, (_, *parameters) in enumerate(PARAMETERS):
@@ -75,9 +75,29 @@ def errors(context: Context, dtype: torch.dtype, vocab: int, ties: bool) -> tupl
     return wrong, int((out[there] != scores[there]).sum() + out.isnan().sum())
 
 
+def noise_error(context: Context, dtype: torch.dtype, vocab: int) -> float:
+    """Largest difference of drawn scores from logits and noise in float64, where rows sample; inf if others changed."""
+    from hf_specdec.kernels import random_bits
+    from hf_specdec.kernels.sampling import Noise, sampling_scores
+
+    logits = (context.randn(6, vocab) * 3).to(dtype)
+    ids = torch.arange(6, device=context.device)
+    keys = ids * 2**40 + 1, 1000 + ids, 7 * ids
+    drawn = ids != 4
+    stream = random_bits.DRAFT_STREAM
+    out = torch.full(logits.shape, float("nan"), device=context.device)
+    sampling_scores(logits, noise=Noise(*keys, drawn, stream), out=out)
+    uniform = random_bits.uniform(*keys, stream, vocab).double()
+    expected = logits.double() - (-torch.log1p(-uniform)).log() * drawn[:, None]
+    error = (out.double() - expected).abs()
+    return float(error.nan_to_num(float("inf")).max())
+
+
 def rows(context: Context, name: str, dtype: torch.dtype) -> Iterator[Row]:
-    """A line for distinct scores, one for many equal ones."""
+    """Lines for distinct scores and for many equal ones, and one for noise."""
     vocab = 300 if context.toy else 128256
+    error = noise_error(context, dtype, vocab)
+    yield at_most("correctness", f"sampling scores {name}: noise", error, 1e-4, "largest difference")
     for what, ties in (("distinct scores", False), ("ties", True)):
         wrong, changed = errors(context, dtype, vocab, ties)
         yield at_most("correctness", f"sampling limits {name}: {what}", wrong, 0, "wrong tokens")

@@ -161,8 +161,9 @@ def flash_rows(context: Context) -> Iterator[Row]:
 
 def verification_rows(context: Context) -> Iterator[Row]:
     """Every rule on 64 chains of 7 tokens and their roots, over 128k ids."""
+    from hf_specdec.kernels.random_bits import DRAFT_STREAM
     from hf_specdec.kernels.rejection import verify_rejection
-    from hf_specdec.kernels.sampling import sampling_limits
+    from hf_specdec.kernels.sampling import Noise, sampling_limits, sampling_scores
     from hf_specdec.kernels.verification import verify_choices
 
     batch, width, vocab = (64, 7, 128256) if not context.toy else (2, 3, 300)
@@ -193,6 +194,15 @@ def verification_rows(context: Context) -> Iterator[Row]:
             sampling_limits(drafts.logits, None, None, top_k, top_p)
 
         yield share_row(context, f"sampling limits, top-k and top-p, {shape}", limits, moved, None)
+        count = len(drafts.logits)
+        keys = (torch.arange(count, device=context.device),) * 3
+        drawn = Noise(*keys, torch.ones(count, dtype=torch.bool, device=context.device), DRAFT_STREAM)
+        out = torch.empty(drafts.logits.shape, device=context.device)
+
+        def scores(drafts=drafts, drawn=drawn, out=out):
+            sampling_scores(drafts.logits, noise=drawn, out=out)
+
+        yield share_row(context, f"drawn scores, {shape}", scores, moved + 4 * count * vocab, None)
 
 
 # ---- cache ----------------------------------------------------------------------------------------------------------

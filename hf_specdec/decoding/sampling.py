@@ -12,10 +12,9 @@ import torch
 from ..config import SpeculativeConfig
 from ..kernels.dispatch import uses_triton
 from ..runtime import DraftTrees, Sequence
-from .warpers import NodeProcessors, SamplingParameters
+from ..runtime.sampling import OFF, SamplingParameters, parameters_of
 
 RULES_WITH_KERNELS = ("greedy", "coupled", "rejection")
-_NOTHING = SamplingParameters()
 
 
 @dataclass
@@ -44,11 +43,7 @@ class RowSampling:
         """Scores float32 [R, V], removed tokens at -inf."""
         from ..kernels.sampling import sampling_scores
 
-        limits = self.limits
-        if limits is None:
-            nothing = torch.full(logits.shape[:1], float("-inf"), device=logits.device)
-            limits = nothing, torch.zeros(logits.shape[0], dtype=torch.int32, device=logits.device)
-        return sampling_scores(logits, limits, self.owners, self.temperature)
+        return sampling_scores(logits, self.limits, self.owners, self.temperature)
 
 
 def left_to_kernels(sequences: list[Sequence], config: SpeculativeConfig, device: torch.device) -> bool:
@@ -56,7 +51,7 @@ def left_to_kernels(sequences: list[Sequence], config: SpeculativeConfig, device
     return (
         config.verification_rule in RULES_WITH_KERNELS
         and uses_triton(device)
-        and any(_parameters(seq) is not _NOTHING for seq in sequences)
+        and any(parameters_of(seq) != OFF for seq in sequences)
     )
 
 
@@ -64,19 +59,13 @@ def row_sampling(trees: DraftTrees, logits: torch.Tensor, sequences: list[Sequen
     """What is kept of the logits [R, V] after each sequence's root and nodes. Triton only."""
     from ..kernels.sampling import sampling_limits
 
-    temperature, top_k, top_p, min_p = _on_device(tuple(map(_parameters, sequences)), logits.device)
+    temperature, top_k, top_p, min_p = _on_device(tuple(map(parameters_of, sequences)), logits.device)
     counts = np.asarray(trees.lengths, dtype=np.int64) + 1
     owners = torch.from_numpy(np.repeat(np.arange(len(sequences)), counts)).to(logits.device)
     limits = None
     if any(each is not None for each in (top_k, top_p, min_p)):
         limits = sampling_limits(logits, owners, temperature, top_k, top_p, min_p)
     return RowSampling(owners, temperature, limits)
-
-
-def _parameters(seq: Sequence) -> SamplingParameters:
-    processors = seq.processors
-    found = processors.sampling if isinstance(processors, NodeProcessors) else None
-    return _NOTHING if found is None else found
 
 
 @functools.lru_cache(maxsize=16)
@@ -88,5 +77,5 @@ def _on_device(
     dtypes = (torch.float32, torch.int32, torch.float32, torch.float32)
     return tuple(  # pyright: ignore[reportReturnType]
         None if set(column) == {off} else torch.tensor(column, dtype=dtype, device=device)
-        for column, dtype, off in zip(columns, dtypes, astuple(_NOTHING), strict=True)
+        for column, dtype, off in zip(columns, dtypes, astuple(OFF), strict=True)
     )

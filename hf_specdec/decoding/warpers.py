@@ -5,7 +5,6 @@ from __future__ import annotations
 import copy
 import math
 from collections.abc import Callable
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -13,7 +12,9 @@ from transformers.generation import logits_process as hf
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 
 from ..kernels import random_bits
+from ..kernels import reference as ops
 from ..runtime import Sequence
+from ..runtime.sampling import SamplingParameters
 
 
 def _known(*names: str) -> tuple[type, ...]:
@@ -100,35 +101,13 @@ class FusedSamplingLogitsWarper(LogitsProcessor):
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """[R, V] → [R, V], removed tokens at -inf."""
-        scores = scores / self.temperature
-        if not self.top_k and self.top_p >= 1 and self.min_p <= 0:
-            return scores
-        values, order = scores.sort(dim=-1, descending=False)  # ascending, as transformers' top-p breaks ties
-        removed = torch.zeros_like(values, dtype=torch.bool)
-        if self.top_k:
-            kth = values[..., -min(self.top_k, values.shape[-1]), None]
-            removed |= values < kth
-        if self.top_p < 1:
-            kept = values.masked_fill(removed, float("-inf"))
-            below = kept.softmax(dim=-1).cumsum(dim=-1) <= 1 - self.top_p
-            below[..., -1] = False
-            removed |= below
-        if self.min_p > 0:
-            probs = values.masked_fill(removed, float("-inf")).softmax(dim=-1)
-            low = probs < self.min_p * probs[..., -1:]
-            low[..., -1] = False
-            removed |= low
-        return scores.masked_fill(torch.zeros_like(removed).scatter(-1, order, removed), float("-inf"))
-
-
-@dataclass(frozen=True)
-class SamplingParameters:
-    """What `FusedSamplingLogitsWarper` takes, in the order in which it is applied."""
-
-    temperature: float = 1.0
-    top_k: int = 0
-    top_p: float = 1.0
-    min_p: float = 0.0
+        return ops.sampling_scores(
+            scores,
+            self.temperature,
+            self.top_k or None,
+            self.top_p if self.top_p < 1 else None,
+            self.min_p or None,
+        )
 
 
 _SAMPLING = {  # in transformers' order
@@ -169,6 +148,7 @@ class NodeProcessors:
 
     Attributes:
         sampling: the temperature, top-k, top-p and min-p that the list ends with, which `apply` can leave out.
+        only_sampling: whether the list is no more than these.
 
     Raises:
         ValueError: a processor keeps state from call to call, which rejected drafts would corrupt.
@@ -183,6 +163,7 @@ class NodeProcessors:
         self.processors, self.prompt_ids, self.pad_token_id = list(processors), prompt_ids, pad_token_id or 0
         self.needs_prefix = any(not self._is_stateless(p) for p in self.processors)
         self._first, self.sampling = split_sampling(self.processors)
+        self.only_sampling = not self._first
 
     @staticmethod
     def _is_stateless(processor) -> bool:

@@ -1,8 +1,9 @@
-"""Temperature, top-k, top-p and min-p in Triton, without sorting (definition: `FusedSamplingLogitsWarper`).
+"""Temperature, top-k, top-p and min-p in Triton, without sorting (definition: `reference.sampling_scores`).
 
 What these parameters keep of a row is everything above a score, and of the tokens with just that score those from some id
 on: the definition sorts ascending and stably and removes from the front. `sampling_limits` finds the score and the id, two
-numbers a row, and the verification kernels apply them while they read the logits.
+numbers a row, and the verification kernels apply them while they read the logits. Where scores are needed themselves,
+drafted trees for one, `sampling_scores` writes them, with Gumbel noise if tokens are to be drawn.
 
 The score is found by a radix search over the ordered bits of float32: three bits a pass, eight thresholds at once, counts
 for top-k, masses for top-p. It is deterministic, and exact up to the rounding of the masses.
@@ -12,12 +13,17 @@ for top-k, masses for top-p. It is deterministic, and exact up to the rounding o
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
+from . import random_bits
 from .compiling import CompileCase
-from .verification import load_scores
+from .triton_random import gumbel_of_uniform, uniform_block
+from .verification import as_bytes, load_scores, sampling_of
 
 BLOCK = 2048  # ids per step of a program
 
@@ -136,21 +142,25 @@ def _limits_kernel(
 
 @triton.jit
 def _scores_kernel(
-    logits, owners, temperatures, limits, limit_ids, out, vocab, row_stride, HAS_OWNERS: tl.constexpr,
-    HAS_TEMPERATURE: tl.constexpr, BLOCK: tl.constexpr,
+    logits, owners, temperatures, limits, limit_ids, seeds, positions, steps, do_sample, out, vocab, row_stride,
+    HAS_OWNERS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_LIMITS: tl.constexpr, STREAM: tl.constexpr,
+    BLOCK: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0).to(tl.int64)
     owner = place
     if HAS_OWNERS:
         owner = tl.load(owners + place).to(tl.int64)
-    temperature = 1.0
-    if HAS_TEMPERATURE:
-        temperature = tl.load(temperatures + owner)
-    ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    temperature, limit, limit_id = sampling_of(  # pyright: ignore[reportGeneralTypeIssues]
+        owner, place, temperatures, limits, limit_ids, HAS_TEMPERATURE, HAS_LIMITS
+    )
+    start = tl.program_id(1) * BLOCK
+    ids = start + tl.arange(0, BLOCK)
     scores = load_scores(
-        logits + place * row_stride, ids, vocab, temperature, tl.load(limits + place), tl.load(limit_ids + place),
-        HAS_TEMPERATURE, True,
-    )  # fmt: skip
+        logits + place * row_stride, ids, vocab, temperature, limit, limit_id, HAS_TEMPERATURE, HAS_LIMITS
+    )
+    if STREAM >= 0 and tl.load(do_sample + place) != 0:
+        seed, position, step = tl.load(seeds + place), tl.load(positions + place), tl.load(steps + place)
+        scores += gumbel_of_uniform(uniform_block(seed, position, step, STREAM, start, BLOCK))
     tl.store(out + place * vocab + ids, scores, mask=ids < vocab)
 
 
@@ -167,7 +177,7 @@ def sampling_limits(
     """What sampling parameters keep of each row of logits, as a score and an id.
 
     With scores = logits / temperature, token i of row r is kept if scores[r, i] > limit[r], or if it equals limit[r] and
-    i >= id[r]. Order and ties are those of `FusedSamplingLogitsWarper`: top-k keeps all that equal the k-th, top-p removes
+    i >= id[r]. Order and ties are those of `reference.sampling_scores`: top-k keeps all that equal the k-th, top-p removes
     equals from the lowest id on, min-p is relative to the likeliest token; a token whose mass lies within rounding of
     1 - top_p may fall to either side.
 
@@ -199,39 +209,75 @@ def sampling_limits(
     return out
 
 
+@dataclass
+class Noise:
+    """Which of `random_bits.gumbel`'s noise is added to rows of logits.
+
+    Attributes:
+        seeds, positions, steps: int64 [R].
+        do_sample: bool [R], rows that get any.
+        stream: one of `random_bits`.
+    """
+
+    seeds: torch.Tensor
+    positions: torch.Tensor
+    steps: torch.Tensor
+    do_sample: torch.Tensor
+    stream: int
+
+
 def sampling_scores(
     logits: torch.Tensor,
-    limits: tuple[torch.Tensor, torch.Tensor],
+    limits: tuple[torch.Tensor, torch.Tensor] | None = None,
     owners: torch.Tensor | None = None,
     temperature: torch.Tensor | None = None,
+    noise: Noise | None = None,
     out: torch.Tensor | None = None,
     block: int = BLOCK,
 ) -> torch.Tensor:
-    """logits / temperature with removed tokens at -inf, float32 [R, V]; arguments and limits: see `sampling_limits`.
+    """logits / temperature with removed tokens at -inf, plus noise, float32 [R, V]; other arguments: see `sampling_limits`.
 
-    Floor: one read of the logits and one write of float32 [R, V].
+    Args:
+        limits: as `sampling_limits` returns them; None: nothing is removed.
+        noise: Gumbel noise, so that a row's argmax is a draw; None: none.
+
+    Floor: one read of the logits and one write of float32 [R, V]; with noise also about 20 instructions an id.
     """
-    if logits.dim() != 2 or logits.stride(1) != 1 or any(each.shape != logits.shape[:1] for each in limits):
+    rows, vocab = logits.shape
+    if logits.stride(1) != 1 or (limits is not None and any(each.shape != (rows,) for each in limits)):
         raise ValueError("logits must be [R, V] with adjacent ids, limits two tensors [R].")
     out = out if out is not None else torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
-    rows, vocab = logits.shape
+    given = (None, None, None, None)
+    if noise is not None:
+        given = noise.seeds, noise.positions, noise.steps, as_bytes(noise.do_sample)
     if rows and vocab:
         _scores_kernel[(rows, triton.cdiv(vocab, block))](
-            logits, owners, temperature, *limits, out, vocab, logits.stride(0), HAS_OWNERS=owners is not None,
-            HAS_TEMPERATURE=temperature is not None, BLOCK=block, num_warps=8,
+            logits, owners, temperature, *(limits or (None, None)), *given, out, vocab, logits.stride(0),
+            HAS_OWNERS=owners is not None, HAS_TEMPERATURE=temperature is not None, HAS_LIMITS=limits is not None,
+            STREAM=-1 if noise is None else noise.stream, BLOCK=block, num_warps=8,
         )  # fmt: skip
     return out
 
 
 def compile_cases() -> list[CompileCase]:
-    """Both kernels with everything on."""
+    """Each kernel with everything on."""
     types = {
         "logits": "*bf16", "owners": "*i64", "temperatures": "*fp32", "top_ks": "*i32", "top_ps": "*fp32",
-        "min_ps": "*fp32", "limits": "*fp32", "limit_ids": "*i32", "out": "*fp32", "vocab": "i32", "row_stride": "i32",
+        "min_ps": "*fp32", "limits": "*fp32", "limit_ids": "*i32", "seeds": "*i64", "positions": "*i64", "steps": "*i64",
+        "do_sample": "*u8", "out": "*fp32", "vocab": "i32", "row_stride": "i32",
     }  # fmt: skip
     cases = []
-    for name, kernel, warps in (("sampling limits", _limits_kernel, 16), ("sampling scores", _scores_kernel, 8)):
+    of_noise = {"seeds", "positions", "steps", "do_sample"}
+    for name, kernel, warps, stream in (
+        ("sampling limits", _limits_kernel, 16, 0),
+        ("sampling scores", _scores_kernel, 8, -1),
+        ("sampling scores, drawn", _scores_kernel, 8, random_bits.DRAFT_STREAM),
+    ):
         names = kernel.arg_names
-        constants = {n: BLOCK if n == "BLOCK" else True for n in names if n.isupper()}
-        cases.append(CompileCase(name, kernel, {n: types[n] for n in names if n in types}, constants, warps))
+        flags: dict[str, Any] = {"BLOCK": BLOCK, "STREAM": stream}
+        constants = {n: flags.get(n, True) for n in names if n.isupper()}
+        left_out = [n for n in names if n in of_noise and stream < 0]
+        constants.update((n, None) for n in left_out)
+        signature = {n: types[n] for n in names if n in types and n not in left_out}
+        cases.append(CompileCase(name, kernel, signature, constants, warps))
     return cases

@@ -7,6 +7,7 @@ from typing import Protocol
 import torch
 
 from ..kernels import random_bits
+from .sampling import SamplingParameters
 from .sequence import Sequence
 
 
@@ -14,6 +15,8 @@ class RowProcessors(Protocol):
     """What `Sequence.processors` must offer; `decoding.warpers.NodeProcessors` is the implementation."""
 
     needs_prefix: bool
+    sampling: SamplingParameters | None  # what the processors end with
+    only_sampling: bool  # whether they are no more than that
 
     def apply(
         self, sequences: list[Sequence], paths: list[torch.Tensor] | None, logits: torch.Tensor, whole: bool = True

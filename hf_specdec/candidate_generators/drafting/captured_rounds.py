@@ -7,6 +7,7 @@ tokens, states and, in dynamic trees, paths stay on the device.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +18,7 @@ from ...cache import PagedStaticCache
 from ...runtime import Sequence
 from ...runtime.draft_loop import LevelForward, LoopBuffers
 from ...runtime.graphs import MOST_TOKENS, Captures, blocks_bucket, places_of, power_of_two, rows_bucket
+from ...runtime.sampling import SamplingRows
 from .levels import Draft, Growth
 from .tree_growth import DynamicGrowth, growth_of
 from .tree_shapes import TreeShape, TreeTemplate
@@ -28,14 +30,20 @@ if TYPE_CHECKING:
 class CapturedRounds:
     """One drafter's rounds, captured when a bucket is first needed: of rows, of depths, of blocks.
 
-    Rounds that are more than a function of tensors are left to the drafter: rows with logits processors or noise, drafts that
-    end where they are unlikely.
+    Rows that sample are among them: seeds, positions and sampling parameters are tensors. Rounds that are more than a function
+    of tensors are left to the drafter: rows with other logits processors, drafts that end where they are unlikely.
     """
 
     def __init__(self, drafter: GrowingGenerator):
         self.drafter = drafter
         self.captures = Captures(f"The drafting loop of {type(drafter).__name__}")
         self._forwards_of: dict[int, list[LevelForward]] = {}  # by depth
+        self._probs = torch.zeros(0)  # what drafts are drawn from, of whichever round was the last
+
+    def clear(self) -> None:
+        """Forget all, and with them the pools they read."""
+        self.captures.clear()
+        self._probs = torch.zeros(0)
 
     def draft(self, sequences: list[Sequence], limits: list[int], roots: tuple[torch.Tensor, ...]) -> Draft:
         """A round's draft, by a graph or, if it is no round for one, by the drafter.
@@ -68,18 +76,24 @@ class CapturedRounds:
             longest = max(cache.tables[sequences[i].id].length for i in rows) + drafter.shape.num_expanded(growth.last)
             num_blocks = blocks_bucket(-(-longest // cache.block_size))
 
+        device, kind = roots[0].device, growth.sampling_kind()
+        probs = self._probs_of(num_rows, depth, device) if growth.keeps_probs else None
+
         def fill(buffers: _RoundBuffers) -> None:
             tables = [] if cache is None else [cache.tables[sequences[i].id] for i in rows]
             buffers.fill(roots, order, tables, [limits[i] for i in rows])
+            if buffers.sampling is not None:
+                buffers.sampling.fill([sequences[i] for i in rows])
 
         def make() -> tuple[_RoundBuffers, Callable[[], Any]]:
-            loop = LoopBuffers(forwards, num_rows, num_blocks, cache, roots[0].device)
-            buffers = _RoundBuffers(drafter, loop, roots, depth)
+            loop = LoopBuffers(forwards, num_rows, num_blocks, cache, device)
+            sampling = SamplingRows(num_rows, kind, device) if any(kind) else None
+            buffers = _RoundBuffers(drafter, loop, roots, depth, sampling, probs)
             fill(buffers)
             return buffers, buffers.run
 
-        made_for = (cache.identity if cache is not None else (), places_of(drafter.modules()))
-        found = self.captures.get((num_rows, depth, num_blocks), made_for, make)
+        made_for = (cache.identity if cache is not None else (), places_of(drafter.modules()), self._probs.data_ptr())
+        found = self.captures.get((num_rows, depth, num_blocks, kind), made_for, make)
         if found is None:
             return None
         buffers, tensors, replay = found
@@ -88,7 +102,19 @@ class CapturedRounds:
         place = np.zeros(len(sequences), dtype=np.int64)
         place[rows] = np.arange(len(rows))
         index = torch.from_numpy(place).to(tensors[0].device)
+        if (
+            probs is not None
+        ):  # large, and read before the next round writes them: not copied where rows stand as they did
+            growth.probs = probs[: len(rows)] if rows == list(range(len(sequences))) else probs.index_select(0, index)
         return growth.draft(*(each.index_select(0, index) for each in tensors))
+
+    def _probs_of(self, num_rows: int, depth: int, device: torch.device) -> torch.Tensor:
+        """Where a bucket's rounds keep the distributions they draw from, [rows, nodes, V]: the same memory for all buckets."""
+        drafter = self.drafter
+        shape = num_rows, 1 + drafter.shape.num_expanded(depth), drafter.target.vocab_size
+        if len(self._probs) < math.prod(shape):
+            self._probs = torch.zeros(math.prod(shape), device=device)
+        return self._probs[: math.prod(shape)].view(shape)
 
     def _forwards(self, depth: int) -> list[LevelForward]:
         if depth not in self._forwards_of:
@@ -99,8 +125,17 @@ class CapturedRounds:
 class _RoundBuffers:
     """What one bucket's rounds read, and the round itself."""
 
-    def __init__(self, drafter: GrowingGenerator, loop: LoopBuffers, roots: tuple[torch.Tensor, ...], depth: int):
+    def __init__(
+        self,
+        drafter: GrowingGenerator,
+        loop: LoopBuffers,
+        roots: tuple[torch.Tensor, ...],
+        depth: int,
+        sampling: SamplingRows | None,
+        probs: torch.Tensor | None,
+    ):
         self.drafter, self.loop, self.depth = drafter, loop, depth
+        self.sampling, self.probs = sampling, probs
         self.roots = [root.new_zeros(loop.num_rows, *root.shape[1:]) for root in roots]
         self.rows = [Sequence([0], 1) for _ in range(loop.num_rows)]  # stand for any: a round reads nothing of them
 
@@ -116,7 +151,8 @@ class _RoundBuffers:
     def run(self) -> tuple[torch.Tensor, ...]:
         """All depths, from the buffers: what is captured."""
         drafter = self.drafter
-        growth = growth_of(drafter, drafter.config, drafter.shape, self.rows, [self.depth] * len(self.rows))
+        limits = [self.depth] * len(self.rows)
+        growth = growth_of(drafter, drafter.config, drafter.shape, self.rows, limits, self.sampling, self.probs)
         if isinstance(growth, DynamicGrowth):
             growth.device_limits = self.loop.limits
         drafter.loop = self.loop

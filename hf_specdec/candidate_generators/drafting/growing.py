@@ -142,7 +142,7 @@ class CachedGenerator(GrowingGenerator):
 
     def _forget_rounds(self) -> None:
         if self.rounds is not None:
-            self.rounds.captures.clear()
+            self.rounds.clear()
 
     def start(self, seq: Sequence) -> None:
         """An empty cache entry."""

@@ -10,9 +10,11 @@ from typing import Protocol
 import numpy as np
 import torch
 
+from ...kernels.dispatch import uses_triton
 from ...kernels.random_bits import DRAFT_STREAM, TOKEN_STREAM
 from ...runtime import DraftTrees, Sequence
-from ...runtime.logits import add_noise, needs_prefix, process_logits
+from ...runtime.logits import needs_prefix, process_logits
+from ...runtime.sampling import SamplingKind, SamplingRows
 
 
 @dataclass
@@ -85,9 +87,24 @@ class Draft:
 
 
 class Growth(ABC):
-    """One round of drafting: `levels` does all that is done on the device, `draft` makes of it what the target reads."""
+    """One round of drafting: `levels` does all that is done on the device, `draft` makes of it what the target reads.
 
-    def __init__(self, expander: NodeExpander, config, shape, sequences: list[Sequence], limits: list[int]):
+    Args:
+        sequences, limits: the batch, and how deep each row's draft may be.
+        sampling: how the rows sample, in place of what the sequences say.
+        probs: float32 [B, M, V], for the distributions drafts are drawn from; None: made when needed.
+    """
+
+    def __init__(
+        self,
+        expander: NodeExpander,
+        config,
+        shape,
+        sequences: list[Sequence],
+        limits: list[int],
+        sampling: SamplingRows | None = None,
+        probs: torch.Tensor | None = None,
+    ):
         self.expander, self.shape, self.sequences = expander, shape, sequences
         self.vocabulary = expander.vocabulary
         self.log_survival = getattr(expander, "log_survival", None)
@@ -95,14 +112,16 @@ class Growth(ABC):
         self.limits = [min(limit, self.last) for limit in limits]
         self.independent = config.verifies_by_draft_probs
         self.processed = self.vocabulary.in_target_vocabulary
-        self.probabilistic = config.draft_sample_method != "greedy" and self.processed
-        if self.independent and shape.prunes:
-            self.probabilistic = False
-        self.keeps_probs = self.independent and self.probabilistic and any(seq.do_sample for seq in sequences)
+        draws = config.draft_sample_method != "greedy" and self.processed and not (self.independent and shape.prunes)
+        self.sampling, self.probs = sampling, probs
+        self.draws = draws and (sampling.kind.noise if sampling else any(seq.do_sample for seq in sequences))
+        self.keeps_probs = self.independent and self.draws
+        self.processors = [seq.processors for seq in sequences if seq.processors is not None] if self.processed else []
+        self.only_sampling = all(each.only_sampling for each in self.processors)
+        self.edited, self.begun = False, False  # see _sampling_on
         self.prefixed = self.processed and needs_prefix(sequences)
         threshold = config.draft_confidence_threshold
         self.least = math.log(threshold) if threshold else None
-        self.probs: torch.Tensor | None = None
         self.depths = np.zeros(0, dtype=np.int64)  # of the expanded nodes
         self.paths: torch.Tensor | None = (
             None  # int64 [R, F, depth] ids on the frontier's paths, if processors need them
@@ -119,9 +138,16 @@ class Growth(ABC):
 
     @property
     def is_replayable(self) -> bool:
-        """Whether `levels` needs nothing of the sequences: no noise, no processors, no draft that ends for what it is."""
-        touched = any(seq.processors is not None or (self.probabilistic and seq.do_sample) for seq in self.sequences)
-        return self.least is None and not (self.processed and touched)
+        """Whether `levels` is a function of tensors: no processors but sampling parameters, no draft that ends for what it is."""
+        return self.least is None and self.only_sampling
+
+    def sampling_kind(self, parameters: bool = True) -> SamplingKind:
+        """What is read of how the rows sample.
+
+        Args:
+            parameters: whether temperature, top-k, top-p and min-p are applied from tensors, not by the processors.
+        """
+        return SamplingKind.of(self.sequences if self.processed and parameters else [], self.draws)
 
     @property
     def num_expanded(self) -> int:
@@ -135,46 +161,56 @@ class Growth(ABC):
         """
         if logits.shape[1] < frontier and (self.prefixed or self.keeps_probs):
             logits = logits.expand(-1, frontier, -1)
-        count = logits.shape[1]
-        owners = [self.sequences[i] for i in rows for _ in range(count)]
         scores = self.vocabulary.scores(logits.flatten(0, 1))
-        if self.processed:
-            paths = None
-            if self.prefixed:
-                paths = (
-                    list(self.paths.flatten(0, 1))
-                    if self.paths is not None
-                    else [scores.new_empty(0).long()] * len(owners)
-                )
-            scores = process_logits(owners, paths, scores)
-        noisy = scores
+        sampling = self._sampling_on(scores.device)
+        if self.edited:
+            scores = self._edited(scores, rows, logits.shape[1])
+        scores = scores.view(len(rows), logits.shape[1], -1)
+        index = None if len(rows) == len(self.sequences) else self.index(rows, scores.device)
+        width = min(width, scores.shape[2])
+        shared = not self.independent  # then all nodes of a depth have the target's own noise
+        if sampling is not None and self.draws and shared and width == 1 and not rank:
+            return sampling.choices(scores, depth - 1, index)[:, :, None], None
+        if sampling is not None and not (self.draws and shared):
+            scores = sampling.scores(scores, index)
         if self.keeps_probs:
-            self._keep_probs(scores.view(len(rows), count, -1), rows)
-        if self.probabilistic:
-            noisy = self._add_noise(scores, owners, depth, count)
-        width = min(width, noisy.shape[1])
-        chosen = noisy.argmax(1, keepdim=True) if width == 1 else noisy.topk(width).indices
-        chosen = chosen.view(len(rows), count, width)
+            self._keep_probs(scores, index)
+        noisy = scores
+        if sampling is not None and self.draws:
+            noisy = sampling.noisy(
+                scores, depth - 1, TOKEN_STREAM if shared else DRAFT_STREAM, shared, index, not shared
+            )
+        chosen = noisy.argmax(2, keepdim=True) if width == 1 else noisy.topk(width).indices
         if not rank:
             return chosen, None
-        log_probs = torch.log_softmax(scores if self.independent else noisy, dim=-1)
-        return chosen, log_probs.view(len(rows), count, -1).gather(2, chosen)
+        return chosen, torch.log_softmax(noisy if shared else scores, dim=-1).gather(2, chosen)
 
-    def _add_noise(self, scores: torch.Tensor, owners: list[Sequence], depth: int, count: int) -> torch.Tensor:
-        positions = [len(seq.tokens) + depth - 1 for seq in owners]
-        if not self.independent:
-            return add_noise(scores, owners, positions, TOKEN_STREAM)
-        # Independent draws: nodes at one depth may not share noise, so the node's rank joins the key.
-        steps = [seq.num_steps * 4096 + i % count for i, seq in enumerate(owners)]
-        return add_noise(scores, owners, positions, DRAFT_STREAM, steps)
+    def _sampling_on(self, device: torch.device) -> SamplingRows | None:
+        """How the rows sample, as far as that is applied from tensors; None: not at all."""
+        if not self.begun:
+            self.begun = True
+            self.edited = bool(self.processors) and not (uses_triton(device) and self.only_sampling)
+            kind = self.sampling_kind(parameters=not self.edited)
+            if any(kind) and self.sampling is None:
+                self.sampling = SamplingRows.of(self.sequences, kind, device)
+        return self.sampling
 
-    def _keep_probs(self, scores: torch.Tensor, rows: list[int]) -> None:
-        """Record the distributions children are drawn from: index 0 for the root, then by expanded node."""
+    def _edited(self, scores: torch.Tensor, rows: list[int], count: int) -> torch.Tensor:
+        """Scores [R F, V] as each row's own processors make them."""
+        owners, paths = [self.sequences[i] for i in rows for _ in range(count)], None
+        if self.prefixed:
+            none = [scores.new_empty(0).long()] * len(owners)
+            paths = none if self.paths is None else list(self.paths.flatten(0, 1))
+        return process_logits(owners, paths, scores)
+
+    def _keep_probs(self, scores: torch.Tensor, index: torch.Tensor | None) -> None:
+        """Record the distributions [R, F, V] children are drawn from: index 0 for the root, then by expanded node."""
         if self.probs is None:
             size = 1 + self.shape.num_expanded(max(self.limits))
-            self.probs = scores.new_zeros(len(self.sequences), size, scores.shape[2])
+            self.probs = torch.zeros(len(self.sequences), size, scores.shape[2], device=scores.device)
         end = self.num_expanded + 1
-        self.probs[self.index(rows, scores.device), end - scores.shape[1] : end] = torch.softmax(scores, dim=-1)
+        where = slice(None) if index is None else index
+        self.probs[where, end - scores.shape[1] : end] = torch.softmax(scores, dim=-1, dtype=torch.float32)
 
     def index(self, rows: list[int], device: torch.device) -> torch.Tensor:
         """Row numbers [R], to index [B, N] tensors with; made on the device where they are all rows."""

@@ -11,12 +11,19 @@ import torch
 from ...kernels import reference as ops
 from ...kernels.dispatch import uses_triton
 from ...runtime import DraftTrees, Sequence
+from ...runtime.sampling import SamplingRows
 from .levels import Draft, Growth, NodeExpander
 from .tree_shapes import DynamicTree, TreeDraftingConfig, TreeShape, TreeTemplate
 
 
 def growth_of(
-    expander: NodeExpander, config: TreeDraftingConfig, shape: TreeShape, sequences: list[Sequence], limits: list[int]
+    expander: NodeExpander,
+    config: TreeDraftingConfig,
+    shape: TreeShape,
+    sequences: list[Sequence],
+    limits: list[int],
+    sampling: SamplingRows | None = None,
+    probs: torch.Tensor | None = None,
 ) -> Growth:
     """A round of drafting, not begun.
 
@@ -26,9 +33,10 @@ def growth_of(
 
     Args:
         sequences, limits: the batch, and how deep each row's draft may be (0: it is not drafted for).
+        sampling, probs: see `Growth`.
     """
     growth = DynamicGrowth if isinstance(shape, DynamicTree) else StaticGrowth
-    return growth(expander, config, shape, sequences, limits)
+    return growth(expander, config, shape, sequences, limits, sampling, probs)
 
 
 def grow(expander: NodeExpander, config, shape, sequences: list[Sequence], limits: list[int], logits) -> Draft:

@@ -177,6 +177,7 @@ class ModulesInTurn(FeatureGenerator):
         draft = self.draft
         assert draft is not None
         draft.add(level)
+        assert draft.ancestors is not None
         module, (rows, width) = level.depth % len(self.heads), level.tokens.shape
         first = draft.num_read(module)
         features = draft.features(module).flatten(0, 1)
@@ -215,7 +216,7 @@ class _DraftNodes:
     Attributes:
         tokens: int64 [R, E].
         parents: int64 [R, E], each node's parent, 1 + its number; 0 is the text's last token.
-        ancestors: bool [R, E, E], which nodes are on each node's path, itself included: as `Level` has it.
+        ancestors: bool [R, E, E], which nodes are on each node's path, itself included: as `Level` has it; None without nodes.
         hidden: per module [R, 1 + nodes read, H]: x of the text's last token, then of the nodes.
         drafted: [R, 1 + nodes, H]: x by the module that drafted the children.
     """
@@ -224,7 +225,7 @@ class _DraftNodes:
         rows, device = roots[0].shape[0], roots[0].device
         self.tokens = torch.zeros(rows, 0, dtype=torch.long, device=device)
         self.parents = self.tokens
-        self.ancestors: np.ndarray | torch.Tensor = np.zeros((rows, 0, 0), dtype=bool)
+        self.ancestors: np.ndarray | torch.Tensor | None = None
         self.hidden = [root[:, None] for root in roots]
         self.drafted = self.hidden[0]
         self._previous = 0  # number of the first node of the level before
@@ -237,6 +238,7 @@ class _DraftNodes:
     @property
     def host_ancestors(self) -> np.ndarray:
         """`ancestors`, on the host."""
+        assert self.ancestors is not None
         return self.ancestors.cpu().numpy() if isinstance(self.ancestors, torch.Tensor) else self.ancestors
 
     def num_read(self, module: int) -> int:
@@ -249,11 +251,11 @@ class _DraftNodes:
             index = torch.tensor(level.kept, device=self.tokens.device)
             self.tokens, self.parents, self.drafted = self.tokens[index], self.parents[index], self.drafted[index]
             self.hidden = [each[index] for each in self.hidden]
-            self.ancestors = self.ancestors[level.kept]
+            self.ancestors = None if self.ancestors is None else self.ancestors[level.kept]
         parents = level.parents + (1 + self._previous) if level.depth > 1 else torch.zeros_like(level.parents)
         self.tokens = torch.cat([self.tokens, level.tokens], dim=1)
         self.parents = torch.cat([self.parents, parents], dim=1)
-        self.ancestors = _stacked(self.ancestors, level.ancestors)
+        self.ancestors = level.ancestors if self.ancestors is None else _stacked(self.ancestors, level.ancestors)
         self._previous = level.first
 
     def features(self, module: int) -> torch.Tensor:
@@ -272,6 +274,5 @@ def _stacked(above, below):
     """bool [R, E + F, E + F] from the paths of E nodes and of F further ones [R, F, E + F]."""
     width = below.shape[1]
     if isinstance(below, torch.Tensor):
-        above = torch.as_tensor(above, device=below.device)
         return torch.cat([torch.nn.functional.pad(above, (0, width)), below], dim=1)
     return np.concatenate([np.pad(above, ((0, 0), (0, 0), (0, width))), below], axis=1)

@@ -1,0 +1,54 @@
+"""Forwards of many families as CUDA graphs: nothing in them waits for the device or comes from the host."""
+
+import pytest
+import torch
+from families import FAMILIES, make, perturbed
+from replayed_graphs import as_if_captured, defined_attention, graphs_in_python  # noqa: F401
+
+import hf_specdec
+from hf_specdec.runtime import architectures
+
+GATHERED = {"Falcon", "BLOOM", "StableLM", "DeepSeek-V3"}  # `cuda_graphs` refuses them, and says so
+
+
+@pytest.mark.parametrize("family", [name for name in FAMILIES if name not in GATHERED])
+def test_family(family, graphs_in_python, defined_attention, caplog):  # noqa: F811
+    """A target and a drafter of the family, and the drafter's loop: captured, and the text of plain generate()."""
+    model = make(family)
+    torch.manual_seed(0)
+    ids = torch.randint(1, 128, (2, 9))
+    plain = model.generate(ids, max_new_tokens=12, do_sample=False)
+    config = {"method": "draft_model", "num_speculative_tokens": 3, "cuda_graphs": True}
+    out = model.generate(
+        ids, max_new_tokens=12, do_sample=False, speculative_config=config, assistant_model=perturbed(model, 0.02)
+    )
+    hf_specdec.release(model)
+    assert torch.equal(out, plain)
+    assert len(graphs_in_python) == 3
+    assert not any(each.refused for each in graphs_in_python), caplog.text
+    assert all(each.capture.count for each in graphs_in_python)
+
+
+def test_the_others_read_no_pages():
+    assert {name for name in FAMILIES if not architectures.reads_pages(make(name))} == GATHERED
+
+
+@pytest.mark.parametrize(
+    "function",
+    [
+        lambda x: x.sum().item(),
+        lambda x: x.tolist(),
+        lambda x: x if x.sum() > 0 else -x,
+        lambda x: x[x > 0],
+        lambda x: x.nonzero(),
+        lambda x: x + torch.tensor([1.0, 2.0]),
+        lambda x: torch.repeat_interleave(x, torch.ones(2, dtype=torch.long)),
+    ],
+)
+def test_what_a_graph_cannot_hold_is_refused(function):
+    x = torch.ones(2)
+    function(x)
+    with as_if_captured(), pytest.raises(RuntimeError, match="not permitted"):
+        function(x)
+    with as_if_captured():
+        assert torch.where(x > 0, x, -x)[torch.arange(2)].shape == (2,)

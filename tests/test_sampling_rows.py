@@ -1,0 +1,119 @@
+"""How rows sample, on the device: what their own processors and noise give, for rows that differ in everything."""
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import LogitsProcessorList
+
+from hf_specdec.decoding.warpers import FusedSamplingLogitsWarper, NodeProcessors
+from hf_specdec.kernels import random_bits, reference
+from hf_specdec.runtime import Sequence
+from hf_specdec.runtime.logits import add_noise, process_logits
+from hf_specdec.runtime.sampling import DRAWS_PER_ROUND, SamplingKind, SamplingRows
+
+VOCAB = 50
+CPU = torch.device("cpu")
+parameters = st.tuples(
+    st.sampled_from([1.0, 0.5, 1.7]),
+    st.sampled_from([0, 1, 7, VOCAB, 10**6]),
+    st.sampled_from([1.0, 0.9, 0.3, 1e-6]),
+    st.sampled_from([0.0, 0.05, 1.0]),
+)
+
+
+def row(seed, *sampling, do_sample=True, length=3):
+    seq = Sequence(list(range(1, 1 + length)), 100, do_sample=do_sample, seed=seed)
+    if sampling:
+        warpers = LogitsProcessorList([FusedSamplingLogitsWarper(*sampling)])
+        seq.processors = NodeProcessors(warpers, torch.tensor([seq.tokens]), None)
+    return seq
+
+
+@settings(max_examples=150, deadline=None, derandomize=True)
+@given(
+    rows=st.lists(st.one_of(parameters, st.just(())), min_size=1, max_size=5),
+    count=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
+def test_scores_are_those_of_the_rows_processors(rows, count, seed):
+    sequences = [row(i, *each) for i, each in enumerate(rows)]
+    logits = torch.randn(len(rows), count, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
+    sampling = SamplingRows.of(sequences, SamplingKind.of(sequences, False), CPU)
+    owners = [seq for seq in sequences for _ in range(count)]
+    expected = process_logits(owners, None, logits.flatten(0, 1)).view(logits.shape)
+    found = sampling.scores(logits)
+    off = (found != expected).nonzero()  # 1 - top_p in float32 may round a token's mass to the other side of it
+    assert len(off) <= 1, off
+    index = torch.arange(len(rows)).flip(0)
+    assert torch.equal(sampling.scores(logits[index], index), found[index])
+
+
+@pytest.mark.parametrize("sample", [[True, True, True], [True, False, True]])
+def test_shared_noise_is_that_of_the_loop(sample):
+    sequences = [row(10 + i, do_sample=do, length=3 + i) for i, do in enumerate(sample)]
+    sampling = SamplingRows.of(sequences, SamplingKind.of(sequences, True), CPU)
+    logits = torch.randn(3, 2, VOCAB, generator=torch.Generator().manual_seed(0))
+    noisy = sampling.noisy(logits, 4, random_bits.TOKEN_STREAM, shared=True)
+    owners = [seq for seq in sequences for _ in range(2)]
+    positions = [len(seq.tokens) + 4 for seq in owners]
+    expected = add_noise(logits.flatten(0, 1), owners, positions, random_bits.TOKEN_STREAM)
+    assert torch.equal(noisy.flatten(0, 1), expected)
+    assert torch.equal(sampling.choices(logits, 4), noisy.argmax(2))
+    index = torch.tensor([2, 0])
+    assert torch.equal(sampling.noisy(logits[index], 4, random_bits.TOKEN_STREAM, True, index), noisy[index])
+    assert torch.equal(sampling.choices(logits[index], 4, index), noisy[index].argmax(2))
+
+
+def test_own_noise_differs_between_draws_and_rounds():
+    sequences = [row(5), row(5), row(6)]
+    sequences[1].num_steps = 1
+    sampling = SamplingRows.of(sequences, SamplingKind.of(sequences, True), CPU)
+    noise = sampling.noisy(torch.zeros(3, 4, VOCAB), 2, random_bits.DRAFT_STREAM, shared=False)
+    flat = noise.flatten(0, 1)
+    assert len({tuple(each.tolist()) for each in flat}) == 12
+    steps = torch.tensor([DRAWS_PER_ROUND + 2])
+    expected = random_bits.gumbel(torch.tensor([5]), torch.tensor([5]), steps, random_bits.DRAFT_STREAM, VOCAB)
+    assert torch.equal(noise[1, 2], expected[0])
+
+
+def test_parameters_that_are_applied_are_not_applied_again():
+    sequences = [row(1, 0.5, 10)]
+    sampling = SamplingRows.of(sequences, SamplingKind.of(sequences, True), CPU)
+    logits = torch.randn(1, 2, VOCAB, generator=torch.Generator().manual_seed(1))
+    scores = sampling.scores(logits)
+    assert torch.equal(
+        sampling.noisy(scores, 0, random_bits.DRAFT_STREAM, False, applied=True),
+        sampling.noisy(logits, 0, random_bits.DRAFT_STREAM, False),
+    )
+
+
+def test_buffers_stay_where_they_are():
+    """Fewer rows may be put in later; what they left behind is off."""
+    kind = SamplingKind(noise=True, temperature=True, top_k=True)
+    sampling = SamplingRows(4, kind, CPU)
+    places = [each.data_ptr() for each in (sampling.seeds, sampling.do_sample, sampling.temperature, sampling.top_k)]
+    assert sampling.top_p is None and sampling.min_p is None
+    sampling.fill([row(i, 0.5, 3) for i in range(4)])
+    assert sampling.temperature.tolist() == [0.5] * 4 and sampling.do_sample.all()
+    sampling.fill([row(2**62 + 1, 2.0, 0, do_sample=False, length=7)])
+    assert sampling.temperature.tolist() == [2.0, 1.0, 1.0, 1.0] and sampling.top_k.tolist() == [0] * 4
+    assert int(sampling.seeds[0]) == 2**62 + 1 and int(sampling.positions[0]) == 7 and not sampling.do_sample[0]
+    assert places == [
+        each.data_ptr() for each in (sampling.seeds, sampling.do_sample, sampling.temperature, sampling.top_k)
+    ]
+
+
+def test_kinds():
+    sequences = [row(0, 0.7), row(1), row(2, 1.0, 0, 0.9)]
+    assert SamplingKind.of(sequences, True) == SamplingKind(True, temperature=True, top_p=True)
+    assert SamplingKind.of(sequences[1:2], False) == SamplingKind() == SamplingKind.of([], False)
+    assert not any(SamplingKind()) and SamplingKind.of(sequences, False).removes
+    assert not SamplingKind.of(sequences[:1], False).removes
+
+
+def test_numbers_and_tensors_mean_the_same():
+    logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(4)) * 2
+    numbers = (0.8, 9, 0.75, 0.05)  # 1 - 0.75 is exact
+    tensors = [torch.full((3,), each, dtype=torch.int32 if i == 1 else torch.float32) for i, each in enumerate(numbers)]
+    assert torch.equal(reference.sampling_scores(logits, *numbers), reference.sampling_scores(logits, *tensors))
