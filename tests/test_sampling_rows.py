@@ -7,7 +7,8 @@ from hypothesis import strategies as st
 from transformers import LogitsProcessorList
 
 from hf_specdec.decoding.warpers import FusedSamplingLogitsWarper, NodeProcessors
-from hf_specdec.kernels import random_bits, reference
+from hf_specdec.kernels import random_bits
+from hf_specdec.kernels.sampling_reference import sampling_scores
 from hf_specdec.runtime import Sequence
 from hf_specdec.runtime.logits import add_noise, process_logits
 from hf_specdec.runtime.sampling import DRAWS_PER_ROUND, SamplingKind, SamplingRows
@@ -116,4 +117,4 @@ def test_numbers_and_tensors_mean_the_same():
     logits = torch.randn(3, VOCAB, generator=torch.Generator().manual_seed(4)) * 2
     numbers = (0.8, 9, 0.75, 0.05)  # 1 - 0.75 is exact
     tensors = [torch.full((3,), each, dtype=torch.int32 if i == 1 else torch.float32) for i, each in enumerate(numbers)]
-    assert torch.equal(reference.sampling_scores(logits, *numbers), reference.sampling_scores(logits, *tensors))
+    assert torch.equal(sampling_scores(logits, *numbers), sampling_scores(logits, *tensors))

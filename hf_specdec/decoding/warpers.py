@@ -12,7 +12,7 @@ from transformers.generation import logits_process as hf
 from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
 
 from ..kernels import random_bits
-from ..kernels import reference as ops
+from ..kernels.sampling_reference import sampling_scores
 from ..runtime import Sequence
 from ..runtime.sampling import SamplingParameters
 
@@ -101,7 +101,7 @@ class FusedSamplingLogitsWarper(LogitsProcessor):
 
     def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
         """[R, V] → [R, V], removed tokens at -inf."""
-        return ops.sampling_scores(
+        return sampling_scores(
             scores,
             self.temperature,
             self.top_k or None,

@@ -1,4 +1,4 @@
-"""Temperature, top-k, top-p and min-p in Triton, without sorting (definition: `reference.sampling_scores`).
+"""Temperature, top-k, top-p and min-p in Triton, without sorting (definition: `sampling_reference.sampling_scores`).
 
 What these parameters keep of a row is everything above a score, and of the tokens with just that score those from some id
 on: the definition sorts ascending and stably and removes from the front. `sampling_limits` finds the score and the id, two
@@ -177,7 +177,7 @@ def sampling_limits(
     """What sampling parameters keep of each row of logits, as a score and an id.
 
     With scores = logits / temperature, token i of row r is kept if scores[r, i] > limit[r], or if it equals limit[r] and
-    i >= id[r]. Order and ties are those of `reference.sampling_scores`: top-k keeps all that equal the k-th, top-p removes
+    i >= id[r]. Order and ties are those of `sampling_reference.sampling_scores`: top-k keeps all that equal the k-th, top-p removes
     equals from the lowest id on, min-p is relative to the likeliest token; a token whose mass lies within rounding of
     1 - top_p may fall to either side.
 

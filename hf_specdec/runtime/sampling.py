@@ -10,8 +10,8 @@ import numpy as np
 import torch
 
 from ..kernels import random_bits
-from ..kernels import reference as ops
 from ..kernels.dispatch import uses_triton
+from ..kernels.sampling_reference import sampling_scores
 from .sequence import Sequence
 
 
@@ -133,7 +133,7 @@ class SamplingRows:
         owners = self._owners(logits, rows)
         given = (self.temperature, self.top_k, self.top_p, self.min_p)
         of_each = (None if each is None else each[owners] for each in given)
-        return ops.sampling_scores(logits.flatten(0, 1), *of_each).view(logits.shape)
+        return sampling_scores(logits.flatten(0, 1), *of_each).view(logits.shape)
 
     def noisy(
         self,
@@ -206,12 +206,12 @@ class SamplingRows:
         applied: bool = False,
     ) -> torch.Tensor:
         """`scores`, or with `keys` of noise `noisy` ones: one pass over the logits, and the search for what is removed."""
-        from ..kernels.sampling import Noise, sampling_scores
+        from ..kernels import sampling
 
         flat, owners = logits.flatten(0, 1), self._owners(logits, rows)
-        noise = None if keys is None else Noise(*keys, self.do_sample[owners], stream)
+        noise = None if keys is None else sampling.Noise(*keys, self.do_sample[owners], stream)
         temperature, limits = (None, None) if applied else (self.temperature, self._limits(flat, owners))
-        return sampling_scores(flat, limits, owners, temperature, noise).view(logits.shape)
+        return sampling.sampling_scores(flat, limits, owners, temperature, noise).view(logits.shape)
 
 
 def _of(values: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
