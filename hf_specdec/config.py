@@ -163,7 +163,7 @@ class SpeculativeConfig:
             raise self.fail("prepack_weights", "cannot be combined with 'compile': leave one of them out.")
         self.check_bool("cuda_graphs")
         self.check_bool("deterministic")
-        for key in ("prepack_weights", "cuda_graphs", "target_quantization", "compile"):
+        for key in ("prepack_weights", "target_quantization", "compile"):
             if self.deterministic and getattr(self, key):
                 raise self.fail(key, "cannot be combined with 'deterministic': leave one of them out.")
         self._check_rule_keys()

@@ -388,7 +388,7 @@ def test_a_model_that_mixes_tokens_is_refused():
         PackedModel(model, deterministic=True)
 
 
-@pytest.mark.parametrize("key", ["prepack_weights", "cuda_graphs"])
+@pytest.mark.parametrize("key", ["prepack_weights", "compile"])
 def test_keys_that_do_not_fit(tiny_model, key):
     config = {"method": "ngram", "deterministic": True, key: True}
     with pytest.raises(SpeculativeConfigError, match=rf"{key}.*cannot be combined with 'deterministic'"):

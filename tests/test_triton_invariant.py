@@ -1,10 +1,12 @@
 """Batch-invariant Triton kernels against their definitions, in the interpreter, and a deterministic model on all of them."""
 
+import numpy as np
 import pytest
 import test_triton_generate
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from replayed_graphs import graphs_in_python  # noqa: F401
 from test_triton_generate import CONFIGS, decode, pair  # noqa: F401
 from triton_interpreter import DEVICE, needs_triton, run_interpreted
 
@@ -122,3 +124,46 @@ def test_generate(pair, monkeypatch):  # noqa: F811
     out = decode(pair, {**CONFIGS["tree"], "deterministic": True}, do_sample=False)
     hf_specdec.release(pair[0])
     assert torch.equal(out.sequences, plain.sequences) and out.speculation["num_accepted_tokens"] > 0
+
+
+@needs_triton
+@torch.no_grad()
+def test_captured_steps(pair, monkeypatch, graphs_in_python):  # noqa: F811
+    """The bits of a step in buckets of static buffers are those of the step as it comes: a chain, a tree, a token."""
+    from hf_specdec.cache import PagedStaticCache
+    from hf_specdec.runtime import PackedModel, invariant_check
+    from hf_specdec.runtime.packed_batch import RowInput
+
+    monkeypatch.setenv("HF_SPECDEC_KERNELS", "triton")
+    monkeypatch.setattr(invariant_check, "check", lambda packed: None)  # tested above
+    model = type(pair[0])(pair[0].config).to(DEVICE, torch.bfloat16).eval()
+    packed = PackedModel(model, deterministic=True, cuda_graphs=True)
+    cache = PagedStaticCache(model.config.num_hidden_layers, 16, 4)
+    lengths, nodes = (5, 3, 2), (3, 4, 1)
+    for row, (length, count) in enumerate(zip(lengths, nodes, strict=True)):
+        cache.add(row)
+        cache.reserve(row, length + count)
+    rows = [RowInput(row, np.arange(1, 1 + length), 0, logits=1) for row, length in enumerate(lengths)]
+    graphs = packed.graphs
+    with packed.active():
+        packed.graphs = None
+        packed.forward(rows, cache)
+        rows = [
+            RowInput(row, np.arange(11, 11 + count), length, logits=count)
+            for row, (length, count) in enumerate(zip(lengths, nodes, strict=True))
+        ]
+        depths = np.array([1, 1, 2, 2])
+        ancestors = np.array([[1, 0, 0, 0], [0, 1, 0, 0], [1, 0, 1, 0], [0, 1, 0, 1]], dtype=bool)
+        rows[1].positions, rows[1].region_positions = lengths[1] - 1 + depths, lengths[1] - 1 + depths
+        rows[1].visibility = ancestors
+        expected = packed.forward(rows, cache).logits.clone()
+        packed.graphs = graphs
+        for _ in range(2):  # captured, and replayed
+            found = packed.forward(rows, cache).logits
+            assert torch.equal(found, expected)
+        assert graphs.captures.capture.count == 1 and not graphs.captures.refused
+        (((buffers,), *_),) = graphs.captures._found.values()
+        inputs = buffers.batch.inputs  # nodes are rows of their own: gaps between keys would round otherwise on a GPU
+        assert inputs.block_size == 1 and inputs.visibility is None and len(inputs.key_lengths) >= 6
+        alone = packed.forward(rows[1:2], cache).logits  # another bucket
+        assert torch.equal(alone, expected[3:7])

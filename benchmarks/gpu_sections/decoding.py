@@ -172,7 +172,8 @@ def profile_rows(context: Context, models: Models) -> Iterator[Row]:
 def deterministic_rows(context: Context, models: Models) -> Iterator[Row]:
     """Whether drafts change nothing, not even in bfloat16, and what that costs."""
     batch, (_, length) = prompts(context, models, 1 if context.toy else 8), lengths(context)
-    keys = {"deterministic": True}
+    usual = next(iter(ways_of_running(context).values()))
+    keys = {**usual, "deterministic": True}
     with kernels("reference" if context.toy else "triton"):  # interpreted products of whole models take minutes
         plain = run(models, batch, our_way(models, "plain", "", keys), length).sequences
         drafted = run(models, batch, our_way(models, "ngram", "", keys), length).sequences
@@ -181,7 +182,7 @@ def deterministic_rows(context: Context, models: Models) -> Iterator[Row]:
     yield at_least(SECTION, "deterministic: rows with drafts equal to plain", equal, 1.0, "share")
     if context.toy:
         return
-    costs = [measure(context, models, batch, step_way(8, each), lengths(context)) for each in (keys, {})]
+    costs = [measure(context, models, batch, step_way(8, each), lengths(context)) for each in (keys, usual)]
     ratio = costs[0].step_ms / costs[1].step_ms
     yield Row(
         SECTION, "deterministic: step of 8 tokens, batch 8, over the usual one", ratio, "ratio", note=costs[0].note

@@ -23,7 +23,7 @@ from ..kernels.attention_inputs import AttentionInputs, InputSizes, RowDescripti
 from ..kernels.dispatch import VARIABLE, uses_triton
 from .architectures import UnsupportedModel
 from .invariant_ops import InvariantOps
-from .packed_batch import RowInput, describe
+from .packed_batch import RowInput, describe, describe_lines
 
 if TYPE_CHECKING:
     from .packed_head import PackedHead
@@ -118,26 +118,36 @@ class StepBuffers:
 
     Attributes:
         batch: views of them.
+        block_size: of the block tables: the cache's, or 1 where rows name their keys one by one.
         features: [T, F] what a draft head reads with the tokens; None for whole models.
     """
 
     def __init__(
-        self, sizes: InputSizes, cache: PagedStaticCache, device: torch.device, features: torch.Tensor | None = None
+        self,
+        sizes: InputSizes,
+        cache: PagedStaticCache,
+        device: torch.device,
+        block_size: int,
+        features: torch.Tensor | None = None,
     ):
-        self.sizes, self.cache, self.device = sizes, cache, device
+        self.sizes, self.cache, self.device, self.block_size = sizes, cache, device, block_size
         self._integers = torch.zeros(3, sizes.num_tokens, dtype=torch.long, device=device)
         self._integers[2] = -1
         self._flat = torch.zeros(sizes.starts["end"], dtype=torch.int32, device=device)
         ids, positions, slots = self._integers[0:1], self._integers[1:2], self._integers[2]
-        self.batch = StaticBatch(ids, positions, slots, sizes.inputs(self._flat, cache.block_size), cache)
+        self.batch = StaticBatch(ids, positions, slots, sizes.inputs(self._flat, block_size), cache)
         self.features = None if features is None else features.new_zeros(sizes.num_tokens, features.shape[1])
 
     def fill(self, rows: list[RowInput], described: list[RowDescription], features: torch.Tensor | None = None) -> None:
-        """Put a step's rows into the buffers, in two copies (and one each for ids that are on the device, and features)."""
+        """Put a step's rows into the buffers, in two copies (and one each for ids that are on the device, and features).
+
+        Args:
+            described: what attends to what: the rows, or parts of them one after the other.
+        """
         host = np.zeros(self._integers.shape, dtype=np.int64)
         host[2] = -1
         on_device, first = [], 0
-        for row, each in zip(rows, described, strict=True):
+        for row in rows:
             count = len(row.tokens)
             where = slice(first, first + count)
             if isinstance(row.tokens, torch.Tensor) and row.tokens.device.type != "cpu":
@@ -145,7 +155,7 @@ class StepBuffers:
             else:
                 host[0, where] = row.tokens
             end = row.start + count
-            host[1, where] = np.arange(row.start, end) if each.positions is None else each.positions
+            host[1, where] = np.arange(row.start, end) if row.positions is None else row.positions
             host[2, where] = self.cache.tables[row.seq_id].slots[row.start : end]
             first += count
         self._integers.copy_(torch.from_numpy(host))
@@ -153,7 +163,7 @@ class StepBuffers:
             places = np.concatenate([np.arange(where.start, where.stop) for where, _ in on_device])
             index = torch.from_numpy(places).to(self.device)
             self.batch.input_ids[0].index_copy_(0, index, torch.cat([tokens for _, tokens in on_device]))
-        self._flat.copy_(flat_inputs(described, self.cache.block_size, self.sizes))
+        self._flat.copy_(flat_inputs(described, self.block_size, self.sizes))
         if self.features is not None and features is not None:
             self.features[:first].copy_(features)
 
@@ -216,6 +226,7 @@ class GraphRunner:
     Args:
         model: on one device, attending through the Triton kernels.
         function: what is captured, of batches and, where `run` is given them, features; the model's `forward_batch`.
+        by_lines: attend as deterministic models do (see `describe_lines`).
         capture: see `Captures`.
     """
 
@@ -223,9 +234,10 @@ class GraphRunner:
         self,
         model: PackedModel | PackedHead,
         function: Callable[..., Any] | None = None,
+        by_lines: bool = False,
         capture: Capture | None = None,
     ):
-        self.model, self.function = model, function or model.forward_batch
+        self.model, self.function, self.by_lines = model, function or model.forward_batch, by_lines
         self.captures = Captures(type(model.module).__name__, capture)
 
     def run(self, views: list[list[RowInput]], cache: PagedStaticCache, features: torch.Tensor | None = None) -> Any:
@@ -240,14 +252,16 @@ class GraphRunner:
             return None
         if not cache.is_allocated:  # pools come with the first write, which is no step to be repeated
             return None
-        described = [describe(view, cache) for view in views]
+        describes, block_size = (describe_lines, 1) if self.by_lines else (describe, cache.block_size)
+        described = [describes(view, cache) for view in views]
         sizes = tuple(bucket_of(sizes_of(each)) for each in described)
         if sizes[0].num_tokens > MOST_TOKENS:
             return None
 
         def make() -> tuple[list[StepBuffers], Callable[[], Any]]:
             buffers = [
-                StepBuffers(size, cache, self.model.device, None if i else features) for i, size in enumerate(sizes)
+                StepBuffers(size, cache, self.model.device, block_size, None if i else features)
+                for i, size in enumerate(sizes)
             ]
             fill(buffers)
             arguments = [each.batch for each in buffers]

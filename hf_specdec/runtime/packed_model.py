@@ -143,7 +143,7 @@ class PackedModel:
             self._compiled = self._compile()
         if cuda_graphs:
             check_capturable(self)
-            self.graphs = GraphRunner(self)
+            self.graphs = GraphRunner(self, by_lines=deterministic)
 
     @property
     def module(self) -> PreTrainedModel:
