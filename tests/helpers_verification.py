@@ -54,7 +54,9 @@ def verified_chains(
     tokens = torch.multinomial(q.flatten(0, 1), 1, generator=g).view(batch, width)
     scores = torch.randn(sum(lengths) + batch, vocab, generator=g)
     rows = [Sequence([0] * (1 + i % 7), 99, do_sample=True, seed=i, num_steps=i % 3) for i in range(batch)]
-    verdict = verify(DraftTrees(tokens, lengths, None, q if stochastic else None), scores, rows, rule)
+    behind = torch.arange(width) >= torch.tensor(lengths)[:, None]  # no draft's: these may be anything
+    given = q.masked_fill(behind[:, :, None], float("nan")) if stochastic else None
+    verdict = verify(DraftTrees(tokens, lengths, None, given), scores, rows, rule)
     for i, (seq, own) in enumerate(zip(rows, scores.split([n + 1 for n in lengths]), strict=True)):
 
         def keys(depth: int, seq=seq) -> list[torch.Tensor]:

@@ -5,6 +5,7 @@ import dataclasses
 import functools
 import itertools
 
+import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -19,8 +20,19 @@ _WAITS = {
     _aten.is_nonzero.default, _aten.repeat_interleave.Tensor, _aten._unique2.default, _aten.unique_dim.default,
     _aten.unique_consecutive.default, _aten.bincount.default,
 }  # fmt: skip
-_FROM_HOST = ["tensor", "from_numpy", "as_tensor"]
-_TO_HOST = ["item", "tolist", "numpy", "cpu", "__bool__", "__int__", "__float__", "__index__", "__array__"]
+_FROM_HOST = ["tensor", "from_numpy", "as_tensor", "asarray"]
+_OF_TENSORS = [
+    "item",
+    "tolist",
+    "numpy",
+    "cpu",
+    "__bool__",
+    "__int__",
+    "__float__",
+    "__index__",
+    "__array__",
+    "new_tensor",
+]
 _on_host = []  # not empty: a stand-in for a kernel runs, which may do on the host what it likes
 
 
@@ -38,7 +50,10 @@ class _NoHost(TorchDispatchMode):
 
 @contextlib.contextmanager
 def as_if_captured():
-    """No tensor's values reach the host, none come from there: what capturing a graph on a GPU would refuse."""
+    """No tensor's values reach the host, none come from there: what capturing a graph on a GPU would refuse.
+
+    On a CPU copies between devices cannot be seen: `copy_` and `to` are refused only where they name the CPU.
+    """
 
     def refusing(name, original):
         @functools.wraps(original)
@@ -49,10 +64,34 @@ def as_if_captured():
 
         return call
 
+    def without_lists(name, original):
+        refused = refusing(name, original)
+
+        @functools.wraps(original)
+        def call(tensor, index, *value):
+            parts = index if isinstance(index, tuple) else (index,)
+            from_host = any(isinstance(each, (list, np.ndarray, np.generic)) for each in parts)
+            return (refused if from_host else original)(tensor, index, *value)
+
+        return call
+
+    def staying(original):
+        refused = refusing("to", original)
+
+        @functools.wraps(original)
+        def call(tensor, *args, **kwargs):
+            leaves = any(isinstance(each, str) and each == "cpu" for each in (*args, *kwargs.values()))
+            return (refused if leaves else original)(tensor, *args, **kwargs)
+
+        return call
+
     with pytest.MonkeyPatch.context() as patch, _NoHost():
-        for owner, names in ((torch, _FROM_HOST), (torch.Tensor, _TO_HOST)):
+        for owner, names in ((torch, _FROM_HOST), (torch.Tensor, _OF_TENSORS)):
             for name in names:
                 patch.setattr(owner, name, refusing(name, getattr(owner, name)))
+        for name in ("__getitem__", "__setitem__"):
+            patch.setattr(torch.Tensor, name, without_lists(name, getattr(torch.Tensor, name)))
+        patch.setattr(torch.Tensor, "to", staying(torch.Tensor.to))
         yield
 
 

@@ -94,7 +94,13 @@ def assert_same(found, expected):
 
 def run_rounds(target, config, texts, num_steps, samplings=()):
     """Steps of rows whose limits change; the decoder, and how many tokens were drafted and accepted."""
-    decoder = make_decoder(target, {**config, "cuda_graphs": True})
+    decoder, _, steps = decode_rows(target, {**config, "cuda_graphs": True}, texts, num_steps, samplings)
+    return decoder, sum(each[0] for each in steps), sum(each[3] for each in steps)
+
+
+def decode_rows(target, config, texts, num_steps, samplings=()):
+    """The decoder, the rows' new tokens, and their steps."""
+    decoder = make_decoder(target, config)
     decoder.target.graphs = None  # the drafter is what is tested
     rows = [Sequence(list(text), len(text) + 100) for text in texts]
     for seed, (seq, warpers) in enumerate(zip(rows, samplings, strict=False)):
@@ -110,7 +116,7 @@ def run_rounds(target, config, texts, num_steps, samplings=()):
             decoder.step(rows)
     steps = [each for seq in rows for each in decoder.remove(seq).steps]
     decoder.cache.pool.check()
-    return decoder, sum(each[0] for each in steps), sum(each[3] for each in steps)
+    return decoder, [seq.tokens[seq.prompt_length :] for seq in rows], steps
 
 
 @pytest.mark.parametrize("shape", SHAPES)
@@ -150,6 +156,19 @@ def test_rows_that_sample(tiny_model, prompts, graphs_in_python, defined_attenti
     assert any(each.trees.probs is not None for each in compared) == (rule == "rejection" and shape != "dynamic tree")
     assert not any(each.refused for each in graphs_in_python)
     assert 1 <= captures.capture.count <= 2  # as for greedy rows
+
+
+@pytest.mark.parametrize("rule", ["coupled", "rejection", "block", "typical"])
+@pytest.mark.parametrize("name", ["tiny-eagle3", "tiny-draft", "tiny-mtp", "tiny-mlp_speculator"])
+def test_texts_that_are_sampled(tiny_model, prompts, graphs_in_python, defined_attention, name, rule):  # noqa: F811
+    """Rows of a round differ in depth: what a graph leaves behind a row's limit reaches nobody."""
+    config = {"method": HEADS[name], "model": name, "num_speculative_tokens": 3, "rejection_sample_method": rule}
+    warpers = [each or [TemperatureLogitsWarper(0.9)] for each in samplings()]
+    found, expected = (
+        decode_rows(tiny_model, {**config, "cuda_graphs": graphs}, prompts, 8, warpers)[1:] for graphs in (True, False)
+    )
+    assert found == expected
+    assert graphs_in_python and not any(each.refused for each in graphs_in_python)
 
 
 @pytest.mark.parametrize("num_rows", [1, 3])

@@ -1,5 +1,6 @@
 """Forwards of many families as CUDA graphs: nothing in them waits for the device or comes from the host."""
 
+import numpy as np
 import pytest
 import torch
 from families import FAMILIES, make, perturbed
@@ -42,6 +43,11 @@ def test_the_others_read_no_pages():
         lambda x: x[x > 0],
         lambda x: x.nonzero(),
         lambda x: x + torch.tensor([1.0, 2.0]),
+        lambda x: x + x.new_tensor([1.0, 2.0]),
+        lambda x: x[[1, 0]],
+        lambda x: x[None, np.array([1, 0])],
+        lambda x: x.__setitem__([0], 2.0),
+        lambda x: x.to("cpu"),
         lambda x: torch.repeat_interleave(x, torch.ones(2, dtype=torch.long)),
     ],
 )

@@ -21,7 +21,8 @@ class DraftTrees:
         parents: int64 numpy [B, N], index of each node's parent in its row (-1: the last accepted token). Parents stand
             before their children. None: every row is a chain.
         lengths: nodes in each row, 0..N; entries beyond are padding.
-        probs: [B, M, V] the distributions drafts were drawn from, or None when drafts are deterministic.
+        probs: [B, M, V] the distributions drafts were drawn from, or None when drafts are deterministic. Those that no node was
+            drawn from may hold anything, NaN too.
         prob_index: numpy [B, N], which of the M distributions a node was drawn from; None: its own index.
     """
 

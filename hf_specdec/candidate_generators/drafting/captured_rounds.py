@@ -60,6 +60,8 @@ class CapturedRounds:
     def _replayed(self, growth: Growth, sequences: list[Sequence], roots: tuple[torch.Tensor, ...]) -> Draft | None:
         """The draft; None if there are too many nodes, no memory yet, or something that cannot be captured."""
         drafter = self.drafter
+        if self.captures.refused:
+            return None
         limits = growth.limits
         drafted = [i for i, limit in enumerate(limits) if limit]
         order = sorted(range(len(drafted)), key=lambda i: -limits[drafted[i]])  # the deepest first: see LoopBuffers
