@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..kernels import reference as ops
 from ..kernels.dispatch import uses_triton
+from ..kernels.transfer import upload
 from .block_pool import BlockPool
 
 logger = logging.getLogger(__name__)
@@ -268,11 +269,11 @@ class PagedStaticCache(Cache):
                 padded = np.full((2, len(moves), max(len(each[0]) for each in moves)), -1, dtype=np.int64)
                 for row, pair in enumerate(moves):
                     padded[:, row, : len(pair[0])] = pair
-                on_device = torch.from_numpy(padded).to(device)
+                on_device = upload(padded, device)
                 move_slots(self._pool_tables[device], on_device[0], on_device[1])
                 continue
             flat = np.stack([np.concatenate([each[i] for each in moves]) for i in range(2)])
-            on_device = torch.from_numpy(flat).to(device)
+            on_device = upload(flat, device)
             for layer in layers:
                 ops.move_slots(layer.keys, on_device[0], on_device[1])
                 ops.move_slots(layer.values, on_device[0], on_device[1])

@@ -11,6 +11,7 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
+from ..kernels.transfer import upload
 from ..runtime import PackedModel, Sequence
 from ..runtime.draft_loop import LevelForward
 from ..runtime.packed_head import PackedHead
@@ -293,7 +294,7 @@ class HydraPrefixGenerator(FeatureGenerator):
     def roots(self, sequences: list[Sequence]) -> tuple[torch.Tensor, ...]:
         """Read what is new of each text: the prefix layer's output [R, H] at its end, and the newest token [R]."""
         hidden = self.read_all(sequences)
-        return hidden, torch.tensor([seq.tokens[-1] for seq in sequences]).to(hidden.device)
+        return hidden, upload([seq.tokens[-1] for seq in sequences], hidden.device)
 
     def begin(self, *roots: torch.Tensor) -> torch.Tensor:
         """The first head's logits after the newest token."""

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from ..kernels.transfer import upload
 from ..runtime import PackedModel, Sequence
 from ..runtime.packed_batch import RowInput
 from .base import DrafterContext
@@ -118,7 +119,7 @@ class PardGenerator(DraftModelGenerator):
 
     def _at_depth(self, depth: int) -> torch.Tensor:
         assert self.logits is not None and self.first is not None
-        index = torch.from_numpy(self.first + depth - 1).to(self.logits.device)
+        index = upload(self.first + depth - 1, self.logits.device)
         return self.logits.index_select(0, index)[:, None]
 
     def drafted(self, sequences: list[Sequence], draft: Draft) -> None:

@@ -11,6 +11,7 @@ import torch
 from ..cache import OutOfBlocks
 from ..candidate_generators import CandidateGenerator, StepOutcome
 from ..config import SpeculativeConfig
+from ..kernels.transfer import upload
 from ..runtime import DraftTrees, PackedModel, PackedOutput, Sequence
 from ..runtime.logits import needs_prefix, process_logits
 from ..runtime.packed_batch import RowInput
@@ -301,7 +302,7 @@ class SpeculativeDecoder:
             paths.append(trees.tokens[i, :0])
             for node in range(count):
                 nodes = np.flatnonzero(trees.ancestors[i, node + 1, 1:]) if not trees.is_chain else np.arange(node + 1)
-                paths.append(trees.tokens[i, torch.from_numpy(nodes).to(trees.tokens.device)])
+                paths.append(trees.tokens[i, upload(nodes, trees.tokens.device)])
         return paths
 
     def _commit(self, pending: PendingStep, results: dict[int, StepResult]) -> StepOutcome:
@@ -335,7 +336,7 @@ class SpeculativeDecoder:
 def _join(own: np.ndarray, nodes) -> np.ndarray | torch.Tensor:
     if isinstance(nodes, np.ndarray):
         return np.concatenate([own, nodes])
-    return torch.cat([torch.from_numpy(own).to(nodes.device), nodes])
+    return torch.cat([upload(own, nodes.device), nodes])
 
 
 def _place_tree(row: RowInput, trees: DraftTrees, index: int, num_own: int, count: int) -> None:

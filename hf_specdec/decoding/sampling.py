@@ -11,6 +11,7 @@ import torch
 
 from ..config import SpeculativeConfig
 from ..kernels.dispatch import uses_triton
+from ..kernels.transfer import upload
 from ..runtime import DraftTrees, Sequence
 from ..runtime.sampling import OFF, SamplingParameters, parameters_of
 
@@ -36,7 +37,7 @@ class RowSampling:
         """For some of the sequences, verified by themselves; the rows of logits stay numbered as they are."""
         if self.temperature is None or len(rows) == len(self.temperature):
             return self
-        index = torch.tensor(rows, device=self.owners.device)
+        index = upload(rows, self.owners.device)
         return RowSampling(self.owners, self.temperature[index], self.limits)
 
     def applied_to(self, logits: torch.Tensor) -> torch.Tensor:
@@ -61,7 +62,7 @@ def row_sampling(trees: DraftTrees, logits: torch.Tensor, sequences: list[Sequen
 
     temperature, top_k, top_p, min_p = _on_device(tuple(map(parameters_of, sequences)), logits.device)
     counts = np.asarray(trees.lengths, dtype=np.int64) + 1
-    owners = torch.from_numpy(np.repeat(np.arange(len(sequences)), counts)).to(logits.device)
+    owners = upload(np.repeat(np.arange(len(sequences)), counts), logits.device)
     limits = None
     if any(each is not None for each in (top_k, top_p, min_p)):
         limits = sampling_limits(logits, owners, temperature, top_k, top_p, min_p)

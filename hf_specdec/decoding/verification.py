@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ..config import SpeculativeConfig
+from ..kernels.transfer import upload
 from ..runtime import DraftTrees, Sequence
 from .rules.speculative_sampling import accept_block, reject_tokens
 from .rules.synthetic import accept_at_rates
@@ -50,11 +51,11 @@ class PendingVerdict:
 
     def __init__(self, table: torch.Tensor):
         self._table, self._event = table, None
-        if table.device.type == "cuda":
+        if table.is_cuda:
             self._table = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
             self._table.copy_(table, non_blocking=True)
             self._event = torch.cuda.Event()
-            self._event.record()
+            self._event.record(torch.cuda.current_stream(table.device))
 
     def wait(self) -> Verdict:
         """The verdict, once it is there."""
@@ -90,7 +91,12 @@ def begin_verification(
         some = trees if len(rows) == len(sequences) else trees.select(rows)
         more = {} if sampling is None else {"sampling": sampling.of(rows)}
         members = [sequences[i] for i in rows]
-        accepted[rows], next_tokens[rows] = RULES[name](some, scores, index[rows], members, config, **more)
+        path, after = RULES[name](some, scores, index[rows], members, config, **more)
+        if len(rows) == len(sequences):
+            accepted, next_tokens = path, after
+        else:
+            at = upload(rows, scores.device)
+            accepted[at], next_tokens[at] = path, after
     return PendingVerdict(torch.cat([accepted.long(), tokens, next_tokens[:, None]], dim=1))
 
 

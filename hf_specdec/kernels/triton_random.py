@@ -34,12 +34,12 @@ def uniform_of_words(words):
 
 @triton.jit
 def _four_uniforms(seed, position, step, stream: tl.constexpr, blocks):
-    zero = blocks * 0
+    zero, wide = blocks * 0, tl.full([], 0, tl.int64)  # what is added to them may be numbers or tensors
     a, b, c, d = tl.philox(
-        tl.to_tensor(seed),
+        wide + seed,
         blocks,
-        zero + tl.to_tensor(position).to(tl.uint32),
-        zero + tl.to_tensor(step).to(tl.uint32),
+        zero + (wide + position).to(tl.uint32),
+        zero + (wide + step).to(tl.uint32),
         zero + stream,
     )
     return uniform_of_words(a), uniform_of_words(b), uniform_of_words(c), uniform_of_words(d)
@@ -60,7 +60,7 @@ def uniform_block(seed, position, step, stream: tl.constexpr, start, BLOCK: tl.c
 @triton.jit
 def uniform_at(seed, position, step, stream: tl.constexpr, index):
     """One uniform number, float32 scalar, of counter `index` (int32 scalar)."""
-    a, b, c, d = _four_uniforms(seed, position, step, stream, tl.to_tensor(index // 4).to(tl.uint32))
+    a, b, c, d = _four_uniforms(seed, position, step, stream, (tl.full([], 0, tl.int32) + index // 4).to(tl.uint32))
     lane = index % 4
     return tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d))
 

@@ -17,6 +17,7 @@ import torch
 from ..cache import PagedStaticCache
 from ..cache.paged_cache import BlockTable
 from ..kernels.attention_inputs import InputSizes, pack_visibility, visibility_words
+from ..kernels.transfer import upload_into
 from .graphs import StaticBatch, power_of_two
 
 
@@ -132,8 +133,8 @@ class LoopBuffers:
         self._host_limits[: len(depths)] = depths
         if self.forwards:
             self._fill_levels(tables, depths, self.forwards[-1].depths)
-            self._integers.copy_(torch.from_numpy(self._host_integers))
-        self._flat.copy_(torch.from_numpy(self._host_flat))
+            upload_into(self._integers, self._host_integers)
+        upload_into(self._flat, self._host_flat)
 
     def _fill_levels(self, tables: list[BlockTable], limits: np.ndarray, all_depths: np.ndarray) -> None:
         assert self.cache is not None

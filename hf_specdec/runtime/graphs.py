@@ -12,7 +12,7 @@ import itertools
 import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, Protocol
 
 import numpy as np
 import torch
@@ -21,6 +21,7 @@ from torch import nn
 from ..cache import PagedStaticCache
 from ..kernels.attention_inputs import AttentionInputs, InputSizes, RowDescription, flat_inputs, sizes_of
 from ..kernels.dispatch import VARIABLE, uses_triton
+from ..kernels.transfer import upload, upload_into
 from .architectures import UnsupportedModel
 from .invariant_ops import InvariantOps
 from .packed_batch import RowInput, describe, describe_lines
@@ -35,8 +36,17 @@ MOST_TOKENS = 1024  # packed tokens of a step; beyond that launches are hidden b
 MOST_TOKENS_OF_A_ROW = 64  # longer rows are prompts
 LEAST_BLOCKS = 16  # columns of the block tables
 
-# (what to run) -> (its outputs, a function that runs it again into the same outputs)
-Capture = Callable[[Callable[[], Any]], tuple[Any, Callable[[], None]]]
+
+class Capture(Protocol):
+    """How functions are captured."""
+
+    def __call__(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
+        """What it returned, and a function that runs it again into the same outputs."""
+        ...
+
+    def forget(self) -> None:
+        """Nothing that was captured is used any more."""
+        ...
 
 
 # ---- buckets --------------------------------------------------------------------------------------------------------
@@ -158,12 +168,12 @@ class StepBuffers:
             host[1, where] = np.arange(row.start, end) if row.positions is None else row.positions
             host[2, where] = self.cache.tables[row.seq_id].slots[row.start : end]
             first += count
-        self._integers.copy_(torch.from_numpy(host))
+        upload_into(self._integers, host)
         if on_device:
             places = np.concatenate([np.arange(where.start, where.stop) for where, _ in on_device])
-            index = torch.from_numpy(places).to(self.device)
+            index = upload(places, self.device)
             self.batch.input_ids[0].index_copy_(0, index, torch.cat([tokens for _, tokens in on_device]))
-        self._flat.copy_(flat_inputs(described, self.block_size, self.sizes))
+        upload_into(self._flat, flat_inputs(described, self.block_size, self.sizes))
         if self.features is not None and features is not None:
             self.features[:first].copy_(features)
 
@@ -191,6 +201,7 @@ class Captures:
     def clear(self) -> None:
         """Forget all, and with them the pools they read."""
         self._found.clear()
+        self.capture.forget()
 
     def get(
         self, key: Hashable, made_for: tuple, make: Callable[[], tuple[Any, Callable[[], Any]]]
@@ -317,17 +328,25 @@ class CudaGraphCapture:
     def __init__(self) -> None:
         self._pool: Any = None
 
+    def forget(self) -> None:
+        """The next captures get memory of their own: a pool ends with the last graph in it."""
+        self._pool = None
+
     def __call__(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
         """Run `function` twice on a stream of its own, so that kernels are compiled and memory is there, then capture it."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
+        before = torch.cuda.current_stream()
         stream = torch.cuda.Stream()
-        stream.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(stream):
-            for _ in range(2):
-                function()
-        torch.cuda.current_stream().wait_stream(stream)
-        graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, pool=self._pool):
-            output = function()
+        stream.wait_stream(before)
+        try:
+            with torch.cuda.stream(stream):
+                for _ in range(2):
+                    function()
+            before.wait_stream(stream)
+            graph = torch.cuda.CUDAGraph()
+            with torch.cuda.graph(graph, pool=self._pool):
+                output = function()
+        finally:
+            torch.cuda.set_stream(before)  # a capture that fails leaves its own behind
         return output, graph.replay

@@ -11,6 +11,7 @@ from ..cache import PagedStaticCache
 from ..kernels.attention_inputs import AttentionInputs, RowDescription, attention_inputs
 from ..kernels.invariant_reference import LinearRow
 from ..kernels.reference import AttentionRow
+from ..kernels.transfer import upload
 from .invariant_ops import InvariantOps
 
 
@@ -87,16 +88,16 @@ class PackedBatch:
             ]
         )
         if all(isinstance(row.tokens, np.ndarray) for row in inputs):
-            ids = torch.from_numpy(np.concatenate([row.tokens for row in inputs])).to(device)
+            ids = upload(np.concatenate([row.tokens for row in inputs]), device)
         else:
             ids = torch.cat([torch.as_tensor(row.tokens, device=device) for row in inputs])
         wanted = np.concatenate([np.arange(end - row.logits, end) for row, end in zip(inputs, starts[1:], strict=True)])
         return cls(
             input_ids=ids[None],
-            position_ids=torch.from_numpy(positions).to(device)[None],
+            position_ids=upload(positions, device)[None],
             inputs=inputs,
             starts=starts,
-            logit_index=torch.from_numpy(wanted).to(device),
+            logit_index=upload(wanted, device),
             cache=cache,
             gather=gather,
             slots=slots,
@@ -110,8 +111,8 @@ class PackedBatch:
             if self.gather:
                 tables = self.cache.tables
                 read = np.concatenate([tables[r.seq_id].slots[: r.start + len(r.tokens)] for r in self.inputs])
-                read = torch.from_numpy(read).to(device)
-            self._on_device[device] = _DeviceSlots(torch.from_numpy(self.slots).to(device), read)
+                read = upload(read, device)
+            self._on_device[device] = _DeviceSlots(upload(self.slots, device), read)
         return self._on_device[device]
 
     def attention_inputs(self, device: torch.device) -> AttentionInputs:
@@ -130,7 +131,7 @@ class PackedBatch:
         if key not in self._rows:
             lines, start = [], 0
             for line in describe_lines(self.inputs, self.cache):
-                slots = torch.from_numpy(np.asarray(line.blocks)).to(device)
+                slots = upload(np.asarray(line.blocks), device)
                 lines.append(LinearRow(start, start + line.query_length, slots))
                 start += line.query_length
             self._rows[key] = lines

@@ -18,6 +18,7 @@ from ..kernels import invariant_reference
 from ..kernels import reference as ops
 from ..kernels.dispatch import uses_triton
 from ..kernels.flash import flash_attention_for
+from ..kernels.transfer import upload
 from . import architectures, invariant_check, self_test
 from .architectures import ATTENTION_NAME, UnsupportedModel
 from .compiled import TRACED, CompiledLayers, compiled_layers, traced_attention
@@ -74,7 +75,7 @@ class PackedOutput:
 
         Features and ids are copies: drafters keep them longer than a graph's buffers hold them.
         """
-        index = None if wanted is None else torch.from_numpy(wanted).to(self.logits.device)
+        index = None if wanted is None else upload(wanted, self.logits.device)
         return PackedOutput(
             logits=self.logits[:count] if index is None else self.logits.index_select(0, index),
             last_hidden=None if self.last_hidden is None else self.last_hidden[:count].clone(),

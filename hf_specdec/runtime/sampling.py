@@ -12,6 +12,7 @@ import torch
 from ..kernels import random_bits
 from ..kernels.dispatch import uses_triton
 from ..kernels.sampling_reference import sampling_scores
+from ..kernels.transfer import upload_into
 from .sequence import Sequence
 
 
@@ -115,7 +116,7 @@ class SamplingRows:
             ("seeds", "positions", "steps", "do_sample", *parameters), zip(*rows, strict=True), strict=True
         ):
             self._views[name][: len(rows)] = column
-        self._device.copy_(torch.from_numpy(self._host))
+        upload_into(self._device, self._host)
 
     def scores(self, logits: torch.Tensor, rows: torch.Tensor | None = None) -> torch.Tensor:
         """What the parameters leave of logits, removed tokens at -inf.

@@ -99,7 +99,7 @@ def pass_on(fc: nn.Linear, width: int) -> None:
 
     So the head begins as what its language-model head was made for, a state deep in the target, and not as a random one.
     """
-    fc.weight[:, -width:] += torch.eye(fc.out_features, width)
+    fc.weight[:, -width:] += torch.eye(fc.out_features, width, device=fc.weight.device)
 
 
 @register(Eagle3TrainingOptions)

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ...kernels.transfer import upload
 from ...runtime import PackedModel, PackedOutput, Sequence, Taps
 from ...runtime.packed_batch import RowInput
 from ..base import DrafterContext
@@ -134,7 +135,7 @@ class DFlashGenerator(FeatureGenerator):
         chunk = self.config.prefill_chunk_size
         while new := [seq for seq in sequences if self.num_unread(seq)]:
             self.read(new, chunk)
-        anchors = torch.tensor([seq.tokens[-1] for seq in sequences], device=self.head.device)
+        anchors = upload([seq.tokens[-1] for seq in sequences], self.head.device)
         ids = torch.full((len(sequences), self.num_slots), self.layout.mask_token_id, device=self.head.device)
         ids[:, 0] = anchors
         rows = [
@@ -160,7 +161,7 @@ class DFlashGenerator(FeatureGenerator):
         assert self.base is not None and self.hidden is not None and self.state is not None
         state, survival = self.state, self.survival
         if len(level.kept) < len(self.base):
-            kept = torch.tensor(level.kept, device=self.base.device)
+            kept = upload(level.kept, self.base.device)
             self.base, self.hidden, state = self.base[kept], self.hidden[kept], state[kept]
             survival = survival[kept] if survival is not None else None
         if self.sequential is not None:

@@ -15,6 +15,7 @@ import numpy as np
 import torch
 
 from ...cache import PagedStaticCache
+from ...kernels.transfer import upload
 from ...runtime import Sequence
 from ...runtime.draft_loop import LevelForward, LoopBuffers
 from ...runtime.graphs import MOST_TOKENS, Captures, blocks_bucket, places_of, power_of_two, rows_bucket
@@ -95,7 +96,8 @@ class CapturedRounds:
             return buffers, buffers.run
 
         made_for = (cache.identity if cache is not None else (), places_of(drafter.modules()), self._probs.data_ptr())
-        found = self.captures.get((num_rows, depth, num_blocks, kind), made_for, make)
+        key = num_rows, depth, num_blocks, kind, growth.independent
+        found = self.captures.get(key, made_for, make)
         if found is None:
             return None
         buffers, tensors, replay = found
@@ -103,7 +105,7 @@ class CapturedRounds:
         replay()
         place = np.zeros(len(sequences), dtype=np.int64)
         place[rows] = np.arange(len(rows))
-        index = torch.from_numpy(place).to(tensors[0].device)
+        index = upload(place, tensors[0].device)
         if (
             probs is not None
         ):  # large, and read before the next round writes them: not copied where rows stand as they did
@@ -144,7 +146,7 @@ class _RoundBuffers:
     def fill(self, roots: tuple[torch.Tensor, ...], order: list[int], tables, limits: list[int]) -> None:
         """Put a round in: the roots' rows in `order`, and of each in that order its slots and limit."""
         if order != list(range(len(order))):
-            index = torch.tensor(order).to(roots[0].device)
+            index = upload(order, roots[0].device)
             roots = tuple(root.index_select(0, index) for root in roots)
         for buffer, root in zip(self.roots, roots, strict=True):
             buffer[: len(order)].copy_(root)

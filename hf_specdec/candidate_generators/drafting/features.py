@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ...cache import PagedStaticCache
+from ...kernels.transfer import upload
 from ...runtime import PackedModel, PackedOutput, Sequence, Taps
 from ...runtime.packed_batch import RowInput
 from ...runtime.packed_head import PackedHead
@@ -97,7 +98,7 @@ class FeatureGenerator(CachedGenerator):
         """Take the features of what the target has read; long texts are read at once, so that few features are held."""
         assert outcome.output is not None
         sequences, rows, counts = outcome.read_rows()
-        taken = self.features(outcome.output, torch.from_numpy(rows).to(self.head.device))
+        taken = self.features(outcome.output, upload(rows, self.head.device))
         for seq, own in zip(sequences, taken.split(counts), strict=True):
             if not seq.finished:
                 self.unread[seq.id].append(own)
@@ -134,7 +135,7 @@ class FeatureGenerator(CachedGenerator):
         for row in inputs:
             self.cache.tables[row.seq_id].length = row.start + len(row.tokens)
         last = np.cumsum([len(row.tokens) for row in inputs]) - 1
-        return hidden[torch.from_numpy(last).to(hidden.device)]
+        return hidden[upload(last, hidden.device)]
 
     def read_all_but_last_chunk(self, sequences: list[Sequence]) -> None:
         """Read long texts until each has at most one chunk left."""

@@ -12,6 +12,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ...kernels.transfer import upload
 from ...runtime import PackedModel, Sequence, Taps
 from ...runtime.prepacked import PrepackedLinears, prepack
 from ..base import DrafterContext, StepOutcome
@@ -124,7 +125,7 @@ class LastHiddenGenerator(GrowingGenerator):
     def roots(self, sequences: list[Sequence]) -> tuple[torch.Tensor, ...]:
         """What `begin` takes."""
         assert self.hidden is not None
-        index = torch.tensor([[self.slots[seq.id], seq.tokens[-1]] for seq in sequences]).to(self.device)
+        index = upload([[self.slots[seq.id], seq.tokens[-1]] for seq in sequences], self.device)
         return self.hidden.index_select(0, index[:, 0]), index[:, 1]
 
     def observe(self, outcome: StepOutcome) -> None:
@@ -138,7 +139,7 @@ class LastHiddenGenerator(GrowingGenerator):
             return
         taken = outcome.output.last_hidden
         buffer = self._buffer(taken.shape[1])
-        slots, index = torch.tensor(pairs).to(taken.device).unbind(1)
+        slots, index = upload(pairs, taken.device).unbind(1)
         buffer.index_copy_(0, slots.to(buffer.device), taken.index_select(0, index).to(buffer))
         self.known |= going
 

@@ -12,6 +12,7 @@ import torch
 
 from ...kernels.dispatch import uses_triton
 from ...kernels.random_bits import DRAFT_STREAM, TOKEN_STREAM
+from ...kernels.transfer import upload
 from ...runtime import DraftTrees, Sequence
 from ...runtime.logits import needs_prefix, process_logits
 from ...runtime.sampling import SamplingKind, SamplingRows
@@ -216,13 +217,13 @@ class Growth(ABC):
         """Row numbers [R], to index [B, N] tensors with; made on the device where they are all rows."""
         if len(rows) == len(self.sequences):
             return torch.arange(len(rows), device=device)
-        return torch.tensor(rows, device=device)
+        return upload(rows, device)
 
     def expand(self, rows: list[int], deeper: list[int], depth: int, tokens, parents, ancestors) -> torch.Tensor:
         """Hand the rows of `rows` that go `deeper` to the drafter; tokens and parents are [R, F] of `rows`."""
         kept = list(range(len(rows))) if len(deeper) == len(rows) else [rows.index(i) for i in deeper]
         if len(kept) < len(rows):
-            index = torch.tensor(kept, device=tokens.device)
+            index = upload(kept, tokens.device)
             tokens, parents, ancestors = tokens[index], parents[index], ancestors[kept]
             self.paths = None if self.paths is None else self.paths[index]
         if self.prefixed:

@@ -10,6 +10,7 @@ import torch
 
 from ...kernels import reference as ops
 from ...kernels.dispatch import uses_triton
+from ...kernels.transfer import upload
 from ...runtime import DraftTrees, Sequence
 from ...runtime.sampling import SamplingRows
 from .levels import Draft, Growth, NodeExpander
@@ -93,7 +94,7 @@ class StaticGrowth(Growth):
             return Draft(DraftTrees(ids, lengths, None, self.probs), expanded)
         parents = np.tile(shape.parents[:count], (len(lengths), 1))
         if shape.keep_paths is not None:
-            above, at = (torch.from_numpy(each).to(ids.device) for each in (parents, expanded))
+            above, at = (upload(each, ids.device) for each in (parents, expanded))
             kept = ops.keep_nodes(ids, above, at, self._best_paths(path_log_probs[0]), count)
             return _pruned(kept, self.limits)
         index = None if self.probs is None else np.where(parents < 0, 0, place[parents] + 1)
@@ -103,7 +104,7 @@ class StaticGrowth(Growth):
         """bool [B, N]: the nodes on the paths to each row's best leaves."""
         count, device = path_log_probs.shape[1], path_log_probs.device
         depths = torch.from_numpy(self.shape.depths[:count]).to(device)
-        limits = torch.tensor(self.limits, device=device)
+        limits = upload(self.limits, device)
         leaves = path_log_probs.masked_fill(depths[None] != limits[:, None], float("-inf"))
         best = leaves.topk(min(self.shape.keep_paths or count, count), dim=1)
         chosen = torch.zeros_like(leaves).scatter_(1, best.indices, (best.values > float("-inf")).to(leaves.dtype))
@@ -149,7 +150,7 @@ class DynamicGrowth(Growth):
             ancestors = _with_children(ancestors, parent)
             logits = self.expand(rows, deeper, depth - 1, frontier_tokens, parent, ancestors)
             if len(deeper) < len(rows):
-                kept = torch.tensor([rows.index(i) for i in deeper], device=device)
+                kept = upload([rows.index(i) for i in deeper], device)
                 rows, index = deeper, self.index(deeper, device)
                 frontier, frontier_values, ancestors = frontier[kept], frontier_values[kept], ancestors[kept]
             expanded[index[:, None], frontier] = first + nodes

@@ -7,6 +7,7 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from ...kernels.transfer import upload
 from ...runtime import PackedModel, PackedOutput, Sequence
 from ..base import DrafterContext
 from ..drafting.features import FeatureGenerator
@@ -121,7 +122,7 @@ class Eagle3Generator(FeatureGenerator):
         hidden = self.head.forward(inputs, torch.cat(features), self.cache)
         for row, own in zip(inputs, text_features, strict=True):
             self.cache.tables[row.seq_id].length = row.start + len(own)
-        self.parallel_logits = self.logits(hidden[torch.from_numpy(np.concatenate(wanted)).to(hidden.device)])
+        self.parallel_logits = self.logits(hidden[upload(np.concatenate(wanted), hidden.device)])
         return (self._at_depth(sequences, 0),)
 
     def begin(self, *roots: torch.Tensor) -> torch.Tensor:

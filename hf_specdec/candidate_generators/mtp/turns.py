@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ...kernels.transfer import upload
 from ...runtime import PackedModel, Sequence
 from ...runtime.draft_loop import LevelForward
 from ...runtime.packed_batch import RowInput
@@ -118,7 +119,7 @@ class ModulesInTurn(FeatureGenerator):
                 break  # the modules behind it begin later still
             hidden = self.state_of(j, head.forward(inputs, torch.cat([below[i] for i in rows]), self.cache))
             counts = [len(row.tokens) for row in inputs]
-            last = hidden[torch.from_numpy(np.cumsum(counts) - 1).to(hidden.device)]
+            last = hidden[upload(np.cumsum(counts) - 1, hidden.device)]
             first_states = last if j == 0 else first_states
             if j + 1 < len(self.heads):
                 below = self._below_next(sequences, rows, hidden.split(counts), j)
@@ -248,7 +249,7 @@ class _DraftNodes:
     def add(self, level: Level) -> None:
         """The nodes of one more depth; rows that go no deeper are left out."""
         if len(level.kept) < len(self.tokens):
-            index = torch.tensor(level.kept, device=self.tokens.device)
+            index = upload(level.kept, self.tokens.device)
             self.tokens, self.parents, self.drafted = self.tokens[index], self.parents[index], self.drafted[index]
             self.hidden = [each[index] for each in self.hidden]
             self.ancestors = None if self.ancestors is None else self.ancestors[level.kept]

@@ -14,6 +14,7 @@ from ...config import SpeculativeConfig
 from ...kernels import random_bits
 from ...kernels import reference as ops
 from ...kernels.dispatch import uses_triton
+from ...kernels.transfer import upload
 from ...runtime import DraftTrees, Sequence
 from ..sampling import RowSampling
 from .target_choice import drafts_on, streams_on
@@ -51,7 +52,7 @@ def _prob_index(trees: DraftTrees, device: torch.device) -> torch.Tensor:
     batch, width = trees.tokens.shape
     if trees.prob_index is None:
         return torch.arange(width, device=device).expand(batch, -1)
-    return torch.from_numpy(np.ascontiguousarray(trees.prob_index)).to(device)
+    return upload(trees.prob_index, device)
 
 
 def reject_tokens(

@@ -9,6 +9,7 @@ from ...config import SpeculativeConfig
 from ...kernels import random_bits
 from ...kernels import reference as ops
 from ...kernels.dispatch import uses_triton
+from ...kernels.transfer import upload
 from ...runtime import DraftTrees, Sequence
 from ...runtime.logits import add_noise
 from ..sampling import RowSampling
@@ -53,16 +54,16 @@ def last_node(path: torch.Tensor) -> torch.Tensor:
 def drafts_on(device: torch.device, trees: DraftTrees, index: np.ndarray) -> tuple:
     """What the verification kernels read of drafts: score rows int64 [B, N + 1]; tokens int64, valid bool, and parents int64
     [B, N] (None: chains)."""
-    parents = None if trees.is_chain else torch.from_numpy(np.ascontiguousarray(trees.parent_index)).to(device)
-    at = torch.from_numpy(np.ascontiguousarray(index)).to(device)
-    return at, trees.tokens.to(device).contiguous(), torch.from_numpy(trees.valid).to(device), parents
+    parents = None if trees.is_chain else upload(trees.parent_index, device)
+    at = upload(index, device)
+    return at, trees.tokens.to(device).contiguous(), upload(trees.valid, device), parents
 
 
 def streams_on(device: torch.device, sequences: list[Sequence]) -> tuple[torch.Tensor, ...]:
     """What the verification kernels read of rows: seeds, positions of the token after the root, rounds int64 [B]; do_sample
     bool [B]."""
     rows = [(seq.seed, len(seq.tokens), seq.num_steps, seq.do_sample) for seq in sequences]
-    seeds, positions, steps, do_sample = torch.tensor(rows, dtype=torch.long).T.contiguous().to(device)
+    seeds, positions, steps, do_sample = upload(torch.tensor(rows, dtype=torch.long).T.contiguous(), device)
     return seeds, positions, steps, do_sample > 0
 
 
