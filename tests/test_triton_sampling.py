@@ -1,5 +1,7 @@
 """Sampling limits against `FusedSamplingLogitsWarper`, in the interpreter."""
 
+import functools
+
 import pytest
 import torch
 from triton_interpreter import DEVICE, RUNS_HERE, needs_triton, run_interpreted
@@ -111,6 +113,41 @@ def test_all_equal_and_exact_masses():
     _, ours = run(logits, parameters)
     assert torch.equal(ours, definition(logits, parameters))
     assert torch.isfinite(ours).sum(1).tolist() == [4, 1, 8, 6]
+
+
+@needs_triton
+def test_more_candidates_than_there_is_room_for(monkeypatch):
+    """Flat rows are searched whole, peaked ones by their likeliest tokens: both keep what the definition keeps."""
+    from hf_specdec.kernels import sampling
+
+    logits = torch.randn(len(PARAMETERS), 700, generator=torch.Generator().manual_seed(3))
+    logits[::2] *= 4
+    counts = []
+    original = sampling._limits_kernel
+    monkeypatch.setattr(sampling, "sampling_limits", functools.partial(sampling.sampling_limits, capacity=64))
+
+    class Watched:
+        def __getitem__(self, grid):
+            def launch(*args, **flags):
+                counts.append(args[7].cpu())
+                return original[grid](*args, **flags)
+
+            return launch
+
+    monkeypatch.setattr(sampling, "_limits_kernel", Watched())
+    temperature, top_k, top_p, min_p = (torch.tensor(each) for each in zip(*PARAMETERS, strict=True))
+    on = [each.to(DEVICE) for each in (temperature, top_k.int(), top_p, min_p)]
+    limits = sampling.sampling_limits(logits.to(DEVICE), None, *on, block=128)
+    ours = sampling_scores(logits.to(DEVICE), limits, None, on[0]).cpu()
+    assert ((counts[0] > 0) & (counts[0] <= 64)).sum() >= 2 and (counts[0] < 0).sum() >= 3
+    expected = definition(logits, PARAMETERS)
+    for i, parameter in enumerate(PARAMETERS):
+        differs = (ours[i] != expected[i]).nonzero().flatten()
+        assert not len(differs) or bool(doubtful(logits[i], expected[i], parameter)[differs].all()), (
+            parameter,
+            differs,
+        )
+        assert len(differs) <= 1
 
 
 @needs_triton

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..config import SpeculativeConfig
-from ..kernels.dispatch import uses_triton
+from ..kernels.dispatch import current, uses_triton
 from ..kernels.transfer import upload
 from ..runtime import DraftTrees, Sequence
 from ..runtime.sampling import OFF, SamplingParameters, parameters_of
@@ -65,7 +65,8 @@ def row_sampling(trees: DraftTrees, logits: torch.Tensor, sequences: list[Sequen
     owners = upload(np.repeat(np.arange(len(sequences)), counts), logits.device)
     limits = None
     if any(each is not None for each in (top_k, top_p, min_p)):
-        limits = sampling_limits(logits, owners, temperature, top_k, top_p, min_p)
+        with current(logits.device):
+            limits = sampling_limits(logits, owners, temperature, top_k, top_p, min_p)
     return RowSampling(owners, temperature, limits)
 
 

@@ -8,6 +8,7 @@ import numpy as np
 import torch
 
 from ..config import SpeculativeConfig
+from ..kernels.dispatch import current
 from ..kernels.transfer import upload
 from ..runtime import DraftTrees, Sequence
 from .rules.speculative_sampling import accept_block, reject_tokens
@@ -91,7 +92,8 @@ def begin_verification(
         some = trees if len(rows) == len(sequences) else trees.select(rows)
         more = {} if sampling is None else {"sampling": sampling.of(rows)}
         members = [sequences[i] for i in rows]
-        path, after = RULES[name](some, scores, index[rows], members, config, **more)
+        with current(scores.device):
+            path, after = RULES[name](some, scores, index[rows], members, config, **more)
         if len(rows) == len(sequences):
             accepted, next_tokens = path, after
         else:

@@ -6,7 +6,8 @@ numbers a row, and the verification kernels apply them while they read the logit
 drafted trees for one, `sampling_scores` writes them, with Gumbel noise if tokens are to be drawn.
 
 The score is found by a radix search over the ordered bits of float32: three bits a pass, eight thresholds at once, counts
-for top-k, masses for top-p. It is deterministic, and exact up to the rounding of the masses.
+for top-k, masses for top-p. It searches the row's likeliest tokens, which are set apart first, or, where these are too many,
+all. It is deterministic, and exact up to the rounding of the masses.
 """
 
 # pyright: reportCallIssue=false
@@ -26,6 +27,7 @@ from .triton_random import gumbel_of_uniform, uniform_block
 from .verification import as_bytes, load_scores, sampling_of
 
 BLOCK = 2048  # ids per step of a program
+CAPACITY = 4096  # candidates of a row
 
 
 @triton.jit
@@ -74,19 +76,10 @@ def _search(
 
 
 @triton.jit
-def _limits_kernel(
-    logits, owners, temperatures, top_ks, top_ps, min_ps, limits, limit_ids, vocab, row_stride,
-    HAS_OWNERS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr,
-    HAS_MIN_P: tl.constexpr, BLOCK: tl.constexpr,
-):  # fmt: skip
-    place = tl.program_id(0).to(tl.int64)
-    owner = place
-    if HAS_OWNERS:
-        owner = tl.load(owners + place).to(tl.int64)
-    row = logits + place * row_stride
-    temperature = 1.0
-    if HAS_TEMPERATURE:
-        temperature = tl.load(temperatures + owner)
+def _parameters(
+    owner, top_ks, top_ps, min_ps, vocab, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, HAS_MIN_P: tl.constexpr
+):
+    """A row's top-k, top-p and min-p; 0, 1 and 0: off."""
     top_k = 0
     top_p = 1.0
     min_p = 0.0
@@ -96,48 +89,146 @@ def _limits_kernel(
         top_p = tl.load(top_ps + owner)
     if HAS_MIN_P:
         min_p = tl.load(min_ps + owner)
-    lanes = tl.arange(0, BLOCK)
-    limit = tl.full([], float("-inf"), tl.float32)
-    limit_id = tl.full([], 0, tl.int32)
+    return top_k, top_p, min_p
+
+
+@triton.jit
+def _candidates_kernel(
+    logits, owners, temperatures, top_ks, top_ps, min_ps, scores_out, ids_out, counts, outside, vocab, row_stride, capacity,
+    HAS_OWNERS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr,
+    HAS_MIN_P: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """The likeliest tokens of a row, enough for its top-k or top-p, in the order of their ids; their number, -1 if they are more
+    than `capacity` or nothing is to be removed; exp(score - top) of all others, summed."""
+    place = tl.program_id(0).to(tl.int64)
+    owner = place
+    if HAS_OWNERS:
+        owner = tl.load(owners + place).to(tl.int64)
+    row = logits + place * row_stride
+    temperature = 1.0
+    if HAS_TEMPERATURE:
+        temperature = tl.load(temperatures + owner)
+    top_k, top_p, min_p = _parameters(  # pyright: ignore[reportGeneralTypeIssues]
+        owner, top_ks, top_ps, min_ps, vocab, HAS_TOP_K, HAS_TOP_P, HAS_MIN_P
+    )
+    count = tl.full([], -1, tl.int32)
     if (top_k > 0) | (top_p < 1.0) | (min_p > 0.0):
-        tops = tl.full([BLOCK], float("-inf"), tl.float32)
-        for first in range(0, vocab, BLOCK):
-            scores = load_scores(row, first + lanes, vocab, temperature, 0.0, 0, HAS_TEMPERATURE, False)
+        lanes = tl.arange(0, BLOCK)
+        wide_lanes = tl.arange(0, 4 * BLOCK)
+        tops = tl.full([4 * BLOCK], float("-inf"), tl.float32)
+        for first in range(0, vocab, 4 * BLOCK):
+            scores = load_scores(row, first + wide_lanes, vocab, temperature, 0.0, 0, HAS_TEMPERATURE, False)
             tops = tl.maximum(tops, scores)
         top = tl.max(tops, 0)
-        floor = tl.full([], 0, tl.uint32)
-        if HAS_TOP_K and top_k > 0:
-            floor, under = _search(
-                row, vocab, temperature, top, floor, (vocab - top_k).to(tl.float32), HAS_TEMPERATURE, False, BLOCK
-            )
-            limit = _score_of(floor)
-        if HAS_TOP_P and top_p < 1.0:
-            masses = tl.zeros([BLOCK], tl.float32)
-            for first in range(0, vocab, BLOCK):
-                scores = load_scores(row, first + lanes, vocab, temperature, 0.0, 0, HAS_TEMPERATURE, False)
-                masses += tl.where(_ordered(scores) >= floor, tl.exp(scores - top), 0.0)
-            target = (1.0 - top_p) * tl.sum(masses, 0)
-            key, under = _search(row, vocab, temperature, top, floor, target, HAS_TEMPERATURE, True, BLOCK)
-            limit = tl.minimum(_score_of(tl.maximum(key, floor)), top)
-            # Of the tokens with this score so many are removed, lowest ids first, at least one is kept.
-            removed = tl.minimum(tl.floor((target - under) / tl.exp(limit - top)), 1e9).to(tl.int32)
-            seen = tl.full([], 0, tl.int32)
-            last = tl.full([], 0, tl.int32)
+        steps = tl.arange(0, 8)
+        # 0.5, 1, 2, 4, 8, 12, 16 and 24 below the top: distributions are peaked or flat, vocabularies large or small.
+        depth = tl.where(steps < 4, tl.exp2(steps.to(tl.float32) - 1.0), tl.where(steps < 7, steps * 4.0 - 8.0, 24.0))
+        thresholds = top - depth
+        numbers = tl.zeros([8, BLOCK], tl.float32)
+        masses = tl.zeros([8, BLOCK], tl.float32)
+        everything = tl.zeros([BLOCK], tl.float32)
+        for first in range(0, vocab, BLOCK):
+            scores = load_scores(row, first + lanes, vocab, temperature, 0.0, 0, HAS_TEMPERATURE, False)
+            mass = tl.exp(scores - top)
+            above = scores[None, :] >= thresholds[:, None]
+            numbers += tl.where(above, 1.0, 0.0)
+            masses += tl.where(above, mass[None, :], 0.0)
+            everything += mass
+        number = tl.sum(numbers, 1)
+        inside = tl.sum(masses, 1)
+        total = tl.sum(everything, 0)
+        # After top-k nothing but what it keeps counts. A margin: what lies within rounding is searched for in everything.
+        least_mass = tl.where((top_k > 0) | (top_p >= 1.0), -1.0, (top_p + 1e-4) * total)
+        enough = (number >= top_k) & (inside > least_mass) & (number <= capacity)
+        step = tl.min(tl.where(enough, steps, 8), 0)
+        if step < 8:
+            chosen = steps == step
+            threshold = tl.max(tl.where(chosen, thresholds, float("-inf")), 0)
+            tl.store(outside + place, total - tl.max(tl.where(chosen, inside, 0.0), 0))
+            count = tl.full([], 0, tl.int32)
             for first in range(0, vocab, BLOCK):
                 ids = first + lanes
                 scores = load_scores(row, ids, vocab, temperature, 0.0, 0, HAS_TEMPERATURE, False)
-                equal = (scores == limit) & (ids < vocab)
-                if tl.max(equal.to(tl.int32), 0) > 0:
-                    rank = seen + tl.cumsum(equal.to(tl.int32), 0)
-                    last = tl.maximum(last, tl.max(tl.where(equal & (rank <= removed + 1), ids, 0), 0))
-                    seen += tl.sum(equal.to(tl.int32), 0)
-            limit_id = last
-        if HAS_MIN_P and min_p > 0.0:
-            least = top + tl.log(min_p)
-            limit_id = tl.where(least > limit, 0, limit_id)
-            limit = tl.maximum(limit, least)
-    tl.store(limits + place, limit)
-    tl.store(limit_ids + place, limit_id)
+                if tl.max(scores, 0) >= threshold:
+                    taken = ((scores >= threshold) & (ids < vocab)).to(tl.int32)
+                    at = place * capacity + count + tl.cumsum(taken, 0) - 1
+                    tl.store(scores_out + at, scores, mask=taken > 0)
+                    tl.store(ids_out + at, ids, mask=taken > 0)
+                    count += tl.sum(taken, 0)
+    tl.store(counts + place, count)
+
+
+@triton.jit
+def _limits_kernel(
+    logits, owners, temperatures, top_ks, top_ps, min_ps, ids_of, counts, outside, limits, limit_ids, vocab, row_stride,
+    HAS_OWNERS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr,
+    HAS_MIN_P: tl.constexpr, CANDIDATES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """CANDIDATES: of rows that have them (`_candidates_kernel`), whose scores stand in place of logits; else of the others."""
+    place = tl.program_id(0).to(tl.int64)
+    count = tl.load(counts + place)
+    if (count >= 0) == CANDIDATES:
+        owner = place
+        if HAS_OWNERS:
+            owner = tl.load(owners + place).to(tl.int64)
+        row = logits + place * row_stride
+        temperature = 1.0
+        if HAS_TEMPERATURE:
+            temperature = tl.load(temperatures + owner)
+        top_k, top_p, min_p = _parameters(  # pyright: ignore[reportGeneralTypeIssues]
+            owner, top_ks, top_ps, min_ps, vocab, HAS_TOP_K, HAS_TOP_P, HAS_MIN_P
+        )
+        size = vocab
+        removed_mass = 0.0  # of tokens that are no candidates
+        if CANDIDATES:
+            size = count
+            if HAS_TOP_P:
+                removed_mass = tl.where(top_k > 0, 0.0, tl.load(outside + place))
+        lanes = tl.arange(0, BLOCK)
+        limit = tl.full([], float("-inf"), tl.float32)
+        limit_id = tl.full([], 0, tl.int32)
+        if (top_k > 0) | (top_p < 1.0) | (min_p > 0.0):
+            tops = tl.full([BLOCK], float("-inf"), tl.float32)
+            for first in range(0, size, BLOCK):
+                scores = load_scores(row, first + lanes, size, temperature, 0.0, 0, HAS_TEMPERATURE, False)
+                tops = tl.maximum(tops, scores)
+            top = tl.max(tops, 0)
+            floor = tl.full([], 0, tl.uint32)
+            if HAS_TOP_K and top_k > 0:
+                floor, under = _search(
+                    row, size, temperature, top, floor, (size - top_k).to(tl.float32), HAS_TEMPERATURE, False, BLOCK
+                )
+                limit = _score_of(floor)
+            if HAS_TOP_P and top_p < 1.0:
+                masses = tl.zeros([BLOCK], tl.float32)
+                for first in range(0, size, BLOCK):
+                    scores = load_scores(row, first + lanes, size, temperature, 0.0, 0, HAS_TEMPERATURE, False)
+                    masses += tl.where(_ordered(scores) >= floor, tl.exp(scores - top), 0.0)
+                target = (1.0 - top_p) * (tl.sum(masses, 0) + removed_mass) - removed_mass
+                key, under = _search(row, size, temperature, top, floor, target, HAS_TEMPERATURE, True, BLOCK)
+                limit = tl.minimum(_score_of(tl.maximum(key, floor)), top)
+                # Of the tokens with this score so many are removed, lowest ids first, at least one is kept.
+                removed = tl.minimum(tl.floor((target - under) / tl.exp(limit - top)), 1e9).to(tl.int32)
+                seen = tl.full([], 0, tl.int32)
+                last = tl.full([], 0, tl.int32)
+                for first in range(0, size, BLOCK):
+                    at = first + lanes
+                    scores = load_scores(row, at, size, temperature, 0.0, 0, HAS_TEMPERATURE, False)
+                    equal = (scores == limit) & (at < size)
+                    if tl.max(equal.to(tl.int32), 0) > 0:
+                        ids = at
+                        if CANDIDATES:
+                            ids = tl.load(ids_of + place * row_stride + at, mask=equal, other=0)
+                        rank = seen + tl.cumsum(equal.to(tl.int32), 0)
+                        last = tl.maximum(last, tl.max(tl.where(equal & (rank <= removed + 1), ids, 0), 0))
+                        seen += tl.sum(equal.to(tl.int32), 0)
+                limit_id = last
+            if HAS_MIN_P and min_p > 0.0:
+                least = top + tl.log(min_p)
+                limit_id = tl.where(least > limit, 0, limit_id)
+                limit = tl.maximum(limit, least)
+        tl.store(limits + place, limit)
+        tl.store(limit_ids + place, limit_id)
 
 
 @triton.jit
@@ -173,6 +264,7 @@ def sampling_limits(
     min_p: torch.Tensor | None = None,
     out: tuple[torch.Tensor, torch.Tensor] | None = None,
     block: int = BLOCK,
+    capacity: int = CAPACITY,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """What sampling parameters keep of each row of logits, as a score and an id.
 
@@ -189,22 +281,42 @@ def sampling_limits(
 
     Returns: limits float32 [R], ids int32 [R]. Rows with everything off get -inf, which keeps all, and are not read.
 
-    Floor: one read of the logits. The search reads them 12 times for top-k and 13 for top-p, mostly from cache where few
-    rows run: one program a row.
+    Floor: one read of the logits. They are read three times, for the likeliest tokens; the search reads these, 12 times for top-k
+    and 13 for top-p. Where they are more than `capacity`, as in flat distributions, it reads the logits. One program a row.
     """
     if logits.dim() != 2 or logits.stride(1) != 1:
         raise ValueError(f"logits must be [R, V] with adjacent ids, not {tuple(logits.shape)} by {logits.stride()}.")
     rows, vocab = logits.shape
+    device = logits.device
     if out is None:
         out = (
-            torch.empty(rows, dtype=torch.float32, device=logits.device),
-            torch.empty(rows, dtype=torch.int32, device=logits.device),
+            torch.empty(rows, dtype=torch.float32, device=device),
+            torch.empty(rows, dtype=torch.int32, device=device),
         )
-    if rows:
+    if not rows:
+        return out
+    scores = torch.empty(rows, capacity, dtype=torch.float32, device=device)
+    ids = torch.empty(rows, capacity, dtype=torch.int32, device=device)
+    counts = torch.empty(rows, dtype=torch.int32, device=device)
+    outside = torch.empty(rows, dtype=torch.float32, device=device)
+    flags: dict[str, Any] = dict(
+        HAS_OWNERS=owners is not None, HAS_TOP_K=top_k is not None, HAS_TOP_P=top_p is not None,
+        HAS_MIN_P=min_p is not None, BLOCK=block, num_warps=16,
+    )  # fmt: skip
+    heated: Any = temperature is not None
+    _candidates_kernel[(rows,)](
+        logits, owners, temperature, top_k, top_p, min_p, scores, ids, counts, outside, vocab, logits.stride(0), capacity,
+        HAS_TEMPERATURE=heated, **flags,
+    )  # fmt: skip
+    sources: list[tuple[Any, ...]] = [
+        (scores, None, capacity, True),
+        (logits, temperature, logits.stride(0), False),
+    ]
+    for source, used, stride, candidates in sources:
         _limits_kernel[(rows,)](
-            logits, owners, temperature, top_k, top_p, min_p, *out, vocab, logits.stride(0),
-            HAS_OWNERS=owners is not None, HAS_TEMPERATURE=temperature is not None, HAS_TOP_K=top_k is not None,
-            HAS_TOP_P=top_p is not None, HAS_MIN_P=min_p is not None, BLOCK=block, num_warps=16,
+            source, owners, used, top_k, top_p, min_p, ids, counts, outside, *out, vocab, stride,
+            HAS_TEMPERATURE=used is not None,  # pyright: ignore[reportArgumentType]
+            CANDIDATES=candidates, **flags,
         )  # fmt: skip
     return out
 
@@ -263,12 +375,15 @@ def compile_cases() -> list[CompileCase]:
     """Each kernel with everything on."""
     types = {
         "logits": "*bf16", "owners": "*i64", "temperatures": "*fp32", "top_ks": "*i32", "top_ps": "*fp32",
-        "min_ps": "*fp32", "limits": "*fp32", "limit_ids": "*i32", "seeds": "*i64", "positions": "*i64", "steps": "*i64",
+        "min_ps": "*fp32", "scores_out": "*fp32", "ids_out": "*i32", "ids_of": "*i32", "counts": "*i32",
+        "outside": "*fp32", "capacity": "i32",
+        "limits": "*fp32", "limit_ids": "*i32", "seeds": "*i64", "positions": "*i64", "steps": "*i64",
         "do_sample": "*u8", "out": "*fp32", "vocab": "i32", "row_stride": "i32",
     }  # fmt: skip
     cases = []
     of_noise = {"seeds", "positions", "steps", "do_sample"}
     for name, kernel, warps, stream in (
+        ("sampling candidates", _candidates_kernel, 16, 0),
         ("sampling limits", _limits_kernel, 16, 0),
         ("sampling scores", _scores_kernel, 8, -1),
         ("sampling scores, drawn", _scores_kernel, 8, random_bits.DRAFT_STREAM),

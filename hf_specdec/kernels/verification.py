@@ -17,8 +17,8 @@ from .compiling import CompileCase
 from .triton_random import MOST_GUMBEL, TOKEN_STREAM, gumbel_of_uniform, uniform_block
 
 _NO_ID = tl.constexpr(2**31 - 1)
-BLOCK, NOISY_BLOCK = 4096, 2048  # ids per step of a program; noise takes registers
-_PROGRAMS = 1056  # an H200 holds 132 x 8 programs of 256 threads
+BLOCK, NOISY_BLOCK = 2048, 2048  # ids per step of a program
+_PROGRAMS = 2112  # an H100 holds 132 x 8 programs of 256 threads; twice as many even out their ends
 
 
 @triton.jit

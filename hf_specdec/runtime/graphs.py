@@ -20,7 +20,7 @@ from torch import nn
 
 from ..cache import PagedStaticCache
 from ..kernels.attention_inputs import AttentionInputs, InputSizes, RowDescription, flat_inputs, sizes_of
-from ..kernels.dispatch import VARIABLE, uses_triton
+from ..kernels.dispatch import VARIABLE, current, uses_triton
 from ..kernels.transfer import upload, upload_into
 from .architectures import UnsupportedModel
 from .invariant_ops import InvariantOps
@@ -283,7 +283,8 @@ class GraphRunner:
             for i, (each, view) in enumerate(zip(buffers, views, strict=True)):
                 each.fill(view, described[i], None if i else features)
 
-        found = self.captures.get(sizes, (cache.identity, places_of([self.model.module])), make)
+        with current(self.model.device):
+            found = self.captures.get(sizes, (cache.identity, places_of([self.model.module])), make)
         if found is None:
             return None
         buffers, output, replay = found

@@ -10,6 +10,7 @@ import torch
 from torch import nn
 
 from ...cache import OutOfBlocks, PagedStaticCache
+from ...kernels.dispatch import current
 from ...runtime import DraftTrees, PackedModel, Sequence
 from ...runtime.draft_loop import LevelForward, LoopBuffers
 from ...runtime.packed_batch import RowInput
@@ -54,10 +55,11 @@ class GrowingGenerator(CandidateGenerator):
         if not rows:
             return DraftTrees.empty(len(sequences), self.target.device)
         drafted = [sequences[i] for i in rows]
-        if self.rounds is not None:
-            draft = self.rounds.draft(sequences, limits, self.roots(drafted))
-        else:
-            draft = grow(self, self.config, self.shape, sequences, limits, self.root_logits(drafted))
+        with current(self.target.device):
+            if self.rounds is not None:
+                draft = self.rounds.draft(sequences, limits, self.roots(drafted))
+            else:
+                draft = grow(self, self.config, self.shape, sequences, limits, self.root_logits(drafted))
         self.drafted(sequences, draft)
         return draft.trees
 
