@@ -171,6 +171,31 @@ def test_texts_that_are_sampled(tiny_model, prompts, graphs_in_python, defined_a
     assert graphs_in_python and not any(each.refused for each in graphs_in_python)
 
 
+def test_rules_share_no_captures(tiny_model, tiny_tokenizer, prompts, graphs_in_python, defined_attention):  # noqa: F811
+    """The rule is a call's own; the decoder, and what it captured, are the next call's too."""
+    config = {"method": "medusa", "model": "tiny-medusa", "num_speculative_tokens": 3, "seed": 5}
+
+    def call(rule: str, num_rows: int, cuda_graphs: bool = True):
+        inputs = tiny_tokenizer.pad({"input_ids": prompts[:num_rows]}, return_tensors="pt", padding_side="left")
+        how = {**config, "rejection_sample_method": rule, "cuda_graphs": cuda_graphs}
+        out = tiny_model.generate(
+            **inputs, max_new_tokens=20, do_sample=True, speculative_config=how, return_dict_in_generate=True
+        )
+        return out.sequences.tolist(), out.speculation["num_accepted_tokens"]
+
+    expected = {rule: call(rule, 2, False) for rule in ("rejection", "coupled")}
+    hf_specdec.release(tiny_model)
+    for _ in range(2):  # the first call's pools come with its first step; the memory for distributions stays
+        call("rejection", 4)
+    for rule in ("coupled", "rejection", "coupled"):
+        assert call(rule, 2) == expected[rule], rule
+    # Played again in Python, a round reads the rule anew, as a graph does not: so what they are kept by is looked at, too.
+    loops = [each for each in graphs_in_python if each.name == "The drafting loop of MedusaGenerator"]
+    assert {independent for each in loops for *_, independent in each._found} == {True, False}
+    hf_specdec.release(tiny_model)
+    assert not any(each.refused for each in graphs_in_python)
+
+
 @pytest.mark.parametrize("num_rows", [1, 3])
 def test_any_number_of_rows(tiny_model, prompts, graphs_in_python, defined_attention, compared, num_rows):  # noqa: F811
     config = {"method": "eagle3", "model": "tiny-eagle3", **SHAPES["dynamic tree"]}
