@@ -5,7 +5,6 @@ import dataclasses
 import functools
 import itertools
 
-import numpy as np
 import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
@@ -52,7 +51,7 @@ class _NoHost(TorchDispatchMode):
 def as_if_captured():
     """No tensor's values reach the host, none come from there: what capturing a graph on a GPU would refuse.
 
-    On a CPU copies between devices cannot be seen: `copy_` and `to` are refused only where they name the CPU.
+    On a CPU copies between devices cannot be seen: `to` is refused only where it names the CPU, indices that are lists are not.
     """
 
     def refusing(name, original):
@@ -61,17 +60,6 @@ def as_if_captured():
             if not _on_host:
                 raise RuntimeError(f"operation not permitted when stream is capturing: {name}")
             return original(*args, **kwargs)
-
-        return call
-
-    def without_lists(name, original):
-        refused = refusing(name, original)
-
-        @functools.wraps(original)
-        def call(tensor, index, *value):
-            parts = index if isinstance(index, tuple) else (index,)
-            from_host = any(isinstance(each, (list, np.ndarray, np.generic)) for each in parts)
-            return (refused if from_host else original)(tensor, index, *value)
 
         return call
 
@@ -85,14 +73,27 @@ def as_if_captured():
 
         return call
 
-    with pytest.MonkeyPatch.context() as patch, _NoHost():
-        for owner, names in ((torch, _FROM_HOST), (torch.Tensor, _OF_TENSORS)):
-            for name in names:
-                patch.setattr(owner, name, refusing(name, getattr(owner, name)))
-        for name in ("__getitem__", "__setitem__"):
-            patch.setattr(torch.Tensor, name, without_lists(name, getattr(torch.Tensor, name)))
-        patch.setattr(torch.Tensor, "to", staying(torch.Tensor.to))
+    replaced = {(torch, name): refusing(name, getattr(torch, name)) for name in _FROM_HOST}
+    replaced |= {(torch.Tensor, name): refusing(name, getattr(torch.Tensor, name)) for name in _OF_TENSORS}
+    replaced[torch.Tensor, "to"] = staying(torch.Tensor.to)
+    with _in_place(replaced), _NoHost():
         yield
+
+
+@contextlib.contextmanager
+def _in_place(replaced):
+    """Attributes by (owner, name). What was inherited is so again afterwards: a method of its own changes what C sees in a type."""
+    before = {(owner, name): vars(owner).get(name) for owner, name in replaced}
+    for (owner, name), value in replaced.items():
+        setattr(owner, name, value)
+    try:
+        yield
+    finally:
+        for (owner, name), value in before.items():
+            if value is None:
+                delattr(owner, name)
+            else:
+                setattr(owner, name, value)
 
 
 def stands_for_a_kernel(function):

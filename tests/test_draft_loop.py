@@ -146,7 +146,7 @@ def samplings():
 
 @pytest.mark.parametrize("rule", ["coupled", "rejection"])
 @pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", ["tiny-eagle3", "tiny-draft", "tiny-medusa"])
+@pytest.mark.parametrize("name", ["tiny-eagle3", pytest.param("tiny-draft", marks=pytest.mark.slow), "tiny-medusa"])
 def test_rows_that_sample(tiny_model, prompts, graphs_in_python, defined_attention, compared, name, shape, rule):  # noqa: F811
     """Noise, sampling parameters and the distributions drafts are drawn from are part of what is captured."""
     config = {"method": HEADS[name], "model": name, **SHAPES[shape], "rejection_sample_method": rule}
@@ -158,7 +158,9 @@ def test_rows_that_sample(tiny_model, prompts, graphs_in_python, defined_attenti
     assert 1 <= captures.capture.count <= 2  # as for greedy rows
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection", "block", "typical"])
+@pytest.mark.parametrize(
+    "rule", ["block", *(pytest.param(each, marks=pytest.mark.slow) for each in ("coupled", "rejection", "typical"))]
+)
 @pytest.mark.parametrize("name", ["tiny-eagle3", "tiny-draft", "tiny-mtp", "tiny-mlp_speculator"])
 def test_texts_that_are_sampled(tiny_model, prompts, graphs_in_python, defined_attention, name, rule):  # noqa: F811
     """Rows of a round differ in depth: what a graph leaves behind a row's limit reaches nobody."""

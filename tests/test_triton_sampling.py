@@ -4,6 +4,8 @@ import functools
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from triton_interpreter import DEVICE, RUNS_HERE, needs_triton, run_interpreted
 
 from hf_specdec.decoding.warpers import FusedSamplingLogitsWarper
@@ -74,7 +76,7 @@ def doubtful(scores, expected, parameter):
 
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("vocab", [1, 37, 512, 1300])
+@pytest.mark.parametrize("vocab", [1, 37, 512, pytest.param(1300, marks=pytest.mark.slow)])
 def test_keeps_what_the_definition_keeps(dtype, vocab):
     g = torch.Generator().manual_seed(vocab)
     logits = (torch.randn(len(PARAMETERS), vocab, generator=g) * 3).to(dtype)
@@ -86,6 +88,32 @@ def test_keeps_what_the_definition_keeps(dtype, vocab):
         differs = (ours[i] != expected[i]).nonzero().flatten()
         assert not len(differs) or bool(doubtful(logits[i].float(), expected[i], parameter)[differs].all()), parameter
         assert len(differs) <= 1, (parameter, differs)
+
+
+@needs_triton
+@settings(max_examples=5, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 10**6),
+    vocab=st.integers(1, 300),
+    spread=st.sampled_from([0.1, 1.0, 6.0]),
+    parameters=st.lists(
+        st.tuples(
+            st.sampled_from([0.3, 1.0, 2.0]),
+            st.integers(0, 400),
+            st.floats(0.01, 1.0),
+            st.sampled_from([0.0, 0.1, 0.9]),
+        ),
+        min_size=1,
+        max_size=3,
+    ),
+)
+def test_any_parameters(seed, vocab, spread, parameters):
+    logits = torch.randn(len(parameters), vocab, generator=torch.Generator().manual_seed(seed)) * spread
+    _, ours = run(logits, parameters, block=128)
+    expected = definition(logits, parameters)
+    for i, parameter in enumerate(parameters):
+        differs = (ours[i] != expected[i]).nonzero().flatten()
+        assert not len(differs) or bool(doubtful(logits[i], expected[i], parameter)[differs].all()), parameter
 
 
 @needs_triton

@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from triton_interpreter import DEVICE, RUNS_HERE, needs_triton, run_interpreted
 
 from hf_specdec.kernels import random_bits, reference
@@ -156,7 +158,26 @@ CHOICE_CASES = [
 @pytest.mark.parametrize("sampled", [False, True])
 def test_choices_and_walk(case, sampled):
     """Greedy equals the definition exactly, ties included; sampled choices may differ only where two scores nearly tie."""
-    case = Case(*case)
+    compare_choices(Case(*case), sampled)
+
+
+@needs_triton
+@settings(max_examples=8, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 10**6),
+    batch=st.integers(1, 3),
+    width=st.integers(0, 7),
+    vocab=st.integers(1, 200),
+    chain=st.booleans(),
+    dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
+    ties=st.booleans(),
+    sampled=st.booleans(),
+)
+def test_choices_of_any_shape(seed, batch, width, vocab, chain, dtype, ties, sampled):
+    compare_choices(Case(seed, batch, width, vocab, chain, dtype, ties), sampled)
+
+
+def compare_choices(case, sampled):
     if not sampled:
         case.do_sample[:] = False
     choices, gap = case.choices()
@@ -288,6 +309,14 @@ def compare_rejection(points, chain, dtype, seeds, batch):
         assert (same | near).all(), (seed, (~(same | near)).nonzero().flatten().tolist())
         total, wrong, accepted = total + len(same), wrong + int((~same).sum()), accepted + int(path.sum())
     return total, wrong, accepted
+
+
+@needs_triton
+@settings(max_examples=4, deadline=None, derandomize=True)
+@given(seed=st.integers(0, 10**6), points=st.booleans(), chain=st.booleans(), batch=st.integers(1, 3))
+def test_rejection_of_any_shape(seed, points, chain, batch):
+    total, wrong, _ = compare_rejection(points, chain, torch.float32, (seed,), batch)
+    assert total == batch and wrong <= 1
 
 
 @needs_triton
