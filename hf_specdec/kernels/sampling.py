@@ -77,19 +77,26 @@ def _search(
 
 @triton.jit
 def _parameters(
-    owner, top_ks, top_ps, min_ps, vocab, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, HAS_MIN_P: tl.constexpr
-):
-    """A row's top-k, top-p and min-p; 0, 1 and 0: off."""
+    place, owners, temperatures, top_ks, top_ps, min_ps, vocab, HAS_OWNERS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+    HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, HAS_MIN_P: tl.constexpr,
+):  # fmt: skip
+    """Temperature, top-k, top-p and min-p of a row of logits; 1, 0, 1 and 0: off."""
+    owner = place
+    if HAS_OWNERS:
+        owner = tl.load(owners + place).to(tl.int64)
+    temperature = 1.0
     top_k = 0
     top_p = 1.0
     min_p = 0.0
+    if HAS_TEMPERATURE:
+        temperature = tl.load(temperatures + owner)
     if HAS_TOP_K:
         top_k = tl.minimum(tl.load(top_ks + owner).to(tl.int32), vocab)
     if HAS_TOP_P:
         top_p = tl.load(top_ps + owner)
     if HAS_MIN_P:
         min_p = tl.load(min_ps + owner)
-    return top_k, top_p, min_p
+    return temperature, top_k, top_p, min_p
 
 
 @triton.jit
@@ -101,16 +108,11 @@ def _candidates_kernel(
     """The likeliest tokens of a row, enough for its top-k or top-p, in the order of their ids; their number, -1 if they are more
     than `capacity` or nothing is to be removed; exp(score - top) of all others, summed."""
     place = tl.program_id(0).to(tl.int64)
-    owner = place
-    if HAS_OWNERS:
-        owner = tl.load(owners + place).to(tl.int64)
     row = logits + place * row_stride
-    temperature = 1.0
-    if HAS_TEMPERATURE:
-        temperature = tl.load(temperatures + owner)
-    top_k, top_p, min_p = _parameters(  # pyright: ignore[reportGeneralTypeIssues]
-        owner, top_ks, top_ps, min_ps, vocab, HAS_TOP_K, HAS_TOP_P, HAS_MIN_P
-    )
+    temperature, top_k, top_p, min_p = _parameters(  # pyright: ignore[reportGeneralTypeIssues]
+        place, owners, temperatures, top_ks, top_ps, min_ps, vocab, HAS_OWNERS, HAS_TEMPERATURE, HAS_TOP_K, HAS_TOP_P,
+        HAS_MIN_P,
+    )  # fmt: skip
     count = tl.full([], -1, tl.int32)
     if (top_k > 0) | (top_p < 1.0) | (min_p > 0.0):
         lanes = tl.arange(0, BLOCK)
@@ -168,16 +170,11 @@ def _limits_kernel(
     place = tl.program_id(0).to(tl.int64)
     count = tl.load(counts + place)
     if (count >= 0) == CANDIDATES:
-        owner = place
-        if HAS_OWNERS:
-            owner = tl.load(owners + place).to(tl.int64)
         row = logits + place * row_stride
-        temperature = 1.0
-        if HAS_TEMPERATURE:
-            temperature = tl.load(temperatures + owner)
-        top_k, top_p, min_p = _parameters(  # pyright: ignore[reportGeneralTypeIssues]
-            owner, top_ks, top_ps, min_ps, vocab, HAS_TOP_K, HAS_TOP_P, HAS_MIN_P
-        )
+        temperature, top_k, top_p, min_p = _parameters(  # pyright: ignore[reportGeneralTypeIssues]
+            place, owners, temperatures, top_ks, top_ps, min_ps, vocab, HAS_OWNERS, HAS_TEMPERATURE, HAS_TOP_K, HAS_TOP_P,
+            HAS_MIN_P,
+        )  # fmt: skip
         size = vocab
         removed_mass = 0.0  # of tokens that are no candidates
         if CANDIDATES:

@@ -285,11 +285,11 @@ class GraphRunner:
 
         with current(self.model.device):
             found = self.captures.get(sizes, (cache.identity, places_of([self.model.module])), make)
-        if found is None:
-            return None
-        buffers, output, replay = found
-        fill(buffers)
-        replay()
+            if found is None:
+                return None
+            buffers, output, replay = found
+            fill(buffers)
+            replay()
         return output[:count] if torch.is_tensor(output) else output.first(count, _wanted(rows, count))
 
 
@@ -310,7 +310,8 @@ def check_capturable(model: PackedModel | PackedHead) -> None:
     spread = {parameter.device for parameter in model.module.parameters()}
     if model.gather or len(spread) > 1 or model.device.type != "cuda" or not uses_triton(model.device):
         raise UnsupportedModel(
-            f"'cuda_graphs' needs a model on transformers' attention interface, on one CUDA device, with {VARIABLE}=triton; "
+            f"'cuda_graphs' needs a model on transformers' attention interface, on one CUDA device that Triton's kernels serve (compute "
+            f"capability 8.0 and above, Triton installed, {VARIABLE} not 'reference'); "
             f"this {type(model.module).__name__} is on {', '.join(sorted(map(str, spread)))}. Leave the key out."
         )
 

@@ -37,7 +37,8 @@ def check(packed: PackedModel) -> None:
     kind = packed.device.type
     if kind != "cpu" and not (kind == "cuda" and uses_triton(packed.device)):
         raise UnsupportedModel(
-            f"'deterministic' runs on a CPU, and on CUDA devices with {VARIABLE}=triton; {name} is on {packed.device}. Leave the key out."
+            f"'deterministic' runs on a CPU, and on CUDA devices that Triton's kernels serve (compute capability 8.0 and above, Triton "
+            f"installed, {VARIABLE} not 'reference'); {name} is on {packed.device}. Leave the key out."
         )
     if packed.config._attn_implementation == ATTENTION_NAME:  # inside another's `active()`, as `self_test.check`
         return

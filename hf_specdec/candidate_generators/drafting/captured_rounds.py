@@ -106,9 +106,8 @@ class CapturedRounds:
         place = np.zeros(len(sequences), dtype=np.int64)
         place[rows] = np.arange(len(rows))
         index = upload(place, tensors[0].device)
-        if (
-            probs is not None
-        ):  # large, and read before the next round writes them: not copied where rows stand as they did
+        if probs is not None:
+            # Large, and read before the next round writes them: not copied where rows stand as they did.
             growth.probs = probs[: len(rows)] if rows == list(range(len(sequences))) else probs.index_select(0, index)
         return growth.draft(*(each.index_select(0, index) for each in tensors))
 
