@@ -5,7 +5,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_specdec.runtime.prepacked import PrepackedLinears, prepack
+from hf_specdec.runtime.joined_linears import JoinedLinears
+from hf_specdec.runtime.prepacked import prepack
 
 WIDTH = 512
 pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
@@ -48,7 +49,7 @@ def close(found, wanted) -> bool:
     )
 
 
-def num_products(packed: PrepackedLinears) -> int:
+def num_products(packed: JoinedLinears) -> int:
     return len({id(each) for each in packed._products.values()})
 
 

@@ -8,11 +8,27 @@ from collections.abc import Iterator
 
 import hf_specdec.kernels
 
-from . import check_attention, check_cache, check_drafting, check_invariant, check_sampling, check_verification
+from . import (
+    check_attention,
+    check_cache,
+    check_drafting,
+    check_invariant,
+    check_layers,
+    check_sampling,
+    check_verification,
+)
 from .context import Context
 from .report import Row
 
-CHECKS = (check_attention, check_cache, check_verification, check_sampling, check_drafting, check_invariant)
+CHECKS = (
+    check_attention,
+    check_cache,
+    check_verification,
+    check_sampling,
+    check_drafting,
+    check_invariant,
+    check_layers,
+)
 
 
 def unchecked() -> list[str]:

@@ -235,10 +235,40 @@ def cache_rows(context: Context) -> Iterator[Row]:
     )
 
 
+# ---- linear layers --------------------------------------------------------------------------------------------------
+
+
+def layer_rows(context: Context) -> Iterator[Row]:
+    """The products of a Llama-3.1-8B layer for 1 and 8 rows, beside cuBLAS's (one product per weight)."""
+    from hf_specdec.kernels import linear
+
+    hidden, keys, inner, vocab = (4096, 1024, 14336, 128256) if not context.toy else (32, 16, 48, 64)
+
+    def weight(outputs: int, inputs: int) -> torch.Tensor:
+        return context.randn(outputs, inputs, dtype=torch.bfloat16)
+
+    products: dict[str, list[torch.Tensor]] = {
+        "queries, keys and values": [weight(hidden, hidden), weight(keys, hidden), weight(keys, hidden)],
+        "output": [weight(hidden, hidden)],
+        "gate and up": [weight(inner, hidden), weight(inner, hidden)],
+        "down": [weight(hidden, inner)],
+        "language-model head": [weight(vocab, hidden)],
+    }
+    for name, weights in products.items():
+        for num_rows in (1, 8):
+            x = context.randn(num_rows, weights[0].shape[1], dtype=torch.bfloat16)
+            theirs = context.milliseconds(lambda x=x, weights=weights: [x @ each.T for each in weights])
+            run = lambda x=x, weights=weights: linear.linears(x, weights)  # noqa: E731
+            moved = sum(each.nbytes for each in weights)
+            note = f"cuBLAS {theirs:.4g} ms"
+            yield share_row(context, f"linear layers, {name}, {num_rows} rows", run, moved, None, note)
+
+
 def rows(context: Context) -> Iterator[Row]:
     """The bandwidth first, then every kernel's share of it."""
     yield Row(SECTION, "bandwidth of a copy, read and written", bandwidth(context) / 1e9, "GB/s")
     yield from cache_rows(context)
     yield from verification_rows(context)
     yield from attention_rows(context)
+    yield from layer_rows(context)
     yield from flash_rows(context)

@@ -67,6 +67,25 @@ class PagedLayer(CacheLayerMixin):
         keys, values = self.keys.index_select(0, read), self.values.index_select(0, read)
         return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
 
+    def rotate_and_update(
+        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
+    ) -> torch.Tensor:
+        """`update` with keys [1, Hk, T, D] that are rotated first by angles [1, T, D]; the queries [1, H, T, D], rotated too."""
+        if not self.is_initialized:
+            self.lazy_initialization(keys, values)
+        if uses_triton(keys.device):
+            from ..kernels.cache_ops import write_keys_values
+
+            rotated = write_keys_values(
+                *(states[0].transpose(0, 1) for states in (keys, values)), self.keys, self.values,
+                self.owner.batch.on(keys.device).write_slots, query=query[0].transpose(0, 1),
+                cos=cos[0].contiguous(), sin=sin[0].contiguous(),
+            )  # fmt: skip
+            assert rotated is not None
+            return rotated.transpose(0, 1)[None]
+        self.update(ops.rotate(keys, cos[0], sin[0]), values)
+        return ops.rotate(query, cos[0], sin[0])
+
     def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write keys [T, heads, width] and values to `slots` [T]."""
         if uses_triton(keys.device):

@@ -153,6 +153,12 @@ def layer_list(model: PreTrainedModel) -> tuple[nn.Module, str]:
     raise UnsupportedModel(f"{type(model).__name__} has no list of {count} decoder layers.")
 
 
+def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
+    """The decoder's layers."""
+    decoder, name = layer_list(model)
+    return getattr(decoder, name)
+
+
 @contextlib.contextmanager
 def first_layers(model: PreTrainedModel, count: int | None):
     """Early exit: inside, the model has its first `count` layers only (then its own final norm and head)."""

@@ -16,11 +16,13 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch import nn
+from torch import fx, nn
 from transformers import PreTrainedModel
 
+from ..kernels.dispatch import uses_triton
 from . import architectures
 from .architectures import UnsupportedModel
+from .rewriting import join_norms, put_together, rotate_with_attention, without_dropout
 
 _NO_WINDOW, _WINDOW_OF_LAYER = -1, -2  # operators take integers
 
@@ -61,8 +63,27 @@ _running = _Running()
     schema="(Tensor query, Tensor key, Tensor value, Tensor? sinks, float? scaling, float? softcap, int window) -> Tensor",
 )
 def _attend(query, key, value, sinks, scaling, softcap, window):
+    _pools().update(key, value)
+    return _attention(query, key, value, sinks, scaling, softcap, window)
+
+
+@torch.library.custom_op(
+    "hf_specdec::attend_rotating",
+    mutates_args=(),
+    schema="(Tensor query, Tensor key, Tensor value, Tensor cos, Tensor sin, Tensor? sinks, float? scaling, float? softcap, "
+    "int window) -> Tensor",
+)
+def _attend_rotating(query, key, value, cos, sin, sinks, scaling, softcap, window):
+    query = _pools().rotate_and_update(query, key, value, cos, sin)
+    return _attention(query, key, value, sinks, scaling, softcap, window)
+
+
+def _pools() -> Any:
+    return _running.batch.cache.layers[_running.index]
+
+
+def _attention(query, key, value, sinks, scaling, softcap, window):
     run = _running
-    run.batch.cache.layers[run.index].update(key, value)
     options = {} if window == _WINDOW_OF_LAYER else {"sliding_window": None if window == _NO_WINDOW else window}
     out, _ = run.attention(
         run.module, query, key, value, None, scaling=scaling, softcap=softcap, s_aux=sinks, specdec=run.batch, **options
@@ -75,10 +96,31 @@ def _(query, key, value, sinks, scaling, softcap, window):
     return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
 
 
+@_attend_rotating.register_fake
+def _(query, key, value, cos, sin, sinks, scaling, softcap, window):
+    return query.new_empty(1, query.shape[2], query.shape[1], value.shape[3])
+
+
 def traced_attention(query, key, value, scaling=None, softcap=None, s_aux=None, **kwargs) -> torch.Tensor:
     """Our attention in a layer that is traced: query [1, H, T, D], key and value [1, Hk, T, D] → [1, T, H, Dv]."""
     window = kwargs.get("sliding_window", _WINDOW_OF_LAYER)
     return _attend(query, key, value, s_aux, scaling, softcap, _NO_WINDOW if window is None else window)
+
+
+def rewritten(graph: fx.GraphModule) -> fx.GraphModule:
+    """A traced layer's graph with what our kernels do in fewer launches; it is changed in place."""
+    graph = rotate_with_attention(without_dropout(graph), _attend._opoverload, _attend_rotating._opoverload)
+    graph = put_together(join_norms(graph))
+    graph.graph.lint()
+    graph.recompile()
+    return graph
+
+
+def inductor_after_rewriting(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
+    """Inductor behind `rewritten`: a backend of torch.compile."""
+    from torch._inductor.compile_fx import compile_fx
+
+    return compile_fx(rewritten(graph), inputs)
 
 
 class CompiledLayers:
@@ -89,15 +131,16 @@ class CompiledLayers:
     Args:
         model: attends through our registered attention.
         attention: that attention.
-        backend: of torch.compile.
+        backend: of torch.compile; None: inductor, behind `rewritten` where Triton's kernels run.
 
     Raises:
         UnsupportedModel: there is no C++ compiler for a model on a CPU.
     """
 
-    def __init__(self, model: PreTrainedModel, attention: Callable, backend: str | Callable = "inductor"):
-        if backend == "inductor":
+    def __init__(self, model: PreTrainedModel, attention: Callable, backend: str | Callable | None = None):
+        if backend is None:
             check_compiler(model.device)
+            backend = inductor_after_rewriting if uses_triton(model.device) else "inductor"
         self.attention, self.backend = attention, backend
         self._model = weakref.ref(model)
         self._functions: dict[Any, Callable] = {}  # by the class's own forward

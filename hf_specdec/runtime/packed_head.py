@@ -13,6 +13,7 @@ from transformers import PretrainedConfig
 from ..cache import PagedStaticCache
 from . import architectures
 from .architectures import ATTENTION_NAME
+from .few_row_linears import few_row_linears
 from .graphs import GraphRunner, StaticBatch, check_capturable
 from .packed_batch import PackedBatch, RowInput
 from .prepacked import prepack
@@ -63,7 +64,7 @@ class PackedHead:
     ):
         self.module, self.config, self.num_layers, self.gather = module.eval(), config, num_layers, gather
         config._attn_implementation = "eager" if gather else ATTENTION_NAME
-        self._prepacked = prepack(module, prepack_weights)
+        self._linears = prepack(module, prepack_weights)
         weight = next(module.parameters())
         self.device, self.dtype = device or weight.device, dtype or weight.dtype
 
@@ -82,11 +83,12 @@ class PackedHead:
         check_capturable(self)
         own = copy.copy(self)
         own.graphs = GraphRunner(own)
+        own._linears = few_row_linears(own.module)
         return own
 
     def active(self) -> contextlib.AbstractContextManager:
         """A context in which `forward` is fastest."""
-        return contextlib.nullcontext() if self._prepacked is None else self._prepacked.active()
+        return contextlib.nullcontext() if self._linears is None else self._linears.active()
 
     @torch.no_grad()
     def forward(self, rows: list[RowInput], features: torch.Tensor, cache: PagedStaticCache) -> torch.Tensor:

@@ -22,6 +22,7 @@ from ..kernels.transfer import upload
 from . import architectures, invariant_check, self_test
 from .architectures import ATTENTION_NAME, UnsupportedModel
 from .compiled import TRACED, CompiledLayers, compiled_layers, traced_attention
+from .few_row_linears import few_row_linears
 from .graphs import GraphRunner, StaticBatch, check_capturable
 from .invariant_ops import InvariantOps
 from .packed_batch import PackedBatch, RowInput
@@ -130,13 +131,13 @@ class PackedModel:
         self._compiled: CompiledLayers | None = None
         # Packed weights are not used for products of few rows, which determinism forbids, nor can they be compiled.
         prepack_weights = False if deterministic or compile else prepack_weights
-        self._prepacked = None if quantization is not None else prepack(model, prepack_weights)
+        self._linears = None if quantization is not None else prepack(model, prepack_weights)
         self.graphs: GraphRunner | None = None
         self_test.check(self)
         if quantization is not None:
             self._quantize(quantization, owned)
             with self._quantized_weights():
-                self._prepacked = prepack(model, prepack_weights)
+                self._linears = prepack(model, prepack_weights)
         if deterministic:
             self.deterministic = True
             invariant_check.check(self)
@@ -145,6 +146,8 @@ class PackedModel:
         if cuda_graphs:
             check_capturable(self)
             self.graphs = GraphRunner(self, by_lines=deterministic)
+            if not deterministic:
+                self._linears = few_row_linears(model, left_out=architectures.decoder_layers(model) if compile else ())
 
     @property
     def module(self) -> PreTrainedModel:
@@ -217,8 +220,8 @@ class PackedModel:
                 stack.callback(self.model.set_attn_implementation, self.config._attn_implementation)
                 self.model.set_attn_implementation(ATTENTION_NAME)
             stack.enter_context(self._quantized_weights())
-            if self._prepacked is not None:
-                stack.enter_context(self._prepacked.active())
+            if self._linears is not None:
+                stack.enter_context(self._linears.active())
             if self._compiled is not None:
                 stack.enter_context(self._compiled.active())
             return stack.pop_all()

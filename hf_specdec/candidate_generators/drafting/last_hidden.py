@@ -14,7 +14,9 @@ from torch import nn
 
 from ...kernels.transfer import upload
 from ...runtime import PackedModel, Sequence, Taps
-from ...runtime.prepacked import PrepackedLinears, prepack
+from ...runtime.few_row_linears import few_row_linears
+from ...runtime.joined_linears import JoinedLinears
+from ...runtime.prepacked import prepack
 from ..base import DrafterContext, StepOutcome
 from ..heads.config import ProposedLengthConfig
 from ..heads.target_parts import place_of
@@ -89,16 +91,17 @@ class LastHiddenGenerator(GrowingGenerator):
         self.hidden: torch.Tensor | None = None  # [slots, H]
         self._free: list[int] = []
         self._num_expected = 1
-        self._prepacked: PrepackedLinears | None = None
+        self._linears: JoinedLinears | None = None
 
     def set_heads(self, heads: nn.Module, num_heads: int) -> None:
-        """The drafter's weights, on their device (prepacked on a CPU), and how many heads there are: how deep it can draft.
+        """The drafter's weights, on their device, and how many heads there are: how deep it can draft.
 
         Raises:
             SpeculativeConfigError: the configuration asks for deeper drafts.
         """
         self._heads = heads
-        self._prepacked = prepack(heads, self.config.prepack_weights)
+        graphs = self.target.graphs is not None
+        self._linears = few_row_linears(heads) if graphs else prepack(heads, self.config.prepack_weights)
         self.shape = bounded_shape(self.config, self.shape, num_heads)
         self.config = self.settled(self.config)
 
@@ -157,8 +160,8 @@ class LastHiddenGenerator(GrowingGenerator):
         return self.hidden
 
     def active(self) -> contextlib.AbstractContextManager:
-        """The heads' weights are prepacked."""
-        return contextlib.nullcontext() if self._prepacked is None else self._prepacked.active()
+        """The heads' layers are served as is fastest."""
+        return contextlib.nullcontext() if self._linears is None else self._linears.active()
 
     def allocate(self, num_tokens: int, num_sequences: int, block_size: int) -> None:
         """A row per sequence, when the first is known."""

@@ -1,0 +1,74 @@
+"""Root-mean-square norms in Triton (definition: Zhang and Sennrich 2019, rounded as transformers' RMSNorm modules round)."""
+
+# pyright: reportCallIssue=false
+from __future__ import annotations
+
+import torch
+import triton
+import triton.language as tl
+
+from .compiling import CompileCase
+
+MOST_WIDTH = 16384  # of a row that one program holds
+_DTYPES = (torch.bfloat16, torch.float16, torch.float32)
+
+
+@triton.jit
+def rms_norm_kernel(out, x, weight, eps, width, BLOCK: tl.constexpr):
+    """out [R, H] = weight [H] * round(x / sqrt(mean(x^2) + eps)); one program per row."""
+    row = tl.program_id(0).to(tl.int64) * width
+    columns = tl.arange(0, BLOCK)
+    inside = columns < width
+    own = tl.load(x + row + columns, mask=inside, other=0.0).to(tl.float32)
+    scale = tl.load(weight + columns, mask=inside, other=0.0).to(tl.float32)
+    mean = tl.sum(own * own, axis=0) / width
+    normed = (own * tl.rsqrt(mean + eps)).to(out.dtype.element_ty).to(tl.float32)
+    tl.store(out + row + columns, (scale * normed).to(out.dtype.element_ty), mask=inside)
+
+
+def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
+    """weight * (x / sqrt(mean(x^2) + eps)), computed in float32, rounded to x's dtype before and after the weight.
+
+    Args:
+        x: [..., H] of bfloat16, float16 or float32, H up to MOST_WIDTH.
+        weight: [H], of x's dtype.
+
+    Raises:
+        ValueError: other shapes or dtypes.
+    """
+    width = x.shape[-1]
+    if weight.shape != (width,) or x.dtype not in _DTYPES or weight.dtype != x.dtype or width > MOST_WIDTH:
+        raise ValueError(
+            f"a norm of {tuple(x.shape)}, {x.dtype}, with a weight {tuple(weight.shape)}, {weight.dtype}: widths (up to "
+            f"{MOST_WIDTH}) and dtypes (bfloat16, float16 or float32) must be the same."
+        )
+    x = x.contiguous()
+    out = torch.empty_like(x)
+    if out.numel():
+        with torch.cuda.device_of(x):
+            rms_norm_kernel[(x.numel() // width,)](
+                out,
+                x,
+                weight.contiguous(),
+                eps,
+                width,
+                BLOCK=triton.next_power_of_2(width),
+                num_warps=_num_warps(width),
+            )
+    return out
+
+
+def _num_warps(width: int) -> int:
+    """16 elements a thread: what it loads at once is all there is to wait for."""
+    return min(max(triton.next_power_of_2(width) // 512, 1), 16)
+
+
+def compile_cases() -> list[CompileCase]:
+    """Of Llama-3.1-8B and of a head's queries."""
+    cases = []
+    for kind, width in (("bf16", 4096), ("bf16", 128), ("fp32", 4096)):
+        signature = {**dict.fromkeys(("out", "x", "weight"), f"*{kind}"), "eps": "fp32", "width": "i32"}
+        cases.append(
+            CompileCase(f"rms norm {kind}, {width}", rms_norm_kernel, signature, {"BLOCK": width}, _num_warps(width))
+        )
+    return cases
