@@ -29,7 +29,7 @@ def pair():
 
 @pytest.mark.gpu
 @needs_gpu
-@pytest.mark.parametrize("keys", [{}, {"cuda_graphs": True}], ids=["eager", "graphs"])
+@pytest.mark.parametrize("keys", [{"cuda_graphs": False}, {"cuda_graphs": True}], ids=["eager", "graphs"])
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize(("method", "shape"), METHODS)
 def test_the_gpu_writes_what_the_cpu_writes(pair, method, shape, rule, keys):

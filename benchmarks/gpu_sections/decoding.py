@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import importlib.util
 from collections.abc import Iterator
-from dataclasses import fields
 from typing import Any
 
 import torch
@@ -25,15 +25,13 @@ SECTION = "decoding"
 K = 5
 
 
-def has_key(key: str) -> bool:
-    """Whether configurations know it."""
-    return key in {field.name for field in fields(hf_specdec.SpeculativeConfig)}
-
-
 def ways_of_running(context: Context) -> dict[str, dict[str, Any]]:
     """Keys for each way our steps can be run, the fastest first."""
-    eager: dict[str, dict[str, Any]] = {"eager": {}}
-    return {"graphs": {"cuda_graphs": True}, **eager} if context.on_gpu else eager
+    eager: dict[str, dict[str, Any]] = {"eager": {"cuda_graphs": False}}
+    if not context.on_gpu:
+        return eager
+    graphs = {"cuda_graphs": True}
+    return {"graphs, compiled": {**graphs, "compile": True}, "graphs": graphs, **eager}
 
 
 def prompts(context: Context, models: Models, batch_size: int) -> Any:
@@ -172,7 +170,7 @@ def profile_rows(context: Context, models: Models) -> Iterator[Row]:
 def deterministic_rows(context: Context, models: Models) -> Iterator[Row]:
     """Whether drafts change nothing, not even in bfloat16, and what that costs."""
     batch, (_, length) = prompts(context, models, 1 if context.toy else 8), lengths(context)
-    usual = next(iter(ways_of_running(context).values()))
+    usual = {"cuda_graphs": context.on_gpu}
     keys = {**usual, "deterministic": True}
     with kernels("reference" if context.toy else "triton"):  # interpreted products of whole models take minutes
         plain = run(models, batch, our_way(models, "plain", "", keys), length).sequences
@@ -189,26 +187,24 @@ def deterministic_rows(context: Context, models: Models) -> Iterator[Row]:
     )
 
 
-def option_rows(context: Context, models: Models) -> Iterator[Row]:
-    """Keys that cost a compilation or another copy of the weights, and transformers' compiled static cache: last, as slow to
-    start."""
-    if not context.on_gpu:
+def compiled_rows(context: Context, models: Models) -> Iterator[Row]:
+    """transformers' static cache, compiled."""
+    if context.on_gpu:
+        static = Way("transformers, static cache and compile", {"cache_implementation": "static"}, whole_calls=True)
+        timing = measure(context, models, prompts(context, models, 1), static, lengths(context))
+        yield speed_row(static, 1, timing, None)
+
+
+def quantized_rows(context: Context, models: Models) -> Iterator[Row]:
+    """Weight-only quantization of the target, which keeps another copy of the weights."""
+    if not context.on_gpu or importlib.util.find_spec("torchao") is None:
         return
-    batch, keys = prompts(context, models, 1), {"cuda_graphs": True}
-    if has_key("compile"):
-        for tokens in (1, 8):
-            timing = measure(context, models, batch, step_way(tokens, {**keys, "compile": True}), lengths(context))
-            name = f"step, graphs and compile, batch 1, {tokens} tokens"
-            yield Row(SECTION, name, timing.step_ms, "ms", note=timing.note)
+    for kind in ("wint8", "wint4"):
+        keys = {**next(iter(ways_of_running(context).values())), "target_quantization": kind}
+        timing = measure(context, models, prompts(context, models, 1), step_way(1, keys), lengths(context))
+        name = f"step, graphs, compiled, {kind} target, batch 1, 1 token"
+        yield Row(SECTION, name, timing.step_ms, "ms", note=timing.note)
         hf_specdec.release(models.target)
-    static = Way("transformers, static cache and compile", {"cache_implementation": "static"}, whole_calls=True)
-    yield speed_row(static, 1, measure(context, models, batch, static, lengths(context)), None)
-    if has_key("target_quantization"):
-        for kind in ("wint8", "wint4"):
-            quantized = {**keys, "target_quantization": kind}
-            timing = measure(context, models, batch, step_way(1, quantized), lengths(context))
-            yield Row(SECTION, f"step, graphs, {kind} target, batch 1, 1 token", timing.step_ms, "ms", note=timing.note)
-            hf_specdec.release(models.target)
 
 
 def rows(context: Context) -> Iterator[Row]:
@@ -226,12 +222,12 @@ def rows(context: Context) -> Iterator[Row]:
             note=f"{target.dtype}, vocabulary {target.config.vocab_size}",
         )
         sizes = (1,) if context.toy else (1, 8, 32, 128)
-        for how, keys in ways_of_running(context).items():
-            yield from step_rows(context, models, how, keys, sizes if how == "graphs" or context.toy else sizes[:2])
+        for i, (how, keys) in enumerate(ways_of_running(context).items()):
+            yield from step_rows(context, models, how, keys, (sizes, sizes[:2], sizes[:1])[i])
         yield from speed_rows(context, models, sizes)
         yield from profile_rows(context, models)
-        if has_key("deterministic"):
-            yield from deterministic_rows(context, models)
-        yield from option_rows(context, models)
+        yield from compiled_rows(context, models)
+        yield from deterministic_rows(context, models)
+        yield from quantized_rows(context, models)
     if context.on_gpu:
         torch.cuda.empty_cache()

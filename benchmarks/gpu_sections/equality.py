@@ -28,6 +28,7 @@ RULES: dict[str, dict[str, Any]] = {
 }
 TREES = ("token_recycling", "eagle3", "medusa")  # what the interpreter drafts in trees
 DRAWN = ("ngram", "eagle3")  # and what it draws with noise
+COMPILED = ("ngram", "eagle3")  # every call traces the target's layers again
 
 
 @dataclass
@@ -104,14 +105,19 @@ def left_out(method: str, shape: str, rule: str) -> bool:
 
 
 def rows(context: Context) -> Iterator[Row]:
-    """Greedy first, then coupled; each with kernels launched one by one and, on a GPU, as graphs."""
+    """Greedy first, then coupled; each with kernels launched one by one and, on a GPU, as graphs, some compiled."""
     torch.backends.cuda.matmul.allow_tf32 = False
     pair = Pair.make(context, 4 if context.toy else 32)
-    hows = {"eager": {}, "graphs": {"cuda_graphs": True}} if context.on_gpu else {"eager": {}}
+    graphs = {"cuda_graphs": True}
+    hows: dict[str, dict[str, Any]] = {"eager": {"cuda_graphs": False}}
+    if context.on_gpu:
+        hows |= {"graphs": graphs, "graphs, compiled": {**graphs, "compile": True}}
     for rule in RULES:
         expected: dict[tuple[str, str], torch.Tensor] = {}
         for how, keys in hows.items():
             for method, shapes in CONFIGS.items():
+                if "compile" in keys and method not in COMPILED:
+                    continue
                 if method == "suffix" and importlib.util.find_spec("arctic_inference") is None:
                     yield Row(SECTION, f"{rule}, {how}: {method}", note="left out: arctic-inference is not installed")
                     continue

@@ -25,6 +25,8 @@ KINDS = {
     ),
     "cache": ("write_kernel", "move_kernel"),
     "linear layers": (
+        "few_rows_kernel",
+        "gated_kernel",
         "gemm",
         "gemv",
         "nvjet",
@@ -37,6 +39,7 @@ KINDS = {
         "mkldnn",
         "linear",
     ),
+    "norms": ("rms_norm_kernel",),
     "copies": ("memcpy", "memset", "copy_"),
 }
 
