@@ -208,3 +208,41 @@ def test_norms_that_cannot_be():
     ):
         with pytest.raises(ValueError, match="must be the same"):
             rms_norm(x, weight, 1e-5)
+
+
+# ---- operators of traced layers -------------------------------------------------------------------------------------
+
+
+@needs_triton
+@pytest.mark.parametrize("count", [1, 16, 17])
+def test_operators_of_traced_layers(linear, count, monkeypatch):
+    """Few rows go to the kernels, more to torch; both give what layers give."""
+    from hf_specdec.runtime.rewriting import linears as operators
+    from hf_specdec.runtime.rewriting.norms import rms_norm
+
+    monkeypatch.setenv("HF_SPECDEC_KERNELS", "triton")
+    calls = []
+    for name in ("linears", "gated_linear"):
+        original = getattr(linear, name)
+        monkeypatch.setattr(linear, name, lambda *args, call=original: calls.append(call) or call(*args))
+    torch.manual_seed(0)
+    x, gate, up = (draw(*shape, dtype=torch.float16) for shape in ((1, count, 64), (96, 64), (96, 64)))
+    bias, square, residual = (
+        draw(96, dtype=torch.float16),
+        draw(64, 64, dtype=torch.float16),
+        draw(1, count, 64, dtype=torch.float16),
+    )
+    wide = x.double()
+    pairs = [
+        *zip(
+            operators.linears(x, [gate, up], [bias, bias]),
+            (wide @ w.double().T + bias.double() for w in (gate, up)),
+            strict=True,
+        ),
+        (operators.gated_linear(x, gate, up), F.silu(wide @ gate.double().T) * (wide @ up.double().T)),
+        (operators.linear_and_residual(x, square, None, residual), residual.double() + wide @ square.double().T),
+        (rms_norm(x, bias[:64], 1e-5), bias[:64].double() * wide / (wide.pow(2).mean(-1, keepdim=True) + 1e-5).sqrt()),
+    ]
+    for found, wanted in pairs:
+        assert found.shape == wanted.shape and error(found, wanted) < 2 * BOUNDS[torch.float16]
+    assert len(calls) == (3 if count <= linear.MOST_ROWS else 0)

@@ -7,6 +7,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .attention_launch import next_power_of_two
 from .compiling import CompileCase
 
 MOST_WIDTH = 16384  # of a row that one program holds
@@ -52,7 +53,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
                 weight.contiguous(),
                 eps,
                 width,
-                BLOCK=triton.next_power_of_2(width),
+                BLOCK=next_power_of_two(width),
                 num_warps=_num_warps(width),
             )
     return out
@@ -60,7 +61,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
 
 def _num_warps(width: int) -> int:
     """16 elements a thread: what it loads at once is all there is to wait for."""
-    return min(max(triton.next_power_of_2(width) // 512, 1), 16)
+    return min(max(next_power_of_two(width) // 512, 1), 16)
 
 
 def compile_cases() -> list[CompileCase]:
