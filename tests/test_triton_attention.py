@@ -174,6 +174,8 @@ LAUNCHES = [
     AttentionLaunch(32, 32, 4, 2, num_splits=3, keys_per_split=32),
     AttentionLaunch(16, 16, 4, 2, num_splits=5, keys_per_split=16),
     AttentionLaunch(16, 32, 4, 2, num_splits=4, keys_per_split=64, fixed_splits=True),
+    AttentionLaunch(16, 16, 4, 2, num_splits=3, keys_per_split=32, peel=False),
+    AttentionLaunch(32, 16, 4, 2, peel=False, late_sums=True),
 ]
 
 

@@ -15,6 +15,7 @@ from .attention_launch import (
     choose_launch,
     device_limits,
     head_widths,
+    merge_tile,
     next_power_of_two,
     num_tiles,
 )
@@ -69,6 +70,8 @@ def paged_attention(
     _check(query, key_pool, value_pool, inputs, scaling, window, alibi_slopes, out)
     if num_tokens == 0 or inputs.max_query_length == 0 or inputs.block_tables.shape[0] == 0:
         return out
+    words = 0 if inputs.visibility is None else inputs.visibility.shape[1]
+    biased = window is not None or alibi_slopes is not None
     shape = AttentionShape(
         num_rows=inputs.block_tables.shape[0],
         num_tokens=num_tokens,
@@ -80,6 +83,7 @@ def paged_attention(
         value_width=value_width,
         itemsize=query.element_size(),
         values_in_keys=_values_in_keys(key_pool, value_pool, head_widths(width)[0]),
+        masks_load=words > 1 or (biased and inputs.region_positions is not None),
     )
     if launch is None:
         launch = choose_launch(shape, device_limits(query.device), invariant)
@@ -92,7 +96,6 @@ def paged_attention(
         lse = query.new_empty(num_tokens, num_heads, splits, dtype=torch.float32)
     log2e = LOG2E.value
     width1, width2 = head_widths(width)
-    words = 0 if inputs.visibility is None else inputs.visibility.shape[1]
     with torch.cuda.device_of(query):  # a model may be spread over several; on the CPU this does nothing
         attention_kernel[num_kv_heads, tiles, splits](
             out, partial, lse, query, key_pool, value_pool, inputs.block_tables, inputs.query_starts, inputs.key_lengths,
@@ -105,14 +108,17 @@ def paged_attention(
             VALUE_WIDTH=value_width, VALUE_BLOCK=max(next_power_of_two(value_width), 16),
             BLOCK_SIZE=inputs.block_size, WORDS=words, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
             VALUES_IN_KEYS=shape.values_in_keys, SPLIT=split, FIXED_SPLITS=launch.fixed_splits,
-            BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, STAGES=launch.num_stages, UPCAST=not query.is_cuda,
+            BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, STAGES=launch.num_stages, PEEL=launch.peel,
+            LATE_SUMS=launch.late_sums, EARLY_MERGE=split and launch.early_merge, UPCAST=not query.is_cuda,
             num_warps=launch.num_warps,
         )  # fmt: skip
         if split:
-            block_v = min(max(next_power_of_two(value_width), 16), 128)
+            block_v, block_s = merge_tile(value_width, launch)
+            options = {"launch_pdl": True} if launch.early_merge else {}
             merge_kernel[num_tokens, num_heads, triton.cdiv(value_width, block_v)](
                 out, partial, lse, inputs.query_starts, sinks, out.stride(0), out.stride(1), shape.num_rows, splits,
-                VALUE_WIDTH=value_width, BLOCK_V=block_v, BLOCK_S=8, num_warps=2,
+                VALUE_WIDTH=value_width, BLOCK_V=block_v, BLOCK_S=block_s, EARLY=launch.early_merge, num_warps=2,
+                **options,
             )  # fmt: skip
     return out
 
@@ -177,9 +183,10 @@ def compile_cases() -> list[CompileCase]:
             "sinks": "*bf16",
         }
         integers = dict.fromkeys(("out_token", "out_head", "num_rows", "num_splits"), "i32")
-        constants = {"VALUE_WIDTH": width, "BLOCK_V": block, "BLOCK_S": 8}
+        constants = {"VALUE_WIDTH": width, "BLOCK_V": block, "BLOCK_S": 32, "EARLY": True}
         unaligned = ("num_rows", "num_splits")
-        cases.append(CompileCase(name, merge_kernel, {**pointers, **integers}, constants, 2, 3, unaligned))
+        signature = {**pointers, **integers}
+        cases.append(CompileCase(name, merge_kernel, signature, constants, 2, 3, unaligned, ("EARLY",)))
     return cases
 
 
@@ -211,5 +218,7 @@ def _attention_case(name, dtype, rows, tokens, keys, kv_heads, group, width, val
         "HAS_WINDOW": windowed, "HAS_SOFTCAP": options.get("softcap", False),
         "VALUES_IN_KEYS": in_keys, "SPLIT": split, "FIXED_SPLITS": launch.fixed_splits,
         "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n, "STAGES": launch.num_stages, "UPCAST": False,
+        "PEEL": launch.peel, "LATE_SUMS": launch.late_sums, "EARLY_MERGE": split and launch.early_merge,
     }  # fmt: skip
-    return CompileCase(name, attention_kernel, signature, constants, launch.num_warps, launch.num_stages, unaligned)
+    tile = launch.num_warps, launch.num_stages
+    return CompileCase(name, attention_kernel, signature, constants, *tile, unaligned, ("EARLY_MERGE",))

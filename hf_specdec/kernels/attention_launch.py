@@ -7,6 +7,8 @@ from dataclasses import dataclass
 
 import torch
 
+UNSPLIT_KEYS = 256  # a program is through with them before a second launch would be
+
 
 @dataclass(frozen=True)
 class AttentionLaunch:
@@ -19,6 +21,9 @@ class AttentionLaunch:
         num_splits: programs that share a row's keys; 1: no merge launch.
         keys_per_split: the least keys of a split, a multiple of block_n.
         fixed_splits: splits begin at multiples of `keys_per_split`, whatever the row's length and the batch are.
+        peel: tiles of keys that all queries see go through a loop without masks.
+        late_sums: sums of weights are kept key by key to the end.
+        early_merge: the merge is launched while attention runs (programmatic dependent launch).
     """
 
     block_m: int
@@ -28,11 +33,15 @@ class AttentionLaunch:
     num_splits: int = 1
     keys_per_split: int = 256
     fixed_splits: bool = False
+    peel: bool = True
+    late_sums: bool = False
+    early_merge: bool = False
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What the choice depends on; `max_query_length` and `max_key_length` are buckets, widths are in elements."""
+    """What the choice depends on; `max_query_length` and `max_key_length` are buckets, widths are in elements; `masks_load`: what
+    a query sees takes loads for every tile of keys."""
 
     num_rows: int
     num_tokens: int
@@ -44,17 +53,19 @@ class AttentionShape:
     value_width: int
     itemsize: int
     values_in_keys: bool = False
+    masks_load: bool = False
 
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """Multiprocessors, and the shared memory one block may have, in bytes."""
+    """Multiprocessors, the shared memory one block may have, in bytes, and whether launches may overlap (Hopper and later)."""
 
     num_sms: int
     shared_memory: int
+    dependent_launch: bool = False
 
 
-H200 = DeviceLimits(132, 227 * 1024)
+H200 = DeviceLimits(132, 227 * 1024, True)
 
 
 def next_power_of_two(n: int) -> int:
@@ -76,7 +87,8 @@ def device_limits(device: torch.device) -> DeviceLimits:
     if device.type != "cuda":
         return DeviceLimits(1, 100 * 1024)
     properties = torch.cuda.get_device_properties(device)
-    return DeviceLimits(properties.multi_processor_count, properties.shared_memory_per_block_optin)
+    overlap = torch.version.hip is None and properties.major >= 9
+    return DeviceLimits(properties.multi_processor_count, properties.shared_memory_per_block_optin, overlap)
 
 
 def num_tiles(shape: AttentionShape, block_m: int) -> tuple[int, int]:
@@ -91,13 +103,19 @@ def num_tiles(shape: AttentionShape, block_m: int) -> tuple[int, int]:
 def choose_splits(programs: int, max_key_length: int, at_once: int, keys_per_split: int) -> int:
     """Splits that fill a device which runs `at_once` programs: the fewest with nearly as full a last wave as the best."""
     most = min(max_key_length // keys_per_split, 64)
-    if programs >= at_once or most <= 1:
+    if programs >= at_once or most <= 1 or max_key_length <= UNSPLIT_KEYS:
         return 1
     efficiency = [programs * s / at_once / -(-programs * s // at_once) for s in range(1, most + 1)]
     # Past two waves more splits only add partial results.
     candidates = [s for s in range(1, most + 1) if programs * s <= 2 * at_once]
     best = max(efficiency[s - 1] for s in candidates)
-    return next(s for s in candidates if efficiency[s - 1] >= 0.9 * best)
+    return next(s for s in candidates if efficiency[s - 1] >= 0.97 * best)
+
+
+def merge_tile(value_width: int, launch: AttentionLaunch) -> tuple[int, int]:
+    """Value columns and splits that a program of the merge reads at once: all splits where their number may change bits."""
+    block_v = min(max(next_power_of_two(value_width), 16), 128)
+    return block_v, 8 if launch.fixed_splits or launch.num_splits <= 8 else 32
 
 
 @functools.lru_cache(maxsize=1024)
@@ -127,12 +145,17 @@ def choose_launch(shape: AttentionShape, limits: DeviceLimits, invariant: bool =
     # From 64 queries on Hopper multiplies asynchronously, which holds one more tile of keys.
     in_flight = room // (block_n * key_bytes) - (1 if block_m >= 64 else 0)
     num_stages = 1 + min(max(in_flight, 1), 3)
-    keys_per_split = 256
+    keys_per_split = 128
     if invariant:
         keys_per_split = 1024
         num_splits = max(-(-shape.max_key_length // keys_per_split), 1)
-        return AttentionLaunch(block_m, block_n, num_warps, num_stages, num_splits, keys_per_split, True)
+        return AttentionLaunch(block_m, block_n, num_warps, num_stages, num_splits, keys_per_split, fixed_splits=True)
     tiles, _ = num_tiles(shape, block_m)
     at_once = programs_at_once * limits.num_sms
     num_splits = choose_splits(tiles * shape.num_kv_heads, shape.max_key_length, at_once, keys_per_split)
-    return AttentionLaunch(block_m, block_n, num_warps, num_stages, num_splits, keys_per_split)
+    # Masks of few queries cost less than a loop of their own, which would start when the other one's loads are used up.
+    peel = shape.masks_load or block_m > 32 or shape.itemsize == 4
+    early = limits.dependent_launch
+    return AttentionLaunch(
+        block_m, block_n, num_warps, num_stages, num_splits, keys_per_split, peel=peel, early_merge=early
+    )
