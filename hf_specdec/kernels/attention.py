@@ -193,10 +193,13 @@ def compile_cases() -> list[CompileCase]:
 def _attention_case(name, dtype, rows, tokens, keys, kv_heads, group, width, value_width, options) -> CompileCase:
     itemsize = 4 if dtype == "fp32" else 2
     in_keys = options.get("values_in_keys", False)
-    shape = AttentionShape(rows, rows * tokens, tokens, keys, kv_heads, group, width, value_width, itemsize, in_keys)
+    trees, windowed, biased = (options.get(key, False) for key in ("trees", "window", "slopes"))
+    masks_load = trees and (tokens > 32 or windowed or biased)
+    shape = AttentionShape(
+        rows, rows * tokens, tokens, keys, kv_heads, group, width, value_width, itemsize, in_keys, masks_load
+    )
     launch = choose_launch(shape, H200, options.get("invariant", False))
     split = launch.num_splits > 1 or launch.fixed_splits
-    trees, windowed, biased = (options.get(key, False) for key in ("trees", "window", "slopes"))
     optional = {
         "partial": ("*fp32", split), "partial_lse": ("*fp32", split), "visibility": ("*i32", trees),
         "region_lengths": ("*i32", trees), "positions": ("*i32", windowed or biased),
