@@ -158,6 +158,7 @@ def compile_cases() -> list[CompileCase]:
     trees, windowed = {"trees": True}, {"trees": True, "window": True}
     shapes: list[tuple] = [
         ("decode llama-8b 32k", "bf16", 1, 1, 32768, 8, 4, 128, 128, {}),
+        ("decode llama-8b 512", "bf16", 1, 1, 512, 8, 4, 128, 128, {}),
         ("decode llama-8b 64x2k", "bf16", 64, 1, 2048, 8, 4, 128, 128, {}),
         ("verify tree of 8 llama-8b", "bf16", 1, 8, 32768, 8, 4, 128, 128, trees),
         ("verify tree of 64 llama-8b", "fp16", 8, 64, 4096, 8, 4, 128, 128, trees),
@@ -174,7 +175,11 @@ def compile_cases() -> list[CompileCase]:
         ("invariant llama-8b", "bf16", 8, 8, 8192, 8, 4, 128, 128, {**trees, "invariant": True}),
     ]
     cases = [_attention_case(*shape) for shape in shapes]
-    for name, width, block in (("merge 128", 128, 128), ("merge 512", 512, 128)):
+    for name, width, block_s in (
+        ("merge 8 of 128", 128, 8),
+        ("merge 64 of 128", 128, 64),
+        ("merge 64 of 512", 512, 64),
+    ):
         pointers = {
             "out": "*bf16",
             "partial": "*fp32",
@@ -183,7 +188,7 @@ def compile_cases() -> list[CompileCase]:
             "sinks": "*bf16",
         }
         integers = dict.fromkeys(("out_token", "out_head", "num_rows", "num_splits"), "i32")
-        constants = {"VALUE_WIDTH": width, "BLOCK_V": block, "BLOCK_S": 32, "EARLY": True}
+        constants = {"VALUE_WIDTH": width, "BLOCK_V": 128, "BLOCK_S": block_s, "EARLY": True}
         unaligned = ("num_rows", "num_splits")
         signature = {**pointers, **integers}
         cases.append(CompileCase(name, merge_kernel, signature, constants, 2, 3, unaligned, ("EARLY",)))

@@ -157,6 +157,10 @@ def attention_kernel(
         begin = tl.minimum(begin, tl.minimum(region_start, end)) // BLOCK_N * BLOCK_N
     if SPLIT:
         begin, end = _of_split(tl.program_id(2), begin, end, num_splits, keys_per_split, FIXED_SPLITS, BLOCK_N)
+        if begin >= end:  # more splits than this row has work for: the bucket has longer ones
+            lines_out = (packed * (tl.num_programs(0) * GROUP) + head) * num_splits + tl.program_id(2)
+            tl.store(partial_lse + lines_out, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=valid)
+            return
     open_end = tl.minimum(open_end // BLOCK_N * BLOCK_N, end)
     table = block_tables + row.to(tl.int64) * table_row
     if not PEEL:
