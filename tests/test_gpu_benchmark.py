@@ -16,8 +16,10 @@ from transformers import LlamaConfig, LlamaForCausalLM
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 sys.path.insert(0, str(Path(__file__).parents[1] / "recipes" / "tiny"))
 
+from gpu_sections import context as context_module
 from gpu_sections import floors
 from gpu_sections.budget import Budget, OutOfTime, share
+from gpu_sections.context import Context
 from gpu_sections.report import Report, Row, SectionResult, at_least, at_most, condensed, number, summary, table
 
 BENCHMARKS = Path(__file__).parents[1] / "benchmarks"
@@ -116,6 +118,43 @@ def test_floors():
     assert floors.logits_bytes(512, 128256, 2) == 512 * 128256 * 2
     assert floors.moved_bytes(10, 32, 8, 128, 2) == 2 * 10 * 32 * 2 * 8 * 128 * 2
     assert floors.milliseconds_of(4e9, 4e12) == 1.0
+
+
+@pytest.mark.parametrize("flush", [True, False])
+def test_kernels_are_timed_alone_after_a_read_of_what_they_do_not_need(monkeypatch, flush):
+    """With a stand-in for the GPU: it writes down what it is told, and a run takes 2 ms, but now and then 50."""
+    told, runs = [], []
+
+    class Event:
+        def __init__(self, enable_timing):
+            assert enable_timing
+
+        def record(self):
+            told.append("event")
+            self.runs = len(runs)
+
+        def elapsed_time(self, end):
+            assert end.runs == self.runs + 1
+            return 50.0 if end.runs % 5 == 0 else 2.0
+
+    def run():
+        told.append("run")
+        runs.append(1)
+
+    def read(tensor, dim, out):
+        told.append("read")
+        assert tensor.nbytes == 4096
+
+    monkeypatch.setattr(Context, "on_gpu", property(lambda self: True))
+    monkeypatch.setattr(context_module, "captured", lambda run: run)
+    monkeypatch.setattr(context_module, "FLUSHED", 4096)
+    monkeypatch.setattr(torch.cuda, "Event", Event)
+    monkeypatch.setattr(torch.cuda, "synchronize", lambda: told.append("wait"))
+    monkeypatch.setattr(torch, "sum", read)
+    took = Context(torch.device("cpu"), False, Budget(600)).milliseconds(run, flush=flush)
+    assert took == 2.0 and len(runs) == 10 + 12 + 50  # an estimate, 25 ms to warm up, 100 ms
+    one = ["read"] * flush + ["event", "run", "event"]
+    assert told == [*one * 10, "wait", *one * 12, "wait", *one * 50, "wait"]
 
 
 @pytest.mark.parametrize("tied", [True, False])

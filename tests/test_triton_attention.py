@@ -18,6 +18,7 @@ from hf_specdec.kernels.attention_launch import (
     choose_launch,
     choose_splits,
     head_widths,
+    merge_tile,
     num_tiles,
 )
 
@@ -174,6 +175,9 @@ LAUNCHES = [
     AttentionLaunch(32, 32, 4, 2, num_splits=3, keys_per_split=32),
     AttentionLaunch(16, 16, 4, 2, num_splits=5, keys_per_split=16),
     AttentionLaunch(16, 32, 4, 2, num_splits=4, keys_per_split=64, fixed_splits=True),
+    AttentionLaunch(16, 16, 4, 2, num_splits=3, keys_per_split=32, peel=False),
+    AttentionLaunch(32, 16, 4, 2, peel=False, late_sums=True),
+    AttentionLaunch(16, 16, 4, 2, num_splits=12, keys_per_split=16, peel=False),
 ]
 
 
@@ -318,6 +322,25 @@ def test_padding_of_a_graph_bucket(launch):
 
 
 @needs_triton
+@pytest.mark.parametrize("launch", [None, LAUNCHES[3], LAUNCHES[4], LAUNCHES[7]], ids=["33", "5", "fixed", "12"])
+def test_rows_with_fewer_tiles_than_splits(launch):
+    """A bucket for long rows holds short ones: splits without keys leave no trace, whatever their results' memory held."""
+    if launch is None:  # as an H200 is given
+        launch = choose_launch(dataclasses.replace(llama(1, 1, 32768), itemsize=4), H200)
+        launch = dataclasses.replace(launch, keys_per_split=16, early_merge=False)
+        assert launch.num_splits == 33
+    rng = np.random.default_rng(3)
+    rows = [RowDescription([], 1, 1), RowDescription([], 3, 30), random_row(rng, "tree", 50, 6)]
+    batch = Batch(rows, 2, 1, 16, 16, torch.float32, 16, max_blocks=64)
+    torch.use_deterministic_algorithms(True)  # new tensors are full of NaN
+    try:
+        for options in ({}, {"window": 9, "sinks": torch.tensor([0.5, -1.0])}):
+            check(batch.run(launch=launch, **options), batch.plain(**options))
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+@needs_triton
 def test_a_trash_row_full_of_poison_harms_no_other_row():
     """A padding token may read a trash block that holds anything; its NaN stays its own."""
     batch = Batch([RowDescription([], 2, 20), RowDescription([], 1, 1)], 2, 1, 16, 16, torch.float32, 16)
@@ -441,15 +464,39 @@ def llama(rows, tokens, keys):
 
 
 def test_launches_fill_the_device():
-    """One row with a long context is split over the multiprocessors; many rows are not split."""
-    long = choose_launch(llama(1, 1, 32768), H200)
-    assert long.num_splits * 8 >= 0.9 * 2 * H200.num_sms and long.block_m == 16
-    assert choose_launch(llama(64, 1, 2048), H200).num_splits == 1
-    assert choose_launch(llama(1, 1, 128), H200).num_splits == 1
-    assert choose_launch(llama(1, 8, 32768), H200).block_m == 32
-    for programs in (1, 8, 33, 200, 263):
-        splits = choose_splits(programs, 65536, 264, 256)
-        assert 1 <= splits <= 64 and programs * splits <= 2 * 264
+    """One row with a long context is split over the multiprocessors, with fewer tiles in flight; many rows are not split."""
+    for tokens, block_m in ((1, 16), (8, 32)):
+        long = choose_launch(llama(1, tokens, 32768), H200)
+        assert (long.block_m, long.num_splits, long.num_stages) == (block_m, 33, 3)
+        many = choose_launch(llama(64, tokens, 2048), H200)
+        assert (many.block_m, many.num_splits, many.num_stages) == (block_m, 1, 4)
+    small_tiles = dataclasses.replace(llama(1, 1, 32768), key_width=64, value_width=64)
+    assert choose_launch(small_tiles, H200).num_stages == 4
+
+
+@pytest.mark.parametrize(
+    ("keys", "splits"),
+    [(16, 1), (128, 1), (129, 3), (200, 4), (256, 4), (512, 8), (1024, 8), (2048, 16), (4096, 32), (8192, 33)],
+)
+def test_short_contexts_are_split_by_the_tile(keys, splits):
+    launch = choose_launch(llama(1, 1, keys), H200)
+    assert launch.num_splits == splits and launch.keys_per_split == 64 and launch.keys_per_split % launch.block_n == 0
+
+
+@pytest.mark.parametrize("keys", [1, 200, 1024, 5000, 65536])
+def test_splits_are_never_more_than_fill_the_device(keys):
+    for programs in range(1, 600):
+        splits = choose_splits(programs, keys, 264)
+        assert 1 <= splits <= min(64, -(-keys // 64))
+        assert splits == 1 or programs * splits <= 264
+
+
+def test_merges_read_all_splits_at_once():
+    """But by eights where their number may change no bit."""
+    for splits, at_once in ((2, 8), (8, 8), (9, 16), (33, 64), (64, 64)):
+        launch = AttentionLaunch(16, 16, 4, 2, num_splits=splits)
+        assert merge_tile(512, launch) == (128, at_once)
+        assert merge_tile(80, dataclasses.replace(launch, fixed_splits=True)) == (128, 8)
 
 
 def test_invariant_launches_do_not_depend_on_the_batch():

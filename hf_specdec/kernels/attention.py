@@ -15,6 +15,7 @@ from .attention_launch import (
     choose_launch,
     device_limits,
     head_widths,
+    merge_tile,
     next_power_of_two,
     num_tiles,
 )
@@ -69,6 +70,8 @@ def paged_attention(
     _check(query, key_pool, value_pool, inputs, scaling, window, alibi_slopes, out)
     if num_tokens == 0 or inputs.max_query_length == 0 or inputs.block_tables.shape[0] == 0:
         return out
+    words = 0 if inputs.visibility is None else inputs.visibility.shape[1]
+    biased = window is not None or alibi_slopes is not None
     shape = AttentionShape(
         num_rows=inputs.block_tables.shape[0],
         num_tokens=num_tokens,
@@ -80,6 +83,7 @@ def paged_attention(
         value_width=value_width,
         itemsize=query.element_size(),
         values_in_keys=_values_in_keys(key_pool, value_pool, head_widths(width)[0]),
+        masks_load=words > 1 or (biased and inputs.region_positions is not None),
     )
     if launch is None:
         launch = choose_launch(shape, device_limits(query.device), invariant)
@@ -92,7 +96,6 @@ def paged_attention(
         lse = query.new_empty(num_tokens, num_heads, splits, dtype=torch.float32)
     log2e = LOG2E.value
     width1, width2 = head_widths(width)
-    words = 0 if inputs.visibility is None else inputs.visibility.shape[1]
     with torch.cuda.device_of(query):  # a model may be spread over several; on the CPU this does nothing
         attention_kernel[num_kv_heads, tiles, splits](
             out, partial, lse, query, key_pool, value_pool, inputs.block_tables, inputs.query_starts, inputs.key_lengths,
@@ -105,14 +108,17 @@ def paged_attention(
             VALUE_WIDTH=value_width, VALUE_BLOCK=max(next_power_of_two(value_width), 16),
             BLOCK_SIZE=inputs.block_size, WORDS=words, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
             VALUES_IN_KEYS=shape.values_in_keys, SPLIT=split, FIXED_SPLITS=launch.fixed_splits,
-            BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, STAGES=launch.num_stages, UPCAST=not query.is_cuda,
+            BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, STAGES=launch.num_stages, PEEL=launch.peel,
+            LATE_SUMS=launch.late_sums, EARLY_MERGE=split and launch.early_merge, UPCAST=not query.is_cuda,
             num_warps=launch.num_warps,
         )  # fmt: skip
         if split:
-            block_v = min(max(next_power_of_two(value_width), 16), 128)
+            block_v, block_s = merge_tile(value_width, launch)
+            options = {"launch_pdl": True} if launch.early_merge else {}
             merge_kernel[num_tokens, num_heads, triton.cdiv(value_width, block_v)](
                 out, partial, lse, inputs.query_starts, sinks, out.stride(0), out.stride(1), shape.num_rows, splits,
-                VALUE_WIDTH=value_width, BLOCK_V=block_v, BLOCK_S=8, num_warps=2,
+                VALUE_WIDTH=value_width, BLOCK_V=block_v, BLOCK_S=block_s, EARLY=launch.early_merge, num_warps=2,
+                **options,
             )  # fmt: skip
     return out
 
@@ -152,6 +158,7 @@ def compile_cases() -> list[CompileCase]:
     trees, windowed = {"trees": True}, {"trees": True, "window": True}
     shapes: list[tuple] = [
         ("decode llama-8b 32k", "bf16", 1, 1, 32768, 8, 4, 128, 128, {}),
+        ("decode llama-8b 512", "bf16", 1, 1, 512, 8, 4, 128, 128, {}),
         ("decode llama-8b 64x2k", "bf16", 64, 1, 2048, 8, 4, 128, 128, {}),
         ("verify tree of 8 llama-8b", "bf16", 1, 8, 32768, 8, 4, 128, 128, trees),
         ("verify tree of 64 llama-8b", "fp16", 8, 64, 4096, 8, 4, 128, 128, trees),
@@ -168,7 +175,11 @@ def compile_cases() -> list[CompileCase]:
         ("invariant llama-8b", "bf16", 8, 8, 8192, 8, 4, 128, 128, {**trees, "invariant": True}),
     ]
     cases = [_attention_case(*shape) for shape in shapes]
-    for name, width, block in (("merge 128", 128, 128), ("merge 512", 512, 128)):
+    for name, width, block_s in (
+        ("merge 8 of 128", 128, 8),
+        ("merge 64 of 128", 128, 64),
+        ("merge 64 of 512", 512, 64),
+    ):
         pointers = {
             "out": "*bf16",
             "partial": "*fp32",
@@ -177,19 +188,23 @@ def compile_cases() -> list[CompileCase]:
             "sinks": "*bf16",
         }
         integers = dict.fromkeys(("out_token", "out_head", "num_rows", "num_splits"), "i32")
-        constants = {"VALUE_WIDTH": width, "BLOCK_V": block, "BLOCK_S": 8}
+        constants = {"VALUE_WIDTH": width, "BLOCK_V": 128, "BLOCK_S": block_s, "EARLY": True}
         unaligned = ("num_rows", "num_splits")
-        cases.append(CompileCase(name, merge_kernel, {**pointers, **integers}, constants, 2, 3, unaligned))
+        signature = {**pointers, **integers}
+        cases.append(CompileCase(name, merge_kernel, signature, constants, 2, 3, unaligned, ("EARLY",)))
     return cases
 
 
 def _attention_case(name, dtype, rows, tokens, keys, kv_heads, group, width, value_width, options) -> CompileCase:
     itemsize = 4 if dtype == "fp32" else 2
     in_keys = options.get("values_in_keys", False)
-    shape = AttentionShape(rows, rows * tokens, tokens, keys, kv_heads, group, width, value_width, itemsize, in_keys)
+    trees, windowed, biased = (options.get(key, False) for key in ("trees", "window", "slopes"))
+    masks_load = trees and (tokens > 32 or windowed or biased)
+    shape = AttentionShape(
+        rows, rows * tokens, tokens, keys, kv_heads, group, width, value_width, itemsize, in_keys, masks_load
+    )
     launch = choose_launch(shape, H200, options.get("invariant", False))
     split = launch.num_splits > 1 or launch.fixed_splits
-    trees, windowed, biased = (options.get(key, False) for key in ("trees", "window", "slopes"))
     optional = {
         "partial": ("*fp32", split), "partial_lse": ("*fp32", split), "visibility": ("*i32", trees),
         "region_lengths": ("*i32", trees), "positions": ("*i32", windowed or biased),
@@ -211,5 +226,7 @@ def _attention_case(name, dtype, rows, tokens, keys, kv_heads, group, width, val
         "HAS_WINDOW": windowed, "HAS_SOFTCAP": options.get("softcap", False),
         "VALUES_IN_KEYS": in_keys, "SPLIT": split, "FIXED_SPLITS": launch.fixed_splits,
         "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n, "STAGES": launch.num_stages, "UPCAST": False,
+        "PEEL": launch.peel, "LATE_SUMS": launch.late_sums, "EARLY_MERGE": split and launch.early_merge,
     }  # fmt: skip
-    return CompileCase(name, attention_kernel, signature, constants, launch.num_warps, launch.num_stages, unaligned)
+    tile = launch.num_warps, launch.num_stages
+    return CompileCase(name, attention_kernel, signature, constants, *tile, unaligned, ("EARLY_MERGE",))

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import triton
 import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
 LOG2E = tl.constexpr(1.4426950408889634)
 _NOTHING = tl.constexpr(-1e30)  # the largest score of no key; finite, so that no -inf is taken from itself
@@ -52,31 +53,39 @@ def _load_tile(pool, slots, seen, columns, stride, WIDTH: tl.constexpr, FULL: tl
 
 @triton.jit
 def _of_split(split, begin, end, num_splits, keys_per_split, FIXED_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
-    """The part of the keys begin .. end that a split attends to: an equal share of whole tiles, of at least `keys_per_split`."""
+    """The part of the keys begin .. end that a split attends to: an equal share of the tiles, at least `keys_per_split`. The
+    last split, which has masks to compute, never has more tiles than another."""
     if FIXED_SPLITS:  # at the same keys whatever the batch is
         first = split * keys_per_split
         last = first + keys_per_split
     else:
-        span = tl.cdiv(tl.cdiv(end - begin, num_splits), BLOCK_N) * BLOCK_N
-        span = tl.maximum(span, keys_per_split)
-        first = begin + split * span
-        last = first + span
+        tiles = tl.maximum(tl.cdiv(end - begin, BLOCK_N), 1)
+        splits = tl.minimum(num_splits, tl.cdiv(tiles, keys_per_split // BLOCK_N))
+        first = begin + tl.cdiv(split * tiles, splits) * BLOCK_N
+        last = begin + tl.cdiv((split + 1) * tiles, splits) * BLOCK_N
     return tl.maximum(begin, first), tl.minimum(end, last)
 
 
 @triton.jit
-def _seen_keys(index, exists, last_seen, visibility, packed, valid, region_start, has_region, WORDS: tl.constexpr):
-    """bool [queries, keys]: causal up to `last_seen`, or, where the row has a region, all before it and what the bits say in it."""
+def _seen_keys(
+    index, exists, last_seen, visibility, only_word, packed, valid, region_start, has_region, WORDS: tl.constexpr
+):
+    """bool [queries, keys]: causal up to `last_seen`, or, where the row has a region, all before it and what the bits say in it.
+
+    `only_word` [queries]: the bits where a region is one word.
+    """
     seen = index[None, :] <= last_seen[:, None]
     if visibility is not None:
         place = index - region_start
-        inside = exists & (place >= 0)
-        words = tl.load(
-            visibility + packed[:, None] * WORDS + (place // 32)[None, :],
-            mask=valid[:, None] & inside[None, :],
-            other=0,
-        )
-        in_tree = ((words >> (place % 32)[None, :]) & 1) != 0
+        if WORDS == 1:
+            words = only_word[:, None]
+        else:
+            words = tl.load(
+                visibility + packed[:, None] * WORDS + (place // 32)[None, :],
+                mask=valid[:, None] & (exists & (place >= 0))[None, :],
+                other=0,
+            )
+        in_tree = ((words >> (place & 31)[None, :]) & 1) != 0
         seen = tl.where(has_region, in_tree | (place < 0)[None, :], seen)
     return seen & exists[None, :]
 
@@ -105,7 +114,7 @@ def attention_kernel(
     VALUE_WIDTH: tl.constexpr, VALUE_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr, WORDS: tl.constexpr,
     HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, VALUES_IN_KEYS: tl.constexpr,
     SPLIT: tl.constexpr, FIXED_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, UPCAST: tl.constexpr,
+    STAGES: tl.constexpr, PEEL: tl.constexpr, LATE_SUMS: tl.constexpr, EARLY_MERGE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M flattened (token, head of the group) queries of one row and one key head over one split of its keys.
 
@@ -113,14 +122,19 @@ def attention_kernel(
     float32 [T, H, splits] for `merge_kernel`. Online softmax (Milakov and Gimelshein 2018; Dao et al. 2022) to base 2. Tensors:
     see `attention.paged_attention` and `AttentionInputs`; what follows them are their strides, in elements.
     """
+    if EARLY_MERGE:
+        gdc_launch_dependents()
     kv_head = tl.program_id(0)
     row, first = _locate_tile(tl.program_id(1), query_starts, num_rows, tiles_per_row, GROUP, BLOCK_M)
     start = tl.load(query_starts + row)
     num_tokens = tl.load(query_starts + row + 1) - start
+    length = tl.load(key_lengths + row)  # before anything waits: latencies add up where contexts are short
+    region_start = length
+    if visibility is not None:
+        region_start = length - tl.load(region_lengths + row)
     num_queries = num_tokens * GROUP
     if first >= num_queries:
         return
-    length = tl.load(key_lengths + row)
 
     lines = first + tl.arange(0, BLOCK_M)
     valid = lines < num_queries
@@ -132,9 +146,7 @@ def attention_kernel(
     last_seen = length - num_tokens + token
     open_end = length - num_tokens + first // GROUP + 1
     end = length - num_tokens + tl.minimum(first + BLOCK_M - 1, num_queries - 1) // GROUP + 1
-    region_start = length
     if visibility is not None:
-        region_start = length - tl.load(region_lengths + row)
         open_end = tl.where(region_start < length, region_start, open_end)
         end = tl.where(region_start < length, length, end)
     begin = 0
@@ -145,7 +157,15 @@ def attention_kernel(
         begin = tl.minimum(begin, tl.minimum(region_start, end)) // BLOCK_N * BLOCK_N
     if SPLIT:
         begin, end = _of_split(tl.program_id(2), begin, end, num_splits, keys_per_split, FIXED_SPLITS, BLOCK_N)
+        if begin >= end:  # more splits than this row has work for: the bucket has longer ones
+            lines_out = (packed * (tl.num_programs(0) * GROUP) + head) * num_splits + tl.program_id(2)
+            tl.store(partial_lse + lines_out, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=valid)
+            return
     open_end = tl.minimum(open_end // BLOCK_N * BLOCK_N, end)
+    table = block_tables + row.to(tl.int64) * table_row
+    if not PEEL:
+        index = begin + tl.arange(0, BLOCK_N)
+        blocks = tl.load(table + index // BLOCK_SIZE, mask=index < end, other=0)
 
     columns1 = tl.arange(0, WIDTH1)
     value_columns = tl.arange(0, VALUE_BLOCK)
@@ -162,24 +182,27 @@ def attention_kernel(
             q2 = q2.to(tl.float32)
     if slopes is not None:
         line_slopes = tl.load(slopes + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
-    table = block_tables + row.to(tl.int64) * table_row
+    only_word = None
+    if visibility is not None and WORDS == 1:
+        only_word = tl.load(visibility + packed, mask=valid, other=0)
     head_keys = keys + kv_head * key_head
     head_values = values + kv_head * value_head
 
     largest = tl.full([BLOCK_M], _NOTHING, dtype=tl.float32)
-    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    total = tl.zeros([BLOCK_M, BLOCK_N] if LATE_SUMS else [BLOCK_M], dtype=tl.float32)
     weighted = tl.zeros([BLOCK_M, VALUE_BLOCK], dtype=tl.float32)
-    for masked in tl.static_range(2):  # first the keys all see, then the others
-        if masked:
-            low = tl.maximum(begin, open_end)
-            high = end
-        else:
-            low = begin
-            high = open_end
-        index = low + tl.arange(0, BLOCK_N)
-        blocks = tl.load(table + index // BLOCK_SIZE, mask=index < high, other=0)
-        # Masked tiles are few, and the words of their masks would be buffered, too.
-        for key_start in tl.range(low, high, BLOCK_N, num_stages=2 if masked else STAGES):
+    for masked in tl.static_range(0 if PEEL else 1, 2):  # peeled: first the keys all see, then the others
+        low = begin
+        high = end
+        if PEEL:
+            if masked:
+                low = tl.maximum(begin, open_end)
+            else:
+                high = open_end
+            index = low + tl.arange(0, BLOCK_N)
+            blocks = tl.load(table + index // BLOCK_SIZE, mask=index < high, other=0)
+        # Masked tiles of their own are few, and the words of their masks would be buffered, too.
+        for key_start in tl.range(low, high, BLOCK_N, num_stages=(2 if masked else STAGES) if PEEL else STAGES):
             index = key_start + tl.arange(0, BLOCK_N)
             exists = index < end
             slots = blocks.to(tl.int64) * BLOCK_SIZE + index % BLOCK_SIZE
@@ -213,8 +236,9 @@ def attention_kernel(
                 factor = 1.0
             if masked:
                 seen = _seen_keys(
-                    index, exists, last_seen, visibility, packed, valid, region_start, region_start < length, WORDS
-                )
+                    index, exists, last_seen, visibility, only_word, packed, valid, region_start,
+                    region_start < length, WORDS,
+                )  # fmt: skip
                 scores = tl.where(seen, scores, float("-inf"))
             if HAS_WINDOW:
                 near = query_positions[:, None] - key_positions[None, :] < window
@@ -223,7 +247,10 @@ def attention_kernel(
             new_largest = tl.maximum(largest, tl.max(scores, axis=1) * factor)
             weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, factor, tl.float32), -new_largest[:, None]))
             shrink = tl.exp2(largest - new_largest)
-            total = total * shrink + tl.sum(weights, axis=1)
+            if LATE_SUMS:  # across warps they cost a barrier
+                total = total * shrink[:, None] + weights
+            else:
+                total = total * shrink + tl.sum(weights, axis=1)
             weighted = weighted * shrink[:, None]
             weights = weights.to(values.dtype.element_ty)
             if VALUES_IN_KEYS:
@@ -244,6 +271,8 @@ def attention_kernel(
             weighted = tl.dot(weights, v, weighted, input_precision="ieee")
             largest = new_largest
 
+    if LATE_SUMS:
+        total = tl.sum(total, axis=1)
     if SPLIT:
         lines_out = (packed * (tl.num_programs(0) * GROUP) + head) * num_splits + tl.program_id(2)
         _store_partial(partial, partial_lse, lines_out, weighted, largest, total, valid, value_columns, VALUE_WIDTH)
@@ -264,9 +293,14 @@ def attention_kernel(
 @triton.jit(do_not_specialize=["num_rows", "num_splits"])
 def merge_kernel(
     out, partial, partial_lse, query_starts, sinks, out_token, out_head, num_rows, num_splits,
-    VALUE_WIDTH: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr, EARLY: tl.constexpr,
 ):  # fmt: skip
-    """Merge the splits of one query, BLOCK_S at a time in order, so that more (empty) splits change no bit."""
+    """Merge the splits of one query, BLOCK_S at a time in order, so that more (empty) splits change no bit.
+
+    EARLY: it was launched while `attention_kernel` ran (programmatic dependent launch), and waits for it here.
+    """
+    if EARLY:
+        gdc_wait()
     token = tl.program_id(0).to(tl.int64)
     head = tl.program_id(1)
     if token >= tl.load(query_starts + num_rows):
@@ -274,10 +308,6 @@ def merge_kernel(
     columns = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
     line = (token * tl.num_programs(1) + head) * num_splits
     largest = _NOTHING
-    for first in range(0, num_splits, BLOCK_S):
-        splits = first + tl.arange(0, BLOCK_S)
-        lse = tl.load(partial_lse + line + splits, mask=splits < num_splits, other=float("-inf"))
-        largest = tl.maximum(largest, tl.max(lse, axis=0))
     total = 0.0
     if sinks is not None:
         sink = tl.load(sinks + head).to(tl.float32) * LOG2E
@@ -287,14 +317,18 @@ def merge_kernel(
     for first in range(0, num_splits, BLOCK_S):
         splits = first + tl.arange(0, BLOCK_S)
         lse = tl.load(partial_lse + line + splits, mask=splits < num_splits, other=float("-inf"))
-        weights = tl.exp2(lse - largest)
         part = tl.load(
             partial + (line + splits)[:, None] * VALUE_WIDTH + columns[None, :],
-            mask=(lse > float("-inf"))[:, None] & (columns < VALUE_WIDTH)[None, :],
+            mask=(splits < num_splits)[:, None] & (columns < VALUE_WIDTH)[None, :],
             other=0.0,
         )
-        total += tl.sum(weights, axis=0)
-        weighted += tl.sum(weights[:, None] * part, axis=0)
+        part = tl.where((lse > float("-inf"))[:, None], part, 0.0)  # never written where a split saw no key
+        new_largest = tl.maximum(largest, tl.max(lse, axis=0))
+        weights = tl.exp2(lse - new_largest)
+        shrink = tl.exp2(largest - new_largest)
+        total = total * shrink + tl.sum(weights, axis=0)
+        weighted = weighted * shrink + tl.sum(weights[:, None] * part, axis=0)
+        largest = new_largest
     weighted = weighted / tl.where(total > 0, total, 1.0)
     tl.store(
         out + token * out_token + head * out_head + columns,

@@ -7,6 +7,16 @@ from dataclasses import dataclass
 
 import torch
 
+# Times behind these: an H100, 8 key heads of 128 elements, in bfloat16.
+SPLIT_KEYS = 64  # of a split at least: a tile (512 keys in 8 splits 6.4 us, in 4 7.6, in one 12.0)
+UNSPLIT_KEYS = 128  # a tile takes about 1 us, a merge about 2
+TILE_SPLITS = 8  # as many may have one tile, more have two (1024 keys in 8 splits 8.15 us, in 16 8.20)
+MOST_SPLITS = 64
+# Past so many splits so many bytes of keys and values on their way to a multiprocessor are enough: 32k keys in 33 splits take
+# 65 us then, with half as many bytes again 67.
+DEEP_SPLITS = 16
+IN_FLIGHT = 128 * 1024
+
 
 @dataclass(frozen=True)
 class AttentionLaunch:
@@ -19,6 +29,9 @@ class AttentionLaunch:
         num_splits: programs that share a row's keys; 1: no merge launch.
         keys_per_split: the least keys of a split, a multiple of block_n.
         fixed_splits: splits begin at multiples of `keys_per_split`, whatever the row's length and the batch are.
+        peel: tiles of keys that all queries see go through a loop without masks.
+        late_sums: sums of weights are kept key by key to the end.
+        early_merge: the merge is launched while attention runs (programmatic dependent launch).
     """
 
     block_m: int
@@ -28,11 +41,15 @@ class AttentionLaunch:
     num_splits: int = 1
     keys_per_split: int = 256
     fixed_splits: bool = False
+    peel: bool = True
+    late_sums: bool = False
+    early_merge: bool = False
 
 
 @dataclass(frozen=True)
 class AttentionShape:
-    """What the choice depends on; `max_query_length` and `max_key_length` are buckets, widths are in elements."""
+    """What the choice depends on; `max_query_length` and `max_key_length` are buckets, widths are in elements; `masks_load`: what
+    a query sees takes loads for every tile of keys."""
 
     num_rows: int
     num_tokens: int
@@ -44,17 +61,19 @@ class AttentionShape:
     value_width: int
     itemsize: int
     values_in_keys: bool = False
+    masks_load: bool = False
 
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """Multiprocessors, and the shared memory one block may have, in bytes."""
+    """Multiprocessors, the shared memory one block may have, in bytes, and whether launches may overlap (Hopper and later)."""
 
     num_sms: int
     shared_memory: int
+    dependent_launch: bool = False
 
 
-H200 = DeviceLimits(132, 227 * 1024)
+H200 = DeviceLimits(132, 227 * 1024, True)
 
 
 def next_power_of_two(n: int) -> int:
@@ -76,7 +95,8 @@ def device_limits(device: torch.device) -> DeviceLimits:
     if device.type != "cuda":
         return DeviceLimits(1, 100 * 1024)
     properties = torch.cuda.get_device_properties(device)
-    return DeviceLimits(properties.multi_processor_count, properties.shared_memory_per_block_optin)
+    overlap = torch.version.hip is None and properties.major >= 9
+    return DeviceLimits(properties.multi_processor_count, properties.shared_memory_per_block_optin, overlap)
 
 
 def num_tiles(shape: AttentionShape, block_m: int) -> tuple[int, int]:
@@ -88,16 +108,19 @@ def num_tiles(shape: AttentionShape, block_m: int) -> tuple[int, int]:
     return ragged, 0
 
 
-def choose_splits(programs: int, max_key_length: int, at_once: int, keys_per_split: int) -> int:
-    """Splits that fill a device which runs `at_once` programs: the fewest with nearly as full a last wave as the best."""
-    most = min(max_key_length // keys_per_split, 64)
-    if programs >= at_once or most <= 1:
+def choose_splits(programs: int, max_key_length: int, at_once: int) -> int:
+    """Splits of every row, where `programs` do not fill a device that runs `at_once`: as many as do, or as have work enough."""
+    if max_key_length <= UNSPLIT_KEYS:
         return 1
-    efficiency = [programs * s / at_once / -(-programs * s // at_once) for s in range(1, most + 1)]
-    # Past two waves more splits only add partial results.
-    candidates = [s for s in range(1, most + 1) if programs * s <= 2 * at_once]
-    best = max(efficiency[s - 1] for s in candidates)
-    return next(s for s in candidates if efficiency[s - 1] >= 0.9 * best)
+    tiles = -(-max_key_length // SPLIT_KEYS)
+    worth = min(tiles, max(tiles // 2, TILE_SPLITS), MOST_SPLITS)
+    return max(min(worth, at_once // programs), 1)
+
+
+def merge_tile(value_width: int, launch: AttentionLaunch) -> tuple[int, int]:
+    """Value columns and splits that a program of the merge reads at once: all splits, but where their number may change no bit."""
+    block_v = min(max(next_power_of_two(value_width), 16), 128)
+    return block_v, 8 if launch.fixed_splits else min(max(next_power_of_two(launch.num_splits), 8), MOST_SPLITS)
 
 
 @functools.lru_cache(maxsize=1024)
@@ -125,14 +148,21 @@ def choose_launch(shape: AttentionShape, limits: DeviceLimits, invariant: bool =
     while block_n > 16 and limits.shared_memory - block_m * shape.key_width * shape.itemsize < 2 * block_n * key_bytes:
         block_n //= 2
     # From 64 queries on Hopper multiplies asynchronously, which holds one more tile of keys.
-    in_flight = room // (block_n * key_bytes) - (1 if block_m >= 64 else 0)
-    num_stages = 1 + min(max(in_flight, 1), 3)
-    keys_per_split = 256
+    in_flight = min(max(room // (block_n * key_bytes) - (1 if block_m >= 64 else 0), 1), 3)
     if invariant:
         keys_per_split = 1024
         num_splits = max(-(-shape.max_key_length // keys_per_split), 1)
-        return AttentionLaunch(block_m, block_n, num_warps, num_stages, num_splits, keys_per_split, True)
+        return AttentionLaunch(
+            block_m, block_n, num_warps, 1 + in_flight, num_splits, keys_per_split, fixed_splits=True
+        )
     tiles, _ = num_tiles(shape, block_m)
     at_once = programs_at_once * limits.num_sms
-    num_splits = choose_splits(tiles * shape.num_kv_heads, shape.max_key_length, at_once, keys_per_split)
-    return AttentionLaunch(block_m, block_n, num_warps, num_stages, num_splits, keys_per_split)
+    num_splits = choose_splits(tiles * shape.num_kv_heads, shape.max_key_length, at_once)
+    if num_splits > DEEP_SPLITS:
+        in_flight = min(in_flight, -(-IN_FLIGHT // (programs_at_once * block_n * key_bytes)))
+    # Masks of few queries cost less than a loop of their own, which would start when the other one's loads are used up.
+    peel = shape.masks_load or block_m > 32 or shape.itemsize == 4
+    early = limits.dependent_launch
+    return AttentionLaunch(
+        block_m, block_n, num_warps, 1 + in_flight, num_splits, SPLIT_KEYS, peel=peel, early_merge=early
+    )

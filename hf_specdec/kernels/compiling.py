@@ -26,6 +26,7 @@ class CompileCase:
         constexprs: values of `tl.constexpr` arguments and of arguments that are None.
         unaligned: arguments that are not multiples of 16 (of bytes for pointers); all others are taken to be, as they are
             for whole tensors and even strides.
+        hopper_only: constexprs that are False before compute capability 9.0.
     """
 
     name: str
@@ -35,6 +36,7 @@ class CompileCase:
     num_warps: int = 4
     num_stages: int = 3
     unaligned: tuple[str, ...] = ()
+    hopper_only: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True)
@@ -93,7 +95,8 @@ def compile_case(case: CompileCase, architecture: int) -> KernelResources:
         for i, name in enumerate(names)
         if name not in case.unaligned and name not in case.constexprs and case.signature[name][0] in "*i"
     }
-    source = ASTSource(case.kernel, signature, case.constexprs, aligned)
+    constexprs = case.constexprs if architecture >= 90 else case.constexprs | dict.fromkeys(case.hopper_only, False)
+    source = ASTSource(case.kernel, signature, constexprs, aligned)
     options = {"num_warps": case.num_warps, "num_stages": case.num_stages}
     report = io.StringIO()
     with knobs.compilation.scope(), knobs.nvidia.scope(), contextlib.redirect_stdout(report):
