@@ -13,6 +13,7 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..kernels import reference as ops
 from ..kernels.dispatch import uses_triton
+from ..kernels.layer_reference import rotate
 from ..kernels.transfer import upload
 from .block_pool import BlockPool
 
@@ -83,8 +84,8 @@ class PagedLayer(CacheLayerMixin):
             )  # fmt: skip
             assert rotated is not None
             return rotated.transpose(0, 1)[None]
-        self.update(ops.rotate(keys, cos[0], sin[0]), values)
-        return ops.rotate(query, cos[0], sin[0])
+        self.update(rotate(keys, cos[0], sin[0]), values)
+        return rotate(query, cos[0], sin[0])
 
     def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write keys [T, heads, width] and values to `slots` [T]."""

@@ -30,12 +30,6 @@ def write_slots(pool: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -
     pool.index_copy_(0, slots, values)
 
 
-def rotate(x: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor) -> torch.Tensor:
-    """Rotary embedding of x [.., T, D] by angles [T, D], computed in float32 (Su et al. 2021, halves as in GPT-NeoX)."""
-    first, second = x.float().chunk(2, dim=-1)
-    return (x.float() * cos.float() + torch.cat((-second, first), dim=-1) * sin.float()).to(x.dtype)
-
-
 def read_row(pool: torch.Tensor, row: AttentionRow) -> torch.Tensor:
     """The row's keys or values [length, heads, width]: a view of `pool` when contiguous, a gathered copy otherwise."""
     if row.slots is None:
