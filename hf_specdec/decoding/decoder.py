@@ -15,7 +15,8 @@ from ..kernels.transfer import upload
 from ..runtime import DraftTrees, PackedModel, PackedOutput, Sequence
 from ..runtime.logits import needs_prefix, process_logits
 from ..runtime.packed_batch import RowInput
-from .draft_length import DraftedStep, make_policy, nodes_by_depth
+from ..runtime.sequence import UNKNOWN
+from .draft_length import DraftedStep, DraftLengthPolicy, make_policy, nodes_by_depth
 from .outputs import RowStatistics
 from .sampling import RowSampling, left_to_kernels, row_sampling
 from .step import PendingStep, StepResult, StepTensors
@@ -38,7 +39,9 @@ class SpeculativeDecoder:
     def __init__(self, target: PackedModel, generator: CandidateGenerator, config: SpeculativeConfig):
         self.target, self.generator, self.config = target, generator, generator.settled(config)
         target.taps = target.taps | generator.taps
-        self.policy = make_policy(config)
+        self._drafts = generator.max_draft_nodes > 0
+        self._observes = type(generator).observe is not CandidateGenerator.observe
+        self.policy = make_policy(config) if self._drafts else DraftLengthPolicy()
         self.timer = StepTimer(target.device)
         self.cache = target.new_cache(1, config.block_size)
         self.statistics: dict[int, RowStatistics] = {}
@@ -139,19 +142,46 @@ class SpeculativeDecoder:
         """One round for some of the running sequences, all in one target forward: `begin`, then `finish`."""
         return self.finish(self.begin(sequences, num_tokens))
 
+    def foresees(self, sequences: list[Sequence], pending: PendingStep) -> bool:
+        """Whether these rows' next step may begin before a pending one is finished: all that it needs of that one is a token a
+        row, which is on the device."""
+        if self.policy.needs_observations or not pending.is_plain or needs_prefix(sequences):
+            return False
+        if not {seq.id for seq in sequences} <= pending.next_tokens.keys():
+            return False
+        with pending.foreseen():
+            return not any(self._draft_limits(sequences))
+
     @torch.no_grad()
-    def begin(self, sequences: list[Sequence], num_tokens: list[int] | None = None) -> PendingStep:
+    def begin(
+        self, sequences: list[Sequence], num_tokens: list[int] | None = None, after: PendingStep | None = None
+    ) -> PendingStep:
         """Propose, forward and verify, without waiting for the device. Runs inside `active()`.
 
-        At most one step is pending at a time: `finish` it, or `cancel` it.
+        A step that has begun is pending: `finish` it, or `cancel` it; sequences may be removed meanwhile, not preempted.
 
         Args:
             sequences: unfinished rows, first come first served: rows that no block is left for wait (no result for them).
             num_tokens: most tokens of its own text each row may feed (prompt chunks); None: all of it.
+            after: the one step that may still be pending, if it `foresees` this one. Rows that it turns out to have finished
+                get nothing from this one.
 
         Raises:
             OutOfBlocks: not even the first row fits; nothing was done. Preempt another sequence.
         """
+        if after is None:
+            return self._begin(sequences, num_tokens, {})
+        if self._observes:  # what it will be shown must outlast the next forward
+            after.tensors.output.logits = after.tensors.output.logits.clone()
+        for seq in sequences:
+            self.cache.tables[seq.id].length = len(seq.tokens)
+        with after.foreseen():
+            return self._begin(sequences, num_tokens, after.next_tokens)
+
+    def _begin(
+        self, sequences: list[Sequence], num_tokens: list[int] | None, next_tokens: dict[int, torch.Tensor]
+    ) -> PendingStep:
+        """`begin`; next_tokens: what stands for tokens that are not known."""
         rows = self._admit(sequences, num_tokens)
         num_own = [end - self.cache.tables[seq.id].length for seq, end in rows]
         decoding = [seq for seq, end in rows if end == len(seq.tokens)]
@@ -159,7 +189,7 @@ class SpeculativeDecoder:
         limits = self._draft_limits(decoding)
         trees = self._propose(decoding, limits)
         self.timer.proposed()
-        output, logit_rows, starts = self._forward(rows, trees)
+        output, logit_rows, starts = self._forward(rows, trees, next_tokens)
         scores, sampling = self._scores(decoding, trees, output.logits)
         verdict = begin_verification(trees, scores, decoding, self.config, sampling) if decoding else None
         tensors = StepTensors(output, scores, sampling, logit_rows, starts)
@@ -169,14 +199,18 @@ class SpeculativeDecoder:
     def finish(self, pending: PendingStep) -> list[StepResult]:
         """Wait for the verdict, keep accepted KV, append tokens, count, and let the drafter see what came of it.
 
-        Sequences that were finished meanwhile get nothing.
+        Sequences that were finished or removed meanwhile get nothing.
         """
         results = {seq.id: StepResult(seq) for seq, _ in pending.rows}
+        there = [i for i, (seq, _) in enumerate(pending.rows) if self._goes_on(seq)]
         outcome = self._commit(pending, results)
-        outcome.output, outcome.num_own = pending.tensors.output, pending.num_own
-        outcome.starts = [pending.tensors.starts[seq.id] for seq, _ in pending.rows]
+        outcome.output = pending.tensors.output
+        outcome.chunks = [pending.rows[i] for i in there]
+        outcome.num_own = [pending.num_own[i] for i in there]
+        outcome.starts = [pending.tensors.starts[seq.id] for seq, _ in outcome.chunks]
         self.last = pending.tensors
-        self.generator.observe(outcome)
+        if outcome.chunks:
+            self.generator.observe(outcome)
         if self.policy.needs_observations and outcome.sequences:
             whole = len(outcome.sequences) == len(pending.rows) == sum(pending.num_own)
             self._inform_policy(outcome, pending, timed=whole)
@@ -186,6 +220,9 @@ class SpeculativeDecoder:
         """Wait for a pending step and forget it; its sequences are to be removed."""
         if pending.verdict is not None:
             pending.verdict.wait()
+
+    def _goes_on(self, seq: Sequence) -> bool:
+        return not seq.finished and seq.id in self.statistics
 
     def _admit(self, sequences: list[Sequence], num_tokens: list[int] | None) -> list[tuple[Sequence, int]]:
         """(sequence, end): the rows that fit, and up to where each one's text is fed in this step."""
@@ -205,7 +242,7 @@ class SpeculativeDecoder:
                     raise
                 break
             # Within one forward every layer writes all keys before it attends, so later rows may share these blocks now.
-            self.cache.register_prefix(seq.id, seq.tokens, end)
+            self.cache.register_prefix(seq.id, seq.tokens, end - (seq.tokens[end - 1] == UNKNOWN))
             rows.append((seq, end))
         return rows
 
@@ -219,6 +256,8 @@ class SpeculativeDecoder:
 
     def _draft_limits(self, sequences: list[Sequence]) -> list[int]:
         """How deep each row drafts: what the policy wishes, within what the row may and can use."""
+        if not self._drafts:
+            return [0] * len(sequences)
         return self.policy.limits(sequences, [self._draft_limit(seq) for seq in sequences])
 
     def _inform_policy(self, outcome: StepOutcome, pending: PendingStep, timed: bool) -> None:
@@ -258,14 +297,14 @@ class SpeculativeDecoder:
         return num_nodes
 
     def _forward(
-        self, rows: list[tuple[Sequence, int]], trees: DraftTrees
+        self, rows: list[tuple[Sequence, int]], trees: DraftTrees, next_tokens: dict[int, torch.Tensor]
     ) -> tuple[PackedOutput, np.ndarray, dict[int, int]]:
         """Pack every row's own tokens and its tree behind them, and run the target."""
         inputs, logit_rows, starts, packed, drafted = [], [], {}, 0, 0
         host_tokens = trees.tokens.numpy() if trees.tokens.device.type == "cpu" else None
         for seq, end in rows:
             start = self.cache.tables[seq.id].length
-            own = np.asarray(seq.tokens[start:end], dtype=np.int64)
+            own = next_tokens[seq.id] if seq.id in next_tokens else np.asarray(seq.tokens[start:end], dtype=np.int64)
             decoding = end == len(seq.tokens)
             count = trees.lengths[drafted] if decoding else 0
             row = RowInput(seq.id, own, start, logits=count + 1 if decoding else 0)
@@ -307,7 +346,7 @@ class SpeculativeDecoder:
 
     def _commit(self, pending: PendingStep, results: dict[int, StepResult]) -> StepOutcome:
         """Keep accepted KV, append tokens, count."""
-        trees, going_on = pending.trees, [i for i, seq in enumerate(pending.decoding) if not seq.finished]
+        trees, going_on = pending.trees, [i for i, seq in enumerate(pending.decoding) if self._goes_on(seq)]
         sequences = [pending.decoding[i] for i in going_on]
         kept, paths, emitted = [], [], []
         if pending.verdict is not None:
@@ -327,16 +366,17 @@ class SpeculativeDecoder:
                 paths.append(path)
                 emitted.append(new)
         verified = {seq.id for seq in sequences}
-        kept += [(seq.id, end, []) for seq, end in pending.rows if seq.id not in verified]
+        kept += [(seq.id, end, []) for seq, end in pending.rows if seq.id not in verified and self._goes_on(seq)]
         self.cache.commit(kept)
         trees = trees if len(going_on) == len(pending.decoding) else trees.select(going_on)
-        return StepOutcome(sequences, trees, paths, emitted, chunks=pending.rows)
+        return StepOutcome(sequences, trees, paths, emitted)
 
 
-def _join(own: np.ndarray, nodes) -> np.ndarray | torch.Tensor:
-    if isinstance(nodes, np.ndarray):
+def _join(own: np.ndarray | torch.Tensor, nodes: np.ndarray | torch.Tensor) -> np.ndarray | torch.Tensor:
+    if isinstance(own, np.ndarray) and isinstance(nodes, np.ndarray):
         return np.concatenate([own, nodes])
-    return torch.cat([upload(own, nodes.device), nodes])
+    nodes = torch.as_tensor(nodes)
+    return torch.cat([own if isinstance(own, torch.Tensor) else upload(own, nodes.device), nodes])
 
 
 def _place_tree(row: RowInput, trees: DraftTrees, index: int, num_own: int, count: int) -> None:

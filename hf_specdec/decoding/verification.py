@@ -48,10 +48,14 @@ class PendingVerdict:
 
     Args:
         table: int64 [B, 2 N + 1]: accepted nodes, drafted ids, the token after them.
+
+    Attributes:
+        next_tokens: int64 [B], the tokens after what is accepted, on the device.
     """
 
     def __init__(self, table: torch.Tensor):
         self._table, self._event = table, None
+        self.next_tokens = table[:, -1]
         if table.is_cuda:
             self._table = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
             self._table.copy_(table, non_blocking=True)

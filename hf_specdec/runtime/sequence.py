@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _ids = itertools.count()
+UNKNOWN = -1  # stands for a token that is chosen, on the device, and not known yet
 
 
 @dataclass(eq=False)
