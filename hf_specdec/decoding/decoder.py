@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 
 import numpy as np
 import torch
@@ -39,6 +40,7 @@ class SpeculativeDecoder:
     def __init__(self, target: PackedModel, generator: CandidateGenerator, config: SpeculativeConfig):
         self.target, self.generator, self.config = target, generator, generator.settled(config)
         target.taps = target.taps | generator.taps
+        self._max_positions = target.max_positions
         self._drafts = generator.max_draft_nodes > 0
         self._observes = type(generator).observe is not CandidateGenerator.observe
         self.policy = make_policy(config) if self._drafts else DraftLengthPolicy()
@@ -171,8 +173,8 @@ class SpeculativeDecoder:
         """
         if after is None:
             return self._begin(sequences, num_tokens, {})
-        if self._observes:  # what it will be shown must outlast the next forward
-            after.tensors.output.logits = after.tensors.output.logits.clone()
+        if self._observes:
+            after.tensors.output = after.tensors.output.copied()
         for seq in sequences:
             self.cache.tables[seq.id].length = len(seq.tokens)
         with after.foreseen():
@@ -185,10 +187,12 @@ class SpeculativeDecoder:
         rows = self._admit(sequences, num_tokens)
         num_own = [end - self.cache.tables[seq.id].length for seq, end in rows]
         decoding = [seq for seq, end in rows if end == len(seq.tokens)]
-        self.timer.start()
+        if self.policy.needs_observations:
+            self.timer.start()
         limits = self._draft_limits(decoding)
         trees = self._propose(decoding, limits)
-        self.timer.proposed()
+        if self.policy.needs_observations:
+            self.timer.proposed()
         output, logit_rows, starts = self._forward(rows, trees, next_tokens)
         scores, sampling = self._scores(decoding, trees, output.logits)
         verdict = begin_verification(trees, scores, decoding, self.config, sampling) if decoding else None
@@ -248,7 +252,9 @@ class SpeculativeDecoder:
 
     def _reserve(self, seq: Sequence, end: int) -> None:
         """Slots for `end` tokens; at first, if there is room, for all that the sequence can become, in one run."""
-        if self.reserve_ahead and len(self.cache.tables[seq.id].slots) < end:
+        if len(self.cache.tables[seq.id].slots) >= end:
+            return
+        if self.reserve_ahead:
             whole = seq.max_length + self.generator.max_draft_nodes
             if self.cache.blocks_missing(seq.id, whole) <= self.cache.pool.num_available:
                 end = whole
@@ -284,8 +290,8 @@ class SpeculativeDecoder:
         """How deep a draft can be of use: the row's or the method's K, the tokens left to write, the positions there are."""
         limit = self.config.num_speculative_tokens if seq.num_speculative_tokens is None else seq.num_speculative_tokens
         limit = min(limit or 0, seq.max_length - len(seq.tokens) - 1)
-        if self.target.max_positions is not None:
-            limit = min(limit, self.target.max_positions - len(seq.tokens))
+        if self._max_positions is not None:
+            limit = min(limit, self._max_positions - len(seq.tokens))
         return max(limit, 0)
 
     def _lookahead(self, seq: Sequence, num_nodes: int) -> int:
@@ -301,7 +307,7 @@ class SpeculativeDecoder:
     ) -> tuple[PackedOutput, np.ndarray, dict[int, int]]:
         """Pack every row's own tokens and its tree behind them, and run the target."""
         inputs, logit_rows, starts, packed, drafted = [], [], {}, 0, 0
-        host_tokens = trees.tokens.numpy() if trees.tokens.device.type == "cpu" else None
+        nodes = trees.tokens.unbind()
         for seq, end in rows:
             start = self.cache.tables[seq.id].length
             own = next_tokens[seq.id] if seq.id in next_tokens else np.asarray(seq.tokens[start:end], dtype=np.int64)
@@ -309,13 +315,12 @@ class SpeculativeDecoder:
             count = trees.lengths[drafted] if decoding else 0
             row = RowInput(seq.id, own, start, logits=count + 1 if decoding else 0)
             if count:
-                nodes = (host_tokens if host_tokens is not None else trees.tokens)[drafted, :count]
-                row.tokens = _join(own, nodes)
+                row.behind = nodes[drafted] if count == nodes[drafted].shape[0] else nodes[drafted][:count]
                 if not trees.is_chain:
-                    _place_tree(row, trees, drafted, len(own), count)
+                    _place_tree(row, trees, drafted, end - start, count)
             drafted += decoding
             starts[seq.id] = packed
-            packed += len(row.tokens)
+            packed += end - start + count
             logit_rows.append(np.arange(packed - row.logits, packed))
             inputs.append(row)
         output = self.target.forward(inputs, self.cache, self.all_hidden_states)
@@ -326,6 +331,8 @@ class SpeculativeDecoder:
     ) -> tuple[torch.Tensor, RowSampling | None]:
         """Every node's logits through its row's processors, with the node's own prefix; and what verification is to apply
         of them itself."""
+        if all(seq.processors is None for seq in sequences):
+            return logits, None
         owners = [seq for seq, count in zip(sequences, trees.lengths, strict=True) for _ in range(count + 1)]
         paths = self._paths(trees) if needs_prefix(sequences) else None
         if not left_to_kernels(sequences, self.config, logits.device):
@@ -351,16 +358,20 @@ class SpeculativeDecoder:
         kept, paths, emitted = [], [], []
         if pending.verdict is not None:
             verdict = pending.verdict.wait()
-            roots = np.cumsum([0, *(length + 1 for length in trees.lengths)])  # each row's first among the R score rows
-            accepted = trees.paths(verdict.accepted)
+            roots = [
+                0,
+                *itertools.accumulate(length + 1 for length in trees.lengths),
+            ]  # each row's among the score rows
+            accepted, next_tokens = trees.paths(verdict.accepted), verdict.next_tokens.tolist()
+            deepest = _deepest(trees)
             for i, seq in zip(going_on, sequences, strict=True):
-                path, first = accepted[i], int(roots[i])
-                drafted = [int(verdict.tokens[i, node]) for node in path]
+                path, first = accepted[i], roots[i]
+                drafted = verdict.tokens[i, path].tolist() if path else []
                 kept.append((seq.id, len(seq.tokens), path))
-                new = seq.accept([*drafted, int(verdict.next_tokens[i])])
+                new = seq.accept([*drafted, next_tokens[i]])
                 path = path[: len(new)]
                 seq.num_steps += 1
-                self.statistics[seq.id].record(trees.lengths[i], len(new), min(len(path), len(new)), _depth(trees, i))
+                self.statistics[seq.id].record(trees.lengths[i], len(new), len(path), deepest[i])
                 results[seq.id].new_tokens = new
                 results[seq.id].nodes = [first, *(first + 1 + node for node in path)][: len(new)]
                 paths.append(path)
@@ -372,13 +383,6 @@ class SpeculativeDecoder:
         return StepOutcome(sequences, trees, paths, emitted)
 
 
-def _join(own: np.ndarray | torch.Tensor, nodes: np.ndarray | torch.Tensor) -> np.ndarray | torch.Tensor:
-    if isinstance(own, np.ndarray) and isinstance(nodes, np.ndarray):
-        return np.concatenate([own, nodes])
-    nodes = torch.as_tensor(nodes)
-    return torch.cat([own if isinstance(own, torch.Tensor) else upload(own, nodes.device), nodes])
-
-
 def _place_tree(row: RowInput, trees: DraftTrees, index: int, num_own: int, count: int) -> None:
     """Positions and visibility of a row's own tokens (causal) with a tree behind them."""
     positions = row.start + np.arange(num_own + count)
@@ -388,6 +392,8 @@ def _place_tree(row: RowInput, trees: DraftTrees, index: int, num_own: int, coun
     row.positions, row.visibility, row.region_positions = positions, visibility, positions
 
 
-def _depth(trees: DraftTrees, index: int) -> int:
-    count = trees.lengths[index]
-    return int(trees.depths[index, :count].max()) if count else 0
+def _deepest(trees: DraftTrees) -> list[int]:
+    """How deep each row's tree is."""
+    if trees.is_chain:
+        return trees.lengths
+    return np.where(trees.valid, trees.depths, 0).max(axis=1, initial=0).tolist()

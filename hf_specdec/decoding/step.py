@@ -35,7 +35,7 @@ class StepTensors:
     """The tensors of the last step, for callers that return scores or hidden states.
 
     Attributes:
-        output: the target's forward.
+        output: the target's forward, valid until its next.
         processed: its logits [R, V] through all processors but `sampling`, which verification applied itself.
         logit_rows: for each of the R rows, which packed token it belongs to.
         starts: sequence id → where its row begins among the packed tokens.
