@@ -108,8 +108,8 @@ class SpeculativeConfig:
     async_scheduling: bool | None = field(
         default=None,
         metadata={
-            "help": "begin a step before the last one has been shown to stopping criteria and streamers; by default on GPUs. The "
-            "output is the same"
+            "help": "begin a step before the last one has been shown to stopping criteria and streamers, and without drafts before its "
+            "tokens are known; by default on GPUs. The output is the same"
         },
     )
     quantization: str | None = field(

@@ -265,11 +265,9 @@ def test_generate(tiny_model, tiny_tokenizer, prompts, graphs_in_python, defined
     )
     assert torch.equal(out.sequences, plain)
     assert out.speculation.num_accepted_tokens > 0
-    assert len(graphs_in_python) == (
-        2 if name == "tiny-mlp_speculator" else 3
-    )  # the target, a head or drafter, its loop
-    for each in graphs_in_python:
-        assert not each.refused and 1 <= each.capture.count <= 9
+    used = [each.capture.count for each in graphs_in_python if each.capture.count]
+    assert len(used) == (2 if name == "tiny-mlp_speculator" else 3)  # the target, a head or drafter, its loop
+    assert max(used) <= 9 and not any(each.refused for each in graphs_in_python)
     hf_specdec.release(tiny_model)
 
 
@@ -329,7 +327,8 @@ def test_a_loop_that_cannot_be_captured_is_grown(tiny_model, prompts, graphs_in_
         )
     hf_specdec.release(tiny_model)
     assert torch.equal(out, plain)
-    for name in ("LlamaForCausalLM", "Eagle3Head", "The drafting loop of Eagle3Generator"):
+    names = ("LlamaForCausalLM", "Eagle3Head", "Eagle3Head (reading texts)", "The drafting loop of Eagle3Generator")
+    for name in names:
         assert caplog.text.count(f"{name} runs without CUDA graphs: operation not permitted") == 1
 
 

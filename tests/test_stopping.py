@@ -257,7 +257,8 @@ def test_tokens_arrive_as_they_are_accepted(model, configs):
 
 
 def test_a_step_begins_before_the_last_one_is_shown(model, configs, monkeypatch):
-    """And not where a forward's tensors are to be returned, which the next one may overwrite."""
+    """Before it is finished, where it needs no more of it than tokens that are on the device. And not where a forward's tensors
+    are to be returned, which the next one may overwrite."""
     from hf_specdec.decoding.decoder import SpeculativeDecoder
     from hf_specdec.decoding.stopping import LockstepObserver
 
@@ -265,10 +266,15 @@ def test_a_step_begins_before_the_last_one_is_shown(model, configs, monkeypatch)
     for owner, name in ((SpeculativeDecoder, "begin"), (SpeculativeDecoder, "finish"), (LockstepObserver, "advance")):
         original = getattr(owner, name)
         monkeypatch.setattr(
-            owner, name, lambda self, *a, _of=original, _name=name: (events.append(_name), _of(self, *a))[1]
+            owner, name, lambda self, *a, _of=original, _name=name, **k: (events.append(_name), _of(self, *a, **k))[1]
         )
     config = {**configs["none"], "async_scheduling": True}
     model.generate(**ragged([5]), max_new_tokens=3, do_sample=False, speculative_config=config)
+    assert events == ["begin", *["begin", "finish", "advance"] * 2, "finish", "advance"]
+    events.clear()
+    model.generate(
+        **ragged([5]), max_new_tokens=3, do_sample=False, repetition_penalty=1.1, speculative_config=config
+    )  # a processor that reads the text
     assert events == ["begin", *["finish", "begin", "advance"] * 2, "finish", "advance"]
     events.clear()
     more = {"return_dict_in_generate": True, "output_scores": True}

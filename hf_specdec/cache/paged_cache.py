@@ -128,6 +128,7 @@ class PagedStaticCache(Cache):
         self.tables: dict[int, BlockTable] = {}
         self.batch: Any = None  # the PackedBatch whose forward is running
         self._pool_tables: dict[torch.device, Any] = {}  # of the Triton kernel that moves slots
+        self._identity: tuple[int, ...] | None = None  # until pools are added
         self.num_bytes = 0
 
     @property
@@ -148,11 +149,14 @@ class PagedStaticCache(Cache):
     @property
     def identity(self) -> tuple[int, ...]:
         """Where the pools are: what has been captured reads these and no others."""
-        return tuple(layer.keys.data_ptr() if layer.is_initialized else 0 for layer in self.layers)
+        if self._identity is None:
+            self._identity = tuple(layer.keys.data_ptr() if layer.is_initialized else 0 for layer in self.layers)
+        return self._identity
 
     def note_allocated(self, layer: PagedLayer) -> None:
         """Keep count of the memory, and say how much it is once every layer has its pools."""
         self._pool_tables.clear()
+        self._identity = None
         self.num_bytes += layer.keys.nbytes + layer.values.nbytes
         if self.is_allocated:
             logger.info(
@@ -205,6 +209,8 @@ class PagedStaticCache(Cache):
             return
         table = self.tables[seq_id]
         known = len(table.hashes)
+        if length // self.block_size <= known:
+            return
         table.hashes += self._block_hashes(tokens, length // self.block_size, table.hashes)
         for block, content in zip(table.blocks[known:], table.hashes[known:], strict=False):
             self.pool.register(block, content)
@@ -261,17 +267,16 @@ class PagedStaticCache(Cache):
 
         Args:
             kept: per sequence (id, start, offsets): of the tokens written at logical indices `start`, `start + 1`, ..
-                those at `start + offset` stay and become `start`, `start + 1`, .. The length becomes start + len(offsets).
+                those at `start + offset` (ascending) stay and become `start`, `start + 1`, .. The length becomes start + len(offsets).
         """
         moves: list[tuple[np.ndarray, np.ndarray]] = []
         for seq_id, start, offsets in kept:
             table = self.tables[seq_id]
-            own = np.asarray(offsets, dtype=np.int64)
-            index = np.arange(len(own))
-            moved = own != index
-            if moved.any():
+            if offsets and offsets[-1] >= len(offsets):  # ascending: some were left out
+                own, index = np.asarray(offsets, dtype=np.int64), np.arange(len(offsets))
+                moved = own != index
                 moves.append((table.slots[start + own[moved]], table.slots[start + index[moved]]))
-            table.length = start + len(own)
+            table.length = start + len(offsets)
         if moves:
             self._move(moves)
 

@@ -25,7 +25,8 @@ class StepOutcome:
         trees: what was verified for them (the proposal, or a prefix of its nodes).
         accepted: per row, the indices of the accepted nodes, root to leaf.
         new_tokens: per row, the ids appended: accepted nodes and the token after them, cut where the sequence stopped.
-        output: the target's forward with the features asked for by `taps`; None inside transformers' own loop.
+        output: the target's forward with the features asked for by `taps`, valid until `observe` returns; None inside
+            transformers' own loop.
         starts: where each forwarded row begins in `output` (its pending tokens first, then its nodes).
         chunks: (sequence, end) of every forwarded row, prompt chunks included, in `starts`' order: its tokens up to `end`
             have been fed.

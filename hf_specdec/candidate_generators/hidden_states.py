@@ -78,6 +78,11 @@ class HiddenStatesWriter(CandidateGenerator):
         )
         self.collected: dict[int, list[torch.Tensor]] = {}  # per sequence, [n, layers, H] on the CPU
 
+    @property
+    def max_draft_nodes(self) -> int:
+        """None at all."""
+        return 0
+
     def start(self, seq: Sequence) -> None:
         """Nothing collected yet."""
         self.collected[seq.id] = []

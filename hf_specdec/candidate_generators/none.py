@@ -21,6 +21,11 @@ class NoSpeculationConfig(SpeculativeConfig):
 class NoSpeculation(CandidateGenerator):
     """Proposes nothing."""
 
+    @property
+    def max_draft_nodes(self) -> int:
+        """None at all."""
+        return 0
+
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
         """An empty tree for every row."""
         return DraftTrees.empty(len(sequences), self.target.device)

@@ -11,6 +11,7 @@ import numpy as np
 import torch
 
 from ..config import SpeculativeConfig
+from ..kernels.transfer import upload
 from ..runtime import DraftTrees, PackedModel, Sequence, Taps
 from .base import CandidateGenerator, DrafterContext, StepOutcome
 from .drafting.published_trees import PUBLISHED_TREES
@@ -256,9 +257,12 @@ class TokenRecyclingGenerator(CandidateGenerator):
         """Every token fed gets the best successors of its output; if that is not to be had, the text must do."""
         output = outcome.output
         if output is not None and self.taps.logits and output.all_logits is not None and output.input_ids is not None:
-            assert outcome.starts is not None and outcome.chunks is not None
-            counts = np.diff([*outcome.starts, len(output.input_ids)])
-            self._recycle([seq for seq, _ in outcome.chunks], counts, output.input_ids, output.all_logits)
+            sequences, rows, counts = _fed_tokens(outcome)
+            tokens, logits = output.input_ids, output.all_logits
+            if len(rows) < len(tokens):  # some rows are gone
+                index = upload(rows, logits.device)
+                tokens, logits = tokens.index_select(0, index), logits.index_select(0, index)
+            self._recycle(sequences, counts, tokens, logits)
         elif output is not None and output.logits.numel():
             counts = np.asarray(outcome.trees.lengths) + 1
             self._recycle(outcome.sequences, counts, _verified_tokens(outcome), output.logits)
@@ -316,6 +320,16 @@ def best_tokens(logits: torch.Tensor, k: int) -> torch.Tensor:
     rest = torch.arange(grouped, vocab_size, device=logits.device).expand(num_rows, -1)
     columns = torch.cat([columns.flatten(1), rest], dim=1)
     return columns.gather(1, logits.gather(1, columns).topk(k, dim=1).indices)
+
+
+def _fed_tokens(outcome: StepOutcome) -> tuple[list[Sequence], np.ndarray, np.ndarray]:
+    """The sequences in a forward; where the tokens that they fed, drafted ones included, are in its output; how many each fed."""
+    assert outcome.starts is not None and outcome.chunks is not None and outcome.num_own is not None
+    drafted = {seq.id: count for seq, count in zip(outcome.sequences, outcome.trees.lengths, strict=True)}
+    sequences = [seq for seq, _ in outcome.chunks]
+    counts = np.array([own + drafted.get(seq.id, 0) for seq, own in zip(sequences, outcome.num_own, strict=True)])
+    rows = [np.arange(start, start + count) for start, count in zip(outcome.starts, counts, strict=True)]
+    return sequences, np.concatenate(rows), counts
 
 
 def _verified_tokens(outcome: StepOutcome) -> torch.Tensor:

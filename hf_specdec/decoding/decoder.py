@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+import itertools
 
 import numpy as np
 import torch
@@ -15,7 +16,8 @@ from ..kernels.transfer import upload
 from ..runtime import DraftTrees, PackedModel, PackedOutput, Sequence
 from ..runtime.logits import needs_prefix, process_logits
 from ..runtime.packed_batch import RowInput
-from .draft_length import DraftedStep, make_policy, nodes_by_depth
+from ..runtime.sequence import UNKNOWN
+from .draft_length import DraftedStep, DraftLengthPolicy, make_policy, nodes_by_depth
 from .outputs import RowStatistics
 from .sampling import RowSampling, left_to_kernels, row_sampling
 from .step import PendingStep, StepResult, StepTensors
@@ -38,7 +40,10 @@ class SpeculativeDecoder:
     def __init__(self, target: PackedModel, generator: CandidateGenerator, config: SpeculativeConfig):
         self.target, self.generator, self.config = target, generator, generator.settled(config)
         target.taps = target.taps | generator.taps
-        self.policy = make_policy(config)
+        self._max_positions = target.max_positions
+        self._drafts = generator.max_draft_nodes > 0
+        self._observes = type(generator).observe is not CandidateGenerator.observe
+        self.policy = make_policy(config) if self._drafts else DraftLengthPolicy()
         self.timer = StepTimer(target.device)
         self.cache = target.new_cache(1, config.block_size)
         self.statistics: dict[int, RowStatistics] = {}
@@ -139,27 +144,56 @@ class SpeculativeDecoder:
         """One round for some of the running sequences, all in one target forward: `begin`, then `finish`."""
         return self.finish(self.begin(sequences, num_tokens))
 
+    def foresees(self, sequences: list[Sequence], pending: PendingStep) -> bool:
+        """Whether these rows' next step may begin before a pending one is finished: all that it needs of that one is a token a
+        row, which is on the device."""
+        if self.policy.needs_observations or not pending.is_plain or needs_prefix(sequences):
+            return False
+        if not {seq.id for seq in sequences} <= pending.next_tokens.keys():
+            return False
+        with pending.foreseen():
+            return not any(self._draft_limits(sequences))
+
     @torch.no_grad()
-    def begin(self, sequences: list[Sequence], num_tokens: list[int] | None = None) -> PendingStep:
+    def begin(
+        self, sequences: list[Sequence], num_tokens: list[int] | None = None, after: PendingStep | None = None
+    ) -> PendingStep:
         """Propose, forward and verify, without waiting for the device. Runs inside `active()`.
 
-        At most one step is pending at a time: `finish` it, or `cancel` it.
+        A step that has begun is pending: `finish` it, or `cancel` it; sequences may be removed meanwhile, not preempted.
 
         Args:
             sequences: unfinished rows, first come first served: rows that no block is left for wait (no result for them).
             num_tokens: most tokens of its own text each row may feed (prompt chunks); None: all of it.
+            after: the one step that may still be pending, if it `foresees` this one. Rows that it turns out to have finished
+                get nothing from this one.
 
         Raises:
             OutOfBlocks: not even the first row fits; nothing was done. Preempt another sequence.
         """
+        if after is None:
+            return self._begin(sequences, num_tokens, {})
+        if self._observes:
+            after.tensors.output = after.tensors.output.copied()
+        for seq in sequences:
+            self.cache.tables[seq.id].length = len(seq.tokens)
+        with after.foreseen():
+            return self._begin(sequences, num_tokens, after.next_tokens)
+
+    def _begin(
+        self, sequences: list[Sequence], num_tokens: list[int] | None, next_tokens: dict[int, torch.Tensor]
+    ) -> PendingStep:
+        """`begin`; next_tokens: what stands for tokens that are not known."""
         rows = self._admit(sequences, num_tokens)
         num_own = [end - self.cache.tables[seq.id].length for seq, end in rows]
         decoding = [seq for seq, end in rows if end == len(seq.tokens)]
-        self.timer.start()
+        if self.policy.needs_observations:
+            self.timer.start()
         limits = self._draft_limits(decoding)
         trees = self._propose(decoding, limits)
-        self.timer.proposed()
-        output, logit_rows, starts = self._forward(rows, trees)
+        if self.policy.needs_observations:
+            self.timer.proposed()
+        output, logit_rows, starts = self._forward(rows, trees, next_tokens)
         scores, sampling = self._scores(decoding, trees, output.logits)
         verdict = begin_verification(trees, scores, decoding, self.config, sampling) if decoding else None
         tensors = StepTensors(output, scores, sampling, logit_rows, starts)
@@ -169,14 +203,18 @@ class SpeculativeDecoder:
     def finish(self, pending: PendingStep) -> list[StepResult]:
         """Wait for the verdict, keep accepted KV, append tokens, count, and let the drafter see what came of it.
 
-        Sequences that were finished meanwhile get nothing.
+        Sequences that were finished or removed meanwhile get nothing.
         """
         results = {seq.id: StepResult(seq) for seq, _ in pending.rows}
+        there = [i for i, (seq, _) in enumerate(pending.rows) if self._goes_on(seq)]
         outcome = self._commit(pending, results)
-        outcome.output, outcome.num_own = pending.tensors.output, pending.num_own
-        outcome.starts = [pending.tensors.starts[seq.id] for seq, _ in pending.rows]
+        outcome.output = pending.tensors.output
+        outcome.chunks = [pending.rows[i] for i in there]
+        outcome.num_own = [pending.num_own[i] for i in there]
+        outcome.starts = [pending.tensors.starts[seq.id] for seq, _ in outcome.chunks]
         self.last = pending.tensors
-        self.generator.observe(outcome)
+        if outcome.chunks:
+            self.generator.observe(outcome)
         if self.policy.needs_observations and outcome.sequences:
             whole = len(outcome.sequences) == len(pending.rows) == sum(pending.num_own)
             self._inform_policy(outcome, pending, timed=whole)
@@ -186,6 +224,9 @@ class SpeculativeDecoder:
         """Wait for a pending step and forget it; its sequences are to be removed."""
         if pending.verdict is not None:
             pending.verdict.wait()
+
+    def _goes_on(self, seq: Sequence) -> bool:
+        return not seq.finished and seq.id in self.statistics
 
     def _admit(self, sequences: list[Sequence], num_tokens: list[int] | None) -> list[tuple[Sequence, int]]:
         """(sequence, end): the rows that fit, and up to where each one's text is fed in this step."""
@@ -205,13 +246,15 @@ class SpeculativeDecoder:
                     raise
                 break
             # Within one forward every layer writes all keys before it attends, so later rows may share these blocks now.
-            self.cache.register_prefix(seq.id, seq.tokens, end)
+            self.cache.register_prefix(seq.id, seq.tokens, end - (seq.tokens[end - 1] == UNKNOWN))
             rows.append((seq, end))
         return rows
 
     def _reserve(self, seq: Sequence, end: int) -> None:
         """Slots for `end` tokens; at first, if there is room, for all that the sequence can become, in one run."""
-        if self.reserve_ahead and len(self.cache.tables[seq.id].slots) < end:
+        if len(self.cache.tables[seq.id].slots) >= end:
+            return
+        if self.reserve_ahead:
             whole = seq.max_length + self.generator.max_draft_nodes
             if self.cache.blocks_missing(seq.id, whole) <= self.cache.pool.num_available:
                 end = whole
@@ -219,6 +262,8 @@ class SpeculativeDecoder:
 
     def _draft_limits(self, sequences: list[Sequence]) -> list[int]:
         """How deep each row drafts: what the policy wishes, within what the row may and can use."""
+        if not self._drafts:
+            return [0] * len(sequences)
         return self.policy.limits(sequences, [self._draft_limit(seq) for seq in sequences])
 
     def _inform_policy(self, outcome: StepOutcome, pending: PendingStep, timed: bool) -> None:
@@ -245,8 +290,8 @@ class SpeculativeDecoder:
         """How deep a draft can be of use: the row's or the method's K, the tokens left to write, the positions there are."""
         limit = self.config.num_speculative_tokens if seq.num_speculative_tokens is None else seq.num_speculative_tokens
         limit = min(limit or 0, seq.max_length - len(seq.tokens) - 1)
-        if self.target.max_positions is not None:
-            limit = min(limit, self.target.max_positions - len(seq.tokens))
+        if self._max_positions is not None:
+            limit = min(limit, self._max_positions - len(seq.tokens))
         return max(limit, 0)
 
     def _lookahead(self, seq: Sequence, num_nodes: int) -> int:
@@ -258,25 +303,24 @@ class SpeculativeDecoder:
         return num_nodes
 
     def _forward(
-        self, rows: list[tuple[Sequence, int]], trees: DraftTrees
+        self, rows: list[tuple[Sequence, int]], trees: DraftTrees, next_tokens: dict[int, torch.Tensor]
     ) -> tuple[PackedOutput, np.ndarray, dict[int, int]]:
         """Pack every row's own tokens and its tree behind them, and run the target."""
         inputs, logit_rows, starts, packed, drafted = [], [], {}, 0, 0
-        host_tokens = trees.tokens.numpy() if trees.tokens.device.type == "cpu" else None
+        nodes = trees.tokens.unbind()
         for seq, end in rows:
             start = self.cache.tables[seq.id].length
-            own = np.asarray(seq.tokens[start:end], dtype=np.int64)
+            own = next_tokens[seq.id] if seq.id in next_tokens else np.asarray(seq.tokens[start:end], dtype=np.int64)
             decoding = end == len(seq.tokens)
             count = trees.lengths[drafted] if decoding else 0
             row = RowInput(seq.id, own, start, logits=count + 1 if decoding else 0)
             if count:
-                nodes = (host_tokens if host_tokens is not None else trees.tokens)[drafted, :count]
-                row.tokens = _join(own, nodes)
+                row.behind = nodes[drafted] if count == nodes[drafted].shape[0] else nodes[drafted][:count]
                 if not trees.is_chain:
-                    _place_tree(row, trees, drafted, len(own), count)
+                    _place_tree(row, trees, drafted, end - start, count)
             drafted += decoding
             starts[seq.id] = packed
-            packed += len(row.tokens)
+            packed += end - start + count
             logit_rows.append(np.arange(packed - row.logits, packed))
             inputs.append(row)
         output = self.target.forward(inputs, self.cache, self.all_hidden_states)
@@ -287,6 +331,8 @@ class SpeculativeDecoder:
     ) -> tuple[torch.Tensor, RowSampling | None]:
         """Every node's logits through its row's processors, with the node's own prefix; and what verification is to apply
         of them itself."""
+        if all(seq.processors is None for seq in sequences):
+            return logits, None
         owners = [seq for seq, count in zip(sequences, trees.lengths, strict=True) for _ in range(count + 1)]
         paths = self._paths(trees) if needs_prefix(sequences) else None
         if not left_to_kernels(sequences, self.config, logits.device):
@@ -307,36 +353,34 @@ class SpeculativeDecoder:
 
     def _commit(self, pending: PendingStep, results: dict[int, StepResult]) -> StepOutcome:
         """Keep accepted KV, append tokens, count."""
-        trees, going_on = pending.trees, [i for i, seq in enumerate(pending.decoding) if not seq.finished]
+        trees, going_on = pending.trees, [i for i, seq in enumerate(pending.decoding) if self._goes_on(seq)]
         sequences = [pending.decoding[i] for i in going_on]
         kept, paths, emitted = [], [], []
         if pending.verdict is not None:
             verdict = pending.verdict.wait()
-            roots = np.cumsum([0, *(length + 1 for length in trees.lengths)])  # each row's first among the R score rows
-            accepted = trees.paths(verdict.accepted)
+            roots = [
+                0,
+                *itertools.accumulate(length + 1 for length in trees.lengths),
+            ]  # each row's among the score rows
+            accepted, next_tokens = trees.paths(verdict.accepted), verdict.next_tokens.tolist()
+            deepest = _deepest(trees)
             for i, seq in zip(going_on, sequences, strict=True):
-                path, first = accepted[i], int(roots[i])
-                drafted = [int(verdict.tokens[i, node]) for node in path]
+                path, first = accepted[i], roots[i]
+                drafted = verdict.tokens[i, path].tolist() if path else []
                 kept.append((seq.id, len(seq.tokens), path))
-                new = seq.accept([*drafted, int(verdict.next_tokens[i])])
+                new = seq.accept([*drafted, next_tokens[i]])
                 path = path[: len(new)]
                 seq.num_steps += 1
-                self.statistics[seq.id].record(trees.lengths[i], len(new), min(len(path), len(new)), _depth(trees, i))
+                self.statistics[seq.id].record(trees.lengths[i], len(new), len(path), deepest[i])
                 results[seq.id].new_tokens = new
                 results[seq.id].nodes = [first, *(first + 1 + node for node in path)][: len(new)]
                 paths.append(path)
                 emitted.append(new)
         verified = {seq.id for seq in sequences}
-        kept += [(seq.id, end, []) for seq, end in pending.rows if seq.id not in verified]
+        kept += [(seq.id, end, []) for seq, end in pending.rows if seq.id not in verified and self._goes_on(seq)]
         self.cache.commit(kept)
         trees = trees if len(going_on) == len(pending.decoding) else trees.select(going_on)
-        return StepOutcome(sequences, trees, paths, emitted, chunks=pending.rows)
-
-
-def _join(own: np.ndarray, nodes) -> np.ndarray | torch.Tensor:
-    if isinstance(nodes, np.ndarray):
-        return np.concatenate([own, nodes])
-    return torch.cat([upload(own, nodes.device), nodes])
+        return StepOutcome(sequences, trees, paths, emitted)
 
 
 def _place_tree(row: RowInput, trees: DraftTrees, index: int, num_own: int, count: int) -> None:
@@ -348,6 +392,8 @@ def _place_tree(row: RowInput, trees: DraftTrees, index: int, num_own: int, coun
     row.positions, row.visibility, row.region_positions = positions, visibility, positions
 
 
-def _depth(trees: DraftTrees, index: int) -> int:
-    count = trees.lengths[index]
-    return int(trees.depths[index, :count].max()) if count else 0
+def _deepest(trees: DraftTrees) -> list[int]:
+    """How deep each row's tree is."""
+    if trees.is_chain:
+        return trees.lengths
+    return np.where(trees.valid, trees.depths, 0).max(axis=1, initial=0).tolist()

@@ -152,24 +152,37 @@ class StaticBatch:
     def _until_done_overlapping(self) -> None:
         """As `until_done`, with criteria and streamers shown a step while the device works on the next: asynchronous scheduling.
 
-        Rows stop by length and end-of-sequence tokens before their next step begins. One that a criterion stops has one step
-        pending then, which is forgotten, so the output is the same.
+        Where the next step needs nothing from the host it begins even before this one's tokens are known. A row that these
+        end, or a criterion, has one step pending then, which is forgotten, so the output is the same.
         """
         pending, done = self._begin(), False
         while not done:
+            following = self._begin_after(pending) if pending is not None else None
             results = self.decoder.finish(pending) if pending is not None else []
             self.kv_cache_bytes = self.decoder.cache.num_bytes
             self._let_go([seq for seq in self.running if seq.finished])
-            pending = self._begin() if self.running else None
+            if following is None and self.running:
+                following = self._begin()
             for result in results:
                 self._collect(result)
-            done = self.observer.advance()
+            done, pending = self.observer.advance(), following
         if pending is not None:
             self.decoder.cancel(pending)
         self._let_go(list(self.running), everything=True)
 
     def _begin(self) -> PendingStep:
         return self._making_room(lambda: self.decoder.begin(self.running, self._chunks()))
+
+    def _begin_after(self, pending: PendingStep) -> PendingStep | None:
+        """The step after a pending one; None where that one must be finished first."""
+        unfinished = [seq for seq in self.running if not seq.finished]
+        rows = [seq for seq in unfinished if len(seq.tokens) + 1 < seq.max_length]
+        if not rows or not self.decoder.foresees(unfinished, pending):
+            return None
+        try:
+            return self.decoder.begin(rows, after=pending)
+        except OutOfBlocks:
+            return None
 
     def _making_room(self, act: Callable[[], Any]) -> Any:
         """Do what needs blocks, preempting the rows behind as long as there are too few."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from dataclasses import dataclass, field
 
@@ -9,6 +10,7 @@ import numpy as np
 import torch
 
 from ..runtime import DraftTrees, PackedOutput, Sequence
+from ..runtime.sequence import UNKNOWN
 from .sampling import RowSampling
 from .verification import PendingVerdict
 
@@ -33,7 +35,7 @@ class StepTensors:
     """The tensors of the last step, for callers that return scores or hidden states.
 
     Attributes:
-        output: the target's forward.
+        output: the target's forward, valid until its next.
         processed: its logits [R, V] through all processors but `sampling`, which verification applied itself.
         logit_rows: for each of the R rows, which packed token it belongs to.
         starts: sequence id → where its row begins among the packed tokens.
@@ -70,3 +72,28 @@ class PendingStep:
     trees: DraftTrees
     tensors: StepTensors
     verdict: PendingVerdict | None
+
+    @property
+    def is_plain(self) -> bool:
+        """Whether each decoding row gets exactly one token."""
+        return not any(self.trees.lengths)
+
+    @functools.cached_property
+    def next_tokens(self) -> dict[int, torch.Tensor]:
+        """Sequence id → the token [1] that a plain step chose, on the device."""
+        if self.verdict is None:
+            return {}
+        return dict(zip([seq.id for seq in self.decoding], self.verdict.next_tokens.split(1), strict=True))
+
+    @contextlib.contextmanager
+    def foreseen(self):
+        """Inside, the rows are as a plain step will leave them, but that nobody knows their last token."""
+        for seq in self.decoding:
+            seq.tokens.append(UNKNOWN)
+            seq.num_steps += 1
+        try:
+            yield
+        finally:
+            for seq in self.decoding:
+                seq.tokens.pop()
+                seq.num_steps -= 1

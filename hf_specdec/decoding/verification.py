@@ -48,10 +48,14 @@ class PendingVerdict:
 
     Args:
         table: int64 [B, 2 N + 1]: accepted nodes, drafted ids, the token after them.
+
+    Attributes:
+        next_tokens: int64 [B], the tokens after what is accepted, on the device.
     """
 
     def __init__(self, table: torch.Tensor):
         self._table, self._event = table, None
+        self.next_tokens = table[:, -1]
         if table.is_cuda:
             self._table = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
             self._table.copy_(table, non_blocking=True)
@@ -86,20 +90,21 @@ def begin_verification(
     rule = config.verification_rule
     index = _score_rows(trees)
     tokens = trees.tokens.to(scores.device)
-    accepted = torch.zeros(tokens.shape, dtype=torch.bool, device=scores.device)
-    next_tokens = torch.zeros(len(sequences), dtype=torch.long, device=scores.device)
-    for name, rows in _rows_by_rule(sequences, rule):
-        some = trees if len(rows) == len(sequences) else trees.select(rows)
-        more = {} if sampling is None else {"sampling": sampling.of(rows)}
-        members = [sequences[i] for i in rows]
-        with current(scores.device):
-            path, after = RULES[name](some, scores, index[rows], members, config, **more)
-        if len(rows) == len(sequences):
-            accepted, next_tokens = path, after
+    groups = _rows_by_rule(sequences, rule)
+    with current(scores.device):
+        if len(groups) == 1:
+            more = {} if sampling is None else {"sampling": sampling}
+            accepted, next_tokens = RULES[groups[0][0]](trees, scores, index, sequences, config, **more)
         else:
-            at = upload(rows, scores.device)
-            accepted[at], next_tokens[at] = path, after
-    return PendingVerdict(torch.cat([accepted.long(), tokens, next_tokens[:, None]], dim=1))
+            accepted = torch.zeros(tokens.shape, dtype=torch.bool, device=scores.device)
+            next_tokens = torch.zeros(len(sequences), dtype=torch.long, device=scores.device)
+            for name, rows in groups:
+                members, at = [sequences[i] for i in rows], upload(rows, scores.device)
+                more = {} if sampling is None else {"sampling": sampling.of(rows)}
+                path, after = RULES[name](trees.select(rows), scores, index[rows], members, config, **more)
+                accepted[at], next_tokens[at] = path, after
+    columns = next_tokens[:, None]
+    return PendingVerdict(torch.cat([accepted, tokens, columns], dim=1) if tokens.shape[1] else columns)
 
 
 def verify(

@@ -195,13 +195,15 @@ def attention_inputs(
         max(needed.max_blocks, 1) if max_blocks is None else max_blocks,
         needed.num_words if num_words is None else num_words,
     )
-    return sizes.inputs(flat_inputs(rows, block_size, sizes).to(device), block_size)
+    flat = np.zeros(sizes.starts["end"], dtype=np.int32)
+    fill_inputs(sizes.views(flat), rows, block_size, sizes)
+    return sizes.inputs(torch.from_numpy(flat).to(device), block_size)
 
 
 def sizes_of(rows: Sequence[RowDescription]) -> InputSizes:
     """What the rows need at least."""
     counts = [row.query_length for row in rows]
-    regions = [0 if row.visibility is None else row.visibility.shape[1] for row in rows]
+    regions = [row.visibility.shape[1] for row in rows if row.visibility is not None]
     return InputSizes(
         num_rows=len(rows),
         num_tokens=sum(counts),
@@ -211,8 +213,10 @@ def sizes_of(rows: Sequence[RowDescription]) -> InputSizes:
     )
 
 
-def flat_inputs(rows: Sequence[RowDescription], block_size: int, sizes: InputSizes) -> torch.Tensor:
-    """What `InputSizes.inputs` takes, on the host; rows and tokens beyond the given ones are empty.
+def fill_inputs(
+    parts: dict[str, np.ndarray], rows: Sequence[RowDescription], block_size: int, sizes: InputSizes
+) -> None:
+    """Write rows into arrays of zeros, `sizes.views(..)`; rows and tokens beyond the given ones are empty.
 
     Raises:
         ValueError: see `attention_inputs`.
@@ -224,26 +228,32 @@ def flat_inputs(rows: Sequence[RowDescription], block_size: int, sizes: InputSiz
         raise ValueError(f"{needed.num_rows} rows do not fit the bucket.")
     if needed.max_blocks > sizes.max_blocks or needed.num_words > sizes.num_words:
         raise ValueError(f"{needed.max_blocks} blocks or {needed.num_words} words of visibility do not fit the bucket.")
-    flat = np.zeros(sizes.starts["end"], dtype=np.int32)
-    parts = sizes.views(flat)
-    counts = [row.query_length for row in rows]
-    starts = np.concatenate([[0], np.cumsum(counts, dtype=np.int64)])
-    parts["query_starts"][: len(starts)] = starts
-    parts["query_starts"][len(starts) :] = starts[-1]
+    block_tables, query_starts = parts["block_tables"], parts["query_starts"]
+    counts = np.array([row.query_length for row in rows])
+    key_lengths = np.array([row.key_length for row in rows])
+    ends = counts.cumsum()
+    query_starts[1 : len(rows) + 1] = ends
+    query_starts[len(rows) + 1 :] = needed.num_tokens
+    parts["key_lengths"][: len(rows)] = key_lengths
+    # Packed token t of a row that ends at `end` and has `length` keys is key t + length - end.
+    parts["positions"][: needed.num_tokens] = np.arange(needed.num_tokens) + np.repeat(key_lengths - ends, counts)
     for i, row in enumerate(rows):
-        region = 0 if row.visibility is None else row.visibility.shape[1]
         if len(row.blocks) * block_size < row.key_length:
             raise ValueError(f"Row {i} has {row.key_length} keys in {len(row.blocks)} blocks of {block_size} slots.")
-        if row.visibility is not None and not row.query_length <= region <= row.key_length:
-            raise ValueError(f"Row {i} has a region of {region} of its {row.key_length} keys.")
-        begin, end = starts[i], starts[i + 1]
-        parts["block_tables"][i, : len(row.blocks)] = row.blocks
-        parts["key_lengths"][i] = row.key_length
-        first = row.key_length - row.query_length
-        parts["positions"][begin:end] = np.arange(first, row.key_length) if row.positions is None else row.positions
+        block_tables[i, : len(row.blocks)] = row.blocks
+        if row.positions is not None:
+            parts["positions"][ends[i] - row.query_length : ends[i]] = row.positions
         if row.visibility is not None:
-            parts["region_lengths"][i] = region
-            parts["visibility"][begin:end] = pack_visibility(row.visibility, sizes.num_words)
-            own = np.arange(row.key_length - region, row.key_length)
-            parts["region_positions"][i, :region] = own if row.region_positions is None else row.region_positions
-    return torch.from_numpy(flat)
+            _fill_region(parts, i, int(ends[i]), row, sizes)
+
+
+def _fill_region(parts: dict[str, np.ndarray], index: int, end: int, row: RowDescription, sizes: InputSizes) -> None:
+    """What the tokens of a row, packed up to `end`, see of its last keys."""
+    assert row.visibility is not None
+    region = row.visibility.shape[1]
+    if not row.query_length <= region <= row.key_length:
+        raise ValueError(f"Row {index} has a region of {region} of its {row.key_length} keys.")
+    parts["region_lengths"][index] = region
+    parts["visibility"][end - row.query_length : end] = pack_visibility(row.visibility, sizes.num_words)
+    own = np.arange(row.key_length - region, row.key_length)
+    parts["region_positions"][index, :region] = own if row.region_positions is None else row.region_positions

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 from typing import Any
 
 import numpy as np
@@ -19,10 +21,53 @@ def upload(values: Any, device: torch.device | str) -> torch.Tensor:
     return host.pin_memory().to(device, non_blocking=True) if device.type == "cuda" else host.to(device)
 
 
+def upload_together(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
+    """Each array as a tensor of its dtype and shape, all of them by one copy."""
+    starts = [0, *itertools.accumulate(-(-array.nbytes // 16) * 16 for array in arrays)]  # as kernels are compiled for
+    host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
+    memory = host.numpy()
+    for array, start in zip(arrays, starts, strict=False):
+        memory[start : start + array.nbytes].view(array.dtype).reshape(array.shape)[:] = array
+    there = host.to(device, non_blocking=True)
+    return [
+        there[start : start + array.nbytes].view(_torch_type(array.dtype)).view(array.shape)
+        for array, start in zip(arrays, starts, strict=False)
+    ]
+
+
+@functools.cache
+def _torch_type(dtype: np.dtype) -> torch.dtype:
+    return torch.from_numpy(np.empty(0, dtype)).dtype
+
+
 def upload_into(buffer: torch.Tensor, values: Any) -> None:
     """Overwrite a buffer; what it was read from may be changed at once."""
     host = _on_host(values)
     buffer.copy_(host.pin_memory() if buffer.is_cuda else host, non_blocking=True)
+
+
+class HostStaging:
+    """What fills a buffer on the device again and again, in one copy each time.
+
+    Args:
+        buffer: uint8, contiguous.
+    """
+
+    def __init__(self, buffer: torch.Tensor):
+        self._buffer = buffer
+        self._host = torch.empty(0 if buffer.is_cuda else len(buffer), dtype=torch.uint8)
+
+    def fresh(self) -> np.ndarray:
+        """Bytes on the host to write to, all zero. On CUDA pinned, and not those that an earlier copy may still be reading."""
+        if self._buffer.is_cuda:
+            self._host = torch.empty(len(self._buffer), dtype=torch.uint8, pin_memory=True)
+        array = self._host.numpy()
+        array[:] = 0
+        return array
+
+    def send(self) -> None:
+        """Overwrite the buffer with what has been written since `fresh`."""
+        self._buffer.copy_(self._host, non_blocking=True)
 
 
 def _on_host(values: Any) -> torch.Tensor:

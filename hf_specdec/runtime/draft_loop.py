@@ -1,7 +1,7 @@
 """Buffers of a whole drafting loop: what its forwards read besides the tokens and features that flow from one to the next.
 
 Where every level's nodes stand, which slots they write and how much each row attends to follows from the texts' lengths
-alone. It is computed on the host for all levels before the first, and crosses in two copies, so that the loop itself needs
+alone. It is computed on the host for all levels before the first, and crosses in one copy, so that the loop itself needs
 no host and can be one CUDA graph.
 """
 
@@ -39,12 +39,12 @@ class LevelForward:
     ancestors: np.ndarray | None
     shift: int = 0
 
-    @property
+    @cached_property
     def end(self) -> int:
         """E."""
         return len(self.depths)
 
-    @property
+    @cached_property
     def width(self) -> int:
         """Nodes it reads in each row."""
         return self.end - self.first
@@ -97,23 +97,25 @@ class LoopBuffers:
         ]
         starts = np.cumsum([0, *(size.starts["end"] for size in sizes)])
         tokens = np.cumsum([0, *(2 * size.num_tokens for size in sizes)])
-        self._host_flat = np.zeros(starts[-1] + num_rows, dtype=np.int32)
-        self._host_integers = np.zeros(tokens[-1], dtype=np.int64)
-        self._flat = torch.zeros(len(self._host_flat), dtype=torch.int32, device=device)
-        self._integers = torch.zeros(len(self._host_integers), dtype=torch.long, device=device)
-        self.limits, self._host_limits = self._flat[starts[-1] :], self._host_flat[starts[-1] :]
+        # Positions and slots int64, then the rest int32, at a multiple of 16 bytes.
+        flat_start = 8 * int(tokens[-1] + tokens[-1] % 2)
+        self._host = np.zeros(flat_start + 4 * int(starts[-1] + num_rows), dtype=np.uint8)
+        self._memory = torch.zeros(len(self._host), dtype=torch.uint8, device=device)
+        host_integers, host_flat = self._host[:flat_start].view(np.int64), self._host[flat_start:].view(np.int32)
+        integers, flat = self._memory[:flat_start].view(torch.long), self._memory[flat_start:].view(torch.int32)
+        self.limits, self._host_limits = flat[starts[-1] :], host_flat[starts[-1] :]
         self.batches: dict[int, StaticBatch] = {}
         self._levels: list[_HostLevel] = []
         first = None
         for each, size, start, token in zip(forwards, sizes, starts, tokens, strict=False):
             assert cache is not None
-            inputs = size.inputs(self._flat[start:], cache.block_size)
+            inputs = size.inputs(flat[start:], cache.block_size)
             inputs = first = inputs if first is None else dataclasses.replace(inputs, block_tables=first.block_tables)
-            positions, slots = self._integers[token : token + 2 * size.num_tokens].view(2, -1)
+            positions, slots = integers[token : token + 2 * size.num_tokens].view(2, -1)
             ids = torch.zeros(1, size.num_tokens, dtype=torch.long, device=device)
             self.batches[each.depth] = StaticBatch(ids, positions[None], slots, inputs, cache)
-            on_host = self._host_integers[token : token + 2 * size.num_tokens].reshape(2, num_rows, each.width)
-            level = _HostLevel(on_host[0], on_host[1], size.views(self._host_flat[start:]))
+            on_host = host_integers[token : token + 2 * size.num_tokens].reshape(2, num_rows, each.width)
+            level = _HostLevel(on_host[0], on_host[1], size.views(host_flat[start:]))
             if not each.is_chain:
                 level.attention["region_lengths"][:] = each.end
                 if each.ancestors is not None:
@@ -133,8 +135,7 @@ class LoopBuffers:
         self._host_limits[: len(depths)] = depths
         if self.forwards:
             self._fill_levels(tables, depths, self.forwards[-1].depths)
-            upload_into(self._integers, self._host_integers)
-        upload_into(self._flat, self._host_flat)
+        upload_into(self._memory, self._host)
 
     def _fill_levels(self, tables: list[BlockTable], limits: np.ndarray, all_depths: np.ndarray) -> None:
         assert self.cache is not None

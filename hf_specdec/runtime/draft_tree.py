@@ -9,8 +9,6 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from ..kernels import reference as ops
-
 
 @dataclass
 class DraftTrees:
@@ -35,7 +33,7 @@ class DraftTrees:
     @classmethod
     def empty(cls, batch_size: int, device: torch.device | str = "cpu") -> DraftTrees:
         """No draft for any row: plain decoding."""
-        return cls(torch.zeros(batch_size, 0, dtype=torch.long, device=device), [0] * batch_size)
+        return cls(torch.empty(batch_size, 0, dtype=torch.long, device=device), [0] * batch_size)
 
     @classmethod
     def from_lists(
@@ -128,7 +126,18 @@ class DraftTrees:
     @cached_property
     def ancestors(self) -> np.ndarray:
         """bool [B, N + 1, N + 1] over (root, nodes): see `reference.ancestor_matrix`."""
-        return ops.ancestor_matrix(torch.from_numpy(np.ascontiguousarray(self.parent_index))).numpy()
+        parents = np.pad(self.parent_index + 1, ((0, 0), (1, 0)))  # the root is its own
+        rows, nodes = np.arange(parents.shape[0])[:, None], np.arange(parents.shape[1])[None, :]
+        out = np.zeros((*parents.shape, parents.shape[1]), dtype=bool)
+        above = np.broadcast_to(nodes, parents.shape)
+        out[rows, nodes, above] = True
+        for _ in range(self.tokens.shape[1]):
+            above = parents[rows, above]
+            if not above.any():
+                break
+            out[rows, nodes, above] = True
+        out[:, :, 0] = True
+        return out
 
     @cached_property
     def depths(self) -> np.ndarray:
@@ -139,7 +148,10 @@ class DraftTrees:
 
     def paths(self, accepted: np.ndarray) -> list[list[int]]:
         """Node indices on each row's accepted path, root to leaf, from the mask bool [B, N]."""
-        return [np.flatnonzero(row).tolist() for row in accepted]
+        paths: list[list[int]] = [[] for _ in accepted]
+        for row, node in np.argwhere(accepted).tolist():
+            paths[row].append(node)
+        return paths
 
     def chains(self) -> list[list[int]]:
         """The ids of each row's nodes, for trees that are chains."""

@@ -8,7 +8,6 @@ no keys, and their outputs are not read.
 from __future__ import annotations
 
 import functools
-import itertools
 import logging
 from collections.abc import Callable, Hashable
 from dataclasses import dataclass
@@ -19,12 +18,12 @@ import torch
 from torch import nn
 
 from ..cache import PagedStaticCache
-from ..kernels.attention_inputs import AttentionInputs, InputSizes, RowDescription, flat_inputs, sizes_of
+from ..kernels.attention_inputs import AttentionInputs, InputSizes, RowDescription, fill_inputs, sizes_of
 from ..kernels.dispatch import VARIABLE, current, uses_triton
-from ..kernels.transfer import upload, upload_into
+from ..kernels.transfer import HostStaging
 from .architectures import UnsupportedModel
 from .invariant_ops import InvariantOps
-from .packed_batch import RowInput, describe, describe_lines
+from .packed_batch import RowInput, copy_ids, describe, describe_lines, write_ids
 
 if TYPE_CHECKING:
     from .packed_head import PackedHead
@@ -141,39 +140,41 @@ class StepBuffers:
         features: torch.Tensor | None = None,
     ):
         self.sizes, self.cache, self.device, self.block_size = sizes, cache, device, block_size
-        self._integers = torch.zeros(3, sizes.num_tokens, dtype=torch.long, device=device)
-        self._integers[2] = -1
-        self._flat = torch.zeros(sizes.starts["end"], dtype=torch.int32, device=device)
-        ids, positions, slots = self._integers[0:1], self._integers[1:2], self._integers[2]
-        self.batch = StaticBatch(ids, positions, slots, sizes.inputs(self._flat, block_size), cache)
+        # Ids, positions and slots int64 [3, T], then what attention reads, int32, at a multiple of 16 bytes.
+        self._attention_start = -(-24 * sizes.num_tokens // 16) * 16
+        size = self._attention_start + 4 * sizes.starts["end"]
+        memory = torch.zeros(size, dtype=torch.uint8, device=device)
+        self._staging = HostStaging(memory)
+        integers = memory[: 24 * sizes.num_tokens].view(torch.long).view(3, -1)
+        inputs = sizes.inputs(memory[self._attention_start :].view(torch.int32), block_size)
+        self.batch = StaticBatch(integers[0:1], integers[1:2], integers[2], inputs, cache)
         self.features = None if features is None else features.new_zeros(sizes.num_tokens, features.shape[1])
 
-    def fill(self, rows: list[RowInput], described: list[RowDescription], features: torch.Tensor | None = None) -> None:
-        """Put a step's rows into the buffers, in two copies (and one each for ids that are on the device, and features).
+    def fill(
+        self,
+        rows: list[RowInput],
+        counts: list[int],
+        described: list[RowDescription],
+        features: torch.Tensor | None = None,
+    ) -> None:
+        """Put a step's rows into the buffers, in one copy (and one each for ids that are on the device, and features).
 
         Args:
+            counts: tokens of each row.
             described: what attends to what: the rows, or parts of them one after the other.
         """
-        host = np.zeros(self._integers.shape, dtype=np.int64)
-        host[2] = -1
-        on_device, first = [], 0
-        for row in rows:
-            count = len(row.tokens)
-            where = slice(first, first + count)
-            if isinstance(row.tokens, torch.Tensor) and row.tokens.device.type != "cpu":
-                on_device.append((where, row.tokens))
-            else:
-                host[0, where] = row.tokens
-            end = row.start + count
-            host[1, where] = np.arange(row.start, end) if row.positions is None else row.positions
-            host[2, where] = self.cache.tables[row.seq_id].slots[row.start : end]
+        memory = self._staging.fresh()
+        ids, positions, slots = memory[: 24 * self.sizes.num_tokens].view(np.int64).reshape(3, -1)
+        parts = self.sizes.views(memory[self._attention_start :].view(np.int32))
+        fill_inputs(parts, described, self.block_size, self.sizes)
+        pieces, first = write_ids(rows, ids), 0
+        for row, count in zip(rows, counts, strict=True):
+            slots[first : first + count] = self.cache.tables[row.seq_id].slots[row.start : row.start + count]
             first += count
-        upload_into(self._integers, host)
-        if on_device:
-            places = np.concatenate([np.arange(where.start, where.stop) for where, _ in on_device])
-            index = upload(places, self.device)
-            self.batch.input_ids[0].index_copy_(0, index, torch.cat([tokens for _, tokens in on_device]))
-        upload_into(self._flat, flat_inputs(described, self.block_size, self.sizes))
+        positions[:first] = parts["positions"][:first]
+        slots[first:] = -1
+        self._staging.send()
+        copy_ids(pieces, self.batch.input_ids[0])
         if self.features is not None and features is not None:
             self.features[:first].copy_(features)
 
@@ -238,7 +239,7 @@ class GraphRunner:
         model: on one device, attending through the Triton kernels.
         function: what is captured, of batches and, where `run` is given them, features; the model's `forward_batch`.
         by_lines: attend as deterministic models do (see `describe_lines`).
-        capture: see `Captures`.
+        capture, name: see `Captures`; "{}" stands for the model's class.
     """
 
     def __init__(
@@ -247,9 +248,10 @@ class GraphRunner:
         function: Callable[..., Any] | None = None,
         by_lines: bool = False,
         capture: Capture | None = None,
+        name: str = "{}",
     ):
         self.model, self.function, self.by_lines = model, function or model.forward_batch, by_lines
-        self.captures = Captures(type(model.module).__name__, capture)
+        self.captures = Captures(name.format(type(model.module).__name__), capture)
 
     def run(self, views: list[list[RowInput]], cache: PagedStaticCache, features: torch.Tensor | None = None) -> Any:
         """A forward, as the model's; None where it is none for a graph (a prompt, a model that cannot be captured).
@@ -258,8 +260,9 @@ class GraphRunner:
             views: the rows of each batch that the function takes: the same tokens, which may see other keys in each.
         """
         rows = views[0]
-        count = sum(len(row.tokens) for row in rows)
-        if self.captures.refused or not count or max(len(row.tokens) for row in rows) > MOST_TOKENS_OF_A_ROW:
+        counts = [row.num_tokens for row in rows]
+        count = sum(counts)
+        if self.captures.refused or not count or max(counts) > MOST_TOKENS_OF_A_ROW:
             return None
         if not cache.is_allocated:  # pools come with the first write, which is no step to be repeated
             return None
@@ -281,7 +284,7 @@ class GraphRunner:
 
         def fill(buffers: list[StepBuffers]) -> None:
             for i, (each, view) in enumerate(zip(buffers, views, strict=True)):
-                each.fill(view, described[i], None if i else features)
+                each.fill(view, counts, described[i], None if i else features)
 
         with current(self.model.device):
             found = self.captures.get(sizes, (cache.identity, places_of([self.model.module])), make)
@@ -290,19 +293,27 @@ class GraphRunner:
             buffers, output, replay = found
             fill(buffers)
             replay()
-        return output[:count] if torch.is_tensor(output) else output.first(count, _wanted(rows, count))
+        return output[:count] if torch.is_tensor(output) else output.first(count, _wanted(rows, counts))
 
 
 def places_of(modules: list[nn.Module]) -> tuple[int, ...]:
     """Where modules' weights are, by the first of each: what was captured reads these and no others."""
 
     def place(module: nn.Module) -> int:
-        for tensor in itertools.chain(module.parameters(), module.buffers()):
-            if type(tensor) in (nn.Parameter, torch.Tensor):  # quantized ones have no place of their own
-                return tensor.data_ptr()
-        return 0
+        weight = _first_tensor(module, "_parameters")
+        weight = _first_tensor(module, "_buffers") if weight is None else weight
+        return 0 if weight is None else weight.data_ptr()
 
     return tuple(map(place, modules))
+
+
+def _first_tensor(module: nn.Module, kind: str) -> torch.Tensor | None:
+    """Found by hand, as `parameters()` takes longer to set out than this takes to arrive, and it is asked in every step."""
+    for tensor in getattr(module, kind).values():
+        if type(tensor) in (nn.Parameter, torch.Tensor):  # quantized ones have no place of their own
+            return tensor
+    found = (_first_tensor(child, kind) for child in module._modules.values() if child is not None)
+    return next((tensor for tensor in found if tensor is not None), None)
 
 
 def check_capturable(model: PackedModel | PackedHead) -> None:
@@ -316,11 +327,11 @@ def check_capturable(model: PackedModel | PackedHead) -> None:
         )
 
 
-def _wanted(rows: list[RowInput], count: int) -> np.ndarray | None:
+def _wanted(rows: list[RowInput], counts: list[int]) -> np.ndarray | None:
     """Which of the tokens need logits; None: all."""
-    if sum(row.logits for row in rows) == count:
+    if all(row.logits == count for row, count in zip(rows, counts, strict=True)):
         return None
-    ends = np.cumsum([len(row.tokens) for row in rows])
+    ends = np.cumsum(counts)
     return np.concatenate([np.arange(end - row.logits, end) for row, end in zip(rows, ends, strict=True)])
 
 

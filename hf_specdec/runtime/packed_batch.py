@@ -27,6 +27,7 @@ class RowInput:
         visibility: bool numpy [t, m] over the last m of the row's slots, the t new ones last; None: causal. Trees need it.
         region_positions: numpy [m], positions of those m slots; needed with `visibility` for sliding windows.
         logits: how many of the last tokens need logits.
+        behind: ids [n] behind `tokens` that are on the device.
     """
 
     seq_id: int
@@ -36,6 +37,12 @@ class RowInput:
     visibility: np.ndarray | None = None
     region_positions: np.ndarray | None = None
     logits: int = 1
+    behind: torch.Tensor | None = None
+
+    @property
+    def num_tokens(self) -> int:
+        """t."""
+        return self.tokens.shape[0] + (0 if self.behind is None else self.behind.shape[0])
 
 
 @dataclass
@@ -76,21 +83,21 @@ class PackedBatch:
     @classmethod
     def pack(cls, inputs: list[RowInput], cache: PagedStaticCache, device: torch.device, gather: bool) -> PackedBatch:
         """Pack rows whose slots are already reserved."""
-        counts = np.array([len(row.tokens) for row in inputs])
+        counts = np.array([row.num_tokens for row in inputs])
         starts = np.concatenate([[0], np.cumsum(counts)])
         slots = np.concatenate(
-            [cache.tables[row.seq_id].slots[row.start : row.start + len(row.tokens)] for row in inputs]
+            [cache.tables[row.seq_id].slots[row.start : row.start + row.num_tokens] for row in inputs]
         )
         positions = np.concatenate(
             [
-                np.arange(row.start, row.start + len(row.tokens)) if row.positions is None else row.positions
+                np.arange(row.start, row.start + row.num_tokens) if row.positions is None else row.positions
                 for row in inputs
             ]
         )
-        if all(isinstance(row.tokens, np.ndarray) for row in inputs):
-            ids = upload(np.concatenate([row.tokens for row in inputs]), device)
-        else:
-            ids = torch.cat([torch.as_tensor(row.tokens, device=device) for row in inputs])
+        on_host = np.zeros(starts[-1], dtype=np.int64)
+        pieces = write_ids(inputs, on_host)
+        ids = upload(on_host, device)
+        copy_ids(pieces, ids)
         wanted = np.concatenate([np.arange(end - row.logits, end) for row, end in zip(inputs, starts[1:], strict=True)])
         return cls(
             input_ids=ids[None],
@@ -101,7 +108,7 @@ class PackedBatch:
             cache=cache,
             gather=gather,
             slots=slots,
-            num_keys=sum(row.start + len(row.tokens) for row in inputs),
+            num_keys=sum(row.start + row.num_tokens for row in inputs),
         )
 
     def on(self, device: torch.device) -> _DeviceSlots:
@@ -110,7 +117,7 @@ class PackedBatch:
             read = None
             if self.gather:
                 tables = self.cache.tables
-                read = np.concatenate([tables[r.seq_id].slots[: r.start + len(r.tokens)] for r in self.inputs])
+                read = np.concatenate([tables[r.seq_id].slots[: r.start + r.num_tokens] for r in self.inputs])
                 read = upload(read, device)
             self._on_device[device] = _DeviceSlots(upload(self.slots, device), read)
         return self._on_device[device]
@@ -141,7 +148,7 @@ class PackedBatch:
         """Where each row's queries and keys are."""
         if device not in self._rows:
             self._rows[device] = [
-                self.cache.row(row.seq_id, int(start), int(end), row.start + len(row.tokens), device)
+                self.cache.row(row.seq_id, int(start), int(end), row.start + row.num_tokens, device)
                 for row, start, end in zip(self.inputs, self.starts[:-1], self.starts[1:], strict=True)
             ]
         return self._rows[device]
@@ -155,7 +162,7 @@ class PackedBatch:
             shared: dict[tuple[int, int], torch.Tensor | None] = {}
             masks = []
             for row in self.inputs:
-                shape = (len(row.tokens), row.start)
+                shape = (row.num_tokens, row.start)
                 if row.visibility is not None:
                     masks.append(_additive(visible(row, window), group, dtype, device))
                     continue
@@ -172,7 +179,7 @@ class PackedBatch:
             mask = torch.full((len(self.slots), self.num_keys), torch.finfo(dtype).min, dtype=dtype)
             first_key = 0
             for row, start, end in zip(self.inputs, self.starts[:-1], self.starts[1:], strict=True):
-                length = row.start + len(row.tokens)
+                length = row.start + row.num_tokens
                 allowed = visible(row, window)
                 block = mask[start:end, first_key : first_key + length]
                 block.masked_fill_(
@@ -186,21 +193,50 @@ class PackedBatch:
         """Positions of the S_total keys of the gather path."""
         positions = []
         for row in self.inputs:
-            own = np.arange(row.start + len(row.tokens))
+            own = np.arange(row.start + row.num_tokens)
             if row.region_positions is not None:
                 own[len(own) - len(row.region_positions) :] = row.region_positions
             positions.append(own)
         return np.concatenate(positions)
 
 
+def write_ids(rows: list[RowInput], ids: np.ndarray) -> list[tuple[int, torch.Tensor]]:
+    """Write the rows' ids that are on the host into `ids` [T]. Returns the others, and where each of them begins."""
+    pieces, first = [], 0
+    for row in rows:
+        for tokens in (row.tokens, row.behind):
+            if tokens is None:
+                continue
+            end = first + tokens.shape[0]
+            if isinstance(tokens, torch.Tensor) and tokens.device.type != "cpu":
+                pieces.append((first, tokens))
+            else:
+                ids[first:end] = tokens
+            first = end
+    return pieces
+
+
+def copy_ids(pieces: list[tuple[int, torch.Tensor]], ids: torch.Tensor) -> None:
+    """Copy what `write_ids` returned into `ids` [T]."""
+    if not pieces:
+        return
+    tokens = (pieces[0][1] if len(pieces) == 1 else torch.cat([each for _, each in pieces])).to(ids.device)
+    first, count = pieces[0][0], tokens.shape[0]
+    if pieces[-1][0] + pieces[-1][1].shape[0] - first == count:  # without gaps
+        ids[first : first + count].copy_(tokens)
+        return
+    places = np.concatenate([np.arange(start, start + each.shape[0]) for start, each in pieces])
+    ids.index_copy_(0, upload(places, ids.device), tokens)
+
+
 def describe(rows: list[RowInput], cache: PagedStaticCache) -> list[RowDescription]:
     """The rows as the attention kernel's inputs are built from."""
     described = []
     for row in rows:
-        length = row.start + len(row.tokens)
+        length = row.start + row.num_tokens
         blocks = cache.tables[row.seq_id].blocks[: -(-length // cache.block_size)]
         described.append(
-            RowDescription(blocks, len(row.tokens), length, row.visibility, row.positions, row.region_positions)
+            RowDescription(blocks, row.num_tokens, length, row.visibility, row.positions, row.region_positions)
         )
     return described
 
@@ -215,7 +251,7 @@ def describe_lines(rows: list[RowInput], cache: PagedStaticCache) -> list[RowDes
     """
     lines = []
     for row in rows:
-        slots, count = cache.tables[row.seq_id].slots, len(row.tokens)
+        slots, count = cache.tables[row.seq_id].slots, row.num_tokens
         positions = np.arange(row.start, row.start + count) if row.positions is None else row.positions
         length = row.start + count
         paths = []
@@ -246,7 +282,7 @@ def describe_lines(rows: list[RowInput], cache: PagedStaticCache) -> list[RowDes
 
 def visible(row: RowInput, window: int | None) -> np.ndarray | None:
     """bool [t, S]: which keys each new token sees; None when all see everything."""
-    count = len(row.tokens)
+    count = row.num_tokens
     length = row.start + count
     keys = np.arange(length)
     queries = np.arange(row.start, length) if row.positions is None else row.positions

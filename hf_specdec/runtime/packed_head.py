@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Protocol
 
 import torch
@@ -44,13 +45,15 @@ class PackedHead:
         num_layers: layers with keys and values.
         gather: attend to gathered keys under a dense mask, for layers that cannot read pages (latent attention).
         prepack_weights: see `prepack`.
+        fuse: makes features [.., F] of what a text is read with; None: it is read with features.
         device, dtype: where and in what the head runs; its first parameter's, if not given.
 
     Attributes:
-        graphs: runs forwards as CUDA graphs; None: every kernel is launched by itself.
+        graphs, reading_graphs: run forwards, and those that fuse first, as CUDA graphs; None: every kernel is launched by itself.
     """
 
     graphs: GraphRunner | None = None
+    reading_graphs: GraphRunner | None = None
 
     def __init__(
         self,
@@ -61,7 +64,9 @@ class PackedHead:
         prepack_weights: bool | None = None,
         device: torch.device | None = None,
         dtype: torch.dtype | None = None,
+        fuse: Callable[[torch.Tensor], torch.Tensor] | None = None,
     ):
+        self.fuse = fuse
         self.module, self.config, self.num_layers, self.gather = module.eval(), config, num_layers, gather
         config._attn_implementation = "eager" if gather else ATTENTION_NAME
         self._linears = prepack(module, prepack_weights)
@@ -70,8 +75,9 @@ class PackedHead:
 
     def new_cache(self, num_blocks: int, block_size: int) -> PagedStaticCache:
         """A paged cache for the head's layers. Equal prefixes are not shared: features stand for whole texts."""
-        if self.graphs is not None:
-            self.graphs.captures.clear()
+        for graphs in (self.graphs, self.reading_graphs):
+            if graphs is not None:
+                graphs.captures.clear()
         return PagedStaticCache(self.num_layers, num_blocks, block_size, share_prefixes=False)
 
     def with_graphs(self) -> Self:
@@ -84,6 +90,8 @@ class PackedHead:
         own = copy.copy(self)
         own.graphs = GraphRunner(own)
         own._linears = few_row_linears(own.module)
+        if own.fuse is not None:
+            own.reading_graphs = GraphRunner(own, own.read_batch, name="{} (reading texts)")
         return own
 
     def active(self) -> contextlib.AbstractContextManager:
@@ -102,6 +110,26 @@ class PackedHead:
             if hidden is not None:
                 return hidden
         return self.forward_batch(PackedBatch.pack(rows, cache, self.device, self.gather), features=features)
+
+    @torch.no_grad()
+    def read(self, rows: list[RowInput], features: torch.Tensor, cache: PagedStaticCache) -> torch.Tensor:
+        """`forward` over texts.
+
+        Args:
+            features: [T, ..] what `fuse` takes, if there is one.
+        """
+        if self.fuse is None:
+            return self.forward(rows, features, cache)
+        if self.reading_graphs is not None:
+            hidden = self.reading_graphs.run([rows], cache, features)
+            if hidden is not None:
+                return hidden
+        return self.read_batch(PackedBatch.pack(rows, cache, self.device, self.gather), features=features)
+
+    def read_batch(self, batch: PackedBatch | StaticBatch, *, features: torch.Tensor) -> torch.Tensor:
+        """`read` of a batch that is packed."""
+        assert self.fuse is not None
+        return self.forward_batch(batch, features=self.fuse(features))
 
     def forward_batch(self, batch: PackedBatch | StaticBatch, *, features: torch.Tensor) -> torch.Tensor:
         """`forward` of a batch that is packed."""

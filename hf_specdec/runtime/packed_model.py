@@ -72,17 +72,25 @@ class PackedOutput:
     all_logits: torch.Tensor | None = None
 
     def first(self, count: int, wanted: np.ndarray | None) -> PackedOutput:
-        """Of the first `count` tokens, with logits (of all tokens so far) of those `wanted`; None: of all of these.
-
-        Features and ids are copies: drafters keep them longer than a graph's buffers hold them.
-        """
+        """Of the first `count` tokens, with logits (of all tokens so far) of those `wanted`; None: of all of these."""
         index = None if wanted is None else upload(wanted, self.logits.device)
         return PackedOutput(
             logits=self.logits[:count] if index is None else self.logits.index_select(0, index),
-            last_hidden=None if self.last_hidden is None else self.last_hidden[:count].clone(),
-            layers={layer: states[:count].clone() for layer, states in self.layers.items()},
-            input_ids=None if self.input_ids is None else self.input_ids[:count].clone(),
-            all_logits=None if self.all_logits is None else self.all_logits[:count].clone(),
+            last_hidden=None if self.last_hidden is None else self.last_hidden[:count],
+            layers={layer: states[:count] for layer, states in self.layers.items()},
+            input_ids=None if self.input_ids is None else self.input_ids[:count],
+            all_logits=None if self.all_logits is None else self.all_logits[:count],
+        )
+
+    def copied(self) -> PackedOutput:
+        """What outlasts the model's next forward, which writes over what a graph returned."""
+        return PackedOutput(
+            logits=self.logits.clone(),
+            last_hidden=None if self.last_hidden is None else self.last_hidden.clone(),
+            layers={layer: states.clone() for layer, states in self.layers.items()},
+            hidden_states=self.hidden_states,
+            input_ids=None if self.input_ids is None else self.input_ids.clone(),
+            all_logits=None if self.all_logits is None else self.all_logits.clone(),
         )
 
 

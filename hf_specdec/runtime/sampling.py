@@ -27,6 +27,7 @@ class SamplingParameters:
 
 
 OFF = SamplingParameters()
+_OFF = astuple(OFF)
 DRAWS_PER_ROUND = 4096  # of a row at one position, at most
 
 
@@ -48,8 +49,8 @@ class SamplingKind(NamedTuple):
     @classmethod
     def of(cls, sequences: Iterable[Sequence], noise: bool) -> SamplingKind:
         """Of these rows; noise: whether any token is drawn."""
-        columns = zip(*(astuple(parameters_of(seq)) for seq in sequences), strict=True)
-        return cls(noise, *(set(column) != {off} for column, off in zip(columns, astuple(OFF), strict=False)))
+        columns = zip(*map(astuple, set(map(parameters_of, sequences))), strict=True)
+        return cls(noise, *(set(column) != {off} for column, off in zip(columns, _OFF, strict=False)))
 
     @property
     def removes(self) -> bool:
@@ -106,11 +107,12 @@ class SamplingRows:
 
     def fill(self, sequences: list[Sequence]) -> None:
         """Put rows in. Those behind them, which nobody reads, get parameters that are off."""
+        values = {each: astuple(each) for each in set(map(parameters_of, sequences))}
         rows = [
-            (seq.seed, len(seq.tokens), seq.num_steps, seq.do_sample, *astuple(parameters_of(seq))) for seq in sequences
+            (seq.seed, len(seq.tokens), seq.num_steps, seq.do_sample, *values[parameters_of(seq)]) for seq in sequences
         ]
         parameters = [field.name for field in fields(SamplingParameters)]
-        for name, off in zip(parameters, astuple(OFF), strict=True):
+        for name, off in zip(parameters, _OFF, strict=True):
             self._views[name][:] = off
         for name, column in zip(
             ("seeds", "positions", "steps", "do_sample", *parameters), zip(*rows, strict=True), strict=True

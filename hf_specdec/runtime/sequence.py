@@ -8,6 +8,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _ids = itertools.count()
+UNKNOWN = -1  # stands for a token that is chosen, on the device, and not known yet
 
 
 @dataclass(eq=False)
@@ -59,11 +60,11 @@ class Sequence:
         """Append verified tokens up to the first end-of-sequence token or `max_length`; returns those appended."""
         room = self.max_length - len(self.tokens)
         kept = new_tokens[:room]
-        for i, token in enumerate(kept):
-            if token in self.eos_token_ids:
-                kept = kept[: i + 1]
+        if self.eos_token_ids:
+            ends = [i for i, token in enumerate(kept) if token in self.eos_token_ids]
+            if ends:
+                kept = kept[: ends[0] + 1]
                 self.finished = True
-                break
         self.tokens += kept
         self.finished = self.finished or len(self.tokens) >= self.max_length
         return kept

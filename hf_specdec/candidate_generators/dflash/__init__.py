@@ -113,7 +113,7 @@ class DFlashGenerator(FeatureGenerator):
             start = self.cache.tables[seq.id].length
             inputs.append(RowInput(seq.id, np.asarray(seq.tokens[start : start + len(own)], dtype=np.int64), start))
             context.append(own)
-        self.head.read(inputs, torch.cat(context), self.cache)
+        self.head.read_context(inputs, torch.cat(context), self.cache)
         for row in inputs:
             self.cache.tables[row.seq_id].length = row.start + len(row.tokens)
 

@@ -110,7 +110,6 @@ class BlockHead(PackedHead):
     """
 
     module: DFlashDrafter
-    reading_graphs: GraphRunner | None = None
 
     def __init__(
         self, module: DFlashDrafter, layout: DFlashLayout, rotary: RotaryPositions, prepack_weights: bool | None
@@ -130,20 +129,14 @@ class BlockHead(PackedHead):
         own.reading_graphs = GraphRunner(own, own.write_context)
         return own
 
-    def new_cache(self, num_blocks: int, block_size: int) -> PagedStaticCache:
-        """See PackedHead."""
-        if self.reading_graphs is not None:
-            self.reading_graphs.captures.clear()
-        return super().new_cache(num_blocks, block_size)
-
     @torch.no_grad()
-    def read(self, rows: list[RowInput], context: torch.Tensor, cache: PagedStaticCache) -> None:
+    def read_context(self, rows: list[RowInput], context: torch.Tensor, cache: PagedStaticCache) -> None:
         """Write the keys and values of context tokens [T, H], in the rows' order, to their slots."""
         if self.reading_graphs is None or self.reading_graphs.run([rows], cache, context) is None:
             self.write_context(PackedBatch.pack(rows, cache, self.device, self.gather), context)
 
     def write_context(self, batch: PackedBatch | StaticBatch, features: torch.Tensor) -> torch.Tensor:
-        """`read` of a batch that is packed; returns its context, `features`."""
+        """`read_context` of a batch that is packed; returns its context, `features`."""
         cos, sin = (x[:, None] for x in self.rotary(batch.position_ids, features.dtype))  # [1, 1, T, D]
         cache = batch.cache
         cache.batch = batch

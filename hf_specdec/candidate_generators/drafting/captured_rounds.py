@@ -103,12 +103,13 @@ class CapturedRounds:
         buffers, tensors, replay = found
         fill(buffers)
         replay()
+        if rows == list(range(len(sequences))):  # as they stood; they are read before the next round writes them
+            growth.probs = None if probs is None else probs[: len(rows)]
+            return growth.draft(*(each[: len(rows)] for each in tensors))
         place = np.zeros(len(sequences), dtype=np.int64)
         place[rows] = np.arange(len(rows))
         index = upload(place, tensors[0].device)
-        if probs is not None:
-            # Large, and read before the next round writes them: not copied where rows stand as they did.
-            growth.probs = probs[: len(rows)] if rows == list(range(len(sequences))) else probs.index_select(0, index)
+        growth.probs = None if probs is None else probs.index_select(0, index)
         return growth.draft(*(each.index_select(0, index) for each in tensors))
 
     def _probs_of(self, num_rows: int, depth: int, device: torch.device) -> torch.Tensor:

@@ -112,16 +112,17 @@ class FeatureGenerator(CachedGenerator):
 
     def num_unread(self, seq: Sequence) -> int:
         """Rows of the text the head can read now."""
-        return sum(map(len, self.unread[seq.id]))
+        return sum(each.shape[0] for each in self.unread[seq.id])
 
     def take(self, sequences: list[Sequence], chunk: int) -> tuple[list[RowInput], list[torch.Tensor]]:
         """Up to `chunk` rows of each text that the head has not read: what it is fed, and their features [n, F]."""
         inputs, features = [], []
         for seq in sequences:
             known = self.unread[seq.id]
-            own = known[0] if len(known) == 1 else torch.cat(known)
-            own, left = own[:chunk], own[chunk:]
-            self.unread[seq.id] = [left] if len(left) else []
+            own, left = _joined(known), []
+            if len(own) > chunk:
+                own, left = own[:chunk], [own[chunk:]]
+            self.unread[seq.id] = left
             start = self.cache.tables[seq.id].length
             tokens = np.asarray(seq.tokens[start + 1 : start + 1 + len(own)], dtype=np.int64)
             inputs.append(RowInput(seq.id, tokens, start))
@@ -131,11 +132,13 @@ class FeatureGenerator(CachedGenerator):
     def read(self, sequences: list[Sequence], chunk: int) -> torch.Tensor:
         """Read up to `chunk` rows of each text into the cache; the last hidden state of each [R, H]. Slots are reserved."""
         inputs, features = self.take(sequences, chunk)
-        hidden = self.head.forward(inputs, torch.cat(features), self.cache)
+        hidden = self.head.read(inputs, _joined(features), self.cache)
         for row in inputs:
             self.cache.tables[row.seq_id].length = row.start + len(row.tokens)
+        if len(inputs) == 1:
+            return hidden[-1:]
         last = np.cumsum([len(row.tokens) for row in inputs]) - 1
-        return hidden[upload(last, hidden.device)]
+        return hidden.index_select(0, upload(last, hidden.device))
 
     def read_all_but_last_chunk(self, sequences: list[Sequence]) -> None:
         """Read long texts until each has at most one chunk left."""
@@ -186,3 +189,7 @@ class FeatureGenerator(CachedGenerator):
             hidden = self.head.forward(inputs, features, self.cache)
         self.state = self.fed_back(hidden).view(rows, count, -1)
         return self.logits(hidden).view(rows, count, -1)
+
+
+def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

@@ -83,13 +83,16 @@ class Eagle3Generator(FeatureGenerator):
         return config.with_default_length(self.default_length)
 
     def features(self, output: PackedOutput, index: torch.Tensor) -> torch.Tensor:
-        """The target's hidden states, joined and projected to the head's width."""
+        """The target's hidden states, joined; P-EAGLE's projected to the head's width, which others do as they read."""
         layers = [output.layers[i] for i in self.taps.layers]
         if not layers:
             assert output.last_hidden is not None
             layers = [output.last_hidden]
+        states = gather_features(layers, index, self.head.device, self.head.dtype)
+        if self.mask_token is None:
+            return states
         with torch.no_grad():
-            return self.loaded.module.fuse(gather_features(layers, index, self.head.device, self.head.dtype))
+            return self.loaded.module.fuse(states)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The head's logits over its draft vocabulary."""

@@ -276,8 +276,10 @@ def load_eagle3(checkpoint: Checkpoint, target: PackedModel, prepack_weights: bo
         module.embeddings = own_embeddings(module.embed_tokens, target)
     else:
         module.embeddings = shared_embeddings(checkpoint, target, config.hidden_size)
+    # A P-EAGLE head reads mask rows with its texts, whose features are no states of the target: it is given them fused.
+    fuse = module.fuse if options.mask_token is None else None
     head = PackedHead(
-        module, config, config.num_hidden_layers, prepack_weights=prepack_weights, device=device, dtype=dtype
+        module, config, config.num_hidden_layers, False, prepack_weights, device=device, dtype=dtype, fuse=fuse
     )
     return LoadedEagle3(
         head, module, options, lm_head or module.lm_head, vocabulary, _mask_features(checkpoint, module, options)

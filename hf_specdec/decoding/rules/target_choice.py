@@ -9,7 +9,7 @@ from ...config import SpeculativeConfig
 from ...kernels import random_bits
 from ...kernels import reference as ops
 from ...kernels.dispatch import uses_triton
-from ...kernels.transfer import upload
+from ...kernels.transfer import upload, upload_together
 from ...runtime import DraftTrees, Sequence
 from ...runtime.logits import add_noise
 from ..sampling import RowSampling
@@ -54,9 +54,9 @@ def last_node(path: torch.Tensor) -> torch.Tensor:
 def drafts_on(device: torch.device, trees: DraftTrees, index: np.ndarray) -> tuple:
     """What the verification kernels read of drafts: score rows int64 [B, N + 1]; tokens int64, valid bool, and parents int64
     [B, N] (None: chains)."""
-    parents = None if trees.is_chain else upload(trees.parent_index, device)
-    at = upload(index, device)
-    return at, trees.tokens.to(device).contiguous(), upload(trees.valid, device), parents
+    arrays = [index, trees.valid] if trees.is_chain else [index, trees.valid, trees.parent_index]
+    at, valid, *parents = upload_together(arrays, device)
+    return at, trees.tokens.to(device).contiguous(), valid, parents[0] if parents else None
 
 
 def streams_on(device: torch.device, sequences: list[Sequence]) -> tuple[torch.Tensor, ...]:
