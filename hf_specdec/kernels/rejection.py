@@ -1,9 +1,12 @@
 """Rejection verification of chains and trees in Triton (definition: `reference.rejection_walk`).
 
-Four launches: (1) for every root and inner node, sums of exp(score) per block of the vocabulary, drafted children left
+Chains of points take two launches: (1) for every root and node the sum of exp(score) and the token that would be drawn if
+the walk ended there, the drafted child left out of both; (2) one program a row walks its chain with these.
+
+Others take four: (1) for every root and inner node, sums of exp(score) per block of the vocabulary, drafted children left
 out; (2) one program a row walks its tree with these sums, which needs single logits only; (3) the draw of the next token
 over what is left at the walk's end, split over the vocabulary; (4) the merge of the splits. Leaves are read by (3) only,
-and (3) reads one row of logits per sequence: for chains together they read every row of logits once.
+and (3) reads one row of logits per sequence.
 
 The sums leave children out because what a rejected child leaves is rest + later siblings, a sum of positive numbers:
 1 - p would lose all digits where p is near 1. Siblings that were drawn from distributions (`probs`) need a pass of the
@@ -14,21 +17,24 @@ walking program over the vocabulary per rejection that another sibling follows; 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .compiling import CompileCase
-from .rejection_kernels import draw_kernel, rejection_walk_kernel, sums_kernel
+from .rejection_kernels import chain_kernel, draw_kernel, rejection_walk_kernel, sums_kernel
 from .verification import (
     as_bytes,
     ceil_div,
     check_rows,
     empty_verdict,
     next_power_of_two,
+    pieces_of,
     split_vocabulary,
     verify_choices,
 )
 
-BLOCK = 2048  # ids per step of a program, and per sum
+BLOCK = 4096  # ids per step of a program, and per sum
 
 
 def verify_rejection(
@@ -84,34 +90,44 @@ def verify_rejection(
         )
     vocab, device = logits.shape[1], logits.device
     path, lengths, next_tokens = out
-    num_blocks = ceil_div(vocab, block)
+    is_tree, points = parents is not None, probs is None
+    in_one_read = points and not is_tree
     splits, per_split = split_vocabulary(batch * (num_nodes + 1), vocab, block)
-    maxima = torch.empty(2, batch * (num_nodes + 1), num_blocks, dtype=torch.float32, device=device)
+    num_blocks = splits if in_one_read else ceil_div(vocab, block)
+    maxima = torch.empty(4, batch * (num_nodes + 1), num_blocks, dtype=torch.float32, device=device)
     masses = torch.empty(2, batch, max(num_nodes, 1), dtype=torch.float32, device=device)
     ends = torch.empty(batch, 2, dtype=torch.int32, device=device)
     scales = torch.empty(batch, 2, dtype=torch.float32, device=device)
+    best_scores, best_ids = maxima[2], maxima[3].view(torch.int32)
     limit_values, limit_ids = limits or (None, None)
     valid, do_sample = valid.view(torch.uint8), as_bytes(do_sample)
-    is_tree = parents is not None
     parents = tokens if parents is None else parents  # not read for chains
-    flags = dict(
-        TREE=is_tree, ROWS=do_sample is not None, HAS_TEMPERATURE=temperature is not None,
-        HAS_LIMITS=limits is not None, BLOCK_N=next_power_of_two(num_nodes), BLOCK=block,
-    )  # fmt: skip
+    sampling: dict[str, Any] = dict(
+        ROWS=do_sample is not None, HAS_TEMPERATURE=temperature is not None, HAS_LIMITS=limits is not None
+    )
+    flags = dict(TREE=is_tree, BLOCK_N=next_power_of_two(num_nodes), BLOCK=block, **sampling)
     scores = (do_sample, temperature, limit_values, limit_ids)
     noise = (seeds, positions, steps)
     num_probs = 0 if probs is None else probs.shape[1]
-    if num_nodes:
+    if in_one_read:
+        chain_kernel[(batch * (num_nodes + 1), splits)](
+            logits, index, tokens, valid, *noise, *scores, maxima[0], maxima[1], best_scores, best_ids, vocab,
+            logits.stride(0), num_nodes, STEPS=per_split, LANES=block // 32, PIECES=pieces_of(logits),
+            num_warps=ceil_div(block, 1024), **sampling,
+        )  # fmt: skip
+    elif num_nodes:
         sums_kernel[(batch * (num_nodes + 1), splits)](
             logits, index, tokens, parents, valid, *scores, maxima[0], maxima[1], vocab, logits.stride(0), num_nodes,
             num_blocks, per_split, **flags, num_warps=8,
         )  # fmt: skip
     rejection_walk_kernel[(batch,)](
-        logits, index, tokens, parents, valid, probs, prob_index, *noise, *scores, maxima[0], maxima[1], masses[0],
-        masses[1], ends, scales, as_bytes(path), lengths, vocab, logits.stride(0), num_nodes, num_blocks, num_probs,
-        POINTS=probs is None, BLOCK_S=next_power_of_two(num_blocks), **flags,
-        num_warps=16 if is_tree and probs is not None else 4,
+        logits, index, tokens, parents, valid, probs, prob_index, *noise, *scores, maxima[0], maxima[1], best_scores,
+        best_ids, masses[0], masses[1], ends, scales, as_bytes(path), lengths, next_tokens, vocab, logits.stride(0),
+        num_nodes, num_blocks, num_probs, DRAWN=in_one_read, POINTS=points, BLOCK_S=next_power_of_two(num_blocks),
+        num_warps=16 if is_tree and not points else 4, **{**flags, "BLOCK": 1024 if in_one_read else block},
     )  # fmt: skip
+    if in_one_read:
+        return out
     splits, per_split = split_vocabulary(batch, vocab, block)
     best_scores = torch.empty(batch, splits, dtype=torch.float32, device=device)
     best_ids = torch.empty(batch, splits, dtype=torch.int32, device=device)
@@ -119,7 +135,7 @@ def verify_rejection(
         draw_kernel[(batch, 1 if merge else splits)](
             logits, index, tokens, parents, valid, probs, prob_index, *noise, *scores, masses[0], masses[1], ends,
             scales, lengths, best_scores, best_ids, next_tokens, vocab, logits.stride(0), num_nodes, num_probs,
-            per_split, splits, MERGE=merge, POINTS=probs is None, **flags, num_warps=8,
+            per_split, splits, MERGE=merge, POINTS=points, **flags, num_warps=8,
         )  # fmt: skip
     return out
 
