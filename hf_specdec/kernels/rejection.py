@@ -141,7 +141,7 @@ def verify_rejection(
 
 
 def compile_cases() -> list[CompileCase]:
-    """All four kernels, for chains of points and for trees with everything on."""
+    """All kernels, for chains of points and for trees with everything on."""
     types = {
         **dict.fromkeys(("index", "tokens", "parents", "prob_index", "seeds", "starts", "steps", "next_tokens"), "*i64"),
         **dict.fromkeys(("probs", "temperatures", "limits", "maxima", "sums", "masses", "kept", "scales"), "*fp32"),
@@ -152,18 +152,22 @@ def compile_cases() -> list[CompileCase]:
         "logits": "*bf16", "best_scores": "*fp32",
     }  # fmt: skip
     unaligned = ("num_nodes", "num_blocks", "num_probs", "blocks_per_split", "splits")
+    chain: dict[str, Any] = dict(STEPS=8, LANES=BLOCK // 32, PIECES=1, DRAWN=True, BLOCK=1024, BLOCK_N=8, BLOCK_S=4)
+    tree: dict[str, Any] = dict(DRAWN=False, BLOCK=BLOCK, BLOCK_N=64, BLOCK_S=32)
     cases = []
-    for name, full in (("chain points", False), ("tree probs", True)):
+    for kind, kernel, full, warps, flags in (
+        ("chain points", chain_kernel, False, 4, chain),
+        ("walk chain points", rejection_walk_kernel, False, 4, chain),
+        ("sums tree probs", sums_kernel, True, 8, tree),
+        ("walk tree probs", rejection_walk_kernel, True, 16, tree),
+        ("draw tree probs", draw_kernel, True, 8, {**tree, "MERGE": False}),
+        ("merge tree probs", draw_kernel, True, 8, {**tree, "MERGE": True}),
+    ):
         absent = () if full else ("probs", "prob_index", "do_sample", "temperatures", "limits", "limit_ids")
-        flags = dict(TREE=full, POINTS=not full, ROWS=full, HAS_TEMPERATURE=full, HAS_LIMITS=full, BLOCK=BLOCK)
-        flags.update(BLOCK_N=64 if full else 8, BLOCK_S=64)
-        kernels = [("sums", sums_kernel, {}), ("walk", rejection_walk_kernel, {})]
-        kernels += [("draw", draw_kernel, {"MERGE": False}), ("merge", draw_kernel, {"MERGE": True})]
-        for kind, kernel, extra in kernels:
-            names = kernel.arg_names
-            constants = {n: flags.get(n, extra.get(n)) for n in names if n.isupper() or n in absent}
-            signature = {n: types[n] for n in names if n not in constants}
-            warps = 16 if kind == "walk" and full else 4 if kind == "walk" else 8
-            skewed = tuple(n for n in unaligned if n in names)
-            cases.append(CompileCase(f"rejection {kind} {name}", kernel, signature, constants, warps, unaligned=skewed))
+        names = kernel.arg_names
+        given = dict(TREE=full, POINTS=not full, ROWS=full, HAS_TEMPERATURE=full, HAS_LIMITS=full, **flags)
+        constants = {n: given.get(n) for n in names if n.isupper() or n in absent}
+        signature = {n: types[n] for n in names if n not in constants}
+        skewed = tuple(n for n in unaligned if n in names)
+        cases.append(CompileCase(f"rejection {kind}", kernel, signature, constants, warps, unaligned=skewed))
     return cases

@@ -174,7 +174,8 @@ def _arrive(
 def rejection_walk_kernel(
     logits, index, tokens, parents, valid, probs, prob_index, seeds, starts, steps, do_sample, temperatures, limits,
     limit_ids, maxima, sums, best_scores, best_ids, masses, kept, ends, scales, path, lengths, next_tokens, vocab,
-    row_stride, num_nodes, num_blocks, num_probs, DRAWN: tl.constexpr, TREE: tl.constexpr, POINTS: tl.constexpr, ROWS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+    row_stride, num_nodes, num_blocks, num_probs, DRAWN: tl.constexpr, TREE: tl.constexpr,
+    POINTS: tl.constexpr, ROWS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
     HAS_LIMITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program a row: walks the tree from its root, tests each node against what rejected siblings left over.

@@ -319,8 +319,13 @@ def compile_cases() -> list[CompileCase]:
         absent = () if full else ("parents", "seeds", "positions", "do_sample", "temperatures", "limits", "limit_ids")
         flags = dict(TREE=full, SAMPLE=full, GREEDY_ONLY=False, HAS_TEMPERATURE=full, HAS_LIMITS=full)
         signature = {k: v for k, v in {**tensors, "logits": dtype}.items() if k not in absent}
-        constants = {**dict.fromkeys(absent), **flags, "STEPS": _STEPS, "LANES": BLOCK // 32,
-            "PIECES": 2 if dtype == "*fp32" else 1}
+        constants = {
+            **dict.fromkeys(absent),
+            **flags,
+            "STEPS": _STEPS,
+            "LANES": BLOCK // 32,
+            "PIECES": 2 if dtype == "*fp32" else 1,
+        }
         cases.append(CompileCase(f"choices {name}", _choices_kernel, signature, constants, 4, unaligned=("num_nodes",)))
     signature = {
         "best_scores": "*fp32", "best_ids": "*i32", "tokens": "*i64", "parents": "*i64", "valid": "*u8",

@@ -192,7 +192,7 @@ def best_noisy(
         b = load_groups(row, first + 256, vocab, temperature, limit, limit_id, heated, exact, LANES, PIECES)
         c = load_groups(row, first + 512, vocab, temperature, limit, limit_id, heated, exact, LANES, PIECES)
         d = load_groups(row, first + 768, vocab, temperature, limit, limit_id, heated, exact, LANES, PIECES)
-        if SUMS:
+        if SUMS:  # noqa: SIM102 (one is of constants)
             if (without >= first) & (without < first + LANES * 32):
                 ids = group_ids(first, LANES, PIECES)
                 a = tl.where(ids == without, float("-inf"), a)
