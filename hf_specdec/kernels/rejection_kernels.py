@@ -289,21 +289,21 @@ def rejection_walk_kernel(
             splits = tl.arange(0, BLOCK_S)
             at = (row * (num_nodes + 1) + slot) * num_blocks
             drawn = tl.load(best_scores + at + splits, mask=splits < num_blocks, other=float("-inf"))
-            ids = tl.load(best_ids + at + splits, mask=splits < num_blocks, other=NO_ID)
+            drawn_ids = tl.load(best_ids + at + splits, mask=splits < num_blocks, other=NO_ID)
             best = tl.max(drawn, 0)
-            best_id = tl.min(tl.where(drawn == best, ids, NO_ID), 0)
+            best_id = tl.min(tl.where(drawn == best, drawn_ids, NO_ID), 0)
             if best == float("-inf"):  # the rejected child had everything: of what was before
                 temperature, limit, limit_id = sampling_of(
                     row, source, temperatures, limits, limit_ids, HAS_TEMPERATURE, HAS_LIMITS
                 )
                 for begin in range(0, vocab, BLOCK):
                     ids = begin + tl.arange(0, BLOCK)
-                    scores = load_scores(
+                    before = load_scores(
                         logits + source * row_stride, ids, vocab, temperature, limit, limit_id, HAS_TEMPERATURE,
                         HAS_LIMITS,
                     )  # fmt: skip
                     best, best_id = noisy_better(
-                        scores, ids, begin, best, best_id, seed, start + length, step, RESIDUAL_STREAM, BLOCK
+                        before, ids, begin, best, best_id, seed, start + length, step, RESIDUAL_STREAM, BLOCK
                     )
             tl.store(next_tokens + row, best_id.to(tl.int64))
         else:
