@@ -17,7 +17,6 @@ if RUNS_HERE:
         exponential_of_uniform,
         gumbel_block,
         uniform_at,
-        uniform_block,
         uniform_of_words,
     )
     from hf_specdec.kernels.verification import accepted_path, target_choices, verify_choices
@@ -27,7 +26,7 @@ if RUNS_HERE:
         row = tl.program_id(0)
         seed, position, step = tl.load(seeds + row), tl.load(positions + row), tl.load(steps + row)
         lanes = row * BLOCK + tl.arange(0, BLOCK)
-        tl.store(out + lanes, uniform_block(seed, position, step, STREAM, first, BLOCK))
+        tl.store(out + lanes, uniform_at(seed, position, step, STREAM, first + tl.arange(0, BLOCK)))
         tl.store(noise + lanes, gumbel_block(seed, position, step, STREAM, first, BLOCK))
         tl.store(alone + row, uniform_at(seed, position, step, STREAM, first + row))
 

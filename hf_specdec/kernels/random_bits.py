@@ -51,8 +51,8 @@ def uniform(seeds, positions, steps, stream: int, count: int = 1) -> torch.Tenso
     return ((words.to(torch.float64) + 0.5) * 2.0**-32).to(torch.float32).clamp_(max=1.0 - 2.0**-24)
 
 
-def _minima(seeds, positions, steps, stream: int, num_groups: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """Each group's least exponential number, float32 [R, num_groups], and which of its ids has it, int64 [R, num_groups].
+def minima(seeds, positions, steps, stream: int, num_groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The uniform number behind each group's least exponential number, float32 [R, num_groups], and which of its ids has it, int64.
 
     One word a group: 29 bits are the minimum, the low 3 the id. The four words of a counter go to groups 32 apart, so that
     neighbouring threads of a GPU, with one counter each, read neighbouring ids.
@@ -61,7 +61,7 @@ def _minima(seeds, positions, steps, stream: int, num_groups: int) -> tuple[torc
     words = _random_words(seeds, positions, steps, stream + MINIMA, spans * _SPAN)
     words = words.view(-1, spans, _SPAN // 4, 4).transpose(2, 3).flatten(1)[:, :num_groups]
     u = (((words >> 3).to(torch.float64) + 0.5) * 2.0**-29).to(torch.float32).clamp_(max=1.0 - 2.0**-24)
-    return u.neg_().log1p_().div_(-GROUP), words & 7
+    return u, words & 7
 
 
 def gumbel(seeds, positions, steps, stream: int, vocab_size: int) -> torch.Tensor:
@@ -72,7 +72,7 @@ def gumbel(seeds, positions, steps, stream: int, vocab_size: int) -> torch.Tenso
     numbers, as these have no memory. So all are independent, and one word bounds the noise of a whole group.
     """
     groups = -(-vocab_size // GROUP)
-    least, which = _minima(seeds, positions, steps, stream, groups)
+    u, which = minima(seeds, positions, steps, stream, groups)
     above = uniform(seeds, positions, steps, stream, groups * GROUP).neg_().log1p_().neg_().view(-1, groups, GROUP)
     above.scatter_(2, which[:, :, None], 0.0)
-    return above.add_(least[:, :, None]).flatten(1)[:, :vocab_size].log().neg_()
+    return above.add_(u.neg_().log1p_().div_(-GROUP)[:, :, None]).flatten(1)[:, :vocab_size].log().neg_()

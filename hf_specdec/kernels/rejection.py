@@ -29,7 +29,6 @@ from .verification import (
     check_rows,
     empty_verdict,
     next_power_of_two,
-    pieces_of,
     split_vocabulary,
     verify_choices,
 )
@@ -72,8 +71,8 @@ def verify_rejection(
 
     Returns: accepted path bool [B, N], its length int32 [B], and the token after it int64 [B].
 
-    Floor: each row of logits once for chains; for trees the inner nodes' and one more per sequence. With probs one of
-    their rows per sequence. 4 launches, 2 more with do_sample.
+    Floor: each row of logits once for chains of points, 2 launches; else the inner nodes' and one more per sequence, 4
+    launches. With probs one of their rows per sequence. With do_sample 2 more launches.
     """
     check_rows(logits, index, limits)
     batch, num_nodes = tokens.shape
@@ -112,8 +111,8 @@ def verify_rejection(
     if in_one_read:
         chain_kernel[(batch * (num_nodes + 1), splits)](
             logits, index, tokens, valid, *noise, *scores, maxima[0], maxima[1], best_scores, best_ids, vocab,
-            logits.stride(0), num_nodes, STEPS=per_split, LANES=block // 32, PIECES=pieces_of(logits),
-            num_warps=ceil_div(block, 1024), **sampling,
+            logits.stride(0), num_nodes, STEPS=per_split, LANES=block // 32, num_warps=ceil_div(block, 1024),
+            **sampling,
         )  # fmt: skip
     elif num_nodes:
         sums_kernel[(batch * (num_nodes + 1), splits)](
@@ -124,7 +123,7 @@ def verify_rejection(
         logits, index, tokens, parents, valid, probs, prob_index, *noise, *scores, maxima[0], maxima[1], best_scores,
         best_ids, masses[0], masses[1], ends, scales, as_bytes(path), lengths, next_tokens, vocab, logits.stride(0),
         num_nodes, num_blocks, num_probs, DRAWN=in_one_read, POINTS=points, BLOCK_S=next_power_of_two(num_blocks),
-        num_warps=16 if is_tree and not points else 4, **{**flags, "BLOCK": 1024 if in_one_read else block},
+        num_warps=1 if not is_tree else 4 if points else 16, **{**flags, "BLOCK": 1024 if in_one_read else block},
     )  # fmt: skip
     if in_one_read:
         return out
@@ -141,7 +140,7 @@ def verify_rejection(
 
 
 def compile_cases() -> list[CompileCase]:
-    """All kernels, for chains of points and for trees with everything on."""
+    """All kernels, for chains of points, without parameters and with all, and for trees with everything on."""
     types = {
         **dict.fromkeys(("index", "tokens", "parents", "prob_index", "seeds", "starts", "steps", "next_tokens"), "*i64"),
         **dict.fromkeys(("probs", "temperatures", "limits", "maxima", "sums", "masses", "kept", "scales"), "*fp32"),
@@ -152,12 +151,13 @@ def compile_cases() -> list[CompileCase]:
         "logits": "*bf16", "best_scores": "*fp32",
     }  # fmt: skip
     unaligned = ("num_nodes", "num_blocks", "num_probs", "blocks_per_split", "splits")
-    chain: dict[str, Any] = dict(STEPS=8, LANES=BLOCK // 32, PIECES=1, DRAWN=True, BLOCK=1024, BLOCK_N=8, BLOCK_S=4)
+    chain: dict[str, Any] = dict(STEPS=4, LANES=BLOCK // 32, DRAWN=True, BLOCK=1024, BLOCK_N=8, BLOCK_S=8)
     tree: dict[str, Any] = dict(DRAWN=False, BLOCK=BLOCK, BLOCK_N=64, BLOCK_S=32)
     cases = []
     for kind, kernel, full, warps, flags in (
         ("chain points", chain_kernel, False, 4, chain),
-        ("walk chain points", rejection_walk_kernel, False, 4, chain),
+        ("chain points fp32", chain_kernel, True, 4, chain),
+        ("walk chain points", rejection_walk_kernel, False, 1, chain),
         ("sums tree probs", sums_kernel, True, 8, tree),
         ("walk tree probs", rejection_walk_kernel, True, 16, tree),
         ("draw tree probs", draw_kernel, True, 8, {**tree, "MERGE": False}),
@@ -168,6 +168,8 @@ def compile_cases() -> list[CompileCase]:
         given = dict(TREE=full, POINTS=not full, ROWS=full, HAS_TEMPERATURE=full, HAS_LIMITS=full, **flags)
         constants = {n: given.get(n) for n in names if n.isupper() or n in absent}
         signature = {n: types[n] for n in names if n not in constants}
+        if "fp32" in kind:
+            signature["logits"] = "*fp32"
         skewed = tuple(n for n in unaligned if n in names)
         cases.append(CompileCase(f"rejection {kind}", kernel, signature, constants, warps, unaligned=skewed))
     return cases

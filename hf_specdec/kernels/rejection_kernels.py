@@ -77,8 +77,7 @@ def sums_kernel(
 def chain_kernel(
     logits, index, tokens, valid, seeds, starts, steps, do_sample, temperatures, limits, limit_ids, maxima, sums,
     best_scores, best_ids, vocab, row_stride, num_nodes,
-    ROWS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_LIMITS: tl.constexpr, STEPS: tl.constexpr,
-    LANES: tl.constexpr, PIECES: tl.constexpr,
+    ROWS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_LIMITS: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """For chains of points: what `sums_kernel` finds and what `draw_kernel` would draw at every root and node, in one read.
 
@@ -97,13 +96,13 @@ def chain_kernel(
     if ROWS:
         wanted = wanted & (tl.load(do_sample + row) != 0)
     if wanted:
-        temperature, limit, limit_id = sampling_of(
+        temperature, limit, limit_id = sampling_of(  # pyright: ignore[reportGeneralTypeIssues]
             row, source, temperatures, limits, limit_ids, HAS_TEMPERATURE, HAS_LIMITS
         )
         best, best_id, top, total = best_noisy(
             logits + source * row_stride, tl.program_id(1) * STEPS * LANES * 32, vocab, tl.where(has_child, child, -1),
             temperature, limit, limit_id, seed, position, step, RESIDUAL_STREAM, True, HAS_TEMPERATURE, HAS_LIMITS,
-            STEPS, LANES, PIECES,
+            STEPS, LANES,
         )  # fmt: skip
         at = place.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
         tl.store(maxima + at, top)
@@ -229,18 +228,9 @@ def rejection_walk_kernel(
                     )  # fmt: skip
                     at = (row * (num_nodes + 1) + slot) * num_blocks
                     shift, rest, chances = _arrive(
-                        maxima + at,
-                        sums + at,
-                        scores,
-                        drafted,
-                        children,
-                        tokens,
-                        node,
-                        num_nodes,
-                        num_blocks,
-                        TREE,
+                        maxima + at, sums + at, scores, drafted, children, tokens, node, num_nodes, num_blocks, TREE,
                         BLOCK_S,
-                    )
+                    )  # fmt: skip
                     total = rest + tl.sum(chances, 0)
                 token = tl.load(tokens + node).to(tl.int32)
                 chance = tl.sum(tl.where(nodes == node, chances, 0.0), 0)

@@ -351,7 +351,8 @@ def sampling_scores(
         limits: as `sampling_limits` returns them; None: nothing is removed.
         noise: Gumbel noise, so that a row's argmax is a draw; None: none.
 
-    Floor: one read of the logits and one write of float32 [R, V]; with noise also about 20 instructions an id.
+    Floor: one read of the logits and one write of float32 [R, V]; with noise also a Philox call per 4 ids, one
+    per 32, and two logarithms an id.
     """
     rows, vocab = logits.shape
     if logits.stride(1) != 1 or (limits is not None and any(each.shape != (rows,) for each in limits)):

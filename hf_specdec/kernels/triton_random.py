@@ -53,20 +53,8 @@ def _four_uniforms(seed, position, step, stream: tl.constexpr, counters):
 
 
 @triton.jit
-def uniform_block(seed, position, step, stream: tl.constexpr, start, BLOCK: tl.constexpr):
-    """Uniform numbers float32 [BLOCK] of token ids start .. start + BLOCK - 1; `start` and BLOCK are multiples of 4.
-
-    seed, position, step: int64 scalars. One Philox call gives four ids' numbers.
-    """
-    blocks = (start // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
-    a, b, c, d = _four_uniforms(seed, position, step, stream, blocks)
-    # Word lane = id % 4: (a, c) and (b, d) interleaved, then these with each other, give a, b, c, d.
-    return tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
-
-
-@triton.jit
 def uniform_at(seed, position, step, stream: tl.constexpr, index):
-    """One uniform number, float32 scalar, of counter `index` (int32 scalar)."""
+    """The uniform number `index` (int32) of a stream, float32; seed, position, step: int64 scalars."""
     a, b, c, d = _four_uniforms(seed, position, step, stream, (tl.full([], 0, tl.int32) + index // 4).to(tl.uint32))
     lane = index % 4
     return tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d))
@@ -116,6 +104,7 @@ def gumbel_of_groups(seed, position, step, stream: tl.constexpr, groups, words):
     least, which = minimum_of_words(words)
     counters = (groups * 2)[:, None] + tl.arange(0, 2)[None, :]
     a, b, c, d = _four_uniforms(seed, position, step, stream, counters.to(tl.uint32))
+    # Word lane = id % 4: (a, c) and (b, d) interleaved, then these with each other, give a, b, c, d.
     u = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
     above = tl.where(tl.arange(0, GROUP)[None, :] == which[:, None], 0.0, exponential_of_uniform(u))
     return -tl.log(least[:, None] + above)

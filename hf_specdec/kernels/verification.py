@@ -9,6 +9,8 @@ written to memory. Definitions: `random_bits.gumbel`, `argmax` with the lowest i
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -18,8 +20,8 @@ from .triton_random import TOKEN_STREAM
 from .vocabulary import best_noisy, greatest, sampling_of
 
 BLOCK = 4096  # ids per step of a program: 128 lanes
-_STEPS = 8  # of a program, at most
-_PROGRAMS = 2112  # an H100 holds 132 x 16 programs of 128 threads
+_STEPS = 4  # of a program, at most
+_PROGRAMS = 1056  # wanted at least: an H100 has 132 multiprocessors, each takes 8 or more programs of 128 threads
 
 
 @triton.jit
@@ -27,7 +29,7 @@ def _choices_kernel(
     logits, index, parents, valid, seeds, positions, do_sample, temperatures, limits, limit_ids, best_scores, best_ids,
     vocab, row_stride, num_nodes,
     TREE: tl.constexpr, SAMPLE: tl.constexpr, GREEDY_ONLY: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
-    HAS_LIMITS: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr, PIECES: tl.constexpr,
+    HAS_LIMITS: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0)
     split = tl.program_id(1)
@@ -46,7 +48,7 @@ def _choices_kernel(
     best_id = tl.full([], 0, tl.int32) + start
     if wanted:
         scores_row = logits + source * row_stride
-        temperature, limit, limit_id = sampling_of(
+        temperature, limit, limit_id = sampling_of(  # pyright: ignore[reportGeneralTypeIssues]
             row, source, temperatures, limits, limit_ids, HAS_TEMPERATURE, HAS_LIMITS
         )
         if SAMPLE and sampled:
@@ -60,7 +62,7 @@ def _choices_kernel(
                 position += slot
             best, best_id, _top, _sum = best_noisy(
                 scores_row, start, vocab, -1, temperature, limit, limit_id, tl.load(seeds + row), position, 0,
-                TOKEN_STREAM, False, HAS_TEMPERATURE, HAS_LIMITS, STEPS, LANES, PIECES,
+                TOKEN_STREAM, False, HAS_TEMPERATURE, HAS_LIMITS, STEPS, LANES,
             )  # fmt: skip
         else:
             best, best_id = greatest(
@@ -134,22 +136,17 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def split_vocabulary(num_rows: int, vocab_size: int, block: int) -> tuple[int, int]:
-    """How many programs share a row of logits, and how many blocks each of them reads: 1, 2, 4 or 8.
+    """How many programs share a row of logits, and how many blocks each of them reads: 1, 2 or 4, as loops are unrolled.
 
     Few rows are split until the chip is full.
     """
     blocks = max(ceil_div(vocab_size, block), 1)
     steps = _STEPS
-    while steps > 1 and num_rows * ceil_div(blocks, steps) < _PROGRAMS // 2:
+    while steps > 1 and num_rows * ceil_div(blocks, steps) < _PROGRAMS:
         steps //= 2
     while steps > 1 and steps >= 2 * blocks:
         steps //= 2
     return ceil_div(blocks, steps), steps
-
-
-def pieces_of(logits: torch.Tensor) -> int:
-    """In how many pieces of 16 bytes a group of 8 ids is read (`vocabulary.load_groups`)."""
-    return 2 if logits.dtype == torch.float32 else 1
 
 
 def as_bytes(flags: torch.Tensor | None) -> torch.Tensor | None:
@@ -184,8 +181,7 @@ def _launch_choices(
             logits, index, parents, as_bytes(valid), seeds, positions, as_bytes(do_sample), temperature,
             *(limits or (None, None)), scores, ids, logits.shape[1], logits.stride(0), width - 1,
             TREE=parents is not None, SAMPLE=sample, GREEDY_ONLY=greedy_only, HAS_TEMPERATURE=temperature is not None,
-            HAS_LIMITS=limits is not None, STEPS=steps, LANES=block // 32,
-            PIECES=pieces_of(logits), num_warps=ceil_div(block, 1024),
+            HAS_LIMITS=limits is not None, STEPS=steps, LANES=block // 32, num_warps=ceil_div(block, 1024),
         )  # fmt: skip
     return scores, ids, splits
 
@@ -256,8 +252,8 @@ def verify_choices(
 
     Returns: accepted path bool [B, N], its length int32 [B], and the token after it int64 [B].
 
-    Floor: one read of the logits of existing nodes, R V itemsize bytes; 2 launches. Coupled rows also compute Philox
-    noise, about 15 integer instructions an id, which in bfloat16 costs more than the read.
+    Floor: one read of the logits of existing nodes, R V itemsize bytes; 2 launches. Coupled rows also compute a fourth of a
+    Philox call per 8 ids, which bounds their noise, and the noise of few.
     """
     if tokens.shape != valid.shape or index.shape[1] != tokens.shape[1] + 1 or not tokens.is_contiguous():
         raise ValueError("tokens and valid must be contiguous [B, N], index [B, N + 1].")
@@ -280,7 +276,7 @@ def launch_walk(scores, ids, splits, tokens, parents, valid, only_greedy_of, cho
     _walk_kernel[(batch,)](
         scores, ids, tokens, parents, as_bytes(valid), as_bytes(only_greedy_of), choices, as_bytes(out[0]), out[1],
         out[2], num_nodes, SPLITS=splits, TREE=parents is not None, GREEDY_ONLY=only_greedy_of is not None, WALK=True,
-        BLOCK_N=next_power_of_two(num_nodes + 1), num_warps=4,
+        BLOCK_N=next_power_of_two(num_nodes + 1), num_warps=1 if parents is None else 4,
     )  # fmt: skip
 
 
@@ -308,7 +304,7 @@ def empty_verdict(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tor
 
 
 def compile_cases() -> list[CompileCase]:
-    """Greedy chains, and coupled trees with everything on; the walk over both."""
+    """Greedy chains, and coupled trees with everything on; the walk over trees and chains."""
     tensors = {
         "logits": "*bf16", "index": "*i64", "parents": "*i64", "valid": "*u8", "seeds": "*i64", "positions": "*i64",
         "do_sample": "*u8", "temperatures": "*fp32", "limits": "*fp32", "limit_ids": "*i32", "best_scores": "*fp32",
@@ -317,20 +313,17 @@ def compile_cases() -> list[CompileCase]:
     cases = []
     for name, dtype, full in (("greedy", "*bf16", False), ("coupled", "*bf16", True), ("coupled fp32", "*fp32", True)):
         absent = () if full else ("parents", "seeds", "positions", "do_sample", "temperatures", "limits", "limit_ids")
-        flags = dict(TREE=full, SAMPLE=full, GREEDY_ONLY=False, HAS_TEMPERATURE=full, HAS_LIMITS=full)
+        switches = dict(TREE=full, SAMPLE=full, GREEDY_ONLY=False, HAS_TEMPERATURE=full, HAS_LIMITS=full)
         signature = {k: v for k, v in {**tensors, "logits": dtype}.items() if k not in absent}
-        constants = {
-            **dict.fromkeys(absent),
-            **flags,
-            "STEPS": _STEPS,
-            "LANES": BLOCK // 32,
-            "PIECES": 2 if dtype == "*fp32" else 1,
-        }
+        constants = {**dict.fromkeys(absent), **switches, "STEPS": _STEPS, "LANES": BLOCK // 32}
         cases.append(CompileCase(f"choices {name}", _choices_kernel, signature, constants, 4, unaligned=("num_nodes",)))
     signature = {
         "best_scores": "*fp32", "best_ids": "*i32", "tokens": "*i64", "parents": "*i64", "valid": "*u8",
         "choices_out": "*i64", "path": "*u8", "lengths": "*i32", "next_tokens": "*i64", "num_nodes": "i32",
     }  # fmt: skip
-    flags = dict(do_sample=None, SPLITS=4, TREE=True, GREEDY_ONLY=False, WALK=True, BLOCK_N=64)
+    flags: dict[str, Any] = dict(do_sample=None, SPLITS=8, TREE=True, GREEDY_ONLY=False, WALK=True, BLOCK_N=64)
     cases.append(CompileCase("walk tree", _walk_kernel, signature, flags, 4, unaligned=("num_nodes",)))
+    signature = {name: kind for name, kind in signature.items() if name != "parents"}
+    flags = {**flags, "parents": None, "TREE": False, "BLOCK_N": 8}
+    cases.append(CompileCase("walk chain", _walk_kernel, signature, flags, 1, unaligned=("num_nodes",)))
     return cases

@@ -54,34 +54,41 @@ def sampling_of(row, source, temperatures, limits, limit_ids, HAS_TEMPERATURE: t
 
 
 @triton.jit
-def group_ids(first, LANES: tl.constexpr, PIECES: tl.constexpr):
-    """Ids int32 [LANES, GROUP] of each lane's first group in the tile that begins at `first`; the others: + 256, 512, 768.
-
-    PIECES 2: as two pieces of adjacent ids, interleaved, so that a thread that reads 16 bytes at a time has the whole group.
-    """
+def _group_starts(first, LANES: tl.constexpr):
+    """The first id of each lane's first group in the tile that begins at `first`, int32 [LANES, 1]; its others: + 256, 512, 768."""
     lanes = tl.arange(0, LANES)
-    ids = (first + lanes // 32 * SPAN + lanes % 32 * GROUP)[:, None] + tl.arange(0, GROUP // PIECES)[None, :]
-    if PIECES == 2:
-        ids = tl.interleave(ids, ids + GROUP // 2)
-    return ids
+    return (first + lanes // 32 * SPAN + lanes % 32 * GROUP)[:, None]
 
 
 @triton.jit
-def load_groups(
-    row, first, vocab, temperature, limit, limit_id, HAS_TEMPERATURE: tl.constexpr, HAS_LIMITS: tl.constexpr,
-    LANES: tl.constexpr, PIECES: tl.constexpr,
-):  # fmt: skip
-    """Scores float32 [LANES, GROUP] of `group_ids`."""
-    ids = group_ids(first, LANES, 1)
-    if PIECES == 1:
-        return load_scores(row, ids, vocab, temperature, limit, limit_id, HAS_TEMPERATURE, HAS_LIMITS)
+def _group_ids(row, first, LANES: tl.constexpr):
+    """Ids int32 [LANES, GROUP] of `_load_groups`' scores; of float32 logits two interleaved halves.
+
+    A thread reads 16 bytes at a time, and so has the whole group.
+    """
+    starts = _group_starts(first, LANES)
+    if row.dtype.element_ty == tl.float32:
+        ids = starts + tl.arange(0, GROUP // 2)[None, :]
+        return tl.interleave(ids, ids + GROUP // 2)
     else:
-        lanes = tl.arange(0, LANES)
-        ids = (first + lanes // 32 * SPAN + lanes % 32 * GROUP)[:, None] + tl.arange(0, GROUP // 2)[None, :]
+        return starts + tl.arange(0, GROUP)[None, :]
+
+
+@triton.jit
+def _load_groups(
+    row, first, vocab, temperature, limit, limit_id, HAS_TEMPERATURE: tl.constexpr, HAS_LIMITS: tl.constexpr,
+    LANES: tl.constexpr,
+):  # fmt: skip
+    """Scores float32 [LANES, GROUP] of `_group_ids`."""
+    if row.dtype.element_ty == tl.float32:
+        ids = _group_starts(first, LANES) + tl.arange(0, GROUP // 2)[None, :]
         return tl.interleave(
             load_scores(row, ids, vocab, temperature, limit, limit_id, HAS_TEMPERATURE, HAS_LIMITS),
             load_scores(row, ids + GROUP // 2, vocab, temperature, limit, limit_id, HAS_TEMPERATURE, HAS_LIMITS),
         )
+    else:
+        ids = _group_ids(row, first, LANES)
+        return load_scores(row, ids, vocab, temperature, limit, limit_id, HAS_TEMPERATURE, HAS_LIMITS)
 
 
 @triton.jit
@@ -169,7 +176,6 @@ def best_within(
 def best_noisy(
     row, start, vocab, without, temperature, limit, limit_id, seed, position, step, stream: tl.constexpr,
     SUMS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_LIMITS: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
-    PIECES: tl.constexpr,
 ):  # fmt: skip
     """The best score with Gumbel noise of STEPS tiles from id `start` on, and the lowest id that has it.
 
@@ -188,13 +194,13 @@ def best_noisy(
         scale = 1.0 / temperature
     for i in tl.static_range(STEPS):
         first = start + i * LANES * 32
-        a = load_groups(row, first, vocab, temperature, limit, limit_id, heated, exact, LANES, PIECES)
-        b = load_groups(row, first + 256, vocab, temperature, limit, limit_id, heated, exact, LANES, PIECES)
-        c = load_groups(row, first + 512, vocab, temperature, limit, limit_id, heated, exact, LANES, PIECES)
-        d = load_groups(row, first + 768, vocab, temperature, limit, limit_id, heated, exact, LANES, PIECES)
+        a = _load_groups(row, first, vocab, temperature, limit, limit_id, heated, exact, LANES)
+        b = _load_groups(row, first + 256, vocab, temperature, limit, limit_id, heated, exact, LANES)
+        c = _load_groups(row, first + 512, vocab, temperature, limit, limit_id, heated, exact, LANES)
+        d = _load_groups(row, first + 768, vocab, temperature, limit, limit_id, heated, exact, LANES)
         if SUMS:  # noqa: SIM102 (one is of constants)
             if (without >= first) & (without < first + LANES * 32):
-                ids = group_ids(first, LANES, PIECES)
+                ids = _group_ids(row, first, LANES)
                 a = tl.where(ids == without, float("-inf"), a)
                 b = tl.where(ids + 256 == without, float("-inf"), b)
                 c = tl.where(ids + 512 == without, float("-inf"), c)
