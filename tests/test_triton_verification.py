@@ -12,6 +12,7 @@ if RUNS_HERE:
     import triton
     import triton.language as tl
 
+    from hf_specdec.kernels import verification
     from hf_specdec.kernels.rejection import verify_rejection
     from hf_specdec.kernels.triton_random import (
         exponential_of_uniform,
@@ -322,6 +323,26 @@ def compare_rejection(points, chain, dtype, seeds, batch):
 def test_rejection_of_any_shape(seed, points, chain, batch):
     total, wrong, _ = compare_rejection(points, chain, torch.float32, (seed,), batch)
     assert total == batch and wrong <= 1
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_programs_of_several_steps(monkeypatch, dtype):
+    """What large batches get; drafts with half of the mass, of which what is left without them is drawn where they are rejected."""
+    monkeypatch.setattr(verification, "_PROGRAMS", 1)
+    assert verification.split_vocabulary(8, 5000, 1024) == (2, 4) and verification.split_vocabulary(8, 1500, 1024) == (
+        1,
+        2,
+    )
+    compare_choices(Case(6, 2, 0, 5000, True, dtype), True)
+    case = Case(6, 8, 1, 1500, True, dtype, spread=0.1)
+    case.valid[:], case.temperature[:] = True, 1.0
+    case.tokens[:, 0] = torch.arange(8) * 129
+    case.logits[case.index[:, 0], case.tokens[:, 0]] = 7.3
+    path, token, near = rejection_definition(case, None, None)
+    ours = [t.cpu() for t in run_rejection(case, None, None)]
+    same = (ours[0] == path).all(1) & (ours[2] == token)
+    assert (same | near).all() and 2 <= int(path.sum()) <= 6
 
 
 @needs_triton
