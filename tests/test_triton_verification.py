@@ -330,10 +330,7 @@ def test_rejection_of_any_shape(seed, points, chain, batch):
 def test_programs_of_several_steps(monkeypatch, dtype):
     """What large batches get; drafts with half of the mass, of which what is left without them is drawn where they are rejected."""
     monkeypatch.setattr(verification, "_PROGRAMS", 1)
-    assert verification.split_vocabulary(8, 5000, 1024) == (2, 4) and verification.split_vocabulary(8, 1500, 1024) == (
-        1,
-        2,
-    )
+    assert [verification.split_vocabulary(8, vocab, 1024) for vocab in (5000, 1500)] == [(2, 4), (1, 2)]
     compare_choices(Case(6, 2, 0, 5000, True, dtype), True)
     case = Case(6, 8, 1, 1500, True, dtype, spread=0.1)
     case.valid[:], case.temperature[:] = True, 1.0
