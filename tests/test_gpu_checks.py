@@ -24,7 +24,16 @@ if RUNS_HERE:
     from gpu_sections.context import Context
     from gpu_sections.drafts import Drafts
 
-    from hf_specdec.kernels import attention, cache_ops, draft_ops, flash, rejection, sampling, verification
+    from hf_specdec.kernels import (
+        attention,
+        cache_ops,
+        draft_ops,
+        flash,
+        random_bits,
+        rejection,
+        sampling,
+        verification,
+    )
 
 
 def test_in_a_process_of_its_own():
@@ -106,8 +115,11 @@ def test_verification(context, monkeypatch, chain):
 @needs_triton
 def test_sampling(context, monkeypatch):
     assert check_sampling.errors(context, torch.float32, 100, True) == (0, 0)
+    assert check_sampling.noise_error(context, torch.float32, 100) < 1e-5
     tampered(monkeypatch, sampling, "sampling_limits", lambda out: (out[0] + 0.5, out[1]))
     assert check_sampling.errors(context, torch.float32, 100, True)[0] > 0
+    monkeypatch.setattr(random_bits, "MINIMA", 5)
+    assert check_sampling.noise_error(context, torch.float32, 100) > 0.1
 
 
 @needs_triton

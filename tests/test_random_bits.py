@@ -1,6 +1,7 @@
 """Counter-based noise: the published test vectors, Triton's generator, independence of the batch, the right distributions."""
 
 import importlib.util
+import math
 import os
 import subprocess
 import sys
@@ -157,14 +158,78 @@ def test_gumbel_moments_and_tails():
     assert stats.kstest(noise[:200_000].numpy(), "gumbel_r").pvalue > 1e-3
 
 
-def test_gumbel_at_the_ends_of_the_words(monkeypatch):
+@pytest.mark.parametrize("word", [0, 7, 8, 2**31, 2**32 - 1])
+def test_gumbel_at_the_ends_of_the_words(monkeypatch, word):
     """The least and the largest word give finite noise: -log(-log) is fed with neither 0 nor 1."""
-    ends = torch.tensor([[0, 1, 2**32 - 1, 2**31]])
-    monkeypatch.setattr(rb, "_random_words", lambda *args: ends)
-    noise = rb.gumbel(*(torch.tensor([0]),) * 3, 0, 4)[0]
-    assert torch.isfinite(noise).all()
-    # Small words are small numbers: about log(2**33), the resolution a rare token needs.
-    assert noise.argsort().tolist() in ([0, 1, 3, 2], [2, 3, 1, 0])
+    monkeypatch.setattr(rb, "_random_words", lambda *args: torch.full((1, args[-1]), word))
+    noise = rb.gumbel(*(torch.tensor([0]),) * 3, 0, rb.GROUP)[0]
+    assert torch.isfinite(noise).all() and int(noise.argmax()) == word % rb.GROUP
+    if word < 8:  # the resolution a rare token needs
+        assert abs(float(noise.max()) - 33 * math.log(2)) < 1e-4
+
+
+def independence(noise):
+    """p-values of what must hold for i.i.d. Gumbel noise [R, V], drawn by groups of 8: marginals, pairs, minima."""
+    e = (-noise.double()).exp().unflatten(1, (-1, rb.GROUP))  # [R, groups, 8] exponential numbers
+    u = -torch.expm1(-e)
+    flat = u.flatten(0, 1)
+    yield "all", stats.kstest(flat.flatten()[::3].numpy(), "uniform").pvalue
+    cells = lambda x, y, n=8: torch.bincount(  # noqa: E731
+        ((x * n).long() * n + (y * n).long()).flatten(), minlength=n * n
+    ).numpy()
+    for i in range(rb.GROUP):
+        yield f"id {i}", stats.kstest(flat[:, i].numpy(), "uniform").pvalue
+        for j in range(i):
+            yield f"ids {i} and {j}", stats.chisquare(cells(flat[:, i], flat[:, j])).pvalue
+    least, which = e.min(2)
+    lowest = -torch.expm1(-rb.GROUP * least)
+    yield "minima", stats.kstest(lowest.flatten().numpy(), "uniform").pvalue
+    yield "argmin", stats.chisquare(torch.bincount(which.flatten(), minlength=rb.GROUP).numpy()).pvalue
+    yield "minimum and argmin", stats.chisquare(cells(lowest, (which + 0.5) / rb.GROUP)).pvalue
+    above = -torch.expm1(-(e - least[:, :, None]))
+    second = above.scatter(2, which[:, :, None], 2.0).min(2).values
+    yield "minimum and the next", stats.chisquare(cells(lowest, 1 - (1 - second) ** (rb.GROUP - 1))).pvalue
+    for apart in (1, 32, 96):  # neighbours; words of one counter
+        yield f"minima {apart} apart", stats.chisquare(cells(lowest[:, :-apart], lowest[:, apart:])).pvalue
+        yield (
+            f"argmins {apart} apart",
+            stats.chisquare(cells((which[:, :-apart] + 0.5) / 8, (which[:, apart:] + 0.5) / 8)).pvalue,
+        )
+
+
+def noise_of_groups():
+    return rb.gumbel(*keys(1024), rb.TOKEN_STREAM, 1024)
+
+
+def test_noise_of_a_group_is_independent():
+    """131,072 groups: the 47 tests hold at 1e-4 each; what they reject see below."""
+    found = dict(independence(noise_of_groups()))
+    assert len(found) == 47 and min(found.values()) > 1e-4, sorted(found.items(), key=lambda each: each[1])[:5]
+
+
+@pytest.mark.parametrize("wrong", ["rate", "id", "no memory", "repeated"])
+def test_wrong_noise_of_a_group_is_rejected(monkeypatch, wrong):
+    """Power: minima 3 % too large (11 standard errors of their mean), an id 4 % too often the least, others that do not exceed
+    the minimum, and minima that 4 of 128 groups share with those of another word."""
+    minima, uniform = rb.minima, rb.uniform
+
+    def changed(*args):
+        u, which = minima(*args)
+        if wrong == "rate":
+            u = -torch.expm1(1.03 * torch.log1p(-u))
+        elif wrong == "id":
+            moved = torch.rand(which.shape, generator=torch.Generator().manual_seed(0)) < 0.04
+            which = torch.where(moved & (which == 3), 5, which)
+        elif wrong == "repeated":
+            u[:, 32:64:8] = u[:, :32:8]
+        return u, which
+
+    if wrong == "no memory":
+        forgetful = lambda *args: uniform(*args).mul_(0.97)  # noqa: E731
+        monkeypatch.setattr(rb, "uniform", forgetful)
+    else:
+        monkeypatch.setattr(rb, "minima", changed)
+    assert min(p for _, p in independence(noise_of_groups())) < 1e-6
 
 
 def test_argmax_draws_from_the_distribution():

@@ -238,11 +238,11 @@ def test_noise_is_in_vocabularies_of_any_size():
     from hf_specdec.kernels import random_bits
     from hf_specdec.kernels.sampling import Noise
 
-    for vocab in (1, 5, 64, 130):
+    for vocab in (1, 5, 64, 1030):
         seeds, positions, steps = (torch.tensor([i, 2**33 + i]) for i in range(3))
         keys = [each.to(DEVICE) for each in (seeds, positions, steps)]
         noise = Noise(*keys, torch.tensor([True, True], device=DEVICE), random_bits.DRAFT_STREAM)
         out = torch.full((2, vocab), float("nan"), device=DEVICE)
-        sampling_scores(torch.zeros(2, vocab, device=DEVICE), noise=noise, out=out, block=64)
+        sampling_scores(torch.zeros(2, vocab, device=DEVICE), noise=noise, out=out, block=1024)
         expected = random_bits.gumbel(seeds, positions, steps, random_bits.DRAFT_STREAM, vocab)
         torch.testing.assert_close(out.cpu(), expected, rtol=2e-6, atol=5e-6)

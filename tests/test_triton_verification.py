@@ -12,24 +12,30 @@ if RUNS_HERE:
     import triton
     import triton.language as tl
 
+    from hf_specdec.kernels import verification
     from hf_specdec.kernels.rejection import verify_rejection
-    from hf_specdec.kernels.triton_random import gumbel_of_uniform, uniform_at, uniform_block, uniform_of_words
+    from hf_specdec.kernels.triton_random import (
+        exponential_of_uniform,
+        gumbel_block,
+        uniform_at,
+        uniform_of_words,
+    )
     from hf_specdec.kernels.verification import accepted_path, target_choices, verify_choices
 
     @triton.jit
     def _numbers(out, noise, alone, seeds, positions, steps, first, STREAM: tl.constexpr, BLOCK: tl.constexpr):
         row = tl.program_id(0)
         seed, position, step = tl.load(seeds + row), tl.load(positions + row), tl.load(steps + row)
-        u = uniform_block(seed, position, step, STREAM, first, BLOCK)
-        tl.store(out + row * BLOCK + tl.arange(0, BLOCK), u)
-        tl.store(noise + row * BLOCK + tl.arange(0, BLOCK), gumbel_of_uniform(u))
+        lanes = row * BLOCK + tl.arange(0, BLOCK)
+        tl.store(out + lanes, uniform_at(seed, position, step, STREAM, first + tl.arange(0, BLOCK)))
+        tl.store(noise + lanes, gumbel_block(seed, position, step, STREAM, first, BLOCK))
         tl.store(alone + row, uniform_at(seed, position, step, STREAM, first + row))
 
     @triton.jit
     def _of_words(words, out, noise, BLOCK: tl.constexpr):
         u = uniform_of_words(tl.load(words + tl.arange(0, BLOCK)).to(tl.uint32))
         tl.store(out + tl.arange(0, BLOCK), u)
-        tl.store(noise + tl.arange(0, BLOCK), gumbel_of_uniform(u))
+        tl.store(noise + tl.arange(0, BLOCK), -tl.log(exponential_of_uniform(u)))
 
 
 STREAMS = (random_bits.TOKEN_STREAM, random_bits.ACCEPT_STREAM, random_bits.RESIDUAL_STREAM, random_bits.DRAFT_STREAM)
@@ -48,7 +54,7 @@ def make_keys(n, generator):
 @needs_triton
 @pytest.mark.parametrize("stream", STREAMS)
 def test_numbers_are_those_of_the_definition(stream):
-    rows, block, first = 6, 64, 128
+    rows, block, first = 6, 2048, 3072
     keys = make_keys(rows, torch.Generator().manual_seed(stream))
     keys[0][0], keys[1][0], keys[2][0] = 2**63 - 1, 2**32 - 1, 0
     out, noise = (torch.full((rows, block), float("nan"), device=DEVICE) for _ in range(2))
@@ -145,11 +151,11 @@ def poisoned(case):
 CHOICE_CASES = [
     # seed, rows, nodes, vocabulary, chain, dtype, ties
     (0, 3, 3, 300, True, torch.float32, False),
-    (1, 2, 5, 257, False, torch.bfloat16, False),
+    (1, 2, 5, 2570, False, torch.bfloat16, False),
     (2, 2, 9, 64, False, torch.float16, True),
     (3, 1, 1, 5, True, torch.float32, True),
     (4, 3, 0, 129, True, torch.float32, False),
-    (5, 1, 11, 400, False, torch.float32, True),
+    (5, 1, 11, 4000, False, torch.float32, True),
 ]
 
 
@@ -167,7 +173,7 @@ def test_choices_and_walk(case, sampled):
     seed=st.integers(0, 10**6),
     batch=st.integers(1, 3),
     width=st.integers(0, 7),
-    vocab=st.integers(1, 200),
+    vocab=st.integers(1, 3000),
     chain=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     ties=st.booleans(),
@@ -183,7 +189,7 @@ def compare_choices(case, sampled):
     choices, gap = case.choices()
     case.follow(choices)
     noise = dict(seeds=case.on("seeds"), positions=case.on("positions"), do_sample=case.on("do_sample"))
-    arguments = dict(parents=case.tree(), temperature=case.on("temperature"), block=64, **(noise if sampled else {}))
+    arguments = dict(parents=case.tree(), temperature=case.on("temperature"), block=1024, **(noise if sampled else {}))
     ours = target_choices(case.on("logits"), case.on("index"), case.on("valid"), **arguments).cpu()
     exists = torch.cat([torch.ones(case.batch, 1, dtype=torch.bool), case.valid], dim=1)
     differs = exists & (ours != choices)
@@ -218,12 +224,12 @@ def test_repeated_siblings_and_the_deepest_path():
 
 @needs_triton
 def test_ties_go_to_the_lowest_id_across_blocks_and_splits():
-    logits = torch.zeros(3, 500)
-    logits[1, [70, 71, 200, 499]] = 3.0
+    logits = torch.zeros(3, 5000)
+    logits[1, [1700, 1701, 2000, 4999]] = 3.0
     logits[2] = float("-inf")
     index, valid = torch.arange(3)[:, None].contiguous(), torch.zeros(3, 0, dtype=torch.bool)
-    ours = target_choices(logits.to(DEVICE), index.to(DEVICE), valid.to(DEVICE), block=64)
-    assert ours.flatten().tolist() == [0, 70, 0]
+    ours = target_choices(logits.to(DEVICE), index.to(DEVICE), valid.to(DEVICE), block=1024)
+    assert ours.flatten().tolist() == [0, 1700, 0]
 
 
 @needs_triton
@@ -239,7 +245,7 @@ def test_removed_tokens_are_never_chosen():
     index, valid = torch.arange(4)[:, None].contiguous(), torch.zeros(4, 0, dtype=torch.bool)
     ours = target_choices(
         logits.to(DEVICE), index.to(DEVICE), valid.to(DEVICE), seeds=keys[0].to(DEVICE), positions=keys[1].to(DEVICE),
-        do_sample=torch.ones(4, dtype=torch.bool, device=DEVICE), limits=(limits.to(DEVICE), ids.to(DEVICE)), block=64,
+        do_sample=torch.ones(4, dtype=torch.bool, device=DEVICE), limits=(limits.to(DEVICE), ids.to(DEVICE)), block=1024,
     )  # fmt: skip
     assert ours.flatten().tolist() == expected.tolist()
 
@@ -269,7 +275,7 @@ def rejection_definition(case, probs, prob_index):
     return *outcome, near
 
 
-def run_rejection(case, probs, prob_index, block=128, **arguments):
+def run_rejection(case, probs, prob_index, block=1024, **arguments):
     keys = (case.on("seeds"), case.on("positions"), case.on("steps"))
     given = {} if probs is None else dict(probs=probs.to(DEVICE), prob_index=prob_index.to(DEVICE))
     return verify_rejection(
@@ -298,7 +304,7 @@ def compare_rejection(points, chain, dtype, seeds, batch):
     """Numbers of (rows, disagreements, accepted tokens); disagreements must be near ties."""
     total = wrong = accepted = 0
     for seed in seeds:
-        case = Case(seed, batch, 1 + seed % 6, 150, chain, dtype, spread=1.0 + seed % 3)
+        case = Case(seed, batch, 1 + seed % 6, 1500, chain, dtype, spread=3.0 + seed % 3)
         probs, prob_index = draw_drafts(case)
         if points:
             probs = prob_index = None
@@ -317,6 +323,23 @@ def compare_rejection(points, chain, dtype, seeds, batch):
 def test_rejection_of_any_shape(seed, points, chain, batch):
     total, wrong, _ = compare_rejection(points, chain, torch.float32, (seed,), batch)
     assert total == batch and wrong <= 1
+
+
+@needs_triton
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_programs_of_several_steps(monkeypatch, dtype):
+    """What large batches get; drafts with half of the mass, of which what is left without them is drawn where they are rejected."""
+    monkeypatch.setattr(verification, "_PROGRAMS", 1)
+    assert [verification.split_vocabulary(8, vocab, 1024) for vocab in (5000, 1500)] == [(2, 4), (1, 2)]
+    compare_choices(Case(6, 2, 0, 5000, True, dtype), True)
+    case = Case(6, 8, 1, 1500, True, dtype, spread=0.1)
+    case.valid[:], case.temperature[:] = True, 1.0
+    case.tokens[:, 0] = torch.arange(8) * 129
+    case.logits[case.index[:, 0], case.tokens[:, 0]] = 7.3
+    path, token, near = rejection_definition(case, None, None)
+    ours = [t.cpu() for t in run_rejection(case, None, None)]
+    same = (ours[0] == path).all(1) & (ours[2] == token)
+    assert (same | near).all() and 2 <= int(path.sum()) <= 6
 
 
 @needs_triton

@@ -87,8 +87,13 @@ def noise_error(context: Context, dtype: torch.dtype, vocab: int) -> float:
     stream = random_bits.DRAFT_STREAM
     out = torch.full(logits.shape, float("nan"), device=context.device)
     sampling_scores(logits, noise=Noise(*keys, drawn, stream), out=out)
-    uniform = random_bits.uniform(*keys, stream, vocab).double()
-    expected = logits.double() - (-torch.log1p(-uniform)).log() * drawn[:, None]
+    groups = -(-vocab // random_bits.GROUP)
+    u, which = random_bits.minima(*keys, stream, groups)
+    uniform = random_bits.uniform(*keys, stream, groups * random_bits.GROUP).double()
+    above = -torch.log1p(-uniform).view(-1, groups, random_bits.GROUP)
+    above.scatter_(2, which[:, :, None], 0.0)
+    exponential = above - torch.log1p(-u.double())[:, :, None] / random_bits.GROUP
+    expected = logits.double() - exponential.flatten(1)[:, :vocab].log() * drawn[:, None]
     error = (out.double() - expected).abs()
     return float(error.nan_to_num(float("inf")).max())
 

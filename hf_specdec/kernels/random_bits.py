@@ -14,6 +14,9 @@ _MASK = 0xFFFFFFFF
 
 # What a number is used for; streams never share a counter.
 TOKEN_STREAM, ACCEPT_STREAM, RESIDUAL_STREAM, DRAFT_STREAM = 0, 1, 2, 3
+MINIMA = 4  # is added to a stream for the minima of its groups
+GROUP = 8  # ids whose exponential numbers are drawn by way of their minimum
+_SPAN = 128  # groups of 32 counters
 
 
 def philox4x32(c0, c1, c2, c3, k0, k1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -48,6 +51,28 @@ def uniform(seeds, positions, steps, stream: int, count: int = 1) -> torch.Tenso
     return ((words.to(torch.float64) + 0.5) * 2.0**-32).to(torch.float32).clamp_(max=1.0 - 2.0**-24)
 
 
+def minima(seeds, positions, steps, stream: int, num_groups: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """The uniform number behind each group's least exponential number, float32 [R, num_groups], and which of its ids has it, int64.
+
+    One word a group: 29 bits are the minimum, the low 3 the id. The four words of a counter go to groups 32 apart, so that
+    neighbouring threads of a GPU, with one counter each, read neighbouring ids.
+    """
+    spans = -(-num_groups // _SPAN)
+    words = _random_words(seeds, positions, steps, stream + MINIMA, spans * _SPAN)
+    words = words.view(-1, spans, _SPAN // 4, 4).transpose(2, 3).flatten(1)[:, :num_groups]
+    u = (((words >> 3).to(torch.float64) + 0.5) * 2.0**-29).to(torch.float32).clamp_(max=1.0 - 2.0**-24)
+    return u, words & 7
+
+
 def gumbel(seeds, positions, steps, stream: int, vocab_size: int) -> torch.Tensor:
-    """Gumbel(0, 1) noise, float32 [R, vocab_size]: `argmax(log p + noise)` is a draw from p (the Gumbel-max trick)."""
-    return uniform(seeds, positions, steps, stream, vocab_size).neg_().log1p_().neg_().log_().neg_()
+    """Gumbel(0, 1) noise, float32 [R, vocab_size]: `argmax(log p + noise)` is a draw from p (the Gumbel-max trick).
+
+    It is -log of exponential numbers, drawn by groups of GROUP adjacent ids: first the least of a group, which is
+    exponential at GROUP times the rate, and which id has it, which is uniform; the others exceed it by fresh exponential
+    numbers, as these have no memory. So all are independent, and one word bounds the noise of a whole group.
+    """
+    groups = -(-vocab_size // GROUP)
+    u, which = minima(seeds, positions, steps, stream, groups)
+    above = uniform(seeds, positions, steps, stream, groups * GROUP).neg_().log1p_().neg_().view(-1, groups, GROUP)
+    above.scatter_(2, which[:, :, None], 0.0)
+    return above.add_(u.neg_().log1p_().div_(-GROUP)[:, :, None]).flatten(1)[:, :vocab_size].log().neg_()

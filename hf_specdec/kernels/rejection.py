@@ -1,9 +1,12 @@
 """Rejection verification of chains and trees in Triton (definition: `reference.rejection_walk`).
 
-Four launches: (1) for every root and inner node, sums of exp(score) per block of the vocabulary, drafted children left
+Chains of points take two launches: (1) for every root and node the sum of exp(score) and the token that would be drawn if
+the walk ended there, the drafted child left out of both; (2) one program a row walks its chain with these.
+
+Others take four: (1) for every root and inner node, sums of exp(score) per block of the vocabulary, drafted children left
 out; (2) one program a row walks its tree with these sums, which needs single logits only; (3) the draw of the next token
 over what is left at the walk's end, split over the vocabulary; (4) the merge of the splits. Leaves are read by (3) only,
-and (3) reads one row of logits per sequence: for chains together they read every row of logits once.
+and (3) reads one row of logits per sequence.
 
 The sums leave children out because what a rejected child leaves is rest + later siblings, a sum of positive numbers:
 1 - p would lose all digits where p is near 1. Siblings that were drawn from distributions (`probs`) need a pass of the
@@ -14,10 +17,12 @@ walking program over the vocabulary per rejection that another sibling follows; 
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .compiling import CompileCase
-from .rejection_kernels import draw_kernel, rejection_walk_kernel, sums_kernel
+from .rejection_kernels import chain_kernel, draw_kernel, rejection_walk_kernel, sums_kernel
 from .verification import (
     as_bytes,
     ceil_div,
@@ -28,7 +33,7 @@ from .verification import (
     verify_choices,
 )
 
-BLOCK = 2048  # ids per step of a program, and per sum
+BLOCK = 4096  # ids per step of a program, and per sum
 
 
 def verify_rejection(
@@ -66,8 +71,8 @@ def verify_rejection(
 
     Returns: accepted path bool [B, N], its length int32 [B], and the token after it int64 [B].
 
-    Floor: each row of logits once for chains; for trees the inner nodes' and one more per sequence. With probs one of
-    their rows per sequence. 4 launches, 2 more with do_sample.
+    Floor: each row of logits once for chains of points, 2 launches; else the inner nodes' and one more per sequence, 4
+    launches. With probs one of their rows per sequence. With do_sample 2 more launches.
     """
     check_rows(logits, index, limits)
     batch, num_nodes = tokens.shape
@@ -84,34 +89,44 @@ def verify_rejection(
         )
     vocab, device = logits.shape[1], logits.device
     path, lengths, next_tokens = out
-    num_blocks = ceil_div(vocab, block)
+    is_tree, points = parents is not None, probs is None
+    in_one_read = points and not is_tree
     splits, per_split = split_vocabulary(batch * (num_nodes + 1), vocab, block)
-    maxima = torch.empty(2, batch * (num_nodes + 1), num_blocks, dtype=torch.float32, device=device)
+    num_blocks = splits if in_one_read else ceil_div(vocab, block)
+    maxima = torch.empty(4, batch * (num_nodes + 1), num_blocks, dtype=torch.float32, device=device)
     masses = torch.empty(2, batch, max(num_nodes, 1), dtype=torch.float32, device=device)
     ends = torch.empty(batch, 2, dtype=torch.int32, device=device)
     scales = torch.empty(batch, 2, dtype=torch.float32, device=device)
+    best_scores, best_ids = maxima[2], maxima[3].view(torch.int32)
     limit_values, limit_ids = limits or (None, None)
     valid, do_sample = valid.view(torch.uint8), as_bytes(do_sample)
-    is_tree = parents is not None
     parents = tokens if parents is None else parents  # not read for chains
-    flags = dict(
-        TREE=is_tree, ROWS=do_sample is not None, HAS_TEMPERATURE=temperature is not None,
-        HAS_LIMITS=limits is not None, BLOCK_N=next_power_of_two(num_nodes), BLOCK=block,
-    )  # fmt: skip
+    sampling: dict[str, Any] = dict(
+        ROWS=do_sample is not None, HAS_TEMPERATURE=temperature is not None, HAS_LIMITS=limits is not None
+    )
+    flags = dict(TREE=is_tree, BLOCK_N=next_power_of_two(num_nodes), BLOCK=block, **sampling)
     scores = (do_sample, temperature, limit_values, limit_ids)
     noise = (seeds, positions, steps)
     num_probs = 0 if probs is None else probs.shape[1]
-    if num_nodes:
+    if in_one_read:
+        chain_kernel[(batch * (num_nodes + 1), splits)](
+            logits, index, tokens, valid, *noise, *scores, maxima[0], maxima[1], best_scores, best_ids, vocab,
+            logits.stride(0), num_nodes, STEPS=per_split, LANES=block // 32, num_warps=ceil_div(block, 1024),
+            **sampling,
+        )  # fmt: skip
+    elif num_nodes:
         sums_kernel[(batch * (num_nodes + 1), splits)](
             logits, index, tokens, parents, valid, *scores, maxima[0], maxima[1], vocab, logits.stride(0), num_nodes,
             num_blocks, per_split, **flags, num_warps=8,
         )  # fmt: skip
     rejection_walk_kernel[(batch,)](
-        logits, index, tokens, parents, valid, probs, prob_index, *noise, *scores, maxima[0], maxima[1], masses[0],
-        masses[1], ends, scales, as_bytes(path), lengths, vocab, logits.stride(0), num_nodes, num_blocks, num_probs,
-        POINTS=probs is None, BLOCK_S=next_power_of_two(num_blocks), **flags,
-        num_warps=16 if is_tree and probs is not None else 4,
+        logits, index, tokens, parents, valid, probs, prob_index, *noise, *scores, maxima[0], maxima[1], best_scores,
+        best_ids, masses[0], masses[1], ends, scales, as_bytes(path), lengths, next_tokens, vocab, logits.stride(0),
+        num_nodes, num_blocks, num_probs, DRAWN=in_one_read, POINTS=points, BLOCK_S=next_power_of_two(num_blocks),
+        num_warps=1 if not is_tree else 4 if points else 16, **{**flags, "BLOCK": 1024 if in_one_read else block},
     )  # fmt: skip
+    if in_one_read:
+        return out
     splits, per_split = split_vocabulary(batch, vocab, block)
     best_scores = torch.empty(batch, splits, dtype=torch.float32, device=device)
     best_ids = torch.empty(batch, splits, dtype=torch.int32, device=device)
@@ -119,13 +134,13 @@ def verify_rejection(
         draw_kernel[(batch, 1 if merge else splits)](
             logits, index, tokens, parents, valid, probs, prob_index, *noise, *scores, masses[0], masses[1], ends,
             scales, lengths, best_scores, best_ids, next_tokens, vocab, logits.stride(0), num_nodes, num_probs,
-            per_split, splits, MERGE=merge, POINTS=probs is None, **flags, num_warps=8,
+            per_split, splits, MERGE=merge, POINTS=points, **flags, num_warps=8,
         )  # fmt: skip
     return out
 
 
 def compile_cases() -> list[CompileCase]:
-    """All four kernels, for chains of points and for trees with everything on."""
+    """All kernels, for chains of points, without parameters and with all, and for trees with everything on."""
     types = {
         **dict.fromkeys(("index", "tokens", "parents", "prob_index", "seeds", "starts", "steps", "next_tokens"), "*i64"),
         **dict.fromkeys(("probs", "temperatures", "limits", "maxima", "sums", "masses", "kept", "scales"), "*fp32"),
@@ -136,18 +151,25 @@ def compile_cases() -> list[CompileCase]:
         "logits": "*bf16", "best_scores": "*fp32",
     }  # fmt: skip
     unaligned = ("num_nodes", "num_blocks", "num_probs", "blocks_per_split", "splits")
+    chain: dict[str, Any] = dict(STEPS=4, LANES=BLOCK // 32, DRAWN=True, BLOCK=1024, BLOCK_N=8, BLOCK_S=8)
+    tree: dict[str, Any] = dict(DRAWN=False, BLOCK=BLOCK, BLOCK_N=64, BLOCK_S=32)
     cases = []
-    for name, full in (("chain points", False), ("tree probs", True)):
+    for kind, kernel, full, warps, flags in (
+        ("chain points", chain_kernel, False, 4, chain),
+        ("chain points fp32", chain_kernel, True, 4, chain),
+        ("walk chain points", rejection_walk_kernel, False, 1, chain),
+        ("sums tree probs", sums_kernel, True, 8, tree),
+        ("walk tree probs", rejection_walk_kernel, True, 16, tree),
+        ("draw tree probs", draw_kernel, True, 8, {**tree, "MERGE": False}),
+        ("merge tree probs", draw_kernel, True, 8, {**tree, "MERGE": True}),
+    ):
         absent = () if full else ("probs", "prob_index", "do_sample", "temperatures", "limits", "limit_ids")
-        flags = dict(TREE=full, POINTS=not full, ROWS=full, HAS_TEMPERATURE=full, HAS_LIMITS=full, BLOCK=BLOCK)
-        flags.update(BLOCK_N=64 if full else 8, BLOCK_S=64)
-        kernels = [("sums", sums_kernel, {}), ("walk", rejection_walk_kernel, {})]
-        kernels += [("draw", draw_kernel, {"MERGE": False}), ("merge", draw_kernel, {"MERGE": True})]
-        for kind, kernel, extra in kernels:
-            names = kernel.arg_names
-            constants = {n: flags.get(n, extra.get(n)) for n in names if n.isupper() or n in absent}
-            signature = {n: types[n] for n in names if n not in constants}
-            warps = 16 if kind == "walk" and full else 4 if kind == "walk" else 8
-            skewed = tuple(n for n in unaligned if n in names)
-            cases.append(CompileCase(f"rejection {kind} {name}", kernel, signature, constants, warps, unaligned=skewed))
+        names = kernel.arg_names
+        given = dict(TREE=full, POINTS=not full, ROWS=full, HAS_TEMPERATURE=full, HAS_LIMITS=full, **flags)
+        constants = {n: given.get(n) for n in names if n.isupper() or n in absent}
+        signature = {n: types[n] for n in names if n not in constants}
+        if "fp32" in kind:
+            signature["logits"] = "*fp32"
+        skewed = tuple(n for n in unaligned if n in names)
+        cases.append(CompileCase(f"rejection {kind}", kernel, signature, constants, warps, unaligned=skewed))
     return cases

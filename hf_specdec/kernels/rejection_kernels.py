@@ -6,7 +6,7 @@ import triton
 import triton.language as tl
 
 from .triton_random import ACCEPT_STREAM, RESIDUAL_STREAM, uniform_at
-from .verification import load_scores, noisy_better, sampling_of
+from .vocabulary import NO_ID, best_noisy, load_scores, noisy_better, sampling_of
 
 _LEAST = tl.constexpr(1.2e-38)  # the least normal float32; what is less becomes a float64
 
@@ -74,6 +74,44 @@ def sums_kernel(
 
 
 @triton.jit
+def chain_kernel(
+    logits, index, tokens, valid, seeds, starts, steps, do_sample, temperatures, limits, limit_ids, maxima, sums,
+    best_scores, best_ids, vocab, row_stride, num_nodes,
+    ROWS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_LIMITS: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """For chains of points: what `sums_kernel` finds and what `draw_kernel` would draw at every root and node, in one read.
+
+    Programs: (row, slot) x splits. The draw after a slot's child was rejected does not depend on the walk, as its noise
+    depends on the slot alone. Writes maxima, sums, best_scores, best_ids [B, N + 1, splits].
+    """
+    place = tl.program_id(0)
+    row = place // (num_nodes + 1)
+    slot = place % (num_nodes + 1)
+    # All loads before the first branch, so that they wait together.
+    source = tl.load(index + place).to(tl.int64)
+    wanted = tl.load(valid + row * num_nodes + slot - 1, mask=slot > 0, other=1) != 0
+    has_child = tl.load(valid + row * num_nodes + slot, mask=slot < num_nodes, other=0) != 0
+    child = tl.load(tokens + row * num_nodes + slot, mask=slot < num_nodes, other=-1).to(tl.int32)
+    seed, position, step = tl.load(seeds + row), tl.load(starts + row) + slot, tl.load(steps + row)
+    if ROWS:
+        wanted = wanted & (tl.load(do_sample + row) != 0)
+    if wanted:
+        temperature, limit, limit_id = sampling_of(  # pyright: ignore[reportGeneralTypeIssues]
+            row, source, temperatures, limits, limit_ids, HAS_TEMPERATURE, HAS_LIMITS
+        )
+        best, best_id, top, total = best_noisy(
+            logits + source * row_stride, tl.program_id(1) * STEPS * LANES * 32, vocab, tl.where(has_child, child, -1),
+            temperature, limit, limit_id, seed, position, step, RESIDUAL_STREAM, True, HAS_TEMPERATURE, HAS_LIMITS,
+            STEPS, LANES,
+        )  # fmt: skip
+        at = place.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+        tl.store(maxima + at, top)
+        tl.store(sums + at, total)
+        tl.store(best_scores + at, best)
+        tl.store(best_ids + at, best_id)
+
+
+@triton.jit
 def _left_over(
     scores, ids, shift, total, draft, in_vocab, tokens, masses, kept, parents, valid, slot, before, num_nodes,
     TREE: tl.constexpr,
@@ -134,8 +172,9 @@ def _arrive(
 @triton.jit
 def rejection_walk_kernel(
     logits, index, tokens, parents, valid, probs, prob_index, seeds, starts, steps, do_sample, temperatures, limits,
-    limit_ids, maxima, sums, masses, kept, ends, scales, path, lengths, vocab, row_stride, num_nodes, num_blocks,
-    num_probs, TREE: tl.constexpr, POINTS: tl.constexpr, ROWS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+    limit_ids, maxima, sums, best_scores, best_ids, masses, kept, ends, scales, path, lengths, next_tokens, vocab,
+    row_stride, num_nodes, num_blocks, num_probs, DRAWN: tl.constexpr, TREE: tl.constexpr,
+    POINTS: tl.constexpr, ROWS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
     HAS_LIMITS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_S: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
     """One program a row: walks the tree from its root, tests each node against what rejected siblings left over.
@@ -144,6 +183,7 @@ def rejection_walk_kernel(
     `probs` in trees also the vocabulary once per rejection that another sibling follows. Arguments as in `verify_rejection`;
     maxima, sums: float32 [B, N + 1, blocks]. Writes path [B, N] and lengths [B], and for `draw_kernel` masses and kept
     float32 [B, N] (see `_left_over`), ends int32 [B, 2] (last node + 1, its first child), scales float32 [B, 2] (shift, total).
+    DRAWN: instead takes next_tokens [B] from what `chain_kernel` drew.
     """
     row = tl.program_id(0).to(tl.int64)
     wanted = True
@@ -188,18 +228,9 @@ def rejection_walk_kernel(
                     )  # fmt: skip
                     at = (row * (num_nodes + 1) + slot) * num_blocks
                     shift, rest, chances = _arrive(
-                        maxima + at,
-                        sums + at,
-                        scores,
-                        drafted,
-                        children,
-                        tokens,
-                        node,
-                        num_nodes,
-                        num_blocks,
-                        TREE,
+                        maxima + at, sums + at, scores, drafted, children, tokens, node, num_nodes, num_blocks, TREE,
                         BLOCK_S,
-                    )
+                    )  # fmt: skip
                     total = rest + tl.sum(chances, 0)
                 token = tl.load(tokens + node).to(tl.int32)
                 chance = tl.sum(tl.where(nodes == node, chances, 0.0), 0)
@@ -244,10 +275,32 @@ def rejection_walk_kernel(
                     source = tl.load(index + row * (num_nodes + 1) + slot).to(tl.int64)
             tl.store(path + row * num_nodes + node, accept.to(tl.int8))
         tl.store(lengths + row, length)
-        tl.store(ends + row * 2, slot)
-        tl.store(ends + row * 2 + 1, first_child)
-        tl.store(scales + row * 2, shift)
-        tl.store(scales + row * 2 + 1, total)
+        if DRAWN:
+            splits = tl.arange(0, BLOCK_S)
+            at = (row * (num_nodes + 1) + slot) * num_blocks
+            drawn = tl.load(best_scores + at + splits, mask=splits < num_blocks, other=float("-inf"))
+            drawn_ids = tl.load(best_ids + at + splits, mask=splits < num_blocks, other=NO_ID)
+            best = tl.max(drawn, 0)
+            best_id = tl.min(tl.where(drawn == best, drawn_ids, NO_ID), 0)
+            if best == float("-inf"):  # the rejected child had everything: of what was before
+                temperature, limit, limit_id = sampling_of(
+                    row, source, temperatures, limits, limit_ids, HAS_TEMPERATURE, HAS_LIMITS
+                )
+                for begin in range(0, vocab, BLOCK):
+                    ids = begin + tl.arange(0, BLOCK)
+                    before = load_scores(
+                        logits + source * row_stride, ids, vocab, temperature, limit, limit_id, HAS_TEMPERATURE,
+                        HAS_LIMITS,
+                    )  # fmt: skip
+                    best, best_id = noisy_better(
+                        before, ids, begin, best, best_id, seed, start + length, step, RESIDUAL_STREAM, BLOCK
+                    )
+            tl.store(next_tokens + row, best_id.to(tl.int64))
+        else:
+            tl.store(ends + row * 2, slot)
+            tl.store(ends + row * 2 + 1, first_child)
+            tl.store(scales + row * 2, shift)
+            tl.store(scales + row * 2 + 1, total)
 
 
 @triton.jit

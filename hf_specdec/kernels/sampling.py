@@ -23,8 +23,9 @@ import triton.language as tl
 
 from . import random_bits
 from .compiling import CompileCase
-from .triton_random import gumbel_of_uniform, uniform_block
-from .verification import as_bytes, load_scores, sampling_of
+from .triton_random import gumbel_block
+from .verification import as_bytes
+from .vocabulary import load_scores, sampling_of
 
 BLOCK = 2048  # ids per step of a program
 CAPACITY = 4096  # candidates of a row
@@ -248,7 +249,7 @@ def _scores_kernel(
     )
     if STREAM >= 0 and tl.load(do_sample + place) != 0:
         seed, position, step = tl.load(seeds + place), tl.load(positions + place), tl.load(steps + place)
-        scores += gumbel_of_uniform(uniform_block(seed, position, step, STREAM, start, BLOCK))
+        scores += gumbel_block(seed, position, step, STREAM, start, BLOCK)
     tl.store(out + place * vocab + ids, scores, mask=ids < vocab)
 
 
@@ -350,7 +351,8 @@ def sampling_scores(
         limits: as `sampling_limits` returns them; None: nothing is removed.
         noise: Gumbel noise, so that a row's argmax is a draw; None: none.
 
-    Floor: one read of the logits and one write of float32 [R, V]; with noise also about 20 instructions an id.
+    Floor: one read of the logits and one write of float32 [R, V]; with noise also a Philox call per 4 ids, one
+    per 32, and two logarithms an id.
     """
     rows, vocab = logits.shape
     if logits.stride(1) != 1 or (limits is not None and any(each.shape != (rows,) for each in limits)):

@@ -16,7 +16,9 @@ from . import random_bits
 TOKEN_STREAM = tl.constexpr(random_bits.TOKEN_STREAM)
 ACCEPT_STREAM = tl.constexpr(random_bits.ACCEPT_STREAM)
 RESIDUAL_STREAM = tl.constexpr(random_bits.RESIDUAL_STREAM)
-# Gumbel noise is below log(2**33): u is at least 2**-33.
+MINIMA = tl.constexpr(random_bits.MINIMA)
+GROUP = tl.constexpr(random_bits.GROUP)
+# Gumbel noise is below log(2**33): a minimum is at least 2**-30 / GROUP.
 MOST_GUMBEL = tl.constexpr(22.9)
 
 
@@ -33,46 +35,93 @@ def uniform_of_words(words):
 
 
 @triton.jit
-def _four_uniforms(seed, position, step, stream: tl.constexpr, blocks):
-    zero, wide = blocks * 0, tl.full([], 0, tl.int64)  # what is added to them may be numbers or tensors
-    a, b, c, d = tl.philox(
+def _four_words(seed, position, step, stream: tl.constexpr, counters):
+    zero, wide = counters * 0, tl.full([], 0, tl.int64)  # what is added to them may be numbers or tensors
+    return tl.philox(
         wide + seed,
-        blocks,
+        counters,
         zero + (wide + position).to(tl.uint32),
         zero + (wide + step).to(tl.uint32),
         zero + stream,
     )
+
+
+@triton.jit
+def _four_uniforms(seed, position, step, stream: tl.constexpr, counters):
+    a, b, c, d = _four_words(seed, position, step, stream, counters)
     return uniform_of_words(a), uniform_of_words(b), uniform_of_words(c), uniform_of_words(d)
 
 
 @triton.jit
-def uniform_block(seed, position, step, stream: tl.constexpr, start, BLOCK: tl.constexpr):
-    """Uniform numbers float32 [BLOCK] of token ids start .. start + BLOCK - 1; `start` and BLOCK are multiples of 4.
-
-    seed, position, step: int64 scalars. One Philox call gives four ids' numbers.
-    """
-    blocks = (start // 4 + tl.arange(0, BLOCK // 4)).to(tl.uint32)
-    a, b, c, d = _four_uniforms(seed, position, step, stream, blocks)
-    # Word lane = id % 4: (a, c) and (b, d) interleaved, then these with each other, give a, b, c, d.
-    return tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
-
-
-@triton.jit
 def uniform_at(seed, position, step, stream: tl.constexpr, index):
-    """One uniform number, float32 scalar, of counter `index` (int32 scalar)."""
+    """The uniform number `index` (int32) of a stream, float32; seed, position, step: int64 scalars."""
     a, b, c, d = _four_uniforms(seed, position, step, stream, (tl.full([], 0, tl.int32) + index // 4).to(tl.uint32))
     lane = index % 4
     return tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d))
 
 
 @triton.jit
-def gumbel_of_uniform(u):
-    """-log(-log1p(-u)) in float32.
+def minimum_words(seed, position, step, stream: tl.constexpr, counters):
+    """Four words of each of some counters (int32): of the groups `span * 128 + 32 * word + counter % 32`, span = counter // 32."""
+    return _four_words(seed, position, step, stream + MINIMA, counters.to(tl.uint32))
+
+
+@triton.jit
+def most_noise(words):
+    """An upper bound of the Gumbel noise of the groups of some words, by at most 0.06, and more where there is little of it.
+
+    A minimum is at least u / GROUP, and a float's bits are a lower bound of its base-2 logarithm: 23 of them for the fraction.
+    """
+    bits = ((words >> 3).to(tl.float32) + 0.5).to(tl.int32, bitcast=True)
+    return 110.21044 - bits.to(tl.float32) * 8.262958e-08  # (127 + 29) log 2 + log GROUP; log 2 / 2**23
+
+
+@triton.jit
+def minimum_of_words(words):
+    """The least exponential number of the groups of some words, and which of the ids has it (see `random_bits.gumbel`)."""
+    # As in `uniform_of_words`: two exact halves, one rounding.
+    high = (words >> 16).to(tl.float32) * 8192.0
+    low = ((words >> 3) & 0x1FFF).to(tl.float32) + 0.5
+    u = tl.minimum((high + low) * 1.862645149230957e-09, 0.999999940395355224609375)
+    return exponential_of_uniform(u) * 0.125, (words & 7).to(tl.int32)
+
+
+@triton.jit
+def exponential_of_uniform(u):
+    """-log1p(-u) in float32.
 
     log1p(x) = x log(1 + x) / ((1 + x) - 1) with 1 + x as rounded: accurate wherever log is (Kahan's rearrangement), and
     the same source runs in the interpreter, which has no libdevice.
     """
     rest = 1.0 - u
     lost = 1.0 - rest  # exact
-    exponential = tl.where(lost == 0.0, u, -tl.log(rest) * (u / tl.where(lost == 0.0, 1.0, lost)))
-    return -tl.log(exponential)
+    return tl.where(lost == 0.0, u, -tl.log(rest) * (u / tl.where(lost == 0.0, 1.0, lost)))
+
+
+@triton.jit
+def gumbel_of_groups(seed, position, step, stream: tl.constexpr, groups, words):
+    """Gumbel noise float32 [N, GROUP] of the ids of groups int32 [N], whose minima's words are given, uint32 [N]."""
+    least, which = minimum_of_words(words)
+    counters = (groups * 2)[:, None] + tl.arange(0, 2)[None, :]
+    a, b, c, d = _four_uniforms(seed, position, step, stream, counters.to(tl.uint32))
+    # Word lane = id % 4: (a, c) and (b, d) interleaved, then these with each other, give a, b, c, d.
+    u = tl.interleave(tl.interleave(a, c), tl.interleave(b, d))
+    above = tl.where(tl.arange(0, GROUP)[None, :] == which[:, None], 0.0, exponential_of_uniform(u))
+    return -tl.log(least[:, None] + above)
+
+
+@triton.jit
+def words_of_groups(seed, position, step, stream: tl.constexpr, start, GROUPS: tl.constexpr):
+    """The words of the minima of groups start .. start + GROUPS - 1, uint32 [GROUPS]; both are multiples of 128."""
+    counters = start // 4 + tl.arange(0, GROUPS // 4)
+    a, b, c, d = minimum_words(seed, position, step, stream, counters)
+    words = tl.reshape(tl.join(tl.join(a, c), tl.join(b, d)), [GROUPS // 128, 32, 4])
+    return tl.reshape(tl.permute(words, (0, 2, 1)), [GROUPS])
+
+
+@triton.jit
+def gumbel_block(seed, position, step, stream: tl.constexpr, start, BLOCK: tl.constexpr):
+    """Gumbel noise float32 [BLOCK] of token ids start .. start + BLOCK - 1; both are multiples of 1024."""
+    words = words_of_groups(seed, position, step, stream, start // GROUP, BLOCK // GROUP)
+    groups = start // GROUP + tl.arange(0, BLOCK // GROUP)
+    return tl.reshape(gumbel_of_groups(seed, position, step, stream, groups, words), [BLOCK])

@@ -9,95 +9,48 @@ written to memory. Definitions: `random_bits.gumbel`, `argmax` with the lowest i
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
 
 from .compiling import CompileCase
-from .triton_random import MOST_GUMBEL, TOKEN_STREAM, gumbel_of_uniform, uniform_block
+from .triton_random import TOKEN_STREAM
+from .vocabulary import best_noisy, greatest, sampling_of
 
-_NO_ID = tl.constexpr(2**31 - 1)
-BLOCK, NOISY_BLOCK = 2048, 2048  # ids per step of a program
-_PROGRAMS = 2112  # an H100 holds 132 x 8 programs of 256 threads; twice as many even out their ends
-
-
-@triton.jit
-def load_scores(row, ids, vocab, temperature, limit, limit_id, HAS_TEMPERATURE: tl.constexpr, HAS_LIMITS: tl.constexpr):
-    """Float32 scores of some ids: logits over temperature, -inf for what sampling parameters removed (see `sampling`)."""
-    scores = tl.load(row + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
-    if HAS_TEMPERATURE:
-        scores = tl.div_rn(scores, temperature)
-    if HAS_LIMITS:
-        kept = (scores > limit) | ((scores == limit) & (ids >= limit_id))
-        scores = tl.where(kept, scores, float("-inf"))
-    return scores
-
-
-@triton.jit
-def sampling_of(row, source, temperatures, limits, limit_ids, HAS_TEMPERATURE: tl.constexpr, HAS_LIMITS: tl.constexpr):
-    """A row's temperature, and the limits (score, id) of one of its rows of logits: what `load_scores` takes."""
-    temperature = 1.0
-    limit = 0.0
-    limit_id = 0
-    if HAS_TEMPERATURE:
-        temperature = tl.load(temperatures + row)
-    if HAS_LIMITS:
-        limit = tl.load(limits + source)
-        limit_id = tl.load(limit_ids + source)
-    return temperature, limit, limit_id
-
-
-@triton.jit
-def noisy_better(scores, ids, start, best, best_id, seed, position, step, stream: tl.constexpr, BLOCK: tl.constexpr):
-    """The best of `best` and the noisy scores of one block; of equals the earlier, i.e. the lowest id.
-
-    score + noise >= best needs u <= exp(score - best), as -log1p(-u) >= u. That is cheap to test and true for few tokens
-    once `best` is good, so that most blocks never take a logarithm; blocks out of reach of any noise do not even draw it.
-    The margin is far above what rounding can do, so the result is that of computing everything.
-    """
-    bound = best - 0.01 - 1e-6 * tl.abs(best)
-    if tl.max(scores, 0) + MOST_GUMBEL >= bound:
-        u = uniform_block(seed, position, step, stream, start, BLOCK)
-        possible = u <= tl.exp(scores - bound)
-        if tl.max(possible.to(tl.int32), 0) > 0:
-            noisy = tl.where(possible, scores + gumbel_of_uniform(u), float("-inf"))
-            top = tl.max(noisy, 0)
-            if top > best:
-                best = top
-                best_id = tl.min(tl.where(noisy == top, ids, _NO_ID), 0)
-    return best, best_id
+BLOCK = 4096  # ids per step of a program: 128 lanes
+_STEPS = 4  # of a program, at most
+_PROGRAMS = 1056  # wanted at least: an H100 has 132 multiprocessors, each takes 8 or more programs of 128 threads
 
 
 @triton.jit
 def _choices_kernel(
     logits, index, parents, valid, seeds, positions, do_sample, temperatures, limits, limit_ids, best_scores, best_ids,
-    vocab, row_stride, num_nodes, blocks_per_split,
+    vocab, row_stride, num_nodes,
     TREE: tl.constexpr, SAMPLE: tl.constexpr, GREEDY_ONLY: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
-    HAS_LIMITS: tl.constexpr, BLOCK: tl.constexpr,
+    HAS_LIMITS: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     place = tl.program_id(0)
     split = tl.program_id(1)
     row = place // (num_nodes + 1)
     slot = place % (num_nodes + 1)  # 0: the root
+    # All loads before the first branch, so that they wait together.
+    source = tl.load(index + place).to(tl.int64)
+    wanted = tl.load(valid + row * num_nodes + slot - 1, mask=slot > 0, other=1) != 0
     sampled = False
     if SAMPLE or GREEDY_ONLY:
         sampled = tl.load(do_sample + row) != 0
-    wanted = True
     if GREEDY_ONLY:
-        wanted = not sampled
-    if wanted and slot > 0:
-        wanted = tl.load(valid + row * num_nodes + slot - 1) != 0
-    start = split * blocks_per_split * BLOCK
+        wanted = wanted & (not sampled)
+    start = split * STEPS * LANES * 32
     best = tl.full([], float("-inf"), tl.float32)
     best_id = tl.full([], 0, tl.int32) + start
     if wanted:
-        source = tl.load(index + place).to(tl.int64)
         scores_row = logits + source * row_stride
         temperature, limit, limit_id = sampling_of(  # pyright: ignore[reportGeneralTypeIssues]
             row, source, temperatures, limits, limit_ids, HAS_TEMPERATURE, HAS_LIMITS
         )
-        end = tl.minimum(start + blocks_per_split * BLOCK, vocab)
-        lanes = tl.arange(0, BLOCK)
         if SAMPLE and sampled:
             position = tl.load(positions + row)
             if TREE:
@@ -107,22 +60,15 @@ def _choices_kernel(
                     node = tl.load(parents + row * num_nodes + node).to(tl.int32)
             else:
                 position += slot
-            seed = tl.load(seeds + row)
-            for first in range(start, end, BLOCK):
-                ids = first + lanes
-                scores = load_scores(scores_row, ids, vocab, temperature, limit, limit_id, HAS_TEMPERATURE, HAS_LIMITS)
-                best, best_id = noisy_better(scores, ids, first, best, best_id, seed, position, 0, TOKEN_STREAM, BLOCK)
+            best, best_id, _top, _sum = best_noisy(
+                scores_row, start, vocab, -1, temperature, limit, limit_id, tl.load(seeds + row), position, 0,
+                TOKEN_STREAM, False, HAS_TEMPERATURE, HAS_LIMITS, STEPS, LANES,
+            )  # fmt: skip
         else:
-            top = tl.full([BLOCK], float("-inf"), tl.float32)
-            top_ids = start + lanes
-            for first in range(start, end, BLOCK):
-                ids = first + lanes
-                scores = load_scores(scores_row, ids, vocab, temperature, limit, limit_id, HAS_TEMPERATURE, HAS_LIMITS)
-                better = scores > top
-                top = tl.where(better, scores, top)
-                top_ids = tl.where(better, ids, top_ids)
-            best = tl.max(top, 0)
-            best_id = tl.min(tl.where(top == best, top_ids, _NO_ID), 0)
+            best, best_id = greatest(
+                scores_row, start, tl.minimum(STEPS, tl.cdiv(vocab - start, LANES * 32)), vocab, temperature, limit,
+                limit_id, HAS_TEMPERATURE, HAS_LIMITS, LANES,
+            )  # fmt: skip
     at = place * tl.num_programs(1) + split
     tl.store(best_scores + at, best)
     tl.store(best_ids + at, best_id)
@@ -190,13 +136,17 @@ def ceil_div(a: int, b: int) -> int:
 
 
 def split_vocabulary(num_rows: int, vocab_size: int, block: int) -> tuple[int, int]:
-    """How many programs share a row of logits, and how many blocks each of them reads.
+    """How many programs share a row of logits, and how many blocks each of them reads: 1, 2 or 4, as loops are unrolled.
 
-    Few rows are split until the chip is full; many rows are not, as a program's first block is its most expensive one.
+    Few rows are split until the chip is full.
     """
     blocks = max(ceil_div(vocab_size, block), 1)
-    per_split = ceil_div(blocks, max(1, min(blocks, _PROGRAMS // max(num_rows, 1))))
-    return ceil_div(blocks, per_split), per_split
+    steps = _STEPS
+    while steps > 1 and num_rows * ceil_div(blocks, steps) < _PROGRAMS:
+        steps //= 2
+    while steps > 1 and steps >= 2 * blocks:
+        steps //= 2
+    return ceil_div(blocks, steps), steps
 
 
 def as_bytes(flags: torch.Tensor | None) -> torch.Tensor | None:
@@ -220,8 +170,7 @@ def _launch_choices(
     """Scores and ids of the best token per (row, slot, split), and the number of splits."""
     check_rows(logits, index, limits)
     batch, width = index.shape
-    block = block or (BLOCK if do_sample is None or greedy_only else NOISY_BLOCK)
-    splits, per_split = split_vocabulary(batch * width, logits.shape[1], block)
+    splits, steps = split_vocabulary(batch * width, logits.shape[1], block)
     scores = torch.empty(batch * width, splits, dtype=torch.float32, device=logits.device)
     ids = torch.empty(batch * width, splits, dtype=torch.int32, device=logits.device)
     sample = do_sample is not None and not greedy_only
@@ -230,9 +179,9 @@ def _launch_choices(
     if batch:
         _choices_kernel[(batch * width, splits)](
             logits, index, parents, as_bytes(valid), seeds, positions, as_bytes(do_sample), temperature,
-            *(limits or (None, None)), scores, ids, logits.shape[1], logits.stride(0), width - 1, per_split,
+            *(limits or (None, None)), scores, ids, logits.shape[1], logits.stride(0), width - 1,
             TREE=parents is not None, SAMPLE=sample, GREEDY_ONLY=greedy_only, HAS_TEMPERATURE=temperature is not None,
-            HAS_LIMITS=limits is not None, BLOCK=block, num_warps=8,
+            HAS_LIMITS=limits is not None, STEPS=steps, LANES=block // 32, num_warps=ceil_div(block, 1024),
         )  # fmt: skip
     return scores, ids, splits
 
@@ -247,7 +196,7 @@ def target_choices(
     do_sample: torch.Tensor | None = None,
     temperature: torch.Tensor | None = None,
     limits: tuple[torch.Tensor, torch.Tensor] | None = None,
-    block: int | None = None,
+    block: int = BLOCK,
 ) -> torch.Tensor:
     """The target's own token after the root and after each node, int64 [B, N + 1]; 0 after padding.
 
@@ -292,7 +241,7 @@ def verify_choices(
     limits: tuple[torch.Tensor, torch.Tensor] | None = None,
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     greedy_rows_only: bool = False,
-    block: int | None = None,
+    block: int = BLOCK,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Walk each tree along the target's own choices (definition: `reference.accepted_nodes`).
 
@@ -303,8 +252,8 @@ def verify_choices(
 
     Returns: accepted path bool [B, N], its length int32 [B], and the token after it int64 [B].
 
-    Floor: one read of the logits of existing nodes, R V itemsize bytes; 2 launches. Coupled rows also compute Philox
-    noise, about 15 integer instructions an id, which in bfloat16 costs more than the read.
+    Floor: one read of the logits of existing nodes, R V itemsize bytes; 2 launches. Coupled rows also compute a fourth of a
+    Philox call per 8 ids, which bounds their noise, and the noise of few.
     """
     if tokens.shape != valid.shape or index.shape[1] != tokens.shape[1] + 1 or not tokens.is_contiguous():
         raise ValueError("tokens and valid must be contiguous [B, N], index [B, N + 1].")
@@ -327,7 +276,7 @@ def launch_walk(scores, ids, splits, tokens, parents, valid, only_greedy_of, cho
     _walk_kernel[(batch,)](
         scores, ids, tokens, parents, as_bytes(valid), as_bytes(only_greedy_of), choices, as_bytes(out[0]), out[1],
         out[2], num_nodes, SPLITS=splits, TREE=parents is not None, GREEDY_ONLY=only_greedy_of is not None, WALK=True,
-        BLOCK_N=next_power_of_two(num_nodes + 1), num_warps=4,
+        BLOCK_N=next_power_of_two(num_nodes + 1), num_warps=1 if parents is None else 4,
     )  # fmt: skip
 
 
@@ -355,24 +304,26 @@ def empty_verdict(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tor
 
 
 def compile_cases() -> list[CompileCase]:
-    """Greedy chains, and coupled trees with everything on; the walk over both."""
+    """Greedy chains, and coupled trees with everything on; the walk over trees and chains."""
     tensors = {
         "logits": "*bf16", "index": "*i64", "parents": "*i64", "valid": "*u8", "seeds": "*i64", "positions": "*i64",
         "do_sample": "*u8", "temperatures": "*fp32", "limits": "*fp32", "limit_ids": "*i32", "best_scores": "*fp32",
-        "best_ids": "*i32", "vocab": "i32", "row_stride": "i32", "num_nodes": "i32", "blocks_per_split": "i32",
+        "best_ids": "*i32", "vocab": "i32", "row_stride": "i32", "num_nodes": "i32",
     }  # fmt: skip
-    unaligned = ("num_nodes", "blocks_per_split")
     cases = []
     for name, dtype, full in (("greedy", "*bf16", False), ("coupled", "*bf16", True), ("coupled fp32", "*fp32", True)):
         absent = () if full else ("parents", "seeds", "positions", "do_sample", "temperatures", "limits", "limit_ids")
-        flags = dict(TREE=full, SAMPLE=full, GREEDY_ONLY=False, HAS_TEMPERATURE=full, HAS_LIMITS=full)
+        switches = dict(TREE=full, SAMPLE=full, GREEDY_ONLY=False, HAS_TEMPERATURE=full, HAS_LIMITS=full)
         signature = {k: v for k, v in {**tensors, "logits": dtype}.items() if k not in absent}
-        constants = {**dict.fromkeys(absent), **flags, "BLOCK": NOISY_BLOCK if full else BLOCK}
-        cases.append(CompileCase(f"choices {name}", _choices_kernel, signature, constants, 8, unaligned=unaligned))
+        constants = {**dict.fromkeys(absent), **switches, "STEPS": _STEPS, "LANES": BLOCK // 32}
+        cases.append(CompileCase(f"choices {name}", _choices_kernel, signature, constants, 4, unaligned=("num_nodes",)))
     signature = {
         "best_scores": "*fp32", "best_ids": "*i32", "tokens": "*i64", "parents": "*i64", "valid": "*u8",
         "choices_out": "*i64", "path": "*u8", "lengths": "*i32", "next_tokens": "*i64", "num_nodes": "i32",
     }  # fmt: skip
-    flags = dict(do_sample=None, SPLITS=4, TREE=True, GREEDY_ONLY=False, WALK=True, BLOCK_N=64)
+    flags: dict[str, Any] = dict(do_sample=None, SPLITS=8, TREE=True, GREEDY_ONLY=False, WALK=True, BLOCK_N=64)
     cases.append(CompileCase("walk tree", _walk_kernel, signature, flags, 4, unaligned=("num_nodes",)))
+    signature = {name: kind for name, kind in signature.items() if name != "parents"}
+    flags = {**flags, "parents": None, "TREE": False, "BLOCK_N": 8}
+    cases.append(CompileCase("walk chain", _walk_kernel, signature, flags, 1, unaligned=("num_nodes",)))
     return cases
