@@ -119,10 +119,11 @@ class SpeculativeConfig:
         default=None, metadata={"help": "the target's, whose own weights stay in memory; output is the quantized one's"}
     )
     compile: bool = field(default=False, metadata={"help": "torch.compile target and draft model; for GPUs"})
-    cuda_graphs: bool = field(
-        default=False,
+    cuda_graphs: bool | None = field(
+        default=None,
         metadata={
-            "help": "on a GPU, run decoding steps and drafting rounds as CUDA graphs: several times faster in small batches"
+            "help": "run decoding steps and drafting rounds as CUDA graphs, several times faster in small batches; by default on GPUs "
+            "where models can be captured"
         },
     )
 
@@ -158,7 +159,7 @@ class SpeculativeConfig:
         self.check_bool("compile")
         if self.compile and self.prepack_weights:
             raise self.fail("prepack_weights", "cannot be combined with 'compile': leave one of them out.")
-        self.check_bool("cuda_graphs")
+        self.check_bool("cuda_graphs", optional=True)
         self.check_bool("deterministic")
         for key in ("prepack_weights", "target_quantization", "compile"):
             if self.deterministic and getattr(self, key):

@@ -34,6 +34,7 @@ logger = logging.getLogger(__name__)
 MOST_TOKENS = 1024  # packed tokens of a step; beyond that launches are hidden behind the work
 MOST_TOKENS_OF_A_ROW = 64  # longer rows are prompts
 LEAST_BLOCKS = 16  # columns of the block tables
+MOST_GRAPHS = 32  # of one model: each holds its outputs
 
 
 class Capture(Protocol):
@@ -183,7 +184,8 @@ class StepBuffers:
 
 
 class Captures:
-    """Functions captured by bucket; all are forgotten when the pools or weights they read are no longer those in use.
+    """Functions captured by bucket; all are forgotten when the pools or weights they read are no longer those in use, and the one
+    that was used longest ago when there are more than MOST_GRAPHS.
 
     Args:
         name: whose, for the log.
@@ -227,7 +229,15 @@ class Captures:
                 self.clear()
                 logger.warning("%s runs without CUDA graphs: %s", self.name, error)
                 return None
+            if len(self._found) > MOST_GRAPHS:
+                self._forget_oldest()
+        self._found[key] = self._found.pop(key)  # the newest last
         return self._found[key]
+
+    def _forget_oldest(self) -> None:
+        if torch.cuda.is_available():  # it may be running
+            torch.cuda.synchronize()
+        del self._found[next(iter(self._found))]
 
 
 class GraphRunner:
@@ -316,10 +326,28 @@ def _first_tensor(module: nn.Module, kind: str) -> torch.Tensor | None:
     return next((tensor for tensor in found if tensor is not None), None)
 
 
+def uses_graphs(wanted: bool | None, model: PackedModel | PackedHead) -> bool:
+    """Whether forwards of a model or head are to be CUDA graphs: as wanted; None: where they can be.
+
+    Raises:
+        UnsupportedModel: they are wanted and cannot be.
+    """
+    if wanted:
+        check_capturable(model)
+    return is_capturable(model) if wanted is None else wanted
+
+
+def is_capturable(model: PackedModel | PackedHead) -> bool:
+    """Whether forwards of a model or head can be CUDA graphs."""
+    if model.gather or model.device.type != "cuda" or not uses_triton(model.device):
+        return False
+    return len({parameter.device for parameter in model.module.parameters()}) == 1
+
+
 def check_capturable(model: PackedModel | PackedHead) -> None:
     """Raise UnsupportedModel, with what to do, unless forwards of a model or head can be CUDA graphs."""
-    spread = {parameter.device for parameter in model.module.parameters()}
-    if model.gather or len(spread) > 1 or model.device.type != "cuda" or not uses_triton(model.device):
+    if not is_capturable(model):
+        spread = {parameter.device for parameter in model.module.parameters()}
         raise UnsupportedModel(
             f"'cuda_graphs' needs a model on transformers' attention interface, on one CUDA device that Triton's kernels serve (compute "
             f"capability 8.0 and above, Triton installed, {VARIABLE} not 'reference'); "

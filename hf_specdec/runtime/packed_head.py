@@ -15,7 +15,7 @@ from ..cache import PagedStaticCache
 from . import architectures
 from .architectures import ATTENTION_NAME
 from .few_row_linears import few_row_linears
-from .graphs import GraphRunner, StaticBatch, check_capturable
+from .graphs import GraphRunner, StaticBatch, uses_graphs
 from .packed_batch import PackedBatch, RowInput
 from .prepacked import prepack
 
@@ -80,13 +80,17 @@ class PackedHead:
                 graphs.captures.clear()
         return PagedStaticCache(self.num_layers, num_blocks, block_size, share_prefixes=False)
 
-    def with_graphs(self) -> Self:
+    def with_graphs(self, wanted: bool | None = True) -> Self:
         """The same head, its forwards run as CUDA graphs: they belong to one cache, where heads are shared by drafters.
 
+        Args:
+            wanted: None: where they can be; otherwise, and with False, the answer is the head itself.
+
         Raises:
-            UnsupportedModel: it cannot be; the message says why.
+            UnsupportedModel: they are wanted and cannot be; the message says why.
         """
-        check_capturable(self)
+        if not uses_graphs(wanted, self):
+            return self
         own = copy.copy(self)
         own.graphs = GraphRunner(own)
         own._linears = few_row_linears(own.module)

@@ -23,7 +23,7 @@ from . import architectures, invariant_check, self_test
 from .architectures import ATTENTION_NAME, UnsupportedModel
 from .compiled import TRACED, CompiledLayers, compiled_layers, traced_attention
 from .few_row_linears import few_row_linears
-from .graphs import GraphRunner, StaticBatch, check_capturable
+from .graphs import GraphRunner, StaticBatch, uses_graphs
 from .invariant_ops import InvariantOps
 from .packed_batch import PackedBatch, RowInput
 from .prepacked import prepack
@@ -116,7 +116,7 @@ class PackedModel:
         taps: Taps = Taps(),
         num_layers: int | None = None,
         prepack_weights: bool | None = None,
-        cuda_graphs: bool = False,
+        cuda_graphs: bool | None = False,
         deterministic: bool = False,
         quantization: str | None = None,
         owned: bool = False,
@@ -151,8 +151,7 @@ class PackedModel:
             invariant_check.check(self)
         if compile:
             self._compiled = self._compile()
-        if cuda_graphs:
-            check_capturable(self)
+        if uses_graphs(cuda_graphs, self):
             self.graphs = GraphRunner(self, by_lines=deterministic)
             if not deterministic:
                 self._linears = few_row_linears(model, left_out=architectures.decoder_layers(model) if compile else ())

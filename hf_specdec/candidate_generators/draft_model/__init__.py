@@ -102,6 +102,7 @@ class DraftModelGenerator(CachedGenerator):
             owned=config.model is not None,
             compile=config.compile,
         )
+        self.run_as_graphs(self.drafter.graphs is not None)
         self.bridge = self.vocabulary = make_bridge(config, target, self.drafter, context)
         self.cache = self.new_cache(1, config.block_size)
         self.kept_nodes: dict[

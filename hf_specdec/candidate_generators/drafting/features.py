@@ -58,8 +58,10 @@ class FeatureGenerator(CachedGenerator):
         return hidden
 
     def captured(self, head: Head) -> Head:
-        """A head, whose forwards run as CUDA graphs if the configuration asks for it."""
-        return head.with_graphs() if self.config.cuda_graphs else head
+        """A head, whose forwards run as CUDA graphs if the configuration asks for it or leaves it open and they can."""
+        head = head.with_graphs(self.config.cuda_graphs)
+        self.run_as_graphs(head.graphs is not None)
+        return head
 
     def modules(self) -> list[nn.Module]:
         """The head's layers, and what it may share with the target."""

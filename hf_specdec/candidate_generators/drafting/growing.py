@@ -41,7 +41,7 @@ class GrowingGenerator(CandidateGenerator):
         self.shape: TreeShape = config.shape()
         self.state: torch.Tensor | None = None
         self.loop: LoopBuffers | None = None
-        self.rounds = CapturedRounds(self) if config.cuda_graphs and self.has_loop else None
+        self.rounds = CapturedRounds(self) if target.graphs is not None and self.has_loop else None
 
     @property
     def max_draft_nodes(self) -> int:
@@ -108,9 +108,19 @@ class GrowingGenerator(CandidateGenerator):
 
 
 class CachedGenerator(GrowingGenerator):
-    """A growing drafter with keys and values of its own, in pages like the target's."""
+    """A growing drafter with keys and values of its own, in pages like the target's.
+
+    Attributes:
+        has_graphs: its forwards are CUDA graphs, which read the cache.
+    """
 
     cache: PagedStaticCache
+    has_graphs = False
+
+    def run_as_graphs(self, has_graphs: bool) -> None:
+        """Say whether its forwards are CUDA graphs. If not, rounds are none either."""
+        self.has_graphs = has_graphs
+        self.rounds = self.rounds if has_graphs else None
 
     def level_forwards(self, depth: int) -> list[LevelForward]:
         """One for each depth but the last, over its nodes."""
@@ -130,13 +140,13 @@ class CachedGenerator(GrowingGenerator):
         """A cache like the target's, plus room for one draft per sequence."""
         drafts = -(-(self.shape.num_expanded(self.shape.depth) + 1 + block_size) // block_size) * num_sequences
         num_blocks = -(-num_tokens // block_size) + drafts
-        if not (self.config.cuda_graphs and self.cache.can_serve(num_blocks, block_size)):
+        if not (self.has_graphs and self.cache.can_serve(num_blocks, block_size)):
             self._forget_rounds()
             self.cache = self.new_cache(num_blocks, block_size)
 
     def release(self) -> None:
         """Drop the cache, unless CUDA graphs read it: then it is kept for the next call."""
-        if self.config.cuda_graphs and self.cache.is_allocated:
+        if self.has_graphs and self.cache.is_allocated:
             self.cache.clear()
         else:
             self._forget_rounds()
