@@ -122,8 +122,8 @@ class SpeculativeConfig:
     cuda_graphs: bool | None = field(
         default=None,
         metadata={
-            "help": "run decoding steps and drafting rounds as CUDA graphs, several times faster in small batches; by default on GPUs "
-            "where models can be captured"
+            "help": "run decoding steps and drafting rounds as CUDA graphs, several times faster in small batches; by default on GPUs, "
+            "but for mixtures of experts and models that read no pages"
         },
     )
 

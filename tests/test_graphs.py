@@ -1,7 +1,10 @@
 """Steps in buckets of static buffers give what steps as they come give; capturing is played by calling again in Python."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
+from families import make
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from replayed_graphs import CaptureInPython, graphs_in_python  # noqa: F401
@@ -118,3 +121,11 @@ def test_the_graph_used_longest_ago_makes_room(monkeypatch):
     for key in "abacabc":
         assert get(key) is not None
     assert made == ["a", "b", "c", "b", "c"] and len(captures) == 2
+
+
+def test_mixtures_of_experts_are_captured_only_when_asked(monkeypatch):
+    monkeypatch.setattr(graphs, "is_capturable", lambda model: True)
+    for family, wanted in (("Llama", True), ("Qwen3-MoE", False), ("gpt-oss", False)):
+        model = SimpleNamespace(module=make(family))
+        assert graphs.uses_graphs(None, model) is wanted
+        assert graphs.uses_graphs(True, model) is True and graphs.uses_graphs(False, model) is False

@@ -327,14 +327,19 @@ def _first_tensor(module: nn.Module, kind: str) -> torch.Tensor | None:
 
 
 def uses_graphs(wanted: bool | None, model: PackedModel | PackedHead) -> bool:
-    """Whether forwards of a model or head are to be CUDA graphs: as wanted; None: where they can be.
+    """Whether forwards of a model or head are to be CUDA graphs: as wanted; None: where they can be, but for mixtures of experts,
+    some of which wait for the device to choose: a capture that fails is not free.
 
     Raises:
         UnsupportedModel: they are wanted and cannot be.
     """
     if wanted:
         check_capturable(model)
-    return is_capturable(model) if wanted is None else wanted
+    return is_capturable(model) and not _has_experts(model.module) if wanted is None else wanted
+
+
+def _has_experts(module: nn.Module) -> bool:
+    return any(name.rpartition(".")[2] == "experts" for name, _ in module.named_modules())
 
 
 def is_capturable(model: PackedModel | PackedHead) -> bool:
