@@ -211,6 +211,36 @@ def test_generator_equals_the_model_of_it(data):
     assert config.share_pool or generator.pool.followers == {}
 
 
+def test_a_row_that_left_takes_its_logits_with_it():
+    """A row may end while its step is pending: those behind it read their own logits, not its."""
+
+    def windows(gone: bool) -> list[list[int]]:
+        config = parse_config({**DEFAULT, "ngram_size": 3})
+        generator = LookaheadGenerator(config, TARGET)
+        rows = [Sequence([1, 2, 3], 100, seed=1), Sequence([3, 4], 100, seed=2)]
+        for seq in rows:
+            generator.start(seq)
+        random = np.random.default_rng(0)
+        for _ in range(3):
+            trees = generator.propose(rows, [config.depth] * 2)
+            for seq in rows:
+                seq.tokens.append(1)
+            roots = [0, trees.lengths[0] + 1]
+            logits = torch.from_numpy(random.random((trees.num_nodes + 2, 50))).float()
+            there = [1] if gone else [0, 1]
+            outcome = StepOutcome(
+                [rows[i] for i in there], trees.select(there), [[] for _ in there], [[1] for _ in there],
+                SimpleNamespace(logits=logits), roots=[roots[i] for i in there],
+            )  # fmt: skip
+            generator.observe(outcome)
+            if gone:  # it goes on in the other one
+                twin = StepOutcome(rows[:1], trees.select([0]), [[]], [[1]], SimpleNamespace(logits=logits), roots=[0])
+                generator.observe(twin)
+        return generator.rows[rows[1].id].window.tokens.tolist()
+
+    assert windows(gone=True) == windows(gone=False)
+
+
 def test_window_of_the_papers_size():
     """W = 7 and N = 5: after three steps four levels of seven columns, 27 nodes beside the last token."""
     window = Window(parse_config(DEFAULT), Sequence([1, 2, 3], 100))

@@ -209,15 +209,15 @@ class LookaheadGenerator(CandidateGenerator):
                 row.pool.add_text(seq.tokens[-len(new) - n + 1 :], n)
 
     def _advance(self, outcome: StepOutcome) -> None:
-        rows, wanted, root = [], [], 0
-        for seq, count in zip(outcome.sequences, outcome.trees.lengths, strict=True):
+        rows, wanted, counts = [], [], outcome.trees.lengths
+        roots = outcome.roots or [0, *np.cumsum(np.add(counts, 1))][: len(counts)]
+        for seq, root, count in zip(outcome.sequences, roots, counts, strict=True):
             row = self.rows[seq.id]
             cells = row.num_columns * len(row.window.tokens)
             if row.num_columns and count == row.num_guesses + cells - 1:  # not if blocks for all of it were missing
                 rows.append(row)
                 last_level = np.arange(cells - row.num_columns, cells)  # cell 0 is the root
                 wanted.append(root + np.where(last_level > 0, row.num_guesses + last_level, 0))
-            root += count + 1
         if not rows:
             return
         assert outcome.output is not None

@@ -355,13 +355,10 @@ class SpeculativeDecoder:
         """Keep accepted KV, append tokens, count."""
         trees, going_on = pending.trees, [i for i, seq in enumerate(pending.decoding) if self._goes_on(seq)]
         sequences = [pending.decoding[i] for i in going_on]
-        kept, paths, emitted = [], [], []
+        kept, paths, emitted, first_logits = [], [], [], []
         if pending.verdict is not None:
             verdict = pending.verdict.wait()
-            roots = [
-                0,
-                *itertools.accumulate(length + 1 for length in trees.lengths),
-            ]  # each row's among the score rows
+            roots = [0, *itertools.accumulate(length + 1 for length in trees.lengths)]  # each row's first score row
             accepted, next_tokens = trees.paths(verdict.accepted), verdict.next_tokens.tolist()
             deepest = _deepest(trees)
             for i, seq in zip(going_on, sequences, strict=True):
@@ -376,11 +373,12 @@ class SpeculativeDecoder:
                 results[seq.id].nodes = [first, *(first + 1 + node for node in path)][: len(new)]
                 paths.append(path)
                 emitted.append(new)
+                first_logits.append(first)
         verified = {seq.id for seq in sequences}
         kept += [(seq.id, end, []) for seq, end in pending.rows if seq.id not in verified and self._goes_on(seq)]
         self.cache.commit(kept)
         trees = trees if len(going_on) == len(pending.decoding) else trees.select(going_on)
-        return StepOutcome(sequences, trees, paths, emitted)
+        return StepOutcome(sequences, trees, paths, emitted, roots=first_logits)
 
 
 def _place_tree(row: RowInput, trees: DraftTrees, index: int, num_own: int, count: int) -> None:
