@@ -39,6 +39,20 @@ def test_next_frontier(seed, rows, frontier, width, ties):
 
 
 @needs_triton
+@pytest.mark.parametrize("where", [..., (0, 1), (slice(None), 0, 2)], ids=["all", "a parent's", "some"])
+def test_next_frontier_of_a_drafter_gone_wrong(where):
+    """NaNs are the least likely, and whatever is chosen is a child."""
+    g = torch.Generator().manual_seed(0)
+    values, log_probs = -torch.rand(2, 3, generator=g), -torch.rand(2, 3, 4, generator=g)
+    tokens = torch.randint(0, 1000, log_probs.shape, generator=g)
+    log_probs[where] = float("nan")
+    expected = reference.next_frontier(values, tokens, log_probs, 12)
+    ours = ops.next_frontier(*on(values, tokens, log_probs), 12)
+    assert all(torch.equal(own.cpu(), other) for own, other in zip(ours, expected, strict=True))
+    assert ours[2].cpu().sort(1)[0].tolist() == [list(range(12))] * 2
+
+
+@needs_triton
 @settings(max_examples=25, deadline=None)
 @given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 40), st.integers(1, 50), st.booleans())
 def test_prune_tree(seed, rows, size, count, ties):

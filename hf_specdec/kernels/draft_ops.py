@@ -29,6 +29,7 @@ def _frontier_kernel(
     exists = lanes < count
     values = tl.load(frontier_values + row * frontier + lanes // width, mask=exists, other=float("-inf"))
     values += tl.load(log_probs + row * count + lanes, mask=exists, other=0.0).to(tl.float32)
+    values = tl.where(values == values, values, float("-inf"))  # NaN equals nothing, so that no index would be found
     if HAS_LIMITS:
         values = tl.where(tl.load(limits + row) >= depth, values, float("-inf"))
     tl.store(children + row * count + lanes, values, mask=exists)

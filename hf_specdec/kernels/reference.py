@@ -327,12 +327,13 @@ def next_frontier(
         tokens: int64 [R, F, k], their children; log_probs: float32 [R, F, k], of each child after its parent.
         keep: size of the next frontier, at most F * k.
         limits, depth: int32 [R], how deep each row's tree may be, and the children's depth: children of rows with a
-            smaller limit get -inf.
+            smaller limit get -inf, as do NaNs.
 
     Returns: children's values float32 [R, F * k]; and of the best, greatest first and of equals the first: values float32,
         indices among the children int64, tokens int64 and parents among the frontier int64, [R, keep] each.
     """
     children = (frontier_values[:, :, None] + log_probs).flatten(1)
+    children = children.masked_fill(children.isnan(), float("-inf"))
     if limits is not None:
         children = children.masked_fill(limits[:, None] < depth, float("-inf"))
     values, order = children.sort(dim=1, descending=True, stable=True)
