@@ -92,35 +92,23 @@ def test_asking_for_graphs_without_a_gpu_is_one_clear_error(tiny_model):
         tiny_model.generate(ids, max_new_tokens=2, speculative_config={"method": "ngram", "cuda_graphs": True})
 
 
-@needs_triton
-@pytest.mark.parametrize("drafter_too", [True, False])
-def test_graphs_are_the_default_where_models_can_be_captured(pair, captures, monkeypatch, drafter_too):  # noqa: F811
-    """Where only the target can, its drafter runs without, and drafting rounds do, too."""
-    target = pair[0]
-    monkeypatch.setattr(graphs, "is_capturable", lambda model: drafter_too or model.module is target)
-    plain = decode(pair, None, do_sample=False)
-    out = decode(pair, CONFIGS["chain"], do_sample=False)
-    assert torch.equal(out.sequences, plain.sequences)
-    holding = [each.name for each in captures if len(each)]
-    assert len(holding) == (3 if drafter_too else 1)  # target, drafter, and its rounds
-    captures.clear()
-    monkeypatch.setattr(graphs, "is_capturable", lambda model: False)
-    hf_specdec.release(target)
-    assert torch.equal(decode(pair, CONFIGS["chain"], do_sample=False).sequences, plain.sequences)
-    assert not any(len(each) for each in captures)
-
-
 def test_the_graph_used_longest_ago_makes_room(monkeypatch):
-    monkeypatch.setattr(graphs, "MOST_GRAPHS", 2)
+    monkeypatch.setattr(graphs, "MOST_BYTES", 100)
     made = []
     captures = graphs.Captures("a model", lambda function: (function(), lambda: None))
 
     def get(key):
-        return captures.get(key, (), lambda: (None, lambda: made.append(key)))
+        def function():
+            made.append(key)
+            return SimpleNamespace(logits=torch.zeros(10), layers={1: torch.zeros(2)}, hidden_states=None)  # 48 bytes
+
+        return captures.get(key, (), lambda: (None, function))
 
     for key in "abacabc":
         assert get(key) is not None
     assert made == ["a", "b", "c", "b", "c"] and len(captures) == 2
+    monkeypatch.setattr(graphs, "MOST_BYTES", 1)
+    assert get("d") is not None and len(captures) == 1  # the one in use stays
 
 
 def test_mixtures_of_experts_are_captured_only_when_asked(monkeypatch):

@@ -6,7 +6,7 @@ from families import FAMILIES, make, perturbed
 from replayed_graphs import as_if_captured, defined_attention, graphs_in_python  # noqa: F401
 
 import hf_specdec
-from hf_specdec.runtime import architectures
+from hf_specdec.runtime import architectures, graphs
 
 GATHERED = {"Falcon", "BLOOM", "StableLM", "DeepSeek-V3"}  # `cuda_graphs` refuses them, and says so
 
@@ -27,6 +27,42 @@ def test_family(family, graphs_in_python, defined_attention, caplog):  # noqa: F
     assert len(graphs_in_python) == 3
     assert not any(each.refused for each in graphs_in_python), caplog.text
     assert all(each.capture.count for each in graphs_in_python)
+
+
+@pytest.mark.parametrize("drafter_too", [True, False])
+def test_graphs_are_the_default(graphs_in_python, defined_attention, monkeypatch, drafter_too):  # noqa: F811
+    """Where only the target can, its drafter runs without, and drafting rounds do, too."""
+    model = make("Llama")
+    drafter = perturbed(model, 0.02)
+    ids = torch.randint(1, 128, (2, 9))
+    arguments = {
+        "assistant_model": drafter,
+        "speculative_config": {"method": "draft_model", "num_speculative_tokens": 3},
+    }
+    plain = model.generate(ids, max_new_tokens=12, do_sample=False)
+    if drafter_too:
+        monkeypatch.setattr(graphs, "is_capturable", lambda packed: True)
+        assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False, **arguments), plain)
+        assert [len(each) > 0 for each in graphs_in_python] == [True] * 3  # target, drafter, its rounds
+        return
+    monkeypatch.undo()  # by definition there would be no attention without graphs
+    monkeypatch.setattr(graphs, "is_capturable", lambda packed: False)
+    assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False, **arguments), plain)
+    made = hf_specdec.integration._kept(model).decoders.values()
+    assert all(each.target.graphs is None and each.generator.rounds is None for each in made)
+
+
+def test_inference_mode_leaves_nothing_behind(graphs_in_python, defined_attention):  # noqa: F811
+    """Buffers and pools that a call in inference mode left are good for a call outside, and the other way round."""
+    model = make("Llama")
+    ids = torch.randint(1, 128, (2, 9))
+    config = {"method": "ngram", "num_speculative_tokens": 3, "cuda_graphs": True}
+    plain = model.generate(ids, max_new_tokens=12, do_sample=False)
+    for inference in (True, False, True):
+        with torch.inference_mode(inference):
+            found = model.generate(ids, max_new_tokens=12, do_sample=False, speculative_config=config)
+        assert torch.equal(found, plain)
+    assert len(graphs_in_python) == 1 and len(graphs_in_python[0])
 
 
 def test_the_others_read_no_pages():

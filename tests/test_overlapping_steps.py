@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from families import make
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from oracle import assert_clean, drafter_of, method_configs, ragged, tiny_llama
@@ -162,3 +163,14 @@ def test_a_prefix_is_registered_by_tokens_that_are_known(model):
         assert hashes and hashes == decoder.cache._block_hashes(seq.tokens, len(hashes), [])
         decoder.remove(seq)
     hf_specdec.release(model)
+
+
+def test_the_only_row_that_found_room_has_ended():
+    """Two rows, of which the second waits for blocks when the next step begins, and the first turns out to have ended before."""
+    model = make("Llama")
+    ids = torch.tensor([[5, 6, 7, 8, 9, 6, 7], [3, 4, 3, 4, 3, 4, 3]])
+    options = {"max_new_tokens": 24, "do_sample": False}
+    model.generation_config.eos_token_id = int(model.generate(ids, **options)[0, 8])
+    plain = model.generate(ids, **options)
+    config = {"method": "none", "async_scheduling": True, "block_size": 8, "num_blocks": 5}
+    assert torch.equal(model.generate(ids, **options, speculative_config=config), plain)

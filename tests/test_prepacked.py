@@ -87,7 +87,7 @@ def test_layers_that_are_fed_different_tensors_are_right_and_packed_apart_from_t
     with packed.active():
         assert close(attention(x), outputs(attention, x))
         assert not any(module.forward.product.fed_apart for module in attention.children())
-        assert all(module.forward.alone for module in attention.children())
+        assert all(module.forward.product.alone for module in attention.children())
 
 
 @torch.no_grad()

@@ -66,3 +66,59 @@ def test_what_was_rewritten_is_gone(tiny_model, tiny_tokenizer, graphs):
     assert torch.equal(found, plain)
     left = (torch.cat, torch._C._nn.linear, torch.nn.functional.silu)
     assert graphs and not [node for graph in graphs for node in graph.graph.nodes if node.target in left]
+
+
+def traced(function, *inputs):
+    """What dynamo traces of a function, rewritten, and what it returns."""
+    found = []
+
+    def backend(graph, _):
+        found.append(rewritten(graph))
+        return graph.forward
+
+    torch._dynamo.reset()
+    return torch.compile(function, backend=backend)(*inputs), found[0]
+
+
+def test_what_changes_tensors_is_left_alone():
+    """Graphs stand before functionalization: nothing in them says that a change is of use."""
+
+    def masked(scores, index):
+        mask = torch.zeros_like(scores)
+        mask.scatter_(1, index, 1)
+        return scores.masked_fill(~mask.bool(), 0)
+
+    scores, index = torch.randn(2, 8), torch.tensor([[1, 2], [0, 7]])
+    assert torch.equal(traced(masked, scores, index)[0], masked(scores, index))
+
+    def added(x, weight):
+        x = x * 1
+        before = torch.nn.functional.linear(x, weight)
+        x += 1
+        return before + x, torch.nn.functional.linear(x, weight)
+
+    x, weight = torch.randn(2, 8), torch.randn(8, 8)
+    found, graph = traced(added, x, weight)
+    assert not operators([graph])
+    assert all(torch.equal(a, b) for a, b in zip(found, added(x, weight), strict=True))
+
+
+@pytest.mark.parametrize("layer", [torch.bfloat16, torch.float32])
+def test_residuals_of_another_dtype_are_added_outside(layer):
+    def block(x, weight, residual):
+        return residual + torch.nn.functional.linear(x, weight)
+
+    x, weight = torch.randn(2, 8).to(layer), torch.randn(8, 8).to(layer)
+    residual = torch.randn(2, 8).to(torch.float32 if layer == torch.bfloat16 else torch.bfloat16)
+    found, graph = traced(block, x, weight, residual)
+    assert operators([graph]) == {"linears"} and torch.equal(found, block(x, weight, residual))
+
+
+def test_layers_under_autocast_are_left_alone():
+    def block(x, weight):
+        with torch.autocast("cpu", torch.bfloat16):
+            return torch.nn.functional.linear(x, weight)
+
+    x, weight = torch.randn(2, 8), torch.randn(8, 8)
+    found, graph = traced(block, x, weight)
+    assert not operators([graph]) and torch.equal(found, block(x, weight))

@@ -165,6 +165,19 @@ def test_layers_of_a_model_use_them_for_few_rows_only(linear, monkeypatch):
     assert not any("forward" in vars(module) for module in unit.modules())
 
 
+@needs_triton
+def test_models_made_in_inference_mode():
+    """Their tensors count no versions."""
+    with torch.inference_mode():
+        unit = Unit().to(DEVICE, torch.bfloat16)
+    joined = JoinedLinears(unit, FewRowsProduct, lambda module: isinstance(module, nn.Linear))
+    x = draw(1, 3, 64, dtype=torch.bfloat16)
+    for _ in range(2):
+        with torch.inference_mode(), joined.active():
+            found = unit(x)
+    assert error(found, unit(x).double()) < 2e-2
+
+
 def test_layers_on_a_cpu_and_small_ones_are_left_alone(monkeypatch):
     monkeypatch.delenv("HF_SPECDEC_KERNELS", raising=False)
     assert few_row_linears(Unit()) is None

@@ -263,9 +263,13 @@ class TokenRecyclingGenerator(CandidateGenerator):
                 index = upload(rows, logits.device)
                 tokens, logits = tokens.index_select(0, index), logits.index_select(0, index)
             self._recycle(sequences, counts, tokens, logits)
-        elif output is not None and output.logits.numel():
-            counts = np.asarray(outcome.trees.lengths) + 1
-            self._recycle(outcome.sequences, counts, _verified_tokens(outcome), output.logits)
+        elif output is not None and output.logits.numel() and outcome.sequences:
+            counts, logits = np.asarray(outcome.trees.lengths) + 1, output.logits
+            if counts.sum() < len(logits):  # some rows are gone
+                assert outcome.roots is not None
+                rows = [np.arange(root, root + count) for root, count in zip(outcome.roots, counts, strict=True)]
+                logits = logits.index_select(0, upload(np.concatenate(rows), logits.device))
+            self._recycle(outcome.sequences, counts, _verified_tokens(outcome), logits)
         else:
             for seq, new in zip(outcome.sequences, outcome.new_tokens, strict=True):
                 for matrix in {0, *self._matrices_of([seq])}:

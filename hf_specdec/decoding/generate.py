@@ -54,6 +54,9 @@ class Returns:
         return cls(as_dict, as_dict and scores, as_dict and logits, as_dict and hidden, layers)
 
 
+@torch.inference_mode(
+    False
+)  # what is kept for later calls must not be inference tensors, which only inference mode may change
 @torch.no_grad()
 def decode(
     decoder: SpeculativeDecoder,

@@ -22,7 +22,7 @@ from transformers import PreTrainedModel
 from ..kernels.dispatch import uses_triton
 from . import architectures
 from .architectures import UnsupportedModel
-from .rewriting import join_norms, put_together, rotate_with_attention, without_dropout
+from .rewriting import join_norms, put_together, rotate_with_attention, without_dropout, works_in_place
 
 _NO_WINDOW, _WINDOW_OF_LAYER = -1, -2  # operators take integers
 
@@ -108,7 +108,10 @@ def traced_attention(query, key, value, scaling=None, softcap=None, s_aux=None, 
 
 
 def rewritten(graph: fx.GraphModule) -> fx.GraphModule:
-    """A traced layer's graph with what our kernels do in fewer launches; it is changed in place."""
+    """A traced layer's graph with what our kernels do in fewer launches; it is changed in place. Graphs that change tensors are
+    left as they are."""
+    if works_in_place(graph):
+        return graph
     graph = rotate_with_attention(without_dropout(graph), _attend._opoverload, _attend_rotating._opoverload)
     graph = put_together(join_norms(graph))
     graph.graph.lint()

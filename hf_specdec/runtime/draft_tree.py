@@ -172,7 +172,7 @@ class DraftTrees:
 
     def select(self, rows: list[int]) -> DraftTrees:
         """The trees of some rows."""
-        index = torch.as_tensor(rows, device=self.tokens.device)
+        index = torch.as_tensor(rows, dtype=torch.long, device=self.tokens.device)
         return DraftTrees(
             tokens=self.tokens[index],
             lengths=[self.lengths[i] for i in rows],

@@ -28,7 +28,7 @@ class FewRowsProduct(Product):
 
     def __call__(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         """A tensor per layer."""
-        outs = self.linears(x.flatten(0, -2), self.weights, self.biases)
+        outs = self.linears(x.reshape(-1, x.shape[-1]), self.weights, self.biases)
         return [out.view(*x.shape[:-1], out.shape[-1]) for out in outs]
 
     def serves(self, x: torch.Tensor) -> bool:

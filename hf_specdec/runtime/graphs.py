@@ -34,7 +34,7 @@ logger = logging.getLogger(__name__)
 MOST_TOKENS = 1024  # packed tokens of a step; beyond that launches are hidden behind the work
 MOST_TOKENS_OF_A_ROW = 64  # longer rows are prompts
 LEAST_BLOCKS = 16  # columns of the block tables
-MOST_GRAPHS = 32  # of one model: each holds its outputs
+MOST_BYTES = 2**31  # that the graphs of one model may hold in outputs: float32 logits of every token of a bucket
 
 
 class Capture(Protocol):
@@ -185,7 +185,7 @@ class StepBuffers:
 
 class Captures:
     """Functions captured by bucket; all are forgotten when the pools or weights they read are no longer those in use, and the one
-    that was used longest ago when there are more than MOST_GRAPHS.
+    that was used longest ago when their outputs are more than MOST_BYTES.
 
     Args:
         name: whose, for the log.
@@ -229,15 +229,17 @@ class Captures:
                 self.clear()
                 logger.warning("%s runs without CUDA graphs: %s", self.name, error)
                 return None
-            if len(self._found) > MOST_GRAPHS:
-                self._forget_oldest()
+            self._make_room()
         self._found[key] = self._found.pop(key)  # the newest last
         return self._found[key]
 
-    def _forget_oldest(self) -> None:
-        if torch.cuda.is_available():  # it may be running
-            torch.cuda.synchronize()
-        del self._found[next(iter(self._found))]
+    def _make_room(self) -> None:
+        sizes = {key: num_bytes(outputs) for key, (_, outputs, _) in self._found.items()}
+        while sum(sizes.values()) > MOST_BYTES and len(sizes) > 1:
+            if torch.cuda.is_available():  # it may be running
+                torch.cuda.synchronize()
+            oldest = next(iter(sizes))
+            del self._found[oldest], sizes[oldest]
 
 
 class GraphRunner:
@@ -304,6 +306,16 @@ class GraphRunner:
             fill(buffers)
             replay()
         return output[:count] if torch.is_tensor(output) else output.first(count, _wanted(rows, counts))
+
+
+def num_bytes(outputs: Any) -> int:
+    """Of the tensors in what a function returned: tensors, sequences and dictionaries of such, or an object with such fields."""
+    if torch.is_tensor(outputs):
+        return outputs.nbytes
+    if isinstance(outputs, (list, tuple)):
+        return sum(map(num_bytes, outputs))
+    fields = outputs if isinstance(outputs, dict) else getattr(outputs, "__dict__", {})
+    return sum(map(num_bytes, fields.values()))
 
 
 def places_of(modules: list[nn.Module]) -> tuple[int, ...]:
@@ -391,7 +403,7 @@ class CudaGraphCapture:
                     function()
             before.wait_stream(stream)
             graph = torch.cuda.CUDAGraph()
-            with torch.cuda.graph(graph, pool=self._pool):
+            with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 output = function()
         finally:
             torch.cuda.set_stream(before)  # a capture that fails leaves its own behind

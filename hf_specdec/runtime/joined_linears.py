@@ -154,6 +154,7 @@ def is_untouched(module: nn.Module) -> bool:
     return type(module) is nn.Linear and "forward" not in vars(module) and type(module.weight) is nn.Parameter
 
 
-def _fingerprint(linear: nn.Linear) -> tuple:
-    bias = linear.bias
-    return linear.weight.data_ptr(), linear.weight._version, None if bias is None else (bias.data_ptr(), bias._version)
+def _fingerprint(linear: nn.Linear) -> list:
+    """Where the weights are and how often they were changed, which is not counted for models made in inference mode."""
+    tensors = (each for each in (linear.weight, linear.bias) if each is not None)
+    return [(each.data_ptr(), None if each.is_inference() else each._version) for each in tensors]

@@ -41,7 +41,8 @@ class GrowingGenerator(CandidateGenerator):
         self.shape: TreeShape = config.shape()
         self.state: torch.Tensor | None = None
         self.loop: LoopBuffers | None = None
-        self.rounds = CapturedRounds(self) if target.graphs is not None and self.has_loop else None
+        graphs = target.graphs is not None if config.cuda_graphs is None else config.cuda_graphs
+        self.rounds = CapturedRounds(self) if graphs and self.has_loop else None
 
     @property
     def max_draft_nodes(self) -> int:

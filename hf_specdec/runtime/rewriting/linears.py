@@ -15,7 +15,7 @@ import torch.nn.functional as F
 from torch import fx
 
 from ...kernels.dispatch import uses_triton
-from .nodes import argument, calls_of_two, is_alone, is_call, replace, shape_of, value_of
+from .nodes import argument, calls_of_two, dtype_of, is_alone, is_call, replace, shape_of, value_of
 
 _LINEARS = (F.linear, torch._C._nn.linear)
 _MOST = 3  # layers of one operator: queries, keys and values
@@ -98,7 +98,7 @@ def _gate(graph: fx.Graph) -> None:
             fits = _is_layer(gate) and is_alone(gate) and gate is not upper and gate.args[0] is upper.args[0]
             if fits and _bias(gate) is _bias(upper) is None and shape_of(gate.args[1]) == shape_of(upper.args[1]):
                 arguments = gate.args[0], gate.args[1], upper.args[1]
-                replace(graph, product, gated_linear._opoverload, arguments, (activated, gate, upper))
+                replace(graph, product, gated_linear._opoverload, arguments)
                 break
 
 
@@ -107,9 +107,10 @@ def _add_residuals(graph: fx.Graph) -> None:
         if total.kwargs:
             continue
         for residual, layer in (total.args, total.args[::-1]):
-            if _is_layer(layer) and is_alone(layer) and residual is not layer and shape_of(residual) == shape_of(layer):
+            alike = shape_of(residual) == shape_of(layer) and dtype_of(residual) == dtype_of(layer)
+            if _is_layer(layer) and is_alone(layer) and residual is not layer and alike:
                 arguments = layer.args[0], layer.args[1], _bias(layer), residual
-                replace(graph, total, linear_and_residual._opoverload, arguments, (layer,))
+                replace(graph, total, linear_and_residual._opoverload, arguments)
                 break
 
 
@@ -118,7 +119,7 @@ def _join(graph: fx.Graph) -> None:
     for node in graph.nodes:
         if _is_layer(node):
             weight = node.args[1]
-            same = node.args[0], shape_of(weight)[1:], value_of(weight).dtype, _bias(node) is None
+            same = node.args[0], shape_of(weight)[1:], dtype_of(weight), _bias(node) is None
             of_input = groups.setdefault(same, [[]])
             if len(of_input[-1]) == _MOST:
                 of_input.append([])
@@ -141,8 +142,9 @@ def _is_layer(node: Any) -> bool:
         return False
     parameters = [each for each in (node.args[1], _bias(node)) if each is not None]
     known = all(isinstance(each, fx.Node) and each.op in ("placeholder", "get_attr") for each in parameters)
-    weight = value_of(node.args[1])
-    return known and value_of(node) is not None and weight is not None and weight.is_contiguous()
+    weight, dtype = value_of(node.args[1]), dtype_of(node)
+    alike = dtype is not None and dtype_of(node.args[0]) == dtype_of(node.args[1]) == dtype  # autocast makes others
+    return known and alike and weight is not None and weight.is_contiguous()
 
 
 def _bias(node: fx.Node) -> Any:

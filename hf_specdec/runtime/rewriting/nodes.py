@@ -2,12 +2,18 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import fx
+
+_ASSIGNMENTS = {
+    operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
+    operator.ipow, operator.iand, operator.ior, operator.ixor, operator.imatmul,
+}  # fmt: skip
 
 
 def is_call(node: Any, *functions: Callable) -> bool:
@@ -49,14 +55,40 @@ def shape_of(node: Any) -> tuple[str, ...] | None:
     return None if value is None else tuple(map(str, value.shape))
 
 
-def replace(graph: fx.Graph, node: fx.Node, operation: Any, arguments: tuple, unused: Sequence[fx.Node] = ()) -> None:
-    """Put an operation in the place of a node and of those that only it used (users before what they use)."""
+def dtype_of(node: Any) -> torch.dtype | None:
+    """Of the tensor a node was traced with."""
+    value = value_of(node)
+    return None if value is None else value.dtype
+
+
+def replace(graph: fx.Graph, node: fx.Node, operation: Any, arguments: tuple) -> None:
+    """Put an operation in the place of a node and of those that only it used."""
     with graph.inserting_before(node):
         made = graph.call_function(operation, arguments)
     made.meta = dict(node.meta)
     node.replace_all_uses_with(made)
-    for each in (node, *unused):
-        graph.erase_node(each)
+    erase_unused(graph, [node])
+
+
+def erase_unused(graph: fx.Graph, nodes: Sequence[Any]) -> None:
+    """Erase nodes that nobody uses any more, and then what only they used. (`eliminate_dead_code` also erases operations in place.)"""
+    for node in nodes:
+        if isinstance(node, fx.Node) and not node.users and node.op in ("call_function", "call_method"):
+            inputs = node.all_input_nodes
+            graph.erase_node(node)
+            erase_unused(graph, inputs)
+
+
+def works_in_place(graph: fx.GraphModule) -> bool:
+    """Whether anything in a graph changes a tensor: then nothing of it can be moved."""
+    return any(_changes(node) for node in graph.graph.nodes)
+
+
+def _changes(node: fx.Node) -> bool:
+    name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
+    named = isinstance(name, str) and name.endswith("_") and not name.endswith("__")
+    assigns = node.op == "call_function" and node.target in _ASSIGNMENTS
+    return named or assigns or node.kwargs.get("inplace") is True or "out" in node.kwargs
 
 
 def without_dropout(graph: fx.GraphModule) -> fx.GraphModule:

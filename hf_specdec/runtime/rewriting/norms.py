@@ -42,7 +42,6 @@ def join_norms(graph: fx.GraphModule) -> fx.GraphModule:
             if traced is not None and traced.dtype == value.dtype and traced.ndim >= 2:
                 replace(graph.graph, node, rms_norm._opoverload, (x, weight, eps))
                 break
-    graph.graph.eliminate_dead_code()
     return graph
 
 

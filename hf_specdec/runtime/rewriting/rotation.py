@@ -26,7 +26,6 @@ def rotate_with_attention(graph: fx.GraphModule, attend: Any, attend_rotating: A
         if query is not None and key is not None and query[1:] == key[1:]:
             arguments = query[0], key[0], node.args[2], query[1], query[2], *node.args[3:]
             replace(graph.graph, node, attend_rotating, arguments)
-    graph.graph.eliminate_dead_code()
     return graph
 
 
