@@ -131,6 +131,7 @@ def test_preempted_rows_are_read_again(target, tmp_path):
     assert decoder.generator.cache.pool.num_used == 0 and decoder.generator.unread == {}
 
 
+@pytest.mark.slow  # test_scheduling_heads.py has a shorter one
 def test_requests_that_come_and_go(tmp_path):
     """The scheduler's scenario: 100 requests with chunks, waits, preemption, own limits and cancellation."""
     model = test_scheduling.small_llama(0)

@@ -42,7 +42,8 @@ def test_generate(pair, captures, name):  # noqa: F811
 @needs_triton
 @pytest.mark.parametrize(
     ("name", "rule"),
-    [("chain", "coupled"), ("tree", "rejection")] + [pytest.param("dynamic tree", "coupled", marks=pytest.mark.slow)],
+    [("chain", "coupled")]
+    + [pytest.param(*each, marks=pytest.mark.slow) for each in (("tree", "rejection"), ("dynamic tree", "coupled"))],
 )
 def test_generate_sampled(pair, captures, monkeypatch, name, rule):  # noqa: F811
     """Drawn drafts in captured rounds: the tokens and the acceptance of the definitions without graphs."""

@@ -118,7 +118,7 @@ def test_fallback_takes_each_row_from_the_better_drafter(model, draft):
 DRAWS = 6000  # a hybrid that kept all of the second's drafts would shift cells by more than ten standard deviations
 
 
-@pytest.mark.parametrize("strategy", ["extend", "fallback"])
+@pytest.mark.parametrize("strategy", ["extend", pytest.param("fallback", marks=pytest.mark.slow)])
 def test_rejection_has_the_targets_distribution(strategy):
     """Chains with probabilities continued by points; rows with and without probabilities in one batch."""
     model = tiny_llama(vocab_size=7, initializer_range=0.2, pad_token_id=None, bos_token_id=None)

@@ -320,7 +320,7 @@ def test_accelerate(model, configs, tmp_path, how):
     assert torch.equal(assert_like_plain(placed, configs), model.generate(**ragged([6, 9, 4]), max_new_tokens=10))
 
 
-@pytest.mark.parametrize("in_place", [True, False])
+@pytest.mark.parametrize("in_place", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_torch_compile(model, configs, in_place):
     compiled = copy.deepcopy(model)
     if in_place:

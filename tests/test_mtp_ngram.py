@@ -134,6 +134,7 @@ def p_value(model, prompt) -> float:
     return stats.chisquare(seen, expected * seen.sum() / expected.sum()).pvalue
 
 
+@pytest.mark.slow
 def test_distribution_under_speculative_sampling(tmp_path, monkeypatch):
     """Looked-up tokens are points of q. Were they taken for drawn at random, which is wrong, the same test, at
     the same number of rows, sees it."""

@@ -164,6 +164,7 @@ def test_scarce_memory_and_release(target, drafter):
         generator.cache.pool.check()
 
 
+@pytest.mark.slow  # test_scheduling_heads.py has a shorter one
 def test_requests_that_come_and_go():
     """The scheduler's scenario: 100 requests with chunks, waits, preemption, own limits and cancellation."""
     model = test_scheduling.small_llama(0)

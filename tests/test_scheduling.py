@@ -108,7 +108,11 @@ METHODS = [
 ]
 
 
-@pytest.mark.parametrize("method", METHODS, ids=lambda m: "-".join(map(str, m.values())))
+@pytest.mark.parametrize(
+    "method",
+    [*METHODS[:-1], pytest.param(METHODS[-1], marks=pytest.mark.slow)],
+    ids=lambda m: "-".join(map(str, m.values())),
+)
 def test_100_requests_join_leave_wait_and_are_preempted(models, method):
     """Every output equals its own single-request `generate()`, greedy and coupled, and the pool ends clean."""
     if method["method"] == "suffix":

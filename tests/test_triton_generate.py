@@ -92,8 +92,11 @@ def test_sampling_gives_what_the_definitions_give(pair, use, name, rule):
 @needs_triton
 @pytest.mark.parametrize(
     ("name", "rule"),
-    [("none", "coupled"), ("chain", "rejection"), ("dynamic tree", "coupled")]
-    + [pytest.param(*each, marks=pytest.mark.slow) for each in (("chain", "coupled"), ("dynamic tree", "rejection"))],
+    [("none", "coupled"), ("chain", "rejection")]
+    + [
+        pytest.param(*each, marks=pytest.mark.slow)
+        for each in (("chain", "coupled"), ("dynamic tree", "coupled"), ("dynamic tree", "rejection"))
+    ],
 )
 def test_sampling_parameters_are_applied_by_the_kernels(pair, use, monkeypatch, name, rule):
     """Temperature, top-k, top-p and min-p in the kernels: the tokens and the scores of transformers' processors."""

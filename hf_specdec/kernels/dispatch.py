@@ -37,8 +37,8 @@ def uses_triton(device: torch.device) -> bool:
 
 @functools.cache
 def _is_served(index: int | None) -> bool:
-    nvidia = torch.version.hip is None and torch.cuda.get_device_capability(index) >= (8, 0)
-    return nvidia and importlib.util.find_spec("triton") is not None
+    installed = importlib.util.find_spec("triton") is not None and torch.version.hip is None  # sizes are NVIDIA's
+    return installed and torch.cuda.get_device_capability(index) >= (8, 0)
 
 
 def current(device: torch.device) -> contextlib.AbstractContextManager:
