@@ -103,6 +103,15 @@ def test_what_changes_tensors_is_left_alone():
     assert all(torch.equal(a, b) for a, b in zip(found, added(x, weight), strict=True))
 
 
+def test_operators_that_end_in_an_underscore_change_nothing():
+    def block(x, weight, mask):
+        return torch.nn.functional.linear(x, weight).masked_fill(mask & (x > 0), 0)
+
+    x, weight, mask = torch.randn(8, 8), torch.randn(8, 8), torch.rand(8, 8) > 0.5
+    found, graph = traced(block, x, weight, mask)
+    assert operators([graph]) == {"linears"} and torch.equal(found, block(x, weight, mask))
+
+
 @pytest.mark.parametrize("layer", [torch.bfloat16, torch.float32])
 def test_residuals_of_another_dtype_are_added_outside(layer):
     def block(x, weight, residual):

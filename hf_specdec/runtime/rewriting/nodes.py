@@ -85,10 +85,11 @@ def works_in_place(graph: fx.GraphModule) -> bool:
 
 
 def _changes(node: fx.Node) -> bool:
+    if getattr(node.target, "__module__", None) == operator.and_.__module__:  # where an underscore keeps off a keyword
+        return node.target in _ASSIGNMENTS
     name = node.target if node.op == "call_method" else getattr(node.target, "__name__", "")
     named = isinstance(name, str) and name.endswith("_") and not name.endswith("__")
-    assigns = node.op == "call_function" and node.target in _ASSIGNMENTS
-    return named or assigns or node.kwargs.get("inplace") is True or "out" in node.kwargs
+    return named or node.kwargs.get("inplace") is True or "out" in node.kwargs
 
 
 def without_dropout(graph: fx.GraphModule) -> fx.GraphModule:
