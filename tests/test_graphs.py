@@ -14,6 +14,7 @@ from triton_interpreter import needs_triton, run_interpreted
 import hf_specdec
 from hf_specdec.kernels.attention_inputs import InputSizes
 from hf_specdec.runtime import graphs
+from hf_specdec.runtime.buckets import bucket_of
 
 
 def test_in_a_process_of_its_own():
@@ -79,12 +80,12 @@ def test_a_model_that_cannot_be_captured_runs_without(pair, captures, caplog):  
 )
 def test_buckets_hold_what_they_are_for(counts, blocks, words):
     needed = InputSizes(len(counts), sum(counts), max(counts), blocks, words)
-    bucket = graphs.bucket_of(needed)
+    bucket = bucket_of(needed)
     for name in ("num_rows", "num_tokens", "max_query_length", "max_blocks", "num_words"):
         assert getattr(bucket, name) >= getattr(needed, name)
     assert bucket.num_rows < 2 * needed.num_rows + 1 and bucket.num_tokens <= 4 * needed.num_tokens
     assert (bucket.num_words == 0) == (words == 0)
-    assert graphs.bucket_of(bucket) == bucket
+    assert bucket_of(bucket) == bucket
 
 
 def test_asking_for_graphs_without_a_gpu_is_one_clear_error(tiny_model):

@@ -18,7 +18,8 @@ from ..cache import PagedStaticCache
 from ..cache.paged_cache import BlockTable
 from ..kernels.attention_inputs import InputSizes, pack_visibility, visibility_words
 from ..kernels.transfer import upload_into
-from .graphs import StaticBatch, power_of_two
+from .buckets import power_of_two
+from .graphs import StaticBatch
 
 
 @dataclass(frozen=True, eq=False)

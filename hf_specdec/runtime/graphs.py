@@ -22,6 +22,7 @@ from ..kernels.attention_inputs import AttentionInputs, InputSizes, RowDescripti
 from ..kernels.dispatch import VARIABLE, current, uses_triton
 from ..kernels.transfer import HostStaging
 from .architectures import UnsupportedModel
+from .buckets import bucket_of
 from .invariant_ops import InvariantOps
 from .packed_batch import RowInput, copy_ids, describe, describe_lines, write_ids
 
@@ -33,7 +34,6 @@ logger = logging.getLogger(__name__)
 
 MOST_TOKENS = 1024  # packed tokens of a step; beyond that launches are hidden behind the work
 MOST_TOKENS_OF_A_ROW = 64  # longer rows are prompts
-LEAST_BLOCKS = 16  # columns of the block tables
 MOST_BYTES = 2**31  # that the graphs of one model may hold in outputs: float32 logits of every token of a bucket
 
 
@@ -47,37 +47,6 @@ class Capture(Protocol):
     def forget(self) -> None:
         """Nothing that was captured is used any more."""
         ...
-
-
-# ---- buckets --------------------------------------------------------------------------------------------------------
-
-
-def bucket_of(needed: InputSizes) -> InputSizes:
-    """The bucket that serves rows of these sizes."""
-    rows = rows_bucket(needed.num_rows)
-    per_row = power_of_two(-(-needed.num_tokens // rows))
-    return InputSizes(
-        num_rows=rows,
-        num_tokens=rows * per_row,
-        max_query_length=power_of_two(needed.max_query_length),
-        max_blocks=blocks_bucket(needed.max_blocks),
-        num_words=power_of_two(needed.num_words) if needed.num_words else 0,
-    )
-
-
-def rows_bucket(num_rows: int) -> int:
-    """Powers of two, beyond 8 multiples of 8: at most half of a bucket is padding, and there are few of them."""
-    return power_of_two(num_rows) if num_rows <= 8 else -(-num_rows // 8) * 8
-
-
-def blocks_bucket(num_blocks: int) -> int:
-    """Columns of the block tables: powers of two."""
-    return max(power_of_two(num_blocks), LEAST_BLOCKS)
-
-
-def power_of_two(n: int) -> int:
-    """The least one that is not below `n`."""
-    return 1 << max(n - 1, 0).bit_length()
 
 
 # ---- buffers --------------------------------------------------------------------------------------------------------

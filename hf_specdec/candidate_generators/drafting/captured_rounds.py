@@ -17,8 +17,9 @@ import torch
 from ...cache import PagedStaticCache
 from ...kernels.transfer import upload
 from ...runtime import Sequence
+from ...runtime.buckets import blocks_bucket, power_of_two, rows_bucket
 from ...runtime.draft_loop import LevelForward, LoopBuffers
-from ...runtime.graphs import MOST_TOKENS, Captures, blocks_bucket, places_of, power_of_two, rows_bucket
+from ...runtime.graphs import MOST_TOKENS, Captures, places_of
 from ...runtime.sampling import SamplingRows
 from .levels import Draft, Growth
 from .tree_growth import DynamicGrowth, growth_of
