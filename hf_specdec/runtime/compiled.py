@@ -153,10 +153,9 @@ class CompiledLayers:
         """Inside, the layers run compiled."""
         model = self._model()
         assert model is not None
-        decoder, name = architectures.layer_list(model)
         replaced = []
         try:
-            for index, layer in enumerate(getattr(decoder, name)):
+            for index, layer in enumerate(architectures.decoder_layers(model)):
                 if "forward" not in vars(layer):  # else it is wrapped (accelerate's hooks) or compiled already
                     layer.forward = self._forward_of(layer, index)
                     replaced.append(layer)
