@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from scipy import stats
@@ -29,6 +30,17 @@ def words(text):
 def test_known_answers(counter, key, result):
     out = rb.philox4x32(*(torch.tensor([w]) for w in words(counter) + words(key)))
     assert [int(word) for word in out] == words(result)
+    out = rb.philox4x32_of_arrays(*(np.array([w], np.uint32) for w in words(counter) + words(key)))
+    assert [int(word) for word in out] == words(result)
+
+
+def test_other_devices_compute_the_same_words():
+    """What a CPU does in numpy, others do in torch."""
+    seeds, positions, steps = keys(7)
+    counters = (torch.arange(5)[None], positions[:, None], steps[:, None], torch.tensor([[3]]))
+    halves = ((seeds & 0xFFFFFFFF)[:, None], (seeds >> 32)[:, None])
+    expected = torch.stack(torch.broadcast_tensors(*rb.philox4x32(*counters, *halves)), dim=-1).flatten(1)
+    assert torch.equal(rb._random_words(seeds, positions, steps, 3, 20), expected)
 
 
 def test_where_seed_position_step_and_stream_stand():

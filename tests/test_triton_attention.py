@@ -285,7 +285,7 @@ def test_alibi_against_the_definition():
 
 
 @needs_triton
-@pytest.mark.parametrize("length", [15, 16, 17, 32, 33, 64, 65])
+@pytest.mark.parametrize("length", [16, 17, 33, 65, *(pytest.param(n, marks=pytest.mark.slow) for n in (15, 32, 64))])
 def test_borders_of_blocks_tiles_and_splits(length):
     rows = [RowDescription([], 1, length), RowDescription([], min(length, 17), length)]
     batch = Batch(rows, 2, 1, 16, 16, torch.float32, 16)

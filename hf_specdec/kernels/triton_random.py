@@ -54,10 +54,10 @@ def _four_uniforms(seed, position, step, stream: tl.constexpr, counters):
 
 @triton.jit
 def uniform_at(seed, position, step, stream: tl.constexpr, index):
-    """The uniform number `index` (int32) of a stream, float32; seed, position, step: int64 scalars."""
-    a, b, c, d = _four_uniforms(seed, position, step, stream, (tl.full([], 0, tl.int32) + index // 4).to(tl.uint32))
+    """The uniform numbers `index` (int32, a scalar or a tensor) of a stream, float32; seed, position, step: int64 scalars."""
+    a, b, c, d = _four_words(seed, position, step, stream, (tl.full([], 0, tl.int32) + index // 4).to(tl.uint32))
     lane = index % 4
-    return tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d))
+    return uniform_of_words(tl.where(lane < 2, tl.where(lane == 0, a, b), tl.where(lane == 2, c, d)))
 
 
 @triton.jit
@@ -72,8 +72,8 @@ def most_noise(words):
 
     A minimum is at least u / GROUP, and a float's bits are a lower bound of its base-2 logarithm: 23 of them for the fraction.
     """
-    bits = ((words >> 3).to(tl.float32) + 0.5).to(tl.int32, bitcast=True)
-    return 110.21044 - bits.to(tl.float32) * 8.262958e-08  # (127 + 29) log 2 + log GROUP; log 2 / 2**23
+    bits = ((words & 0xFFFFFFF8) | 4).to(tl.float32).to(tl.int32, bitcast=True)  # of u * 2**32
+    return 112.28988 - bits.to(tl.float32) * 8.262958e-08  # (127 + 32) log 2 + log GROUP; log 2 / 2**23
 
 
 @triton.jit
@@ -96,6 +96,14 @@ def exponential_of_uniform(u):
     rest = 1.0 - u
     lost = 1.0 - rest  # exact
     return tl.where(lost == 0.0, u, -tl.log(rest) * (u / tl.where(lost == 0.0, 1.0, lost)))
+
+
+@triton.jit
+def gumbel_of_ids(seed, position, step, stream: tl.constexpr, ids, words):
+    """Gumbel noise float32 [N] of ids int32 [N], the words of whose groups' minima are given, uint32 [N]."""
+    least, which = minimum_of_words(words)
+    above = exponential_of_uniform(uniform_at(seed, position, step, stream, ids))
+    return -tl.log(least + tl.where(ids % GROUP == which, 0.0, above))
 
 
 @triton.jit

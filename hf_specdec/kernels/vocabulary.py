@@ -16,13 +16,15 @@ from .triton_random import (
     GROUP,
     MOST_GUMBEL,
     gumbel_block,
-    gumbel_of_groups,
+    gumbel_of_ids,
     minimum_words,
     most_noise,
     words_of_groups,
 )
 
 NO_ID = tl.constexpr(2**31 - 1)
+MOST_BOUND = tl.constexpr(3e38)
+NO_BOUND = tl.constexpr(-2.9e38)  # of groups without an id to choose, or less
 SPAN = tl.constexpr(1024)  # ids of 32 lanes
 _LOG2_E = tl.constexpr(1.4426950408889634)
 
@@ -131,44 +133,77 @@ def _unless_removed(tops, temperature, limit, HAS_TEMPERATURE: tl.constexpr):
 
 @triton.jit
 def reach_of(best):
-    """What a bound must reach for its noisy scores to be drawn; the margin is far above what rounding can do."""
-    return tl.where(tl.abs(best) == float("inf"), best, best - 0.01 - 1e-6 * tl.abs(best))
+    """What a bound must reach for its noisy scores to be drawn; the margin is above what rounding and `_coded` can do."""
+    return tl.minimum(tl.where(best == float("-inf"), best, best - 0.01 - 2e-5 * tl.abs(best)), MOST_BOUND)
+
+
+@triton.jit
+def _coded(bounds, codes):
+    """Bounds whose last 7 bits are a code: the greatest says where it is, and no two are equal. Within 2**-16, and finite."""
+    finite = tl.minimum(tl.maximum(bounds, -MOST_BOUND), MOST_BOUND)
+    return ((finite.to(tl.int32, bitcast=True) & -128) | codes).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _for_lanes(values, LANES: tl.constexpr):
+    """[LANES] of [LANES / 8]: each for 8 lanes."""
+    return tl.reshape(tl.broadcast_to(values[:, None], [LANES // 8, 8]), [LANES])
+
+
+@triton.jit
+def _greatest_of(bounds, SLOTS: tl.constexpr, LANES: tl.constexpr):
+    """The greatest of every 8 lanes' bounds (SLOTS tensors [LANES])."""
+    found = bounds[0]
+    for slot in tl.static_range(1, SLOTS):
+        found = tl.maximum(found, bounds[slot])
+    return tl.max(tl.reshape(found, [LANES // 8, 8]), 1)
+
+
+@triton.jit
+def _greatest_below(bounds, ceilings, SLOTS: tl.constexpr, LANES: tl.constexpr):
+    """The greatest of every 8 lanes' bounds (SLOTS tensors [LANES]) that are below a ceiling [LANES / 8]; -inf where none is."""
+    of_lanes = _for_lanes(ceilings, LANES)
+    found = tl.full([LANES], float("-inf"), tl.float32)
+    for slot in tl.static_range(SLOTS):
+        found = tl.maximum(found, tl.where(bounds[slot] < of_lanes, bounds[slot], float("-inf")))
+    return tl.max(tl.reshape(found, [LANES // 8, 8]), 1)
 
 
 @triton.jit
 def best_within(
     bounds, row, start, vocab, without, temperature, limit, limit_id, seed, position, step, stream: tl.constexpr,
-    HAS_TEMPERATURE: tl.constexpr, HAS_LIMITS: tl.constexpr, LANES: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr, HAS_LIMITS: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """The best noisy score of the groups with bounds [LANES, 4 * steps], and the lowest id that has it.
+    """The best noisy score of the groups with coded bounds (SLOTS tensors [LANES]), and the lowest id that has it.
 
-    Every lane draws the noise of its most promising group, until no other group can do better: that is once nearly always.
-    `without`: an id that is left out, or -1.
+    Noise of the most promising group of every 8 lanes is drawn, one id per thread, until no other group can do better: that
+    is once or twice, mostly. `without`: an id that is left out, or -1.
     """
-    slots = tl.arange(0, bounds.shape[1])
-    lanes = tl.arange(0, LANES)
     best = tl.full([], float("-inf"), tl.float32)
     best_id = tl.full([], 0, tl.int32) + start
-    highest = tl.max(tl.max(bounds, 1), 0)
-    left = tl.full([], bounds.shape[1], tl.int32)
-    while (highest > float("-inf")) & (highest >= reach_of(best)) & (left > 0):
-        slot = tl.argmax(bounds, 1)
-        spans = start // SPAN + slot // 4 * (LANES // 32) + lanes // 32
-        groups = spans * 128 + slot % 4 * 32 + lanes % 32
-        ids = (groups * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
+    threads = tl.arange(0, LANES)
+    candidates = _greatest_of(bounds, SLOTS, LANES)
+    highest = tl.max(candidates, 0)
+    while (highest > NO_BOUND) & (highest >= reach_of(best)):
+        # 8 lanes for 8 ids: one id a thread from here
+        codes = _for_lanes(candidates, LANES).to(tl.int32, bitcast=True) & 127
+        lanes = threads // 8 * 8 + codes // 16
+        word = codes % 4
+        spans = start // SPAN + codes % 16 // 4 * (LANES // 32) + lanes // 32
+        # xor hides that 8 ids are adjacent: the compiler would give all 8 to every thread
+        ids = ((spans * 128 + word * 32 + lanes % 32) * GROUP) ^ (threads % 8)
         scores = load_scores(row, ids, vocab, temperature, limit, limit_id, HAS_TEMPERATURE, HAS_LIMITS)
         scores = tl.where(ids == without, float("-inf"), scores)
         a, b, c, d = minimum_words(seed, position, step, stream, spans * 32 + lanes % 32)
-        words = tl.where(slot % 4 < 2, tl.where(slot % 4 == 0, a, b), tl.where(slot % 4 == 2, c, d))
-        noisy = scores + gumbel_of_groups(seed, position, step, stream, groups, words)
-        top = tl.max(tl.max(noisy, 1), 0)
-        top_id = tl.min(tl.min(tl.where(noisy == top, ids, NO_ID), 1), 0)
+        words = tl.where(word < 2, tl.where(word == 0, a, b), tl.where(word == 2, c, d))
+        noisy = scores + gumbel_of_ids(seed, position, step, stream, ids, words)
+        top = tl.max(noisy, 0)
+        top_id = tl.min(tl.where(noisy == top, ids, NO_ID), 0)
         better = (top > best) | ((top == best) & (top > float("-inf")) & (top_id < best_id))
         best_id = tl.where(better, top_id, best_id)
         best = tl.where(better, top, best)
-        bounds = tl.where(slots[None, :] == slot[:, None], float("-inf"), bounds)
-        highest = tl.max(tl.max(bounds, 1), 0)
-        left -= 1
+        candidates = _greatest_below(bounds, candidates, SLOTS, LANES)
+        highest = tl.max(candidates, 0)
     return best, best_id
 
 
@@ -177,14 +212,14 @@ def best_noisy(
     row, start, vocab, without, temperature, limit, limit_id, seed, position, step, stream: tl.constexpr,
     SUMS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_LIMITS: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
-    """The best score with Gumbel noise of STEPS tiles from id `start` on, and the lowest id that has it.
+    """The best score with Gumbel noise of STEPS (up to 4) tiles from id `start` on, and the lowest id that has it.
 
     One word per group of 8 ids bounds the noise of all of them, so that of most ids none is drawn. SUMS: also the greatest
     score, and the sum of exp(score - greatest) of all; `without`: an id that is left out of everything, or -1.
     """
     lanes = tl.arange(0, LANES)
-    bounds = tl.full([LANES, 4 * STEPS], float("-inf"), tl.float32)
-    slots = tl.arange(0, 4 * STEPS)[None, :]
+    codes = lanes % 8 * 16  # + slot, 4 of a step: what names a group among those of 8 lanes
+    bounds = ()
     tops = tl.full([LANES], float("-inf"), tl.float32)
     sums = tl.zeros([LANES], tl.float32)
     exact: tl.constexpr = SUMS and HAS_LIMITS  # else bounds and sums need no division
@@ -220,13 +255,15 @@ def best_noisy(
             top_c = _unless_removed(top_c, temperature, limit, HAS_TEMPERATURE)
             top_d = _unless_removed(top_d, temperature, limit, HAS_TEMPERATURE)
         of_a, of_b, of_c, of_d = minimum_words(seed, position, step, stream, first // 32 + lanes)
-        bounds = tl.where(slots == 4 * i, (top_a * scale + most_noise(of_a))[:, None], bounds)
-        bounds = tl.where(slots == 4 * i + 1, (top_b * scale + most_noise(of_b))[:, None], bounds)
-        bounds = tl.where(slots == 4 * i + 2, (top_c * scale + most_noise(of_c))[:, None], bounds)
-        bounds = tl.where(slots == 4 * i + 3, (top_d * scale + most_noise(of_d))[:, None], bounds)
+        bounds = bounds + (
+            _coded(top_a * scale + most_noise(of_a), codes + 4 * i),
+            _coded(top_b * scale + most_noise(of_b), codes + 4 * i + 1),
+            _coded(top_c * scale + most_noise(of_c), codes + 4 * i + 2),
+            _coded(top_d * scale + most_noise(of_d), codes + 4 * i + 3),
+        )
     best, best_id = best_within(
         bounds, row, start, vocab, without, temperature, limit, limit_id, seed, position, step, stream,
-        HAS_TEMPERATURE, HAS_LIMITS, LANES,
+        HAS_TEMPERATURE, HAS_LIMITS, 4 * STEPS, LANES,
     )  # fmt: skip
     greatest_score = tl.full([], 0.0, tl.float32)
     total = tl.full([], 0.0, tl.float32)
