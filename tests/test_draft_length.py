@@ -274,7 +274,7 @@ EASY_AND_HARD = {
 
 
 SETTLED = [
-    pytest.param(machine, drafter, batch, marks=pytest.mark.slow if (machine, drafter) == ("gpu", "lookup") else ())
+    pytest.param(machine, drafter, batch, marks=pytest.mark.slow if drafter == "lookup" else ())
     for machine in MACHINES
     for drafter in DRAFTERS
     for batch in EASY_AND_HARD

@@ -181,7 +181,7 @@ def test_rules_share_no_captures(tiny_model, tiny_tokenizer, prompts, graphs_in_
         inputs = tiny_tokenizer.pad({"input_ids": prompts[:num_rows]}, return_tensors="pt", padding_side="left")
         how = {**config, "rejection_sample_method": rule, "cuda_graphs": cuda_graphs}
         out = tiny_model.generate(
-            **inputs, max_new_tokens=20, do_sample=True, speculative_config=how, return_dict_in_generate=True
+            **inputs, max_new_tokens=12, do_sample=True, speculative_config=how, return_dict_in_generate=True
         )
         return out.sequences.tolist(), out.speculation["num_accepted_tokens"]
 

@@ -61,13 +61,13 @@ METHODS = [
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("name", METHODS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "hydra" else n for n in METHODS])
 def test_requests_join_leave_wait_and_are_preempted(target, name, tmp_path):
-    run_scenario(target, None, made(name, target, tmp_path), num_requests=40, vocab_size=VOCAB)
+    run_scenario(target, None, made(name, target, tmp_path), num_requests=20, vocab_size=VOCAB)
 
 
 def test_mtp(tmp_path):
     """Its target is one of the families that have such layers."""
     stored = mtp_checkpoint(tmp_path / "target", "GLM-4.5", num_modules=2)
     config = {"method": "mtp", "model": str(stored.folder), "num_speculative_tokens": 3}
-    run_scenario(stored.model, None, config, num_requests=30, vocab_size=stored.model.config.vocab_size)
+    run_scenario(stored.model, None, config, num_requests=20, vocab_size=stored.model.config.vocab_size)

@@ -81,7 +81,7 @@ def uninterrupted(tmp_path_factory):
     return folder / "head", data
 
 
-@pytest.mark.parametrize("mode", ["any time", "in a checkpoint"])
+@pytest.mark.parametrize("mode", [pytest.param("any time", marks=pytest.mark.slow), "in a checkpoint"])
 def test_killed_and_resumed_is_the_same_run(tmp_path, uninterrupted, mode):
     (whole, data), killed = uninterrupted, tmp_path / "killed"
     environment = {
