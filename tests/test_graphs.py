@@ -31,7 +31,7 @@ def captures(monkeypatch, pair, graphs_in_python):  # noqa: F811
 
 
 @needs_triton
-@pytest.mark.parametrize("name", ["chain", "tree", "dynamic tree"])
+@pytest.mark.parametrize("name", ["chain", pytest.param("tree", marks=pytest.mark.slow), "dynamic tree"])
 def test_generate(pair, captures, name):  # noqa: F811
     plain = decode(pair, None, do_sample=False)
     out = decode(pair, {**CONFIGS[name], "cuda_graphs": True}, do_sample=False)
@@ -43,9 +43,9 @@ def test_generate(pair, captures, name):  # noqa: F811
 @needs_triton
 @pytest.mark.parametrize(
     ("name", "rule"),
-    [("chain", "coupled")]
-    + [pytest.param(*each, marks=pytest.mark.slow) for each in (("tree", "rejection"), ("dynamic tree", "coupled"))],
+    [("chain", "coupled"), ("tree", "rejection"), ("dynamic tree", "coupled")],
 )
+@pytest.mark.slow  # tests/test_draft_loop.py has such rounds with the definitions
 def test_generate_sampled(pair, captures, monkeypatch, name, rule):  # noqa: F811
     """Drawn drafts in captured rounds: the tokens and the acceptance of the definitions without graphs."""
     config = {**CONFIGS[name], "rejection_sample_method": rule, "seed": 4}

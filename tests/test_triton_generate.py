@@ -66,7 +66,7 @@ def decode(pair, config, **arguments):
 
 
 @needs_triton
-@pytest.mark.parametrize("name", CONFIGS)
+@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "tree" else n for n in CONFIGS])
 def test_greedy(pair, use, name):
     plain = decode(pair, None, do_sample=False)
     use("triton")
@@ -92,10 +92,10 @@ def test_sampling_gives_what_the_definitions_give(pair, use, name, rule):
 @needs_triton
 @pytest.mark.parametrize(
     ("name", "rule"),
-    [("none", "coupled"), ("chain", "rejection")]
+    [("chain", "rejection")]
     + [
         pytest.param(*each, marks=pytest.mark.slow)
-        for each in (("chain", "coupled"), ("dynamic tree", "coupled"), ("dynamic tree", "rejection"))
+        for each in (("none", "coupled"), ("chain", "coupled"), ("dynamic tree", "coupled"), ("dynamic tree", "rejection"))
     ],
 )
 def test_sampling_parameters_are_applied_by_the_kernels(pair, use, monkeypatch, name, rule):
