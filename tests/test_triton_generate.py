@@ -95,7 +95,12 @@ def test_sampling_gives_what_the_definitions_give(pair, use, name, rule):
     [("chain", "rejection")]
     + [
         pytest.param(*each, marks=pytest.mark.slow)
-        for each in (("none", "coupled"), ("chain", "coupled"), ("dynamic tree", "coupled"), ("dynamic tree", "rejection"))
+        for each in (
+            ("none", "coupled"),
+            ("chain", "coupled"),
+            ("dynamic tree", "coupled"),
+            ("dynamic tree", "rejection"),
+        )
     ],
 )
 def test_sampling_parameters_are_applied_by_the_kernels(pair, use, monkeypatch, name, rule):
