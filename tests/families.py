@@ -71,6 +71,15 @@ def make(family: str, seed: int = 0, **overrides) -> PreTrainedModel:
     return build(model_type, seed, **{**options, **overrides})
 
 
+def make_for_pages(family: str) -> PreTrainedModel:
+    """`make`, with the attention that soft-caps where the config says so: transformers 5.17's default, sdpa, leaves it out, so
+    that such a model reads no pages."""
+    model = make(family)
+    if getattr(model.config, "attn_logit_softcapping", None) is not None:
+        model.set_attn_implementation("eager")
+    return model
+
+
 def build(model_type: str, seed: int = 0, **options) -> PreTrainedModel:
     """A causal language model of any model type, small where the type takes our usual names."""
     base = {} if "n_embd" in options else {k: v for k, v in _COMMON.items() if k not in _UNKNOWN.get(model_type, ())}

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from families import FAMILIES, make, perturbed
+from families import FAMILIES, make, make_for_pages, perturbed
 from replayed_graphs import as_if_captured, defined_attention, graphs_in_python  # noqa: F401
 
 import hf_specdec
@@ -14,7 +14,7 @@ GATHERED = {"Falcon", "BLOOM", "StableLM", "DeepSeek-V3"}  # `cuda_graphs` refus
 @pytest.mark.parametrize("family", [name for name in FAMILIES if name not in GATHERED])
 def test_family(family, graphs_in_python, defined_attention, caplog):  # noqa: F811
     """A target and a drafter of the family, and the drafter's loop: captured, and the text of plain generate()."""
-    model = make(family)
+    model = make_for_pages(family)
     torch.manual_seed(0)
     ids = torch.randint(1, 128, (2, 9))
     plain = model.generate(ids, max_new_tokens=12, do_sample=False)
@@ -66,7 +66,7 @@ def test_inference_mode_leaves_nothing_behind(graphs_in_python, defined_attentio
 
 
 def test_the_others_read_no_pages():
-    assert {name for name in FAMILIES if not architectures.reads_pages(make(name))} == GATHERED
+    assert {name for name in FAMILIES if not architectures.reads_pages(make_for_pages(name))} == GATHERED
 
 
 @pytest.mark.parametrize(

@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from families import make
+from families import make_for_pages
 from torch import fx
 
 from hf_specdec.runtime import compiled
@@ -48,7 +48,7 @@ def operators(graphs) -> set[str]:
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_output_is_the_same(family, tiny_tokenizer, graphs):
-    model = make(family)
+    model = make_for_pages(family)
     prompts = {"input_ids": torch.tensor([[5, 6, 7, 8, 9, 6, 7, 8], [3, 4, 3, 4, 3, 4, 3, 4]])}
     options = {"max_new_tokens": 16, "do_sample": False}
     plain = model.generate(**prompts, **options)
