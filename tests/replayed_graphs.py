@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_specdec.kernels import attention, reference
+from hf_specdec.kernels import attention, random_bits, reference
 from hf_specdec.runtime import graphs, packed_model
 
 _aten = torch.ops.aten
@@ -76,6 +76,7 @@ def as_if_captured():
     replaced = {(torch, name): refusing(name, getattr(torch, name)) for name in _FROM_HOST}
     replaced |= {(torch.Tensor, name): refusing(name, getattr(torch.Tensor, name)) for name in _OF_TENSORS}
     replaced[torch.Tensor, "to"] = staying(torch.Tensor.to)
+    replaced[random_bits, "on_host"] = lambda device: False
     with _in_place(replaced), _NoHost():
         yield
 

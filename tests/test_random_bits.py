@@ -10,6 +10,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from scipy import stats
 
 from hf_specdec.kernels import random_bits as rb
@@ -31,7 +33,7 @@ def test_known_answers(counter, key, result):
     out = rb.philox4x32(*(torch.tensor([w]) for w in words(counter) + words(key)))
     assert [int(word) for word in out] == words(result)
     out = rb.philox4x32_of_arrays(*(np.array([w], np.uint32) for w in words(counter) + words(key)))
-    assert [int(word) for word in out] == words(result)
+    assert [int(word[0]) for word in out] == words(result)
 
 
 def test_other_devices_compute_the_same_words():
@@ -256,16 +258,53 @@ def test_argmax_draws_from_the_distribution():
 def test_noise_does_not_depend_on_the_logits_dtype(dtype):
     """The noise is float32 whatever the logits are; adding it does not round it to their precision."""
     from hf_specdec.runtime import Sequence
-    from hf_specdec.runtime.logits import add_noise
+    from hf_specdec.runtime.logits import choose_tokens
 
-    logits = torch.randn(3, 33).to(dtype)
-    rows = [Sequence([1, 2], 10, do_sample=True, seed=s) for s in (1, 2, 3)]
-    noisy = add_noise(logits, rows, [2, 2, 3], rb.TOKEN_STREAM)
-    expected = rb.gumbel(
-        torch.tensor([1, 2, 3]), torch.tensor([2, 2, 3]), torch.zeros(3, dtype=torch.long), rb.TOKEN_STREAM, 33
+    n = 400
+    logits = torch.randn(33).to(dtype).expand(n, -1)
+    rows = [Sequence([1, 2], 10, do_sample=i % 4 > 0, seed=i // 2) for i in range(n)]
+    positions = [2 + i % 2 for i in range(n)]
+    seeds, at = torch.tensor([row.seed for row in rows]), torch.tensor(positions)
+    noise = rb.gumbel(seeds, at, torch.zeros(n, dtype=torch.long), rb.TOKEN_STREAM, 33)
+    expected = (logits.float() + noise * torch.tensor([row.do_sample for row in rows])[:, None]).argmax(1)
+    assert torch.equal(choose_tokens(logits, rows, positions, rb.TOKEN_STREAM), expected)
+    assert len(expected.unique()) > 10
+
+
+@settings(max_examples=60, deadline=None, derandomize=True)
+@given(
+    seed=st.integers(0, 2**32),
+    num_rows=st.integers(0, 5),
+    vocab=st.sampled_from([1, 7, 8, 255, 257, 3000]),
+    spread=st.sampled_from([0.0, 1e-3, 3.0, 1e4]),
+    removed=st.sampled_from([0.0, 0.9, 0.999]),
+    candidates=st.sampled_from([1, 3, 32]),
+)
+def test_an_argmax_with_noise_that_is_not_drawn(seed, num_rows, vocab, spread, removed, candidates):
+    """The very token that all noise gives; with few candidates rows are drawn whole."""
+    g = torch.Generator().manual_seed(seed)
+    scores = (torch.randn(num_rows, vocab, generator=g) * spread).masked_fill(
+        torch.rand(num_rows, vocab, generator=g) < removed, float("-inf")
     )
-    assert noisy.dtype == torch.float32
-    assert torch.equal(noisy, logits.float() + expected)
-    mixed = add_noise(logits, [rows[0], Sequence([1], 10), rows[2]], [2, 2, 3], rb.TOKEN_STREAM)
-    assert torch.equal(mixed[1].float(), logits[1].float())
-    assert torch.equal(mixed[0].float(), noisy[0]) and torch.equal(mixed[2].float(), noisy[2])
+    scores[:1, vocab // 2 :: 3] = float("inf") if seed % 7 == 0 else 2.5  # equals
+    noise, rows = keys(3, seed), torch.randint(0, 3, (num_rows,), generator=g)
+    expected = (scores + rb.gumbel(*noise, rb.DRAFT_STREAM, vocab)[rows]).argmax(1)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(rb, "_WORTH_CHOOSING", 0)
+        patch.setattr(rb, "_CANDIDATES", candidates)
+        found = rb.noisy_argmax(scores, *noise, rb.DRAFT_STREAM, rows)
+        assert torch.equal(found, expected)
+        if candidates == 32 and num_rows == 3:
+            assert torch.equal(rb.noisy_argmax(scores, *noise, rb.DRAFT_STREAM), rb.noisy_argmax(
+                scores, *noise, rb.DRAFT_STREAM, torch.arange(3)))  # fmt: skip
+
+
+def test_most_noise_is_not_drawn(monkeypatch):
+    """Else the above would compare a thing with itself."""
+    scores, noise = torch.randn(20, 32000) * 2, keys(20)
+    expected = (scores + rb.gumbel(*noise, rb.TOKEN_STREAM, 32000)).argmax(1)
+    whole = []
+    original = rb.gumbel
+    monkeypatch.setattr(rb, "gumbel", lambda seeds, *rest: (whole.append(len(seeds)), original(seeds, *rest))[1])
+    assert torch.equal(rb.noisy_argmax(scores, *noise, rb.TOKEN_STREAM), expected)
+    assert sum(whole) <= 2

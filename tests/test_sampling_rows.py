@@ -10,7 +10,7 @@ from hf_specdec.decoding.warpers import FusedSamplingLogitsWarper, NodeProcessor
 from hf_specdec.kernels import random_bits
 from hf_specdec.kernels.sampling_reference import sampling_scores
 from hf_specdec.runtime import Sequence
-from hf_specdec.runtime.logits import add_noise, process_logits
+from hf_specdec.runtime.logits import choose_tokens, process_logits
 from hf_specdec.runtime.sampling import DRAWS_PER_ROUND, SamplingKind, SamplingRows
 
 VOCAB = 50
@@ -58,9 +58,15 @@ def test_shared_noise_is_that_of_the_loop(sample):
     noisy = sampling.noisy(logits, 4, random_bits.TOKEN_STREAM, shared=True)
     owners = [seq for seq in sequences for _ in range(2)]
     positions = [len(seq.tokens) + 4 for seq in owners]
-    expected = add_noise(logits.flatten(0, 1), owners, positions, random_bits.TOKEN_STREAM)
-    assert torch.equal(noisy.flatten(0, 1), expected)
+    keys = torch.tensor([seq.seed for seq in owners]), torch.tensor(positions), torch.zeros(6, dtype=torch.long)
+    noise = (
+        random_bits.gumbel(*keys, random_bits.TOKEN_STREAM, VOCAB)
+        * torch.tensor([s.do_sample for s in owners])[:, None]
+    )
+    assert torch.equal(noisy.flatten(0, 1), logits.flatten(0, 1) + noise)
     assert torch.equal(sampling.choices(logits, 4), noisy.argmax(2))
+    chosen = choose_tokens(logits.flatten(0, 1), owners, positions, random_bits.TOKEN_STREAM)
+    assert torch.equal(chosen, noisy.argmax(2).flatten())
     index = torch.tensor([2, 0])
     assert torch.equal(sampling.noisy(logits[index], 4, random_bits.TOKEN_STREAM, True, index), noisy[index])
     assert torch.equal(sampling.choices(logits[index], 4, index), noisy[index].argmax(2))

@@ -20,6 +20,13 @@ TOKEN_STREAM, ACCEPT_STREAM, RESIDUAL_STREAM, DRAFT_STREAM = 0, 1, 2, 3
 MINIMA = 4  # is added to a stream for the minima of its groups
 GROUP = 8  # ids whose exponential numbers are drawn by way of their minimum
 _SPAN = 128  # groups of 32 counters
+_CANDIDATES = 32  # groups
+_WORTH_CHOOSING = 50_000  # scores; of fewer, drawing all noise takes no longer
+
+
+def on_host(device: torch.device) -> bool:
+    """Whether values may be looked at: work that depends on them, and numpy, do not wait for anything."""
+    return device.type == "cpu"
 
 
 def philox4x32(c0, c1, c2, c3, k0, k1) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
@@ -47,20 +54,26 @@ def philox4x32_of_arrays(c0, c1, c2, c3, k0, k1) -> tuple[np.ndarray, np.ndarray
 
 def _random_words(seeds, positions, steps, stream: int, count: int) -> torch.Tensor:
     """32-bit words [R, count] (int64) for rows with `seeds`, `positions`, `steps` [R]; word i of a row is counter i // 4, lane i % 4."""
-    blocks = torch.arange((count + 3) // 4, device=seeds.device)[None, :]
-    counters = (blocks, (positions & _MASK)[:, None], (steps & _MASK)[:, None], torch.full_like(blocks[:, :1], stream))
+    counters = torch.arange((count + 3) // 4, device=seeds.device)[None, :]
+    return _words_of(counters, seeds, positions, steps, stream).flatten(1)[:, :count]
+
+
+def _words_of(counters, seeds, positions, steps, stream: int) -> torch.Tensor:
+    """The words int64 [R, C, 4] of some `counters` int64 [R or 1, C]."""
+    inputs = (counters, (positions & _MASK)[:, None], (steps & _MASK)[:, None], counters.new_full((1, 1), stream))
     keys = ((seeds & _MASK)[:, None], ((seeds >> 32) & _MASK)[:, None])
-    if seeds.device.type == "cpu":
-        lanes = philox4x32_of_arrays(*(each.numpy().astype(np.uint32) for each in (*counters, *keys)))
-        words = torch.from_numpy(np.stack(np.broadcast_arrays(*lanes), axis=-1).astype(np.int64))
-    else:
-        words = torch.stack(torch.broadcast_tensors(*philox4x32(*counters, *keys)), dim=-1)
-    return words.flatten(1)[:, :count]
+    if on_host(seeds.device):
+        lanes = philox4x32_of_arrays(*(each.numpy().astype(np.uint32) for each in (*inputs, *keys)))
+        return torch.from_numpy(np.stack(np.broadcast_arrays(*lanes), axis=-1).astype(np.int64))
+    return torch.stack(torch.broadcast_tensors(*philox4x32(*inputs, *keys)), dim=-1)
 
 
 def uniform(seeds, positions, steps, stream: int, count: int = 1) -> torch.Tensor:
     """Uniform numbers in (0, 1), float32 [R, count]; `seeds`, `positions`, `steps`: int64 [R]."""
-    words = _random_words(seeds, positions, steps, stream, count)
+    return _uniform_of(_random_words(seeds, positions, steps, stream, count))
+
+
+def _uniform_of(words: torch.Tensor) -> torch.Tensor:
     # Half-open cells of 2^-32; float32 keeps the resolution near 0, which is where -log1p(-u) needs it.
     return ((words.to(torch.float64) + 0.5) * 2.0**-32).to(torch.float32).clamp_(max=1.0 - 2.0**-24)
 
@@ -90,6 +103,53 @@ def gumbel(seeds, positions, steps, stream: int, vocab_size: int) -> torch.Tenso
     """
     groups = -(-vocab_size // GROUP)
     u, which = minima(seeds, positions, steps, stream, groups)
-    above = uniform(seeds, positions, steps, stream, groups * GROUP).neg_().log1p_().neg_().view(-1, groups, GROUP)
-    above.scatter_(2, which[:, :, None], 0.0)
-    return above.add_(u.neg_().log1p_().div_(-GROUP)[:, :, None]).flatten(1)[:, :vocab_size].log().neg_()
+    above = uniform(seeds, positions, steps, stream, groups * GROUP)
+    return _gumbel_of(u, which, above.view(-1, groups, GROUP)).flatten(1)[:, :vocab_size]
+
+
+def _gumbel_of(u: torch.Tensor, which: torch.Tensor, above: torch.Tensor) -> torch.Tensor:
+    """The noise of groups [R, G, GROUP], of their `minima` [R, G] and of uniform numbers [R, G, GROUP], which it overwrites."""
+    above = above.neg_().log1p_().neg_().scatter_(2, which[:, :, None], 0.0)
+    return above.add_(u.neg().log1p_().div_(-GROUP)[:, :, None]).log().neg_()
+
+
+def noisy_argmax(scores, seeds, positions, steps, stream: int, rows=None) -> torch.Tensor:
+    """argmax(scores + gumbel(..)), int64 [R], of equals the lowest id; noise is drawn only where it can matter.
+
+    A group's minimum bounds its noise. Of each row the _CANDIDATES groups with the highest bounds are drawn; rows where another
+    group might do better are drawn whole.
+
+    Args:
+        scores: float32 [R, V]. Not on the host, or small, all noise is drawn.
+        seeds, positions, steps: int64 [U].
+        rows: int64 [R], which of the U each row of scores takes; None: its own.
+    """
+    vocab = scores.shape[1]
+    groups = -(-vocab // GROUP)
+    rows = torch.arange(len(scores), device=scores.device) if rows is None else rows
+    if not on_host(scores.device) or scores.numel() < _WORTH_CHOOSING:
+        return (scores + gumbel(seeds, positions, steps, stream, vocab)[rows]).argmax(1)
+    u, which = minima(seeds, positions, steps, stream, groups)
+    of_groups = torch.nn.functional.pad(scores, (0, groups * GROUP - vocab), value=float("-inf")).view(
+        -1, groups, GROUP
+    )
+    bounds = of_groups.amax(2) + u.neg().log1p_().div_(-GROUP).log_().neg_()[rows]
+    count = min(_CANDIDATES, groups)
+    highest, found = bounds.topk(min(count + 1, groups))
+    found, unseen = found[:, :count], highest[:, count:].amax(1) if groups > count else None
+    at = rows[:, None]
+    counters = (found[:, :, None] * 2 + torch.arange(2)).flatten(1)
+    words = _words_of(counters, seeds[rows], positions[rows], steps[rows], stream)
+    noise = _gumbel_of(u[at, found], which[at, found], _uniform_of(words).view(*found.shape, GROUP))
+    noisy = of_groups.gather(1, found[:, :, None].expand(-1, -1, GROUP)) + noise
+    best = noisy.flatten(1).amax(1)
+    ids = found[:, :, None] * GROUP + torch.arange(GROUP)
+    chosen = torch.where(noisy == best[:, None, None], ids, vocab).flatten(1).amin(1)
+    if unseen is not None:
+        # The margin is far above rounding; what is not a number is drawn whole, too.
+        missed = (~(unseen < best - 1e-3 - 1e-5 * best.abs())).nonzero().squeeze(1)
+        if len(missed):
+            keys = rows[missed]
+            whole = gumbel(seeds[keys], positions[keys], steps[keys], stream, vocab)
+            chosen[missed] = (scores[missed] + whole).argmax(1)
+    return chosen

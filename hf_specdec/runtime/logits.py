@@ -62,28 +62,26 @@ def needs_prefix(sequences: list[Sequence]) -> bool:
     return any(seq.processors is not None and seq.processors.needs_prefix for seq in sequences)
 
 
-def add_noise(
-    scores: torch.Tensor, sequences: list[Sequence], positions: list[int], stream: int, steps: list[int] | None = None
-) -> torch.Tensor:
-    """Gumbel-perturb the scores [R, V] of sampled rows (argmax is then a draw); greedy rows stay as they are.
+def choose_tokens(scores: torch.Tensor, sequences: list[Sequence], positions: list[int], stream: int) -> torch.Tensor:
+    """Each row's token, int64 [R]: the argmax of its scores [R, V], for rows that sample with Gumbel noise (a draw).
 
     Args:
         positions: index in the sequence of the token that each row chooses.
-        steps: verification rounds, part of the key where noise may not repeat between rounds; None: 0.
     """
     sampled = [i for i, seq in enumerate(sequences) if seq.do_sample]
     if not sampled:
-        return scores
+        return scores.argmax(1)
     # Nodes of one row at one depth share their noise: make each once.
-    keys = {}
-    for i in sampled:
-        keys.setdefault((sequences[i].seed, positions[i], 0 if steps is None else steps[i]), len(keys))
-    table = torch.tensor(list(keys), dtype=torch.long, device=scores.device)
-    noise = random_bits.gumbel(table[:, 0], table[:, 1], table[:, 2], stream, scores.shape[1])
-    which = [keys[(sequences[i].seed, positions[i], 0 if steps is None else steps[i])] for i in sampled]
+    keys: dict[tuple[int, int], int] = {}
+    which = [keys.setdefault((sequences[i].seed, positions[i]), len(keys)) for i in sampled]
+    seeds, of_keys, rows = (
+        torch.tensor(each, device=scores.device)
+        for each in ([seed for seed, _ in keys], [position for _, position in keys], which)
+    )
+    noise = (seeds, of_keys, torch.zeros_like(seeds), stream, rows)
     if len(sampled) == len(sequences):
-        return scores + (noise if which == list(range(len(keys))) else noise[torch.tensor(which, device=scores.device)])
-    noisy = scores.to(torch.float32, copy=True)  # noise is never rounded to the logits' precision
+        return random_bits.noisy_argmax(scores.float(), *noise)  # noise is never rounded to the logits' precision
+    chosen = scores.argmax(1)
     index = torch.tensor(sampled, device=scores.device)
-    noisy[index] += noise[torch.tensor(which, device=scores.device)]
-    return noisy
+    chosen[index] = random_bits.noisy_argmax(scores[index].float(), *noise)
+    return chosen

@@ -166,7 +166,13 @@ class SamplingRows:
     def choices(self, logits: torch.Tensor, ahead: int, rows: torch.Tensor | None = None) -> torch.Tensor:
         """The argmax of `noisy` scores with shared noise of TOKEN_STREAM, int64 [R, F]; on a GPU in one read of the logits."""
         if not uses_triton(logits.device):
-            return self.noisy(logits, ahead, random_bits.TOKEN_STREAM, True, rows).argmax(2)
+            scores = self.scores(logits, rows).flatten(0, 1)
+            of_rows = torch.arange(len(logits), device=logits.device).repeat_interleave(logits.shape[1])
+            drawn = random_bits.noisy_argmax(
+                scores, *self._keys(logits[:, :1], rows, ahead, True), random_bits.TOKEN_STREAM, of_rows
+            )
+            sampled = _of(self.do_sample, rows)[of_rows]
+            return torch.where(sampled, drawn, scores.argmax(1)).view(logits.shape[:2])
         from ..kernels.verification import target_choices
 
         flat, owners = logits.flatten(0, 1), self._owners(logits, rows)

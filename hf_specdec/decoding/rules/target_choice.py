@@ -11,7 +11,7 @@ from ...kernels import reference as ops
 from ...kernels.dispatch import uses_triton
 from ...kernels.transfer import upload, upload_together
 from ...runtime import DraftTrees, Sequence
-from ...runtime.logits import add_noise
+from ...runtime.logits import choose_tokens
 from ..sampling import RowSampling
 
 
@@ -34,9 +34,10 @@ def target_choices(
         depths = np.concatenate([np.zeros((len(sequences), 1), np.int64), trees.depths], axis=1)[exists]
         owners = np.repeat(np.arange(len(sequences)), exists.sum(1))
         positions = [len(sequences[o].tokens) + int(d) for o, d in zip(owners, depths, strict=True)]
-        # As float32 and in this order, so that plain decoding with the same noise adds up the same.
-        scores = add_noise(scores, [sequences[o] for o in owners], positions, random_bits.TOKEN_STREAM)
-    return scores.argmax(1)[torch.from_numpy(own).to(scores.device)]
+        chosen = choose_tokens(scores, [sequences[o] for o in owners], positions, random_bits.TOKEN_STREAM)
+    else:
+        chosen = scores.argmax(1)
+    return chosen[torch.from_numpy(own).to(scores.device)]
 
 
 def _exists(trees: DraftTrees) -> np.ndarray:
