@@ -130,9 +130,9 @@ def noisy_argmax(scores, seeds, positions, steps, stream: int, rows=None) -> tor
     if not on_host(scores.device) or scores.numel() < _WORTH_CHOOSING:
         return (scores + gumbel(seeds, positions, steps, stream, vocab)[rows]).argmax(1)
     u, which = minima(seeds, positions, steps, stream, groups)
-    of_groups = torch.nn.functional.pad(scores, (0, groups * GROUP - vocab), value=float("-inf")).view(
-        -1, groups, GROUP
-    )
+    if vocab % GROUP:
+        scores = torch.nn.functional.pad(scores, (0, groups * GROUP - vocab), value=float("-inf"))
+    of_groups = scores.reshape(-1, groups, GROUP)
     bounds = of_groups.amax(2) + u.neg().log1p_().div_(-GROUP).log_().neg_()[rows]
     count = min(_CANDIDATES, groups)
     highest, found = bounds.topk(min(count + 1, groups))
@@ -151,5 +151,5 @@ def noisy_argmax(scores, seeds, positions, steps, stream: int, rows=None) -> tor
         if len(missed):
             keys = rows[missed]
             whole = gumbel(seeds[keys], positions[keys], steps[keys], stream, vocab)
-            chosen[missed] = (scores[missed] + whole).argmax(1)
+            chosen[missed] = (scores[missed, :vocab] + whole).argmax(1)
     return chosen
