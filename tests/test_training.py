@@ -71,8 +71,8 @@ def test_exported_heads_load_by_their_folder_and_are_lossless(tmp_path, data, me
 
 @pytest.mark.parametrize(
     ("method", "options"),
-    [("medusa", {}), ("mlp_speculator", {}), ("hydra", {"prefix_layer": True})]
-    + [pytest.param("hydra", {}, marks=pytest.mark.slow)],
+    [("mlp_speculator", {}), ("hydra", {"prefix_layer": True})]
+    + [pytest.param(method, {}, marks=pytest.mark.slow) for method in ("medusa", "hydra")],
     ids=str,
 )
 def test_the_estimate_is_what_drafting_then_does(tmp_path, method, options):
