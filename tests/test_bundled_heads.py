@@ -66,7 +66,7 @@ def plain(tiny_model, tiny_tokenizer, prompts):
     """Inputs and plain greedy output of a ragged batch and of one row."""
     inputs = {"batch": encoded(tiny_tokenizer, prompts), "single": encoded(tiny_tokenizer, prompts[:1])}
     return {
-        name: (each, tiny_model.generate(**each, max_new_tokens=64, do_sample=False)) for name, each in inputs.items()
+        name: (each, tiny_model.generate(**each, max_new_tokens=48, do_sample=False)) for name, each in inputs.items()
     }
 
 
@@ -103,7 +103,7 @@ def test_greedy_output_is_plain_generates(tiny_model, plain, name, shape):
     for inputs, expected in plain.values():
         out = tiny_model.generate(
             **inputs,
-            max_new_tokens=64,
+            max_new_tokens=48,
             do_sample=False,
             speculative_config=config_of(name, shape),
             return_dict_in_generate=True,

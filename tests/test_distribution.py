@@ -54,7 +54,10 @@ def without_drafts(last):
 
 # Coupled rows emit the same tokens for every shape (tested below), so two of them stand for all.
 CASES = [
-    *((shape, "rejection") for shape in SHAPES),
+    *(
+        pytest.param(shape, "rejection", marks=pytest.mark.slow if shape in ("bushy tree", "q all siblings") else ())
+        for shape in SHAPES
+    ),
     *((shape, "block") for shape in ("chain", "q chain")),  # without a draft it is the same draw as "rejection"
     ("chain", "coupled"),
     pytest.param("q tree", "coupled", marks=pytest.mark.slow),
@@ -165,15 +168,15 @@ def walks_too_far(trees, scores, index, sequences, config, walk=follow_target):
 
 WRONG = [
     ("chain", "rejection", ops, "rejection_walk", accepts_too_often),
-    ("tree", "rejection", ops, "rejection_walk", accepts_too_often),
-    ("q chain", "rejection", ops, "rejection_walk", accepts_too_often),
+    pytest.param("tree", "rejection", ops, "rejection_walk", accepts_too_often, marks=pytest.mark.slow),
+    pytest.param("q chain", "rejection", ops, "rejection_walk", accepts_too_often, marks=pytest.mark.slow),
     ("q tree", "rejection", ops, "rejection_walk", accepts_too_often),
-    ("chain", "rejection", ops, "rejection_walk", forgets_to_remove),
+    pytest.param("chain", "rejection", ops, "rejection_walk", forgets_to_remove, marks=pytest.mark.slow),
     ("tree", "rejection", ops, "rejection_walk", forgets_to_remove),
     ("q chain", "rejection", ops, "rejection_walk", forgets_to_remove),
-    ("q tree", "rejection", ops, "rejection_walk", forgets_to_remove),
+    pytest.param("q tree", "rejection", ops, "rejection_walk", forgets_to_remove, marks=pytest.mark.slow),
     ("q tree", "rejection", ops, "rejection_walk", mistakes_q),
-    ("chain", "block", ops, "block_walk", block_accepts_too_often),
+    pytest.param("chain", "block", ops, "block_walk", block_accepts_too_often, marks=pytest.mark.slow),
     ("q chain", "block", ops, "block_walk", block_accepts_too_often),
     ("q chain", "block", ops, "block_walk", block_forgets_to_remove),
     ("q chain", "block", ops, "block_walk", block_forgets_its_weight),

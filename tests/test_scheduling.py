@@ -110,7 +110,7 @@ METHODS = [
 
 @pytest.mark.parametrize(
     "method",
-    [pytest.param(m, marks=pytest.mark.slow) if m in (METHODS[1], METHODS[-1]) else m for m in METHODS],
+    [pytest.param(m, marks=pytest.mark.slow) if m in (METHODS[1], METHODS[2], METHODS[-1]) else m for m in METHODS],
     ids=lambda m: "-".join(map(str, m.values())),
 )
 def test_100_requests_join_leave_wait_and_are_preempted(models, method):

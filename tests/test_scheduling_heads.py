@@ -63,7 +63,9 @@ METHODS = [
 
 @pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "hydra" else n for n in METHODS])
 def test_requests_join_leave_wait_and_are_preempted(target, name, tmp_path):
-    run_scenario(target, None, made(name, target, tmp_path), num_requests=20, vocab_size=VOCAB)
+    run_scenario(
+        target, None, made(name, target, tmp_path), num_requests=30 if name == "pard" else 20, vocab_size=VOCAB
+    )
 
 
 def test_mtp(tmp_path):

@@ -76,7 +76,7 @@ def test_greedy(pair, use, name):
 
 
 @needs_triton
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
+@pytest.mark.parametrize("rule", ["coupled", pytest.param("rejection", marks=pytest.mark.slow)])
 @pytest.mark.parametrize("name", [pytest.param("chain", marks=pytest.mark.slow), "tree"])
 def test_sampling_gives_what_the_definitions_give(pair, use, name, rule):
     config = {**CONFIGS[name], "rejection_sample_method": rule, "seed": 3}

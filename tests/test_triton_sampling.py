@@ -196,7 +196,10 @@ def sampled_rows(do_sample):
 @pytest.mark.parametrize("shared", [True, False])
 @pytest.mark.parametrize(
     ("count", "do_sample", "dtype"),
-    [(1, (True,) * 4, torch.float32), (3, (True, False, True, True), torch.bfloat16)],
+    [
+        pytest.param(1, (True,) * 4, torch.float32, marks=pytest.mark.slow),
+        (3, (True, False, True, True), torch.bfloat16),
+    ],
 )
 def test_rows_that_sample(monkeypatch, count, do_sample, dtype, shared):
     """Scores, noisy scores and choices by the kernels: what the definitions give."""

@@ -331,7 +331,7 @@ def compare_rejection(points, chain, dtype, seeds, batch):
     """Numbers of (rows, disagreements, accepted tokens); disagreements must be near ties."""
     total = wrong = accepted = 0
     for seed in seeds:
-        case = Case(seed, batch, 1 + seed % 6, 1500, chain, dtype, spread=3.0 + seed % 3)
+        case = Case(seed, batch, 1 + seed % 6, 1100, chain, dtype, spread=3.0 + seed % 3)
         probs, prob_index = draw_drafts(case)
         if points:
             probs = prob_index = None

@@ -127,16 +127,15 @@ def noisy_argmax(scores, seeds, positions, steps, stream: int, rows=None) -> tor
     vocab = scores.shape[1]
     groups = -(-vocab // GROUP)
     rows = torch.arange(len(scores), device=scores.device) if rows is None else rows
-    if not on_host(scores.device) or scores.numel() < _WORTH_CHOOSING:
+    if not on_host(scores.device) or scores.numel() < _WORTH_CHOOSING or groups <= _CANDIDATES:
         return (scores + gumbel(seeds, positions, steps, stream, vocab)[rows]).argmax(1)
     u, which = minima(seeds, positions, steps, stream, groups)
     if vocab % GROUP:
         scores = torch.nn.functional.pad(scores, (0, groups * GROUP - vocab), value=float("-inf"))
     of_groups = scores.reshape(-1, groups, GROUP)
     bounds = of_groups.amax(2) + u.neg().log1p_().div_(-GROUP).log_().neg_()[rows]
-    count = min(_CANDIDATES, groups)
-    highest, found = bounds.topk(min(count + 1, groups))
-    found, unseen = found[:, :count], highest[:, count:].amax(1) if groups > count else None
+    highest, found = bounds.topk(_CANDIDATES + 1)
+    found, unseen = found[:, :-1], highest[:, -1]
     at = rows[:, None]
     counters = (found[:, :, None] * 2 + torch.arange(2)).flatten(1)
     words = _words_of(counters, seeds[rows], positions[rows], steps[rows], stream)
@@ -145,11 +144,10 @@ def noisy_argmax(scores, seeds, positions, steps, stream: int, rows=None) -> tor
     best = noisy.flatten(1).amax(1)
     ids = found[:, :, None] * GROUP + torch.arange(GROUP)
     chosen = torch.where(noisy == best[:, None, None], ids, vocab).flatten(1).amin(1)
-    if unseen is not None:
-        # The margin is far above rounding; what is not a number is drawn whole, too.
-        missed = (~(unseen < best - 1e-3 - 1e-5 * best.abs())).nonzero().squeeze(1)
-        if len(missed):
-            keys = rows[missed]
-            whole = gumbel(seeds[keys], positions[keys], steps[keys], stream, vocab)
-            chosen[missed] = (scores[missed, :vocab] + whole).argmax(1)
+    # The margin is far above rounding; what is not a number is drawn whole, too.
+    missed = (~(unseen < best - 1e-3 - 1e-5 * best.abs())).nonzero().squeeze(1)
+    if len(missed):
+        keys = rows[missed]
+        whole = gumbel(seeds[keys], positions[keys], steps[keys], stream, vocab)
+        chosen[missed] = (scores[missed, :vocab] + whole).argmax(1)
     return chosen
