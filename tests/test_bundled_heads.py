@@ -125,8 +125,11 @@ def sampled(tiny_model, plain):
 
 @pytest.mark.parametrize(
     ("name", "shape", "rule"),
-    [(*case, "coupled") for case in CASES]
-    + [pytest.param(*case, "rejection", marks=pytest.mark.slow if case[1] == "tree" else ()) for case in CASES],
+    [
+        pytest.param(*case, rule, marks=pytest.mark.slow if (rule == "coupled") == (case[1] == "chain") else ())
+        for case in CASES
+        for rule in ("coupled", "rejection")
+    ],
 )
 def test_sampling(tiny_model, plain, sampled, name, shape, rule):
     """Coupled sampling gives what no speculation gives with the seed; rejection runs and accepts."""

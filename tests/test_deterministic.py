@@ -215,7 +215,7 @@ def decode(model, tokenizer, prompts, config, batch: int, **arguments):
 
 @pytest.mark.parametrize(
     ("name", "batch"),
-    [pytest.param(name, 4, marks=pytest.mark.slow if name == "eagle3 tree" else ()) for name in METHODS]
+    [pytest.param(name, 4, marks=pytest.mark.slow if name in ("eagle3 tree", "early exit") else ()) for name in METHODS]
     + [pytest.param(name, 1, marks=pytest.mark.slow if name != "eagle3 tree" else ()) for name in METHODS],
 )
 def test_greedy_bf16_text_is_that_of_plain_decoding(bf16, tiny_tokenizer, name, batch):

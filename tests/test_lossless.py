@@ -12,7 +12,7 @@ import hf_specdec
 
 SHARED = Path(__file__).parents[2] / "shared" / "models"
 BATCHES = (1, 3, 8, 32)
-NEW_TOKENS = 64
+NEW_TOKENS = 48
 
 STORY_OPENINGS = [
     "Once upon a time", "One day, a girl named Lily", "Tom and his dog", "The little red car", "There was a big tree",

@@ -256,7 +256,8 @@ def test_latent_attention(shared):
 
 @needs_triton
 @pytest.mark.parametrize(
-    ("kv_heads", "launch"), [(1, LAUNCHES[1]), (3, LAUNCHES[0]), (3, LAUNCHES[3]), (1, LAUNCHES[4])]
+    ("kv_heads", "launch"),
+    [(1, LAUNCHES[1]), (3, LAUNCHES[0]), pytest.param(3, LAUNCHES[3], marks=pytest.mark.slow), (1, LAUNCHES[4])],
 )
 def test_alibi(kv_heads, launch):
     """Slopes times distances, in trees by depth; with windows and sinks, too."""
@@ -285,7 +286,7 @@ def test_alibi_against_the_definition():
 
 
 @needs_triton
-@pytest.mark.parametrize("length", [16, 17, 33, 65, *(pytest.param(n, marks=pytest.mark.slow) for n in (15, 32, 64))])
+@pytest.mark.parametrize("length", [17, 33, 65, *(pytest.param(n, marks=pytest.mark.slow) for n in (15, 16, 32, 64))])
 def test_borders_of_blocks_tiles_and_splits(length):
     rows = [RowDescription([], 1, length), RowDescription([], min(length, 17), length)]
     batch = Batch(rows, 2, 1, 16, 16, torch.float32, 16)
@@ -295,7 +296,7 @@ def test_borders_of_blocks_tiles_and_splits(length):
 
 
 @needs_triton
-@pytest.mark.parametrize("words", [None, 3])
+@pytest.mark.parametrize("words", [pytest.param(None, marks=pytest.mark.slow), 3])
 def test_wide_trees(words):
     """Regions of more than 32 keys: bit 31, the next word, a bucket with words left over."""
     rng = np.random.default_rng(5)
