@@ -12,7 +12,7 @@ import hf_specdec
 
 SHARED = Path(__file__).parents[2] / "shared" / "models"
 BATCHES = (1, 3, 8, 32)
-NEW_TOKENS = 48
+SHORT, LONG = 48, 128  # tokens
 
 STORY_OPENINGS = [
     "Once upon a time", "One day, a girl named Lily", "Tom and his dog", "The little red car", "There was a big tree",
@@ -44,9 +44,17 @@ METHODS = {
 }
 
 
-@pytest.fixture(scope="module", params=["tiny", "stories260K"])
+@pytest.fixture(
+    scope="module",
+    params=[
+        pytest.param((name, count), id=f"{name}-{count}", marks=pytest.mark.slow if count == LONG else ())
+        for name in ("tiny", "stories260K")
+        for count in (SHORT, LONG)
+    ],
+)
 def pair(request):
-    if request.param == "tiny":
+    name, new_tokens = request.param
+    if name == "tiny":
         if "tiny" not in hf_specdec.bundled_names():
             pytest.skip("the bundled models are not there")
         path, draft = hf_specdec.bundled("tiny"), hf_specdec.bundled("tiny-draft")
@@ -57,18 +65,18 @@ def pair(request):
     tokenizer = AutoTokenizer.from_pretrained(path, padding_side="left")
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.decode([0])
     model = AutoModelForCausalLM.from_pretrained(path, dtype=torch.float32).eval()
-    prompts = bundled_prompts(tokenizer, 32) if request.param == "tiny" else story_prompts(32)
+    prompts = bundled_prompts(tokenizer, 32) if name == "tiny" else story_prompts(32)
     inputs, plain = {}, {}
     for batch in BATCHES:
         inputs[batch] = tokenizer(prompts[:batch], return_tensors="pt", padding=True, return_token_type_ids=False)
-        plain[batch] = model.generate(**inputs[batch], max_new_tokens=NEW_TOKENS, do_sample=False)
-    return model, str(draft), inputs, plain
+        plain[batch] = model.generate(**inputs[batch], max_new_tokens=new_tokens, do_sample=False)
+    return model, str(draft), inputs, plain, new_tokens
 
 
 @pytest.mark.parametrize("method", METHODS)
 def test_greedy_rows_equal_plain_generate(pair, method):
     """44 rows per model and method: 528 in all."""
-    model, draft, inputs, plain = pair
+    model, draft, inputs, plain, new_tokens = pair
     config = dict(METHODS[method])
     if config["method"] == "suffix":
         pytest.importorskip("arctic_inference.suffix_decoding")
@@ -79,7 +87,7 @@ def test_greedy_rows_equal_plain_generate(pair, method):
     for batch in BATCHES:
         out = model.generate(
             **inputs[batch],
-            max_new_tokens=NEW_TOKENS,
+            max_new_tokens=new_tokens,
             do_sample=False,
             speculative_config=config,
             return_dict_in_generate=True,

@@ -139,7 +139,7 @@ def reach_of(best):
 
 @triton.jit
 def _coded(bounds, codes):
-    """Bounds whose last 7 bits are a code: the greatest says where it is, and no two are equal. Within 2**-16, and finite."""
+    """Bounds whose last 7 bits are a code: the greatest says where it is, and none of 8 lanes are equal. Within 2**-16, and finite."""
     finite = tl.minimum(tl.maximum(bounds, -MOST_BOUND), MOST_BOUND)
     return ((finite.to(tl.int32, bitcast=True) & -128) | codes).to(tl.float32, bitcast=True)
 
