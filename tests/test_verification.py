@@ -243,7 +243,11 @@ def test_certain_targets():
                 assert emitted_by(verdict, 0) == expected
 
 
-BROKEN = {"nan": [0.0, float("nan"), 1.0, 0.5], "all removed": [float("-inf")] * 4, "inf": [0.0, float("inf"), 1.0, 2.0]}
+BROKEN = {
+    "nan": [0.0, float("nan"), 1.0, 0.5],
+    "all removed": [float("-inf")] * 4,
+    "inf": [0.0, float("inf"), 1.0, 2.0],
+}
 SAMPLING_RULES = ["coupled", "rejection", "block", "typical"]
 
 

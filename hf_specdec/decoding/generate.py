@@ -202,7 +202,9 @@ class StaticBatch:
     def _chunks(self) -> list[int]:
         """Tokens each row may feed: prompts share `prefill_chunk_size`, the row in front always gets some."""
         budget = self.decoder.config.prefill_chunk_size
-        if self.returns.hidden:  # the prompt's hidden states are taken from one forward
+        # The prompt's hidden states are taken from one forward; some logits processors want all rows to begin together.
+        in_step = any(seq.processors is not None and seq.processors.in_step for seq in self.running)
+        if self.returns.hidden or (in_step and len(self.running) > 1):
             budget = sum(len(seq.tokens) for seq in self.running)
         chunks = []
         for seq in self.running:
