@@ -40,6 +40,7 @@ def register(config_class: type[SpeculativeConfig]):
     return decorate
 
 
+@functools.cache
 def _discover() -> None:
     package = importlib.import_module(__name__.rpartition(".")[0])
     for module in pkgutil.iter_modules(package.__path__):

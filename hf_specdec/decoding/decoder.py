@@ -194,15 +194,12 @@ class SpeculativeDecoder:
         if self.policy.needs_observations:
             self.timer.proposed()
         output, logit_rows, starts = self._forward(rows, trees, next_tokens)
-        while True:
-            if any(trees.lengths) and any(
-                map(calls_in_order, decoding)
-            ):  # as the drafter's calls of processors showed, or ours
-                trees, output, logit_rows = _without_drafts(trees, output, logit_rows)
-            drafted = any(trees.lengths)
+        if any(map(calls_in_order, decoding)):  # as the drafter's calls have shown
+            trees, output, logit_rows = _without_drafts(trees, output, logit_rows)
+        scores, sampling = self._scores(decoding, trees, output.logits)
+        if any(trees.lengths) and any(map(calls_in_order, decoding)):  # as these calls have shown, which were undone
+            trees, output, logit_rows = _without_drafts(trees, output, logit_rows)
             scores, sampling = self._scores(decoding, trees, output.logits)
-            if not drafted or not any(map(calls_in_order, decoding)):
-                break
         verdict = begin_verification(trees, scores, decoding, self.config, sampling) if decoding else None
         tensors = StepTensors(output, scores, sampling, logit_rows, starts)
         return PendingStep(rows, num_own, decoding, limits, trees, tensors, verdict)
@@ -404,6 +401,8 @@ def _without_drafts(
     trees: DraftTrees, output: PackedOutput, logit_rows: np.ndarray
 ) -> tuple[DraftTrees, PackedOutput, np.ndarray]:
     """The step as if nothing had been drafted: each row's root remains."""
+    if not any(trees.lengths):
+        return trees, output, logit_rows
     counts = np.asarray(trees.lengths, dtype=np.int64) + 1
     roots = np.cumsum(counts) - counts
     output = dataclasses.replace(output, logits=output.logits[upload(roots, output.logits.device)])

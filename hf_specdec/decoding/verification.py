@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..config import SpeculativeConfig
-from ..kernels.dispatch import current
+from ..kernels.dispatch import current, uses_triton
 from ..kernels.transfer import upload
 from ..runtime import DraftTrees, Sequence
 from .rules.speculative_sampling import accept_block, reject_tokens
@@ -104,6 +104,9 @@ def begin_verification(
         sampling: what the rule's kernel has yet to apply to the scores; None: nothing.
     """
     rule = config.verification_rule
+    sampled = any(seq.do_sample for seq in sequences)
+    if not (sampled or trees.tokens.shape[1] or uses_triton(scores.device)):  # plain greedy decoding, under every rule
+        return PendingVerdict(scores.argmax(1, keepdim=True))
     index = _score_rows(trees)
     tokens = trees.tokens.to(scores.device)
     groups = _rows_by_rule(sequences, rule)
@@ -121,10 +124,9 @@ def begin_verification(
                 accepted[at], next_tokens[at] = path, after
     columns = [accepted, tokens] if tokens.shape[1] else []
     columns.append(next_tokens[:, None])
-    checked = any(seq.do_sample for seq in sequences)
-    if checked:
+    if sampled:
         columns.append(_nothing_to_sample(scores, index, accepted, sequences)[:, None])
-    return PendingVerdict(torch.cat(columns, dim=1) if len(columns) > 1 else columns[0], checked)
+    return PendingVerdict(torch.cat(columns, dim=1) if len(columns) > 1 else columns[0], sampled)
 
 
 def _nothing_to_sample(

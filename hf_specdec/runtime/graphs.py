@@ -79,6 +79,11 @@ class StaticBatch:
         return self.slots
 
     @property
+    def uses_triton(self) -> bool:
+        """Whether Triton's kernels read the buffers."""
+        return uses_triton(self.slots.device)
+
+    @property
     def num_keys(self) -> int:
         """Most keys of a row."""
         return self.inputs.max_key_length

@@ -9,10 +9,14 @@ import torch
 
 from ..cache import PagedStaticCache
 from ..kernels.attention_inputs import AttentionInputs, RowDescription, attention_inputs
+from ..kernels.dispatch import uses_triton
 from ..kernels.invariant_reference import LinearRow
-from ..kernels.reference import AttentionRow
+from ..kernels.reference import AttentionRow, PaddedRows
 from ..kernels.transfer import upload
 from .invariant_ops import InvariantOps
+
+# Keys and values of one row and layer that are copied in the time of one more product on a CPU, measured.
+_PADDED_BYTES = 256 << 10
 
 
 @dataclass
@@ -49,6 +53,7 @@ class RowInput:
 class _DeviceSlots:
     write_slots: torch.Tensor
     read_slots: torch.Tensor | None
+    uses_triton: bool  # asked once a step: the answer takes longer than a small layer's view
 
 
 @dataclass
@@ -119,7 +124,7 @@ class PackedBatch:
                 tables = self.cache.tables
                 read = np.concatenate([tables[r.seq_id].slots[: r.start + r.num_tokens] for r in self.inputs])
                 read = upload(read, device)
-            self._on_device[device] = _DeviceSlots(upload(self.slots, device), read)
+            self._on_device[device] = _DeviceSlots(upload(self.slots, device), read, uses_triton(device))
         return self._on_device[device]
 
     def attention_inputs(self, device: torch.device) -> AttentionInputs:
@@ -171,6 +176,42 @@ class PackedBatch:
                 masks.append(shared[shape])
             self._masks[key] = masks
         return self._masks[key]
+
+    def padded(
+        self, window: int | None, slot_bytes: int, dtype: torch.dtype, device: torch.device
+    ) -> PaddedRows | None:
+        """The rows with keys padded to one length, where copying them costs less than attending row by row.
+
+        Args:
+            slot_bytes: of a slot's keys and values in one layer.
+        """
+        key = ("padded", window, slot_bytes, dtype, device)
+        if key not in self._masks:
+            self._masks[key] = self._padded(window, dtype, device) if self._is_worth_padding(slot_bytes) else None
+        return self._masks[key]
+
+    def _is_worth_padding(self, slot_bytes: int) -> bool:
+        rows = self.inputs
+        if len(rows) == 1 or any(row.num_tokens > 1 or row.visibility is not None for row in rows):
+            return False
+        return (1 + max(row.start for row in rows)) * slot_bytes <= _PADDED_BYTES
+
+    def _padded(self, window: int | None, dtype: torch.dtype, device: torch.device) -> PaddedRows:
+        lengths = np.array([row.start + 1 for row in self.inputs])
+        size = int(lengths.max())
+        slots = np.empty((len(lengths), size), dtype=np.int64)
+        for own, row, length in zip(slots, self.inputs, lengths, strict=True):
+            table = self.cache.tables[row.seq_id].slots
+            own[:length], own[length:] = table[:length], table[0]
+        keys = np.arange(size)
+        seen = keys < lengths[:, None]
+        if window is not None:
+            seen &= lengths[:, None] - 1 - keys < window
+        mask = None
+        if not seen.all():
+            mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(torch.from_numpy(~seen), float("-inf"))
+            mask = mask[:, None, None].to(device)
+        return PaddedRows(upload(slots.ravel(), device), mask)
 
     def dense_mask(self, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """One additive mask [1, 1, T, S_total] for the gather path: rows see their own keys only."""

@@ -164,6 +164,9 @@ class PackedModel:
     @property
     def device(self) -> torch.device:
         """Where input ids go."""
+        return self._place if self._active else self._find_device()
+
+    def _find_device(self) -> torch.device:
         embeddings = self.model.get_input_embeddings()
         if embeddings.weight.device.type != "meta":
             return embeddings.weight.device
@@ -193,6 +196,7 @@ class PackedModel:
         """While inside, the model's attention reads our pages; restored on exit, also after an error."""
         with self._lock:
             if self._active == 0:
+                self._place = self._find_device()  # looking it up takes longer than a small layer
                 self._entered = self._enter()
             self._active += 1
         try:
@@ -331,7 +335,7 @@ def paged_attention_forward(
     if batch.invariant is not None:
         with batch.invariant.direct():
             return _invariant_attention(packed, layer, batch, window, options)[None], None
-    if uses_triton(query.device):
+    if batch.on(query.device).uses_triton:
         from ..kernels.attention import paged_attention
 
         inputs = batch.attention_inputs(query.device)
@@ -339,7 +343,11 @@ def paged_attention_forward(
         return attend(packed, layer.keys, layer.values, inputs, window=window, **options)[None], None
     group = query.shape[1] // key.shape[1]
     masks = batch.masks(window, group, query.dtype, query.device)
-    out = ops.paged_attention(packed, layer.keys, layer.values, batch.rows(query.device), masks, **options)
+    slot_bytes = (layer.keys.stride(0) + layer.values.stride(0)) * query.element_size()
+    padded = batch.padded(window, slot_bytes, query.dtype, query.device)
+    out = ops.paged_attention(
+        packed, layer.keys, layer.values, batch.rows(query.device), masks, padded=padded, **options
+    )
     return out[None], None
 
 
