@@ -1,4 +1,4 @@
-"""`hf_specdec.inflation` and `recipes/tiny/inflate.py`: a bigger model with the same logits and greedy text, for every size it can change."""
+"""`hf_specdec.inflation`, and its script in `recipes/tiny`: a bigger model with the same logits and greedy text, whatever grows."""
 
 import subprocess
 import sys
