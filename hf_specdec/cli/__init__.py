@@ -17,7 +17,7 @@ DESCRIPTION = "Speculative decoding for Hugging Face transformers: the same outp
 
 EPILOG = """\
 start here:
-  hf-specdec demo                     every method on the bundled models, in about a minute
+  hf-specdec demo                     text and speed at the cost of a real model, in about a minute
   hf-specdec models                   what is bundled, which methods exist, their keys and what they need
   hf-specdec generate tiny --prompt "Tell me a story about a dog." --speculative-config '{"method": "ngram"}'
   hf-specdec bench tiny --speculative-config '{"method": "draft_model", "model": "tiny-draft"}'

@@ -162,6 +162,12 @@ def read_prompts(path: str) -> list[dict[str, str]]:
     return [{"prompt": prompt_of(row), "task": str(row.get("task", ""))} for row in rows]
 
 
+def spread(rows: list[Any], count: int) -> list[Any]:
+    """`count` of the rows, evenly spread, so that every task of a file has its turn."""
+    count = min(count, len(rows))
+    return [rows[i * len(rows) // count] for i in range(count)]
+
+
 def prompt_of(row: dict[str, Any]) -> str:
     """A row's "prompt", or data sets' "question" or "turns" (the first counts)."""
     prompt = row.get("prompt") or row.get("question") or next(iter(row.get("turns") or ()), None)
