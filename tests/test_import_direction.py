@@ -14,7 +14,13 @@ FLOORS = [
     {"decoding"},
     {"serve", "training", "integration", "refusals", "cli"},
 ]
-LEAVES = {"config", "bundled", "jsonl"}  # import nothing of ours, may be imported by all but kernels
+LEAVES = {
+    "config",
+    "bundled",
+    "foreign_messages",
+    "inflation",
+    "jsonl",
+}  # import nothing of ours, may be imported by all but kernels
 FLOOR_OF = {name: i for i, names in enumerate(FLOORS) for name in names}
 FILES = sorted(path for path in PACKAGE.rglob("*.py") if "bundled_models" not in path.parts)
 

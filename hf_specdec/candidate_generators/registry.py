@@ -119,13 +119,25 @@ def _infer_method(model: str, revision: str | None, token: str | None, written: 
 
 
 def _read(text: str) -> Any:
+    text = text.removeprefix("\ufeff")
     source = text
     if not text.lstrip().startswith("{"):
         if not os.path.isfile(text):
-            raise SpeculativeConfigError(f"speculative_config {text!r} is neither JSON text nor an existing file.")
-        with open(text, encoding="utf-8", errors="replace") as f:
+            raise SpeculativeConfigError(
+                f"speculative_config {_shown(text)} is neither JSON text nor an existing file."
+            )
+        with open(text, encoding="utf-8-sig", errors="replace") as f:
             source = f.read()
     try:
         return json.loads(source)
     except json.JSONDecodeError as error:
-        raise SpeculativeConfigError(f"speculative_config is not valid JSON ({error}): {source[:80]!r}") from None
+        raise SpeculativeConfigError(f"speculative_config is not valid JSON ({error}): {_shown(source)}") from None
+    except RecursionError:
+        raise SpeculativeConfigError(
+            f"speculative_config is JSON that is nested too deeply: {_shown(source)}"
+        ) from None
+
+
+def _shown(text: str) -> str:
+    """A quoted text, or the beginning of a long one."""
+    return repr(text if len(text) <= 80 else text[:80] + "…")
