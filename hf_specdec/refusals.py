@@ -20,6 +20,9 @@ _OTHER_SPECULATION = (
 _KNOWN_INPUTS = {
     "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "output_hidden_states", "output_attentions",
 }  # fmt: skip
+_TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids"}
+# Parts of the names of what models read besides text; `mm_encoder_outputs` is what generate() has made of it.
+_OTHER_THAN_TEXT = ("pixel", "image", "video", "audio", "mm_encoder", "input_features", "cross_attention")
 
 
 def check_mode(generation_config: GenerationConfig, mode: Any) -> None:
@@ -85,7 +88,12 @@ def check_inputs(
         input_ids: int64 [B, S].
         model_kwargs: what `generate()` prepared for the model's forward.
     """
-    unknown = sorted(k for k, v in model_kwargs.items() if v is not None and k not in _KNOWN_INPUTS)
+    unknown = sorted(k for k, v in model_kwargs.items() if k not in _KNOWN_INPUTS and not _says_nothing(model, k, v))
+    if any(part in name for name in unknown for part in _OTHER_THAN_TEXT):
+        raise UnsupportedModel(
+            f"speculative_config serves prompts of text only; this one has images, video or audio ({', '.join(unknown)}). Call "
+            "generate() without speculative_config for it."
+        )
     if unknown:
         raise UnsupportedModel(
             f"speculative_config decodes from token ids; these inputs of generate() are not supported with it: {', '.join(unknown)}."
@@ -99,6 +107,19 @@ def check_inputs(
         )
     _check_positions(model, input_ids, mask, model_kwargs.get("position_ids"))
     _check_cache(model_kwargs.get("past_key_values"), input_ids)
+
+
+def _says_nothing(model: PreTrainedModel, name: str, value: Any) -> bool:
+    """Whether an input is as good as absent: generate() makes some, empty, for every text prompt of a model that sees images.
+
+    Token types of zeros say "text" to such a model. Others (GPT-2) add an embedding of them, of zeros too.
+    """
+    if value is None or (isinstance(value, (dict, list, tuple)) and not value):
+        return True
+    if not isinstance(value, torch.Tensor):
+        return False
+    sees_images = model.config.get_text_config(decoder=True) is not model.config
+    return value.numel() == 0 or (name in _TOKEN_TYPES and sees_images and not bool(value.any()))
 
 
 def _check_positions(model: PreTrainedModel, input_ids: torch.Tensor, mask, position_ids) -> None:
