@@ -312,6 +312,8 @@ def _load_cache(decoder: SpeculativeDecoder, sequences, cache: Any, columns: lis
         fits = decoder.cache.blocks_missing(seq.id, whole) <= decoder.cache.pool.num_available
         decoder.cache.reserve(seq.id, whole if fits else count)
         for index, layer in enumerate(cache.layers):
+            if getattr(layer, "keys", None) is None:  # it reads another layer's
+                continue
             keys, values = (s[i][:, cached.to(s.device)].transpose(0, 1) for s in (layer.keys, layer.values))
             decoder.cache.load(seq.id, index, keys, values)
         decoder.cache.tables[seq.id].length = count
