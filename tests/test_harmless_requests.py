@@ -55,7 +55,7 @@ def test_a_model_that_asks_for_another_cache(model, kind):
     model = copy.deepcopy(model)
     model.generation_config.cache_implementation = kind
     with pytest.raises(
-        ValueError, match="The model's generation_config has cache_implementation.*or set model.generation_config"
+        ValueError, match=r"The model's generation_config has cache_implementation.*or set model.generation_config"
     ):
         model.generate(**ragged([6]), max_new_tokens=4, speculative_config=NGRAM)
 
@@ -164,7 +164,7 @@ def test_what_new_ids_alone_cannot_do(model, tmp_path):
         model.generate(**both, max_new_tokens=30, speculative_config=few)
     wrong = following(model, [20], new_ids)
     wrong["attention_mask"] = wrong["attention_mask"][:, 3:]
-    with pytest.raises(ValueError, match="attention_mask covers 22 tokens and input_ids has 5.*which is 20 tokens"):
+    with pytest.raises(ValueError, match=r"attention_mask covers 22 tokens and input_ids has 5.*which is 20 tokens"):
         model.generate(**wrong, max_new_tokens=4, speculative_config=NGRAM)
     wrong = following(model, [20], new_ids)
     del wrong["attention_mask"]
