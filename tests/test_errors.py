@@ -98,7 +98,8 @@ BAD_CALLS = {
     "MTP of transformers": (lambda m: {"use_mtp": True}, "use_mtp"),
     "guidance": (lambda m: {"guidance_scale": 1.5}, "guidance_scale=1.5 (an argument of generate() or a field"),
     "SynthID": (
-        lambda m: {"do_sample": True, "watermarking_config": SynthIDTextWatermarkingConfig(keys=[1, 2], ngram_len=2)}, "watermarking_config",
+        lambda m: {"do_sample": True, "watermarking_config": SynthIDTextWatermarkingConfig(keys=[1, 2], ngram_len=2)},
+        "watermarking_config (an argument",
     ),
     "static cache": (lambda m: {"cache_implementation": "static"}, "cache_implementation='static'"),
     "offloaded cache": (lambda m: {"cache_implementation": "offloaded"}, "cache_implementation='offloaded'"),
