@@ -140,6 +140,10 @@ LAYOUTS = {
         BASE, {**CONFIG, "layer_types": ["sliding_attention"] * 3, "sliding_window": 5}, plain={"window": 5},
     ),
     "speculators": Layout({**BASE, **EMBEDDINGS}, speculators_config(), prefix="layers.0.", flags={"norm_before_residual": True}),
+    "speculators, sliding window": Layout(
+        {**BASE, **EMBEDDINGS}, speculators_config(layers={"layer_types": ["sliding_attention"], "sliding_window": 3}),
+        prefix="layers.0.", plain={"window": 3}, flags={"norm_before_residual": True, "window_stays": True},
+    ),
     "speculators, flags": Layout(
         {**BASE, **QWEN3, "input_norm.weight": (3 * HIDDEN,)},
         speculators_config(
@@ -165,6 +169,7 @@ class PlainEagle3(PlainDrafter):
         self.states = layout.states
         self.norm_before_residual = layout.flags.get("norm_before_residual", False)
         self.norm_output = layout.flags.get("norm_output", False)
+        self.window_stays = layout.flags.get("window_stays", False)
         self.scale, self.mask_token = layout.flags.get("logit_scale", 1.0), layout.flags.get("mask_token")
         self.layers = PlainLayers(tensors, **layout.plain)
         w = self.w = self.layers.w

@@ -30,6 +30,7 @@ METHOD_NAMES = {
     "naive": "none",  # FastDeploy
 }
 _NGRAM_MODELS = ("ngram", "[ngram]")
+_WITHOUT_MODEL = ("ngram", "suffix", "none", "extract_hidden_states")  # for these vLLM fills "model" in
 
 _BATCHES = "batches are never padded"
 _SHARDS = "every device has a whole drafter"
@@ -216,7 +217,7 @@ def _leave_out(values: dict[str, Any], own: dict[str, str], methods: dict[str, t
                 raise SpeculativeConfigError(f"speculative_config[{key!r}] must be true or false, not {value!r}.")
             if value is not None and value is not False:
                 _say(key, f"means nothing here: {IGNORED_KEYS[key]}.")
-        elif key == "model":  # vLLM fills it in for methods that have none
+        elif key == "model" and method in _WITHOUT_MODEL:
             if values.pop(key) not in (*_NGRAM_MODELS, None):
                 _say(key, f"means nothing to method {method!r}, which has no drafter to load.")
         elif method == "mtp" and key in suffix_keys:  # FastDeploy's page on suffix decoding says "mtp"

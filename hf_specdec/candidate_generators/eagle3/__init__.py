@@ -62,11 +62,14 @@ class Eagle3Generator(FeatureGenerator):
         self.default_length = proposed_length(checkpoint)
         super().__init__(self.settled(config), target, context)
         self.loaded = load_once(config, target, lambda: load_eagle3(checkpoint, target, config.prepack_weights))
-        self.head, self.vocabulary = self.captured(self.loaded.head), self.loaded.vocabulary
+        self.window_stays = self.loaded.options.window_stays
+        # Graphs know one position of a token, for its rotation and its window.
+        self.head = self.loaded.head if self.window_stays else self.captured(self.loaded.head)
+        self.vocabulary = self.loaded.vocabulary
         self.taps = self.loaded.options.taps
         self.mask_token = self.loaded.options.mask_token
         is_parallel = self.mask_token is not None
-        if is_parallel:
+        if is_parallel or self.window_stays:
             self.rounds = None  # one forward has drafted all depths before any is chosen
         if config.parallel_drafting not in (None, is_parallel):
             drafts = "all depths at once" if is_parallel else "step by step"

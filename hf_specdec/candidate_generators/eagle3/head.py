@@ -38,6 +38,7 @@ from ..heads.target_parts import (
 
 logger = logging.getLogger(__name__)
 
+_LAYERS = "transformer_layer_config"
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 
@@ -70,6 +71,8 @@ class Eagle3Options:
         norm_output: the normed output is fed back, not the one before the norm.
         logit_scale: factor of the logits.
         mask_token: P-EAGLE's stand-in for tokens not drafted yet; None: the head drafts step by step.
+        window_stays: while drafting, sliding windows stay where they are at the text's end: speculators' EAGLE-3 heads
+            are trained so (what is drafted is seen besides). Elsewhere they move on with the drafts.
     """
 
     taps: Taps
@@ -77,6 +80,7 @@ class Eagle3Options:
     norm_output: bool
     logit_scale: float
     mask_token: int | None
+    window_stays: bool
 
 
 def read_options(checkpoint: Checkpoint, plan: Plan, target: PackedModel) -> Eagle3Options:
@@ -107,6 +111,7 @@ def read_options(checkpoint: Checkpoint, plan: Plan, target: PackedModel) -> Eag
         norm_output=bool(_option(checkpoint, "norm_output", False)),
         logit_scale=float(config.get("logit_scale") or 1.0),
         mask_token=_mask_token(checkpoint) if "mask_hidden" in plan else None,
+        window_stays=kind == "eagle3" and "sliding_attention" in (section(checkpoint, _LAYERS).get("layer_types") or ()),
     )
 
 
