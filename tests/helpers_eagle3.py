@@ -108,9 +108,20 @@ LAYOUTS = {
     ),
     "qkv bias": Layout({**BASE, **layer_shapes("layers.0.", 2 * HIDDEN, qkv_bias=True)}, {**CONFIG, "attention_bias": True}),
     "qwen3": Layout({**BASE, **QWEN3}, {**CONFIG, "model_type": "qwen3", "rope_theta": 1e6}, plain={"theta": 1e6}),
-    "fc_norm, norm_output": Layout(
+    "SpecForge, norm_output": Layout(
         {**BASE, **{f"fc_norm.{i}.weight": NORM for i in range(3)}}, {**CONFIG, "fc_norm": True, "norm_output": True},
-        flags={"norm_output": True},
+    ),
+    "another's norm_output": Layout(
+        BASE, {**CONFIG, "architectures": ["LlamaForCausalLM"], "norm_output": True}, flags={"norm_output": True},
+    ),
+    "recycle_normed": Layout(BASE, {**CONFIG, "norm_output": True, "recycle_normed": True}, flags={"norm_output": True}),
+    "mrope": Layout(
+        BASE, {**CONFIG, "rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, plain={"theta": 1e6},
+    ),
+    "mrope, new": Layout(
+        BASE,
+        {**CONFIG, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2], "mrope_interleaved": True}},
+        plain={"theta": 1e6},
     ),
     "norm_before_fc": Layout(
         {**BASE, "input_norm.weight": (3 * HIDDEN,)},

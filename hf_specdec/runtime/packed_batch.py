@@ -237,7 +237,9 @@ def describe(rows: list[RowInput], cache: PagedStaticCache) -> list[RowDescripti
     for row in rows:
         length = row.start + row.num_tokens
         blocks = cache.tables[row.seq_id].blocks[: -(-length // cache.block_size)]
-        positions = row.positions if row.window_positions is None else row.window_positions  # windows alone ask for them
+        positions = (
+            row.positions if row.window_positions is None else row.window_positions
+        )  # windows alone ask for them
         described.append(
             RowDescription(blocks, row.num_tokens, length, row.visibility, positions, row.region_positions)
         )
