@@ -14,6 +14,7 @@ from ..bundled import resolve_model
 from ..config import SpeculativeConfig, SpeculativeConfigError, nearest_hint
 from .heads.checkpoints import infer_format, open_checkpoint
 from .heads.quantization import quantize_head
+from .pasted import IGNORED_KEYS, METHOD_NAMES, renamed_method, translated
 
 if TYPE_CHECKING:
     from ..runtime import PackedModel
@@ -71,6 +72,8 @@ def make_generator(
 def parse_config(value: Any) -> SpeculativeConfig:
     """Turn what a user passes as `speculative_config` into a checked configuration.
 
+    Names and keys of vLLM, vLLM-Ascend and FastDeploy are understood (see pasted.py).
+
     Args:
         value: a `SpeculativeConfig`, a dict, JSON text, or the path of a JSON file. `{}` is an error: it names nothing.
 
@@ -86,6 +89,7 @@ def parse_config(value: Any) -> SpeculativeConfig:
             f"speculative_config must be a dict, JSON text, a path to a JSON file or a SpeculativeConfig, not {type(value).__name__}."
         )
     methods = available_methods()
+    value = renamed_method(value)
     method = value.get("method") or None
     if method is None and isinstance(value.get("model"), (str, os.PathLike)):
         method = infer_method(os.fspath(value["model"]), value.get("revision"), value.get("token"))
@@ -93,9 +97,10 @@ def parse_config(value: Any) -> SpeculativeConfig:
         raise SpeculativeConfigError(f"speculative_config needs a 'method': one of {', '.join(methods)}.")
     if not isinstance(method, str) or method not in methods:
         raise SpeculativeConfigError(
-            f"Unknown speculative method {method!r}{nearest_hint(method, methods)}. Available: {', '.join(methods)}."
+            f"Unknown speculative method {method!r}{nearest_hint(method, [*methods, *METHOD_NAMES])}. Available: "
+            f"{', '.join(methods)}."
         )
-    return methods[method].from_dict({**value, "method": method})
+    return methods[method].from_dict(translated({**value, "method": method}, methods), IGNORED_KEYS)
 
 
 def infer_method(model: str, revision: str | None = None, token: str | None = None) -> str:

@@ -40,7 +40,7 @@ class SpeculativeDecoder:
     def __init__(self, target: PackedModel, generator: CandidateGenerator, config: SpeculativeConfig):
         self.target, self.generator, self.config = target, generator, generator.settled(config)
         target.taps = target.taps | generator.taps
-        self._max_positions = target.max_positions
+        self._max_drafted = min((each for each in (target.max_positions, config.max_model_len) if each), default=None)
         self._drafts = generator.max_draft_nodes > 0
         self._observes = type(generator).observe is not CandidateGenerator.observe
         self.policy = make_policy(config) if self._drafts else DraftLengthPolicy()
@@ -297,8 +297,8 @@ class SpeculativeDecoder:
             return 0
         limit = self.config.num_speculative_tokens if seq.num_speculative_tokens is None else seq.num_speculative_tokens
         limit = min(limit or 0, seq.max_length - len(seq.tokens) - 1)
-        if self._max_positions is not None:
-            limit = min(limit, self._max_positions - len(seq.tokens))
+        if self._max_drafted is not None:
+            limit = min(limit, self._max_drafted - len(seq.tokens))
         return max(limit, 0)
 
     def _lookahead(self, seq: Sequence, num_nodes: int) -> int:

@@ -30,6 +30,7 @@ class RowInput:
         positions: numpy [t]; None: `start`, `start + 1`, ..
         visibility: bool numpy [t, m] over the last m of the row's slots, the t new ones last; None: causal. Trees need it.
         region_positions: numpy [m], positions of those m slots; needed with `visibility` for sliding windows.
+        window_positions: numpy [t], where sliding windows take the new tokens to stand; None: at `positions`.
         logits: how many of the last tokens need logits.
         behind: ids [n] behind `tokens` that are on the device.
     """
@@ -40,6 +41,7 @@ class RowInput:
     positions: np.ndarray | None = None
     visibility: np.ndarray | None = None
     region_positions: np.ndarray | None = None
+    window_positions: np.ndarray | None = None
     logits: int = 1
     behind: torch.Tensor | None = None
 
@@ -276,8 +278,11 @@ def describe(rows: list[RowInput], cache: PagedStaticCache) -> list[RowDescripti
     for row in rows:
         length = row.start + row.num_tokens
         blocks = cache.tables[row.seq_id].blocks[: -(-length // cache.block_size)]
+        positions = (
+            row.positions if row.window_positions is None else row.window_positions
+        )  # windows alone ask for them
         described.append(
-            RowDescription(blocks, row.num_tokens, length, row.visibility, row.positions, row.region_positions)
+            RowDescription(blocks, row.num_tokens, length, row.visibility, positions, row.region_positions)
         )
     return described
 
@@ -327,8 +332,9 @@ def visible(row: RowInput, window: int | None) -> np.ndarray | None:
     length = row.start + count
     keys = np.arange(length)
     queries = np.arange(row.start, length) if row.positions is None else row.positions
+    queries = queries if row.window_positions is None else row.window_positions
     if row.visibility is None:
-        if count == 1 and (window is None or length <= window):
+        if count == 1 and (window is None or int(queries[0]) < window):
             return None
         allowed = keys[None, :] <= np.arange(row.start, length)[:, None]
     else:

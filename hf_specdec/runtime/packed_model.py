@@ -59,7 +59,7 @@ class PackedOutput:
         logits: float32 [R, V], for the batch's `logit_index`.
         last_hidden: [T, H] or None.
         layers: {index: [T, H]} for the layers tapped.
-        hidden_states: all of transformers' hidden states [T, H] each, if asked for.
+        hidden_states: all of transformers' hidden states [T, H] each, if asked for ([T, A, H] where a layer has A: Gemma 3n).
         input_ids: int64 [T], every token fed.
         all_logits: [T, V] of every token fed, in the model's dtype, if `taps.logits`.
     """
@@ -235,6 +235,7 @@ class PackedModel:
                 stack.enter_context(self._linears.active())
             if self._compiled is not None:
                 stack.enter_context(self._compiled.active())
+            stack.enter_context(architectures.without_checkpointing(self.model))
             return stack.pop_all()
 
     def forward(self, rows: list[RowInput], cache: PagedStaticCache, all_hidden_states: bool = False) -> PackedOutput:
@@ -294,7 +295,7 @@ class PackedModel:
             logits=logits.to(torch.float32),
             last_hidden=tapped.get("last_hidden"),
             layers={index: tapped[index] for index in self.taps.layers},
-            hidden_states=tuple(h[0] for h in output.hidden_states) if all_hidden_states else None,
+            hidden_states=tuple(map(_of_one_line, output.hidden_states)) if all_hidden_states else None,
             input_ids=batch.input_ids[0],
             all_logits=every if self.taps.logits else None,
         )
@@ -308,6 +309,11 @@ class PackedModel:
         else:
             masks = dict.fromkeys(self._windows, self._unread_mask)
         return masks if self._wants_masks_by_kind else next(iter(masks.values()))
+
+
+def _of_one_line(states: torch.Tensor) -> torch.Tensor:
+    """[T, H] from hidden states [1, T, H], or [T, A, H] from [A, 1, T, H]."""
+    return states[0] if states.dim() == 3 else states[:, 0].transpose(0, 1)
 
 
 def paged_attention_forward(

@@ -117,6 +117,7 @@ class CachedGenerator(GrowingGenerator):
 
     cache: PagedStaticCache
     has_graphs = False
+    window_stays = False  # while drafting, sliding windows stay where they are at the text's end
 
     def run_as_graphs(self, has_graphs: bool) -> None:
         """Say whether its forwards are CUDA graphs. If not, rounds are none either."""
@@ -199,5 +200,7 @@ class CachedGenerator(GrowingGenerator):
             if ancestors is not None:
                 row.visibility = ancestors[i]
                 row.region_positions = position + level.depths
+            if self.window_stays:
+                row.window_positions = np.full(count, position)
             inputs.append(row)
         return inputs
