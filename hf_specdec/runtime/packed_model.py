@@ -181,12 +181,19 @@ class PackedModel:
         """Positions the model was built for, or None if it says nothing."""
         return getattr(self.config, "max_position_embeddings", None)
 
-    def new_cache(self, num_blocks: int, block_size: int, share_prefixes: bool = True) -> PagedStaticCache:
-        """A paged cache with one layer of pools per layer of the model (memory comes with the first write)."""
+    def new_cache(
+        self, num_blocks: int, block_size: int, share_prefixes: bool = True, grows: bool = False
+    ) -> PagedStaticCache:
+        """A paged cache with one layer of pools per layer of the model.
+
+        Args:
+            grows: memory comes as it is needed, up to `num_blocks`; otherwise all of it with the first write.
+        """
         if self.graphs is not None:
             self.graphs.captures.clear()
         num_layers = self.num_layers or self.config.num_hidden_layers
-        return PagedStaticCache(num_layers, num_blocks, block_size, share_prefixes)
+        weights = self.model.parameters() if grows else ()
+        return PagedStaticCache(num_layers, num_blocks, block_size, share_prefixes, weights)
 
     @contextlib.contextmanager
     def active(self):
