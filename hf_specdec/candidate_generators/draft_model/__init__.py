@@ -101,6 +101,7 @@ class DraftModelGenerator(CachedGenerator):
             quantization=config.quantization,
             owned=config.model is not None,
             compile=config.compile,
+            borrowed=model is context.assistant_model,
         )
         self.run_as_graphs(self.drafter.graphs is not None)
         self.bridge = self.vocabulary = make_bridge(config, target, self.drafter, context)

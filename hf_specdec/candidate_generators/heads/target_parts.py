@@ -19,7 +19,7 @@ from ..drafting.tree_shapes import TreeDraftingConfig
 from .checkpoints import Checkpoint, open_checkpoint
 
 Loaded = TypeVar("Loaded")
-_loaded: weakref.WeakValueDictionary[tuple, Any] = weakref.WeakValueDictionary()
+_loaded = weakref.WeakKeyDictionary[nn.Module, "weakref.WeakValueDictionary[tuple, Any]"]()
 _PADDING = 512  # embeddings and heads of one vocabulary are padded to multiples of up to this
 
 
@@ -54,7 +54,6 @@ class HeadConfig(TreeDraftingConfig):
 def load_once(config: HeadConfig, target: PackedModel, load: Callable[[], Loaded]) -> Loaded:
     """What `load` returns, made once per target and checkpoint: configurations that differ in the number of drafts share it."""
     key = (
-        id(target.model),
         config.method,
         config.model,
         config.revision,
@@ -62,9 +61,10 @@ def load_once(config: HeadConfig, target: PackedModel, load: Callable[[], Loaded
         target.model.dtype,
         target.device,
     )
-    found = _loaded.get(key)
+    loaded = _loaded.setdefault(target.model, weakref.WeakValueDictionary())
+    found = loaded.get(key)
     if found is None:
-        found = _loaded[key] = load()
+        found = loaded[key] = load()
     return found
 
 
