@@ -28,7 +28,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import hf_specdec
-from hf_specdec.cache.paged_cache import PagedLayer
+from hf_specdec.cache.paged_layer import PagedLayer
 from hf_specdec.candidate_generators import make_generator, parse_config
 from hf_specdec.candidate_generators.base import DrafterContext
 from hf_specdec.decoding import SpeculativeDecoder, decoder
@@ -128,7 +128,7 @@ class Steps:
         self.decoder = SpeculativeDecoder(packed_target, generator, config)
         most = CONTEXT + 4 * num_steps
         self.rows = [Sequence([5 + i % PERIOD for i in range(CONTEXT)], most) for _ in range(batch)]
-        self.decoder.reserve_ahead = True
+        self.decoder.rows_have_places = True
         self.decoder.allocate(batch * (most + generator.max_draft_nodes), batch)
         for seq in self.rows:
             self.decoder.add(seq)

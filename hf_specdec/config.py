@@ -101,7 +101,10 @@ class SpeculativeConfig:
     )
     block_size: int = field(default=16, metadata={"help": "tokens per KV block"})
     num_blocks: int | None = field(
-        default=None, metadata={"help": "KV blocks in the pool; by default as many as the batch can need"}
+        default=None,
+        metadata={
+            "help": "most KV blocks in the pool; rows wait where they are too few. By default as many as the batch needs"
+        },
     )
     prefill_chunk_size: int = field(
         default=2048, metadata={"help": "most prompt tokens put through one forward (bounds activation memory)"}

@@ -7,6 +7,8 @@ import functools
 import json
 import threading
 import weakref
+from collections.abc import Callable
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -17,7 +19,7 @@ from transformers.generation.continuous_batching import ContinuousMixin
 from transformers.generation.logits_process import LogitsProcessorList
 
 from .candidate_generators import CandidateGenerator, make_generator, parse_config
-from .candidate_generators.base import DrafterContext
+from .candidate_generators.base import DrafterContext, held_weakly
 from .config import PER_CALL_KEYS, SpeculativeConfig
 from .decoding import SpeculativeDecoder, decode
 from .refusals import check_inputs, check_mode, check_model
@@ -188,16 +190,62 @@ def _specdec_decoding(
 # ---- what is kept between calls -------------------------------------------------------------------------------------
 
 
+MOST_DECODERS = 16  # kept per model
+
+
+@dataclass(eq=False)
+class _Entry:
+    """A decoder that is kept: for which configuration, and what it used of what its call gave, weakly (None: nothing)."""
+
+    config: str
+    given: dict[str, Callable[[], Any] | None]
+    decoder: SpeculativeDecoder
+
+    def serves(self, context: DrafterContext) -> bool:
+        """Whether a call gives the very same objects. One that is gone is nobody's, whatever stands in its place."""
+        for name, reference in self.given.items():
+            thing = context.given[name]
+            if (reference is None) != (thing is None) or (reference is not None and reference() is not thing):
+                return False
+        return True
+
+
 class _Kept:
     """A model's decoders, which outlive the call that made them: a suffix tree remembers, a draft model stays loaded.
 
-    They hang on the model, and go with it; its copies and pickles do not take them along.
+    They hang on the model, and go with it; its copies and pickles do not take them along. What the caller gave besides (an
+    assistant model, tokenizers) they hold weakly, and go with that too. Of more than MOST_DECODERS the one that was used
+    longest ago goes.
     """
 
     def __init__(self) -> None:
-        self.decoders: dict[str, SpeculativeDecoder] = {}
-        self.contexts: list[DrafterContext] = []  # what the keys of `decoders` name by id
+        self.entries: list[_Entry] = []  # the newest last
         self.lock = threading.RLock()
+
+    def find(self, config: str, context: DrafterContext) -> SpeculativeDecoder | None:
+        """The decoder of a configuration and what the call gave."""
+        for entry in list(self.entries):
+            if entry.config == config and entry.serves(context):
+                self.entries.remove(entry)
+                self.entries.append(entry)
+                return entry.decoder
+        return None
+
+    def keep(self, config: str, context: DrafterContext, decoder: SpeculativeDecoder) -> None:
+        """Keep a new decoder as long as everything that it was made from is there."""
+        entry = _Entry(config, {}, decoder)
+        kept, made = weakref.ref(self), weakref.ref(entry)
+
+        def gone(reference: Any) -> None:
+            owner, dead = kept(), made()
+            if owner is not None and dead in owner.entries:
+                owner.entries.remove(dead)
+
+        for name in context.used:
+            thing = context.given[name]
+            entry.given[name] = None if thing is None else held_weakly(thing, gone)
+        self.entries.append(entry)
+        del self.entries[:-MOST_DECODERS]
 
     def __deepcopy__(self, memo) -> _Kept:
         return _Kept()
@@ -216,8 +264,8 @@ def _kept(model: PreTrainedModel) -> _Kept:
 
 
 def kept_decoders(model: PreTrainedModel) -> list[SpeculativeDecoder]:
-    """The decoders kept for a model, oldest first."""
-    return list(_kept(model).decoders.values())
+    """The decoders kept for a model, the one used longest ago first."""
+    return [entry.decoder for entry in _kept(model).entries]
 
 
 def release(model: PreTrainedModel | None = None) -> None:
@@ -231,22 +279,22 @@ def release(model: PreTrainedModel | None = None) -> None:
 def get_decoder(
     model: PreTrainedModel, config: SpeculativeConfig, context: DrafterContext | None = None
 ) -> SpeculativeDecoder:
-    """The decoder of a model and configuration, made at the first call and kept as long as the model lives.
+    """The decoder of a model, a configuration and what it uses of the context, made at the first call and kept as long as
+    these live (see `_Kept`).
 
     Sampling seed and verification are per call, so they do not make a new one. While it is running (a callback of a call
     calls `generate()` again) the answer is another one, which is not kept.
     """
     context = context or DrafterContext()
     per_decoder = {k: v for k, v in config.to_dict().items() if k not in PER_CALL_KEYS}
-    key = json.dumps([per_decoder, *map(id, vars(context).values())], sort_keys=True)
+    key = json.dumps(per_decoder, sort_keys=True)
     kept = _kept(model)
-    decoder = kept.decoders.get(key)
+    found = decoder = kept.find(key, context)
     if decoder is None or decoder.statistics:
         generator = _make_generator(model, config, context)
         decoder = SpeculativeDecoder(generator.target, generator, config)
-        if key not in kept.decoders:
-            kept.decoders[key] = decoder
-            kept.contexts.append(context)
+        if found is None:
+            kept.keep(key, context, decoder)
     decoder.config = decoder.generator.config = decoder.generator.settled(config)
     return decoder
 

@@ -210,7 +210,7 @@ def graphs_in_python(monkeypatch):
 @pytest.fixture
 def defined_attention(monkeypatch):
     """Attention and writing keys by their definitions, from what the Triton kernels would read."""
-    from hf_specdec.cache.paged_cache import PagedLayer
+    from hf_specdec.cache.paged_layer import PagedLayer
 
     monkeypatch.setattr(packed_model, "uses_triton", lambda device: True)
     monkeypatch.setattr(attention, "paged_attention", attention_by_definition)

@@ -45,6 +45,15 @@ class PoolMachine(RuleBasedStateMachine):
             self.refs[block] = 1
         return blocks
 
+    @precondition(lambda self: len(self.refs) < 12)
+    @rule(more=st.integers(0, 4))
+    def grow(self, more):
+        size = min(len(self.refs) + more, 12)
+        self.pool.grow(size)
+        self.refs |= dict.fromkeys(range(len(self.refs), size), 0)
+        with pytest.raises(ValueError, match="cannot grow"):
+            self.pool.grow(size - 1)
+
     @staticmethod
     def expected_choice(count, after, free):
         runs = [
@@ -125,6 +134,9 @@ class PoolMachine(RuleBasedStateMachine):
             return
         self.pool.check()
         assert self.pool.ref_counts == [self.refs[b] for b in range(len(self.refs))]
+        runs = [block for first, end in self.pool.taken_runs() for block in range(first, end)]
+        assert runs == [block for block in self.refs if block not in self.free]
+        assert len(runs) <= self.pool.most_used <= len(self.refs)
         assert self.pool.num_used == sum(n > 0 for n in self.refs.values())
         assert self.pool.num_available == len(self.free) + len(self.cached)
         assert list(self.pool._cached) == self.cached

@@ -288,7 +288,13 @@ def test_other_pools_and_weights_are_captured_anew(tiny_model, prompts, graphs_i
     assert another_round() == 1
     decoder.allocate(300, 1)  # what there is serves
     assert another_round() == 1
-    decoder.allocate(3000, 1)
+    decoder.allocate(3000, 1)  # what may be needed one day takes no other pools
+    assert another_round() == 1
+    before = generator.cache.identity
+    generator.cache.add(-1)
+    generator.cache.reserve(-1, generator.cache.num_slots + 1)
+    generator.cache.remove(-1)
+    assert set(before).isdisjoint(generator.cache.identity)
     assert another_round() == 2 and len(captures) == 1
     parameter = next(generator.head.module.parameters())
     parameter.data = parameter.data.clone()

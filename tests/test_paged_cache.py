@@ -5,17 +5,17 @@ import random
 from types import SimpleNamespace
 
 import hypothesis.strategies as st
-import numpy as np
 import pytest
 import torch
 from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from hf_specdec.cache import OutOfBlocks, PagedStaticCache
+from hf_specdec.cache import OutOfBlocks, PagedStaticCache, memory, paged_cache
 from hf_specdec.kernels import reference as ops
 
 CPU = torch.device("cpu")
 LAYERS, HEADS, WIDTH, VALUE_WIDTH = 2, 2, 3, 5
+BYTES_PER_SLOT = LAYERS * HEADS * (WIDTH + VALUE_WIDTH) * 4
 
 
 def kv(prefix, layer):
@@ -69,9 +69,21 @@ class CacheMachine(RuleBasedStateMachine):
     `sequences`: id → [tokens, length]: `length` of the tokens have KV.
     """
 
-    @initialize(block_size=st.integers(1, 4), num_blocks=st.integers(2, 14), share=st.booleans())
-    def start(self, block_size, num_blocks, share):
-        self.cache = PagedStaticCache(LAYERS, num_blocks, block_size, share_prefixes=share)
+    @initialize(
+        block_size=st.integers(1, 4),
+        num_blocks=st.integers(2, 14),
+        share=st.booleans(),
+        growth=st.sampled_from(["none", "address space", "extents"]),
+        at_once=st.integers(1, 5),
+    )
+    def start(self, block_size, num_blocks, share, growth, at_once):
+        """`at_once`: blocks of the address space at first, or slots of an extent."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(memory, "comes_when_written", lambda tensors: growth != "extents")
+            patch.setattr(paged_cache, "MOST_AT_ONCE", at_once)
+            weights = () if growth == "none" else [torch.zeros(1)]
+            self.cache = PagedStaticCache(LAYERS, num_blocks, block_size, share_prefixes=share, weights=weights)
+        self.least_extent = at_once * BYTES_PER_SLOT
         self.sequences: dict[int, list] = {}
         self.next_id = 0
         self.pools = None
@@ -82,19 +94,26 @@ class CacheMachine(RuleBasedStateMachine):
         before = (list(table.blocks), table.slots.tolist(), list(pool.ref_counts), pool.num_available)
         missing = self.cache.blocks_missing(seq_id, slots)
         assert missing == max(0, -(-slots // self.cache.block_size) - len(table.blocks))
-        if missing > pool.num_available:
+        if missing > pool.num_available + self.cache.most_blocks - pool.num_blocks:
             with pytest.raises(OutOfBlocks):
                 self.cache.reserve(seq_id, slots)
             assert before == (list(table.blocks), table.slots.tolist(), list(pool.ref_counts), pool.num_available)
             return False
-        self.cache.reserve(seq_id, slots)
+        grows = missing > pool.num_available
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(paged_cache, "LEAST_EXTENT", self.least_extent)
+            self.cache.reserve(seq_id, slots)
+        if grows:
+            self.pools = None
         assert len(table.slots) >= slots
         return True
 
-    @rule(prompt=st.lists(st.integers(0, 1), min_size=1, max_size=12), gather=st.booleans())
-    def add(self, prompt, gather):
+    @rule(
+        prompt=st.lists(st.integers(0, 1), min_size=1, max_size=12), gather=st.booleans(), may_become=st.integers(0, 16)
+    )
+    def add(self, prompt, gather, may_become):
         seq_id, self.next_id = self.next_id, self.next_id + 1
-        self.cache.add(seq_id)
+        self.cache.add(seq_id, may_become)
         with pytest.raises(ValueError, match="already"):
             self.cache.add(seq_id)
         matched = self.cache.match_prefix(seq_id, prompt)
@@ -162,6 +181,16 @@ class CacheMachine(RuleBasedStateMachine):
 
     @precondition(lambda self: self.sequences)
     @rule(data=st.data())
+    def evict(self, data):
+        """Its tokens are to be read again."""
+        seq_id = data.draw(st.sampled_from(sorted(self.sequences)))
+        place = self.cache.tables[seq_id].place
+        self.cache.evict(seq_id)
+        assert self.cache.tables[seq_id].place == place
+        self.sequences[seq_id] = [[], 0]
+
+    @precondition(lambda self: self.sequences)
+    @rule(data=st.data())
     def remove(self, data):
         self.remove_id(data.draw(st.sampled_from(sorted(self.sequences))))
 
@@ -202,7 +231,8 @@ class CacheMachine(RuleBasedStateMachine):
             pools = [pool.data_ptr() for layer in cache.layers for pool in (layer.keys, layer.values)]
             assert pools == (self.pools or pools), "the memory moved"
             self.pools = pools
-            assert cache.num_bytes == LAYERS * cache.num_slots * HEADS * (WIDTH + VALUE_WIDTH) * 4
+            blocks = cache.pool.most_used if cache.is_lazy else cache.pool.num_blocks
+            assert cache.num_bytes == blocks * cache.block_size * BYTES_PER_SLOT
 
     def teardown(self):
         if hasattr(self, "cache"):
@@ -332,7 +362,6 @@ def test_size_is_logged(caplog):
         write(cache, 0, 0, [[1]])
         write(cache, 0, 0, [[1]])
     assert [r.getMessage() for r in caplog.records] == [
-        "KV cache: 8 blocks of 16 tokens, 0.0 MiB on cpu (torch.float32)."
+        "KV cache: up to 8 blocks of 16 tokens, 2.0 KiB each, on cpu (torch.float32); 8 of them there."
     ]
-    assert cache.num_bytes == sum(pool.nbytes for layer in cache.layers for pool in (layer.keys, layer.values))
-    assert np.isclose(cache.num_bytes, LAYERS * 8 * 16 * HEADS * (WIDTH + VALUE_WIDTH) * 4)
+    assert cache.num_bytes == 16 * BYTES_PER_SLOT  # of the one block that is used

@@ -27,6 +27,7 @@ class BlockPool:
         self.ref_counts = [0] * num_blocks
         self._state = bytearray(num_blocks)  # _FREE or _TAKEN (used or cached): bytearray.find scans runs at C speed
         self._num_free = num_blocks
+        self.most_used = 0  # blocks that were used or cached at a time
         self._hash_of: dict[int, Hashable] = {}
         self._block_of: dict[Hashable, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # unused blocks with a known content, oldest first
@@ -40,6 +41,26 @@ class BlockPool:
     def num_used(self) -> int:
         """Blocks somebody holds a reference to."""
         return self.num_blocks - self.num_available
+
+    def grow(self, num_blocks: int) -> None:
+        """Have `num_blocks` blocks; the new ones are free."""
+        more = num_blocks - self.num_blocks
+        if more < 0:
+            raise ValueError(f"A pool of {self.num_blocks} blocks cannot grow to {num_blocks}.")
+        self.ref_counts += [0] * more
+        self._state += bytes(more)
+        self._num_free += more
+        self.num_blocks = num_blocks
+
+    def taken_runs(self) -> list[tuple[int, int]]:
+        """Blocks whose content counts, used or cached, as runs (first, end)."""
+        runs, first = [], self._state.find(_TAKEN)
+        while first >= 0:
+            end = self._state.find(_FREE, first)
+            end = self.num_blocks if end < 0 else end
+            runs.append((first, end))
+            first = self._state.find(_TAKEN, end)
+        return runs
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
         """Take `count` blocks, one reference each: contiguous if a run exists, first choice right behind block `after`.
@@ -56,6 +77,7 @@ class BlockPool:
             self._state[block] = _TAKEN
             self.ref_counts[block] = 1
         self._num_free -= count
+        self.most_used = max(self.most_used, self.num_blocks - self._num_free)
         return blocks
 
     def _find(self, count: int, after: int | None) -> list[int]:

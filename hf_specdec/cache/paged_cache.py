@@ -1,29 +1,40 @@
-"""PagedStaticCache: a transformers `Cache` whose memory is one pool of blocks per layer, allocated once."""
+"""PagedStaticCache: a transformers `Cache` whose memory is one pool of blocks per layer, which grows as it is needed."""
 
 from __future__ import annotations
 
 import hashlib
 import logging
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
-from transformers.cache_utils import Cache, CacheLayerMixin
+from transformers.cache_utils import Cache
 
 from ..kernels import reference as ops
 from ..kernels.dispatch import uses_triton
-from ..kernels.layer_reference import rotate
 from ..kernels.transfer import upload
+from . import memory
 from .block_pool import BlockPool
+from .paged_layer import PagedLayer
 
 logger = logging.getLogger(__name__)
+
+# What a pool has beyond what is used, at most, as a share of the model's weights and the pool: see `PagedStaticCache`.
+EXTENT = 0.04
+LEAST_EXTENT = 2**24  # bytes
+MOST_AT_ONCE = 2**18  # blocks: address space is free, a pool's books are not
 
 
 @dataclass
 class BlockTable:
-    """One sequence's blocks in order, the slots they hold, and how many of its tokens have valid KV."""
+    """One sequence's blocks in order, the slots they hold, and how many of its tokens have valid KV.
 
+    `place`: the blocks (first, end) that are kept free for it as long as others are, so that its own make one run.
+    """
+
+    place: tuple[int, int] | None = None
     blocks: list[int] = field(default_factory=list)
     slots: np.ndarray = field(default_factory=lambda: np.empty(0, dtype=np.int64))
     length: int = 0
@@ -32,106 +43,47 @@ class BlockTable:
     device_slots: torch.Tensor | None = None  # `slots` as a tensor, built when a gather needs it
 
 
-class PagedLayer(CacheLayerMixin):
-    """One layer's pools: keys [slots, heads, width] and values [slots, heads, value width], allocated at the first write."""
-
-    is_sliding = False
-
-    def __init__(self, owner: PagedStaticCache):
-        super().__init__()
-        self.owner = owner
-
-    @torch.compiler.disable  # once; there is nothing to gain from tracing it
-    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        """Allocate the pools for states [1, heads, T, width]; keys and values may differ in heads and width (MLA)."""
-        slots = self.owner.num_slots
-        # Zeros, not empty: masked slots are multiplied by zero weights, and 0 * NaN would be NaN.
-        self.keys = key_states.new_zeros(slots, key_states.shape[1], key_states.shape[3])
-        self.values = value_states.new_zeros(slots, value_states.shape[1], value_states.shape[3])
-        self.is_initialized = True
-        self.owner.note_allocated(self)
-
-    def update(self, key_states, value_states, *args, **kwargs):
-        """Write the packed states [1, heads, T, width] to the current batch's slots.
-
-        Returns the new states themselves (attention reads the pages), or, for models that attend to what the cache
-        returns, the keys and values of all rows, one row after the other: [1, heads, S_total, width].
-        """
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        batch = self.owner.batch
-        there = batch.on(key_states.device)
-        self.write(there.write_slots, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1), there.uses_triton)
-        if not batch.gather:
-            return key_states, value_states
-        read = there.read_slots
-        keys, values = self.keys.index_select(0, read), self.values.index_select(0, read)
-        return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
-
-    def rotate_and_update(
-        self, query: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, cos: torch.Tensor, sin: torch.Tensor
-    ) -> torch.Tensor:
-        """`update` with keys [1, Hk, T, D] that are rotated first by angles [1, T, D]; the queries [1, H, T, D], rotated too."""
-        if not self.is_initialized:
-            self.lazy_initialization(keys, values)
-        if uses_triton(keys.device):
-            from ..kernels.cache_ops import write_keys_values
-
-            rotated = write_keys_values(
-                *(states[0].transpose(0, 1) for states in (keys, values)), self.keys, self.values,
-                self.owner.batch.on(keys.device).write_slots, query=query[0].transpose(0, 1),
-                cos=cos[0].contiguous(), sin=sin[0].contiguous(),
-            )  # fmt: skip
-            assert rotated is not None
-            return rotated.transpose(0, 1)[None]
-        self.update(rotate(keys, cos[0], sin[0]), values)
-        return rotate(query, cos[0], sin[0])
-
-    def write(
-        self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, by_triton: bool | None = None
-    ) -> None:
-        """Write keys [T, heads, width] and values to `slots` [T]; `by_triton`: whether kernels do it, where that is known."""
-        if uses_triton(keys.device) if by_triton is None else by_triton:
-            from ..kernels.cache_ops import write_keys_values
-
-            write_keys_values(keys, values, self.keys, self.values, slots)
-        else:
-            ops.write_slots(self.keys, slots, keys)
-            ops.write_slots(self.values, slots, values)
-
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """What transformers' mask helpers ask for; our masks are already made."""
-        return (self.owner.batch.num_keys if self.owner.batch is not None else query_length), 0
-
-    def get_seq_length(self) -> int:
-        """Positions are passed explicitly; any non-zero value says the cache is in use."""
-        return self.owner.batch.num_keys if self.owner.batch is not None else 0
-
-    def get_max_length(self) -> int:
-        """Slots in the pool."""
-        return self.owner.num_slots
-
-    get_max_cache_shape = get_max_length  # its name before transformers 5.20
-
-
 class PagedStaticCache(Cache):
-    """KV of many sequences in `num_blocks` blocks of `block_size` slots, shared by prefix, written once, never moved
+    """KV of many sequences in blocks of `block_size` slots, shared by prefix, written once, never moved within their pool
     except to close the gaps a draft tree leaves.
 
     A sequence is known by its id. Its tokens' KV are at logical indices 0, 1, ..; drafts are written behind `length` into
     lookahead slots, and `commit` decides which of them stay.
+
+    Memory comes as it is used. On a CPU the pools are address space (see `memory`): all blocks are there at once, take memory
+    when they are written, and never move; each sequence can be given a place, so that its blocks are one run. On a device the
+    pools begin with what the first texts need and grow by extents, up to `num_blocks`, layer after layer: the peak is the pool
+    and one layer of what it was. An extent is 4 % of the weights and the pool together, or 16 MiB: no more is ever
+    there unused.
+
+    Args:
+        num_layers: layers with keys and values.
+        num_blocks: blocks, at most.
+        weights: of the model whose KV this is; none: all blocks are there from the start.
     """
 
-    def __init__(self, num_layers: int, num_blocks: int, block_size: int, share_prefixes: bool = True):
+    def __init__(
+        self,
+        num_layers: int,
+        num_blocks: int,
+        block_size: int,
+        share_prefixes: bool = True,
+        weights: Iterable[torch.Tensor] = (),
+    ):
         super().__init__(layers=[PagedLayer(self) for _ in range(num_layers)])
-        self.block_size = block_size
-        self.pool = BlockPool(num_blocks)
+        weights = list(weights)
+        self.block_size, self.most_blocks = block_size, num_blocks
+        self.is_lazy = memory.comes_when_written(weights)
+        self._bytes_beside = sum(weight.nbytes for weight in weights)
+        at_once = num_blocks if not weights else min(num_blocks, MOST_AT_ONCE) if self.is_lazy else min(num_blocks, 1)
+        self.pool = BlockPool(at_once)
         self.share_prefixes = share_prefixes
         self.tables: dict[int, BlockTable] = {}
         self.batch: Any = None  # the PackedBatch whose forward is running
+        self._next_place = 0
         self._pool_tables: dict[torch.device, Any] = {}  # of the Triton kernel that moves slots
-        self._identity: tuple[int, ...] | None = None  # until pools are added
-        self.num_bytes = 0
+        self._identity: tuple[int, ...] | None = None  # until pools are added or grow
+        self._bytes_per_slot = 0
 
     @property
     def num_slots(self) -> int:
@@ -143,36 +95,106 @@ class PagedStaticCache(Cache):
         """Whether every layer has its pools."""
         return all(layer.is_initialized for layer in self.layers)
 
-    def can_serve(self, num_blocks: int, block_size: int, exactly: bool = False) -> bool:
-        """Whether the pools are there and have (`exactly`) so many blocks of that size."""
-        fits = self.pool.num_blocks == num_blocks if exactly else self.pool.num_blocks >= num_blocks
-        return self.is_allocated and self.block_size == block_size and fits
+    @property
+    def num_bytes(self) -> int:
+        """Memory of the pools: on a CPU, of the blocks that were used at a time."""
+        blocks = self.pool.most_used if self.is_lazy else self.pool.num_blocks
+        return blocks * self.block_size * self._bytes_per_slot
+
+    def can_serve(self, block_size: int) -> bool:
+        """Whether the pools are there, and their blocks have that size."""
+        return self.is_allocated and self.block_size == block_size
 
     @property
     def identity(self) -> tuple[int, ...]:
-        """Where the pools are: what has been captured reads these and no others."""
+        """Where the pools are, and their size: what has been captured reads these and no others."""
         if self._identity is None:
-            self._identity = tuple(layer.keys.data_ptr() if layer.is_initialized else 0 for layer in self.layers)
+            places = (layer.keys.data_ptr() if layer.is_initialized else 0 for layer in self.layers)
+            self._identity = (self.num_slots, *places)
         return self._identity
 
     def note_allocated(self, layer: PagedLayer) -> None:
         """Keep count of the memory, and say how much it is once every layer has its pools."""
         self._pool_tables.clear()
         self._identity = None
-        self.num_bytes += layer.keys.nbytes + layer.values.nbytes
+        self._bytes_per_slot += (layer.keys.nbytes + layer.values.nbytes) // self.num_slots
         if self.is_allocated:
             logger.info(
-                "KV cache: %d blocks of %d tokens, %.1f MiB on %s (%s).",
-                self.pool.num_blocks, self.block_size, self.num_bytes / 2**20, layer.keys.device, layer.keys.dtype,
+                "KV cache: up to %d blocks of %d tokens, %.1f KiB each, on %s (%s); %d of them there.",
+                self.most_blocks, self.block_size, self._bytes_per_slot * self.block_size / 2**10, layer.keys.device,
+                layer.keys.dtype, self.pool.num_blocks,
             )  # fmt: skip
+
+    def grow_up_to(self, num_blocks: int) -> None:
+        """Serve another call, which needs so many blocks at most; those that are there stay."""
+        self.most_blocks = max(num_blocks, self.pool.num_blocks)
+
+    def place_of(self, num_slots: int, num_sequences: int) -> int:
+        """What `add` is to be told for one of so many sequences, each of which may become `num_slots` long."""
+        return min(num_slots, self.pool.num_blocks // max(num_sequences, 1) * self.block_size)
+
+    # ---- growth -----------------------------------------------------------------------------------------------------
+
+    def slots_at_first(self, bytes_per_slot: int) -> int:
+        """Slots for a layer that has no pools yet, whose slots take so many bytes."""
+        if not self.is_lazy and not any(layer.is_initialized for layer in self.layers):
+            self.pool.grow(self._size_with(self._extent(bytes_per_slot * len(self.layers))))
+        return self.num_slots
+
+    def _make_available(self, count: int) -> None:
+        """Grow, if that is the only way to have `count` blocks."""
+        missing = count - self.pool.num_available
+        if missing > 0 and self.pool.num_blocks + missing <= self.most_blocks:
+            extent = self.pool.num_blocks if self.is_lazy else self._extent(self._bytes_per_slot)
+            self._grow(self._size_with(max(missing, extent)))
+
+    def _extent(self, bytes_per_slot: int) -> int:
+        """Blocks of an extent; none as long as nobody knows what a slot takes."""
+        if not bytes_per_slot:
+            return 0
+        per_block = bytes_per_slot * self.block_size
+        return int(max(EXTENT * (self._bytes_beside + self.pool.num_blocks * per_block), LEAST_EXTENT) / per_block)
+
+    def _size_with(self, more: int) -> int:
+        return min(self.pool.num_blocks + more, self.most_blocks)
+
+    def _grow(self, num_blocks: int) -> None:
+        runs = [(first * self.block_size, end * self.block_size) for first, end in self.pool.taken_runs()]
+        before, layers = self.num_slots, [layer for layer in self.layers if layer.is_initialized]
+        self._pool_tables.clear()
+        self._identity = None
+        try:
+            for layer in layers:
+                layer.grow(num_blocks * self.block_size, runs)
+        except BaseException:
+            for layer in layers:
+                layer.shrink(before)
+            raise
+        self.pool.grow(num_blocks)
 
     # ---- sequences --------------------------------------------------------------------------------------------------
 
-    def add(self, seq_id: int) -> None:
-        """Give a new sequence an empty block table."""
+    def add(self, seq_id: int, num_slots: int = 0) -> None:
+        """Give a new sequence an empty block table.
+
+        Args:
+            num_slots: what it may become, for sequences that are all added before the first has blocks: on a CPU, where rows of one
+                run are read in place, each gets a place for so many, which costs nothing.
+        """
         if seq_id in self.tables:
             raise ValueError(f"Sequence {seq_id} is already in the cache.")
-        self.tables[seq_id] = BlockTable()
+        self._next_place = self._next_place if self.tables else 0
+        end = self._next_place - (-num_slots // self.block_size)
+        place = None
+        if self.is_lazy and num_slots and end <= self.pool.num_blocks:
+            place, self._next_place = (self._next_place, end), end
+        self.tables[seq_id] = BlockTable(place)
+
+    def evict(self, seq_id: int) -> None:
+        """Release the blocks of a sequence that is to be read again."""
+        table = self.tables[seq_id]
+        self.pool.release(table.blocks)
+        self.tables[seq_id] = BlockTable(table.place)
 
     def remove(self, seq_id: int) -> None:
         """Release a sequence's blocks. Unknown ids are an error: something was lost."""
@@ -240,15 +262,20 @@ class PagedStaticCache(Cache):
         """
         table = self.tables[seq_id]
         missing = self.blocks_missing(seq_id, num_slots)
-        if missing:
-            self._append(table, self.pool.allocate(missing, after=table.blocks[-1] if table.blocks else None))
+        if not missing:
+            return
+        self._make_available(missing)
+        last = table.blocks[-1] if table.blocks else None
+        if table.place is not None and (last is None or not table.place[0] <= last < table.place[1]):
+            last = table.place[0] - 1  # what it has is shared with others
+        self._append(table, self.pool.allocate(missing, after=last))
 
     def _append(self, table: BlockTable, blocks: list[int]) -> None:
         if not blocks:
             return
-        joined = table.blocks + blocks
-        table.contiguous = joined == list(range(joined[0], joined[0] + len(joined)))
-        table.blocks = joined
+        run = list(range(blocks[0], blocks[0] + len(blocks)))
+        table.contiguous = table.contiguous and blocks == run and (not table.blocks or table.blocks[-1] + 1 == run[0])
+        table.blocks += blocks
         starts = np.asarray(blocks, dtype=np.int64)[:, None] * self.block_size
         table.slots = np.concatenate([table.slots, (starts + np.arange(self.block_size)).ravel()])
         table.device_slots = None

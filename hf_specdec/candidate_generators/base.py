@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
+import weakref
 from abc import ABC, abstractmethod
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, ClassVar
 
@@ -66,13 +68,55 @@ class StepOutcome:
         return sequences, np.concatenate(indices), counts
 
 
-@dataclass
 class DrafterContext:
-    """What `generate()` was given besides the configuration, for drafters that need it."""
+    """What `generate()` was given besides the configuration, for drafters that need it. Drafters outlive the call, and hold
+    these objects weakly: they are the caller's.
 
-    assistant_model: PreTrainedModel | None = None
-    tokenizer: Any = None
-    assistant_tokenizer: Any = None
+    Attributes:
+        used: the names of those that were asked for.
+    """
+
+    def __init__(
+        self, assistant_model: PreTrainedModel | None = None, tokenizer: Any = None, assistant_tokenizer: Any = None
+    ):
+        self.given = {
+            "assistant_model": assistant_model,
+            "tokenizer": tokenizer,
+            "assistant_tokenizer": assistant_tokenizer,
+        }
+        self.used: set[str] = set()
+
+    def _use(self, name: str) -> Any:
+        self.used.add(name)
+        return self.given[name]
+
+    @property
+    def assistant_model(self) -> PreTrainedModel | None:
+        """The drafter."""
+        return self._use("assistant_model")
+
+    @property
+    def tokenizer(self) -> Any:
+        """The target's."""
+        return self._use("tokenizer")
+
+    @property
+    def assistant_tokenizer(self) -> Any:
+        """The drafter's."""
+        return self._use("assistant_tokenizer")
+
+
+def held_weakly(thing: Any, gone: Callable[[Any], None] | None = None) -> Callable[[], Any]:
+    """A call that gives `thing` as long as somebody else keeps it, and None afterwards. What cannot be referred to weakly (a class
+    with slots) is kept.
+
+    Args:
+        gone: called when it goes.
+    """
+    try:
+        return weakref.ref(thing, gone)
+    except TypeError:
+        return lambda: thing
 
 
 class CandidateGenerator(TransformersCandidateGenerator, ABC):

@@ -49,24 +49,29 @@ class SpeculativeDecoder:
         self.statistics: dict[int, RowStatistics] = {}
         self.last: StepTensors | None = None
         self.all_hidden_states = False
-        self.reserve_ahead = False  # for static batches: contiguous rows are read without a copy
+        self._num_sequences = 1
+        self.rows_have_places = False  # for static batches: contiguous rows are read without a copy
 
     # ---- memory and membership --------------------------------------------------------------------------------------
 
     def allocate(self, num_tokens: int, num_sequences: int) -> None:
-        """Allocate pools for `num_tokens` (drafts included) in so many sequences; nothing may be running.
+        """Make room for `num_tokens` (drafts included) in so many sequences; nothing may be running. Memory comes as it is used.
 
-        `config.num_blocks`, if set, is what is allocated instead.
+        `config.num_blocks`, if set, is the bound instead.
         """
         if self.statistics:
             raise RuntimeError("The KV pool cannot be replaced while sequences are running.")
-        size = self.config.block_size
-        num_blocks = self.config.num_blocks or -(-num_tokens // size) + num_sequences
+        size, bound = self.config.block_size, self.config.num_blocks
+        num_blocks = bound or -(-num_tokens // size) + num_sequences
         # A drafter that reads features of every token cannot skip a prefix the target has already seen.
         share = not (self.generator.needs_all_features or self.all_hidden_states)
-        if self.target.graphs is None or not self.cache.can_serve(num_blocks, size, self.config.num_blocks is not None):
-            self.cache = self.target.new_cache(num_blocks, size)
+        kept = self.target.graphs is not None and self.cache.can_serve(size)
+        if kept and (bound is None or self.cache.pool.num_blocks <= bound):
+            self.cache.grow_up_to(num_blocks)
+        else:
+            self.cache = self.target.new_cache(num_blocks, size, grows=True)
         self.cache.share_prefixes = share
+        self._num_sequences = num_sequences
         self.generator.allocate(num_blocks * size, num_sequences, size)
 
     def release(self) -> None:
@@ -82,14 +87,16 @@ class SpeculativeDecoder:
         """A sequence joins.
 
         Raises:
-            ValueError: it could not fit the pool even alone.
+            ValueError: its prompt and one token could not fit the pool even alone.
         """
-        if -(-seq.max_length // self.config.block_size) > self.cache.pool.num_blocks:
+        if -(-(len(seq.tokens) + 1) // self.config.block_size) > self.cache.most_blocks:
             raise ValueError(
-                f"A sequence of up to {seq.max_length} tokens does not fit the KV pool of {self.cache.num_slots} tokens "
-                f"({self.cache.pool.num_blocks} blocks of {self.config.block_size}): raise num_blocks, or lower max_new_tokens."
+                f"A prompt of {len(seq.tokens)} tokens does not fit the KV pool of "
+                f"{self.cache.most_blocks * self.config.block_size} tokens ({self.cache.most_blocks} blocks of "
+                f"{self.config.block_size}): raise num_blocks, or shorten the prompt."
             )
-        self.cache.add(seq.id)
+        whole = seq.max_length + self.generator.max_draft_nodes if self.rows_have_places else 0
+        self.cache.add(seq.id, self.cache.place_of(whole, self._num_sequences))
         try:
             self.generator.start(seq)
         except BaseException:
@@ -106,8 +113,7 @@ class SpeculativeDecoder:
 
     def preempt(self, seq: Sequence) -> None:
         """Take a running sequence's blocks; it goes on later by reading its tokens again."""
-        self.cache.remove(seq.id)
-        self.cache.add(seq.id)
+        self.cache.evict(seq.id)
         self.generator.evict(seq)
 
     def abort(self, sequences: list[Sequence]) -> None:
@@ -243,7 +249,7 @@ class SpeculativeDecoder:
             if end <= table.length:
                 raise ValueError(f"Sequence {seq.id} was scheduled with no token to feed.")
             try:
-                self._reserve(seq, end)
+                self.cache.reserve(seq.id, end)
             except OutOfBlocks:
                 if matched:  # do not hold a shared prefix while waiting
                     self.preempt(seq)
@@ -254,16 +260,6 @@ class SpeculativeDecoder:
             self.cache.register_prefix(seq.id, seq.tokens, end - (seq.tokens[end - 1] == UNKNOWN))
             rows.append((seq, end))
         return rows
-
-    def _reserve(self, seq: Sequence, end: int) -> None:
-        """Slots for `end` tokens; at first, if there is room, for all that the sequence can become, in one run."""
-        if len(self.cache.tables[seq.id].slots) >= end:
-            return
-        if self.reserve_ahead:
-            whole = seq.max_length + self.generator.max_draft_nodes
-            if self.cache.blocks_missing(seq.id, whole) <= self.cache.pool.num_available:
-                end = whole
-        self.cache.reserve(seq.id, end)
 
     def _draft_limits(self, sequences: list[Sequence]) -> list[int]:
         """How deep each row drafts: what the policy wishes, within what the row may and can use."""

@@ -109,7 +109,7 @@ def decode(
         input_ids, sequences, stopping_criteria, streamer, pad_token,
         (lambda step: at_step([t.scores for t in tensors], step)) if returns.scores else None,
     )  # fmt: skip
-    decoder.all_hidden_states, decoder.reserve_ahead = returns.hidden, True
+    decoder.all_hidden_states, decoder.rows_have_places = returns.hidden, True
     lookahead = decoder.generator.max_draft_nodes
     keep_cache = returns.as_dict or getattr(past_key_values, "_is_user_defined", False)
     export = past_key_values if keep_cache and isinstance(past_key_values, DynamicCache) else None
@@ -210,16 +210,31 @@ class StaticBatch:
             return None
 
     def _making_room(self, act: Callable[[], Any]) -> Any:
-        """Do what needs blocks, preempting the rows behind as long as there are too few."""
+        """Do what needs blocks, preempting the rows behind as long as there are too few.
+
+        Raises:
+            OutOfBlocks: no row that is behind in its text is left.
+        """
         while True:
             try:
                 return act()
-            except OutOfBlocks:
-                waiting = [seq for seq in self.running[1:] if not seq.finished]
+            except OutOfBlocks as error:
+                first, *others = self.running
+                waiting = [seq for seq in others if not seq.finished]
                 holders = [seq for seq in waiting if self.decoder.cache.tables[seq.id].blocks]
-                if not holders or not self.can_preempt:
+                if not self.can_preempt:
                     raise
-                self.decoder.preempt(holders[-1])
+                if holders:
+                    self.decoder.preempt(holders[-1])
+                elif not first.finished and any(seq.num_generated < first.num_generated for seq in waiting):
+                    # It has come so far because others waited; a criterion may end all of them before it goes on.
+                    self.decoder.preempt(first)
+                    self.running = [*others, first]
+                else:
+                    raise OutOfBlocks(
+                        f"A text of {len(first.tokens)} tokens does not fit the KV pool, though it has all of it: {error} Raise "
+                        "num_blocks, or lower max_new_tokens."
+                    ) from error
 
     def _chunks(self) -> list[int]:
         """Tokens each row may feed: prompts share `prefill_chunk_size`, the row in front always gets some."""
@@ -348,9 +363,7 @@ def _load_cache(decoder: SpeculativeDecoder, sequences, cache: Any, columns: lis
         count = len(cached)
         if not count:
             continue
-        whole = seq.max_length + decoder.generator.max_draft_nodes
-        fits = decoder.cache.blocks_missing(seq.id, whole) <= decoder.cache.pool.num_available
-        decoder.cache.reserve(seq.id, whole if fits else count)
+        decoder.cache.reserve(seq.id, count)
         for index, layer in enumerate(cache.layers):
             if getattr(layer, "keys", None) is None:  # it reads another layer's
                 continue

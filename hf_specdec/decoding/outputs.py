@@ -27,7 +27,7 @@ class Speculation(dict):
     Keys: `num_steps` (target forwards a row took part in, summed over rows), `num_draft_tokens`, `num_accepted_tokens`,
     `num_new_tokens`, `mean_accepted_length` (τ: tokens emitted per target forward), `acceptance_rate` (accepted / drafted
     tokens), `acceptance_per_position` (share of the rounds drafting that deep in which the draft token at this depth was
-    accepted), `kv_cache_bytes` (size of the target's KV pools, allocated once) and `rows`: the same figures for each row.
+    accepted), `kv_cache_bytes` (most memory that the target's KV took) and `rows`: the same figures for each row.
     """
 
     def __getattr__(self, name: str) -> Any:

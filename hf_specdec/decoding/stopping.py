@@ -51,10 +51,8 @@ class LockstepObserver:
         self.num_steps = 0
         self.scores: tuple[torch.Tensor, ...] | None = None if scores is None else ()
         self.stopped: list[int | None] = [None] * len(sequences)  # new tokens at which each row stopped
-        room = max(seq.max_length - seq.prompt_length for seq in sequences)
         self.pad_token_id = 0 if pad_token_id is None else pad_token_id
-        self.ids = prompt_ids.new_full((len(sequences), self.width + room), self.pad_token_id)
-        self.ids[:, : self.width] = prompt_ids
+        self.ids = prompt_ids  # with room behind what was shown, which doubles
 
     def row_advanced(self, seq: Sequence, num_new: int) -> None:
         """Apply criteria that concern this row alone to each new prefix."""
@@ -87,6 +85,9 @@ class LockstepObserver:
         for i in alive:
             seq = self.sequences[i]
             shown[i] = seq.tokens[seq.prompt_length + step - 1]
+        if column == self.ids.shape[1]:
+            room = self.ids.new_empty(self.ids.shape[0], max(step, 64))
+            self.ids = torch.cat([self.ids, room], dim=1)
         tokens = torch.tensor(shown)  # on the host, where streamers want it
         self.ids[:, column] = tokens.to(self.ids.device)
         if self.score_step is not None and self.scores is not None:

@@ -74,11 +74,13 @@ class PackedHead:
         self.device, self.dtype = device or weight.device, dtype or weight.dtype
 
     def new_cache(self, num_blocks: int, block_size: int) -> PagedStaticCache:
-        """A paged cache for the head's layers. Equal prefixes are not shared: features stand for whole texts."""
+        """A paged cache for the head's layers, which grows up to `num_blocks`. Equal prefixes are not shared: features stand for
+        whole texts."""
         for graphs in (self.graphs, self.reading_graphs):
             if graphs is not None:
                 graphs.captures.clear()
-        return PagedStaticCache(self.num_layers, num_blocks, block_size, share_prefixes=False)
+        weights = self.module.parameters()
+        return PagedStaticCache(self.num_layers, num_blocks, block_size, share_prefixes=False, weights=weights)
 
     def with_graphs(self, wanted: bool | None = True) -> Self:
         """The same head, its forwards run as CUDA graphs: they belong to one cache, where heads are shared by drafters.

@@ -6,6 +6,8 @@ import contextlib
 import inspect
 import logging
 import threading
+import weakref
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -102,6 +104,9 @@ class PackedModel:
         deterministic: a token's logits are the same bits whatever else is in the batch (see InvariantOps).
         quantized: the model's linear layers with int8 or int4 weights, used while `active()` (`quantization=`); None: its own.
 
+    Args:
+        borrowed: the model is held weakly: whoever runs it has it. Otherwise it is kept.
+
     Two ways to attend, chosen by what the model is: *paged* (models on transformers' attention interface: the cache
     stores the new keys and a registered attention reads the pages) and *gather* (all others: the cache returns every
     row's keys and values and the model attends to them under a block-diagonal mask; slower, works everywhere).
@@ -121,9 +126,10 @@ class PackedModel:
         quantization: str | None = None,
         owned: bool = False,
         compile: bool = False,
+        borrowed: bool = False,
     ):
         architectures.check_supported(model)
-        self.model = model
+        self._model: Callable[[], PreTrainedModel | None] = weakref.ref(model) if borrowed else lambda: model
         self.config = model.config.get_text_config(decoder=True)
         self.taps = taps
         self.num_layers = num_layers  # early exit: run only the first layers
@@ -133,7 +139,6 @@ class PackedModel:
         self._wants_masks_by_kind = hasattr(self.config, "layer_types")
         self._lock = threading.RLock()
         self._active = 0
-        self._call = model
         self.deterministic = False
         self.quantized: QuantizedLinears | None = None
         self._compiled: CompiledLayers | None = None
@@ -155,6 +160,18 @@ class PackedModel:
             self.graphs = GraphRunner(self, by_lines=deterministic)
             if not deterministic:
                 self._linears = few_row_linears(model, left_out=architectures.decoder_layers(model) if compile else ())
+
+    @property
+    def model(self) -> PreTrainedModel:
+        """The model.
+
+        Raises:
+            ReferenceError: it was borrowed, and is gone.
+        """
+        model = self._model()
+        if model is None:
+            raise ReferenceError("The model was given to a call that is over, and was not kept.")
+        return model
 
     @property
     def module(self) -> PreTrainedModel:
@@ -184,12 +201,19 @@ class PackedModel:
         """Positions the model was built for, or None if it says nothing."""
         return getattr(self.config, "max_position_embeddings", None)
 
-    def new_cache(self, num_blocks: int, block_size: int, share_prefixes: bool = True) -> PagedStaticCache:
-        """A paged cache with one layer of pools per layer of the model (memory comes with the first write)."""
+    def new_cache(
+        self, num_blocks: int, block_size: int, share_prefixes: bool = True, grows: bool = False
+    ) -> PagedStaticCache:
+        """A paged cache with one layer of pools per layer of the model.
+
+        Args:
+            grows: memory comes as it is needed, up to `num_blocks`; otherwise all of it with the first write.
+        """
         if self.graphs is not None:
             self.graphs.captures.clear()
         num_layers = self.num_layers or self.config.num_hidden_layers
-        return PagedStaticCache(num_layers, num_blocks, block_size, share_prefixes)
+        weights = self.model.parameters() if grows else ()
+        return PagedStaticCache(num_layers, num_blocks, block_size, share_prefixes, weights)
 
     @contextlib.contextmanager
     def active(self):
@@ -282,7 +306,7 @@ class PackedModel:
                 architectures.alibi(self.model, batch),
                 batch.invariant or contextlib.nullcontext(),
             ):
-                output = self._call(**kwargs)
+                output = self.model(**kwargs)
         finally:
             batch.cache.batch = None
         if not self.gather and batch.attention_calls == 0:

@@ -101,6 +101,7 @@ class DraftModelGenerator(CachedGenerator):
             quantization=config.quantization,
             owned=config.model is not None,
             compile=config.compile,
+            borrowed=model is context.assistant_model,
         )
         self.run_as_graphs(self.drafter.graphs is not None)
         self.bridge = self.vocabulary = make_bridge(config, target, self.drafter, context)
@@ -113,12 +114,12 @@ class DraftModelGenerator(CachedGenerator):
     # ---- memory -----------------------------------------------------------------------------------------------------
 
     def new_cache(self, num_blocks: int, block_size: int) -> PagedStaticCache:
-        """A cache for the drafter's layers."""
-        return self.drafter.new_cache(num_blocks, block_size, share_prefixes=self.bridge.nodes_are_drafter_tokens)
+        """A cache for the drafter's layers, which grows up to `num_blocks`."""
+        return self.drafter.new_cache(num_blocks, block_size, self.bridge.nodes_are_drafter_tokens, grows=True)
 
-    def allocate(self, num_tokens: int, num_sequences: int, block_size: int) -> None:
-        """A cache for the texts as the drafter reads them, plus room for one draft per sequence."""
-        super().allocate(self.bridge.max_drafter_tokens(num_tokens), num_sequences, block_size)
+    def own_tokens(self, num_tokens: int) -> int:
+        """Texts are read in the drafter's tokens."""
+        return self.bridge.max_drafter_tokens(num_tokens)
 
     def evict(self, seq: Sequence) -> None:
         """Give the KV blocks back; they are recomputed from the tokens."""

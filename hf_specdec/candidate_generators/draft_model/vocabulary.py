@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ...bundled import resolve_model
 from ...runtime import DraftTrees, PackedModel, Sequence
-from ..base import DrafterContext
+from ..base import DrafterContext, held_weakly
 
 if TYPE_CHECKING:
     from . import DraftModelConfig
@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 _loading = threading.Lock()
-_loaded: weakref.WeakValueDictionary[tuple, PreTrainedModel] = weakref.WeakValueDictionary()
+_loaded = weakref.WeakKeyDictionary[PreTrainedModel, "weakref.WeakValueDictionary[tuple, PreTrainedModel]"]()
 
 # Below this share of the target's tokens, drafting through text accepts more than drafting from the intersection.
 _USEFUL_INTERSECTION = 0.25
@@ -45,10 +45,11 @@ def load_drafter(config: DraftModelConfig, target: PackedModel, context: Drafter
             "model", "is missing: name a smaller model, pass assistant_model= to generate(), or set 'early_exit'."
         )
     name = resolve_model(config.model)
-    key = (id(target.model), name, config.revision, config.quantization, target.model.dtype, target.device)
+    key = (name, config.revision, config.quantization, target.model.dtype, target.device)
     # transformers patches its own classes while it loads; two loads at once would leave them patched.
     with _loading:
-        model = _loaded.get(key)
+        loaded = _loaded.setdefault(target.model, weakref.WeakValueDictionary())
+        model = loaded.get(key)
         if model is None:
             try:
                 model = AutoModelForCausalLM.from_pretrained(
@@ -56,7 +57,7 @@ def load_drafter(config: DraftModelConfig, target: PackedModel, context: Drafter
                 )
             except (OSError, ValueError) as error:
                 raise config.fail("model", f"could not be loaded from {name!r}: {error}") from error
-            model = _loaded[key] = model.to(target.device).eval()
+            model = loaded[key] = model.to(target.device).eval()
     return model
 
 
@@ -68,8 +69,8 @@ def make_bridge(config: DraftModelConfig, target: PackedModel, drafter: PackedMo
     """
     if drafter.model is target.model:
         return SharedVocabulary(target.vocab_size, target.vocab_size)
-    theirs = context.assistant_tokenizer or _tokenizer_of(drafter.model)
-    ours = context.tokenizer or _tokenizer_of(target.model)
+    given = context.tokenizer, context.assistant_tokenizer
+    ours, theirs = (own or _tokenizer_of(each.model) for own, each in zip(given, (target, drafter), strict=True))
     if ours is None or theirs is None:
         if target.vocab_size == drafter.vocab_size:
             return SharedVocabulary(target.vocab_size, drafter.vocab_size)
@@ -91,12 +92,12 @@ def make_bridge(config: DraftModelConfig, target: PackedModel, drafter: PackedMo
     if choice == "text":
         if config.branching_factors is not None:
             raise config.fail("branching_factors", "cannot be used with vocabulary_bridge 'text', which drafts chains.")
-        return TextBridge(ours, theirs, target)
+        return TextBridge(ours, theirs, target, given)
     if not pairs:
         raise config.fail(
             "vocabulary_bridge", "cannot be 'intersection': the tokenizers have no token in common; use 'text'."
         )
-    return IntersectionBridge(pairs, ours, theirs, target)
+    return IntersectionBridge(pairs, ours, theirs, target, given)
 
 
 def _tokenizer_of(model: PreTrainedModel) -> Any:
@@ -172,24 +173,45 @@ class SharedVocabulary:
         self.checked.pop(seq.id, None)
 
 
-class IntersectionBridge(SharedVocabulary):
-    """The drafter chooses among the tokens both tokenizers have (token-level intersection, Timor et al. 2025)."""
+class TokenizerBridge(SharedVocabulary):
+    """Two tokenizers; those that were `given` to the call are the caller's, and held weakly."""
 
     nodes_are_drafter_tokens = False
 
-    def __init__(self, pairs: dict[int, int], ours, theirs, target: PackedModel):
+    def __init__(self, ours, theirs, target: PackedModel, given: tuple):
         super().__init__(target.vocab_size, len(theirs))
+        self._ours, self._theirs = (
+            held_weakly(each) if own is not None else lambda each=each: each
+            for each, own in zip((ours, theirs), given, strict=True)
+        )
+
+    @property
+    def ours(self) -> Any:
+        """The target's."""
+        return self._ours()
+
+    @property
+    def theirs(self) -> Any:
+        """The drafter's."""
+        return self._theirs()
+
+    def max_drafter_tokens(self, num_tokens: int) -> int:
+        """A token that is not shared becomes several."""
+        return 4 * num_tokens
+
+
+class IntersectionBridge(TokenizerBridge):
+    """The drafter chooses among the tokens both tokenizers have (token-level intersection, Timor et al. 2025)."""
+
+    def __init__(self, pairs: dict[int, int], ours, theirs, target: PackedModel, given: tuple = (None, None)):
+        super().__init__(ours, theirs, target, given)
         device = target.device
-        self.ours, self.theirs, self.pairs = ours, theirs, pairs
+        self.pairs = pairs
         self.our_ids = torch.tensor(list(pairs.keys()), device=device)
         self.their_ids = torch.tensor(list(pairs.values()), device=device)
         self.table = torch.zeros(target.vocab_size, dtype=torch.long, device=device)
         self.table[self.our_ids] = self.their_ids
         self.read: dict[int, tuple[int, list[int]]] = {}
-
-    def max_drafter_tokens(self, num_tokens: int) -> int:
-        """A token that is not shared becomes several."""
-        return 4 * num_tokens
 
     def to_drafter(self, seq: Sequence) -> list[int]:
         """The sequence in the drafter's tokens."""
@@ -218,20 +240,15 @@ class IntersectionBridge(SharedVocabulary):
         self.read.pop(seq.id, None)
 
 
-class TextBridge(SharedVocabulary):
+class TextBridge(TokenizerBridge):
     """The drafter reads and writes text; what it writes is tokenized for the target (universal assisted generation)."""
 
-    nodes_are_drafter_tokens = False
     in_target_vocabulary = False
 
-    def __init__(self, ours, theirs, target: PackedModel):
-        super().__init__(target.vocab_size, len(theirs))
-        self.ours, self.theirs, self.target = ours, theirs, target
+    def __init__(self, ours, theirs, target: PackedModel, given: tuple = (None, None)):
+        super().__init__(ours, theirs, target, given)
+        self.target = target
         self.read: dict[int, list[int]] = {}
-
-    def max_drafter_tokens(self, num_tokens: int) -> int:
-        """A token that is not shared becomes several."""
-        return 4 * num_tokens
 
     def to_drafter(self, seq: Sequence) -> list[int]:
         """The sequence in the drafter's tokens."""

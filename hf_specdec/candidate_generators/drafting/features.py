@@ -72,7 +72,7 @@ class FeatureGenerator(CachedGenerator):
     # ---- memory -----------------------------------------------------------------------------------------------------
 
     def new_cache(self, num_blocks: int, block_size: int) -> PagedStaticCache:
-        """A cache for the head's layers."""
+        """A cache for the head's layers, which grows up to `num_blocks`."""
         return self.head.new_cache(num_blocks, block_size)
 
     def start(self, seq: Sequence) -> None:

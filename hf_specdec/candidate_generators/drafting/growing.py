@@ -118,6 +118,7 @@ class CachedGenerator(GrowingGenerator):
     cache: PagedStaticCache
     has_graphs = False
     window_stays = False  # while drafting, sliding windows stay where they are at the text's end
+    _num_sequences = 1
 
     def run_as_graphs(self, has_graphs: bool) -> None:
         """Say whether its forwards are CUDA graphs. If not, rounds are none either."""
@@ -136,15 +137,27 @@ class CachedGenerator(GrowingGenerator):
 
     @abstractmethod
     def new_cache(self, num_blocks: int, block_size: int) -> PagedStaticCache:
-        """An empty cache for the drafter's layers."""
+        """An empty cache for the drafter's layers, which grows up to `num_blocks`."""
+
+    def own_tokens(self, num_tokens: int) -> int:
+        """How many tokens the drafter may have to read for so many of the target's."""
+        return num_tokens
+
+    @property
+    def num_draft_slots(self) -> int:
+        """Slots for one draft."""
+        return self.shape.num_expanded(self.shape.depth) + 1
 
     def allocate(self, num_tokens: int, num_sequences: int, block_size: int) -> None:
-        """A cache like the target's, plus room for one draft per sequence."""
-        drafts = -(-(self.shape.num_expanded(self.shape.depth) + 1 + block_size) // block_size) * num_sequences
-        num_blocks = -(-num_tokens // block_size) + drafts
-        if not (self.has_graphs and self.cache.can_serve(num_blocks, block_size)):
+        """A cache like the target's, for the texts as the drafter reads them, plus room for one draft per sequence."""
+        drafts = -(-(self.num_draft_slots + block_size) // block_size) * num_sequences
+        num_blocks = -(-self.own_tokens(num_tokens) // block_size) + drafts
+        if self.has_graphs and self.cache.can_serve(block_size):
+            self.cache.grow_up_to(num_blocks)
+        else:
             self._forget_rounds()
             self.cache = self.new_cache(num_blocks, block_size)
+        self._num_sequences = num_sequences
 
     def release(self) -> None:
         """Drop the cache, unless CUDA graphs read it: then it is kept for the next call."""
@@ -160,12 +173,12 @@ class CachedGenerator(GrowingGenerator):
 
     def start(self, seq: Sequence) -> None:
         """An empty cache entry."""
-        self.cache.add(seq.id)
+        whole = self.own_tokens(seq.max_length) + self.num_draft_slots
+        self.cache.add(seq.id, self.cache.place_of(whole, self._num_sequences))
 
     def evict(self, seq: Sequence) -> None:
         """Give the KV blocks back; they are recomputed."""
-        self.cache.remove(seq.id)
-        self.cache.add(seq.id)
+        self.cache.evict(seq.id)
 
     def stop(self, seq: Sequence) -> None:
         """Free the cache entry."""

@@ -21,7 +21,7 @@ from ..drafting.tree_shapes import TreeDraftingConfig
 from .checkpoints import Checkpoint, open_checkpoint
 
 Loaded = TypeVar("Loaded")
-_loaded: weakref.WeakValueDictionary[tuple, Any] = weakref.WeakValueDictionary()
+_loaded = weakref.WeakKeyDictionary[nn.Module, "weakref.WeakValueDictionary[tuple, Any]"]()
 _PADDING = 512  # embeddings and heads of one vocabulary are padded to multiples of up to this
 
 
@@ -60,7 +60,6 @@ def load_once(config: HeadConfig, target: PackedModel, load: Callable[[], Loaded
         more: what else it depends on.
     """
     key = (
-        id(target.model),
         config.method,
         config.model,
         config.revision,
@@ -69,9 +68,10 @@ def load_once(config: HeadConfig, target: PackedModel, load: Callable[[], Loaded
         target.device,
         *more,
     )
-    found = _loaded.get(key)
+    loaded = _loaded.setdefault(target.model, weakref.WeakValueDictionary())
+    found = loaded.get(key)
     if found is None:
-        found = _loaded[key] = load()
+        found = loaded[key] = load()
     return found
 
 

@@ -174,11 +174,12 @@ class MtpGenerator(ModulesInTurn):
         return config.with_default_length(self.loaded.proposed_length or len(self.loaded.modules))
 
     def new_cache(self, num_blocks: int, block_size: int) -> PagedStaticCache:
-        """A cache with a layer per module in use."""
+        """A cache with a layer per module in use, which grows up to `num_blocks`."""
         for head in self.heads:
             if head.graphs is not None:
                 head.graphs.captures.clear()
-        return PagedStaticCache(len(self.heads), num_blocks, block_size, share_prefixes=False)
+        weights = [weight for head in self.heads for weight in head.module.parameters()]
+        return PagedStaticCache(len(self.heads), num_blocks, block_size, share_prefixes=False, weights=weights)
 
     def state_of(self, module: int, hidden: torch.Tensor) -> torch.Tensor:
         """The module's output, after its last norm where that is what is handed on."""
