@@ -123,7 +123,7 @@ class SpeculativeConfig:
         default=None,
         metadata={
             "help": "run decoding steps and drafting rounds as CUDA graphs, several times faster in small batches; by default on GPUs, "
-            "but for mixtures of experts and models that read no pages"
+            "but for models that read no pages and mixtures of experts that wait for the device"
         },
     )
 
