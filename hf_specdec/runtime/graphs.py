@@ -71,6 +71,7 @@ class StaticBatch:
     invariant: InvariantOps | None = None
 
     gather = False
+    captured = True
     read_slots = None
 
     @property
