@@ -228,6 +228,46 @@ def test_layers_that_change_tensors_are_captured_as_they_are(rewritten_graphs, g
     assert caplog.text.count("is captured as it is") == 1
 
 
+def test_layers_that_were_rewritten_wrongly(rewritten_graphs, graphs_in_python, caplog, monkeypatch):  # noqa: F811
+    """They are found when their graph is made, and run as they are."""
+    rewrite = compiled.RewrittenLayers._trace
+
+    def wrong(self, graph, inputs):
+        run = rewrite(self, graph, inputs)
+        return lambda *args: [each * 1.01 if torch.is_tensor(each) else each for each in run(*args)]
+
+    monkeypatch.setattr(compiled.RewrittenLayers, "_trace", wrong)
+    check_plain(make("Llama"), GRAPHS, graphs_in_python)
+    ((name, reason),) = rewritten_graphs[1][0].refused.items()
+    assert name.__name__ == "LlamaDecoderLayer" and "computes something else" in reason
+    assert caplog.text.count("Please report it") == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_deviation(dtype):
+    """Sums in another order are no deviation, wrong ones are, also where a layer adds little to the stream."""
+    generator = torch.Generator().manual_seed(0)
+    before = torch.randn(1, 8, 256, generator=generator, dtype=torch.float64)
+    weight = torch.randn(256, 256, generator=generator, dtype=torch.float64) / 16
+    for size in (1.0, 0.02, 0.0):
+        added = size * before @ weight
+        expected, stream = (before + added).to(dtype), before.to(dtype)
+        rounded = (before + added * (1 + torch.finfo(dtype).eps * torch.randn(added.shape, generator=generator))).to(
+            dtype
+        )
+        assert compiled.deviation(expected, expected, stream, 8) == 0
+        assert compiled.deviation(rounded, expected, stream, 8) <= 1
+        if size:
+            assert compiled.deviation((before + 1.5 * added).to(dtype), expected, stream, 8) > 1
+            swapped = (before + added.roll(1, 2)).to(dtype)
+            assert compiled.deviation(swapped, expected, stream, 8) > 1
+    torn = expected.clone()
+    torn[:, 5:] = float("nan")
+    assert compiled.deviation(torn, expected, stream, 5) == 0  # nobody's tokens
+    assert not compiled.deviation(torn, expected, stream, 8) <= 1
+    assert compiled.deviation(expected, torn, stream, 8) == 0  # nothing to compare with
+
+
 def test_layers_that_dynamo_cannot_trace_are_captured_as_they_are(rewritten_graphs, graphs_in_python):  # noqa: F811
     model = make("Llama")
     for layer in model.model.layers:

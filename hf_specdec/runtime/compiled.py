@@ -195,7 +195,8 @@ class TracedLayers:
             named = {key: TRACED if each is batch.cache else each for key, each in kwargs.items()} | {"specdec": TRACED}
             _running.attention, _running.module, _running.index, _running.batch = self.attention, module, index, batch
             try:
-                return compiled(layer, *traced, **named)
+                out = compiled(layer, *traced, **named)
+                return self.checked(layer, out, batch, lambda: own(*args, **kwargs), args, kwargs)
             except (RuntimeError, FailOnRecompileLimitHit) as error:
                 if not is_of_tracing(error):
                     raise
@@ -205,6 +206,10 @@ class TracedLayers:
                 _running.batch = None
 
         return forward
+
+    def checked(self, layer: nn.Module, out: Any, batch: Any, own: Callable[[], Any], args: tuple, kwargs: dict) -> Any:
+        """What a traced layer returned, or what it should have: what its own forward returns of these arguments."""
+        return out
 
     def refuse(self, layer: nn.Module, error: Exception) -> None:
         """A layer could not be traced: raise the error, or have layers of its class run as they are."""
@@ -238,19 +243,44 @@ class CompiledLayers(TracedLayers):
 class RewrittenLayers(TracedLayers):
     """Layers that are traced and rewritten in forwards that are captured, and run as they are in all others.
 
-    So tracing is paid where a step is captured, and what it costs the host per call is never paid again. Layers that are no
-    single graph, or change tensors, run as they are in captured forwards, too.
+    So tracing is paid where a step is captured, and what it costs the host per call is never paid again. What a new graph
+    returns first is compared with what the layer returns; if it is something else, there is a warning. Such layers, and those
+    that are no single graph or change tensors, run as they are in captured forwards, too.
     """
 
     whole = True
 
     def __init__(self, model: nn.Module, attention: Callable, backend: Callable = rewriting):
-        super().__init__(model, attention, backend)
+        super().__init__(model, attention, self._trace)
+        self._rewrite = backend
+        self._is_new = False  # a graph has been made and not been compared
         self.refused: dict[type[nn.Module], str] = {}  # classes of layers that run as they are, and why
+
+    def _trace(self, graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
+        run = self._rewrite(graph, inputs)
+        self._is_new = True
+        return run
 
     def serves(self, batch: Any, layer: nn.Module) -> bool:
         """In captured batches, but those of deterministic models: each of their operations has to be seen."""
         return batch.captured and batch.invariant is None and type(layer) not in self.refused
+
+    def checked(self, layer: nn.Module, out: Any, batch: Any, own: Callable[[], Any], args: tuple, kwargs: dict) -> Any:
+        """As for all; a graph is made before it is captured, and only then compared."""
+        if not self._is_new or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+            return out
+        self._is_new = False
+        expected = own()
+        before = next(each for each in (*args, *kwargs.values()) if torch.is_tensor(each))
+        error = deviation(_states(out), _states(expected), before, int(batch.inputs.query_starts[-1]))
+        if error <= 1:
+            return out
+        name = type(layer).__name__
+        self.refused[type(layer)] = (
+            f"its rewritten graph computes something else ({error:.1f} times what rounding may do)"
+        )
+        logger.warning("%s is captured as it is: %s. Please report it.", name, self.refused[type(layer)])
+        return expected
 
     def refuse(self, layer: nn.Module, error: Exception) -> None:
         """Layers of this class run as they are from now on."""
@@ -261,6 +291,30 @@ class RewrittenLayers(TracedLayers):
 
 class _Indexed(nn.Module):
     layer_idx: int
+
+
+def _states(out: Any) -> torch.Tensor:
+    """Hidden states [1, T, H] of what a layer returned."""
+    return out if torch.is_tensor(out) else out[0]
+
+
+def deviation(found: torch.Tensor, expected: torch.Tensor, before: torch.Tensor, num_tokens: int) -> float:
+    """How far a layer's output is from what is expected, over what roundings of sums in another order may do.
+
+    What the layer adds to the residual stream is the measure, as it can be small beside it; of the stream itself the last bits.
+
+    Args:
+        found, expected, before: [1, T, H] behind the layer and before it.
+        num_tokens: those that count; what stands behind them belongs to nobody.
+    """
+    eps = torch.finfo(expected.dtype).eps
+    found, expected, before = (each[0, :num_tokens].double() for each in (found, expected, before))
+    known = expected.isfinite().all(1)  # a capture's warm-up may meet keys that were never written
+    found, expected, before = found[known], expected[known], before[known]
+    added = expected - before if before.shape == expected.shape else expected
+    allowed = max(16 * eps, 1e-3) * added.norm() + 0.05 * eps * expected.norm()
+    difference = (found - expected).norm()
+    return float(difference / allowed) if difference else 0.0
 
 
 def _layers_in(model: nn.Module) -> list[tuple[int, nn.Module]]:
