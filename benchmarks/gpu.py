@@ -48,7 +48,7 @@ MODULES = {
     "equality": "equality",
     "training": "training",
 }
-WEIGHTS = {"correctness": 4.0, "kernels": 1.5, "decoding": 6.0, "equality": 3.0, "training": 1.5}
+WEIGHTS = {"correctness": 4.0, "kernels": 1.0, "decoding": 8.0, "equality": 3.0, "training": 0.6}
 NOT_A_GPU = "interpreter: correctness only, times mean nothing"
 
 
