@@ -10,8 +10,9 @@ from replayed_graphs import defined_attention, graphs_in_python, rewritten_graph
 from torch import fx
 
 import hf_specdec
-from hf_specdec.runtime import compiled
+from hf_specdec.runtime import compiled, packed_model
 from hf_specdec.runtime.compiled import rewritten
+from hf_specdec.runtime.prepacked import prepack
 
 ALL = {"rms_norm", "linears", "linear_and_residual", "gated_linear", "attend_rotating"}
 FAMILIES = {
@@ -168,11 +169,16 @@ def test_layers_of_captured_steps(family, rewritten_graphs, graphs_in_python):  
     assert [each.refused for each in makers] == [{}]
 
 
-def test_layers_whose_products_are_joined(rewritten_graphs, graphs_in_python):  # noqa: F811
+def test_layers_whose_products_are_joined(rewritten_graphs, graphs_in_python, monkeypatch):  # noqa: F811
     """Where linear layers are served by other products, traced layers see their weights, all layers in the same graphs."""
+    made = []
+    monkeypatch.setattr(
+        packed_model, "few_row_linears", lambda model, left_out: made.append(prepack(model, True)) or made[0]
+    )
     model = make("Llama", num_hidden_layers=12, hidden_size=512, intermediate_size=1024)
-    check_plain(model, GRAPHS | {"prepack_weights": True}, graphs_in_python)
-    assert operators(rewritten_graphs[0]) == ALL and len(rewritten_graphs[0]) <= 2
+    check_plain(model, GRAPHS, graphs_in_python)
+    assert made and operators(rewritten_graphs[0]) == ALL and len(rewritten_graphs[0]) <= 2
+    assert rewritten_graphs[1][0].refused == {}
 
 
 def test_draft_models_of_captured_rounds(rewritten_graphs, graphs_in_python):  # noqa: F811

@@ -218,8 +218,13 @@ class TracedLayers:
     def _compiled(self, forward: Any) -> Callable:
         if forward not in self._functions:
             traced = torch.compile(_own_copy(forward), dynamic=True, fullgraph=self.whole, backend=self.backend)
-            # Else epsilons and scales are made tensors at every call, and numbers of them again.
-            self._functions[forward] = torch._dynamo.config.patch(specialize_float=True)(traced)
+
+            def call(*args, **kwargs):
+                # Else epsilons and scales are made tensors at every call, and numbers of them again.
+                with torch._dynamo.config.patch(specialize_float=True):
+                    return traced(*args, **kwargs)
+
+            self._functions[forward] = call
         return self._functions[forward]
 
 
@@ -271,8 +276,10 @@ class RewrittenLayers(TracedLayers):
             return out
         self._is_new = False
         expected = own()
-        before = next(each for each in (*args, *kwargs.values()) if torch.is_tensor(each))
-        error = deviation(_states(out), _states(expected), before, int(batch.inputs.query_starts[-1]))
+        states = _states(expected)
+        given = (each for each in (*args, *kwargs.values()) if torch.is_tensor(each) and each.shape == states.shape)
+        before = next(given, torch.zeros_like(states))
+        error = deviation(_states(out), states, before, int(batch.inputs.query_starts[-1]))
         if error <= 1:
             return out
         name = type(layer).__name__
@@ -311,7 +318,7 @@ def deviation(found: torch.Tensor, expected: torch.Tensor, before: torch.Tensor,
     found, expected, before = (each[0, :num_tokens].double() for each in (found, expected, before))
     known = expected.isfinite().all(1)  # a capture's warm-up may meet keys that were never written
     found, expected, before = found[known], expected[known], before[known]
-    added = expected - before if before.shape == expected.shape else expected
+    added = expected - before
     allowed = max(16 * eps, 1e-3) * added.norm() + 0.05 * eps * expected.norm()
     difference = (found - expected).norm()
     return float(difference / allowed) if difference else 0.0
