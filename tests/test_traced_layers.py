@@ -1,5 +1,6 @@
 """Traced layers whose graphs are rewritten compute what the layers compute, and the rewriting finds what it is for."""
 
+import contextlib
 import copy
 import types
 
@@ -13,6 +14,7 @@ import hf_specdec
 from hf_specdec.runtime import compiled, packed_model
 from hf_specdec.runtime.compiled import rewritten
 from hf_specdec.runtime.prepacked import prepack
+from hf_specdec.runtime.sparse_blocks import SparseBlock, SparseBlocks
 
 ALL = {"rms_norm", "linears", "linear_and_residual", "gated_linear", "attend_rotating"}
 FAMILIES = {
@@ -225,8 +227,30 @@ def test_layers_of_heads(name, tiny_model, tiny_tokenizer, rewritten_graphs, gra
     assert target.refused == head.refused == {} and operators(rewritten_graphs[0]) == ALL
 
 
-def test_layers_that_change_tensors_are_captured_as_they_are(rewritten_graphs, graphs_in_python, caplog):  # noqa: F811
-    """Here experts, which transformers puts back in order in place."""
+@pytest.mark.parametrize(
+    ("family", "wanted"), [("Qwen3-MoE", ALL - {"gated_linear"}), ("gpt-oss", {"linears", "linear_and_residual"})]
+)
+def test_mixtures_of_experts_are_one_operator(family, wanted, rewritten_graphs, graphs_in_python):  # noqa: F811
+    """They change tensors in place; what is around them is rewritten. One family's blocks return a tensor, the other's two."""
+    check_plain(make_for_pages(family), GRAPHS, graphs_in_python)
+    assert operators(rewritten_graphs[0]) >= wanted | {"sparse_block"}
+    assert [each.refused for each in rewritten_graphs[1]] == [{}] and len(rewritten_graphs[0]) <= 4
+
+
+def test_blocks_stay_opaque_until_the_first_who_asked_leaves():
+    blocks, layer = SparseBlocks(), make("Qwen3-MoE").model.layers[0]
+    assert blocks.ready(layer)
+    with blocks.opaque([layer]):
+        assert not blocks.ready(layer)
+        with blocks.opaque([layer]):
+            layer.mlp(torch.randn(1, 3, 48))
+        assert blocks.ready(layer) and isinstance(layer.mlp.forward.__self__, SparseBlock)
+    assert "forward" not in vars(layer.mlp)
+
+
+def test_layers_that_change_tensors_are_captured_as_they_are(rewritten_graphs, graphs_in_python, caplog, monkeypatch):  # noqa: F811
+    """Here experts that are not hidden."""
+    monkeypatch.setattr(compiled.SparseBlocks, "opaque", lambda *each: contextlib.nullcontext())
     caplog.set_level("INFO", "hf_specdec")
     check_plain(make_for_pages("Qwen3-MoE"), GRAPHS, graphs_in_python)
     ((name, reason),) = rewritten_graphs[1][0].refused.items()

@@ -28,6 +28,7 @@ from ..kernels.dispatch import uses_triton
 from . import architectures
 from .architectures import UnsupportedModel
 from .rewriting import join_norms, put_together, rotate_with_attention, without_dropout, works_in_place
+from .sparse_blocks import SparseBlocks
 
 logger = logging.getLogger(__name__)
 
@@ -259,6 +260,7 @@ class RewrittenLayers(TracedLayers):
         super().__init__(model, attention, self._trace)
         self._rewrite = backend
         self._is_new = False  # a graph has been made and not been compared
+        self._blocks = SparseBlocks()
         self.refused: dict[type[nn.Module], str] = {}  # classes of layers that run as they are, and why
 
     def _trace(self, graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
@@ -266,9 +268,18 @@ class RewrittenLayers(TracedLayers):
         self._is_new = True
         return run
 
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """As for all; mixtures of experts are one operator."""
+        model = self._model()
+        assert model is not None
+        with self._blocks.opaque([layer for _, layer in _layers_in(model)]), super().active():
+            yield
+
     def serves(self, batch: Any, layer: nn.Module) -> bool:
         """In captured batches, but those of deterministic models: each of their operations has to be seen."""
-        return batch.captured and batch.invariant is None and type(layer) not in self.refused
+        captured = batch.captured and batch.invariant is None
+        return captured and type(layer) not in self.refused and self._blocks.ready(layer)
 
     def checked(self, layer: nn.Module, out: Any, batch: Any, own: Callable[[], Any], args: tuple, kwargs: dict) -> Any:
         """As for all; a graph is made before it is captured, and only then compared."""

@@ -110,7 +110,8 @@ class JoinedLinears:
                 self._in_use.append((product, linears))
                 for index, linear in enumerate(linears):
                     # A method: by its function dynamo knows that all layers' are alike, objects are traced one by one.
-                    linear.forward = _JoinedForward(self, linear, product, index).forward
+                    joined = _JoinedForward(self, linear, product, index)
+                    linear.forward = joined.forward  # pyright: ignore[reportAttributeAccessIssue]
             yield
         finally:
             for _, linears in self._in_use:
