@@ -126,12 +126,15 @@ class SpeculativeConfig:
     target_quantization: str | None = field(
         default=None, metadata={"help": "the target's, whose own weights stay in memory; output is the quantized one's"}
     )
-    compile: bool = field(default=False, metadata={"help": "torch.compile target and draft model; for GPUs"})
+    compile: bool | None = field(
+        default=None,
+        metadata={"help": "torch.compile target and draft model; by default layers are traced for CUDA graphs only"},
+    )
     cuda_graphs: bool | None = field(
         default=None,
         metadata={
             "help": "run decoding steps and drafting rounds as CUDA graphs, several times faster in small batches; by default on GPUs, "
-            "but for mixtures of experts and models that read no pages"
+            "but for models that read no pages and mixtures of experts that wait for the device"
         },
     )
     deterministic: bool = field(
@@ -164,7 +167,7 @@ class SpeculativeConfig:
         self.check_choice("target_quantization", QUANTIZATIONS, optional=True)
         if self.quantization is not None and not self.has_weights:
             raise self.fail("quantization", "is for drafters with weights, which it has not: leave it out.")
-        self.check_bool("compile")
+        self.check_bool("compile", optional=True)
         if self.compile and self.prepack_weights:
             raise self.fail("prepack_weights", "cannot be combined with 'compile': leave one of them out.")
         self.check_bool("deterministic")

@@ -94,8 +94,8 @@ def test_layers_that_are_fed_different_tensors_are_right_and_packed_apart_from_t
         assert close(attention(x + 1), outputs(attention, x + 1))
     with packed.active():
         assert close(attention(x), outputs(attention, x))
-        assert not any(module.forward.product.fed_apart for module in attention.children())
-        assert all(module.forward.product.alone for module in attention.children())
+        assert not any(module.forward.__self__.product.fed_apart for module in attention.children())
+        assert all(module.forward.__self__.product.alone for module in attention.children())
 
 
 @torch.no_grad()

@@ -109,7 +109,9 @@ class JoinedLinears:
                 product = self._product(linears)
                 self._in_use.append((product, linears))
                 for index, linear in enumerate(linears):
-                    linear.forward = _JoinedForward(self, linear, product, index)  # pyright: ignore[reportAttributeAccessIssue]
+                    # A method: by its function dynamo knows that all layers' are alike, objects are traced one by one.
+                    joined = _JoinedForward(self, linear, product, index)
+                    linear.forward = joined.forward  # pyright: ignore[reportAttributeAccessIssue]
             yield
         finally:
             for _, linears in self._in_use:
@@ -168,9 +170,11 @@ class _JoinedForward:
         self.bias = None if linear.bias is None else linear.bias.detach()
         self.product, self.index = product, index
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of the layer."""
         product = self.product
-        if not product.serves(x):
+        # A layer that is traced is shown the product as such: it is put together with others there.
+        if torch.compiler.is_compiling() or not product.serves(x):
             return F.linear(x, self.weight, self.bias)
         if product.copies and not self.owner.is_fresh:
             self.owner.refresh()

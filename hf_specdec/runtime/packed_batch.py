@@ -87,6 +87,8 @@ class PackedBatch:
     _rows: dict = field(default_factory=dict)
     _masks: dict = field(default_factory=dict)
 
+    captured = False  # as part of a CUDA graph
+
     @classmethod
     def pack(cls, inputs: list[RowInput], cache: PagedStaticCache, device: torch.device, gather: bool) -> PackedBatch:
         """Pack rows whose slots are already reserved."""

@@ -23,7 +23,7 @@ from ..kernels.flash import flash_attention_for
 from ..kernels.transfer import upload
 from . import architectures, invariant_check, self_test
 from .architectures import ATTENTION_NAME, UnsupportedModel
-from .compiled import TRACED, CompiledLayers, compiled_layers, traced_attention
+from .compiled import TRACED, CompiledLayers, RewrittenLayers, TracedLayers, layers_of, traced_attention
 from .few_row_linears import few_row_linears
 from .graphs import GraphRunner, StaticBatch, uses_graphs
 from .invariant_ops import InvariantOps
@@ -125,7 +125,7 @@ class PackedModel:
         deterministic: bool = False,
         quantization: str | None = None,
         owned: bool = False,
-        compile: bool = False,
+        compile: bool | None = False,
         borrowed: bool = False,
     ):
         architectures.check_supported(model)
@@ -141,7 +141,7 @@ class PackedModel:
         self._active = 0
         self.deterministic = False
         self.quantized: QuantizedLinears | None = None
-        self._compiled: CompiledLayers | None = None
+        self._compiled: TracedLayers | None = None
         # Packed weights are not used for products of few rows, which determinism forbids, nor can they be compiled.
         prepack_weights = False if deterministic or compile else prepack_weights
         self._linears = None if quantization is not None else prepack(model, prepack_weights)
@@ -160,6 +160,8 @@ class PackedModel:
             self.graphs = GraphRunner(self, by_lines=deterministic)
             if not deterministic:
                 self._linears = few_row_linears(model, left_out=architectures.decoder_layers(model) if compile else ())
+                if compile is None and quantization is None:
+                    self._compiled = layers_of(model, paged_attention_forward, RewrittenLayers)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -243,7 +245,7 @@ class PackedModel:
                 f"'compile' needs a model on transformers' attention interface, which {type(self.model).__name__} is not. "
                 "Leave the key out."
             )
-        return compiled_layers(self.model, paged_attention_forward)
+        return layers_of(self.model, paged_attention_forward, CompiledLayers)
 
     def _quantized_weights(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext() if self.quantized is None else self.quantized.active()
