@@ -23,6 +23,7 @@ PER_CALL_KEYS = ("seed", "rejection_sample_method", "async_scheduling", *_RULE_O
 DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
 QUANTIZATIONS = ("wint8", "wint4")
 DRAFT_LENGTHS = ("fixed", "auto")
+MOST_DRAFT_TOKENS, MOST_DRAFT_NODES = 1024, 4096  # of a row and round: longer paths are cut, larger trees refused
 
 
 class SpeculativeConfigError(ValueError):
@@ -46,7 +47,7 @@ class SpeculativeConfig:
     num_speculative_tokens: int | None = field(
         default=None,
         metadata={
-            "help": "draft tokens per round (K) in a chain, depth in a tree; 'auto': draft_length 'auto', up to a default K"
+            "help": "draft tokens per round (K) in a chain, depth in a tree, 1024 at most; 'auto': draft_length 'auto', up to a default K"
         },
     )
     num_speculative_tokens_per_batch_size: list[list[int]] | None = field(
@@ -101,10 +102,7 @@ class SpeculativeConfig:
     )
     block_size: int = field(default=16, metadata={"help": "tokens per KV block"})
     num_blocks: int | None = field(
-        default=None,
-        metadata={
-            "help": "most KV blocks in the pool; rows wait where they are too few. By default as many as the batch needs"
-        },
+        default=None, metadata={"help": "most KV blocks in the pool; by default as many as the batch needs"}
     )
     prefill_chunk_size: int = field(
         default=2048, metadata={"help": "most prompt tokens put through one forward (bounds activation memory)"}
@@ -242,6 +240,11 @@ class SpeculativeConfig:
         if not ranges:
             raise self.fail(key, f"must name at least one batch size, not {table!r}; leave it out for one K.")
         return ranges
+
+    @property
+    def longest_draft(self) -> int:
+        """Most tokens of a draft's path: `num_speculative_tokens`, as far as rounds go."""
+        return min(self.num_speculative_tokens or 0, MOST_DRAFT_TOKENS)
 
     # ---- verification -----------------------------------------------------------------------------------------------
 

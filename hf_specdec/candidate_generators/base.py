@@ -164,7 +164,7 @@ class CandidateGenerator(TransformersCandidateGenerator, ABC):
     @property
     def max_draft_nodes(self) -> int:
         """Most nodes a row's tree can have."""
-        return self.config.num_speculative_tokens or 0
+        return self.config.longest_draft
 
     def allocate(self, num_tokens: int, num_sequences: int, block_size: int) -> None:
         """Make room for that many tokens in so many sequences. Drafters with KV of their own size their cache here."""
@@ -227,7 +227,7 @@ class CandidateGenerator(TransformersCandidateGenerator, ABC):
         self._follow(input_ids)
         assert self._assisted is not None
         with self.active():
-            trees = self.propose([self._assisted], [self.config.num_speculative_tokens or 0])
+            trees = self.propose([self._assisted], [self.config.longest_draft])
         chain = _first_path(trees)
         nodes = torch.tensor(chain, dtype=torch.long, device=trees.tokens.device)
         tokens = trees.tokens[0, nodes]

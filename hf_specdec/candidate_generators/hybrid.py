@@ -110,7 +110,7 @@ class HybridGenerator(CandidateGenerator):
     def max_draft_nodes(self) -> int:
         """Nodes of the larger tree, or of both."""
         nodes = [part.max_draft_nodes for part in self.parts]
-        return max(sum(nodes), self.config.num_speculative_tokens or 0) if self.extends else max(nodes)
+        return max(sum(nodes), self.config.longest_draft) if self.extends else max(nodes)
 
     # ---- everything is told to both ---------------------------------------------------------------------------------
 

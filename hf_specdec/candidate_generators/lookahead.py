@@ -9,7 +9,7 @@ from typing import Any
 import numpy as np
 import torch
 
-from ..config import SpeculativeConfig
+from ..config import MOST_DRAFT_NODES, SpeculativeConfig
 from ..runtime import DraftTrees, PackedModel, Sequence
 from .base import CandidateGenerator, DrafterContext, StepOutcome
 from .registry import register
@@ -56,6 +56,19 @@ class LookaheadConfig(SpeculativeConfig):
                 f"is {self.num_speculative_tokens}, but window_size = {self.window_size} and ngram_size = {self.ngram_size} "
                 f"draft {self.depth} tokens deep at most.",
             )
+        if self.num_nodes > MOST_DRAFT_NODES:
+            raise self.fail(
+                "window_size",
+                f"= {self.window_size}, ngram_size = {self.ngram_size} and guess_set_size = {self.guess_set_size} make "
+                f"{self.num_nodes} nodes a step; at most {MOST_DRAFT_NODES} are verified: lower them.",
+            )
+
+    @property
+    def num_nodes(self) -> int:
+        """All n-grams and the window at its largest, which may be while it is being filled."""
+        width, levels = self.window_size, self.ngram_size - 1
+        filled = min(max((width + levels) // 2, 1), levels)  # (width + levels - filled) * filled is largest there
+        return (width + levels - filled) * filled - 1 + self.guess_set_size * levels
 
     @property
     def depth(self) -> int:
@@ -165,10 +178,8 @@ class LookaheadGenerator(CandidateGenerator):
 
     @property
     def max_draft_nodes(self) -> int:
-        """All n-grams and the window at its largest, which may be while it is being filled."""
-        width, levels = self.config.window_size, self.config.ngram_size - 1
-        window = max((width + levels - filled) * filled for filled in range(1, levels + 1)) - 1
-        return window + self.config.guess_set_size * levels
+        """All n-grams and the window."""
+        return self.config.num_nodes
 
     def start(self, seq: Sequence) -> None:
         """A new window; the prompt's n-grams go into the pool if asked for."""

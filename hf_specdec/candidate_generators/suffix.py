@@ -40,11 +40,11 @@ class SuffixConfig(SpeculativeConfig):
     def __post_init__(self) -> None:
         self.method = self.method or self.name  # errors name it
         self.read_auto()
-        self.check_int("suffix_decoding_max_tree_depth", minimum=2)
+        self.check_int("suffix_decoding_max_tree_depth", minimum=2, maximum=2**31 - 1)
         if self.num_speculative_tokens is None:
             self.num_speculative_tokens = self.suffix_decoding_max_tree_depth
         super().__post_init__()
-        self.check_int("suffix_decoding_max_cached_requests", minimum=-1)
+        self.check_int("suffix_decoding_max_cached_requests", minimum=-1, maximum=2**31 - 1)
         self.check_number("suffix_decoding_max_spec_factor", minimum=0)
         self.check_number("suffix_decoding_max_spec_offset", minimum=-1e6)
         self.check_number("suffix_decoding_min_token_prob", minimum=0, maximum=1)

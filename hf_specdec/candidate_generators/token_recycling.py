@@ -172,7 +172,7 @@ class TokenRecyclingGenerator(CandidateGenerator):
         if config.num_successors > target.vocab_size:
             raise config.fail("num_successors", f"is more than the target's {target.vocab_size} tokens.")
         self.taps = Taps(logits=config.recycle_prompt == "logits")
-        paths = config.paths if config.use_tree else [[0] * (config.num_speculative_tokens or 1)]
+        paths = config.paths if config.use_tree else [[0] * config.longest_draft]
         self.tree = TreeTemplate.from_paths(path[: config.num_speculative_tokens] for path in paths)
         self.matrices = SuccessorMatrices(target.vocab_size, config.num_successors, target.device)
         self.own: dict[int, int] = {}  # sequence id -> its matrix

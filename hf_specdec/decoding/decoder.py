@@ -11,7 +11,7 @@ import torch
 
 from ..cache import OutOfBlocks
 from ..candidate_generators import CandidateGenerator, StepOutcome
-from ..config import SpeculativeConfig
+from ..config import MOST_DRAFT_TOKENS, SpeculativeConfig
 from ..kernels.transfer import upload
 from ..runtime import DraftTrees, PackedModel, PackedOutput, Sequence
 from ..runtime.logits import calls_in_order, needs_prefix, process_logits
@@ -292,7 +292,7 @@ class SpeculativeDecoder:
         if calls_in_order(seq):
             return 0
         limit = self.config.num_speculative_tokens if seq.num_speculative_tokens is None else seq.num_speculative_tokens
-        limit = min(limit or 0, seq.max_length - len(seq.tokens) - 1)
+        limit = min(limit or 0, MOST_DRAFT_TOKENS, seq.max_length - len(seq.tokens) - 1)
         if self._max_drafted is not None:
             limit = min(limit, self._max_drafted - len(seq.tokens))
         return max(limit, 0)

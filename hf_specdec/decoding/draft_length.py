@@ -283,7 +283,7 @@ def _make_lengths(config: SpeculativeConfig) -> DraftLengthPolicy:
     if config.num_speculative_tokens_per_batch_size is not None:
         return LengthPerBatchSize(config.num_speculative_tokens_per_batch_size)
     if config.draft_length == "auto":
-        return AutoLength(config.num_speculative_tokens or 1)
+        return AutoLength(config.longest_draft or 1)
     return DraftLengthPolicy()
 
 

@@ -90,7 +90,8 @@ class DFlashGenerator(FeatureGenerator):
             return shape
         if self.config.draft_length != "auto" or not (shape.is_chain or isinstance(shape, DynamicTree)):
             raise self.config.fail(
-                "num_speculative_tokens", f"is {shape.depth}, but the drafter's block has {longest} tokens."
+                "num_speculative_tokens",
+                f"is {self.config.num_speculative_tokens}, but the drafter's block has {longest} tokens.",
             )
         if isinstance(shape, DynamicTree):
             return dataclasses.replace(shape, depth=longest)

@@ -3,9 +3,10 @@
 from __future__ import annotations
 
 import ast
+from collections.abc import Iterable, Sequence
 from typing import Any
 
-from ...config import SpeculativeConfig, nearest_hint
+from ...config import MOST_DRAFT_NODES, MOST_DRAFT_TOKENS, SpeculativeConfig, nearest_hint
 from .published_trees import PUBLISHED_TREES
 
 _KEY = "speculative_token_tree"
@@ -15,7 +16,7 @@ def read_token_tree(config: SpeculativeConfig, value: Any) -> list[list[int]]:
     """The tree's child-rank paths: [[0], [1], [0, 0]] is a root with two children, the first of which has one.
 
     Raises:
-        SpeculativeConfigError: no such name, no list of paths, no path in it.
+        SpeculativeConfigError: no such name, no list of paths, no path in it, or too many or too long ones.
     """
     paths = value
     if isinstance(value, str):
@@ -28,7 +29,26 @@ def read_token_tree(config: SpeculativeConfig, value: Any) -> list[list[int]]:
     is_list = isinstance(paths, (list, tuple)) and all(isinstance(path, (list, tuple)) and path for path in paths)
     if not paths or not is_list or not all(type(rank) is int and rank >= 0 for path in paths for rank in path):
         raise config.fail(_KEY, f"must be a list of child-rank paths like [[0], [1], [0, 0]], not {value!r}.")
+    if max(map(len, paths)) > MOST_DRAFT_TOKENS or _has_too_many_nodes(paths):
+        raise config.fail(
+            _KEY,
+            f"has {len(paths)} paths of up to {max(map(len, paths))} tokens; a tree has at most {MOST_DRAFT_NODES} nodes, a path "
+            f"{MOST_DRAFT_TOKENS}.",
+        )
     return [list(path) for path in paths]
+
+
+def _has_too_many_nodes(paths: Iterable[Sequence[int]]) -> bool:
+    nodes: set[tuple[int, ...]] = set()
+    for path in paths:
+        for end in range(len(path), 0, -1):
+            prefix = tuple(path[:end])
+            if prefix in nodes:  # and so are its own
+                break
+            nodes.add(prefix)
+        if len(nodes) > MOST_DRAFT_NODES:
+            return True
+    return False
 
 
 def _published(config: SpeculativeConfig, name: str) -> list[list[int]]:

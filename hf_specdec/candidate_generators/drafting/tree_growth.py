@@ -166,7 +166,7 @@ class DynamicGrowth(Growth):
             parents[index, new] = frontier.repeat_interleave(width, dim=1)
             frontier = start + best
             self._end_unlikely(rows, frontier_values, depth, values, new)
-        return kernels.prune_tree(pool, values, parents, expanded, shape.total_tokens - 1)
+        return kernels.prune_tree(pool, values, parents, expanded, min(shape.total_tokens - 1, size))
 
     def draft(self, *tensors: torch.Tensor) -> Draft:
         """The trees; all but their tokens crosses to the host."""

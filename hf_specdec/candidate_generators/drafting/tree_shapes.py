@@ -12,8 +12,7 @@ from functools import cached_property
 import numpy as np
 import torch
 
-from ...config import SpeculativeConfig
-from ...kernels import reference as ops
+from ...config import MOST_DRAFT_NODES, SpeculativeConfig
 from .token_tree import read_token_tree
 
 
@@ -75,7 +74,13 @@ class TreeTemplate:
 
     @classmethod
     def from_widths(cls, widths: list[int], keep_paths: int | None = None) -> TreeTemplate:
-        """Every node at depth d has `widths[d]` children."""
+        """Every node at depth d has `widths[d]` children.
+
+        Raises:
+            ValueError: they are more than MOST_DRAFT_NODES.
+        """
+        if has_too_many_nodes(widths):
+            raise ValueError(f"A tree of {widths} children per depth has more than {MOST_DRAFT_NODES} nodes.")
         parents, ranks, level = [], [], [-1]
         for width in widths:
             start = len(parents)
@@ -138,7 +143,13 @@ class TreeTemplate:
     @cached_property
     def ancestors(self) -> np.ndarray:
         """bool [N, N]: `ancestors[i, j]` if node j is i or on the path to it."""
-        return ops.ancestor_matrix(torch.from_numpy(self.parents)[None])[0, 1:, 1:].numpy()
+        nodes, above = np.arange(len(self.parents)), np.arange(len(self.parents))
+        ancestors = np.zeros((len(nodes), len(nodes)), dtype=bool)
+        while len(nodes):
+            ancestors[nodes, above] = True
+            above = self.parents[above]
+            nodes, above = nodes[above >= 0], above[above >= 0]
+        return ancestors
 
     @property
     def depth(self) -> int:
@@ -260,6 +271,18 @@ class DynamicTree:
 
 
 TreeShape = TreeTemplate | DynamicTree
+_MOST_CANDIDATES = 2**20  # nodes that a dynamic tree is chosen from
+
+
+def has_too_many_nodes(widths: list[int]) -> bool:
+    """Whether a tree in which every node at depth d has `widths[d]` children has more than MOST_DRAFT_NODES."""
+    total, level = 0, 1
+    for width in widths:
+        level *= width
+        total += level
+        if total > MOST_DRAFT_NODES:
+            return True
+    return False
 
 
 @dataclass
@@ -321,6 +344,7 @@ class TreeDraftingConfig(SpeculativeConfig):
             self.top_k = 8
         if self.top_k is not None and self.total_tokens is None:
             self.total_tokens = 60
+        self._check_dynamic_tree()
         if self.draft_confidence_threshold is not None:
             self.check_number("draft_confidence_threshold", minimum=0.0, maximum=1.0)
 
@@ -331,12 +355,32 @@ class TreeDraftingConfig(SpeculativeConfig):
         are_counts = isinstance(factors, list) and all(type(f) is int and f >= 1 for f in factors)
         if not factors or not are_counts:
             raise self.fail("branching_factors", f"must be a list of integers of at least 1, not {factors!r}.")
+        self._check_widths("branching_factors", factors)
         self._fix_depth("branching_factors", len(factors))
+
+    def _check_widths(self, key: str, widths: list[int]) -> None:
+        if has_too_many_nodes(widths):
+            given = repr(widths) if len(widths) <= 8 else f"a list of {len(widths)}"
+            raise self.fail(
+                key, f"is {given}, which is a tree of more than {MOST_DRAFT_NODES} nodes: use fewer or smaller factors."
+            )
 
     def _check_token_tree(self) -> None:
         if self.speculative_token_tree is None:
             return
         self._fix_depth("speculative_token_tree", max(map(len, read_token_tree(self, self.speculative_token_tree))))
+
+    def _check_dynamic_tree(self) -> None:
+        if self.top_k is None or self.total_tokens is None:
+            return
+        if self.total_tokens > MOST_DRAFT_NODES:
+            raise self.fail("total_tokens", f"is {self.total_tokens}; at most {MOST_DRAFT_NODES} are verified a step.")
+        if self.top_k**2 * self.longest_draft > _MOST_CANDIDATES:
+            raise self.fail(
+                "top_k",
+                f"is {self.top_k}, so trees {self.longest_draft} deep would be chosen from {self.top_k**2 * self.longest_draft} nodes; "
+                f"at most {_MOST_CANDIDATES} are grown: lower it, or num_speculative_tokens.",
+            )
 
     def _fix_depth(self, key: str, depth: int) -> None:
         if self.num_speculative_tokens not in (None, depth):
@@ -345,7 +389,7 @@ class TreeDraftingConfig(SpeculativeConfig):
 
     def shape(self) -> TreeShape:
         """The shape these keys describe."""
-        depth = self.num_speculative_tokens or 1
+        depth = self.longest_draft
         if self.top_k is not None and self.total_tokens is not None:
             return DynamicTree(depth, self.top_k, self.total_tokens)
         if self.speculative_token_tree is not None:

@@ -73,6 +73,7 @@ class MLPSpeculatorConfig(LastHiddenConfig):
         if factors is not None:
             if not isinstance(factors, list) or not factors or not all(type(f) is int and f >= 1 for f in factors):
                 raise self.fail("top_k_tokens_per_head", f"must be a list of integers of at least 1, not {factors!r}.")
+            self._check_widths("top_k_tokens_per_head", factors)
             self._fix_depth("top_k_tokens_per_head", len(factors))
         super().__post_init__()
 

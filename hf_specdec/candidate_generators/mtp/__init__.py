@@ -195,7 +195,7 @@ class MtpGenerator(ModulesInTurn):
     @property
     def max_draft_nodes(self) -> int:
         """Nodes of the deepest draft."""
-        return (self.config.num_speculative_tokens or 0) if self.config.continues_by_ngram else super().max_draft_nodes
+        return self.config.longest_draft if self.config.continues_by_ngram else super().max_draft_nodes
 
     def start(self, seq: Sequence) -> None:
         """Nothing is read yet; the prompt's n-grams are known."""
