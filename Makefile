@@ -1,6 +1,6 @@
 # Two commands matter: `make demo` and `make test`. Both make .venv when it is missing or pyproject.toml has changed.
 #   PYTHON=python3.12       the interpreter to use (default: python3.11 if there, else the first suitable python3)
-#   VENV=folder             where the environment goes (default: .venv); any path, spaces too
+#   VENV=folder             where the environment goes (default: .venv); any path, spaces too (but for "compile" on a CPU)
 #   TORCH_VERSION=2.13.0    the torch to install
 #   DEMO_ARGS=, PYTEST_ARGS=  more arguments, such as DEMO_ARGS="--all" or PYTEST_ARGS="-m slow"
 

@@ -107,7 +107,7 @@ def single_variants(demo: DemoModel) -> list[Variant]:
     method = "suffix" if importlib.util.find_spec("arctic_inference") else "ngram"
     return [
         PLAIN, Variant(method, {"method": method}), Variant("draft_model, 3 tokens", {**draft, "num_speculative_tokens": 3}),
-        Variant("eagle3, 3 tokens", {**eagle3, "num_speculative_tokens": 3}),
+        Variant("eagle3, tree of 8", {**eagle3, "depth": 4, "top_k": 3, "total_tokens": 8}),
     ]  # fmt: skip
 
 
