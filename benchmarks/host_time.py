@@ -34,7 +34,7 @@ from hf_specdec.candidate_generators.base import DrafterContext
 from hf_specdec.decoding import SpeculativeDecoder, decoder
 from hf_specdec.decoding.verification import PendingVerdict
 from hf_specdec.kernels import transfer
-from hf_specdec.runtime import DraftTrees, PackedModel, Sequence, Taps, graphs, packed_model
+from hf_specdec.runtime import DraftTrees, PackedModel, Sequence, Taps, graphs, packed_batch, packed_model
 
 CONTEXT = 300  # tokens of a prompt
 PERIOD = 7  # of the text: n-grams occurred before
@@ -112,7 +112,8 @@ def without_work():
             from hf_specdec.kernels import attention
 
             patch(graphs, "check_capturable", lambda model: None)
-            patch(packed_model, "uses_triton", lambda device: True)
+            for module in (packed_model, packed_batch, graphs):
+                patch(module, "uses_triton", lambda device: True)
             patch(attention, "paged_attention", attend_nowhere)
             patch(PagedLayer, "write", lambda *args: None)
         yield fixed

@@ -251,11 +251,20 @@ class Reference:
         return logits, confidence
 
 
+_CHOICES = []  # of each `Forced`: a processor that is seen to hold what changes is taken to keep state, and gets no drafts
+
+
 class Forced(LogitsProcessor):
     """Makes the target's choice at some prefixes, so that tests decide how much of a draft is accepted."""
 
     def __init__(self):
-        self.choices = {}
+        self.number = len(_CHOICES)
+        _CHOICES.append({})
+
+    @property
+    def choices(self):
+        """By prefix."""
+        return _CHOICES[self.number]
 
     def __call__(self, input_ids, scores):
         for row, ids in enumerate(input_ids.tolist()):

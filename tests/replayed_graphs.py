@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_specdec.kernels import attention, random_bits, reference
-from hf_specdec.runtime import compiled, graphs, packed_model
+from hf_specdec.runtime import compiled, graphs, packed_batch, packed_model
 
 _aten = torch.ops.aten
 # What waits for the device, or makes a shape of what is on it.
@@ -183,13 +183,14 @@ def attention_by_definition(query, key_pool, value_pool, inputs, scaling, *, win
         masks.append(
             torch.zeros(allowed.shape, dtype=query.dtype).masked_fill_(~allowed, float("-inf")).repeat(group, 1)
         )
-    out = reference.paged_attention(query, key_pool, value_pool, rows, masks, scaling, softcap, sinks)
-    out[starts[-1] :] = float("nan")
+    found = reference.paged_attention(query, key_pool, value_pool, rows, masks, scaling, softcap, sinks)
+    out = found.new_full((len(query), *found.shape[1:]), float("nan"))
+    out[: starts[-1]] = found[: starts[-1]]
     return out
 
 
 @stands_for_a_kernel
-def write(self, slots, keys, values):
+def write(self, slots, keys, values, by_kernel=True):
     """`PagedLayer.write`, but for slots that are none."""
     there = slots >= 0
     assert len(slots[there].unique()) == int(there.sum())
@@ -242,6 +243,7 @@ def defined_attention(monkeypatch):
     """Attention and writing keys by their definitions, from what the Triton kernels would read."""
     from hf_specdec.cache.paged_layer import PagedLayer
 
-    monkeypatch.setattr(packed_model, "uses_triton", lambda device: True)
+    for module in (packed_model, packed_batch, graphs):
+        monkeypatch.setattr(module, "uses_triton", lambda device: True)
     monkeypatch.setattr(attention, "paged_attention", attention_by_definition)
     monkeypatch.setattr(PagedLayer, "write", write)

@@ -113,9 +113,9 @@ def test_the_graph_used_longest_ago_makes_room(monkeypatch):
     assert get("d") is not None and len(captures) == 1  # the one in use stays
 
 
-def test_mixtures_of_experts_are_captured_only_when_asked(monkeypatch):
+def test_mixtures_of_experts_that_wait_are_captured_only_when_asked(monkeypatch):
     monkeypatch.setattr(graphs, "is_capturable", lambda model: True)
-    for family, wanted in (("Llama", True), ("Qwen3-MoE", False), ("gpt-oss", False)):
-        model = SimpleNamespace(module=make(family))
+    for family, wanted in (("Llama", True), ("Qwen3-MoE", False), ("gpt-oss", False)):  # in float32
+        model = SimpleNamespace(module=make(family), device=torch.device("cpu"))
         assert graphs.uses_graphs(None, model) is wanted
         assert graphs.uses_graphs(True, model) is True and graphs.uses_graphs(False, model) is False
