@@ -48,7 +48,7 @@ MODULES = {
     "equality": "equality",
     "training": "training",
 }
-WEIGHTS = {"correctness": 4.0, "kernels": 1.5, "decoding": 6.0, "equality": 3.0, "training": 1.5}
+WEIGHTS = {"correctness": 4.0, "kernels": 1.0, "decoding": 8.0, "equality": 3.0, "training": 0.6}
 NOT_A_GPU = "interpreter: correctness only, times mean nothing"
 
 
@@ -78,10 +78,10 @@ def default_path(device: torch.device) -> Path:
 
 
 class Warnings(logging.Handler):
-    """Collects the package's warnings, each once."""
+    """Collects the package's warnings, each once, and which layers are captured as they are."""
 
     def __init__(self, found: list[str]):
-        super().__init__(logging.WARNING)
+        super().__init__()
         self.found = found
 
     def emit(self, record: logging.LogRecord) -> None:
@@ -142,6 +142,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     report = Report(command, {**environment(device), "seed": seed})
     logging.getLogger("hf_specdec").addHandler(Warnings(report.warnings))
+    logging.getLogger("hf_specdec.runtime.compiled").setLevel(logging.INFO)
     toy = options.toy or device.type == "cpu"
     context = Context(device, toy, Budget(60 * options.minutes), seed, warnings=report.warnings)
     waiting = [name for name in MODULES if name in options.sections]

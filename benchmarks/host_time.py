@@ -34,7 +34,7 @@ from hf_specdec.candidate_generators.base import DrafterContext
 from hf_specdec.decoding import SpeculativeDecoder, decoder
 from hf_specdec.decoding.verification import PendingVerdict
 from hf_specdec.kernels import transfer
-from hf_specdec.runtime import DraftTrees, PackedModel, Sequence, Taps, graphs, packed_head, packed_model
+from hf_specdec.runtime import DraftTrees, PackedModel, Sequence, Taps, graphs, packed_model
 
 CONTEXT = 300  # tokens of a prompt
 PERIOD = 7  # of the text: n-grams occurred before
@@ -111,8 +111,7 @@ def without_work():
         if not torch.cuda.is_available():
             from hf_specdec.kernels import attention
 
-            for module in (packed_model, packed_head):
-                patch(module, "check_capturable", lambda model: None)
+            patch(graphs, "check_capturable", lambda model: None)
             patch(packed_model, "uses_triton", lambda device: True)
             patch(attention, "paged_attention", attend_nowhere)
             patch(PagedLayer, "write", lambda *args: None)

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 VERIFICATION_RULES = ("greedy", "coupled", "rejection", "block", "typical", "synthetic")
-_RULE_ALIASES = {"standard": "rejection"}
+_RULE_ALIASES = {"standard": "rejection", "probabilistic": "rejection", "strict": "coupled"}  # vLLM's
 _RULE_OF_KEY = {
     "posterior_threshold": "typical",
     "posterior_alpha": "typical",
@@ -56,6 +56,12 @@ class SpeculativeConfig:
             "help": "K by the number of rows decoding: [[1, 4, 5], [5, 16, 2], [17, 64, 0]] or {1: 5, 5: 2, 17: 0}; at most "
             "num_speculative_tokens; the last K holds beyond its range"
         },
+    )
+    disable_by_batch_size: int | None = field(
+        default=None, metadata={"help": "no drafts in steps in which more rows than this are decoding"}
+    )
+    max_model_len: int | None = field(
+        default=None, metadata={"help": "no drafts beyond this many tokens of a text, its drafts included"}
     )
     draft_length: str = field(
         default="fixed",
@@ -118,12 +124,15 @@ class SpeculativeConfig:
     target_quantization: str | None = field(
         default=None, metadata={"help": "the target's, whose own weights stay in memory; output is the quantized one's"}
     )
-    compile: bool = field(default=False, metadata={"help": "torch.compile target and draft model; for GPUs"})
+    compile: bool | None = field(
+        default=None,
+        metadata={"help": "torch.compile target and draft model; by default layers are traced for CUDA graphs only"},
+    )
     cuda_graphs: bool | None = field(
         default=None,
         metadata={
             "help": "run decoding steps and drafting rounds as CUDA graphs, several times faster in small batches; by default on GPUs, "
-            "but for mixtures of experts and models that read no pages"
+            "but for models that read no pages and mixtures of experts that wait for the device"
         },
     )
     deterministic: bool = field(
@@ -143,22 +152,22 @@ class SpeculativeConfig:
         self._settle_draft_length()
         if isinstance(self.rejection_sample_method, str):
             self.rejection_sample_method = _RULE_ALIASES.get(self.rejection_sample_method, self.rejection_sample_method)
+        for key in ("num_blocks", "disable_by_batch_size", "max_model_len"):
+            self.check_int(key, minimum=1, optional=True)
         self.check_int("block_size", minimum=1)
-        self.check_int("num_blocks", minimum=1, optional=True)
         self.check_int("prefill_chunk_size", minimum=1)
         self.check_int("seed", minimum=0, maximum=2**63 - 1, optional=True)
         self.check_choice("rejection_sample_method", VERIFICATION_RULES, optional=True)
         self.check_choice("draft_sample_method", DRAFT_SAMPLE_METHODS, optional=True)
-        self.check_bool("prepack_weights", optional=True)
-        self.check_bool("async_scheduling", optional=True)
+        for key in ("prepack_weights", "async_scheduling", "cuda_graphs"):
+            self.check_bool(key, optional=True)
         self.check_choice("quantization", QUANTIZATIONS, optional=True)
         self.check_choice("target_quantization", QUANTIZATIONS, optional=True)
         if self.quantization is not None and not self.has_weights:
             raise self.fail("quantization", "is for drafters with weights, which it has not: leave it out.")
-        self.check_bool("compile")
+        self.check_bool("compile", optional=True)
         if self.compile and self.prepack_weights:
             raise self.fail("prepack_weights", "cannot be combined with 'compile': leave one of them out.")
-        self.check_bool("cuda_graphs", optional=True)
         self.check_bool("deterministic")
         for key in ("prepack_weights", "target_quantization", "compile"):
             if self.deterministic and getattr(self, key):
@@ -353,12 +362,12 @@ class SpeculativeConfig:
     # ---- reading and writing ----------------------------------------------------------------------------------------
 
     @classmethod
-    def from_dict(cls, values: dict[str, Any]) -> SpeculativeConfig:
-        """Build from a dict; an unknown key is an error naming the nearest valid one."""
+    def from_dict(cls, values: dict[str, Any], others: Iterable[str] = ()) -> SpeculativeConfig:
+        """Build from a dict; an unknown key is an error naming the nearest valid one, or the nearest of `others`."""
         known = [f.name for f in dataclasses.fields(cls)]
         for key in values:
             if key not in known:
-                hint = nearest_hint(key, known)
+                hint = nearest_hint(key, [*known, *others])
                 raise SpeculativeConfigError(
                     f"speculative_config has no key {key!r} for method {cls.name!r}{hint}. Valid keys: {', '.join(sorted(known))}."
                 )

@@ -8,7 +8,7 @@ from typing import Any
 
 
 def read_rows(path: str | Path, plain_key: str) -> list[dict[str, Any]]:
-    """The rows of a UTF-8 file, see `rows_of`.
+    """The rows of a UTF-8 file (a byte order mark is no part of it), see `rows_of`.
 
     Raises:
         ValueError: no such file, not UTF-8, a line that is no JSON object; the message begins with the place.
@@ -17,7 +17,7 @@ def read_rows(path: str | Path, plain_key: str) -> list[dict[str, Any]]:
     if not path.is_file():
         raise ValueError(f"{path}: no such file.")
     try:
-        text = path.read_text(encoding="utf-8")
+        text = path.read_text(encoding="utf-8-sig")
     except UnicodeDecodeError as error:
         raise ValueError(f"{path}: not UTF-8 text ({error}).") from None
     return rows_of(text, str(path), plain_key)
@@ -36,6 +36,8 @@ def _row(line: str, where: str) -> dict[str, Any]:
         row = json.loads(line)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON ({error}).") from None
+    except RecursionError:
+        raise ValueError(f"{where}: JSON that is nested too deeply.") from None
     if not isinstance(row, dict):
         raise ValueError(f"{where}: expected a JSON object.")
     return {**row, "_where": where}

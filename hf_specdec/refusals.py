@@ -5,11 +5,12 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from transformers import GenerationConfig, PreTrainedModel
+from transformers import GenerationConfig, PreTrainedModel, SynthIDTextWatermarkingConfig
 from transformers.cache_utils import DynamicCache
 
 from .candidate_generators import generator_class, parse_config
 from .config import SpeculativeConfig, SpeculativeConfigError
+from .decoding.generate import text_length
 from .runtime.architectures import UnsupportedModel, check_supported
 
 _COMPATIBLE_MODES = ("greedy_search", "sample", "assisted_generation")
@@ -19,7 +20,13 @@ _OTHER_SPECULATION = (
 # What generate() prepares for the forward and the loop makes itself, or what says only which tensors to return.
 _KNOWN_INPUTS = {
     "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "output_hidden_states", "output_attentions",
+    "inputs_embeds",
 }  # fmt: skip
+# Caches that hold the same numbers as ours, in other places.
+_SAME_TEXT_CACHES = ("static", "hybrid", "hybrid_chunked", "sliding_window")
+_TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids"}
+# Parts of the names of what models read besides text; `mm_encoder_outputs` is what generate() has made of it.
+_OTHER_THAN_TEXT = ("pixel", "image", "video", "audio", "mm_encoder", "input_features", "cross_attention")
 
 
 def check_mode(generation_config: GenerationConfig, mode: Any) -> None:
@@ -34,11 +41,6 @@ def check_mode(generation_config: GenerationConfig, mode: Any) -> None:
     for key in _OTHER_SPECULATION:
         if getattr(generation_config, key, None):
             raise ValueError(f"speculative_config and {key} are two ways to decode: pass one of them.")
-    implementation = getattr(generation_config, "cache_implementation", None)
-    if implementation is not None:
-        raise ValueError(
-            f"speculative_config brings its own paged KV cache: drop cache_implementation={implementation!r}."
-        )
 
 
 def check_model(
@@ -62,6 +64,8 @@ def check_model(
         raise SpeculativeConfigError(
             f"assistant_model is not used by method {config.method!r}: drop it, or use {{'method': 'draft_model'}}."
         )
+    _settle_cache_implementation(model, generation_config)
+    _check_processors(generation_config)
     if generation_config.return_dict_in_generate and generation_config.output_attentions:
         raise ValueError(
             "speculative_config cannot return attention weights (paged attention never forms them): drop output_attentions."
@@ -76,6 +80,45 @@ def check_model(
         )
 
 
+def _settle_cache_implementation(model: PreTrainedModel, generation_config: GenerationConfig) -> None:
+    """Take `cache_implementation` out of this call's configuration, where our cache can stand in for what it asks for.
+
+    A cache that is only laid out otherwise gives the same text: "dynamic" means as much as no word, and what a model's own
+    generation_config says of static caches nobody asked for in this call.
+
+    Raises:
+        ValueError: it was asked for, or keys are to be kept quantized or off the device.
+    """
+    implementation = getattr(generation_config, "cache_implementation", None)
+    if implementation is None:
+        return
+    carried = getattr(model.generation_config, "cache_implementation", None) == implementation
+    if implementation == "dynamic" or (carried and implementation in _SAME_TEXT_CACHES):
+        generation_config.cache_implementation = None
+        return
+    if carried:
+        raise ValueError(
+            f"The model's generation_config has cache_implementation={implementation!r}, and speculative_config brings its own "
+            "paged KV cache: pass cache_implementation='dynamic', or set model.generation_config.cache_implementation = None."
+        )
+    raise ValueError(f"speculative_config brings its own paged KV cache: drop cache_implementation={implementation!r}.")
+
+
+def _check_processors(generation_config: GenerationConfig) -> None:
+    """Raise ValueError for arguments whose logits processors keep state: rejected drafts would corrupt it."""
+    guidance = getattr(generation_config, "guidance_scale", None)
+    if guidance is not None and guidance != 1:
+        raise ValueError(
+            f"guidance_scale={guidance} (an argument of generate() or a field of its generation_config) decodes a second text "
+            "beside each row, token by token, which speculative_config cannot: leave it out, or speculative_config."
+        )
+    if isinstance(getattr(generation_config, "watermarking_config", None), SynthIDTextWatermarkingConfig):
+        raise ValueError(
+            "watermarking_config (an argument of generate() or a field of its generation_config) asks for SynthID watermarks, "
+            "which are made token by token and cannot follow drafts: leave it out, or speculative_config. WatermarkingConfig works."
+        )
+
+
 def check_inputs(
     model: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict
 ) -> None:
@@ -85,36 +128,77 @@ def check_inputs(
         input_ids: int64 [B, S].
         model_kwargs: what `generate()` prepared for the model's forward.
     """
-    unknown = sorted(k for k, v in model_kwargs.items() if v is not None and k not in _KNOWN_INPUTS)
+    unknown = sorted(k for k, v in model_kwargs.items() if k not in _KNOWN_INPUTS and not _says_nothing(model, k, v))
+    if any(part in name for name in unknown for part in _OTHER_THAN_TEXT):
+        raise UnsupportedModel(
+            f"speculative_config serves prompts of text only; this one has images, video or audio ({', '.join(unknown)}). Call "
+            "generate() without speculative_config for it."
+        )
     if unknown:
         raise UnsupportedModel(
             f"speculative_config decodes from token ids; these inputs of generate() are not supported with it: {', '.join(unknown)}."
         )
-    mask = model_kwargs.get("attention_mask")
-    mask_length = mask.shape[1] if mask is not None else getattr(generation_config, "_mask_length", input_ids.shape[1])
-    if mask_length != input_ids.shape[1]:
+    _check_embeddings(model, input_ids, model_kwargs)
+    mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
+    length = text_length(input_ids, mask, generation_config)
+    _check_cache(cache, input_ids.shape[0], length)
+    cached = int(cache.get_seq_length()) if getattr(cache, "_is_user_defined", False) else 0
+    if length not in (input_ids.shape[1], input_ids.shape[1] + cached):
         raise ValueError(
-            f"attention_mask covers {mask_length} tokens and input_ids has {input_ids.shape[1]}: speculative_config needs the "
-            "whole text as input_ids, also when past_key_values already holds a part of it."
+            f"attention_mask covers {length} tokens and input_ids has {input_ids.shape[1]}: they must be of one length, or the "
+            f"mask longer by what past_key_values holds, which is {cached} tokens."
         )
+    if mask is None:
+        mask = torch.ones(input_ids.shape[0], length, dtype=torch.long, device=input_ids.device)
     _check_positions(model, input_ids, mask, model_kwargs.get("position_ids"))
-    _check_cache(model_kwargs.get("past_key_values"), input_ids)
 
 
-def _check_positions(model: PreTrainedModel, input_ids: torch.Tensor, mask, position_ids) -> None:
+def _check_embeddings(model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict) -> None:
+    """Raise UnsupportedModel unless `inputs_embeds` are the ids' own embeddings: transformers reads them instead of the ids."""
+    embeds = model_kwargs.get("inputs_embeds")
+    if embeds is None:
+        return
+    if input_ids.shape[1] == 0:
+        raise UnsupportedModel(
+            "speculative_config decodes from token ids: prompts given only as inputs_embeds are not supported; pass input_ids."
+        )
+    own = model.get_input_embeddings()(input_ids.to(embeds.device)).to(embeds.device)
+    mask = model_kwargs.get("attention_mask")
+    real = (torch.ones_like(input_ids) if mask is None else mask).to(embeds.device) != 0
+    if own.shape != embeds.shape or not torch.equal(own[real], embeds[real]):
+        raise UnsupportedModel(
+            "speculative_config decodes from token ids, and these inputs_embeds are not the embeddings of input_ids: leave them "
+            "out, or call generate() without speculative_config."
+        )
+
+
+def _says_nothing(model: PreTrainedModel, name: str, value: Any) -> bool:
+    """Whether an input is as good as absent: generate() makes some, empty, for every text prompt of a model that sees images.
+
+    Token types of zeros say "text" to such a model. Others (GPT-2) add an embedding of them, of zeros too.
+    """
+    if value is None or (isinstance(value, (dict, list, tuple)) and not value):
+        return True
+    if not isinstance(value, torch.Tensor):
+        return False
+    sees_images = model.config.get_text_config(decoder=True) is not model.config
+    return value.numel() == 0 or (name in _TOKEN_TYPES and sees_images and not bool(value.any()))
+
+
+def _check_positions(model: PreTrainedModel, input_ids: torch.Tensor, mask: torch.Tensor, position_ids) -> None:
     if position_ids is None or not hasattr(model, "_prepare_position_ids_for_generation"):
         return
-    real = torch.ones_like(input_ids) if mask is None else mask.to(input_ids.device)
+    real = mask.to(input_ids.device)
     expected = model._prepare_position_ids_for_generation(input_ids, {"attention_mask": real})
     width = min(position_ids.shape[-1], expected.shape[-1])
-    differ = (position_ids[..., :width].to(expected.device) != expected[..., :width]) & (real[:, :width] != 0)
+    differ = (position_ids[..., -width:].to(expected.device) != expected[..., -width:]) & (real[:, -width:] != 0)
     if bool(differ.any()):
         raise ValueError(
             "speculative_config numbers positions from the first unmasked token on; other position_ids are not supported."
         )
 
 
-def _check_cache(cache: Any, input_ids: torch.Tensor) -> None:
+def _check_cache(cache: Any, num_rows: int, text_length: int) -> None:
     if cache is None or not getattr(cache, "_is_user_defined", False):
         return
     length = int(cache.get_seq_length())
@@ -132,8 +216,9 @@ def _check_cache(cache: Any, input_ids: torch.Tensor) -> None:
             "from it. Pass the whole text without past_key_values."
         )
     batch = cache.layers[0].keys.shape[0]
-    if batch != input_ids.shape[0] or length > input_ids.shape[1]:
+    if batch != num_rows or length > text_length:
         raise ValueError(
-            f"past_key_values holds {length} tokens of {batch} sequences, which cannot be the beginning of {input_ids.shape[0]} "
-            f"sequences of {input_ids.shape[1]} tokens."
+            f"past_key_values holds {length} tokens of {batch} sequences, which cannot be the beginning of {num_rows} "
+            f"sequences of {text_length} tokens. Pass the whole text as input_ids, or what follows the cache with the "
+            "attention_mask of the whole."
         )

@@ -85,12 +85,17 @@ def build(model_type: str, seed: int = 0, **options) -> PreTrainedModel:
     base = {} if "n_embd" in options else {k: v for k, v in _COMMON.items() if k not in _UNKNOWN.get(model_type, ())}
     config = AutoConfig.for_model(model_type, **{**base, **options})
     torch.manual_seed(seed)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():  # biases, norms and sinks are born constant; give them a part too
-        for vector in (p for p in model.parameters() if p.dim() == 1):
-            vector += 0.1 * torch.randn(vector.shape)
+    model = drawn_vectors(AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval())
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
+    return model
+
+
+@torch.no_grad()
+def drawn_vectors(model: PreTrainedModel) -> PreTrainedModel:
+    """The model; its biases, norms and sinks, which are born constant, get a part too."""
+    for vector in (p for p in model.parameters() if p.dim() == 1):
+        vector += 0.1 * torch.randn(vector.shape)
     return model
 
 

@@ -75,6 +75,7 @@ class PlainLayers:
     ):
         self.w = {name: tensor.to(torch.float64) for name, tensor in tensors.items()}
         self.num_layers, self.heads, self.kv_heads, self.window = num_layers, heads, kv_heads, window
+        self.besides = 0  # how many of the newest keys are seen besides those in the window
         self.width = self.w["layers.0.self_attn.o_proj.weight"].shape[1] // heads
         steps = torch.arange(self.width // 2, dtype=torch.float64)
         self.inv_freq = theta ** (-2 * steps / self.width) if inv_freq is None else inv_freq
@@ -107,7 +108,7 @@ class PlainLayers:
         keys.append(self.rotate(k, position))
         values.append(v)
         out = []
-        seen = slice(-self.window if self.window else None, None)
+        seen = slice(-self.window - self.besides if self.window else None, None)
         for head in range(self.heads):
             group = head // (self.heads // self.kv_heads)
             scores = (
@@ -135,6 +136,7 @@ class PlainDrafter:
     """
 
     layers: PlainLayers
+    window_stays = False  # while drafting, at the text's end
 
     def __init__(self):
         self.known = {}  # (text, path) → keys and values, and the output, behind it
@@ -156,7 +158,9 @@ class PlainDrafter:
         if (text, path) not in self.known:
             state, out = self.follow(text, path[:-1], states)
             state = self.layers.copy(state)
+            self.layers.besides = len(path) if self.window_stays else 0
             out = self.row(state, path[-1], self.fed_back(out), len(text) - 2 + len(path))
+            self.layers.besides = 0
             self.known[text, path] = state, out
         return self.known[text, path]
 

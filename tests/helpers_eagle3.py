@@ -108,9 +108,20 @@ LAYOUTS = {
     ),
     "qkv bias": Layout({**BASE, **layer_shapes("layers.0.", 2 * HIDDEN, qkv_bias=True)}, {**CONFIG, "attention_bias": True}),
     "qwen3": Layout({**BASE, **QWEN3}, {**CONFIG, "model_type": "qwen3", "rope_theta": 1e6}, plain={"theta": 1e6}),
-    "fc_norm, norm_output": Layout(
+    "SpecForge, norm_output": Layout(
         {**BASE, **{f"fc_norm.{i}.weight": NORM for i in range(3)}}, {**CONFIG, "fc_norm": True, "norm_output": True},
-        flags={"norm_output": True},
+    ),
+    "another's norm_output": Layout(
+        BASE, {**CONFIG, "architectures": ["LlamaForCausalLM"], "norm_output": True}, flags={"norm_output": True},
+    ),
+    "recycle_normed": Layout(BASE, {**CONFIG, "norm_output": True, "recycle_normed": True}, flags={"norm_output": True}),
+    "mrope": Layout(
+        BASE, {**CONFIG, "rope_theta": 1e6, "rope_scaling": {"type": "mrope", "mrope_section": [1, 1, 2]}}, plain={"theta": 1e6},
+    ),
+    "mrope, new": Layout(
+        BASE,
+        {**CONFIG, "rope_parameters": {"rope_type": "default", "rope_theta": 1e6, "mrope_section": [1, 1, 2], "mrope_interleaved": True}},
+        plain={"theta": 1e6},
     ),
     "norm_before_fc": Layout(
         {**BASE, "input_norm.weight": (3 * HIDDEN,)},
@@ -140,6 +151,10 @@ LAYOUTS = {
         BASE, {**CONFIG, "layer_types": ["sliding_attention"] * 3, "sliding_window": 5}, plain={"window": 5},
     ),
     "speculators": Layout({**BASE, **EMBEDDINGS}, speculators_config(), prefix="layers.0.", flags={"norm_before_residual": True}),
+    "speculators, sliding window": Layout(
+        {**BASE, **EMBEDDINGS}, speculators_config(layers={"layer_types": ["sliding_attention"], "sliding_window": 3}),
+        prefix="layers.0.", plain={"window": 3}, flags={"norm_before_residual": True, "window_stays": True},
+    ),
     "speculators, flags": Layout(
         {**BASE, **QWEN3, "input_norm.weight": (3 * HIDDEN,)},
         speculators_config(
@@ -165,6 +180,7 @@ class PlainEagle3(PlainDrafter):
         self.states = layout.states
         self.norm_before_residual = layout.flags.get("norm_before_residual", False)
         self.norm_output = layout.flags.get("norm_output", False)
+        self.window_stays = layout.flags.get("window_stays", False)
         self.scale, self.mask_token = layout.flags.get("logit_scale", 1.0), layout.flags.get("mask_token")
         self.layers = PlainLayers(tensors, **layout.plain)
         w = self.w = self.layers.w

@@ -10,7 +10,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_specdec.kernels import attention, random_bits, reference
-from hf_specdec.runtime import graphs, packed_model
+from hf_specdec.runtime import compiled, graphs, packed_model
 
 _aten = torch.ops.aten
 # What waits for the device, or makes a shape of what is on it.
@@ -37,6 +37,11 @@ _on_host = []  # not empty: a stand-in for a kernel runs, which may do on the ho
 
 class _NoHost(TorchDispatchMode):
     """Refuses operations that a CUDA graph cannot hold."""
+
+    @classmethod
+    def is_infra_mode(cls):
+        """Dynamo would trace nothing inside a mode of users'."""
+        return True
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
         masked = func in (_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default) and any(
@@ -192,15 +197,40 @@ def write(self, slots, keys, values):
     reference.write_slots(self.values, slots[there], values[there])
 
 
+_SERVES = compiled.RewrittenLayers.serves
+
+
+@pytest.fixture
+def rewritten_graphs(graphs_in_python, defined_attention, monkeypatch):
+    """Layers of captured steps are traced and rewritten, too; yields the list of their graphs, and those who made them."""
+    made, makers = [], []
+    backend, original = compiled.rewriting, compiled.RewrittenLayers.__init__
+
+    def listing(graph, inputs):
+        run = backend(graph, inputs)
+        made.append(graph)
+        return run
+
+    def listed(self, model, attention):
+        original(self, model, attention, listing)
+        makers.append(self)
+
+    monkeypatch.setattr(compiled.RewrittenLayers, "serves", _SERVES)
+    monkeypatch.setattr(compiled.RewrittenLayers, "__init__", listed)
+    with torch._dynamo.config.patch(fail_on_recompile_limit_hit=True):
+        yield made, makers
+
+
 @pytest.fixture
 def graphs_in_python(monkeypatch):
-    """`cuda_graphs` works on the CPU; yields a list of everything that holds captures from now on."""
+    """`cuda_graphs` works on the CPU; yields a list of everything that holds captures from now on. Layers are not traced."""
     made, original = [], graphs.Captures.__init__
 
     def listed(self, *args, **kwargs):
         original(self, *args, **kwargs)
         made.append(self)
 
+    monkeypatch.setattr(compiled.RewrittenLayers, "serves", lambda *args: False)  # tracing takes seconds
     monkeypatch.setattr(graphs.Captures, "__init__", listed)
     monkeypatch.setattr(graphs, "CudaGraphCapture", CaptureInPython)
     monkeypatch.setattr(graphs, "check_capturable", lambda model: None)

@@ -1,13 +1,14 @@
 """The command line: every subcommand on the bundled models, in-process, and one line per error."""
 
 import dataclasses
+import importlib.util
 import json
 from pathlib import Path
 
 import pytest
 
 import hf_specdec
-from hf_specdec.cli import main
+from hf_specdec.cli import demo, demo_model, main, measure
 from hf_specdec.cli.measure import Measurement, Variant, cut_at_end, equal_rows
 from hf_specdec.cli.options import read_prompts
 
@@ -158,7 +159,17 @@ def test_bench_prints_json(capsys):
 
 
 def test_demo_shows_text_and_table(capsys):
-    code, out, err = run(capsys, "demo", "--prompts", "2", "--max-new-tokens", "12")
+    code, out, err = run(
+        capsys, "demo", "--size", "tiny", "--dtype", "float32", "--prompts", "2", "--max-new-tokens", "6"
+    )
+    assert code == 0, (out, err)
+    for word in ("tokens/s", "τ", "plain generate()", "draft_model", "eagle3", "2/2", "16/16", "--all"):
+        assert word in out
+    assert "batch size 1: 8 of 8 runs" in err
+
+
+def test_demo_of_every_method(capsys):
+    code, out, err = run(capsys, "demo", "--all", "--prompts", "2", "--max-new-tokens", "12")
     assert code == 0, (out, err)
     for word in ("tokens/s", "τ", "ngram", "draft_model, chain", "draft_model, tree", "2/2"):
         assert word in out
@@ -207,6 +218,35 @@ def test_prompt_files_of_known_data_sets(tmp_path):
     path = tmp_path / "prompts.jsonl"
     path.write_text('{"question": "a"}\n\n{"turns": ["b", "c"]}\n{"prompt": "d", "task": "t"}\n')
     assert [row["prompt"] for row in read_prompts(str(path))] == ["a", "b", "d"]
+
+
+def test_measurements_end_when_their_time_is_up(tiny_model, monkeypatch):
+    """But not before a first batch; variants come in turned order for every other one."""
+    clock, seen = iter(range(0, 10_000, 10)), []
+    monkeypatch.setattr(measure.time, "perf_counter", lambda: next(clock))
+    monkeypatch.setattr(measure, "warm_up", lambda *_: None)
+    monkeypatch.setattr(
+        measure,
+        "timed_generate",
+        lambda model, inputs, variant, *_: (seen.append((inputs, variant.name)), ([[1]], 1.0, None))[1],
+    )
+    variants = [Variant("a"), Variant("b")]
+    results = measure.measure(tiny_model, list(range(9)), variants, {}, 1, 0, seconds=35)
+    assert seen == [(0, "a"), (0, "b"), (1, "b"), (1, "a"), (2, "a"), (2, "b")]
+    assert [result.new_tokens for result in results] == [[3], [3]]
+    seen.clear()
+    measure.measure(tiny_model, list(range(9)), variants, {}, 1, 0, seconds=0.1)
+    assert len(seen) == 2
+
+
+@pytest.mark.parametrize(("cheap_rows", "light"), [(True, "token_recycling"), (False, "suffix")])
+def test_what_the_demo_compares_can_be_parsed(cheap_rows, light):
+    model = demo_model.DemoModel(None, None, hf_specdec.bundled("tiny-eagle3"), cheap_rows)
+    variants = [*demo.single_variants(model), *demo.batch_variants(model)]
+    methods = [hf_specdec.parse_config(each.speculative_config).method for each in variants if each.speculative_config]
+    if importlib.util.find_spec("arctic_inference") is None:
+        light = "ngram" if light == "suffix" else light
+    assert methods == [light, "draft_model", "eagle3", "eagle3"]
 
 
 def test_rows_end_at_their_end_token():

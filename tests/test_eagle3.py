@@ -87,6 +87,42 @@ def test_numerics_and_cache(tmp_path, model, layout, shape):
     assert_clean(model)
 
 
+def test_a_mask_token_from_the_configuration(tmp_path, model):
+    """For a P-EAGLE head whose file names none; what contradicts the file, or means nothing to the head, is an error."""
+    tensors, folder = write(tmp_path / "none", "p-eagle", pard_token=None)
+    config = {"method": "eagle3", "num_speculative_tokens": 3}
+    with recorded(Eagle3Generator) as recording:
+        model.generate(
+            **ragged([6, 9]), max_new_tokens=8, speculative_config={**config, "model": folder, "mask_token_id": 7}
+        )
+    check_against(PlainEagle3(tensors, model, LAYOUTS["p-eagle"]), recording, model)
+    _, named = write(tmp_path / "named", "p-eagle")
+    _, stepwise = write(tmp_path / "stepwise", "yuhuili")
+    for head, message in ((named, "pard_token is 7 .* says mask_token_id 8"), (stepwise, "is for P-EAGLE heads")):
+        with pytest.raises(hf_specdec.SpeculativeConfigError, match=message):
+            model.generate(
+                **ragged([6]), max_new_tokens=4, speculative_config={**config, "model": head, "mask_token_id": 8}
+            )
+    assert_clean(model)
+
+
+@pytest.mark.parametrize("recycle_normed", [True, False])
+def test_what_is_fed_back_can_be_said(tmp_path, model, recycle_normed):
+    """Whatever the file's `norm_output`; two configurations of one file do not share a head."""
+    for name in ("SpecForge, norm_output", "another's norm_output"):
+        tensors, folder = write(tmp_path / name, name)
+        shapes = {"num_speculative_tokens": 3, "recycle_normed": recycle_normed}
+        model.generate(**ragged([6]), max_new_tokens=3, speculative_config={"method": "eagle3", "model": folder})
+        with recorded(Eagle3Generator) as recording:
+            model.generate(
+                **ragged([6, 9]), max_new_tokens=8, speculative_config={"method": "eagle3", "model": folder, **shapes}
+            )
+        plain = PlainEagle3(tensors, model, LAYOUTS[name])
+        plain.norm_output = recycle_normed
+        check_against(plain, recording, model)
+    assert_clean(model)
+
+
 def test_captured_parallel_drafting(tmp_path, model, graphs_in_python, defined_attention):  # noqa: F811
     """A P-EAGLE head's one forward is a graph."""
     check_numerics_and_cache(tmp_path, model, "p-eagle", {**SHAPES["chain"], "cuda_graphs": True})

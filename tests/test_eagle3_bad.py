@@ -11,6 +11,12 @@ from oracle import VOCAB, ragged, tiny_llama
 
 import hf_specdec
 
+
+def unmapped(tensors):
+    """Without a draft vocabulary."""
+    del tensors["d2t"], tensors["t2d"]
+
+
 BAD = {
     "missing tensor": ("yuhuili", lambda t, c: t.pop("midlayer.hidden_norm.weight"), "in no known format|not 'eagle3'"),
     "missing norm": ("yuhuili", lambda t, c: t.pop("norm.weight"), r"missing norm\.weight"),
@@ -34,7 +40,30 @@ BAD = {
     "bias contradicts": ("qkv bias", lambda t, c: c.update(attention_bias=False), r"attention_bias = false, but the file has"),
     "no mask_hidden": ("p-eagle", lambda t, c: t.pop("mask_hidden"), "parallel_drafting = true, but the file has no mask_hidden"),
     "not parallel": ("p-eagle", lambda t, c: c.update(parallel_drafting=False), "parallel_drafting = false, but the file has"),
-    "no mask token": ("p-eagle", lambda t, c: c.pop("pard_token"), "names no mask token: mask_token_id"),
+    "no mask token": ("p-eagle", lambda t, c: c.pop("pard_token"), "names no mask token: give 'mask_token_id' in speculative_config"),
+    "t2d of others": (
+        "yuhuili", lambda t, c: t.update(t2d=t["t2d"].roll(1)), "t2d and d2t name different tokens: 40 and 40 of them",
+    ),
+    "larger vocabulary": (
+        "full vocabulary",
+        lambda t, c: unmapped(t) or t.update({"lm_head.weight": torch.zeros(800, 32)}) or c.update(vocab_size=800, draft_vocab_size=800),
+        "has logits for 800 tokens and no table d2t, but the target has 61",
+    ),
+    "embeddings of a larger vocabulary": (
+        "full vocabulary",
+        lambda t, c: unmapped(t) or t.update({"embed_tokens.weight": torch.zeros(800, 32)}),
+        "vocabulary of 800 tokens; the target has 61",
+    ),
+    "no heads": ("yuhuili", lambda t, c: c.update(num_attention_heads=0), "num_attention_heads = 0; it must be an integer of at least 1"),
+    "no layers": ("yuhuili", lambda t, c: c.update(num_hidden_layers=0), "num_hidden_layers = 0; it must be an integer of at least 1"),
+    "many layers": ("yuhuili", lambda t, c: c.update(num_hidden_layers=10**12), r"num_hidden_layers = 1000000000000, but the file.* of 1"),
+    "activation": ("yuhuili", lambda t, c: c.update(hidden_act="sliu"), r"hidden_act = 'sliu' \(did you mean 'silu'"),
+    "scale": ("yuhuili", lambda t, c: c.update(logit_scale="big"), "logit_scale = 'big'; it must be a number"),
+    "flat queries": (
+        "yuhuili",
+        lambda t, c: t.update({"midlayer.self_attn.q_proj.weight": torch.zeros(32)}),
+        r"q_proj.weight has shape \[32\]; .*matrix",
+    ),
     "mask token": ("p-eagle", lambda t, c: c.update(pard_token=VOCAB), "mask token 61 is not among the 61 tokens"),
     "peagle": ("speculators, p-eagle", lambda t, c: t.pop("mask_hidden"), "without mask_hidden"),
     "unused fc": ("yuhuili", lambda t, c: c.update(eagle_config={"use_aux_hidden_state": False}), r"unused fc\.weight"),

@@ -168,6 +168,16 @@ def test_weights_that_a_step_reads(tied):
     assert floors.step_cache_bytes(config, 3, 100, 2) == 3 * 100 * 2 * 1 * 8 * 2
 
 
+def test_weights_of_active_experts():
+    """Of every layer's 4 experts a token reads 2."""
+    from gpu_sections import experts
+
+    model = experts.mixture(Context(torch.device("cpu"), True, Budget(1)))
+    own = sum(p.numel() for name, p in model.model.layers.named_parameters() if ".experts." not in name)
+    tied, norm = model.lm_head.weight.numel(), 64
+    assert experts.active_bytes(model) == 4 * (own + tied + norm + 2 * 2 * 3 * 32 * 64)
+
+
 # ---- calls ----------------------------------------------------------------------------------------------------------
 
 

@@ -52,6 +52,64 @@ def test_graphs_are_the_default(graphs_in_python, defined_attention, monkeypatch
     assert all(each.target.graphs is None and each.generator.rounds is None for each in made)
 
 
+@pytest.mark.parametrize(
+    ("family", "dtype", "how", "capability", "waits"),
+    [
+        ("Llama", torch.float32, None, (8, 0), False),
+        ("Qwen3-MoE", torch.bfloat16, None, (9, 0), False),  # transformers' own choice: "grouped_mm"
+        ("Qwen3-MoE", torch.bfloat16, None, (10, 0), False),
+        ("Qwen3-MoE", torch.bfloat16, None, (8, 0), True),  # torch copies the groups' ends to the host there
+        ("Qwen3-MoE", torch.float32, None, (9, 0), True),  # and here
+        ("Qwen3-MoE", torch.bfloat16, "eager", (9, 0), True),
+        ("Qwen3-MoE", torch.float32, "batched_mm", (8, 0), False),
+        ("gpt-oss", torch.bfloat16, "grouped_mm", (9, 0), False),
+    ],
+)
+def test_which_experts_wait(family, dtype, how, capability, waits, monkeypatch):
+    """Only they keep a model from being captured by default."""
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    model = make(family).to(dtype)
+    if how is not None:
+        model.set_experts_implementation(how)
+    assert graphs.experts_wait(model, torch.device("cuda")) == waits
+
+
+def test_experts_of_a_list_wait():
+    """Experts that are modules of their own, as older models have them: a loop."""
+    module = torch.nn.Module()
+    module.experts = torch.nn.ModuleList([torch.nn.Linear(2, 2, dtype=torch.bfloat16)])
+    assert graphs.experts_wait(module, torch.device("cuda"))
+
+
+@pytest.mark.parametrize("family", ["Qwen3-MoE", "gpt-oss"])
+@pytest.mark.parametrize(("how", "captured"), [("batched_mm", True), ("grouped_mm", True), ("eager", False)])
+def test_mixtures_of_experts(family, how, captured, graphs_in_python, defined_attention, caplog):  # noqa: F811
+    """Experts that never ask the host are captured; with those that do, steps run as they are, and one warning says why."""
+    model = make(family)
+    model.set_experts_implementation(how)
+    ids = torch.randint(1, 128, (2, 9), generator=torch.Generator().manual_seed(0))
+    plain = model.generate(ids, max_new_tokens=12, do_sample=False)
+    config = {"method": "ngram", "num_speculative_tokens": 3, "cuda_graphs": True}
+    out = model.generate(ids, max_new_tokens=12, do_sample=False, speculative_config=config)
+    hf_specdec.release(model)
+    assert torch.equal(out, plain)
+    assert [each.refused for each in graphs_in_python] == [not captured]
+    assert caplog.text.count("runs without CUDA graphs") == (not captured)
+
+
+@pytest.mark.parametrize(("dtype", "captured"), [(torch.bfloat16, True), (torch.float32, False)])
+def test_mixtures_of_experts_by_default(dtype, captured, graphs_in_python, defined_attention, monkeypatch):  # noqa: F811
+    """On a Hopper GPU transformers' own choice of experts waits for nothing in bfloat16, and does in float32."""
+    monkeypatch.setattr(graphs, "is_capturable", lambda packed: True)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
+    model = make("Qwen3-MoE").to(dtype)
+    config = {"method": "none", "prepack_weights": False}  # in bfloat16 not every CPU can
+    model.generate(torch.arange(1, 10)[None], max_new_tokens=4, do_sample=False, speculative_config=config)
+    (decoder,) = hf_specdec.integration._kept(model).decoders.values()
+    assert (decoder.target.graphs is not None) == captured
+    assert any(len(each) for each in graphs_in_python) == captured
+
+
 def test_inference_mode_leaves_nothing_behind(graphs_in_python, defined_attention):  # noqa: F811
     """Buffers and pools that a call in inference mode left are good for a call outside, and the other way round."""
     model = make("Llama")

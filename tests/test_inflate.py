@@ -1,6 +1,5 @@
-"""`recipes/tiny/inflate.py`: a bigger model with the same logits and greedy text, for every size it can change."""
+"""`hf_specdec.inflation`, and its script in `recipes/tiny`: a bigger model with the same logits and greedy text, whatever grows."""
 
-import importlib.util
 import subprocess
 import sys
 from pathlib import Path
@@ -21,10 +20,9 @@ from transformers import (
     Qwen3ForCausalLM,
 )
 
+from hf_specdec import inflation
+
 SCRIPT = Path(__file__).parents[1] / "recipes" / "tiny" / "inflate.py"
-SPEC = importlib.util.spec_from_file_location("tiny_inflate", SCRIPT)
-recipe = importlib.util.module_from_spec(SPEC)
-SPEC.loader.exec_module(recipe)
 
 SMALL = {
     "vocab_size": 97,
@@ -119,7 +117,7 @@ def assert_same_function(small, big):
 @pytest.mark.parametrize("source", SOURCES)
 def test_same_function(source, size):
     small = make_source(source)
-    big = recipe.inflate(small, **SIZES[size])
+    big = inflation.inflate(small, **SIZES[size])
     assert type(big) is type(small)
     assert {name: getattr(big.config, name) for name in SIZES[size]} == SIZES[size]
     assert big.num_parameters() > small.num_parameters()
@@ -129,13 +127,13 @@ def test_same_function(source, size):
 @pytest.mark.parametrize("source", SOURCES)
 def test_survives_saving(source, tmp_path):
     small = make_source(source)
-    recipe.inflate(small, **SIZES["all"]).save_pretrained(tmp_path)
+    inflation.inflate(small, **SIZES["all"]).save_pretrained(tmp_path)
     assert_same_function(small, AutoModelForCausalLM.from_pretrained(tmp_path).eval())
 
 
 def test_new_layers_cost_real_work():
     """Identity layers are zero in their output projections only, and lie between the old layers."""
-    big = recipe.inflate(make_source("llama"), num_hidden_layers=8)
+    big = inflation.inflate(make_source("llama"), num_hidden_layers=8)
     identity = [bool((layer.mlp.down_proj.weight == 0).all()) for layer in big.model.layers]
     assert identity.count(False) == 3
     assert identity != sorted(identity)
@@ -147,12 +145,12 @@ def test_new_layers_cost_real_work():
 
 def test_nothing_asked_gives_an_equal_model():
     small = make_source("qwen3-tied")
-    assert_same_function(small, recipe.inflate(small))
+    assert_same_function(small, inflation.inflate(small))
 
 
 def test_seed_and_dtype():
     small = make_source("llama")
-    first, second = (recipe.inflate(small, **SIZES["all"], dtype=torch.bfloat16, seed=3) for _ in range(2))
+    first, second = (inflation.inflate(small, **SIZES["all"], dtype=torch.bfloat16, seed=3) for _ in range(2))
     assert first.dtype == torch.bfloat16
     assert first.config.dtype == torch.bfloat16
     for a, b in zip(first.parameters(), second.parameters(), strict=True):
@@ -163,7 +161,7 @@ def test_seed_and_dtype():
 def test_new_tokens_are_never_likely(source, tmp_path):
     """Old tokens keep their probabilities, new ones have none; so texts stay."""
     small = make_source(source)
-    big = recipe.inflate(small, **SIZES["all"], vocab_size=150)
+    big = inflation.inflate(small, **SIZES["all"], vocab_size=150)
     assert big.config.vocab_size == 150 and big.get_input_embeddings().weight.shape[0] == 150
     assert (big.lm_head.weight is big.model.embed_tokens.weight) == ("tied" in source)
     ids, mask = left_padded_batch()
@@ -182,14 +180,14 @@ def test_new_tokens_are_never_likely(source, tmp_path):
 
 def test_vocabularies_that_cannot_grow():
     with pytest.raises(ValueError, match="vocab_size=50 is smaller than the source's 97"):
-        recipe.inflate(make_source("llama"), vocab_size=50)
+        inflation.inflate(make_source("llama"), vocab_size=50)
     with pytest.raises(ValueError, match="can only grow with hidden_size: give more than 24"):
-        recipe.inflate(make_source("llama"), vocab_size=150)
+        inflation.inflate(make_source("llama"), vocab_size=150)
 
 
 def test_presets_have_the_sizes_they_name():
     for name, least in (("300m", 300e6), ("1b", 0.95e9), ("8b", 6.9e9)):
-        sizes = dict(zip(recipe.DIMENSIONS, recipe.PRESETS[name], strict=True))
+        sizes = dict(zip(inflation.DIMENSIONS, inflation.PRESETS[name], strict=True))
         with torch.device("meta"):
             model = LlamaForCausalLM(LlamaConfig(vocab_size=4096, tie_word_embeddings=True, **sizes))
         assert model.num_parameters() >= least
@@ -207,27 +205,27 @@ def test_presets_have_the_sizes_they_name():
 )
 def test_bad_sizes(sizes, message):
     with pytest.raises(ValueError, match=message):
-        recipe.inflate(make_source("llama"), **sizes)
+        inflation.inflate(make_source("llama"), **sizes)
 
 
 def test_too_few_key_value_heads():
     """Groups of 4 query heads do not fit groups of 3, and there are not 2 new key-value heads for each old one."""
     model = LlamaForCausalLM(LlamaConfig(**{**SMALL, "num_attention_heads": 8}))
     with pytest.raises(ValueError, match="give num_key_value_heads >= 4 or more num_attention_heads"):
-        recipe.inflate(model, num_attention_heads=9, num_key_value_heads=3)
+        inflation.inflate(model, num_attention_heads=9, num_key_value_heads=3)
 
 
 def test_rope_that_depends_on_the_head_size_is_refused():
     yarn = {"rope_type": "yarn", "rope_theta": 10000.0, "factor": 4.0, "original_max_position_embeddings": 32}
     model = LlamaForCausalLM(LlamaConfig(**SMALL, rope_parameters=yarn))
     with pytest.raises(ValueError, match="leave head_dim out"):
-        recipe.inflate(model, head_dim=16)
+        inflation.inflate(model, head_dim=16)
 
 
 def test_other_architectures_are_refused():
     model = GPT2LMHeadModel(GPT2Config(n_layer=1, n_embd=16, n_head=2, vocab_size=31))
     with pytest.raises(ValueError, match="not GPT2LMHeadModel: give one of these"):
-        recipe.inflate(model)
+        inflation.inflate(model)
 
 
 def test_command_line_reports_bad_sizes(tmp_path):

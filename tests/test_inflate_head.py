@@ -1,19 +1,14 @@
-"""`recipes/tiny/inflate_head.py`: a bigger EAGLE-3 head drafts for the bigger target what the small one drafts for the small."""
+"""`hf_specdec.inflation.inflate_eagle3`: a bigger EAGLE-3 head drafts for the bigger target what the small one drafts for the small."""
 
 import json
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 from transformers import LlamaConfig
 
 import hf_specdec
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes" / "tiny"))
-
-from inflate import inflate
-from inflate_head import LAYER_IDS, inflate_eagle3, tapped
+from hf_specdec.inflation import inflate, inflate_eagle3
+from hf_specdec.inflation.head import LAYER_IDS, tapped
 
 HEAD = hf_specdec.bundled("tiny-eagle3")
 SIZES = {"hidden_size": 320, "num_hidden_layers": 9, "intermediate_size": 800, "num_attention_heads": 16}

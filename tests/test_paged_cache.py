@@ -36,7 +36,7 @@ def write(cache, seq_id, start, prefixes, gather=False):
     """Write the KV of the last tokens of `prefixes` at logical indices start, start + 1, .. as a forward would."""
     slots = torch.from_numpy(cache.tables[seq_id].slots[start : start + len(prefixes)])
     read = torch.from_numpy(cache.tables[seq_id].slots[: start + len(prefixes)])
-    device = SimpleNamespace(write_slots=slots, read_slots=read)
+    device = SimpleNamespace(write_slots=slots, read_slots=read, uses_triton=False)
     cache.batch = SimpleNamespace(on=lambda _: device, gather=gather, num_keys=start + len(prefixes))
     returned = []
     for index, layer in enumerate(cache.layers):

@@ -5,11 +5,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from hf_specdec.runtime import prepacked
 from hf_specdec.runtime.joined_linears import JoinedLinears
 from hf_specdec.runtime.prepacked import prepack
 
 WIDTH = 512
-pytestmark = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="needs oneDNN")
+ONEDNN = torch.backends.mkldnn.is_available()
+PACKS_BFLOAT16 = ONEDNN and torch.ops.mkldnn._is_mkldnn_bf16_supported()
+pytestmark = pytest.mark.skipif(not ONEDNN, reason="needs oneDNN")
+BFLOAT16 = pytest.param(
+    torch.bfloat16,
+    id="bfloat16",
+    marks=pytest.mark.skipif(not PACKS_BFLOAT16, reason="oneDNN packs no bfloat16 on this CPU"),
+)
 
 
 class Attention(nn.Module):
@@ -55,7 +63,7 @@ def num_products(packed: JoinedLinears) -> int:
 
 @pytest.mark.parametrize("rows", [1, 2, 3, 5, 17])
 @pytest.mark.parametrize("bias", [True, False], ids=["bias", "no bias"])
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, id="float32"), BFLOAT16])
 @torch.no_grad()
 def test_packed_layers_compute_what_the_layers_compute(dtype, bias, rows):
     attention = module(dtype, bias)
@@ -86,8 +94,8 @@ def test_layers_that_are_fed_different_tensors_are_right_and_packed_apart_from_t
         assert close(attention(x + 1), outputs(attention, x + 1))
     with packed.active():
         assert close(attention(x), outputs(attention, x))
-        assert not any(module.forward.product.fed_apart for module in attention.children())
-        assert all(module.forward.product.alone for module in attention.children())
+        assert not any(module.forward.__self__.product.fed_apart for module in attention.children())
+        assert all(module.forward.__self__.product.alone for module in attention.children())
 
 
 @torch.no_grad()
@@ -110,18 +118,87 @@ def test_a_layer_called_without_the_first_is_right():
     assert close([found], [F.linear(x, attention.v_proj.weight, attention.v_proj.bias)])
 
 
+def write_in_place(weight):
+    weight.mul_(2.0)
+
+
+def write_through_data(weight):
+    weight.data[3:5, 7] += 1.0
+
+
+def write_through_numpy(weight):
+    weight.detach().numpy()[-1, -1] = 9.0
+
+
+def write_other_memory(weight):
+    weight.data = weight.detach() * 2
+
+
+def swap_two_rows(weight):
+    weight.data[[0, 1]] = weight.data[[1, 0]]
+
+
+@pytest.mark.parametrize(
+    "write", [write_in_place, write_through_data, write_through_numpy, write_other_memory, swap_two_rows]
+)
+@pytest.mark.parametrize("layer", ["k_proj", "o_proj"])
 @torch.no_grad()
-def test_changed_weights_are_packed_again():
+def test_changed_weights_are_packed_again(layer, write):
     attention = module()
     packed = prepack(attention, True)
     x = torch.randn(1, 6, WIDTH)
     with packed.active():
         before = attention(x)
-    attention.k_proj.weight.mul_(2.0)
+    write(getattr(attention, layer).weight)
     with packed.active():
         after = attention(x)
     assert close(after, outputs(attention, x))
-    assert not torch.allclose(before[1], after[1])
+    assert not close(after, before)
+
+
+@torch.no_grad()
+def test_a_changed_bias_is_packed_again():
+    attention = module()
+    packed = prepack(attention, True)
+    x = torch.randn(1, 6, WIDTH)
+    for _ in range(2):
+        with packed.active():
+            assert close(attention(x), outputs(attention, x))
+        attention.o_proj.bias.data.add_(1.0)
+        attention.v_proj.bias.data.add_(1.0)
+
+
+@torch.no_grad()
+def test_weights_that_did_not_change_are_packed_once(monkeypatch):
+    packings = []
+    original = prepacked.PackedProduct.copy_weights
+    monkeypatch.setattr(
+        prepacked.PackedProduct, "copy_weights", lambda self, linears: (packings.append(self), original(self, linears))
+    )
+    attention = module()
+    packed = prepack(attention, True)
+    x = torch.randn(1, 6, WIDTH)
+    for _ in range(3):
+        with packed.active():
+            attention(x)
+    assert len(packings) == 2
+
+
+@torch.no_grad()
+def test_rows_that_packing_does_not_serve_read_no_weights(monkeypatch):
+    attention = module()
+    packed = prepack(attention, True)
+    monkeypatch.setattr(JoinedLinears, "refresh", lambda self: pytest.fail("weights were read"))
+    for rows in (1, 200):
+        x = torch.randn(1, rows, WIDTH)
+        with packed.active():
+            assert close(attention(x), outputs(attention, x))
+
+
+@torch.no_grad()
+def test_bfloat16_is_left_alone_where_onednn_does_not_pack_it(monkeypatch):
+    monkeypatch.setattr(prepacked, "packs_bfloat16", lambda: False)
+    assert prepack(module(torch.bfloat16), True) is None
 
 
 def test_inference_mode_has_no_versions_to_compare():

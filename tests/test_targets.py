@@ -7,6 +7,7 @@ import logging
 import numpy as np
 import pytest
 import torch
+import transformers
 from families import FAMILIES, VOCAB, WINDOW, build, make, perturbed
 from near_ties import TIE
 from torch import nn
@@ -430,6 +431,25 @@ def test_self_test_catches_mistakes_in_half_precision(family_models, dtype, no_v
     broken = with_weights_of(family_models("Llama")[0], MemoryOrderLlama).to(dtype)
     with pytest.raises(UnsupportedModel, match="differ by"):
         PackedModel(broken)
+
+
+@pytest.mark.parametrize("name", ["BigBird", "Bert"])
+def test_self_test_catches_attention_to_later_tokens(name, no_verdicts):
+    """Encoders with a language-model head, not told to be decoders: their own batched forward is as wrong as ours."""
+    kind, model_class = {
+        "BigBird": (transformers.BigBirdConfig, transformers.BigBirdForCausalLM),
+        "Bert": (transformers.BertConfig, transformers.BertLMHeadModel),
+    }[name]
+    options = {"attention_type": "original_full"} if name == "BigBird" else {}
+    torch.manual_seed(0)
+    settings = dict(
+        vocab_size=100, hidden_size=32, num_hidden_layers=2, num_attention_heads=4, intermediate_size=64,
+        max_position_embeddings=128, pad_token_id=0, bos_token_id=1, eos_token_id=None, initializer_range=0.3, **options,
+    )  # fmt: skip
+    model = model_class(kind(is_decoder=False, **settings)).eval()
+    with pytest.raises(UnsupportedModel, match="attends to later tokens"):
+        model.generate(torch.arange(4, 12)[None], max_new_tokens=3, speculative_config=NGRAM)
+    PackedModel(model_class(kind(is_decoder=True, **settings)).eval())
 
 
 # ---- taps -----------------------------------------------------------------------------------------------------------

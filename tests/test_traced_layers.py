@@ -1,14 +1,20 @@
 """Traced layers whose graphs are rewritten compute what the layers compute, and the rewriting finds what it is for."""
 
+import contextlib
 import copy
+import types
 
 import pytest
 import torch
-from families import make_for_pages
+from families import make, make_for_pages, perturbed
+from replayed_graphs import defined_attention, graphs_in_python, rewritten_graphs  # noqa: F401
 from torch import fx
 
-from hf_specdec.runtime import compiled
+import hf_specdec
+from hf_specdec.runtime import compiled, packed_model
 from hf_specdec.runtime.compiled import rewritten
+from hf_specdec.runtime.prepacked import prepack
+from hf_specdec.runtime.sparse_blocks import SparseBlock, SparseBlocks
 
 ALL = {"rms_norm", "linears", "linear_and_residual", "gated_linear", "attend_rotating"}
 FAMILIES = {
@@ -131,3 +137,201 @@ def test_layers_under_autocast_are_left_alone():
     x, weight = torch.randn(2, 8), torch.randn(8, 8)
     found, graph = traced(block, x, weight)
     assert not operators([graph]) and torch.equal(found, block(x, weight))
+
+
+# ---- steps that are captured, without `compile` ---------------------------------------------------------------------
+
+GRAPHS = {"method": "ngram", "num_speculative_tokens": 3, "cuda_graphs": True}
+IDS = torch.tensor([[5, 6, 7, 8, 9, 6, 7, 8], [3, 4, 3, 4, 3, 4, 3, 4]])
+
+
+def check_plain(model, config, captures, **kwargs):
+    """The text of plain generate(), and nothing that could not be captured."""
+    options = {"max_new_tokens": 16, "do_sample": False}
+    plain = model.generate(IDS, **options)
+    assert torch.equal(model.generate(IDS, **options, speculative_config=config, **kwargs), plain)
+    assert captures and not any(each.refused for each in captures)
+    hf_specdec.release(model)
+
+
+@pytest.mark.parametrize(
+    "family",
+    [
+        "Llama",
+        "Gemma2",
+        "Phi3",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in ("Qwen2", "Qwen3", "StarCoder2")),
+    ],
+)
+def test_layers_of_captured_steps(family, rewritten_graphs, graphs_in_python):  # noqa: F811
+    """They are rewritten by default."""
+    found, makers = rewritten_graphs
+    check_plain(make_for_pages(family), GRAPHS, graphs_in_python)
+    assert operators(found) == FAMILIES[family]
+    assert [each.refused for each in makers] == [{}]
+
+
+def test_layers_whose_products_are_joined(rewritten_graphs, graphs_in_python, monkeypatch):  # noqa: F811
+    """Where linear layers are served by other products, traced layers see their weights, all layers in the same graphs."""
+    made = []
+    monkeypatch.setattr(
+        packed_model, "few_row_linears", lambda model, left_out: made.append(prepack(model, True)) or made[0]
+    )
+    model = make("Llama", num_hidden_layers=12, hidden_size=512, intermediate_size=1024)
+    check_plain(model, GRAPHS, graphs_in_python)
+    assert made and operators(rewritten_graphs[0]) == ALL and len(rewritten_graphs[0]) <= 2
+    assert rewritten_graphs[1][0].refused == {}
+
+
+def test_draft_models_of_captured_rounds(rewritten_graphs, graphs_in_python):  # noqa: F811
+    model = make("Llama")
+    config = {"method": "draft_model", "num_speculative_tokens": 3, "cuda_graphs": True}
+    check_plain(model, config, graphs_in_python, assistant_model=perturbed(model, 0.02))
+    assert len(graphs_in_python) == 3 and len(rewritten_graphs[1]) == 2
+    assert operators(rewritten_graphs[0]) == ALL
+
+
+HEADS = {
+    "chain": {"method": "eagle3", "model": "tiny-eagle3", "num_speculative_tokens": 3},
+    "dynamic tree": {"method": "eagle3", "model": "tiny-eagle3", "top_k": 2, "total_tokens": 8, "depth": 3},
+    "eagle": {"method": "eagle", "model": "tiny-eagle", "num_speculative_tokens": 3},
+    "mtp": {"method": "mtp", "model": "tiny-mtp", "num_speculative_tokens": 3},
+    "dflash": {"method": "dflash", "model": "tiny-dflash", "num_speculative_tokens": 3},
+}
+
+
+@pytest.mark.parametrize(
+    "name",
+    [
+        "chain",
+        "dflash",
+        *(pytest.param(each, marks=pytest.mark.slow) for each in HEADS if each not in ("chain", "dflash")),
+    ],
+)
+def test_layers_of_heads(name, tiny_model, tiny_tokenizer, rewritten_graphs, graphs_in_python):  # noqa: F811
+    """They draft what they drafted: the texts are plain generate()'s, as many tokens are accepted."""
+    config = HEADS[name]
+    model = copy.deepcopy(tiny_model)
+    inputs = tiny_tokenizer(["Tom has 3 apples and", "The"], return_tensors="pt", padding=True)
+    options = {**inputs, "max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True}
+    plain = model.generate(**options).sequences
+    outs = []
+    for compile in (False, None):
+        outs.append(model.generate(**options, speculative_config=config | {"cuda_graphs": True, "compile": compile}))
+        assert bool(rewritten_graphs[1]) == (compile is None)
+        hf_specdec.release(model)
+    assert all(torch.equal(out.sequences, plain) for out in outs)
+    assert outs[0].speculation["mean_accepted_length"] == outs[1].speculation["mean_accepted_length"]
+    assert graphs_in_python and not any(each.refused for each in graphs_in_python)
+    _, (target, head) = rewritten_graphs
+    assert target.refused == head.refused == {} and operators(rewritten_graphs[0]) == ALL
+
+
+@pytest.mark.parametrize(
+    ("family", "wanted"), [("Qwen3-MoE", ALL - {"gated_linear"}), ("gpt-oss", {"linears", "linear_and_residual"})]
+)
+def test_mixtures_of_experts_are_one_operator(family, wanted, rewritten_graphs, graphs_in_python):  # noqa: F811
+    """They change tensors in place; what is around them is rewritten. One family's blocks return a tensor, the other's two."""
+    check_plain(make_for_pages(family), GRAPHS, graphs_in_python)
+    assert operators(rewritten_graphs[0]) >= wanted | {"sparse_block"}
+    assert [each.refused for each in rewritten_graphs[1]] == [{}] and len(rewritten_graphs[0]) <= 4
+
+
+def test_blocks_stay_opaque_until_the_first_who_asked_leaves():
+    blocks, layer = SparseBlocks(), make("Qwen3-MoE").model.layers[0]
+    assert blocks.ready(layer)
+    with blocks.opaque([layer]):
+        assert not blocks.ready(layer)
+        with blocks.opaque([layer]):
+            layer.mlp(torch.randn(1, 3, 48))
+        assert blocks.ready(layer) and isinstance(layer.mlp.forward.__self__, SparseBlock)
+    assert "forward" not in vars(layer.mlp)
+
+
+def test_layers_that_change_tensors_are_captured_as_they_are(rewritten_graphs, graphs_in_python, caplog, monkeypatch):  # noqa: F811
+    """Here experts that are not hidden."""
+    monkeypatch.setattr(compiled.SparseBlocks, "opaque", lambda *each: contextlib.nullcontext())
+    caplog.set_level("INFO", "hf_specdec")
+    check_plain(make_for_pages("Qwen3-MoE"), GRAPHS, graphs_in_python)
+    ((name, reason),) = rewritten_graphs[1][0].refused.items()
+    assert name.__name__ == "Qwen3MoeDecoderLayer" and "changes tensors in place" in reason
+    assert caplog.text.count("is captured as it is") == 1
+
+
+def test_layers_that_were_rewritten_wrongly(rewritten_graphs, graphs_in_python, caplog, monkeypatch):  # noqa: F811
+    """They are found when their graph is made, and run as they are."""
+    rewrite = compiled.RewrittenLayers._trace
+
+    def wrong(self, graph, inputs):
+        run = rewrite(self, graph, inputs)
+        return lambda *args: [each * 1.01 if torch.is_tensor(each) else each for each in run(*args)]
+
+    monkeypatch.setattr(compiled.RewrittenLayers, "_trace", wrong)
+    check_plain(make("Llama"), GRAPHS, graphs_in_python)
+    ((name, reason),) = rewritten_graphs[1][0].refused.items()
+    assert name.__name__ == "LlamaDecoderLayer" and "computes something else" in reason
+    assert caplog.text.count("Please report it") == 1
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_deviation(dtype):
+    """Sums in another order are no deviation, wrong ones are, also where a layer adds little to the stream."""
+    generator = torch.Generator().manual_seed(0)
+    before = torch.randn(1, 8, 256, generator=generator, dtype=torch.float64)
+    weight = torch.randn(256, 256, generator=generator, dtype=torch.float64) / 16
+    for size in (1.0, 0.02, 0.0):
+        added = size * before @ weight
+        expected, stream = (before + added).to(dtype), before.to(dtype)
+        rounded = (before + added * (1 + torch.finfo(dtype).eps * torch.randn(added.shape, generator=generator))).to(
+            dtype
+        )
+        assert compiled.deviation(expected, expected, stream, 8) == 0
+        assert compiled.deviation(rounded, expected, stream, 8) <= 1
+        if size:
+            assert compiled.deviation((before + 1.5 * added).to(dtype), expected, stream, 8) > 1
+            swapped = (before + added.roll(1, 2)).to(dtype)
+            assert compiled.deviation(swapped, expected, stream, 8) > 1
+    torn = expected.clone()
+    torn[:, 5:] = float("nan")
+    assert compiled.deviation(torn, expected, stream, 5) == 0  # nobody's tokens
+    assert not compiled.deviation(torn, expected, stream, 8) <= 1
+    assert compiled.deviation(expected, torn, stream, 8) == 0  # nothing to compare with
+
+
+def test_layers_that_dynamo_cannot_trace_are_captured_as_they_are(rewritten_graphs, graphs_in_python):  # noqa: F811
+    model = make("Llama")
+    for layer in model.model.layers:
+        layer.mlp.register_forward_hook(torch._dynamo.disable(lambda module, args, output: output))
+    check_plain(model, GRAPHS, graphs_in_python)
+    assert [len(each.refused) for each in rewritten_graphs[1]] == [1]
+
+
+@pytest.mark.filterwarnings("ignore")
+def test_where_dynamo_is_switched_off(rewritten_graphs, graphs_in_python):  # noqa: F811
+    with torch._dynamo.config.patch(disable=True):
+        check_plain(make("Llama"), GRAPHS, graphs_in_python)
+    assert not rewritten_graphs[0]
+
+
+@pytest.mark.parametrize(
+    "keys", [{"cuda_graphs": False}, {"compile": False}, {"target_quantization": "wint8"}], ids=str
+)
+def test_what_is_not_traced(keys, rewritten_graphs, graphs_in_python, request):  # noqa: F811
+    """Forwards that are not captured, and those that other keys are about."""
+    if keys.get("cuda_graphs") is False:
+        request.getfixturevalue("monkeypatch").undo()  # by definition there would be no attention without graphs
+    model = make("Llama")
+    model.generate(IDS, max_new_tokens=4, do_sample=False, speculative_config=GRAPHS | keys)
+    hf_specdec.release(model)
+    assert not rewritten_graphs[0] and not rewritten_graphs[1]
+
+
+@pytest.mark.parametrize(
+    ("captured", "invariant", "serves"), [(True, None, True), (False, None, False), (True, "ops", False)]
+)
+def test_batches_whose_layers_are_rewritten(captured, invariant, serves):
+    """Captured ones, but of deterministic models: a drafter that exits early runs the layers of its target."""
+    model = make("Llama")
+    layers = compiled.RewrittenLayers(model, None)
+    batch = types.SimpleNamespace(captured=captured, invariant=invariant)
+    assert layers.serves(batch, model.model.layers[0]) == serves

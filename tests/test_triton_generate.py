@@ -1,11 +1,14 @@
 """generate() with every Triton kernel in place of its definition, in the interpreter: the same tokens."""
 
+import copy
+
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from triton_interpreter import DEVICE, needs_triton, run_interpreted
 
 import hf_specdec
+from hf_specdec.runtime import compiled, graphs
 
 VOCAB, NEW_TOKENS = 61, 8
 CONFIGS = {
@@ -143,6 +146,49 @@ def test_the_kernels_are_what_runs(pair, use, monkeypatch):
     use("reference")
     decode(pair, CONFIGS["tree"], do_sample=False)
     assert not called
+
+
+class CaptureDirectly:
+    """In place of CUDA graphs: replaying runs the same again, and leaves what the first run returned up to date."""
+
+    def forget(self):
+        """There is nothing to give back."""
+
+    def __call__(self, function):
+        out = function()
+        return out, lambda: out.logits.copy_(function().logits)
+
+
+@needs_triton
+@pytest.mark.parametrize(
+    "dtype",
+    [torch.bfloat16, *(pytest.param(each, marks=pytest.mark.slow) for each in (torch.float16, torch.float32))],
+    ids=str,
+)
+def test_layers_of_captured_steps(pair, use, monkeypatch, dtype):
+    """Traced, rewritten and run by the kernels, they differ from the layers by a part of what roundings may do."""
+    from hf_specdec.kernels import linear
+
+    use("triton")
+    if DEVICE == "cpu":
+        monkeypatch.setattr(graphs, "CudaGraphCapture", CaptureDirectly)
+        monkeypatch.setattr(graphs, "check_capturable", lambda model: None)
+    errors, products, makers = [], [], []
+    deviation, linears, made = compiled.deviation, linear.linears, compiled.RewrittenLayers.__init__
+    monkeypatch.setattr(compiled, "deviation", lambda *each: errors.append(deviation(*each)) or errors[-1])
+    monkeypatch.setattr(linear, "linears", lambda *each: products.append(1) or linears(*each))
+    monkeypatch.setattr(
+        compiled.RewrittenLayers, "__init__", lambda self, *each: made(self, *each) or makers.append(self)
+    )
+    target = copy.deepcopy(pair[0]).to(dtype)
+    with torch.no_grad():
+        for parameter in target.parameters():
+            parameter.mul_(3)  # so that layers add something to the stream
+    config = {"method": "ngram", "num_speculative_tokens": 3, "cuda_graphs": True}
+    target.generate(torch.arange(5, 12)[None].to(DEVICE), max_new_tokens=4, do_sample=False, speculative_config=config)
+    hf_specdec.release(target)
+    assert errors and max(errors) <= 0.5 and [each.refused for each in makers] == [{}]
+    assert bool(products) == (dtype != torch.float32)
 
 
 def test_a_bad_choice_is_one_clear_error(monkeypatch):

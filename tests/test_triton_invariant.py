@@ -30,6 +30,29 @@ def assert_close(out, exact, terms: int):
 
 
 @needs_triton
+@pytest.mark.skipif(DEVICE != "cpu", reason="about the interpreter")
+def test_the_interpreters_products_have_one_order():
+    """Or what follows would test a BLAS: a row's bits are the same at every place of a tile, whatever the processor."""
+    import triton
+    import triton.language as tl
+
+    @triton.jit
+    def tile_product(out, a, b, M: tl.constexpr, K: tl.constexpr, N: tl.constexpr):
+        rows, inner, columns = tl.arange(0, M)[:, None], tl.arange(0, K), tl.arange(0, N)[None, :]
+        left, right = tl.load(a + rows * K + inner[None, :]), tl.load(b + inner[:, None] * N + columns)
+        tl.store(out + rows * N + columns, tl.dot(left, right, input_precision="ieee"))
+
+    a, b = random(16, 32), random(32, 16, seed=1)
+    found = []
+    for turn in range(16):
+        out = torch.empty(16, 16)
+        tile_product[(1,)](out, a.roll(turn, 0).contiguous(), b, 16, 32, 16)
+        found.append(out.roll(-turn, 0))
+    torch.testing.assert_close(found[0], a @ b, rtol=1e-5, atol=1e-5)
+    assert all(torch.equal(out, found[0]) for out in found)
+
+
+@needs_triton
 @settings(max_examples=25, deadline=None, derandomize=True)
 @given(
     rows=st.integers(0, 150), width=st.integers(1, 300), outputs=st.integers(1, 90), biased=st.booleans(),

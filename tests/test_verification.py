@@ -241,3 +241,31 @@ def test_certain_targets():
                 row = Sequence([0], 9, do_sample=True, seed=4)
                 verdict = verify(DraftTrees(torch.tensor([tokens]), [2], None, probs), scores, [row], rule)
                 assert emitted_by(verdict, 0) == expected
+
+
+BROKEN = {
+    "nan": [0.0, float("nan"), 1.0, 0.5],
+    "all removed": [float("-inf")] * 4,
+    "inf": [0.0, float("inf"), 1.0, 2.0],
+}
+SAMPLING_RULES = ["coupled", "rejection", "block", "typical"]
+
+
+@pytest.mark.parametrize("rule", SAMPLING_RULES)
+@pytest.mark.parametrize("name", BROKEN)
+def test_rows_that_sample_from_nothing_are_an_error(rule, name):
+    """As transformers raises, but only for scores that choose a token: not after a rejected draft, not in a greedy row."""
+    trees = DraftTrees(torch.tensor([[2, 1]]), [2], None)
+    certain = torch.full((3, VOCAB), -50.0)
+    certain[[0, 1, 2], [2, 1, 3]] = 50.0  # accepts both drafts
+    for node in range(3):
+        scores = certain.clone()
+        scores[node] = torch.tensor(BROKEN[name])
+        with pytest.raises(RuntimeError, match="No token can be sampled in row 0"):
+            verify(trees, scores, [Sequence([0], 9, do_sample=True, seed=4)], rule)
+        verify(trees, scores, [Sequence([0], 9)], rule)
+    scores = certain.clone()
+    scores[0, 2], scores[0, 3] = -50.0, 50.0  # rejects the first draft
+    scores[1:] = torch.tensor(BROKEN[name])
+    verdict = verify(trees, scores, [Sequence([0], 9, do_sample=True, seed=4)], rule)
+    assert emitted_by(verdict, 0) == [3]

@@ -10,6 +10,7 @@ import os
 import subprocess
 import sys
 
+import numpy as np
 import pytest
 import torch
 
@@ -35,9 +36,39 @@ def _interpret_without_overflow_checks() -> None:
         object.__setattr__(builder.options, "sanitize_overflow", False)
 
 
+def fixed_order_product(a: np.ndarray, b: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """a [.., M, K] @ b [.., K, N] in `dtype`: the halves of each element's K products are added until one is left.
+
+    So an element's bits depend on its row and its column alone, as in a GPU's matrix unit. A BLAS sums in an order of its own
+    for rows at a tile's edge, which one depends on the processor.
+    """
+    products = a.astype(dtype)[..., :, :, None] * b.astype(dtype)[..., None, :, :]
+    while (size := products.shape[-2]) > 1:
+        half = size // 2
+        sums = products[..., :half, :] + products[..., half : 2 * half, :]
+        products = np.concatenate([sums, products[..., 2 * half :, :]], axis=-2) if size % 2 else sums
+    return products[..., 0, :]
+
+
+def _interpret_products_in_a_fixed_order() -> None:
+    """What kernels promise of bits can then be tested on every processor."""
+    from triton.runtime import interpreter
+
+    builder = interpreter.InterpreterBuilder
+    numpys_dot = builder.create_dot
+
+    def create_dot(self, a, b, d, *options):
+        if not all(np.issubdtype(each.data.dtype, np.floating) for each in (a, b)):  # integers are exact in any order
+            return numpys_dot(self, a, b, d, *options)
+        return interpreter.TensorHandle(fixed_order_product(a.data, b.data, d.data.dtype) + d.data, d.dtype.scalar)
+
+    builder.create_dot = create_dot
+
+
 RUNS_HERE = _runs_here()
 if RUNS_HERE and DEVICE == "cpu":
     _interpret_without_overflow_checks()
+    _interpret_products_in_a_fixed_order()
 
 
 def needs_triton(test):

@@ -14,6 +14,7 @@ import hf_specdec
 
 from . import floors
 from .context import Context, kernels
+from .experts import expert_rows
 from .generating import Timing, Way, measure, run
 from .kernel_times import bandwidth
 from .models import Models, decoding_models
@@ -26,12 +27,15 @@ K = 5
 
 
 def ways_of_running(context: Context) -> dict[str, dict[str, Any]]:
-    """Keys for each way our steps can be run, the fastest first."""
-    eager: dict[str, dict[str, Any]] = {"eager": {"cuda_graphs": False}}
+    """Keys for each way our steps can be run, the default first."""
     if not context.on_gpu:
-        return eager
+        return {"eager": {"cuda_graphs": False}}
     graphs = {"cuda_graphs": True}
-    return {"graphs, compiled": {**graphs, "compile": True}, "graphs": graphs, **eager}
+    return {
+        "graphs": graphs,
+        "graphs, untraced": {**graphs, "compile": False},
+        "graphs, compiled": {**graphs, "compile": True},
+    }
 
 
 def prompts(context: Context, models: Models, batch_size: int) -> Any:
@@ -131,37 +135,65 @@ def speed_row(way: Way, batch_size: int, timing: Timing, plain: float | None) ->
     return Row(SECTION, f"{way.name}, batch {batch_size}", timing.tokens_per_second, "tokens/s", note="; ".join(notes))
 
 
-def speed_rows(context: Context, models: Models, sizes: tuple[int, ...]) -> Iterator[Row]:
-    """Ours by method (all at batch 1, three beyond) next to transformers', on the same prompts, in turn."""
+Speeds = dict[tuple[str, int], float]  # (a method's name, batch size) → tokens/s
+
+
+def speed_rows(context: Context, models: Models, sizes: tuple[int, ...], speeds: Speeds) -> Iterator[Row]:
+    """Ours by method (all at batch 1, three beyond) next to transformers', on the same prompts, in turn; ours are put into `speeds`."""
     how, keys = next(iter(ways_of_running(context).items()))
     for batch_size in sizes:
         batch = prompts(context, models, batch_size)
         names = list(our_methods(models)) if batch_size == 1 else ["plain", "ngram", "EAGLE-3"]
-        ours = [our_way(models, name, how, keys) for name in names]
         plain = None
-        for way in their_ways(models, batch_size) + ours:
+        for way in their_ways(models, batch_size):
             timing = measure(context, models, batch, way, lengths(context))
             plain = timing.tokens_per_second if way.name == "transformers, plain" else plain
             yield speed_row(way, batch_size, timing, plain)
+        for name in names:
+            way = our_way(models, name, how, keys)
+            timing = measure(context, models, batch, way, lengths(context))
+            speeds[name, batch_size] = timing.tokens_per_second
+            yield speed_row(way, batch_size, timing, plain)
+
+
+def length_rows(context: Context, models: Models, sizes: tuple[int, ...], speeds: Speeds) -> Iterator[Row]:
+    """EAGLE-3 with other draft lengths, and with those that are learnt: beside the best fixed one and plain decoding.
+
+    Args:
+        speeds: what `speed_rows` found: K tokens, and none.
+    """
+    how, keys = next(iter(ways_of_running(context).items()))
+    for batch_size in sizes:
+        batch, found = prompts(context, models, batch_size), {}
+        for length in (1, 3, "auto"):
+            config = our_methods(models)["EAGLE-3"] | {"num_speculative_tokens": length} | keys
+            way = Way(f"ours, EAGLE-3, K = {length}, {how}", {"speculative_config": config})
+            timing = measure(context, models, batch, way, lengths(context))
+            found[length] = timing.tokens_per_second
+            yield speed_row(way, batch_size, timing, None)
+        learnt = found.pop("auto")
+        best = max(*found.values(), speeds["EAGLE-3", batch_size], speeds["plain", batch_size])
+        name = f"EAGLE-3, auto over the best of K = 0, 1, 3, {K}, batch {batch_size}"
+        yield at_least(SECTION, name, learnt / best, 0.97, "ratio", context.judges_times)
 
 
 # ---- where the time goes --------------------------------------------------------------------------------------------
 
 
 def profile_rows(context: Context, models: Models) -> Iterator[Row]:
-    """Shares of kernels' time by what they do, and the wall time in which none ran."""
+    """Shares of kernels' time by what they do, and the wall time in which none ran, as steps are run by default."""
     batch, length = prompts(context, models, 1), lengths(context)[0] * 2
     names = ("ngram",) if context.toy else ("plain", "EAGLE-3")
-    for how, keys in ways_of_running(context).items():
-        for name in names:
-            way = our_way(models, name, how, keys)
-            found = trace(context, lambda way=way: run(models, batch, way, length))
-            of = f"time of {name}, {how}"
-            for kind, seconds in found.kinds.items():
-                yield Row(SECTION, f"{of}: {kind}", seconds / max(found.busy, 1e-12), "of kernels")
-            gaps = (found.wall - found.busy) / found.wall
-            note = f"wall {1e3 * found.wall:.1f} ms, kernels {1e3 * found.busy:.1f} ms, {found.launches} launches"
-            yield Row(SECTION, f"{of}: host gaps", gaps, "of wall", note=note)
+    how, keys = next(iter(ways_of_running(context).items()))
+    for name in names:
+        way = our_way(models, name, how, keys)
+        found = trace(context, lambda way=way: run(models, batch, way, length))
+        of = f"time of {name}, {how}"
+        for kind, seconds in found.kinds.items():
+            yield Row(SECTION, f"{of}: {kind}", seconds / max(found.busy, 1e-12), "of kernels")
+        gaps = (found.wall - found.busy) / found.wall
+        note = f"wall {1e3 * found.wall:.1f} ms, kernels {1e3 * found.busy:.1f} ms, {found.launches} launches"
+        yield Row(SECTION, f"{of}: host gaps", gaps, "of wall", note=note)
 
 
 # ---- options --------------------------------------------------------------------------------------------------------
@@ -222,11 +254,15 @@ def rows(context: Context) -> Iterator[Row]:
             note=f"{target.dtype}, vocabulary {target.config.vocab_size}",
         )
         sizes = (1,) if context.toy else (1, 8, 32, 128)
-        for i, (how, keys) in enumerate(ways_of_running(context).items()):
-            yield from step_rows(context, models, how, keys, (sizes, sizes[:2], sizes[:1])[i])
-        yield from speed_rows(context, models, sizes)
+        (default, *others), speeds = ways_of_running(context).items(), {}
+        yield from step_rows(context, models, *default, sizes)
+        yield from speed_rows(context, models, sizes, speeds)
         yield from profile_rows(context, models)
+        yield from length_rows(context, models, (1,) if context.toy else (1, 32, 128), speeds)
         yield from compiled_rows(context, models)
+        for other in others:
+            yield from step_rows(context, models, *other, sizes[:1])
+        yield from expert_rows(context, models, lengths(context))
         yield from deterministic_rows(context, models)
         yield from quantized_rows(context, models)
     if context.on_gpu:

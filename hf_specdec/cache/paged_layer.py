@@ -52,11 +52,11 @@ class PagedLayer(CacheLayerMixin):
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
         batch = self.owner.batch
-        slots = batch.on(key_states.device).write_slots
-        self.write(slots, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1))
+        there = batch.on(key_states.device)
+        self.write(there.write_slots, key_states[0].transpose(0, 1), value_states[0].transpose(0, 1), there.uses_triton)
         if not batch.gather:
             return key_states, value_states
-        read = batch.on(key_states.device).read_slots
+        read = there.read_slots
         keys, values = self.keys.index_select(0, read), self.values.index_select(0, read)
         return keys.transpose(0, 1)[None], values.transpose(0, 1)[None]
 
@@ -79,9 +79,11 @@ class PagedLayer(CacheLayerMixin):
         self.update(rotate(keys, cos[0], sin[0]), values)
         return rotate(query, cos[0], sin[0])
 
-    def write(self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write keys [T, heads, width] and values to `slots` [T]."""
-        if uses_triton(keys.device):
+    def write(
+        self, slots: torch.Tensor, keys: torch.Tensor, values: torch.Tensor, by_triton: bool | None = None
+    ) -> None:
+        """Write keys [T, heads, width] and values to `slots` [T]; `by_triton`: whether kernels do it, where that is known."""
+        if uses_triton(keys.device) if by_triton is None else by_triton:
             from ..kernels.cache_ops import write_keys_values
 
             write_keys_values(keys, values, self.keys, self.values, slots)

@@ -103,8 +103,8 @@ def is_eagle(checkpoint: Checkpoint) -> bool:
     plan = Plan(checkpoint, _canonical)
     if "fc.weight" not in plan or "layers.0.self_attn.q_proj.weight" not in plan or "hidden_norm.weight" in plan:
         return False
-    rows, columns = plan.shape("fc.weight")
-    return columns == 2 * rows == 2 * plan.shape("layers.0.self_attn.q_proj.weight")[1]
+    rows, columns = plan.matrix("fc.weight")
+    return columns == 2 * rows == 2 * plan.matrix("layers.0.self_attn.q_proj.weight")[1]
 
 
 register_format("EAGLE-1/2, HASS (yuhuili/EAGLE-*: fc [H, 2H], layers.0; speculators: fusion_fc)", "eagle", is_eagle)

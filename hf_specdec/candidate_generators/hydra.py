@@ -19,7 +19,7 @@ from .base import CandidateGenerator, DrafterContext
 from .drafting.features import FeatureGenerator
 from .drafting.last_hidden import LastHiddenConfig, LastHiddenGenerator, bounded_shape
 from .drafting.levels import Level
-from .heads.checkpoints import Checkpoint, Plan, load_module, register_format
+from .heads.checkpoints import Checkpoint, Plan, counted, load_module, register_format
 from .heads.layers import Embeddings, RotaryPositions, fit_biases, shared_embeddings
 from .heads.target_parts import DraftVocabulary, check_target, load_once, place_of
 from .medusa import share_equal
@@ -179,7 +179,7 @@ def load_hydra(checkpoint: Checkpoint, target: PackedModel) -> HydraHeads:
     for canonical, name in ((first, f"hydra_mlp.0.{places[0]}.linear.weight"), (lm_head, "hydra_lm_head.0.weight")):
         if canonical not in plan:
             raise checkpoint.error(f"has no {name}.")
-    (hidden_size, width), vocab_size = plan.shape(first), plan.shape(lm_head)[0]
+    (hidden_size, width), vocab_size = plan.matrix(first), plan.shape(lm_head)[0]
     check_target(checkpoint, target, hidden_size, vocab_size)
     grounded = width > hidden_size
     if checkpoint.config.get("grounded_heads", grounded) != grounded:
@@ -189,7 +189,7 @@ def load_hydra(checkpoint: Checkpoint, target: PackedModel) -> HydraHeads:
     with torch.device("meta"):
         hydra = HydraHeads(
             hidden_size,
-            num_heads=1 + max(int(match[1]) for match in matches),
+            num_heads=counted(checkpoint, (int(match[1]) for match in matches), "head"),
             num_blocks=len(places),
             vocab_size=vocab_size,
             grounded=grounded,

@@ -15,7 +15,7 @@ from ..runtime import PackedModel
 from .base import DrafterContext
 from .drafting.last_hidden import LastHiddenConfig, LastHiddenGenerator
 from .drafting.levels import Level
-from .heads.checkpoints import Checkpoint, Plan, load_module, register_format
+from .heads.checkpoints import Checkpoint, Plan, counted, load_module, register_format
 from .heads.target_parts import DraftVocabulary, check_target, load_once, place_of, target_head
 from .mlp_speculator.parts import sharing
 from .registry import register
@@ -131,7 +131,10 @@ class Layout:
             checkpoint = Checkpoint(checkpoint.folder, checkpoint.name, wanted=lambda name: bool(_PREFIX.match(name)))
         names = [_converted(name) for name in checkpoint.names()]
         found = [match for match in (re.match(r"blocks\.(\d+)\.layers\.(\d+)\.", name) for name in names) if match]
-        num_heads, num_blocks = (1 + max(int(match[group]) for match in found) for group in (1, 2))
+        num_heads, num_blocks = (
+            counted(checkpoint, (int(match[group]) for match in found), what)
+            for group, what in ((1, "head"), (2, "block"))
+        )
         has_own = any(name.startswith("lm_heads.") for name in names)
         one_for_all = checkpoint.config.get("original_lm_head") is True or ("lm_head.weight" in names and not has_own)
 
@@ -161,7 +164,7 @@ def load_medusa(checkpoint: Checkpoint, target: PackedModel) -> MedusaHeads:
         raise checkpoint.error(f"config.json has logit_scale = {scale!r}; it must be a number.")
     if first not in plan:
         raise checkpoint.error(f"has no {first} (0.0.linear.weight in the original layout).")
-    hidden_size = plan.shape(first)[0]
+    hidden_size = plan.matrix(first)[0]
     sizes = [plan.shape(name)[0] for name in plan.sources if name.startswith("lm_heads.")]
     vocab_size = sizes[0] if sizes else target.vocab_size
     check_target(checkpoint, target, hidden_size, None if "token_map" in plan else vocab_size)

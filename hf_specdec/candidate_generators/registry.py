@@ -14,6 +14,7 @@ from ..bundled import resolve_model
 from ..config import SpeculativeConfig, SpeculativeConfigError, nearest_hint
 from .heads.checkpoints import infer_format, open_checkpoint
 from .heads.quantization import quantize_head
+from .pasted import IGNORED_KEYS, METHOD_NAMES, renamed_method, translated
 
 if TYPE_CHECKING:
     from ..runtime import PackedModel
@@ -40,6 +41,7 @@ def register(config_class: type[SpeculativeConfig]):
     return decorate
 
 
+@functools.cache
 def _discover() -> None:
     package = importlib.import_module(__name__.rpartition(".")[0])
     for module in pkgutil.iter_modules(package.__path__):
@@ -70,6 +72,8 @@ def make_generator(
 def parse_config(value: Any) -> SpeculativeConfig:
     """Turn what a user passes as `speculative_config` into a checked configuration.
 
+    Names and keys of vLLM, vLLM-Ascend and FastDeploy are understood (see pasted.py).
+
     Args:
         value: a `SpeculativeConfig`, a dict, JSON text, or the path of a JSON file. `{}` is an error: it names nothing.
 
@@ -85,6 +89,7 @@ def parse_config(value: Any) -> SpeculativeConfig:
             f"speculative_config must be a dict, JSON text, a path to a JSON file or a SpeculativeConfig, not {type(value).__name__}."
         )
     methods = available_methods()
+    value = renamed_method(value)
     method = value.get("method") or None
     if method is None and isinstance(value.get("model"), (str, os.PathLike)):
         method = infer_method(os.fspath(value["model"]), value.get("revision"), value.get("token"))
@@ -92,9 +97,10 @@ def parse_config(value: Any) -> SpeculativeConfig:
         raise SpeculativeConfigError(f"speculative_config needs a 'method': one of {', '.join(methods)}.")
     if not isinstance(method, str) or method not in methods:
         raise SpeculativeConfigError(
-            f"Unknown speculative method {method!r}{nearest_hint(method, methods)}. Available: {', '.join(methods)}."
+            f"Unknown speculative method {method!r}{nearest_hint(method, [*methods, *METHOD_NAMES])}. Available: "
+            f"{', '.join(methods)}."
         )
-    return methods[method].from_dict({**value, "method": method})
+    return methods[method].from_dict(translated({**value, "method": method}, methods), IGNORED_KEYS)
 
 
 def infer_method(model: str, revision: str | None = None, token: str | None = None) -> str:
@@ -118,13 +124,25 @@ def _infer_method(model: str, revision: str | None, token: str | None, written: 
 
 
 def _read(text: str) -> Any:
+    text = text.removeprefix("\ufeff")
     source = text
     if not text.lstrip().startswith("{"):
         if not os.path.isfile(text):
-            raise SpeculativeConfigError(f"speculative_config {text!r} is neither JSON text nor an existing file.")
-        with open(text, encoding="utf-8", errors="replace") as f:
+            raise SpeculativeConfigError(
+                f"speculative_config {_shown(text)} is neither JSON text nor an existing file."
+            )
+        with open(text, encoding="utf-8-sig", errors="replace") as f:
             source = f.read()
     try:
         return json.loads(source)
     except json.JSONDecodeError as error:
-        raise SpeculativeConfigError(f"speculative_config is not valid JSON ({error}): {source[:80]!r}") from None
+        raise SpeculativeConfigError(f"speculative_config is not valid JSON ({error}): {_shown(source)}") from None
+    except RecursionError:
+        raise SpeculativeConfigError(
+            f"speculative_config is JSON that is nested too deeply: {_shown(source)}"
+        ) from None
+
+
+def _shown(text: str) -> str:
+    """A quoted text, or the beginning of a long one."""
+    return repr(text if len(text) <= 80 else text[:80] + "…")

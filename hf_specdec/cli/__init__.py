@@ -3,10 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import os
+import re
 import sys
 from collections.abc import Sequence
 
 import hf_specdec
+from hf_specdec import foreign_messages
 
 from . import bench, calibrate, demo, eval, generate, models, train
 
@@ -14,7 +17,7 @@ DESCRIPTION = "Speculative decoding for Hugging Face transformers: the same outp
 
 EPILOG = """\
 start here:
-  hf-specdec demo                     every method on the bundled models, in about a minute
+  hf-specdec demo                     text and speed at the cost of a real model, in about a minute
   hf-specdec models                   what is bundled, which methods exist, their keys and what they need
   hf-specdec generate tiny --prompt "Tell me a story about a dog." --speculative-config '{"method": "ngram"}'
   hf-specdec bench tiny --speculative-config '{"method": "draft_model", "model": "tiny-draft"}'
@@ -23,14 +26,20 @@ start here:
 """
 
 EXPECTED_ERRORS = (ValueError, OSError, ImportError)
+LONG_VALUE = re.compile(r"'[^']{200,}'|\"[^\"]{200,}\"|\S{200,}")
 
 
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one line that says where to read on; exit code 2."""
 
+    def exit(self, status: int = 0, message: str | None = None):
+        """End the process once everything is written, so that `main` sees a closed pipe."""
+        sys.stdout.flush()
+        super().exit(status, message)
+
     def error(self, message: str):
         """Print the line and exit with 2."""
-        self.exit(2, f"{self.prog}: error: {message} (see `{self.prog} --help`)\n")
+        self.exit(2, f"{self.prog}: error: {shortened(message)} (see `{self.prog} --help`)\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
@@ -48,11 +57,21 @@ def build_parser() -> argparse.ArgumentParser:
     return parser
 
 
+def shortened(message: str) -> str:
+    """A message with the ends of long values left out."""
+    return LONG_VALUE.sub(lambda value: value[0][:80] + "…", message)
+
+
 def one_line(error: BaseException) -> str:
     """The message of `error` on one line; an error nobody foresaw also says its type and how to see more."""
-    text = " ".join(str(error).split()) or type(error).__name__
+    text = shortened(" ".join(str(error).split())) or type(error).__name__
+    if isinstance(error, OSError) and error.strerror:
+        what = f"{error.strerror[0].lower()}{error.strerror[1:]}."
+        return what if error.filename is None else f"{shortened(str(error.filename))}: {what}"
     if isinstance(error, EXPECTED_ERRORS):
         return text
+    if isinstance(error, RecursionError):
+        return "something is nested too deeply (--debug shows the traceback)"
     return f"{type(error).__name__}: {text} (--debug shows the traceback)"
 
 
@@ -61,15 +80,29 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     0: done. 1: `demo` found an output that differs from plain decoding. 2: an error, one line on stderr. 130: interrupted.
     """
+    try:
+        code = _dispatch(argv)
+        sys.stdout.flush()
+    except BrokenPipeError:  # whoever reads has seen enough; what is written at exit shall not fail either
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+        return 0
+    return code
+
+
+def _dispatch(argv: Sequence[str] | None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
     if args.command is None:
         parser.print_help()
         return 0
+    if args.debug:
+        foreign_messages.show()
     try:
         return args.run(args)
     except KeyboardInterrupt:
         return 130
+    except BrokenPipeError:
+        raise
     except Exception as error:
         if args.debug:
             raise

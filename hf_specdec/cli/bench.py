@@ -8,13 +8,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
+import hf_specdec
 
 from .measure import Measurement, Variant, environment, equal_rows, measure_with_progress, results_table, setup_line
 from .options import (
     BUNDLED_PROMPTS,
+    Output,
     add_decoding_options,
     add_model_options,
+    check_output_file,
     decoding_arguments,
     encode_prompts,
     load_model_and_tokenizer,
@@ -66,6 +68,9 @@ def add_command(commands) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Carry out the subcommand; returns the exit code."""
     arguments = decoding_arguments(args)
+    check_output_file(args.json, "--json")
+    for text in args.speculative_config:
+        hf_specdec.parse_config(text)
     prompts = [row["prompt"] for row in read_prompts(args.prompts)][: args.limit]
     model, tokenizer = load_model_and_tokenizer(args)
     groups = [prompts[i : i + args.batch_size] for i in range(0, len(prompts), args.batch_size)]
@@ -116,7 +121,7 @@ def describe(result: Measurement, baseline: Measurement) -> dict[str, Any]:
 def print_report(report: dict[str, Any], results: list[Measurement], compare: bool) -> None:
     """The table, under a line that says what was measured where."""
     settings = report["settings"]
-    console = Console(highlight=False)
+    console = Output()
     console.print(
         f"{report['model']}: {setup_line(report['environment'])}; "
         f"{settings['prompts']} prompts, batch size {settings['batch_size']}, "

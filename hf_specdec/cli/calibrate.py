@@ -8,7 +8,6 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-from rich.console import Console
 from rich.table import Table
 
 from ..candidate_generators import parse_config
@@ -19,7 +18,9 @@ from ..integration import get_decoder
 from .measure import end_tokens
 from .options import (
     BUNDLED_PROMPTS,
+    Output,
     add_model_options,
+    check_output_file,
     encode_prompts,
     load_model_and_tokenizer,
     positive_int,
@@ -81,6 +82,7 @@ def add_command(commands) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the subcommand; returns the exit code."""
+    check_output_file(args.json, "--json")
     config = parse_config(args.speculative_config)
     prompts = [row["prompt"] for row in read_prompts(args.prompts)][: args.limit]
     model, tokenizer = load_model_and_tokenizer(args)
@@ -99,7 +101,7 @@ def run(args: argparse.Namespace) -> int:
     }
     fitted = with_tree(config, tree)
 
-    console = Console(highlight=False)
+    console = Output()
     console.print(f"{args.model}: {len(prompts)} prompts, up to {args.max_new_tokens} new tokens", soft_wrap=True)
     console.print(accuracies_table(accuracies))
     console.print(

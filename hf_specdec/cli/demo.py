@@ -1,154 +1,165 @@
-"""`hf-specdec demo`: the bundled model decodes bundled prompts with every method; the text, τ and tokens/s of each."""
+"""`hf-specdec demo`: the bundled model at the cost of a real one: its text, and tokens/s plain and with four kinds of drafts."""
 
 from __future__ import annotations
 
 import argparse
+import importlib.util
+import time
 from typing import Any
 
 import torch
-from rich.console import Console
+from rich.table import Table
 from rich.text import Text
-from transformers.generation.streamers import BaseStreamer
 
-from .measure import Variant, environment, equal_rows, measure_with_progress, results_table, setup_line, warm_up
-from .options import BUNDLED_PROMPTS, encode_prompts, load_model_and_tokenizer, positive_int, read_prompts
+from .accepted_tokens import AcceptedTokens
+from .demo_all import run_all
+from .demo_model import SIZES, DemoModel, demo_model
+from .measure import Measurement, Variant, environment, equal_rows, measure_with_progress, setup_line
+from .options import BUNDLED_PROMPTS, Output, encode_prompts, positive_int, read_prompts, spread
 
 EPILOG = """\
 examples:
   hf-specdec demo
-  hf-specdec demo --prompts 12 --max-new-tokens 64 --batch-size 4
+  hf-specdec demo --all
+  hf-specdec demo --all --prompts 12 --max-new-tokens 64 --batch-size 4
 
-Text in green was drafted by the small model and accepted by the large one; the rest are the tokens the large model had to
-give itself, one per forward. Every method writes the same text: the table says so, and the exit code is 1 if one did not.
+The bundled model has 6 million parameters, too few for any drafter to pay. So it is made bigger first: zeros and idle layers
+are added that change no logit and cost what those of a real model cost. Text in green was drafted and accepted; the rest are
+the tokens that the model had to give itself, one per forward. --all runs every method on the small model in float32 and
+compares its text with plain generate(); the exit code is 1 if one differs.
 """
 
-DRAFT = {"method": "draft_model", "model": "tiny-draft"}
-TREE = {"depth": 5, "top_k": 4, "total_tokens": 24}
-SHOWN = Variant("draft_model, chain", {**DRAFT, "num_speculative_tokens": 5})
+PLAIN = Variant("plain generate()")
+BATCH = 8
+SECONDS = {1: 34.0, BATCH: 16.0}  # for the rows of a batch size; a slow machine measures fewer prompts
 
 
 def add_command(commands) -> argparse.ArgumentParser:
     """Register the subcommand."""
     parser = commands.add_parser("demo", help="see it work on the bundled models", description=__doc__, epilog=EPILOG)
-    parser.add_argument("--prompts", type=positive_int, default=6, metavar="N", help="how many (default: %(default)s)")
-    parser.add_argument("--max-new-tokens", type=positive_int, default=96, metavar="N", help="default: %(default)s")
-    parser.add_argument("--batch-size", type=positive_int, default=1, metavar="B", help="default: %(default)s")
-    parser.set_defaults(model="tiny", dtype="float32", device="auto", trust_remote_code=False)
+    parser.add_argument("--all", action="store_true", help="every method on the small model, and an equality check")
+    parser.add_argument("--prompts", type=positive_int, metavar="N", help="at most (default: 8; with --all 6)")
+    parser.add_argument("--max-new-tokens", type=positive_int, metavar="N", help="default: 48; with --all 96")
+    parser.add_argument("--size", choices=["auto", *SIZES], default="auto", help="of the model (default: %(default)s)")
+    parser.add_argument(
+        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="default: bfloat16 if the CPU has it"
+    )
+    parser.add_argument("--batch-size", type=positive_int, default=1, metavar="B", help="with --all (default: 1)")
+    parser.set_defaults(model="tiny", device="auto", trust_remote_code=False)
     return parser
-
-
-def variants() -> list[Variant]:
-    """What is compared; the first is the baseline."""
-    return [
-        Variant("plain generate()"),
-        Variant("none", {"method": "none"}),
-        Variant("ngram", {"method": "ngram"}),
-        Variant("suffix", {"method": "suffix"}),
-        SHOWN,
-        Variant("draft_model, tree", {**DRAFT, "branching_factors": [3, 1, 1, 1, 1]}),
-        Variant("token_recycling, tree", {"method": "token_recycling"}),
-        Variant("lookahead", {"method": "lookahead"}),
-        Variant("eagle, chain", {"model": "tiny-eagle", "num_speculative_tokens": 5}),
-        Variant("eagle, tree", {"model": "tiny-eagle", **TREE}),
-        Variant("eagle3, chain", {"model": "tiny-eagle3", "num_speculative_tokens": 5}),
-        Variant("eagle3, tree", {"model": "tiny-eagle3", **TREE}),
-        Variant("mtp, chain", {"model": "tiny-mtp", "num_speculative_tokens": 5}),
-        Variant("mlp_speculator, chain", {"model": "tiny-mlp_speculator"}),
-        Variant("medusa, tree", {"model": "tiny-medusa", "branching_factors": [4, 2, 2, 1]}),
-        Variant("hydra, tree", {"model": "tiny-hydra", "branching_factors": [4, 2, 2]}),
-        Variant("dflash", {"model": "tiny-dflash"}),
-    ]
-
-
-class AcceptedTokens(BaseStreamer):
-    """Prints the tokens of one step together, those that a drafter proposed in green: all but the last.
-
-    Streamers get single tokens; `model`'s embedding layer runs once per forward, and so tells where a step ends.
-    """
-
-    def __init__(self, console: Console, model: Any, tokenizer: Any):
-        self.console = console
-        self.tokenizer = tokenizer
-        self.tokens: list[int] = []
-        self.step: list[int] = []
-        self.printed = ""
-        self.prompt_seen = False
-        self.hook = model.get_input_embeddings().register_forward_pre_hook(lambda *_: self.end_step())
-
-    def put(self, value: torch.Tensor) -> None:
-        """The next token; the first call brings the prompt."""
-        if self.prompt_seen:
-            self.step += value.flatten().tolist()
-        self.prompt_seen = True
-
-    def end_step(self) -> None:
-        """Print what came since the last forward."""
-        self.show(self.step[:-1], "green")
-        self.show(self.step[-1:], "")
-        self.step = []
-
-    def show(self, tokens: list[int], style: str) -> None:
-        """Print what `tokens` add to the text so far; half a character waits for its other half."""
-        self.tokens += tokens
-        text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
-        if not text.endswith("\ufffd"):
-            self.console.print(Text(text[len(self.printed) :], style=style), end="", soft_wrap=True)
-            self.printed = text
-
-    def end(self) -> None:
-        """Print the last step and end the line."""
-        self.hook.remove()
-        self.end_step()
-        self.console.print()
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the subcommand; returns the exit code."""
-    console = Console(highlight=False)
-    # The bundled models are too small for a second thread to pay, and two crawl beside a busy neighbour.
-    torch.set_num_threads(1)
-    rows = spread(read_prompts(str(BUNDLED_PROMPTS)), args.prompts)
-    model, tokenizer = load_model_and_tokenizer(args)
-    arguments = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
+    args.max_new_tokens = args.max_new_tokens or (96 if args.all else 48)
+    args.prompts = args.prompts or (6 if args.all else 8)
+    if args.all:
+        return run_all(args)
+    console = Output()
+    console.print("Making a model with the cost of a real one that writes what the bundled one writes ..")
+    began = time.perf_counter()
+    with demo_model(args) as demo:
+        console.print(f"{setup_line(environment(demo.model))}; made in {time.perf_counter() - began:.1f} s")
+        return show(console, demo, args)
 
-    for row in rows:
-        console.print(Text(f"\n▌ {row['prompt']}", style="bold"))
-        inputs = encode_prompts(tokenizer, [row["prompt"]], None, model.device)
-        streamer = AcceptedTokens(console, model, tokenizer)
-        model.generate(**inputs, **arguments, streamer=streamer, speculative_config=SHOWN.speculative_config)
-    console.print("\n[green]Green[/green]: drafted by tiny-draft, accepted by tiny. The rest: tiny's own tokens.\n")
 
-    texts = [row["prompt"] for row in rows]
-    groups = [texts[i : i + args.batch_size] for i in range(0, len(texts), args.batch_size)]
-    batches = [encode_prompts(tokenizer, group, None, model.device) for group in groups]
-    results = compare(console, model, batches, arguments)
-    console.print(
-        f"tiny: {setup_line(environment(model))}; {len(rows)} prompts, batch size {args.batch_size}, "
-        f"up to {args.max_new_tokens} new tokens, greedy",
-        soft_wrap=True,
+def show(console: Output, demo: DemoModel, args: argparse.Namespace) -> int:
+    """One text, then the table; 1 if a text differs in float32."""
+    rows = spread(read_prompts(str(BUNDLED_PROMPTS)), max(args.prompts, 2 * BATCH))
+    prompts = [row["prompt"] for row in rows]
+    show_text(console, demo, prompts[0], args.max_new_tokens)
+    single, batched = [[each] for each in spread(prompts, args.prompts)], [prompts[:BATCH], prompts[BATCH:]]
+    # A batch is decoded with half as many tokens: its two runs then cost what those of one prompt do.
+    tables = {
+        1: compare(demo, single, single_variants(demo), args.max_new_tokens, 1),
+        BATCH: compare(demo, batched, batch_variants(demo), max(args.max_new_tokens // 2, 1), BATCH),
+    }
+    console.print(table_of(tables))
+    float32 = demo.model.dtype == torch.float32
+    console.print(remark(demo, float32), soft_wrap=True)
+    results = [(result, found[0]) for found in tables.values() for result in found]
+    return int(float32 and any(equal_rows(result, plain) < len(plain.outputs) for result, plain in results))
+
+
+def show_text(console: Output, demo: DemoModel, prompt: str, max_new_tokens: int) -> None:
+    """The answer to one prompt as it is written, what was drafted in green."""
+    console.print(Text(f"\n▌ {prompt}", style="bold"))
+    inputs = encode_prompts(demo.tokenizer, [prompt], None, demo.model.device)
+    streamer = AcceptedTokens(console, demo.model, demo.tokenizer)
+    config = single_variants(demo)[-1].speculative_config
+    demo.model.generate(
+        **inputs, max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer, speculative_config=config
     )
-    console.print(results_table(results, compare=True))
-    different = sum(len(results[0].outputs) - equal_rows(result, results[0]) for result in results)
-    if different:
-        console.print(f"[red]{different} outputs differ from transformers' generate().[/red]")
-        return 1
-    console.print("Every method gave every prompt the tokens of transformers' generate().")
-    return 0
+    console.print("\n[green]Green[/green]: drafted by an EAGLE-3 head, accepted by the model.\n")
 
 
-def spread(rows: list[dict[str, str]], count: int) -> list[dict[str, str]]:
-    """`count` of the rows, evenly spread over the file, so that every task has its turn."""
-    count = min(count, len(rows))
-    return [rows[i * len(rows) // count] for i in range(count)]
+def single_variants(demo: DemoModel) -> list[Variant]:
+    """What is compared at batch 1, EAGLE-3 last. Where rows are cheap long drafts and trees pay, else short ones."""
+    eagle3: dict[str, Any] = {"model": demo.eagle3}
+    draft: dict[str, Any] = {"method": "draft_model", "model": "tiny-draft"}
+    if demo.cheap_rows:
+        light = Variant("token_recycling, tree", {"method": "token_recycling"})
+        eagle3 = {**eagle3, "depth": 5, "top_k": 4, "total_tokens": 15}
+        return [
+            PLAIN, light, Variant("draft_model, 5 tokens", {**draft, "num_speculative_tokens": 5}),
+            Variant("eagle3, tree of 15", eagle3),
+        ]  # fmt: skip
+    method = "suffix" if importlib.util.find_spec("arctic_inference") else "ngram"
+    return [
+        PLAIN, Variant(method, {"method": method}), Variant("draft_model, 3 tokens", {**draft, "num_speculative_tokens": 3}),
+        Variant("eagle3, 3 tokens", {**eagle3, "num_speculative_tokens": 3}),
+    ]  # fmt: skip
 
 
-def compare(console: Console, model, batches: list[dict[str, torch.Tensor]], arguments: dict[str, Any]) -> list:
-    """Measure every variant that can run here (one line for one that cannot)."""
-    usable = []
-    for variant in variants():
-        try:
-            warm_up(model, batches[0], variant, arguments)
-            usable.append(variant)
-        except ImportError as error:
-            console.print(f"{variant.name}: skipped, {' '.join(str(error).split())}")
-    return measure_with_progress("comparing the methods", model, batches, usable, arguments, repeats=2, seed=0)
+def batch_variants(demo: DemoModel) -> list[Variant]:
+    """What is compared in a batch, where every drafted token costs more."""
+    tokens = 4 if demo.cheap_rows else 2
+    return [PLAIN, Variant(f"eagle3, {tokens} tokens", {"model": demo.eagle3, "num_speculative_tokens": tokens})]
+
+
+def compare(
+    demo: DemoModel, groups: list[list[str]], variants: list[Variant], max_new_tokens: int, batch_size: int
+) -> list[Measurement]:
+    """Greedy texts of the groups, all variants taking turns."""
+    batches = [encode_prompts(demo.tokenizer, group, None, demo.model.device) for group in groups]
+    arguments = {"max_new_tokens": max_new_tokens, "do_sample": False}
+    title = f"batch size {batch_size}"
+    return measure_with_progress(title, demo.model, batches, variants, arguments, 1, 0, SECONDS[batch_size])
+
+
+def table_of(tables: dict[int, list[Measurement]]) -> Table:
+    """Results by batch size, each beside plain decoding of the same batch size."""
+    table = Table()
+    for title in ("batch", "decoding", "tokens/s", "speed-up", "τ", "same text"):
+        table.add_column(title, justify="left" if title == "decoding" else "right")
+    for batch_size, results in tables.items():
+        plain = results[0]
+        for result in results:
+            tau, prompts = result.accepted_length, len(plain.outputs)
+            table.add_row(
+                str(batch_size),
+                result.variant.name,
+                f"{result.tokens_per_second:.1f}",
+                f"{result.tokens_per_second / plain.tokens_per_second:.2f} ×",
+                "1.00" if tau is None else f"{tau:.2f}",
+                "–" if result is plain else f"{equal_rows(result, plain)}/{prompts}",
+            )
+        table.add_section()
+    return table
+
+
+def remark(demo: DemoModel, float32: bool) -> str:
+    """How to read the table on this machine."""
+    lines = ["Plain: transformers' own generate() on the same model. τ: tokens per forward of the model."]
+    if not float32:
+        lines.append(
+            "bfloat16 rounds: where two tokens are about equally likely, a text may go on with the other one, as it does "
+            "between two batch sizes of generate()."
+        )
+    if not demo.cheap_rows and demo.model.device.type == "cpu":
+        lines.append(
+            "This processor has no bfloat16 arithmetic. In float32 to check three tokens costs about twice what one does; "
+            "with bfloat16, or on a GPU, hardly more than one: there speed-ups come near τ."
+        )
+    lines.append("`hf-specdec demo --all`: every method, and its text compared with generate()'s in float32.")
+    return "\n".join(lines)

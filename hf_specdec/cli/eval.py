@@ -22,9 +22,12 @@ from ..training.state import write_whole
 from .measure import Variant, environment, setup_line, timed_generate, warm_up
 from .options import (
     BUNDLED_PROMPTS,
+    Output,
     add_decoding_options,
+    check_output_file,
     decoding_arguments,
     encode_prompts,
+    json_object,
     load_model_and_tokenizer,
     positive_int,
     read_prompts,
@@ -125,6 +128,8 @@ class TaskFigures:
 def run(args: argparse.Namespace) -> int:
     """Carry out the subcommand; returns the exit code."""
     arguments = decoding_arguments(args)
+    check_output_file(args.json, "--json")
+    check_output_file(args.plot, "--plot")
     config = head_config(args.head, args.speculative_config)
     method = parse_config(config).method
     tasks: dict[str, list[str]] = {}
@@ -156,10 +161,7 @@ def run(args: argparse.Namespace) -> int:
 
 def head_config(head: str, keys: str) -> dict[str, Any]:
     """The speculative configuration of a head and further keys."""
-    more = json.loads(keys)
-    if not isinstance(more, dict):
-        raise ValueError(f"--speculative-config {keys!r}: expected a JSON object.")
-    return {**more, "model": head}
+    return {**json_object(keys, "--speculative-config"), "model": head}
 
 
 def evaluate(
@@ -202,7 +204,7 @@ def write_report(report: dict[str, Any], args: argparse.Namespace) -> None:
         json.dump(report, sys.stdout, indent=2)
         print()
     else:
-        console = Console(highlight=False)
+        console = Output()
         setup = setup_line(report["environment"])
         console.print(f"{args.head} ({report['method']}) for {args.target}: {setup}", soft_wrap=True, markup=False)
         console.print(table(report))

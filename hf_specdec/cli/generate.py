@@ -14,6 +14,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from transformers import TextStreamer
 from transformers.generation.streamers import BaseStreamer
 
+import hf_specdec
+
 from .measure import cut_at_end, end_tokens
 from .options import (
     add_decoding_options,
@@ -86,6 +88,7 @@ class TokenBar(BaseStreamer):
 def run(args: argparse.Namespace) -> int:
     """Carry out the subcommand; returns the exit code."""
     arguments = decoding_arguments(args)
+    hf_specdec.parse_config(args.speculative_config)
     prompts = args.prompt or [row["prompt"] for row in read_prompts(args.prompt_file)]
     stream = args.stream if args.stream is not None else len(prompts) == 1 and sys.stdout.isatty()
     if stream and len(prompts) > 1:

@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import platform
 import statistics
+import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -113,10 +116,13 @@ def measure(
     repeats: int,
     seed: int,
     advance: Callable[[], None] = lambda: None,
+    seconds: float | None = None,
 ) -> list[Measurement]:
     """Decode every batch with every variant, `repeats` times, variants taking turns; `advance` is called after each run.
 
-    Each repeat begins with nothing remembered, or methods that learn from outputs would know the answers of the second.
+    Variants come in turned order for every other batch, so that none is always the first. With `seconds` the later batches of a
+    repeat are left out where they would take it longer than that. Each repeat begins with nothing remembered, or methods that
+    learn from outputs would know the answers of the second.
     """
     results = [Measurement(variant) for variant in variants]
     for _ in range(repeats):
@@ -127,10 +133,13 @@ def measure(
             result.seconds.append(0.0)
             result.new_tokens.append(0)
             result.outputs.clear()
-        for inputs in batches:
-            for result in results:
-                rows, seconds, speculation = timed_generate(model, inputs, result.variant, arguments, seed)
-                result.seconds[-1] += seconds
+        began = time.perf_counter()
+        for done, inputs in enumerate(batches):
+            if seconds is not None and done and (time.perf_counter() - began) * (done + 1) > seconds * done:
+                break
+            for result in results if done % 2 == 0 else reversed(results):
+                rows, taken, speculation = timed_generate(model, inputs, result.variant, arguments, seed)
+                result.seconds[-1] += taken
                 result.new_tokens[-1] += sum(map(len, rows))
                 result.outputs += rows
                 if speculation is not None:
@@ -140,9 +149,27 @@ def measure(
 
 
 def measure_with_progress(
-    title: str, model, batches, variants, arguments, repeats: int, seed: int
+    title: str, model, batches, variants, arguments, repeats: int, seed: int, seconds: float | None = None
 ) -> list[Measurement]:
-    """`measure` with a progress bar on stderr."""
+    """`measure` with its progress on stderr."""
+    with progress(title, total=repeats * len(batches) * len(variants)) as advance:
+        return measure(model, batches, variants, arguments, repeats, seed, advance, seconds)
+
+
+@contextmanager
+def progress(title: str, total: int) -> Iterator[Callable[[], None]]:
+    """A function that counts one of `total` runs: in a bar on a terminal, elsewhere in a line for every quarter of them."""
+    console = Console(stderr=True)
+    if not console.is_terminal:
+        counted = itertools.count(1)
+
+        def advance() -> None:
+            done = next(counted)
+            if done * 4 // total > (done - 1) * 4 // total:
+                print(f"{title}: {done} of {total} runs", file=sys.stderr, flush=True)
+
+        yield advance
+        return
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -150,9 +177,9 @@ def measure_with_progress(
         TimeElapsedColumn(),
         TimeRemainingColumn(),
     )
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
-        task = progress.add_task(title, total=repeats * len(batches) * len(variants))
-        return measure(model, batches, variants, arguments, repeats, seed, lambda: progress.advance(task))
+    with Progress(*columns, console=console, transient=True) as bar:
+        task = bar.add_task(title, total=total)
+        yield lambda: bar.advance(task)
 
 
 def equal_rows(result: Measurement, baseline: Measurement) -> int:

@@ -8,7 +8,6 @@ import inspect
 import json
 from pathlib import Path
 
-from rich.console import Console
 from rich.markup import escape
 from rich.table import Table
 from transformers import AutoConfig
@@ -16,6 +15,8 @@ from transformers import AutoConfig
 import hf_specdec
 from hf_specdec import SpeculativeConfig, SpeculativeConfigError
 from hf_specdec.candidate_generators.drafting.tree_shapes import TreeDraftingConfig
+
+from .options import Output
 
 EPILOG = """\
 examples:
@@ -41,7 +42,7 @@ def run(args: argparse.Namespace) -> int:
     if args.markdown:
         print(markdown_page(methods), end="")
         return 0
-    console = Console(highlight=False)
+    console = Output()
     if args.method is not None:
         if args.method not in methods:
             raise ValueError(f"no method {args.method!r}; there are {', '.join(methods)}.")

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
 from pathlib import Path
 from typing import Any
 
 import torch
+from rich.console import Console
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from transformers.utils import logging as transformers_logging
 
@@ -28,6 +31,43 @@ def positive_int(text: str) -> int:
     if value < 1:
         raise argparse.ArgumentTypeError(f"must be an integer of at least 1, not {text!r}")
     return value
+
+
+class Output(Console):
+    """A console on stdout whose closed pipe is an exception as any other."""
+
+    def __init__(self) -> None:
+        super().__init__(highlight=False)
+
+    def on_broken_pipe(self) -> None:
+        """Leave it to `main`."""
+        raise BrokenPipeError
+
+
+def json_object(text: str, option: str) -> dict[str, Any]:
+    """The value of an option that takes a JSON object. ValueError for anything else."""
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{option}: not JSON ({error}).") from None
+    except RecursionError:
+        raise ValueError(f"{option}: JSON that is nested too deeply.") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{option} {text!r}: expected a JSON object.")
+    return value
+
+
+def check_output_file(path: str | None, option: str) -> None:
+    """ValueError if a file that is to be written at the end cannot be (None and -: nothing is)."""
+    if path in (None, "-"):
+        return
+    file = Path(path)
+    if file.is_dir():
+        raise ValueError(f"{option} {path}: a folder, not a file.")
+    if not file.parent.is_dir():
+        raise ValueError(f"{option} {path}: no such folder as {file.parent}.")
+    if not os.access(file if file.exists() else file.parent, os.W_OK):
+        raise ValueError(f"{option} {path}: not writable.")
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
@@ -114,10 +154,18 @@ def encode_prompts(
 
 def read_prompts(path: str) -> list[dict[str, str]]:
     """Every row's "prompt" and "task" (or ""), of a .jsonl file; any other file, or - for stdin, is one prompt."""
-    rows = rows_of(sys.stdin.read(), path, "prompt") if path == "-" else read_rows(path, "prompt")
+    rows = (
+        rows_of(sys.stdin.read().removeprefix("\ufeff"), path, "prompt") if path == "-" else read_rows(path, "prompt")
+    )
     if not rows:
         raise ValueError(f"{path}: no prompt in it.")
     return [{"prompt": prompt_of(row), "task": str(row.get("task", ""))} for row in rows]
+
+
+def spread(rows: list[Any], count: int) -> list[Any]:
+    """`count` of the rows, evenly spread, so that every task of a file has its turn."""
+    count = min(count, len(rows))
+    return [rows[i * len(rows) // count] for i in range(count)]
 
 
 def prompt_of(row: dict[str, Any]) -> str:

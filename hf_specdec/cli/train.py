@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import dataclasses
-import json
 import logging
 import os
 from pathlib import Path
@@ -12,12 +11,13 @@ from pathlib import Path
 import torch
 from rich.console import Console
 
+from ..candidate_generators import parse_config
 from ..training.export import DTYPES, check_format, push_to_hub
 from ..training.options import TrainingOptions
 from ..training.pipeline import Trained, check_installed, train_head
 from ..training.regenerate import Regeneration
 from ..training.registry import available_trainers
-from .options import load_model_and_tokenizer, positive_int
+from .options import json_object, load_model_and_tokenizer, positive_int
 
 EPILOG = """\
 examples:
@@ -130,7 +130,7 @@ def regeneration_of(args: argparse.Namespace) -> Regeneration | None:
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         batch_size=args.generation_batch_size,
-        speculative_config=json.loads(args.speculative_config),
+        speculative_config=json_object(args.speculative_config, "--speculative-config"),
         seed=args.seed,
     )
 
@@ -149,6 +149,9 @@ def run(args: argparse.Namespace) -> int:
     args.model = args.target
     if args.device == "auto" and "LOCAL_RANK" in os.environ and torch.cuda.is_available():
         args.device = f"cuda:{os.environ['LOCAL_RANK']}"  # one of several processes
+    regeneration = regeneration_of(args)
+    if regeneration is not None:
+        parse_config(regeneration.speculative_config)
     model, tokenizer = load_model_and_tokenizer(args)
     trained = train_head(
         args.method,
@@ -158,7 +161,7 @@ def run(args: argparse.Namespace) -> int:
         args.output,
         options,
         target_name=args.target,
-        regeneration=regeneration_of(args),
+        regeneration=regeneration,
         cache_dir=args.cache_dir,
         form=args.format,
         dtype=DTYPES[args.export_dtype] if args.export_dtype else None,

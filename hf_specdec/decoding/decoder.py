@@ -14,7 +14,7 @@ from ..candidate_generators import CandidateGenerator, StepOutcome
 from ..config import MOST_DRAFT_TOKENS, SpeculativeConfig
 from ..kernels.transfer import upload
 from ..runtime import DraftTrees, PackedModel, PackedOutput, Sequence
-from ..runtime.logits import needs_prefix, process_logits
+from ..runtime.logits import calls_in_order, needs_prefix, process_logits
 from ..runtime.packed_batch import RowInput
 from ..runtime.sequence import UNKNOWN
 from .draft_length import DraftedStep, DraftLengthPolicy, make_policy, nodes_by_depth
@@ -40,7 +40,7 @@ class SpeculativeDecoder:
     def __init__(self, target: PackedModel, generator: CandidateGenerator, config: SpeculativeConfig):
         self.target, self.generator, self.config = target, generator, generator.settled(config)
         target.taps = target.taps | generator.taps
-        self._max_positions = target.max_positions
+        self._max_drafted = min((each for each in (target.max_positions, config.max_model_len) if each), default=None)
         self._drafts = generator.max_draft_nodes > 0
         self._observes = type(generator).observe is not CandidateGenerator.observe
         self.policy = make_policy(config) if self._drafts else DraftLengthPolicy()
@@ -200,7 +200,12 @@ class SpeculativeDecoder:
         if self.policy.needs_observations:
             self.timer.proposed()
         output, logit_rows, starts = self._forward(rows, trees, next_tokens)
+        if any(map(calls_in_order, decoding)):  # as the drafter's calls have shown
+            trees, output, logit_rows = _without_drafts(trees, output, logit_rows)
         scores, sampling = self._scores(decoding, trees, output.logits)
+        if any(trees.lengths) and any(map(calls_in_order, decoding)):  # as these calls have shown, which were undone
+            trees, output, logit_rows = _without_drafts(trees, output, logit_rows)
+            scores, sampling = self._scores(decoding, trees, output.logits)
         verdict = begin_verification(trees, scores, decoding, self.config, sampling) if decoding else None
         tensors = StepTensors(output, scores, sampling, logit_rows, starts)
         return PendingStep(rows, num_own, decoding, limits, trees, tensors, verdict)
@@ -284,10 +289,12 @@ class SpeculativeDecoder:
 
     def _draft_limit(self, seq: Sequence) -> int:
         """How deep a draft can be of use: the row's or the method's K, the tokens left to write, the positions there are."""
+        if calls_in_order(seq):
+            return 0
         limit = self.config.num_speculative_tokens if seq.num_speculative_tokens is None else seq.num_speculative_tokens
         limit = min(limit or 0, MOST_DRAFT_TOKENS, seq.max_length - len(seq.tokens) - 1)
-        if self._max_positions is not None:
-            limit = min(limit, self._max_positions - len(seq.tokens))
+        if self._max_drafted is not None:
+            limit = min(limit, self._max_drafted - len(seq.tokens))
         return max(limit, 0)
 
     def _lookahead(self, seq: Sequence, num_nodes: int) -> int:
@@ -332,8 +339,8 @@ class SpeculativeDecoder:
         owners = [seq for seq, count in zip(sequences, trees.lengths, strict=True) for _ in range(count + 1)]
         paths = self._paths(trees) if needs_prefix(sequences) else None
         if not left_to_kernels(sequences, self.config, logits.device):
-            return process_logits(owners, paths, logits), None
-        scores = process_logits(owners, paths, logits, whole=False)
+            return process_logits(owners, paths, logits, drafted=any(trees.lengths)), None
+        scores = process_logits(owners, paths, logits, whole=False, drafted=any(trees.lengths))
         return scores, row_sampling(trees, scores, sequences)
 
     @staticmethod
@@ -384,6 +391,18 @@ def _place_tree(row: RowInput, trees: DraftTrees, index: int, num_own: int, coun
     visibility = np.tri(num_own + count, dtype=bool)
     visibility[num_own:, num_own:] = trees.ancestors[index, 1 : count + 1, 1 : count + 1]
     row.positions, row.visibility, row.region_positions = positions, visibility, positions
+
+
+def _without_drafts(
+    trees: DraftTrees, output: PackedOutput, logit_rows: np.ndarray
+) -> tuple[DraftTrees, PackedOutput, np.ndarray]:
+    """The step as if nothing had been drafted: each row's root remains."""
+    if not any(trees.lengths):
+        return trees, output, logit_rows
+    counts = np.asarray(trees.lengths, dtype=np.int64) + 1
+    roots = np.cumsum(counts) - counts
+    output = dataclasses.replace(output, logits=output.logits[upload(roots, output.logits.device)])
+    return dataclasses.replace(trees, lengths=[0] * len(trees.lengths)), output, logit_rows[roots]
 
 
 def _deepest(trees: DraftTrees) -> list[int]:

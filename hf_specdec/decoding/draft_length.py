@@ -73,6 +73,19 @@ class LengthPerBatchSize(DraftLengthPolicy):
         return [min(k, cap) for cap in caps]
 
 
+class UpToBatchSize(DraftLengthPolicy):
+    """Another policy's lengths, but no drafts in steps in which more than `most_rows` rows are decoding."""
+
+    def __init__(self, lengths: DraftLengthPolicy, most_rows: int):
+        self.lengths, self.most_rows = lengths, most_rows
+        self.needs_observations = lengths.needs_observations  # pyright: ignore[reportAttributeAccessIssue]
+        self.observe, self.forget = lengths.observe, lengths.forget
+
+    def limits(self, sequences: list[Sequence], caps: list[int]) -> list[int]:
+        """The other policy's, or 0."""
+        return self.lengths.limits(sequences, caps if len(sequences) <= self.most_rows else [0] * len(caps))
+
+
 class AutoLength(DraftLengthPolicy):
     """The lengths that promise most tokens per second for the batch as a whole, from what steps have cost and drafts have won.
 
@@ -261,6 +274,12 @@ class AutoLength(DraftLengthPolicy):
 
 def make_policy(config: SpeculativeConfig) -> DraftLengthPolicy:
     """The policy a configuration asks for."""
+    policy = _make_lengths(config)
+    most_rows = config.disable_by_batch_size
+    return policy if most_rows is None else UpToBatchSize(policy, most_rows)
+
+
+def _make_lengths(config: SpeculativeConfig) -> DraftLengthPolicy:
     if config.num_speculative_tokens_per_batch_size is not None:
         return LengthPerBatchSize(config.num_speculative_tokens_per_batch_size)
     if config.draft_length == "auto":

@@ -74,34 +74,50 @@ def decode(
 
     Args:
         decoder: made for this model and configuration; nothing may be running on it.
-        input_ids, attention_mask: int64 [B, S]; masked tokens anywhere but at the end of a row.
+        input_ids, attention_mask: int64 [B, S]; masked tokens anywhere but at the end of a row. The mask may be wider by what
+            `past_key_values` holds: then `input_ids` are only what follows that.
         logits_processor, stopping_criteria, generation_config: as `generate()` prepared them.
         seed: what the rows' random streams are made from (used if the config samples).
         past_key_values: KV of a prefix of the prompts to start from, and where to leave the KV of the result.
 
     Returns: int64 [B, S + n], or SpeculativeDecoderOnlyOutput.
+
+    Raises:
+        ValueError: inputs that cannot be decoded; a drafter that must read what only `past_key_values` knows.
     """
     model, returns = decoder.target.model, Returns.of(generation_config)
-    columns = prompt_columns(input_ids, attention_mask)
-    sequences = _sequences(input_ids, columns, logits_processor, stopping_criteria, generation_config, seed)
+    pad_token = generation_config._pad_token_tensor
+    pad_token = 0 if pad_token is None else int(pad_token)
+    unseen = text_length(input_ids, attention_mask, generation_config) - input_ids.shape[1]
+    if unseen and decoder.generator.needs_all_features:
+        raise ValueError(
+            f"Method {decoder.config.method!r} reads the whole text, and input_ids are only what follows past_key_values: pass the "
+            "whole text, or use a method that reads no hidden states of it, like 'ngram'."
+        )
+    whole = torch.nn.functional.pad(
+        input_ids, (unseen, 0), value=pad_token
+    )  # nobody asks for ids whose keys are cached
+    columns = prompt_columns(whole, attention_mask)
+    sequences = _sequences(whole, unseen, columns, logits_processor, stopping_criteria, generation_config, seed)
     for seq in sequences:
         check_length(model, seq.prompt_length, seq.max_length)
-    num_cached = 0 if past_key_values is None else min(int(past_key_values.get_seq_length()), input_ids.shape[1] - 1)
+    num_cached = 0 if past_key_values is None else min(int(past_key_values.get_seq_length()), whole.shape[1] - 1)
     if decoder.generator.needs_all_features:
         num_cached = 0  # the drafter needs the features of the whole text: it is read again
     tensors = [RowTensors() for _ in sequences]
-    pad_token = generation_config._pad_token_tensor
     observer = LockstepObserver(
-        input_ids, sequences, stopping_criteria, streamer, None if pad_token is None else int(pad_token),
+        input_ids, sequences, stopping_criteria, streamer, pad_token,
         (lambda step: at_step([t.scores for t in tensors], step)) if returns.scores else None,
     )  # fmt: skip
     decoder.all_hidden_states, decoder.rows_have_places = returns.hidden, True
     lookahead = decoder.generator.max_draft_nodes
     keep_cache = returns.as_dict or getattr(past_key_values, "_is_user_defined", False)
     export = past_key_values if keep_cache and isinstance(past_key_values, DynamicCache) else None
-    run = StaticBatch(decoder, sequences, observer, tensors, returns, export is not None)
+    run = StaticBatch(decoder, sequences, observer, tensors, returns, export is not None, can_preempt=not unseen)
     try:
         decoder.allocate(sum(seq.max_length + lookahead for seq in sequences), len(sequences))
+        if unseen:
+            decoder.cache.share_prefixes = False  # equal stand-ins for ids are not equal texts
         with decoder.active():
             for seq in sequences:
                 decoder.add(seq)
@@ -115,16 +131,22 @@ def decode(
         decoder.release()
     if streamer is not None:
         streamer.end()
-    return _result(run, returns, columns, input_ids.shape[1] - num_cached, export)
+    return _result(run, returns, columns, whole.shape[1] - num_cached, export, unseen)
 
 
 class StaticBatch:
-    """A batch whose rows all start together; rows that finish leave."""
+    """A batch whose rows all start together; rows that finish leave.
+
+    Args:
+        can_preempt: whether a row's text can be read again, so that another row may have its blocks.
+    """
 
     def __init__(
-        self, decoder: SpeculativeDecoder, sequences, observer: LockstepObserver, tensors, returns: Returns, keep_cache
-    ):
+        self, decoder: SpeculativeDecoder, sequences, observer: LockstepObserver, tensors, returns: Returns, keep_cache,
+        can_preempt: bool = True,
+    ):  # fmt: skip
         self.decoder, self.sequences, self.observer = decoder, sequences, observer
+        self.can_preempt = can_preempt
         self.tensors, self.returns, self.keep_cache = tensors, returns, keep_cache
         self.running: list[Sequence] = list(sequences)
         self.statistics: dict[int, RowStatistics] = {}  # by row, once it has left
@@ -200,6 +222,8 @@ class StaticBatch:
                 first, *others = self.running
                 waiting = [seq for seq in others if not seq.finished]
                 holders = [seq for seq in waiting if self.decoder.cache.tables[seq.id].blocks]
+                if not self.can_preempt:
+                    raise
                 if holders:
                     self.decoder.preempt(holders[-1])
                 elif not first.finished and any(seq.num_generated < first.num_generated for seq in waiting):
@@ -215,7 +239,9 @@ class StaticBatch:
     def _chunks(self) -> list[int]:
         """Tokens each row may feed: prompts share `prefill_chunk_size`, the row in front always gets some."""
         budget = self.decoder.config.prefill_chunk_size
-        if self.returns.hidden:  # the prompt's hidden states are taken from one forward
+        # The prompt's hidden states are taken from one forward; some logits processors want all rows to begin together.
+        in_step = any(seq.processors is not None and seq.processors.in_step for seq in self.running)
+        if self.returns.hidden or (in_step and len(self.running) > 1):
             budget = sum(len(seq.tokens) for seq in self.running)
         chunks = []
         for seq in self.running:
@@ -259,6 +285,13 @@ class StaticBatch:
             self.statistics[seq.row] = self.decoder.remove(seq)
 
 
+def text_length(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, generation_config) -> int:
+    """Columns of the whole text: more than `input_ids` [B, S] has, where only what follows a cache was passed."""
+    if attention_mask is not None:
+        return attention_mask.shape[1]
+    return getattr(generation_config, "_mask_length", input_ids.shape[1])  # of a mask of ones, which generate() drops
+
+
 def prompt_columns(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[np.ndarray]:
     """Per row, the columns of the batch [B, S] that hold its prompt. Masked tokens are never attended to and have no
     position, so they are simply left out.
@@ -285,18 +318,27 @@ def prompt_columns(input_ids: torch.Tensor, attention_mask: torch.Tensor | None)
     return columns
 
 
-def _sequences(input_ids, columns, logits_processor, stopping_criteria, generation_config, seed: int) -> list[Sequence]:
+def _sequences(
+    whole, unseen: int, columns, logits_processor, stopping_criteria, generation_config, seed: int
+) -> list[Sequence]:
+    """The rows of a batch.
+
+    Args:
+        whole: int64 [B, S], their texts.
+        unseen: the first columns of it that the caller did not pass: processors, criteria and lengths do not count them.
+    """
+    input_ids = whole[:, unseen:]
     # Criteria are asked after each new token, so one that is already met still lets one token through.
     limits = [
         max(each.max_length, input_ids.shape[1] + 1) for each in stopping_criteria if type(each) is MaxLengthCriteria
     ]
-    max_length = min([generation_config.max_length, *limits])
+    max_length = unseen + min([generation_config.max_length, *limits])
     eos = {int(token) for each in stopping_criteria if type(each) is EosTokenCriteria for token in each.eos_token_id}
     pad = generation_config._pad_token_tensor
     processors = (
         NodeProcessors(logits_processor, input_ids, None if pad is None else int(pad)) if logits_processor else None
     )
-    rows = input_ids.cpu().numpy()
+    rows = whole.cpu().numpy()
     prompts = [row[own].tolist() for row, own in zip(rows, columns, strict=True)]
     seeds = stream_seeds(seed, prompts)
     return [
@@ -308,7 +350,7 @@ def _sequences(input_ids, columns, logits_processor, stopping_criteria, generati
             seed=seeds[i],
             processors=processors,
             row=i,
-            shown_prompt=row.tolist(),
+            shown_prompt=row[unseen:].tolist(),
         )
         for i, (row, prompt) in enumerate(zip(rows, prompts, strict=True))
     ]
@@ -323,17 +365,24 @@ def _load_cache(decoder: SpeculativeDecoder, sequences, cache: Any, columns: lis
             continue
         decoder.cache.reserve(seq.id, count)
         for index, layer in enumerate(cache.layers):
+            if getattr(layer, "keys", None) is None:  # it reads another layer's
+                continue
             keys, values = (s[i][:, cached.to(s.device)].transpose(0, 1) for s in (layer.keys, layer.values))
             decoder.cache.load(seq.id, index, keys, values)
         decoder.cache.tables[seq.id].length = count
 
 
-def _result(run: StaticBatch, returns: Returns, columns, num_fed: int, export: DynamicCache | None):
-    """What `generate()` returns; `num_fed`: columns of the prompt that were not in a cache passed in."""
+def _result(run: StaticBatch, returns: Returns, columns, num_fed: int, export: DynamicCache | None, unseen: int):
+    """What `generate()` returns.
+
+    Args:
+        num_fed: columns of the prompt that were not in a cache passed in.
+        unseen: columns of the text that the caller did not pass.
+    """
     observer, tensors = run.observer, run.tensors
     ids, steps = observer.output_ids(), observer.num_steps
     if export is not None:
-        fill_dynamic_cache(export, tensors, columns, ids.shape[1] - 1)
+        fill_dynamic_cache(export, tensors, columns, unseen + ids.shape[1] - 1)
     if not returns.as_dict:
         return ids
     for seq in run.sequences:

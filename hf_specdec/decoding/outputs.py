@@ -90,15 +90,16 @@ class RowTensors:
     Attributes:
         scores, logits: [V] per new token.
         prompt_hidden, hidden: per layer, the hidden states [fed, H] of the prompt tokens that were fed (those not in a
-            cache passed in) and, for each step, pieces [n, H] for the tokens fed since.
-        cache: per layer, keys and values [length, heads, width], taken when the row left.
+            cache passed in) and, for each step, pieces [n, H] for the tokens fed since. Gemma 3n's are [fed, A, H].
+        cache: per layer, keys and values [length, heads, width], taken when the row left; None for a layer that reads
+            another one's.
     """
 
     scores: list[torch.Tensor] = field(default_factory=list)
     logits: list[torch.Tensor] = field(default_factory=list)
     prompt_hidden: list[torch.Tensor] | None = None
     hidden: list[list[torch.Tensor]] = field(default_factory=list)
-    cache: list[tuple[torch.Tensor, torch.Tensor]] | None = None
+    cache: list[tuple[torch.Tensor, torch.Tensor] | None] | None = None
 
 
 def at_step(rows: list[list[torch.Tensor]], step: int) -> torch.Tensor:
@@ -110,7 +111,8 @@ def at_step(rows: list[list[torch.Tensor]], step: int) -> torch.Tensor:
 def hidden_per_step(
     rows: list[RowTensors], columns: list[np.ndarray], num_fed: int, num_steps: int, layers: list[int] | None
 ) -> tuple:
-    """transformers' hidden_states: for the prompt a tuple over layers of [B, num_fed, H], then per token of [B, 1, H].
+    """transformers' hidden_states: for the prompt a tuple over layers of [B, num_fed, H], then per token of [B, 1, H]; zeros at
+    padding. Where a layer has A of them (Gemma 3n) [A, B, .., H].
 
     Args:
         columns: per row, where the prompt's tokens stand among the padded ones.
@@ -131,30 +133,33 @@ def _layer_hidden(
     rows: list[RowTensors], layer: int, columns: list[np.ndarray], num_fed: int, num_steps: int
 ) -> list[torch.Tensor]:
     prompts = [row.prompt_hidden[layer] for row in rows]  # type: ignore[index]
-    first = prompts[0].new_zeros(len(rows), num_fed, prompts[0].shape[-1])
-    later = first.new_zeros(len(rows), num_steps - 1, first.shape[-1])
+    first = prompts[0].new_zeros(len(rows), num_fed, *prompts[0].shape[1:])
+    later = first.new_zeros(len(rows), num_steps - 1, *first.shape[2:])
     for i, row in enumerate(rows):
         places = columns[i][len(columns[i]) - len(prompts[i]) :] - (columns[i][-1] + 1 - num_fed)
         first[i, torch.from_numpy(places).to(first.device)] = prompts[i]
         fed = torch.cat([piece[layer] for piece in row.hidden])[: num_steps - 1]
         later[i, : len(fed)] = fed
-    return [first, *(later[:, step : step + 1] for step in range(num_steps - 1))]
+    every = [first, *(later[:, step : step + 1] for step in range(num_steps - 1))]
+    return [states.movedim(2, 0) for states in every] if first.dim() == 4 else every
 
 
-def read_cache(cache: PagedStaticCache, seq: Sequence) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """A row's keys and values per layer, for those of its tokens that were fed."""
+def read_cache(cache: PagedStaticCache, seq: Sequence) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
+    """A row's keys and values per layer, for those of its tokens that were fed; None for a layer that reads another one's."""
     length = len(seq.tokens)
-    pairs = (cache.read(seq.id, layer) for layer in range(len(cache.layers)))
-    return [(keys[:length], values[:length]) for keys, values in pairs]
+    pairs = (cache.read(seq.id, index) if layer.is_initialized else None for index, layer in enumerate(cache.layers))
+    return [None if pair is None else (pair[0][:length], pair[1][:length]) for pair in pairs]
 
 
 def fill_dynamic_cache(cache: DynamicCache, rows: list[RowTensors], columns: list[np.ndarray], length: int) -> None:
     """Write the rows' KV into transformers' cache, where it would have put them: [B, heads, length, width] per layer."""
     places = [torch.from_numpy(np.concatenate([own, np.arange(own[-1] + 1, length)])) for own in columns]
-    for layer in range(len(rows[0].cache or [])):
+    for layer, example_pair in enumerate(rows[0].cache or []):
+        if example_pair is None:
+            continue
         states = []
         for which in (0, 1):
-            example = rows[0].cache[layer][which]  # type: ignore[index]
+            example = example_pair[which]
             full = example.new_zeros(len(rows), example.shape[1], length, example.shape[2])
             for i, row in enumerate(rows):
                 piece = row.cache[layer][which][: len(places[i])]  # type: ignore[index]

@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..config import SpeculativeConfig
-from ..kernels.dispatch import current
+from ..kernels.dispatch import current, uses_triton
 from ..kernels.transfer import upload
 from ..runtime import DraftTrees, Sequence
 from .rules.speculative_sampling import accept_block, reject_tokens
@@ -43,19 +43,24 @@ class Verdict:
     tokens: np.ndarray
 
 
+class NothingToSample(RuntimeError):
+    """Logits from which no token can be drawn."""
+
+
 class PendingVerdict:
     """A verdict on its way from the device: one transfer, which the host need not wait for yet.
 
     Args:
-        table: int64 [B, 2 N + 1]: accepted nodes, drafted ids, the token after them.
+        table: int64 [B, 2 N + 1]: accepted nodes, drafted ids, the token after them; with `checked` [B, 2 N + 2], the last
+            column tells which rows had nothing to sample from.
 
     Attributes:
         next_tokens: int64 [B], the tokens after what is accepted, on the device.
     """
 
-    def __init__(self, table: torch.Tensor):
-        self._table, self._event = table, None
-        self.next_tokens = table[:, -1]
+    def __init__(self, table: torch.Tensor, checked: bool = False):
+        self._table, self._event, self._checked = table, None, checked
+        self.next_tokens = table[:, -2 if checked else -1]
         if table.is_cuda:
             self._table = torch.empty(table.shape, dtype=table.dtype, pin_memory=True)
             self._table.copy_(table, non_blocking=True)
@@ -63,10 +68,21 @@ class PendingVerdict:
             self._event.record(torch.cuda.current_stream(table.device))
 
     def wait(self) -> Verdict:
-        """The verdict, once it is there."""
+        """The verdict, once it is there.
+
+        Raises:
+            NothingToSample: a row was to sample from logits with NaN or infinity among them, or with all tokens removed.
+        """
         if self._event is not None:
             self._event.synchronize()
         table = self._table.cpu().numpy()
+        if self._checked:
+            table, broken = table[:, :-1], np.flatnonzero(table[:, -1])
+            if len(broken):
+                raise NothingToSample(
+                    f"No token can be sampled in row {broken[0]} of this step: its processed logits hold NaN or infinity, or every "
+                    "token was removed (-inf). Look for overflow in the model's dtype, or at the logits processors."
+                )
         width = table.shape[1] // 2
         return Verdict(table[:, :width] > 0, table[:, -1], table[:, width : 2 * width])
 
@@ -88,6 +104,9 @@ def begin_verification(
         sampling: what the rule's kernel has yet to apply to the scores; None: nothing.
     """
     rule = config.verification_rule
+    sampled = any(seq.do_sample for seq in sequences)
+    if not (sampled or trees.tokens.shape[1] or uses_triton(scores.device)):  # plain greedy decoding, under every rule
+        return PendingVerdict(scores.argmax(1, keepdim=True))
     index = _score_rows(trees)
     tokens = trees.tokens.to(scores.device)
     groups = _rows_by_rule(sequences, rule)
@@ -103,8 +122,23 @@ def begin_verification(
                 more = {} if sampling is None else {"sampling": sampling.of(rows)}
                 path, after = RULES[name](trees.select(rows), scores, index[rows], members, config, **more)
                 accepted[at], next_tokens[at] = path, after
-    columns = next_tokens[:, None]
-    return PendingVerdict(torch.cat([accepted, tokens, columns], dim=1) if tokens.shape[1] else columns)
+    columns = [accepted, tokens] if tokens.shape[1] else []
+    columns.append(next_tokens[:, None])
+    if sampled:
+        columns.append(_nothing_to_sample(scores, index, accepted, sequences)[:, None])
+    return PendingVerdict(torch.cat(columns, dim=1) if len(columns) > 1 else columns[0], sampled)
+
+
+def _nothing_to_sample(
+    scores: torch.Tensor, index: np.ndarray, accepted: torch.Tensor, sequences: list[Sequence]
+) -> torch.Tensor:
+    """Which rows sample and chose a token by scores without a finite maximum, of which softmax makes NaN; bool [B].
+
+    The maximum is all it takes: NaN and infinity pass through it, and what is removed later (top-k, ..) is never the best token.
+    """
+    broken = ~scores.amax(1).isfinite()[upload(index, scores.device)]  # [B, N + 1]
+    broken[:, 1:] &= accepted  # the root always counts
+    return broken.any(1) & upload([seq.do_sample for seq in sequences], scores.device)
 
 
 def verify(

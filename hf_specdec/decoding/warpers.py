@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import logging
 import math
 from collections.abc import Callable
 from typing import Any
@@ -15,6 +16,9 @@ from ..kernels import random_bits
 from ..kernels.sampling_reference import sampling_scores
 from ..runtime import Sequence
 from ..runtime.sampling import SamplingParameters
+from .kept_state import KeptState
+
+logger = logging.getLogger(__name__)
 
 
 def _known(*names: str) -> tuple[type, ...]:
@@ -38,7 +42,7 @@ _SHORT_PREFIXES: dict[type, Callable[..., int]] = {
     hf.MinLengthLogitsProcessor: lambda processor: processor.min_length,
     hf.MinNewTokensLengthLogitsProcessor: lambda processor: processor.prompt_length_to_skip + processor.min_new_tokens,
 }
-# Keep state from call to call: a rejected node would corrupt it.
+# Keep state that cannot be followed: refused.
 _STATEFUL = _known("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor")
 
 
@@ -110,6 +114,8 @@ class FusedSamplingLogitsWarper(LogitsProcessor):
         )
 
 
+_KNOWN = {*_STATELESS, *_ROW_WISE, *_SHORT_PREFIXES, *_STATEFUL, FusedSamplingLogitsWarper}
+
 _SAMPLING = {  # in transformers' order
     hf.TemperatureLogitsWarper: "temperature",
     hf.TopKLogitsWarper: "top_k",
@@ -149,9 +155,15 @@ class NodeProcessors:
     Attributes:
         sampling: the temperature, top-k, top-p and min-p that the list ends with, which `apply` can leave out.
         only_sampling: whether the list is no more than these.
+        in_step: processors of kinds that we do not know are among them: all rows are to begin together.
+        calls_in_order: nothing may be drafted, because a processor keeps state from call to call (or has not been called yet, so
+            that it is not known whether it does): it is called once per token, in order, as plain decoding calls it.
+
+    A processor that we do not know is watched (kept_state.py). It keeps state if a call changes what it holds, or if it says so by
+    an attribute `keeps_state`. A change by calls for drafted nodes is undone, and `calls_in_order` is set.
 
     Raises:
-        ValueError: a processor keeps state from call to call, which rejected drafts would corrupt.
+        ValueError: a processor keeps state that cannot be followed (transformers' own watermarking and guidance).
     """
 
     def __init__(self, processors: LogitsProcessorList, prompt_ids: torch.LongTensor, pad_token_id: int | None):
@@ -162,6 +174,13 @@ class NodeProcessors:
                 )
         self.processors, self.prompt_ids, self.pad_token_id = list(processors), prompt_ids, pad_token_id or 0
         self.needs_prefix = any(not self._is_stateless(p) for p in self.processors)
+        self._watched = [KeptState(processor) for processor in self.processors if type(processor) not in _KNOWN]
+        self.in_step = bool(self._watched)
+        self._keeps_state = False
+        self.calls_in_order = bool(self._watched)
+        for state in self._watched:
+            if state.opaque or getattr(state.owner, "keeps_state", False):
+                self._note_state(state.owner)
         self._first, self.sampling = split_sampling(self.processors)
         self.only_sampling = not self._first
 
@@ -170,10 +189,37 @@ class NodeProcessors:
         return type(processor) in _STATELESS or isinstance(processor, FusedSamplingLogitsWarper)
 
     def apply(
-        self, sequences: list[Sequence], paths: list[torch.Tensor] | None, logits: torch.Tensor, whole: bool = True
+        self,
+        sequences: list[Sequence],
+        paths: list[torch.Tensor] | None,
+        logits: torch.Tensor,
+        whole: bool = True,
+        drafted: bool = True,
     ) -> torch.Tensor:
         """Scores [R, V]; see `runtime.logits.RowProcessors`."""
         processors = self.processors if whole else self._first
+        if drafted and self._keeps_state:  # of a drafter, whose drafts will not be used
+            processors = [processor for processor in processors if type(processor) in _KNOWN]
+        scores = self._applied(processors, sequences, paths, logits)
+        if self._watched and not self._keeps_state:
+            changed = [state for state in self._watched if state.has_changed()]
+            if drafted:
+                for state in changed:
+                    state.restore()
+            for state in changed:
+                self._note_state(state.owner)
+            self.calls_in_order = self._keeps_state
+        return scores
+
+    def _note_state(self, processor: Any) -> None:
+        self._keeps_state = True
+        logger.warning(
+            "%s keeps state from call to call (or something that cannot be looked into), so it is called once per token, in order: "
+            "nothing is drafted.",
+            type(processor).__name__,
+        )
+
+    def _applied(self, processors, sequences, paths, logits: torch.Tensor) -> torch.Tensor:
         if not processors:
             return logits
         scores = logits.clone()  # processors may write in place
@@ -252,6 +298,12 @@ class NodeProcessors:
             wave = taken.get((seq.row, length), 0)
             taken[(seq.row, length)] = wave + 1
             waves.setdefault((length, wave), {})[seq.row] = i
+        if self._keeps_state and len(waves) > 1:
+            raise ValueError(
+                f"{type(processor).__name__} keeps state from call to call, so all rows of a batch must be decoded in step. These are "
+                "not: its state began to change after tokens had been drafted, or the rows do not fit the KV cache together. Set "
+                "keeps_state = True on the processor, raise num_blocks, or pass one row at a time."
+            )
         for (length, _), members in waves.items():
             ids = self._filler(length)
             batch = scores.new_zeros(ids.shape[0], scores.shape[1])
@@ -295,3 +347,4 @@ _PER_ROW: dict[type, Callable] = {
     hf.EncoderRepetitionPenaltyLogitsProcessor: _encoder_repetition_row,
     hf.EncoderNoRepeatNGramLogitsProcessor: _encoder_ngram_row,
 }
+_KNOWN |= set(_PER_ROW)

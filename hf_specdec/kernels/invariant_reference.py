@@ -25,6 +25,8 @@ from .reference import _attention_with_softcap_or_sinks
 BLOCK_ROWS = 8  # of a product on the CPU; a default draft and the token before it are 6
 _WHOLE_VECTORS = 64  # elements: two vectors of the widest kind, of the narrowest type; loops are unrolled twice
 _SERIAL = 16384  # elements that torch never splits among threads
+_ALIGNMENT = 64  # bytes; nothing that a CPU loads at once is wider
+_PROBED_ELEMENTS = 128  # of a product, at least: two orders of few terms can agree by chance
 
 Sums = Callable[[torch.Tensor], torch.Tensor]  # over the last dimension
 
@@ -43,7 +45,7 @@ def linear(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None = No
     num_outputs = weight.shape[1]
     if rows == 0 or num_outputs == 0 or width == 0:
         return torch.mm(x, weight) if bias is None else torch.addmm(bias, x, weight)
-    size = BLOCK_ROWS if _rows_are_apart(x, weight) else 1
+    size = BLOCK_ROWS if _rows_are_apart(x, weight, bias) else 1
     # Fresh memory for every block: libraries choose code by how their arguments are aligned, too.
     outputs = [_product(_block(x, first, size), weight, bias) for first in range(0, rows, size)]
     return outputs[0][:rows] if len(outputs) == 1 else torch.cat(outputs)[:rows]
@@ -68,42 +70,78 @@ def _block(x: torch.Tensor, first: int, size: int) -> torch.Tensor:
     return block
 
 
-def _rows_are_apart(x: torch.Tensor, weight: torch.Tensor) -> bool:
+def _rows_are_apart(x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
     """Whether a row of a block of this shape is the same bits wherever it stands and whatever stands beside it.
 
-    Looked at once per shape, on weights of that shape whose products cancel: what is left are rounding errors, which show
-    the order of the sum in bfloat16 too.
+    Looked at once per shape, layout and alignment (libraries choose code by these, never by values), on weights whose products
+    cancel: what is left are rounding errors, which show the order of the sum in bfloat16 too.
     """
-    key = (weight.shape, weight.stride(), x.dtype, weight.dtype, x.device, torch.get_num_threads())
+    alignment = weight.data_ptr() % _ALIGNMENT
+    key = (
+        weight.shape,
+        weight.stride(),
+        alignment,
+        x.dtype,
+        weight.dtype,
+        bias is None,
+        x.device,
+        torch.get_num_threads(),
+    )
     if key not in _keeps_rows_apart:
-        _keeps_rows_apart[key] = _check_rows(weight, x.dtype)
+        _keeps_rows_apart[key] = _check_rows(weight, bias, x.dtype)
     return _keeps_rows_apart[key]
 
 
-def _check_rows(weight: torch.Tensor, dtype: torch.dtype) -> bool:
-    width, num_outputs = weight.shape
+def _check_rows(weight: torch.Tensor, bias: torch.Tensor | None, dtype: torch.dtype) -> bool:
+    num_outputs = weight.shape[1]
     generator = torch.Generator().manual_seed(0)
-    probe = torch.randn(width, generator=generator)
-    few = torch.randn(width, min(num_outputs, 64), generator=generator)
-    order = torch.randperm(width, generator=generator)
-    half = width // 2
-    probe[order[half : 2 * half]] = probe[order[:half]]
-    few[order[half : 2 * half]] = -few[order[:half]]
-    probe[order[2 * half :]] = 0  # of an odd width
-    probe, few = probe.to(weight.device, dtype), few.to(weight.device, dtype)
-    like = torch.empty_strided(weight.shape, weight.stride(), dtype=weight.dtype, device=weight.device)
-    for first in range(0, num_outputs, few.shape[1]):
-        like[:, first : first + few.shape[1]] = few[:, : num_outputs - first]
-    everywhere = _product(probe.expand(BLOCK_ROWS, width).contiguous(), like, None)
+    like, bias = _empty_like(weight), None if bias is None else torch.zeros_like(bias)
+    for _ in range(max(2, _PROBED_ELEMENTS // num_outputs)):
+        probe, few = _cancelling(weight.shape[0], min(num_outputs, 64), generator)
+        few = few.to(weight.device, weight.dtype)
+        for first in range(0, num_outputs, few.shape[1]):
+            like[:, first : first + few.shape[1]] = few[:, : num_outputs - first]
+        others = torch.randn(BLOCK_ROWS, weight.shape[0], generator=generator).to(weight.device, dtype)
+        if not _probe_is_apart(probe.to(weight.device, dtype), others, like, bias):
+            return False
+    return True
+
+
+def _cancelling(width: int, outputs: int, generator: torch.Generator) -> tuple[torch.Tensor, torch.Tensor]:
+    """A row [width] and weights [width, outputs] whose products cancel in pairs, anywhere in the sum.
+
+    The pairs' sizes are far apart, so that products of few bits round too when they are added, and large enough for float16 to
+    hold the errors. Of an odd width, what has no partner is small, or it would hide what rounding leaves of the others.
+    """
+    order, half = torch.randperm(width, generator=generator), width // 2
+    row, weights = torch.randn(width, generator=generator), 2.0**8 * torch.randn(width, outputs, generator=generator)
+    row[order[:half]] *= 2.0 ** -torch.randint(0, 13, (half,), generator=generator).float()
+    row[order[half : 2 * half]] = row[order[:half]]
+    weights[order[half : 2 * half]] = -weights[order[:half]]
+    row[order[2 * half :]] *= 2.0**-16
+    return row, weights
+
+
+def _probe_is_apart(probe: torch.Tensor, others: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None) -> bool:
+    """Whether `probe` [K] times weight [K, N] is the same in all places of a block, and beside `others` [BLOCK_ROWS, K]."""
+    everywhere = _product(probe.expand(BLOCK_ROWS, -1).contiguous(), weight, bias)
     if not torch.equal(everywhere, everywhere[:1].expand_as(everywhere)):
         return False
-    others = torch.randn(BLOCK_ROWS, width, generator=generator).to(weight.device, dtype)
     for place in (0, 1, BLOCK_ROWS - 1):
         beside = others.clone()
         beside[place] = probe
-        if not torch.equal(_product(beside, like, None)[place], everywhere[0]):
+        if not torch.equal(_product(beside, weight, bias)[place], everywhere[0]):
             return False
     return True
+
+
+def _empty_like(weight: torch.Tensor) -> torch.Tensor:
+    """Memory of the same shape and strides, which begins as far behind a multiple of `_ALIGNMENT` bytes."""
+    size = 1 + sum((n - 1) * stride for n, stride in zip(weight.shape, weight.stride(), strict=True))
+    spare = _ALIGNMENT // weight.element_size()
+    memory = weight.new_empty(size + spare)
+    begin = (weight.data_ptr() - memory.data_ptr()) % _ALIGNMENT // weight.element_size()
+    return memory.as_strided(weight.shape, weight.stride(), begin)
 
 
 # ---- reductions over the last dimension -----------------------------------------------------------------------------

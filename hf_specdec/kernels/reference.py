@@ -22,6 +22,17 @@ class AttentionRow(NamedTuple):
     slots: torch.Tensor | None
 
 
+class PaddedRows(NamedTuple):
+    """B rows with one query each, their keys padded to one length S.
+
+    `slots` int64 [B * S] are the rows' slots, any written one where a row has fewer; `mask` is additive, float [B, 1, 1, S],
+    or None where every row has S keys and sees all of them.
+    """
+
+    slots: torch.Tensor
+    mask: torch.Tensor | None
+
+
 # ---- cache ----------------------------------------------------------------------------------------------------------
 
 
@@ -31,10 +42,12 @@ def write_slots(pool: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -
 
 
 def read_row(pool: torch.Tensor, row: AttentionRow) -> torch.Tensor:
-    """The row's keys or values [length, heads, width]: a view of `pool` when contiguous, a gathered copy otherwise."""
+    """The row's keys or values [1, heads, length, width]: a view of `pool` when contiguous, a gathered copy otherwise."""
     if row.slots is None:
-        return pool.narrow(0, row.first_slot, row.length)
-    return pool.index_select(0, row.slots)
+        per_slot, per_head, _ = pool.stride()  # one operation where narrow, transpose and index would be three
+        shape, strides = (1, pool.shape[1], row.length, pool.shape[2]), (per_slot, per_head, per_slot, 1)
+        return pool.as_strided(shape, strides, pool.storage_offset() + row.first_slot * per_slot)
+    return pool.index_select(0, row.slots).transpose(0, 1)[None]
 
 
 def move_slots(pool: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:
@@ -54,6 +67,7 @@ def paged_attention(
     scaling: float,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
+    padded: PaddedRows | None = None,
 ) -> torch.Tensor:
     """Attention of a ragged batch over a paged cache.
 
@@ -64,32 +78,48 @@ def paged_attention(
             repeated for the G = H / Hkv heads of a group (None: every query sees every key).
         softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2).
         sinks: [H] one more logit per head that takes part in the softmax and has no value (gpt-oss).
+        padded: the rows once more, where they are short and have one query each: one product is then faster than one a row.
 
     Returns: [T, H, Dv].
     """
-    num_tokens, num_heads, width = query.shape
+    _, num_heads, width = query.shape
     num_kv_heads, value_width = key_pool.shape[1], value_pool.shape[2]
     group = num_heads // num_kv_heads
     plain = softcap is None and sinks is None
+    if plain and padded is not None:
+        return _attention_of_short_rows(query, key_pool, value_pool, padded, scaling)
     few = _MATRIX_VECTOR_QUERIES // group if plain and query.dtype == torch.bfloat16 and not query.is_cuda else 0
-    out = query.new_empty(num_tokens, num_heads, value_width)
-    # Heads of a group become extra queries of their KV head: keys and values are never expanded.
-    folded = query.view(num_tokens, num_kv_heads, group, width).permute(1, 2, 0, 3)  # [Hkv, G, T, D]
-    folded_out = out.view(num_tokens, num_kv_heads, group, value_width).permute(1, 2, 0, 3)
+    outs = []
     for row, mask in zip(rows, masks, strict=True):
-        start, end = row.start, row.end
-        k = read_row(key_pool, row).transpose(0, 1)[None]
-        v = read_row(value_pool, row).transpose(0, 1)[None]
-        if end - start <= few:
-            out[start:end] = _attention_query_by_query(query[start:end], k, v, mask, scaling)
+        count = row.end - row.start
+        q = query if len(rows) == 1 else query[row.start : row.end]
+        k, v = read_row(key_pool, row), read_row(value_pool, row)
+        if count <= few:
+            outs.append(_attention_query_by_query(q, k, v, mask, scaling))
             continue
-        q = folded[:, :, start:end].reshape(1, num_kv_heads, -1, width)
+        # Heads of a group become extra queries of their KV head: keys and values are never expanded.
+        q = q.view(count, num_kv_heads, group, width)
+        q = q if count == 1 else q.permute(1, 2, 0, 3).reshape(1, num_kv_heads, -1, width)
         if plain:
             attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
         else:
             attended = _attention_with_softcap_or_sinks(q, k, v, mask, scaling, softcap, sinks)
-        folded_out[:, :, start:end] = attended.view(num_kv_heads, group, -1, value_width)
-    return out
+        if count > 1:
+            attended = attended.view(num_kv_heads, group, count, value_width).permute(2, 0, 1, 3)
+        outs.append(attended.reshape(count, num_heads, value_width))
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def _attention_of_short_rows(query, key_pool, value_pool, padded: PaddedRows, scaling):
+    """query [B, H, D], one of each row → [B, H, Dv]."""
+    batch, num_heads, width = query.shape
+    k, v = (
+        pool.index_select(0, padded.slots).view(batch, -1, pool.shape[1], pool.shape[2]).transpose(1, 2)
+        for pool in (key_pool, value_pool)
+    )
+    q = query.reshape(batch, k.shape[1], -1, width)
+    attended = F.scaled_dot_product_attention(q, k, v, attn_mask=padded.mask, scale=scaling)
+    return attended.reshape(batch, num_heads, -1)
 
 
 # torch's CPU attention multiplies single bfloat16 queries by matrix-vector products, which read keys in place; for several it

@@ -175,6 +175,19 @@ def first_layers(model: PreTrainedModel, count: int | None):
 
 
 @contextlib.contextmanager
+def without_checkpointing(model: PreTrainedModel):
+    """Inside, no layer recomputes its activations: one that does in training hands no cache on. There are no gradients here."""
+    own = [module for module in model.modules() if vars(module).get("gradient_checkpointing")] if model.training else []
+    for module in own:
+        module.gradient_checkpointing = False
+    try:
+        yield
+    finally:
+        for module in own:
+            module.gradient_checkpointing = True
+
+
+@contextlib.contextmanager
 def tapped(model: PreTrainedModel, taps: Taps, found: dict[Any, torch.Tensor] | None = None):
     """Collect hidden states of forwards of batch 1: yields a dict (`found`, if given) that holds those of the latest,
     `last_hidden` and layer indices, [T, H] each."""

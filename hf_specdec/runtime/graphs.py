@@ -71,12 +71,18 @@ class StaticBatch:
     invariant: InvariantOps | None = None
 
     gather = False
+    captured = True
     read_slots = None
 
     @property
     def write_slots(self) -> torch.Tensor:
         """`slots`, as layers ask for them."""
         return self.slots
+
+    @property
+    def uses_triton(self) -> bool:
+        """Whether Triton's kernels read the buffers."""
+        return uses_triton(self.slots.device)
 
     @property
     def num_keys(self) -> int:
@@ -308,19 +314,35 @@ def _first_tensor(module: nn.Module, kind: str) -> torch.Tensor | None:
 
 
 def uses_graphs(wanted: bool | None, model: PackedModel | PackedHead) -> bool:
-    """Whether forwards of a model or head are to be CUDA graphs: as wanted; None: where they can be, but for mixtures of experts,
-    some of which wait for the device to choose: a capture that fails is not free.
+    """Whether forwards of a model or head are to be CUDA graphs: as wanted; None: where they can be, but for mixtures of experts
+    that wait for the device to choose: a capture that fails is not free.
 
     Raises:
         UnsupportedModel: they are wanted and cannot be.
     """
     if wanted:
         check_capturable(model)
-    return is_capturable(model) and not _has_experts(model.module) if wanted is None else wanted
+    if wanted is not None:
+        return wanted
+    return is_capturable(model) and not experts_wait(model.module, model.device)
 
 
-def _has_experts(module: nn.Module) -> bool:
-    return any(name.rpartition(".")[2] == "experts" for name, _ in module.named_modules())
+def experts_wait(module: nn.Module, device: torch.device) -> bool:
+    """Whether a module has experts that the host must hear of before it can launch them.
+
+    transformers' "batched_mm" never asks, its loop ("eager") does. "grouped_mm" is one launch where torch has a kernel for it: bfloat16
+    on compute capability 9 and 10 (`_grouped_mm_cuda` in ATen/native/cuda/GroupedBlas.cpp); elsewhere torch copies the
+    groups' ends to the host. Of other experts nothing is known.
+    """
+
+    def waits(experts: nn.Module) -> bool:
+        how = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+        in_bfloat16 = all(parameter.dtype == torch.bfloat16 for parameter in experts.parameters())
+        if how == "grouped_mm" and in_bfloat16:
+            return torch.cuda.get_device_capability(device)[0] not in (9, 10)
+        return how != "batched_mm"
+
+    return any(waits(each) for name, each in module.named_modules() if name.rpartition(".")[2] == "experts")
 
 
 def is_capturable(model: PackedModel | PackedHead) -> bool:

@@ -11,6 +11,8 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from .fingerprints import fingerprints
+
 # Siblings of these names are as a rule fed one tensor; then one product serves them all. Checked at every call.
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
@@ -22,15 +24,21 @@ class Product(abc.ABC):
         linears: layers with the same number of inputs, all with biases or none.
 
     Attributes:
+        copies: it computes with copies of the weights, which `copy_weights` makes. A write to the weights leaves them stale, so
+            their contents are compared before the copies are used (see `JoinedLinears.refresh`).
+        copied_from: fingerprints of what was copied; None: nothing yet.
         alone: it serves one layer.
         latest: (input, its version, outputs per layer) of the last product, until the last layer has fetched its own.
         fed_apart: a layer came with another input than the first; from then on each computes its own.
     """
 
+    copies = False
+
     def __init__(self, linears: Sequence[nn.Linear]):
         self.alone = len(linears) == 1
         self.last = len(linears) - 1
-        self.made_from = [_fingerprint(linear) for linear in linears]
+        self.places = [_place(linear) for linear in linears]
+        self.copied_from: list[bytes] | None = None
         self.latest: tuple[torch.Tensor, int | None, Sequence[torch.Tensor]] | None = None
         self.fed_apart = False
 
@@ -42,9 +50,13 @@ class Product(abc.ABC):
     def serves(self, x: torch.Tensor) -> bool:
         """Whether it is faster than the layers' own products for so many rows [..., K]."""
 
-    def is_current(self, linears: Sequence[nn.Linear]) -> bool:
-        """Whether this was made from just these layers with the weights they have now."""
-        return self.made_from == [_fingerprint(linear) for linear in linears]
+    def copy_weights(self, linears: Sequence[nn.Linear]) -> None:
+        """Take the copies anew. Only called where `copies` is set."""
+        raise TypeError(f"{type(self).__name__} holds no copies.")
+
+    def is_made_for(self, linears: Sequence[nn.Linear]) -> bool:
+        """Whether this was made for just these layers with weights where they are now."""
+        return self.places == [_place(linear) for linear in linears]
 
     def part(self, x: torch.Tensor, index: int) -> torch.Tensor | None:
         """Output of layer `index` of several, computed for all when the first asks; None: fed apart."""
@@ -83,28 +95,46 @@ class JoinedLinears:
         self._fed_apart = weakref.WeakSet[nn.Linear]()
         self._left_out = weakref.WeakSet(inner for module in left_out for inner in module.modules())
         self._model = weakref.ref(model)
+        self._in_use: list[tuple[Product, list[nn.Linear]]] = []
+        self.is_fresh = False  # the copies have been compared with the weights since `active()` was entered
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, the layers use their products; for layers whose weights have changed since they are made again."""
+        """Inside, the layers use their products, with the weights that the layers have when the first product is used."""
         model = self._model()
         assert model is not None
-        replaced = []
+        self.is_fresh = False
         try:
             for linears in self._fed_together(model):
                 product = self._product(linears)
+                self._in_use.append((product, linears))
                 for index, linear in enumerate(linears):
-                    linear.forward = _JoinedForward(linear, product, index)  # pyright: ignore[reportAttributeAccessIssue]
-                    replaced.append(linear)
+                    # A method: by its function dynamo knows that all layers' are alike, objects are traced one by one.
+                    joined = _JoinedForward(self, linear, product, index)
+                    linear.forward = joined.forward  # pyright: ignore[reportAttributeAccessIssue]
             yield
         finally:
-            for linear in replaced:
-                del linear.forward
+            for _, linears in self._in_use:
+                for linear in linears:
+                    vars(linear).pop("forward", None)
+            self._in_use.clear()
+
+    def refresh(self) -> None:
+        """Compare what the products copied with the weights as they are, byte for byte; copy what differs."""
+        copied = [(product, linears) for product, linears in self._in_use if product.copies]
+        groups = [[tensor for linear in linears for tensor in _tensors(linear)] for _, linears in copied]
+        found = iter(fingerprints([tensor for tensors in groups for tensor in tensors]))
+        for (product, linears), tensors in zip(copied, groups, strict=True):
+            contents = [next(found) for _ in tensors]
+            if product.copied_from != contents:
+                product.copy_weights(linears)
+                product.copied_from = contents
+        self.is_fresh = True
 
     def _product(self, linears: list[nn.Linear]) -> Product:
         first = linears[0]
         product = self._products.get(first)
-        if product is None or not product.is_current(linears):
+        if product is None or not product.is_made_for(linears):
             product = self._products[first] = self._make(linears)
         return product
 
@@ -134,15 +164,20 @@ class JoinedLinears:
 class _JoinedForward:
     """`forward` of one layer: input [..., in] → [..., out]."""
 
-    def __init__(self, linear: nn.Linear, product: Product, index: int):
+    def __init__(self, owner: JoinedLinears, linear: nn.Linear, product: Product, index: int):
+        self.owner = owner
         self.weight = linear.weight.detach()
         self.bias = None if linear.bias is None else linear.bias.detach()
         self.product, self.index = product, index
 
-    def __call__(self, x: torch.Tensor) -> torch.Tensor:
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        """Of the layer."""
         product = self.product
-        if not product.serves(x):
+        # A layer that is traced is shown the product as such: it is put together with others there.
+        if torch.compiler.is_compiling() or not product.serves(x):
             return F.linear(x, self.weight, self.bias)
+        if product.copies and not self.owner.is_fresh:
+            self.owner.refresh()
         if product.alone:
             return product(x)[0]
         out = None if product.fed_apart else product.part(x, self.index)
@@ -154,7 +189,10 @@ def is_untouched(module: nn.Module) -> bool:
     return type(module) is nn.Linear and "forward" not in vars(module) and type(module.weight) is nn.Parameter
 
 
-def _fingerprint(linear: nn.Linear) -> list:
-    """Where the weights are and how often they were changed, which is not counted for models made in inference mode."""
-    tensors = (each for each in (linear.weight, linear.bias) if each is not None)
-    return [(each.data_ptr(), None if each.is_inference() else each._version) for each in tensors]
+def _tensors(linear: nn.Linear) -> list[torch.Tensor]:
+    return [each for each in (linear.weight, linear.bias) if each is not None]
+
+
+def _place(linear: nn.Linear) -> list:
+    """Where the weights are, and what the tensors there look like."""
+    return [(each.data_ptr(), each.shape, each.stride(), each.dtype, each.device) for each in _tensors(linear)]

@@ -9,10 +9,14 @@ import torch
 
 from ..cache import PagedStaticCache
 from ..kernels.attention_inputs import AttentionInputs, RowDescription, attention_inputs
+from ..kernels.dispatch import uses_triton
 from ..kernels.invariant_reference import LinearRow
-from ..kernels.reference import AttentionRow
+from ..kernels.reference import AttentionRow, PaddedRows
 from ..kernels.transfer import upload
 from .invariant_ops import InvariantOps
+
+# Keys and values of one row and layer that are copied in the time of one more product on a CPU, measured.
+_PADDED_BYTES = 256 << 10
 
 
 @dataclass
@@ -26,6 +30,7 @@ class RowInput:
         positions: numpy [t]; None: `start`, `start + 1`, ..
         visibility: bool numpy [t, m] over the last m of the row's slots, the t new ones last; None: causal. Trees need it.
         region_positions: numpy [m], positions of those m slots; needed with `visibility` for sliding windows.
+        window_positions: numpy [t], where sliding windows take the new tokens to stand; None: at `positions`.
         logits: how many of the last tokens need logits.
         behind: ids [n] behind `tokens` that are on the device.
     """
@@ -36,6 +41,7 @@ class RowInput:
     positions: np.ndarray | None = None
     visibility: np.ndarray | None = None
     region_positions: np.ndarray | None = None
+    window_positions: np.ndarray | None = None
     logits: int = 1
     behind: torch.Tensor | None = None
 
@@ -49,6 +55,7 @@ class RowInput:
 class _DeviceSlots:
     write_slots: torch.Tensor
     read_slots: torch.Tensor | None
+    uses_triton: bool  # asked once a step: the answer takes longer than a small layer's view
 
 
 @dataclass
@@ -79,6 +86,8 @@ class PackedBatch:
     _inputs: dict = field(default_factory=dict)
     _rows: dict = field(default_factory=dict)
     _masks: dict = field(default_factory=dict)
+
+    captured = False  # as part of a CUDA graph
 
     @classmethod
     def pack(cls, inputs: list[RowInput], cache: PagedStaticCache, device: torch.device, gather: bool) -> PackedBatch:
@@ -119,7 +128,7 @@ class PackedBatch:
                 tables = self.cache.tables
                 read = np.concatenate([tables[r.seq_id].slots[: r.start + r.num_tokens] for r in self.inputs])
                 read = upload(read, device)
-            self._on_device[device] = _DeviceSlots(upload(self.slots, device), read)
+            self._on_device[device] = _DeviceSlots(upload(self.slots, device), read, uses_triton(device))
         return self._on_device[device]
 
     def attention_inputs(self, device: torch.device) -> AttentionInputs:
@@ -171,6 +180,42 @@ class PackedBatch:
                 masks.append(shared[shape])
             self._masks[key] = masks
         return self._masks[key]
+
+    def padded(
+        self, window: int | None, slot_bytes: int, dtype: torch.dtype, device: torch.device
+    ) -> PaddedRows | None:
+        """The rows with keys padded to one length, where copying them costs less than attending row by row.
+
+        Args:
+            slot_bytes: of a slot's keys and values in one layer.
+        """
+        key = ("padded", window, slot_bytes, dtype, device)
+        if key not in self._masks:
+            self._masks[key] = self._padded(window, dtype, device) if self._is_worth_padding(slot_bytes) else None
+        return self._masks[key]
+
+    def _is_worth_padding(self, slot_bytes: int) -> bool:
+        rows = self.inputs
+        if len(rows) == 1 or any(row.num_tokens > 1 or row.visibility is not None for row in rows):
+            return False
+        return (1 + max(row.start for row in rows)) * slot_bytes <= _PADDED_BYTES
+
+    def _padded(self, window: int | None, dtype: torch.dtype, device: torch.device) -> PaddedRows:
+        lengths = np.array([row.start + 1 for row in self.inputs])
+        size = int(lengths.max())
+        slots = np.empty((len(lengths), size), dtype=np.int64)
+        for own, row, length in zip(slots, self.inputs, lengths, strict=True):
+            table = self.cache.tables[row.seq_id].slots
+            own[:length], own[length:] = table[:length], table[0]
+        keys = np.arange(size)
+        seen = keys < lengths[:, None]
+        if window is not None:
+            seen &= lengths[:, None] - 1 - keys < window
+        mask = None
+        if not seen.all():
+            mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(torch.from_numpy(~seen), float("-inf"))
+            mask = mask[:, None, None].to(device)
+        return PaddedRows(upload(slots.ravel(), device), mask)
 
     def dense_mask(self, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """One additive mask [1, 1, T, S_total] for the gather path: rows see their own keys only."""
@@ -235,8 +280,11 @@ def describe(rows: list[RowInput], cache: PagedStaticCache) -> list[RowDescripti
     for row in rows:
         length = row.start + row.num_tokens
         blocks = cache.tables[row.seq_id].blocks[: -(-length // cache.block_size)]
+        positions = (
+            row.positions if row.window_positions is None else row.window_positions
+        )  # windows alone ask for them
         described.append(
-            RowDescription(blocks, row.num_tokens, length, row.visibility, row.positions, row.region_positions)
+            RowDescription(blocks, row.num_tokens, length, row.visibility, positions, row.region_positions)
         )
     return described
 
@@ -286,8 +334,9 @@ def visible(row: RowInput, window: int | None) -> np.ndarray | None:
     length = row.start + count
     keys = np.arange(length)
     queries = np.arange(row.start, length) if row.positions is None else row.positions
+    queries = queries if row.window_positions is None else row.window_positions
     if row.visibility is None:
-        if count == 1 and (window is None or length <= window):
+        if count == 1 and (window is None or int(queries[0]) < window):
             return None
         allowed = keys[None, :] <= np.arange(row.start, length)[:, None]
     else:

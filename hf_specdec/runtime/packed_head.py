@@ -14,9 +14,11 @@ from transformers import PretrainedConfig
 from ..cache import PagedStaticCache
 from . import architectures
 from .architectures import ATTENTION_NAME
+from .compiled import RewrittenLayers, layers_of
 from .few_row_linears import few_row_linears
 from .graphs import GraphRunner, StaticBatch, uses_graphs
 from .packed_batch import PackedBatch, RowInput
+from .packed_model import paged_attention_forward
 from .prepacked import prepack
 
 if TYPE_CHECKING:
@@ -54,6 +56,7 @@ class PackedHead:
 
     graphs: GraphRunner | None = None
     reading_graphs: GraphRunner | None = None
+    _layers: RewrittenLayers | None = None
 
     def __init__(
         self,
@@ -82,11 +85,12 @@ class PackedHead:
         weights = self.module.parameters()
         return PagedStaticCache(self.num_layers, num_blocks, block_size, share_prefixes=False, weights=weights)
 
-    def with_graphs(self, wanted: bool | None = True) -> Self:
+    def with_graphs(self, wanted: bool | None = True, rewritten: bool = True) -> Self:
         """The same head, its forwards run as CUDA graphs: they belong to one cache, where heads are shared by drafters.
 
         Args:
             wanted: None: where they can be; otherwise, and with False, the answer is the head itself.
+            rewritten: its decoder layers are traced and rewritten where they are captured.
 
         Raises:
             UnsupportedModel: they are wanted and cannot be; the message says why.
@@ -96,13 +100,19 @@ class PackedHead:
         own = copy.copy(self)
         own.graphs = GraphRunner(own)
         own._linears = few_row_linears(own.module)
+        if rewritten:
+            own._layers = layers_of(own.module, paged_attention_forward, RewrittenLayers)
         if own.fuse is not None:
             own.reading_graphs = GraphRunner(own, own.read_batch, name="{} (reading texts)")
         return own
 
     def active(self) -> contextlib.AbstractContextManager:
         """A context in which `forward` is fastest."""
-        return contextlib.nullcontext() if self._linears is None else self._linears.active()
+        with contextlib.ExitStack() as stack:
+            for each in (self._linears, self._layers):
+                if each is not None:
+                    stack.enter_context(each.active())
+            return stack.pop_all()
 
     @torch.no_grad()
     def forward(self, rows: list[RowInput], features: torch.Tensor, cache: PagedStaticCache) -> torch.Tensor:

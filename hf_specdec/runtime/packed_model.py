@@ -23,7 +23,7 @@ from ..kernels.flash import flash_attention_for
 from ..kernels.transfer import upload
 from . import architectures, invariant_check, self_test
 from .architectures import ATTENTION_NAME, UnsupportedModel
-from .compiled import TRACED, CompiledLayers, compiled_layers, traced_attention
+from .compiled import TRACED, CompiledLayers, RewrittenLayers, TracedLayers, layers_of, traced_attention
 from .few_row_linears import few_row_linears
 from .graphs import GraphRunner, StaticBatch, uses_graphs
 from .invariant_ops import InvariantOps
@@ -61,7 +61,7 @@ class PackedOutput:
         logits: float32 [R, V], for the batch's `logit_index`.
         last_hidden: [T, H] or None.
         layers: {index: [T, H]} for the layers tapped.
-        hidden_states: all of transformers' hidden states [T, H] each, if asked for.
+        hidden_states: all of transformers' hidden states [T, H] each, if asked for ([T, A, H] where a layer has A: Gemma 3n).
         input_ids: int64 [T], every token fed.
         all_logits: [T, V] of every token fed, in the model's dtype, if `taps.logits`.
     """
@@ -125,7 +125,7 @@ class PackedModel:
         deterministic: bool = False,
         quantization: str | None = None,
         owned: bool = False,
-        compile: bool = False,
+        compile: bool | None = False,
         borrowed: bool = False,
     ):
         architectures.check_supported(model)
@@ -141,7 +141,7 @@ class PackedModel:
         self._active = 0
         self.deterministic = False
         self.quantized: QuantizedLinears | None = None
-        self._compiled: CompiledLayers | None = None
+        self._compiled: TracedLayers | None = None
         # Packed weights are not used for products of few rows, which determinism forbids, nor can they be compiled.
         prepack_weights = False if deterministic or compile else prepack_weights
         self._linears = None if quantization is not None else prepack(model, prepack_weights)
@@ -160,6 +160,8 @@ class PackedModel:
             self.graphs = GraphRunner(self, by_lines=deterministic)
             if not deterministic:
                 self._linears = few_row_linears(model, left_out=architectures.decoder_layers(model) if compile else ())
+                if compile is None and quantization is None:
+                    self._compiled = layers_of(model, paged_attention_forward, RewrittenLayers)
 
     @property
     def model(self) -> PreTrainedModel:
@@ -181,6 +183,9 @@ class PackedModel:
     @property
     def device(self) -> torch.device:
         """Where input ids go."""
+        return self._place if self._active else self._find_device()
+
+    def _find_device(self) -> torch.device:
         embeddings = self.model.get_input_embeddings()
         if embeddings.weight.device.type != "meta":
             return embeddings.weight.device
@@ -217,6 +222,7 @@ class PackedModel:
         """While inside, the model's attention reads our pages; restored on exit, also after an error."""
         with self._lock:
             if self._active == 0:
+                self._place = self._find_device()  # looking it up takes longer than a small layer
                 self._entered = self._enter()
             self._active += 1
         try:
@@ -239,7 +245,7 @@ class PackedModel:
                 f"'compile' needs a model on transformers' attention interface, which {type(self.model).__name__} is not. "
                 "Leave the key out."
             )
-        return compiled_layers(self.model, paged_attention_forward)
+        return layers_of(self.model, paged_attention_forward, CompiledLayers)
 
     def _quantized_weights(self) -> contextlib.AbstractContextManager:
         return contextlib.nullcontext() if self.quantized is None else self.quantized.active()
@@ -255,6 +261,7 @@ class PackedModel:
                 stack.enter_context(self._linears.active())
             if self._compiled is not None:
                 stack.enter_context(self._compiled.active())
+            stack.enter_context(architectures.without_checkpointing(self.model))
             return stack.pop_all()
 
     def forward(self, rows: list[RowInput], cache: PagedStaticCache, all_hidden_states: bool = False) -> PackedOutput:
@@ -314,7 +321,7 @@ class PackedModel:
             logits=logits.to(torch.float32),
             last_hidden=tapped.get("last_hidden"),
             layers={index: tapped[index] for index in self.taps.layers},
-            hidden_states=tuple(h[0] for h in output.hidden_states) if all_hidden_states else None,
+            hidden_states=tuple(map(_of_one_line, output.hidden_states)) if all_hidden_states else None,
             input_ids=batch.input_ids[0],
             all_logits=every if self.taps.logits else None,
         )
@@ -328,6 +335,11 @@ class PackedModel:
         else:
             masks = dict.fromkeys(self._windows, self._unread_mask)
         return masks if self._wants_masks_by_kind else next(iter(masks.values()))
+
+
+def _of_one_line(states: torch.Tensor) -> torch.Tensor:
+    """[T, H] from hidden states [1, T, H], or [T, A, H] from [A, 1, T, H]."""
+    return states[0] if states.dim() == 3 else states[:, 0].transpose(0, 1)
 
 
 def paged_attention_forward(
@@ -355,7 +367,7 @@ def paged_attention_forward(
     if batch.invariant is not None:
         with batch.invariant.direct():
             return _invariant_attention(packed, layer, batch, window, options)[None], None
-    if uses_triton(query.device):
+    if batch.on(query.device).uses_triton:
         from ..kernels.attention import paged_attention
 
         inputs = batch.attention_inputs(query.device)
@@ -363,7 +375,11 @@ def paged_attention_forward(
         return attend(packed, layer.keys, layer.values, inputs, window=window, **options)[None], None
     group = query.shape[1] // key.shape[1]
     masks = batch.masks(window, group, query.dtype, query.device)
-    out = ops.paged_attention(packed, layer.keys, layer.values, batch.rows(query.device), masks, **options)
+    slot_bytes = (layer.keys.stride(0) + layer.values.stride(0)) * query.element_size()
+    padded = batch.padded(window, slot_bytes, query.dtype, query.device)
+    out = ops.paged_attention(
+        packed, layer.keys, layer.values, batch.rows(query.device), masks, padded=padded, **options
+    )
     return out[None], None
 
 

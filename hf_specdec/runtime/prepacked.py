@@ -1,8 +1,9 @@
 """Linear layers on a CPU with weights in oneDNN's own blocked layout, packed once instead of at every call.
 
 What inductor's freezing does for a compiled model, without compiling (docs/performance.md has the measurements). Costs a
-second copy of the weights. Layers that are fed the same tensor (queries, keys and values) share one product. Results
-differ from `torch.nn.functional.linear` by float rounding only.
+second copy of the weights, and once a call a hash of all of them, which takes the time of one step at batch 1: weights can be
+written without a trace. Layers that are fed the same tensor (queries, keys and values) share one product. Results differ from
+`torch.nn.functional.linear` by float rounding only.
 """
 
 from __future__ import annotations
@@ -20,8 +21,9 @@ from .joined_linears import JoinedLinears, Product, is_untouched
 logger = logging.getLogger(__name__)
 
 _ROWS = 8  # the number of rows the layout is chosen for; it serves any other
-# Where packing pays, measured: bf16 always; float32 from four rows on and for weights that do not fit the L2 cache.
-_FLOAT32_ROWS = 4
+# Where packing pays, measured: bf16 always; float32 for the rows of drafts and for weights that do not fit the L2 cache.
+_ANY_ROWS = range(1, 1 << 62)
+_FLOAT32_ROWS = range(4, 65)
 _FLOAT32_WEIGHTS = 512 * 512
 _MEMORY_SHARE = 0.25  # of the machine's free memory, at most, for the second copy
 
@@ -29,15 +31,19 @@ _MEMORY_SHARE = 0.25  # of the machine's free memory, at most, for the second co
 class PackedProduct(Product):
     """Layers' weights in one packed matrix."""
 
+    copies = True
+
     def __init__(self, linears: Sequence[nn.Linear]):
         super().__init__(linears)
-        weights = [linear.weight.detach() for linear in linears]
-        self.sizes = [weight.shape[0] for weight in weights]
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(_join(weights), _ROWS)
-        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
-        self.bias = _join(biases) if biases else None
-        self.min_rows = 0 if weights[0].dtype == torch.bfloat16 else _FLOAT32_ROWS
+        self.sizes = [linear.weight.shape[0] for linear in linears]
+        self.rows = _ANY_ROWS if linears[0].weight.dtype == torch.bfloat16 else _FLOAT32_ROWS
         self.linear = torch.ops.mkldnn._linear_pointwise.default
+
+    def copy_weights(self, linears: Sequence[nn.Linear]) -> None:
+        """Pack them."""
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(_join([each.weight.detach() for each in linears]), _ROWS)
+        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+        self.bias = _join(biases).clone() if biases else None
 
     def __call__(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         """Views of one product."""
@@ -45,8 +51,8 @@ class PackedProduct(Product):
         return (out,) if self.alone else out.split(self.sizes, dim=-1)
 
     def serves(self, x: torch.Tensor) -> bool:
-        """All but the fewest rows of float32."""
-        return not self.min_rows or x.numel() >= self.min_rows * x.shape[-1]
+        """Where packing pays for so many rows."""
+        return x.numel() // x.shape[-1] in self.rows
 
 
 def _join(tensors: list[torch.Tensor]) -> torch.Tensor:
@@ -59,9 +65,16 @@ def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
         return False
     weight = module.weight
     assert isinstance(weight, torch.Tensor)
-    return weight.device.type == "cpu" and (
-        weight.dtype == torch.bfloat16 or (weight.dtype == torch.float32 and weight.numel() >= _FLOAT32_WEIGHTS)
-    )
+    if weight.device.type != "cpu":
+        return False
+    if weight.dtype == torch.bfloat16:
+        return packs_bfloat16()
+    return weight.dtype == torch.float32 and weight.numel() >= _FLOAT32_WEIGHTS
+
+
+def packs_bfloat16() -> bool:
+    """Whether oneDNN has a packed layout of bfloat16 for this CPU: not without AVX-512 or AVX-NE-CONVERT."""
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def prepack(model: nn.Module, wanted: bool | None) -> JoinedLinears | None:

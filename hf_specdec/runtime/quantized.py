@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from .architectures import UnsupportedModel
+from .fingerprints import fingerprints
 
 logger = logging.getLogger(__name__)
 
@@ -49,12 +50,12 @@ class QuantizedLinears:
         self.kind = kind
         self._module = weakref.ref(module)
         self._kept = weakref.WeakSet(kept)
-        self._copies = weakref.WeakKeyDictionary[nn.Linear, tuple[tuple, nn.Parameter]]()  # by what they were made from
+        self._copies = weakref.WeakKeyDictionary[nn.Linear, nn.Parameter]()
+        self._made_from = weakref.WeakKeyDictionary[nn.Linear, tuple]()
         _check_installed(kind)
-        linears, skipped = list(self._linears(module)), []
-        for linear in linears:
-            if self._copy(linear) is None:
-                skipped.append(linear)
+        linears = list(self._linears(module))
+        made = {linear for linear, _ in self.copies()}
+        skipped = [linear for linear in linears if linear not in made]
         name = type(module).__name__
         if len(skipped) == len(linears):
             what = f"no plain linear layer of {name}"
@@ -76,7 +77,10 @@ class QuantizedLinears:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, the layers have quantized weights; those whose weights have changed since are quantized again."""
+        """Inside, the layers have quantized weights; those whose weights have changed since are quantized again.
+
+        Changes are found by reading all weights: a write can leave no other trace (see fingerprints.py).
+        """
         originals: list[tuple[nn.Linear, nn.Parameter]] = []
         try:
             for linear, copy in self.copies():
@@ -91,8 +95,21 @@ class QuantizedLinears:
         """The layers and their quantized weights."""
         module = self._module()
         assert module is not None
-        made = [(linear, self._copy(linear)) for linear in self._linears(module)]
-        return [(linear, copy) for linear, copy in made if copy is not None]
+        linears = list(self._linears(module))
+        if any(linear.weight.device.type == "meta" for linear in linears):
+            raise UnsupportedModel(f"{self.kind!r} cannot quantize weights that are offloaded. Leave the key out.")
+        copied = []
+        for linear, contents in zip(linears, fingerprints([linear.weight for linear in linears]), strict=True):
+            made_from = contents, linear.weight.shape, linear.weight.dtype, linear.weight.device
+            if self._made_from.get(linear) != made_from:
+                self._copies.pop(linear, None)
+                config = _config(self.kind, linear.weight)  # None: its shape does not allow it
+                if config is not None:
+                    self._copies[linear] = _quantize(linear.weight, config)
+                self._made_from[linear] = made_from
+            if linear in self._copies:
+                copied.append((linear, self._copies[linear]))
+        return copied
 
     def _linears(self, module: nn.Module) -> Iterator[nn.Linear]:
         """The layers to quantize: plain ones (no subclass, no weights in a format of their own)."""
@@ -102,18 +119,6 @@ class QuantizedLinears:
             plain = type(each) is nn.Linear and type(each.weight) is nn.Parameter and each.weight.is_floating_point()
             if plain and each is not output and each not in self._kept and id(each.weight) not in embeddings:
                 yield each
-
-    def _copy(self, linear: nn.Linear) -> nn.Parameter | None:
-        """The quantized weight; None: the layer's shape does not allow it."""
-        weight = linear.weight
-        made_from = weight.data_ptr(), None if weight.is_inference() else weight._version, weight.shape, weight.dtype
-        found = self._copies.get(linear)
-        if found is None or found[0] != made_from:
-            config = _config(self.kind, weight)
-            if config is None:
-                return None
-            found = self._copies[linear] = made_from, _quantize(weight, config)
-        return found[1]
 
 
 def quantized_linears(module: nn.Module, kind: str) -> QuantizedLinears:
@@ -177,8 +182,6 @@ def _config(kind: str, weight: torch.Tensor) -> Any | None:
 
     device, (outputs, inputs) = weight.device, weight.shape
     group = next((size for size in _GROUPS if inputs % size == 0), None)
-    if device.type == "meta":
-        raise UnsupportedModel(f"{kind!r} cannot quantize weights that are offloaded. Leave the key out.")
     if kind == "wint8":
         if weight.dtype != torch.float16:
             return Int8WeightOnlyConfig(granularity=PerRow(), set_inductor_config=False)

@@ -147,8 +147,9 @@ class Eagle3Trainer(HeadTrainer):
             shapes["fc_norm.0.weight"] = (target.hidden_size,)
         reads = Taps(layers=self.taps.layers)
         what = Eagle3Options(
-            reads, norm_before_residual=False, norm_output=options.norm_output, logit_scale=1.0, mask_token=None
-        )
+            reads, norm_before_residual=False, norm_output=options.norm_output, logit_scale=1.0, mask_token=None,
+            window_stays=False,
+        )  # fmt: skip
         head = Eagle3Head(self.config, Shapes(shapes), what, len(self.taps.layers), target.hidden_size)
         prepare(head, self.config, target)
         rows = target.lm_head.weight if self.draft_ids is None else target.lm_head.weight[self.draft_ids]
@@ -255,6 +256,7 @@ class Eagle3Trainer(HeadTrainer):
             "architectures": ["LlamaForCausalLMEagle3"],
             **layer_json(self.config),
             **self._flags(),
+            "recycle_normed": self.options.norm_output,  # SpecForge's norm_output would mean something else
             "num_aux_hidden_states": len(self.taps.layers),
             "target_hidden_size": self.target.hidden_size,
             "eagle_config": outputs,

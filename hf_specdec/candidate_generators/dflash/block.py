@@ -123,9 +123,9 @@ class BlockHead(PackedHead):
         """What every layer's projections read: [n, H] from the target's hidden states side by side [n, layers * Ht]."""
         return self.module.hidden_norm(self.module.fc(features))
 
-    def with_graphs(self, wanted: bool | None = True) -> Self:
+    def with_graphs(self, wanted: bool | None = True, rewritten: bool = True) -> Self:
         """As PackedHead's; reading context and running a block are captured apart."""
-        own = super().with_graphs(wanted)
+        own = super().with_graphs(wanted, rewritten)
         if own is not self:
             own.reading_graphs = GraphRunner(own, own.write_context)
         return own

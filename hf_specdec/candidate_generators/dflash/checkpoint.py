@@ -11,13 +11,14 @@ from transformers import PretrainedConfig, Qwen3Config
 
 from ...runtime import PackedModel
 from ..heads.checkpoints import Checkpoint, Plan, load_module
-from ..heads.layers import Embeddings, RotaryPositions, own_embeddings, shared_embeddings
+from ..heads.layers import Embeddings, RotaryPositions, check_layer_count, own_embeddings, shared_embeddings
 from ..heads.target_parts import (
     DraftVocabulary,
     check_target,
     draft_vocabulary,
     layer_config,
     place_of,
+    plain_rope,
     target_embeddings,
     target_head,
     trained_for,
@@ -68,7 +69,8 @@ def _read_own(checkpoint: Checkpoint, target: PackedModel) -> DFlashLayout:
     """z-lab's and SpecForge's: the layers' keys at the top level, the drafter's in `dflash_config`."""
     config = checkpoint.config
     own = config.get("dflash_config") or {}
-    values = {k: v for k, v in config.items() if k not in _OTHER_KEYS}
+    values = plain_rope({k: v for k, v in config.items() if k not in _OTHER_KEYS})
+    check_layer_count(checkpoint, values, Plan(checkpoint, _canonical))
     layers = _qwen3(checkpoint, layer_config(checkpoint, values, "qwen3"))
     num_target_layers = config.get("num_target_layers") or target.config.num_hidden_layers
     if num_target_layers != target.config.num_hidden_layers:
@@ -107,6 +109,8 @@ def _read_speculators(checkpoint: Checkpoint, kind: str) -> DFlashLayout:
     config = checkpoint.config
     if not isinstance(config.get("transformer_layer_config"), dict):
         raise checkpoint.error("has no transformer_layer_config.")
+    values = plain_rope(config["transformer_layer_config"])
+    check_layer_count(checkpoint, values, Plan(checkpoint, _canonical))
     defaults = {
         "markov_rank": 256,
         "markov_head_type": "vanilla",
@@ -114,7 +118,7 @@ def _read_speculators(checkpoint: Checkpoint, kind: str) -> DFlashLayout:
         "confidence_head_with_markov": True,
     }
     return DFlashLayout(
-        layers=_qwen3(checkpoint, layer_config(checkpoint, config["transformer_layer_config"], "qwen3")),
+        layers=_qwen3(checkpoint, layer_config(checkpoint, values, "qwen3")),
         block_size=_integer(checkpoint, config.get("block_size", 8), "block_size"),
         mask_token_id=_integer(checkpoint, config.get("mask_token_id"), "mask_token_id"),
         tapped=tuple(_integers(checkpoint, config.get("aux_hidden_state_layer_ids"), "aux_hidden_state_layer_ids")),
@@ -256,7 +260,7 @@ def load_dflash(
 
 
 def _offsets(checkpoint: Checkpoint, layout: DFlashLayout, has_head: bool) -> torch.Tensor | None:
-    """The table d2t [Vd] of a reduced vocabulary, which t2d [V] (true for its tokens) must confirm; or None."""
+    """The table d2t [Vd] of a reduced vocabulary; or None."""
     if "d2t" not in checkpoint:
         declared = checkpoint.config.get("draft_vocab_size")
         if declared is not None and declared < layout.layers.vocab_size:
@@ -264,9 +268,4 @@ def _offsets(checkpoint: Checkpoint, layout: DFlashLayout, has_head: bool) -> to
         return None
     if not has_head:
         raise checkpoint.error("has a draft vocabulary (d2t) and no lm_head.weight for it.")
-    offsets = checkpoint.tensor("d2t").to(torch.long)
-    if "t2d" in checkpoint:
-        known = checkpoint.tensor("t2d").to(torch.bool).nonzero().flatten()
-        if not torch.equal(known, (torch.arange(len(offsets)) + offsets).sort().values):
-            raise checkpoint.error("t2d and d2t name different tokens.")
-    return offsets
+    return checkpoint.tensor("d2t").to(torch.long)

@@ -59,7 +59,8 @@ class FeatureGenerator(CachedGenerator):
 
     def captured(self, head: Head) -> Head:
         """A head, whose forwards run as CUDA graphs if the configuration asks for it or leaves it open and they can."""
-        head = head.with_graphs(self.config.cuda_graphs)
+        rewritten = self.config.compile is not False and self.config.quantization is None
+        head = head.with_graphs(self.config.cuda_graphs, rewritten)
         self.run_as_graphs(head.graphs is not None)
         return head
 

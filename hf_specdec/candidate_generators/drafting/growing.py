@@ -117,6 +117,7 @@ class CachedGenerator(GrowingGenerator):
 
     cache: PagedStaticCache
     has_graphs = False
+    window_stays = False  # while drafting, sliding windows stay where they are at the text's end
     _num_sequences = 1
 
     def run_as_graphs(self, has_graphs: bool) -> None:
@@ -212,5 +213,7 @@ class CachedGenerator(GrowingGenerator):
             if ancestors is not None:
                 row.visibility = ancestors[i]
                 row.region_positions = position + level.depths
+            if self.window_stays:
+                row.window_positions = np.full(count, position)
             inputs.append(row)
         return inputs

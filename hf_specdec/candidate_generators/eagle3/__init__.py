@@ -34,9 +34,22 @@ class Eagle3Config(ProposedLengthConfig):
         },
     )
 
+    mask_token_id: int | None = field(
+        default=None, metadata={"help": "P-EAGLE: the mask token, where the checkpoint's config.json names none"}
+    )
+    recycle_normed: bool | None = field(
+        default=None,
+        metadata={
+            "help": "what a draft step reads of the step before: the head's output after its last norm (true) or before it; by "
+            "default as the checkpoint's origin says"
+        },
+    )
+
     def __post_init__(self) -> None:
         super().__post_init__()
         self.check_bool("parallel_drafting", optional=True)
+        self.check_int("mask_token_id", minimum=0, optional=True)
+        self.check_bool("recycle_normed", optional=True)
 
 
 register_format(
@@ -61,12 +74,20 @@ class Eagle3Generator(FeatureGenerator):
         checkpoint = config.open_head(is_eagle3)
         self.default_length = proposed_length(checkpoint)
         super().__init__(self.settled(config), target, context)
-        self.loaded = load_once(config, target, lambda: load_eagle3(checkpoint, target, config.prepack_weights))
-        self.head, self.vocabulary = self.captured(self.loaded.head), self.loaded.vocabulary
+        own = config.mask_token_id, config.recycle_normed
+        self.loaded = load_once(
+            config, target, lambda: load_eagle3(checkpoint, target, config.prepack_weights, *own), *own
+        )
+        self.window_stays = self.loaded.options.window_stays
+        # Graphs know one position of a token, for its rotation and its window.
+        self.head = self.loaded.head if self.window_stays else self.captured(self.loaded.head)
+        self.vocabulary = self.loaded.vocabulary
         self.taps = self.loaded.options.taps
         self.mask_token = self.loaded.options.mask_token
         is_parallel = self.mask_token is not None
-        if is_parallel:
+        if config.mask_token_id is not None and not is_parallel:
+            raise config.fail("mask_token_id", "is for P-EAGLE heads, which this one is not: leave it out.")
+        if is_parallel or self.window_stays:
             self.rounds = None  # one forward has drafted all depths before any is chosen
         if config.parallel_drafting not in (None, is_parallel):
             drafts = "all depths at once" if is_parallel else "step by step"

@@ -29,7 +29,9 @@ from ..heads.layers import (
 from ..heads.target_parts import (
     DraftVocabulary,
     check_target,
+    check_vocabulary,
     draft_vocabulary,
+    number_of,
     place_of,
     section,
     target_head,
@@ -38,6 +40,7 @@ from ..heads.target_parts import (
 
 logger = logging.getLogger(__name__)
 
+_LAYERS = "transformer_layer_config"
 _LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 _MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 
@@ -70,6 +73,8 @@ class Eagle3Options:
         norm_output: the normed output is fed back, not the one before the norm.
         logit_scale: factor of the logits.
         mask_token: P-EAGLE's stand-in for tokens not drafted yet; None: the head drafts step by step.
+        window_stays: while drafting, sliding windows stay where they are at the text's end: speculators' EAGLE-3 heads
+            are trained so (what is drafted is seen besides). Elsewhere they move on with the drafts.
     """
 
     taps: Taps
@@ -77,10 +82,21 @@ class Eagle3Options:
     norm_output: bool
     logit_scale: float
     mask_token: int | None
+    window_stays: bool
 
 
-def read_options(checkpoint: Checkpoint, plan: Plan, target: PackedModel) -> Eagle3Options:
+def read_options(
+    checkpoint: Checkpoint,
+    plan: Plan,
+    target: PackedModel,
+    mask_token: int | None = None,
+    recycle_normed: bool | None = None,
+) -> Eagle3Options:
     """The head's options. Where a key is missing, what the format's own trainers take it for.
+
+    Args:
+        mask_token: for a P-EAGLE head whose file names none.
+        recycle_normed: whether the normed output is fed back; None: as the file has it (see `_recycles_normed`).
 
     Raises:
         CheckpointError: a bad value, or one that contradicts the tensors.
@@ -104,10 +120,29 @@ def read_options(checkpoint: Checkpoint, plan: Plan, target: PackedModel) -> Eag
     return Eagle3Options(
         taps=taps,
         norm_before_residual=bool(_option(checkpoint, "norm_before_residual", kind == "eagle3")),
-        norm_output=bool(_option(checkpoint, "norm_output", False)),
-        logit_scale=float(config.get("logit_scale") or 1.0),
-        mask_token=_mask_token(checkpoint) if "mask_hidden" in plan else None,
+        norm_output=_recycles_normed(checkpoint) if recycle_normed is None else recycle_normed,
+        logit_scale=number_of(checkpoint, "logit_scale", 1.0),
+        mask_token=_mask_token(checkpoint, mask_token) if "mask_hidden" in plan else None,
+        window_stays=kind == "eagle3"
+        and "sliding_attention" in (section(checkpoint, _LAYERS).get("layer_types") or ()),
     )
+
+
+def _recycles_normed(checkpoint: Checkpoint) -> bool:
+    """Whether a draft step reads the normed output of the one before.
+
+    `norm_output` says so in speculators' format, to SGLang and to vLLM. SpecForge writes it too, into the original format, and means
+    that the norm stands before the language-model head: it trains with the state before the norm. So its class's name,
+    without `recycle_normed` (which `hf-specdec train` writes), is taken for its own.
+    """
+    config = checkpoint.config
+    stated = _option(checkpoint, "recycle_normed", None)
+    if stated is not None:
+        return bool(stated)
+    is_specforge = (
+        "LlamaForCausalLMEagle3" in (config.get("architectures") or ()) and "speculators_model_type" not in config
+    )
+    return bool(_option(checkpoint, "norm_output", False)) and not is_specforge
 
 
 def _option(checkpoint: Checkpoint, key: str, default: Any) -> Any:
@@ -148,16 +183,22 @@ def _tapped_layers(checkpoint: Checkpoint, num_layers: int) -> tuple[int, ...]:
     return tuple(layers)
 
 
-def _mask_token(checkpoint: Checkpoint) -> int:
+def _mask_token(checkpoint: Checkpoint, given: int | None) -> int:
     for key in _MASK_TOKENS:
         token = _option(checkpoint, key, None)
         if token is not None:
             if type(token) is not int or token < 0:
                 raise checkpoint.error(f"{key} is {token!r}, not a token id.")
+            if given not in (None, token):
+                raise checkpoint.error(
+                    f"{key} is {token} in its config.json, but speculative_config says mask_token_id {given}."
+                )
             return token
-    raise checkpoint.error(
-        f"drafts in parallel (it has mask_hidden), but config.json names no mask token: {_MASK_TOKENS[0]}."
-    )
+    if given is None:
+        raise checkpoint.error(
+            "drafts in parallel (it has mask_hidden), but config.json names no mask token: give 'mask_token_id' in speculative_config."
+        )
+    return given
 
 
 class FirstLayer(nn.Module):
@@ -254,8 +295,17 @@ class LoadedEagle3:
         return logits if self.options.logit_scale == 1.0 else logits * self.options.logit_scale
 
 
-def load_eagle3(checkpoint: Checkpoint, target: PackedModel, prepack_weights: bool | None = None) -> LoadedEagle3:
+def load_eagle3(
+    checkpoint: Checkpoint,
+    target: PackedModel,
+    prepack_weights: bool | None = None,
+    mask_token: int | None = None,
+    recycle_normed: bool | None = None,
+) -> LoadedEagle3:
     """An EAGLE-3 or P-EAGLE head on the target's device, in its dtype.
+
+    Args:
+        mask_token, recycle_normed: see `read_options`.
 
     Raises:
         CheckpointError: it is incomplete, contradicts itself, or is for another target.
@@ -263,9 +313,9 @@ def load_eagle3(checkpoint: Checkpoint, target: PackedModel, prepack_weights: bo
     plan = Plan(checkpoint, canonical_name)
     source = plan.sources.pop("d2t", None)
     offsets = None if source is None else checkpoint.tensor(source)
-    options = read_options(checkpoint, plan, target)
+    options = read_options(checkpoint, plan, target, mask_token, recycle_normed)
     config = read_layer_config(checkpoint, plan)
-    _check_target(checkpoint, plan, options, target)
+    _check_target(checkpoint, plan, options, target, is_mapped=offsets is not None)
     vocabulary, lm_head = _vocabulary(checkpoint, plan, target, offsets, config.hidden_size)
     device, dtype = place_of(target)
     with torch.device("meta"):
@@ -286,16 +336,19 @@ def load_eagle3(checkpoint: Checkpoint, target: PackedModel, prepack_weights: bo
     )
 
 
-def _check_target(checkpoint: Checkpoint, plan: Plan, options: Eagle3Options, target: PackedModel) -> None:
-    """That the head reads what the target has: widths, number of hidden states, vocabulary."""
+def _check_target(
+    checkpoint: Checkpoint, plan: Plan, options: Eagle3Options, target: PackedModel, is_mapped: bool
+) -> None:
+    """That the head reads what the target has: widths, number of hidden states, vocabulary (which d2t may map from a larger one)."""
     given = checkpoint.config.get("target_hidden_size")
-    vocab_size = plan.shape("embed_tokens.weight")[0] if "embed_tokens.weight" in plan else None
-    check_target(checkpoint, target, given, vocab_size)
-    if "t2d" in checkpoint and checkpoint.shape("t2d")[0] not in (target.vocab_size, vocab_size):
-        check_target(checkpoint, target, None, checkpoint.shape("t2d")[0])
+    sizes = [plan.matrix("embed_tokens.weight")[0]] if "embed_tokens.weight" in plan else []
+    sizes += [checkpoint.shape("t2d")[0]] if "t2d" in checkpoint else []
+    check_target(checkpoint, target, given, None)
+    for size in sizes:
+        check_vocabulary(checkpoint, target, min(size, target.vocab_size) if is_mapped else size)
     if "fc.weight" not in plan or not options.taps.layers:
         return
-    width, columns = target.config.hidden_size, plan.shape("fc.weight")[1]
+    width, columns = target.config.hidden_size, plan.matrix("fc.weight")[1]
     if columns != width * len(options.taps.layers):
         raise checkpoint.error(
             f"fc reads {columns} numbers per token; the target's hidden states behind {options.taps.layers} layers have "

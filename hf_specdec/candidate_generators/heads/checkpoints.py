@@ -23,6 +23,7 @@ from ...config import SpeculativeConfigError, nearest_hint
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _PICKLES = (".bin", ".pt", ".pth")
+_WRAPPED = "module."  # before every name, where a DistributedDataParallel was saved in place of its module
 _PLAIN_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Left by trainers, never used to draft.
 _IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias|position_ids)$")
@@ -77,16 +78,25 @@ class Checkpoint:
     @cached_property
     def config(self) -> dict[str, Any]:
         """`config.json`, {} if there is none."""
-        path = self.folder / "config.json"
-        if not path.is_file():
-            return {}
+        return self._object("config.json") if (self.folder / "config.json").is_file() else {}
+
+    def _object(self, file: str) -> dict[str, Any]:
+        """A JSON object in a file."""
         try:
-            config = json.loads(path.read_text(encoding="utf-8"))
-        except (json.JSONDecodeError, UnicodeDecodeError) as error:
-            raise self.error(f"config.json is not valid JSON ({error}).") from None
-        if not isinstance(config, dict):
-            raise self.error("config.json does not hold an object.")
-        return config
+            value = json.loads((self.folder / file).read_text(encoding="utf-8-sig"))
+        except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
+            raise self.error(f"{file} is not valid JSON ({error}).") from None
+        if not isinstance(value, dict):
+            raise self.error(f"{file} does not hold an object.")
+        return value
+
+    def shards(self, index: str) -> list[str]:
+        """The files that an index of a sharded checkpoint names, those that hold no `wanted` tensor left out."""
+        weight_map = self._object(index).get("weight_map")
+        if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
+            raise self.error(f"{index} has no weight_map from tensors' names to files' names.")
+        unwrapped = dict(zip(_unwrapped(weight_map), weight_map.values(), strict=True))
+        return sorted({shard for name, shard in unwrapped.items() if self.wanted is None or self.wanted(name)})
 
     @cached_property
     def files(self) -> dict[str, Path]:
@@ -107,9 +117,7 @@ class Checkpoint:
         for index in _INDEXES:
             path = self.folder / index
             if path.is_file():
-                weight_map = json.loads(path.read_text(encoding="utf-8")).get("weight_map", {})
-                shards = {shard for name, shard in weight_map.items() if self.wanted is None or self.wanted(name)}
-                return [self.folder / shard for shard in sorted(shards)]
+                return [self.folder / shard for shard in self.shards(index)]
         for suffix in (".safetensors", *_PICKLES):
             found = sorted(
                 p for p in self.folder.glob(f"*{suffix}") if p.stem not in ("training_args", "optimizer", "scheduler")
@@ -119,9 +127,15 @@ class Checkpoint:
         return []
 
     def _names_in(self, path: Path) -> list[str]:
-        if path.suffix == ".safetensors":
-            return list(self._opened(path).keys())
-        return list(self._pickled(path))
+        """The tensors' names, without what wrapped the module they are of."""
+        stored = list(self._opened(path).keys()) if path.suffix == ".safetensors" else list(self._pickled(path))
+        names = _unwrapped(stored)
+        if names != stored:
+            self._wrapped.add(path)
+        return names
+
+    def _stored(self, name: str) -> str:
+        return _WRAPPED + name if self.files[name] in self._wrapped else name
 
     def _opened(self, path: Path):
         try:
@@ -147,14 +161,20 @@ class Checkpoint:
                 ) from None
             if isinstance(state, dict) and isinstance(state.get("state_dict"), dict):
                 state = state["state_dict"]
-            if not isinstance(state, dict) or not all(isinstance(v, torch.Tensor) for v in state.values()):
-                raise self.error(f"{path.name} does not hold a dictionary of tensors.")
+            if not isinstance(state, dict) or not all(
+                isinstance(k, str) and isinstance(v, torch.Tensor) for k, v in state.items()
+            ):
+                raise self.error(f"{path.name} does not hold a dictionary of tensors by name.")
             self._pickles[path] = state
         return self._pickles[path]
 
     @cached_property
     def _pickles(self) -> dict[Path, dict[str, torch.Tensor]]:
         return {}
+
+    @cached_property
+    def _wrapped(self) -> set[Path]:
+        return set()
 
     def __contains__(self, name: str) -> bool:
         return name in self.files
@@ -172,16 +192,16 @@ class Checkpoint:
         path = self.files[name]
         if path.suffix == ".safetensors":
             with self._opened(path) as f:
-                return tuple(f.get_slice(name).get_shape())
-        return tuple(self._pickled(path)[name].shape)
+                return tuple(f.get_slice(self._stored(name)).get_shape())
+        return tuple(self._pickled(path)[self._stored(name)].shape)
 
     def tensor(self, name: str) -> torch.Tensor:
         """A tensor, as stored."""
         path = self.files[name]
         if path.suffix == ".safetensors":
             with self._opened(path) as f:
-                return f.get_tensor(name)
-        return self._pickled(path)[name]
+                return f.get_tensor(self._stored(name))
+        return self._pickled(path)[self._stored(name)]
 
     def error(self, what: str) -> CheckpointError:
         """An error about this checkpoint; the caller raises it."""
@@ -207,9 +227,7 @@ def open_checkpoint(
         patterns = ["*.safetensors", "*.bin", "*.pt"]
         for index in _INDEXES:
             if wanted is not None and os.path.isfile(os.path.join(folder, index)):
-                with open(os.path.join(folder, index), encoding="utf-8") as f:
-                    shards = {shard for key, shard in json.load(f)["weight_map"].items() if wanted(key)}
-                for shard in sorted(shards):
+                for shard in Checkpoint(folder, name, wanted).shards(index):
                     hf_hub_download(path, shard, revision=revision, token=token)
                 return Checkpoint(folder, name, wanted)
         folder = snapshot_download(path, revision=revision, token=token, allow_patterns=["*.json", *patterns])
@@ -220,6 +238,26 @@ def open_checkpoint(
             f"{first_line}"
         ) from error
     return Checkpoint(folder, name, wanted)
+
+
+def _unwrapped(names: Iterable[str]) -> list[str]:
+    names = list(names)
+    return (
+        [name.removeprefix(_WRAPPED) for name in names] if all(name.startswith(_WRAPPED) for name in names) else names
+    )
+
+
+def counted(checkpoint: Checkpoint, numbers: Iterable[int], what: str) -> int:
+    """How many of something a file has, from the numbers in its tensors' names: so many are built.
+
+    Raises:
+        CheckpointError: one below the greatest is missing.
+    """
+    found = set(numbers)
+    missing = next((i for i in range(len(found)) if i not in found), None)
+    if missing is not None:
+        raise checkpoint.error(f"has tensors of {what} {max(found)} and none of {what} {missing}.")
+    return len(found)
 
 
 def infer_format(checkpoint: Checkpoint) -> Format:
@@ -264,6 +302,17 @@ class Plan:
     def shape(self, canonical: str) -> tuple[int, ...]:
         """A tensor's shape."""
         return self.checkpoint.shape(self.sources[canonical])
+
+    def matrix(self, canonical: str) -> tuple[int, int]:
+        """The shape of a tensor of two dimensions.
+
+        Raises:
+            CheckpointError: it has fewer or more.
+        """
+        shape = self.shape(canonical)
+        if len(shape) != 2:
+            raise self.checkpoint.error(f"{self.sources[canonical]} has shape {list(shape)}; it must be a matrix.")
+        return shape[0], shape[1]
 
     def tensor(self, canonical: str) -> torch.Tensor:
         """A tensor."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 import torch
@@ -12,7 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from ...runtime import PackedModel
 from .checkpoints import Checkpoint, Plan
-from .target_parts import layer_config, section, target_embeddings
+from .target_parts import layer_config, plain_rope, section, target_embeddings
 
 # What a configuration says about the layers; the rest describes a whole language model that the head is not.
 _KEYS = (
@@ -34,13 +35,16 @@ def read_layer_config(checkpoint: Checkpoint, plan: Plan) -> PretrainedConfig:
     Raises:
         CheckpointError: values that make no layer.
     """
-    values = _read_values(checkpoint)
+    values = _read_values(checkpoint, plan)
     kinds, window = values.pop("layer_types", None), values.pop("sliding_window", None)
     _one_rope(checkpoint, values, kinds)
     out_proj = "layers.0.self_attn.o_proj.weight"
     heads = values.get("num_attention_heads")
     if "head_dim" not in values and out_proj in plan and isinstance(heads, int) and heads > 0:
-        values["head_dim"] = plan.shape(out_proj)[1] // heads
+        values["head_dim"] = plan.matrix(out_proj)[1] // heads
+    for name in plan.sources:
+        if re.fullmatch(r"layers\.\d+\.self_attn\.[qkvo]_proj\.weight", name):
+            plan.matrix(name)
     config = layer_config(checkpoint, values, "qwen3" if "layers.0.self_attn.q_norm.weight" in plan else "llama")
     if kinds is not None and set(kinds) != {"full_attention"}:
         if not set(kinds) <= {"full_attention", "sliding_attention"} or not window:
@@ -51,14 +55,33 @@ def read_layer_config(checkpoint: Checkpoint, plan: Plan) -> PretrainedConfig:
     return config
 
 
+def check_layer_count(checkpoint: Checkpoint, values: dict[str, Any], plan: Plan) -> None:
+    """Raise CheckpointError if config.json speaks of more layers than the file has: none is built that it cannot fill.
+
+    Args:
+        values: the keys that describe the layers.
+        plan: the file's tensors, the layers' under `layers.{i}.`.
+    """
+    found = {match[1] for match in (re.match(r"layers\.(\d+)\.", name) for name in plan.sources) if match}
+    given = values.get("num_hidden_layers")
+    if type(given) is int and given > len(found):
+        raise checkpoint.error(
+            f"config.json has num_hidden_layers = {given}, but the file has tensors of {len(found)}."
+        )
+
+
 def vocab_size_of(checkpoint: Checkpoint) -> int | None:
     """The target's vocabulary as config.json knows it."""
-    return (section(checkpoint, "transformer_layer_config") or checkpoint.config).get("vocab_size")
+    size = (section(checkpoint, "transformer_layer_config") or checkpoint.config).get("vocab_size")
+    if size is not None and type(size) is not int:
+        raise checkpoint.error(f"config.json has vocab_size = {size!r}; it must be an integer.")
+    return size
 
 
-def _read_values(checkpoint: Checkpoint) -> dict[str, Any]:
+def _read_values(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
     nested = section(checkpoint, "transformer_layer_config")
-    given = dict(nested or checkpoint.config)
+    given = plain_rope(nested or checkpoint.config)
+    check_layer_count(checkpoint, given, plan)
     if isinstance(given.get("layer_types"), list) and isinstance(given.get("num_hidden_layers"), int):
         # Often copied from the target, for all of the target's layers.
         given["layer_types"] = given["layer_types"][: given["num_hidden_layers"]]

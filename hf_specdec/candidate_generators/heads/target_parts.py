@@ -11,7 +11,9 @@ import torch
 from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
+from transformers.activations import ACT2FN
 
+from ...config import nearest_hint
 from ...kernels import reference
 from ...kernels.dispatch import uses_triton
 from ...runtime import PackedModel
@@ -51,8 +53,12 @@ class HeadConfig(TreeDraftingConfig):
         return open_checkpoint(self.model, self.revision, self.token, wanted)
 
 
-def load_once(config: HeadConfig, target: PackedModel, load: Callable[[], Loaded]) -> Loaded:
-    """What `load` returns, made once per target and checkpoint: configurations that differ in the number of drafts share it."""
+def load_once(config: HeadConfig, target: PackedModel, load: Callable[[], Loaded], *more: Any) -> Loaded:
+    """What `load` returns, made once per target and checkpoint: configurations that differ in the number of drafts share it.
+
+    Args:
+        more: what else it depends on.
+    """
     key = (
         config.method,
         config.model,
@@ -60,6 +66,7 @@ def load_once(config: HeadConfig, target: PackedModel, load: Callable[[], Loaded
         config.quantization,
         target.model.dtype,
         target.device,
+        *more,
     )
     loaded = _loaded.setdefault(target.model, weakref.WeakValueDictionary())
     found = loaded.get(key)
@@ -127,7 +134,7 @@ def draft_vocabulary(
         CheckpointError: the table is of another length, out of the target's range, or names a token twice.
     """
     if offsets is None:
-        if size < target.vocab_size - _PADDING:
+        if abs(size - target.vocab_size) > _PADDING:
             raise checkpoint.error(
                 f"has logits for {size} tokens and no table d2t, but the target has {target.vocab_size} tokens."
                 + trained_for(checkpoint)
@@ -143,7 +150,31 @@ def draft_vocabulary(
         )
     if len(torch.unique(ids)) != size:
         raise checkpoint.error("d2t names a token of the target twice.")
+    _check_t2d(checkpoint, ids)
     return DraftVocabulary(target.vocab_size, ids.to(place_of(target)[0]))
+
+
+def _check_t2d(checkpoint: Checkpoint, ids: torch.Tensor) -> None:
+    """Raise CheckpointError if t2d [V], true for the tokens of the draft vocabulary, has others than d2t (`ids` [Vd])."""
+    for name in ("t2d", "model.t2d"):
+        if name in checkpoint:
+            known = checkpoint.tensor(name).to(torch.bool).nonzero().flatten()
+            if not torch.equal(known, ids.sort().values):
+                raise checkpoint.error(f"t2d and d2t name different tokens: {len(known)} and {len(ids)} of them.")
+
+
+def number_of(checkpoint: Checkpoint, key: str, default: float) -> float:
+    """A number of config.json.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    value = checkpoint.config.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise checkpoint.error(f"config.json has {key} = {value!r}; it must be a number.")
+    return float(value)
 
 
 def target_embeddings(target: PackedModel) -> nn.Module:
@@ -174,11 +205,34 @@ def layer_config(checkpoint: Checkpoint, values: dict[str, Any], default_type: s
     """
     values = {"model_type": default_type} | {k: v for k, v in values.items() if k not in ("architectures", "auto_map")}
     model_type = values.pop("model_type")
+    for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "head_dim"):
+        value = values.get(key)
+        if value is not None and (type(value) is not int or value < 1):
+            raise checkpoint.error(f"config.json has {key} = {value!r}; it must be an integer of at least 1.")
+    act = values.get("hidden_act")
+    if act is not None and act not in ACT2FN:
+        raise checkpoint.error(
+            f"config.json has hidden_act = {act!r}{nearest_hint(act, ACT2FN)}, which transformers does not know."
+        )
     try:
         config = AutoConfig.for_model(model_type, **values)
     except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
         raise checkpoint.error(f"its configuration of model_type {model_type!r} cannot be read: {error}") from None
     return config
+
+
+def plain_rope(values: dict[str, Any]) -> dict[str, Any]:
+    """A layer's configuration with plain rotary embeddings for "mrope": in text, time, height and width are one position."""
+    values = dict(values)
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = values.get(key)
+        if isinstance(rope, dict) and (rope.get("rope_type", rope.get("type")) == "mrope" or "mrope_section" in rope):
+            kind = rope.get("rope_type", rope.get("type"))
+            kept = {
+                k: v for k, v in rope.items() if k not in ("type", "rope_type", "mrope_section", "mrope_interleaved")
+            }
+            values[key] = kept | {"rope_type": "default" if kind in (None, "mrope") else kind}
+    return values
 
 
 def section(checkpoint: Checkpoint, key: str) -> dict[str, Any]:
@@ -205,7 +259,7 @@ def check_target(checkpoint: Checkpoint, target: PackedModel, hidden_size: int |
 
     Args:
         hidden_size: of the features it reads; None: it says nothing.
-        vocab_size: of the target, as the head knows it; may be padded differently, but not smaller than the tokenizer's.
+        vocab_size: of the target, as the head knows it; may be padded differently.
     """
     own = target.config.hidden_size
     if hidden_size is not None and hidden_size != own:
@@ -213,7 +267,13 @@ def check_target(checkpoint: Checkpoint, target: PackedModel, hidden_size: int |
             f"reads hidden states of width {hidden_size}; the target's have {own}. It is for another target."
             + trained_for(checkpoint)
         )
-    if vocab_size is not None and vocab_size < target.vocab_size - _PADDING:
+    if vocab_size is not None:
+        check_vocabulary(checkpoint, target, vocab_size)
+
+
+def check_vocabulary(checkpoint: Checkpoint, target: PackedModel, vocab_size: int) -> None:
+    """Raise CheckpointError if a head's vocabulary is not the target's, which may be padded differently."""
+    if abs(vocab_size - target.vocab_size) > _PADDING:
         raise checkpoint.error(
             f"is for a vocabulary of {vocab_size} tokens; the target has {target.vocab_size}." + trained_for(checkpoint)
         )

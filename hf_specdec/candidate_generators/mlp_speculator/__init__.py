@@ -17,7 +17,18 @@ from ..heads.checkpoints import Checkpoint, Plan, load_module, register_format
 from ..heads.target_parts import check_target, draft_vocabulary, load_once, place_of
 from ..registry import register
 from .arctic import has_lstm, has_rnn, load_lstm, load_rnn
-from .parts import ScaledNorm, Speculator, SumSpeculator, flag, integer, sharing, tied_name, unprefixed, widths
+from .parts import (
+    ScaledNorm,
+    Speculator,
+    SumSpeculator,
+    check_steps,
+    flag,
+    integer,
+    sharing,
+    tied_name,
+    unprefixed,
+    widths,
+)
 
 _SHAPE_KEYS = ("branching_factors", "speculative_token_tree", "top_k", "total_tokens")
 
@@ -120,6 +131,7 @@ def load_mlp(checkpoint: Checkpoint, target: PackedModel) -> Speculator:
             "config.json has several widths in emb_dim or inner_dim, but its tensors are those of one layer."
         )
     inner = inner or emb_dim
+    check_steps(checkpoint, n_predict, tied)
     check_target(checkpoint, target, emb_dim, vocab_size)
     count, num_projections = (1, min(n_predict, 2)) if tied else (n_predict, n_predict)
     with torch.device("meta"):

@@ -13,7 +13,18 @@ from torch import nn
 from ...runtime import PackedModel
 from ..heads.checkpoints import Checkpoint, Plan, load_module
 from ..heads.target_parts import check_target, place_of
-from .parts import ScaledNorm, Speculator, SumSpeculator, flag, integer, sharing, tied_name, unprefixed, widths
+from .parts import (
+    ScaledNorm,
+    Speculator,
+    SumSpeculator,
+    check_steps,
+    flag,
+    integer,
+    sharing,
+    tied_name,
+    unprefixed,
+    widths,
+)
 
 GATES = ("forget", "input", "output", "cell")
 
@@ -135,6 +146,7 @@ def load_rnn(checkpoint: Checkpoint, target: PackedModel) -> Speculator:
         )
     check_target(checkpoint, target, hidden_size, vocab_size)
     tied, width = flag(checkpoint, "tie_weights"), inner[0]
+    check_steps(checkpoint, n_predict, tied)
     count, num_projections = (1, min(n_predict, 2)) if tied else (n_predict, n_predict)
     with torch.device("meta"):
         starts = [nn.Linear(inner[-1] if i else hidden_size, width, bias=False) for i in range(num_projections)]

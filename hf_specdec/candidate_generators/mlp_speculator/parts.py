@@ -121,6 +121,19 @@ def sharing(checkpoint: Checkpoint, canonical: Callable[[str], str]) -> Callable
     return rename
 
 
+def check_steps(checkpoint: Checkpoint, n_predict: int, tied: bool) -> None:
+    """Raise CheckpointError if config.json speaks of more steps than the file has weights for: none is built without."""
+    numbers = {
+        int(match[1])
+        for match in (re.match(r"head\.(\d+)\.", unprefixed(name)) for name in checkpoint.names())
+        if match
+    }
+    if not tied and n_predict > len(numbers):
+        raise checkpoint.error(
+            f"config.json has n_predict = {n_predict}, but the file has the heads of {len(numbers)} steps."
+        )
+
+
 # ---- config.json ----------------------------------------------------------------------------------------------------
 
 

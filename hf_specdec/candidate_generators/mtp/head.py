@@ -14,9 +14,18 @@ from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
 from ...runtime import PackedModel, architectures
 from ...runtime.packed_head import PackedHead
-from ..heads.checkpoints import Checkpoint, Plan, load_module
+from ..heads.checkpoints import Checkpoint, Plan, counted, load_module
 from ..heads.config import proposed_length
-from ..heads.target_parts import check_target, layer_config, place_of, target_embeddings, target_head
+from ..heads.target_parts import (
+    check_target,
+    check_vocabulary,
+    layer_config,
+    place_of,
+    section,
+    target_embeddings,
+    target_head,
+    trained_for,
+)
 from .layouts import LAYER_NAMES, LAYOUTS, MtpLayout, find_layout
 from .weights import TargetTensors
 
@@ -230,7 +239,8 @@ def load_mtp(source: Checkpoint, target: PackedModel, prepack_weights: bool | No
         raise checkpoint.error(f"holds MTP tensors in no known layout ({some}, ..). Tried: {tried}.")
     plan = _planned(checkpoint, layout, num_layers)
     own = _own_tables(plan, target)
-    count = 1 + max(int(name.partition(".")[0]) for name in plan.sources if name[0].isdigit())
+    numbers = (int(name.partition(".")[0]) for name in plan.sources if name[0].isdigit())
+    count = counted(checkpoint, numbers, "MTP module")
     with torch.device("meta"):
         modules = [
             MtpModule(
@@ -269,7 +279,11 @@ def _family(source: Checkpoint, target: PackedModel) -> Family:
     if kind != "mtp":
         raise source.error(f"is a speculators checkpoint of type {kind!r}, not of MTP layers.")
     source.wanted = None  # a checkpoint of its own: every tensor in it counts
-    config = layer_config(source, source.config.get("transformer_layer_config") or {})
+    values = section(source, "transformer_layer_config")
+    stated, own = values.get("num_hidden_layers"), target.config.num_hidden_layers
+    if isinstance(stated, int) and stated > own:
+        raise source.error(f"is for a target of {stated} layers; this one has {own}." + trained_for(source))
+    config = layer_config(source, values)
     check_target(source, target, config.hidden_size, config.vocab_size)
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)
@@ -315,6 +329,7 @@ def _own_tables(plan: Plan, target: PackedModel) -> dict[str, tuple[int, int]]:
         ):
             del plan.sources[name]
         else:
+            check_vocabulary(plan.checkpoint, target, rows)
             if rows < target.vocab_size:
                 raise plan.checkpoint.error(
                     f"{plan.sources[name]} has {rows} tokens; the target has {target.vocab_size}. It is for another target."

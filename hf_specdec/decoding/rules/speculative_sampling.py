@@ -116,12 +116,17 @@ def accept_block(
         )
     device = scores.device
     noise = _Noise(sequences, device, scores.shape[1])
+    # The rule weighs nodes before it is known whether they are reached. So where there is nothing to sample from a chain ends,
+    # and any distribution stands in: the weight of a chain's end does not depend on it.
+    broken = ~scores.amax(1).isfinite()[upload(index, device)]  # [B, N + 1]
+    probs, batch = _target_probs(scores, index), torch.arange(len(sequences), device=device)
+    stand_in = 1 / scores.shape[1]
     return ops.block_walk(
         trees.tokens.to(device),
-        torch.from_numpy(trees.valid).to(device),
+        torch.from_numpy(trees.valid).to(device) & (broken[:, :-1].cumsum(1) == 0),
         trees.probs,
         _prob_index(trees, device),
-        _target_probs(scores, index),
+        lambda node: probs(node).masked_fill(broken[batch, node][:, None], stand_in),
         noise.accept_uniform(trees.tokens.shape[1]),
         noise.residual_gumbel,
     )

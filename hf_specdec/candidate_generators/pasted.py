@@ -1,0 +1,230 @@
+"""Configurations written for vLLM, vLLM-Ascend and FastDeploy, pasted as they stand: their names of methods, their keys.
+
+What has a meaning here is put into our words; a key of theirs that has none is left out, with one warning in a process.
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import functools
+import logging
+import os
+import tempfile
+from typing import Any
+
+from ..config import SpeculativeConfig, SpeculativeConfigError
+
+logger = logging.getLogger(__name__)
+
+# vLLM names MTP by family; its newer releases rewrite all of these to "mtp".
+_MTP_FAMILIES = (
+    "deepseek", "mimo", "mimo_v2", "glm4_moe", "glm4_moe_lite", "glm_ocr", "glm5_next", "ernie", "nemotron_h", "exaone_moe",
+    "exaone4_5", "qwen3_next", "qwen3_5", "qwen4_exp", "longcat_flash", "bailing_hybrid", "bailing_hybrid_v3", "minimax_m3",
+    "kimi_k3", "pangu_ultra_moe", "step3p5", "hy_v3", "hy_v4", "gemma4", "inkling", "dots3_note",
+)  # fmt: skip
+METHOD_NAMES = {
+    **{f"{family}_mtp": "mtp" for family in _MTP_FAMILIES},
+    "dspark": "dflash",
+    "ngram_gpu": "ngram",
+    "ngram_match": "ngram",  # FastDeploy's inner name
+    "naive": "none",  # FastDeploy
+}
+_NGRAM_MODELS = ("ngram", "[ngram]")
+_WITHOUT_MODEL = ("ngram", "suffix", "none", "extract_hidden_states")  # for these vLLM fills "model" in
+
+_BATCHES = "batches are never padded"
+_SHARDS = "every device has a whole drafter"
+_LOADING = "drafters are loaded from safetensors or plain pickles, and their repository's code is never run"
+_KERNELS = "attention is chosen by the device and the model"
+_GRAPHS = "'cuda_graphs' says what runs as CUDA graphs"
+_CONFIDENCE = '\'draft_confidence_threshold\' and "num_speculative_tokens": "auto" shorten drafts'
+_CANDIDATES = "no token is accepted for being among the likeliest; see 'rejection_sample_method'"
+_SERVER = "it concerns a server's memory and workers"
+# Keys of theirs without a meaning here, and what there is instead.
+IGNORED_KEYS = {
+    # vLLM, vLLM-Ascend
+    "draft_tensor_parallel_size": _SHARDS,
+    "disable_padded_drafter_batch": _BATCHES,
+    "enforce_eager": _GRAPHS,
+    "code_revision": _LOADING,
+    "draft_load_config": _LOADING,
+    "draft_model_config": "the drafter's own config.json is read",
+    "moe_backend": _KERNELS,
+    "attention_backend": _KERNELS,
+    "kv_cache_dtype": "keys and values are in the model's dtype",
+    "use_local_argmax_reduction": _SHARDS,
+    "index_share_for_mtp_iteration": _KERNELS,
+    "disable_eagle_block_drop": "prefixes are shared inside a batch only",
+    "disable_mqa_scorer": _KERNELS,
+    "disable_logprobs": "scores are returned where output_scores asks for them",
+    "disable_log_stats": "statistics are in the output's .speculation",
+    "enable_adaptive_verification": _CONFIDENCE,
+    "adaptive_verification": _CONFIDENCE,
+    "dspark_draft_topk": _CONFIDENCE,
+    # FastDeploy
+    "max_candidate_len": _CANDIDATES,
+    "verify_window": _CANDIDATES,
+    "num_gpu_block_expand_ratio": _SERVER,
+    "num_extra_cache_layer": _SERVER,
+    "model_type": _SERVER,
+    "sharing_model": _SERVER,
+    "benchmark_mode": "see 'rejection_sample_method' \"synthetic\"",
+    "prefill_one_step_stop": _SERVER,
+}
+_FLAGS = (
+    "disable_padded_drafter_batch", "enforce_eager", "use_local_argmax_reduction", "disable_eagle_block_drop",
+    "use_heterogeneous_vocab", "parallel_drafting", "disable_mqa_scorer", "disable_logprobs", "disable_log_stats",
+)  # fmt: skip
+_RENAMED = {"max_ngram_size": "prompt_lookup_max", "min_ngram_size": "prompt_lookup_min"}  # FastDeploy
+_RULES = {
+    "acceptance_method": {"rejection_sampler": "rejection", "typical_acceptance_sampler": "typical"},  # older vLLM
+    "verify_strategy": {"target_match": "coupled", "greedy": "greedy", "topp": None},  # FastDeploy
+}
+
+
+def renamed_method(values: dict[str, Any]) -> dict[str, Any]:
+    """The configuration with our name of its method, if it has one; `values` stays as it is."""
+    values = dict(values)
+    method, model = values.get("method"), values.get("model")
+    if not method and model in _NGRAM_MODELS:
+        method = values["method"] = "ngram"
+    if method == "hybrid_mtp_ngram":  # older FastDeploy
+        values.update(method="mtp", mtp_strategy=values.get("mtp_strategy", "with_ngram"))
+    elif isinstance(method, str) and method in METHOD_NAMES:
+        values["method"] = METHOD_NAMES[method]
+    if values.get("method") == "draft_model" and _flag(values, "parallel_drafting"):
+        values["method"] = "pard"
+    return values
+
+
+def translated(values: dict[str, Any], methods: dict[str, type[SpeculativeConfig]]) -> dict[str, Any]:
+    """A configuration of one of our methods in our own keys.
+
+    Args:
+        methods: every method's configuration class; `values` names one.
+
+    Raises:
+        SpeculativeConfigError: a key of theirs with a bad value.
+    """
+    values, method = dict(values), values["method"]
+    own = {field.name: str(field.type) for field in dataclasses.fields(methods[method])}
+    for key in [key for key in values if key in _FLAGS or own.get(key, "").startswith("bool")]:
+        values[key] = _flag(values, key)
+    for key, ours in _RENAMED.items():
+        if key in values and ours in values:
+            raise SpeculativeConfigError(
+                f"speculative_config has both {key!r} and {ours!r}, which are the same: give one."
+            )
+        if key in values:
+            values[ours] = values.pop(key)
+    _translate_rules(values)
+    _translate_parallel(values, own)
+    _translate_vocabulary(values, own)
+    _translate_hidden_states(values, method)
+    quantization = values.get("quantization")
+    if isinstance(quantization, str):
+        values["quantization"] = quantization.lower()  # FastDeploy writes WINT4
+    _check_shards(values)
+    _leave_out(values, own, methods)
+    return values
+
+
+def _flag(values: dict[str, Any], key: str) -> Any:
+    """A switch; JSON made by hand has it as text at times. What is neither is for the key's own check."""
+    value = values.get(key)
+    return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
+
+
+def _translate_rules(values: dict[str, Any]) -> None:
+    for key, rules in _RULES.items():
+        if key not in values:
+            continue
+        given = values.pop(key)
+        if given not in rules:
+            raise SpeculativeConfigError(
+                f"speculative_config[{key!r}] must be one of {', '.join(rules)}, not {given!r}."
+            )
+        if rules[given] is None:
+            _say(key, f"is {given!r}: {_CANDIDATES}.")
+        else:
+            values.setdefault("rejection_sample_method", rules[given])
+    policy = values.pop("accept_policy", "normal")
+    if policy == "normal":
+        return
+    if policy not in ("accept_all", "reject_all"):
+        raise SpeculativeConfigError(
+            f"speculative_config['accept_policy'] must be normal, accept_all or reject_all, not {policy!r}."
+        )
+    tokens = values.setdefault("num_speculative_tokens", 1)  # FastDeploy's default
+    accepted = tokens if policy == "accept_all" and isinstance(tokens, int) else 0
+    values.update(rejection_sample_method="synthetic", synthetic_acceptance_length=1 + accepted)
+
+
+def _translate_parallel(values: dict[str, Any], own: dict[str, str]) -> None:
+    """Whether drafting is parallel, the method and the checkpoint say."""
+    if (
+        "parallel_drafting" in values
+        and "parallel_drafting" not in own
+        and isinstance(values["parallel_drafting"], bool)
+    ):
+        del values["parallel_drafting"]
+
+
+def _translate_vocabulary(values: dict[str, Any], own: dict[str, str]) -> None:
+    wanted = values.pop("use_heterogeneous_vocab") if isinstance(values.get("use_heterogeneous_vocab"), bool) else False
+    if wanted and "vocabulary_bridge" in own:
+        values.setdefault("vocabulary_bridge", "intersection")
+
+
+def _translate_hidden_states(values: dict[str, Any], method: str) -> None:
+    """vLLM's layer ids, which stand in the configuration of a drafter that there is not, and its folder, which stands elsewhere."""
+    if method != "extract_hidden_states" or "draft_model_config" not in values:
+        return
+    nested = values.pop("draft_model_config")
+    inner = nested.get("hf_config") if isinstance(nested, dict) else None
+    ids = inner.get("eagle_aux_hidden_state_layer_ids") if isinstance(inner, dict) else None
+    if ids is None:
+        raise SpeculativeConfigError(
+            "speculative_config['draft_model_config'] of method 'extract_hidden_states' must be {'hf_config': "
+            f"{{'eagle_aux_hidden_state_layer_ids': [..]}}}}, not {nested!r}; or give these ids alone."
+        )
+    values.setdefault("eagle_aux_hidden_state_layer_ids", ids)
+    if "output_dir" not in values:
+        values["output_dir"] = os.path.join(tempfile.gettempdir(), "hidden_states")
+        _say(
+            "output_dir", f"is not given (vLLM's stands in its kv_transfer_config): files go to {values['output_dir']}."
+        )
+
+
+def _check_shards(values: dict[str, Any]) -> None:
+    size = values.get("draft_tensor_parallel_size")
+    if size is not None and (type(size) is not int or size < 1):
+        raise SpeculativeConfigError(
+            f"speculative_config['draft_tensor_parallel_size'] must be an integer of at least 1, not {size!r}."
+        )
+    if size in (None, 1):  # what we do
+        values.pop("draft_tensor_parallel_size", None)
+
+
+def _leave_out(values: dict[str, Any], own: dict[str, str], methods: dict[str, type[SpeculativeConfig]]) -> None:
+    """Remove keys that mean nothing, each with a warning, unless their value asks for nothing either."""
+    method = values["method"]
+    suffix_keys = {field.name for field in dataclasses.fields(methods["suffix"])}
+    for key in [key for key in values if key not in own]:
+        if key in IGNORED_KEYS:
+            value = values.pop(key)
+            if key in _FLAGS and not isinstance(value, bool) and value is not None:
+                raise SpeculativeConfigError(f"speculative_config[{key!r}] must be true or false, not {value!r}.")
+            if value is not None and value is not False:
+                _say(key, f"means nothing here: {IGNORED_KEYS[key]}.")
+        elif key == "model" and method in _WITHOUT_MODEL:
+            if values.pop(key) not in (*_NGRAM_MODELS, None):
+                _say(key, f"means nothing to method {method!r}, which has no drafter to load.")
+        elif method == "mtp" and key in suffix_keys:  # FastDeploy's page on suffix decoding says "mtp"
+            del values[key]
+            _say(key, "is a key of method 'suffix' and means nothing to 'mtp'.")
+
+
+@functools.cache  # one warning a process
+def _say(key: str, what: str) -> None:
+    logger.warning("speculative_config[%r] %s", key, what)

@@ -1,0 +1,52 @@
+"""A streamer that shows which tokens were drafted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from rich.console import Console
+from rich.text import Text
+from transformers.generation.streamers import BaseStreamer
+
+
+class AcceptedTokens(BaseStreamer):
+    """Prints the tokens of one step together, those that a drafter proposed in green: all but the last.
+
+    Streamers get single tokens; `model`'s embedding layer runs once per forward, and so tells where a step ends.
+    """
+
+    def __init__(self, console: Console, model: Any, tokenizer: Any):
+        self.console = console
+        self.tokenizer = tokenizer
+        self.tokens: list[int] = []
+        self.step: list[int] = []
+        self.printed = ""
+        self.prompt_seen = False
+        self.hook = model.get_input_embeddings().register_forward_pre_hook(lambda *_: self.end_step())
+
+    def put(self, value: torch.Tensor) -> None:
+        """The next token; the first call brings the prompt."""
+        if self.prompt_seen:
+            self.step += value.flatten().tolist()
+        self.prompt_seen = True
+
+    def end_step(self) -> None:
+        """Print what came since the last forward."""
+        self.show(self.step[:-1], "green")
+        self.show(self.step[-1:], "")
+        self.step = []
+
+    def show(self, tokens: list[int], style: str) -> None:
+        """Print what `tokens` add to the text so far; half a character waits for its other half."""
+        self.tokens += tokens
+        text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
+        if not text.endswith("\ufffd"):
+            self.console.print(Text(text[len(self.printed) :], style=style), end="", soft_wrap=True)
+            self.printed = text
+
+    def end(self) -> None:
+        """Print the last step and end the line."""
+        self.hook.remove()
+        self.end_step()
+        self.console.print()

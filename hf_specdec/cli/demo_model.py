@@ -1,0 +1,62 @@
+"""The model of the demo: the bundled one, inflated to the cost of a real one, so that its text and acceptance are real."""
+
+from __future__ import annotations
+
+import argparse
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+import hf_specdec
+from hf_specdec.inflation import DIMENSIONS, PRESETS, inflate, inflate_eagle3
+
+from .options import load_model_and_tokenizer
+
+SIZES = {"tiny": None, "50m": (640, 10, 1792, 10, 2, 64), "300m": PRESETS["300m"], "1b": PRESETS["1b"]}
+
+
+@dataclass
+class DemoModel:
+    """What decodes.
+
+    Attributes:
+        model: writes what tiny writes.
+        eagle3: folder of the bundled EAGLE-3 head, inflated likewise. The bundled draft model serves as it is.
+        cheap_rows: reading the weights is what a step costs, so that a few tokens more are verified for little.
+    """
+
+    model: Any
+    tokenizer: Any
+    eagle3: str
+    cheap_rows: bool
+
+
+def has_bfloat16(device: torch.device) -> bool:
+    """Whether the device multiplies in bfloat16 rather than emulating it."""
+    if device.type != "cpu":
+        return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
+    return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
+
+
+@contextmanager
+def demo_model(args: argparse.Namespace) -> Iterator[DemoModel]:
+    """The model of `args.size` ("auto": what suits the device) in `args.dtype` ("auto": bfloat16 if the device has it)."""
+    args.model, wanted, args.dtype = "tiny", args.dtype, "float32"
+    source, tokenizer = load_model_and_tokenizer(args)
+    cheap_rows = has_bfloat16(source.device) if wanted == "auto" else wanted == "bfloat16"
+    dtype = torch.bfloat16 if cheap_rows else torch.float32
+    size = SIZES[args.size if args.size != "auto" else "1b" if source.device.type == "cuda" else "300m"]
+    sizes = {} if size is None else dict(zip(DIMENSIONS, size, strict=True))
+    model = inflate(source, **sizes, dtype=dtype)
+    with tempfile.TemporaryDirectory(prefix="hf-specdec-demo-") as folder:
+        inflate_eagle3(
+            hf_specdec.bundled("tiny-eagle3"), source.config, model.config, folder, dtype, device=source.device
+        )
+        try:
+            yield DemoModel(model, tokenizer, folder, cheap_rows)
+        finally:
+            hf_specdec.release(model)

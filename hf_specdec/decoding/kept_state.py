@@ -1,0 +1,202 @@
+"""Whether calling an object changes what it holds, and how to undo that: for logits processors of users' own.
+
+What an object holds is what its attributes reach: containers, tensors, arrays, objects of Python classes, closures. State in
+global variables is not seen. Objects with insides that Python does not show (iterators, random generators, compiled grammars)
+are `opaque`: who holds one is taken to keep state.
+"""
+
+from __future__ import annotations
+
+import collections
+import copy
+import enum
+import functools
+import re
+import types
+from typing import Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedTokenizerBase
+
+_CONSTANT = (
+    type(None), bool, int, float, complex, str, bytes, range, slice, type, enum.Enum, re.Pattern, types.ModuleType,
+    types.BuiltinFunctionType, torch.dtype, torch.device, np.dtype, np.generic, PreTrainedTokenizerBase,
+)  # fmt: skip
+_PLAIN = frozenset({type(None), bool, int, float, str, bytes})
+_SEQUENCES = (list, tuple, collections.deque)
+_SETS = (set, frozenset)
+_CONTAINERS = (*_SEQUENCES, *_SETS, dict)
+_MOST_BYTES = 32 << 20  # of tensors and arrays; more is neither copied nor compared
+_CODE = (types.FunctionType, types.MethodType, functools.partial)
+
+
+class KeptState:
+    """An object's state at one time.
+
+    Attributes:
+        opaque: part of the state cannot be seen, so nothing can be said about changes.
+    """
+
+    def __init__(self, owner: Any):
+        self.owner, self.opaque = owner, False
+        try:
+            known: dict[int, _Saved] = {}
+            self._saved = _save(owner, known)
+            if sum(getattr(each.value, "nbytes", 0) for each in known.values()) > _MOST_BYTES:
+                raise _Opaque
+        except _Opaque:
+            self.opaque = True
+
+    def has_changed(self) -> bool:
+        """Whether the state differs from what it was."""
+        return not _equals(self.owner, self._saved, set())
+
+    def restore(self) -> None:
+        """Put the state back, inside the containers and tensors that hold it: others may hold these too."""
+        _restore(self._saved, set())
+
+
+class _Opaque(Exception):
+    pass
+
+
+class _Saved:
+    """A value, and what it held: parts that are saved too, a copy of plain ones, or None if it cannot change."""
+
+    def __init__(self, value: Any):
+        self.value, self.parts, self.is_flat = value, None, False
+
+
+def _save(value: Any, known: dict[int, _Saved]) -> _Saved:
+    if id(value) in known:
+        return known[id(value)]
+    saved = known[id(value)] = _Saved(value)  # before its parts: they may lead back to it
+    if isinstance(value, _CONSTANT):
+        return saved
+    if isinstance(value, torch.Tensor):
+        saved.parts = value.detach().clone()
+    elif isinstance(value, np.ndarray):
+        saved.parts = value.copy()
+    elif isinstance(value, _CONTAINERS):
+        if getattr(value, "__dict__", None):  # a subclass that holds more
+            raise _Opaque
+        saved.is_flat = _is_flat(value)
+        if saved.is_flat:
+            saved.parts = copy.copy(value)
+        elif isinstance(value, dict):
+            saved.parts = {key: _save(each, known) for key, each in value.items()}
+        elif isinstance(value, _SEQUENCES):
+            saved.parts = [_save(each, known) for each in value]
+        else:  # sets of objects
+            raise _Opaque
+    elif isinstance(value, _CODE):
+        saved.parts = [_save(each, known) for each in _reached(value)]
+    elif isinstance(value, types.CellType):
+        saved.parts = _save(value.cell_contents, known) if _is_full(value) else None
+    elif _is_of_python(type(value)) and not isinstance(value, torch.nn.Module):
+        saved.parts = {name: _save(each, known) for name, each in _attributes(value).items()}
+    else:
+        raise _Opaque
+    return saved
+
+
+def _equals(value: Any, saved: _Saved, seen: set[int]) -> bool:
+    if id(saved) in seen and value is saved.value:
+        return True
+    seen.add(id(saved))
+    if isinstance(saved.value, _CONSTANT):
+        return value is saved.value or (type(value) is type(saved.value) and bool(value == saved.value))
+    if type(value) is not type(saved.value):
+        return False
+    if isinstance(value, torch.Tensor):
+        return value.shape == saved.parts.shape and value.dtype == saved.parts.dtype and torch.equal(value, saved.parts)
+    if isinstance(value, np.ndarray):
+        return value.dtype == saved.parts.dtype and np.array_equal(value, saved.parts)
+    if saved.is_flat:
+        return value == saved.parts
+    if isinstance(value, types.CellType):
+        full = _is_full(value)
+        return full == (saved.parts is not None) and (not full or _equals(value.cell_contents, saved.parts, seen))
+    if isinstance(value, _SEQUENCES + _CODE):
+        parts = value if isinstance(value, _SEQUENCES) else _reached(value)
+        return len(parts) == len(saved.parts) and all(map(_equals, parts, saved.parts, [seen] * len(parts)))
+    parts = value if isinstance(value, dict) else _attributes(value)
+    return list(parts) == list(saved.parts) and all(_equals(parts[name], saved.parts[name], seen) for name in parts)
+
+
+def _restore(saved: _Saved, done: set[int]) -> Any:
+    """The object that was saved, holding what it held."""
+    value, parts = saved.value, saved.parts
+    if id(saved) in done or isinstance(value, (_CONSTANT, frozenset)):
+        return value
+    done.add(id(saved))
+    if isinstance(value, torch.Tensor):
+        with torch.no_grad():
+            value.copy_(parts) if value.shape == parts.shape else value.set_(parts.clone())
+    elif isinstance(value, np.ndarray):
+        value[...] = parts
+    elif isinstance(value, types.CellType):
+        if parts is not None:
+            value.cell_contents = _restore(parts, done)
+    elif isinstance(value, dict):
+        held = dict(parts) if saved.is_flat else {key: _restore(each, done) for key, each in parts.items()}
+        value.clear()
+        value.update(held)
+    elif isinstance(value, set):
+        value.clear()
+        value.update(parts)
+    elif isinstance(value, _SEQUENCES + _CODE):
+        held = list(parts) if saved.is_flat else [_restore(each, done) for each in parts]
+        if isinstance(value, (list, collections.deque)):
+            value.clear()
+            value.extend(held)
+    else:
+        for name in [name for name in _attributes(value) if name not in parts]:
+            delattr(value, name)
+        for name, each in parts.items():
+            setattr(value, name, _restore(each, done))
+    return value
+
+
+def _is_flat(container: Any) -> bool:
+    """Whether it holds plain values only, which are compared and copied fast."""
+    values = container.values() if isinstance(container, dict) else container
+    keys = container if isinstance(container, dict) else ()
+    return set(map(type, values)) <= _PLAIN and set(map(type, keys)) <= _PLAIN
+
+
+def _reached(code: Any) -> list[Any]:
+    """What a function, method or partial holds."""
+    if isinstance(code, types.MethodType):
+        return [code.__self__, code.__func__]
+    if isinstance(code, functools.partial):
+        return [code.func, code.args, code.keywords]
+    return [code.__closure__, code.__defaults__, code.__kwdefaults__, code.__dict__]
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
+    return {**{name: getattr(value, name) for name in slots if hasattr(value, name)}, **getattr(value, "__dict__", {})}
+
+
+def _slots(kind: type) -> tuple[str, ...]:
+    names = vars(kind).get("__slots__", ())
+    names = (names,) if isinstance(names, str) else names
+    return tuple(name for name in names if name not in ("__dict__", "__weakref__"))
+
+
+def _is_of_python(kind: type) -> bool:
+    """Whether a class's objects hold nothing but attributes: their memory has no room for anything else."""
+    pointers = (
+        sum(len(_slots(each)) for each in kind.__mro__) + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
+    )
+    return kind.__basicsize__ <= object.__basicsize__ + pointers * tuple.__itemsize__ and kind.__itemsize__ == 0
+
+
+def _is_full(cell: types.CellType) -> bool:
+    try:
+        _ = cell.cell_contents
+    except ValueError:  # nothing was ever assigned
+        return False
+    return True

@@ -1,0 +1,53 @@
+"""Messages of torchao while transformers imports it, which say nothing about this machine: kept until somebody asks.
+
+transformers imports torchao wherever it is installed, needed or not. With a torch without CUDA torchao then reports that its
+CUDA libraries did not load, and its use of an old function of torch's.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import re
+from collections.abc import Iterator
+
+import torch
+
+_CUDA_LIBRARY = re.compile(r"Failed to load .*torchao.*\.so: Could not load this library")
+_OLD_FUNCTION = re.compile(r"<enum '\w+'> is an Enum subclass .* Calling register_constant\(\)")
+
+kept: list[logging.LogRecord] = []
+
+
+def _is_of_no_use(record: logging.LogRecord) -> bool:
+    message = record.getMessage()
+    has_cuda = torch.version.cuda is not None or torch.version.hip is not None
+    return bool(_OLD_FUNCTION.match(message) or (not has_cuda and _CUDA_LIBRARY.match(message)))
+
+
+def _keep(record: logging.LogRecord) -> bool:
+    """A filter: whether the record shall be shown now."""
+    if not _is_of_no_use(record):
+        return True
+    kept.append(record)
+    return False
+
+
+@contextlib.contextmanager
+def held_back() -> Iterator[None]:
+    """Inside, such messages go to `kept` instead of their handlers; every other one is shown."""
+    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+    for logger in loggers:
+        logger.addFilter(_keep)
+    try:
+        yield
+    finally:
+        for logger in loggers:
+            logger.removeFilter(_keep)
+
+
+def show() -> None:
+    """Give the kept messages to their loggers after all."""
+    for record in kept:
+        logging.getLogger(record.name).handle(record)
+    kept.clear()

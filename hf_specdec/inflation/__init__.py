@@ -1,0 +1,6 @@
+"""Models and heads made bigger without changing what they compute: real text and real acceptance at the cost of a real model."""
+
+from .head import inflate_eagle3
+from .model import DIMENSIONS, PRESETS, inflate
+
+__all__ = ["DIMENSIONS", "PRESETS", "inflate", "inflate_eagle3"]

@@ -1,0 +1,151 @@
+"""Make an EAGLE-3 head bigger without changing what it drafts, for a target that `inflate` has made bigger."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+from transformers import PretrainedConfig
+
+from .model import DIMENSIONS, Inflation, copies_of_a_head, layer_places
+
+LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
+
+
+def inflate_eagle3(
+    folder: str | Path,
+    source: PretrainedConfig,
+    target: PretrainedConfig,
+    destination: str | Path,
+    dtype: torch.dtype = torch.bfloat16,
+    device: torch.device | str = "cpu",
+    seed: int = 0,
+) -> None:
+    """Write the head of `folder`, which drafts for `source`, to `destination`, with the sizes of `target`.
+
+    Raises:
+        ValueError: no EAGLE-3 head in the original layout; sizes of the target that cannot hold the head's.
+    """
+    folder, destination = Path(folder), Path(destination)
+    config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    tensors = load_file(folder / "model.safetensors", device=str(device))
+    if "midlayer.hidden_norm.weight" not in tensors or not config.get(LAYER_IDS):
+        raise ValueError(f"{folder} is no EAGLE-3 head with midlayer.* and {LAYER_IDS}: give one of these.")
+    old, new = {name: config[name] for name in DIMENSIONS}, {name: getattr(target, name) for name in DIMENSIONS}
+    new["num_hidden_layers"] = old["num_hidden_layers"]
+    check_sizes(folder, old, new, source)
+    with torch.device(device):
+        grown = HeadInflation(old, new, dtype, seed).tensors(tensors)
+        offsets(grown, config, target.vocab_size)
+    destination.mkdir(parents=True, exist_ok=True)
+    save_file({name: each.contiguous().cpu() for name, each in grown.items()}, destination / "model.safetensors")
+    config = {**config, **new, **tapped(config[LAYER_IDS], source.num_hidden_layers, target.num_hidden_layers)}
+    config |= {
+        "rms_norm_eps": config["rms_norm_eps"] * old["hidden_size"] / new["hidden_size"],
+        "target_hidden_size": target.hidden_size,
+        "vocab_size": target.vocab_size,
+        "torch_dtype": str(dtype).removeprefix("torch."),
+    }
+    (destination / "config.json").write_text(json.dumps(config, indent=2) + "\n", encoding="utf-8")
+
+
+def check_sizes(folder: Path, old: dict[str, int], new: dict[str, int], source: PretrainedConfig) -> None:
+    if old["hidden_size"] != source.hidden_size:
+        raise ValueError(
+            f"{folder} has width {old['hidden_size']}, its target {source.hidden_size}: give its own target."
+        )
+    for name in DIMENSIONS:
+        if new[name] < old[name]:
+            raise ValueError(f"The target's {name}={new[name]} is smaller than the head's {old[name]}.")
+    if new["head_dim"] % old["head_dim"]:
+        raise ValueError(f"The target's head_dim={new['head_dim']} is no multiple of the head's {old['head_dim']}.")
+    needed = old["num_key_value_heads"] * copies_of_a_head(old, new)
+    if new["num_key_value_heads"] < needed:
+        raise ValueError(
+            f"The target's {new['num_key_value_heads']} key-value heads cannot hold the head's: {needed} needed."
+        )
+
+
+def tapped(layers: list[int], old: int, new: int) -> dict[str, Any]:
+    """Which hidden states are read: i, behind i of `old` layers, is behind the place of layer i - 1 among `new` ones."""
+    places = layer_places(old, new)
+    moved = [places[i - 1] + 1 if i else 0 for i in layers]
+    outputs = {LAYER_IDS: [i - 1 for i in moved], "use_aux_hidden_state": True}
+    return {LAYER_IDS: moved, "eagle_config": outputs}
+
+
+def offsets(tensors: dict[str, Tensor], config: dict[str, Any], vocab_size: int) -> None:
+    """Add what says which of the target's tokens the draft's are, where the target has more: the first ones."""
+    size = tensors["lm_head.weight"].shape[0]
+    if size < vocab_size:
+        tensors.setdefault("d2t", torch.zeros(size, dtype=torch.long))
+        chosen = torch.zeros(vocab_size, dtype=torch.bool)
+        chosen[torch.arange(size) + tensors["d2t"]] = True
+        tensors["t2d"] = chosen
+    config["draft_vocab_size"] = size
+
+
+class HeadInflation(Inflation):
+    """The tensors of one head; where old units go is where they go in a model."""
+
+    def __init__(self, old: dict[str, int], new: dict[str, int], dtype: torch.dtype, seed: int):
+        self.old, self.new, self.dtype = old, new, dtype
+        self.generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
+        self.place_heads()
+
+    def tensors(self, old: dict[str, Tensor]) -> dict[str, Tensor]:
+        """All of them by name. What is new of the inner layers is random, and cannot reach the output."""
+        inner = torch.arange(self.old["intermediate_size"])
+        inner_new = self.new["intermediate_size"]
+        head_rows = {"q_proj": self.new["num_attention_heads"], "k_proj": self.new["num_key_value_heads"]}
+        head_rows["v_proj"] = head_rows["k_proj"]
+        grown = {}
+        for name, weight in old.items():
+            kind = name.split(".")[-2] if "." in name else name
+            if kind in head_rows:
+                rows, sources, heads = self.kv_rows, self.kv_sources, self.kv_heads
+                if kind == "q_proj":
+                    rows, sources, heads = self.q_rows, torch.arange(weight.shape[0]), self.q_heads
+                    weight = weight.float() * (self.new["head_dim"] / self.old["head_dim"]) ** 0.5
+                count = head_rows[kind] * self.new["head_dim"]
+                grown[name] = self.input(weight[sources], rows, self.rows_of_heads(heads), count)
+            elif kind in ("gate_proj", "up_proj"):
+                grown[name] = self.input(weight, inner, inner, inner_new)
+            elif kind in ("o_proj", "down_proj"):
+                columns, count = (self.q_rows, head_rows["q_proj"] * self.new["head_dim"])
+                if kind == "down_proj":
+                    columns, count = inner, inner_new
+                grown[name] = torch.zeros(self.new["hidden_size"], count, dtype=self.dtype)
+                grown[name][: weight.shape[0], columns] = weight.to(self.dtype)
+            elif kind == "fc":
+                grown[name] = torch.zeros(self.new["hidden_size"], self.widened(weight).shape[1], dtype=self.dtype)
+                grown[name][: weight.shape[0]] = self.widened(weight)
+            elif kind == "lm_head":
+                grown[name] = self.random(weight.shape[0], self.new["hidden_size"])
+                grown[name][:, : weight.shape[1]] = weight.to(self.dtype)
+            elif weight.shape == (self.old["hidden_size"],):  # norms, those of the states among them
+                grown[name] = self.residual_norm(weight).data
+            elif kind in ("d2t", "t2d"):
+                grown[name] = weight
+            else:
+                raise ValueError(f"{name} {tuple(weight.shape)}: a tensor that is not known here.")
+        return grown
+
+    def widened(self, weight: Tensor) -> Tensor:
+        """Columns [.., s h] of s states as [.., s H], zero where new."""
+        h, width = self.old["hidden_size"], self.new["hidden_size"]
+        out = torch.zeros(weight.shape[0], weight.shape[1] // h, width, dtype=self.dtype)
+        out[:, :, :h] = weight.unflatten(1, (-1, h)).to(self.dtype)
+        return out.flatten(1)
+
+    def input(self, weight: Tensor, rows: Tensor, cleared: Tensor, count: int) -> Tensor:
+        """An input projection of `count` rows: random, but the `cleared` ones zero except for the old ones, put at `rows`."""
+        block = self.widened(weight)
+        out = self.random(count, block.shape[1])
+        out[cleared] = 0
+        out[rows] = block
+        return out

@@ -1,0 +1,158 @@
+"""The command line at its edges: what fails does so early and in one short line, and nothing foreign is printed."""
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from test_cli import DRAFT, PROMPT, error_line
+
+import hf_specdec
+from hf_specdec.cli import one_line, options
+from hf_specdec.jsonl import read_rows
+
+DEEP = "[" * 100_000
+NGRAM = '{"method": "ngram"}'
+
+
+@pytest.fixture
+def no_model(monkeypatch):
+    """Loading a model fails the test: the error must have come before."""
+
+    def load(*args, **kwargs):
+        raise AssertionError("the model was loaded first")
+
+    monkeypatch.setattr(options.AutoModelForCausalLM, "from_pretrained", load)
+    monkeypatch.setattr(options.AutoTokenizer, "from_pretrained", load)
+
+
+COMMANDS = {
+    "bench": ("bench", "tiny", "--speculative-config", NGRAM),
+    "eval": ("eval", "tiny-medusa", "--target", "tiny", "--prompts", str(options.BUNDLED_PROMPTS)),
+    "calibrate": ("calibrate", "tiny", "--speculative-config", DRAFT),
+}
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("where", ["no/such/folder/report.json", "."])
+def test_a_report_that_cannot_be_written_is_found_first(capsys, no_model, tmp_path, command, where):
+    line = error_line(capsys, *COMMANDS[command], "--json", str(tmp_path / where))
+    assert "--json" in line and str(tmp_path) in line
+
+
+def test_a_plot_that_cannot_be_written_is_found_first(capsys, no_model, tmp_path):
+    line = error_line(capsys, *COMMANDS["eval"], "--plot", str(tmp_path / "no" / "plot.png"))
+    assert "--plot" in line and "no such folder" in line
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        ("generate", "tiny", "--prompt", "x"),
+        ("bench", "tiny", "--speculative-config", NGRAM),
+        ("train", "draft_model", "--target", "tiny", "--data", __file__, "--output", "/nowhere/x", "--regenerate"),
+    ],
+    ids=lambda argv: argv[0],
+)
+def test_a_bad_configuration_is_found_first(capsys, no_model, argv):
+    assert "ngram" in error_line(capsys, *argv, "--speculative-config", '{"method": "ngrm"}')
+
+
+def test_files_that_begin_with_a_byte_order_mark(capsys, tmp_path):
+    """As Windows' editors write them."""
+    rows, text, config = tmp_path / "rows.jsonl", tmp_path / "text.txt", tmp_path / "config.json"
+    rows.write_text(json.dumps({"prompt": PROMPT}) + "\n", encoding="utf-8-sig")
+    text.write_text(PROMPT, encoding="utf-8-sig")
+    config.write_text(NGRAM, encoding="utf-8-sig")
+    assert read_rows(rows, "prompt")[0]["prompt"] == PROMPT
+    assert read_rows(text, "prompt")[0]["prompt"] == PROMPT
+    assert hf_specdec.parse_config(str(config)).method == "ngram"
+    assert hf_specdec.parse_config("\ufeff" + NGRAM).method == "ngram"
+
+
+def test_prompts_from_stdin_may_begin_with_one(monkeypatch):
+    import io
+
+    monkeypatch.setattr(sys, "stdin", io.StringIO("\ufeff" + PROMPT))
+    assert options.read_prompts("-")[0]["prompt"] == PROMPT
+
+
+def test_json_that_is_nested_too_deeply(capsys, no_model, tmp_path):
+    prompts, config = tmp_path / "prompts.jsonl", tmp_path / "config.json"
+    prompts.write_text(DEEP)
+    config.write_text(DEEP)
+    for argv in (
+        ("generate", "tiny", "--prompt-file", str(prompts)),
+        ("generate", "tiny", "--prompt", "x", "--speculative-config", str(config)),
+        ("eval", "tiny-medusa", "--target", "tiny", "--speculative-config", DEEP),
+    ):
+        line = error_line(capsys, *argv)
+        assert "nested too deeply" in line and len(line) < 400, line[:500]
+
+
+def test_long_values_are_not_echoed_whole(capsys, no_model, tmp_path):
+    long = "x" * 5000
+    for argv in (
+        ("generate", "tiny", "--prompt", "x", "--speculative-config", long),
+        ("generate", "tiny", "--prompt", "x", "--speculative-config", json.dumps({"method": long})),
+        ("generate", "tiny", "--prompt", "x", "--speculative-config", json.dumps({"method": "ngram", long: 1})),
+        ("generate", "tiny", "--prompt", "x", "--speculative-config", json.dumps({"method": "word " * 1000})),
+        ("generate", "tiny", "--prompt", "x", "--max-new-tokens", long),
+        ("generate", "tiny", "--prompt-file", long),
+        ("models", long),
+        (long,),
+    ):
+        line = error_line(capsys, *argv)
+        assert len(line) < 1000 and "…" in line, line[:300]
+
+
+@pytest.mark.parametrize(
+    ("error", "says"),
+    [
+        (IsADirectoryError(21, "Is a directory", "/tmp/x"), "/tmp/x: is a directory."),
+        (PermissionError(13, "Permission denied", "/root/x"), "/root/x: permission denied."),
+        (OSError(28, "No space left on device"), "no space left on device."),
+        (OSError("tiny2 is no folder"), "tiny2 is no folder"),
+        (RecursionError("maximum recursion depth exceeded"), "nested too deeply"),
+    ],
+)
+def test_errors_of_the_system_are_sentences(error, says):
+    assert says in one_line(error)
+    assert "[Errno" not in one_line(error)
+
+
+# ---- in processes of their own --------------------------------------------------------------------------------------
+
+START = "import sys; from hf_specdec.cli import main; sys.exit(main())"
+
+
+def process(*argv, **options):
+    return subprocess.Popen(
+        [sys.executable, "-c", START, *argv], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        cwd=Path(__file__).parents[1], **options,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("argv", [("models",), ("models", "--markdown"), ("--help",)], ids=" ".join)
+def test_a_reader_that_has_seen_enough_is_no_error(argv):
+    with process(*argv) as command:
+        command.stdout.close()  # before a line is written
+        assert (command.stderr.read(), command.wait()) == ("", 0)
+
+
+def test_torchao_is_not_heard():
+    pytest.importorskip("torchao")
+    with process("generate", "tiny", "--prompt", PROMPT, "--max-new-tokens", "4") as command:
+        out, err = command.communicate()
+    assert command.returncode == 0 and out.strip(), err
+    assert len(err.strip().splitlines()) == 1 and "tokens/s" in err, err
+
+
+@pytest.mark.skipif(torch.version.cuda is not None, reason="torchao's libraries load")
+def test_torchao_is_heard_with_debug():
+    pytest.importorskip("torchao")
+    with process("models", "none", "--debug") as command:
+        _, err = command.communicate()
+    assert command.returncode == 0 and "torchao" in err
