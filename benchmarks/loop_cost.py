@@ -1,0 +1,103 @@
+"""What our loop costs beside transformers' own: plain decoding through it ("none") over `generate()`, on a CPU.
+
+    python benchmarks/loop_cost.py                              # the bundled model, batches 1 and 8
+    python benchmarks/loop_cost.py --size 100m --new-tokens 32  # the same model at the cost of a larger one
+    python benchmarks/loop_cost.py --package /path/to/another/checkout
+
+One thread, float32, greedy. CPU time of whole calls, in turns: plain, none, plain; each ratio is none over the mean of its
+neighbours, and the median and quartiles of the ratios are printed. Aim: at most 1.05 on the bundled model, 1 from 100 M on.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import time
+from pathlib import Path
+
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+ROOT = Path(__file__).resolve().parents[1]
+SIZES = {  # of the bundled model inflated: hidden size, layers, heads, KV heads, intermediate size
+    "bundled": None,
+    "50m": dict(hidden_size=512, num_hidden_layers=12, num_attention_heads=16, num_key_value_heads=4, intermediate_size=1536),
+    "100m": dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=24, num_key_value_heads=6, intermediate_size=2304),
+}  # fmt: skip
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", choices=list(SIZES), default="bundled")
+    parser.add_argument("--batch-sizes", type=int, nargs="+", default=[1, 8])
+    parser.add_argument("--new-tokens", type=int, default=64)
+    parser.add_argument("--turns", type=int, default=11)
+    parser.add_argument("--package", type=Path, default=ROOT, help="the checkout whose package is measured")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+def main() -> None:
+    """Measure and print."""
+    options = parse()
+    sys.path[:0] = [str(options.package), str(ROOT / "benchmarks"), str(options.package / "recipes" / "tiny")]
+    import torch
+    from decode import machine
+    from transformers import AutoModelForCausalLM
+
+    import hf_specdec
+
+    torch.set_num_threads(1)
+    model = AutoModelForCausalLM.from_pretrained(hf_specdec.bundled("tiny"), dtype=torch.float32).eval()
+    if SIZES[options.size] is not None:
+        from inflate import inflate
+
+        model = inflate(model, **SIZES[options.size]).eval()
+    num_parameters = sum(parameter.numel() for parameter in model.parameters())
+
+    def seconds(batch_size: int, config: dict | None) -> float:
+        generator = torch.Generator().manual_seed(batch_size)
+        ids = torch.randint(5, 2000, (batch_size, 24), generator=generator)
+        more = {} if config is None else {"speculative_config": config}
+        began = time.process_time()
+        model.generate(
+            input_ids=ids, attention_mask=torch.ones_like(ids), max_new_tokens=options.new_tokens, do_sample=False,
+            eos_token_id=-1, pad_token_id=0, **more,
+        )  # fmt: skip
+        return time.process_time() - began
+
+    none = {"method": "none"}
+    results = []
+    for batch_size in options.batch_sizes:
+        for config in (None, none):
+            seconds(batch_size, config)
+        ratios, plain = [], []
+        for _ in range(options.turns):
+            before, ours, after = seconds(batch_size, None), seconds(batch_size, none), seconds(batch_size, None)
+            plain.append((before + after) / 2)
+            ratios.append(ours / plain[-1])
+        low, middle, high = statistics.quantiles(ratios, n=4)
+        step = 1e3 * statistics.median(plain) / options.new_tokens
+        results.append(
+            dict(batch_size=batch_size, plain_ms=round(step, 2), ratio=[round(r, 3) for r in (low, middle, high)])
+        )
+        print(
+            f"{num_parameters / 1e6:.0f} M, batch {batch_size}: plain {step:.2f} ms a step, none {middle:.3f} × "
+            f"(quartiles {low:.3f} to {high:.3f})",
+            flush=True,
+        )
+    if options.json:
+        report = {
+            "parameters": num_parameters,
+            "new_tokens": options.new_tokens,
+            "machine": machine(),
+            "results": results,
+        }
+        options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    main()
