@@ -184,9 +184,7 @@ def attention_by_definition(query, key_pool, value_pool, inputs, scaling, *, win
             torch.zeros(allowed.shape, dtype=query.dtype).masked_fill_(~allowed, float("-inf")).repeat(group, 1)
         )
     found = reference.paged_attention(query[: starts[-1]], key_pool, value_pool, rows, masks, scaling, softcap, sinks)
-    out = found.new_full((len(query), *found.shape[1:]), float("nan"))
-    out[: starts[-1]] = found
-    return out
+    return torch.cat([found, found.new_full((len(query) - len(found), *found.shape[1:]), float("nan"))])
 
 
 @stands_for_a_kernel

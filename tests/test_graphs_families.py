@@ -48,7 +48,7 @@ def test_graphs_are_the_default(graphs_in_python, defined_attention, monkeypatch
     monkeypatch.undo()  # by definition there would be no attention without graphs
     monkeypatch.setattr(graphs, "is_capturable", lambda packed: False)
     assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False, **arguments), plain)
-    made = hf_specdec.integration._kept(model).decoders.values()
+    made = [entry.decoder for entry in hf_specdec.integration._kept(model).entries]
     assert all(each.target.graphs is None and each.generator.rounds is None for each in made)
 
 
@@ -105,8 +105,8 @@ def test_mixtures_of_experts_by_default(dtype, captured, graphs_in_python, defin
     model = make("Qwen3-MoE").to(dtype)
     config = {"method": "none", "prepack_weights": False}  # in bfloat16 not every CPU can
     model.generate(torch.arange(1, 10)[None], max_new_tokens=4, do_sample=False, speculative_config=config)
-    (decoder,) = hf_specdec.integration._kept(model).decoders.values()
-    assert (decoder.target.graphs is not None) == captured
+    (entry,) = hf_specdec.integration._kept(model).entries
+    assert (entry.decoder.target.graphs is not None) == captured
     assert any(len(each) for each in graphs_in_python) == captured
 
 

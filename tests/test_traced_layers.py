@@ -2,7 +2,9 @@
 
 import contextlib
 import copy
+import gc
 import types
+import weakref
 
 import pytest
 import torch
@@ -256,6 +258,19 @@ def test_layers_that_change_tensors_are_captured_as_they_are(rewritten_graphs, g
     ((name, reason),) = rewritten_graphs[1][0].refused.items()
     assert name.__name__ == "Qwen3MoeDecoderLayer" and "changes tensors in place" in reason
     assert caplog.text.count("is captured as it is") == 1
+
+
+@pytest.mark.parametrize("family", ["Llama", "Qwen3-MoE"])
+def test_nothing_keeps_a_model_that_was_traced(family, rewritten_graphs, graphs_in_python):  # noqa: F811
+    model = make(family)
+    model.generate(IDS, max_new_tokens=8, do_sample=False, speculative_config=GRAPHS)
+    parts = [weakref.ref(each) for each in model.modules()]
+    assert rewritten_graphs[0]
+    del model
+    for made in (*rewritten_graphs, graphs_in_python):
+        made.clear()
+    gc.collect()
+    assert not [each for each in parts if each() is not None]
 
 
 def test_layers_that_were_rewritten_wrongly(rewritten_graphs, graphs_in_python, caplog, monkeypatch):  # noqa: F811

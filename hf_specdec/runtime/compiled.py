@@ -57,7 +57,7 @@ class _Running(threading.local):
     """
 
     attention: Callable
-    module: nn.Module
+    module: nn.Module | None
     index: int
     batch: Any
 
@@ -204,7 +204,7 @@ class TracedLayers:
                 self.refuse(layer, error)
                 return own(*args, **kwargs)  # had it run untraced, it would write the same keys again
             finally:
-                _running.batch = None
+                _running.batch = _running.module = None  # nothing of a model's outlives its call
 
         return forward
 

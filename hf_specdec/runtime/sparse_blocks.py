@@ -82,6 +82,7 @@ class SparseBlocks:
         finally:
             for layer, block in replaced.items():
                 del self._of[layer], block.forward
+            vars(_running).pop("block", None)  # nothing of a model's outlives its call
 
     def ready(self, layer: nn.Module) -> bool:
         """Whether a layer can be traced: it has no block, or one of a kind that has been seen at work. It is about to run."""
