@@ -53,11 +53,11 @@ def test_drafts_are_mtps_own_continued(tmp_path, steps):
     with recorded(MtpGenerator) as recording:
         output = model.generate(
             **inputs,
-            max_new_tokens=20,
+            max_new_tokens=28,
             logits_processor=script,
             speculative_config={**CONFIG, "num_model_steps": steps},
         )
-    assert torch.equal(output, model.generate(**inputs, max_new_tokens=20, logits_processor=script))
+    assert torch.equal(output, model.generate(**inputs, max_new_tokens=28, logits_processor=script))
     logits = {(text, path): row for text, path, row in recording.logits}
     lengths, continued = set(), 0
     for texts, trees in recording.trees:

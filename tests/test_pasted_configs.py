@@ -131,7 +131,7 @@ def test_every_name_of_mtp():
          {"method": "ngram", "rejection_sample_method": "rejection"}),
         ({"method": "ngram", "accept_policy": "reject_all", "num_speculative_tokens": 3},
          {"method": "ngram", "num_speculative_tokens": 3, "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 1}),
-        ({"method": "ngram", "compile": "False"}, {"method": "ngram"}),
+        ({"method": "ngram", "compile": "False"}, {"method": "ngram", "compile": False}),
     ],
 )  # fmt: skip
 def test_what_has_a_meaning(values, ours):

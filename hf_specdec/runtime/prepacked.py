@@ -23,7 +23,7 @@ logger = logging.getLogger(__name__)
 _ROWS = 8  # the number of rows the layout is chosen for; it serves any other
 # Where packing pays, measured: bf16 always; float32 for the rows of drafts and for weights that do not fit the L2 cache.
 _ANY_ROWS = range(1, 1 << 62)
-_FLOAT32_ROWS = range(4, 65)
+_FLOAT32_ROWS = range(2, 65)
 _FLOAT32_WEIGHTS = 512 * 512
 _MEMORY_SHARE = 0.25  # of the machine's free memory, at most, for the second copy
 
