@@ -191,7 +191,9 @@ class PackedBatch:
         """
         key = ("padded", window, slot_bytes, dtype, device)
         if key not in self._masks:
-            self._masks[key] = self._padded(window, dtype, device) if self._is_worth_padding(slot_bytes) else None
+            # Not measured in bfloat16, whose single queries have a path of their own (`reference._attention_query_by_query`).
+            pays = dtype == torch.float32 and self._is_worth_padding(slot_bytes)
+            self._masks[key] = self._padded(window, dtype, device) if pays else None
         return self._masks[key]
 
     def _is_worth_padding(self, slot_bytes: int) -> bool:

@@ -1,0 +1,47 @@
+"""Short rows of one query, attended in one padded product, against the same rows one by one."""
+
+import numpy as np
+import pytest
+import torch
+from families import make
+
+from hf_specdec.runtime import PackedModel, packed_batch
+from hf_specdec.runtime.packed_batch import PackedBatch, RowInput
+
+
+@pytest.mark.parametrize("lengths", [(3, 17, 1, 30, 13), (15, 15, 15)])
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Qwen2"])
+@torch.no_grad()
+def test_logits_are_those_of_rows_one_by_one(family, lengths, monkeypatch):
+    """Ragged rows, equal ones, and (Mistral) windows shorter than the rows."""
+    model = PackedModel(make(family), prepack_weights=False)
+    taken = []
+    original = PackedBatch._padded
+    monkeypatch.setattr(PackedBatch, "_padded", lambda self, *args: taken.append(original(self, *args)) or taken[-1])
+    logits = []
+    for most in (packed_batch._PADDED_BYTES, 0):
+        monkeypatch.setattr(packed_batch, "_PADDED_BYTES", most)
+        cache = model.new_cache(num_blocks=32, block_size=4, share_prefixes=False)
+        for row in range(len(lengths)):
+            cache.add(row)
+        for row, length in reversed(list(enumerate(lengths))):
+            cache.reserve(row, length)
+        rows = [RowInput(row, np.arange(5, 5 + length), 0) for row, length in enumerate(lengths)]
+        with model.active():
+            model.forward(rows, cache)
+            for row, length in enumerate(lengths):
+                cache.reserve(row, length + 1)
+            logits.append(
+                model.forward([RowInput(i, np.array([7 + i]), n) for i, n in enumerate(lengths)], cache).logits
+            )
+    assert len(taken) == 1 and (taken[0].mask is None) == (len(set(lengths)) == 1 and family != "Mistral")
+    torch.testing.assert_close(logits[0], logits[1], atol=2e-5, rtol=1e-5)
+
+
+def test_drafts_and_large_rows_are_not_padded():
+    batch = lambda rows: PackedBatch(None, None, rows, None, None, None, False, np.zeros(0), 0)  # noqa: E731
+    one, draft = RowInput(0, np.array([1]), 40), RowInput(1, np.array([1, 2]), 40)
+    assert batch([one, one])._is_worth_padding(512)
+    assert not batch([one, draft])._is_worth_padding(512)
+    assert not batch([one])._is_worth_padding(512)
+    assert not batch([one, one])._is_worth_padding(1 << 20)
