@@ -64,7 +64,8 @@ def test_everything(setting):
     holds_under(
         setting,
         {
-            "test_deterministic.py": "test",
+            # What shows that bits do differ without the mode does not hold for code without vectors.
+            "test_deterministic.py": "not without_the_mode",
             "test_triton_attention.py": "bit_for_bit",
             "test_triton_invariant.py": "linear or product or reductions",
         },
