@@ -295,7 +295,7 @@ def test_rows_of_a_batch_are_read_in_place(target, drafter_path, monkeypatch, na
 
 
 def test_rows_that_share_a_prefix_leave_each_other_room(target, monkeypatch):
-    """The first row's blocks stay one run; the others have one of their own behind what they share."""
+    """The first row's blocks stay one run; each other row has one run of its own after the blocks it shares."""
     config = {"method": "none", "block_size": 4}
     inputs = {name: value.repeat(3, 1) for name, value in ragged([13]).items()}
     tables, remove = [], PagedStaticCache.remove

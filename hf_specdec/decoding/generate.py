@@ -210,10 +210,10 @@ class StaticBatch:
             return None
 
     def _making_room(self, act: Callable[[], Any]) -> Any:
-        """Do what needs blocks, preempting the rows behind as long as there are too few.
+        """Do what needs blocks, preempting the last rows as long as too few are free.
 
         Raises:
-            OutOfBlocks: no row that is behind in its text is left.
+            OutOfBlocks: no other row can give blocks back.
         """
         while True:
             try:

@@ -52,7 +52,7 @@ class LockstepObserver:
         self.scores: tuple[torch.Tensor, ...] | None = None if scores is None else ()
         self.stopped: list[int | None] = [None] * len(sequences)  # new tokens at which each row stopped
         self.pad_token_id = 0 if pad_token_id is None else pad_token_id
-        self.ids = prompt_ids  # with room behind what was shown, which doubles
+        self.ids = prompt_ids  # grows by doubling: columns after the shown ones are room
 
     def row_advanced(self, seq: Sequence, num_new: int) -> None:
         """Apply criteria that concern this row alone to each new prefix."""

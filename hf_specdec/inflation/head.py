@@ -54,6 +54,7 @@ def inflate_eagle3(
 
 
 def check_sizes(folder: Path, old: dict[str, int], new: dict[str, int], source: PretrainedConfig) -> None:
+    """Raise `ValueError` if the head is for another target than `source`, or a size cannot grow to the new one."""
     if old["hidden_size"] != source.hidden_size:
         raise ValueError(
             f"{folder} has width {old['hidden_size']}, its target {source.hidden_size}: give its own target."
@@ -71,7 +72,7 @@ def check_sizes(folder: Path, old: dict[str, int], new: dict[str, int], source: 
 
 
 def tapped(layers: list[int], old: int, new: int) -> dict[str, Any]:
-    """Which hidden states are read: i, behind i of `old` layers, is behind the place of layer i - 1 among `new` ones."""
+    """Which hidden states are read: the output of layer i - 1 of `old` layers comes out of that layer's place among `new` ones."""
     places = layer_places(old, new)
     moved = [places[i - 1] + 1 if i else 0 for i in layers]
     outputs = {LAYER_IDS: [i - 1 for i in moved], "use_aux_hidden_state": True}

@@ -61,6 +61,7 @@ def inflate(
 
 
 def check_vocabulary(model: PreTrainedModel, old: dict[str, int], new: dict[str, int], vocab_size: int) -> None:
+    """Raise `ValueError` if the vocabulary shrinks, or grows while the hidden size stays."""
     size = model.config.vocab_size
     if vocab_size < size:
         raise ValueError(f"vocab_size={vocab_size} is smaller than the source's {size}: give at least {size}.")
@@ -106,6 +107,7 @@ def sizes_of(model: PreTrainedModel) -> dict[str, int]:
 
 
 def check_sizes(model: PreTrainedModel, old: dict[str, int], new: dict[str, int]) -> None:
+    """Raise `ValueError` if a size shrinks, or the new heads cannot hold the old ones."""
     for name in DIMENSIONS:
         if new[name] < old[name]:
             raise ValueError(f"{name}={new[name]} is smaller than the source's {old[name]}: give at least {old[name]}.")
@@ -178,6 +180,7 @@ class Inflation:
         self.kv_sources = torch.cat([head // copies * d + torch.arange(d) for head in kv_heads])
 
     def build(self) -> PreTrainedModel:
+        """The bigger model, in the source's mode (training or evaluation)."""
         config = self.make_config()
         with torch.device("meta"):
             big = type(self.model)(config)
@@ -198,6 +201,7 @@ class Inflation:
         return big.train(self.model.training)
 
     def make_config(self):
+        """The source's configuration with the new sizes; the norms' epsilon shrinks with the share of channels that are not zero."""
         config = copy.deepcopy(self.model.config)
         for name, size in self.new.items():
             setattr(config, name, size)
@@ -211,9 +215,11 @@ class Inflation:
         return config
 
     def random(self, *shape: int) -> Tensor:
+        """Small normal numbers of `shape`, for weights that only ever meet zeros."""
         return torch.empty(shape, dtype=self.dtype).normal_(std=FILL_STD, generator=self.generator)
 
     def parameter(self, tensor: Tensor) -> nn.Parameter:
+        """The tensor in the new dtype, as a parameter of the same shape."""
         return nn.Parameter(tensor.to(self.dtype))
 
     def padded(self, weight: Tensor) -> Tensor:
@@ -237,7 +243,7 @@ class Inflation:
         return self.parameter(out)
 
     def fill_layer(self, layer: nn.Module, source: nn.Module | None) -> None:
-        """Give a layer its tensors: the inflated `source`, or an identity layer where there is none."""
+        """Give a layer its tensors: the inflated `source`; an identity layer if `source` is None."""
         attention, mlp = layer.self_attn, layer.mlp
         scale = {"q_proj": math.sqrt(self.new["head_dim"] / self.old["head_dim"]), "k_proj": 1.0, "v_proj": 1.0}
         if hasattr(attention, "q_norm"):

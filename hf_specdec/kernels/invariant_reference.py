@@ -136,7 +136,7 @@ def _probe_is_apart(probe: torch.Tensor, others: torch.Tensor, weight: torch.Ten
 
 
 def _empty_like(weight: torch.Tensor) -> torch.Tensor:
-    """Memory of the same shape and strides, which begins as far behind a multiple of `_ALIGNMENT` bytes."""
+    """Memory of the same shape and strides, at the same distance from a multiple of `_ALIGNMENT` bytes."""
     size = 1 + sum((n - 1) * stride for n, stride in zip(weight.shape, weight.stride(), strict=True))
     spare = _ALIGNMENT // weight.element_size()
     memory = weight.new_empty(size + spare)

@@ -230,7 +230,7 @@ class TracedLayers:
 
 
 class CompiledLayers(TracedLayers):
-    """Layers that inductor compiles, behind `rewritten` where Triton's kernels run.
+    """Layers that inductor compiles, after `rewritten` where Triton's kernels run.
 
     Args:
         backend: another one (tests).
@@ -322,8 +322,8 @@ def deviation(found: torch.Tensor, expected: torch.Tensor, before: torch.Tensor,
     What the layer adds to the residual stream is the measure, as it can be small beside it; of the stream itself the last bits.
 
     Args:
-        found, expected, before: [1, T, H] behind the layer and before it.
-        num_tokens: those that count; what stands behind them belongs to nobody.
+        found, expected, before: [1, T, H] after the layer and before it.
+        num_tokens: those that count; what follows them belongs to no row.
     """
     eps = torch.finfo(expected.dtype).eps
     found, expected, before = (each[0, :num_tokens].double() for each in (found, expected, before))
