@@ -215,7 +215,7 @@ class Inflation:
         return config
 
     def random(self, *shape: int) -> Tensor:
-        """Small normal numbers of `shape`, for weights that only ever meet zeros."""
+        """Small normal numbers of `shape`, for weights whose values change no logit."""
         return torch.empty(shape, dtype=self.dtype).normal_(std=FILL_STD, generator=self.generator)
 
     def parameter(self, tensor: Tensor) -> nn.Parameter:
