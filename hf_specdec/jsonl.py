@@ -32,12 +32,17 @@ def rows_of(text: str, name: str, plain_key: str) -> list[dict[str, Any]]:
 
 
 def _row(line: str, where: str) -> dict[str, Any]:
+    return {**json_object(line, where), "_where": where}
+
+
+def json_object(text: str, where: str) -> dict[str, Any]:
+    """The object that a JSON text holds. Raises `ValueError`, which names `where` the text stood, for anything else."""
     try:
-        row = json.loads(line)
+        value = json.loads(text)
     except json.JSONDecodeError as error:
         raise ValueError(f"{where}: not JSON ({error}).") from None
     except RecursionError:
         raise ValueError(f"{where}: JSON that is nested too deeply.") from None
-    if not isinstance(row, dict):
+    if not isinstance(value, dict):
         raise ValueError(f"{where}: expected a JSON object.")
-    return {**row, "_where": where}
+    return value

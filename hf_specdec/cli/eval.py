@@ -17,6 +17,7 @@ from rich.table import Table
 import hf_specdec
 
 from ..candidate_generators import parse_config
+from ..jsonl import json_object
 from ..training.card import add_measurements
 from ..training.state import write_whole
 from .measure import Variant, environment, setup_line, timed_generate, warm_up
@@ -27,7 +28,6 @@ from .options import (
     check_output_file,
     decoding_arguments,
     encode_prompts,
-    json_object,
     load_model_and_tokenizer,
     positive_int,
     read_prompts,

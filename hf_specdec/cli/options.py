@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import sys
 from pathlib import Path
@@ -42,19 +41,6 @@ class Output(Console):
     def on_broken_pipe(self) -> None:
         """Leave it to `main`."""
         raise BrokenPipeError
-
-
-def json_object(text: str, option: str) -> dict[str, Any]:
-    """The value of an option that takes a JSON object. ValueError for anything else."""
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{option}: not JSON ({error}).") from None
-    except RecursionError:
-        raise ValueError(f"{option}: JSON that is nested too deeply.") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{option} {text!r}: expected a JSON object.")
-    return value
 
 
 def check_output_file(path: str | None, option: str) -> None:

@@ -12,12 +12,13 @@ import torch
 from rich.console import Console
 
 from ..candidate_generators import parse_config
+from ..jsonl import json_object
 from ..training.export import DTYPES, check_format, push_to_hub
 from ..training.options import TrainingOptions
 from ..training.pipeline import Trained, check_installed, train_head
 from ..training.regenerate import Regeneration
 from ..training.registry import available_trainers
-from .options import json_object, load_model_and_tokenizer, positive_int
+from .options import load_model_and_tokenizer, positive_int
 
 EPILOG = """\
 examples:
