@@ -27,9 +27,11 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 import hf_specdec
 from hf_specdec.candidate_generators import CandidateGenerator, generator_class, parse_config
 from hf_specdec.candidate_generators.base import DrafterContext
+from hf_specdec.core.draft_trees import DraftTrees
+from hf_specdec.core.sequence import Sequence
 from hf_specdec.decoding import SpeculativeDecoder
 from hf_specdec.decoding.draft_length import make_policy
-from hf_specdec.runtime import DraftTrees, PackedModel, Sequence
+from hf_specdec.model.packed_model import PackedModel
 
 LENGTHS: dict[str, dict[str, Any]] = {
     "none": {},

@@ -142,7 +142,7 @@ def main(arguments: list[str] | None = None) -> int:
     )
     report = Report(command, {**environment(device), "seed": seed})
     logging.getLogger("hf_specdec").addHandler(Warnings(report.warnings))
-    logging.getLogger("hf_specdec.runtime.compiled").setLevel(logging.INFO)
+    logging.getLogger("hf_specdec.model.options.compiled").setLevel(logging.INFO)
     toy = options.toy or device.type == "cpu"
     context = Context(device, toy, Budget(60 * options.minutes), seed, warnings=report.warnings)
     waiting = [name for name in MODULES if name in options.sections]

@@ -31,10 +31,14 @@ import hf_specdec
 from hf_specdec.cache.paged_layer import PagedLayer
 from hf_specdec.candidate_generators import make_generator, parse_config
 from hf_specdec.candidate_generators.base import DrafterContext
+from hf_specdec.core.draft_trees import DraftTrees
+from hf_specdec.core.output import Taps
+from hf_specdec.core.sequence import Sequence
 from hf_specdec.decoding import SpeculativeDecoder, decoder
-from hf_specdec.decoding.verification import PendingVerdict
 from hf_specdec.kernels import transfer
-from hf_specdec.runtime import DraftTrees, PackedModel, Sequence, Taps, graphs, packed_batch, packed_model
+from hf_specdec.model import graphs, packed_batch, packed_model
+from hf_specdec.model.packed_model import PackedModel
+from hf_specdec.verification.verify import PendingVerdict
 
 CONTEXT = 300  # tokens of a prompt
 PERIOD = 7  # of the text: n-grams occurred before

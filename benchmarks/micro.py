@@ -22,9 +22,10 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 
 from hf_specdec.candidate_generators import generator_class, parse_config
+from hf_specdec.core.rows import RowInput
+from hf_specdec.core.sequence import Sequence
 from hf_specdec.decoding import SpeculativeDecoder
-from hf_specdec.runtime import PackedModel, Sequence
-from hf_specdec.runtime.packed_batch import RowInput
+from hf_specdec.model.packed_model import PackedModel
 
 sys.path.insert(0, str(Path(__file__).parent))
 from decode import machine
@@ -68,7 +69,7 @@ def proposal(method: dict[str, Any], length: int = 100_000) -> float:
     tokens = phrases[rng.integers(0, 200, length // 50)].ravel().tolist()
     seq = Sequence(tokens, max_length=2 * length)
     generator.start(seq)
-    from hf_specdec.candidate_generators import StepOutcome
+    from hf_specdec.core.outcome import StepOutcome
 
     times = []
     for _ in range(300):

@@ -17,9 +17,9 @@ import numpy as np
 import torch
 from transformers import AutoModelForCausalLM
 
-from hf_specdec.runtime import PackedModel
-from hf_specdec.runtime.packed_batch import RowInput
-from hf_specdec.runtime.quantized import num_bytes
+from hf_specdec.core.rows import RowInput
+from hf_specdec.model.options.quantized import num_bytes
+from hf_specdec.model.packed_model import PackedModel
 
 WAYS = {
     "as it is": {"prepack_weights": False},

@@ -19,8 +19,9 @@ import transformers
 from transformers import AutoModelForCausalLM
 
 import hf_specdec
-from hf_specdec.runtime import PackedModel, Taps
-from hf_specdec.runtime.packed_batch import RowInput
+from hf_specdec.core.output import Taps
+from hf_specdec.core.rows import RowInput
+from hf_specdec.model.packed_model import PackedModel
 
 SHAPES = {"1 row x 6": (1, 6), "8 rows x 6": (8, 6), "1 row x 512": (1, 512)}
 CONTEXT = 256

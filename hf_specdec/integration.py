@@ -22,9 +22,9 @@ from .candidate_generators import CandidateGenerator, make_generator, parse_conf
 from .candidate_generators.base import DrafterContext, held_weakly
 from .config import PER_CALL_KEYS, SpeculativeConfig
 from .decoding import SpeculativeDecoder, decode
+from .model.architectures import tapped
+from .model.packed_model import PackedModel
 from .refusals import check_inputs, check_mode, check_model
-from .runtime import PackedModel
-from .runtime.architectures import tapped
 
 MODE = "specdec"
 _METHOD = "_specdec_decoding"

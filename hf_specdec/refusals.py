@@ -10,8 +10,9 @@ from transformers.cache_utils import DynamicCache
 
 from .candidate_generators import generator_class, parse_config
 from .config import SpeculativeConfig, SpeculativeConfigError
+from .core.errors import UnsupportedModel
 from .decoding.generate import text_length
-from .runtime.architectures import UnsupportedModel, check_supported
+from .model.architectures import check_supported
 
 _COMPATIBLE_MODES = ("greedy_search", "sample", "assisted_generation")
 _OTHER_SPECULATION = (

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import argparse
 import hashlib
+import itertools
 import json
 import os
 import sys
@@ -101,7 +102,7 @@ def travelled(config: dict) -> dict[str, int]:
         sys.setprofile(None)
         SpeculativeDecoder.begin, SpeculativeDecoder.finish = begin, finish
     files = steps[-2]
-    changes = sum(one != other for one, other in zip(files, files[1:], strict=False))
+    changes = sum(one != other for one, other in itertools.pairwise(files))
     return {"calls": len(files), "files": len(set(files)), "changes": changes}
 
 

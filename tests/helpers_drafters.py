@@ -12,9 +12,10 @@ from oracle import assert_clean, ragged
 import hf_specdec
 from hf_specdec import SpeculativeConfigError, integration
 from hf_specdec.candidate_generators import generator_class, parse_config
+from hf_specdec.core.draft_trees import DraftTrees
+from hf_specdec.core.sequence import Sequence as Row
 from hf_specdec.decoding import SpeculativeDecoder
-from hf_specdec.runtime import DraftTrees, PackedModel
-from hf_specdec.runtime import Sequence as Row
+from hf_specdec.model.packed_model import PackedModel
 
 RAGGED = ragged([6, 13, 2, 9])
 

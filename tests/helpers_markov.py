@@ -8,8 +8,9 @@ import numpy as np
 import torch
 
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.decoding.verification import verify
-from hf_specdec.runtime import DraftTrees, Sequence
+from hf_specdec.core.draft_trees import DraftTrees
+from hf_specdec.core.sequence import Sequence
+from hf_specdec.verification.verify import verify
 
 VOCAB = 5
 NUM_TOKENS = 3  # the joint distribution tested is that of the first three: 125 cells

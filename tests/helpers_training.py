@@ -67,7 +67,7 @@ def qa_rows(count: int, seed: int = 0) -> list[dict[str, Any]]:
 
 def ragged_batch(model: TargetModel, lengths=(13, 9, 5), prompt: int = 3, seed: int = 0) -> Batch:
     """Random texts whose first `prompt` tokens do not count, with all hidden states captured."""
-    from hf_specdec.runtime import Taps
+    from hf_specdec.core.output import Taps
 
     width = max(lengths)
     input_ids, mask = (

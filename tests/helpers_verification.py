@@ -8,9 +8,10 @@ from dataclasses import dataclass
 import torch
 
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.decoding import verification
+from hf_specdec.core.draft_trees import DraftTrees
+from hf_specdec.core.sequence import Sequence
 from hf_specdec.kernels import random_bits as rb
-from hf_specdec.runtime import DraftTrees, Sequence
+from hf_specdec.verification import verify as verification
 
 
 def verify(trees: DraftTrees, scores: torch.Tensor, rows: list[Sequence], rule: str):

@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_specdec.kernels import attention, random_bits, reference
-from hf_specdec.runtime import compiled, graphs, packed_batch, packed_model
+from hf_specdec.model import graphs, packed_batch, packed_model
+from hf_specdec.model.options import compiled
 
 _aten = torch.ops.aten
 # What waits for the device, or makes a shape of what is on it.

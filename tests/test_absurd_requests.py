@@ -8,7 +8,7 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 import hf_specdec
 from hf_specdec import SpeculativeConfigError, integration, parse_config
-from hf_specdec.candidate_generators.drafting.tree_shapes import TreeTemplate
+from hf_specdec.candidate_generators.growing.tree_shapes import TreeTemplate
 from hf_specdec.config import MOST_DRAFT_NODES
 
 HUGE = [10**5, 10**12]

@@ -14,7 +14,7 @@ from torch import nn
 
 import hf_specdec
 from hf_specdec import SpeculativeConfigError, parse_config
-from hf_specdec.candidate_generators.heads.checkpoints import (
+from hf_specdec.candidate_generators.checkpoints.files import (
     Checkpoint,
     CheckpointError,
     Plan,

@@ -13,7 +13,7 @@ from safetensors.torch import load_file, save_file
 from test_checkpoints import eagle_config, eagle_tensors, write
 
 import hf_specdec
-from hf_specdec.candidate_generators.heads.checkpoints import CheckpointError
+from hf_specdec.candidate_generators.checkpoints.files import CheckpointError
 
 HEADS = ("eagle", "eagle3", "mtp", "mlp_speculator", "medusa", "hydra", "dflash")
 

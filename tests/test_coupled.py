@@ -8,8 +8,8 @@ from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
 
 import hf_specdec
-from hf_specdec.decoding.warpers import CoupledNoiseLogitsWarper
-from hf_specdec.runtime.sequence import stream_seeds
+from hf_specdec.core.sequence import stream_seeds
+from hf_specdec.sampling.processors import CoupledNoiseLogitsWarper
 
 SEED, NEW = 11, 16
 

@@ -13,11 +13,12 @@ from test_lossless import bundled_prompts
 
 import hf_specdec
 from hf_specdec import SpeculativeConfigError
+from hf_specdec.core.errors import UnsupportedModel
+from hf_specdec.core.rows import RowInput
 from hf_specdec.kernels import invariant_reference as ops
-from hf_specdec.runtime import PackedModel
-from hf_specdec.runtime.architectures import UnsupportedModel
-from hf_specdec.runtime.invariant_ops import InvariantOps
-from hf_specdec.runtime.packed_batch import RowInput, describe_lines
+from hf_specdec.model.options.invariant_ops import InvariantOps
+from hf_specdec.model.packed_batch import describe_lines
+from hf_specdec.model.packed_model import PackedModel
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LENGTH = 31

@@ -16,10 +16,10 @@ from helpers_markov import DRAFTER, TARGET, VOCAB, Drafts, cells, draw, joint
 from scipy import stats
 
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.decoding import verification
-from hf_specdec.decoding.rules.target_choice import follow_target
 from hf_specdec.kernels import random_bits
 from hf_specdec.kernels import reference as ops
+from hf_specdec.verification import verify as verification
+from hf_specdec.verification.target_choice import follow_target
 
 N = 120_000
 

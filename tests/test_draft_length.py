@@ -16,10 +16,12 @@ import hf_specdec
 from hf_specdec import SpeculativeConfigError, integration, parse_config
 from hf_specdec.candidate_generators import generator_class
 from hf_specdec.candidate_generators.base import DrafterContext
+from hf_specdec.core.draft_trees import DraftTrees
+from hf_specdec.core.sequence import Sequence
 from hf_specdec.decoding import SpeculativeDecoder, draft_length, step_cost
 from hf_specdec.decoding.draft_length import AutoLength, DraftedStep, DraftLengthPolicy, LengthPerBatchSize, make_policy
 from hf_specdec.decoding.step_cost import FittedCost, StepCost, StepTimer
-from hf_specdec.runtime import DraftTrees, PackedModel, Sequence
+from hf_specdec.model.packed_model import PackedModel
 
 TABLE = "num_speculative_tokens_per_batch_size"
 

@@ -14,10 +14,10 @@ from transformers import LogitsProcessorList, TemperatureLogitsWarper, TopKLogit
 
 import hf_specdec
 from hf_specdec import integration
-from hf_specdec.candidate_generators.drafting.captured_rounds import CapturedRounds
-from hf_specdec.candidate_generators.drafting.tree_growth import grow
-from hf_specdec.decoding.warpers import FusedSamplingLogitsWarper, NodeProcessors
-from hf_specdec.runtime import Sequence
+from hf_specdec.candidate_generators.growing.captured_rounds import CapturedRounds
+from hf_specdec.candidate_generators.growing.tree_growth import grow
+from hf_specdec.core.sequence import Sequence
+from hf_specdec.sampling.processors import FusedSamplingLogitsWarper, NodeProcessors
 
 HEADS = {
     "tiny-eagle": "eagle",

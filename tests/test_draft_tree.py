@@ -6,8 +6,8 @@ import pytest
 import torch
 from hypothesis import given, settings
 
+from hf_specdec.core.draft_trees import DraftTrees
 from hf_specdec.kernels import reference as ops
-from hf_specdec.runtime import DraftTrees
 
 
 @st.composite

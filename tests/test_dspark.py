@@ -8,7 +8,7 @@ import torch
 from helpers_dflash import Reference, Watched, compare, make
 from oracle import ragged, tiny_llama
 
-from hf_specdec.candidate_generators.heads.checkpoints import CheckpointError
+from hf_specdec.candidate_generators.checkpoints.files import CheckpointError
 from hf_specdec.config import SpeculativeConfigError
 
 PROMPTS = [5, 17, 9, 3]

@@ -5,8 +5,8 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from hf_specdec.runtime import fingerprints as module
-from hf_specdec.runtime.fingerprints import fingerprints
+from hf_specdec.model.options import fingerprints as module
+from hf_specdec.model.options.fingerprints import fingerprints
 
 WAYS = {"cpu": lambda tensor: fingerprints([tensor])[0], "device": module._on_device}
 

@@ -13,8 +13,8 @@ from triton_interpreter import needs_triton, run_interpreted
 
 import hf_specdec
 from hf_specdec.kernels.attention_inputs import InputSizes
-from hf_specdec.runtime import graphs
-from hf_specdec.runtime.buckets import bucket_of
+from hf_specdec.model import graphs
+from hf_specdec.model.buckets import bucket_of
 
 
 def test_in_a_process_of_its_own():

@@ -6,7 +6,7 @@ from families import FAMILIES, make, make_for_pages, perturbed
 from replayed_graphs import as_if_captured, defined_attention, graphs_in_python  # noqa: F401
 
 import hf_specdec
-from hf_specdec.runtime import architectures, graphs
+from hf_specdec.model import architectures, graphs
 
 GATHERED = {"Falcon", "BLOOM", "StableLM", "DeepSeek-V3"}  # `cuda_graphs` refuses them, and says so
 

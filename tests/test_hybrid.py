@@ -9,7 +9,8 @@ from scipy import stats
 
 from hf_specdec import SpeculativeConfigError, integration, parse_config
 from hf_specdec.candidate_generators.hybrid import HybridGenerator
-from hf_specdec.runtime import DraftTrees, Sequence
+from hf_specdec.core.draft_trees import DraftTrees
+from hf_specdec.core.sequence import Sequence
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 

@@ -10,7 +10,7 @@ import torch
 from oracle import assert_clean, drafter_of, method_configs, ragged, tiny_llama
 from transformers import LogitsProcessor, LogitsProcessorList
 
-from hf_specdec.decoding.kept_state import KeptState
+from hf_specdec.sampling.kept_state import KeptState
 
 PROMPTS = ragged([7, 9, 4])
 

@@ -9,8 +9,9 @@ from oracle import ragged, tiny_llama
 
 import hf_specdec
 from hf_specdec.candidate_generators import generator_class, parse_config
+from hf_specdec.core.sequence import Sequence
 from hf_specdec.decoding import SpeculativeDecoder
-from hf_specdec.runtime import PackedModel, Sequence
+from hf_specdec.model.packed_model import PackedModel
 
 VOCAB = 11
 TREE = {"branching_factors": [5, 3, 1]}

@@ -19,9 +19,10 @@ from oracle import assert_clean, ragged, tiny_llama
 
 import hf_specdec
 from hf_specdec import SpeculativeConfigError, integration, parse_config
-from hf_specdec.candidate_generators import StepOutcome
 from hf_specdec.candidate_generators.lookahead import LookaheadGenerator, NGramPool, Window
-from hf_specdec.runtime import DraftTrees, Sequence
+from hf_specdec.core.draft_trees import DraftTrees
+from hf_specdec.core.outcome import StepOutcome
+from hf_specdec.core.sequence import Sequence
 
 DEFAULT = {"method": "lookahead"}
 SMALL = {"method": "lookahead", "window_size": 3, "ngram_size": 3, "guess_set_size": 2}

@@ -18,7 +18,8 @@ from transformers.generation import candidate_generator as theirs
 from hf_specdec import integration
 from hf_specdec.candidate_generators import parse_config
 from hf_specdec.candidate_generators.mtp import MtpGenerator
-from hf_specdec.runtime import PackedModel, Sequence
+from hf_specdec.core.sequence import Sequence
+from hf_specdec.model.packed_model import PackedModel
 
 SHAPES = {
     "chain": {"num_speculative_tokens": 4},

@@ -18,7 +18,7 @@ from hf_specdec import integration
 from hf_specdec.candidate_generators import parse_config
 from hf_specdec.candidate_generators.mtp import MtpGenerator
 from hf_specdec.candidate_generators.mtp.weights import dequantized
-from hf_specdec.runtime import PackedModel
+from hf_specdec.model.packed_model import PackedModel
 
 CONFIG = {"method": "mtp", "num_speculative_tokens": 3}
 

@@ -7,7 +7,7 @@ from multimodal import MULTIMODAL, build_multimodal
 from oracle import ragged
 
 import hf_specdec
-from hf_specdec.runtime.architectures import UnsupportedModel
+from hf_specdec.core.errors import UnsupportedModel
 
 CONFIGS = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3},

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 
 from hf_specdec import parse_config
-from hf_specdec.candidate_generators import StepOutcome
 from hf_specdec.candidate_generators.ngram import NGramGenerator, NGramIndex
-from hf_specdec.runtime import Sequence
+from hf_specdec.core.outcome import StepOutcome
+from hf_specdec.core.sequence import Sequence
 
 TARGET = SimpleNamespace(device="cpu")
 

@@ -11,8 +11,8 @@ from test_scheduling import make_decoder
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import hf_specdec
+from hf_specdec.core.sequence import Sequence
 from hf_specdec.decoding import SpeculativeDecoder
-from hf_specdec.runtime import Sequence
 
 
 @pytest.fixture(scope="module")

@@ -5,8 +5,10 @@ import pytest
 import torch
 from families import make
 
-from hf_specdec.runtime import PackedModel, packed_batch
-from hf_specdec.runtime.packed_batch import PackedBatch, RowInput
+from hf_specdec.core.rows import RowInput
+from hf_specdec.model import packed_batch
+from hf_specdec.model.packed_batch import PackedBatch
+from hf_specdec.model.packed_model import PackedModel
 
 
 @pytest.mark.parametrize("lengths", [(3, 17, 1, 30, 13), (15, 15, 15)])

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from hf_specdec.runtime import prepacked
-from hf_specdec.runtime.joined_linears import JoinedLinears
-from hf_specdec.runtime.prepacked import prepack
+from hf_specdec.model.options import prepacked
+from hf_specdec.model.options.joined_linears import JoinedLinears
+from hf_specdec.model.options.prepacked import prepack
 
 WIDTH = 512
 ONEDNN = torch.backends.mkldnn.is_available()

@@ -15,11 +15,11 @@ from torch import nn
 import hf_specdec
 from hf_specdec.candidate_generators import parse_config
 from hf_specdec.config import SpeculativeConfigError
+from hf_specdec.core.errors import UnsupportedModel
 from hf_specdec.integration import get_decoder
-from hf_specdec.runtime import PackedModel
-from hf_specdec.runtime.architectures import UnsupportedModel
-from hf_specdec.runtime.prepacked import packs_bfloat16
-from hf_specdec.runtime.quantized import QuantizedLinears, num_bytes, quantize_for_good
+from hf_specdec.model.options.prepacked import packs_bfloat16
+from hf_specdec.model.options.quantized import QuantizedLinears, num_bytes, quantize_for_good
+from hf_specdec.model.packed_model import PackedModel
 
 pytest.importorskip("torchao")
 
@@ -343,7 +343,7 @@ def test_offloaded_weights_are_refused():
 @pytest.mark.parametrize("capability", [(7, 5), (9, 0)])
 def test_int4_on_cuda(monkeypatch, capability):
     """By torchao's configuration for one layer: which packing, and which devices and dtypes are refused."""
-    from hf_specdec.runtime import quantized
+    from hf_specdec.model.options import quantized
 
     class Weight:
         device, shape, dtype = torch.device("cuda:0"), (64, 192), torch.bfloat16

@@ -12,9 +12,10 @@ from helpers_verification import verified_chains
 from hypothesis import given, settings
 
 from hf_specdec.config import SpeculativeConfig, SpeculativeConfigError
-from hf_specdec.decoding.verification import verify
+from hf_specdec.core.draft_trees import DraftTrees
+from hf_specdec.core.sequence import Sequence
 from hf_specdec.kernels import reference as ops
-from hf_specdec.runtime import DraftTrees, Sequence
+from hf_specdec.verification.verify import verify
 
 VOCAB, DEPTH = 3, 3
 BLOCK = SpeculativeConfig(rejection_sample_method="block")

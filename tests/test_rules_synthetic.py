@@ -8,10 +8,11 @@ import torch
 
 from hf_specdec import SpeculativeConfigError, parse_config
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.decoding.rules import synthetic
-from hf_specdec.decoding.verification import verify
+from hf_specdec.core.draft_trees import DraftTrees
+from hf_specdec.core.sequence import Sequence
 from hf_specdec.kernels import random_bits as rb
-from hf_specdec.runtime import DraftTrees, Sequence
+from hf_specdec.verification import synthetic
+from hf_specdec.verification.verify import verify
 
 VOCAB = 5
 RATES = [0.9, 0.6, 0.6, 0.1]

@@ -10,11 +10,12 @@ import torch
 from hypothesis import given, settings
 
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.decoding.rules import typical
-from hf_specdec.decoding.verification import verify
+from hf_specdec.core.draft_trees import DraftTrees
+from hf_specdec.core.sequence import Sequence
 from hf_specdec.kernels import random_bits as rb
 from hf_specdec.kernels import reference as ops
-from hf_specdec.runtime import DraftTrees, Sequence
+from hf_specdec.verification import typical
+from hf_specdec.verification.verify import verify
 
 VOCAB = 6
 

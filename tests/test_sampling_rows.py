@@ -6,12 +6,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from transformers import LogitsProcessorList
 
-from hf_specdec.decoding.warpers import FusedSamplingLogitsWarper, NodeProcessors
+from hf_specdec.core.sequence import Sequence
 from hf_specdec.kernels import random_bits
 from hf_specdec.kernels.sampling_reference import sampling_scores
-from hf_specdec.runtime import Sequence
-from hf_specdec.runtime.logits import choose_tokens, process_logits
-from hf_specdec.runtime.sampling import DRAWS_PER_ROUND, SamplingKind, SamplingRows
+from hf_specdec.sampling.logits import choose_tokens, process_logits
+from hf_specdec.sampling.processors import FusedSamplingLogitsWarper, NodeProcessors
+from hf_specdec.sampling.rows import DRAWS_PER_ROUND, SamplingKind, SamplingRows
 
 VOCAB = 50
 CPU = torch.device("cpu")

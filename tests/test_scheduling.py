@@ -13,8 +13,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from hf_specdec.cache import OutOfBlocks
 from hf_specdec.candidate_generators import generator_class, parse_config
 from hf_specdec.candidate_generators.base import DrafterContext
+from hf_specdec.core.sequence import Sequence
 from hf_specdec.decoding import SpeculativeDecoder
-from hf_specdec.runtime import PackedModel, Sequence
+from hf_specdec.model.packed_model import PackedModel
 
 VOCAB = 64
 

@@ -6,7 +6,8 @@ from oracle import assert_clean, ragged, tiny_llama
 
 from hf_specdec import integration, parse_config
 from hf_specdec.candidate_generators.none import NoSpeculation
-from hf_specdec.runtime import PackedModel, Taps
+from hf_specdec.core.output import Taps
+from hf_specdec.model.packed_model import PackedModel
 
 
 @pytest.mark.parametrize(

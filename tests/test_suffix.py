@@ -12,9 +12,9 @@ from transformers import LlamaConfig, LlamaForCausalLM
 
 import hf_specdec
 from hf_specdec import integration, parse_config
-from hf_specdec.candidate_generators import StepOutcome
 from hf_specdec.candidate_generators.suffix import SuffixGenerator
-from hf_specdec.runtime import Sequence
+from hf_specdec.core.outcome import StepOutcome
+from hf_specdec.core.sequence import Sequence
 
 
 @pytest.fixture

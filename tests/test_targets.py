@@ -15,8 +15,11 @@ from transformers import AutoConfig, AutoModelForSeq2SeqLM, LlamaForCausalLM
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, repeat_kv
 
 import hf_specdec
-from hf_specdec.runtime import PackedModel, Taps, UnsupportedModel, architectures, self_test
-from hf_specdec.runtime.packed_batch import RowInput
+from hf_specdec.core.errors import UnsupportedModel
+from hf_specdec.core.output import Taps
+from hf_specdec.core.rows import RowInput
+from hf_specdec.model import architectures, self_test
+from hf_specdec.model.packed_model import PackedModel
 
 NEW_TOKENS = 40
 CHAIN, TREE = {"method": "draft_model"}, {"method": "draft_model", "branching_factors": [3, 2, 1]}

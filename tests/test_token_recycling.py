@@ -20,9 +20,10 @@ from oracle import VOCAB, assert_clean, ragged, tiny_llama
 
 import hf_specdec
 from hf_specdec import SpeculativeConfigError, integration, parse_config
-from hf_specdec.candidate_generators import StepOutcome
 from hf_specdec.candidate_generators.token_recycling import SuccessorMatrices, TokenRecyclingGenerator, best_tokens
-from hf_specdec.runtime import PackedOutput, Sequence
+from hf_specdec.core.outcome import StepOutcome
+from hf_specdec.core.output import PackedOutput
+from hf_specdec.core.sequence import Sequence
 
 TREE = {"method": "token_recycling"}
 CHAIN = {"method": "token_recycling", "use_tree": False, "num_speculative_tokens": 4}

@@ -13,10 +13,11 @@ from replayed_graphs import defined_attention, graphs_in_python, rewritten_graph
 from torch import fx
 
 import hf_specdec
-from hf_specdec.runtime import compiled, packed_model
-from hf_specdec.runtime.compiled import rewritten
-from hf_specdec.runtime.prepacked import prepack
-from hf_specdec.runtime.sparse_blocks import SparseBlock, SparseBlocks
+from hf_specdec.model import packed_model
+from hf_specdec.model.options import compiled
+from hf_specdec.model.options.compiled import rewritten
+from hf_specdec.model.options.prepacked import prepack
+from hf_specdec.model.options.sparse_blocks import SparseBlock, SparseBlocks
 
 ALL = {"rms_norm", "linears", "linear_and_residual", "gated_linear", "attend_rotating"}
 FAMILIES = {

@@ -17,7 +17,7 @@ from safetensors.torch import load_file
 import hf_specdec
 from hf_specdec.candidate_generators import parse_config
 from hf_specdec.cli import main
-from hf_specdec.runtime import Taps
+from hf_specdec.core.output import Taps
 from hf_specdec.training import TrainingError, TrainingOptions, available_trainers, trainer_class
 from hf_specdec.training.data import encode, read_rows
 from hf_specdec.training.export import push_to_hub

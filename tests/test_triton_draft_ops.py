@@ -6,8 +6,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton_interpreter import DEVICE, RUNS_HERE, needs_triton, run_interpreted
 
-from hf_specdec.decoding.warpers import DraftVocabularyLogitsWarper
 from hf_specdec.kernels import reference
+from hf_specdec.sampling.processors import DraftVocabularyLogitsWarper
 
 if RUNS_HERE:
     from hf_specdec.kernels import draft_ops as ops
@@ -95,7 +95,7 @@ def test_draft_vocabulary(dtype, vocab):
 @needs_triton
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 def test_heads_with_a_vocabulary_of_their_own_use_it(dtype, monkeypatch):
-    from hf_specdec.candidate_generators.heads.target_parts import DraftVocabulary
+    from hf_specdec.candidate_generators.checkpoints.target_parts import DraftVocabulary
 
     called = []
     original = ops.to_target_vocabulary
@@ -137,7 +137,7 @@ def test_features_that_do_not_fit_are_refused():
 
 @needs_triton
 def test_heads_gather_by_it(monkeypatch):
-    from hf_specdec.candidate_generators.heads.target_parts import gather_features
+    from hf_specdec.candidate_generators.checkpoints.target_parts import gather_features
 
     called = []
     original = ops.gather_features

@@ -8,7 +8,8 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from triton_interpreter import DEVICE, needs_triton, run_interpreted
 
 import hf_specdec
-from hf_specdec.runtime import compiled, graphs
+from hf_specdec.model import graphs
+from hf_specdec.model.options import compiled
 
 VOCAB, NEW_TOKENS = 61, 8
 CONFIGS = {

@@ -121,7 +121,8 @@ def test_bad_arguments_are_refused():
 def test_logits_do_not_depend_on_the_batch(pair, monkeypatch):  # noqa: F811
     """The model's own check: token by token against chunks and a tree, all kernels in place."""
     from hf_specdec.kernels import attention, invariant
-    from hf_specdec.runtime import PackedModel, invariant_check
+    from hf_specdec.model.options import invariant_check
+    from hf_specdec.model.packed_model import PackedModel
 
     called = set()
     for module, name in ((attention, "paged_attention"), (invariant, "linear"), (invariant, "sum_last")):
@@ -154,8 +155,9 @@ def test_generate(pair, monkeypatch):  # noqa: F811
 def test_captured_steps(pair, monkeypatch, graphs_in_python):  # noqa: F811
     """The bits of a step in buckets of static buffers are those of the step as it comes: a chain, a tree, a token."""
     from hf_specdec.cache import PagedStaticCache
-    from hf_specdec.runtime import PackedModel, invariant_check
-    from hf_specdec.runtime.packed_batch import RowInput
+    from hf_specdec.core.rows import RowInput
+    from hf_specdec.model.options import invariant_check
+    from hf_specdec.model.packed_model import PackedModel
 
     monkeypatch.setenv("HF_SPECDEC_KERNELS", "triton")
     monkeypatch.setattr(invariant_check, "check", lambda packed: None)  # tested above

@@ -6,7 +6,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton_interpreter import DEVICE, RUNS_HERE, needs_triton, run_interpreted
 
-from hf_specdec.decoding.warpers import FusedSamplingLogitsWarper
+from hf_specdec.sampling.processors import FusedSamplingLogitsWarper
 
 if RUNS_HERE:
     from hf_specdec.kernels.sampling import sampling_limits, sampling_scores
@@ -204,7 +204,7 @@ def sampled_rows(do_sample):
 def test_rows_that_sample(monkeypatch, count, do_sample, dtype, shared):
     """Scores, noisy scores and choices by the kernels: what the definitions give."""
     from hf_specdec.kernels import random_bits
-    from hf_specdec.runtime import sampling as runtime_sampling
+    from hf_specdec.sampling import rows as runtime_sampling
 
     rows = sampled_rows(do_sample)
     kind = runtime_sampling.SamplingKind.of(rows, True)

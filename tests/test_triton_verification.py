@@ -14,12 +14,7 @@ if RUNS_HERE:
 
     from hf_specdec.kernels import verification
     from hf_specdec.kernels.rejection import verify_rejection
-    from hf_specdec.kernels.triton_random import (
-        exponential_of_uniform,
-        gumbel_block,
-        uniform_at,
-        uniform_of_words,
-    )
+    from hf_specdec.kernels.triton_random import exponential_of_uniform, gumbel_block, uniform_at, uniform_of_words
     from hf_specdec.kernels.verification import accepted_path, target_choices, verify_choices
 
     @triton.jit

@@ -7,9 +7,10 @@ import torch
 from helpers_verification import emitted_by, verified_chains, verify
 from hypothesis import given, settings
 
+from hf_specdec.core.draft_trees import DraftTrees
+from hf_specdec.core.sequence import Sequence
 from hf_specdec.kernels import random_bits as rb
 from hf_specdec.kernels import reference as ops
-from hf_specdec.runtime import DraftTrees, Sequence
 
 VOCAB = 4
 

@@ -7,7 +7,11 @@ import transformers
 from hypothesis import given, settings
 from transformers.generation import logits_process as hf
 
-from hf_specdec.decoding.warpers import (
+from hf_specdec.core.draft_trees import DraftTrees
+from hf_specdec.core.sequence import Sequence
+from hf_specdec.kernels import random_bits as rb
+from hf_specdec.sampling.logits import needs_prefix, process_logits
+from hf_specdec.sampling.processors import (
     CoupledNoiseLogitsWarper,
     DraftVocabularyLogitsWarper,
     FusedSamplingLogitsWarper,
@@ -15,9 +19,6 @@ from hf_specdec.decoding.warpers import (
     SamplingParameters,
     split_sampling,
 )
-from hf_specdec.kernels import random_bits as rb
-from hf_specdec.runtime import DraftTrees, Sequence
-from hf_specdec.runtime.logits import needs_prefix, process_logits
 
 OLDEST = transformers.__version__.startswith("5.17.")
 INF = float("inf")

@@ -13,8 +13,8 @@ from decode import batches
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_specdec
+from hf_specdec.core.sequence import stream_seeds
 from hf_specdec.kernels import random_bits
-from hf_specdec.runtime.sequence import stream_seeds
 
 from .context import Context, kernels
 from .report import Row, at_most

@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from hf_specdec import CandidateGenerator, SpeculativeConfig, register
-from hf_specdec.runtime import DraftTrees, Sequence
+from hf_specdec.core.draft_trees import DraftTrees
+from hf_specdec.core.sequence import Sequence
 
 METHOD = "benchmark_repeating"
 

@@ -9,13 +9,12 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from ..runtime import PackedModel
-from ..runtime.packed_head import PackedHead
+from ..model.packed_head import PackedHead
+from ..model.packed_model import PackedModel
 from .base import DrafterContext
-from .drafting.features import FeatureGenerator
-from .heads.checkpoints import Checkpoint, Plan, load_module, register_format
-from .heads.config import ProposedLengthConfig, proposed_length
-from .heads.layers import (
+from .checkpoints.config import ProposedLengthConfig, proposed_length
+from .checkpoints.files import Checkpoint, Plan, load_module, register_format
+from .checkpoints.layers import (
     Embeddings,
     RotaryPositions,
     check_flags,
@@ -26,7 +25,8 @@ from .heads.layers import (
     shared_embeddings,
     vocab_size_of,
 )
-from .heads.target_parts import DraftVocabulary, check_target, draft_vocabulary, load_once, place_of, target_head
+from .checkpoints.target_parts import DraftVocabulary, check_target, draft_vocabulary, load_once, place_of, target_head
+from .growing.features import FeatureGenerator
 from .registry import register
 
 

@@ -11,8 +11,12 @@ import torch
 from safetensors.torch import save_file
 
 from ..config import SpeculativeConfig
-from ..runtime import DraftTrees, PackedModel, Sequence, Taps
-from .base import CandidateGenerator, DrafterContext, StepOutcome
+from ..core.draft_trees import DraftTrees
+from ..core.outcome import StepOutcome
+from ..core.output import Taps
+from ..core.sequence import Sequence
+from ..model.packed_model import PackedModel
+from .base import CandidateGenerator, DrafterContext
 from .registry import register
 
 

@@ -11,17 +11,18 @@ from torch import nn
 from transformers import LlamaConfig
 from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRMSNorm
 
+from ..core.sequence import Sequence
 from ..kernels.transfer import upload
-from ..runtime import PackedModel, Sequence
-from ..runtime.draft_loop import LevelForward
-from ..runtime.packed_head import PackedHead
+from ..model.draft_loop import LevelForward
+from ..model.packed_head import PackedHead
+from ..model.packed_model import PackedModel
 from .base import CandidateGenerator, DrafterContext
-from .drafting.features import FeatureGenerator
-from .drafting.last_hidden import LastHiddenConfig, LastHiddenGenerator, bounded_shape
-from .drafting.levels import Level
-from .heads.checkpoints import Checkpoint, Plan, counted, load_module, register_format
-from .heads.layers import Embeddings, RotaryPositions, fit_biases, shared_embeddings
-from .heads.target_parts import DraftVocabulary, check_target, load_once, place_of
+from .checkpoints.files import Checkpoint, Plan, counted, load_module, register_format
+from .checkpoints.layers import Embeddings, RotaryPositions, fit_biases, shared_embeddings
+from .checkpoints.target_parts import DraftVocabulary, check_target, load_once, place_of
+from .growing.features import FeatureGenerator
+from .growing.last_hidden import LastHiddenConfig, LastHiddenGenerator, bounded_shape
+from .growing.levels import Level
 from .medusa import share_equal
 from .registry import register
 

@@ -10,8 +10,11 @@ import numpy as np
 import torch
 
 from ..config import MOST_DRAFT_NODES, SpeculativeConfig
-from ..runtime import DraftTrees, PackedModel, Sequence
-from .base import CandidateGenerator, DrafterContext, StepOutcome
+from ..core.draft_trees import DraftTrees
+from ..core.outcome import StepOutcome
+from ..core.sequence import Sequence
+from ..model.packed_model import PackedModel
+from .base import CandidateGenerator, DrafterContext
 from .registry import register
 
 

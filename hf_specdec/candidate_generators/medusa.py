@@ -11,12 +11,12 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..runtime import PackedModel
+from ..model.packed_model import PackedModel
 from .base import DrafterContext
-from .drafting.last_hidden import LastHiddenConfig, LastHiddenGenerator
-from .drafting.levels import Level
-from .heads.checkpoints import Checkpoint, Plan, counted, load_module, register_format
-from .heads.target_parts import DraftVocabulary, check_target, load_once, place_of, target_head
+from .checkpoints.files import Checkpoint, Plan, counted, load_module, register_format
+from .checkpoints.target_parts import DraftVocabulary, check_target, load_once, place_of, target_head
+from .growing.last_hidden import LastHiddenConfig, LastHiddenGenerator
+from .growing.levels import Level
 from .mlp_speculator.parts import sharing
 from .registry import register
 

@@ -5,8 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from ..config import SpeculativeConfig
-from ..runtime import DraftTrees, PackedModel, Sequence
-from .base import CandidateGenerator, DrafterContext, StepOutcome
+from ..core.draft_trees import DraftTrees
+from ..core.outcome import StepOutcome
+from ..core.sequence import Sequence
+from ..model.packed_model import PackedModel
+from .base import CandidateGenerator, DrafterContext
 from .registry import register
 
 

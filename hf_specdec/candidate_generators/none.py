@@ -5,7 +5,8 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from ..config import SpeculativeConfig
-from ..runtime import DraftTrees, Sequence
+from ..core.draft_trees import DraftTrees
+from ..core.sequence import Sequence
 from .base import CandidateGenerator
 from .registry import register
 

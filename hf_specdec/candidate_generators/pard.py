@@ -7,13 +7,14 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from ..core.rows import RowInput
+from ..core.sequence import Sequence
 from ..kernels.transfer import upload
-from ..runtime import PackedModel, Sequence
-from ..runtime.packed_batch import RowInput
+from ..model.packed_model import PackedModel
 from .base import DrafterContext
+from .checkpoints.files import Checkpoint, register_format
 from .draft_model import DraftModelConfig, DraftModelGenerator
-from .drafting.levels import Draft, Level
-from .heads.checkpoints import Checkpoint, register_format
+from .growing.levels import Draft, Level
 from .registry import register
 
 # Where a drafter's configuration may name its mask token: AMD's checkpoints, vLLM's name for it, and the plain one.

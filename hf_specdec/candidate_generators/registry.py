@@ -12,12 +12,12 @@ from typing import TYPE_CHECKING, Any
 
 from ..bundled import resolve_model
 from ..config import SpeculativeConfig, SpeculativeConfigError, nearest_hint
-from .heads.checkpoints import infer_format, open_checkpoint
-from .heads.quantization import quantize_head
+from .checkpoints.files import infer_format, open_checkpoint
+from .checkpoints.quantization import quantize_head
 from .pasted import IGNORED_KEYS, METHOD_NAMES, renamed_method, translated
 
 if TYPE_CHECKING:
-    from ..runtime import PackedModel
+    from ..model.packed_model import PackedModel
     from .base import CandidateGenerator, DrafterContext
 
 logger = logging.getLogger(__name__)

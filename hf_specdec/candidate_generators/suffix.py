@@ -7,8 +7,11 @@ from dataclasses import dataclass, field
 import numpy as np
 
 from ..config import SpeculativeConfig
-from ..runtime import DraftTrees, PackedModel, Sequence
-from .base import CandidateGenerator, DrafterContext, StepOutcome
+from ..core.draft_trees import DraftTrees
+from ..core.outcome import StepOutcome
+from ..core.sequence import Sequence
+from ..model.packed_model import PackedModel
+from .base import CandidateGenerator, DrafterContext
 from .registry import register
 
 

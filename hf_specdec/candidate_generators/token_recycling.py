@@ -11,12 +11,16 @@ import numpy as np
 import torch
 
 from ..config import SpeculativeConfig
+from ..core.draft_trees import DraftTrees
+from ..core.outcome import StepOutcome
+from ..core.output import Taps
+from ..core.sequence import Sequence
 from ..kernels.transfer import upload
-from ..runtime import DraftTrees, PackedModel, Sequence, Taps
-from .base import CandidateGenerator, DrafterContext, StepOutcome
-from .drafting.published_trees import PUBLISHED_TREES
-from .drafting.token_tree import read_token_tree
-from .drafting.tree_shapes import TreeTemplate
+from ..model.packed_model import PackedModel
+from .base import CandidateGenerator, DrafterContext
+from .growing.published_trees import PUBLISHED_TREES
+from .growing.token_tree import read_token_tree
+from .growing.tree_shapes import TreeTemplate
 from .registry import register
 
 logger = logging.getLogger(__name__)

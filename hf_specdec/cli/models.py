@@ -14,7 +14,7 @@ from transformers import AutoConfig
 
 import hf_specdec
 from hf_specdec import SpeculativeConfig, SpeculativeConfigError
-from hf_specdec.candidate_generators.drafting.tree_shapes import TreeDraftingConfig
+from hf_specdec.candidate_generators.growing.tree_shapes import TreeDraftingConfig
 
 from .options import Output
 

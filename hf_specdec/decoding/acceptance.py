@@ -6,7 +6,7 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from ..runtime import Sequence
+from ..core.sequence import Sequence
 
 if TYPE_CHECKING:
     from .draft_length import DraftedStep

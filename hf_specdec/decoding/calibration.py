@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..candidate_generators.drafting.growing import GrowingGenerator
-from ..candidate_generators.drafting.levels import Level
-from ..candidate_generators.drafting.tree_shapes import TreeTemplate
-from ..runtime import Sequence
-from ..runtime.architectures import check_length
+from ..candidate_generators.growing.grower import GrowingGenerator
+from ..candidate_generators.growing.levels import Level
+from ..candidate_generators.growing.tree_shapes import TreeTemplate
+from ..core.sequence import Sequence
+from ..model.architectures import check_length
 from .decoder import SpeculativeDecoder
 
 

@@ -10,19 +10,22 @@ import numpy as np
 import torch
 
 from ..cache import OutOfBlocks
-from ..candidate_generators import CandidateGenerator, StepOutcome
+from ..candidate_generators import CandidateGenerator
 from ..config import MOST_DRAFT_TOKENS, SpeculativeConfig
+from ..core.draft_trees import DraftTrees
+from ..core.outcome import StepOutcome
+from ..core.output import PackedOutput
+from ..core.rows import RowInput
+from ..core.sequence import UNKNOWN, Sequence
 from ..kernels.transfer import upload
-from ..runtime import DraftTrees, PackedModel, PackedOutput, Sequence
-from ..runtime.logits import calls_in_order, needs_prefix, process_logits
-from ..runtime.packed_batch import RowInput
-from ..runtime.sequence import UNKNOWN
+from ..model.packed_model import PackedModel
+from ..sampling.fused import RowSampling, left_to_kernels, row_sampling
+from ..sampling.logits import calls_in_order, needs_prefix, process_logits
+from ..verification.verify import begin_verification
 from .draft_length import DraftedStep, DraftLengthPolicy, make_policy, nodes_by_depth
 from .outputs import RowStatistics
-from .sampling import RowSampling, left_to_kernels, row_sampling
 from .step import PendingStep, StepResult, StepTensors
 from .step_cost import StepTimer
-from .verification import begin_verification
 
 
 class SpeculativeDecoder:

@@ -8,7 +8,8 @@ from typing import ClassVar
 import numpy as np
 
 from ..config import SpeculativeConfig
-from ..runtime import DraftTrees, Sequence
+from ..core.draft_trees import DraftTrees
+from ..core.sequence import Sequence
 from .acceptance import AcceptanceEstimates
 from .step_cost import StepCost
 

@@ -14,9 +14,9 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from ..cache import OutOfBlocks
-from ..runtime import Sequence
-from ..runtime.architectures import check_length
-from ..runtime.sequence import stream_seeds
+from ..core.sequence import Sequence, stream_seeds
+from ..model.architectures import check_length
+from ..sampling.processors import NodeProcessors
 from .decoder import PendingStep, SpeculativeDecoder, StepResult
 from .outputs import (
     RowStatistics,
@@ -29,7 +29,6 @@ from .outputs import (
     summarize,
 )
 from .stopping import LockstepObserver
-from .warpers import NodeProcessors
 
 logger = logging.getLogger(__name__)
 

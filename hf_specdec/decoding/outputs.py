@@ -11,7 +11,7 @@ from transformers.cache_utils import DynamicCache
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..cache import PagedStaticCache
-from ..runtime import Sequence
+from ..core.sequence import Sequence
 
 
 @dataclass

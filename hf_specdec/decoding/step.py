@@ -9,10 +9,11 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
-from ..runtime import DraftTrees, PackedOutput, Sequence
-from ..runtime.sequence import UNKNOWN
-from .sampling import RowSampling
-from .verification import PendingVerdict
+from ..core.draft_trees import DraftTrees
+from ..core.output import PackedOutput
+from ..core.sequence import UNKNOWN, Sequence
+from ..sampling.fused import RowSampling
+from ..verification.verify import PendingVerdict
 
 
 @dataclass

@@ -12,7 +12,7 @@ from transformers.generation.stopping_criteria import (
     StopStringCriteria,
 )
 
-from ..runtime import Sequence
+from ..core.sequence import Sequence
 
 # Rows know their own lengths and end-of-sequence tokens; a subclass may do anything and is called.
 KNOWN_CRITERIA = (MaxLengthCriteria, EosTokenCriteria)

@@ -12,15 +12,7 @@ from __future__ import annotations
 import triton
 import triton.language as tl
 
-from .triton_random import (
-    GROUP,
-    MOST_GUMBEL,
-    gumbel_block,
-    gumbel_of_ids,
-    minimum_words,
-    most_noise,
-    words_of_groups,
-)
+from .triton_random import GROUP, MOST_GUMBEL, gumbel_block, gumbel_of_ids, minimum_words, most_noise, words_of_groups
 
 NO_ID = tl.constexpr(2**31 - 1)
 MOST_BOUND = tl.constexpr(3e38)

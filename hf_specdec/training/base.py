@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, ClassVar
 import torch
 from torch import nn
 
-from ..runtime import Taps
+from ..core.output import Taps
 from .batch import Batch
 
 if TYPE_CHECKING:

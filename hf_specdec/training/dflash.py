@@ -14,7 +14,7 @@ from transformers import AttentionInterface, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
 from ..candidate_generators.dflash.block import DFlashDrafter, DFlashLayout
-from ..runtime import Taps
+from ..core.output import Taps
 from .base import Exported, Guesses, HeadTrainer, StepLoss, TrainingError
 from .batch import Batch
 from .draft_layer import last_norm_scale, state_sizes

@@ -8,10 +8,10 @@ from typing import Any
 import torch
 from transformers import LlamaConfig
 
-from ..candidate_generators.heads.checkpoints import Checkpoint, Plan
-from ..candidate_generators.heads.layers import Embeddings, RotaryPositions
-from ..runtime import Taps
-from ..runtime.architectures import decoder_of
+from ..candidate_generators.checkpoints.files import Checkpoint, Plan
+from ..candidate_generators.checkpoints.layers import Embeddings, RotaryPositions
+from ..core.output import Taps
+from ..model.architectures import decoder_of
 from .base import TrainingError
 from .batch import Batch
 from .target import TargetModel

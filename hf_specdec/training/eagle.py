@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..candidate_generators.eagle import EagleHead
-from ..runtime import Taps
+from ..core.output import Taps
 from .base import Exported, Guesses, HeadTrainer, StepLoss
 from .batch import Batch
 from .draft_layer import Shapes, embedding_table, layer_config_for, layer_json, prepare

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..candidate_generators.eagle3.head import Eagle3Head, Eagle3Options
-from ..runtime import Taps
+from ..core.output import Taps
 from .base import Exported, Guesses, HeadTrainer, StepLoss, TrainingError
 from .batch import Batch
 from .draft_layer import Shapes, embedding_table, last_norm_scale, layer_config_for, layer_json, prepare

@@ -12,7 +12,7 @@ import torch
 from safetensors import safe_open
 from safetensors.torch import save
 
-from ..runtime import Taps
+from ..core.output import Taps
 from .batch import Batch
 from .data import Sample
 from .order import collate

@@ -11,8 +11,8 @@ import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig
 
-from ..candidate_generators.heads.checkpoints import Checkpoint
-from ..candidate_generators.heads.layers import Embeddings, RotaryPositions
+from ..candidate_generators.checkpoints.files import Checkpoint
+from ..candidate_generators.checkpoints.layers import Embeddings, RotaryPositions
 from ..candidate_generators.hydra import HydraHeads
 from .base import Exported, Guesses, HeadTrainer, StepLoss, TrainingError, every_anchor
 from .batch import Batch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from ..candidate_generators.heads.checkpoints import CheckpointError, open_checkpoint
+from ..candidate_generators.checkpoints.files import CheckpointError, open_checkpoint
 from .base import HeadTrainer, TrainingError
 
 

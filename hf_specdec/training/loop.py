@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..runtime import Taps
+from ..core.output import Taps
 from .base import HeadTrainer, StepLoss, TrainingError
 from .batch import Batch
 from .data import Sample

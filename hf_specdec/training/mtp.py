@@ -10,7 +10,7 @@ from torch import nn
 
 from ..candidate_generators.mtp.head import Family, MtpModule
 from ..candidate_generators.mtp.layouts import find_layout
-from ..runtime import architectures
+from ..model import architectures
 from .base import Exported, Guesses, HeadTrainer, StepLoss, TrainingError
 from .batch import Batch
 from .options import TrainingOptions, option

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 
-from ..runtime import Taps
+from ..core.output import Taps
 from .base import HeadTrainer
 from .data import Sample, encode, read_rows, split
 from .estimate import Estimate

@@ -13,8 +13,8 @@ import torch
 from torch import nn
 from transformers import PreTrainedModel
 
-from ..runtime import Taps
-from ..runtime.architectures import check_supported, decoder_of, layer_list
+from ..core.output import Taps
+from ..model.architectures import check_supported, decoder_of, layer_list
 from .base import TrainingError
 from .batch import Batch
 

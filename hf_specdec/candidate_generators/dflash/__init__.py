@@ -8,16 +8,18 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
+from ...core.output import PackedOutput, Taps
+from ...core.rows import RowInput
+from ...core.sequence import Sequence
 from ...kernels.transfer import upload
-from ...runtime import PackedModel, PackedOutput, Sequence, Taps
-from ...runtime.packed_batch import RowInput
+from ...model.packed_model import PackedModel
 from ..base import DrafterContext
-from ..drafting.features import FeatureGenerator
-from ..drafting.levels import Level
-from ..drafting.tree_shapes import DynamicTree, TreeShape, TreeTemplate
-from ..heads.checkpoints import register_format
-from ..heads.config import ProposedLengthConfig, proposed_length
-from ..heads.target_parts import gather_features, load_once
+from ..checkpoints.config import ProposedLengthConfig, proposed_length
+from ..checkpoints.files import register_format
+from ..checkpoints.target_parts import gather_features, load_once
+from ..growing.features import FeatureGenerator
+from ..growing.levels import Level
+from ..growing.tree_shapes import DynamicTree, TreeShape, TreeTemplate
 from ..registry import register
 from .block import BlockHead
 from .checkpoint import is_dflash, load_dflash, read_layout

@@ -13,10 +13,11 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, rotate_half
 
 from ...cache import PagedStaticCache
-from ...runtime.graphs import GraphRunner, StaticBatch
-from ...runtime.packed_batch import PackedBatch, RowInput
-from ...runtime.packed_head import PackedHead
-from ..heads.layers import RotaryPositions
+from ...core.rows import RowInput
+from ...model.graphs import GraphRunner, StaticBatch
+from ...model.packed_batch import PackedBatch
+from ...model.packed_head import PackedHead
+from ..checkpoints.layers import RotaryPositions
 from .heads import ConfidenceHead, DominoHead, MarkovHead, SequentialHead
 
 if TYPE_CHECKING:

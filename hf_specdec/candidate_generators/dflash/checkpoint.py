@@ -9,10 +9,10 @@ import torch
 from torch import nn
 from transformers import PretrainedConfig, Qwen3Config
 
-from ...runtime import PackedModel
-from ..heads.checkpoints import Checkpoint, Plan, load_module
-from ..heads.layers import Embeddings, RotaryPositions, check_layer_count, own_embeddings, shared_embeddings
-from ..heads.target_parts import (
+from ...model.packed_model import PackedModel
+from ..checkpoints.files import Checkpoint, Plan, load_module
+from ..checkpoints.layers import Embeddings, RotaryPositions, check_layer_count, own_embeddings, shared_embeddings
+from ..checkpoints.target_parts import (
     DraftVocabulary,
     check_target,
     draft_vocabulary,

@@ -12,13 +12,16 @@ from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_N
 
 from ...cache import PagedStaticCache
 from ...config import SpeculativeConfigError
-from ...runtime import DraftTrees, PackedModel, Sequence
-from ...runtime.packed_batch import RowInput
-from ..base import DrafterContext, StepOutcome
-from ..drafting.growing import CachedGenerator
-from ..drafting.levels import Draft, Level
-from ..drafting.tree_shapes import TreeDraftingConfig
-from ..heads.checkpoints import Checkpoint, register_format
+from ...core.draft_trees import DraftTrees
+from ...core.outcome import StepOutcome
+from ...core.rows import RowInput
+from ...core.sequence import Sequence
+from ...model.packed_model import PackedModel
+from ..base import DrafterContext
+from ..checkpoints.files import Checkpoint, register_format
+from ..growing.grower import CachedGenerator
+from ..growing.levels import Draft, Level
+from ..growing.tree_shapes import TreeDraftingConfig
 from ..registry import register
 from .vocabulary import load_drafter, make_bridge
 

@@ -12,7 +12,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ...bundled import resolve_model
-from ...runtime import DraftTrees, PackedModel, Sequence
+from ...core.draft_trees import DraftTrees
+from ...core.sequence import Sequence
+from ...model.packed_model import PackedModel
 from ..base import DrafterContext, held_weakly
 
 if TYPE_CHECKING:

@@ -7,14 +7,16 @@ from dataclasses import dataclass, field
 import numpy as np
 import torch
 
+from ...core.output import PackedOutput
+from ...core.sequence import Sequence
 from ...kernels.transfer import upload
-from ...runtime import PackedModel, PackedOutput, Sequence
+from ...model.packed_model import PackedModel
 from ..base import DrafterContext
-from ..drafting.features import FeatureGenerator
-from ..drafting.levels import Level
-from ..heads.checkpoints import register_format
-from ..heads.config import ProposedLengthConfig, proposed_length
-from ..heads.target_parts import gather_features, load_once
+from ..checkpoints.config import ProposedLengthConfig, proposed_length
+from ..checkpoints.files import register_format
+from ..checkpoints.target_parts import gather_features, load_once
+from ..growing.features import FeatureGenerator
+from ..growing.levels import Level
 from ..registry import register
 from .head import is_eagle3, load_eagle3
 

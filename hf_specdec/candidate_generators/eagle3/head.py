@@ -11,10 +11,11 @@ from torch import nn
 from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
-from ...runtime import PackedModel, Taps
-from ...runtime.packed_head import PackedHead
-from ..heads.checkpoints import Checkpoint, Plan, load_module
-from ..heads.layers import (
+from ...core.output import Taps
+from ...model.packed_head import PackedHead
+from ...model.packed_model import PackedModel
+from ..checkpoints.files import Checkpoint, Plan, load_module
+from ..checkpoints.layers import (
     Embeddings,
     RotaryPositions,
     check_flags,
@@ -26,7 +27,7 @@ from ..heads.layers import (
     shared_embeddings,
     vocab_size_of,
 )
-from ..heads.target_parts import (
+from ..checkpoints.target_parts import (
     DraftVocabulary,
     check_target,
     check_vocabulary,

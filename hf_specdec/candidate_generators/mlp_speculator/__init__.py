@@ -8,13 +8,13 @@ from dataclasses import dataclass, field
 import torch
 from torch import nn
 
-from ...runtime import PackedModel
+from ...model.packed_model import PackedModel
 from ..base import DrafterContext
-from ..drafting.last_hidden import LastHiddenConfig, LastHiddenGenerator
-from ..drafting.levels import Level
-from ..drafting.tree_shapes import TreeShape, TreeTemplate
-from ..heads.checkpoints import Checkpoint, Plan, load_module, register_format
-from ..heads.target_parts import check_target, draft_vocabulary, load_once, place_of
+from ..checkpoints.files import Checkpoint, Plan, load_module, register_format
+from ..checkpoints.target_parts import check_target, draft_vocabulary, load_once, place_of
+from ..growing.last_hidden import LastHiddenConfig, LastHiddenGenerator
+from ..growing.levels import Level
+from ..growing.tree_shapes import TreeShape, TreeTemplate
 from ..registry import register
 from .arctic import has_lstm, has_rnn, load_lstm, load_rnn
 from .parts import (

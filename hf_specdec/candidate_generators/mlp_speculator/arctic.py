@@ -10,9 +10,9 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ...runtime import PackedModel
-from ..heads.checkpoints import Checkpoint, Plan, load_module
-from ..heads.target_parts import check_target, place_of
+from ...model.packed_model import PackedModel
+from ..checkpoints.files import Checkpoint, Plan, load_module
+from ..checkpoints.target_parts import check_target, place_of
 from .parts import (
     ScaledNorm,
     Speculator,

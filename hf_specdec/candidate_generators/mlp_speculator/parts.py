@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..heads.checkpoints import Checkpoint
+from ..checkpoints.files import Checkpoint
 
 EPSILON = 1e-6
 _PREFIX = "speculator."

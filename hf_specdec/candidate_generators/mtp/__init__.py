@@ -12,12 +12,15 @@ from typing import ClassVar
 import torch
 
 from ...cache import PagedStaticCache
-from ...runtime import DraftTrees, PackedModel, Sequence
-from ..base import DrafterContext, StepOutcome
-from ..drafting.tree_shapes import TreeShape, TreeTemplate
-from ..heads.checkpoints import Checkpoint, open_checkpoint, register_format
-from ..heads.config import ProposedLengthConfig
-from ..heads.target_parts import DraftVocabulary, load_once
+from ...core.draft_trees import DraftTrees
+from ...core.outcome import StepOutcome
+from ...core.sequence import Sequence
+from ...model.packed_model import PackedModel
+from ..base import DrafterContext
+from ..checkpoints.config import ProposedLengthConfig
+from ..checkpoints.files import Checkpoint, open_checkpoint, register_format
+from ..checkpoints.target_parts import DraftVocabulary, load_once
+from ..growing.tree_shapes import TreeShape, TreeTemplate
 from ..ngram import NGramConfig, NGramGenerator
 from ..registry import register
 from .head import load_mtp

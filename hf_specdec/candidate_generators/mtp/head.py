@@ -12,11 +12,12 @@ import torch
 from torch import nn
 from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
 
-from ...runtime import PackedModel, architectures
-from ...runtime.packed_head import PackedHead
-from ..heads.checkpoints import Checkpoint, Plan, counted, load_module
-from ..heads.config import proposed_length
-from ..heads.target_parts import (
+from ...model import architectures
+from ...model.packed_head import PackedHead
+from ...model.packed_model import PackedModel
+from ..checkpoints.config import proposed_length
+from ..checkpoints.files import Checkpoint, Plan, counted, load_module
+from ..checkpoints.target_parts import (
     check_target,
     check_vocabulary,
     layer_config,

@@ -9,16 +9,17 @@ import numpy as np
 import torch
 from torch import nn
 
+from ...core.rows import RowInput
+from ...core.sequence import Sequence
 from ...kernels.transfer import upload
-from ...runtime import PackedModel, Sequence
-from ...runtime.draft_loop import LevelForward
-from ...runtime.packed_batch import RowInput
-from ...runtime.packed_head import PackedHead
+from ...model.draft_loop import LevelForward
+from ...model.packed_head import PackedHead
+from ...model.packed_model import PackedModel
 from ..base import DrafterContext
-from ..drafting.captured_rounds import expanded_nodes
-from ..drafting.features import FeatureGenerator
-from ..drafting.levels import Level
-from ..drafting.tree_shapes import TreeDraftingConfig
+from ..growing.captured_rounds import expanded_nodes
+from ..growing.features import FeatureGenerator
+from ..growing.levels import Level
+from ..growing.tree_shapes import TreeDraftingConfig
 
 
 class ModulesInTurn(FeatureGenerator):

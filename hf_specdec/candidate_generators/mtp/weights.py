@@ -9,7 +9,7 @@ from pathlib import Path
 
 import torch
 
-from ..heads.checkpoints import Checkpoint, CheckpointError
+from ..checkpoints.files import Checkpoint, CheckpointError
 
 _SCALE = "_scale_inv"  # of `{name}.weight`: float32, one factor per block of the matrix
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<i>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight")

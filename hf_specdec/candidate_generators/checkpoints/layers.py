@@ -1,0 +1,208 @@
+"""Decoder layers of draft heads: shaped by their configuration, and by which tensors their file has."""
+
+from __future__ import annotations
+
+import re
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import LlamaConfig, PretrainedConfig, Qwen3Config
+from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRotaryEmbedding
+from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
+
+from ...model.packed_model import PackedModel
+from .files import Checkpoint, Plan
+from .target_parts import layer_config, plain_rope, section, target_embeddings
+
+# What a configuration says about the layers; the rest describes a whole language model that the head is not.
+_KEYS = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "head_dim",
+    "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters",
+    "partial_rotary_factor", "layer_types", "sliding_window",
+)  # fmt: skip
+
+
+def read_layer_config(checkpoint: Checkpoint, plan: Plan) -> PretrainedConfig:
+    """The configuration of a head's layers, Llama's or (where the file has `q_norm`) Qwen3's.
+
+    What a plain configuration leaves out is Llama's default, whatever the target is: the heads were trained so (a missing
+    `rope_theta` is 10000). One in speculators' format names a model type, whose defaults hold.
+
+    Args:
+        plan: the file's tensors, the layers' under `layers.{i}.`.
+
+    Raises:
+        CheckpointError: values that make no layer.
+    """
+    values = _read_values(checkpoint, plan)
+    kinds, window = values.pop("layer_types", None), values.pop("sliding_window", None)
+    _one_rope(checkpoint, values, kinds)
+    out_proj = "layers.0.self_attn.o_proj.weight"
+    heads = values.get("num_attention_heads")
+    if "head_dim" not in values and out_proj in plan and isinstance(heads, int) and heads > 0:
+        values["head_dim"] = plan.matrix(out_proj)[1] // heads
+    for name in plan.sources:
+        if re.fullmatch(r"layers\.\d+\.self_attn\.[qkvo]_proj\.weight", name):
+            plan.matrix(name)
+    config = layer_config(checkpoint, values, "qwen3" if "layers.0.self_attn.q_norm.weight" in plan else "llama")
+    if kinds is not None and set(kinds) != {"full_attention"}:
+        if not set(kinds) <= {"full_attention", "sliding_attention"} or not window:
+            raise checkpoint.error(f"its layer_types {kinds} with sliding_window {window} cannot be run.")
+        config.layer_types, config.sliding_window = kinds, window
+    if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
+        raise checkpoint.error("rotates a part of each head only (partial_rotary_factor), which is not supported.")
+    return config
+
+
+def check_layer_count(checkpoint: Checkpoint, values: dict[str, Any], plan: Plan) -> None:
+    """Raise CheckpointError if config.json speaks of more layers than the file has: none is built that it cannot fill.
+
+    Args:
+        values: the keys that describe the layers.
+        plan: the file's tensors, the layers' under `layers.{i}.`.
+    """
+    found = {match[1] for match in (re.match(r"layers\.(\d+)\.", name) for name in plan.sources) if match}
+    given = values.get("num_hidden_layers")
+    if type(given) is int and given > len(found):
+        raise checkpoint.error(
+            f"config.json has num_hidden_layers = {given}, but the file has tensors of {len(found)}."
+        )
+
+
+def vocab_size_of(checkpoint: Checkpoint) -> int | None:
+    """The target's vocabulary as config.json knows it."""
+    size = (section(checkpoint, "transformer_layer_config") or checkpoint.config).get("vocab_size")
+    if size is not None and type(size) is not int:
+        raise checkpoint.error(f"config.json has vocab_size = {size!r}; it must be an integer.")
+    return size
+
+
+def _read_values(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
+    nested = section(checkpoint, "transformer_layer_config")
+    given = plain_rope(nested or checkpoint.config)
+    check_layer_count(checkpoint, given, plan)
+    if isinstance(given.get("layer_types"), list) and isinstance(given.get("num_hidden_layers"), int):
+        # Often copied from the target, for all of the target's layers.
+        given["layer_types"] = given["layer_types"][: given["num_hidden_layers"]]
+    if nested:
+        whole = layer_config(checkpoint, given)
+        given = {key: getattr(whole, key, None) for key in _KEYS}
+    return {key: given[key] for key in _KEYS if given.get(key) is not None}
+
+
+def _one_rope(checkpoint: Checkpoint, values: dict[str, Any], kinds: list[str] | None) -> None:
+    """Where rotary parameters are given by kind of layer, keep those of the kind the layers are."""
+    for key in ("rope_parameters", "rope_scaling"):
+        rope = values.get(key)
+        by_kind = (
+            {kind: each for kind, each in rope.items() if isinstance(each, dict)} if isinstance(rope, dict) else {}
+        )
+        if by_kind:
+            used = [by_kind[kind] for kind in sorted(set(kinds or by_kind)) if kind in by_kind]
+            if not used or any(each != used[0] for each in used):
+                raise checkpoint.error(f"its {key} {values[key]} are not one set for all its layers.")
+            values[key] = used[0]
+
+
+def decoder_layer(config: PretrainedConfig, index: int) -> nn.Module:
+    """transformers' decoder layer for a configuration of `read_layer_config`."""
+    if isinstance(config, Qwen3Config):
+        return Qwen3DecoderLayer(config, index)
+    assert isinstance(config, LlamaConfig)
+    return LlamaDecoderLayer(config, index)
+
+
+def fit_biases(module: nn.Module, plan: Plan) -> None:
+    """Give the module's linear layers a bias exactly where the file has one."""
+    for name, linear in module.named_modules():
+        if isinstance(linear, nn.Linear):
+            has = f"{name}.bias" in plan
+            linear.register_parameter(
+                "bias", nn.Parameter(torch.empty(linear.out_features, device="meta")) if has else None
+            )
+
+
+def check_flags(checkpoint: Checkpoint, plan: Plan, tensors: dict[str, str]) -> None:
+    """Raise CheckpointError if a true/false key of config.json (or of its eagle_config) contradicts the tensors in the file.
+
+    Args:
+        tensors: the canonical tensor that each key says is there or not.
+    """
+    given_flags = section(checkpoint, "eagle_config") | checkpoint.config
+    for key, tensor in tensors.items():
+        given = given_flags.get(key)
+        if isinstance(given, bool) and given != (tensor in plan):
+            has = "has" if tensor in plan else "has no"
+            raise checkpoint.error(f"config.json says {key} = {str(given).lower()}, but the file {has} {tensor}.")
+
+
+class RotaryPositions:
+    """cos and sin of rotary position embeddings, for any position: there is no table that could end.
+
+    Kinds of scaling whose frequencies change with the length of the text ("dynamic", "longrope") keep those of their
+    original length, since keys already cached could not follow.
+
+    Raises:
+        CheckpointError: a kind that transformers does not know.
+    """
+
+    def __init__(self, checkpoint: Checkpoint, config: PretrainedConfig, device: torch.device):
+        try:
+            rope = LlamaRotaryEmbedding(config)  # pyright: ignore[reportArgumentType]
+        except (KeyError, ValueError, TypeError) as error:
+            raise checkpoint.error(
+                f"its rotary parameters {config.rope_parameters} cannot be used: {error!r}"
+            ) from None
+        self.inv_freq = torch.cat([rope.inv_freq, rope.inv_freq]).to(device, torch.float32)
+        self.scaling = rope.attention_scaling
+
+    def __call__(self, position_ids: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+        """cos and sin [1, T, D] at positions [1, T]."""
+        angles = position_ids[..., None] * self.inv_freq
+        cos, sin = angles.cos(), angles.sin()
+        if self.scaling != 1.0:
+            cos, sin = cos * self.scaling, sin * self.scaling
+        return cos.to(dtype), sin.to(dtype)
+
+
+class Embeddings:
+    """Embedding of ids of the target's vocabulary, by the head's own table or the target's.
+
+    Not a module: a table that is the target's must not become one of the head's parameters.
+    """
+
+    def __init__(self, table: nn.Module, last: int | None = None):
+        self.table, self.last = table, last
+
+    def __call__(self, input_ids: torch.Tensor, like: torch.Tensor) -> torch.Tensor:
+        """[1, T, H] from ids [1, T], on the device and in the dtype of `like`."""
+        if self.last is not None:
+            input_ids = input_ids.clamp(max=self.last)
+        return self.table(input_ids).to(like.device, like.dtype)
+
+
+def embedding_shape(table: nn.Module) -> tuple[int, int]:
+    """Tokens and width of an embedding table."""
+    assert isinstance(table.weight, torch.Tensor)
+    return table.weight.shape[0], table.weight.shape[1]
+
+
+def shared_embeddings(checkpoint: Checkpoint, target: PackedModel, width: int) -> Embeddings:
+    """The target's embeddings, for a head that has none.
+
+    Raises:
+        CheckpointError: they are of another width than the head's.
+    """
+    table = target_embeddings(target)
+    own = embedding_shape(table)[1]
+    if own != width:
+        raise checkpoint.error(
+            f"has no embed_tokens.weight, and the target's embeddings have width {own}, not {width}."
+        )
+    return Embeddings(table)
+
+
+def own_embeddings(table: nn.Embedding, target: PackedModel) -> Embeddings:
+    """The head's own embeddings. Ids of padding rows that only the target has read the head's last row."""
+    return Embeddings(table, table.num_embeddings - 1 if table.num_embeddings < target.vocab_size else None)

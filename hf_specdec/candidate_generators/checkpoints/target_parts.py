@@ -1,0 +1,279 @@
+"""What draft heads share with their target: embeddings, language-model head, vocabulary, device and dtype."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any, TypeVar
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from torch import nn
+from transformers import AutoConfig, PretrainedConfig
+from transformers.activations import ACT2FN
+
+from ...config import nearest_hint
+from ...kernels import reference
+from ...kernels.dispatch import uses_triton
+from ...model.packed_model import PackedModel
+from ..growing.tree_shapes import TreeDraftingConfig
+from .files import Checkpoint, open_checkpoint
+
+Loaded = TypeVar("Loaded")
+_loaded = weakref.WeakKeyDictionary[nn.Module, "weakref.WeakValueDictionary[tuple, Any]"]()
+_PADDING = 512  # embeddings and heads of one vocabulary are padded to multiples of up to this
+
+
+@dataclass
+class HeadConfig(TreeDraftingConfig):
+    """Keys of the methods whose drafter is a head trained for the target, loaded from a checkpoint."""
+
+    model: str | None = field(default=None, metadata={"help": "the head: bundled name, folder or Hub id"})
+    revision: str | None = field(default=None, metadata={"help": "Hub revision of the head"})
+    token: str | None = field(
+        default=None,
+        repr=False,
+        metadata={"help": "Hub access token (never saved with a configuration)", "secret": True},
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        for key in ("model", "revision", "token"):
+            self.check_text(key)
+
+    def open(self, wanted: Callable[[str], bool] | None = None) -> Checkpoint:
+        """The checkpoint these keys name.
+
+        Raises:
+            SpeculativeConfigError: none is named, or it cannot be had.
+        """
+        if self.model is None:
+            raise self.fail("model", f"is missing: name the {self.method} head that was trained for this target.")
+        return open_checkpoint(self.model, self.revision, self.token, wanted)
+
+
+def load_once(config: HeadConfig, target: PackedModel, load: Callable[[], Loaded], *more: Any) -> Loaded:
+    """What `load` returns, made once per target and checkpoint: configurations that differ in the number of drafts share it.
+
+    Args:
+        more: what else it depends on.
+    """
+    key = (
+        config.method,
+        config.model,
+        config.revision,
+        config.quantization,
+        target.model.dtype,
+        target.device,
+        *more,
+    )
+    loaded = _loaded.setdefault(target.model, weakref.WeakValueDictionary())
+    found = loaded.get(key)
+    if found is None:
+        found = loaded[key] = load()
+    return found
+
+
+class DraftVocabulary:
+    """Scores of the target's V tokens from a head's logits over its own Vd.
+
+    Args:
+        target_ids: int64 [Vd], the target's id of each draft token; None: they are the same (Vd may be padded).
+    """
+
+    in_target_vocabulary = True
+
+    def __init__(self, vocab_size: int, target_ids: torch.Tensor | None = None):
+        self.vocab_size, self.target_ids = vocab_size, target_ids
+        self._places: torch.Tensor | None = None  # the inverse table, for the Triton kernel
+
+    def scores(self, logits: torch.Tensor) -> torch.Tensor:
+        """[R, V] from [R, Vd]; tokens outside the draft vocabulary get minus infinity."""
+        if self.target_ids is not None and uses_triton(logits.device):
+            from ...kernels import draft_ops
+
+            if self._places is None:
+                self._places = draft_ops.draft_places(self.target_ids, self.vocab_size)
+            return draft_ops.to_target_vocabulary(logits.contiguous(), self._places)
+        logits = logits.to(torch.float32)
+        if self.target_ids is not None:
+            out = logits.new_full((logits.shape[0], self.vocab_size), float("-inf"))
+            return out.index_copy_(1, self.target_ids, logits)
+        if logits.shape[1] >= self.vocab_size:
+            return logits[:, : self.vocab_size]
+        return nn.functional.pad(logits, (0, self.vocab_size - logits.shape[1]), value=float("-inf"))
+
+
+def gather_features(
+    layers: list[torch.Tensor], index: torch.Tensor, device: torch.device, dtype: torch.dtype
+) -> torch.Tensor:
+    """Hidden states of the packed tokens `index` [n], layer beside layer: [n, L * H] where the head is.
+
+    Args:
+        layers: L of the target's [T, H], wherever its layers are.
+    """
+    first = layers[0]
+    if any((each.device, each.dtype) != (first.device, first.dtype) for each in layers):
+        each_alone = [gather_features([each], index, device, dtype) for each in layers]
+        return torch.cat(each_alone, dim=-1)
+    gather = reference.gather_features
+    if uses_triton(first.device):
+        from ...kernels.draft_ops import gather_features as gather
+
+        layers = [each.contiguous() for each in layers]  # they are, but for models that hand on views
+    return gather(layers, index.to(first.device), dtype).to(device)
+
+
+def draft_vocabulary(
+    checkpoint: Checkpoint, target: PackedModel, offsets: torch.Tensor | None, size: int
+) -> DraftVocabulary:
+    """The vocabulary of a head with `size` logits and, if it is a reduced one, the table `d2t` [size] of offsets.
+
+    Raises:
+        CheckpointError: the table is of another length, out of the target's range, or names a token twice.
+    """
+    if offsets is None:
+        if abs(size - target.vocab_size) > _PADDING:
+            raise checkpoint.error(
+                f"has logits for {size} tokens and no table d2t, but the target has {target.vocab_size} tokens."
+                + trained_for(checkpoint)
+            )
+        return DraftVocabulary(target.vocab_size)
+    if tuple(offsets.shape) != (size,):
+        raise checkpoint.error(f"d2t has shape {list(offsets.shape)} for a draft vocabulary of {size} tokens.")
+    ids = torch.arange(size) + offsets.to("cpu", torch.long)
+    if int(ids.min()) < 0 or int(ids.max()) >= target.vocab_size:
+        raise checkpoint.error(
+            f"d2t names tokens {int(ids.min())} to {int(ids.max())}, the target has {target.vocab_size}: it belongs to another "
+            "target, or holds ids instead of offsets." + trained_for(checkpoint)
+        )
+    if len(torch.unique(ids)) != size:
+        raise checkpoint.error("d2t names a token of the target twice.")
+    _check_t2d(checkpoint, ids)
+    return DraftVocabulary(target.vocab_size, ids.to(place_of(target)[0]))
+
+
+def _check_t2d(checkpoint: Checkpoint, ids: torch.Tensor) -> None:
+    """Raise CheckpointError if t2d [V], true for the tokens of the draft vocabulary, has others than d2t (`ids` [Vd])."""
+    for name in ("t2d", "model.t2d"):
+        if name in checkpoint:
+            known = checkpoint.tensor(name).to(torch.bool).nonzero().flatten()
+            if not torch.equal(known, ids.sort().values):
+                raise checkpoint.error(f"t2d and d2t name different tokens: {len(known)} and {len(ids)} of them.")
+
+
+def number_of(checkpoint: Checkpoint, key: str, default: float) -> float:
+    """A number of config.json.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    value = checkpoint.config.get(key)
+    if value is None:
+        return default
+    if isinstance(value, bool) or not isinstance(value, (int, float)):
+        raise checkpoint.error(f"config.json has {key} = {value!r}; it must be a number.")
+    return float(value)
+
+
+def target_embeddings(target: PackedModel) -> nn.Module:
+    """The target's input embeddings."""
+    return target.model.get_input_embeddings()
+
+
+def target_head(target: PackedModel) -> nn.Module:
+    """The target's language-model head (its existence was checked when the target was accepted)."""
+    head = target.model.get_output_embeddings()
+    assert head is not None
+    return head
+
+
+def place_of(target: PackedModel) -> tuple[torch.device, torch.dtype]:
+    """Where heads go and in which dtype: the target's language-model head's, which is where its features come out."""
+    weight = target_head(target).weight
+    assert isinstance(weight, torch.Tensor)
+    device = target.device if weight.device.type == "meta" else weight.device
+    return device, target.model.dtype
+
+
+def layer_config(checkpoint: Checkpoint, values: dict[str, Any], default_type: str = "llama") -> PretrainedConfig:
+    """transformers' configuration of a head's decoder layers.
+
+    Args:
+        values: the keys of the checkpoint that describe them (`model_type` among them, or `default_type`).
+    """
+    values = {"model_type": default_type} | {k: v for k, v in values.items() if k not in ("architectures", "auto_map")}
+    model_type = values.pop("model_type")
+    for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "head_dim"):
+        value = values.get(key)
+        if value is not None and (type(value) is not int or value < 1):
+            raise checkpoint.error(f"config.json has {key} = {value!r}; it must be an integer of at least 1.")
+    act = values.get("hidden_act")
+    if act is not None and act not in ACT2FN:
+        raise checkpoint.error(
+            f"config.json has hidden_act = {act!r}{nearest_hint(act, ACT2FN)}, which transformers does not know."
+        )
+    try:
+        config = AutoConfig.for_model(model_type, **values)
+    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+        raise checkpoint.error(f"its configuration of model_type {model_type!r} cannot be read: {error}") from None
+    return config
+
+
+def plain_rope(values: dict[str, Any]) -> dict[str, Any]:
+    """A layer's configuration with plain rotary embeddings for "mrope": in text, time, height and width are one position."""
+    values = dict(values)
+    for key in ("rope_scaling", "rope_parameters"):
+        rope = values.get(key)
+        if isinstance(rope, dict) and (rope.get("rope_type", rope.get("type")) == "mrope" or "mrope_section" in rope):
+            kind = rope.get("rope_type", rope.get("type"))
+            kept = {
+                k: v for k, v in rope.items() if k not in ("type", "rope_type", "mrope_section", "mrope_interleaved")
+            }
+            values[key] = kept | {"rope_type": "default" if kind in (None, "mrope") else kind}
+    return values
+
+
+def section(checkpoint: Checkpoint, key: str) -> dict[str, Any]:
+    """An object inside config.json; {} if there is none.
+
+    Raises:
+        CheckpointError: it is something else.
+    """
+    value = checkpoint.config.get(key)
+    if value is not None and not isinstance(value, dict):
+        raise checkpoint.error(f"{key} in its config.json is not an object.")
+    return value or {}
+
+
+def trained_for(checkpoint: Checkpoint) -> str:
+    """' This head was trained for X.', where the checkpoint names its target (speculators' verifier); or nothing."""
+    verifier = section(checkpoint, "speculators_config").get("verifier")
+    name = verifier.get("name_or_path") if isinstance(verifier, dict) else None
+    return f" This head was trained for {name!r}." if name else ""
+
+
+def check_target(checkpoint: Checkpoint, target: PackedModel, hidden_size: int | None, vocab_size: int | None) -> None:
+    """One readable error if a head was made for another target.
+
+    Args:
+        hidden_size: of the features it reads; None: it says nothing.
+        vocab_size: of the target, as the head knows it; may be padded differently.
+    """
+    own = target.config.hidden_size
+    if hidden_size is not None and hidden_size != own:
+        raise checkpoint.error(
+            f"reads hidden states of width {hidden_size}; the target's have {own}. It is for another target."
+            + trained_for(checkpoint)
+        )
+    if vocab_size is not None:
+        check_vocabulary(checkpoint, target, vocab_size)
+
+
+def check_vocabulary(checkpoint: Checkpoint, target: PackedModel, vocab_size: int) -> None:
+    """Raise CheckpointError if a head's vocabulary is not the target's, which may be padded differently."""
+    if abs(vocab_size - target.vocab_size) > _PADDING:
+        raise checkpoint.error(
+            f"is for a vocabulary of {vocab_size} tokens; the target has {target.vocab_size}." + trained_for(checkpoint)
+        )

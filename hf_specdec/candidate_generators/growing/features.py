@@ -1,0 +1,201 @@
+"""Drafters that read the target's hidden states and keep KV of their own (EAGLE, MTP): the round they share."""
+
+from __future__ import annotations
+
+from typing import TypeVar
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...cache import PagedStaticCache
+from ...core.outcome import StepOutcome
+from ...core.output import PackedOutput, Taps
+from ...core.rows import RowInput
+from ...core.sequence import Sequence
+from ...kernels.transfer import upload
+from ...model.packed_head import PackedHead
+from ...model.packed_model import PackedModel
+from ..base import DrafterContext
+from .grower import CachedGenerator
+from .levels import Level
+from .tree_shapes import TreeDraftingConfig
+
+Head = TypeVar("Head", bound=PackedHead)
+
+
+class FeatureGenerator(CachedGenerator):
+    """Drafts from pairs of a token and the feature before it.
+
+    The head's row p takes token p + 1 and the target's feature at p, stands at position p, and predicts token p + 2. Rows of
+    the text are read once, with true features, also those of accepted drafts: what was guessed while drafting is
+    overwritten. While drafting, the head's own output takes the place of the feature.
+
+    A subclass sets in its `__init__` `vocabulary`, `head` (see `captured`) and `lm_head`, and implements what is not the
+    plain one of `logits`, `fed_back` and (with `taps`) `features`.
+    """
+
+    has_loop = True
+    taps = Taps(last_hidden=True)
+    head: PackedHead
+    lm_head: nn.Module
+
+    def __init__(self, config: TreeDraftingConfig, target: PackedModel, context: DrafterContext | None = None):
+        super().__init__(config, target, context)
+        self.unread: dict[int, list[torch.Tensor]] = {}  # per sequence: features [n, F] the head has not read yet
+        self.sequences: list[Sequence] = []  # of the running round
+
+    # ---- what a method is -------------------------------------------------------------------------------------------
+
+    def features(self, output: PackedOutput, index: torch.Tensor) -> torch.Tensor:
+        """What the head reads, [n, F], for the packed tokens `index` [n] of a target forward: its final hidden states."""
+        assert output.last_hidden is not None
+        return output.last_hidden[index.to(output.last_hidden.device)].to(self.head.device)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Logits [n, Vd] from the head's hidden states [n, H]."""
+        return self.lm_head(hidden)
+
+    def fed_back(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The feature [n, F] that stands in for the target's where the head's hidden state is [n, H]."""
+        return hidden
+
+    def captured(self, head: Head) -> Head:
+        """A head, whose forwards run as CUDA graphs if the configuration asks for it or leaves it open and they can."""
+        rewritten = self.config.compile is not False and self.config.quantization is None
+        head = head.with_graphs(self.config.cuda_graphs, rewritten)
+        self.run_as_graphs(head.graphs is not None)
+        return head
+
+    def modules(self) -> list[nn.Module]:
+        """The head's layers, and what it may share with the target."""
+        model = self.target.model
+        shared = (model.get_input_embeddings(), model.get_output_embeddings(), getattr(self, "lm_head", None))
+        return [self.head.module, *(each for each in shared if each is not None)]
+
+    # ---- memory -----------------------------------------------------------------------------------------------------
+
+    def new_cache(self, num_blocks: int, block_size: int) -> PagedStaticCache:
+        """A cache for the head's layers, which grows up to `num_blocks`."""
+        return self.head.new_cache(num_blocks, block_size)
+
+    def start(self, seq: Sequence) -> None:
+        """Nothing is known of it yet: the first draft comes after the target has read the prompt."""
+        super().start(seq)
+        self.unread[seq.id] = []
+
+    def evict(self, seq: Sequence) -> None:
+        """Forget KV and features: the target will read the text again."""
+        super().evict(seq)
+        self.unread[seq.id] = []
+
+    def stop(self, seq: Sequence) -> None:
+        """Free the cache entry."""
+        super().stop(seq)
+        del self.unread[seq.id]
+
+    def active(self):
+        """The head's weights are prepacked."""
+        return self.head.active()
+
+    # ---- reading the text -------------------------------------------------------------------------------------------
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Take the features of what the target has read; long texts are read at once, so that few features are held."""
+        assert outcome.output is not None
+        sequences, rows, counts = outcome.read_rows()
+        taken = self.features(outcome.output, upload(rows, self.head.device))
+        for seq, own in zip(sequences, taken.split(counts), strict=True):
+            if not seq.finished:
+                self.unread[seq.id].append(own)
+        chunk = self.config.prefill_chunk_size
+        long = [seq for seq in sequences if self.num_unread(seq) > chunk]
+        while long:
+            if not all(self.try_reserve(seq, self.cache.tables[seq.id].length + chunk) for seq in long):
+                break  # no blocks now: features wait
+            self.read(long, chunk)
+            long = [seq for seq in long if self.num_unread(seq) > chunk]
+
+    def num_unread(self, seq: Sequence) -> int:
+        """Rows of the text the head can read now."""
+        return sum(each.shape[0] for each in self.unread[seq.id])
+
+    def take(self, sequences: list[Sequence], chunk: int) -> tuple[list[RowInput], list[torch.Tensor]]:
+        """Up to `chunk` rows of each text that the head has not read: what it is fed, and their features [n, F]."""
+        inputs, features = [], []
+        for seq in sequences:
+            known = self.unread[seq.id]
+            own, left = _joined(known), []
+            if len(own) > chunk:
+                own, left = own[:chunk], [own[chunk:]]
+            self.unread[seq.id] = left
+            start = self.cache.tables[seq.id].length
+            tokens = np.asarray(seq.tokens[start + 1 : start + 1 + len(own)], dtype=np.int64)
+            inputs.append(RowInput(seq.id, tokens, start))
+            features.append(own)
+        return inputs, features
+
+    def read(self, sequences: list[Sequence], chunk: int) -> torch.Tensor:
+        """Read up to `chunk` rows of each text into the cache; the last hidden state of each [R, H]. Slots are reserved."""
+        inputs, features = self.take(sequences, chunk)
+        hidden = self.head.read(inputs, _joined(features), self.cache)
+        for row in inputs:
+            self.cache.tables[row.seq_id].length = row.start + len(row.tokens)
+        if len(inputs) == 1:
+            return hidden[-1:]
+        last = np.cumsum([len(row.tokens) for row in inputs]) - 1
+        return hidden.index_select(0, upload(last, hidden.device))
+
+    def read_all_but_last_chunk(self, sequences: list[Sequence]) -> None:
+        """Read long texts until each has at most one chunk left."""
+        chunk = self.config.prefill_chunk_size
+        while long := [seq for seq in sequences if self.num_unread(seq) > chunk]:
+            self.read(long, chunk)
+
+    def read_all(self, sequences: list[Sequence]) -> torch.Tensor:
+        """Read what is new of each text; the head's hidden states [R, H] at their ends."""
+        self.read_all_but_last_chunk(sequences)
+        return self.read(sequences, self.config.prefill_chunk_size)
+
+    # ---- drafting ---------------------------------------------------------------------------------------------------
+
+    def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
+        """Rows whose text the head can read to its end, and for which it has blocks."""
+        self.sequences = sequences
+        out = []
+        for seq, limit in zip(sequences, limits, strict=True):
+            unread = self.num_unread(seq) if limit else 0
+            end = self.cache.tables[seq.id].length + unread
+            complete = unread > 0 and end == len(seq.tokens) - 1
+            out.append(limit if complete and self.try_reserve(seq, end + self.shape.num_expanded(limit)) else 0)
+        return out
+
+    def roots(self, sequences: list[Sequence]) -> tuple[torch.Tensor, ...]:
+        """Read what is new of each text; the head's hidden states [R, H] at their ends."""
+        return (self.read_all(sequences),)
+
+    def begin(self, *roots: torch.Tensor) -> torch.Tensor:
+        """Logits [R, Vd] of what follows the last token."""
+        (hidden,) = roots
+        self.state = self.fed_back(hidden)[:, None]
+        return self.logits(hidden)
+
+    def expand(self, level: Level) -> torch.Tensor:
+        """Run the head over the nodes of one depth: logits [R, F, Vd]."""
+        rows, count = level.tokens.shape
+        features = self.carried(level).flatten(0, 1)
+        if self.loop is not None:
+            hidden = self.head.forward_batch(
+                self.loop.batch(level.depth, level.tokens, level.ancestors), features=features
+            )
+        else:
+            seq_ids = [self.sequences[i].id for i in level.rows]
+            positions = [self.cache.tables[seq_id].length - 1 for seq_id in seq_ids]
+            inputs = self.level_inputs(level, level.tokens, seq_ids, positions)
+            hidden = self.head.forward(inputs, features, self.cache)
+        self.state = self.fed_back(hidden).view(rows, count, -1)
+        return self.logits(hidden).view(rows, count, -1)
+
+
+def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
+    return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

@@ -1,0 +1,72 @@
+"""What a drafter asks of the target's forward, and what a forward returns."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+
+from ..kernels.transfer import upload
+
+
+@dataclass(frozen=True)
+class Taps:
+    """What a drafter needs from the target's forward besides logits.
+
+    Attributes:
+        last_hidden: the final hidden states, after the last norm (the input of the language-model head).
+        layers: indices into transformers' `hidden_states` (0: embeddings, i: output of layer i - 1).
+        logits: logits of every token fed, not only of those verification needs.
+    """
+
+    last_hidden: bool = False
+    layers: tuple[int, ...] = ()
+    logits: bool = False
+
+    def __or__(self, other: Taps) -> Taps:
+        layers = tuple(dict.fromkeys(self.layers + other.layers))
+        return Taps(self.last_hidden or other.last_hidden, layers, self.logits or other.logits)
+
+
+@dataclass
+class PackedOutput:
+    """Results of one forward.
+
+    Attributes:
+        logits: float32 [R, V], for the batch's `logit_index`.
+        last_hidden: [T, H] or None.
+        layers: {index: [T, H]} for the layers tapped.
+        hidden_states: all of transformers' hidden states [T, H] each, if asked for ([T, A, H] where a layer has A: Gemma 3n).
+        input_ids: int64 [T], every token fed.
+        all_logits: [T, V] of every token fed, in the model's dtype, if `taps.logits`.
+    """
+
+    logits: torch.Tensor
+    last_hidden: torch.Tensor | None
+    layers: dict[int, torch.Tensor]
+    hidden_states: tuple[torch.Tensor, ...] | None = None
+    input_ids: torch.Tensor | None = None
+    all_logits: torch.Tensor | None = None
+
+    def first(self, count: int, wanted: np.ndarray | None) -> PackedOutput:
+        """Of the first `count` tokens, with logits (of all tokens so far) of those `wanted`; None: of all of these."""
+        index = None if wanted is None else upload(wanted, self.logits.device)
+        return PackedOutput(
+            logits=self.logits[:count] if index is None else self.logits.index_select(0, index),
+            last_hidden=None if self.last_hidden is None else self.last_hidden[:count],
+            layers={layer: states[:count] for layer, states in self.layers.items()},
+            input_ids=None if self.input_ids is None else self.input_ids[:count],
+            all_logits=None if self.all_logits is None else self.all_logits[:count],
+        )
+
+    def copied(self) -> PackedOutput:
+        """What outlasts the model's next forward, which writes over what a graph returned."""
+        return PackedOutput(
+            logits=self.logits.clone(),
+            last_hidden=None if self.last_hidden is None else self.last_hidden.clone(),
+            layers={layer: states.clone() for layer, states in self.layers.items()},
+            hidden_states=self.hidden_states,
+            input_ids=None if self.input_ids is None else self.input_ids.clone(),
+            all_logits=None if self.all_logits is None else self.all_logits.clone(),
+        )

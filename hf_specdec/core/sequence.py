@@ -1,0 +1,86 @@
+"""Sequence: one row's tokens, limits and sampling parameters."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+from dataclasses import dataclass, field
+from typing import Any
+
+_ids = itertools.count()
+UNKNOWN = -1  # stands for a token that is chosen, on the device, and not known yet
+
+
+@dataclass(eq=False)
+class Sequence:
+    """One row being decoded. The loop appends to `tokens`; everything else is set by whoever asked for the row.
+
+    Attributes:
+        tokens: prompt and output ids, padding excluded.
+        max_length: most tokens, prompt included.
+        eos_token_ids: any of these ends the sequence (and is kept as its last token).
+        do_sample: draw from the target's distribution (True) or take its argmax.
+        seed: key of the row's own random stream, int64; its numbers depend on nothing else in the batch.
+        processors: a `RowProcessors` applied to the target's logits (see sampling/processors.py), or None.
+        row, shown_prompt: where the row stood in the caller's batch, and its ids there, masked ones included: logits
+            processors and stopping criteria see them as transformers shows them. None: the prompt as it is.
+        num_speculative_tokens: this row's own draft length; None: the method's, 0: none.
+    """
+
+    tokens: list[int]
+    max_length: int
+    eos_token_ids: frozenset[int] = frozenset()
+    do_sample: bool = False
+    seed: int = 0
+    processors: Any = None
+    row: int = 0
+    shown_prompt: list[int] | None = None
+    num_speculative_tokens: int | None = None
+    id: int = field(default_factory=lambda: next(_ids))
+    num_steps: int = 0  # verification rounds so far: part of the key of rejection sampling's noise
+    finished: bool = False
+    prompt_length: int = field(init=False)
+
+    def __post_init__(self) -> None:
+        self.prompt_length = len(self.tokens)
+
+    @property
+    def shown_tokens(self) -> list[int]:
+        """`tokens` as transformers would show them: masked ids of the caller's batch included."""
+        if self.shown_prompt is None:
+            return self.tokens
+        return self.shown_prompt + self.tokens[self.prompt_length :]
+
+    @property
+    def num_generated(self) -> int:
+        """Tokens behind the prompt."""
+        return len(self.tokens) - self.prompt_length
+
+    def accept(self, new_tokens: list[int]) -> list[int]:
+        """Append verified tokens up to the first end-of-sequence token or `max_length`; returns those appended."""
+        room = self.max_length - len(self.tokens)
+        kept = new_tokens[:room]
+        if self.eos_token_ids:
+            ends = [i for i, token in enumerate(kept) if token in self.eos_token_ids]
+            if ends:
+                kept = kept[: ends[0] + 1]
+                self.finished = True
+        self.tokens += kept
+        self.finished = self.finished or len(self.tokens) >= self.max_length
+        return kept
+
+
+def stream_seeds(seed: int, prompts: list[list[int]]) -> list[int]:
+    """One random stream per row: a 63-bit key made of the seed, the row's prompt and its rank among equal prompts.
+
+    A row's stream thus does not depend on where it stands in a batch or on what else is in it; copies of one prompt
+    (`num_return_sequences`) get different streams.
+    """
+    copies: dict[bytes, int] = {}
+    seeds = []
+    for prompt in prompts:
+        content = b"".join(token.to_bytes(8, "little", signed=True) for token in prompt)
+        rank = copies[content] = copies.get(content, -1) + 1
+        key = hashlib.blake2b(content + rank.to_bytes(8, "little"), key=seed.to_bytes(8, "little"), digest_size=8)
+        seeds.append(int.from_bytes(key.digest(), "little") >> 1)
+    return seeds

@@ -1,0 +1,64 @@
+"""Linear layers of steps of few rows on a GPU: `kernels.linear` in place of cuBLAS, without another copy of the weights."""
+
+from __future__ import annotations
+
+from collections.abc import Collection, Sequence
+from typing import TypeGuard
+
+import torch
+from torch import nn
+
+from ...kernels.dispatch import uses_triton
+from .joined_linears import JoinedLinears, Product, is_untouched
+
+_LEAST_WEIGHTS = 1024 * 1024  # smaller ones are read in the time of a launch
+
+
+class FewRowsProduct(Product):
+    """Layers' weights where they are, read in one launch."""
+
+    def __init__(self, linears: Sequence[nn.Linear]):
+        from ...kernels import linear
+
+        super().__init__(linears)
+        self.linears, self.most_rows = linear.linears, linear.MOST_ROWS
+        self.weights = [linear.weight.detach() for linear in linears]
+        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+        self.biases = biases or None
+
+    def __call__(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """A tensor per layer."""
+        outs = self.linears(x.reshape(-1, x.shape[-1]), self.weights, self.biases)
+        return [out.view(*x.shape[:-1], out.shape[-1]) for out in outs]
+
+    def serves(self, x: torch.Tensor) -> bool:
+        """Rows of a step, not of a prompt."""
+        return x.dtype == self.weights[0].dtype and x.numel() <= self.most_rows * x.shape[-1]
+
+
+def _is_large(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """An untouched layer on a GPU whose weights take longer to read than a launch."""
+    if not is_untouched(module):
+        return False
+    weight = module.weight
+    assert isinstance(weight, torch.Tensor)
+    return (
+        weight.device.type == "cuda"
+        and weight.dtype in (torch.bfloat16, torch.float16)
+        and weight.numel() >= _LEAST_WEIGHTS
+        and weight.is_contiguous()
+    )
+
+
+def few_row_linears(model: nn.Module, left_out: Collection[nn.Module] = ()) -> JoinedLinears | None:
+    """A model's large linear layers served by our kernel for few rows; None where it cannot.
+
+    For forwards that are captured: launched one by one, its launches cost the host more than cuBLAS's.
+
+    Args:
+        left_out: modules whose layers are left as they are.
+    """
+    parameter = next(model.parameters(), None)
+    if parameter is None or not uses_triton(parameter.device):
+        return None
+    return JoinedLinears(model, FewRowsProduct, _is_large, left_out)

@@ -1,0 +1,263 @@
+"""InvariantOps: inside it, what a model computes for a token does not depend, bit for bit, on the tokens beside it.
+
+A dispatch mode sees every operation that a thread runs. It hands those that sum over something to `kernels.invariant*`, lets
+through those that only move data or that IEEE 754 rounds correctly, and refuses what it does not know: a mode that promises
+equal bits cannot guess.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from ...core.errors import UnsupportedModel
+from ...kernels import invariant_reference as definitions
+from ...kernels.dispatch import uses_triton
+
+aten = torch.ops.aten
+
+# Rounded correctly, or not at all: the same in vectors and in their scalar remainder.
+_EXACT = {
+    "abs", "add", "bitwise_and", "bitwise_not", "bitwise_or", "ceil", "clamp", "clamp_max", "clamp_min", "div", "eq", "fill",
+    "floor", "floor_divide", "ge", "gt", "isfinite", "isinf", "isnan", "le", "logical_and", "logical_not", "logical_or", "lt",
+    "masked_fill", "maximum", "minimum", "mul", "ne", "neg", "relu", "remainder", "round", "rsub", "sign", "sqrt", "sub",
+    "trunc", "where",
+}  # fmt: skip
+# They move, choose or make elements.
+_MOVING = {
+    "_index_put_impl", "_local_scalar_dense", "_to_copy", "_unsafe_view", "alias", "amax", "amin", "arange", "argmax", "argmin", "argsort",
+    "cat", "clone", "constant_pad_nd", "copy", "detach", "embedding", "empty", "empty_like", "empty_strided", "expand", "eye", "flip",
+    "full", "full_like", "gather", "index", "index_copy", "index_put", "index_select", "lift_fresh", "masked_scatter",
+    "masked_select", "max", "min", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "nonzero", "ones",
+    "ones_like", "repeat", "repeat_interleave", "resize", "roll", "scalar_tensor", "scatter", "select_scatter", "set",
+    "slice_scatter", "sort", "split_with_sizes_copy", "stack", "topk", "tril", "triu", "unfold", "zero", "zeros", "zeros_like",
+    "histc",  # counts
+    "index_add",  # experts add to a token one after the other, each of them once
+}  # fmt: skip
+
+
+class InvariantOps(TorchDispatchMode):
+    """Active around one forward, in the thread that runs it and in no other.
+
+    Attributes:
+        what: the model, for errors.
+    """
+
+    def __init__(self, what: str):
+        super().__init__()
+        self.what = what
+        self._direct = False
+
+    @contextlib.contextmanager
+    def direct(self) -> Iterator[None]:
+        """Inside, operations run as they are: for code that is invariant itself."""
+        before, self._direct = self._direct, True
+        try:
+            yield
+        finally:
+            self._direct = before
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
+        kwargs = kwargs or {}
+        if self._direct or (_passes(func) and not (kwargs and kwargs.get("alpha", 1) != 1)):
+            return func(*args, **kwargs)
+        tensors = _tensors(args, kwargs)
+        floats = [each for each in tensors if each.is_floating_point() or each.is_complex()]
+        if not floats:
+            return func(*args, **kwargs)
+        replace = _REPLACED.get(func) or _REPLACED.get(func.overloadpacket)
+        if replace is not None:
+            out = replace(*args, **kwargs)
+            if out is not NotImplemented:
+                return out
+            raise self._refusal(func)
+        if func.overloadpacket in (aten.add, aten.sub):  # with a factor, which some loops fuse
+            return func(args[0], args[1] * kwargs["alpha"])
+        if func.namespace == "aten" and torch.Tag.pointwise in func.tags:
+            if floats[0].is_cuda:  # one function for every element
+                return func(*args, **kwargs)
+            if len(tensors) == 1 and args and args[0] is floats[0]:
+                return _vectorised(func, args, kwargs)
+        if torch._C._dispatch_has_kernel_for_dispatch_key(func.name(), torch._C.DispatchKey.CompositeImplicitAutograd):
+            with self:
+                return func.decompose(*args, **kwargs)
+        raise self._refusal(func)
+
+    def _refusal(self, func: Any) -> UnsupportedModel:
+        return UnsupportedModel(
+            f"'deterministic': {self.what} uses {func}, for which there is no implementation whose result for a token is independent "
+            "of the tokens beside it. Leave the key out."
+        )
+
+
+@functools.cache
+def _passes(func: Any) -> bool:
+    """Whether an operation is the same in every batch as it is."""
+    name = func._schema.name.removeprefix("aten::").removesuffix("_")
+    return func.namespace == "aten" and (func.is_view or name in _MOVING or name in _EXACT)
+
+
+def _tensors(args: tuple, kwargs: dict) -> list[torch.Tensor]:
+    found = []
+    for arg in (*args, *kwargs.values()):
+        found += [
+            each for each in (arg if isinstance(arg, (list, tuple)) else (arg,)) if isinstance(each, torch.Tensor)
+        ]
+    return found
+
+
+def _vectorised(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
+    """A function of one tensor's elements, in whole vectors."""
+    x = args[0]
+    if func._schema.is_mutable:
+        plain = getattr(getattr(aten, func._schema.name.split("::")[1].removesuffix("_")), func._overloadname)
+        return x.copy_(definitions.elementwise(lambda part: plain(part, *args[1:], **kwargs), x))
+    return definitions.elementwise(lambda part: func(part, *args[1:], **kwargs), x)
+
+
+# ---- what is replaced -----------------------------------------------------------------------------------------------
+
+
+def _kernels(x: torch.Tensor) -> Any:
+    """Where `linear`, `batched_product`, `sum_last`, `softmax_last` and `log_softmax_last` for a tensor's device are."""
+    if not uses_triton(x.device):
+        return definitions
+    from ...kernels import invariant
+
+    return invariant
+
+
+def _mm(x, weight):
+    return _kernels(x).linear(x, weight)
+
+
+def _addmm(bias, x, weight, *, beta=1, alpha=1):
+    if beta == 1 and alpha == 1 and bias.dim() == 1:
+        return _kernels(x).linear(x, weight, bias)
+    return _scaled_sum(bias, beta, _kernels(x).linear(x, weight), alpha)
+
+
+def _bmm(x, weights):
+    return _kernels(x).batched_product(x, weights)
+
+
+def _baddbmm(added, x, weights, *, beta=1, alpha=1):
+    return _scaled_sum(added, beta, _bmm(x, weights), alpha)
+
+
+def _scaled_sum(added, beta, product, alpha):
+    product = product if alpha == 1 else product * alpha
+    return product if beta == 0 else product + (added if beta == 1 else added * beta)
+
+
+def _mv(x, vector):
+    return _mm(x, vector[:, None])[:, 0]
+
+
+def _grouped_mm(x, weights, offs=None, bias=None, out_dtype=None):
+    """Rows x [T, K] in groups that end at `offs` [G], each with its own weights [G, K, N]."""
+    if x.dim() != 2 or weights.dim() != 3 or offs is None or bias is not None or x.is_cuda:
+        return NotImplemented
+    out = x.new_zeros(x.shape[0], weights.shape[2])
+    begin = 0
+    for group, end in enumerate(offs.tolist()):
+        out[begin:end] = _mm(x[begin:end], weights[group])
+        begin = end
+    return out if out_dtype is None else out.to(out_dtype)
+
+
+def _cumsum(x, dim, *, dtype=None):
+    return NotImplemented if dtype is None or dtype.is_floating_point else aten.cumsum(x, dim, dtype=dtype)
+
+
+def _reduced(x: torch.Tensor, dim: Any, keepdim: bool, reduce: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
+    """`reduce` of the last dimension, applied to the dimensions `dim` (None or []: all)."""
+    dims = [dim] if isinstance(dim, int) else list(dim or range(x.dim()))
+    dims = sorted(d % max(x.dim(), 1) for d in dims)
+    kept = [d for d in range(x.dim()) if d not in dims]
+    out = reduce(x.permute(kept + dims).reshape(*(x.shape[d] for d in kept), -1))
+    return out.reshape([1 if d in dims else size for d, size in enumerate(x.shape)]) if keepdim else out
+
+
+def _sum(x, dim=None, keepdim=False, *, dtype=None):
+    x = x if dtype is None else x.to(dtype)
+    wide = definitions.wide(x)
+    return _reduced(wide, dim, keepdim, _kernels(x).sum_last).to(x.dtype)
+
+
+def _mean(x, dim=None, keepdim=False, *, dtype=None):
+    x = x if dtype is None else x.to(dtype)
+    sums = _kernels(x).sum_last
+    return _reduced(x, dim, keepdim, lambda lines: definitions.mean_last(lines, sums))
+
+
+def _var(x, dim=None, *, correction=None, keepdim=False):
+    sums, correction = _kernels(x).sum_last, 1 if correction is None else correction
+    return _reduced(x, dim, keepdim, lambda lines: definitions.variance_last(lines, correction, sums))
+
+
+def _std(x, dim=None, *, correction=None, keepdim=False):
+    return _var(x, dim, correction=correction, keepdim=keepdim).sqrt()
+
+
+def _var_mean(x, dim=None, *, correction=None, keepdim=False):
+    return _var(x, dim, correction=correction, keepdim=keepdim), _mean(x, dim, keepdim)
+
+
+def _norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
+    if ord != 2:
+        return NotImplemented
+    wide = definitions.wide(x)
+    return _sum(wide * wide, dim, keepdim).sqrt().to(dtype or x.dtype)
+
+
+def _softmax(x, dim, half_to_float=False):
+    dtype = torch.float32 if half_to_float else x.dtype
+    return _kernels(x).softmax_last(x.transpose(dim, -1), dtype).transpose(dim, -1)
+
+
+def _log_softmax(x, dim, half_to_float=False):
+    dtype = torch.float32 if half_to_float else x.dtype
+    return _kernels(x).log_softmax_last(x.transpose(dim, -1), dtype).transpose(dim, -1)
+
+
+def _layer_norm(x, shape, weight, bias, eps):
+    lines = x.reshape(*x.shape[: x.dim() - len(shape)], -1)
+    flat = [None if each is None else each.reshape(-1) for each in (weight, bias)]
+    out, mean, rstd = definitions.layer_norm(lines, flat[0], flat[1], eps, _kernels(x).sum_last)
+    statistics = [*lines.shape[:-1], *(1 for _ in shape)]
+    return out.reshape(x.shape), mean.reshape(statistics), rstd.reshape(statistics)
+
+
+def _rms_norm(x, shape, weight, eps):
+    lines = x.reshape(*x.shape[: x.dim() - len(shape)], -1)
+    eps = torch.finfo(definitions.wide(x).dtype).eps if eps is None else eps
+    flat = None if weight is None else weight.reshape(-1)
+    out, rstd = definitions.rms_norm(lines, flat, eps, _kernels(x).sum_last)
+    return out.reshape(x.shape), rstd.reshape(*lines.shape[:-1], *(1 for _ in shape))
+
+
+_REPLACED: dict[Any, Callable[..., Any]] = {
+    aten.mm: _mm,
+    aten.addmm: _addmm,
+    aten.bmm: _bmm,
+    aten.baddbmm: _baddbmm,
+    aten.mv: _mv,
+    aten._grouped_mm: _grouped_mm,
+    aten.cumsum: _cumsum,
+    aten.sum: _sum,
+    aten.mean: _mean,
+    aten.var.correction: _var,
+    aten.std.correction: _std,
+    aten.var_mean.correction: _var_mean,
+    aten.linalg_vector_norm: _norm,
+    aten._softmax: _softmax,
+    aten._log_softmax: _log_softmax,
+    aten.native_layer_norm: _layer_norm,
+    aten._fused_rms_norm: _rms_norm,
+}

@@ -1,0 +1,219 @@
+"""Linear layers with int8 or int4 weights (activations stay as they are), quantized by torchao.
+
+A decoding step reads every weight once; smaller weights are less to read and to hold. A user's model is lent to us: its
+layers have quantized copies while `active()` and their own weights outside, so both are in memory. Drafters that we loaded
+are quantized for good. Embeddings and the output layer stay as they are, as in transformers' TorchAoConfig.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import weakref
+from collections.abc import Iterable, Iterator
+from typing import Any
+
+import torch
+from torch import nn
+
+from ...core.errors import UnsupportedModel
+from .fingerprints import fingerprints
+
+logger = logging.getLogger(__name__)
+
+_GROUPS = (128, 64, 32)  # inputs that share a scale: the first that divides a layer's
+_INT4_OUTPUTS = 16  # torch's int4 product on a CPU takes outputs in multiples of this
+_INT4_CAPABILITY = (8, 0)  # of a CUDA device: tensor cores for bfloat16
+_INSTALL = "pip install 'hf-specdec[gpu]'"
+
+_quantized_for_good = weakref.WeakKeyDictionary[nn.Module, str]()
+_shared = weakref.WeakKeyDictionary[nn.Module, "weakref.WeakValueDictionary[str, QuantizedLinears]"]()
+
+
+class QuantizedLinears:
+    """Quantized copies of a module's linear layers' weights, in place of them while `active()`.
+
+    Args:
+        module: a model or a draft head.
+        kind: "wint8" (a scale per output) or "wint4" (a scale and a zero point per output and group of up to 128 inputs).
+        kept: layers to leave as they are, besides the output embeddings and those whose weight is an embedding's.
+
+    Attributes:
+        bytes_before, bytes_after: of all the module's weights, each counted once, while it is not and while it is active.
+
+    Raises:
+        ImportError: torchao is missing.
+        UnsupportedModel: this kind cannot serve the module's device or dtype, or no layer can be quantized.
+    """
+
+    def __init__(self, module: nn.Module, kind: str, kept: Iterable[nn.Module] = ()):
+        self.kind = kind
+        self._module = weakref.ref(module)
+        self._kept = weakref.WeakSet(kept)
+        self._copies = weakref.WeakKeyDictionary[nn.Linear, nn.Parameter]()
+        self._made_from = weakref.WeakKeyDictionary[nn.Linear, tuple]()
+        _check_installed(kind)
+        linears = list(self._linears(module))
+        made = {linear for linear, _ in self.copies()}
+        skipped = [linear for linear in linears if linear not in made]
+        name = type(module).__name__
+        if len(skipped) == len(linears):
+            what = f"no plain linear layer of {name}"
+            if linears:
+                what = f"none of the {len(linears)} linear layers of {name}: {_needed(kind, linears[0])}"
+            raise UnsupportedModel(f"{kind!r} can quantize {what}. Leave the key out.")
+        if skipped:
+            logger.warning(
+                "%s: %d of %d linear layers stay as they are: %s.",
+                name, len(skipped), len(linears), _needed(kind, skipped[0]),
+            )  # fmt: skip
+        self.bytes_before = num_bytes(module)
+        with self.active():
+            self.bytes_after = num_bytes(module)
+        logger.info(
+            "%s: with %d linear layers in %s all weights take %.1f MiB, %.1f MiB as they were.",
+            name, len(linears) - len(skipped), kind, self.bytes_after / 2**20, self.bytes_before / 2**20,
+        )  # fmt: skip
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside, the layers have quantized weights; those whose weights have changed since are quantized again.
+
+        Changes are found by reading all weights: a write can leave no other trace (see fingerprints.py).
+        """
+        originals: list[tuple[nn.Linear, nn.Parameter]] = []
+        try:
+            for linear, copy in self.copies():
+                originals.append((linear, linear.weight))
+                linear._parameters["weight"] = copy
+            yield
+        finally:
+            for linear, weight in originals:
+                linear._parameters["weight"] = weight
+
+    def copies(self) -> list[tuple[nn.Linear, nn.Parameter]]:
+        """The layers and their quantized weights."""
+        module = self._module()
+        assert module is not None
+        linears = list(self._linears(module))
+        if any(linear.weight.device.type == "meta" for linear in linears):
+            raise UnsupportedModel(f"{self.kind!r} cannot quantize weights that are offloaded. Leave the key out.")
+        copied = []
+        for linear, contents in zip(linears, fingerprints([linear.weight for linear in linears]), strict=True):
+            made_from = contents, linear.weight.shape, linear.weight.dtype, linear.weight.device
+            if self._made_from.get(linear) != made_from:
+                self._copies.pop(linear, None)
+                config = _config(self.kind, linear.weight)  # None: its shape does not allow it
+                if config is not None:
+                    self._copies[linear] = _quantize(linear.weight, config)
+                self._made_from[linear] = made_from
+            if linear in self._copies:
+                copied.append((linear, self._copies[linear]))
+        return copied
+
+    def _linears(self, module: nn.Module) -> Iterator[nn.Linear]:
+        """The layers to quantize: plain ones (no subclass, no weights in a format of their own)."""
+        embeddings = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
+        output = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
+        for each in module.modules():
+            plain = type(each) is nn.Linear and type(each.weight) is nn.Parameter and each.weight.is_floating_point()
+            if plain and each is not output and each not in self._kept and id(each.weight) not in embeddings:
+                yield each
+
+
+def quantized_linears(module: nn.Module, kind: str) -> QuantizedLinears:
+    """The copies of a module, made once for all who hold them. Args, errors: as for `QuantizedLinears`."""
+    by_kind = _shared.setdefault(module, weakref.WeakValueDictionary())
+    found = by_kind.get(kind)
+    if found is None:
+        found = by_kind[kind] = QuantizedLinears(module, kind)
+    return found
+
+
+def quantize_for_good(module: nn.Module, kind: str, kept: Iterable[nn.Module] = ()) -> None:
+    """Quantize a module that belongs to us; its own weights are dropped. A second time it is left as it is.
+
+    Args, errors: as for `QuantizedLinears`.
+    """
+    before = _quantized_for_good.get(module)
+    if before is None:
+        for linear, copy in QuantizedLinears(module, kind, kept).copies():
+            linear.weight = copy
+        _quantized_for_good[module] = kind
+    elif before != kind:
+        raise ValueError(f"{type(module).__name__} has {before!r} weights already, not {kind!r}.")
+
+
+def num_bytes(module: nn.Module) -> int:
+    """Bytes of a module's parameters and buffers, each counted once, quantized ones as they are stored."""
+    return sum(map(_stored_bytes, [*module.parameters(), *module.buffers()]))
+
+
+def _stored_bytes(tensor: torch.Tensor) -> int:
+    if not hasattr(tensor, "__tensor_flatten__"):
+        return tensor.nbytes
+    names, _ = tensor.__tensor_flatten__()
+    return sum(_stored_bytes(getattr(tensor, name)) for name in names)
+
+
+# ---- torchao --------------------------------------------------------------------------------------------------------
+
+
+def _check_installed(kind: str) -> None:
+    try:
+        import torchao.quantization  # noqa: F401
+    except ImportError as error:
+        raise ImportError(f"{kind!r} weights need torchao: {_INSTALL}") from error
+
+
+def _quantize(weight: nn.Parameter, config: Any) -> nn.Parameter:
+    """torchao's version of a weight [out, in], made in a layer of our own: it leaves marks on the layers it is given."""
+    from torchao.quantization import quantize_
+
+    layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
+    layer.weight = nn.Parameter(weight.detach(), requires_grad=False)
+    quantize_(layer, config)
+    return layer.weight
+
+
+def _config(kind: str, weight: torch.Tensor) -> Any | None:
+    """torchao's configuration for one weight; None: its shape does not allow it. Never touches inductor's settings."""
+    from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig, PerGroup, PerRow
+
+    device, (outputs, inputs) = weight.device, weight.shape
+    group = next((size for size in _GROUPS if inputs % size == 0), None)
+    if kind == "wint8":
+        if weight.dtype != torch.float16:
+            return Int8WeightOnlyConfig(granularity=PerRow(), set_inductor_config=False)
+        # torchao multiplies by 8-bit integers first and scales the sum, which float16 cannot hold; not so with groups.
+        smaller = next((size for size in _GROUPS if inputs % size == 0 and size < inputs), None)
+        return smaller and Int8WeightOnlyConfig(granularity=PerGroup(smaller), set_inductor_config=False)
+    if device.type == "cpu":
+        if group is None or outputs % _INT4_OUTPUTS:
+            return None
+        try:  # the stock configuration has no packing for CPUs
+            from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
+        except ImportError as error:
+            raise ImportError(
+                f"'wint4' weights on a CPU need torchao 0.18 or a later one that has them: {_INSTALL}"
+            ) from error
+        return PrototypeInt4WeightOnlyConfig(group_size=group, set_inductor_config=False)
+    if device.type != "cuda" or weight.dtype != torch.bfloat16 or not _has_int4(device):
+        raise UnsupportedModel(
+            f"'wint4' runs on CPUs and, in bfloat16, on CUDA devices of compute capability 8.0 or more; these weights are "
+            f"{weight.dtype} on {device}. Load the model with dtype=torch.bfloat16, use 'wint8', or leave the key out."
+        )
+    # Of torchao's int4 packings the one whose product for few rows comes with torch itself.
+    return group and Int4WeightOnlyConfig(
+        group_size=group, int4_packing_format="tile_packed_to_4d", set_inductor_config=False
+    )
+
+
+def _has_int4(device: torch.device) -> bool:
+    return torch.cuda.get_device_capability(device) >= _INT4_CAPABILITY
+
+
+def _needed(kind: str, linear: nn.Linear) -> str:
+    """Why a layer cannot be quantized."""
+    needs = f"inputs in multiples of {_GROUPS[-1]}" + ("" if kind == "wint8" else f" and outputs of {_INT4_OUTPUTS}")
+    return f"{kind} in {linear.weight.dtype} needs {needs}, not {linear.in_features} and {linear.out_features}"

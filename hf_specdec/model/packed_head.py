@@ -1,0 +1,171 @@
+"""PackedHead: a draft head's own layers over ragged rows and a paged cache, as PackedModel is for whole models."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Protocol
+
+import torch
+from torch import nn
+from transformers import PretrainedConfig
+
+from ..cache import PagedStaticCache
+from ..core.names import ATTENTION_NAME
+from ..core.rows import RowInput
+from . import architectures
+from .graphs import GraphRunner, StaticBatch, uses_graphs
+from .options.compiled import RewrittenLayers, layers_of
+from .options.few_row_linears import few_row_linears
+from .options.prepacked import prepack
+from .packed_batch import PackedBatch
+from .packed_model import paged_attention_forward
+
+if TYPE_CHECKING:
+    from typing_extensions import Self
+
+
+class HeadModule(Protocol):
+    """What `PackedHead` runs: transformers' decoder layers under a fusion of tokens and features."""
+
+    def __call__(
+        self, input_ids: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, **attention
+    ) -> torch.Tensor:
+        """Hidden states [1, T, H] from ids [1, T], features [1, T, F] and positions [1, T].
+
+        `attention` is handed to the decoder layers: attention_mask, past_key_values, and what our attention reads.
+        """
+        ...
+
+
+class PackedHead:
+    """Runs a head over packed rows.
+
+    Args:
+        module: the head, on its device; its layers' `config` is the one given here.
+        config: of the layers. Its attention implementation is set to ours for good: heads belong to us.
+        num_layers: layers with keys and values.
+        gather: attend to gathered keys under a dense mask, for layers that cannot read pages (latent attention).
+        prepack_weights: see `prepack`.
+        fuse: makes features [.., F] of what a text is read with; None: it is read with features.
+        device, dtype: where and in what the head runs; its first parameter's, if not given.
+
+    Attributes:
+        graphs, reading_graphs: run forwards, and those that fuse first, as CUDA graphs; None: every kernel is launched by itself.
+    """
+
+    graphs: GraphRunner | None = None
+    reading_graphs: GraphRunner | None = None
+    _layers: RewrittenLayers | None = None
+
+    def __init__(
+        self,
+        module: nn.Module,
+        config: PretrainedConfig,
+        num_layers: int,
+        gather: bool = False,
+        prepack_weights: bool | None = None,
+        device: torch.device | None = None,
+        dtype: torch.dtype | None = None,
+        fuse: Callable[[torch.Tensor], torch.Tensor] | None = None,
+    ):
+        self.fuse = fuse
+        self.module, self.config, self.num_layers, self.gather = module.eval(), config, num_layers, gather
+        config._attn_implementation = "eager" if gather else ATTENTION_NAME
+        self._linears = prepack(module, prepack_weights)
+        weight = next(module.parameters())
+        self.device, self.dtype = device or weight.device, dtype or weight.dtype
+
+    def new_cache(self, num_blocks: int, block_size: int) -> PagedStaticCache:
+        """A paged cache for the head's layers, which grows up to `num_blocks`. Equal prefixes are not shared: features stand for
+        whole texts."""
+        for graphs in (self.graphs, self.reading_graphs):
+            if graphs is not None:
+                graphs.captures.clear()
+        weights = self.module.parameters()
+        return PagedStaticCache(self.num_layers, num_blocks, block_size, share_prefixes=False, weights=weights)
+
+    def with_graphs(self, wanted: bool | None = True, rewritten: bool = True) -> Self:
+        """The same head, its forwards run as CUDA graphs: they belong to one cache, where heads are shared by drafters.
+
+        Args:
+            wanted: None: where they can be; otherwise, and with False, the answer is the head itself.
+            rewritten: its decoder layers are traced and rewritten where they are captured.
+
+        Raises:
+            UnsupportedModel: they are wanted and cannot be; the message says why.
+        """
+        if not uses_graphs(wanted, self):
+            return self
+        own = copy.copy(self)
+        own.graphs = GraphRunner(own)
+        own._linears = few_row_linears(own.module)
+        if rewritten:
+            own._layers = layers_of(own.module, paged_attention_forward, RewrittenLayers)
+        if own.fuse is not None:
+            own.reading_graphs = GraphRunner(own, own.read_batch, name="{} (reading texts)")
+        return own
+
+    def active(self) -> contextlib.AbstractContextManager:
+        """A context in which `forward` is fastest."""
+        with contextlib.ExitStack() as stack:
+            for each in (self._linears, self._layers):
+                if each is not None:
+                    stack.enter_context(each.active())
+            return stack.pop_all()
+
+    @torch.no_grad()
+    def forward(self, rows: list[RowInput], features: torch.Tensor, cache: PagedStaticCache) -> torch.Tensor:
+        """Hidden states [T, H] of the rows' new tokens, whose keys and values are written to their slots.
+
+        Args:
+            features: [T, F], one per token, in the rows' order.
+        """
+        if self.graphs is not None:
+            hidden = self.graphs.run([rows], cache, features)
+            if hidden is not None:
+                return hidden
+        return self.forward_batch(PackedBatch.pack(rows, cache, self.device, self.gather), features=features)
+
+    @torch.no_grad()
+    def read(self, rows: list[RowInput], features: torch.Tensor, cache: PagedStaticCache) -> torch.Tensor:
+        """`forward` over texts.
+
+        Args:
+            features: [T, ..] what `fuse` takes, if there is one.
+        """
+        if self.fuse is None:
+            return self.forward(rows, features, cache)
+        if self.reading_graphs is not None:
+            hidden = self.reading_graphs.run([rows], cache, features)
+            if hidden is not None:
+                return hidden
+        return self.read_batch(PackedBatch.pack(rows, cache, self.device, self.gather), features=features)
+
+    def read_batch(self, batch: PackedBatch | StaticBatch, *, features: torch.Tensor) -> torch.Tensor:
+        """`read` of a batch that is packed."""
+        assert self.fuse is not None
+        return self.forward_batch(batch, features=self.fuse(features))
+
+    def forward_batch(self, batch: PackedBatch | StaticBatch, *, features: torch.Tensor) -> torch.Tensor:
+        """`forward` of a batch that is packed."""
+        batch.cache.batch = batch
+        try:
+            hidden = self.module(
+                batch.input_ids,
+                features[None],
+                batch.position_ids,
+                attention_mask=self._mask(batch) if isinstance(batch, PackedBatch) else None,
+                past_key_values=batch.cache,
+                **({} if self.gather else {"specdec": batch}),
+            )
+        finally:
+            batch.cache.batch = None
+        return hidden[0]
+
+    def _mask(self, batch: PackedBatch) -> torch.Tensor | None:
+        if not self.gather:
+            return None
+        (window,) = set(architectures.layer_windows(self.config).values()) - {None} or {None}
+        return batch.dense_mask(window, self.dtype, self.device)

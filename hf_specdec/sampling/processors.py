@@ -1,0 +1,350 @@
+"""Logits processors during speculation, and warpers of our own that work in any LogitsProcessorList."""
+
+from __future__ import annotations
+
+import copy
+import logging
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from transformers.generation import logits_process as hf
+from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
+
+from ..core.sequence import Sequence
+from ..kernels import random_bits
+from ..kernels.sampling_reference import sampling_scores
+from .kept_state import KeptState
+from .rows import SamplingParameters
+
+logger = logging.getLogger(__name__)
+
+
+def _known(*names: str) -> tuple[type, ...]:
+    return tuple(getattr(hf, name) for name in names if hasattr(hf, name))
+
+
+# Functions of the scores alone: run once over all nodes.
+_STATELESS = _known(
+    "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TopHLogitsWarper",
+    "TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper", "LogitNormalization", "InfNanRemoveLogitsProcessor",
+    "SuppressTokensLogitsProcessor",
+)  # fmt: skip
+# Functions of a row's own prefix: run over nodes of equal length together.
+_ROW_WISE = _known(
+    "RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor", "NoBadWordsLogitsProcessor",
+    "SequenceBiasLogitsProcessor", "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor",
+    "ExponentialDecayLengthPenalty", "SuppressTokensAtBeginLogitsProcessor", "WatermarkLogitsProcessor",
+)  # fmt: skip
+# Act alike on every prefix shorter than some length and not at all on longer ones: that length.
+_SHORT_PREFIXES: dict[type, Callable[..., int]] = {
+    hf.MinLengthLogitsProcessor: lambda processor: processor.min_length,
+    hf.MinNewTokensLengthLogitsProcessor: lambda processor: processor.prompt_length_to_skip + processor.min_new_tokens,
+}
+# Keep state that cannot be followed: refused.
+_STATEFUL = _known("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor")
+
+
+class CoupledNoiseLogitsWarper(LogitsProcessor):
+    """Add the noise of coupled sampling: `generate(do_sample=False)` with this warper last draws from the distribution,
+    and draws the very tokens that `speculative_config={"rejection_sample_method": "coupled", "seed": ...}` gives.
+
+    Args:
+        seeds: the rows' streams, int64 [B] (see `row_seeds`).
+        padding: how many left-padding tokens each row has; positions count from the first real token.
+    """
+
+    def __init__(self, seeds: list[int], padding: list[int] | None = None):
+        self.seeds = torch.tensor(seeds, dtype=torch.long)
+        self.padding = torch.tensor(padding if padding is not None else [0] * len(seeds), dtype=torch.long)
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """scores [B, V] + Gumbel noise of each row's next position."""
+        seeds = self.seeds.to(scores.device)
+        positions = input_ids.shape[1] - self.padding.to(scores.device)
+        noise = random_bits.gumbel(seeds, positions, torch.zeros_like(seeds), random_bits.TOKEN_STREAM, scores.shape[1])
+        return scores + noise
+
+
+class DraftVocabularyLogitsWarper(LogitsProcessor):
+    """Scatter logits over a draft vocabulary to the target's: tokens outside it get -inf.
+
+    Args:
+        target_ids: int64 [Vd], the target's id of each draft id (EAGLE-3: `arange(Vd) + d2t`).
+        vocab_size: V.
+    """
+
+    def __init__(self, target_ids: torch.LongTensor, vocab_size: int):
+        if target_ids.dim() != 1 or int(target_ids.max()) >= vocab_size or int(target_ids.min()) < 0:
+            raise ValueError(f"target_ids must be a vector of ids below vocab_size = {vocab_size}.")
+        self.target_ids, self.vocab_size = target_ids, vocab_size
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """[..., Vd] → [..., V]."""
+        out = scores.new_full((*scores.shape[:-1], self.vocab_size), float("-inf"))
+        out[..., self.target_ids.to(scores.device)] = scores
+        return out
+
+
+class FusedSamplingLogitsWarper(LogitsProcessor):
+    """Temperature, then top-k, top-p and min-p, with one sort for all three; keeps what transformers' chain of
+    TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper and MinPLogitsWarper keeps.
+
+    Raises:
+        ValueError: a parameter out of range.
+    """
+
+    def __init__(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0):
+        if temperature <= 0 or top_k < 0 or not 0 < top_p <= 1 or not 0 <= min_p <= 1:
+            raise ValueError(
+                "temperature must be above 0, top_k at least 0 (0: off), top_p in (0, 1], min_p in [0, 1]; got "
+                f"{temperature}, {top_k}, {top_p}, {min_p}."
+            )
+        self.temperature, self.top_k, self.top_p, self.min_p = temperature, top_k, top_p, min_p
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """[R, V] → [R, V], removed tokens at -inf."""
+        return sampling_scores(
+            scores,
+            self.temperature,
+            self.top_k or None,
+            self.top_p if self.top_p < 1 else None,
+            self.min_p or None,
+        )
+
+
+_KNOWN = {*_STATELESS, *_ROW_WISE, *_SHORT_PREFIXES, *_STATEFUL, FusedSamplingLogitsWarper}
+
+_SAMPLING = {  # in transformers' order
+    hf.TemperatureLogitsWarper: "temperature",
+    hf.TopKLogitsWarper: "top_k",
+    hf.TopPLogitsWarper: "top_p",
+    hf.MinPLogitsWarper: "min_p",
+}
+
+
+def split_sampling(processors: list[Any]) -> tuple[list[Any], SamplingParameters | None]:
+    """The processors before the sampling parameters that a list ends with, and these; None if it ends with others."""
+    if processors and isinstance(processors[-1], FusedSamplingLogitsWarper):
+        last = processors[-1]
+        return processors[:-1], SamplingParameters(last.temperature, last.top_k, last.top_p, last.min_p)
+    names = list(_SAMPLING.values())
+    found: dict[str, Any] = {}
+    first = len(processors)
+    while first and (name := _SAMPLING.get(type(processors[first - 1]))):
+        processor = processors[first - 1]
+        least = min(map(names.index, found), default=len(names))
+        is_plain = getattr(processor, "filter_value", -math.inf) == -math.inf
+        if names.index(name) >= least or not is_plain or getattr(processor, "min_tokens_to_keep", 1) != 1:
+            break
+        found[name] = getattr(processor, name)
+        first -= 1
+    return processors[:first], SamplingParameters(**found) if found else None
+
+
+class NodeProcessors:
+    """A LogitsProcessorList applied to tree nodes: each node gets what plain decoding would have given its prefix.
+
+    Args:
+        processors: as `generate()` prepared them, for a batch.
+        prompt_ids: int64 [B, S], the caller's padded batch. Processors see rows as transformers shows them, padding
+            included; ones that we do not know get whole batches of B rows, in case they tell rows apart by index.
+        pad_token_id: fills rows that have no node in such a batch.
+
+    Attributes:
+        sampling: the temperature, top-k, top-p and min-p that the list ends with, which `apply` can leave out.
+        only_sampling: whether the list is no more than these.
+        in_step: processors of kinds that we do not know are among them: all rows are to begin together.
+        calls_in_order: nothing may be drafted, because a processor keeps state from call to call (or has not been called yet, so
+            that it is not known whether it does): it is called once per token, in order, as plain decoding calls it.
+
+    A processor that we do not know is watched (kept_state.py). It keeps state if a call changes what it holds, or if it says so by
+    an attribute `keeps_state`. A change by calls for drafted nodes is undone, and `calls_in_order` is set.
+
+    Raises:
+        ValueError: a processor keeps state that cannot be followed (transformers' own watermarking and guidance).
+    """
+
+    def __init__(self, processors: LogitsProcessorList, prompt_ids: torch.LongTensor, pad_token_id: int | None):
+        for processor in processors:
+            if isinstance(processor, _STATEFUL):
+                raise ValueError(
+                    f"{type(processor).__name__} keeps state from token to token and cannot be used with speculative_config."
+                )
+        self.processors, self.prompt_ids, self.pad_token_id = list(processors), prompt_ids, pad_token_id or 0
+        self.needs_prefix = any(not self._is_stateless(p) for p in self.processors)
+        self._watched = [KeptState(processor) for processor in self.processors if type(processor) not in _KNOWN]
+        self.in_step = bool(self._watched)
+        self._keeps_state = False
+        self.calls_in_order = bool(self._watched)
+        for state in self._watched:
+            if state.opaque or getattr(state.owner, "keeps_state", False):
+                self._note_state(state.owner)
+        self._first, self.sampling = split_sampling(self.processors)
+        self.only_sampling = not self._first
+
+    @staticmethod
+    def _is_stateless(processor) -> bool:
+        return type(processor) in _STATELESS or isinstance(processor, FusedSamplingLogitsWarper)
+
+    def apply(
+        self,
+        sequences: list[Sequence],
+        paths: list[torch.Tensor] | None,
+        logits: torch.Tensor,
+        whole: bool = True,
+        drafted: bool = True,
+    ) -> torch.Tensor:
+        """Scores [R, V]; see `runtime.logits.RowProcessors`."""
+        processors = self.processors if whole else self._first
+        if drafted and self._keeps_state:  # of a drafter, whose drafts will not be used
+            processors = [processor for processor in processors if type(processor) in _KNOWN]
+        scores = self._applied(processors, sequences, paths, logits)
+        if self._watched and not self._keeps_state:
+            changed = [state for state in self._watched if state.has_changed()]
+            if drafted:
+                for state in changed:
+                    state.restore()
+            for state in changed:
+                self._note_state(state.owner)
+            self.calls_in_order = self._keeps_state
+        return scores
+
+    def _note_state(self, processor: Any) -> None:
+        self._keeps_state = True
+        logger.warning(
+            "%s keeps state from call to call (or something that cannot be looked into), so it is called once per token, in order: "
+            "nothing is drafted.",
+            type(processor).__name__,
+        )
+
+    def _applied(self, processors, sequences, paths, logits: torch.Tensor) -> torch.Tensor:
+        if not processors:
+            return logits
+        scores = logits.clone()  # processors may write in place
+        prefixes: list[torch.Tensor] | None = None
+        for processor in processors:
+            if self._is_stateless(processor):
+                scores = processor(self.prompt_ids[:1], scores)
+                continue
+            if type(processor) in _SHORT_PREFIXES:
+                scores = self._while_short(processor, sequences, paths, scores)
+                continue
+            if prefixes is None:
+                prefixes = self._prefixes(sequences, paths, logits.device)
+            if type(processor) in _ROW_WISE and getattr(processor, "prompt_ignore_length", None) is None:
+                scores = self._by_length(processor, prefixes, scores)
+            elif type(processor) in _PER_ROW:
+                scores = self._by_row(processor, sequences, prefixes, scores)
+            else:
+                scores = self._in_batches(processor, sequences, prefixes, scores)
+        return scores
+
+    def _prefixes(self, sequences, paths, device) -> list[torch.Tensor]:
+        own: dict[int, torch.Tensor] = {}
+        prefixes = []
+        for i, seq in enumerate(sequences):
+            if seq.id not in own:
+                own[seq.id] = torch.tensor(seq.shown_tokens, device=device)
+            prefixes.append(
+                own[seq.id] if paths is None or not len(paths[i]) else torch.cat([own[seq.id], paths[i].to(device)])
+            )
+        return prefixes
+
+    @staticmethod
+    def _while_short(processor, sequences, paths, scores: torch.Tensor) -> torch.Tensor:
+        limit = _SHORT_PREFIXES[type(processor)](processor)
+        own = {seq.id: len(seq.shown_tokens) for seq in sequences}
+        lengths = [own[seq.id] + (0 if paths is None else len(paths[i])) for i, seq in enumerate(sequences)]
+        short = [i for i, length in enumerate(lengths) if length < limit]
+        if not short:
+            return scores
+        ids = torch.zeros(1, 1, dtype=torch.long, device=scores.device).expand(len(short), limit - 1)
+        if len(short) == len(lengths):
+            return processor(ids, scores)
+        index = torch.tensor(short, device=scores.device)
+        return scores.index_copy(0, index, processor(ids, scores[index]))
+
+    @staticmethod
+    def _by_length(processor: Callable, prefixes: list[torch.Tensor], scores: torch.Tensor) -> torch.Tensor:
+        out = torch.empty_like(scores)
+        lengths: dict[int, list[int]] = {}
+        for i, prefix in enumerate(prefixes):
+            lengths.setdefault(len(prefix), []).append(i)
+        for members in lengths.values():
+            index = torch.tensor(members, device=scores.device)
+            out[index] = processor(torch.stack([prefixes[i] for i in members]), scores[index])
+        return out
+
+    def _by_row(self, processor, sequences, prefixes, scores):
+        out = torch.empty_like(scores)
+        rows: dict[int, list[int]] = {}
+        for i, seq in enumerate(sequences):
+            rows.setdefault(seq.row, []).append(i)
+        for row, members in rows.items():
+            alone = _PER_ROW[type(processor)](processor, row, self.prompt_ids.shape[0])
+            for i in members:
+                out[i] = alone(prefixes[i][None], scores[i : i + 1])[0]
+        return out
+
+    def _in_batches(self, processor, sequences, prefixes, scores):
+        """Call an unknown processor with batches shaped like the caller's: one node per row, all of one length."""
+        out = torch.empty_like(scores)
+        waves: dict[tuple[int, int], dict[int, int]] = {}
+        taken: dict[tuple[int, int], int] = {}
+        for i, seq in enumerate(sequences):
+            length = len(prefixes[i])
+            wave = taken.get((seq.row, length), 0)
+            taken[(seq.row, length)] = wave + 1
+            waves.setdefault((length, wave), {})[seq.row] = i
+        if self._keeps_state and len(waves) > 1:
+            raise ValueError(
+                f"{type(processor).__name__} keeps state from call to call, so all rows of a batch must be decoded in step. These are "
+                "not: its state began to change after tokens had been drafted, or the rows do not fit the KV cache together. Set "
+                "keeps_state = True on the processor, raise num_blocks, or pass one row at a time."
+            )
+        for (length, _), members in waves.items():
+            ids = self._filler(length)
+            batch = scores.new_zeros(ids.shape[0], scores.shape[1])
+            for row, i in members.items():
+                ids[row], batch[row] = prefixes[i], scores[i]
+            result = processor(ids, batch)
+            for row, i in members.items():
+                out[i] = result[row]
+        return out
+
+    def _filler(self, length: int) -> torch.Tensor:
+        batch, width = self.prompt_ids.shape
+        ids = self.prompt_ids.new_full((batch, length), self.pad_token_id)
+        ids[:, : min(width, length)] = self.prompt_ids[:, :length]
+        return ids
+
+
+def _prefix_constrained_row(processor, row: int, batch: int):
+    allowed = processor._prefix_allowed_tokens_fn
+    return hf.PrefixConstrainedLogitsProcessor(lambda _, ids: allowed(row, ids), 1)
+
+
+def _encoder_repetition_row(processor, row: int, batch: int):
+    alone = copy.copy(processor)
+    prompt = row * processor.encoder_input_ids.shape[0] // batch  # rows of num_return_sequences share their prompt
+    alone.encoder_input_ids = processor.encoder_input_ids[prompt : prompt + 1]
+    return alone
+
+
+def _encoder_ngram_row(processor, row: int, batch: int):
+    alone = copy.copy(processor)
+    alone.batch_size = 1
+    prompt = row * processor.batch_size // batch
+    alone.generated_ngrams = processor.generated_ngrams[prompt : prompt + 1]
+    return alone
+
+
+# Tell rows of the batch apart: made into processors for one row.
+_PER_ROW: dict[type, Callable] = {
+    hf.PrefixConstrainedLogitsProcessor: _prefix_constrained_row,
+    hf.EncoderRepetitionPenaltyLogitsProcessor: _encoder_repetition_row,
+    hf.EncoderNoRepeatNGramLogitsProcessor: _encoder_ngram_row,
+}
+_KNOWN |= set(_PER_ROW)
