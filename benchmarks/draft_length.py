@@ -32,6 +32,7 @@ from hf_specdec.core.sequence import Sequence
 from hf_specdec.decoding import SpeculativeDecoder
 from hf_specdec.decoding.draft_length import make_policy
 from hf_specdec.model.packed_model import PackedModel
+from hf_specdec.model.prepare import prepare
 
 LENGTHS: dict[str, dict[str, Any]] = {
     "none": {},
@@ -194,7 +195,7 @@ def main() -> None:
     drafter: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         hf_specdec.resolve_model(args.drafter), dtype=model.dtype
     ).eval()
-    target = PackedModel(model)
+    target = prepare(model)
     wrong_token = int(tokenizer.pad_token_id)
     WrongDrafts.wrong_token = wrong_token
     generators = {

@@ -36,8 +36,9 @@ from hf_specdec.core.output import Taps
 from hf_specdec.core.sequence import Sequence
 from hf_specdec.decoding import SpeculativeDecoder, decoder
 from hf_specdec.kernels import transfer
-from hf_specdec.model import graphs, packed_batch, packed_model
+from hf_specdec.model import capturable, captures, graphs, packed_batch
 from hf_specdec.model.packed_model import PackedModel
+from hf_specdec.model.prepare import ModelOptions, prepare
 from hf_specdec.verification.verify import PendingVerdict
 
 CONTEXT = 300  # tokens of a prompt
@@ -110,13 +111,13 @@ def without_work():
     fixed = FixedVerification()
     with contextlib.ExitStack() as stack:
         patch = lambda *args: stack.enter_context(mock.patch.object(*args))  # noqa: E731
-        patch(graphs, "CudaGraphCapture", CaptureNothing)
+        patch(captures, "CudaGraphCapture", CaptureNothing)
         patch(decoder, "begin_verification", fixed)
         if not torch.cuda.is_available():
             from hf_specdec.kernels import attention
 
-            patch(graphs, "check_capturable", lambda model: None)
-            for module in (packed_model, packed_batch, graphs):
+            patch(capturable, "check_capturable", lambda model: None)
+            for module in (attention, packed_batch, graphs):
                 patch(module, "uses_triton", lambda device: True)
             patch(attention, "paged_attention", attend_nowhere)
             patch(PagedLayer, "write", lambda *args: None)
@@ -195,7 +196,7 @@ def main() -> None:
     found = []
     print(f"{'method':16} {'batch':>5} {'µs a step':>10} {'operations':>10} {'uploads':>8}")
     model = AutoModelForCausalLM.from_pretrained(hf_specdec.bundled("tiny")).eval().to(device)
-    packed = PackedModel(model, prepack_weights=False)
+    packed = prepare(model, ModelOptions(prepack_weights=False))
     with without_work() as fixed, torch.no_grad():
         for method in [args.profile] if args.profile else args.methods:
             for batch in args.batches[:1] if args.profile else args.batches:

@@ -25,7 +25,7 @@ from hf_specdec.candidate_generators import generator_class, parse_config
 from hf_specdec.core.rows import RowInput
 from hf_specdec.core.sequence import Sequence
 from hf_specdec.decoding import SpeculativeDecoder
-from hf_specdec.model.packed_model import PackedModel
+from hf_specdec.model.prepare import ModelOptions, prepare
 
 sys.path.insert(0, str(Path(__file__).parent))
 from decode import machine
@@ -61,7 +61,7 @@ def small_target(**sizes) -> LlamaForCausalLM:
 
 def proposal(method: dict[str, Any], length: int = 100_000) -> float:
     """µs per row: propose 5 tokens and take in 3, on a context of `length` tokens with repetitions."""
-    target = PackedModel(small_target(num_hidden_layers=1))
+    target = prepare(small_target(num_hidden_layers=1))
     config = parse_config(method)
     generator = generator_class(config.method)(config, target)
     rng = np.random.default_rng(0)
@@ -90,7 +90,7 @@ def reading(context: int) -> dict[str, float]:
     model = small_target()
     results = {}
     for kind in ("contiguous", "scattered", "gather"):
-        packed = PackedModel(model)
+        packed = prepare(model)
         packed.gather = kind == "gather"
         cache = packed.new_cache(2 * context // 16 + 8, 16, share_prefixes=False)
         cache.add(0)
@@ -111,7 +111,7 @@ def reading(context: int) -> dict[str, float]:
 def overhead(method: dict[str, Any], batch_size: int, model: LlamaForCausalLM) -> float:
     """Share of the steps' time that is not the target's forward (propose, verify, commit, bookkeeping)."""
     config = parse_config(method)
-    target = PackedModel(model)
+    target = prepare(model)
     decoder = SpeculativeDecoder(target, generator_class(config.method)(config, target), config)
     forward_seconds = 0.0
     original = target.forward
@@ -143,7 +143,7 @@ def prepacked(model: LlamaForCausalLM, rows: int) -> float:
     """Speed-up of a forward of `rows` tokens by prepacked weights."""
     seconds = {}
     for wanted in (False, True):
-        packed = PackedModel(model, prepack_weights=wanted)
+        packed = prepare(model, ModelOptions(prepack_weights=wanted))
         cache = packed.new_cache(16, 16)
         cache.add(0)
         cache.reserve(0, 128)

@@ -18,8 +18,9 @@ import torch
 from transformers import AutoModelForCausalLM
 
 from hf_specdec.core.rows import RowInput
-from hf_specdec.model.options.quantized import num_bytes
+from hf_specdec.model.options.quantized import QuantizedLinears, num_bytes
 from hf_specdec.model.packed_model import PackedModel
+from hf_specdec.model.prepare import ModelOptions, prepare
 
 WAYS = {
     "as it is": {"prepack_weights": False},
@@ -60,7 +61,7 @@ def main() -> None:
     arguments = parser.parse_args()
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=getattr(torch, arguments.dtype)).eval()
-    models = {way: PackedModel(model, **WAYS[way]) for way in arguments.ways}
+    models = {way: prepare(model, ModelOptions(**WAYS[way])) for way in arguments.ways}
     times = {(way, count): [] for way in models for count in (1, 6)}
     steps = {way: Steps(packed) for way, packed in models.items()}
     for turn in range(arguments.repeats + 1):
@@ -74,7 +75,8 @@ def main() -> None:
         "repeats": arguments.repeats, "threads": 1, "context": CONTEXT, "mebibytes": {}, "milliseconds": {}, "ratio": {},
     }  # fmt: skip
     for way, packed in models.items():
-        weights = num_bytes(model) if packed.quantized is None else packed.quantized.bytes_after
+        quantized = [each for each in packed.active_options if isinstance(each, QuantizedLinears)]
+        weights = num_bytes(model) if not quantized else quantized[0].bytes_after
         result["mebibytes"][way] = round(weights / 2**20, 1)
         for count in (1, 6):
             own = times[way, count]

@@ -21,7 +21,7 @@ from transformers import AutoModelForCausalLM
 import hf_specdec
 from hf_specdec.core.output import Taps
 from hf_specdec.core.rows import RowInput
-from hf_specdec.model.packed_model import PackedModel
+from hf_specdec.model.prepare import prepare
 
 SHAPES = {"1 row x 6": (1, 6), "8 rows x 6": (8, 6), "1 row x 512": (1, 512)}
 CONTEXT = 256
@@ -45,7 +45,7 @@ def main() -> None:
         "3 layers (EAGLE-3)": (Taps(layers=(min(2, count), count // 2, max(count - 3, 1))), False),
         "all hidden states": (Taps(), True),
     }
-    packed = PackedModel(model)
+    packed = prepare(model)
     rows = []
     for shape, (batch, tokens) in SHAPES.items():
         times: dict[str, list[float]] = {variant: [] for variant in variants}

@@ -23,7 +23,7 @@ from .candidate_generators.base import DrafterContext, held_weakly
 from .config import PER_CALL_KEYS, SpeculativeConfig
 from .decoding import SpeculativeDecoder, decode
 from .model.architectures import tapped
-from .model.packed_model import PackedModel
+from .model.prepare import ModelOptions, prepare
 from .refusals import check_inputs, check_mode, check_model
 
 MODE = "specdec"
@@ -300,14 +300,14 @@ def get_decoder(
 
 
 def _make_generator(model: PreTrainedModel, config: SpeculativeConfig, context: DrafterContext) -> CandidateGenerator:
-    target = PackedModel(
-        model,
+    options = ModelOptions(
         prepack_weights=config.prepack_weights,
         cuda_graphs=config.cuda_graphs,
         deterministic=config.deterministic,
         quantization=config.target_quantization,
         compile=config.compile,
     )
+    target = prepare(model, options)
     return make_generator(config, target, context)
 
 

@@ -15,7 +15,7 @@ from hf_specdec.candidate_generators import generator_class, parse_config
 from hf_specdec.core.draft_trees import DraftTrees
 from hf_specdec.core.sequence import Sequence as Row
 from hf_specdec.decoding import SpeculativeDecoder
-from hf_specdec.model.packed_model import PackedModel
+from hf_specdec.model.prepare import prepare
 
 RAGGED = ragged([6, 13, 2, 9])
 
@@ -57,7 +57,7 @@ def texts_equal(found: list[list[int]], plain: torch.Tensor) -> bool:
 
 def make_decoder(target, config: dict[str, Any]) -> SpeculativeDecoder:
     """A decoder of its own, as generate() would make it."""
-    settings, packed = parse_config(config), PackedModel(target)
+    settings, packed = parse_config(config), prepare(target)
     return SpeculativeDecoder(packed, generator_class(settings.method).create(settings, packed), settings)
 
 

@@ -10,7 +10,8 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_specdec.kernels import attention, random_bits, reference
-from hf_specdec.model import graphs, packed_batch, packed_model
+from hf_specdec.model import attention as model_attention
+from hf_specdec.model import capturable, captures, graphs, packed_batch
 from hf_specdec.model.options import compiled
 
 _aten = torch.ops.aten
@@ -224,16 +225,16 @@ def rewritten_graphs(graphs_in_python, defined_attention, monkeypatch):
 @pytest.fixture
 def graphs_in_python(monkeypatch):
     """`cuda_graphs` works on the CPU; yields a list of everything that holds captures from now on. Layers are not traced."""
-    made, original = [], graphs.Captures.__init__
+    made, original = [], captures.Captures.__init__
 
     def listed(self, *args, **kwargs):
         original(self, *args, **kwargs)
         made.append(self)
 
     monkeypatch.setattr(compiled.RewrittenLayers, "serves", lambda *args: False)  # tracing takes seconds
-    monkeypatch.setattr(graphs.Captures, "__init__", listed)
-    monkeypatch.setattr(graphs, "CudaGraphCapture", CaptureInPython)
-    monkeypatch.setattr(graphs, "check_capturable", lambda model: None)
+    monkeypatch.setattr(captures.Captures, "__init__", listed)
+    monkeypatch.setattr(captures, "CudaGraphCapture", CaptureInPython)
+    monkeypatch.setattr(capturable, "check_capturable", lambda model: None)
     return made
 
 
@@ -242,7 +243,7 @@ def defined_attention(monkeypatch):
     """Attention and writing keys by their definitions, from what the Triton kernels would read."""
     from hf_specdec.cache.paged_layer import PagedLayer
 
-    for module in (packed_model, packed_batch, graphs):
+    for module in (model_attention, packed_batch, graphs):
         monkeypatch.setattr(module, "uses_triton", lambda device: True)
     monkeypatch.setattr(attention, "paged_attention", attention_by_definition)
     monkeypatch.setattr(PagedLayer, "write", write)

@@ -9,8 +9,8 @@ from replayed_graphs import defined_attention, graphs_in_python  # noqa: F401
 from torch._dynamo.testing import CompileCounter
 
 from hf_specdec.core.errors import UnsupportedModel
+from hf_specdec.model.attention import paged_attention_forward
 from hf_specdec.model.options import compiled
-from hf_specdec.model.packed_model import paged_attention_forward
 
 PROMPTS = ["Tom has 3 apples and buys 4 more. How many", "def add(a, b):", "The", "Once upon a time there was a cat"]
 CONFIGS = {

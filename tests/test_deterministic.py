@@ -19,6 +19,7 @@ from hf_specdec.kernels import invariant_reference as ops
 from hf_specdec.model.options.invariant_ops import InvariantOps
 from hf_specdec.model.packed_batch import describe_lines
 from hf_specdec.model.packed_model import PackedModel
+from hf_specdec.model.prepare import ModelOptions, prepare
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LENGTH = 31
@@ -119,7 +120,7 @@ def test_logits_do_not_depend_on_the_batch(name, dtype):
     model = make(name, DTYPES[dtype])
     if overrides:
         model.set_attn_implementation("eager")
-    packed = PackedModel(model, deterministic=True)
+    packed = prepare(model, ModelOptions(deterministic=True))
     with packed.active():
         found = ways(packed)
     expected = found.pop("one by one")
@@ -133,7 +134,7 @@ def test_logits_do_not_depend_on_the_batch(name, dtype):
 @pytest.mark.parametrize("dtype", ["bf16", "fp32"])
 def test_without_the_mode_they_do(dtype):
     """Or the test above would show nothing."""
-    packed = PackedModel(make("tiny", DTYPES[dtype]))
+    packed = prepare(make("tiny", DTYPES[dtype]))
     with packed.active():
         found = ways(packed)
     expected = found.pop("one by one")
@@ -146,7 +147,7 @@ def test_the_mode_only_rounds_otherwise(name):
     model = families.make(name)
     found = []
     for deterministic in (False, True):
-        packed = PackedModel(model, deterministic=deterministic)
+        packed = prepare(model, ModelOptions(deterministic=deterministic))
         with packed.active():
             found.append(feed(packed, start(packed, 1), 0, texts(packed)[0][:LENGTH], [20, 11]))
     torch.testing.assert_close(found[0], found[1], rtol=1e-3, atol=1e-4)
@@ -155,7 +156,7 @@ def test_the_mode_only_rounds_otherwise(name):
 @torch.no_grad()
 def test_other_threads_and_other_models_run_as_ever():
     model = families.make("Llama")
-    packed = PackedModel(model, deterministic=True)
+    packed = prepare(model, ModelOptions(deterministic=True))
     seen = []
 
     def look():
@@ -416,7 +417,7 @@ def test_an_unknown_operation_is_one_clear_error():
 @pytest.mark.parametrize("name", ["Falcon", "BLOOM", "StableLM", "DeepSeek-V3"])
 def test_models_that_gather_keys_are_refused(name):
     with pytest.raises(ValueError, match="'deterministic' needs a model whose attention can be replaced"):
-        PackedModel(families.make(name), deterministic=True)
+        prepare(families.make(name), ModelOptions(deterministic=True))
 
 
 def test_a_model_that_mixes_tokens_is_refused():
@@ -426,11 +427,11 @@ def test_a_model_that_mixes_tokens_is_refused():
     def mixes(module, args, output):
         return output * (1 + 2.0**-20 * output.shape[1])
 
-    PackedModel(model)
+    prepare(model)
     model.model.norm.register_forward_hook(mixes)
     model.config.tag = "mixes"  # checks are remembered by configuration
     with pytest.raises(UnsupportedModel, match=r"computes other logits for \d+ of 13 tokens together than one by one"):
-        PackedModel(model, deterministic=True)
+        prepare(model, ModelOptions(deterministic=True))
 
 
 @pytest.mark.parametrize("key", ["prepack_weights", "compile"])
@@ -441,7 +442,7 @@ def test_keys_that_do_not_fit(tiny_model, key):
 
 
 def test_positions_must_count_what_a_token_sees():
-    packed = PackedModel(families.make("Llama"))
+    packed = prepare(families.make("Llama"))
     cache = start(packed, 1)
     cache.reserve(0, 4)
     with pytest.raises(ValueError, match="deterministic rows count them"):

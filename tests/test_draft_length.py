@@ -21,7 +21,7 @@ from hf_specdec.core.sequence import Sequence
 from hf_specdec.decoding import SpeculativeDecoder, draft_length, step_cost
 from hf_specdec.decoding.draft_length import AutoLength, DraftedStep, DraftLengthPolicy, LengthPerBatchSize, make_policy
 from hf_specdec.decoding.step_cost import FittedCost, StepCost, StepTimer
-from hf_specdec.model.packed_model import PackedModel
+from hf_specdec.model.prepare import prepare
 
 TABLE = "num_speculative_tokens_per_batch_size"
 
@@ -134,7 +134,7 @@ def test_k_follows_the_batch_as_rows_leave(monkeypatch):
     config = parse_config(
         {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2, TABLE: {"1": 4, "3": 2, "5": 0}}
     )
-    target = PackedModel(model)
+    target = prepare(model)
     generator = generator_class("ngram")(config, target, DrafterContext())
     decoder = SpeculativeDecoder(target, generator, config)
     asked, propose = [], generator.propose
@@ -546,7 +546,7 @@ def test_greedy_text_is_that_of_plain_generate(tiny_model, tiny_draft, tiny_toke
 
 def test_a_rows_own_length_bounds_auto(tiny_model):
     decoder_config = parse_config({"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": "auto"})
-    target = PackedModel(tiny_model)
+    target = prepare(tiny_model)
     generator = generator_class("ngram")(decoder_config, target, DrafterContext())
     decoder = SpeculativeDecoder(target, generator, decoder_config)
     decoder.policy.limits = lambda sequences, caps: caps

@@ -13,8 +13,9 @@ from triton_interpreter import needs_triton, run_interpreted
 
 import hf_specdec
 from hf_specdec.kernels.attention_inputs import InputSizes
-from hf_specdec.model import graphs
+from hf_specdec.model import capturable
 from hf_specdec.model.buckets import bucket_of
+from hf_specdec.model.captures import Captures
 
 
 def test_in_a_process_of_its_own():
@@ -95,27 +96,27 @@ def test_asking_for_graphs_without_a_gpu_is_one_clear_error(tiny_model):
 
 
 def test_the_graph_used_longest_ago_makes_room(monkeypatch):
-    monkeypatch.setattr(graphs, "MOST_BYTES", 100)
+    monkeypatch.setattr("hf_specdec.model.captures.MOST_BYTES", 100)
     made = []
-    captures = graphs.Captures("a model", lambda function: (function(), lambda: None))
+    found = Captures("a model", lambda function: (function(), lambda: None))
 
     def get(key):
         def function():
             made.append(key)
             return SimpleNamespace(logits=torch.zeros(10), layers={1: torch.zeros(2)}, hidden_states=None)  # 48 bytes
 
-        return captures.get(key, (), lambda: (None, function))
+        return found.get(key, (), lambda: (None, function))
 
     for key in "abacabc":
         assert get(key) is not None
-    assert made == ["a", "b", "c", "b", "c"] and len(captures) == 2
-    monkeypatch.setattr(graphs, "MOST_BYTES", 1)
-    assert get("d") is not None and len(captures) == 1  # the one in use stays
+    assert made == ["a", "b", "c", "b", "c"] and len(found) == 2
+    monkeypatch.setattr("hf_specdec.model.captures.MOST_BYTES", 1)
+    assert get("d") is not None and len(found) == 1  # the one in use stays
 
 
 def test_mixtures_of_experts_that_wait_are_captured_only_when_asked(monkeypatch):
-    monkeypatch.setattr(graphs, "is_capturable", lambda model: True)
+    monkeypatch.setattr(capturable, "is_capturable", lambda model: True)
     for family, wanted in (("Llama", True), ("Qwen3-MoE", False), ("gpt-oss", False)):  # in float32
         model = SimpleNamespace(module=make(family), device=torch.device("cpu"))
-        assert graphs.uses_graphs(None, model) is wanted
-        assert graphs.uses_graphs(True, model) is True and graphs.uses_graphs(False, model) is False
+        assert capturable.uses_graphs(None, model) is wanted
+        assert capturable.uses_graphs(True, model) is True and capturable.uses_graphs(False, model) is False

@@ -11,7 +11,7 @@ import hf_specdec
 from hf_specdec.candidate_generators import generator_class, parse_config
 from hf_specdec.core.sequence import Sequence
 from hf_specdec.decoding import SpeculativeDecoder
-from hf_specdec.model.packed_model import PackedModel
+from hf_specdec.model.prepare import prepare
 
 VOCAB = 11
 TREE = {"branching_factors": [5, 3, 1]}
@@ -26,7 +26,7 @@ def make_decoder(model, folder, **keys):
     """A decoder and its generator, with a pool for a few sequences."""
     mlp_checkpoint(folder, vocab=VOCAB)
     config = parse_config({"method": "mlp_speculator", "model": str(folder), "block_size": 4, "num_blocks": 60, **keys})
-    target = PackedModel(model)
+    target = prepare(model)
     decoder = SpeculativeDecoder(target, generator_class(config.method)(config, target), config)
     decoder.allocate(0, 2)
     return decoder, decoder.generator
@@ -140,7 +140,7 @@ def test_rows_of_a_level_may_end_before_others(tmp_path, model, build):
     build(tmp_path / "heads", vocab=VOCAB)
     for shape in ({}, TREE):
         config = parse_config({"method": "arctic", "model": str(tmp_path / "heads"), **shape})
-        target = PackedModel(model)
+        target = prepare(model)
         decoder = SpeculativeDecoder(target, generator_class("arctic")(config, target), config)
         decoder.allocate(400, 4)
         rng = random.Random(3)

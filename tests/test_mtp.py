@@ -19,7 +19,7 @@ from hf_specdec import integration
 from hf_specdec.candidate_generators import parse_config
 from hf_specdec.candidate_generators.mtp import MtpGenerator
 from hf_specdec.core.sequence import Sequence
-from hf_specdec.model.packed_model import PackedModel
+from hf_specdec.model.prepare import prepare
 
 SHAPES = {
     "chain": {"num_speculative_tokens": 4},
@@ -48,7 +48,7 @@ def drafted(model, config, lengths=(6, 11, 2, 5), tokens=14):
 def check_caches(recording, model, config) -> None:
     """After every round each module's keys and values are those of a fresh drafter that read the text with true features."""
     config = parse_config({"method": "mtp", **config})
-    packed = PackedModel(model)
+    packed = prepare(model)
     fresh = MtpGenerator(config, packed)
     states = target_states(model, {text for text, _ in recording.caches})
     with torch.no_grad():
@@ -198,7 +198,7 @@ def test_loading_leaves_the_target_as_it_was(tmp_path):
     target = store(tmp_path, "MiMo").model
     target.get_input_embeddings().train()
     layers, attention = list(target.config.layer_types), target.config._attn_implementation
-    generator = MtpGenerator(parse_config({"method": "mtp"}), PackedModel(target))
+    generator = MtpGenerator(parse_config({"method": "mtp"}), prepare(target))
     assert target.get_input_embeddings().weight.requires_grad and target.get_input_embeddings().training
     own = {id(parameter) for parameter in generator.head.module.parameters()}
     assert not own & {id(parameter) for parameter in target.parameters()}

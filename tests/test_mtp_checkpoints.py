@@ -18,7 +18,7 @@ from hf_specdec import integration
 from hf_specdec.candidate_generators import parse_config
 from hf_specdec.candidate_generators.mtp import MtpGenerator
 from hf_specdec.candidate_generators.mtp.weights import dequantized
-from hf_specdec.model.packed_model import PackedModel
+from hf_specdec.model.prepare import prepare
 
 CONFIG = {"method": "mtp", "num_speculative_tokens": 3}
 
@@ -56,7 +56,7 @@ def test_own_embeddings_and_head(tmp_path):
         (decoder,) = integration.kept_decoders(stored.model)
         assert tables <= set(dict(decoder.generator.head.module.named_children()))
     stored = store(tmp_path / "shared", "DeepSeek-V3")
-    module = MtpGenerator(parse_config(CONFIG), PackedModel(stored.model)).head.module
+    module = MtpGenerator(parse_config(CONFIG), prepare(stored.model)).head.module
     assert module.shared["embed_tokens"] is stored.model.get_input_embeddings()
     assert module.shared["lm_head"] is stored.model.get_output_embeddings()
     assert not {"embed_tokens", "lm_head"} & set(dict(module.named_children()))
@@ -112,7 +112,7 @@ def test_router_corrections_stay_in_float32(tmp_path):
     precise = torch.tensor([5.00001, 5.00002, 5.00003, 5.00004])
     rewrite(stored.folder, lambda tensors: tensors.update({name: precise}))
     stored.model.to(torch.bfloat16)
-    module = MtpGenerator(parse_config(CONFIG), PackedModel(stored.model)).head.module
+    module = MtpGenerator(parse_config(CONFIG), prepare(stored.model)).head.module
     state = module.state_dict()
     assert torch.equal(state["layer.mlp.gate.e_score_correction_bias"], precise)
     assert state["eh_proj.weight"].dtype == torch.bfloat16

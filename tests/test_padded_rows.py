@@ -8,7 +8,7 @@ from families import make
 from hf_specdec.core.rows import RowInput
 from hf_specdec.model import packed_batch
 from hf_specdec.model.packed_batch import PackedBatch
-from hf_specdec.model.packed_model import PackedModel
+from hf_specdec.model.prepare import ModelOptions, prepare
 
 
 @pytest.mark.parametrize("lengths", [(3, 17, 1, 30, 13), (15, 15, 15)])
@@ -16,7 +16,7 @@ from hf_specdec.model.packed_model import PackedModel
 @torch.no_grad()
 def test_logits_are_those_of_rows_one_by_one(family, lengths, monkeypatch):
     """Ragged rows, equal ones, and (Mistral) windows shorter than the rows."""
-    model = PackedModel(make(family), prepack_weights=False)
+    model = prepare(make(family), ModelOptions(prepack_weights=False))
     taken = []
     original = PackedBatch._padded
     monkeypatch.setattr(PackedBatch, "_padded", lambda self, *args: taken.append(original(self, *args)) or taken[-1])

@@ -198,7 +198,7 @@ def test_one_warning_a_key(caplog):
 def test_disable_by_batch_size(length):
     """No drafts where more rows are decoding."""
     policy = make_policy(parse_config({"method": "ngram", "disable_by_batch_size": 2, **length}))
-    rows = [hf_specdec.runtime.Sequence([1, 2, 3], max_length=50) for _ in range(3)]
+    rows = [hf_specdec.core.sequence.Sequence([1, 2, 3], max_length=50) for _ in range(3)]
     assert policy.limits(rows, [4, 4, 4]) == [0, 0, 0]
     assert sum(policy.limits(rows[:2], [4, 4])) > 0
 

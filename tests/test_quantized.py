@@ -19,7 +19,7 @@ from hf_specdec.core.errors import UnsupportedModel
 from hf_specdec.integration import get_decoder
 from hf_specdec.model.options.prepacked import packs_bfloat16
 from hf_specdec.model.options.quantized import QuantizedLinears, num_bytes, quantize_for_good
-from hf_specdec.model.packed_model import PackedModel
+from hf_specdec.model.prepare import ModelOptions, prepare
 
 pytest.importorskip("torchao")
 
@@ -187,6 +187,11 @@ def test_restored_after_an_error(small):
     assert [id(p) for p in model.parameters()] == weights
 
 
+def quantized_of(packed):
+    """The quantized layers that are swapped in while a model is active; None if there are none."""
+    return next((each for each in packed.active_options if isinstance(each, QuantizedLinears)), None)
+
+
 def test_configurations_share_the_copies():
     """Two drafters for a target: it is quantized once; with the last decoder the copies go."""
     import weakref
@@ -196,8 +201,8 @@ def test_configurations_share_the_copies():
         get_decoder(model, parse_config({"method": method, "target_quantization": "wint8"})).target
         for method in ("ngram", "none")
     )
-    assert first is not second and first.quantized is second.quantized
-    gone = weakref.ref(first.quantized)
+    assert first is not second and quantized_of(first) is quantized_of(second)
+    gone = weakref.ref(quantized_of(first))
     del first, second
     hf_specdec.release(model)
     gc.collect()
@@ -207,7 +212,7 @@ def test_configurations_share_the_copies():
 def test_with_packed_weights():
     """What is not quantized is packed still: with bfloat16 on a CPU the output layer."""
     model = make("Llama", **WIDE).bfloat16()
-    packed = PackedModel(model, prepack_weights=True, quantization="wint8")
+    packed = prepare(model, ModelOptions(prepack_weights=True, quantization="wint8"))
     with packed.active():
         assert [name for name, m in model.named_modules() if "forward" in vars(m)] == (
             ["lm_head"] if torch.backends.mkldnn.is_available() and packs_bfloat16() else []
@@ -258,7 +263,9 @@ def test_a_draft_model_we_loaded_is_quantized_for_good(tiny_model, tiny_tokenize
         each = config | {"num_speculative_tokens": tokens}
         assert torch.equal(generate(tiny_model, tiny_tokenizer, speculative_config=each), plain)
         drafter = get_decoder(tiny_model, parse_config(each)).generator.drafter
-        assert drafter.quantized is None and type(drafter.model.model.layers[0].mlp.up_proj.weight) is not nn.Parameter
+        assert (
+            quantized_of(drafter) is None and type(drafter.model.model.layers[0].mlp.up_proj.weight) is not nn.Parameter
+        )
     hf_specdec.release(tiny_model)
 
 

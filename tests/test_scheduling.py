@@ -15,7 +15,7 @@ from hf_specdec.candidate_generators import generator_class, parse_config
 from hf_specdec.candidate_generators.base import DrafterContext
 from hf_specdec.core.sequence import Sequence
 from hf_specdec.decoding import SpeculativeDecoder
-from hf_specdec.model.packed_model import PackedModel
+from hf_specdec.model.prepare import prepare
 
 VOCAB = 64
 
@@ -43,7 +43,7 @@ def models():
 
 def make_decoder(target, drafter, config) -> SpeculativeDecoder:
     config = parse_config(config)
-    packed = PackedModel(target)
+    packed = prepare(target)
     generator = generator_class(config.method).create(config, packed, DrafterContext(assistant_model=drafter))
     return SpeculativeDecoder(packed, generator, config)
 

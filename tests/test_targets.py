@@ -16,10 +16,11 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 
 import hf_specdec
 from hf_specdec.core.errors import UnsupportedModel
+from hf_specdec.core.names import ATTENTION_NAME
 from hf_specdec.core.output import Taps
 from hf_specdec.core.rows import RowInput
 from hf_specdec.model import architectures, self_test
-from hf_specdec.model.packed_model import PackedModel
+from hf_specdec.model.prepare import prepare
 
 NEW_TOKENS = 40
 CHAIN, TREE = {"method": "draft_model"}, {"method": "draft_model", "branching_factors": [3, 2, 1]}
@@ -98,7 +99,7 @@ def assert_same_tokens(output, expected, what: str) -> None:
 
 def is_gathered(model) -> bool:
     """Which path a model takes."""
-    return PackedModel(model).gather
+    return prepare(model).gather
 
 
 # ---- equal to plain generate() --------------------------------------------------------------------------------------
@@ -396,14 +397,14 @@ def test_self_test_catches_ignored_early_exit(family_models, no_verdicts):
 def test_self_test_waits_inside_active(no_verdicts):
     """While our attention is in place there is nothing to compare with: no verdict, and the attention stays."""
     model = make("gpt-oss")
-    outer = PackedModel(model)
+    outer = prepare(model)
     self_test._verdicts.clear()
     stock = model.config._attn_implementation
     with outer.active():
-        PackedModel(model, num_layers=1)
-        assert model.config._attn_implementation == architectures.ATTENTION_NAME
+        prepare(model, num_layers=1)
+        assert model.config._attn_implementation == ATTENTION_NAME
     assert model.config._attn_implementation == stock and not self_test._verdicts
-    PackedModel(model, num_layers=1)
+    prepare(model, num_layers=1)
     assert len(self_test._verdicts) == 1
 
 
@@ -411,12 +412,12 @@ def test_self_test_is_short_and_runs_once(no_verdicts):
     """Three forwards over 25 tokens in all at a model's first use, none later, also for another model of the kind."""
     model = make("Llama")
     calls = count_forwards(model)
-    PackedModel(model)
+    prepare(model)
     assert len(calls) == 3 and sum(calls) <= 25
-    PackedModel(model)
+    prepare(model)
     other = make("Llama", seed=1)
     calls_of_other = count_forwards(other)
-    PackedModel(other)
+    prepare(other)
     assert len(calls) == 3 and not calls_of_other
 
 
@@ -433,7 +434,7 @@ def test_self_test_catches_mistakes_in_half_precision(family_models, dtype, no_v
     """Rounding does not hide a wrong mask."""
     broken = with_weights_of(family_models("Llama")[0], MemoryOrderLlama).to(dtype)
     with pytest.raises(UnsupportedModel, match="differ by"):
-        PackedModel(broken)
+        prepare(broken)
 
 
 @pytest.mark.parametrize("name", ["BigBird", "Bert"])
@@ -452,7 +453,7 @@ def test_self_test_catches_attention_to_later_tokens(name, no_verdicts):
     model = model_class(kind(is_decoder=False, **settings)).eval()
     with pytest.raises(UnsupportedModel, match="attends to later tokens"):
         model.generate(torch.arange(4, 12)[None], max_new_tokens=3, speculative_config=NGRAM)
-    PackedModel(model_class(kind(is_decoder=True, **settings)).eval())
+    prepare(model_class(kind(is_decoder=True, **settings)).eval())
 
 
 # ---- taps -----------------------------------------------------------------------------------------------------------
@@ -463,7 +464,7 @@ def test_taps_are_the_models_hidden_states(family_models, family):
     """Tapped layers and the last hidden states, for packed rows, equal those of a plain forward of each row."""
     model, _ = family_models(family)
     num_layers = model.config.num_hidden_layers
-    packed = PackedModel(model, taps=Taps(last_hidden=True, layers=tuple(range(num_layers + 1))))
+    packed = prepare(model, taps=Taps(last_hidden=True, layers=tuple(range(num_layers + 1))))
     texts = [np.arange(1, 8), np.arange(20, 25)]
     cache = packed.new_cache(4, 16)
     for row, text in enumerate(texts):

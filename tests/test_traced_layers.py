@@ -13,7 +13,7 @@ from replayed_graphs import defined_attention, graphs_in_python, rewritten_graph
 from torch import fx
 
 import hf_specdec
-from hf_specdec.model import packed_model
+from hf_specdec.model import prepare as preparing
 from hf_specdec.model.options import compiled
 from hf_specdec.model.options.compiled import rewritten
 from hf_specdec.model.options.prepacked import prepack
@@ -178,7 +178,7 @@ def test_layers_whose_products_are_joined(rewritten_graphs, graphs_in_python, mo
     """Where linear layers are served by other products, traced layers see their weights, all layers in the same graphs."""
     made = []
     monkeypatch.setattr(
-        packed_model, "few_row_linears", lambda model, left_out: made.append(prepack(model, True)) or made[0]
+        preparing, "few_row_linears", lambda model, left_out: made.append(prepack(model, True)) or made[0]
     )
     model = make("Llama", num_hidden_layers=12, hidden_size=512, intermediate_size=1024)
     check_plain(model, GRAPHS, graphs_in_python)

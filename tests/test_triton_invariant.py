@@ -122,7 +122,7 @@ def test_logits_do_not_depend_on_the_batch(pair, monkeypatch):  # noqa: F811
     """The model's own check: token by token against chunks and a tree, all kernels in place."""
     from hf_specdec.kernels import attention, invariant
     from hf_specdec.model.options import invariant_check
-    from hf_specdec.model.packed_model import PackedModel
+    from hf_specdec.model.prepare import ModelOptions, prepare
 
     called = set()
     for module, name in ((attention, "paged_attention"), (invariant, "linear"), (invariant, "sum_last")):
@@ -133,7 +133,7 @@ def test_logits_do_not_depend_on_the_batch(pair, monkeypatch):  # noqa: F811
     monkeypatch.setenv("HF_SPECDEC_KERNELS", "triton")
     monkeypatch.setattr(invariant_check, "_checked", {})
     model = type(pair[0])(pair[0].config).to(DEVICE, torch.bfloat16).eval()
-    PackedModel(model, deterministic=True)
+    prepare(model, ModelOptions(deterministic=True))
     assert called == {"paged_attention", "linear", "sum_last"}
     assert list(invariant_check._checked.values()) == [""]
 
@@ -157,12 +157,12 @@ def test_captured_steps(pair, monkeypatch, graphs_in_python):  # noqa: F811
     from hf_specdec.cache import PagedStaticCache
     from hf_specdec.core.rows import RowInput
     from hf_specdec.model.options import invariant_check
-    from hf_specdec.model.packed_model import PackedModel
+    from hf_specdec.model.prepare import ModelOptions, prepare
 
     monkeypatch.setenv("HF_SPECDEC_KERNELS", "triton")
     monkeypatch.setattr(invariant_check, "check", lambda packed: None)  # tested above
     model = type(pair[0])(pair[0].config).to(DEVICE, torch.bfloat16).eval()
-    packed = PackedModel(model, deterministic=True, cuda_graphs=True)
+    packed = prepare(model, ModelOptions(deterministic=True, cuda_graphs=True))
     cache = PagedStaticCache(model.config.num_hidden_layers, 16, 4)
     lengths, nodes = (5, 3, 2), (3, 4, 1)
     for row, (length, count) in enumerate(zip(lengths, nodes, strict=True)):

@@ -19,7 +19,7 @@ from ..cache.paged_cache import BlockTable
 from ..kernels.attention_inputs import InputSizes, pack_visibility, visibility_words
 from ..kernels.transfer import upload_into
 from .buckets import power_of_two
-from .graphs import StaticBatch
+from .graphs import CapturedBatch
 
 
 @dataclass(frozen=True, eq=False)
@@ -105,7 +105,7 @@ class LoopBuffers:
         host_integers, host_flat = self._host[:flat_start].view(np.int64), self._host[flat_start:].view(np.int32)
         integers, flat = self._memory[:flat_start].view(torch.long), self._memory[flat_start:].view(torch.int32)
         self.limits, self._host_limits = flat[starts[-1] :], host_flat[starts[-1] :]
-        self.batches: dict[int, StaticBatch] = {}
+        self.batches: dict[int, CapturedBatch] = {}
         self._levels: list[_HostLevel] = []
         first = None
         for each, size, start, token in zip(forwards, sizes, starts, tokens, strict=False):
@@ -114,7 +114,7 @@ class LoopBuffers:
             inputs = first = inputs if first is None else dataclasses.replace(inputs, block_tables=first.block_tables)
             positions, slots = integers[token : token + 2 * size.num_tokens].view(2, -1)
             ids = torch.zeros(1, size.num_tokens, dtype=torch.long, device=device)
-            self.batches[each.depth] = StaticBatch(ids, positions[None], slots, inputs, cache)
+            self.batches[each.depth] = CapturedBatch(ids, positions[None], slots, inputs, cache)
             on_host = host_integers[token : token + 2 * size.num_tokens].reshape(2, num_rows, each.width)
             level = _HostLevel(on_host[0], on_host[1], size.views(host_flat[start:]))
             if not each.is_chain:
@@ -166,7 +166,7 @@ class LoopBuffers:
             if not each.is_chain:
                 into["region_positions"][:active, : each.end] = ends - 1 + each.depths
 
-    def batch(self, depth: int, tokens: torch.Tensor, ancestors: torch.Tensor | np.ndarray) -> StaticBatch:
+    def batch(self, depth: int, tokens: torch.Tensor, ancestors: torch.Tensor | np.ndarray) -> CapturedBatch:
         """What the forward at a depth reads, with its tokens.
 
         Args:

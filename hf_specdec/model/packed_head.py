@@ -15,12 +15,13 @@ from ..cache import PagedStaticCache
 from ..core.names import ATTENTION_NAME
 from ..core.rows import RowInput
 from . import architectures
-from .graphs import GraphRunner, StaticBatch, uses_graphs
+from .attention import paged_attention_forward
+from .capturable import uses_graphs
+from .graphs import CapturedBatch, GraphRunner
 from .options.compiled import RewrittenLayers, layers_of
 from .options.few_row_linears import few_row_linears
 from .options.prepacked import prepack
 from .packed_batch import PackedBatch
-from .packed_model import paged_attention_forward
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -143,12 +144,12 @@ class PackedHead:
                 return hidden
         return self.read_batch(PackedBatch.pack(rows, cache, self.device, self.gather), features=features)
 
-    def read_batch(self, batch: PackedBatch | StaticBatch, *, features: torch.Tensor) -> torch.Tensor:
+    def read_batch(self, batch: PackedBatch | CapturedBatch, *, features: torch.Tensor) -> torch.Tensor:
         """`read` of a batch that is packed."""
         assert self.fuse is not None
         return self.forward_batch(batch, features=self.fuse(features))
 
-    def forward_batch(self, batch: PackedBatch | StaticBatch, *, features: torch.Tensor) -> torch.Tensor:
+    def forward_batch(self, batch: PackedBatch | CapturedBatch, *, features: torch.Tensor) -> torch.Tensor:
         """`forward` of a batch that is packed."""
         batch.cache.batch = batch
         try:

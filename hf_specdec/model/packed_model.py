@@ -4,54 +4,51 @@ from __future__ import annotations
 
 import contextlib
 import inspect
-import logging
 import threading
 import weakref
 from collections.abc import Callable
+from typing import Protocol
 
 import torch
-from transformers import AttentionInterface, PreTrainedModel
-from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
+from transformers import PreTrainedModel
 
 from ..cache import PagedStaticCache
 from ..core.errors import UnsupportedModel
 from ..core.names import ATTENTION_NAME
 from ..core.output import PackedOutput, Taps
 from ..core.rows import RowInput
-from ..kernels import invariant_reference
-from ..kernels import reference as ops
-from ..kernels.dispatch import uses_triton
-from ..kernels.flash import flash_attention_for
-from . import architectures, self_test
-from .graphs import GraphRunner, StaticBatch, uses_graphs
-from .options import invariant_check
-from .options.compiled import TRACED, CompiledLayers, RewrittenLayers, TracedLayers, layers_of, traced_attention
-from .options.few_row_linears import few_row_linears
+from . import architectures, attention  # noqa: F401  (importing `attention` registers it)
+from .graphs import CapturedBatch, GraphRunner
 from .options.invariant_ops import InvariantOps
-from .options.prepacked import prepack
-from .options.quantized import QuantizedLinears, quantize_for_good, quantized_linears
 from .packed_batch import PackedBatch
 
-logger = logging.getLogger(__name__)
+
+class Activated(Protocol):
+    """Something that changes how a model's layers compute while its context is entered."""
+
+    def active(self) -> contextlib.AbstractContextManager:
+        """A context; the layers are restored on exit."""
+        ...
 
 
 class PackedModel:
-    """A transformers model, unmodified, run over packed rows.
+    """An unmodified transformers model, run over packed rows. `prepare` makes one and sets its options.
 
-    Attributes:
-        graphs: runs steps of decoding as CUDA graphs; None: every kernel is launched by itself.
-        deterministic: a token's logits are the same bits whatever else is in the batch (see InvariantOps).
-        quantized: the model's linear layers with int8 or int4 weights, used while `active()` (`quantization=`); None: its own.
+    The model attends in one of two ways. *Paged*: models on transformers' attention interface; the cache stores the new keys
+    and values, and a registered attention reads the pages. *Gather*: all other models; the cache returns the keys and values of
+    every row, and the model attends to them under a block-diagonal mask. Gather is slower and works everywhere.
 
     Args:
-        borrowed: the model is held weakly: whoever runs it has it. Otherwise it is kept.
+        model: the target or a draft model.
+        taps: hidden states to return with each forward.
+        num_layers: run only the first layers (early exit); None: all.
+        borrowed: hold the model weakly, because the caller owns it. By default the model is kept alive.
 
-    Two ways to attend, chosen by what the model is: *paged* (models on transformers' attention interface: the cache
-    stores the new keys and a registered attention reads the pages) and *gather* (all others: the cache returns every
-    row's keys and values and the model attends to them under a block-diagonal mask; slower, works everywhere).
-
-    Raises:
-        UnsupportedModel: neither can serve the model; the message says why.
+    Attributes:
+        gather: attend to gathered keys instead of pages. `self_test.check` may set it.
+        deterministic: a token's logits have the same bits whatever else is in the batch (see InvariantOps).
+        graphs: runs decoding steps as CUDA graphs; None: kernels are launched one by one.
+        active_options: entered while the model is active: quantized, prepacked or compiled layers.
     """
 
     def __init__(
@@ -59,70 +56,44 @@ class PackedModel:
         model: PreTrainedModel,
         taps: Taps | None = None,
         num_layers: int | None = None,
-        prepack_weights: bool | None = None,
-        cuda_graphs: bool | None = False,
-        deterministic: bool = False,
-        quantization: str | None = None,
-        owned: bool = False,
-        compile: bool | None = False,
         borrowed: bool = False,
     ):
         architectures.check_supported(model)
         self._model: Callable[[], PreTrainedModel | None] = weakref.ref(model) if borrowed else lambda: model
         self.config = model.config.get_text_config(decoder=True)
         self.taps = taps or Taps()
-        self.num_layers = num_layers  # early exit: run only the first layers
+        self.num_layers = num_layers
         self.gather = not architectures.reads_pages(model)
+        self.deterministic = False
+        self.graphs: GraphRunner | None = None
+        self.active_options: list[Activated] = []
         self.forward_parameters = inspect.signature(model.forward).parameters
         self._windows = architectures.layer_windows(self.config)
         self._wants_masks_by_kind = hasattr(self.config, "layer_types")
         self._lock = threading.RLock()
         self._active = 0
-        self.deterministic = False
-        self.quantized: QuantizedLinears | None = None
-        self._compiled: TracedLayers | None = None
-        # Packed weights are not used for products of few rows, which determinism forbids, nor can they be compiled.
-        prepack_weights = False if deterministic or compile else prepack_weights
-        self._linears = None if quantization is not None else prepack(model, prepack_weights)
-        self.graphs: GraphRunner | None = None
-        self_test.check(self)
-        if quantization is not None:
-            self._quantize(quantization, owned)
-            with self._quantized_weights():
-                self._linears = prepack(model, prepack_weights)
-        if deterministic:
-            self.deterministic = True
-            invariant_check.check(self)
-        if compile:
-            self._compiled = self._compile()
-        if uses_graphs(cuda_graphs, self):
-            self.graphs = GraphRunner(self, by_lines=deterministic)
-            if not deterministic:
-                self._linears = few_row_linears(model, left_out=architectures.decoder_layers(model) if compile else ())
-                if compile is None and quantization is None:
-                    self._compiled = layers_of(model, paged_attention_forward, RewrittenLayers)
 
     @property
     def model(self) -> PreTrainedModel:
-        """The model.
+        """The transformers model.
 
         Raises:
-            ReferenceError: it was borrowed, and is gone.
+            ReferenceError: the model was borrowed and its owner has deleted it.
         """
         model = self._model()
         if model is None:
-            raise ReferenceError("The model was given to a call that is over, and was not kept.")
+            raise ReferenceError("The model belonged to a generate() call that has ended, and nobody else kept it.")
         return model
 
     @property
     def module(self) -> PreTrainedModel:
-        """The model, by the name that heads have it under."""
+        """The model, under the name that PackedHead uses."""
         return self.model
 
     @property
     def device(self) -> torch.device:
         """Where input ids go."""
-        return self._place if self._active else self._find_device()
+        return self._device if self._active else self._find_device()
 
     def _find_device(self) -> torch.device:
         embeddings = self.model.get_input_embeddings()
@@ -139,7 +110,7 @@ class PackedModel:
 
     @property
     def max_positions(self) -> int | None:
-        """Positions the model was built for, or None if it says nothing."""
+        """Positions the model was built for; None if its configuration does not say."""
         return getattr(self.config, "max_position_embeddings", None)
 
     def new_cache(
@@ -148,7 +119,7 @@ class PackedModel:
         """A paged cache with one layer of pools per layer of the model.
 
         Args:
-            grows: memory comes as it is needed, up to `num_blocks`; otherwise all of it with the first write.
+            grows: allocate memory as it is needed, up to `num_blocks`; otherwise all of it at the first write.
         """
         if self.graphs is not None:
             self.graphs.captures.clear()
@@ -158,10 +129,10 @@ class PackedModel:
 
     @contextlib.contextmanager
     def active(self):
-        """While inside, the model's attention reads our pages; restored on exit, also after an error."""
+        """While inside, the model's attention reads our pages. It is restored on exit, also after an error."""
         with self._lock:
             if self._active == 0:
-                self._place = self._find_device()  # looking it up takes longer than a small layer
+                self._device = self._find_device()  # the lookup takes longer than a small layer
                 self._entered = self._enter()
             self._active += 1
         try:
@@ -172,41 +143,21 @@ class PackedModel:
                 if self._active == 0:
                     self._entered.close()
 
-    def _quantize(self, kind: str, owned: bool) -> None:
-        if owned:
-            quantize_for_good(self.model, kind)
-        else:
-            self.quantized = quantized_linears(self.model, kind)
-
-    def _compile(self) -> CompiledLayers:
-        if self.gather:
-            raise UnsupportedModel(
-                f"'compile' needs a model on transformers' attention interface, which {type(self.model).__name__} is not. "
-                "Leave the key out."
-            )
-        return layers_of(self.model, paged_attention_forward, CompiledLayers)
-
-    def _quantized_weights(self) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext() if self.quantized is None else self.quantized.active()
-
     def _enter(self) -> contextlib.ExitStack:
         self._unread_mask = torch.zeros(1, 1, 1, 1, dtype=self.model.dtype, device=self.device)
         with contextlib.ExitStack() as stack:
             if not self.gather:
                 stack.callback(self.model.set_attn_implementation, self.config._attn_implementation)
                 self.model.set_attn_implementation(ATTENTION_NAME)
-            stack.enter_context(self._quantized_weights())
-            if self._linears is not None:
-                stack.enter_context(self._linears.active())
-            if self._compiled is not None:
-                stack.enter_context(self._compiled.active())
+            for option in self.active_options:
+                stack.enter_context(option.active())
             stack.enter_context(architectures.without_checkpointing(self.model))
             return stack.pop_all()
 
     def forward(self, rows: list[RowInput], cache: PagedStaticCache, all_hidden_states: bool = False) -> PackedOutput:
-        """One forward over the new tokens of `rows`; their keys and values are written to their slots.
+        """One forward over the new tokens of `rows`. Writes their keys and values to their slots.
 
-        Must run inside `active()`. Shapes: see PackedBatch and PackedOutput.
+        Call inside `active()`. Shapes: see PackedBatch and PackedOutput.
         """
         if self.graphs is not None and not all_hidden_states:
             output = self.graphs.run([rows], cache)
@@ -217,11 +168,11 @@ class PackedModel:
 
     def forward_batch(
         self,
-        batch: PackedBatch | StaticBatch,
+        batch: PackedBatch | CapturedBatch,
         logit_index: torch.Tensor | None = None,
         all_hidden_states: bool = False,
     ) -> PackedOutput:
-        """`forward` of a batch that is packed; without `logit_index` [R] logits of every token."""
+        """`forward` over a packed batch. `logit_index` int64 [R]: tokens that need logits; None: all tokens."""
         kwargs = {
             "input_ids": batch.input_ids,
             "past_key_values": batch.cache,
@@ -265,7 +216,7 @@ class PackedModel:
             all_logits=every if self.taps.logits else None,
         )
 
-    def _masks(self, batch: PackedBatch | StaticBatch):
+    def _masks(self, batch: PackedBatch | CapturedBatch):
         """What the model gets as `attention_mask`: 4-D, so that transformers hands it on untouched."""
         if self.gather:
             masks = {
@@ -279,59 +230,3 @@ class PackedModel:
 def _of_one_line(states: torch.Tensor) -> torch.Tensor:
     """[T, H] from hidden states [1, T, H], or [T, A, H] from [A, 1, T, H]."""
     return states[0] if states.dim() == 3 else states[:, 0].transpose(0, 1)
-
-
-def paged_attention_forward(
-    module, query, key, value, attention_mask, scaling=None, dropout=0.0, specdec=None, **kwargs
-):
-    """The attention registered as "hf_specdec": reads the pages of `specdec`, or is plain sdpa when called without it."""
-    if specdec is TRACED:
-        return traced_attention(query, key, value, scaling=scaling, **kwargs), None
-    if specdec is None:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
-        return sdpa_attention_forward(
-            module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
-        )
-    batch: PackedBatch = specdec
-    batch.attention_calls += 1
-    layer = batch.cache.layers[module.layer_idx]
-    window = kwargs["sliding_window"] if "sliding_window" in kwargs else architectures.layer_window(module)
-    options = {
-        "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
-        "softcap": kwargs.get("softcap"),
-        "sinks": kwargs.get("s_aux"),
-    }
-    packed = query[0].transpose(0, 1)
-    if batch.invariant is not None:
-        with batch.invariant.direct():
-            return _invariant_attention(packed, layer, batch, window, options)[None], None
-    if batch.on(query.device).uses_triton:
-        from ..kernels.attention import paged_attention
-
-        inputs = batch.attention_inputs(query.device)
-        attend = flash_attention_for(packed, layer.keys, layer.values, inputs, options["sinks"]) or paged_attention
-        return attend(packed, layer.keys, layer.values, inputs, window=window, **options)[None], None
-    group = query.shape[1] // key.shape[1]
-    masks = batch.masks(window, group, query.dtype, query.device)
-    slot_bytes = (layer.keys.stride(0) + layer.values.stride(0)) * query.element_size()
-    padded = batch.padded(window, slot_bytes, query.dtype, query.device)
-    out = ops.paged_attention(
-        packed, layer.keys, layer.values, batch.rows(query.device), masks, padded=padded, **options
-    )
-    return out[None], None
-
-
-def _invariant_attention(query, layer, batch: PackedBatch, window: int | None, options: dict) -> torch.Tensor:
-    """[T, H, D] → [T, H, Dv], each query as if it were alone."""
-    if uses_triton(query.device):
-        from ..kernels.attention import paged_attention
-
-        inputs = batch.attention_inputs(query.device)
-        return paged_attention(query, layer.keys, layer.values, inputs, window=window, invariant=True, **options)
-    lines = batch.lines(query.device)
-    return invariant_reference.paged_attention(query, layer.keys, layer.values, lines, window=window, **options)
-
-
-AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
-AttentionMaskInterface.register(ATTENTION_NAME, sdpa_mask)

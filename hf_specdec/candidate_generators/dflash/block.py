@@ -14,7 +14,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMS
 
 from ...cache import PagedStaticCache
 from ...core.rows import RowInput
-from ...model.graphs import GraphRunner, StaticBatch
+from ...model.graphs import CapturedBatch, GraphRunner
 from ...model.packed_batch import PackedBatch
 from ...model.packed_head import PackedHead
 from ..checkpoints.layers import RotaryPositions
@@ -137,7 +137,7 @@ class BlockHead(PackedHead):
         if self.reading_graphs is None or self.reading_graphs.run([rows], cache, context) is None:
             self.write_context(PackedBatch.pack(rows, cache, self.device, self.gather), context)
 
-    def write_context(self, batch: PackedBatch | StaticBatch, features: torch.Tensor) -> torch.Tensor:
+    def write_context(self, batch: PackedBatch | CapturedBatch, features: torch.Tensor) -> torch.Tensor:
         """`read_context` of a batch that is packed; returns its context, `features`."""
         cos, sin = (x[:, None] for x in self.rotary(batch.position_ids, features.dtype))  # [1, 1, T, D]
         cache = batch.cache
@@ -166,7 +166,7 @@ class BlockHead(PackedHead):
         )
 
     def forward_batch(
-        self, batch: PackedBatch | StaticBatch, *others: PackedBatch | StaticBatch, features: torch.Tensor
+        self, batch: PackedBatch | CapturedBatch, *others: PackedBatch | CapturedBatch, features: torch.Tensor
     ) -> torch.Tensor:
         """`block` of a batch that is packed: once for each kind of layer, in the order of `kinds`."""
         by_kind = dict(zip(self.kinds, (batch, *others), strict=True))

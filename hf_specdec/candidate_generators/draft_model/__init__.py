@@ -17,6 +17,7 @@ from ...core.outcome import StepOutcome
 from ...core.rows import RowInput
 from ...core.sequence import Sequence
 from ...model.packed_model import PackedModel
+from ...model.prepare import ModelOptions, prepare
 from ..base import DrafterContext
 from ..checkpoints.files import Checkpoint, register_format
 from ..growing.grower import CachedGenerator
@@ -95,17 +96,16 @@ class DraftModelGenerator(CachedGenerator):
             )
         if config.early_exit is not None and config.early_exit >= target.config.num_hidden_layers:
             raise config.fail("early_exit", f"must be less than the target's {target.config.num_hidden_layers} layers.")
-        self.drafter = PackedModel(
-            model,
-            num_layers=config.early_exit,
-            # Packed layers of a target that drafts for itself would be the target's own while it is deterministic.
+        options = ModelOptions(
+            # A target that drafts for itself shares its layers: while it is deterministic they must not be packed.
             prepack_weights=False if config.deterministic and model is target.model else config.prepack_weights,
             cuda_graphs=config.cuda_graphs,
             quantization=config.quantization,
             owned=config.model is not None,
             compile=config.compile,
-            borrowed=model is context.assistant_model,
         )
+        borrowed = model is context.assistant_model
+        self.drafter = prepare(model, options, num_layers=config.early_exit, borrowed=borrowed)
         self.run_as_graphs(self.drafter.graphs is not None)
         self.bridge = self.vocabulary = make_bridge(config, target, self.drafter, context)
         self.cache = self.new_cache(1, config.block_size)

@@ -18,8 +18,9 @@ from ...cache import PagedStaticCache
 from ...core.sequence import Sequence
 from ...kernels.transfer import upload
 from ...model.buckets import blocks_bucket, power_of_two, rows_bucket
+from ...model.captures import Captures, places_of
 from ...model.draft_loop import LevelForward, LoopBuffers
-from ...model.graphs import MOST_TOKENS, Captures, places_of
+from ...model.graphs import MOST_TOKENS
 from ...sampling.rows import SamplingRows
 from .levels import Draft, Growth
 from .tree_growth import DynamicGrowth, growth_of

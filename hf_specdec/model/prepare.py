@@ -1,0 +1,107 @@
+"""prepare(): a model made ready for the loop: checked, quantized, compiled, prepacked and captured as its options say."""
+
+from __future__ import annotations
+
+import contextlib
+from dataclasses import dataclass
+
+from transformers import PreTrainedModel
+
+from ..core.errors import UnsupportedModel
+from ..core.output import Taps
+from . import architectures, self_test
+from .attention import paged_attention_forward
+from .capturable import uses_graphs
+from .graphs import GraphRunner
+from .options import invariant_check
+from .options.compiled import CompiledLayers, RewrittenLayers, layers_of
+from .options.few_row_linears import few_row_linears
+from .options.prepacked import prepack
+from .options.quantized import QuantizedLinears, quantize_for_good, quantized_linears
+from .packed_model import Activated, PackedModel
+
+
+@dataclass(frozen=True)
+class ModelOptions:
+    """How a model runs. None lets the library decide.
+
+    Attributes:
+        prepack_weights: keep a second copy of the weights, packed for the CPU's fastest product.
+        cuda_graphs: run decoding steps as CUDA graphs.
+        deterministic: give a token's logits the same bits whatever else is in the batch.
+        quantization: "wint8" or "wint4" weights in the linear layers; None: the model's own weights.
+        owned: the model is ours, so quantized weights may replace its own. Otherwise they are swapped in while it is active.
+        compile: compile the decoder layers. None: only trace and rewrite them, where they run as CUDA graphs.
+    """
+
+    prepack_weights: bool | None = None
+    cuda_graphs: bool | None = False
+    deterministic: bool = False
+    quantization: str | None = None
+    owned: bool = False
+    compile: bool | None = False
+
+
+DEFAULTS = ModelOptions()
+
+
+def prepare(
+    model: PreTrainedModel,
+    options: ModelOptions = DEFAULTS,
+    taps: Taps | None = None,
+    num_layers: int | None = None,
+    borrowed: bool = False,
+) -> PackedModel:
+    """The model over packed rows, with its options applied.
+
+    Args:
+        taps, num_layers, borrowed: see PackedModel.
+
+    Raises:
+        UnsupportedModel: the model or one of its options cannot run correctly here; the message says why.
+    """
+    packed = PackedModel(model, taps, num_layers, borrowed)
+    # Determinism forbids other products for few rows, and packed weights cannot be compiled.
+    wants_prepacked = False if options.deterministic or options.compile else options.prepack_weights
+    linears: Activated | None = None if options.quantization is not None else prepack(model, wants_prepacked)
+    packed.active_options = [each for each in (linears,) if each is not None]
+    self_test.check(packed)
+
+    quantized = _quantize(model, options)
+    if options.quantization is not None:
+        with quantized.active() if quantized is not None else contextlib.nullcontext():
+            linears = prepack(model, wants_prepacked)
+    packed.active_options = [each for each in (quantized, linears) if each is not None]
+    if options.deterministic:
+        packed.deterministic = True
+        invariant_check.check(packed)
+    layers: Activated | None = _compiled_layers(packed) if options.compile else None
+    if uses_graphs(options.cuda_graphs, packed):
+        packed.graphs = GraphRunner(packed, by_lines=options.deterministic)
+        if not options.deterministic:
+            left_out = architectures.decoder_layers(model) if options.compile else ()
+            linears = few_row_linears(model, left_out=left_out)
+            if options.compile is None and options.quantization is None:
+                layers = layers_of(model, paged_attention_forward, RewrittenLayers)
+    # Quantized weights first: what is entered after them computes with them.
+    packed.active_options = [each for each in (quantized, linears, layers) if each is not None]
+    return packed
+
+
+def _quantize(model: PreTrainedModel, options: ModelOptions) -> QuantizedLinears | None:
+    """Quantized layers to swap in while the model is active; None if there are none, or they have replaced the model's own."""
+    if options.quantization is None:
+        return None
+    if options.owned:
+        quantize_for_good(model, options.quantization)
+        return None
+    return quantized_linears(model, options.quantization)
+
+
+def _compiled_layers(packed: PackedModel) -> CompiledLayers:
+    if packed.gather:
+        raise UnsupportedModel(
+            f"'compile' needs a model on transformers' attention interface, which {type(packed.model).__name__} is not. "
+            "Leave the key out."
+        )
+    return layers_of(packed.model, paged_attention_forward, CompiledLayers)
