@@ -144,7 +144,7 @@ class Steps:
         if self.pending is None:
             self.pending = self.decoder.begin(self.rows)
         following = None
-        if self.decoder.foresees(self.rows, self.pending):
+        if self.decoder.can_begin_after(self.rows, self.pending):
             following = self.decoder.begin(self.rows, after=self.pending)
         self.decoder.finish(self.pending)
         self.pending = following

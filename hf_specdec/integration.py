@@ -30,9 +30,9 @@ MODE = "specdec"
 _METHOD = "_specdec_decoding"
 
 _lock = threading.RLock()
-_originals: dict[str, Any] = {}  # transformers' own functions, while ours are in their place
+_originals: dict[str, Any] = {}  # transformers' own functions, while ours replace them
 _installed = False
-_explicit_calls = 0  # running generate() calls of ours that need the plugin for their own duration
+_explicit_calls = 0  # running calls of our generate(), which need the plugin until they return
 _models_in_use: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
@@ -45,7 +45,7 @@ def install() -> None:
 
 
 def uninstall() -> None:
-    """Restore transformers as it was, and drop every decoder."""
+    """Restore transformers' own functions and drop all decoders."""
     global _installed
     with _lock:
         _installed = False
@@ -79,7 +79,7 @@ def _unpatch() -> None:
 
 @contextlib.contextmanager
 def _patched():
-    """Patched inside; afterwards as before, unless somebody installed the plugin meanwhile."""
+    """Patched while inside. On exit unpatched again, unless the plugin was installed."""
     global _explicit_calls
     with _lock:
         _explicit_calls += 1
@@ -98,7 +98,9 @@ def generate(model: PreTrainedModel, *args, speculative_config: Any, **kwargs) -
 
     Takes and returns what `generate()` does; see README for `speculative_config`.
     """
-    own = getattr(type(model), "generate", None)  # the instance's may be a repository's custom_generate, which calls us
+    own = getattr(
+        type(model), "generate", None
+    )  # the instance may carry a repository's custom_generate, which calls this function
     call = model.generate if own is None else functools.partial(own, model)
     with _patched():
         return call(*args, speculative_config=speculative_config, **kwargs)
@@ -113,7 +115,7 @@ class _CarriedConfig:
     def __set__(self, generation_config: GenerationConfig, value: Any) -> None:
         vars(generation_config)["speculative_config"] = value
         if value is not None:
-            # Or else a configuration derived from a model's would, once saved, be derived again when loaded.
+            # Otherwise a config derived from the model's would be derived again when it is loaded, and lose this key.
             generation_config._from_model_config = False
 
 
@@ -122,7 +124,7 @@ class _CarriedConfig:
 
 def _get_generation_mode(self: GenerationConfig, assistant_model: PreTrainedModel | None = None):
     mode = _originals["mode"](self, assistant_model)
-    # A drafter in transformers' own loop gets a copy of our config, marked `is_assistant`.
+    # transformers gives an assistant model a copy of this config, marked `is_assistant`.
     if self.speculative_config is None or getattr(self, "is_assistant", False):
         return mode
     check_mode(self, mode)
@@ -161,7 +163,7 @@ def _specdec_decoding(
     inputs_tensor: torch.Tensor | None = None,
     **model_kwargs,
 ):
-    """The generation mode behind `speculative_config`: called by `generate()` in place of `_sample`."""
+    """The generation mode of `speculative_config`: `generate()` calls it instead of `_sample`."""
     config = parse_config(generation_config.speculative_config)
     input_ids = input_ids.long()
     check_inputs(self, input_ids, generation_config, model_kwargs)
@@ -169,7 +171,7 @@ def _specdec_decoding(
     if seed is None:
         seed = int(torch.randint(2**62, ()).item()) if generation_config.do_sample else 0
     with contextlib.ExitStack() as stack:
-        # A decoder runs one batch at a time, and a model's attention is switched while it runs.
+        # A decoder runs one batch at a time, and switches the models' attention while it runs.
         for model in sorted({self, assistant_model} - {None}, key=id):
             stack.enter_context(_kept(model).lock)
         decoder = get_decoder(self, config, DrafterContext(assistant_model, tokenizer, assistant_tokenizer))
@@ -190,19 +192,19 @@ def _specdec_decoding(
 # ---- what is kept between calls -------------------------------------------------------------------------------------
 
 
-MOST_DECODERS = 16  # kept per model
+MOST_DECODERS = 16  # per model
 
 
 @dataclass(eq=False)
 class _Entry:
-    """A decoder that is kept: for which configuration, and what it used of what its call gave, weakly (None: nothing)."""
+    """A cached decoder, with the configuration it serves and weak references to the call's objects that it uses (None: none)."""
 
     config: str
     given: dict[str, Callable[[], Any] | None]
     decoder: SpeculativeDecoder
 
     def serves(self, context: DrafterContext) -> bool:
-        """Whether a call gives the very same objects. One that is gone is nobody's, whatever stands in its place."""
+        """True if the call passes the very same objects. An object that was deleted matches nothing."""
         for name, reference in self.given.items():
             thing = context.given[name]
             if (reference is None) != (thing is None) or (reference is not None and reference() is not thing):
@@ -211,19 +213,19 @@ class _Entry:
 
 
 class _Kept:
-    """A model's decoders, which outlive the call that made them: a suffix tree remembers, a draft model stays loaded.
+    """A model's decoders, kept between calls: a suffix tree remembers, a draft model stays loaded.
 
-    They hang on the model, and go with it; its copies and pickles do not take them along. What the caller gave besides (an
-    assistant model, tokenizers) they hold weakly, and go with that too. Of more than MOST_DECODERS the one that was used
-    longest ago goes.
+    They are stored on the model and freed with it. Copies and pickles of the model leave them out. Other objects of the caller
+    (an assistant model, tokenizers) are held weakly; a decoder is freed with any of them. At most MOST_DECODERS are kept, the
+    most recently used ones.
     """
 
     def __init__(self) -> None:
-        self.entries: list[_Entry] = []  # the newest last
+        self.entries: list[_Entry] = []  # the most recently used last
         self.lock = threading.RLock()
 
     def find(self, config: str, context: DrafterContext) -> SpeculativeDecoder | None:
-        """The decoder of a configuration and what the call gave."""
+        """The decoder for a configuration and the call's objects, or None."""
         for entry in list(self.entries):
             if entry.config == config and entry.serves(context):
                 self.entries.remove(entry)
@@ -232,7 +234,7 @@ class _Kept:
         return None
 
     def keep(self, config: str, context: DrafterContext, decoder: SpeculativeDecoder) -> None:
-        """Keep a new decoder as long as everything that it was made from is there."""
+        """Keep a new decoder until one of the objects it was built from is deleted."""
         entry = _Entry(config, {}, decoder)
         kept, made = weakref.ref(self), weakref.ref(entry)
 
@@ -251,7 +253,7 @@ class _Kept:
         return _Kept()
 
     def __reduce__(self):
-        return dict, ()  # so that a pickled model can be read where this package is not installed
+        return dict, ()  # so that a pickled model loads where this package is not installed
 
 
 def _kept(model: PreTrainedModel) -> _Kept:
@@ -264,12 +266,12 @@ def _kept(model: PreTrainedModel) -> _Kept:
 
 
 def kept_decoders(model: PreTrainedModel) -> list[SpeculativeDecoder]:
-    """The decoders kept for a model, the one used longest ago first."""
+    """The decoders kept for a model, least recently used first."""
     return [entry.decoder for entry in _kept(model).entries]
 
 
 def release(model: PreTrainedModel | None = None) -> None:
-    """Forget what was kept between calls (suffix trees, loaded drafters) for one model, or for all."""
+    """Drop what is kept between calls (suffix trees, loaded drafters), for one model or for all."""
     with _lock:
         for each in list(_models_in_use) if model is None else [model]:
             vars(each).pop("_hf_specdec", None)
@@ -279,11 +281,11 @@ def release(model: PreTrainedModel | None = None) -> None:
 def get_decoder(
     model: PreTrainedModel, config: SpeculativeConfig, context: DrafterContext | None = None
 ) -> SpeculativeDecoder:
-    """The decoder of a model, a configuration and what it uses of the context, made at the first call and kept as long as
-    these live (see `_Kept`).
+    """The decoder for a model, a configuration and the context's objects that it uses. Built at the first call and kept (see
+    `_Kept`).
 
-    Sampling seed and verification are per call, so they do not make a new one. While it is running (a callback of a call
-    calls `generate()` again) the answer is another one, which is not kept.
+    Seed and verification are per call, so they do not need a new decoder. If the kept one is running (a callback called
+    `generate()` again), the result is a new one that is not kept.
     """
     context = context or DrafterContext()
     per_decoder = {k: v for k, v in config.to_dict().items() if k not in PER_CALL_KEYS}

@@ -256,12 +256,12 @@ def gpu(num_rows, num_tokens):
     return 0.01 + 0.0001 * max(0, num_tokens - 64)
 
 
-def lookup(depth, num_asked, num_behind):
+def lookup(depth, num_asked, backlog):
     return 30e-6
 
 
-def model(depth, num_asked, num_behind):
-    return 0.001 * depth + 0.0001 * num_asked + 0.00005 * num_behind
+def model(depth, num_asked, backlog):
+    return 0.001 * depth + 0.0001 * num_asked + 0.00005 * backlog
 
 
 MACHINES = {"cpu": cpu, "gpu": gpu}

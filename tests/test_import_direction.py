@@ -110,3 +110,67 @@ def test_kernels_know_no_transformers():
                 if isinstance(node, (ast.Import, ast.ImportFrom))
             }
             assert "transformers" not in roots, path
+
+
+def files_imported_by(path, source=None):
+    """Paths of our own files that a file imports, also for type checking only and inside functions."""
+    package = path.relative_to(PACKAGE).parts[:-1]
+    for node in ast.walk(ast.parse(source if source is not None else path.read_text(encoding="utf-8"))):
+        if isinstance(node, ast.Import):
+            for alias in node.names:
+                if alias.name.split(".")[0] == "hf_specdec":
+                    yield from existing(tuple(alias.name.split(".")[1:]))
+        elif isinstance(node, ast.ImportFrom):
+            names = tuple(node.module.split(".")) if node.module else ()
+            if node.level:
+                base = (*package[: len(package) - (node.level - 1)], *names)
+            elif names[:1] == ("hf_specdec",):
+                base = names[1:]
+            else:
+                continue
+            for alias in node.names:
+                yield from list(existing((*base, alias.name))) or existing(base)
+
+
+def existing(module):
+    """The file of a module, given as names below `hf_specdec`, if there is one."""
+    for path in (PACKAGE.joinpath(*module).with_suffix(".py"), PACKAGE.joinpath(*module, "__init__.py")):
+        if module and path.is_file():
+            yield path
+
+
+def circles(imports):
+    """Groups of files of which each imports, by way of others, each other (Tarjan's strongly connected components)."""
+    index, low, stack, found = {}, {}, [], []
+
+    def visit(path):
+        index[path] = low[path] = len(index)
+        stack.append(path)
+        for other in imports.get(path, ()):
+            if other not in index:
+                visit(other)
+                low[path] = min(low[path], low[other])
+            elif other in stack:
+                low[path] = min(low[path], index[other])
+        if low[path] == index[path]:
+            group = stack[stack.index(path) :]
+            del stack[stack.index(path) :]
+            if len(group) > 1:
+                found.append(sorted(str(each.relative_to(PACKAGE)) for each in group))
+
+    for path in imports:
+        if path not in index:
+            visit(path)
+    return found
+
+
+def test_no_file_imports_itself_by_way_of_others():
+    assert circles({path: set(files_imported_by(path)) - {path} for path in FILES}) == []
+
+
+def test_a_circle_would_be_found():
+    graph = {path: set(files_imported_by(path)) - {path} for path in FILES}
+    sequence, output = PACKAGE / "core" / "sequence.py", PACKAGE / "core" / "outcome.py"
+    assert sequence in graph[output]
+    graph[sequence] = set(files_imported_by(sequence, "if TYPE_CHECKING:\n    from .outcome import StepOutcome"))
+    assert ["core/outcome.py", "core/sequence.py"] in circles(graph)

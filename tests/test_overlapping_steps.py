@@ -128,13 +128,13 @@ def test_a_row_that_is_removed_while_two_steps_are_pending(model):
         for seq in rows:
             decoder.add(seq)
         first = decoder.begin(rows)
-        assert decoder.foresees(rows, first)
+        assert decoder.can_begin_after(rows, first)
         second = decoder.begin(rows, after=first)
         decoder.remove(rows[1])
         results = [decoder.finish(first), decoder.finish(second)]
         left = [rows[0], rows[2]]
         third = decoder.begin(left)
-        assert not decoder.foresees(rows, third), "a row that is not in the pending step"
+        assert not decoder.can_begin_after(rows, third), "a row that is not in the pending step"
         decoder.finish(third)
         for seq in left:
             decoder.remove(seq)

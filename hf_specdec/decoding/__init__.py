@@ -1,4 +1,4 @@
-"""The loop: one place where tokens are produced. Knows no method by name, no HTTP."""
+"""The decoding loop: the only place that produces tokens. It knows no method by name and no HTTP."""
 
 from .decoder import SpeculativeDecoder, StepResult
 from .generate import decode

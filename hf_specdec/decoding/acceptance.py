@@ -1,31 +1,51 @@
-"""How likely a row's drafts are to be accepted, estimated from what happened to its last ones."""
+"""Estimates of how likely a row's drafts are to be accepted, from its recent drafts."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from dataclasses import dataclass
 
 import numpy as np
 
 from ..core.sequence import Sequence
 
-if TYPE_CHECKING:
-    from .draft_length import DraftedStep
+
+@dataclass
+class DraftedStep:
+    """One verified step, as policies see it.
+
+    Attributes:
+        sequences: the B rows, with what was accepted.
+        limits: how deep each was asked to draft.
+        nodes: int [B, D], drafted nodes of each row at depth 1, 2, .. D.
+        accepted: per row, how many drafted tokens were accepted.
+        num_new: per row, tokens emitted.
+        seconds: time of the whole step, drafting included; None if it also read prompts and cannot be compared.
+        drafting_seconds: time of the drafting in it.
+    """
+
+    sequences: list[Sequence]
+    limits: list[int]
+    nodes: np.ndarray
+    accepted: list[int]
+    num_new: list[int]
+    seconds: float | None = None
+    drafting_seconds: float = 0.0
 
 
 class AcceptanceEstimates:
     """Per row and depth: P(a draft token is accepted | its parent was), and how many nodes a draft has there.
 
-    Counts fade, so that a row's text may change. Where a row has seen little at a depth, its own rate over all depths fills in
-    (as that many rounds of evidence); where it has seen little at all, the rate that rows begin with. Rows live in the rows of a few
-    arrays, so that a large batch costs no more Python than a small one.
+    Counts decay, so that estimates follow changes in the text. At a depth with few samples the row's rate over all depths is the
+    prior (worth `PRIOR_ROUNDS` rounds); for a row with few samples the rate of young rows is. Figures are kept in a few arrays
+    with one line per row, so that a large batch costs no more Python than a small one.
 
     Args:
-        longest: K, the deepest draft there can be.
+        longest: K, the deepest possible draft.
     """
 
-    MEMORY = 0.95  # of a count, per round of drafting
-    PRIOR_ROUNDS = 2.0  # how many rounds of evidence a guess from elsewhere is worth
-    FIRST_ROUNDS = 8  # of a row, which teach what rows begin with
+    MEMORY = 0.95  # decay of a count per round of drafting
+    PRIOR_ROUNDS = 2.0  # weight of a prior, in rounds
+    FIRST_ROUNDS = 8  # a row's first rounds, from which the prior of new rows is learnt
     FIRST_GUESS = 0.6
 
     def __init__(self, longest: int):
@@ -33,7 +53,7 @@ class AcceptanceEstimates:
         self._slot: dict[int, int] = {}
         self._free: list[int] = []
         self._allocate(16)
-        # What rows begin with: accepted and judged tokens [2] of their first rounds; nodes and rounds [2, K] that asked so deep.
+        # Priors of new rows: accepted and judged tokens [2] of first rounds; nodes and rounds [2, K] that asked for each depth.
         self._begin = np.array([self.FIRST_GUESS, 1.0]) * self.PRIOR_ROUNDS
         self._shape = np.ones((2, longest))
 
@@ -47,7 +67,7 @@ class AcceptanceEstimates:
         self.pauses, self.last_drafted, self._seen, self._rounds = state.T  # views
 
     def rows(self, sequences: list[Sequence]) -> np.ndarray:
-        """Where the sequences' figures are, int [B]; unknown sequences get a place."""
+        """int [B]: each sequence's line in the arrays; a new sequence gets one."""
         return np.array([self._slot[seq.id] if seq.id in self._slot else self._enter(seq) for seq in sequences])
 
     def _enter(self, seq: Sequence) -> int:
@@ -60,12 +80,12 @@ class AcceptanceEstimates:
         return slot
 
     def forget(self, seq: Sequence) -> None:
-        """Free the sequence's place."""
+        """Free the sequence's line."""
         if seq.id in self._slot:
             self._free.append(self._slot.pop(seq.id))
 
-    def num_behind(self, rows: np.ndarray, sequences: list[Sequence]) -> np.ndarray:
-        """int [B]: tokens written since the row last drafted; all of them if it never did."""
+    def backlogs(self, rows: np.ndarray, sequences: list[Sequence]) -> np.ndarray:
+        """int [B]: tokens written since the row last drafted; all of its tokens if it never did."""
         return np.array([len(seq.tokens) for seq in sequences]) - self._seen[rows]
 
     def probabilities(self, rows: np.ndarray) -> np.ndarray:
@@ -87,7 +107,7 @@ class AcceptanceEstimates:
         lengths = np.array([len(seq.tokens) for seq in step.sequences])
         finished = np.array(
             [seq.finished for seq in step.sequences]
-        )  # cut short: what would have followed is not known
+        )  # a finished row was cut short, so its last round says nothing about acceptance
         asked = np.asarray(step.limits)
         mine = np.flatnonzero(asked > 0)
         drafted = rows[mine]
@@ -119,5 +139,5 @@ class AcceptanceEstimates:
         self._shape = self.MEMORY * self._shape + np.stack([nodes.sum(0), wanted.sum(0)]) / len(drafted) + 1e-3
 
     def _schedule(self, drafted: np.ndarray, succeeded: np.ndarray, longest_pause: int) -> None:
-        """A row whose draft failed waits twice as long before its next probe; one that won something does not wait."""
+        """After a failed draft a row waits twice as long before its next probe; after an accepted token it does not wait."""
         self.pauses[drafted] = np.where(succeeded, 1, np.minimum(2 * self.pauses[drafted], longest_pause))

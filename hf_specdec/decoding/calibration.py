@@ -1,4 +1,4 @@
-"""How often a drafter is right at each depth and rank, and the static tree that makes the most of it."""
+"""Measures how often a drafter is right at each depth and rank, and builds the best static tree from it."""
 
 from __future__ import annotations
 
@@ -21,21 +21,20 @@ def measure_accuracies(
     eos_token_ids: frozenset[int] = frozenset(),
     batch_size: int = 8,
 ) -> np.ndarray:
-    """How often the drafter's token of each rank is the right one, on the target's own greedy continuations.
+    """How often the drafter's token of each rank is right, on the target's own greedy continuations.
 
-    At every place of a continuation the drafter drafts ahead as it would while decoding, but follows the true tokens: at each
-    depth it says what comes next, given that all before was right (Cai et al. 2024, "Medusa", section 2.3.3).
+    At every position of a continuation the drafter drafts as in decoding but follows the true tokens: at each depth it predicts
+    the next token, given that all tokens before were right (Cai et al. 2024, "Medusa", section 2.3.3).
 
     Args:
-        decoder: with a drafter that grows its drafts depth by depth; nothing may be running on it. Depths are those of its
-            drafts.
-        prompts: ids, none empty.
-        num_ranks: of the drafter's best tokens, how many to count.
+        decoder: its drafter must grow drafts depth by depth; no sequence may be running.
+        prompts: token ids, none empty.
+        num_ranks: how many of the drafter's best tokens to count.
 
-    Returns: float64 [depths, num_ranks]; 0 at depths that no continuation was long enough for.
+    Returns: float64 [depths, num_ranks]; 0 at depths that no continuation reached.
 
     Raises:
-        ValueError: a drafter of another kind, or one whose tokens are not the target's.
+        ValueError: the drafter is of another kind, or its tokens are not the target's.
     """
     generator = decoder.generator
     if not isinstance(generator, GrowingGenerator) or not generator.vocabulary.in_target_vocabulary:
@@ -55,7 +54,7 @@ def calibrated_tree(accuracies: np.ndarray, num_nodes: int) -> list[list[int]]:
     """`speculative_token_tree`: the child-rank paths of the best tree of at most `num_nodes` nodes.
 
     Raises:
-        ValueError: the drafter was never right.
+        ValueError: the drafter was never right, so no tree helps.
     """
     template = TreeTemplate.from_accuracies(accuracies, num_nodes)
     paths: list[list[int]] = []
@@ -65,7 +64,7 @@ def calibrated_tree(accuracies: np.ndarray, num_nodes: int) -> list[list[int]]:
 
 
 def expected_accepted_length(accuracies: np.ndarray, paths: list[list[int]]) -> float:
-    """Tokens per target forward with a tree given by all its paths: the mean number of accepted nodes, and one more."""
+    """Tokens per target forward with the tree of these paths: the mean number of accepted nodes, plus one."""
     return 1 + sum(float(np.prod(accuracies[np.arange(len(path)), path])) for path in paths)
 
 
@@ -83,15 +82,15 @@ class _Counts:
 
     @torch.no_grad()
     def follow(self, sequences: list[Sequence], texts: list[list[int]]) -> None:
-        """Draft from where each sequence stands, along its whole text: `texts[seq.row]`."""
-        behind = [texts[seq.row][len(seq.tokens) :] for seq in sequences]
-        limits = self.generator.ready(sequences, [min(len(self.tried), len(left)) for left in behind])
+        """Draft from each sequence's current end along its whole text, `texts[seq.row]`."""
+        ahead = [texts[seq.row][len(seq.tokens) :] for seq in sequences]
+        limits = self.generator.ready(sequences, [min(len(self.tried), len(left)) for left in ahead])
         rows = [i for i, limit in enumerate(limits) if limit]
         if not rows:
             return
         logits = self.generator.root_logits([sequences[i] for i in rows])
         for depth in range(1, max(limits) + 1):
-            true = torch.tensor([behind[i][depth - 1] for i in rows], device=logits.device)
+            true = torch.tensor([ahead[i][depth - 1] for i in rows], device=logits.device)
             self._count(depth, logits, true)
             deeper = [i for i in rows if limits[i] > depth]
             if not deeper:
@@ -121,7 +120,7 @@ def _run(
     known: list[list[int]] | None = None,
     counts: _Counts | None = None,
 ) -> list[list[int]]:
-    """Decode without drafts, greedily or along `known` texts, which are counted at every place; returns the texts."""
+    """Decode without drafts, greedily or along `known` texts, counting at every position. Returns the texts."""
     sequences = [
         Sequence(list(prompt), max_length, eos_token_ids, row=i, num_speculative_tokens=0)
         for i, (prompt, max_length) in enumerate(zip(prompts, max_lengths, strict=True))

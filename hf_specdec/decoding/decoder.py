@@ -22,7 +22,8 @@ from ..model.packed_model import PackedModel
 from ..sampling.fused import RowSampling, left_to_kernels, row_sampling
 from ..sampling.logits import calls_in_order, needs_prefix, process_logits
 from ..verification.verify import begin_verification
-from .draft_length import DraftedStep, DraftLengthPolicy, make_policy, nodes_by_depth
+from .acceptance import DraftedStep
+from .draft_length import DraftLengthPolicy, make_policy, nodes_by_depth
 from .outputs import RowStatistics
 from .step import PendingStep, StepResult, StepTensors
 from .step_cost import StepTimer
@@ -31,13 +32,13 @@ from .step_cost import StepTimer
 class SpeculativeDecoder:
     """Decodes sequences that join and leave between steps.
 
-    `add` a sequence, `step` any selection of them as often as you like, `remove` it when finished or cancelled, `preempt`
-    it to take its memory back for a while. Plain decoding is a generator that proposes nothing.
+    `add` a sequence, `step` any selection of sequences any number of times, `remove` a sequence when it has finished or was
+    cancelled, `preempt` it to take back its memory for a while. Plain decoding uses a generator that proposes nothing.
 
     Args:
-        target: the model whose output counts.
+        target: the model whose distribution the output follows.
         generator: the drafter.
-        config: the configuration both were made from.
+        config: the configuration that both were built from.
     """
 
     def __init__(self, target: PackedModel, generator: CandidateGenerator, config: SpeculativeConfig):
@@ -53,20 +54,22 @@ class SpeculativeDecoder:
         self.last: StepTensors | None = None
         self.all_hidden_states = False
         self._num_sequences = 1
-        self.rows_have_places = False  # for static batches: contiguous rows are read without a copy
+        self.rows_have_places = (
+            False  # static batches: each row's slots are contiguous, so attention reads them without a copy
+        )
 
     # ---- memory and membership --------------------------------------------------------------------------------------
 
     def allocate(self, num_tokens: int, num_sequences: int) -> None:
-        """Make room for `num_tokens` (drafts included) in so many sequences; nothing may be running. Memory comes as it is used.
+        """Size the KV pools for `num_tokens` (drafts included) in `num_sequences`. No sequence may be running.
 
-        `config.num_blocks`, if set, is the bound instead.
+        Memory is taken as it is used. If `config.num_blocks` is set, it is the limit instead.
         """
         if self.statistics:
             raise RuntimeError("The KV pool cannot be replaced while sequences are running.")
         size, bound = self.config.block_size, self.config.num_blocks
         num_blocks = bound or -(-num_tokens // size) + num_sequences
-        # A drafter that reads features of every token cannot skip a prefix the target has already seen.
+        # A drafter that needs features of every token cannot skip a prefix that the target has cached.
         share = not (self.generator.needs_all_features or self.all_hidden_states)
         kept = self.target.graphs is not None and self.cache.can_serve(size)
         if kept and (bound is None or self.cache.pool.num_blocks <= bound):
@@ -78,7 +81,7 @@ class SpeculativeDecoder:
         self.generator.allocate(num_blocks * size, num_sequences, size)
 
     def release(self) -> None:
-        """Give the pools back; but those that CUDA graphs read are kept for the next call, which else would capture anew."""
+        """Free the pools. Pools that CUDA graphs read are kept, so that the next call need not capture again."""
         if self.target.graphs is not None and self.cache.is_allocated:
             self.cache.clear()
         else:
@@ -90,7 +93,7 @@ class SpeculativeDecoder:
         """A sequence joins.
 
         Raises:
-            ValueError: its prompt and one token could not fit the pool even alone.
+            ValueError: the prompt and one token do not fit the pool, even with no other sequence in it.
         """
         if -(-(len(seq.tokens) + 1) // self.config.block_size) > self.cache.most_blocks:
             raise ValueError(
@@ -108,37 +111,37 @@ class SpeculativeDecoder:
         self.statistics[seq.id] = RowStatistics()
 
     def remove(self, seq: Sequence) -> RowStatistics:
-        """A sequence leaves, finished or not; its blocks are free again. Returns what speculation did for it."""
+        """A sequence leaves, finished or not. Frees its blocks and returns its statistics."""
         self.cache.remove(seq.id)
         self.generator.stop(seq)
         self.policy.forget(seq)
         return self.statistics.pop(seq.id)
 
     def preempt(self, seq: Sequence) -> None:
-        """Take a running sequence's blocks; it goes on later by reading its tokens again."""
+        """Free a running sequence's blocks. Its tokens are read again when it is next scheduled."""
         self.cache.evict(seq.id)
         self.generator.evict(seq)
 
     def abort(self, sequences: list[Sequence]) -> None:
-        """After an error: remove sequences and distrust everything cached."""
+        """After an error: remove the sequences and drop everything that is cached."""
         for seq in sequences:
             if seq.id in self.statistics:
-                with contextlib.suppress(ValueError, KeyError):  # a drafter that failed half-way may not know the row
+                with contextlib.suppress(ValueError, KeyError):  # the drafter may have failed before it knew the row
                     self.remove(seq)
                 self.statistics.pop(seq.id, None)
         self.cache.clear()
 
     @contextlib.contextmanager
     def active(self):
-        """A context in which `step` may run: inside, the models read our pages; outside, they are as they were."""
+        """A context in which `step` may run. Inside, the models read our pages; on exit they are restored."""
         with self.target.active(), self.generator.active():
             yield self
 
     def read_last(self, sequences: list[Sequence]) -> None:
-        """Feed each finished sequence's last token too, so that its KV can be gone on from. Runs inside `active()`.
+        """Feed each finished sequence's last token too, so that generation can continue from its KV. Call inside `active()`.
 
         Raises:
-            OutOfBlocks: one of them does not fit; nothing was fed.
+            OutOfBlocks: one of the tokens does not fit; nothing was fed.
         """
         for seq in sequences:
             self.cache.reserve(seq.id, len(seq.tokens))
@@ -150,35 +153,35 @@ class SpeculativeDecoder:
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def step(self, sequences: list[Sequence], num_tokens: list[int] | None = None) -> list[StepResult]:
-        """One round for some of the running sequences, all in one target forward: `begin`, then `finish`."""
+        """One round for some of the running sequences, in one target forward: `begin`, then `finish`."""
         return self.finish(self.begin(sequences, num_tokens))
 
-    def foresees(self, sequences: list[Sequence], pending: PendingStep) -> bool:
-        """Whether these rows' next step may begin before a pending one is finished: all that it needs of that one is a token a
-        row, which is on the device."""
+    def can_begin_after(self, sequences: list[Sequence], pending: PendingStep) -> bool:
+        """True if the next step of these rows can launch before `pending` finishes: it needs only one token per row, already on the
+        device."""
         if self.policy.needs_observations or not pending.is_plain or needs_prefix(sequences):
             return False
         if not {seq.id for seq in sequences} <= pending.next_tokens.keys():
             return False
-        with pending.foreseen():
+        with pending.as_if_finished():
             return not any(self._draft_limits(sequences))
 
     @torch.no_grad()
     def begin(
         self, sequences: list[Sequence], num_tokens: list[int] | None = None, after: PendingStep | None = None
     ) -> PendingStep:
-        """Propose, forward and verify, without waiting for the device. Runs inside `active()`.
+        """Propose, forward and verify, without waiting for the device. Call inside `active()`.
 
-        A step that has begun is pending: `finish` it, or `cancel` it; sequences may be removed meanwhile, not preempted.
+        The step is then pending: `finish` it or `cancel` it. Until then sequences may be removed but not preempted.
 
         Args:
-            sequences: unfinished rows, first come first served: rows that no block is left for wait (no result for them).
-            num_tokens: most tokens of its own text each row may feed (prompt chunks); None: all of it.
-            after: the one step that may still be pending, if it `foresees` this one. Rows that it turns out to have finished
-                get nothing from this one.
+            sequences: unfinished rows, in order of priority. Rows for which no block is left wait: they get no result.
+            num_tokens: per row, the most tokens of its own text to feed (prompt chunks); None: all of them.
+            after: a step that is still pending, if `can_begin_after` allows it. A row that the pending step turns out to finish
+                gets nothing from this step.
 
         Raises:
-            OutOfBlocks: not even the first row fits; nothing was done. Preempt another sequence.
+            OutOfBlocks: not even the first row fits. Nothing was done; preempt another sequence.
         """
         if after is None:
             return self._begin(sequences, num_tokens, {})
@@ -186,13 +189,13 @@ class SpeculativeDecoder:
             after.tensors.output = after.tensors.output.copied()
         for seq in sequences:
             self.cache.tables[seq.id].length = len(seq.tokens)
-        with after.foreseen():
+        with after.as_if_finished():
             return self._begin(sequences, num_tokens, after.next_tokens)
 
     def _begin(
         self, sequences: list[Sequence], num_tokens: list[int] | None, next_tokens: dict[int, torch.Tensor]
     ) -> PendingStep:
-        """`begin`; next_tokens: what stands for tokens that are not known."""
+        """`begin`. `next_tokens`: sequence id → its last token [1], on the device, where the host does not know it yet."""
         rows = self._admit(sequences, num_tokens)
         num_own = [end - self.cache.tables[seq.id].length for seq, end in rows]
         decoding = [seq for seq, end in rows if end == len(seq.tokens)]
@@ -203,10 +206,10 @@ class SpeculativeDecoder:
         if self.policy.needs_observations:
             self.timer.proposed()
         output, logit_rows, starts = self._forward(rows, trees, next_tokens)
-        if any(map(calls_in_order, decoding)):  # as the drafter's calls have shown
+        if any(map(calls_in_order, decoding)):  # found out while the drafter called the processors
             trees, output, logit_rows = _without_drafts(trees, output, logit_rows)
         scores, sampling = self._scores(decoding, trees, output.logits)
-        if any(trees.lengths) and any(map(calls_in_order, decoding)):  # as these calls have shown, which were undone
+        if any(trees.lengths) and any(map(calls_in_order, decoding)):  # found out by these calls, which were undone
             trees, output, logit_rows = _without_drafts(trees, output, logit_rows)
             scores, sampling = self._scores(decoding, trees, output.logits)
         verdict = begin_verification(trees, scores, decoding, self.config, sampling) if decoding else None
@@ -215,9 +218,9 @@ class SpeculativeDecoder:
 
     @torch.no_grad()
     def finish(self, pending: PendingStep) -> list[StepResult]:
-        """Wait for the verdict, keep accepted KV, append tokens, count, and let the drafter see what came of it.
+        """Wait for the verdict, keep the KV of accepted tokens, append the tokens, count them, and tell the drafter.
 
-        Sequences that were finished or removed meanwhile get nothing.
+        Sequences that were finished or removed in the meantime get nothing.
         """
         results = {seq.id: StepResult(seq) for seq, _ in pending.rows}
         there = [i for i, (seq, _) in enumerate(pending.rows) if self._goes_on(seq)]
@@ -235,7 +238,7 @@ class SpeculativeDecoder:
         return list(results.values())
 
     def cancel(self, pending: PendingStep) -> None:
-        """Wait for a pending step and forget it; its sequences are to be removed."""
+        """Wait for a pending step and discard it. The caller removes its sequences."""
         if pending.verdict is not None:
             pending.verdict.wait()
 
@@ -243,7 +246,7 @@ class SpeculativeDecoder:
         return not seq.finished and seq.id in self.statistics
 
     def _admit(self, sequences: list[Sequence], num_tokens: list[int] | None) -> list[tuple[Sequence, int]]:
-        """(sequence, end): the rows that fit, and up to where each one's text is fed in this step."""
+        """The rows that fit, as (sequence, end): this step feeds the sequence's tokens up to `end`."""
         rows = []
         for i, seq in enumerate(sequences):
             table = self.cache.tables[seq.id]
@@ -259,19 +262,20 @@ class SpeculativeDecoder:
                 if not rows:
                     raise
                 break
-            # Within one forward every layer writes all keys before it attends, so later rows may share these blocks now.
+            # In one forward every layer writes all keys before it attends, so later rows can share these blocks at once.
             self.cache.register_prefix(seq.id, seq.tokens, end - (seq.tokens[end - 1] == UNKNOWN))
             rows.append((seq, end))
         return rows
 
     def _draft_limits(self, sequences: list[Sequence]) -> list[int]:
-        """How deep each row drafts: what the policy wishes, within what the row may and can use."""
+        """Draft depth of each row: the policy's choice, capped by what the row can use."""
         if not self._drafts:
             return [0] * len(sequences)
         return self.policy.limits(sequences, [self._draft_limit(seq) for seq in sequences])
 
     def _inform_policy(self, outcome: StepOutcome, pending: PendingStep, timed: bool) -> None:
-        """Show the policy what its lengths led to. The times of steps that also read prompts say nothing about decoding."""
+        """Tell the policy what its draft lengths led to. Steps that also read prompts are not timed: they say nothing about
+        decoding."""
         seconds, drafting_seconds = self.timer.stop()
         nodes, accepted = nodes_by_depth(outcome.trees), [len(path) for path in outcome.accepted]
         num_new = [len(new) for new in outcome.new_tokens]
@@ -291,7 +295,7 @@ class SpeculativeDecoder:
         return trees if fitting == trees.lengths else dataclasses.replace(trees, lengths=fitting)
 
     def _draft_limit(self, seq: Sequence) -> int:
-        """How deep a draft can be of use: the row's or the method's K, the tokens left to write, the positions there are."""
+        """The deepest useful draft: at most the row's or the method's K, the tokens left to write, and the model's positions."""
         if calls_in_order(seq):
             return 0
         limit = self.config.num_speculative_tokens if seq.num_speculative_tokens is None else seq.num_speculative_tokens
@@ -301,7 +305,7 @@ class SpeculativeDecoder:
         return max(limit, 0)
 
     def _lookahead(self, seq: Sequence, num_nodes: int) -> int:
-        """Reserve lookahead slots for a draft; with too few blocks, as many nodes as fit (drafts never preempt)."""
+        """Reserve slots for a draft's nodes. Returns how many nodes fit; a draft never preempts another row."""
         try:
             self.cache.reserve(seq.id, len(seq.tokens) + num_nodes)
         except OutOfBlocks:
@@ -311,7 +315,7 @@ class SpeculativeDecoder:
     def _forward(
         self, rows: list[tuple[Sequence, int]], trees: DraftTrees, next_tokens: dict[int, torch.Tensor]
     ) -> tuple[PackedOutput, np.ndarray, dict[int, int]]:
-        """Pack every row's own tokens and its tree behind them, and run the target."""
+        """Pack every row's own tokens, followed by its tree, and run the target."""
         inputs, logit_rows, starts, packed, drafted = [], [], {}, 0, 0
         nodes = trees.tokens.unbind()
         for seq, end in rows:
@@ -335,8 +339,8 @@ class SpeculativeDecoder:
     def _scores(
         self, sequences: list[Sequence], trees: DraftTrees, logits: torch.Tensor
     ) -> tuple[torch.Tensor, RowSampling | None]:
-        """Every node's logits through its row's processors, with the node's own prefix; and what verification is to apply
-        of them itself."""
+        """Logits of every node after its row's processors, which see the node's own prefix; and the sampling parameters that
+        the verification kernels apply themselves (None: they are applied already)."""
         if all(seq.processors is None for seq in sequences):
             return logits, None
         owners = [seq for seq, count in zip(sequences, trees.lengths, strict=True) for _ in range(count + 1)]
@@ -348,7 +352,7 @@ class SpeculativeDecoder:
 
     @staticmethod
     def _paths(trees: DraftTrees) -> list[torch.Tensor]:
-        """The drafted ids from each row's text to its root and to each of its nodes."""
+        """For each row's root and each of its nodes, the drafted ids on the path from the row's text to it."""
         paths = []
         for i, count in enumerate(trees.lengths):
             paths.append(trees.tokens[i, :0])
@@ -358,7 +362,7 @@ class SpeculativeDecoder:
         return paths
 
     def _commit(self, pending: PendingStep, results: dict[int, StepResult]) -> StepOutcome:
-        """Keep accepted KV, append tokens, count."""
+        """Keep the KV of accepted tokens, append the tokens and count them."""
         trees, going_on = pending.trees, [i for i, seq in enumerate(pending.decoding) if self._goes_on(seq)]
         sequences = [pending.decoding[i] for i in going_on]
         kept, paths, emitted, first_logits = [], [], [], []
@@ -388,7 +392,7 @@ class SpeculativeDecoder:
 
 
 def _place_tree(row: RowInput, trees: DraftTrees, index: int, num_own: int, count: int) -> None:
-    """Positions and visibility of a row's own tokens (causal) with a tree behind them."""
+    """Set positions and visibility of a row: its own tokens (causal), followed by the tree."""
     positions = row.start + np.arange(num_own + count)
     positions[num_own:] = positions[num_own - 1] + trees.depths[index, :count]
     visibility = np.tri(num_own + count, dtype=bool)
@@ -399,7 +403,7 @@ def _place_tree(row: RowInput, trees: DraftTrees, index: int, num_own: int, coun
 def _without_drafts(
     trees: DraftTrees, output: PackedOutput, logit_rows: np.ndarray
 ) -> tuple[DraftTrees, PackedOutput, np.ndarray]:
-    """The step as if nothing had been drafted: each row's root remains."""
+    """The step reduced to each row's root, as if nothing had been drafted."""
     if not any(trees.lengths):
         return trees, output, logit_rows
     counts = np.asarray(trees.lengths, dtype=np.int64) + 1
@@ -409,7 +413,7 @@ def _without_drafts(
 
 
 def _deepest(trees: DraftTrees) -> list[int]:
-    """How deep each row's tree is."""
+    """Depth of each row's tree."""
     if trees.is_chain:
         return trees.lengths
     return np.where(trees.valid, trees.depths, 0).max(axis=1, initial=0).tolist()

@@ -1,8 +1,7 @@
-"""How long to draft: fixed, by batch size, or whatever measured costs and acceptance say is fastest ("auto")."""
+"""Draft length policies: fixed, by batch size, or the fastest by measured costs and acceptance ("auto")."""
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
@@ -10,44 +9,21 @@ import numpy as np
 from ..config import SpeculativeConfig
 from ..core.draft_trees import DraftTrees
 from ..core.sequence import Sequence
-from .acceptance import AcceptanceEstimates
+from .acceptance import AcceptanceEstimates, DraftedStep
 from .step_cost import StepCost
 
 
-@dataclass
-class DraftedStep:
-    """One verified step, as policies see it.
-
-    Attributes:
-        sequences: the B rows, with what was accepted.
-        limits: how deep each was asked to draft.
-        nodes: int [B, D], drafted nodes of each row at depth 1, 2, .. D.
-        accepted: per row, how many drafted tokens were accepted.
-        num_new: per row, tokens emitted.
-        seconds: of the whole step, drafting included; None if it cannot be compared (it also read prompts).
-        drafting_seconds: of the drafting in it.
-    """
-
-    sequences: list[Sequence]
-    limits: list[int]
-    nodes: np.ndarray
-    accepted: list[int]
-    num_new: list[int]
-    seconds: float | None = None
-    drafting_seconds: float = 0.0
-
-
 class DraftLengthPolicy:
-    """Says how deep each row drafts; this one: as deep as it may (a fixed length).
+    """Decides how deep each row drafts. This base class uses a fixed length: as deep as the row may.
 
-    What a policy says changes speed, never text: greedy and coupled output does not depend on drafts, and rejection sampling
-    keeps its distribution whatever is drafted. `limits` changes nothing: it is a function of what was observed.
+    A policy changes speed, never the text: greedy and coupled output does not depend on drafts, and rejection sampling keeps
+    its distribution for any draft. `limits` has no side effects: it is a function of what was observed.
     """
 
     needs_observations: ClassVar[bool] = False
 
     def limits(self, sequences: list[Sequence], caps: list[int]) -> list[int]:
-        """Depth of each row's next draft, 0 to its cap. `caps`: the most that row may and can use."""
+        """Depth of each row's next draft, between 0 and its cap: the most that the row can use."""
         return caps
 
     def observe(self, step: DraftedStep) -> None:
@@ -58,7 +34,7 @@ class DraftLengthPolicy:
 
 
 class LengthPerBatchSize(DraftLengthPolicy):
-    """K by the number of rows decoding in the step.
+    """K by the number of rows that decode in the step.
 
     Args:
         ranges: [[first, last, K], ..] from 1 on without gaps; the last K also holds for larger batches.
@@ -75,7 +51,7 @@ class LengthPerBatchSize(DraftLengthPolicy):
 
 
 class UpToBatchSize(DraftLengthPolicy):
-    """Another policy's lengths, but no drafts in steps in which more than `most_rows` rows are decoding."""
+    """Another policy's lengths; no drafts in steps in which more than `most_rows` rows decode."""
 
     def __init__(self, lengths: DraftLengthPolicy, most_rows: int):
         self.lengths, self.most_rows = lengths, most_rows
@@ -88,30 +64,30 @@ class UpToBatchSize(DraftLengthPolicy):
 
 
 class AutoLength(DraftLengthPolicy):
-    """The lengths that promise most tokens per second for the batch as a whole, from what steps have cost and drafts have won.
+    """Lengths with the most expected tokens per second for the whole batch, by measured step costs and acceptance.
 
-    Each further draft token of a row wins a little (the probability that it and all before it are accepted) and costs a little;
-    tokens are taken in the order of what they win per packed token, and of all prefixes of that order, at each depth of drafting,
-    the one with the most expected tokens per second is chosen. So an easy row drafts long beside a hard one that does not.
+    Each further draft token of a row has a gain (the probability that it and all tokens before it are accepted) and a cost.
+    Tokens are sorted by gain per packed token; of all prefixes of that order, at each depth of drafting, the one with the most
+    expected tokens per second is chosen. So an easy row drafts far while a hard row beside it does not draft.
 
-    A row that is not worth drafting for is probed with one token; every probe that fails doubles the pause before the next.
-    All that is lost against plain decoding is charged to an account which earns `ALLOWANCE` of the time spent, and what is won is
-    credited; no step may cost more than the account holds. That bounds the loss on text where nothing is accepted.
+    A row that is not worth drafting for is probed with one token now and then; each failed probe doubles the pause before the
+    next. Time lost against plain decoding is charged to an account, which earns `ALLOWANCE` of the time spent and is credited
+    with time saved. No step may cost more than the account holds, which bounds the loss on text where nothing is accepted.
 
     Args:
         longest: deepest draft there can be.
     """
 
     needs_observations = True
-    ALLOWANCE = 0.01  # of the time, to be lost on drafts
-    CREDIT = 0.75  # plain steps that may be lost at first
-    MOST_SAVED = 8.0  # plain steps that unused allowance and earlier gains add up to
+    ALLOWANCE = 0.01  # share of the time that drafts may waste
+    CREDIT = 0.75  # plain steps that may be wasted at the start
+    MOST_SAVED = 8.0  # plain steps; upper limit of the account
     LONGEST_PAUSE = 64  # steps between two probes of a row
-    PREFIXES = 256  # of the order of tokens, that are compared
-    HORIZON = 32  # steps over which reading what the drafter has missed pays off
-    FIRST_DRAFT = 1  # before any cost is known, beside the prompt
-    DOUBT = 64  # steps without drafting after which its extra cost is believed to be half of what it was
-    EVERY_PLAIN = 8  # of the steps without drafts, how many are timed
+    PREFIXES = 256  # how many prefixes of the order are compared
+    HORIZON = 32  # steps over which the cost of the drafter catching up is spread
+    FIRST_DRAFT = 1  # draft length in the prompt's step, before any cost is known
+    DOUBT = 64  # steps without drafting after which the estimated extra cost is halved
+    EVERY_PLAIN = 8  # every 8th step without drafts is timed
     LONGEST_STALE = 256  # steps between two measurements of a plain step while drafting pays
 
     def __init__(self, longest: int):
@@ -121,40 +97,40 @@ class AutoLength(DraftLengthPolicy):
         self.num_steps = 0
         self._last_drafted, self._plain_due, self._plain_pause = 0, 0, 1
         self._quiet_until, self._quiet_rows = 0, frozenset()
-        # Candidates for the deepest draft of the step: all of the first few, then ever fewer.
+        # Candidate depths of the deepest draft: every depth at first, then with growing gaps.
         self._depths = np.unique(np.minimum(longest, [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, longest]))
 
     # ---- choosing ---------------------------------------------------------------------------------------------------
 
     def limits(self, sequences: list[Sequence], caps: list[int]) -> list[int]:
-        """Depths that maximise the expected tokens per second, plus the probes that are due and can be afforded."""
+        """Depths that maximise the expected tokens per second, plus the probes that are due and affordable."""
         if not any(caps) or self._must_be_plain() or self._is_quiet(sequences):
             return [0] * len(sequences)
         rows = self.acceptance.rows(sequences)
         gains, nodes = self.acceptance.expected(rows)
-        behind = self.acceptance.num_behind(rows, sequences)
+        backlogs = self.acceptance.backlogs(rows, sequences)
         room = np.asarray(caps)
-        if not self.cost.target:  # beside prompts drafts cost little
+        if not self.cost.target:  # in a step that reads prompts, drafts cost little
             begins = [seq.num_generated == 0 for seq in sequences]
             return np.where(begins, np.minimum(room, self.FIRST_DRAFT), 0).tolist()
-        chosen = self._fastest(gains, nodes, behind, room)
-        return self._with_probes(chosen, rows, nodes, behind - self._unread(rows, sequences), room).tolist()
+        chosen = self._fastest(gains, nodes, backlogs, room)
+        return self._with_probes(chosen, rows, nodes, backlogs - self._unread(rows, sequences), room).tolist()
 
     def _must_be_plain(self) -> bool:
-        """Whether there is nothing left to lose, or it is time to measure a plain step: what one takes must stay known."""
+        """True if the account is empty, or a plain step is due so that its cost stays known."""
         return self.account <= 0 or (bool(self.cost.target) and self.num_steps >= self._plain_due)
 
     def _is_quiet(self, sequences: list[Sequence]) -> bool:
-        """Whether these rows drafted nothing in the last step and no probe is due: then nothing has changed."""
+        """True if these rows did not draft in the last step and no probe is due: the choice would be the same."""
         return self.num_steps < self._quiet_until and all(seq.id in self._quiet_rows for seq in sequences)
 
-    def _fastest(self, gains: np.ndarray, nodes: np.ndarray, behind: np.ndarray, room: np.ndarray) -> np.ndarray:
+    def _fastest(self, gains: np.ndarray, nodes: np.ndarray, backlogs: np.ndarray, room: np.ndarray) -> np.ndarray:
         """int [B]: the depths with the most expected tokens per second.
 
         Args:
             gains: [B, K], accepted tokens that drafting to depth d adds to drafting to d - 1.
             nodes: [B, K], packed tokens it adds.
-            behind: [B], tokens the drafter has to catch up with before it can draft.
+            backlogs: [B], tokens the drafter has to catch up with before it can draft.
             room: [B], caps.
         """
         num_rows, longest = gains.shape
@@ -166,7 +142,7 @@ class AutoLength(DraftLengthPolicy):
         taken = depth < self._depths[:, None]  # [depths, tokens]
         won = (gains[row, depth] * taken).cumsum(1)
         packed = num_rows + (nodes[row, depth] * taken).cumsum(1)
-        missed = ((depth == 0) * behind[row]).cumsum() / self.HORIZON
+        missed = ((depth == 0) * backlogs[row]).cumsum() / self.HORIZON
         ends = np.unique(np.linspace(0, len(order) - 1, min(len(order), self.PREFIXES)).astype(np.int64))
         extra = self._extra(num_rows, packed[:, ends], self._depths[:, None], taken.cumsum(1)[:, ends], missed[ends])
         rates = np.where(extra <= self.account, (num_rows + won[:, ends]) / (1.0 + extra), 0.0)
@@ -176,34 +152,32 @@ class AutoLength(DraftLengthPolicy):
         prefix = slice(ends[end] + 1)
         return np.bincount(row[prefix][taken[which, prefix]], minlength=num_rows)
 
-    def _with_probes(self, chosen: np.ndarray, rows: np.ndarray, nodes, behind, room) -> np.ndarray:
-        """`chosen`, with one token for rows whose pause is over, as far as the account can bear it."""
+    def _with_probes(self, chosen: np.ndarray, rows: np.ndarray, nodes, backlogs, room) -> np.ndarray:
+        """`chosen`, plus one token for rows whose pause is over, as far as the account allows."""
         due = (chosen == 0) & (room > 0) & (self.num_steps % self.acceptance.pauses[rows] == 0)
         waiting = np.flatnonzero(due)
         if not len(waiting):
             return chosen
         waiting = waiting[np.argsort(self.acceptance.last_drafted[rows[waiting]], kind="stable")]
-        before = self._extra_of(chosen, nodes, behind)
+        before = self._extra_of(chosen, nodes, backlogs)
         while len(waiting):
             probed = chosen.copy()
             probed[waiting] = 1
-            if self._extra_of(probed, nodes, behind) - before <= self.account:
+            if self._extra_of(probed, nodes, backlogs) - before <= self.account:
                 return probed
             waiting = waiting[: len(waiting) // 2]
         return chosen
 
-    def _extra_of(self, lengths: np.ndarray, nodes: np.ndarray, behind: np.ndarray) -> float:
+    def _extra_of(self, lengths: np.ndarray, nodes: np.ndarray, backlogs: np.ndarray) -> float:
         """`_extra` of a step with these depths."""
         packed = len(lengths) + (nodes * (np.arange(nodes.shape[1]) < lengths[:, None])).sum()
-        return float(self._extra(len(lengths), packed, lengths.max(), lengths.sum(), (behind * (lengths > 0)).sum()))
+        return float(self._extra(len(lengths), packed, lengths.max(), lengths.sum(), (backlogs * (lengths > 0)).sum()))
 
-    def _extra(self, num_rows: int, num_packed, depth, num_asked, num_behind):
-        """What a step takes beyond a plain one, in plain steps. An estimate that put an end to drafting, and so to new
-        measurements, is doubted more and more."""
+    def _extra(self, num_rows: int, num_packed, depth, num_asked, backlog):
+        """Extra time of a step over a plain one, in plain steps. While nothing is drafted nothing is measured, so the estimate
+        is discounted more and more."""
         plain = self.cost.of_target(num_rows, num_rows)
-        seconds = (
-            self.cost.of_target(num_rows, num_packed) - plain + self.cost.of_drafting(depth, num_asked, num_behind)
-        )
+        seconds = self.cost.of_target(num_rows, num_packed) - plain + self.cost.of_drafting(depth, num_asked, backlog)
         return seconds / plain * 0.5 ** ((self.num_steps - self._last_drafted) / self.DOUBT)
 
     # ---- learning ---------------------------------------------------------------------------------------------------
@@ -229,24 +203,24 @@ class AutoLength(DraftLengthPolicy):
         limits, new_tokens = np.asarray(step.limits), np.asarray(step.num_new)
         rows = self.acceptance.rows(step.sequences)
         asked = limits > 0
-        behind = self.acceptance.num_behind(rows, step.sequences) - new_tokens  # as it was when drafting began
-        num_behind, unread = int(behind[asked].sum()), int(self._unread(rows, step.sequences)[asked].sum())
+        backlogs = self.acceptance.backlogs(rows, step.sequences) - new_tokens  # as it was when drafting began
+        backlog, unread = int(backlogs[asked].sum()), int(self._unread(rows, step.sequences)[asked].sum())
         depth, num_asked = int(limits.max()), int(limits.sum())
-        self.cost.observe_drafting(depth, num_asked, num_behind, step.drafting_seconds)
+        self.cost.observe_drafting(depth, num_asked, backlog, step.drafting_seconds)
         self._last_drafted = self.num_steps
         num_rows, packed = len(rows), len(rows) + int(step.nodes.sum())
         if step.seconds is not None:
             self.cost.observe_target(num_rows, packed, step.seconds - step.drafting_seconds)
             if self.cost.target:
                 plain, spent = self.cost.of_target(num_rows, np.array([num_rows, packed]))
-                spent += self.cost.of_drafting(depth, num_asked, num_behind - unread)
+                spent += self.cost.of_drafting(depth, num_asked, backlog - unread)
                 self._settle(float(spent / plain), float(new_tokens.mean()))
             if packed == num_rows:
                 self._schedule_plain()
         self.acceptance.observe(rows, step, self.num_steps, self.LONGEST_PAUSE)
 
     def _settle_quiet(self, sequences: list[Sequence], chose_none: bool) -> None:
-        """Once no row was found worth drafting for, nothing need be weighed again until a probe is due."""
+        """If no row was worth drafting for, skip the choice until a probe is due."""
         self._quiet_until, self._quiet_rows = 0, frozenset()
         if chose_none:
             pause = int(self.acceptance.pauses[self.acceptance.rows(sequences)].min())
@@ -254,27 +228,27 @@ class AutoLength(DraftLengthPolicy):
             self._quiet_rows = frozenset(seq.id for seq in sequences)
 
     def _unread(self, rows: np.ndarray, sequences: list[Sequence]) -> np.ndarray:
-        """int [B]: prompt tokens a drafter has not read. Reading them is not charged to the account: it is a small part of what
-        the target's own reading took, and no loss of decoding time."""
+        """int [B]: prompt tokens that the drafter has not read. Reading them is not charged to the account: it is small against
+        the target's own reading of the prompt, and not decoding time."""
         return np.where(self.acceptance.last_drafted[rows] < 0, [seq.prompt_length for seq in sequences], 0)
 
     def _settle(self, spent: float, emitted: float) -> None:
-        """Book a step that took as long as `spent` plain ones and emitted so many tokens per row."""
-        spent = min(spent, 1.0 + self.MOST_SAVED)  # one odd measurement is not held against drafting for ever
+        """Update the account after a step that took as long as `spent` plain steps and emitted `emitted` tokens per row."""
+        spent = min(spent, 1.0 + self.MOST_SAVED)  # one outlier must not stop drafting for good
         self.account = min(self.account + self.ALLOWANCE * spent + emitted - spent, self.MOST_SAVED)
 
     def _schedule_plain(self) -> None:
-        """A plain step was measured: the next one that must be comes at ever longer intervals."""
+        """A plain step was measured: schedule the next one, at growing intervals."""
         self._plain_pause = min(2 * self._plain_pause, self.LONGEST_STALE)
         self._plain_due = self.num_steps + self._plain_pause
 
     def forget(self, seq: Sequence) -> None:
-        """Drop what was learnt about the row."""
+        """Drop the row's estimates."""
         self.acceptance.forget(seq)
 
 
 def make_policy(config: SpeculativeConfig) -> DraftLengthPolicy:
-    """The policy a configuration asks for."""
+    """The policy that the configuration asks for."""
     policy = _make_lengths(config)
     most_rows = config.disable_by_batch_size
     return policy if most_rows is None else UpToBatchSize(policy, most_rows)
@@ -289,7 +263,7 @@ def _make_lengths(config: SpeculativeConfig) -> DraftLengthPolicy:
 
 
 def nodes_by_depth(trees: DraftTrees) -> np.ndarray:
-    """int [B, D]: how many nodes each row's tree has at depth 1, 2, .. D."""
+    """int [B, D]: number of nodes of each row's tree at depth 1, 2, .. D."""
     lengths = np.asarray(trees.lengths, dtype=np.int64)
     width = int(lengths.max(initial=0))
     if trees.is_chain or not width:

@@ -1,4 +1,4 @@
-"""decode(): the loop behind `model.generate(speculative_config=...)`. A static batch, transformers' inputs and outputs."""
+"""decode(): the loop of `model.generate(speculative_config=...)`: a static batch, with transformers' inputs and outputs."""
 
 from __future__ import annotations
 
@@ -35,17 +35,17 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Returns:
-    """Which tensors the caller asked for."""
+    """The tensors that the caller asked for."""
 
     as_dict: bool
     scores: bool
     logits: bool
     hidden: bool
-    layers: list[int] | None = None  # the only hidden states wanted
+    layers: list[int] | None = None  # only these hidden states; None: all
 
     @classmethod
     def of(cls, generation_config) -> Returns:
-        """Read them off a prepared GenerationConfig (transformers ignores them without return_dict_in_generate)."""
+        """From a prepared GenerationConfig. Without return_dict_in_generate transformers ignores all of them."""
         as_dict, wanted = bool(generation_config.return_dict_in_generate), generation_config.output_hidden_states
         hidden = wanted is not None and wanted is not False
         layers = None if not hidden or wanted is True else [wanted] if isinstance(wanted, int) else list(wanted)
@@ -55,7 +55,7 @@ class Returns:
 
 @torch.inference_mode(
     False
-)  # what is kept for later calls must not be inference tensors, which only inference mode may change
+)  # tensors kept for later calls must not be inference tensors: only inference mode may change those
 @torch.no_grad()
 def decode(
     decoder: SpeculativeDecoder,
@@ -72,17 +72,17 @@ def decode(
     """Decode a static batch to its end.
 
     Args:
-        decoder: made for this model and configuration; nothing may be running on it.
-        input_ids, attention_mask: int64 [B, S]; masked tokens anywhere but at the end of a row. The mask may be wider by what
-            `past_key_values` holds: then `input_ids` are only what follows that.
+        decoder: built for this model and configuration; no sequence may be running on it.
+        input_ids, attention_mask: int64 [B, S]. Masked tokens may stand anywhere but at the end of a row. The mask may be wider
+            than `input_ids` by the length of `past_key_values`; then `input_ids` hold only what follows the cache.
         logits_processor, stopping_criteria, generation_config: as `generate()` prepared them.
-        seed: what the rows' random streams are made from (used if the config samples).
-        past_key_values: KV of a prefix of the prompts to start from, and where to leave the KV of the result.
+        seed: the rows' random streams derive from it (if the config samples).
+        past_key_values: KV of a prefix of the prompts to start from; the KV of the result is written back to it.
 
     Returns: int64 [B, S + n], or SpeculativeDecoderOnlyOutput.
 
     Raises:
-        ValueError: inputs that cannot be decoded; a drafter that must read what only `past_key_values` knows.
+        ValueError: the inputs cannot be decoded, or the drafter needs ids that only `past_key_values` stands for.
     """
     model, returns = decoder.target.model, Returns.of(generation_config)
     pad_token = generation_config._pad_token_tensor
@@ -93,16 +93,14 @@ def decode(
             f"Method {decoder.config.method!r} reads the whole text, and input_ids are only what follows past_key_values: pass the "
             "whole text, or use a method that reads no hidden states of it, like 'ngram'."
         )
-    whole = torch.nn.functional.pad(
-        input_ids, (unseen, 0), value=pad_token
-    )  # nobody asks for ids whose keys are cached
+    whole = torch.nn.functional.pad(input_ids, (unseen, 0), value=pad_token)  # the ids of cached keys are never read
     columns = prompt_columns(whole, attention_mask)
     sequences = _sequences(whole, unseen, columns, logits_processor, stopping_criteria, generation_config, seed)
     for seq in sequences:
         check_length(model, seq.prompt_length, seq.max_length)
     num_cached = 0 if past_key_values is None else min(int(past_key_values.get_seq_length()), whole.shape[1] - 1)
     if decoder.generator.needs_all_features:
-        num_cached = 0  # the drafter needs the features of the whole text: it is read again
+        num_cached = 0  # the drafter needs features of the whole text, so it is read again
     tensors = [RowTensors() for _ in sequences]
     observer = LockstepObserver(
         input_ids, sequences, stopping_criteria, streamer, pad_token,
@@ -112,11 +110,11 @@ def decode(
     lookahead = decoder.generator.max_draft_nodes
     keep_cache = returns.as_dict or getattr(past_key_values, "_is_user_defined", False)
     export = past_key_values if keep_cache and isinstance(past_key_values, DynamicCache) else None
-    run = StaticBatch(decoder, sequences, observer, tensors, returns, export is not None, can_preempt=not unseen)
+    run = BatchRun(decoder, sequences, observer, tensors, returns, export is not None, can_preempt=not unseen)
     try:
         decoder.allocate(sum(seq.max_length + lookahead for seq in sequences), len(sequences))
         if unseen:
-            decoder.cache.share_prefixes = False  # equal stand-ins for ids are not equal texts
+            decoder.cache.share_prefixes = False  # padding ids stand for unknown texts: equal ids are not equal texts
         with decoder.active():
             for seq in sequences:
                 decoder.add(seq)
@@ -133,11 +131,11 @@ def decode(
     return _result(run, returns, columns, whole.shape[1] - num_cached, export, unseen)
 
 
-class StaticBatch:
-    """A batch whose rows all start together; rows that finish leave.
+class BatchRun:
+    """Runs a batch whose rows start together. Rows leave as they finish.
 
     Args:
-        can_preempt: whether a row's text can be read again, so that another row may have its blocks.
+        can_preempt: whether a row's text can be read again, so that its blocks may be given to another row.
     """
 
     def __init__(
@@ -148,17 +146,17 @@ class StaticBatch:
         self.can_preempt = can_preempt
         self.tensors, self.returns, self.keep_cache = tensors, returns, keep_cache
         self.running: list[Sequence] = list(sequences)
-        self.statistics: dict[int, RowStatistics] = {}  # by row, once it has left
+        self.statistics: dict[int, RowStatistics] = {}  # by row, after the row has left
         self.kv_cache_bytes = 0
 
     def until_done(self, model: PreTrainedModel, synced_gpus: bool) -> None:
-        """Step until every row has stopped; with `synced_gpus`, until the other processes' rows have too."""
+        """Step until every row has stopped; with `synced_gpus`, until the rows of all processes have."""
         if not synced_gpus and self._overlaps():
             self._until_done_overlapping()
             return
         finished = False
         while model._has_unfinished_sequences(finished, synced_gpus, device=self.observer.ids.device):
-            if finished:  # ZeRO-3 and FSDP gather weights in forward: idle ranks must take part
+            if finished:  # ZeRO-3 and FSDP gather weights in forward, so idle ranks must take part
                 model(input_ids=self.observer.ids[:1, :1], use_cache=False)
                 continue
             for result in self.decoder.finish(self._begin()):
@@ -168,16 +166,16 @@ class StaticBatch:
             self._let_go([seq for seq in self.running if seq.finished or finished], finished)
 
     def _overlaps(self) -> bool:
-        """Whether the next step may begin before the last one has been shown: nothing of its forward is to be returned."""
+        """True if the next step may begin before this one is shown: nothing of this one's forward is returned to the caller."""
         wanted, returns = self.decoder.config.async_scheduling, self.returns
         wanted = self.decoder.target.device.type == "cuda" if wanted is None else wanted
         return wanted and not (returns.scores or returns.logits or returns.hidden or self.keep_cache)
 
     def _until_done_overlapping(self) -> None:
-        """As `until_done`, with criteria and streamers shown a step while the device works on the next: asynchronous scheduling.
+        """Asynchronous scheduling: criteria and streamers see a step while the device works on the next one.
 
-        Where the next step needs nothing from the host it begins even before this one's tokens are known. A row that these
-        end, or a criterion, has one step pending then, which is forgotten, so the output is the same.
+        If the next step needs nothing from the host, it begins before this step's tokens are known. If a token or a criterion
+        then ends a row, the row's pending step is discarded, so the output is the same.
         """
         pending, done = self._begin(), False
         while not done:
@@ -198,10 +196,10 @@ class StaticBatch:
         return self._making_room(lambda: self.decoder.begin(self.running, self._chunks()))
 
     def _begin_after(self, pending: PendingStep) -> PendingStep | None:
-        """The step after a pending one; None where that one must be finished first."""
+        """Begin the step after `pending`; None if `pending` must finish first."""
         unfinished = [seq for seq in self.running if not seq.finished]
         rows = [seq for seq in unfinished if len(seq.tokens) + 1 < seq.max_length]
-        if not rows or not self.decoder.foresees(unfinished, pending):
+        if not rows or not self.decoder.can_begin_after(unfinished, pending):
             return None
         try:
             return self.decoder.begin(rows, after=pending)
@@ -209,10 +207,10 @@ class StaticBatch:
             return None
 
     def _making_room(self, act: Callable[[], Any]) -> Any:
-        """Do what needs blocks, preempting the last rows as long as too few are free.
+        """Call `act`, which needs blocks, and preempt the last row as long as too few are free.
 
         Raises:
-            OutOfBlocks: no other row can give blocks back.
+            OutOfBlocks: no other row holds blocks.
         """
         while True:
             try:
@@ -226,7 +224,7 @@ class StaticBatch:
                 if holders:
                     self.decoder.preempt(holders[-1])
                 elif not first.finished and any(seq.num_generated < first.num_generated for seq in waiting):
-                    # It has come so far because others waited; a criterion may end all of them before it goes on.
+                    # It is ahead because the others waited. A criterion may end the whole batch once they catch up.
                     self.decoder.preempt(first)
                     self.running = [*others, first]
                 else:
@@ -236,9 +234,9 @@ class StaticBatch:
                     ) from error
 
     def _chunks(self) -> list[int]:
-        """Tokens each row may feed: prompts share `prefill_chunk_size`, the row in front always gets some."""
+        """Tokens that each row may feed: prompts share `prefill_chunk_size`, and the first row always gets some."""
         budget = self.decoder.config.prefill_chunk_size
-        # The prompt's hidden states are taken from one forward; some logits processors want all rows to begin together.
+        # Hidden states of a prompt come from one forward, and some logits processors need all rows to start together.
         in_step = any(seq.processors is not None and seq.processors.in_step for seq in self.running)
         if self.returns.hidden or (in_step and len(self.running) > 1):
             budget = sum(len(seq.tokens) for seq in self.running)
@@ -275,7 +273,7 @@ class StaticBatch:
         row.hidden.append([h[packed.to(h.device)] for h in step.output.hidden_states])
 
     def _let_go(self, leaving: list[Sequence], everything: bool = False) -> None:
-        if leaving and self.keep_cache and not everything:  # transformers feeds the end token while other rows go on
+        if leaving and self.keep_cache and not everything:  # transformers feeds the end token while other rows continue
             self._making_room(lambda: self.decoder.read_last(leaving))
         for seq in leaving:
             self.running.remove(seq)
@@ -285,15 +283,17 @@ class StaticBatch:
 
 
 def text_length(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, generation_config) -> int:
-    """Columns of the whole text: more than `input_ids` [B, S] has, where only what follows a cache was passed."""
+    """Columns of the whole text. More than `input_ids` [B, S] has if the caller passed only what follows a cache."""
     if attention_mask is not None:
         return attention_mask.shape[1]
-    return getattr(generation_config, "_mask_length", input_ids.shape[1])  # of a mask of ones, which generate() drops
+    return getattr(
+        generation_config, "_mask_length", input_ids.shape[1]
+    )  # generate() drops a mask of ones but keeps its length
 
 
 def prompt_columns(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[np.ndarray]:
-    """Per row, the columns of the batch [B, S] that hold its prompt. Masked tokens are never attended to and have no
-    position, so they are simply left out.
+    """Per row, the columns of the batch [B, S] that hold its prompt. Masked tokens are never attended to and have no position,
+    so they are left out.
 
     Raises:
         ValueError: an empty batch, an empty row, or one whose last token is masked.
@@ -323,11 +323,11 @@ def _sequences(
     """The rows of a batch.
 
     Args:
-        whole: int64 [B, S], their texts.
-        unseen: the first columns of it that the caller did not pass: processors, criteria and lengths do not count them.
+        whole: int64 [B, S], the texts.
+        unseen: number of leading columns that the caller did not pass. Processors, criteria and lengths do not count them.
     """
     input_ids = whole[:, unseen:]
-    # Criteria are asked after each new token, so one that is already met still lets one token through.
+    # Criteria are checked after each new token, so a criterion that is already met still lets one token through.
     limits = [
         max(each.max_length, input_ids.shape[1] + 1) for each in stopping_criteria if type(each) is MaxLengthCriteria
     ]
@@ -356,7 +356,7 @@ def _sequences(
 
 
 def _load_cache(decoder: SpeculativeDecoder, sequences, cache: Any, columns: list[np.ndarray], length: int) -> None:
-    """Take over the KV of the prompts' first tokens from transformers' cache."""
+    """Copy the KV of the prompts' first tokens from transformers' cache."""
     for i, seq in enumerate(sequences):
         cached = torch.from_numpy(columns[i][columns[i] < length])
         count = len(cached)
@@ -364,18 +364,18 @@ def _load_cache(decoder: SpeculativeDecoder, sequences, cache: Any, columns: lis
             continue
         decoder.cache.reserve(seq.id, count)
         for index, layer in enumerate(cache.layers):
-            if getattr(layer, "keys", None) is None:  # it reads another layer's
+            if getattr(layer, "keys", None) is None:  # this layer reads another layer's keys
                 continue
             keys, values = (s[i][:, cached.to(s.device)].transpose(0, 1) for s in (layer.keys, layer.values))
             decoder.cache.load(seq.id, index, keys, values)
         decoder.cache.tables[seq.id].length = count
 
 
-def _result(run: StaticBatch, returns: Returns, columns, num_fed: int, export: DynamicCache | None, unseen: int):
+def _result(run: BatchRun, returns: Returns, columns, num_fed: int, export: DynamicCache | None, unseen: int):
     """What `generate()` returns.
 
     Args:
-        num_fed: columns of the prompt that were not in a cache passed in.
+        num_fed: columns of the prompt that were fed, because no cache held them.
         unseen: columns of the text that the caller did not pass.
     """
     observer, tensors = run.observer, run.tensors

@@ -1,4 +1,4 @@
-"""What a call returns beside the tokens: statistics of speculation, scores, hidden states, a cache to go on with."""
+"""What a call returns besides tokens: statistics, scores, hidden states and a cache to continue from."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ class SpeculativeDecoderOnlyOutput(GenerateDecoderOnlyOutput):
 
 
 class Speculation(dict):
-    """What speculation did: a dict whose keys are attributes too.
+    """Statistics of speculation: a dict whose keys are attributes too.
 
     Keys: `num_steps` (target forwards a row took part in, summed over rows), `num_draft_tokens`, `num_accepted_tokens`,
     `num_new_tokens`, `mean_accepted_length` (τ: tokens emitted per target forward), `acceptance_rate` (accepted / drafted
-    tokens), `acceptance_per_position` (share of the rounds drafting that deep in which the draft token at this depth was
-    accepted), `kv_cache_bytes` (most memory that the target's KV took) and `rows`: the same figures for each row.
+    tokens), `acceptance_per_position` (of the rounds that drafted this deep, the share in which the token at this depth was
+    accepted), `kv_cache_bytes` (peak memory of the target's KV) and `rows`: the same figures for each row.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -39,8 +39,8 @@ class Speculation(dict):
 
 @dataclass
 class RowStatistics:
-    """What speculation did for one row: per verified step (nodes drafted, depth of the tree, tokens emitted, drafted tokens
-    among them)."""
+    """Statistics of one row: per verified step (nodes drafted, depth of the tree, tokens emitted, how many of them were
+    drafted)."""
 
     steps: list[tuple[int, int, int, int]] = field(default_factory=list)
 
@@ -49,14 +49,14 @@ class RowStatistics:
         self.steps.append((num_nodes, depth, num_new, num_accepted))
 
     def keep(self, num_new: int) -> None:
-        """Count only the first `num_new` tokens as emitted: a stopping criterion has dropped the others."""
+        """Count only the first `num_new` tokens as emitted, because a stopping criterion dropped the rest."""
         for i, (num_nodes, depth, new, accepted) in enumerate(self.steps):
             new = min(new, num_new)
             self.steps[i] = (num_nodes, depth, new, min(accepted, new))
             num_new -= new
 
     def summary(self) -> Speculation:
-        """The figures of `Speculation`, without `rows`."""
+        """`Speculation` of this row, without the key `rows`."""
         num_steps = len(self.steps)
         num_drafted = sum(nodes for nodes, _, _, _ in self.steps)
         num_new = sum(new for _, _, new, _ in self.steps)
@@ -76,7 +76,7 @@ class RowStatistics:
 
 
 def summarize(rows: list[RowStatistics], kv_cache_bytes: int) -> Speculation:
-    """All rows together, with each row's own figures under `rows`."""
+    """Figures over all rows, and each row's own under `rows`."""
     total = RowStatistics([step for row in rows for step in row.steps]).summary()
     total["kv_cache_bytes"] = kv_cache_bytes
     total["rows"] = [row.summary() for row in rows]
@@ -89,10 +89,11 @@ class RowTensors:
 
     Attributes:
         scores, logits: [V] per new token.
-        prompt_hidden, hidden: per layer, the hidden states [fed, H] of the prompt tokens that were fed (those not in a
-            cache passed in) and, for each step, pieces [n, H] for the tokens fed since. Gemma 3n's are [fed, A, H].
-        cache: per layer, keys and values [length, heads, width], taken when the row left; None for a layer that reads
-            another one's.
+        prompt_hidden: per layer, hidden states [fed, H] of the prompt tokens that were fed (not those in a cache that was passed
+            in). Gemma 3n: [fed, A, H].
+        hidden: for each step, per layer, the hidden states [n, H] of the n tokens fed in it.
+        cache: per layer, keys and values [length, heads, width], taken when the row left; None for a layer that reads another
+            layer's.
     """
 
     scores: list[torch.Tensor] = field(default_factory=list)
@@ -111,14 +112,14 @@ def at_step(rows: list[list[torch.Tensor]], step: int) -> torch.Tensor:
 def hidden_per_step(
     rows: list[RowTensors], columns: list[np.ndarray], num_fed: int, num_steps: int, layers: list[int] | None
 ) -> tuple:
-    """transformers' hidden_states: for the prompt a tuple over layers of [B, num_fed, H], then per token of [B, 1, H]; zeros at
-    padding. Where a layer has A of them (Gemma 3n) [A, B, .., H].
+    """transformers' hidden_states: a tuple over layers of [B, num_fed, H] for the prompt, then one of [B, 1, H] per token; zeros
+    at padding. Gemma 3n has A states per layer: [A, B, .., H].
 
     Args:
-        columns: per row, where the prompt's tokens stand among the padded ones.
-        num_fed: columns of the padded prompt that were fed, the last ones.
+        columns: per row, the columns of the padded prompt that hold its tokens.
+        num_fed: how many columns of the padded prompt were fed: the last ones.
         num_steps: generated tokens; the last one was never fed.
-        layers: the only layers wanted (the others' places hold None), or None for all.
+        layers: return only these layers, None in place of the others; None: all layers.
     """
     num_layers = len(rows[0].prompt_hidden or [])
     wanted = range(num_layers) if layers is None else {index % num_layers for index in layers}
@@ -145,14 +146,14 @@ def _layer_hidden(
 
 
 def read_cache(cache: PagedStaticCache, seq: Sequence) -> list[tuple[torch.Tensor, torch.Tensor] | None]:
-    """A row's keys and values per layer, for those of its tokens that were fed; None for a layer that reads another one's."""
+    """Per layer, keys and values of the row's tokens that were fed; None for a layer that reads another layer's."""
     length = len(seq.tokens)
     pairs = (cache.read(seq.id, index) if layer.is_initialized else None for index, layer in enumerate(cache.layers))
     return [None if pair is None else (pair[0][:length], pair[1][:length]) for pair in pairs]
 
 
 def fill_dynamic_cache(cache: DynamicCache, rows: list[RowTensors], columns: list[np.ndarray], length: int) -> None:
-    """Write the rows' KV into transformers' cache, where it would have put them: [B, heads, length, width] per layer."""
+    """Write the rows' KV to the places transformers would have used: [B, heads, length, width] per layer."""
     places = [torch.from_numpy(np.concatenate([own, np.arange(own[-1] + 1, length)])) for own in columns]
     for layer, example_pair in enumerate(rows[0].cache or []):
         if example_pair is None:

@@ -1,4 +1,4 @@
-"""What one step of the loop holds: while its verdict is on the way, and what came of it."""
+"""The data of one step: while it is pending, and its result."""
 
 from __future__ import annotations
 
@@ -22,8 +22,8 @@ class StepResult:
 
     Attributes:
         sequence: the row; its `tokens` and `finished` are up to date.
-        new_tokens: ids appended, in order; empty while a prompt is still being read.
-        nodes: where the logits that chose each new token are among the step's R rows (see `SpeculativeDecoder.last`).
+        new_tokens: the ids appended, in order; empty while the prompt is still being read.
+        nodes: per new token, the row of the step's logits [R, V] that chose it (see `SpeculativeDecoder.last`).
     """
 
     sequence: Sequence
@@ -33,13 +33,13 @@ class StepResult:
 
 @dataclass
 class StepTensors:
-    """The tensors of the last step, for callers that return scores or hidden states.
+    """Tensors of a step, for callers that return scores or hidden states.
 
     Attributes:
-        output: the target's forward, valid until its next.
-        processed: its logits [R, V] through all processors but `sampling`, which verification applied itself.
-        logit_rows: for each of the R rows, which packed token it belongs to.
-        starts: sequence id → where its row begins among the packed tokens.
+        output: the target's forward; valid until its next forward.
+        processed: logits [R, V] after all processors except `sampling`, which verification applied itself.
+        logit_rows: for each of the R rows, the packed token it belongs to.
+        starts: sequence id → index of its first packed token.
     """
 
     output: PackedOutput
@@ -56,14 +56,16 @@ class StepTensors:
 
 @dataclass
 class PendingStep:
-    """A step whose verdict the host does not know yet.
+    """A step whose result has not reached the host.
 
     Attributes:
-        rows: (sequence, end) of every row in the forward: its own tokens were fed up to `end`.
-        num_own: how many of its own tokens each fed.
-        decoding: those of the rows that read no prompt any more, with what the policy allowed each and the tree it got.
-        tensors: of the forward.
-        verdict: on the trees; None if no row is decoding.
+        rows: every row of the forward, as (sequence, end): the sequence's tokens were fed up to `end`.
+        num_own: per row, how many of its own tokens were fed.
+        decoding: the rows that have read their whole prompt.
+        limits: per decoding row, the draft depth that the policy allowed.
+        trees: the drafts of the decoding rows.
+        tensors: results of the forward.
+        verdict: which drafts are accepted; None if no row is decoding.
     """
 
     rows: list[tuple[Sequence, int]]
@@ -76,19 +78,19 @@ class PendingStep:
 
     @property
     def is_plain(self) -> bool:
-        """Whether each decoding row gets exactly one token."""
+        """True if every decoding row gets exactly one token."""
         return not any(self.trees.lengths)
 
     @functools.cached_property
     def next_tokens(self) -> dict[int, torch.Tensor]:
-        """Sequence id → the token [1] that a plain step chose, on the device."""
+        """Sequence id → the token [1] that a step without drafts chose, on the device."""
         if self.verdict is None:
             return {}
         return dict(zip([seq.id for seq in self.decoding], self.verdict.next_tokens.split(1), strict=True))
 
     @contextlib.contextmanager
-    def foreseen(self):
-        """Inside, the rows are as a plain step will leave them, but that nobody knows their last token."""
+    def as_if_finished(self):
+        """While inside, the rows look as this plain step will leave them; UNKNOWN stands for their last token."""
         for seq in self.decoding:
             seq.tokens.append(UNKNOWN)
             seq.num_steps += 1

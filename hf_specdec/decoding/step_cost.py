@@ -1,4 +1,4 @@
-"""What a step costs, learnt while decoding: seconds of drafting and seconds of the target, as functions of their sizes."""
+"""Cost of a step, measured while decoding: seconds of drafting and of the target as functions of their sizes."""
 
 from __future__ import annotations
 
@@ -12,13 +12,13 @@ import torch
 class FittedCost:
     """Seconds as a non-negative combination of features, fitted to recent measurements.
 
-    Measurements of one size are kept together, and the lower median of the last few stands for them: a step that a busy machine
-    delayed changes nothing. The very first is not used: it may have compiled kernels. The fit minimises relative errors over
-    the sizes seen (large errors by their size, not its square), old ones fading, pulled gently towards `prior`.
+    Each size is represented by the lower median of its last few measurements, so a step delayed by a busy machine changes
+    nothing. The very first measurement is dropped: it may have compiled kernels. The fit minimises relative errors over the
+    sizes seen (large errors count linearly, not squared), with decaying weights and a weak pull towards `prior`.
 
     Args:
-        prior: float [F], coefficients before anything is measured, relative to a typical measurement.
-        memory: sizes remembered.
+        prior: float [F], initial coefficients, relative to a typical measurement.
+        memory: number of sizes kept.
     """
 
     _SAMPLES, _HALF_LIFE, _PULL, _OUTLIER, _REFIT, _ROUNDS = 7, 200, 0.03, 2.0, 4, 4
@@ -34,11 +34,11 @@ class FittedCost:
         return self._count > 0
 
     def observe(self, size: tuple, features: np.ndarray, seconds: float) -> None:
-        """Record that a step of this size, with these features [F], took so long."""
+        """Record the time of a step of this size, with these features [F]."""
         self._count += 1
         if self._count == 0:
             return
-        if self._sizes:  # also the first of its size, which may have captured a graph
+        if self._sizes:  # caps the first step of a size, which may have captured a graph
             seconds = min(seconds, self._OUTLIER * max(float(features @ self.coefficients), 1e-9))
         self._sizes.setdefault(size, deque(maxlen=self._SAMPLES)).append((max(seconds, 1e-9), features))
         self._sizes.move_to_end(size)
@@ -48,7 +48,7 @@ class FittedCost:
 
     @property
     def coefficients(self) -> np.ndarray:
-        """float [F], seconds per feature; zeros before anything was measured."""
+        """float [F], seconds per feature; zeros before the first measurement."""
         if not self:
             return np.zeros_like(self.prior)
         if self._coefficients is None or self._count - self._fitted_at > min(self._count // 8, self._REFIT):
@@ -63,10 +63,10 @@ class FittedCost:
         typical = np.median(seconds)
         weights = (
             counts * 0.5 ** (age / self._HALF_LIFE) / np.maximum(seconds, 0.05 * typical) ** 2
-        )  # of relative errors
+        )  # weights of relative errors
         pull = (
             self._PULL * np.maximum(features.max(0), 1.0) / typical
-        ) ** 2  # every coefficient alike, whatever its unit
+        ) ** 2  # scaled so that the units of the features do not matter
         trust, solution = np.ones(len(seconds)), np.zeros_like(self.prior)
         for _ in range(self._ROUNDS):
             weighted = (features * (weights * trust)[:, None]).T
@@ -78,7 +78,7 @@ class FittedCost:
 
 
 def non_negative_solution(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
-    """x >= 0 [F] nearly solving gram [F, F] (positive definite) @ x = moment [F]: what comes out negative is left out."""
+    """x >= 0 [F] that nearly solves gram [F, F] (positive definite) @ x = moment [F]: negative entries are removed one by one."""
     solution, used = np.zeros(len(moment)), np.arange(len(moment))
     while len(used):
         best = np.linalg.solve(gram[np.ix_(used, used)], moment[used])
@@ -92,46 +92,46 @@ def non_negative_solution(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
 class StepCost:
     """Seconds of a decoding step.
 
-    The target: by rows and by packed tokens, piecewise linear between powers of two (a forward's cost climbs in stairs: the
-    second token may cost much, the tokens up to the next multiple of a tile nothing). Drafting: by depth (a drafter's
-    forwards come one after the other), by draft tokens asked for, and by tokens the drafter has yet to catch up with.
+    Target: by rows and by packed tokens, piecewise linear between powers of two (the cost grows in steps: the second token may
+    cost much, tokens up to the next multiple of a tile nothing). Drafting: by depth (a drafter's forwards run one after
+    another), by draft tokens asked for, and by tokens that the drafter has to catch up with.
     """
 
     _KNOTS = 2.0 ** np.arange(13)  # 1, 2, 4, .. 4096 tokens
-    _OCTAVE = 0.1  # before anything is measured: doubling a forward's tokens makes it this much longer
+    _OCTAVE = 0.1  # initial guess: how much longer a forward gets when its tokens double
 
     def __init__(self) -> None:
         self.target = FittedCost(np.concatenate([[0.8, 0.01], np.full(len(self._KNOTS) - 1, self._OCTAVE)]))
         self.drafting = FittedCost(np.zeros(4))
 
     def observe_target(self, num_rows: int, num_tokens: int, seconds: float) -> None:
-        """The target and everything around it took so long for `num_rows` rows of `num_tokens` tokens in all."""
+        """Record the time of the target and the rest of the loop, for `num_rows` rows with `num_tokens` tokens in all."""
         low, high = self._KNOTS[:-1], self._KNOTS[1:]
         reach = np.clip((num_tokens - low) / (high - low), 0.0, 1.0)  # how far into each octave the tokens reach
         self.target.observe((num_rows, num_tokens), np.concatenate([[1.0, num_rows], reach]), seconds)
 
-    def observe_drafting(self, depth: int, num_asked: int, num_behind: int, seconds: float) -> None:
-        """Proposing took so long."""
-        size = (depth, num_asked, num_behind.bit_length())
-        self.drafting.observe(size, np.array([1.0, depth, num_asked, num_behind]), seconds)
+    def observe_drafting(self, depth: int, num_asked: int, backlog: int, seconds: float) -> None:
+        """Record the time of `propose`."""
+        size = (depth, num_asked, backlog.bit_length())
+        self.drafting.observe(size, np.array([1.0, depth, num_asked, backlog]), seconds)
 
     def of_target(self, num_rows: int, num_tokens):
-        """Seconds of the target, above 0, for packed token counts (a number or an array; fractions are expectations)."""
+        """Seconds of the target (above 0) for packed token counts: a number or an array, fractions allowed."""
         fixed, per_row, *octaves = self.target.coefficients
         seconds = fixed + per_row * num_rows + np.interp(num_tokens, self._KNOTS, np.cumsum([0.0, *octaves]))
         return np.maximum(seconds, 1e-9)
 
-    def of_drafting(self, depth, num_asked, num_behind):
-        """Seconds of proposing, for numbers or arrays that broadcast; zero where nothing is asked for."""
-        fixed, per_depth, per_token, per_behind = self.drafting.coefficients
-        return (num_asked > 0) * (fixed + per_depth * depth + per_behind * num_behind) + per_token * num_asked
+    def of_drafting(self, depth, num_asked, backlog):
+        """Seconds of `propose`, for numbers or arrays that broadcast; 0 where nothing is asked for."""
+        fixed, per_depth, per_token, per_backlog = self.drafting.coefficients
+        return (num_asked > 0) * (fixed + per_depth * depth + per_backlog * backlog) + per_token * num_asked
 
 
 class StepTimer:
-    """Seconds of a step and of the drafting in it, without a wait of its own.
+    """Times a step and the drafting in it, without waiting for the device.
 
-    A step ends after verification's result has crossed to the host, so the host's clock measures the whole of it on every device.
-    On CUDA the drafting runs behind the host; it is timed by two events in the stream, read after that crossing.
+    A step ends when the verification result has reached the host, so the host's clock measures all of it on every device. On
+    CUDA drafting runs asynchronously; two events in the stream time it, and are read after the result has arrived.
     """
 
     def __init__(self, device: torch.device):
@@ -141,19 +141,19 @@ class StepTimer:
         self._begin = self._proposed = 0.0
 
     def start(self) -> None:
-        """A step begins, with drafting."""
+        """Start timing, before drafting."""
         self._begin = time.perf_counter()
         if self._events:
             self._events[0].record()
 
     def proposed(self) -> None:
-        """The drafts are there (or queued)."""
+        """Mark the end of drafting (or of queueing it)."""
         self._proposed = time.perf_counter()
         if self._events:
             self._events[1].record()
 
     def stop(self) -> tuple[float, float]:
-        """(seconds of the step, of its drafting); only once the step's result is on the host."""
+        """(seconds of the step, seconds of its drafting). Call after the step's result has reached the host."""
         total, drafting = time.perf_counter() - self._begin, self._proposed - self._begin
         if self._events:
             drafting = max(drafting, self._events[0].elapsed_time(self._events[1]) / 1e3)

@@ -1,4 +1,4 @@
-"""Exact stopping: every criterion sees what plain decoding would have shown it, token by token."""
+"""Exact stopping: every criterion sees the same texts as in plain decoding, token by token."""
 
 from __future__ import annotations
 
@@ -14,22 +14,22 @@ from transformers.generation.stopping_criteria import (
 
 from ..core.sequence import Sequence
 
-# Rows know their own lengths and end-of-sequence tokens; a subclass may do anything and is called.
+# Sequences check these themselves. A subclass may do anything, so it is called.
 KNOWN_CRITERIA = (MaxLengthCriteria, EosTokenCriteria)
 
 
 class LockstepObserver:
-    """Shows stopping criteria and streamers the batch as plain decoding would: one token per row and step.
+    """Shows the batch to stopping criteria and streamers as plain decoding would: one token per row and step.
 
-    Rows of a speculative batch run ahead of one another; a step is shown once every unfinished row has reached it.
+    Rows of a speculative batch advance at different speeds. A step is shown once every unfinished row has reached it.
 
     Args:
         prompt_ids: int64 [B, S], padded as the caller passed it.
         sequences: the B rows.
-        criteria: as `generate()` prepared them; lengths and end-of-sequence tokens are also known to the rows themselves.
+        criteria: as `generate()` prepared them.
         streamer: gets each step's tokens, or None.
         pad_token_id: what finished rows show.
-        scores: callable (step, from 0) -> scores [B, V] that criteria are given, or None where they are not kept.
+        scores: function from a step (counted from 0) to the scores [B, V] that criteria are given; None: scores are not kept.
     """
 
     def __init__(
@@ -42,7 +42,7 @@ class LockstepObserver:
         scores: Callable[[int], torch.Tensor] | None,
     ):
         self.sequences, self.streamer, self.score_step = sequences, streamer, scores
-        # Without an eos criterion transformers lets rows that have stopped run on until all have.
+        # Without an end-of-sequence criterion, transformers continues rows that have stopped until all rows have.
         self.rows_can_stop = any(hasattr(each, "eos_token_id") for each in criteria)
         own = (StopStringCriteria,) if self.rows_can_stop else ()
         self.row_criteria = [each for each in criteria if type(each) in own]
@@ -50,12 +50,12 @@ class LockstepObserver:
         self.width = prompt_ids.shape[1]
         self.num_steps = 0
         self.scores: tuple[torch.Tensor, ...] | None = None if scores is None else ()
-        self.stopped: list[int | None] = [None] * len(sequences)  # new tokens at which each row stopped
+        self.stopped: list[int | None] = [None] * len(sequences)  # number of new tokens at which each row stopped
         self.pad_token_id = 0 if pad_token_id is None else pad_token_id
-        self.ids = prompt_ids  # grows by doubling: columns after the shown ones are room
+        self.ids = prompt_ids  # with spare columns at the end, which are filled as steps are shown
 
     def row_advanced(self, seq: Sequence, num_new: int) -> None:
-        """Apply criteria that concern this row alone to each new prefix."""
+        """Check the criteria that depend on this row alone, for each new prefix."""
         if not self.row_criteria:
             return
         prefix = torch.tensor([seq.shown_tokens], device=self.ids.device)
@@ -69,7 +69,7 @@ class LockstepObserver:
         seq.finished = True
 
     def advance(self) -> bool:
-        """Show every step that all unfinished rows have reached. Returns whether the whole batch is done."""
+        """Show every step that all unfinished rows have reached. True if the whole batch is done."""
         while not self.done:
             step = self.num_steps + 1
             alive = [i for i, at in enumerate(self.stopped) if at is None or not self.rows_can_stop]
@@ -88,7 +88,7 @@ class LockstepObserver:
         if column == self.ids.shape[1]:
             room = self.ids.new_empty(self.ids.shape[0], max(step, 64))
             self.ids = torch.cat([self.ids, room], dim=1)
-        tokens = torch.tensor(shown)  # on the host, where streamers want it
+        tokens = torch.tensor(shown)  # on the host, where streamers expect it
         self.ids[:, column] = tokens.to(self.ids.device)
         if self.score_step is not None and self.scores is not None:
             self.scores += (self.score_step(step - 1),)
