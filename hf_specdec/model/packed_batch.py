@@ -220,7 +220,7 @@ def write_ids(rows: list[RowInput], ids: np.ndarray) -> list[tuple[int, torch.Te
     """Write the rows' ids that are on the host into `ids` [T]. Returns the others, and where each of them begins."""
     pieces, first = [], 0
     for row in rows:
-        for tokens in (row.tokens, row.behind):
+        for tokens in (row.tokens, row.drafts):
             if tokens is None:
                 continue
             end = first + tokens.shape[0]
