@@ -24,7 +24,8 @@ from .buckets import bucket_of
 from .capturable import Capturable
 from .captures import Capture, Captures, places_of
 from .options.invariant_ops import InvariantOps
-from .packed_batch import copy_ids, describe, describe_lines, write_ids
+from .packed_batch import copy_ids, write_ids
+from .row_descriptions import describe, describe_lines
 
 MOST_TOKENS = 1024  # packed tokens of a step; larger steps keep the GPU busy for longer than their launches take
 MOST_TOKENS_OF_A_ROW = 64  # longer rows are prompts
