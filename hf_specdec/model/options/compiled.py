@@ -27,7 +27,7 @@ from transformers import PreTrainedModel
 from ...core.errors import UnsupportedModel
 from ...kernels.dispatch import uses_triton
 from .. import architectures
-from .rewriting import join_norms, put_together, rotate_with_attention, without_dropout, works_in_place
+from .rewriting import fuse_linears, fuse_norms, fuse_rotation, modifies_in_place, without_dropout
 from .sparse_blocks import SparseBlocks
 
 logger = logging.getLogger(__name__)
@@ -118,10 +118,10 @@ def traced_attention(query, key, value, scaling=None, softcap=None, s_aux=None, 
 def rewritten(graph: fx.GraphModule) -> fx.GraphModule:
     """Rewrite a traced layer's graph in place so that it uses our fused kernels; returns it. Graphs that modify tensors in
     place are left unchanged."""
-    if works_in_place(graph):
+    if modifies_in_place(graph):
         return graph
-    graph = rotate_with_attention(without_dropout(graph), _attend._opoverload, _attend_rotating._opoverload)
-    graph = put_together(join_norms(graph))
+    graph = fuse_rotation(without_dropout(graph), _attend._opoverload, _attend_rotating._opoverload)
+    graph = fuse_linears(fuse_norms(graph))
     graph.graph.lint()
     graph.recompile()
     return graph
@@ -140,7 +140,7 @@ def rewriting(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
     Raises:
         RuntimeError: the graph modifies tensors in place, so it cannot be rewritten.
     """
-    if works_in_place(graph):
+    if modifies_in_place(graph):
         raise RuntimeError("the layer modifies tensors in place")
     return rewritten(graph).forward
 
