@@ -445,5 +445,5 @@ def test_positions_must_count_what_a_token_sees():
     packed = prepare(families.make("Llama"))
     cache = start(packed, 1)
     cache.reserve(0, 4)
-    with pytest.raises(ValueError, match="deterministic rows count them"):
+    with pytest.raises(ValueError, match="position must be the number of tokens before it"):
         describe_lines([RowInput(0, np.arange(3), 0, positions=np.array([0, 1, 5]))], cache)

@@ -1,4 +1,4 @@
-"""DraftTrees: the drafts of one round, one tree per row. A chain is a tree in which every node has one child."""
+"""DraftTrees: the drafts of one round, one tree per row. A chain is a tree whose nodes have at most one child."""
 
 from __future__ import annotations
 

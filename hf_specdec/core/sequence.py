@@ -13,7 +13,7 @@ UNKNOWN = -1  # placeholder for a token that the device has chosen but the host 
 
 @dataclass(eq=False)
 class Sequence:
-    """One row being decoded. The loop appends to `tokens`; the caller sets everything else.
+    """One row being decoded. The loop updates `tokens`, `num_steps` and `finished`; the caller sets everything else.
 
     Attributes:
         tokens: prompt and output ids, without padding.

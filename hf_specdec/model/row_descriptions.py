@@ -46,7 +46,8 @@ def describe_lines(rows: list[RowInput], cache: PagedStaticCache) -> list[RowDes
     for line in lines:
         if line.positions[-1] != line.key_length - 1 or line.positions[0] != line.key_length - line.query_length:
             raise ValueError(
-                f"Tokens at positions {line.positions} see {line.key_length} tokens; deterministic rows count them."
+                f"Tokens at positions {line.positions} see {line.key_length} tokens; with 'deterministic', a token's position "
+                "must be the number of tokens before it."
             )
     return lines
 

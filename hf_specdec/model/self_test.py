@@ -54,10 +54,9 @@ def check(packed: PackedModel) -> None:
     """
     if packed.config._attn_implementation == ATTENTION_NAME:
         return
+    # If pages are wrong for the whole model, its first layers are not tried with pages, and there is no second warning.
     if packed.num_layers is not None and _verdicts.get(signature(packed, whole=True), ("", ""))[0] == "gather":
-        packed.gather = (
-            True  # the whole model cannot read pages, so its first layers need no check (and no second warning)
-        )
+        packed.gather = True
     key = signature(packed)
     if key not in _verdicts:
         with torch.no_grad(), evaluating(packed.model):

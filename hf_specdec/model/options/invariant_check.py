@@ -40,9 +40,7 @@ def check(packed: PackedModel) -> None:
             f"'deterministic' runs on CPUs and on CUDA devices that can run the Triton kernels (compute capability 8.0 or higher, "
             f"Triton installed, {VARIABLE} not 'reference'); {name} is on {packed.device}. Leave the key out."
         )
-    if (
-        packed.config._attn_implementation == ATTENTION_NAME
-    ):  # inside another PackedModel's `active()`, see `self_test.check`
+    if packed.config._attn_implementation == ATTENTION_NAME:  # inside another `active()`, see `self_test.check`
         return
     key = (*self_test.signature(packed), torch.get_num_threads(), uses_triton(packed.device), packed.device)
     if key not in _checked:
