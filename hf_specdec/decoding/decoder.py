@@ -325,7 +325,7 @@ class SpeculativeDecoder:
             count = trees.lengths[drafted] if decoding else 0
             row = RowInput(seq.id, own, start, logits=count + 1 if decoding else 0)
             if count:
-                row.behind = nodes[drafted] if count == nodes[drafted].shape[0] else nodes[drafted][:count]
+                row.drafts = nodes[drafted] if count == nodes[drafted].shape[0] else nodes[drafted][:count]
                 if not trees.is_chain:
                     _place_tree(row, trees, drafted, end - start, count)
             drafted += decoding
