@@ -3,10 +3,11 @@
 from .foreign_messages import held_back
 
 with held_back():
+    from .assisted import assisted_loop
     from .bundled import bundled, bundled_names, resolve_model
     from .candidate_generators import CandidateGenerator, available_methods, parse_config, register
     from .config import SpeculativeConfig, SpeculativeConfigError
-    from .integration import assisted_loop, generate, install, release, uninstall
+    from .integration import generate, install, release, uninstall
 
 __version__ = "0.1.0"
 

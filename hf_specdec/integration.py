@@ -22,7 +22,6 @@ from .candidate_generators import CandidateGenerator, make_generator, parse_conf
 from .candidate_generators.base import DrafterContext, held_weakly
 from .config import PER_CALL_KEYS, SpeculativeConfig
 from .decoding import SpeculativeDecoder, decode
-from .model.architectures import tapped
 from .model.packed_model import PackedModel
 from .refusals import check_inputs, check_mode, check_model
 
@@ -291,7 +290,7 @@ def get_decoder(
     kept = _kept(model)
     found = decoder = kept.find(key, context)
     if decoder is None or decoder.statistics:
-        generator = _make_generator(model, config, context)
+        generator = generator_for(model, config, context)
         decoder = SpeculativeDecoder(generator.target, generator, config)
         if found is None:
             kept.keep(key, context, decoder)
@@ -299,7 +298,8 @@ def get_decoder(
     return decoder
 
 
-def _make_generator(model: PreTrainedModel, config: SpeculativeConfig, context: DrafterContext) -> CandidateGenerator:
+def generator_for(model: PreTrainedModel, config: SpeculativeConfig, context: DrafterContext) -> CandidateGenerator:
+    """A new drafter for a model, by a configuration."""
     target = PackedModel(
         model,
         prepack_weights=config.prepack_weights,
@@ -309,33 +309,3 @@ def _make_generator(model: PreTrainedModel, config: SpeculativeConfig, context: 
         compile=config.compile,
     )
     return make_generator(config, target, context)
-
-
-# ---- transformers' own assisted loop --------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def assisted_loop(
-    model: PreTrainedModel,
-    speculative_config: Any,
-    assistant_model: PreTrainedModel | None = None,
-    tokenizer: Any = None,
-    assistant_tokenizer: Any = None,
-):
-    """Inside, transformers' own assisted generation drafts with a generator of ours (batch 1, chains); yields it.
-
-        with hf_specdec.assisted_loop(model, {"method": "ngram"}):
-            model.generate(**inputs, prompt_lookup_num_tokens=1)  # any argument that turns assisted generation on
-
-    transformers has no argument for a candidate generator; inside, the one its `_get_candidate_generator` makes is replaced.
-    """
-    config = parse_config(speculative_config)
-    context = DrafterContext(assistant_model, tokenizer, assistant_tokenizer)
-    generator = _make_generator(model, config, context)
-    model._get_candidate_generator = lambda *args, **kwargs: generator
-    try:
-        with tapped(model, generator.taps, generator.tapped):
-            yield generator
-    finally:
-        del model._get_candidate_generator
-        generator.end_assisted()

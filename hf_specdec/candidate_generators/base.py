@@ -8,14 +8,12 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
-import torch
 from transformers import PreTrainedModel
-from transformers.generation.candidate_generator import CandidateGenerator as TransformersCandidateGenerator
 
 from ..config import SpeculativeConfig
 from ..core.draft_trees import DraftTrees
 from ..core.outcome import StepOutcome
-from ..core.output import PackedOutput, Taps
+from ..core.output import Taps
 from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
 
@@ -71,15 +69,12 @@ def held_weakly(thing: Any, gone: Callable[[Any], None] | None = None) -> Callab
         return lambda: thing
 
 
-class CandidateGenerator(TransformersCandidateGenerator, ABC):
+class CandidateGenerator(ABC):
     """Proposes draft trees for a batch of sequences and learns from what the target made of them.
 
     The loop calls `start` once per sequence, then `propose` and `observe` once per step, and `stop` at the end. All of
     them are batched; sequences join and leave between steps. A generator may propose fewer tokens than it is allowed,
     or none, for any row: only speed depends on it.
-
-    The same object works in transformers' own assisted decoding (batch 1, chains) through the inherited
-    `get_candidates` and `update_candidate_strategy`.
     """
 
     config_class: ClassVar[type[SpeculativeConfig]]
@@ -87,15 +82,12 @@ class CandidateGenerator(TransformersCandidateGenerator, ABC):
     can_be_combined: ClassVar[bool] = True  # whether it may be part of a hybrid
     continues_drafts: ClassVar[bool] = False  # whether `continue_drafts` is there
     taps: Taps = Taps()
+    verifies_chains_only: bool = False  # set by whoever verifies only a tree's first path (transformers' assisted loop)
     taps_whole_text: bool = True  # if it taps: whether it needs features of every token, not only of the newest
 
     def __init__(self, config: SpeculativeConfig, target: PackedModel, context: DrafterContext | None = None):
         self.config = config
         self.target = target
-        self.tapped: dict[Any, torch.Tensor] = {}  # in transformers' own loop: its last forward's features, by hooks
-        self._assisted: Sequence | None = None
-        self._assisted_trees: DraftTrees | None = None
-        self._assisted_fed = (0, 0)  # tokens of the text, and candidates, in its last forward
 
     def settled(self, config: SpeculativeConfig) -> SpeculativeConfig:
         """A call's configuration, where it leaves to the drafter's files what they decide (a draft length)."""
@@ -171,84 +163,3 @@ class CandidateGenerator(TransformersCandidateGenerator, ABC):
 
     def stop(self, seq: Sequence) -> None:
         """A sequence leaves, finished or cancelled."""
-
-    # ---- transformers' own assisted decoding ------------------------------------------------------------------------
-
-    def get_candidates(self, input_ids: torch.LongTensor, **kwargs) -> tuple[torch.Tensor, None]:
-        """The prompt with one chain of drafted tokens behind it: int64 [1, S + K]; drafts are points, so no logits."""
-        self._follow(input_ids)
-        assert self._assisted is not None
-        with self.active():
-            trees = self.propose([self._assisted], [self.config.longest_draft])
-        chain = _first_path(trees)
-        nodes = torch.tensor(chain, dtype=torch.long, device=trees.tokens.device)
-        tokens = trees.tokens[0, nodes]
-        self._assisted_trees = trees
-        self._assisted_fed = len(self._assisted.tokens), len(chain)
-        return torch.cat([input_ids, tokens[None].to(input_ids.device)], dim=1), None
-
-    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
-        """Learn what the last forward made of the candidates.
-
-        Args:
-            scores: the target's processed scores [1, K + 1, V] after the text and after each candidate.
-        """
-        self._follow(input_ids, scores[0])
-
-    def end_assisted(self) -> None:
-        """Forget the text followed in transformers' assisted decoding."""
-        if self._assisted is not None:
-            self.stop(self._assisted)
-            self.release()
-        self._assisted = self._assisted_trees = None
-        self.tapped.clear()
-
-    def _follow(self, input_ids: torch.LongTensor, scores: torch.Tensor | None = None) -> None:
-        if input_ids.shape[0] != 1:
-            raise ValueError(
-                "transformers' assisted decoding works on one sequence; use speculative_config for batches."
-            )
-        tokens = input_ids[0].tolist()
-        seq = self._assisted
-        if seq is None or tokens[: len(seq.tokens)] != seq.tokens or len(tokens) > seq.max_length:
-            self.end_assisted()
-            # How long the text will be is not known here: room for twice as much, and again when that is used up.
-            self._assisted = seq = Sequence(tokens, max_length=2 * len(tokens) + 256)
-            self.allocate(seq.max_length + self.max_draft_nodes, 1, self.config.block_size)
-            self.start(seq)
-            return
-        new = tokens[len(seq.tokens) :]
-        if not new:
-            return
-        seq.tokens = tokens
-        if self._assisted_trees is not None:
-            chain, drafted = _first_path(self._assisted_trees), self._assisted_trees.tokens[0].tolist()
-            matched = 0
-            while matched < min(len(chain), len(new) - 1) and drafted[chain[matched]] == new[matched]:
-                matched += 1
-            outcome = StepOutcome([seq], self._assisted_trees, [chain[:matched]], [new])
-            self._add_features(outcome, scores, matched)
-            with self.active():
-                self.observe(outcome)
-            self._assisted_trees = None
-
-    def _add_features(self, outcome: StepOutcome, scores: torch.Tensor | None, matched: int) -> None:
-        """What transformers' forward gave: the text's tokens and the chain behind them, in one row."""
-        seq, (end, num_drafted) = outcome.sequences[0], self._assisted_fed
-        found = self.tapped
-        num_fed = next((len(h) for h in found.values()), num_drafted + 1)
-        outcome.output = PackedOutput(
-            logits=scores if scores is not None else torch.empty(0),
-            last_hidden=found.get("last_hidden"),
-            layers={index: found[index] for index in self.taps.layers if index in found},
-        )
-        outcome.starts, outcome.chunks, outcome.num_own = [0], [(seq, end)], [num_fed - num_drafted]
-        outcome.fed_at = [list(range(matched))]
-
-
-def _first_path(trees: DraftTrees) -> list[int]:
-    """The nodes of row 0 reached by always taking the first child."""
-    parents, path = trees.parent_index[0, : trees.lengths[0]].tolist(), []
-    while (path[-1] if path else -1) in parents:
-        path.append(parents.index(path[-1] if path else -1))
-    return path

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -198,8 +197,7 @@ class HybridGenerator(CandidateGenerator):
         for seq, new in zip(outcome.sequences, outcome.new_tokens, strict=True):
             own = proposed.get(seq.id)
             accepted.append(_matching_path(*own, new) if own is not None else [])
-        fed_at = outcome.accepted if outcome.fed_at is None else outcome.fed_at
-        return dataclasses.replace(outcome, accepted=accepted, fed_at=fed_at)
+        return outcome.for_proposal(accepted)
 
 
 def _matching_path(trees: DraftTrees, row: int, new_tokens: list[int]) -> list[int]:

@@ -188,12 +188,13 @@ class LookaheadGenerator(CandidateGenerator):
         """A new window; the prompt's n-grams go into the pool if asked for."""
         pool = self.pool if self.config.share_pool else NGramPool(self.config.guess_set_size)
         self.rows[seq.id] = row = _Row(pool, Window(self.config, seq))
-        if self._reads_text(seq):
+        if self._reads_text:
             row.pool.add_text(seq.tokens, self.config.ngram_size)
 
-    def _reads_text(self, seq: Sequence) -> bool:
-        # transformers' own loop verifies one chain: no window can ride along, the text is all there is to learn from.
-        return self.config.pool_from_prompt or seq is self._assisted
+    @property
+    def _reads_text(self) -> bool:
+        # Without a window, which is a tree, the text is the only source of n-grams.
+        return self.config.pool_from_prompt or self.verifies_chains_only
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
         """Per row the n-grams' nodes and the window's; what is deeper than the row's limit is left out."""
@@ -204,7 +205,7 @@ class LookaheadGenerator(CandidateGenerator):
         row = self.rows[seq.id]
         tokens, parents = merged(row.pool.starting_with(seq.tokens[-1]), limit) if limit else ([], [])
         row.num_guesses = first = len(tokens)
-        row.num_columns = row.window.num_columns(limit) if limit and seq is not self._assisted else 0
+        row.num_columns = row.window.num_columns(limit) if limit and not self.verifies_chains_only else 0
         if row.num_columns:
             window = row.window.tokens
             window[0, 0] = seq.tokens[-1]
@@ -219,7 +220,7 @@ class LookaheadGenerator(CandidateGenerator):
         for seq, new in zip(outcome.sequences, outcome.new_tokens, strict=True):
             row = self.rows[seq.id]
             row.num_guesses = row.num_columns = 0  # the next step may be one without a proposal
-            if self._reads_text(seq):
+            if self._reads_text:
                 row.pool.add_text(seq.tokens[-len(new) - n + 1 :], n)
 
     def _advance(self, outcome: StepOutcome) -> None:

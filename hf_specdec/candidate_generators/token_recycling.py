@@ -237,7 +237,7 @@ class TokenRecyclingGenerator(CandidateGenerator):
         tokens = torch.cat(filled, dim=1).cpu().numpy()  # the one transfer: how many nodes there are
         known = tokens != self.matrices.nothing
         wanted = self.tree.depths[: tokens.shape[1]] <= np.asarray(limits)[:, None]
-        if sequences[0] is self._assisted:  # transformers' own loop verifies one chain
+        if self.verifies_chains_only:
             wanted &= self.tree.on_first_path[: tokens.shape[1]]
         return self._pruned(tokens, known & wanted)
 

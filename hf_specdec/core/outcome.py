@@ -20,13 +20,11 @@ class StepOutcome:
         trees: what was verified for them (the proposal, or a prefix of its nodes).
         accepted: per row, the indices of the accepted nodes, root to leaf.
         new_tokens: per row, the ids appended: accepted nodes and the token after them, cut where the sequence stopped.
-        output: the target's forward with the features asked for by `taps`, valid until `observe` returns; None inside
-            transformers' own loop.
+        output: the target's forward with the features asked for by `taps`, valid until `observe` returns.
         starts: where each forwarded row begins in `output` (its pending tokens first, then its nodes).
         chunks: (sequence, end) of every forwarded row, prompt chunks included, in `starts`' order: its tokens up to `end`
             have been fed.
         num_own: how many of them were fed in this step, per forwarded row.
-        fed_at: per row of `sequences`, where the accepted nodes stand among its fed nodes; None: all nodes were fed.
         roots: per row of `sequences`, where its logits begin in `output`; None: one row's behind the other's.
     """
 
@@ -38,8 +36,15 @@ class StepOutcome:
     starts: list[int] | None = None
     chunks: list[tuple[Sequence, int]] | None = None
     num_own: list[int] | None = None
-    fed_at: list[list[int]] | None = None
     roots: list[int] | None = None
+
+    def for_proposal(self, accepted: list[list[int]]) -> StepOutcome:
+        """The same step for a drafter whose own proposal is not what was verified.
+
+        Args:
+            accepted: per row, the accepted nodes of its own proposal, root to leaf.
+        """
+        return _ProposalOutcome(**{**vars(self), "accepted": accepted}, verified=self)
 
     def read_rows(self) -> tuple[list[Sequence], np.ndarray, list[int]]:
         """Which of the T packed tokens of `output` became part of their texts: fed tokens, then accepted nodes.
@@ -48,8 +53,7 @@ class StepOutcome:
             A row's last `counts[i]` tokens but its newest (which was not fed yet) are the ones meant.
         """
         assert self.starts is not None and self.chunks is not None and self.num_own is not None
-        fed_at = self.accepted if self.fed_at is None else self.fed_at
-        accepted = {seq.id: path for seq, path in zip(self.sequences, fed_at, strict=True)}
+        accepted = {seq.id: path for seq, path in zip(self.sequences, self.accepted, strict=True)}
         sequences, indices, counts = [], [], []
         for (seq, _), start, own in zip(self.chunks, self.starts, self.num_own, strict=True):
             indices.append(np.arange(start, start + own))
@@ -59,3 +63,20 @@ class StepOutcome:
             sequences.append(seq)
             counts.append(own + len(path))
         return sequences, np.concatenate(indices), counts
+
+
+@dataclass
+class _ProposalOutcome(StepOutcome):
+    """A step whose `accepted` are nodes of a drafter's own proposal; the rows that were read are those of `verified`."""
+
+    verified: StepOutcome | None = None
+
+    def for_proposal(self, accepted: list[list[int]]) -> StepOutcome:
+        """As in the base, for a part of the drafter."""
+        assert self.verified is not None
+        return self.verified.for_proposal(accepted)
+
+    def read_rows(self) -> tuple[list[Sequence], np.ndarray, list[int]]:
+        """Those of the verified draft."""
+        assert self.verified is not None
+        return self.verified.read_rows()
