@@ -119,19 +119,32 @@ class _CarriedConfig:
 # ---- the generation mode --------------------------------------------------------------------------------------------
 
 
+class _Mode(str):
+    """MODE, with the call's parsed configuration: `generate()` hands the mode on to `_validate_generation_mode`."""
+
+    config: SpeculativeConfig
+
+    def __new__(cls, config: SpeculativeConfig) -> _Mode:
+        mode = super().__new__(cls, MODE)
+        mode.config = config
+        return mode
+
+
 def _get_generation_mode(self: GenerationConfig, assistant_model: PreTrainedModel | None = None):
     mode = _originals["mode"](self, assistant_model)
     # A drafter in transformers' own loop gets a copy of our config, marked `is_assistant`.
     if self.speculative_config is None or getattr(self, "is_assistant", False):
         return mode
+    config = parse_config(self.speculative_config)
     check_mode(self, mode)
-    return MODE
+    return _Mode(config)
 
 
 def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
     if generation_mode != MODE:
         return _originals["validate"](self, generation_mode, generation_config, generation_mode_kwargs)
-    config = parse_config(generation_config.speculative_config)
+    config = generation_mode.config
+    generation_config.speculative_config = config  # of the call's own copy; `_specdec_decoding` reads it there
     return check_model(self, config, generation_config, generation_mode_kwargs.get("assistant_model"))
 
 
@@ -161,7 +174,7 @@ def _specdec_decoding(
     **model_kwargs,
 ):
     """The generation mode behind `speculative_config`: called by `generate()` in place of `_sample`."""
-    config = parse_config(generation_config.speculative_config)
+    config: SpeculativeConfig = generation_config.speculative_config  # parsed: see _validate_generation_mode
     input_ids = input_ids.long()
     check_inputs(self, input_ids, generation_config, model_kwargs)
     seed = config.seed

@@ -5,6 +5,7 @@ import gc
 import inspect
 import io
 import json
+import pkgutil
 import pickle
 import subprocess
 import sys
@@ -173,6 +174,19 @@ def test_forms_of_a_configuration(model, tmp_path):
         assert torch.equal(sequences, plain) and speculation.num_new_tokens == 12
         config = GenerationConfig(max_new_tokens=6, speculative_config=form)
         assert tokens_and_speculation(model, **inputs, generation_config=config)[1] is not None
+
+
+def test_a_call_parses_its_configuration_once(model, monkeypatch):
+    """And methods are discovered once per process."""
+    parse_config, parsed = integration.parse_config, []
+    monkeypatch.setattr(integration, "parse_config", lambda value: parsed.append(value) or parse_config(value))
+    hf_specdec.available_methods()
+    monkeypatch.setattr(pkgutil, "iter_modules", None)
+    values, carrier = dict(NGRAM), GenerationConfig(max_new_tokens=4, speculative_config=NGRAM)
+    model.generate(**ragged([6, 3]), max_new_tokens=4, speculative_config=values)
+    assert parsed == [NGRAM] and values == NGRAM
+    model.generate(**ragged([6, 3]), generation_config=carrier)
+    assert parsed == [NGRAM, NGRAM] and carrier.speculative_config == NGRAM
 
 
 def test_empty_configuration_is_an_error_and_none_is_plain(model):
