@@ -307,7 +307,7 @@ def get_decoder(
         decoder = SpeculativeDecoder(generator.target, generator, config)
         if found is None:
             kept.keep(key, context, decoder)
-    decoder.config = decoder.generator.config = decoder.generator.settled(config)
+    decoder.config = decoder.generator.config = decoder.generator.with_checkpoint_defaults(config)
     return decoder
 
 

@@ -58,9 +58,7 @@ def test_output_is_plain_and_drafts_are_accepted(model, config):
             plain = model.generate(**inputs, max_new_tokens=40)
             calls = []
             get_candidates = drafter.get_candidates
-            drafter.get_candidates = lambda ids, get=get_candidates, calls=calls: (
-                calls.append(ids.shape[1]) or get(ids)
-            )
+            drafter.get_candidates = lambda ids, get=get_candidates, calls=calls: calls.append(ids.shape[1]) or get(ids)
             output = model.generate(**inputs, max_new_tokens=40, prompt_lookup_num_tokens=1)
             drafter.get_candidates = get_candidates
             assert torch.equal(output, plain)

@@ -5,8 +5,8 @@ import gc
 import inspect
 import io
 import json
-import pkgutil
 import pickle
+import pkgutil
 import subprocess
 import sys
 import threading
@@ -26,7 +26,7 @@ from transformers.generation import GenerationMixin
 
 import hf_specdec
 from hf_specdec import integration
-from hf_specdec.candidate_generators.draft_model import vocabulary
+from hf_specdec.candidate_generators.draft_model import head as drafter_loading
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
@@ -416,7 +416,7 @@ def test_threads_on_one_and_on_several_models(model, configs):
 def test_drafters_are_loaded_one_at_a_time(model, tmp_path, monkeypatch):
     """from_pretrained patches transformers' classes while it runs: two at once would leave `tie_weights` patched."""
     drafter_of(model).save_pretrained(tmp_path)
-    load, loading, overlaps = vocabulary.AutoModelForCausalLM.from_pretrained, threading.Lock(), []
+    load, loading, overlaps = drafter_loading.AutoModelForCausalLM.from_pretrained, threading.Lock(), []
 
     def slow_load(*args, **kwargs):
         overlaps.append(not loading.acquire(blocking=False))
@@ -426,7 +426,7 @@ def test_drafters_are_loaded_one_at_a_time(model, tmp_path, monkeypatch):
             loading.release()
         return result
 
-    monkeypatch.setattr(vocabulary.AutoModelForCausalLM, "from_pretrained", slow_load)
+    monkeypatch.setattr(drafter_loading.AutoModelForCausalLM, "from_pretrained", slow_load)
     config = {"method": "draft_model", "model": str(tmp_path)}
     threads = [
         threading.Thread(

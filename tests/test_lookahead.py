@@ -327,9 +327,7 @@ def test_transformers_own_loop(model):
     """It verifies one chain: the window stays at home, and the pool learns from the text alone."""
     with hf_specdec.assisted_loop(model, {**OWN, "ngram_size": 2}) as drafter:
         inputs, drafts = ragged([20]), []
-        drafter.get_candidates = lambda ids: (
-            drafts.append(type(drafter).get_candidates(drafter, ids)) or drafts[-1]
-        )
+        drafter.get_candidates = lambda ids: drafts.append(type(drafter).get_candidates(drafter, ids)) or drafts[-1]
         out = model.generate(**inputs, max_new_tokens=60, prompt_lookup_num_tokens=1)
         assert torch.equal(out, model.generate(**inputs, max_new_tokens=60))
         assert any(ids.shape[1] > before for (ids, _), before in zip(drafts, range(20, 80), strict=False))

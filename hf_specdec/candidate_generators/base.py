@@ -89,7 +89,7 @@ class CandidateGenerator(ABC):
         self.config = config
         self.target = target
 
-    def settled(self, config: SpeculativeConfig) -> SpeculativeConfig:
+    def with_checkpoint_defaults(self, config: SpeculativeConfig) -> SpeculativeConfig:
         """A call's configuration, where it leaves to the drafter's files what they decide (a draft length)."""
         return config
 

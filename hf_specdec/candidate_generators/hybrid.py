@@ -12,7 +12,8 @@ from ..core.outcome import StepOutcome
 from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
 from .base import CandidateGenerator, DrafterContext
-from .registry import generator_class, make_generator, parse_config, register
+from .parsing import parse_config
+from .registry import generator_class, make_generator, register
 
 STRATEGIES = ("fallback", "extend")
 

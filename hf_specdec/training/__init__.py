@@ -56,8 +56,9 @@ newest token (a = t + 1 above), under teacher forcing: recurrent heads read the 
 held-out text: acceptance of guess k given that all before were accepted, and τ = 1 + the sum over k of their products up to k.
 """
 
-from .base import Exported, Guesses, HeadTrainer, StepLoss, TrainingError, every_anchor
+from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor
 from .batch import Batch
+from .errors import TrainingError
 from .options import TrainingOptions, option
 from .registry import available_trainers, register, trainer_class
 

@@ -6,21 +6,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from ..core.output import Taps
 from .batch import Batch
-
-if TYPE_CHECKING:
-    from .options import TrainingOptions
-    from .target import TargetModel
-
-
-class TrainingError(ValueError):
-    """Training cannot start or go on; the message says why and what to do."""
+from .errors import TrainingError
+from .options import TrainingOptions
+from .target import TargetModel
 
 
 @dataclass

@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from .. import jsonl
-from .base import TrainingError
 from .chat import answer_spans, conversation_of
+from .errors import TrainingError
 
 PROMPT_KEYS, ANSWER_KEYS = ("prompt", "question"), ("completion", "answer", "response")
 

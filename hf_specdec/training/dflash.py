@@ -13,11 +13,12 @@ from torch import nn
 from transformers import AttentionInterface, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
-from ..candidate_generators.dflash.block import DFlashDrafter, DFlashLayout
+from ..candidate_generators.dflash.head import DFlashDrafter, DFlashLayout
 from ..core.output import Taps
-from .base import Exported, Guesses, HeadTrainer, StepLoss, TrainingError
+from .base import Exported, Guesses, HeadTrainer, StepLoss
 from .batch import Batch
 from .draft_layer import last_norm_scale, state_sizes
+from .errors import TrainingError
 from .options import TrainingOptions, option
 from .registry import register
 from .speculators import speculators_config

@@ -12,8 +12,8 @@ from ..candidate_generators.checkpoints.files import Checkpoint, Plan
 from ..candidate_generators.checkpoints.layers import Embeddings, RotaryPositions
 from ..core.output import Taps
 from ..model.architectures import decoder_of
-from .base import TrainingError
 from .batch import Batch
+from .errors import TrainingError
 from .target import TargetModel
 from .unrolled import attend_unrolled
 

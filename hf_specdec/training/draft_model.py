@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from .base import Exported, Guesses, HeadTrainer, StepLoss, TrainingError, every_anchor
+from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor
 from .batch import Batch
+from .errors import TrainingError
 from .options import TrainingOptions, option
 from .registry import register
 from .token_loss import OBJECTIVES, token_loss

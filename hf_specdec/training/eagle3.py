@@ -11,9 +11,10 @@ from torch import nn
 
 from ..candidate_generators.eagle3.head import Eagle3Head, Eagle3Options
 from ..core.output import Taps
-from .base import Exported, Guesses, HeadTrainer, StepLoss, TrainingError
+from .base import Exported, Guesses, HeadTrainer, StepLoss
 from .batch import Batch
 from .draft_layer import Shapes, embedding_table, last_norm_scale, layer_config_for, layer_json, prepare
+from .errors import TrainingError
 from .options import TrainingOptions, option
 from .registry import register
 from .speculators import speculators_config

@@ -9,8 +9,9 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from .base import HeadTrainer, TrainingError
+from .base import HeadTrainer
 from .card import write_card
+from .errors import TrainingError
 from .state import check_room, write_whole
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}

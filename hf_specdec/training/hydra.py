@@ -14,8 +14,9 @@ from transformers import LlamaConfig
 from ..candidate_generators.checkpoints.files import Checkpoint
 from ..candidate_generators.checkpoints.layers import Embeddings, RotaryPositions
 from ..candidate_generators.hydra import HydraHeads
-from .base import Exported, Guesses, HeadTrainer, StepLoss, TrainingError, every_anchor
+from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor
 from .batch import Batch
+from .errors import TrainingError
 from .options import TrainingOptions, option
 from .registry import register
 from .teacher import Teacher

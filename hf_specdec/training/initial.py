@@ -5,7 +5,8 @@ from __future__ import annotations
 import torch
 
 from ..candidate_generators.checkpoints.files import CheckpointError, open_checkpoint
-from .base import HeadTrainer, TrainingError
+from .base import HeadTrainer
+from .errors import TrainingError
 
 
 @torch.no_grad()

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from ..core.output import Taps
-from .base import HeadTrainer, StepLoss, TrainingError
+from .base import HeadTrainer, StepLoss
 from .batch import Batch
 from .data import Sample
+from .errors import TrainingError
 from .estimate import Estimate, judge
 from .features import FeatureSource
 from .initial import begin_as

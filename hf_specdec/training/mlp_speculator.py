@@ -12,7 +12,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..candidate_generators.mlp_speculator.parts import ScaledNorm, SumSpeculator
+from ..candidate_generators.mlp_speculator.head import ScaledNorm, SumSpeculator
 from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor
 from .batch import Batch
 from .options import TrainingOptions, option

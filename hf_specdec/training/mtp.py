@@ -11,8 +11,9 @@ from torch import nn
 from ..candidate_generators.mtp.head import Family, MtpModule
 from ..candidate_generators.mtp.layouts import find_layout
 from ..model import architectures
-from .base import Exported, Guesses, HeadTrainer, StepLoss, TrainingError
+from .base import Exported, Guesses, HeadTrainer, StepLoss
 from .batch import Batch
+from .errors import TrainingError
 from .options import TrainingOptions, option
 from .registry import register
 from .speculators import speculators_config

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import nearest_hint
-from .base import TrainingError
+from .errors import TrainingError
 
 SCHEDULES = ("cosine", "linear", "constant")
 

@@ -15,9 +15,9 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..integration import generate
-from .base import TrainingError
 from .chat import conversation_of, render
 from .data import PROMPT_KEYS, text_of
+from .errors import TrainingError
 from .export import write_text
 from .state import disk_full
 from .target import TargetModel

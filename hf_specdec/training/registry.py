@@ -6,7 +6,8 @@ import importlib
 import pkgutil
 
 from ..config import nearest_hint
-from .base import HeadTrainer, TrainingError
+from .base import HeadTrainer
+from .errors import TrainingError
 from .options import TrainingOptions
 
 _TRAINERS: dict[str, type[HeadTrainer]] = {}

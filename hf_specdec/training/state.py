@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from .base import TrainingError
+from .errors import TrainingError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

@@ -15,8 +15,8 @@ from transformers import PreTrainedModel
 
 from ..core.output import Taps
 from ..model.architectures import check_supported, decoder_of, layer_list
-from .base import TrainingError
 from .batch import Batch
+from .errors import TrainingError
 
 _LOGITS_AT_ONCE = 2**27  # logits held at a time where only their argmax is wanted
 

@@ -1,4 +1,4 @@
-"""DFlash checkpoints as z-lab, SpecForge and speculators write them: what they say, and the drafter they hold."""
+"""Checkpoints of z-lab, SpecForge and speculators: what they say, and the drafter they hold."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PretrainedConfig, Qwen3Config
 
 from ...model.packed_model import PackedModel
-from ..checkpoints.files import Checkpoint, Plan, load_module
+from ..checkpoints.files import Checkpoint, Plan, load_module, register_format
 from ..checkpoints.layers import Embeddings, RotaryPositions, check_layer_count, own_embeddings, shared_embeddings
 from ..checkpoints.target_parts import (
     DraftVocabulary,
@@ -23,8 +23,8 @@ from ..checkpoints.target_parts import (
     target_head,
     trained_for,
 )
-from .block import BlockHead, DFlashDrafter, DFlashLayout
-from .heads import MARKOV_TYPES
+from .head import BlockHead, DFlashDrafter, DFlashLayout
+from .path_heads import MARKOV_TYPES
 
 # Keys beside those of the layers in the configurations of z-lab and SpecForge.
 _OTHER_KEYS = ("block_size", "dflash_config", "num_target_layers", "target_hidden_size")
@@ -39,6 +39,11 @@ def is_dflash(checkpoint: Checkpoint) -> bool:
         return kind in ("dflash", "dflash2", "dspark")  # the second is refused by name
     has_norms = "hidden_norm.weight" in checkpoint and "layers.0.self_attn.q_norm.weight" in checkpoint
     return has_norms or "dflash_config" in checkpoint.config
+
+
+register_format(
+    "DFlash, DSpark, Domino (z-lab/*-DFlash*, SpecForge, speculators: hidden_norm, fc)", "dflash", is_dflash
+)
 
 
 def default_target_layers(num_target_layers: int, num_layers: int) -> list[int]:

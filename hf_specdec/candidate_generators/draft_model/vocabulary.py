@@ -4,63 +4,22 @@ from __future__ import annotations
 
 import logging
 import os
-import threading
-import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
-from ...bundled import resolve_model
 from ...core.draft_trees import DraftTrees
 from ...core.sequence import Sequence
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext, held_weakly
-
-if TYPE_CHECKING:
-    from . import DraftModelConfig
+from .config import DraftModelConfig
 
 logger = logging.getLogger(__name__)
-
-_loading = threading.Lock()
-_loaded = weakref.WeakKeyDictionary[PreTrainedModel, "weakref.WeakValueDictionary[tuple, PreTrainedModel]"]()
 
 # Below this share of the target's tokens, drafting through text accepts more than drafting from the intersection.
 _USEFUL_INTERSECTION = 0.25
 _LOOKBEHIND = 10  # target tokens re-encoded together with drafted text, so that tokens form as they would in context
-
-
-def load_drafter(config: DraftModelConfig, target: PackedModel, context: DrafterContext) -> PreTrainedModel:
-    """The drafter: the target itself (early exit), the model handed to `generate(assistant_model=)`, or the one named.
-
-    A named one is loaded once per target: configurations that differ in the number of drafts share it.
-    """
-    if context.assistant_model is not None:
-        given = "model" if config.model is not None else "early_exit" if config.early_exit is not None else None
-        if given is not None:
-            raise config.fail(given, "and generate(assistant_model=...) both name a drafter: pass one of them.")
-        return context.assistant_model
-    if config.early_exit is not None:
-        return target.model
-    if config.model is None:
-        raise config.fail(
-            "model", "is missing: name a smaller model, pass assistant_model= to generate(), or set 'early_exit'."
-        )
-    name = resolve_model(config.model)
-    key = (name, config.revision, config.quantization, target.model.dtype, target.device)
-    # transformers patches its own classes while it loads; two loads at once would leave them patched.
-    with _loading:
-        loaded = _loaded.setdefault(target.model, weakref.WeakValueDictionary())
-        model = loaded.get(key)
-        if model is None:
-            try:
-                model = AutoModelForCausalLM.from_pretrained(
-                    name, revision=config.revision or "main", dtype=target.model.dtype
-                )
-            except (OSError, ValueError) as error:
-                raise config.fail("model", f"could not be loaded from {name!r}: {error}") from error
-            model = loaded[key] = model.to(target.device).eval()
-    return model
 
 
 def make_bridge(config: DraftModelConfig, target: PackedModel, drafter: PackedModel, context: DrafterContext):

@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import nn
 
 from ...cache import PagedStaticCache
 from ...core.sequence import Sequence
@@ -20,13 +21,26 @@ from ...kernels.transfer import upload
 from ...model.buckets import blocks_bucket, power_of_two, rows_bucket
 from ...model.draft_loop import LevelForward, LoopBuffers
 from ...model.graphs import MOST_TOKENS, Captures, places_of
+from ...model.packed_model import PackedModel
 from ...sampling.rows import SamplingRows
-from .levels import Draft, Growth
+from .levels import Draft, Growth, NodeExpander
 from .tree_growth import DynamicGrowth, growth_of
-from .tree_shapes import TreeShape, TreeTemplate
+from .tree_shapes import TreeDraftingConfig, TreeShape, TreeTemplate
 
-if TYPE_CHECKING:
-    from .grower import GrowingGenerator
+
+class LoopDrafter(NodeExpander, Protocol):
+    """A drafter whose rounds can be captured: a `GrowingGenerator` with `has_loop`, whose docstrings say what these are."""
+
+    config: TreeDraftingConfig
+    shape: TreeShape
+    target: PackedModel
+    loop: LoopBuffers | None
+
+    def begin(self, *roots: torch.Tensor) -> torch.Tensor: ...
+
+    def modules(self) -> list[nn.Module]: ...
+
+    def level_forwards(self, depth: int) -> list[LevelForward]: ...
 
 
 class CapturedRounds:
@@ -36,7 +50,7 @@ class CapturedRounds:
     of tensors are left to the drafter: rows with other logits processors, drafts that end where they are unlikely.
     """
 
-    def __init__(self, drafter: GrowingGenerator):
+    def __init__(self, drafter: LoopDrafter):
         self.drafter = drafter
         self.captures = Captures(f"The drafting loop of {type(drafter).__name__}")
         self._forwards_of: dict[int, list[LevelForward]] = {}  # by depth
@@ -132,7 +146,7 @@ class _RoundBuffers:
 
     def __init__(
         self,
-        drafter: GrowingGenerator,
+        drafter: LoopDrafter,
         loop: LoopBuffers,
         roots: tuple[torch.Tensor, ...],
         depth: int,

@@ -106,7 +106,7 @@ class LastHiddenGenerator(GrowingGenerator):
         graphs = self.target.graphs is not None
         self._linears = few_row_linears(heads) if graphs else prepack(heads, self.config.prepack_weights)
         self.shape = bounded_shape(self.config, self.shape, num_heads)
-        self.config = self.settled(self.config)
+        self.config = self.with_checkpoint_defaults(self.config)
 
     def modules(self) -> list[nn.Module]:
         """The heads, and what they may share with the target."""
@@ -114,7 +114,7 @@ class LastHiddenGenerator(GrowingGenerator):
         shared = (model.get_input_embeddings(), model.get_output_embeddings())
         return [self._heads, *(each for each in shared if each is not None)]
 
-    def settled(self, config: LastHiddenConfig) -> LastHiddenConfig:
+    def with_checkpoint_defaults(self, config: LastHiddenConfig) -> LastHiddenConfig:
         """A call's configuration, with the number of heads where it bounds the draft length."""
         return config.bounded(self.shape.depth)
 

@@ -18,7 +18,7 @@ from ...model.graphs import GraphRunner, StaticBatch
 from ...model.packed_batch import PackedBatch
 from ...model.packed_head import PackedHead
 from ..checkpoints.layers import RotaryPositions
-from .heads import ConfidenceHead, DominoHead, MarkovHead, SequentialHead
+from .path_heads import ConfidenceHead, DominoHead, MarkovHead, SequentialHead
 
 if TYPE_CHECKING:
     from typing_extensions import Self
