@@ -1,4 +1,4 @@
-"""The contract between the loop and a drafter."""
+"""CandidateGenerator: the contract between the decoding loop and a drafter."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from ..model.packed_model import PackedModel
 
 
 class DrafterContext:
-    """What `generate()` was given besides the configuration, for drafters that need it. Drafters outlive the call, and hold
-    these objects weakly: they are the caller's.
+    """Other arguments of `generate()` that drafters may need. Drafters outlive the call and hold these objects weakly, since
+    they belong to the caller.
 
     Attributes:
-        used: the names of those that were asked for.
+        used: the names of the arguments that the drafter has read.
     """
 
     def __init__(
@@ -42,26 +42,26 @@ class DrafterContext:
 
     @property
     def assistant_model(self) -> PreTrainedModel | None:
-        """The drafter."""
+        """`generate(assistant_model=)`."""
         return self._use("assistant_model")
 
     @property
     def tokenizer(self) -> Any:
-        """The target's."""
+        """The target's tokenizer."""
         return self._use("tokenizer")
 
     @property
     def assistant_tokenizer(self) -> Any:
-        """The drafter's."""
+        """The drafter's tokenizer."""
         return self._use("assistant_tokenizer")
 
 
 def held_weakly(thing: Any, gone: Callable[[Any], None] | None = None) -> Callable[[], Any]:
-    """A call that gives `thing` as long as somebody else keeps it, and None afterwards. What cannot be referred to weakly (a class
-    with slots) is kept.
+    """A callable that returns `thing` as long as somebody else holds it, then None. Objects that do not support weak references
+    are held strongly.
 
     Args:
-        gone: called when it goes.
+        gone: called when the object is deleted.
     """
     try:
         return weakref.ref(thing, gone)
@@ -72,56 +72,56 @@ def held_weakly(thing: Any, gone: Callable[[Any], None] | None = None) -> Callab
 class CandidateGenerator(ABC):
     """Proposes draft trees for a batch of sequences and learns from what the target made of them.
 
-    The loop calls `start` once per sequence, then `propose` and `observe` once per step, and `stop` at the end. All of
-    them are batched; sequences join and leave between steps. A generator may propose fewer tokens than it is allowed,
-    or none, for any row: only speed depends on it.
+    The loop calls `start` once per sequence, `propose` and `observe` once per step for the whole batch, and `stop` when a
+    sequence leaves. Sequences join and leave between steps. A generator may propose fewer tokens than it is allowed, or
+    none, for any row: proposals affect only speed.
     """
 
     config_class: ClassVar[type[SpeculativeConfig]]
-    uses_assistant_model: ClassVar[bool] = False  # whether generate(assistant_model=) means something to this method
+    uses_assistant_model: ClassVar[bool] = False  # whether the method uses generate(assistant_model=)
     can_be_combined: ClassVar[bool] = True  # whether it may be part of a hybrid
-    continues_drafts: ClassVar[bool] = False  # whether `continue_drafts` is there
+    continues_drafts: ClassVar[bool] = False  # whether `continue_drafts` is implemented
     taps: Taps = Taps()
-    verifies_chains_only: bool = False  # set by whoever verifies only a tree's first path (transformers' assisted loop)
-    taps_whole_text: bool = True  # if it taps: whether it needs features of every token, not only of the newest
+    verifies_chains_only: bool = False  # True in loops that verify only the first path of a tree
+    taps_whole_text: bool = True  # whether tapped features of every token are needed, not only the newest
 
     def __init__(self, config: SpeculativeConfig, target: PackedModel, context: DrafterContext | None = None):
         self.config = config
         self.target = target
 
     def with_checkpoint_defaults(self, config: SpeculativeConfig) -> SpeculativeConfig:
-        """A call's configuration, where it leaves to the drafter's files what they decide (a draft length)."""
+        """A call's configuration, with defaults that come from the drafter's checkpoint (such as its draft length)."""
         return config
 
     @classmethod
     def create(
         cls, config: SpeculativeConfig, target: PackedModel, context: DrafterContext | None = None
     ) -> CandidateGenerator:
-        """The generator for a configuration; a method whose checkpoints differ in kind chooses its class here."""
+        """The generator for a configuration. A method with several kinds of checkpoints chooses the class here."""
         return cls(config, target, context)
 
     @property
     def needs_all_features(self) -> bool:
-        """Whether the target must read every token itself, so that cached prefixes are of no use."""
+        """Whether the target must compute every token itself, so that cached prefixes cannot be reused."""
         return self.taps_whole_text and bool(self.taps.last_hidden or self.taps.layers)
 
     @property
     def max_draft_nodes(self) -> int:
-        """Most nodes a row's tree can have."""
+        """The most nodes in one row's tree."""
         return self.config.longest_draft
 
     def allocate(self, num_tokens: int, num_sequences: int, block_size: int) -> None:
-        """Make room for that many tokens in so many sequences. Drafters with KV of their own size their cache here."""
+        """Make room for that many tokens in all, in that many sequences. Drafters with a KV cache size it here."""
 
     def release(self) -> None:
-        """Give back what `allocate` took; sequences have been stopped."""
+        """Free what `allocate` reserved; all sequences have been stopped."""
 
     def active(self) -> contextlib.AbstractContextManager:
-        """A context in which `propose` and `observe` may run: drafters that are models switch them to our attention."""
+        """A context for `propose` and `observe`. Drafters that are models switch to our attention in it."""
         return contextlib.nullcontext()
 
     def start(self, seq: Sequence) -> None:
-        """A sequence joins; its prompt is in `seq.tokens`."""
+        """Called when a sequence joins; its prompt is in `seq.tokens`."""
 
     @abstractmethod
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
@@ -129,7 +129,7 @@ class CandidateGenerator(ABC):
 
         Args:
             sequences: B started sequences.
-            limits: most draft tokens in a path, per row (0: none is wanted).
+            limits: per row, the most tokens on a path (0: no draft).
 
         Returns: trees of B rows, none deeper than its limit.
         """
@@ -138,28 +138,28 @@ class CandidateGenerator(ABC):
         """Learn from a verified step."""
 
     def draft_scores(self, trees: DraftTrees) -> list[float]:
-        """How many tokens of each row's draft, just proposed, are expected to be accepted; by default all of its longest path."""
+        """Per row, how many tokens of the draft just proposed are expected to be accepted; by default its longest path."""
         return [float(trees.depths[i, :n].max()) if n else 0.0 for i, n in enumerate(trees.lengths)]
 
     def continue_drafts(self, sequences: list[Sequence], drafts: list[list[int]], limits: list[int]) -> list[list[int]]:
-        """Go on from another method's drafts.
+        """Continue another method's drafts.
 
         Args:
-            drafts: per row, ids drafted behind the sequence's tokens.
-            limits: most tokens to add, per row; nothing is wanted where it is not positive.
+            drafts: per row, ids drafted after the sequence's tokens.
+            limits: per row, the most tokens to add; none if not positive.
 
         Returns: the ids to add, per row.
         """
         raise TypeError(f"{type(self).__name__} does not continue drafts.")
 
     def continued(self, trees: DraftTrees, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
-        """Another method's chains, those shorter than their row's limit continued by this one."""
+        """Another method's chains, continued by this method up to each row's limit."""
         drafts = trees.chains()
         room = [limit - len(draft) for limit, draft in zip(limits, drafts, strict=True)]
         return trees.extended(self.continue_drafts(sequences, drafts, room))
 
     def evict(self, seq: Sequence) -> None:
-        """The sequence is paused: give up what can be recomputed from its tokens."""
+        """Called when a sequence is paused: free what can be recomputed from its tokens."""
 
     def stop(self, seq: Sequence) -> None:
-        """A sequence leaves, finished or cancelled."""
+        """Called when a sequence leaves, finished or cancelled."""

@@ -21,10 +21,10 @@ def parse_config(value: Any) -> SpeculativeConfig:
     """Turn what a user passes as `speculative_config` into a checked configuration.
 
     Names and keys of vLLM, vLLM-Ascend and FastDeploy are understood (see pasted.py). A method "package.module:Class" is
-    imported, so that a method of one's own needs no installation.
+    imported, so a method can be used without installing a package.
 
     Args:
-        value: a `SpeculativeConfig`, a dict, JSON text, or the path of a JSON file. `{}` is an error: it names nothing.
+        value: a `SpeculativeConfig`, a dict, JSON text, or the path of a JSON file. `{}` is an error.
 
     Raises:
         SpeculativeConfigError: unknown method or key (with the nearest valid one), bad value, unreadable text.
@@ -58,10 +58,10 @@ def parse_config(value: Any) -> SpeculativeConfig:
 
 
 def infer_method(model: str, revision: str | None = None, token: str | None = None) -> str:
-    """The method that a checkpoint is for, from its configuration and its tensors' names.
+    """Find a checkpoint's method from its config.json and tensor names.
 
     Raises:
-        CheckpointError: it cannot be opened, or is in no known format.
+        CheckpointError: it cannot be opened, or its format is unknown.
     """
     folder = resolve_model(model)
     written = max((entry.stat().st_mtime_ns for entry in os.scandir(folder)), default=0) if os.path.isdir(folder) else 0
@@ -70,7 +70,7 @@ def infer_method(model: str, revision: str | None = None, token: str | None = No
 
 @functools.lru_cache(maxsize=64)
 def _infer_method(model: str, revision: str | None, token: str | None, written: int) -> str:
-    """`written`: when the folder's newest file was; another head may have come in its place."""
+    """`written` is the time of the folder's newest file: the cached answer does not hold for another head in the same place."""
     discover()
     form = infer_format(open_checkpoint(model, revision, token))
     logger.info("%s: method %r, inferred from its format: %s.", model, form.method, form.name)

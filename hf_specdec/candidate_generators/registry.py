@@ -24,7 +24,7 @@ _CONFIGS: dict[str, type[SpeculativeConfig]] = {}
 _GENERATORS: dict[str, type[CandidateGenerator]] = {}
 _lock = threading.RLock()
 _discovered = False
-_BROKEN: dict[str, str] = {}  # entry points that could not be loaded: what is wrong, by name
+_BROKEN: dict[str, str] = {}  # entry points that could not be loaded: the problem, by name
 
 
 def register(config_class: type[SpeculativeConfig]):
@@ -47,7 +47,7 @@ def register(config_class: type[SpeculativeConfig]):
 
 
 def _place(cls: type) -> tuple[str, str]:
-    return cls.__module__, cls.__qualname__  # the same for a class that is defined again, as notebooks do
+    return cls.__module__, cls.__qualname__  # unchanged if a notebook defines the class again
 
 
 def discover() -> None:
@@ -86,7 +86,7 @@ def available_methods() -> dict[str, type[SpeculativeConfig]]:
 
 
 def broken_method(name: str) -> str | None:
-    """What is wrong with the installed package that offers a method; None if there is no such package."""
+    """Why the entry point of this name cannot be used; None if there is no such problem."""
     discover()
     return _BROKEN.get(name)
 

@@ -30,7 +30,7 @@ _RENAMED = {
 
 
 def _canonical(name: str) -> str:
-    """Names of EAGLE's own files, from those of speculators v0.1; some files have `model.` before all."""
+    """Names as in EAGLE's own files; speculators v0.1 has others, and some files have a prefix `model.`."""
     name = name.removeprefix("model.")
     for old, canonical in _RENAMED.items():
         if name.startswith(old):
@@ -39,7 +39,7 @@ def _canonical(name: str) -> str:
 
 
 def is_eagle(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint is an EAGLE-1/2 head."""
+    """True for an EAGLE-1/2 head."""
     plan = Plan(checkpoint, _canonical)
     if "fc.weight" not in plan or "layers.0.self_attn.q_proj.weight" not in plan or "hidden_norm.weight" in plan:
         return False
@@ -52,7 +52,7 @@ register_format("EAGLE-1/2, HASS (yuhuili/EAGLE-*: fc [H, 2H], layers.0; specula
 
 @dataclass(eq=False)
 class LoadedEagle:
-    """A head that is ready to run, its language-model head, and what that one's logits mean."""
+    """A loaded head, its language-model head, and the vocabulary of the logits."""
 
     head: PackedHead
     lm_head: nn.Module
@@ -60,7 +60,7 @@ class LoadedEagle:
 
 
 def load_eagle(checkpoint: Checkpoint, target: PackedModel, prepack_weights: bool | None = None) -> LoadedEagle:
-    """An EAGLE-1 head on the target's device, in its dtype."""
+    """Load an EAGLE-1/2 head on the target's device, in its dtype."""
     plan = Plan(checkpoint, _canonical)
     check_flags(
         checkpoint,

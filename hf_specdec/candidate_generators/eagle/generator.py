@@ -14,7 +14,7 @@ from .config import EagleConfig
 
 @register(EagleConfig)
 class EagleGenerator(FeatureGenerator):
-    """Drafts with an EAGLE-1 head; logits are the target's own head (or the file's) over the predicted features."""
+    """Drafts with an EAGLE-1/2 head. Logits come from the target's language-model head, or the checkpoint's own."""
 
     config: EagleConfig
 
@@ -28,5 +28,5 @@ class EagleGenerator(FeatureGenerator):
         self.cache = self.new_cache(1, config.block_size)
 
     def with_checkpoint_defaults(self, config: EagleConfig) -> EagleConfig:
-        """With the checkpoint's draft length, where the user gave none."""
+        """The configuration with the checkpoint's draft length, where the user gave none."""
         return config.with_default_length(self.default_length)

@@ -17,14 +17,14 @@ from ..checkpoints.layers import (
 
 
 class EagleHead(nn.Module):
-    """Decoder layers over fc([embedding; feature]). Which norms and biases there are, the file decides.
+    """Decoder layers over fc([embedding; feature]), with the norms and biases that the checkpoint has.
 
     enorm, hnorm: on the embedding and on the feature (HASS's `add_para_norm`, speculators' `layernorms`).
     layers.0.input_layernorm: EAGLE's first layer has none.
-    norm: after the last layer; its output is read by the language-model head and fed back (EAGLE itself has none).
+    norm: after the last layer; its output goes to the language-model head and is fed back (absent in EAGLE's own heads).
 
     Args:
-        plan: the file's tensors by these names.
+        plan: the checkpoint's tensors by these names.
     """
 
     embeddings: Embeddings
@@ -49,7 +49,7 @@ class EagleHead(nn.Module):
         fit_biases(self, plan)
 
     def forward(self, input_ids, features, position_ids, **attention) -> torch.Tensor:
-        """The feature after each token, [1, T, H]: what the target's final hidden state there is expected to be."""
+        """The feature after each token, [1, T, H]: a prediction of the target's final hidden state."""
         embedded = self.enorm(self.embeddings(input_ids, features))
         hidden = self.fc(torch.cat([embedded, self.hnorm(features)], dim=-1))
         position_embeddings = self.rotary(position_ids, hidden.dtype)

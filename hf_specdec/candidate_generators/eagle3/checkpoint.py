@@ -44,9 +44,9 @@ _MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
 
 
 def canonical_name(name: str) -> str | None:
-    """`layers.0` for `midlayer`, no `model.` before all; None for what drafting does not need.
+    """The module's name of a tensor: `layers.0` for `midlayer`, no prefix `model.`; None for tensors that drafting does not need.
 
-    `t2d` is for training; a `hidden_norm` behind the first layer is a parameter some writers keep and no forward uses.
+    `t2d` is for training. Some files have a `hidden_norm` in later layers, which no forward uses.
     """
     name = name.removeprefix("model.")
     if name.startswith("midlayer."):
@@ -56,7 +56,7 @@ def canonical_name(name: str) -> str | None:
 
 
 def is_eagle3(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint is an EAGLE-3 or P-EAGLE head."""
+    """True for an EAGLE-3 or P-EAGLE head."""
     plan = Plan(checkpoint, canonical_name)
     return "layers.0.hidden_norm.weight" in plan and "layers.0.self_attn.o_proj.weight" in plan
 
@@ -75,11 +75,11 @@ def read_options(
     mask_token: int | None = None,
     recycle_normed: bool | None = None,
 ) -> Eagle3Options:
-    """The head's options. Where a key is missing, what the format's own trainers take it for.
+    """The head's options. Missing keys have the defaults of the format's own trainers.
 
     Args:
-        mask_token: for a P-EAGLE head whose file names none.
-        recycle_normed: whether the normed output is fed back; None: as the file has it (see `_recycles_normed`).
+        mask_token: for a P-EAGLE head whose config.json has none.
+        recycle_normed: whether the normed output is fed back; None: as the checkpoint says (see `_recycles_normed`).
 
     Raises:
         CheckpointError: a bad value, or one that contradicts the tensors.
@@ -114,9 +114,9 @@ def read_options(
 def _recycles_normed(checkpoint: Checkpoint) -> bool:
     """Whether a draft step reads the normed output of the one before.
 
-    `norm_output` says so in speculators' format, to SGLang and to vLLM. SpecForge writes it too, into the original format, and means
-    that the norm stands before the language-model head: it trains with the state before the norm. So its class's name,
-    without `recycle_normed` (which `hf-specdec train` writes), is taken for its own.
+    In speculators' format, in SGLang and in vLLM `norm_output` means this. SpecForge also writes it, into the original format, but
+    with another meaning (a norm before the language-model head), and trains with the state before the norm. Files with its
+    class name and without `recycle_normed`, which `hf-specdec train` writes, are taken to be SpecForge's.
     """
     config = checkpoint.config
     stated = _option(checkpoint, "recycle_normed", None)
@@ -129,7 +129,7 @@ def _recycles_normed(checkpoint: Checkpoint) -> bool:
 
 
 def _option(checkpoint: Checkpoint, key: str, default: Any) -> Any:
-    """A key of config.json or of its `eagle_config`."""
+    """A key from config.json or its `eagle_config`."""
     for place in (checkpoint.config, section(checkpoint, "eagle_config")):
         if place.get(key) is not None:
             return place[key]
@@ -137,10 +137,10 @@ def _option(checkpoint: Checkpoint, key: str, default: Any) -> Any:
 
 
 def _tapped_layers(checkpoint: Checkpoint, num_layers: int) -> tuple[int, ...]:
-    """Indices of hidden states: i is the input of the target's layer i, and the output of layer i - 1.
+    """Indices of the hidden states to read: i is the input of the target's layer i, which is the output of layer i - 1.
 
-    Ids at the top level of config.json (vLLM, speculators) are such indices; those in `eagle_config` (SGLang, SpecForge,
-    ModelOpt) are of layers whose outputs are meant, so one less.
+    Ids at the top level of config.json (vLLM, speculators) are such indices. Ids in `eagle_config` (SGLang, SpecForge,
+    ModelOpt) name layers whose outputs are read, so they are one less.
     """
     inputs = checkpoint.config.get(_LAYER_IDS)
     outputs = section(checkpoint, "eagle_config").get(_LAYER_IDS)
@@ -186,11 +186,11 @@ def _mask_token(checkpoint: Checkpoint, given: int | None) -> int:
 
 @dataclass(eq=False)
 class LoadedEagle3:
-    """A head that is ready to run.
+    """A loaded head.
 
     Attributes:
-        lm_head: its own or the target's.
-        mask_features: [H], P-EAGLE's features of tokens not drafted yet.
+        lm_head: the head's own, or the target's.
+        mask_features: [H], in place of features in P-EAGLE's mask rows; None for EAGLE-3.
     """
 
     head: PackedHead
@@ -201,12 +201,12 @@ class LoadedEagle3:
     mask_features: torch.Tensor | None
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [n, Vd] of what is fed back [n, H]."""
+        """Logits [n, Vd] from the module's outputs [n, H]."""
         logits = self.lm_head(hidden if self.module.norm_output else self.module.norm(hidden))
         return logits if self.options.logit_scale == 1.0 else logits * self.options.logit_scale
 
     def joined_states(self, output: PackedOutput, index: torch.Tensor) -> torch.Tensor:
-        """The tapped hidden states [n, L * Ht], joined, of the packed tokens `index` [n] of a target forward."""
+        """The tapped hidden states [n, L * Ht], concatenated, of the packed tokens `index` [n] in a target forward."""
         layers = [output.layers[i] for i in self.options.taps.layers]
         if not layers:
             assert output.last_hidden is not None
@@ -221,7 +221,7 @@ def load_eagle3(
     mask_token: int | None = None,
     recycle_normed: bool | None = None,
 ) -> LoadedEagle3:
-    """An EAGLE-3 or P-EAGLE head on the target's device, in its dtype.
+    """Load an EAGLE-3 or P-EAGLE head on the target's device, in its dtype.
 
     Args:
         mask_token, recycle_normed: see `read_options`.
@@ -245,7 +245,7 @@ def load_eagle3(
         module.embeddings = own_embeddings(module.embed_tokens, target)
     else:
         module.embeddings = shared_embeddings(checkpoint, target, config.hidden_size)
-    # A P-EAGLE head reads mask rows with its texts, whose features are no states of the target: it is given them fused.
+    # P-EAGLE's mask rows have no target states to fuse, so its generator fuses the features of the text.
     fuse = module.fuse if options.mask_token is None else None
     head = PackedHead(
         module, config, config.num_hidden_layers, False, prepack_weights, device=device, dtype=dtype, fuse=fuse
@@ -258,7 +258,7 @@ def load_eagle3(
 def _check_target(
     checkpoint: Checkpoint, plan: Plan, options: Eagle3Options, target: PackedModel, is_mapped: bool
 ) -> None:
-    """That the head reads what the target has: widths, number of hidden states, vocabulary (which d2t may map from a larger one)."""
+    """Raise CheckpointError if the head does not fit the target's width, number of layers or vocabulary (which d2t may map)."""
     given = checkpoint.config.get("target_hidden_size")
     sizes = [plan.matrix("embed_tokens.weight")[0]] if "embed_tokens.weight" in plan else []
     sizes += [checkpoint.shape("t2d")[0]] if "t2d" in checkpoint else []
@@ -278,7 +278,7 @@ def _check_target(
 def _vocabulary(
     checkpoint: Checkpoint, plan: Plan, target: PackedModel, offsets: torch.Tensor | None, width: int
 ) -> tuple[DraftVocabulary, nn.Module | None]:
-    """The draft vocabulary, and the target's language-model head if the file has none."""
+    """The draft vocabulary, and the target's language-model head if the checkpoint has none."""
     if "lm_head.weight" in plan:
         size = plan.shape("lm_head.weight")[0]
         if offsets is None and size == checkpoint.config.get("draft_vocab_size") != vocab_size_of(checkpoint):
@@ -294,7 +294,7 @@ def _vocabulary(
 
 
 def _mask_features(checkpoint: Checkpoint, module: Eagle3Head, options: Eagle3Options) -> torch.Tensor | None:
-    """What stands in for the target's hidden states of tokens not drafted yet, fused: [H]."""
+    """P-EAGLE's fused `mask_hidden` [H]; None for EAGLE-3."""
     if options.mask_token is None:
         return None
     rows, _ = embedding_shape(module.embeddings.table)

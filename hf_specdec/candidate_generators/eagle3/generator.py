@@ -26,7 +26,7 @@ class Eagle3Generator(FeatureGenerator):
     def create(
         cls, config: Eagle3Config, target: PackedModel, context: DrafterContext | None = None
     ) -> CandidateGenerator:
-        """The generator for the checkpoint's kind: EAGLE-3 or P-EAGLE."""
+        """The generator for the kind of checkpoint: EAGLE-3 or P-EAGLE."""
         checkpoint = config.open_head(is_eagle3)
         own = config.mask_token_id, config.recycle_normed
         loaded = load_once(config, target, lambda: load_eagle3(checkpoint, target, config.prepack_weights, *own), *own)
@@ -49,7 +49,7 @@ class Eagle3Generator(FeatureGenerator):
             raise config.fail("parallel_drafting", "is True, but this head drafts step by step: leave it out.")
         self.loaded, self.vocabulary, self.taps = loaded, loaded.vocabulary, loaded.options.taps
         self.window_stays = loaded.options.window_stays
-        if self.window_stays:  # graphs know one position of a token, for its rotation and its window
+        if self.window_stays:  # graphs have one position per token, used for rotation and window
             self.head, self.rounds = loaded.head, None
         else:
             self.head = self.captured(loaded.head)
@@ -60,7 +60,7 @@ class Eagle3Generator(FeatureGenerator):
         return config.with_default_length(self.default_length)
 
     def features(self, output: PackedOutput, index: torch.Tensor) -> torch.Tensor:
-        """The target's hidden states, joined [n, L * Ht]; the head projects them as it reads."""
+        """The target's hidden states, concatenated [n, L * Ht]; the head projects them when it reads them."""
         return self.loaded.joined_states(output, index)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""The network of EAGLE-3 and P-EAGLE heads, and the options that checkpoints differ in."""
+"""The network of EAGLE-3 and P-EAGLE heads, and its options."""
 
 from __future__ import annotations
 
@@ -22,16 +22,16 @@ from ..checkpoints.layers import (
 
 @dataclass(frozen=True)
 class Eagle3Options:
-    """What an EAGLE-3 head does, from its config.json and its tensors.
+    """How an EAGLE-3 head computes, from its config.json and tensors.
 
     Attributes:
-        taps: the target's hidden states it reads, in the order they are joined: some layers', or the last.
+        taps: the target's hidden states it reads, in order of concatenation: some layers', or the last.
         norm_before_residual: the first layer's residual is the normed hidden state.
         norm_output: the normed output is fed back, not the one before the norm.
         logit_scale: factor of the logits.
-        mask_token: P-EAGLE's stand-in for tokens not drafted yet; None: the head drafts step by step.
-        window_stays: while drafting, sliding windows stay where they are at the text's end: speculators' EAGLE-3 heads
-            are trained so (what is drafted is seen besides). Elsewhere they move on with the drafts.
+        mask_token: P-EAGLE's token in mask rows; None: the head drafts step by step.
+        window_stays: sliding windows end at the text's last token while drafting, as speculators' EAGLE-3 heads are
+            trained; drafted tokens are visible besides. Otherwise windows move on with the drafts.
     """
 
     taps: Taps
@@ -66,11 +66,11 @@ class FirstLayer(nn.Module):
 
 
 class Eagle3Head(nn.Module):
-    """Decoder layers over an embedding and a hidden state, which `fuse` makes of the target's.
+    """Decoder layers over embeddings and features; `fuse` makes features from the target's hidden states.
 
     Args:
-        plan: the file's tensors; which norms, biases and tables there are, it decides.
-        num_states, state_width: how many hidden states of the target are joined, and how wide each is.
+        plan: the checkpoint's tensors, which decide on norms, biases and tables.
+        num_states, state_width: number and width of the target's hidden states that are concatenated.
     """
 
     embeddings: Embeddings
@@ -97,7 +97,7 @@ class Eagle3Head(nn.Module):
         fit_biases(self, plan)
 
     def fuse(self, states: torch.Tensor) -> torch.Tensor:
-        """The head's features [.., H] from the target's hidden states, layer beside layer [.., L * Ht]."""
+        """The head's features [.., H] from the target's concatenated hidden states [.., L * Ht]."""
         if self.fc_norm is not None:
             parts = states.chunk(len(self.fc_norm), dim=-1)
             states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
@@ -106,7 +106,7 @@ class Eagle3Head(nn.Module):
         return states if self.fc is None else self.fc(states)
 
     def forward(self, input_ids, features, position_ids, **attention) -> torch.Tensor:
-        """What is fed back after each token, [1, T, H]: before the last norm, or (`norm_output`) behind it."""
+        """The output that is fed back, [1, T, H]: before the last norm, or after it with `norm_output`."""
         attention["position_embeddings"] = self.rotary(position_ids, features.dtype)
         hidden = self.layers[0](self.embeddings(input_ids, features), features, **attention)
         for layer in self.layers[1:]:

@@ -17,7 +17,7 @@ from .config import Eagle3Config
 
 
 class PEagleGenerator(FeatureGenerator):
-    """Drafts with a P-EAGLE head; its method is `eagle3`, whose generator chooses this class for such heads.
+    """Drafts with a P-EAGLE head. The method is `eagle3`: its generator chooses this class for such heads.
 
     After each text the head reads one row for every further depth: the mask token's embedding, with the head's `mask_hidden`
     in place of features. Row d predicts what EAGLE-3 would after d drafted tokens, whatever they are, so all nodes of one
@@ -43,10 +43,10 @@ class PEagleGenerator(FeatureGenerator):
         self.loaded, self.vocabulary, self.taps = loaded, loaded.vocabulary, loaded.options.taps
         self.mask_features, self.mask_token = loaded.mask_features, loaded.options.mask_token
         self.window_stays = loaded.options.window_stays
-        # Graphs know one position of a token, for its rotation and its window.
+        # Graphs have one position per token, used for rotation and window.
         self.head = loaded.head if self.window_stays else self.captured(loaded.head)
         self.cache = self.new_cache(1, config.block_size)
-        self.limits: dict[int, int] = {}  # drafts per sequence of the running round
+        self.limits: dict[int, int] = {}  # per sequence of the current round, its draft length
         self.first_logits: dict[int, int] = {}  # where each sequence's logits begin in `parallel_logits`
         self.parallel_logits: torch.Tensor | None = None  # [sum of limits, Vd]
 
@@ -64,13 +64,13 @@ class PEagleGenerator(FeatureGenerator):
         return self.loaded.logits(hidden)
 
     def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
-        """As in the base; also notes how many depths each row wants."""
+        """As in the base; also keeps the limits."""
         limits = super().ready(sequences, limits)
         self.limits = {seq.id: limit for seq, limit in zip(sequences, limits, strict=True) if limit}
         return limits
 
     def roots(self, sequences: list[Sequence]) -> tuple[torch.Tensor, ...]:
-        """Read what is new of each text, followed by its mask rows: logits [R, Vd] after the last token."""
+        """Read all unread rows of each text, then its mask rows; logits [R, Vd] of the token after each text."""
         self.read_all_but_last_chunk(sequences)
         inputs, text_features = self.take(sequences, self.config.prefill_chunk_size)
         features, wanted, packed, offset = [], [], 0, 0
@@ -92,7 +92,7 @@ class PEagleGenerator(FeatureGenerator):
         return roots[0]
 
     def expand(self, level: Level) -> torch.Tensor:
-        """Logits [R, 1, Vd] of what follows all nodes of one depth."""
+        """Logits [R, 1, Vd] of the token after the nodes of one depth, which share them."""
         return self._at_depth([self.sequences[i] for i in level.rows], level.depth)[:, None]
 
     def _at_depth(self, sequences: list[Sequence], depth: int) -> torch.Tensor:

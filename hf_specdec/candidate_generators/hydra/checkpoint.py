@@ -16,7 +16,7 @@ from .head import HydraHeads
 
 _BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.(.+)$")
 _LM_HEAD = re.compile(r"hydra_lm_head\.(\d+)\.(?:\d+\.)?(weight|bias)$")
-_PREFIX = re.compile(r"prefix_embed+ing_layer\.(.+)$")  # the original code has one d
+_PREFIX = re.compile(r"prefix_embed+ing_layer\.(.+)$")  # the original code spells it with one d
 _LLAMA_LIKE = ("llama", "mistral", "qwen2")
 _LAYER_KEYS = (
     "hidden_size", "num_attention_heads", "num_key_value_heads", "hidden_act", "rms_norm_eps", "max_position_embeddings",
@@ -25,7 +25,7 @@ _LAYER_KEYS = (
 
 
 def is_hydra(checkpoint: Checkpoint) -> bool:
-    """Whether these are Hydra heads."""
+    """True for Hydra heads."""
     return checkpoint.any(r"hydra_mlp\.\d+\.\d+\.linear\.weight$")
 
 
@@ -36,13 +36,13 @@ def _canonical(name: str, places: list[int]) -> str | None:
     """The module's name of a tensor.
 
     Args:
-        places: where blocks stand in a head, ascending; dropout modules take places too.
+        places: the blocks' indices in a head, ascending; dropout modules have indices too.
     """
     if match := _BLOCK.match(name):
         return f"heads.{match[1]}.blocks.{places.index(int(match[2]))}.{match[3]}"
     if match := _LM_HEAD.match(name):
         return f"heads.{match[1]}.lm_head.{match[2]}"
-    if match := _PREFIX.match(name):  # a whole one-layer model, whose embeddings are never read
+    if match := _PREFIX.match(name):  # stored as a whole one-layer model; its embeddings are not used
         return None if match[1] == "embed_tokens.weight" else f"prefix.{match[1]}"
     return name
 
@@ -53,10 +53,10 @@ def _name_in_prefix(name: str) -> str | None:
 
 
 def load_hydra(checkpoint: Checkpoint, target: PackedModel) -> HydraHeads:
-    """The heads of a checkpoint on the target's device, in its dtype.
+    """Load the heads of a checkpoint on the target's device, in its dtype.
 
     Raises:
-        CheckpointError: an architecture that is neither "mlp" nor "prefix-mlp", tensors that do not fit, another target's.
+        CheckpointError: an architecture besides "mlp" and "prefix-mlp", tensors that do not fit, or heads for another target.
     """
     has_prefix = checkpoint.any(_PREFIX.pattern)
     found = "prefix-mlp" if has_prefix else "mlp"
@@ -103,7 +103,7 @@ def load_hydra(checkpoint: Checkpoint, target: PackedModel) -> HydraHeads:
 
 
 def _prefix_config(checkpoint: Checkpoint, target: PackedModel, plan: Plan) -> LlamaConfig:
-    """The prefix layer is a Llama layer with the target's numbers: checkpoints say nothing of it."""
+    """The prefix layer's configuration: a Llama layer with the target's settings, since checkpoints have none of their own."""
     own, gate, queries = (
         target.config,
         "prefix.layers.0.mlp.gate_proj.weight",

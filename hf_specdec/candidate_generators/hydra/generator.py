@@ -23,7 +23,7 @@ from .head import HydraHeads
 
 @register(HydraConfig)
 class HydraGenerator(LastHiddenGenerator):
-    """Heads on the target's last hidden state; a node's state is that and the embeddings of its path."""
+    """Drafts with Hydra heads: a node's state is the target's last hidden state and the embeddings of the node's path."""
 
     config: HydraConfig
 
@@ -31,7 +31,7 @@ class HydraGenerator(LastHiddenGenerator):
     def create(
         cls, config: HydraConfig, target: PackedModel, context: DrafterContext | None = None
     ) -> CandidateGenerator:
-        """With or without the prefix layer, as the checkpoint has it."""
+        """The generator for heads with or without a prefix layer."""
         checkpoint = config.open_head(is_hydra)
         heads = load_once(config, target, lambda: load_hydra(checkpoint, target))
         return (cls if heads.prefix is None else HydraPrefixGenerator)(config, target, context, heads)
@@ -56,7 +56,7 @@ class HydraGenerator(LastHiddenGenerator):
 
 
 class HydraPrefixGenerator(FeatureGenerator):
-    """Hydra++: the prefix layer reads the text's hidden states, with KV of its own; drafting itself needs no KV."""
+    """Drafts with Hydra++ heads: the prefix layer reads the text with a KV cache; drafting itself needs none."""
 
     config: HydraConfig
 
@@ -73,19 +73,19 @@ class HydraPrefixGenerator(FeatureGenerator):
         self.cache = self.new_cache(1, config.block_size)
 
     def with_checkpoint_defaults(self, config: HydraConfig) -> HydraConfig:
-        """A call's configuration, with the number of heads where it bounds the draft length."""
+        """The configuration with the draft length bounded by the number of heads."""
         return config.bounded(self.shape.depth)
 
     def modules(self) -> list[nn.Module]:
-        """The heads, and what they share with the target."""
+        """The heads, and modules they share with the target."""
         return [self.heads, *super().modules()]
 
     def level_forwards(self, depth: int) -> list[LevelForward]:
-        """None: only the text has keys and values."""
+        """Empty: only the text has keys and values."""
         return []
 
     def roots(self, sequences: list[Sequence]) -> tuple[torch.Tensor, ...]:
-        """Read what is new of each text: the prefix layer's output [R, H] at its end, and the newest token [R]."""
+        """Read all unread rows of each text: the prefix layer's outputs [R, H] at the ends, and the newest tokens [R]."""
         hidden = self.read_all(sequences)
         return hidden, upload([seq.tokens[-1] for seq in sequences], hidden.device)
 

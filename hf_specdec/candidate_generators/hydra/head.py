@@ -12,10 +12,10 @@ from ..checkpoints.layers import Embeddings, RotaryPositions
 
 
 class HydraBlock(nn.Module):
-    """res(x) + SiLU(W x + b). The first block of a head maps the hidden state and the tokens' embeddings to one width.
+    """res(x) + SiLU(W x + b). A head's first block reads the hidden state and the tokens' embeddings.
 
     Args:
-        num_inputs: hidden-sized parts of the input; if more than one, the residual is a linear map.
+        num_inputs: parts of the input, each [H]; with more than one the residual is a linear map.
     """
 
     def __init__(self, hidden_size: int, num_inputs: int):
@@ -29,7 +29,7 @@ class HydraBlock(nn.Module):
 
 
 class HydraHead(nn.Module):
-    """Blocks under a language-model head with bias."""
+    """Blocks and a language-model head with bias."""
 
     def __init__(self, hidden_size: int, num_inputs: int, num_blocks: int, vocab_size: int):
         super().__init__()
@@ -45,7 +45,7 @@ class HydraHead(nn.Module):
 class PrefixLayer(nn.Module):
     """Hydra++'s decoder layer and norm over the target's hidden states."""
 
-    rotary: RotaryPositions  # set once the layer is on its device
+    rotary: RotaryPositions  # set after loading
 
     def __init__(self, config: LlamaConfig):
         super().__init__()
@@ -64,11 +64,11 @@ class PrefixLayer(nn.Module):
 class HydraHeads(nn.Module):
     """All heads of a checkpoint, and the prefix layer of Hydra++.
 
-    With a prefix layer, ungrounded heads read it as they do in training; the original's inference skips it for them.
+    Ungrounded heads read the prefix layer too, as in training; the original inference code skips it for them.
 
     Args:
-        grounded: whether heads read the tokens before (if not, they are Medusa's with other blocks).
-        prefix_config: of the prefix layer; None: there is none.
+        grounded: whether heads read the tokens drafted before; if not, they are like Medusa's.
+        prefix_config: of the prefix layer; None: no prefix layer.
     """
 
     def __init__(
@@ -83,10 +83,10 @@ class HydraHeads(nn.Module):
         self.grounded, self.embeddings, self.prefix_config = grounded, embeddings, prefix_config
 
     def forward(self, input_ids, features, position_ids, **attention) -> torch.Tensor:
-        """What the heads read instead of the target's hidden states [1, T, H] (see HeadModule); tokens have no part in it."""
+        """The prefix layer's output for the target's hidden states [1, T, H] (see `HeadModule`). `input_ids` are not used."""
         assert self.prefix is not None
         return self.prefix(features, position_ids, **attention)
 
     def with_tokens(self, state: torch.Tensor, tokens: torch.Tensor) -> torch.Tensor:
-        """The states [.., S + H] after tokens [..] that followed states [.., S]."""
+        """The states [.., S + H] after tokens [..], from states [.., S]."""
         return torch.cat([state, self.embeddings(tokens, state)], dim=-1) if self.grounded else state

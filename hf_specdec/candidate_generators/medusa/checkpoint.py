@@ -21,12 +21,12 @@ _PREFIX = re.compile(r"medusa_heads?\.")
 
 
 def is_original(checkpoint: Checkpoint) -> bool:
-    """The layout of FasterDecoding's files: `{head}.{block}.linear`, alone or merged into the target's checkpoint."""
+    """True for FasterDecoding's layout: `{head}.{block}.linear`, alone or merged into the target's checkpoint."""
     return checkpoint.any(r"(medusa_heads?\.)?\d+\.\d+\.linear\.weight$")
 
 
 def is_converted(checkpoint: Checkpoint) -> bool:
-    """vLLM's layout: `blocks.{head}.layers.{block}`."""
+    """True for vLLM's layout: `blocks.{head}.layers.{block}`."""
     return checkpoint.any(r"(medusa_heads?\.)?blocks\.\d+\.layers\.\d+\.weight$")
 
 
@@ -41,22 +41,22 @@ register_format(
 
 
 def _converted(name: str) -> str:
-    """A tensor's name in the converted form, but for language-model heads of the original one (`{head}.{last}`)."""
+    """A tensor's name in vLLM's layout; original language-model heads (`{head}.{last}`) keep their names."""
     return re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", _PREFIX.sub("", name, count=1))
 
 
 @dataclass
 class Layout:
-    """Where the heads' tensors are, under names of the converted form, and how many there are of each."""
+    """A checkpoint's tensors under the names of vLLM's layout, and the number of heads and blocks."""
 
     plan: Plan
     num_heads: int
     num_blocks: int
-    num_lm_heads: int  # 0: the target's is used; 1: one for all
+    num_lm_heads: int  # 0: the target's is used; 1: all heads share one
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Layout:
-        """By the tensors' names. config.json's numbers are not used: original files say 2 heads and hold 5."""
+        """Found from the tensors' names: original config.json files say 2 heads where there are 5."""
         if checkpoint.any(_PREFIX.pattern) and not all(map(_PREFIX.match, checkpoint.names())):
             checkpoint = Checkpoint(checkpoint.folder, checkpoint.name, wanted=lambda name: bool(_PREFIX.match(name)))
         names = [_converted(name) for name in checkpoint.names()]
@@ -78,17 +78,17 @@ class Layout:
 
 
 def load_medusa(checkpoint: Checkpoint, target: PackedModel) -> MedusaHeads:
-    """The heads of a checkpoint in any layout, on the target's device, in its dtype.
+    """Load the heads of a checkpoint in any layout, on the target's device, in its dtype.
 
     Raises:
-        CheckpointError: tensors that are missing, left over or of another shape, or heads for another target.
+        CheckpointError: tensors are missing, unused or of another shape, or the heads are for another target.
     """
     layout = Layout.of(checkpoint)
     plan, first = layout.plan, "blocks.0.layers.0.weight"
     stated = checkpoint.config.get("medusa_num_heads")
     if stated not in (None, layout.num_heads):
         logger.info("%s: config.json says %s heads; the file has %d.", checkpoint.name, stated, layout.num_heads)
-    is_own_config = checkpoint.config.get("model_type", "medusa") == "medusa"  # a merged one's is the target's
+    is_own_config = checkpoint.config.get("model_type", "medusa") == "medusa"  # a merged checkpoint has the target's config.json
     scale = checkpoint.config.get("logit_scale", 1.0) if is_own_config else 1.0
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise checkpoint.error(f"config.json has logit_scale = {scale!r}; it must be a number.")
@@ -116,7 +116,7 @@ def load_medusa(checkpoint: Checkpoint, target: PackedModel) -> MedusaHeads:
 
 
 def _target_ids(checkpoint: Checkpoint, target: PackedModel, plan: Plan, size: int) -> torch.Tensor | None:
-    """`token_map`, taken out of the plan: int64 [size] ids of the target's tokens."""
+    """`token_map`, removed from the plan: the target's ids, int64 [size]; None if there is none."""
     if "token_map" not in plan:
         return None
     ids = plan.tensor("token_map").long()

@@ -16,7 +16,7 @@ from .config import MedusaConfig
 
 @register(MedusaConfig)
 class MedusaGenerator(LastHiddenGenerator):
-    """Head i guesses the token i + 1 places behind the newest; nodes of one depth share their guesses."""
+    """Drafts with Medusa heads: head i predicts the token i + 1 places after the newest, the same for all nodes of a depth."""
 
     config: MedusaConfig
 
@@ -28,12 +28,12 @@ class MedusaGenerator(LastHiddenGenerator):
         self.set_heads(self.heads, len(self.heads.blocks))
 
     def begin(self, *roots: torch.Tensor) -> torch.Tensor:
-        """The first head's guesses."""
+        """The first head's logits [R, Vd]."""
         hidden, _ = roots
         self.state = hidden[:, None]
         return self.heads(0, hidden)
 
     def expand(self, level: Level) -> torch.Tensor:
-        """The next head's guesses [R, 1, Vd]: they depend on the text only."""
+        """The next head's logits [R, 1, Vd], which depend on the text only."""
         self.state = self.remaining(level)
         return self.heads(level.depth, self.state)

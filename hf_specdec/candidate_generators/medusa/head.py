@@ -8,7 +8,7 @@ from torch import nn
 
 
 class ResidualBlocks(nn.Module):
-    """u + SiLU(W u + b), several times."""
+    """A stack of residual blocks u + SiLU(W u + b)."""
 
     def __init__(self, hidden_size: int, num_blocks: int, bias: bool):
         super().__init__()
@@ -22,7 +22,7 @@ class ResidualBlocks(nn.Module):
 
 
 class MedusaHeads(nn.Module):
-    """All heads of a checkpoint; names are those of its converted form.
+    """All heads of a checkpoint, with the names of vLLM's layout.
 
     Args:
         vocab_sizes: of the language-model heads: one per head, one for all, or none (then all use the target's).
@@ -31,7 +31,7 @@ class MedusaHeads(nn.Module):
         scale: of the logits.
 
     Attributes:
-        target_ids: int64 [Vd], the target's id of each token the heads know; None: the same.
+        target_ids: int64 [Vd], the target's id of each token in the heads' vocabulary; None: the same ids.
     """
 
     def __init__(
@@ -43,7 +43,7 @@ class MedusaHeads(nn.Module):
         self.lm_heads = nn.ModuleList(nn.Linear(hidden_size, size, bias=False) for size in vocab_sizes)
         self.scale = scale
         self.target_ids: torch.Tensor | None = None
-        self._target_head = [target_head]  # not a part of this module
+        self._target_head = [target_head]  # in a list, so that it is not a submodule
 
     def forward(self, index: int, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [.., Vd] of head `index` from hidden states [.., H]."""
