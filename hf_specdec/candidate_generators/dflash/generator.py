@@ -31,13 +31,13 @@ from .head import BlockHead
 class DFlashGenerator(FeatureGenerator):
     """Drafts with a DFlash, DSpark or Domino checkpoint.
 
-    All depths share one forward. Plain DFlash gives the nodes of a depth the same logits; the other heads correct them for
-    the path behind each node. A block has as many slots as `num_speculative_tokens` needs, whatever the rows' own limits,
-    so that a row's draft does not depend on who else is in the batch; when that is less than the block was trained with,
-    the block is cut, as z-lab's code and vLLM do.
+    All depths share one forward. In plain DFlash all nodes of a depth share their logits; the other heads correct them for
+    each node's path. A block has the slots that `num_speculative_tokens` needs, whatever the rows' own limits, so that a
+    row's draft does not depend on the rest of the batch. Blocks shorter than the trained one are cut, as in z-lab's code and
+    vLLM.
     """
 
-    has_loop = False  # the block has drafted all depths before any token is chosen
+    has_loop = False  # one forward has drafted all depths before any token is chosen
     config: DFlashConfig
     head: BlockHead
 
@@ -56,20 +56,22 @@ class DFlashGenerator(FeatureGenerator):
         self.taps = Taps(layers=tuple(dict.fromkeys(self.layout.tapped)))
         self.num_slots = self.shape.depth + (not self.layout.from_anchor)
         self.cache = self.new_cache(1, config.block_size)
-        self.deepest = 0  # of the running round's limits
-        self.hidden: torch.Tensor | None = None  # [R, depths, H] of the running round, for the heads
+        self.deepest = 0  # the largest limit of the current round
+        self.hidden: torch.Tensor | None = None  # [R, depths, H] of the current round, for the heads
         self.base: torch.Tensor | None = None  # [R, depths, Vd], the block's own logits
-        self.survival: torch.Tensor | None = None  # [R, F], log-probabilities that what follows each node is accepted
+        self.survival: torch.Tensor | None = (
+            None  # [R, F], log-probabilities that the token after each node is accepted
+        )
 
     def with_checkpoint_defaults(self, config: DFlashConfig) -> DFlashConfig:
-        """With the block's length, where the user gave none."""
+        """The configuration with the checkpoint's or the block's length, where the user gave none."""
         return config.with_default_length(self.default_length)
 
     def _fitting(self, shape: TreeShape) -> TreeShape:
-        """The configured shape. Where the length is found while drafting, the block's is the longest.
+        """The configured shape; with draft_length "auto" it is cut to the block's length.
 
         Raises:
-            SpeculativeConfigError: it is deeper than the block.
+            SpeculativeConfigError: the shape is deeper than the block.
         """
         longest = self.layout.num_tokens
         if shape.depth <= longest:
@@ -86,7 +88,7 @@ class DFlashGenerator(FeatureGenerator):
     # ---- reading the text -------------------------------------------------------------------------------------------
 
     def features(self, output: PackedOutput, index: torch.Tensor) -> torch.Tensor:
-        """The drafter's context [n, H]: as little as can be kept of the tapped layers."""
+        """The drafter's context [n, H], which is smaller than the tapped layers it is made of."""
         layers = [output.layers[i] for i in self.layout.tapped]
         return self.head.context(gather_features(layers, index, self.head.device, self.head.dtype))
 
@@ -107,7 +109,7 @@ class DFlashGenerator(FeatureGenerator):
     # ---- drafting ---------------------------------------------------------------------------------------------------
 
     def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
-        """Rows whose text is known up to the last token, and for whose block there are slots."""
+        """The limits; 0 for rows whose features are incomplete, or for whose block there are no free slots."""
         self.sequences = sequences
         out = []
         for seq, limit in zip(sequences, limits, strict=True):
@@ -118,7 +120,7 @@ class DFlashGenerator(FeatureGenerator):
         return out
 
     def roots(self, sequences: list[Sequence]) -> tuple[torch.Tensor, ...]:
-        """Read what is new of each text and run the block; logits [R, Vd] of the first depth."""
+        """Read all unread tokens of each text and run the block; logits [R, Vd] of the first depth."""
         chunk = self.config.prefill_chunk_size
         while new := [seq for seq in sequences if self.num_unread(seq)]:
             self.read(new, chunk)
@@ -140,7 +142,7 @@ class DFlashGenerator(FeatureGenerator):
         return (self._follow_paths(1, anchors[:, None], self.state, None)[:, 0],)
 
     def begin(self, *roots: torch.Tensor) -> torch.Tensor:
-        """The logits that `roots` found."""
+        """The logits [R, Vd] that `roots` computed."""
         return roots[0]
 
     def expand(self, level: Level) -> torch.Tensor:
@@ -158,7 +160,7 @@ class DFlashGenerator(FeatureGenerator):
         return self._follow_paths(level.depth + 1, level.tokens, state, survival)
 
     def _follow_paths(self, depth: int, previous: torch.Tensor, state: torch.Tensor, survival) -> torch.Tensor:
-        """Logits [R, F or 1, Vd] at `depth` behind the tokens `previous` [R, F]; keeps the paths' states and survival."""
+        """Logits [R, F or 1, Vd] at `depth`, after the tokens `previous` [R, F]. Updates the paths' states and survival."""
         assert self.base is not None and self.hidden is not None
         base, hidden = self.base[:, depth - 1 : depth], self.hidden[:, depth - 1]
         if self.confidence is not None and self.config.draft_confidence_threshold:
@@ -170,7 +172,7 @@ class DFlashGenerator(FeatureGenerator):
         return base if bias is None else base + bias
 
     def _correct(self, hidden: torch.Tensor, previous: torch.Tensor, state: torch.Tensor, depth: int):
-        """One token of the sequential head on the paths that end in `previous` [R, F]: what it adds to the logits [R, F, Vd]."""
+        """Run the sequential head on the paths that end in `previous` [R, F]; its correction of the logits [R, F, Vd] or None."""
         assert self.sequential is not None
         rows, count = previous.shape
         flat = previous.flatten()
@@ -180,7 +182,7 @@ class DFlashGenerator(FeatureGenerator):
         return None if bias is None else bias.view(rows, count, -1)
 
     def _confidence(self, hidden: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
-        """Log-probabilities [R, F] that the token behind each of `previous` [R, F] is accepted."""
+        """Log-probabilities [R, F] that the token after each of `previous` [R, F] is accepted."""
         assert self.confidence is not None
         features = hidden[:, None].expand(-1, previous.shape[1], -1)
         if self.head.module.confidence_reads_markov:
@@ -195,5 +197,5 @@ class DFlashGenerator(FeatureGenerator):
         return self.loaded.embeddings(ids[None].to(device), self.head.module.fc.weight)[0]
 
     def log_survival(self) -> torch.Tensor | None:
-        """The confidence head's word on the last logits' depth, if the checkpoint has one; see tree_growth.NodeExpander."""
+        """The confidence head's estimates for the last logits, if the checkpoint has one; see `levels.NodeExpander`."""
         return self.survival

@@ -23,7 +23,7 @@ from .vocabulary import make_bridge
 
 @register(DraftModelConfig)
 class DraftModelGenerator(CachedGenerator):
-    """Drafts with a causal language model run by the same PackedModel and paged cache as the target."""
+    """Drafts with a causal language model, run like the target by a PackedModel over a paged cache."""
 
     has_loop = True
     config: DraftModelConfig
@@ -43,7 +43,7 @@ class DraftModelGenerator(CachedGenerator):
         self.drafter = PackedModel(
             model,
             num_layers=config.early_exit,
-            # Packed layers of a target that drafts for itself would be the target's own while it is deterministic.
+            # A target that drafts for itself shares its layers, which must not be prepacked if it is deterministic.
             prepack_weights=False if config.deterministic and model is target.model else config.prepack_weights,
             cuda_graphs=config.cuda_graphs,
             quantization=config.quantization,
@@ -56,8 +56,8 @@ class DraftModelGenerator(CachedGenerator):
         self.cache = self.new_cache(1, config.block_size)
         self.kept_nodes: dict[
             int, list[int]
-        ] = {}  # per sequence, where the last draft's nodes are in the cache (or -1)
-        self.texts: dict[int, list[int]] = {}  # per sequence of the round, its text as the drafter reads it
+        ] = {}  # per sequence, the cache index of each node of the last draft (or -1)
+        self.texts: dict[int, list[int]] = {}  # per sequence of the current round, its text in the drafter's tokens
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
@@ -66,7 +66,7 @@ class DraftModelGenerator(CachedGenerator):
         return self.drafter.new_cache(num_blocks, block_size, self.bridge.nodes_are_drafter_tokens, grows=True)
 
     def own_tokens(self, num_tokens: int) -> int:
-        """Texts are read in the drafter's tokens."""
+        """The most tokens that a text can have in the drafter's vocabulary."""
         return self.bridge.max_drafter_tokens(num_tokens)
 
     def evict(self, seq: Sequence) -> None:
@@ -82,20 +82,20 @@ class DraftModelGenerator(CachedGenerator):
         self.bridge.forget(seq)
 
     def active(self):
-        """The drafter reads pages."""
+        """A context in which the drafter's attention reads pages."""
         return self.drafter.active()
 
     # ---- drafting ---------------------------------------------------------------------------------------------------
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
-        """Chains or trees, grown one depth per drafter forward; rows whose limit is reached drop out."""
+        """Grow chains or trees, one depth per forward of the drafter, in the target's tokens."""
         trees = super().propose(sequences, limits)
         texts = [self.texts.get(seq.id, []) for seq in sequences]
         self.texts = {}
         return self.bridge.to_target(trees, sequences, texts) if trees.num_nodes else trees
 
     def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
-        """Rows the drafter has positions and blocks for, the text and a draft of that depth."""
+        """The limits; 0 for rows whose text and draft do not fit into the drafter's positions or free blocks."""
         self.sequences = sequences
         self.texts = {
             seq.id: self.bridge.to_drafter(seq) for seq, limit in zip(sequences, limits, strict=True) if limit
@@ -113,7 +113,7 @@ class DraftModelGenerator(CachedGenerator):
         self.cache.match_prefix(seq.id, text)
         if not self.try_reserve(seq, len(text) + self.shape.num_expanded(limit)):
             return False
-        if share_now:  # all texts are written in one forward, so later rows may already read these blocks
+        if share_now:  # one forward writes all texts, so later rows may share these blocks
             self.cache.register_prefix(seq.id, text, len(text))
         return True
 
@@ -122,7 +122,7 @@ class DraftModelGenerator(CachedGenerator):
         return [self.drafter.model]
 
     def roots(self, sequences: list[Sequence]) -> tuple[torch.Tensor, ...]:
-        """Bring the drafter's KV up to the rows' texts, a chunk at a time; logits [R, V] after each last token."""
+        """Read all new tokens of the texts, a chunk at a time; logits [R, V] of the token after each text."""
         chunk = self.config.prefill_chunk_size
         rows = [(seq, self.texts[seq.id]) for seq in sequences]
         tables = [self.cache.tables[seq.id] for seq in sequences]
@@ -158,7 +158,7 @@ class DraftModelGenerator(CachedGenerator):
         return output.logits.view(rows, count, -1)
 
     def drafted(self, sequences: list[Sequence], draft: Draft) -> None:
-        """Remember where the KV of the draft's nodes is."""
+        """Keep the cache indices of the draft's nodes."""
         if self.bridge.nodes_are_drafter_tokens:
             for seq, length, at in zip(sequences, draft.trees.lengths, draft.expanded, strict=True):
                 if length:

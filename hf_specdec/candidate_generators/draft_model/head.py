@@ -28,9 +28,9 @@ _loaded = weakref.WeakKeyDictionary[PreTrainedModel, "weakref.WeakValueDictionar
 
 
 def load_drafter(config: DraftModelConfig, target: PackedModel, context: DrafterContext) -> PreTrainedModel:
-    """The drafter: the target itself (early exit), the model handed to `generate(assistant_model=)`, or the one named.
+    """The drafter: the target itself (early exit), `generate(assistant_model=)`, or the configured model.
 
-    A named one is loaded once per target: configurations that differ in the number of drafts share it.
+    A configured model is loaded once per target, so that configurations with other draft lengths share it.
     """
     if context.assistant_model is not None:
         given = "model" if config.model is not None else "early_exit" if config.early_exit is not None else None
@@ -45,7 +45,7 @@ def load_drafter(config: DraftModelConfig, target: PackedModel, context: Drafter
         )
     name = resolve_model(config.model)
     key = (name, config.revision, config.quantization, target.model.dtype, target.device)
-    # transformers patches its own classes while it loads; two loads at once would leave them patched.
+    # transformers patches its own classes while it loads: two loads at once would leave them patched.
     with _loading:
         loaded = _loaded.setdefault(target.model, weakref.WeakValueDictionary())
         model = loaded.get(key)

@@ -18,7 +18,7 @@ from .head import GATES, LSTMSpeculator, ScaledNorm, Speculator, SumSpeculator
 
 
 def has_mlp(checkpoint: Checkpoint) -> bool:
-    """Whether these are IBM's tensors, or must be what is left of them (tied checkpoints may keep any one copy)."""
+    """True for IBM's format; tied checkpoints may hold one copy of each tensor only."""
     names = set(map(unprefixed, checkpoint.names()))
     if has_lstm(names) or has_rnn(names):
         return False
@@ -27,7 +27,7 @@ def has_mlp(checkpoint: Checkpoint) -> bool:
 
 
 def has_arctic(checkpoint: Checkpoint) -> bool:
-    """Whether these are the tensors of an Arctic LSTM, or of a "sum_rnn"."""
+    """True for an Arctic LSTM or a "sum_rnn"."""
     names = set(map(unprefixed, checkpoint.names()))
     return has_lstm(names) or has_rnn(names)
 
@@ -45,7 +45,7 @@ register_format(
 
 
 def load_mlp(checkpoint: Checkpoint, target: PackedModel) -> Speculator:
-    """A speculator in IBM's format (also Snowflake's ArcticMLPSpeculator), on the target's device, in its dtype."""
+    """Load a speculator in IBM's format (Snowflake's ArcticMLPSpeculator too), on the target's device, in its dtype."""
     n_predict, vocab_size = integer(checkpoint, "n_predict"), integer(checkpoint, "vocab_size")
     tied, scale_input = flag(checkpoint, "tie_weights"), flag(checkpoint, "scale_input")
     (emb_dim, *more), (inner, *others) = widths(checkpoint, "emb_dim"), widths(checkpoint, "inner_dim", 0)
@@ -71,7 +71,7 @@ def load_mlp(checkpoint: Checkpoint, target: PackedModel) -> Speculator:
 
 
 def load_speculator(checkpoint: Checkpoint, target: PackedModel) -> Speculator:
-    """A speculator in any of the family's formats.
+    """Load a speculator in any of the formats.
 
     Raises:
         CheckpointError: it does not fit its configuration or the target.
@@ -89,12 +89,12 @@ def load_speculator(checkpoint: Checkpoint, target: PackedModel) -> Speculator:
 
 
 def has_lstm(names: Collection[str]) -> bool:
-    """Whether these tensor names (without prefix) are an LSTM's."""
+    """True for the tensor names (without prefix) of an LSTM."""
     return any(name.startswith(("forget_emb.", "forget_proj.")) for name in names)
 
 
 def has_rnn(names: Collection[str]) -> bool:
-    """Whether these tensor names (without prefix) are those of a "sum_rnn"."""
+    """True for the tensor names (without prefix) of a "sum_rnn"."""
     return any(re.match(r"(emb|proj|ln)\.\d+\.\d+\.", name) for name in names)
 
 
@@ -105,7 +105,7 @@ def _lstm_name(name: str, n_predict: int, tie_embeddings: bool) -> str:
 
 
 def load_lstm(checkpoint: Checkpoint, target: PackedModel) -> Speculator:
-    """An LSTM speculator on the target's device, in its dtype."""
+    """Load an LSTM speculator on the target's device, in its dtype."""
     n_predict, vocab_size = integer(checkpoint, "n_predict"), integer(checkpoint, "vocab_size")
     hidden_size = integer(checkpoint, "input_hidden_dim")
     tie_embeddings = flag(checkpoint, "tie_lstm_embs")
@@ -131,7 +131,7 @@ def _layers(first: nn.Module, count: int, width: int) -> nn.Sequential:
 
 
 def _norms(sizes: list[int]) -> nn.Sequential:
-    """A norm, then GELU, a linear layer and a norm for each further width."""
+    """A norm; then GELU, a linear layer and a norm for each further width."""
     modules: list[nn.Module] = [ScaledNorm(sizes[0])]
     for before, size in itertools.pairwise(sizes):
         modules += [nn.GELU(), nn.Linear(before, size, bias=False), ScaledNorm(size)]
@@ -139,7 +139,7 @@ def _norms(sizes: list[int]) -> nn.Sequential:
 
 
 def load_rnn(checkpoint: Checkpoint, target: PackedModel) -> Speculator:
-    """A "sum_rnn" speculator on the target's device, in its dtype: IBM's recurrence, each part of it a stack of layers."""
+    """Load a "sum_rnn" speculator (IBM's recurrence with a stack of layers for each part), on the target's device, in its dtype."""
     n_predict, vocab_size = integer(checkpoint, "n_predict"), integer(checkpoint, "vocab_size")
     hidden_size = integer(checkpoint, "input_hidden_dim")
     inner, emb, proj = (widths(checkpoint, key) for key in ("inner_dim", "emb_dim", "proj_dim"))
@@ -175,7 +175,7 @@ def unprefixed(name: str) -> str:
 
 
 def tied_name(name: str, n_predict: int) -> str:
-    """The canonical name of a tensor in a checkpoint with tied weights: of step 0, of step 1 for later projections."""
+    """The name under which tied weights are loaded: that of step 0, or step 1 for the projections of later steps."""
     match = re.fullmatch(r"(\w+)\.(\d+)\.(.+)", name)
     if match is None or int(match[2]) >= n_predict:
         return name
@@ -184,7 +184,7 @@ def tied_name(name: str, n_predict: int) -> str:
 
 
 def check_steps(checkpoint: Checkpoint, n_predict: int, tied: bool) -> None:
-    """Raise CheckpointError if config.json speaks of more steps than the file has weights for: none is built without."""
+    """Raise CheckpointError if config.json gives more steps than the file has weights for."""
     numbers = {
         int(match[1])
         for match in (re.match(r"head\.(\d+)\.", unprefixed(name)) for name in checkpoint.names())
@@ -197,10 +197,10 @@ def check_steps(checkpoint: Checkpoint, n_predict: int, tied: bool) -> None:
 
 
 def integer(checkpoint: Checkpoint, key: str, default: int | None = None, minimum: int = 1) -> int:
-    """A whole number of config.json.
+    """An integer from config.json.
 
     Raises:
-        CheckpointError: it is missing (and there is no default) or something else.
+        CheckpointError: it is missing without a default, or is not an integer of at least `minimum`.
     """
     value = checkpoint.config.get(key, default)
     if type(value) is not int or value < minimum:
@@ -209,7 +209,7 @@ def integer(checkpoint: Checkpoint, key: str, default: int | None = None, minimu
 
 
 def flag(checkpoint: Checkpoint, key: str) -> bool:
-    """A switch of config.json, off if it is not there."""
+    """A boolean from config.json, False by default."""
     value = checkpoint.config.get(key, False)
     if not isinstance(value, bool):
         raise checkpoint.error(f"config.json has {key} = {value!r}; it must be true or false.")
@@ -217,7 +217,7 @@ def flag(checkpoint: Checkpoint, key: str) -> bool:
 
 
 def widths(checkpoint: Checkpoint, key: str, default: int | None = None) -> list[int]:
-    """Widths of config.json: 4096, [4096, 4096] or "4096.4096"."""
+    """Widths from config.json, given as 4096, [4096, 4096] or "4096.4096"."""
     value: Any = checkpoint.config.get(key, default)
     parts = value.split(".") if isinstance(value, str) else value if isinstance(value, list) else [value]
     numbers = [int(part) for part in parts if type(part) is int or (isinstance(part, str) and part.isdecimal())]

@@ -55,7 +55,7 @@ class MLPSpeculatorConfig(LastHiddenConfig):
         super().__post_init__()
 
     def shape(self) -> TreeShape:
-        """The shape these keys describe (a chain, until the checkpoint's tree is known)."""
+        """The shape these keys describe; the checkpoint's own tree is read by the generator."""
         if self.top_k_tokens_per_head is not None:
             return TreeTemplate.from_widths(self.top_k_tokens_per_head, self.n_candidates)
         return super().shape()

@@ -49,18 +49,18 @@ class MLPSpeculatorGenerator(LastHiddenGenerator):
         return TreeTemplate.from_widths(factors[:depth], kept)
 
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The tokens; in place of padding that only the target has an embedding for, the last one."""
+        """The tokens, with padding ids that only the target has replaced by the last id."""
         return tokens if self.last_token is None else tokens.clamp(max=self.last_token)
 
     def begin(self, *roots: torch.Tensor) -> torch.Tensor:
-        """The first step, from the target's hidden states."""
+        """The first step's logits, from the target's hidden states."""
         hidden, tokens = roots
         logits, state = self.speculator.step(0, hidden, self._embedded(tokens))
         self.state = state[:, None]
         return logits
 
     def expand(self, level: Level) -> torch.Tensor:
-        """The step of this depth, for all nodes."""
+        """This depth's logits [R, F, V], for all nodes."""
         rows, count = level.tokens.shape
         tokens = self._embedded(level.tokens.flatten())
         logits, state = self.speculator.step(level.depth, self.carried(level).flatten(0, 1), tokens)
@@ -70,6 +70,6 @@ class MLPSpeculatorGenerator(LastHiddenGenerator):
 
 @register(ArcticConfig)
 class ArcticGenerator(MLPSpeculatorGenerator):
-    """The same, by Snowflake's name."""
+    """The same generator under Snowflake's name."""
 
     config: ArcticConfig

@@ -29,7 +29,7 @@ class Speculator(nn.Module, ABC):
     """A recurrence with one step per drafted token, started from the target's last hidden state.
 
     Token embeddings are added to the projected state with a weight that leaves half of the state's variance to the target's
-    hidden state after all `n_predict` steps, whatever number of them is used (Wertheimer et al. 2024, "Accelerating
+    hidden state after all `n_predict` steps, however many are used (Wertheimer et al. 2024, "Accelerating
     Production LLMs with Combined Token/Embedding Speculators").
 
     Args:
@@ -45,12 +45,12 @@ class Speculator(nn.Module, ABC):
         self.embedding_scale = math.sqrt((1 - state_weight**2) * width / 2) / state_weight
 
     def entered(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The target's hidden states [N, H] as the first step reads them."""
+        """The target's hidden states [N, H], normalised if `scale_input`."""
         return F.rms_norm(hidden, hidden.shape[-1:], eps=EPSILON) * 0.5**0.5 if self.scale_input else hidden
 
     @abstractmethod
     def step(self, index: int, state: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """Logits [N, V] of what follows `tokens` [N], and the state [N, S] for the next step.
+        """Logits [N, V] of the token after `tokens` [N], and the state [N, S] for the next step.
 
         Args:
             index: of the step. In step 0 `state` is the target's last hidden state [N, H].
@@ -61,7 +61,7 @@ class SumSpeculator(Speculator):
     """s' = GELU(norm_i(proj_i(s) + scale * emb_i(token))), logits = head_i(s').
 
     Args:
-        emb, proj, ln, head: one module per step; where there are fewer, the last one serves the other steps too.
+        emb, proj, ln, head: one module per step; with fewer, the last one is used for the remaining steps.
     """
 
     def __init__(self, n_predict: int, width: int, scale_input: bool, emb: list, proj: list, ln: list, head: list):
@@ -70,7 +70,7 @@ class SumSpeculator(Speculator):
         self.ln, self.head = nn.ModuleList(ln), nn.ModuleList(head)
 
     def step(self, index: int, state: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Speculator; the state is s'."""
+        """See `Speculator`; the state is s'."""
         emb, proj, ln, head = (each[min(index, len(each) - 1)] for each in (self.emb, self.proj, self.ln, self.head))
         projected = proj(self.entered(state) if index == 0 else state)
         state = F.gelu(ln(torch.add(projected, emb(tokens), alpha=self.embedding_scale)))
@@ -78,11 +78,11 @@ class SumSpeculator(Speculator):
 
 
 class LSTMSpeculator(Speculator):
-    """An LSTM-like cell ("sum_lstm"); its weights are shared by all steps, but for the first projections.
+    """An LSTM-like cell ("sum_lstm"). All steps share its weights, except the first step's projections.
 
     With a_g = proj_g(s) + scale * emb_g(token) for the gates g:
     c' = c * sigmoid(a_forget) + GELU(norm(a_cell)) * sigmoid(a_input), s' = GELU(norm(c')) * sigmoid(a_output),
-    logits = head(s'). The cell state c is zero when drafting begins; [s', c'] is what one step leaves to the next.
+    logits = head(s'). The cell state c starts at zero; [s', c'] is the state for the next step.
 
     Args:
         hidden_size: of the target.
@@ -104,7 +104,7 @@ class LSTMSpeculator(Speculator):
         self.head = nn.ModuleList([nn.Linear(width, vocab_size, bias=False)])
 
     def fuse(self) -> None:
-        """Once loaded: the four projections of a step become one, in the order of GATES."""
+        """Join the four projections of a step into one, in the order of GATES; called after loading."""
         fused = []
         for step in range(2):
             weight = torch.cat([self.get_parameter(f"{gate}_proj.{step}.weight") for gate in GATES])
@@ -117,7 +117,7 @@ class LSTMSpeculator(Speculator):
         self.proj = nn.ModuleList(fused)
 
     def step(self, index: int, state: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See Speculator; the state is [s', c'] [N, 2 * width]."""
+        """See `Speculator`; the state is [s', c'] [N, 2 * width]."""
         hidden, cell = (self.entered(state), None) if index == 0 else state.chunk(2, dim=1)
         embedded = torch.stack([self.get_submodule(f"{gate}_emb.0")(tokens) for gate in self.embedded], dim=1)
         projected = self.proj[min(index, 1)](hidden).view(-1, 4, self.width)

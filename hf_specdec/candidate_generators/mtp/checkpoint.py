@@ -38,15 +38,15 @@ register_format(
 
 
 class MtpModules(nn.ModuleList):
-    """MTP modules as they are filled; errors name this class."""
+    """A list of MTP modules to load at once; errors show this class name."""
 
 
 @dataclass
 class LoadedMtp:
-    """MTP modules ready to draft, in the order they do.
+    """Loaded MTP modules, in drafting order.
 
     Attributes:
-        heads: the modules over packed rows, each with a layer of one cache.
+        heads: runs each module over packed rows, with its layer of one cache.
         proposed_length: the draft length the checkpoint proposes (speculators' format), or None.
     """
 
@@ -57,10 +57,10 @@ class LoadedMtp:
 
 
 def load_mtp(source: Checkpoint, target: PackedModel, prepack_weights: bool | None = None) -> LoadedMtp:
-    """The MTP modules of a checkpoint, on the target's device and in its dtype.
+    """Load the MTP modules of a checkpoint, on the target's device and in its dtype.
 
     Raises:
-        CheckpointError: there are none, or they do not fit.
+        CheckpointError: it has no MTP modules, or they do not fit.
     """
     device, dtype = place_of(target)
     family = _family(source, target)
@@ -117,7 +117,7 @@ def _family(source: Checkpoint, target: PackedModel) -> Family:
         return Family.of(target.model, source)
     if kind != "mtp":
         raise source.error(f"is a speculators checkpoint of type {kind!r}, not of MTP layers.")
-    source.wanted = None  # a checkpoint of its own: every tensor in it counts
+    source.wanted = None  # a checkpoint of MTP layers only: load every tensor
     values = section(source, "transformer_layer_config")
     stated, own = values.get("num_hidden_layers"), target.config.num_hidden_layers
     if isinstance(stated, int) and stated > own:
@@ -136,12 +136,12 @@ def _expert_names(family: Family) -> list[str]:
 
 
 def _planned(checkpoint: TargetTensors, layout: MtpLayout, num_layers: int) -> Plan:
-    """Canonical names `{module}.{part}`; what all modules share goes to each of them."""
+    """A plan with the names `{module}.{part}`; shared tensors are assigned to every module."""
 
     def rename(name: str) -> str | None:
         found = layout.canonical(name, num_layers)
         if found is None:
-            return name  # of no module: reported as unused
+            return name  # belongs to no module: reported as unused
         module, canonical = found
         return None if module < 0 else f"{module}.{canonical}"
 
@@ -155,7 +155,7 @@ def _planned(checkpoint: TargetTensors, layout: MtpLayout, num_layers: int) -> P
 
 
 def _own_tables(plan: Plan, target: PackedModel) -> dict[str, tuple[int, int]]:
-    """Shapes of the stored embeddings and heads that differ from the target's. Equal ones are forgotten: they are shared."""
+    """Shapes of the stored embeddings and heads that differ from the target's. Equal ones are removed from the plan."""
     own = {}
     for name in [name for name in plan.sources if name.endswith((".embed_tokens.weight", ".lm_head.weight"))]:
         table = (target_embeddings if "embed_tokens" in name else target_head)(target).weight
@@ -178,7 +178,7 @@ def _own_tables(plan: Plan, target: PackedModel) -> dict[str, tuple[int, int]]:
 
 
 def _rename_parts(plan: Plan, expected: set[str]) -> None:
-    """Parts of the layer under the names transformers gives them."""
+    """Rename parts of the layer to transformers' names."""
     for name in [name for name in plan.sources if name not in expected]:
         for pattern, replacement in LAYER_NAMES:
             renamed = re.sub(pattern, replacement, name)

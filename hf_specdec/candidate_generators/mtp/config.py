@@ -74,11 +74,11 @@ class MtpConfig(ProposedLengthConfig):
 
     @property
     def continues_by_ngram(self) -> bool:
-        """Whether drafts are longer than MTP layers make them."""
+        """Whether n-gram look-up continues the MTP layers' drafts."""
         return self.mtp_strategy == "with_ngram"
 
     def ngrams(self) -> NGramConfig:
-        """Of the look-up that continues drafts."""
+        """The configuration of the look-up that continues drafts."""
         return NGramConfig(prompt_lookup_min=self.prompt_lookup_min, prompt_lookup_max=self.prompt_lookup_max)
 
     def _check_steps(self) -> None:
@@ -98,16 +98,16 @@ class MtpConfig(ProposedLengthConfig):
             )
 
     def shape(self) -> TreeShape:
-        """Of what the MTP layers draft."""
+        """The shape of the MTP layers' drafts."""
         if self.continues_by_ngram:
             return TreeTemplate.from_widths([1] * (self.num_model_steps or 1))
         return super().shape()
 
     def open_for(self, target: PackedModel) -> Checkpoint:
-        """The checkpoint with the MTP layers: 'model', or where the target was loaded from.
+        """Open the checkpoint with the MTP layers: 'model', or the target's own.
 
         Raises:
-            SpeculativeConfigError: it cannot be had, or the target was not loaded from anywhere.
+            SpeculativeConfigError: it cannot be opened, or the target was not loaded from a checkpoint.
         """
         wanted = is_mtp_tensor(target.config.num_hidden_layers)
         if self.model is not None:

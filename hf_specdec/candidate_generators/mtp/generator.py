@@ -28,10 +28,10 @@ from .turns import ModulesInTurn
 class MtpGenerator(ModulesInTurn):
     """Drafts with the target's MTP modules, each a decoder layer of the target's own class.
 
-    One module makes every draft step, reading its own output; several take turns (see ModulesInTurn). What the first reads
-    is the target's final hidden state, after the last norm. Between steps the module's output is handed on as the family's
-    reference does it (`MtpLayout.normed_output`): for DeepSeek-V3's layout after `shared_head.norm`, as transformers and SGLang
-    do; vLLM's older files hand on what is before it (`recycle_normed: false`).
+    A single module makes every draft step and reads its own output; several modules take turns (see `ModulesInTurn`). The first
+    step reads the target's final hidden state, after the last norm. Later steps read the module's output as the family's
+    reference does (`MtpLayout.normed_output`): for DeepSeek-V3's layout after `shared_head.norm`, as in transformers and SGLang;
+    older versions of vLLM read it before this norm (`recycle_normed: false`).
     """
 
     config: MtpConfig
@@ -52,11 +52,11 @@ class MtpGenerator(ModulesInTurn):
         self.ngrams = NGramGenerator(config.ngrams(), target) if config.continues_by_ngram else None
 
     def with_checkpoint_defaults(self, config: MtpConfig) -> MtpConfig:
-        """With as many draft tokens as the checkpoint proposes, or has modules, where the user gave no number."""
+        """The configuration with the draft length of the checkpoint, or its number of modules, where the user gave none."""
         return config.with_default_length(self.loaded.proposed_length or len(self.loaded.modules))
 
     def new_cache(self, num_blocks: int, block_size: int) -> PagedStaticCache:
-        """A cache with a layer per module in use, which grows up to `num_blocks`."""
+        """A cache with one layer per module in use, which grows up to `num_blocks`."""
         for head in self.heads:
             if head.graphs is not None:
                 head.graphs.captures.clear()
@@ -64,11 +64,11 @@ class MtpGenerator(ModulesInTurn):
         return PagedStaticCache(len(self.heads), num_blocks, block_size, share_prefixes=False, weights=weights)
 
     def state_of(self, module: int, hidden: torch.Tensor) -> torch.Tensor:
-        """The module's output, after its last norm where that is what is handed on."""
+        """The module's output, after its last norm if `hands_on_normed`."""
         return self.mtp_modules[module].norm(hidden) if self.hands_on_normed else hidden
 
     def logits_of(self, module: int, state: torch.Tensor) -> torch.Tensor:
-        """The head over the module's normed output."""
+        """Logits [n, Vd] from the module's normed output."""
         own = self.mtp_modules[module]
         return own.logits(state if self.hands_on_normed else own.norm(state))
 
@@ -76,28 +76,28 @@ class MtpGenerator(ModulesInTurn):
 
     @property
     def max_draft_nodes(self) -> int:
-        """Nodes of the deepest draft."""
+        """The most nodes of a draft, n-grams included."""
         return self.config.longest_draft if self.config.continues_by_ngram else super().max_draft_nodes
 
     def start(self, seq: Sequence) -> None:
-        """Nothing is read yet; the prompt's n-grams are known."""
+        """As in the base; also index the prompt's n-grams."""
         super().start(seq)
         if self.ngrams is not None:
             self.ngrams.start(seq)
 
     def observe(self, outcome: StepOutcome) -> None:
-        """Take features, and index new tokens."""
+        """As in the base; also index new tokens."""
         super().observe(outcome)
         if self.ngrams is not None:
             self.ngrams.observe(outcome)
 
     def stop(self, seq: Sequence) -> None:
-        """Forget the text."""
+        """As in the base; also drop the n-grams."""
         super().stop(seq)
         if self.ngrams is not None:
             self.ngrams.stop(seq)
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
-        """What the modules draft, continued by what followed its last n-gram where the text has it."""
+        """The modules' drafts, continued by n-gram look-up if configured."""
         trees = super().propose(sequences, limits)
         return trees if self.ngrams is None else self.ngrams.continued(trees, sequences, limits)

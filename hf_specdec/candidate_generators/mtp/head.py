@@ -17,7 +17,7 @@ from .layouts import MtpLayout
 
 
 class PlainLayer(nn.Module):
-    """A pre-norm layer of one attention and one dense MLP, from the parts of a layer that has several (LongCat-Flash)."""
+    """A pre-norm layer with one attention and one dense MLP, for targets whose layers have several of each (LongCat-Flash)."""
 
     self_attn: nn.Module
     mlp: nn.Module
@@ -44,7 +44,7 @@ class MtpModule(nn.Module):
     Its layer's KV is layer `index` of the drafter's cache.
 
     Args:
-        own: shapes [V, H] of the embeddings and head that are its own; the others are the target's (`share`).
+        own: shapes [V, H] of the module's own embeddings and head; others are the target's (see `share`).
     """
 
     enorm: nn.Module
@@ -73,26 +73,26 @@ class MtpModule(nn.Module):
             self.embed_tokens = nn.Embedding(own["embed_tokens"][0], own["embed_tokens"][1])
         if "lm_head" in own:
             self.lm_head = nn.Linear(own["lm_head"][1], own["lm_head"][0], bias=False)
-        self.shared: dict[
-            str, nn.Module
-        ] = {}  # a dictionary's modules are not submodules: the target's stay the target's
+        self.shared: dict[str, nn.Module] = {}  # in a dict, so that the target's modules are not submodules
         self.rope_kind: dict[str, str] = {}
 
     def share(self, embed_tokens: nn.Module, lm_head: nn.Module) -> None:
-        """The target's embeddings and head, used where the module has none of its own."""
+        """Set the target's embeddings and head, for parts that the module does not have."""
         self.shared = {"embed_tokens": embed_tokens, "lm_head": lm_head} | dict(self.named_children())
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [n, V] from what came out of `forward`, [n, H], after `norm`."""
+        """Logits [n, V] from outputs of `forward` [n, H], after `norm`."""
         return self.shared["lm_head"](hidden)
 
     def add_rotary(self, rotary_class: type[nn.Module]) -> None:
-        """Rotary embeddings, whose frequencies no checkpoint holds."""
+        """Add rotary embeddings; checkpoints do not hold their frequencies."""
         self.rotary_emb = rotary_class(self.config)
         self.has_sections = hasattr(
             self.rotary_emb, "mrope_section"
-        )  # positions in time, height and width: equal in text
-        if "layer_type" in inspect.signature(rotary_class.forward).parameters:  # frequencies by kind of attention
+        )  # three positions (time, height, width), which are equal in text
+        if (
+            "layer_type" in inspect.signature(rotary_class.forward).parameters
+        ):  # frequencies depend on the kind of attention
             self.rope_kind = {"layer_type": self.config.layer_types[self.layer.self_attn.layer_idx]}
 
     def forward(self, input_ids, features, position_ids, **attention) -> torch.Tensor:
@@ -111,13 +111,13 @@ class MtpModule(nn.Module):
 
 @dataclass
 class Family:
-    """What a model's own layers are made of.
+    """The parts of a target that MTP modules are built from.
 
     Attributes:
-        config: of the model; every module gets a copy that describes its one layer.
-        last_layer, norm: the model's, as patterns.
-        gather: how its attention is served (see PackedModel).
-        float32: parts of names of tensors that stay in float32 (routers' corrections).
+        config: the model's; every module gets a copy for its one layer.
+        last_layer, norm: the model's, to copy their types.
+        gather: whether attention runs over gathered keys (see PackedModel).
+        float32: substrings of the names of tensors that stay in float32 (router corrections).
     """
 
     config: PretrainedConfig
@@ -129,10 +129,10 @@ class Family:
 
     @classmethod
     def of(cls, model: PreTrainedModel, checkpoint: Checkpoint) -> Family:
-        """The parts of a model.
+        """Take the parts from a model.
 
         Raises:
-            CheckpointError: its decoder has not the usual parts.
+            CheckpointError: its decoder lacks the usual parts.
         """
         decoder = architectures.decoder_of(model)
         layers, norm, rotary = (getattr(decoder, name, None) for name in ("layers", "norm", "rotary_emb"))
@@ -151,21 +151,21 @@ class Family:
         )
 
     def new_norm(self) -> nn.Module:
-        """A norm of the model's own kind, on the meta device."""
+        """A norm of the model's type, on the meta device."""
         return copy.deepcopy(self.norm).to("meta")
 
     def new_layer(self, config: PretrainedConfig, index: int) -> nn.Module:
-        """A layer of the model's own kind whose KV is layer `index` of its cache."""
+        """A layer of the model's type, whose KV is layer `index` of the cache."""
         if isinstance(getattr(self.last_layer, "self_attn", None), nn.ModuleList):
             return PlainLayer(self.last_layer, config, index)
         return type(self.last_layer)(config, layer_idx=index)
 
 
 def module_config(config: PretrainedConfig, index: int, attention: str, sparse: bool) -> PretrainedConfig:
-    """A copy of a model's configuration in which layer `index` is an MTP layer: its kinds of attention and of MLP.
+    """A copy of a model's configuration in which layer `index` has the attention and MLP of an MTP layer.
 
     Args:
-        attention: used where the model has `layer_types` and does not say the MTP layers' own (`mtp_layer_types`).
+        attention: for models with `layer_types` but without `mtp_layer_types`.
         sparse: whether the layer is a mixture of experts.
     """
     config, count = copy.deepcopy(config), index + 1
