@@ -39,7 +39,7 @@ def trainer_class(method: str) -> type[HeadTrainer]:
     """The trainer of a method.
 
     Raises:
-        TrainingError: there is none; the message names those there are.
+        TrainingError: no such trainer; the message lists those available.
     """
     trainers = available_trainers()
     if method not in trainers:
