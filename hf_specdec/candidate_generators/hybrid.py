@@ -115,7 +115,7 @@ class HybridGenerator(CandidateGenerator):
         nodes = [part.max_draft_nodes for part in self.parts]
         return max(sum(nodes), self.config.longest_draft) if self.extends else max(nodes)
 
-    # ---- everything is told to both ---------------------------------------------------------------------------------
+    # ---- both parts -------------------------------------------------------------------------------------------------
 
     def allocate(self, num_tokens: int, num_sequences: int, block_size: int) -> None:
         """Allocate both."""

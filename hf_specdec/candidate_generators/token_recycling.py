@@ -300,8 +300,8 @@ class TokenRecyclingGenerator(CandidateGenerator):
         recent = {token: list(own)[-self.config.num_successors :] for token, own in followers.items()}
         for age in range(max(map(len, recent.values()), default=0)):
             pairs = [(token, own[age]) for token, own in recent.items() if len(own) > age]
-            tokens, behind = torch.tensor(pairs, device=self.matrices.rows.device).unbind(1)
-            self.matrices.move_to_front(matrix, tokens, behind)
+            tokens, newest = torch.tensor(pairs, device=self.matrices.rows.device).unbind(1)
+            self.matrices.move_to_front(matrix, tokens, newest)
 
 
 def _lookups(tree: TreeTemplate) -> list[tuple[torch.Tensor, torch.Tensor]]:

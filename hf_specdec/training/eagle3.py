@@ -50,7 +50,7 @@ class Eagle3TrainingOptions(TrainingOptions):
     )
     feature_layers: str | None = option(
         None,
-        "which hidden states of the target are read, as i,j,k (i: behind i layers; none: a low, a middle and a high one)",
+        "which hidden states of the target are read, as i,j,k (i: after i layers; default: a low, a middle and a high one)",
     )
     fc_norm: bool = option(False, "a norm on each hidden state that is read (EAGLE-3.1)")
     norm_output: bool = option(False, "feed the normed output back (EAGLE-3.1)")

@@ -126,7 +126,7 @@ def regenerate(
     return path
 
 
-# ---- what is asked --------------------------------------------------------------------------------------------------
+# ---- prompts --------------------------------------------------------------------------------------------------------
 
 
 def _sources(row: dict[str, Any], target: TargetModel, settings: Regeneration) -> list[_Source]:

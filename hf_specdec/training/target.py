@@ -39,7 +39,7 @@ class TargetModel:
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._check_logits()
 
-    # ---- what it is -------------------------------------------------------------------------------------------------
+    # ---- properties -------------------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
@@ -83,7 +83,7 @@ class TargetModel:
         out = set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
         return out if self.tokenizer.eos_token_id is None else out | {self.tokenizer.eos_token_id}
 
-    # ---- what it computes -------------------------------------------------------------------------------------------
+    # ---- computation ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def capture(self, batch: Batch, taps: Taps) -> Batch:
@@ -119,7 +119,7 @@ class TargetModel:
         parts = [self.logits(part).argmax(-1) for part in hidden.split(rows)]
         return torch.cat(parts).view(batch.input_ids.shape)
 
-    # ---- how --------------------------------------------------------------------------------------------------------
+    # ---- hooks ------------------------------------------------------------------------------------------------------
 
     def _forward(self, input_ids: torch.Tensor) -> torch.Tensor:
         """Logits [B, 1, V] of the last position, or of all positions if the model has no `logits_to_keep`."""

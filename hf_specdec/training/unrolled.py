@@ -122,7 +122,7 @@ def unroll(head: nn.Module, batch: Batch, features: torch.Tensor, num_steps: int
         yield features
 
 
-# ---- what counts ----------------------------------------------------------------------------------------------------
+# ---- tokens that count ----------------------------------------------------------------------------------------------
 
 
 @dataclass

@@ -160,7 +160,7 @@ def _tapped_layers(checkpoint: Checkpoint, num_layers: int) -> tuple[int, ...]:
         layers = sorted((2, num_layers // 2, num_layers - 3))
     if layers[0] < 0 or layers[-1] > num_layers:
         raise checkpoint.error(
-            f"reads hidden states {layers} (0: the embeddings, i: behind i layers), but the target has {num_layers} layers."
+            f"reads hidden states {layers} (0: the embeddings, i: after i layers), but the target has {num_layers} layers."
             + trained_for(checkpoint)
         )
     return tuple(layers)
@@ -270,7 +270,7 @@ def _check_target(
     width, columns = target.config.hidden_size, plan.matrix("fc.weight")[1]
     if columns != width * len(options.taps.layers):
         raise checkpoint.error(
-            f"fc reads {columns} numbers per token; the target's hidden states behind {options.taps.layers} layers have "
+            f"fc reads {columns} numbers per token; the target's hidden states after {options.taps.layers} layers have "
             f"{len(options.taps.layers)} × {width}." + trained_for(checkpoint)
         )
 

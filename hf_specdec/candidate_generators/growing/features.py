@@ -45,7 +45,7 @@ class FeatureGenerator(CachedGenerator):
         self.unread: dict[int, list[torch.Tensor]] = {}  # per sequence: features [n, F] the head has not read yet
         self.sequences: list[Sequence] = []  # in the current round
 
-    # ---- what a method is -------------------------------------------------------------------------------------------
+    # ---- hooks of a method ------------------------------------------------------------------------------------------
 
     def features(self, output: PackedOutput, index: torch.Tensor) -> torch.Tensor:
         """The head's features [n, F] of the packed tokens `index` [n] in a target forward; by default its final hidden states."""

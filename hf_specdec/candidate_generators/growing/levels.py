@@ -230,8 +230,8 @@ class Growth(ABC):
         if self.prefixed:
             own = tokens[:, :, None]
             if self.paths is not None:
-                behind = self.paths.gather(1, parents[:, :, None].expand(-1, -1, self.paths.shape[2]))
-                own = torch.cat([behind, own], dim=2)
+                above = self.paths.gather(1, parents[:, :, None].expand(-1, -1, self.paths.shape[2]))
+                own = torch.cat([above, own], dim=2)
             self.paths = own
         first, self.depths = self.num_expanded, np.append(self.depths, [depth] * tokens.shape[1])
         return self.expander.expand(Level(depth, deeper, kept, tokens, parents, first, ancestors, self.depths))
