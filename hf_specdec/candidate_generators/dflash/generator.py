@@ -14,10 +14,7 @@ from ...kernels.transfer import upload
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext
 from ..checkpoints.config import proposed_length
-from ..checkpoints.target_parts import (
-    gather_features,
-    load_once,
-)
+from ..checkpoints.target_parts import gather_features, load_once
 from ..growing.features import FeatureGenerator
 from ..growing.levels import Level
 from ..growing.tree_shapes import DynamicTree, TreeShape, TreeTemplate

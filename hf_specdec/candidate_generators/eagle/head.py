@@ -8,12 +8,7 @@ from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ..checkpoints.files import Plan
-from ..checkpoints.layers import (
-    Embeddings,
-    RotaryPositions,
-    decoder_layer,
-    fit_biases,
-)
+from ..checkpoints.layers import Embeddings, RotaryPositions, decoder_layer, fit_biases
 
 
 class EagleHead(nn.Module):

@@ -12,12 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ...core.output import Taps
 from ..checkpoints.files import Plan
-from ..checkpoints.layers import (
-    Embeddings,
-    RotaryPositions,
-    decoder_layer,
-    fit_biases,
-)
+from ..checkpoints.layers import Embeddings, RotaryPositions, decoder_layer, fit_biases
 
 
 @dataclass(frozen=True)

@@ -13,10 +13,7 @@ from ...core.outcome import StepOutcome
 from ...core.sequence import Sequence
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext
-from ..checkpoints.target_parts import (
-    DraftVocabulary,
-    load_once,
-)
+from ..checkpoints.target_parts import DraftVocabulary, load_once
 from ..ngram import NGramGenerator
 from ..registry import register
 from .checkpoint import load_mtp
