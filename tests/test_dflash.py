@@ -15,8 +15,8 @@ from safetensors.torch import load_file, save_file
 import hf_specdec
 from hf_specdec.candidate_generators import parse_config
 from hf_specdec.candidate_generators.checkpoints.files import CheckpointError
-from hf_specdec.candidate_generators.dflash.block import sliding_visibility
 from hf_specdec.candidate_generators.dflash.checkpoint import default_target_layers
+from hf_specdec.candidate_generators.dflash.head import sliding_visibility
 from hf_specdec.config import SpeculativeConfigError
 from hf_specdec.core.sequence import Sequence
 from hf_specdec.integration import get_decoder, kept_decoders
