@@ -7,7 +7,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from triton_interpreter import DEVICE, RUNS_HERE, needs_triton, run_interpreted
+from triton_interpreter import DEVICE, RUNS_HERE, needs_triton
 
 from hf_specdec.kernels import reference
 from hf_specdec.kernels.attention_inputs import RowDescription, attention_inputs, pack_visibility
@@ -26,10 +26,6 @@ if RUNS_HERE:
     from hf_specdec.kernels.attention import paged_attention
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of norms; issue 5 for the last two
-
-
-def test_in_a_process_of_its_own():
-    run_interpreted(__file__)
 
 
 def random_tree(rng, nodes, before):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from triton_interpreter import DEVICE, RUNS_HERE, needs_triton, run_interpreted
+from triton_interpreter import DEVICE, RUNS_HERE, needs_triton
 
 from hf_specdec.sampling.processors import FusedSamplingLogitsWarper
 
@@ -23,10 +23,6 @@ PARAMETERS = [
     (0.01, 0, 1e-6, 0.0),
     (1.0, 7, 0.3, 0.3),
 ]
-
-
-def test_in_a_process_of_its_own():
-    run_interpreted(__file__)
 
 
 def run(logits, parameters, owners=None, block=512):
