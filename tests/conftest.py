@@ -6,8 +6,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from pathlib import Path
-
 import pytest
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -57,12 +55,3 @@ def tiny_draft():
 def tiny_tokenizer():
     """The tokenizer both bundled models use."""
     return AutoTokenizer.from_pretrained(hf_specdec.bundled("tiny"), padding_side="left")
-
-
-@pytest.fixture(scope="session")
-def shared_models() -> Path:
-    """The models of the workplace's shared folder, which only some checkouts have beside them."""
-    folder = Path(__file__).resolve().parents[2] / "shared" / "models"
-    if not folder.is_dir():
-        pytest.skip("no ../shared/models beside this checkout")
-    return folder

@@ -4,6 +4,7 @@ import builtins
 
 import pytest
 import torch
+from combinations import covering
 from oracle import assert_clean, drafter_of, method_configs, ragged, tiny_llama
 from transformers import (
     DynamicCache,
@@ -223,10 +224,14 @@ class Hook(FailsAt):
         self.tick()
 
 
-@pytest.mark.parametrize("error", [Failure(), KeyboardInterrupt()], ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("where", [Processor, Criterion, Streamer, Hook], ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("method", ["none", "ngram", "chain", "tree"])
-@pytest.mark.parametrize("call", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("method", "where", "call", "error"),
+    covering(
+        ["none", "ngram", "chain", "tree"], [Processor, Criterion, Streamer, Hook], [1, 2, 4],
+        [Failure(), KeyboardInterrupt()], strength=2,
+    ),
+    ids=lambda value: getattr(value, "__name__", None) or (value if isinstance(value, str | int) else type(value).__name__),
+)  # fmt: skip
 def test_exception_in_the_middle(model, configs, next_call_works, method, where, error, call):
     failing = where(call, error)
     arguments = {

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from combinations import covering
 from families import make
 from helpers_drafters import (
     RAGGED,
@@ -271,9 +272,9 @@ def test_rows_with_their_own_limits_that_are_preempted(tmp_path, model, shape, p
 # ---- losslessness ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", ["chain", "static"])
 @pytest.mark.parametrize(
-    ("family", "prefix"), [("Llama", True), ("Mistral", True), ("Gemma2", False), ("GPT-2", False)]
+    ("family", "prefix", "shape"),
+    covering([("Llama", True), ("Mistral", True), ("Gemma2", False), ("GPT-2", False)], ["chain", "static"]),
 )
 def test_lossless(tmp_path, family, prefix, shape):
     """Greedy: plain generate()'s text. Coupled sampling: the text the seed gives without speculation."""

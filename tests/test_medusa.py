@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from combinations import covering
 from families import make
 from helpers_drafters import (
     RAGGED,
@@ -270,8 +271,7 @@ def test_published_trees():
 # ---- losslessness ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", ["chain", "published"])
-@pytest.mark.parametrize("family", ["Llama", "Gemma2", "GPT-2"])
+@pytest.mark.parametrize(("family", "shape"), covering(["Llama", "Gemma2", "GPT-2"], ["chain", "published"]))
 def test_lossless(tmp_path, family, shape):
     """Greedy: plain generate()'s text. Coupled sampling: the text the seed gives without speculation."""
     target = make(family)

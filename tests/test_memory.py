@@ -111,25 +111,25 @@ def test_a_long_max_new_tokens_costs_nothing_until_it_is_used(wide, max_new_toke
     assert_clean(wide)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_memory_is_that_of_a_dynamic_cache(wide, batch):
     """Resident memory while a long text is written; everything but keys and values is the same at its beginning."""
     inputs = ragged([200] * batch)
     config = {"method": "none", "prefill_chunk_size": 64}
     wide.generate(**inputs, max_new_tokens=16, do_sample=False, speculative_config=config)
-    watch = Watch(400)
+    watch = Watch(200)
     out = wide.generate(
         **inputs, max_new_tokens=4000, do_sample=False, speculative_config=config, return_dict_in_generate=True,
         stopping_criteria=StoppingCriteriaList([watch]),
     )  # fmt: skip
-    dynamic = batch * 600 * 32 * 1024
+    dynamic = batch * 400 * 32 * 1024
     # What malloc holds may go meanwhile, so less says nothing: what the blocks take does.
     assert watch.most < 1.1 * dynamic + MEBI and watch.grown < 1.1 * dynamic + MEBI
     assert 0.99 * dynamic < out.speculation.kv_cache_bytes < 1.05 * dynamic
     assert_clean(wide)
 
 
-@pytest.mark.parametrize("batch", [1, 3])
+@pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_extents_stay_within_a_tenth_of_what_is_used(wide, monkeypatch, batch):
     """At every length: pools, the layer that is copied, and weights, against transformers' cache and weights."""
     monkeypatch.setattr(memory, "comes_when_written", lambda tensors: False)
@@ -153,9 +153,9 @@ def test_extents_stay_within_a_tenth_of_what_is_used(wide, monkeypatch, batch):
     monkeypatch.setattr(PagedStaticCache, "reserve", reserving)
     wide.generate(
         **ragged([40] * batch), max_new_tokens=4000, do_sample=False, speculative_config={"method": "none"},
-        stopping_criteria=StoppingCriteriaList([Watch(400)]),
+        stopping_criteria=StoppingCriteriaList([Watch(200)]),
     )  # fmt: skip
-    assert len(sizes) > 300 and 1.0 < max(sizes) < 1.1
+    assert len(sizes) > 150 and 1.0 < max(sizes) < 1.1
     assert_clean(wide)
 
 
@@ -199,7 +199,7 @@ def test_heads_grow_too(tiny_model, extents, config):
     assert_clean(tiny_model)
 
 
-@settings(max_examples=25, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=15, deadline=None, derandomize=True, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     name=st.sampled_from(METHODS), lengths=st.lists(st.integers(1, 40), min_size=1, max_size=4), new=st.integers(1, 40),
     block_size=st.sampled_from([1, 3, 16]), extent=st.integers(1, 60_000), equal=st.booleans(),
@@ -219,7 +219,13 @@ def test_any_growth_points(target, drafter_path, extents, name, lengths, new, bl
 
 def test_what_was_captured_on_smaller_pools_is_forgotten(tiny_model, extents, graphs_in_python, defined_attention):  # noqa: F811
     """Graphs read the pools by address: they are captured anew after growth, and only then."""
-    config = {"method": "eagle3", "model": "tiny-eagle3", "num_speculative_tokens": 3, "cuda_graphs": True}
+    config = {
+        "method": "eagle3",
+        "model": "tiny-eagle3",
+        "num_speculative_tokens": 3,
+        "cuda_graphs": True,
+        "compile": False,
+    }
     inputs = ragged([6, 21], vocab_size=tiny_model.config.vocab_size)
     plain = tiny_model.generate(**inputs, max_new_tokens=60, do_sample=False)
 

@@ -85,7 +85,7 @@ def check_against_one_at_a_time(model, configs, method, rule, knobs, lengths, ar
     assert_clean(model)
 
 
-@settings(max_examples=60, **OPTIONS)
+@settings(max_examples=40, **OPTIONS)
 @given(**CASE)
 def test_random_batches(model, configs, method, rule, knobs, lengths, arguments, stop, seed):
     check_against_one_at_a_time(model, configs, method, rule, knobs, lengths, arguments, stop, seed)
@@ -98,7 +98,7 @@ def test_many_random_batches(model, configs, method, rule, knobs, lengths, argum
     check_against_one_at_a_time(model, configs, method, rule, knobs, lengths, arguments, stop, seed)
 
 
-@settings(max_examples=20, **OPTIONS)
+@settings(max_examples=10, **OPTIONS)
 @given(**(CASE | {"method": st.sampled_from(["none", "no drafts"]), "rule": st.just("coupled")}))
 def test_random_batches_as_graphs(
     model,

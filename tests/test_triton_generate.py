@@ -66,7 +66,9 @@ def decode(pair, config, **arguments):
 
 
 @needs_triton
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n in ("none", "tree") else n for n in CONFIGS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in ("none", "tree") else n for n in CONFIGS]
+)
 def test_greedy(pair, use, name):
     plain = decode(pair, None, do_sample=False)
     use("triton")

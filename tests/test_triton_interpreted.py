@@ -10,7 +10,12 @@ from triton_interpreter import run_interpreted
 
 TESTS = Path(__file__).parent
 GROUPS = {
-    "verification": ("test_triton_verification", "test_triton_cache_ops", "test_triton_draft_ops", "test_triton_layers"),
+    "verification": (
+        "test_triton_verification",
+        "test_triton_cache_ops",
+        "test_triton_draft_ops",
+        "test_triton_layers",
+    ),
     "attention": ("test_triton_attention", "test_triton_sampling", "test_gpu_checks"),
     "generate": ("test_triton_generate", "test_triton_invariant", "test_graphs"),
 }
