@@ -207,7 +207,7 @@ def test_rows_that_sample(monkeypatch, count, do_sample, dtype, shared):
     rows = sampled_rows(do_sample)
     kind = runtime_sampling.SamplingKind.of(rows, True)
     stream = random_bits.TOKEN_STREAM if shared else random_bits.DRAFT_STREAM
-    logits = (torch.randn(4, count, 500, generator=torch.Generator().manual_seed(count)) * 3).to(dtype)
+    logits = (torch.randn(4, count, 700, generator=torch.Generator().manual_seed(count)) * 3).to(dtype)
     index = torch.tensor([3, 1])
 
     def everything(device):
