@@ -8,6 +8,7 @@ os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
 import pytest
 import torch
+from oracle import drafter_of, method_configs, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_specdec
@@ -32,6 +33,26 @@ def forget_decoders(model):
     """Drafters are kept with a module's `model` between calls; what a test wraps around them must not be."""
     yield
     hf_specdec.release(model)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A small random Llama, new for every module."""
+    return tiny_llama()
+
+
+@pytest.fixture(scope="module")
+def drafter_path(model, tmp_path_factory):
+    """The folder of a perturbed copy of `model`, which drafts for it."""
+    folder = tmp_path_factory.mktemp("drafter")
+    drafter_of(model).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def configs(drafter_path):
+    """A configuration for each kind of method, by name."""
+    return method_configs(drafter_path)
 
 
 def load_bundled(name: str):

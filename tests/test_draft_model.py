@@ -16,11 +16,6 @@ SHAPES = {"chain": {"num_speculative_tokens": 4}, "tree": {"branching_factors": 
 RAGGED = ragged([6, 13, 1, 9])
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
-
-
 def speculate(model, inputs=RAGGED, max_new_tokens=14, config=None, **arguments):
     """The result with `draft_model`, after checking that it is plain decoding's."""
     plain = model.generate(**inputs, max_new_tokens=max_new_tokens)

@@ -149,11 +149,6 @@ def write(folder, layout: str, **config):
 
 
 @pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
-
-
-@pytest.fixture(scope="module")
 def head(tmp_path_factory):
     return write(tmp_path_factory.mktemp("eagle"), "vicuna")[1]
 

@@ -59,11 +59,6 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
-
-
 @pytest.fixture(scope="module", params=["yuhuili", "p-eagle"])
 def head(request, tmp_path_factory):
     return write(tmp_path_factory.mktemp("eagle3"), request.param)[1]

@@ -5,7 +5,7 @@ import builtins
 import pytest
 import torch
 from combinations import covering
-from oracle import assert_clean, drafter_of, method_configs, ragged, tiny_llama
+from oracle import assert_clean, drafter_of, ragged, tiny_llama
 from transformers import (
     DynamicCache,
     LogitsProcessor,
@@ -23,18 +23,6 @@ import hf_specdec
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 DRAFT = {"method": "draft_model"}
 ONE = ragged([7])
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
-
-
-@pytest.fixture(scope="module")
-def configs(model, tmp_path_factory):
-    path = tmp_path_factory.mktemp("drafter")
-    drafter_of(model).save_pretrained(path)
-    return method_configs(str(path))
 
 
 class OtherCache(DynamicCache):
@@ -127,7 +115,7 @@ def next_call_works(model, configs):
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
-def test_bad_call(model, next_call_works, name):
+def test_bad_call(model, name):
     make, message = BAD_CALLS[name]
     if name == "missing drafter":
         import huggingface_hub.constants as hub
@@ -144,9 +132,10 @@ def test_bad_call(model, next_call_works, name):
     assert message.lower() in str(caught.value).lower()
     if name not in ("other vocabulary", "too many layers"):  # which need a look at the models
         assert not forwards, "the error must come before any work"
+    assert_clean(model)
 
 
-def test_missing_package(model, monkeypatch, next_call_works):
+def test_missing_package(model, monkeypatch):
     real = builtins.__import__
 
     def without_arctic(name, *args, **kwargs):

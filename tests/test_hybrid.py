@@ -17,11 +17,6 @@ NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
 
 @pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
-
-
-@pytest.fixture(scope="module")
 def draft(model, tmp_path_factory):
     path = tmp_path_factory.mktemp("drafter")
     drafter_of(model).save_pretrained(path)

@@ -48,11 +48,6 @@ SHAPES = {
 }
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
-
-
 pytestmark = pytest.mark.usefixtures("forget_decoders")
 
 

@@ -18,7 +18,7 @@ import peft
 import pytest
 import torch
 import transformers.generation.utils as generation_utils
-from oracle import assert_clean, drafter_of, method_configs, ragged, tiny_llama
+from oracle import assert_clean, drafter_of, ragged, tiny_llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
 from transformers.generation import GenerationMixin
@@ -28,18 +28,6 @@ from hf_specdec import integration
 from hf_specdec.candidate_generators.draft_model import vocabulary
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
-
-
-@pytest.fixture(scope="module")
-def configs(model, tmp_path_factory):
-    path = tmp_path_factory.mktemp("drafter")
-    drafter_of(model).save_pretrained(path)
-    return method_configs(str(path))
 
 
 @pytest.fixture

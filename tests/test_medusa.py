@@ -36,11 +36,6 @@ TREES = {
 }
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
-
-
 pytestmark = pytest.mark.usefixtures("forget_decoders")
 
 

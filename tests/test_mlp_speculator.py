@@ -35,11 +35,6 @@ LAYOUTS = {
 }
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
-
-
 pytestmark = pytest.mark.usefixtures("forget_decoders")
 
 

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 from combinations import covering
-from oracle import VOCAB, drafter_of, method_configs, ragged, tiny_llama
+from oracle import VOCAB, drafter_of, method_configs, ragged
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     MaxLengthCriteria,
@@ -22,11 +22,6 @@ from transformers.generation.stopping_criteria import EosTokenCriteria
 METHODS = ["none", "ngram", "chain", "tree", "perfect"]
 OVERLAPPING = ["none, overlapping", "tree, overlapping", "perfect, overlapping"]  # with asynchronous scheduling
 WIDTH = 8
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
 
 
 @pytest.fixture(scope="module")
