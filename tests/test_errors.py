@@ -19,6 +19,7 @@ from transformers import (
 )
 
 import hf_specdec
+from hf_specdec.model.packed_model import PackedModel
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 DRAFT = {"method": "draft_model"}
@@ -114,8 +115,14 @@ def next_call_works(model, configs):
     assert_clean(model)
 
 
+@pytest.fixture(scope="module")
+def checked(model):
+    """The check on first use is done: its forwards are not those of a call."""
+    PackedModel(model)
+
+
 @pytest.mark.parametrize("name", BAD_CALLS)
-def test_bad_call(model, name):
+def test_bad_call(model, checked, name):
     make, message = BAD_CALLS[name]
     if name == "missing drafter":
         import huggingface_hub.constants as hub
