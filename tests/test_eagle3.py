@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from combinations import covering
 from families import make
 from helpers_drafters import (
     assert_lossless,
@@ -56,11 +57,6 @@ CASES = [
     *((name, list(SHAPES)[i % 3]) for i, name in enumerate(LAYOUTS)),
     ("yuhuili", "static"), ("yuhuili", "dynamic"), ("p-eagle", "chain"), ("p-eagle", "dynamic"),
 ]  # fmt: skip
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
 
 
 @pytest.fixture(scope="module", params=["yuhuili", "p-eagle"])
@@ -143,9 +139,10 @@ def test_a_head_of_another_width_than_the_target(tmp_path):
     assert len(recording.logits) > 20
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Qwen3"])
-@pytest.mark.parametrize("parallel", [False, True], ids=["eagle3", "p-eagle"])
+@pytest.mark.parametrize(
+    ("family", "shape", "parallel"),
+    covering(["Llama", "Gemma2", "Qwen3"], [(shape, parallel) for shape in SHAPES for parallel in (False, True)]),
+)
 def test_output_is_the_targets_own(tmp_path, family, shape, parallel):
     """Greedy tokens equal plain generate()'s; sampled ones equal those without speculation under the same seed."""
     target = make(family)

@@ -19,7 +19,7 @@ import peft
 import pytest
 import torch
 import transformers.generation.utils as generation_utils
-from oracle import PAD, assert_clean, drafter_of, method_configs, ragged, tiny_llama
+from oracle import assert_clean, drafter_of, ragged, tiny_llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
 from transformers.generation import GenerationMixin
@@ -29,18 +29,6 @@ from hf_specdec import integration
 from hf_specdec.candidate_generators.draft_model import head as drafter_loading
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
-
-
-@pytest.fixture(scope="module")
-def configs(model, tmp_path_factory):
-    path = tmp_path_factory.mktemp("drafter")
-    drafter_of(model).save_pretrained(path)
-    return method_configs(str(path))
 
 
 @pytest.fixture
@@ -457,24 +445,3 @@ def test_generate_inside_a_callback(model, inner):
     assert torch.equal(model.generate(**inputs, max_new_tokens=8, speculative_config=NGRAM, streamer=Nested()), plain)
     assert len(inside) == 9 and all(torch.equal(each, plain_inner) for each in inside)
     assert_clean(model)
-
-
-# ---- the bundled and the trained pair -------------------------------------------------------------------------------
-
-
-def test_trained_pair(shared_models):
-    model = LlamaForCausalLM.from_pretrained(shared_models / "stories260K", dtype=torch.float32).eval()
-    inputs = ragged([7, 3, 12, 5], vocab_size=model.config.vocab_size)
-    plain = model.generate(**inputs, max_new_tokens=60, do_sample=False, pad_token_id=PAD)
-    for config in method_configs(str(shared_models / "stories41K-draft")).values():
-        output = model.generate(
-            **inputs,
-            max_new_tokens=60,
-            do_sample=False,
-            pad_token_id=PAD,
-            speculative_config=config,
-            return_dict_in_generate=True,
-        )
-        assert torch.equal(output.sequences, plain)
-        if config["method"] == "draft_model":
-            assert output.speculation.mean_accepted_length > 1.3
