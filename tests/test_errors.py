@@ -19,7 +19,7 @@ from transformers import (
 )
 
 import hf_specdec
-from hf_specdec.model.packed_model import PackedModel
+from hf_specdec.model.prepare import prepare
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 DRAFT = {"method": "draft_model"}
@@ -118,7 +118,7 @@ def next_call_works(model, configs):
 @pytest.fixture(scope="module")
 def checked(model):
     """The check on first use is done: its forwards are not those of a call."""
-    PackedModel(model)
+    prepare(model)
 
 
 @pytest.mark.parametrize("name", BAD_CALLS)
