@@ -21,7 +21,7 @@ def test_in_a_process_of_its_own():
 
 @pytest.fixture
 def linear():
-    from hf_specdec.kernels import linear
+    from hf_specdec.kernels.linear import triton as linear
 
     assert linear.MOST_ROWS == MOST_ROWS
     return linear
@@ -47,7 +47,7 @@ def draw(*shape, dtype):
     seed=st.integers(0, 2**16),
 )
 def test_products(dtype, num_rows, width, sizes, biased, adds, seed):
-    from hf_specdec.kernels import linear
+    from hf_specdec.kernels.linear import triton as linear
 
     torch.manual_seed(seed)
     x = draw(num_rows, width, dtype=dtype)
@@ -146,12 +146,13 @@ class Unit(nn.Module):
 @needs_triton
 @torch.no_grad()
 def test_layers_of_a_model_use_them_for_few_rows_only(linear, monkeypatch):
+    monkeypatch.setenv("HF_SPECDEC_KERNELS", "triton")
     torch.manual_seed(0)
     unit = Unit().to(DEVICE, torch.bfloat16).eval()
     calls = []
     original = linear.linears
     monkeypatch.setattr(
-        linear, "linears", lambda x, weights, biases: calls.append(len(weights)) or original(x, weights, biases)
+        linear, "linears", lambda x, weights, *rest: calls.append(len(weights)) or original(x, weights, *rest)
     )
     joined = JoinedLinears(unit, FewRowsProduct, lambda module: isinstance(module, nn.Linear))
     for rows, wanted in ((1, [2, 1]), (16, [2, 1]), (17, [])):
@@ -166,8 +167,9 @@ def test_layers_of_a_model_use_them_for_few_rows_only(linear, monkeypatch):
 
 
 @needs_triton
-def test_models_made_in_inference_mode():
+def test_models_made_in_inference_mode(monkeypatch):
     """Their tensors count no versions."""
+    monkeypatch.setenv("HF_SPECDEC_KERNELS", "triton")
     with torch.inference_mode():
         unit = Unit().to(DEVICE, torch.bfloat16)
     joined = JoinedLinears(unit, FewRowsProduct, lambda module: isinstance(module, nn.Linear))
@@ -199,7 +201,7 @@ def test_modules_left_out_are_left_alone():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 64), (1, 5, 300), (1, 3, 4, 128), (2, 4096), (0, 64)])
 def test_norms(dtype, shape):
-    from hf_specdec.kernels.norms import rms_norm
+    from hf_specdec.kernels.norms.triton import rms_norm
 
     torch.manual_seed(0)
     x, weight = draw(*shape, dtype=dtype), 1 + draw(shape[-1], dtype=dtype)
@@ -212,7 +214,7 @@ def test_norms(dtype, shape):
 
 @needs_triton
 def test_norms_that_cannot_be():
-    from hf_specdec.kernels.norms import rms_norm
+    from hf_specdec.kernels.norms.triton import rms_norm
 
     for x, weight in (
         (torch.ones(2, 8), torch.ones(4)),

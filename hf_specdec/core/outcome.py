@@ -27,7 +27,7 @@ class StepOutcome:
             have been fed.
         num_own: how many of them were fed in this step, per forwarded row.
         fed_at: per row of `sequences`, where the accepted nodes stand among its fed nodes; None: all nodes were fed.
-        roots: per row of `sequences`, where its logits begin in `output`; None: one row's behind the other's.
+        root_rows: per row of `sequences`, the row of `output`'s logits after its root; None: rows follow one another.
     """
 
     sequences: list[Sequence]
@@ -39,7 +39,7 @@ class StepOutcome:
     chunks: list[tuple[Sequence, int]] | None = None
     num_own: list[int] | None = None
     fed_at: list[list[int]] | None = None
-    roots: list[int] | None = None
+    root_rows: list[int] | None = None
 
     def read_rows(self) -> tuple[list[Sequence], np.ndarray, list[int]]:
         """Which of the T packed tokens of `output` became part of their texts: fed tokens, then accepted nodes.

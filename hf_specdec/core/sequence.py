@@ -21,7 +21,7 @@ class Sequence:
         eos_token_ids: any of these ends the sequence (and is kept as its last token).
         do_sample: draw from the target's distribution (True) or take its argmax.
         seed: key of the row's own random stream, int64; its numbers depend on nothing else in the batch.
-        processors: a `RowProcessors` applied to the target's logits (see sampling/processors.py), or None.
+        processors: the `NodeProcessors` applied to the target's logits (sampling/processors.py), or None.
         row, shown_prompt: where the row stood in the caller's batch, and its ids there, masked ones included: logits
             processors and stopping criteria see them as transformers shows them. None: the prompt as it is.
         num_speculative_tokens: this row's own draft length; None: the method's, 0: none.

@@ -20,8 +20,16 @@ from torch import nn
 from ..cache import PagedStaticCache
 from ..core.errors import UnsupportedModel
 from ..core.rows import RowInput
-from ..kernels.attention_inputs import AttentionInputs, InputSizes, RowDescription, fill_inputs, sizes_of
-from ..kernels.dispatch import VARIABLE, current, uses_triton
+from ..kernels.attention import (
+    AttentionInputs,
+    InputSizes,
+    RowDescription,
+    attention_for,
+    fill_inputs,
+    sizes_of,
+)
+from ..kernels.cache import writer_for
+from ..kernels.dispatch import VARIABLE, can_capture_steps, current
 from ..kernels.transfer import HostStaging
 from .buckets import bucket_of
 from .options.invariant_ops import InvariantOps
@@ -81,9 +89,14 @@ class StaticBatch:
         return self.slots
 
     @property
-    def uses_triton(self) -> bool:
-        """Whether Triton's kernels read the buffers."""
-        return uses_triton(self.slots.device)
+    def write(self) -> Callable[..., Any]:
+        """Writes keys and values to slots."""
+        return writer_for(self.slots.device)
+
+    @property
+    def attend(self) -> Callable[..., torch.Tensor]:
+        """Attention over the buffers."""
+        return attention_for(self.slots.device, self.invariant is not None)
 
     @property
     def num_keys(self) -> int:
@@ -348,7 +361,7 @@ def experts_wait(module: nn.Module, device: torch.device) -> bool:
 
 def is_capturable(model: PackedModel | PackedHead) -> bool:
     """Whether forwards of a model or head can be CUDA graphs."""
-    if model.gather or model.device.type != "cuda" or not uses_triton(model.device):
+    if model.gather or not can_capture_steps(model.device):
         return False
     return len({parameter.device for parameter in model.module.parameters()}) == 1
 

@@ -20,7 +20,7 @@ from ...kernels.transfer import upload
 from ...model.buckets import blocks_bucket, power_of_two, rows_bucket
 from ...model.draft_loop import LevelForward, LoopBuffers
 from ...model.graphs import MOST_TOKENS, Captures, places_of
-from ...sampling.rows import SamplingRows
+from ...sampling.buffers import SamplingBuffers
 from .levels import Draft, Growth
 from .tree_growth import DynamicGrowth, growth_of
 from .tree_shapes import TreeShape, TreeTemplate
@@ -91,7 +91,7 @@ class CapturedRounds:
 
         def make() -> tuple[_RoundBuffers, Callable[[], Any]]:
             loop = LoopBuffers(forwards, num_rows, num_blocks, cache, device)
-            sampling = SamplingRows(num_rows, kind, device) if any(kind) else None
+            sampling = SamplingBuffers(num_rows, kind, device) if any(kind) else None
             buffers = _RoundBuffers(drafter, loop, roots, depth, sampling, probs)
             fill(buffers)
             return buffers, buffers.run
@@ -136,7 +136,7 @@ class _RoundBuffers:
         loop: LoopBuffers,
         roots: tuple[torch.Tensor, ...],
         depth: int,
-        sampling: SamplingRows | None,
+        sampling: SamplingBuffers | None,
         probs: torch.Tensor | None,
     ):
         self.drafter, self.loop, self.depth = drafter, loop, depth
