@@ -28,15 +28,15 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from transformers import AutoModelForCausalLM
 
 import hf_specdec
-from hf_specdec.cache.paged_layer import PagedLayer
 from hf_specdec.candidate_generators import make_generator, parse_config
 from hf_specdec.candidate_generators.base import DrafterContext
 from hf_specdec.core.draft_trees import DraftTrees
 from hf_specdec.core.output import Taps
 from hf_specdec.core.sequence import Sequence
 from hf_specdec.decoding import SpeculativeDecoder, decoder
-from hf_specdec.kernels import transfer
-from hf_specdec.model import capturable, captures, graphs, packed_batch
+from hf_specdec.kernels import attention, transfer
+from hf_specdec.kernels.cache import reference as cache_reference
+from hf_specdec.model import capturable, captures, graphs
 from hf_specdec.model.packed_model import PackedModel
 from hf_specdec.model.prepare import ModelOptions, prepare
 from hf_specdec.verification.verify import PendingVerdict
@@ -114,13 +114,9 @@ def without_work():
         patch(captures, "CudaGraphCapture", CaptureNothing)
         patch(decoder, "begin_verification", fixed)
         if not torch.cuda.is_available():
-            from hf_specdec.kernels import attention
-
             patch(capturable, "check_capturable", lambda model: None)
-            for module in (attention, packed_batch, graphs):
-                patch(module, "uses_triton", lambda device: True)
-            patch(attention, "paged_attention", attend_nowhere)
-            patch(PagedLayer, "write", lambda *args: None)
+            patch(attention, "_attend_by_definition", attend_nowhere)
+            patch(cache_reference, "write_keys_values", lambda *args: None)
         yield fixed
 
 

@@ -1,8 +1,8 @@
-"""What our Triton kernels use on GPUs that need not be there: registers, spills, shared memory.
+"""What our Triton kernels use on GPUs that need not be present: registers, spills, shared memory.
 
     python benchmarks/kernel_resources.py [--arch 80 90] [--once 80] [--only attention] [--json out.json]
 
-Compiles every case that a module of `hf_specdec.kernels` lists in `compile_cases()` and prints one table.
+Compiles every case of `benchmarks/kernel_cases` and prints one table.
 """
 
 from __future__ import annotations
@@ -11,13 +11,17 @@ import argparse
 import dataclasses
 import json
 import os
+import sys
 from pathlib import Path
 
 os.environ.pop("TRITON_INTERPRET", None)  # before triton is imported: interpreted functions cannot be compiled
 
 from triton.compiler.errors import CompilationError
 
-from hf_specdec.kernels.compiling import all_cases, compile_case, table
+sys.path.insert(0, str(Path(__file__).parent))
+
+from kernel_cases import all_cases
+from kernel_cases.compiling import compile_case, table
 
 
 def main() -> None:

@@ -9,9 +9,11 @@ import pytest
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from hf_specdec.kernels import attention, random_bits, reference
-from hf_specdec.model import attention as model_attention
-from hf_specdec.model import capturable, captures, graphs, packed_batch
+from hf_specdec.kernels import attention
+from hf_specdec.kernels.attention import reference
+from hf_specdec.kernels.cache import reference as cache_reference
+from hf_specdec.kernels.random_bits import reference as random_bits
+from hf_specdec.model import capturable, captures
 from hf_specdec.model.options import compiled
 
 _aten = torch.ops.aten
@@ -190,12 +192,12 @@ def attention_by_definition(query, key_pool, value_pool, inputs, scaling, *, win
 
 
 @stands_for_a_kernel
-def write(self, slots, keys, values, by_kernel=True):
-    """`PagedLayer.write`, but for slots that are none."""
+def write_by_definition(keys, values, key_pool, value_pool, slots):
+    """As the kernel: tokens with a negative slot are not written."""
     there = slots >= 0
     assert len(slots[there].unique()) == int(there.sum())
-    reference.write_slots(self.keys, slots[there], keys[there])
-    reference.write_slots(self.values, slots[there], values[there])
+    cache_reference.write_slots(key_pool, slots[there], keys[there])
+    cache_reference.write_slots(value_pool, slots[there], values[there])
 
 
 _SERVES = compiled.RewrittenLayers.serves
@@ -241,9 +243,11 @@ def graphs_in_python(monkeypatch):
 @pytest.fixture
 def defined_attention(monkeypatch):
     """Attention and writing keys by their definitions, from what the Triton kernels would read."""
-    from hf_specdec.cache.paged_layer import PagedLayer
 
-    for module in (model_attention, packed_batch, graphs):
-        monkeypatch.setattr(module, "uses_triton", lambda device: True)
-    monkeypatch.setattr(attention, "paged_attention", attention_by_definition)
-    monkeypatch.setattr(PagedLayer, "write", write)
+    def attend(query, key_pool, value_pool, batch, *args, **options):
+        return attention_by_definition(
+            query, key_pool, value_pool, batch.attention_inputs(query.device), *args, **options
+        )
+
+    monkeypatch.setattr(attention, "_attend_by_definition", attend)
+    monkeypatch.setattr(cache_reference, "write_keys_values", write_by_definition)

@@ -9,7 +9,7 @@ from transformers.generation.logits_process import TemperatureLogitsWarper, TopP
 
 import hf_specdec
 from hf_specdec.core.sequence import stream_seeds
-from hf_specdec.sampling.processors import CoupledNoiseLogitsWarper
+from hf_specdec.sampling import CoupledNoiseLogitsWarper
 
 SEED, NEW = 11, 16
 

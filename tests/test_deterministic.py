@@ -15,7 +15,7 @@ import hf_specdec
 from hf_specdec import SpeculativeConfigError
 from hf_specdec.core.errors import UnsupportedModel
 from hf_specdec.core.rows import RowInput
-from hf_specdec.kernels import invariant_reference as ops
+from hf_specdec.kernels.invariant import reference as ops
 from hf_specdec.model.options.invariant_ops import InvariantOps
 from hf_specdec.model.packed_model import PackedModel
 from hf_specdec.model.prepare import ModelOptions, prepare

@@ -18,7 +18,8 @@ from hf_specdec import integration
 from hf_specdec.candidate_generators.growing.captured_rounds import CapturedRounds
 from hf_specdec.candidate_generators.growing.tree_growth import grow
 from hf_specdec.core.sequence import Sequence
-from hf_specdec.sampling.processors import FusedSamplingLogitsWarper, NodeProcessors
+from hf_specdec.sampling import FusedSamplingLogitsWarper
+from hf_specdec.sampling.processors import NodeProcessors
 
 HEADS = {
     "tiny-eagle": "eagle",

@@ -7,7 +7,7 @@ import torch
 from hypothesis import given, settings
 
 from hf_specdec.core.draft_trees import DraftTrees
-from hf_specdec.kernels import reference as ops
+from hf_specdec.kernels.verification import reference as ops
 
 
 @st.composite

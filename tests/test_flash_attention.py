@@ -13,8 +13,8 @@ from oracle import ragged, tiny_llama
 from replayed_graphs import attention_by_definition, defined_attention, graphs_in_python  # noqa: F401
 
 import hf_specdec
-from hf_specdec.kernels import flash
-from hf_specdec.kernels.attention_inputs import RowDescription, attention_inputs
+from hf_specdec.kernels import flash_attention as flash
+from hf_specdec.kernels.attention.inputs import RowDescription, attention_inputs
 
 CAPABILITY = {2: (8, 0), 3: (9, 0)}
 

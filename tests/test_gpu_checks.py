@@ -24,16 +24,14 @@ if RUNS_HERE:
     from gpu_sections.context import Context
     from gpu_sections.drafts import Drafts
 
-    from hf_specdec.kernels import (
-        attention,
-        cache_ops,
-        draft_ops,
-        flash,
-        random_bits,
-        rejection,
-        sampling,
-        verification,
-    )
+    from hf_specdec.kernels import flash_attention as flash
+    from hf_specdec.kernels.attention import triton as attention
+    from hf_specdec.kernels.cache import triton as cache_ops
+    from hf_specdec.kernels.drafting import triton as draft_ops
+    from hf_specdec.kernels.random_bits import reference as random_bits
+    from hf_specdec.kernels.rejection import triton as rejection
+    from hf_specdec.kernels.sampling import triton as sampling
+    from hf_specdec.kernels.verification import triton as verification
 
 
 @pytest.fixture
@@ -112,7 +110,7 @@ def test_verification(context, monkeypatch, chain):
 def test_sampling(context, monkeypatch):
     assert check_sampling.errors(context, torch.float32, 100, True) == (0, 0)
     assert check_sampling.noise_error(context, torch.float32, 100) < 1e-5
-    tampered(monkeypatch, sampling, "sampling_limits", lambda out: (out[0] + 0.5, out[1]))
+    tampered(monkeypatch, sampling, "sampling_thresholds", lambda out: (out[0] + 0.5, out[1]))
     assert check_sampling.errors(context, torch.float32, 100, True)[0] > 0
     monkeypatch.setattr(random_bits, "MINIMA", 5)
     assert check_sampling.noise_error(context, torch.float32, 100) > 0.1

@@ -12,7 +12,7 @@ from test_triton_generate import CONFIGS, decode, pair  # noqa: F401
 from triton_interpreter import needs_triton
 
 import hf_specdec
-from hf_specdec.kernels.attention_inputs import InputSizes
+from hf_specdec.kernels.attention.inputs import InputSizes
 from hf_specdec.model import capturable
 from hf_specdec.model.buckets import bucket_of
 from hf_specdec.model.captures import Captures

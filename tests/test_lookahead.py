@@ -232,11 +232,13 @@ def test_a_row_that_left_takes_its_logits_with_it():
             there = [1] if gone else [0, 1]
             outcome = StepOutcome(
                 [rows[i] for i in there], trees.select(there), [[] for _ in there], [[1] for _ in there],
-                SimpleNamespace(logits=logits), roots=[roots[i] for i in there],
+                SimpleNamespace(logits=logits), root_rows=[roots[i] for i in there],
             )  # fmt: skip
             generator.observe(outcome)
             if gone:  # it goes on in the other one
-                twin = StepOutcome(rows[:1], trees.select([0]), [[]], [[1]], SimpleNamespace(logits=logits), roots=[0])
+                twin = StepOutcome(
+                    rows[:1], trees.select([0]), [[]], [[1]], SimpleNamespace(logits=logits), root_rows=[0]
+                )
                 generator.observe(twin)
         return generator.rows[rows[1].id].window.tokens.tolist()
 

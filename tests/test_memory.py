@@ -16,6 +16,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 
 from hf_specdec.cache import OutOfBlocks, PagedStaticCache, memory, paged_cache
 from hf_specdec.cache.paged_layer import PagedLayer
+from hf_specdec.kernels.cache import write_keys_values
 
 MEBI = 2**20
 
@@ -244,7 +245,7 @@ def test_a_growth_that_fails_leaves_a_cache_of_one_size(monkeypatch):
     cache.add(0)
     cache.reserve(0, 8)
     states = torch.arange(8.0).view(1, 1, 8, 1).expand(1, 2, 8, 3)
-    slots = types.SimpleNamespace(write_slots=torch.from_numpy(cache.tables[0].slots), uses_triton=False)
+    slots = types.SimpleNamespace(write_slots=torch.from_numpy(cache.tables[0].slots), write=write_keys_values)
     cache.batch = types.SimpleNamespace(on=lambda device: slots, gather=False)
     for layer in cache.layers:
         layer.update(states, states)

@@ -11,7 +11,8 @@ from hypothesis import settings
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from hf_specdec.cache import OutOfBlocks, PagedStaticCache, memory, paged_cache
-from hf_specdec.kernels import reference as ops
+from hf_specdec.kernels.attention.reference import read_row
+from hf_specdec.kernels.cache import reference as ops
 
 CPU = torch.device("cpu")
 LAYERS, HEADS, WIDTH, VALUE_WIDTH = 2, 2, 3, 5
@@ -36,7 +37,7 @@ def write(cache, seq_id, start, prefixes, gather=False):
     """Write the KV of the last tokens of `prefixes` at logical indices start, start + 1, .. as a forward would."""
     slots = torch.from_numpy(cache.tables[seq_id].slots[start : start + len(prefixes)])
     read = torch.from_numpy(cache.tables[seq_id].slots[: start + len(prefixes)])
-    device = SimpleNamespace(write_slots=slots, read_slots=read, uses_triton=False)
+    device = SimpleNamespace(write_slots=slots, read_slots=read, write=ops.write_keys_values)
     cache.batch = SimpleNamespace(on=lambda _: device, gather=gather, num_keys=start + len(prefixes))
     returned = []
     for index, layer in enumerate(cache.layers):
@@ -60,7 +61,7 @@ def check_content(cache, seq_id, tokens, length):
         for pool, own, which in ((layer.keys, keys, 0), (layer.values, values, 1)):
             wanted = torch.stack([pair[which] for pair in expected])
             assert torch.equal(own, wanted)
-            assert torch.equal(ops.read_row(pool, row)[0].transpose(0, 1), wanted)
+            assert torch.equal(read_row(pool, row)[0].transpose(0, 1), wanted)
 
 
 class CacheMachine(RuleBasedStateMachine):
@@ -351,7 +352,7 @@ def test_load_and_read():
     cache.commit([(0, 5, [])])
     assert all(torch.equal(a, b) for a, b in zip(cache.read(0, 0), (keys, values), strict=True))
     row = cache.row(0, 0, 1, 4, CPU)
-    assert torch.equal(ops.read_row(cache.layers[0].values, row)[0].transpose(0, 1), values[:4])
+    assert torch.equal(read_row(cache.layers[0].values, row)[0].transpose(0, 1), values[:4])
 
 
 def test_size_is_logged(caplog):
@@ -362,6 +363,6 @@ def test_size_is_logged(caplog):
         write(cache, 0, 0, [[1]])
         write(cache, 0, 0, [[1]])
     assert [r.getMessage() for r in caplog.records] == [
-        "KV cache: up to 8 blocks of 16 tokens, 2.0 KiB each, on cpu (torch.float32); 8 of them there."
+        "KV cache: up to 8 blocks of 16 tokens, 2.0 KiB each, on cpu (torch.float32); 8 of them allocated."
     ]
     assert cache.num_bytes == 16 * BYTES_PER_SLOT  # of the one block that is used

@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from scipy import stats
 
-from hf_specdec.kernels import random_bits as rb
+from hf_specdec.kernels.random_bits import reference as rb
 
 # Random123's kat_vectors for philox4x32-10: counter (4 words), key (2), result (4).
 KNOWN_ANSWERS = [
@@ -61,7 +61,7 @@ def test_where_seed_position_step_and_stream_stand():
 TRITON = """
 import sys, torch, triton, triton.language as tl
 sys.path.insert(0, {root!r})
-from hf_specdec.kernels import random_bits as rb
+from hf_specdec.kernels.random_bits import reference as rb
 
 @triton.jit
 def philox(out, seed, position, step, stream, BLOCK: tl.constexpr):
@@ -98,7 +98,7 @@ print("equal")
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_triton_computes_the_same_words(tmp_path):
     script = tmp_path / "philox.py"  # triton reads kernels from their source file
-    script.write_text(TRITON.format(root=str(Path(rb.__file__).parents[2])))
+    script.write_text(TRITON.format(root=str(Path(rb.__file__).parents[3])))
     environment = {**os.environ, "TRITON_INTERPRET": "1"}
     done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and "equal" in done.stdout, done.stderr[-2000:]
@@ -258,17 +258,17 @@ def test_argmax_draws_from_the_distribution():
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_noise_does_not_depend_on_the_logits_dtype(dtype):
     """The noise is float32 whatever the logits are; adding it does not round it to their precision."""
-    from hf_specdec.core.sequence import Sequence
-    from hf_specdec.sampling.logits import choose_tokens
+    from hf_specdec.kernels.sampling import choose_tokens
 
     n = 400
     logits = torch.randn(33).to(dtype).expand(n, -1)
-    rows = [Sequence([1, 2], 10, do_sample=i % 4 > 0, seed=i // 2) for i in range(n)]
+    seeds, do_sample = [i // 2 for i in range(n)], [i % 4 > 0 for i in range(n)]
     positions = [2 + i % 2 for i in range(n)]
-    seeds, at = torch.tensor([row.seed for row in rows]), torch.tensor(positions)
-    noise = rb.gumbel(seeds, at, torch.zeros(n, dtype=torch.long), rb.TOKEN_STREAM, 33)
-    expected = (logits.float() + noise * torch.tensor([row.do_sample for row in rows])[:, None]).argmax(1)
-    assert torch.equal(choose_tokens(logits, rows, positions, rb.TOKEN_STREAM), expected)
+    noise = rb.gumbel(
+        torch.tensor(seeds), torch.tensor(positions), torch.zeros(n, dtype=torch.long), rb.TOKEN_STREAM, 33
+    )
+    expected = (logits.float() + noise * torch.tensor(do_sample)[:, None]).argmax(1)
+    assert torch.equal(choose_tokens(logits, seeds, positions, do_sample, rb.TOKEN_STREAM), expected)
     assert len(expected.unique()) > 10
 
 

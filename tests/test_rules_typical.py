@@ -13,7 +13,7 @@ from hf_specdec.config import SpeculativeConfig
 from hf_specdec.core.draft_trees import DraftTrees
 from hf_specdec.core.sequence import Sequence
 from hf_specdec.kernels import random_bits as rb
-from hf_specdec.kernels import reference as ops
+from hf_specdec.kernels.verification.typical import typical_thresholds
 from hf_specdec.verification import typical
 from hf_specdec.verification.verify import verify
 
@@ -90,8 +90,8 @@ def test_worked_examples():
     row = [Sequence([0], 99, do_sample=True, seed=5)]
     flat, sure = torch.zeros(4), torch.tensor([0.96, 0.02, 0.01, 0.01]).log()
     one = DraftTrees.from_lists([[1]])
-    limits, _ = ops.typical_limits(torch.stack([flat, sure]), 0.09, 0.3)
-    assert limits.tolist() == pytest.approx([0.3 / 4, 0.09], abs=1e-5)
+    thresholds, _ = typical_thresholds(torch.stack([flat, sure]), 0.09, 0.3)
+    assert thresholds.tolist() == pytest.approx([0.3 / 4, 0.09], abs=1e-5)
     assert verify(one, torch.stack([flat, flat]), row, rule()).accepted.all()  # 0.25 > 0.075
     assert not verify(one, torch.stack([sure, flat]), row, rule()).accepted.any()  # 0.02 < 0.09
     assert verify(one, torch.stack([sure, flat]), row, rule(posterior_threshold=0.015)).accepted.all()

@@ -8,10 +8,12 @@ from transformers import LogitsProcessorList
 
 from hf_specdec.core.sequence import Sequence
 from hf_specdec.kernels import random_bits
-from hf_specdec.kernels.sampling_reference import sampling_scores
-from hf_specdec.sampling.logits import choose_tokens, process_logits
-from hf_specdec.sampling.processors import FusedSamplingLogitsWarper, NodeProcessors
-from hf_specdec.sampling.rows import DRAWS_PER_ROUND, SamplingKind, SamplingRows
+from hf_specdec.kernels.sampling import DRAWS_PER_ROUND, choose_tokens, sampling_scores
+from hf_specdec.sampling import FusedSamplingLogitsWarper
+from hf_specdec.sampling.buffers import SamplingBuffers
+from hf_specdec.sampling.logits import process_logits
+from hf_specdec.sampling.parameters import SamplingKind
+from hf_specdec.sampling.processors import NodeProcessors
 
 VOCAB = 50
 CPU = torch.device("cpu")
@@ -40,7 +42,7 @@ def row(seed, *sampling, do_sample=True, length=3):
 def test_scores_are_those_of_the_rows_processors(rows, count, seed):
     sequences = [row(i, *each) for i, each in enumerate(rows)]
     logits = torch.randn(len(rows), count, VOCAB, generator=torch.Generator().manual_seed(seed)) * 3
-    sampling = SamplingRows.of(sequences, SamplingKind.of(sequences, False), CPU)
+    sampling = SamplingBuffers.of(sequences, SamplingKind.of(sequences, False), CPU)
     owners = [seq for seq in sequences for _ in range(count)]
     expected = process_logits(owners, None, logits.flatten(0, 1)).view(logits.shape)
     found = sampling.scores(logits)
@@ -53,7 +55,7 @@ def test_scores_are_those_of_the_rows_processors(rows, count, seed):
 @pytest.mark.parametrize("sample", [[True, True, True], [True, False, True]])
 def test_shared_noise_is_that_of_the_loop(sample):
     sequences = [row(10 + i, do_sample=do, length=3 + i) for i, do in enumerate(sample)]
-    sampling = SamplingRows.of(sequences, SamplingKind.of(sequences, True), CPU)
+    sampling = SamplingBuffers.of(sequences, SamplingKind.of(sequences, True), CPU)
     logits = torch.randn(3, 2, VOCAB, generator=torch.Generator().manual_seed(0))
     noisy = sampling.noisy(logits, 4, random_bits.TOKEN_STREAM, shared=True)
     owners = [seq for seq in sequences for _ in range(2)]
@@ -65,7 +67,8 @@ def test_shared_noise_is_that_of_the_loop(sample):
     )
     assert torch.equal(noisy.flatten(0, 1), logits.flatten(0, 1) + noise)
     assert torch.equal(sampling.choices(logits, 4), noisy.argmax(2))
-    chosen = choose_tokens(logits.flatten(0, 1), owners, positions, random_bits.TOKEN_STREAM)
+    seeds, do_sample = [seq.seed for seq in owners], [seq.do_sample for seq in owners]
+    chosen = choose_tokens(logits.flatten(0, 1), seeds, positions, do_sample, random_bits.TOKEN_STREAM)
     assert torch.equal(chosen, noisy.argmax(2).flatten())
     index = torch.tensor([2, 0])
     assert torch.equal(sampling.noisy(logits[index], 4, random_bits.TOKEN_STREAM, True, index), noisy[index])
@@ -75,7 +78,7 @@ def test_shared_noise_is_that_of_the_loop(sample):
 def test_own_noise_differs_between_draws_and_rounds():
     sequences = [row(5), row(5), row(6)]
     sequences[1].num_steps = 1
-    sampling = SamplingRows.of(sequences, SamplingKind.of(sequences, True), CPU)
+    sampling = SamplingBuffers.of(sequences, SamplingKind.of(sequences, True), CPU)
     noise = sampling.noisy(torch.zeros(3, 4, VOCAB), 2, random_bits.DRAFT_STREAM, shared=False)
     flat = noise.flatten(0, 1)
     assert len({tuple(each.tolist()) for each in flat}) == 12
@@ -86,7 +89,7 @@ def test_own_noise_differs_between_draws_and_rounds():
 
 def test_parameters_that_are_applied_are_not_applied_again():
     sequences = [row(1, 0.5, 10)]
-    sampling = SamplingRows.of(sequences, SamplingKind.of(sequences, True), CPU)
+    sampling = SamplingBuffers.of(sequences, SamplingKind.of(sequences, True), CPU)
     logits = torch.randn(1, 2, VOCAB, generator=torch.Generator().manual_seed(1))
     scores = sampling.scores(logits)
     assert torch.equal(
@@ -98,16 +101,31 @@ def test_parameters_that_are_applied_are_not_applied_again():
 def test_buffers_stay_where_they_are():
     """Fewer rows may be put in later; what they left behind is off."""
     kind = SamplingKind(noise=True, temperature=True, top_k=True)
-    sampling = SamplingRows(4, kind, CPU)
-    places = [each.data_ptr() for each in (sampling.seeds, sampling.do_sample, sampling.temperature, sampling.top_k)]
-    assert sampling.top_p is None and sampling.min_p is None
+    sampling = SamplingBuffers(4, kind, CPU)
+    held = sampling.parameters
+    places = [
+        each.data_ptr()
+        for each in (
+            held.seeds,
+            held.do_sample,
+            held.temperature,
+            held.top_k,
+        )
+    ]
+    assert held.top_p is None and held.min_p is None
     sampling.fill([row(i, 0.5, 3) for i in range(4)])
-    assert sampling.temperature.tolist() == [0.5] * 4 and sampling.do_sample.all()
+    assert held.temperature.tolist() == [0.5] * 4 and held.do_sample.all()
     sampling.fill([row(2**62 + 1, 2.0, 0, do_sample=False, length=7)])
-    assert sampling.temperature.tolist() == [2.0, 1.0, 1.0, 1.0] and sampling.top_k.tolist() == [0] * 4
-    assert int(sampling.seeds[0]) == 2**62 + 1 and int(sampling.positions[0]) == 7 and not sampling.do_sample[0]
+    assert held.temperature.tolist() == [2.0, 1.0, 1.0, 1.0] and held.top_k.tolist() == [0] * 4
+    assert int(held.seeds[0]) == 2**62 + 1 and int(held.positions[0]) == 7 and not held.do_sample[0]
     assert places == [
-        each.data_ptr() for each in (sampling.seeds, sampling.do_sample, sampling.temperature, sampling.top_k)
+        each.data_ptr()
+        for each in (
+            held.seeds,
+            held.do_sample,
+            held.temperature,
+            held.top_k,
+        )
     ]
 
 
@@ -115,8 +133,7 @@ def test_kinds():
     sequences = [row(0, 0.7), row(1), row(2, 1.0, 0, 0.9)]
     assert SamplingKind.of(sequences, True) == SamplingKind(True, temperature=True, top_p=True)
     assert SamplingKind.of(sequences[1:2], False) == SamplingKind() == SamplingKind.of([], False)
-    assert not any(SamplingKind()) and SamplingKind.of(sequences, False).removes
-    assert not SamplingKind.of(sequences[:1], False).removes
+    assert not any(SamplingKind())
 
 
 def test_numbers_and_tensors_mean_the_same():

@@ -9,9 +9,9 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from triton_interpreter import DEVICE, RUNS_HERE, needs_triton
 
-from hf_specdec.kernels import reference
-from hf_specdec.kernels.attention_inputs import RowDescription, attention_inputs, pack_visibility
-from hf_specdec.kernels.attention_launch import (
+from hf_specdec.kernels.attention import reference
+from hf_specdec.kernels.attention.inputs import RowDescription, attention_inputs, pack_visibility
+from hf_specdec.kernels.attention.launch import (
     H200,
     AttentionLaunch,
     AttentionShape,
@@ -23,7 +23,7 @@ from hf_specdec.kernels.attention_launch import (
 )
 
 if RUNS_HERE:
-    from hf_specdec.kernels.attention import paged_attention
+    from hf_specdec.kernels.attention.triton import paged_attention
 
 TOLERANCE = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1e-2}  # of norms; issue 5 for the last two
 
@@ -149,6 +149,8 @@ class Batch:
             mask = torch.zeros(row.query_length, row.key_length, dtype=self.query.dtype)
             masks.append(mask.masked_fill_(~self.allowed(row, window)[0], float("-inf")).repeat(group, 1))
             start = end
+        if not rows:
+            return self.query.new_full((*self.query.shape[:2], self.value_pool.shape[2]), float("nan"))
         out = reference.paged_attention(
             self.query[:start], self.key_pool, self.value_pool, rows, masks, scaling, softcap, sinks
         )

@@ -9,10 +9,10 @@ from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb 
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
 from triton_interpreter import DEVICE, RUNS_HERE, needs_triton
 
-from hf_specdec.kernels import reference
+from hf_specdec.kernels.cache import reference
 
 if RUNS_HERE:
-    from hf_specdec.kernels.cache_ops import PoolTable, move_slots, write_keys_values
+    from hf_specdec.kernels.cache.triton import PoolTable, move_slots, write_keys_values
 
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 POISON = 12345.0

@@ -6,11 +6,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton_interpreter import DEVICE, RUNS_HERE, needs_triton
 
-from hf_specdec.kernels import reference
-from hf_specdec.sampling.processors import DraftVocabularyLogitsWarper
+from hf_specdec.kernels.drafting import reference
+from hf_specdec.sampling import DraftVocabularyLogitsWarper
 
 if RUNS_HERE:
-    from hf_specdec.kernels import draft_ops as ops
+    from hf_specdec.kernels.drafting import triton as ops
 
 
 def on(*tensors):

@@ -107,7 +107,7 @@ def test_sampling_gives_what_the_definitions_give(pair, use, name, rule):
 )
 def test_sampling_parameters_are_applied_by_the_kernels(pair, use, monkeypatch, name, rule):
     """Temperature, top-k, top-p and min-p in the kernels: the tokens and the scores of transformers' processors."""
-    from hf_specdec.kernels import sampling
+    from hf_specdec.kernels.sampling import triton as sampling
 
     config = {**CONFIGS[name], "rejection_sample_method": rule, "seed": 5}
     arguments = {"do_sample": True, "temperature": 0.7, "top_k": 9, "top_p": 0.85, "min_p": 0.02, "output_scores": True}
@@ -116,8 +116,8 @@ def test_sampling_parameters_are_applied_by_the_kernels(pair, use, monkeypatch, 
     expected = decode(pair, config, **arguments)
     use("triton")
     left = []
-    original = sampling.sampling_limits
-    monkeypatch.setattr(sampling, "sampling_limits", lambda *a: (left.append(1), original(*a))[1])
+    original = sampling.sampling_thresholds
+    monkeypatch.setattr(sampling, "sampling_thresholds", lambda *a: (left.append(1), original(*a))[1])
     out = decode(pair, config, **arguments)
     assert left
     assert torch.equal(out.sequences, expected.sequences)
@@ -129,7 +129,9 @@ def test_sampling_parameters_are_applied_by_the_kernels(pair, use, monkeypatch, 
 @needs_triton
 def test_the_kernels_are_what_runs(pair, use, monkeypatch):
     """Without them in place the tests above would compare the definitions with themselves."""
-    from hf_specdec.kernels import attention, cache_ops, verification
+    from hf_specdec.kernels.attention import triton as attention
+    from hf_specdec.kernels.cache import triton as cache_ops
+    from hf_specdec.kernels.verification import triton as verification
 
     called = set()
     for module, name in ((attention, "paged_attention"), (cache_ops, "write_keys_values"), (cache_ops, "move_slots"),
@@ -166,7 +168,7 @@ class CaptureDirectly:
 )
 def test_layers_of_captured_steps(pair, use, monkeypatch, dtype):
     """Traced, rewritten and run by the kernels, they differ from the layers by a part of what roundings may do."""
-    from hf_specdec.kernels import linear
+    from hf_specdec.kernels.linear import triton as linear
 
     use("triton")
     if DEVICE == "cpu":

@@ -11,7 +11,7 @@ from test_triton_generate import CONFIGS, decode, pair  # noqa: F401
 from triton_interpreter import DEVICE, needs_triton
 
 import hf_specdec
-from hf_specdec.kernels import invariant_reference
+from hf_specdec.kernels.invariant import reference as invariant_reference
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 
@@ -55,7 +55,7 @@ def test_the_interpreters_products_have_one_order():
     transposed=st.booleans(), dtype=st.sampled_from(list(DTYPES)), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_linear(rows, width, outputs, biased, transposed, dtype, seed):
-    from hf_specdec.kernels import invariant
+    from hf_specdec.kernels.invariant import triton as invariant
 
     x = random(rows, width, dtype=DTYPES[dtype], seed=seed)
     weight = random(width, outputs, dtype=DTYPES[dtype], seed=seed + 1)
@@ -71,7 +71,7 @@ def test_linear(rows, width, outputs, biased, transposed, dtype, seed):
 @needs_triton
 @pytest.mark.parametrize("dtype", DTYPES)
 def test_batched_product(dtype):
-    from hf_specdec.kernels import invariant
+    from hf_specdec.kernels.invariant import triton as invariant
 
     x, weights = random(3, 20, 70, dtype=DTYPES[dtype]), random(3, 35, 70, dtype=DTYPES[dtype]).transpose(1, 2)
     out = invariant.batched_product(x, weights)
@@ -83,7 +83,7 @@ def test_batched_product(dtype):
 @settings(max_examples=6, deadline=None, derandomize=True)
 @given(rows=st.integers(1, 6), width=st.integers(1, 5000), dtype=st.sampled_from(list(DTYPES)), seed=st.integers(0, 99))
 def test_row_reductions(rows, width, dtype, seed):
-    from hf_specdec.kernels import invariant
+    from hf_specdec.kernels.invariant import triton as invariant
 
     x = random(rows, width, dtype=DTYPES[dtype], seed=seed)
     wide = x.float()
@@ -102,7 +102,7 @@ def test_row_reductions(rows, width, dtype, seed):
 
 @needs_triton
 def test_bad_arguments_are_refused():
-    from hf_specdec.kernels import invariant
+    from hf_specdec.kernels.invariant import triton as invariant
 
     with pytest.raises(ValueError, match="both must be one of"):
         invariant.linear(random(2, 3).double(), random(3, 4).double())
@@ -116,7 +116,8 @@ def test_bad_arguments_are_refused():
 @torch.no_grad()
 def test_logits_do_not_depend_on_the_batch(pair, monkeypatch):  # noqa: F811
     """The model's own check: token by token against chunks and a tree, all kernels in place."""
-    from hf_specdec.kernels import attention, invariant
+    from hf_specdec.kernels.attention import triton as attention
+    from hf_specdec.kernels.invariant import triton as invariant
     from hf_specdec.model.options import invariant_check
     from hf_specdec.model.prepare import ModelOptions, prepare
 

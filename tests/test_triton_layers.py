@@ -1,5 +1,7 @@
 """Products of few rows and norms: equal to their definitions, whatever rows and layers are beside."""
 
+from pathlib import Path
+
 import pytest
 import torch
 import torch.nn.functional as F
@@ -17,7 +19,7 @@ MOST_ROWS = 16
 
 @pytest.fixture
 def linear():
-    from hf_specdec.kernels import linear
+    from hf_specdec.kernels.linear import triton as linear
 
     assert linear.MOST_ROWS == MOST_ROWS
     return linear
@@ -43,7 +45,7 @@ def draw(*shape, dtype):
     seed=st.integers(0, 2**16),
 )
 def test_products(dtype, num_rows, width, sizes, biased, adds, seed):
-    from hf_specdec.kernels import linear
+    from hf_specdec.kernels.linear import triton as linear
 
     torch.manual_seed(seed)
     x = draw(num_rows, width, dtype=dtype)
@@ -142,12 +144,13 @@ class Unit(nn.Module):
 @needs_triton
 @torch.no_grad()
 def test_layers_of_a_model_use_them_for_few_rows_only(linear, monkeypatch):
+    monkeypatch.setenv("HF_SPECDEC_KERNELS", "triton")
     torch.manual_seed(0)
     unit = Unit().to(DEVICE, torch.bfloat16).eval()
     calls = []
     original = linear.linears
     monkeypatch.setattr(
-        linear, "linears", lambda x, weights, biases: calls.append(len(weights)) or original(x, weights, biases)
+        linear, "linears", lambda x, weights, *rest: calls.append(len(weights)) or original(x, weights, *rest)
     )
     joined = JoinedLinears(unit, FewRowsProduct, lambda module: isinstance(module, nn.Linear))
     for rows, wanted in ((1, [2, 1]), (16, [2, 1]), (17, [])):
@@ -162,8 +165,9 @@ def test_layers_of_a_model_use_them_for_few_rows_only(linear, monkeypatch):
 
 
 @needs_triton
-def test_models_made_in_inference_mode():
+def test_models_made_in_inference_mode(monkeypatch):
     """Their tensors count no versions."""
+    monkeypatch.setenv("HF_SPECDEC_KERNELS", "triton")
     with torch.inference_mode():
         unit = Unit().to(DEVICE, torch.bfloat16)
     joined = JoinedLinears(unit, FewRowsProduct, lambda module: isinstance(module, nn.Linear))
@@ -195,7 +199,7 @@ def test_modules_left_out_are_left_alone():
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16, torch.float32], ids=str)
 @pytest.mark.parametrize("shape", [(1, 1, 64), (1, 5, 300), (1, 3, 4, 128), (2, 4096), (0, 64)])
 def test_norms(dtype, shape):
-    from hf_specdec.kernels.norms import rms_norm
+    from hf_specdec.kernels.norms.triton import rms_norm
 
     torch.manual_seed(0)
     x, weight = draw(*shape, dtype=dtype), 1 + draw(shape[-1], dtype=dtype)
@@ -208,7 +212,7 @@ def test_norms(dtype, shape):
 
 @needs_triton
 def test_norms_that_cannot_be():
-    from hf_specdec.kernels.norms import rms_norm
+    from hf_specdec.kernels.norms.triton import rms_norm
 
     for x, weight in (
         (torch.ones(2, 8), torch.ones(4)),
@@ -259,9 +263,10 @@ def test_operators_of_traced_layers(linear, count, monkeypatch):
 
 @needs_triton
 @pytest.mark.skipif(DEVICE != "cpu", reason="about the interpreter")
-def test_interpreted_kernels_cannot_be_compiled():
-    from hf_specdec.kernels.attention import compile_cases
-    from hf_specdec.kernels.compiling import compile_case
+def test_interpreted_kernels_cannot_be_compiled(monkeypatch):
+    monkeypatch.syspath_prepend(Path(__file__).parents[1] / "benchmarks")
+    from kernel_cases.attention import compile_cases
+    from kernel_cases.compiling import compile_case
 
     with pytest.raises(RuntimeError, match="TRITON_INTERPRET"):
         compile_case(compile_cases()[0], 90)

@@ -7,10 +7,10 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton_interpreter import DEVICE, RUNS_HERE, needs_triton
 
-from hf_specdec.sampling.processors import FusedSamplingLogitsWarper
+from hf_specdec.sampling import FusedSamplingLogitsWarper
 
 if RUNS_HERE:
-    from hf_specdec.kernels.sampling import sampling_limits, sampling_scores
+    from hf_specdec.kernels.sampling.triton import sampling_scores, sampling_thresholds
 
 # temperature, top-k, top-p, min-p
 PARAMETERS = [
@@ -32,7 +32,7 @@ def run(logits, parameters, owners=None, block=512):
     rows = logits.shape[0]
     own = None if owners is None else owners.to(DEVICE)
     temperature = torch.tensor(temperature, device=DEVICE)
-    limits = sampling_limits(
+    limits = sampling_thresholds(
         logits.to(DEVICE), own, temperature, torch.tensor(top_k, dtype=torch.int32, device=DEVICE),
         torch.tensor(top_p, device=DEVICE), torch.tensor(min_p, device=DEVICE), block=block,
         out=(torch.full((rows,), float("nan"), device=DEVICE), torch.full((rows,), -9, dtype=torch.int32, device=DEVICE)),
@@ -138,12 +138,12 @@ def test_all_equal_and_exact_masses():
 @needs_triton
 def test_more_candidates_than_there_is_room_for(monkeypatch):
     """Flat rows are searched whole, peaked ones by their likeliest tokens: both keep what the definition keeps."""
-    from hf_specdec.kernels import sampling
+    from hf_specdec.kernels.sampling import triton as sampling
 
     logits = torch.randn(len(PARAMETERS), 700, generator=torch.Generator().manual_seed(3))
     logits[::2] *= 4
     counts = []
-    original = sampling._limits_kernel
+    original = sampling.thresholds_kernel
 
     class Watched:
         def __getitem__(self, grid):
@@ -153,10 +153,10 @@ def test_more_candidates_than_there_is_room_for(monkeypatch):
 
             return launch
 
-    monkeypatch.setattr(sampling, "_limits_kernel", Watched())
+    monkeypatch.setattr(sampling, "thresholds_kernel", Watched())
     temperature, top_k, top_p, min_p = (torch.tensor(each) for each in zip(*PARAMETERS, strict=True))
     on = [each.to(DEVICE) for each in (temperature, top_k.int(), top_p, min_p)]
-    limits = sampling.sampling_limits(logits.to(DEVICE), None, *on, block=128, capacity=64)
+    limits = sampling.sampling_thresholds(logits.to(DEVICE), None, *on, block=128, capacity=64)
     ours = sampling_scores(logits.to(DEVICE), limits, None, on[0]).cpu()
     assert ((counts[0] > 0) & (counts[0] <= 64)).sum() >= 2 and (counts[0] < 0).sum() >= 3
     assert_kept(ours, logits, PARAMETERS, most=1)
@@ -202,16 +202,17 @@ def sampled_rows(do_sample):
 def test_rows_that_sample(monkeypatch, count, do_sample, dtype, shared):
     """Scores, noisy scores and choices by the kernels: what the definitions give."""
     from hf_specdec.kernels import random_bits
-    from hf_specdec.sampling import rows as runtime_sampling
+    from hf_specdec.sampling.buffers import SamplingBuffers
+    from hf_specdec.sampling.parameters import SamplingKind
 
     rows = sampled_rows(do_sample)
-    kind = runtime_sampling.SamplingKind.of(rows, True)
+    kind = SamplingKind.of(rows, True)
     stream = random_bits.TOKEN_STREAM if shared else random_bits.DRAFT_STREAM
     logits = (torch.randn(4, count, 700, generator=torch.Generator().manual_seed(count)) * 3).to(dtype)
     index = torch.tensor([3, 1])
 
     def everything(device):
-        sampling = runtime_sampling.SamplingRows.of(rows, kind, torch.device(device))
+        sampling = SamplingBuffers.of(rows, kind, torch.device(device))
         given, some = logits.to(device), index.to(device)
         scores = sampling.scores(given)
         out = [
@@ -237,7 +238,7 @@ def test_rows_that_sample(monkeypatch, count, do_sample, dtype, shared):
 def test_noise_is_in_vocabularies_of_any_size():
     """Blocks of which the last is not full, fewer ids than a block, one id."""
     from hf_specdec.kernels import random_bits
-    from hf_specdec.kernels.sampling import Noise
+    from hf_specdec.kernels.sampling.triton import Noise
 
     for vocab in (1, 5, 64, 1030):
         seeds, positions, steps = (torch.tensor([i, 2**33 + i]) for i in range(3))

@@ -6,16 +6,18 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from triton_interpreter import DEVICE, RUNS_HERE, needs_triton
 
-from hf_specdec.kernels import random_bits, reference
+from hf_specdec.kernels.random_bits import reference as random_bits
+from hf_specdec.kernels.rejection.reference import rejection_walk
+from hf_specdec.kernels.verification import reference
 
 if RUNS_HERE:
     import triton
     import triton.language as tl
 
-    from hf_specdec.kernels import verification
-    from hf_specdec.kernels.rejection import verify_rejection
-    from hf_specdec.kernels.triton_random import exponential_of_uniform, gumbel_block, uniform_at, uniform_of_words
-    from hf_specdec.kernels.verification import accepted_path, target_choices, verify_choices
+    from hf_specdec.kernels.random_bits.triton import exponential_of_uniform, gumbel_block, uniform_at, uniform_of_words
+    from hf_specdec.kernels.rejection.triton import verify_rejection
+    from hf_specdec.kernels.verification import triton as verification
+    from hf_specdec.kernels.verification.triton import accepted_path, target_choices, verify_choices
 
     @triton.jit
     def _numbers(out, noise, alone, seeds, positions, steps, first, STREAM: tl.constexpr, BLOCK: tl.constexpr):
@@ -263,13 +265,13 @@ def test_removed_tokens_are_never_chosen():
     index, valid = torch.arange(4)[:, None].contiguous(), torch.zeros(4, 0, dtype=torch.bool)
     ours = target_choices(
         logits.to(DEVICE), index.to(DEVICE), valid.to(DEVICE), seeds=keys[0].to(DEVICE), positions=keys[1].to(DEVICE),
-        do_sample=torch.ones(4, dtype=torch.bool, device=DEVICE), limits=(limits.to(DEVICE), ids.to(DEVICE)), block=1024,
+        do_sample=torch.ones(4, dtype=torch.bool, device=DEVICE), thresholds=(limits.to(DEVICE), ids.to(DEVICE)), block=1024,
     )  # fmt: skip
     assert ours.flatten().tolist() == expected.tolist()
 
 
 def rejection_definition(case, probs, prob_index):
-    """`reference.rejection_walk`, and rows [B] where it hangs on rounding: float64 and numbers 2e-6 off decide otherwise."""
+    """`rejection_walk`, and rows [B] where it hangs on rounding: float64 and numbers 2e-6 off decide otherwise."""
     scores = case.scores()
     rows = torch.arange(case.batch)
 
@@ -280,13 +282,11 @@ def rejection_definition(case, probs, prob_index):
 
     uniform = random_bits.uniform(case.seeds, case.positions, case.steps, random_bits.ACCEPT_STREAM, max(case.width, 1))
     arguments = (case.tokens, case.valid, case.parents, probs, prob_index)
-    outcome = reference.rejection_walk(
-        *arguments, lambda node: torch.softmax(scores[rows, node], -1), uniform, residual_gumbel
-    )
+    outcome = rejection_walk(*arguments, lambda node: torch.softmax(scores[rows, node], -1), uniform, residual_gumbel)
     wide = scores.double()
     near = torch.zeros(case.batch, dtype=torch.bool)
     for factor in (1 - 2e-6, 1 + 2e-6):
-        other = reference.rejection_walk(
+        other = rejection_walk(
             *arguments, lambda node: torch.softmax(wide[rows, node], -1), uniform.double() * factor, residual_gumbel
         )
         near |= (other[0] != outcome[0]).any(1) | (other[1] != outcome[1])

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hf_specdec.core.draft_trees import DraftTrees
 from hf_specdec.core.sequence import Sequence
 from hf_specdec.kernels import random_bits as rb
-from hf_specdec.kernels import reference as ops
+from hf_specdec.kernels.rejection import reference as ops
 
 VOCAB = 4
 

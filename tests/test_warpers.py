@@ -10,15 +10,10 @@ from transformers.generation import logits_process as hf
 from hf_specdec.core.draft_trees import DraftTrees
 from hf_specdec.core.sequence import Sequence
 from hf_specdec.kernels import random_bits as rb
+from hf_specdec.sampling import CoupledNoiseLogitsWarper, DraftVocabularyLogitsWarper, FusedSamplingLogitsWarper
 from hf_specdec.sampling.logits import needs_prefix, process_logits
-from hf_specdec.sampling.processors import (
-    CoupledNoiseLogitsWarper,
-    DraftVocabularyLogitsWarper,
-    FusedSamplingLogitsWarper,
-    NodeProcessors,
-    SamplingParameters,
-    split_sampling,
-)
+from hf_specdec.sampling.parameters import SamplingParameters
+from hf_specdec.sampling.processors import NodeProcessors, split_sampling
 
 OLDEST = transformers.__version__.startswith("5.17.")
 INF = float("inf")

@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hf_specdec.kernels.attention_inputs import AttentionInputs, RowDescription, attention_inputs
+from hf_specdec.kernels.attention.inputs import AttentionInputs, RowDescription, attention_inputs
 
 from .context import TOLERANCE, Context, relative_error, worst
 from .report import Row, at_most
@@ -116,7 +116,7 @@ class Problem:
 
     def run(self) -> torch.Tensor:
         """The kernel's output, written into poison."""
-        from hf_specdec.kernels.attention import paged_attention
+        from hf_specdec.kernels.attention.triton import paged_attention
 
         out = self.query.new_full((*self.query.shape[:2], self.values.shape[2]), float("nan"))
         return paged_attention(

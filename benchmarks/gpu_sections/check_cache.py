@@ -7,12 +7,12 @@ from collections.abc import Iterator
 
 import torch
 
-from hf_specdec.kernels import reference
+from hf_specdec.kernels.cache import reference
 
 from .context import TOLERANCE, Context, relative_error, worst
 from .report import Row, at_most
 
-MODULES = ("cache_ops",)
+MODULES = ("cache",)
 
 
 def wrong_elements(out: torch.Tensor, wanted: torch.Tensor) -> int:
@@ -23,7 +23,7 @@ def wrong_elements(out: torch.Tensor, wanted: torch.Tensor) -> int:
 
 def write_errors(context: Context, dtype: torch.dtype, tokens: int, heads: int, width: int) -> float:
     """Wrong elements after writing tokens, some of which have no slot, into poisoned pools."""
-    from hf_specdec.kernels.cache_ops import write_keys_values
+    from hf_specdec.kernels.cache.triton import write_keys_values
 
     keys, values = (context.randn(heads, tokens, width, dtype=dtype).transpose(0, 1) for _ in range(2))
     pools = [torch.full((2 * tokens, heads, width), float("nan"), dtype=dtype, device=context.device) for _ in range(2)]
@@ -38,7 +38,7 @@ def write_errors(context: Context, dtype: torch.dtype, tokens: int, heads: int, 
 
 def rotation_error(context: Context, dtype: torch.dtype, tokens: int, width: int, rotary: int) -> float:
     """Relative error of rotated queries and written keys; infinite where values or the rest of a head changed."""
-    from hf_specdec.kernels.cache_ops import write_keys_values
+    from hf_specdec.kernels.cache.triton import write_keys_values
 
     query, keys, values = (context.randn(n, tokens, width, dtype=dtype).transpose(0, 1) for n in (8, 2, 2))
     angles = context.randn(tokens, rotary // 2).mul(3).repeat(1, 2)
@@ -73,7 +73,7 @@ def random_moves(context: Context, slots: int, rows: int, nodes: int) -> tuple[t
 
 def move_errors(context: Context, dtype: torch.dtype, rows: int, nodes: int, layers: int) -> float:
     """Wrong elements after moving in the pools of several layers of different widths."""
-    from hf_specdec.kernels.cache_ops import PoolTable, move_slots
+    from hf_specdec.kernels.cache.triton import PoolTable, move_slots
 
     slots = rows * nodes + 3
     pools = [context.randn(slots, 1 + i % 3, 24 + 8 * (i % 5), dtype=dtype) for i in range(2 * layers)]

@@ -9,12 +9,12 @@ import torch
 from .context import Context
 from .report import Row, at_most
 
-MODULES = ("draft_ops",)
+MODULES = ("drafting",)
 
 
 def frontier_errors(context: Context, rows: int, frontier: int, width: int) -> int:
     """Results of `next_frontier` that differ from sums and a stable sort of all children."""
-    from hf_specdec.kernels.draft_ops import next_frontier
+    from hf_specdec.kernels.drafting.triton import next_frontier
 
     values, log_probs = -context.randn(rows, frontier).abs(), -context.randn(rows, frontier, width).abs()
     tokens = context.randint(0, 1000, rows, frontier, width)
@@ -30,7 +30,7 @@ def frontier_errors(context: Context, rows: int, frontier: int, width: int) -> i
 
 def prune_errors(context: Context, rows: int, size: int, count: int) -> int:
     """Rows of `prune_tree` whose nodes, parents or lengths are not those of the likeliest nodes."""
-    from hf_specdec.kernels.draft_ops import prune_tree
+    from hf_specdec.kernels.drafting.triton import prune_tree
 
     parents = context.randint(0, 2**20, rows, size) % (torch.arange(size, device=context.device) + 1) - 1
     steps, values = context.randn(rows, size).abs(), torch.zeros(rows, size, device=context.device)
@@ -57,7 +57,7 @@ def prune_errors(context: Context, rows: int, size: int, count: int) -> int:
 
 def vocabulary_errors(context: Context, dtype: torch.dtype, vocab: int) -> int:
     """Wrong elements of widened logits."""
-    from hf_specdec.kernels import draft_ops as ops
+    from hf_specdec.kernels.drafting import triton as ops
 
     target_ids = torch.randperm(vocab, generator=context.generator, device=context.device)[: vocab // 4].sort().values
     logits = context.randn(5, len(target_ids), dtype=dtype)
@@ -70,7 +70,7 @@ def vocabulary_errors(context: Context, dtype: torch.dtype, vocab: int) -> int:
 
 def feature_errors(context: Context, dtype: torch.dtype, layers: int, tokens: int, hidden: int) -> int:
     """Wrong elements of gathered hidden states."""
-    from hf_specdec.kernels import draft_ops as ops
+    from hf_specdec.kernels.drafting import triton as ops
 
     taken = [context.randn(tokens, hidden, dtype=dtype) for _ in range(layers)]
     index = context.randint(0, tokens, tokens + 3)

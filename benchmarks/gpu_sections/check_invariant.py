@@ -17,9 +17,9 @@ EPS = 1e-6
 
 def functions(context: Context, dtype: torch.dtype) -> dict[str, tuple[Callable, Callable, int]]:
     """name: (kernel, definition, width of a row) for those of `kernels/invariant.py` that are there."""
-    if importlib.util.find_spec("hf_specdec.kernels.invariant") is None:
+    if importlib.util.find_spec("hf_specdec.kernels.invariant.triton") is None:
         return {}
-    module = importlib.import_module("hf_specdec.kernels.invariant")
+    module = importlib.import_module("hf_specdec.kernels.invariant.triton")
     width, outputs = (48, 40) if context.toy else (4096, 14336)
     weight = (context.randn(width, outputs) * width**-0.5).to(dtype)
     scale = context.randn(width, dtype=dtype)

@@ -16,7 +16,8 @@ EPS = 1e-5
 
 def functions(context: Context, dtype: torch.dtype) -> dict[str, tuple[Callable, Callable, int]]:
     """name: (kernels, definition, width of a row); what they return is one line per row."""
-    from hf_specdec.kernels import linear, norms
+    from hf_specdec.kernels.linear import triton as linear
+    from hf_specdec.kernels.norms import triton as norms
 
     width, queries, keys, inner = (48, 64, 16, 40) if context.toy else (4096, 4096, 1024, 14336)
 

@@ -53,7 +53,7 @@ def kept(
 
 def errors(context: Context, dtype: torch.dtype, vocab: int, ties: bool) -> tuple[int, int]:
     """Tokens kept or removed wrongly, and scores that are not logits over temperature."""
-    from hf_specdec.kernels.sampling import sampling_limits, sampling_scores
+    from hf_specdec.kernels.sampling.triton import sampling_scores, sampling_thresholds
 
     rows, device = len(PARAMETERS), context.device
     logits = context.randn(rows, vocab) * 3
@@ -63,9 +63,9 @@ def errors(context: Context, dtype: torch.dtype, vocab: int, ties: bool) -> tupl
         torch.full((rows,), float("nan"), device=device),
         torch.full((rows,), -9, dtype=torch.int32, device=device),
     )
-    limits = sampling_limits(logits, None, temperature, top_k.int(), top_p, min_p, out=poison)
+    thresholds = sampling_thresholds(logits, None, temperature, top_k.int(), top_p, min_p, out=poison)
     nowhere = torch.full(logits.shape, float("nan"), device=device)
-    out = sampling_scores(logits, limits, None, temperature, out=nowhere)
+    out = sampling_scores(logits, thresholds, None, temperature, out=nowhere)
     scores = logits.float() / temperature[:, None]
     wrong = 0
     for row, (_, *parameters) in enumerate(PARAMETERS):
@@ -78,7 +78,7 @@ def errors(context: Context, dtype: torch.dtype, vocab: int, ties: bool) -> tupl
 def noise_error(context: Context, dtype: torch.dtype, vocab: int) -> float:
     """Largest difference of drawn scores from logits and noise in float64, where rows sample; inf if others changed."""
     from hf_specdec.kernels import random_bits
-    from hf_specdec.kernels.sampling import Noise, sampling_scores
+    from hf_specdec.kernels.sampling.triton import Noise, sampling_scores
 
     logits = (context.randn(6, vocab) * 3).to(dtype)
     ids = torch.arange(6, device=context.device)
@@ -105,5 +105,5 @@ def rows(context: Context, name: str, dtype: torch.dtype) -> Iterator[Row]:
     yield at_most("correctness", f"sampling scores {name}: noise", error, 1e-4, "largest difference")
     for what, ties in (("distinct scores", False), ("ties", True)):
         wrong, changed = errors(context, dtype, vocab, ties)
-        yield at_most("correctness", f"sampling limits {name}: {what}", wrong, 0, "wrong tokens")
+        yield at_most("correctness", f"sampling thresholds {name}: {what}", wrong, 0, "wrong tokens")
         yield at_most("correctness", f"sampling scores {name}: {what}", changed, 0, "wrong scores")

@@ -11,13 +11,13 @@ from .context import Context
 from .drafts import Drafts
 from .report import Row, at_most
 
-MODULES = ("verification", "rejection", "triton_random")
+MODULES = ("verification", "rejection", "random_bits")
 TIE = 1e-5  # scores that near are no different
 
 
 def follow_errors(drafts: Drafts, sampled: bool) -> int:
     """Rows of greedy or coupled verification that are wrong."""
-    from hf_specdec.kernels.verification import target_choices, verify_choices
+    from hf_specdec.kernels.verification.triton import target_choices, verify_choices
 
     choices, gap = drafts.choices(sampled)
     drafts.follow(choices)
@@ -39,7 +39,7 @@ def follow_errors(drafts: Drafts, sampled: bool) -> int:
 
 def rejection_errors(drafts: Drafts, points: bool) -> int:
     """Rows of rejection verification that are wrong."""
-    from hf_specdec.kernels.rejection import verify_rejection
+    from hf_specdec.kernels.rejection.triton import verify_rejection
 
     probs = prob_index = None
     if points:

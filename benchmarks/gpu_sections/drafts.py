@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from hf_specdec.kernels import random_bits, reference
+from hf_specdec.kernels import random_bits
+from hf_specdec.kernels.rejection.reference import rejection_walk
+from hf_specdec.kernels.verification import reference
 
 from .context import Context
 
@@ -107,7 +109,7 @@ class Drafts:
         found = []
         for factor in (1.0, 1 - slack, 1 + slack):
             found.append(
-                reference.rejection_walk(
+                rejection_walk(
                     self.tokens, self.valid, self.parents, probs, prob_index,
                     lambda node: torch.softmax(wide[self.everywhere, node], -1), uniform.double() * factor, noise,
                 )

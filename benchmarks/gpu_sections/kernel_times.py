@@ -10,8 +10,8 @@ import numpy as np
 import torch
 import torch.nn.functional as F
 
-from hf_specdec.kernels.attention_inputs import AttentionInputs, RowDescription, attention_inputs
-from hf_specdec.kernels.flash import FlashAttention, find_flash_attention
+from hf_specdec.kernels.attention.inputs import AttentionInputs, RowDescription, attention_inputs
+from hf_specdec.kernels.flash_attention import FlashAttention, find_flash_attention
 
 from . import floors
 from .check_cache import random_moves
@@ -74,7 +74,7 @@ def uniform_batch(
 
 def attention_rows(context: Context) -> Iterator[Row]:
     """Decoding and verification at batch 1 with a long context and at batch 64, beside what else is installed."""
-    from hf_specdec.kernels.attention import paged_attention
+    from hf_specdec.kernels.attention.triton import paged_attention
 
     heads, kv_heads, width = (HEADS, KV_HEADS, WIDTH) if not context.toy else (4, 2, 16)
     for rows, keys in ((1, 32768), (64, 2048)) if not context.toy else ((1, 40), (3, 20)):
@@ -135,7 +135,7 @@ FLASH_BATCHES = (  # kind, rows, new tokens and keys of each
 
 def flash_rows(context: Context) -> Iterator[Row]:
     """How many times as fast as ours flash-attn is in pages, where it is installed: what `flash.FASTER` is filled from."""
-    from hf_specdec.kernels.attention import paged_attention
+    from hf_specdec.kernels.attention.triton import paged_attention
 
     found = installed_flash(context)
     if found is None:
@@ -163,9 +163,9 @@ def flash_rows(context: Context) -> Iterator[Row]:
 def verification_rows(context: Context) -> Iterator[Row]:
     """Every rule on 64 chains of 7 tokens and their roots, over 128k ids."""
     from hf_specdec.kernels.random_bits import DRAFT_STREAM
-    from hf_specdec.kernels.rejection import verify_rejection
-    from hf_specdec.kernels.sampling import Noise, sampling_limits, sampling_scores
-    from hf_specdec.kernels.verification import verify_choices
+    from hf_specdec.kernels.rejection.triton import verify_rejection
+    from hf_specdec.kernels.sampling.triton import Noise, sampling_scores, sampling_thresholds
+    from hf_specdec.kernels.verification.triton import verify_choices
 
     batch, width, vocab = (64, 7, 128256) if not context.toy else (2, 3, 300)
     for name, dtype in (("bf16", torch.bfloat16), ("fp32", torch.float32)):
@@ -192,7 +192,7 @@ def verification_rows(context: Context) -> Iterator[Row]:
         top_p = torch.full((len(drafts.logits),), 0.9, device=context.device)
 
         def limits(drafts=drafts, top_k=top_k, top_p=top_p):
-            sampling_limits(drafts.logits, None, None, top_k, top_p)
+            sampling_thresholds(drafts.logits, None, None, top_k, top_p)
 
         yield share_row(context, f"sampling limits, top-k and top-p, {shape}", limits, moved, None)
         count = len(drafts.logits)
@@ -211,7 +211,7 @@ def verification_rows(context: Context) -> Iterator[Row]:
 
 def cache_rows(context: Context) -> Iterator[Row]:
     """Moves of accepted tree nodes in all layers, and the keys and values of a prompt."""
-    from hf_specdec.kernels.cache_ops import PoolTable, move_slots, write_keys_values
+    from hf_specdec.kernels.cache.triton import PoolTable, move_slots, write_keys_values
 
     kv_heads, width, layers = (KV_HEADS, WIDTH, LAYERS) if not context.toy else (2, 16, 2)
     rows, nodes = (64, 60) if not context.toy else (2, 6)
@@ -241,7 +241,7 @@ def cache_rows(context: Context) -> Iterator[Row]:
 
 def layer_rows(context: Context) -> Iterator[Row]:
     """The products of a Llama-3.1-8B layer for 1 and 8 rows, beside cuBLAS's (one product per weight)."""
-    from hf_specdec.kernels import linear
+    from hf_specdec.kernels.linear import triton as linear
 
     hidden, keys, inner, vocab = (4096, 1024, 14336, 128256) if not context.toy else (32, 16, 48, 64)
 

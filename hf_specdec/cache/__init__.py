@@ -1,4 +1,4 @@
-"""KV memory: who owns which block (`block_pool`) and the tensors themselves (`paged_cache`)."""
+"""KV memory: the owners of blocks (`block_pool`) and the tensors (`paged_cache`)."""
 
 from .block_pool import BlockPool, OutOfBlocks
 from .paged_cache import BlockTable, PagedStaticCache

@@ -1,7 +1,7 @@
-"""BlockPool: who owns which KV block. Integers only, no tensors.
+"""BlockPool: the owners of KV blocks. It holds integers, no tensors.
 
-A block is `free`, `used` (reference count ≥ 1) or `cached` (nobody uses it, but its content is known by a prefix hash
-and may be taken up again). Cached blocks are evicted least-recently-used first, when free ones run out.
+A block is `free`, `used` (reference count ≥ 1) or `cached` (unused, but its content is known by a prefix hash and may be used again).
+When free blocks run out, the least recently used cached block is evicted first.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ _FREE, _TAKEN = 0, 1
 
 
 class OutOfBlocks(RuntimeError):
-    """The pool has fewer free blocks than were asked for; nothing was allocated."""
+    """The pool has fewer free blocks than requested. Nothing was allocated."""
 
 
 class BlockPool:
@@ -25,25 +25,27 @@ class BlockPool:
             raise ValueError(f"A block pool needs at least one block, not {num_blocks}.")
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
-        self._state = bytearray(num_blocks)  # _FREE or _TAKEN (used or cached): bytearray.find scans runs at C speed
+        self._state = bytearray(
+            num_blocks
+        )  # _FREE or _TAKEN (used or cached); bytearray.find scans for runs at C speed
         self._num_free = num_blocks
-        self.most_used = 0  # blocks that were used or cached at a time
+        self.most_used = 0  # the most blocks that were used or cached at one time
         self._hash_of: dict[int, Hashable] = {}
         self._block_of: dict[Hashable, int] = {}
         self._cached: OrderedDict[int, None] = OrderedDict()  # unused blocks with a known content, oldest first
 
     @property
     def num_available(self) -> int:
-        """Blocks that can be allocated now, evicting cached ones if need be."""
+        """Blocks that can be allocated now, including cached ones."""
         return self._num_free + len(self._cached)
 
     @property
     def num_used(self) -> int:
-        """Blocks somebody holds a reference to."""
+        """Blocks with at least one reference."""
         return self.num_blocks - self.num_available
 
     def grow(self, num_blocks: int) -> None:
-        """Have `num_blocks` blocks; the new ones are free."""
+        """Grow to `num_blocks` blocks. The additional ones are free."""
         more = num_blocks - self.num_blocks
         if more < 0:
             raise ValueError(f"A pool of {self.num_blocks} blocks cannot grow to {num_blocks}.")
@@ -53,7 +55,7 @@ class BlockPool:
         self.num_blocks = num_blocks
 
     def taken_runs(self) -> list[tuple[int, int]]:
-        """Blocks whose content counts, used or cached, as runs (first, end)."""
+        """Used and cached blocks as runs (first, end)."""
         runs, first = [], self._state.find(_TAKEN)
         while first >= 0:
             end = self._state.find(_FREE, first)
@@ -63,10 +65,10 @@ class BlockPool:
         return runs
 
     def allocate(self, count: int, after: int | None = None) -> list[int]:
-        """Take `count` blocks, one reference each: contiguous if a run exists, first choice right behind block `after`.
+        """Take `count` blocks with one reference each. They are contiguous if possible, preferably right after block `after`.
 
         Raises:
-            OutOfBlocks: fewer than `count` are available; nothing was taken.
+            OutOfBlocks: fewer than `count` are available. Nothing was taken.
         """
         if count > self.num_available:
             raise OutOfBlocks(f"{count} KV blocks needed, {self.num_available} of {self.num_blocks} available.")
@@ -94,7 +96,7 @@ class BlockPool:
         return blocks
 
     def retain(self, blocks: SequenceOf[int]) -> None:
-        """Add one reference to each block (used or cached)."""
+        """Add one reference to each used or cached block."""
         for block in blocks:
             if self.ref_counts[block] == 0:
                 if block not in self._cached:
@@ -103,8 +105,8 @@ class BlockPool:
             self.ref_counts[block] += 1
 
     def release(self, blocks: SequenceOf[int]) -> None:
-        """Drop one reference from each block; the last one frees it, or keeps it cached if its content is known."""
-        # The deepest block first: a prefix is only useful while all of its ancestors are cached.
+        """Drop one reference from each block. A block without references becomes free, or cached if its content is known."""
+        # Deepest block first, so that it is also evicted first: a block is useful only while all blocks before it are cached.
         for block in reversed(blocks):
             if self.ref_counts[block] < 1:
                 raise ValueError(f"Block {block} is not in use: it cannot be released.")
@@ -117,7 +119,7 @@ class BlockPool:
                     self._num_free += 1
 
     def register(self, block: int, content_hash: Hashable) -> None:
-        """Declare the content of a used, full block, so that equal prefixes can share it. The first one registered wins."""
+        """Declare the content of a used, full block, so that equal prefixes can share it. The first registration wins."""
         if self.ref_counts[block] < 1:
             raise ValueError(f"Block {block} is not in use: its content cannot be registered.")
         if content_hash not in self._block_of and block not in self._hash_of:
@@ -129,7 +131,7 @@ class BlockPool:
         return self._block_of.get(content_hash)
 
     def forget(self) -> None:
-        """Drop all prefix hashes (the contents can no longer be trusted); cached blocks become free."""
+        """Drop all prefix hashes, because contents can no longer be trusted. Cached blocks become free."""
         for block in self._cached:
             self._state[block] = _FREE
         self._num_free += len(self._cached)
@@ -144,7 +146,7 @@ class BlockPool:
         self._num_free += 1
 
     def check(self) -> None:
-        """Raise AssertionError unless every block is in exactly one state and the books agree."""
+        """Raise AssertionError unless every block is in exactly one state and all records agree."""
         free = {b for b in range(self.num_blocks) if self._state[b] == _FREE}
         cached = set(self._cached)
         used = {b for b in range(self.num_blocks) if self.ref_counts[b] > 0}

@@ -1,4 +1,4 @@
-"""Zeroed memory for pools. On a CPU it is address space, whose pages come with the first write to them."""
+"""Zeroed memory for pools. On a CPU it is address space, which takes memory page by page as it is written."""
 
 from __future__ import annotations
 
@@ -9,15 +9,15 @@ from pathlib import Path
 
 import torch
 
-_PROMISES_NOTHING = ("linux", "darwin")  # address space is not counted against the machine's memory
+_PROMISES_NOTHING = ("linux", "darwin")  # these do not count address space as used memory
 _OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 _MAP_NORESERVE = {"linux": 0x4000, "darwin": 0x40}
 
 
 def comes_when_written(tensors: Iterable[torch.Tensor]) -> bool:
-    """Whether memory beside these tensors (a model's weights) is taken page by page as it is written.
+    """True if pools on the device of these tensors (a model's weights) take memory page by page as they are written.
 
-    Not on devices, on systems that count address space as memory (Windows, `vm.overcommit_memory=2`), or under a limit of
+    False on accelerators, on systems that count address space as memory (Windows, `vm.overcommit_memory=2`), and under a limit of
     address space (`ulimit -v`).
     """
     return all(tensor.device.type == "cpu" for tensor in tensors) and _address_space_is_free()
@@ -26,7 +26,7 @@ def comes_when_written(tensors: Iterable[torch.Tensor]) -> bool:
 def _address_space_is_free() -> bool:
     if sys.platform not in _PROMISES_NOTHING:
         return False
-    import resource  # not there on Windows
+    import resource  # missing on Windows
 
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
         return False
@@ -34,10 +34,10 @@ def _address_space_is_free() -> bool:
 
 
 def zeros(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
-    """Zeros of `like`'s dtype on its device. On a CPU pages that are never written take no memory, and reading them gives zeros.
+    """Zeros with the dtype and device of `like`. On a CPU, pages that are never written take no memory.
 
     Raises:
-        MemoryError: the system gives no such address space; the message says what to do.
+        MemoryError: the system denies so much address space. The message says what to do.
     """
     count = torch.Size(shape).numel()
     if like.device.type != "cpu" or sys.platform not in _PROMISES_NOTHING or not count:
@@ -46,7 +46,7 @@ def zeros(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
 
 
 def _address_space(num_bytes: int) -> mmap.mmap:
-    """Private anonymous memory; it goes back to the system with the last tensor on it."""
+    """Private anonymous memory, which is freed with the last tensor that uses it."""
     flags = mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS | _MAP_NORESERVE[sys.platform]
     try:
         memory = mmap.mmap(-1, num_bytes, flags=flags)
@@ -55,6 +55,6 @@ def _address_space(num_bytes: int) -> mmap.mmap:
             f"The system gives no {num_bytes / 2**30:.1f} GiB of address space for a layer's keys or values ({error.strerror}). "
             "Bound the KV pool with num_blocks, or lower max_new_tokens."
         ) from error
-    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # or else a row's first token could take 2 MiB in every layer
+    if hasattr(mmap, "MADV_NOHUGEPAGE"):  # otherwise a row's first token could take 2 MiB in every layer
         memory.madvise(mmap.MADV_NOHUGEPAGE)
     return memory

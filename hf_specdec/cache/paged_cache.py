@@ -1,4 +1,4 @@
-"""PagedStaticCache: a transformers `Cache` whose memory is one pool of blocks per layer, which grows as it is needed."""
+"""PagedStaticCache: a transformers `Cache` with one pool of blocks per layer, which grows on demand."""
 
 from __future__ import annotations
 
@@ -12,26 +12,25 @@ import numpy as np
 import torch
 from transformers.cache_utils import Cache
 
-from ..kernels import reference as ops
-from ..kernels.dispatch import uses_triton
-from ..kernels.transfer import upload
+from ..kernels.attention import AttentionRow
+from ..kernels.cache import SlotMover
 from . import memory
 from .block_pool import BlockPool
 from .paged_layer import PagedLayer
 
 logger = logging.getLogger(__name__)
 
-# What a pool has beyond what is used, at most, as a share of the model's weights and the pool: see `PagedStaticCache`.
+# The most unused memory of a pool, as a share of the model's weights and the pool: see `PagedStaticCache`.
 EXTENT = 0.04
 LEAST_EXTENT = 2**24  # bytes
-MOST_AT_ONCE = 2**18  # blocks: address space is free, a pool's books are not
+MOST_AT_ONCE = 2**18  # blocks: address space is free, but the records of a pool are not
 
 
 @dataclass
 class BlockTable:
-    """One sequence's blocks in order, the slots they hold, and how many of its tokens have valid KV.
+    """The blocks of one sequence in order, their slots, and the number of tokens with valid KV.
 
-    `place`: the blocks (first, end) that are kept free for it as long as others are, so that its own make one run.
+    `place`: blocks (first, end) that others avoid while they can, so that the sequence's own blocks form one run.
     """
 
     place: tuple[int, int] | None = None
@@ -40,26 +39,25 @@ class BlockTable:
     length: int = 0
     contiguous: bool = True
     hashes: list[bytes] = field(default_factory=list)  # content of the leading full blocks
-    device_slots: torch.Tensor | None = None  # `slots` as a tensor, built when a gather needs it
+    device_slots: torch.Tensor | None = None  # `slots` as a tensor, built when first needed
 
 
 class PagedStaticCache(Cache):
-    """KV of many sequences in blocks of `block_size` slots, shared by prefix, written once, never moved within their pool
-    except to close the gaps a draft tree leaves.
+    """KV of many sequences in blocks of `block_size` slots, shared by prefix and written once. Slots move only to close the gaps that
+    rejected nodes of a draft tree leave.
 
-    A sequence is known by its id. Its tokens' KV are at logical indices 0, 1, ..; drafts are written behind `length` into
+    A sequence is known by its id. The KV of its tokens are at logical indices 0, 1, ..; drafts are written after `length` into
     lookahead slots, and `commit` decides which of them stay.
 
-    Memory comes as it is used. On a CPU the pools are address space (see `memory`): all blocks are there at once, take memory
-    when they are written, and never move; each sequence can be given a place, so that its blocks are one run. On a device the
-    pools begin with what the first texts need and grow by extents, up to `num_blocks`, layer after layer: the peak is the pool
-    and one layer of what it was. An extent is 4 % of the weights and the pool together, or 16 MiB: no more is ever
-    there unused.
+    Memory is taken as it is used. On a CPU, the pools are address space (see `memory`): all blocks exist at once, take memory when
+    they are written, and never move. Each sequence can get a place, so that its blocks form one run. On other devices, the pools
+    start with what the first texts need and grow by extents, up to `num_blocks`, layer by layer: the peak is the new pool plus one
+    layer of the old one. An extent is 4 % of the weights and the pool together, at least 16 MiB. No more than that is ever unused.
 
     Args:
         num_layers: layers with keys and values.
-        num_blocks: blocks, at most.
-        weights: of the model whose KV this is; none: all blocks are there from the start.
+        num_blocks: the most blocks.
+        weights: the weights of the model that this cache serves; empty: allocate all blocks at the start.
     """
 
     def __init__(
@@ -79,77 +77,77 @@ class PagedStaticCache(Cache):
         self.pool = BlockPool(at_once)
         self.share_prefixes = share_prefixes
         self.tables: dict[int, BlockTable] = {}
-        self.batch: Any = None  # the PackedBatch whose forward is running
+        self.batch: Any = None  # the PackedBatch of the running forward
         self._next_place = 0
-        self._pool_tables: dict[torch.device, Any] = {}  # of the Triton kernel that moves slots
+        self._movers: dict[torch.device, SlotMover] = {}  # until pools are added or grow
         self._identity: tuple[int, ...] | None = None  # until pools are added or grow
         self._bytes_per_slot = 0
 
     @property
     def num_slots(self) -> int:
-        """Slots in the pool."""
+        """Number of slots in the pool."""
         return self.pool.num_blocks * self.block_size
 
     @property
     def is_allocated(self) -> bool:
-        """Whether every layer has its pools."""
+        """True if every layer has its pools."""
         return all(layer.is_initialized for layer in self.layers)
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the pools: on a CPU, of the blocks that were used at a time."""
+        """Memory of the pools; on a CPU, of the most blocks that were used at one time."""
         blocks = self.pool.most_used if self.is_lazy else self.pool.num_blocks
         return blocks * self.block_size * self._bytes_per_slot
 
     def can_serve(self, block_size: int) -> bool:
-        """Whether the pools are there, and their blocks have that size."""
+        """True if the pools exist and have blocks of this size."""
         return self.is_allocated and self.block_size == block_size
 
     @property
     def identity(self) -> tuple[int, ...]:
-        """Where the pools are, and their size: what has been captured reads these and no others."""
+        """Addresses and size of the pools. Captured graphs read exactly these pools."""
         if self._identity is None:
             places = (layer.keys.data_ptr() if layer.is_initialized else 0 for layer in self.layers)
             self._identity = (self.num_slots, *places)
         return self._identity
 
     def note_allocated(self, layer: PagedLayer) -> None:
-        """Keep count of the memory, and say how much it is once every layer has its pools."""
-        self._pool_tables.clear()
+        """Count the memory of a layer, and log the total once every layer has its pools."""
+        self._movers.clear()
         self._identity = None
         self._bytes_per_slot += (layer.keys.nbytes + layer.values.nbytes) // self.num_slots
         if self.is_allocated:
             logger.info(
-                "KV cache: up to %d blocks of %d tokens, %.1f KiB each, on %s (%s); %d of them there.",
+                "KV cache: up to %d blocks of %d tokens, %.1f KiB each, on %s (%s); %d of them allocated.",
                 self.most_blocks, self.block_size, self._bytes_per_slot * self.block_size / 2**10, layer.keys.device,
                 layer.keys.dtype, self.pool.num_blocks,
             )  # fmt: skip
 
     def grow_up_to(self, num_blocks: int) -> None:
-        """Serve another call, which needs so many blocks at most; those that are there stay."""
+        """Allow growth up to `num_blocks` for another call. Existing blocks stay."""
         self.most_blocks = max(num_blocks, self.pool.num_blocks)
 
     def place_of(self, num_slots: int, num_sequences: int) -> int:
-        """What `add` is to be told for one of so many sequences, each of which may become `num_slots` long."""
+        """The `num_slots` to pass to `add` for each of `num_sequences` sequences that may become `num_slots` long."""
         return min(num_slots, self.pool.num_blocks // max(num_sequences, 1) * self.block_size)
 
     # ---- growth -----------------------------------------------------------------------------------------------------
 
     def slots_at_first(self, bytes_per_slot: int) -> int:
-        """Slots for a layer that has no pools yet, whose slots take so many bytes."""
+        """Number of slots to allocate for a layer without pools; `bytes_per_slot`: in this layer."""
         if not self.is_lazy and not any(layer.is_initialized for layer in self.layers):
             self.pool.grow(self._size_with(self._extent(bytes_per_slot * len(self.layers))))
         return self.num_slots
 
     def _make_available(self, count: int) -> None:
-        """Grow, if that is the only way to have `count` blocks."""
+        """Grow the pools if fewer than `count` blocks are available."""
         missing = count - self.pool.num_available
         if missing > 0 and self.pool.num_blocks + missing <= self.most_blocks:
             extent = self.pool.num_blocks if self.is_lazy else self._extent(self._bytes_per_slot)
             self._grow(self._size_with(max(missing, extent)))
 
     def _extent(self, bytes_per_slot: int) -> int:
-        """Blocks of an extent; none as long as nobody knows what a slot takes."""
+        """Number of blocks of an extent; 0 while the size of a slot is unknown."""
         if not bytes_per_slot:
             return 0
         per_block = bytes_per_slot * self.block_size
@@ -161,7 +159,7 @@ class PagedStaticCache(Cache):
     def _grow(self, num_blocks: int) -> None:
         runs = [(first * self.block_size, end * self.block_size) for first, end in self.pool.taken_runs()]
         before, layers = self.num_slots, [layer for layer in self.layers if layer.is_initialized]
-        self._pool_tables.clear()
+        self._movers.clear()
         self._identity = None
         try:
             for layer in layers:
@@ -178,8 +176,8 @@ class PagedStaticCache(Cache):
         """Give a new sequence an empty block table.
 
         Args:
-            num_slots: what it may become, for sequences that are all added before the first has blocks: on a CPU, where rows of one
-                run are read in place, each gets a place for so many, which costs nothing.
+            num_slots: the most slots it may need, if all sequences are added before the first one has blocks. On a CPU, each then
+                gets a place for them, which costs nothing, because rows in one run are read in place.
         """
         if seq_id in self.tables:
             raise ValueError(f"Sequence {seq_id} is already in the cache.")
@@ -191,17 +189,17 @@ class PagedStaticCache(Cache):
         self.tables[seq_id] = BlockTable(place)
 
     def evict(self, seq_id: int) -> None:
-        """Release the blocks of a sequence that is to be read again."""
+        """Release the blocks of a sequence that will be read again later."""
         table = self.tables[seq_id]
         self.pool.release(table.blocks)
         self.tables[seq_id] = BlockTable(table.place)
 
     def remove(self, seq_id: int) -> None:
-        """Release a sequence's blocks. Unknown ids are an error: something was lost."""
+        """Release a sequence's blocks. An unknown id raises KeyError."""
         self.pool.release(self.tables.pop(seq_id).blocks)
 
     def clear(self) -> None:
-        """Release every sequence and forget all prefixes (after an error the contents cannot be trusted)."""
+        """Release every sequence and forget all prefixes, because contents cannot be trusted after an error."""
         for seq_id in list(self.tables):
             self.remove(seq_id)
         self.pool.forget()
@@ -210,7 +208,7 @@ class PagedStaticCache(Cache):
     def match_prefix(self, seq_id: int, tokens: list[int]) -> int:
         """Let an empty sequence share the blocks that already hold a prefix of `tokens`.
 
-        At least the last token is left to compute, since its logits are needed. Returns the number of tokens covered.
+        The last token is never covered, because its logits are needed. Returns the number of covered tokens.
         """
         table = self.tables[seq_id]
         if not self.share_prefixes or table.blocks:
@@ -228,7 +226,7 @@ class PagedStaticCache(Cache):
         return table.length
 
     def register_prefix(self, seq_id: int, tokens: list[int], length: int) -> None:
-        """Declare that the KV of `tokens[:length]` are (or are being) written, so that full blocks can be shared."""
+        """Declare that the KV of `tokens[:length]` are written or being written, so that full blocks can be shared."""
         if not self.share_prefixes:
             return
         table = self.tables[seq_id]
@@ -255,10 +253,10 @@ class PagedStaticCache(Cache):
         return max(0, -(-num_slots // self.block_size) - len(self.tables[seq_id].blocks))
 
     def reserve(self, seq_id: int, num_slots: int) -> None:
-        """Give the sequence at least `num_slots` slots, next to those it has if possible.
+        """Give the sequence at least `num_slots` slots, next to its present ones if possible.
 
         Raises:
-            OutOfBlocks: there are not enough; nothing was taken.
+            OutOfBlocks: there are not enough blocks. Nothing was taken.
         """
         table = self.tables[seq_id]
         missing = self.blocks_missing(seq_id, num_slots)
@@ -267,7 +265,7 @@ class PagedStaticCache(Cache):
         self._make_available(missing)
         last = table.blocks[-1] if table.blocks else None
         if table.place is not None and (last is None or not table.place[0] <= last < table.place[1]):
-            last = table.place[0] - 1  # what it has is shared with others
+            last = table.place[0] - 1  # its present blocks are shared with others
         self._append(table, self.pool.allocate(missing, after=last))
 
     def _append(self, table: BlockTable, blocks: list[int]) -> None:
@@ -280,14 +278,14 @@ class PagedStaticCache(Cache):
         table.slots = np.concatenate([table.slots, (starts + np.arange(self.block_size)).ravel()])
         table.device_slots = None
 
-    def row(self, seq_id: int, start: int, end: int, length: int, device: torch.device) -> ops.AttentionRow:
-        """The sequence's first `length` slots as attention reads them, for the packed queries `start:end`."""
+    def row(self, seq_id: int, start: int, end: int, length: int, device: torch.device) -> AttentionRow:
+        """The sequence's first `length` slots as the attention definition reads them, for the packed queries `start:end`."""
         table = self.tables[seq_id]
         if table.contiguous:
-            return ops.AttentionRow(start, end, length, int(table.slots[0]), None)
+            return AttentionRow(start, end, length, int(table.slots[0]), None)
         if table.device_slots is None:
             table.device_slots = torch.from_numpy(table.slots).to(device)
-        return ops.AttentionRow(start, end, length, -1, table.device_slots[:length])
+        return AttentionRow(start, end, length, -1, table.device_slots[:length])
 
     # ---- after verification -----------------------------------------------------------------------------------------
 
@@ -295,13 +293,13 @@ class PagedStaticCache(Cache):
         """Keep some of the drafts' KV and drop the rest.
 
         Args:
-            kept: per sequence (id, start, offsets): of the tokens written at logical indices `start`, `start + 1`, ..
-                those at `start + offset` (ascending) stay and become `start`, `start + 1`, .. The length becomes start + len(offsets).
+            kept: (id, start, offsets) per sequence. Of the tokens written from logical index `start` on, those at `start + offset`
+                (ascending) stay and become `start`, `start + 1`, .. The length becomes start + len(offsets).
         """
         moves: list[tuple[np.ndarray, np.ndarray]] = []
         for seq_id, start, offsets in kept:
             table = self.tables[seq_id]
-            if offsets and offsets[-1] >= len(offsets):  # ascending: some were left out
+            if offsets and offsets[-1] >= len(offsets):  # offsets ascend, so some were left out
                 own, index = np.asarray(offsets, dtype=np.int64), np.arange(len(offsets))
                 moved = own != index
                 moves.append((table.slots[start + own[moved]], table.slots[start + index[moved]]))
@@ -310,33 +308,19 @@ class PagedStaticCache(Cache):
             self._move(moves)
 
     def _move(self, moves: list[tuple[np.ndarray, np.ndarray]]) -> None:
-        """Copy slots to slots in every layer; per sequence (sources, targets), both ascending."""
+        """Copy slots to other slots in every layer; one pair (sources, targets) per sequence, both ascending."""
         written = [layer for layer in self.layers if layer.is_initialized]
         for device in {layer.keys.device for layer in written}:
-            layers = [layer for layer in written if layer.keys.device == device]
-            if uses_triton(device):
-                from ..kernels.cache_ops import PoolTable, move_slots
-
-                if device not in self._pool_tables:
-                    pools = [pool for layer in layers for pool in (layer.keys, layer.values)]
-                    self._pool_tables[device] = PoolTable.of(pools)
-                padded = np.full((2, len(moves), max(len(each[0]) for each in moves)), -1, dtype=np.int64)
-                for row, pair in enumerate(moves):
-                    padded[:, row, : len(pair[0])] = pair
-                on_device = upload(padded, device)
-                move_slots(self._pool_tables[device], on_device[0], on_device[1])
-                continue
-            flat = np.stack([np.concatenate([each[i] for each in moves]) for i in range(2)])
-            on_device = upload(flat, device)
-            for layer in layers:
-                ops.move_slots(layer.keys, on_device[0], on_device[1])
-                ops.move_slots(layer.values, on_device[0], on_device[1])
+            if device not in self._movers:
+                layers = [layer for layer in written if layer.keys.device == device]
+                self._movers[device] = SlotMover([pool for layer in layers for pool in (layer.keys, layer.values)])
+            self._movers[device].move(moves)
 
     def truncate(self, seq_id: int, length: int) -> None:
-        """Roll back to the first `length` tokens (bookkeeping only).
+        """Roll back to the first `length` tokens. This changes only records.
 
         Raises:
-            ValueError: that would reopen blocks whose content was declared and may be shared.
+            ValueError: this would reopen blocks whose content was declared and may be shared.
         """
         table = self.tables[seq_id]
         if length < len(table.hashes) * self.block_size:
@@ -346,14 +330,14 @@ class PagedStaticCache(Cache):
     # ---- to and from transformers' own caches -----------------------------------------------------------------------
 
     def read(self, seq_id: int, layer: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """A sequence's valid keys and values in one layer: [length, heads, width] each (copies)."""
+        """Copies of a sequence's valid keys and values in one layer: [length, heads, width] each."""
         table = self.tables[seq_id]
         pools = self.layers[layer]
         slots = torch.from_numpy(table.slots[: table.length]).to(pools.keys.device)
         return pools.keys.index_select(0, slots), pools.values.index_select(0, slots)
 
     def load(self, seq_id: int, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
-        """Write keys and values [n, heads, width] of a sequence's first n tokens; its slots must be reserved."""
+        """Write keys and values [n, heads, width] of a sequence's first n tokens. Its slots must be reserved."""
         pools = self.layers[layer]
         if not pools.is_initialized:
             pools.lazy_initialization(keys.transpose(0, 1)[None], values.transpose(0, 1)[None])

@@ -225,7 +225,7 @@ class LookaheadGenerator(CandidateGenerator):
 
     def _advance(self, outcome: StepOutcome) -> None:
         rows, wanted, counts = [], [], outcome.trees.lengths
-        roots = outcome.roots or [0, *np.cumsum(np.add(counts, 1))][: len(counts)]
+        roots = outcome.root_rows or [0, *np.cumsum(np.add(counts, 1))][: len(counts)]
         for seq, root, count in zip(outcome.sequences, roots, counts, strict=True):
             row = self.rows[seq.id]
             cells = row.num_columns * len(row.window.tokens)

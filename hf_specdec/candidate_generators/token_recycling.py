@@ -270,8 +270,8 @@ class TokenRecyclingGenerator(CandidateGenerator):
         elif output is not None and output.logits.numel() and outcome.sequences:
             counts, logits = np.asarray(outcome.trees.lengths) + 1, output.logits
             if counts.sum() < len(logits):  # some rows have left
-                assert outcome.roots is not None
-                rows = [np.arange(root, root + count) for root, count in zip(outcome.roots, counts, strict=True)]
+                assert outcome.root_rows is not None
+                rows = [np.arange(root, root + count) for root, count in zip(outcome.root_rows, counts, strict=True)]
                 logits = logits.index_select(0, upload(np.concatenate(rows), logits.device))
             self._recycle(outcome.sequences, counts, _verified_tokens(outcome), logits)
         else:

@@ -27,7 +27,7 @@ class StepOutcome:
         starts: index in `output` at which each forwarded row begins (its pending tokens first, then its nodes).
         chunks: (sequence, end) of each forwarded row, in the order of `starts`: its tokens before `end` have been fed.
         num_own: per forwarded row, how many of those tokens this step fed.
-        roots: per row of `sequences`, index in `output` at which its logits begin; None: the rows' logits are contiguous.
+        root_rows: per row of `sequences`, the row of `output.logits` after its root; None: the rows' logits are contiguous.
     """
 
     sequences: list[Sequence]
@@ -38,7 +38,7 @@ class StepOutcome:
     starts: list[int] | None = None
     chunks: list[tuple[Sequence, int]] | None = None
     num_own: list[int] | None = None
-    roots: list[int] | None = None
+    root_rows: list[int] | None = None
 
     def for_proposal(self, accepted: list[list[int]]) -> StepOutcome:
         """The same step for a drafter whose own proposal is not what was verified.

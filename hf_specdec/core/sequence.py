@@ -21,7 +21,7 @@ class Sequence:
         eos_token_ids: any of these ends the sequence (and is kept as its last token).
         do_sample: draw from the target's distribution (True) or take its argmax.
         seed: int64 key of the row's own random stream, which does not depend on the other rows of the batch.
-        processors: a `RowProcessors` applied to the target's logits (see sampling/processors.py), or None.
+        processors: the `NodeProcessors` applied to the target's logits (see sampling/processors.py), or None.
         row: index of the row in the caller's batch.
         shown_prompt: the row's ids in the caller's batch, masked ones included. Logits processors and stopping criteria see
             them, as they do in transformers. None: the prompt itself.

@@ -19,7 +19,7 @@ from ..core.rows import RowInput
 from ..core.sequence import UNKNOWN, Sequence
 from ..kernels.transfer import upload
 from ..model.packed_model import PackedModel
-from ..sampling.fused import RowSampling, left_to_kernels, row_sampling
+from ..sampling.fused import FusedSampling, fused_sampling, fuses_sampling
 from ..sampling.logits import calls_in_order, needs_prefix, process_logits
 from ..verification.verify import begin_verification
 from .acceptance import DraftedStep
@@ -338,17 +338,17 @@ class SpeculativeDecoder:
 
     def _scores(
         self, sequences: list[Sequence], trees: DraftTrees, logits: torch.Tensor
-    ) -> tuple[torch.Tensor, RowSampling | None]:
+    ) -> tuple[torch.Tensor, FusedSampling | None]:
         """Logits of every node after its row's processors, which see the node's own prefix; and the sampling parameters that
         the verification kernels apply themselves (None: they are applied already)."""
         if all(seq.processors is None for seq in sequences):
             return logits, None
         owners = [seq for seq, count in zip(sequences, trees.lengths, strict=True) for _ in range(count + 1)]
         paths = self._paths(trees) if needs_prefix(sequences) else None
-        if not left_to_kernels(sequences, self.config, logits.device):
+        if not fuses_sampling(sequences, self.config, logits.device):
             return process_logits(owners, paths, logits, drafted=any(trees.lengths)), None
         scores = process_logits(owners, paths, logits, whole=False, drafted=any(trees.lengths))
-        return scores, row_sampling(trees, scores, sequences)
+        return scores, fused_sampling(trees, scores, sequences)
 
     @staticmethod
     def _paths(trees: DraftTrees) -> list[torch.Tensor]:
@@ -388,7 +388,7 @@ class SpeculativeDecoder:
         kept += [(seq.id, end, []) for seq, end in pending.rows if seq.id not in verified and self._goes_on(seq)]
         self.cache.commit(kept)
         trees = trees if len(going_on) == len(pending.decoding) else trees.select(going_on)
-        return StepOutcome(sequences, trees, paths, emitted, roots=first_logits)
+        return StepOutcome(sequences, trees, paths, emitted, root_rows=first_logits)
 
 
 def _place_tree(row: RowInput, trees: DraftTrees, index: int, num_own: int, count: int) -> None:

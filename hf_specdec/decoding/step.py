@@ -12,7 +12,7 @@ import torch
 from ..core.draft_trees import DraftTrees
 from ..core.output import PackedOutput
 from ..core.sequence import UNKNOWN, Sequence
-from ..sampling.fused import RowSampling
+from ..sampling.fused import FusedSampling
 from ..verification.verify import PendingVerdict
 
 
@@ -44,7 +44,7 @@ class StepTensors:
 
     output: PackedOutput
     processed: torch.Tensor
-    sampling: RowSampling | None
+    sampling: FusedSampling | None
     logit_rows: np.ndarray
     starts: dict[int, int]
 

@@ -1,4 +1,4 @@
-"""Which implementation serves a device: the definitions in `reference`, or Triton's kernels."""
+"""Choose the implementation of an operation for a device: the plain torch definition or the Triton kernels."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ CHOICES = ("reference", "triton")
 
 
 def uses_triton(device: torch.device) -> bool:
-    """Whether Triton kernels run on `device`.
+    """True if the operations run as Triton kernels on `device`.
 
-    By default on CUDA devices of compute capability 8.0 or above, where Triton is installed. The environment variable
-    HF_SPECDEC_KERNELS says otherwise: "triton" or "reference". On a CPU they need TRITON_INTERPRET=1 (tests).
+    The default is True on CUDA devices of compute capability 8.0 or above if Triton is installed. The environment variable
+    HF_SPECDEC_KERNELS overrides it: "triton" or "reference". On a CPU, Triton also needs TRITON_INTERPRET=1 (for tests).
 
     Raises:
-        ValueError: another value.
-        ImportError: Triton is asked for and not installed.
+        ValueError: HF_SPECDEC_KERNELS has another value.
+        ImportError: HF_SPECDEC_KERNELS asks for Triton, which is not installed.
     """
     choice = os.environ.get(VARIABLE)
     if choice is None:
@@ -37,10 +37,21 @@ def uses_triton(device: torch.device) -> bool:
 
 @functools.cache
 def _is_served(index: int | None) -> bool:
-    installed = importlib.util.find_spec("triton") is not None and torch.version.hip is None  # sizes are NVIDIA's
+    # Tile sizes are tuned for NVIDIA GPUs.
+    installed = importlib.util.find_spec("triton") is not None and torch.version.hip is None
     return installed and torch.cuda.get_device_capability(index) >= (8, 0)
 
 
+def can_capture_steps(device: torch.device) -> bool:
+    """True if decoding steps on this device can be CUDA graphs: only the Triton kernels read batch shapes on the device."""
+    return device.type == "cuda" and uses_triton(device)
+
+
+def runs_rewritten_layers(device: torch.device) -> bool:
+    """True if compiled layers should first be rewritten to use our kernels."""
+    return uses_triton(device)
+
+
 def current(device: torch.device) -> contextlib.AbstractContextManager:
-    """Inside, kernels are launched on the device: Triton launches on the current one, wherever the tensors are."""
+    """A context in which Triton launches on `device`: Triton ignores where the tensors are and uses the current device."""
     return torch.cuda.device(device) if device.type == "cuda" else contextlib.nullcontext()

@@ -1,4 +1,4 @@
-"""From the host to a device without waiting for what the device is at: through pinned memory, in the stream's order."""
+"""Copies from the host to a device that do not wait for the device: through pinned memory, in stream order."""
 
 from __future__ import annotations
 
@@ -11,10 +11,10 @@ import torch
 
 
 def upload(values: Any, device: torch.device | str) -> torch.Tensor:
-    """A tensor on the device.
+    """Copy values to the device, as a tensor.
 
     Args:
-        values: a numpy array (shared with the result on a CPU), a tensor on the host, or a list of numbers.
+        values: a numpy array (on a CPU, the result shares its memory), a tensor on the host, or a list of numbers.
     """
     host = _on_host(values)
     device = torch.device(device)
@@ -22,8 +22,11 @@ def upload(values: Any, device: torch.device | str) -> torch.Tensor:
 
 
 def upload_together(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
-    """Each array as a tensor of its dtype and shape, all of them by one copy."""
-    starts = [0, *itertools.accumulate(-(-array.nbytes // 16) * 16 for array in arrays)]  # as kernels are compiled for
+    """Copy several arrays to the device at once; each keeps its dtype and shape."""
+    starts = [
+        0,
+        *itertools.accumulate(-(-array.nbytes // 16) * 16 for array in arrays),
+    ]  # kernels assume 16-byte alignment
     host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
     memory = host.numpy()
     for array, start in zip(arrays, starts, strict=False):
@@ -41,13 +44,13 @@ def _torch_type(dtype: np.dtype) -> torch.dtype:
 
 
 def upload_into(buffer: torch.Tensor, values: Any) -> None:
-    """Overwrite a buffer; what it was read from may be changed at once."""
+    """Overwrite a buffer. `values` may be changed as soon as this returns."""
     host = _on_host(values)
     buffer.copy_(host.pin_memory() if buffer.is_cuda else host, non_blocking=True)
 
 
 class HostStaging:
-    """What fills a buffer on the device again and again, in one copy each time.
+    """Fills the same buffer on the device repeatedly, with one copy each time.
 
     Args:
         buffer: uint8, contiguous.
@@ -58,7 +61,7 @@ class HostStaging:
         self._host = torch.empty(0 if buffer.is_cuda else len(buffer), dtype=torch.uint8)
 
     def fresh(self) -> np.ndarray:
-        """Bytes on the host to write to, all zero. On CUDA pinned, and not those that an earlier copy may still be reading."""
+        """Zeroed bytes on the host to write to. On CUDA they are pinned, and never those that an earlier copy may still read."""
         if self._buffer.is_cuda:
             self._host = torch.empty(len(self._buffer), dtype=torch.uint8, pin_memory=True)
         array = self._host.numpy()
@@ -66,7 +69,7 @@ class HostStaging:
         return array
 
     def send(self) -> None:
-        """Overwrite the buffer with what has been written since `fresh`."""
+        """Copy the bytes written since `fresh` to the buffer."""
         self._buffer.copy_(self._host, non_blocking=True)
 
 

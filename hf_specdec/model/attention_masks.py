@@ -9,7 +9,7 @@ import torch
 
 from ..cache import PagedStaticCache
 from ..core.rows import RowInput
-from ..kernels.reference import PaddedRows
+from ..kernels.attention import PaddedRows
 from ..kernels.transfer import upload
 
 # Bytes of one row's keys and values in a layer that a CPU copies in the time of one more product, measured.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from ..kernels.attention_inputs import InputSizes
+from ..kernels.attention import InputSizes
 
 LEAST_BLOCKS = 16  # minimum number of columns of the block tables
 

@@ -9,7 +9,7 @@ import torch
 from torch import nn
 
 from ..core.errors import UnsupportedModel
-from ..kernels.dispatch import VARIABLE, uses_triton
+from ..kernels.dispatch import VARIABLE, can_capture_steps
 
 
 class Capturable(Protocol):
@@ -71,7 +71,7 @@ def experts_wait(module: nn.Module, device: torch.device) -> bool:
 
 def is_capturable(model: Capturable) -> bool:
     """True if forwards of a model or head can run as CUDA graphs."""
-    if model.gather or model.device.type != "cuda" or not uses_triton(model.device):
+    if model.gather or not can_capture_steps(model.device):
         return False
     return len({parameter.device for parameter in model.module.parameters()}) == 1
 

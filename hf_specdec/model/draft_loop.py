@@ -16,7 +16,7 @@ import torch
 
 from ..cache import PagedStaticCache
 from ..cache.paged_cache import BlockTable
-from ..kernels.attention_inputs import InputSizes, pack_visibility, visibility_words
+from ..kernels.attention import InputSizes, pack_visibility, visibility_words
 from ..kernels.transfer import upload_into
 from .buckets import power_of_two
 from .graphs import CapturedBatch

@@ -17,8 +17,16 @@ import torch
 
 from ..cache import PagedStaticCache
 from ..core.rows import RowInput
-from ..kernels.attention_inputs import AttentionInputs, InputSizes, RowDescription, fill_inputs, sizes_of
-from ..kernels.dispatch import current, uses_triton
+from ..kernels.attention import (
+    AttentionInputs,
+    InputSizes,
+    RowDescription,
+    attention_for,
+    fill_inputs,
+    sizes_of,
+)
+from ..kernels.cache import writer_for
+from ..kernels.dispatch import current
 from ..kernels.transfer import HostStaging
 from .buckets import bucket_of
 from .capturable import Capturable
@@ -59,9 +67,14 @@ class CapturedBatch:
         return self.slots
 
     @property
-    def uses_triton(self) -> bool:
-        """True if the Triton kernels read the buffers."""
-        return uses_triton(self.slots.device)
+    def write(self) -> Callable[..., Any]:
+        """Writes keys and values to slots."""
+        return writer_for(self.slots.device)
+
+    @property
+    def attend(self) -> Callable[..., torch.Tensor]:
+        """Attention over the buffers."""
+        return attention_for(self.slots.device, self.invariant is not None)
 
     @property
     def num_keys(self) -> int:

@@ -2,17 +2,24 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import torch
 
 from ..cache import PagedStaticCache
 from ..core.rows import RowInput
-from ..kernels.attention_inputs import AttentionInputs, attention_inputs
-from ..kernels.dispatch import uses_triton
-from ..kernels.invariant_reference import LinearRow
-from ..kernels.reference import AttentionRow, PaddedRows
+from ..kernels.attention import (
+    AttentionInputs,
+    AttentionRow,
+    LinearRow,
+    PaddedRows,
+    attention_for,
+    attention_inputs,
+)
+from ..kernels.cache import writer_for
 from ..kernels.transfer import upload
 from .attention_masks import additive_masks, block_diagonal_mask, is_worth_padding, padded_rows
 from .options.invariant_ops import InvariantOps
@@ -20,10 +27,13 @@ from .row_descriptions import describe, describe_lines
 
 
 @dataclass
-class _DeviceSlots:
+class _OnDevice:
+    """Slots on one device, and the operations that serve it: chosen once per step, since choosing costs more than a small view."""
+
     write_slots: torch.Tensor
     read_slots: torch.Tensor | None
-    uses_triton: bool  # asked once a step: the answer takes longer than a small layer's view
+    write: Callable[..., Any]
+    attend: Callable[..., torch.Tensor]
 
 
 @dataclass
@@ -91,15 +101,17 @@ class PackedBatch:
             num_keys=sum(row.start + row.num_tokens for row in inputs),
         )
 
-    def on(self, device: torch.device) -> _DeviceSlots:
-        """Slot indices on a layer's device (a model may be spread over several)."""
+    def on(self, device: torch.device) -> _OnDevice:
+        """Slots and operations on a layer's device (a model may be spread over several)."""
         if device not in self._on_device:
             read = None
             if self.gather:
                 tables = self.cache.tables
                 read = np.concatenate([tables[r.seq_id].slots[: r.start + r.num_tokens] for r in self.inputs])
                 read = upload(read, device)
-            self._on_device[device] = _DeviceSlots(upload(self.slots, device), read, uses_triton(device))
+            self._on_device[device] = _OnDevice(
+                upload(self.slots, device), read, writer_for(device), attention_for(device, self.invariant is not None)
+            )
         return self._on_device[device]
 
     def attention_inputs(self, device: torch.device) -> AttentionInputs:
@@ -113,7 +125,7 @@ class PackedBatch:
         return self._inputs[device]
 
     def lines(self, device: torch.device) -> list[LinearRow]:
-        """The rows as `invariant_reference.paged_attention` reads them; made once per step, not per layer."""
+        """The rows as `attention.invariant.paged_attention` reads them; made once per step, not per layer."""
         key = ("lines", device)
         if key not in self._rows:
             lines, start = [], 0
@@ -148,7 +160,7 @@ class PackedBatch:
         """The rows with keys padded to one length; None if attending row by row is faster (see `is_worth_padding`)."""
         key = ("padded", window, slot_bytes, dtype, device)
         if key not in self._masks:
-            # Not measured in bfloat16: its single queries have their own path (`reference._attention_query_by_query`).
+            # Not measured in bfloat16: its single queries have their own path (`attention.reference._attention_query_by_query`).
             pays = dtype == torch.float32 and is_worth_padding(self.inputs, slot_bytes)
             self._masks[key] = padded_rows(self.inputs, self.cache, window, dtype, device) if pays else None
         return self._masks[key]

@@ -6,7 +6,7 @@ import numpy as np
 
 from ..cache import PagedStaticCache
 from ..core.rows import RowInput
-from ..kernels.attention_inputs import RowDescription
+from ..kernels.attention import RowDescription
 
 
 def describe(rows: list[RowInput], cache: PagedStaticCache) -> list[RowDescription]:

@@ -1,8 +1,8 @@
-"""Whether calling an object changes what it holds, and how to undo that: for logits processors of users' own.
+"""KeptState: detect and undo changes that a call makes to an object. Used for logits processors written by users.
 
-What an object holds is what its attributes reach: containers, tensors, arrays, objects of Python classes, closures. State in
-global variables is not seen. Objects with insides that Python does not show (iterators, random generators, compiled grammars)
-are `opaque`: who holds one is taken to keep state.
+An object's state is everything its attributes reach: containers, tensors, arrays, objects of Python classes, closures. State in global
+variables is not seen. Objects whose contents Python does not show (iterators, random generators, compiled grammars) are opaque:
+any object that holds one is assumed to keep state.
 """
 
 from __future__ import annotations
@@ -27,15 +27,15 @@ _PLAIN = frozenset({type(None), bool, int, float, str, bytes})
 _SEQUENCES = (list, tuple, collections.deque)
 _SETS = (set, frozenset)
 _CONTAINERS = (*_SEQUENCES, *_SETS, dict)
-_MOST_BYTES = 32 << 20  # of tensors and arrays; more is neither copied nor compared
+_MOST_BYTES = 32 << 20  # the most bytes of tensors and arrays to copy and compare
 _CODE = (types.FunctionType, types.MethodType, functools.partial)
 
 
 class KeptState:
-    """An object's state at one time.
+    """A snapshot of an object's state.
 
     Attributes:
-        opaque: part of the state cannot be seen, so nothing can be said about changes.
+        opaque: part of the state cannot be seen, so changes cannot be detected.
     """
 
     def __init__(self, owner: Any):
@@ -49,11 +49,11 @@ class KeptState:
             self.opaque = True
 
     def has_changed(self) -> bool:
-        """Whether the state differs from what it was."""
+        """True if the state differs from the snapshot."""
         return not _equals(self.owner, self._saved, set())
 
     def restore(self) -> None:
-        """Put the state back, inside the containers and tensors that hold it: others may hold these too."""
+        """Restore the state in place: others may hold the same containers and tensors."""
         _restore(self._saved, set())
 
 
@@ -62,7 +62,7 @@ class _Opaque(Exception):
 
 
 class _Saved:
-    """A value, and what it held: parts that are saved too, a copy of plain ones, or None if it cannot change."""
+    """A value and its saved contents: saved parts, a copy of plain values, or None if it cannot change."""
 
     def __init__(self, value: Any):
         self.value, self.parts, self.is_flat = value, None, False
@@ -71,7 +71,7 @@ class _Saved:
 def _save(value: Any, known: dict[int, _Saved]) -> _Saved:
     if id(value) in known:
         return known[id(value)]
-    saved = known[id(value)] = _Saved(value)  # before its parts: they may lead back to it
+    saved = known[id(value)] = _Saved(value)  # before its parts, which may refer back to it
     if isinstance(value, _CONSTANT):
         return saved
     if isinstance(value, torch.Tensor):
@@ -79,7 +79,7 @@ def _save(value: Any, known: dict[int, _Saved]) -> _Saved:
     elif isinstance(value, np.ndarray):
         saved.parts = value.copy()
     elif isinstance(value, _CONTAINERS):
-        if getattr(value, "__dict__", None):  # a subclass that holds more
+        if getattr(value, "__dict__", None):  # a subclass with attributes
             raise _Opaque
         saved.is_flat = _is_flat(value)
         if saved.is_flat:
@@ -126,7 +126,7 @@ def _equals(value: Any, saved: _Saved, seen: set[int]) -> bool:
 
 
 def _restore(saved: _Saved, done: set[int]) -> Any:
-    """The object that was saved, holding what it held."""
+    """Restore a saved object and return it."""
     value, parts = saved.value, saved.parts
     if id(saved) in done or isinstance(value, (_CONSTANT, frozenset)):
         return value
@@ -160,14 +160,14 @@ def _restore(saved: _Saved, done: set[int]) -> Any:
 
 
 def _is_flat(container: Any) -> bool:
-    """Whether it holds plain values only, which are compared and copied fast."""
+    """True if a container holds only plain values, which are fast to compare and copy."""
     values = container.values() if isinstance(container, dict) else container
     keys = container if isinstance(container, dict) else ()
     return set(map(type, values)) <= _PLAIN and set(map(type, keys)) <= _PLAIN
 
 
 def _reached(code: Any) -> list[Any]:
-    """What a function, method or partial holds."""
+    """The objects that a function, method or partial refers to."""
     if isinstance(code, types.MethodType):
         return [code.__self__, code.__func__]
     if isinstance(code, functools.partial):
@@ -187,7 +187,7 @@ def _slots(kind: type) -> tuple[str, ...]:
 
 
 def _is_of_python(kind: type) -> bool:
-    """Whether a class's objects hold nothing but attributes: their memory has no room for anything else."""
+    """True if objects of a class hold only attributes: their memory has no room for anything else."""
     pointers = (
         sum(len(_slots(each)) for each in kind.__mro__) + (kind.__dictoffset__ > 0) + (kind.__weakrefoffset__ > 0)
     )
@@ -197,6 +197,6 @@ def _is_of_python(kind: type) -> bool:
 def _is_full(cell: types.CellType) -> bool:
     try:
         _ = cell.cell_contents
-    except ValueError:  # nothing was ever assigned
+    except ValueError:  # the cell was never assigned
         return False
     return True

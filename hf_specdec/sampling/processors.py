@@ -1,4 +1,4 @@
-"""Logits processors during speculation, and warpers of our own that work in any LogitsProcessorList."""
+"""NodeProcessors: a LogitsProcessorList applied to the nodes of draft trees."""
 
 from __future__ import annotations
 
@@ -10,13 +10,12 @@ from typing import Any
 
 import torch
 from transformers.generation import logits_process as hf
-from transformers.generation.logits_process import LogitsProcessor, LogitsProcessorList
+from transformers.generation.logits_process import LogitsProcessorList
 
 from ..core.sequence import Sequence
-from ..kernels import random_bits
-from ..kernels.sampling_reference import sampling_scores
 from .kept_state import KeptState
-from .rows import SamplingParameters
+from .parameters import SamplingParameters
+from .warpers import FusedSamplingLogitsWarper
 
 logger = logging.getLogger(__name__)
 
@@ -25,98 +24,30 @@ def _known(*names: str) -> tuple[type, ...]:
     return tuple(getattr(hf, name) for name in names if hasattr(hf, name))
 
 
-# Functions of the scores alone: run once over all nodes.
+# These depend only on the scores: run once over all nodes.
 _STATELESS = _known(
     "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TopHLogitsWarper",
     "TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper", "LogitNormalization", "InfNanRemoveLogitsProcessor",
     "SuppressTokensLogitsProcessor",
 )  # fmt: skip
-# Functions of a row's own prefix: run over nodes of equal length together.
+# These depend on a row's own prefix: run together over nodes of equal length.
 _ROW_WISE = _known(
     "RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor", "NoBadWordsLogitsProcessor",
     "SequenceBiasLogitsProcessor", "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor",
     "ExponentialDecayLengthPenalty", "SuppressTokensAtBeginLogitsProcessor", "WatermarkLogitsProcessor",
 )  # fmt: skip
-# Act alike on every prefix shorter than some length and not at all on longer ones: that length.
+# These act the same on every prefix shorter than a length, and not on longer ones. The values return this length.
 _SHORT_PREFIXES: dict[type, Callable[..., int]] = {
     hf.MinLengthLogitsProcessor: lambda processor: processor.min_length,
     hf.MinNewTokensLengthLogitsProcessor: lambda processor: processor.prompt_length_to_skip + processor.min_new_tokens,
 }
-# Keep state that cannot be followed: refused.
+# These keep state that cannot be followed, so they are refused.
 _STATEFUL = _known("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor")
-
-
-class CoupledNoiseLogitsWarper(LogitsProcessor):
-    """Add the noise of coupled sampling: `generate(do_sample=False)` with this warper last draws from the distribution,
-    and draws the very tokens that `speculative_config={"rejection_sample_method": "coupled", "seed": ...}` gives.
-
-    Args:
-        seeds: the rows' streams, int64 [B] (see `row_seeds`).
-        padding: how many left-padding tokens each row has; positions count from the first real token.
-    """
-
-    def __init__(self, seeds: list[int], padding: list[int] | None = None):
-        self.seeds = torch.tensor(seeds, dtype=torch.long)
-        self.padding = torch.tensor(padding if padding is not None else [0] * len(seeds), dtype=torch.long)
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """scores [B, V] + Gumbel noise of each row's next position."""
-        seeds = self.seeds.to(scores.device)
-        positions = input_ids.shape[1] - self.padding.to(scores.device)
-        noise = random_bits.gumbel(seeds, positions, torch.zeros_like(seeds), random_bits.TOKEN_STREAM, scores.shape[1])
-        return scores + noise
-
-
-class DraftVocabularyLogitsWarper(LogitsProcessor):
-    """Scatter logits over a draft vocabulary to the target's: tokens outside it get -inf.
-
-    Args:
-        target_ids: int64 [Vd], the target's id of each draft id (EAGLE-3: `arange(Vd) + d2t`).
-        vocab_size: V.
-    """
-
-    def __init__(self, target_ids: torch.LongTensor, vocab_size: int):
-        if target_ids.dim() != 1 or int(target_ids.max()) >= vocab_size or int(target_ids.min()) < 0:
-            raise ValueError(f"target_ids must be a vector of ids below vocab_size = {vocab_size}.")
-        self.target_ids, self.vocab_size = target_ids, vocab_size
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """[..., Vd] → [..., V]."""
-        out = scores.new_full((*scores.shape[:-1], self.vocab_size), float("-inf"))
-        out[..., self.target_ids.to(scores.device)] = scores
-        return out
-
-
-class FusedSamplingLogitsWarper(LogitsProcessor):
-    """Temperature, then top-k, top-p and min-p, with one sort for all three; keeps what transformers' chain of
-    TemperatureLogitsWarper, TopKLogitsWarper, TopPLogitsWarper and MinPLogitsWarper keeps.
-
-    Raises:
-        ValueError: a parameter out of range.
-    """
-
-    def __init__(self, temperature: float = 1.0, top_k: int = 0, top_p: float = 1.0, min_p: float = 0.0):
-        if temperature <= 0 or top_k < 0 or not 0 < top_p <= 1 or not 0 <= min_p <= 1:
-            raise ValueError(
-                "temperature must be above 0, top_k at least 0 (0: off), top_p in (0, 1], min_p in [0, 1]; got "
-                f"{temperature}, {top_k}, {top_p}, {min_p}."
-            )
-        self.temperature, self.top_k, self.top_p, self.min_p = temperature, top_k, top_p, min_p
-
-    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
-        """[R, V] → [R, V], removed tokens at -inf."""
-        return sampling_scores(
-            scores,
-            self.temperature,
-            self.top_k or None,
-            self.top_p if self.top_p < 1 else None,
-            self.min_p or None,
-        )
 
 
 _KNOWN = {*_STATELESS, *_ROW_WISE, *_SHORT_PREFIXES, *_STATEFUL, FusedSamplingLogitsWarper}
 
-_SAMPLING = {  # in transformers' order
+_SAMPLING = {  # in the order of transformers
     hf.TemperatureLogitsWarper: "temperature",
     hf.TopKLogitsWarper: "top_k",
     hf.TopPLogitsWarper: "top_p",
@@ -125,7 +56,7 @@ _SAMPLING = {  # in transformers' order
 
 
 def split_sampling(processors: list[Any]) -> tuple[list[Any], SamplingParameters | None]:
-    """The processors before the sampling parameters that a list ends with, and these; None if it ends with others."""
+    """Split a list into the processors before its final sampling parameters, and these parameters (None: it does not end with any)."""
     if processors and isinstance(processors[-1], FusedSamplingLogitsWarper):
         last = processors[-1]
         return processors[:-1], SamplingParameters(last.temperature, last.top_k, last.top_p, last.min_p)
@@ -144,26 +75,27 @@ def split_sampling(processors: list[Any]) -> tuple[list[Any], SamplingParameters
 
 
 class NodeProcessors:
-    """A LogitsProcessorList applied to tree nodes: each node gets what plain decoding would have given its prefix.
+    """A LogitsProcessorList applied to tree nodes. Each node gets the scores that plain decoding would give its prefix.
 
     Args:
-        processors: as `generate()` prepared them, for a batch.
-        prompt_ids: int64 [B, S], the caller's padded batch. Processors see rows as transformers shows them, padding
-            included; ones that we do not know get whole batches of B rows, in case they tell rows apart by index.
-        pad_token_id: fills rows that have no node in such a batch.
+        processors: the list that `generate()` prepared for a batch.
+        prompt_ids: int64 [B, S], the caller's padded batch. Processors see rows as transformers shows them, including padding.
+            Unknown processors get whole batches of B rows, because they may tell rows apart by index.
+        pad_token_id: fills rows without a node in such a batch.
 
     Attributes:
-        sampling: the temperature, top-k, top-p and min-p that the list ends with, which `apply` can leave out.
-        only_sampling: whether the list is no more than these.
-        in_step: processors of kinds that we do not know are among them: all rows are to begin together.
-        calls_in_order: nothing may be drafted, because a processor keeps state from call to call (or has not been called yet, so
-            that it is not known whether it does): it is called once per token, in order, as plain decoding calls it.
+        sampling: the temperature, top-k, top-p and min-p that the list ends with; `apply` can leave them out.
+        only_sampling: the list holds nothing else.
+        needs_prefix: some processor looks at the prefix.
+        in_step: the list holds unknown processors, so all rows of the batch must begin together.
+        calls_in_order: nothing may be drafted, because a processor keeps state from call to call, or may do so because it has not
+            been called yet. It is called once per token, in order, as plain decoding calls it.
 
-    A processor that we do not know is watched (kept_state.py). It keeps state if a call changes what it holds, or if it says so by
-    an attribute `keeps_state`. A change by calls for drafted nodes is undone, and `calls_in_order` is set.
+    Unknown processors are watched (kept_state.py). A processor keeps state if a call changes its contents, or if it has an attribute
+    `keeps_state` that is true. Changes by calls for drafted nodes are undone, and `calls_in_order` is set.
 
     Raises:
-        ValueError: a processor keeps state that cannot be followed (transformers' own watermarking and guidance).
+        ValueError: a processor keeps state that cannot be followed (watermarking and guidance of transformers).
     """
 
     def __init__(self, processors: LogitsProcessorList, prompt_ids: torch.LongTensor, pad_token_id: int | None):
@@ -196,9 +128,16 @@ class NodeProcessors:
         whole: bool = True,
         drafted: bool = True,
     ) -> torch.Tensor:
-        """Scores [R, V]; see `runtime.logits.RowProcessors`."""
+        """Scores [R, V] of R nodes.
+
+        Args:
+            sequences, paths: node r's prefix is `sequences[r]` and the drafted ids `paths[r]` [depth]; None: all paths are empty.
+            whole: False: leave out the final temperature, top-k, top-p and min-p, which the caller applies.
+            drafted: False: every node is a row's last token, and its scores choose the next one. Such calls count for processors
+                that keep state.
+        """
         processors = self.processors if whole else self._first
-        if drafted and self._keeps_state:  # of a drafter, whose drafts will not be used
+        if drafted and self._keeps_state:  # for a drafter whose drafts will not be used
             processors = [processor for processor in processors if type(processor) in _KNOWN]
         scores = self._applied(processors, sequences, paths, logits)
         if self._watched and not self._keeps_state:
@@ -214,7 +153,7 @@ class NodeProcessors:
     def _note_state(self, processor: Any) -> None:
         self._keeps_state = True
         logger.warning(
-            "%s keeps state from call to call (or something that cannot be looked into), so it is called once per token, in order: "
+            "%s keeps state from call to call (or holds something opaque), so it is called once per token, in order: "
             "nothing is drafted.",
             type(processor).__name__,
         )
@@ -222,7 +161,7 @@ class NodeProcessors:
     def _applied(self, processors, sequences, paths, logits: torch.Tensor) -> torch.Tensor:
         if not processors:
             return logits
-        scores = logits.clone()  # processors may write in place
+        scores = logits.clone()  # processors may work in place
         prefixes: list[torch.Tensor] | None = None
         for processor in processors:
             if self._is_stateless(processor):
@@ -289,7 +228,7 @@ class NodeProcessors:
         return out
 
     def _in_batches(self, processor, sequences, prefixes, scores):
-        """Call an unknown processor with batches shaped like the caller's: one node per row, all of one length."""
+        """Call an unknown processor with batches shaped like the caller's: one node per row, all of the same length."""
         out = torch.empty_like(scores)
         waves: dict[tuple[int, int], dict[int, int]] = {}
         taken: dict[tuple[int, int], int] = {}
@@ -328,7 +267,7 @@ def _prefix_constrained_row(processor, row: int, batch: int):
 
 def _encoder_repetition_row(processor, row: int, batch: int):
     alone = copy.copy(processor)
-    prompt = row * processor.encoder_input_ids.shape[0] // batch  # rows of num_return_sequences share their prompt
+    prompt = row * processor.encoder_input_ids.shape[0] // batch  # rows from num_return_sequences share their prompt
     alone.encoder_input_ids = processor.encoder_input_ids[prompt : prompt + 1]
     return alone
 
@@ -341,7 +280,7 @@ def _encoder_ngram_row(processor, row: int, batch: int):
     return alone
 
 
-# Tell rows of the batch apart: made into processors for one row.
+# These tell rows of the batch apart. The values build a processor for one row.
 _PER_ROW: dict[type, Callable] = {
     hf.PrefixConstrainedLogitsProcessor: _prefix_constrained_row,
     hf.EncoderRepetitionPenaltyLogitsProcessor: _encoder_repetition_row,

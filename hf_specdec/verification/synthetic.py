@@ -1,4 +1,4 @@
-"""Synthetic acceptance: as many drafts count as the configuration asks for. For benchmarks; the text is meaningless."""
+"""Synthetic acceptance at the rates of the configuration. For benchmarks only: the text is meaningless."""
 
 from __future__ import annotations
 
@@ -12,7 +12,9 @@ from ..config import SpeculativeConfig
 from ..core.draft_trees import DraftTrees
 from ..core.sequence import Sequence
 from ..kernels import random_bits
-from .target_choice import last_node, target_choices
+from ..kernels.drafts import last_node
+from ..kernels.verification import target_choices
+from .target_choice import streams_of
 
 logger = logging.getLogger(__name__)
 
@@ -27,19 +29,23 @@ def _warn() -> None:
 
 
 def accept_at_rates(
-    trees: DraftTrees, scores: torch.Tensor, index: np.ndarray, sequences: list[Sequence], config: SpeculativeConfig
+    trees: DraftTrees,
+    scores: torch.Tensor,
+    score_rows: np.ndarray,
+    sequences: list[Sequence],
+    config: SpeculativeConfig,
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """Accept the first L nodes on the way to each tree's deepest node, P(L >= i) = `config.acceptance_rates[i - 1]`.
 
-    Greedy rows too. The next token is the target's own choice after the path, so the cost is that of greedy or coupled
-    verification. One uniform number a round, keyed by seed, position and round, decides L (rates never increase).
+    Applies to greedy rows, too. The next token is the target's own choice after the path, so the cost is that of greedy or
+    coupled verification. One uniform number per round decides L; rates never increase with depth.
     """
     _warn()
     device = scores.device
-    choices = target_choices(trees, scores, index, sequences)
+    streams = streams_of(sequences)
+    choices = target_choices(trees, scores, score_rows, streams)
     seeds, starts, steps = (
-        torch.tensor(numbers, device=device)
-        for numbers in zip(*((seq.seed, len(seq.tokens), seq.num_steps) for seq in sequences), strict=True)
+        torch.tensor(each, device=device) for each in (streams.seeds, streams.positions, streams.steps)
     )
     luck = random_bits.uniform(seeds, starts, steps, random_bits.ACCEPT_STREAM)  # [B, 1]
     length = (luck < torch.tensor(config.acceptance_rates, device=device)).sum(1, keepdim=True)
@@ -49,7 +55,7 @@ def accept_at_rates(
 
 
 def _longest_line(trees: DraftTrees) -> np.ndarray:
-    """The nodes from the root to each tree's deepest node (the first of them): bool [B, N]."""
+    """The path from the root to each tree's deepest node (the first if several are equally deep): bool [B, N]."""
     if trees.is_chain or trees.tokens.shape[1] == 0:
         return trees.valid.copy()
     deepest = np.where(trees.valid, trees.depths, 0).argmax(1)

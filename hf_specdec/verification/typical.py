@@ -1,4 +1,4 @@
-"""Typical acceptance (Cai et al. 2024, "Medusa", section 2.3): drafts count where the target finds them likely enough."""
+"""Typical acceptance (Cai et al. 2024, "Medusa", section 2.3): accept drafts that the target finds likely enough."""
 
 from __future__ import annotations
 
@@ -12,8 +12,9 @@ from ..config import SpeculativeConfig
 from ..core.draft_trees import DraftTrees
 from ..core.sequence import Sequence
 from ..kernels import random_bits
-from ..kernels import reference as ops
-from .target_choice import last_node, own_scores
+from ..kernels.drafts import last_node
+from ..kernels.verification.reference import own_scores
+from ..kernels.verification.typical import likeliest_longest_path, typical_thresholds
 
 logger = logging.getLogger(__name__)
 
@@ -28,30 +29,34 @@ def _warn() -> None:
 
 
 def accept_typical(
-    trees: DraftTrees, scores: torch.Tensor, index: np.ndarray, sequences: list[Sequence], config: SpeculativeConfig
+    trees: DraftTrees,
+    scores: torch.Tensor,
+    score_rows: np.ndarray,
+    sequences: list[Sequence],
+    config: SpeculativeConfig,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """The longest path of typical tokens (of equals the likeliest), and a token drawn from the target after it.
+    """Accept the longest path of typical tokens (the likeliest of equally long ones), and draw the next token from the target.
 
-    The draw is the one that coupled verification would make there: its noise is keyed by seed and position. Lossy: which
-    tokens are accepted depends on what was drafted, not on how probable they are.
+    The draw is the one that coupled verification would make there: its noise is keyed by seed and position. The rule is lossy:
+    any typical draft is accepted, however improbable.
     """
     _warn()
     device = scores.device
-    scores, own = own_scores(trees, scores, index)
+    scores, own = own_scores(trees, scores, score_rows)
     tokens, rows = trees.tokens.to(device), torch.from_numpy(own).to(device)
     valid = torch.from_numpy(trees.valid).to(device)
     parents = torch.from_numpy(np.ascontiguousarray(trees.parent_index)).to(device)
     after_parent = rows.gather(1, parents + 1)  # [B, N]
-    limits, log_probs = ops.typical_limits(scores, config.posterior_threshold, config.posterior_alpha)
+    thresholds, log_probs = typical_thresholds(scores, config.posterior_threshold, config.posterior_alpha)
     log_likelihood = log_probs[after_parent, tokens]
-    typical = valid & (log_likelihood.exp() > limits[after_parent])
+    typical = valid & (log_likelihood.exp() > thresholds[after_parent])
     if trees.is_chain:
         path = typical.long().cumprod(1).bool()
     else:
-        path = ops.likeliest_longest_path(typical, torch.from_numpy(trees.ancestors).to(device), log_likelihood)
+        path = likeliest_longest_path(typical, torch.from_numpy(trees.ancestors).to(device), log_likelihood)
     seeds = torch.tensor([seq.seed for seq in sequences], device=device)
     positions = torch.tensor([len(seq.tokens) for seq in sequences], device=device) + path.sum(1)
-    steps = torch.zeros_like(seeds)  # as in coupled verification, the round is no part of the key
+    steps = torch.zeros_like(seeds)  # as in coupled verification, the round is not part of the key
     noise = random_bits.gumbel(seeds, positions, steps, random_bits.TOKEN_STREAM, scores.shape[1])
     after_path = rows.gather(1, last_node(path)[:, None]).squeeze(1)
     return path, (scores[after_path] + noise).argmax(1)

@@ -1,4 +1,4 @@
-"""Which drafted tokens count, and which token follows them: a pure function of drafts, scores and noise."""
+"""Verify drafts by the configured rule: a pure function of drafts, scores and noise."""
 
 from __future__ import annotations
 
@@ -10,15 +10,16 @@ import torch
 from ..config import SpeculativeConfig
 from ..core.draft_trees import DraftTrees
 from ..core.sequence import Sequence
-from ..kernels.dispatch import current, uses_triton
+from ..kernels.dispatch import current
 from ..kernels.transfer import upload
-from ..sampling.fused import RowSampling
+from ..kernels.verification import greedy_tokens
+from ..sampling.fused import FusedSampling
 from .speculative_sampling import accept_block, reject_tokens
 from .synthetic import accept_at_rates
 from .target_choice import follow_target
 from .typical import accept_typical
 
-# What each rule does with rows that sample.
+# How each rule treats rows that sample.
 RULES = {
     "greedy": follow_target,
     "coupled": follow_target,
@@ -31,11 +32,11 @@ RULES = {
 
 @dataclass
 class Verdict:
-    """Per row: the accepted path and the token after it.
+    """The accepted path of every row, and the token after it.
 
     Attributes:
         accepted: bool numpy [B, N].
-        next_tokens: int64 numpy [B], the bonus token (whole path accepted) or the recovered one.
+        next_tokens: int64 numpy [B], the bonus token (if the whole path was accepted) or the recovered one.
         tokens: int64 numpy [B, N], the drafted ids.
     """
 
@@ -45,18 +46,18 @@ class Verdict:
 
 
 class NothingToSample(RuntimeError):
-    """Logits from which no token can be drawn."""
+    """No token can be drawn from the logits."""
 
 
 class PendingVerdict:
-    """A verdict on its way from the device: one transfer, which the host need not wait for yet.
+    """A verdict that is being copied from the device. The host waits for it only in `wait`.
 
     Args:
-        table: int64 [B, 2 N + 1]: accepted nodes, drafted ids, the token after them; with `checked` [B, 2 N + 2], the last
-            column tells which rows had nothing to sample from.
+        table: int64 [B, 2 N + 1]: accepted nodes, drafted ids, and the token after them. If `checked`, [B, 2 N + 2]: the last
+            column marks rows that had nothing to sample from.
 
     Attributes:
-        next_tokens: int64 [B], the tokens after what is accepted, on the device.
+        next_tokens: int64 [B], the token after each row's accepted path, on the device.
     """
 
     def __init__(self, table: torch.Tensor, checked: bool = False):
@@ -69,10 +70,10 @@ class PendingVerdict:
             self._event.record(torch.cuda.current_stream(table.device))
 
     def wait(self) -> Verdict:
-        """The verdict, once it is there.
+        """Wait for the verdict and return it.
 
         Raises:
-            NothingToSample: a row was to sample from logits with NaN or infinity among them, or with all tokens removed.
+            NothingToSample: a row should sample, but its logits hold NaN or infinity, or all tokens were removed.
         """
         if self._event is not None:
             self._event.synchronize()
@@ -93,51 +94,52 @@ def begin_verification(
     scores: torch.Tensor,
     sequences: list[Sequence],
     config: SpeculativeConfig,
-    sampling: RowSampling | None = None,
+    sampling: FusedSampling | None = None,
 ) -> PendingVerdict:
     """Verify every row's tree by `config.verification_rule` (docs/verification.md compares the rules).
 
     Args:
         trees: drafts of B rows.
         scores: float32 [R, V], the target's processed logits after the root and after each node of row 0, then of row 1, ..
-        sequences: the B rows, not yet extended. Greedy ones walk along the argmax under every rule but "synthetic".
+        sequences: the B rows, not extended yet. Greedy rows follow the argmax under every rule except "synthetic".
         config: the rule, and the rule's own keys.
-        sampling: what the rule's kernel has yet to apply to the scores; None: nothing.
+        sampling: sampling parameters that the rule's kernel still has to apply; None: they are applied already.
     """
     rule = config.verification_rule
     sampled = any(seq.do_sample for seq in sequences)
-    if not (sampled or trees.tokens.shape[1] or uses_triton(scores.device)):  # plain greedy decoding, under every rule
-        return PendingVerdict(scores.argmax(1, keepdim=True))
-    index = _score_rows(trees)
+    if not (sampled or trees.tokens.shape[1] or sampling):  # plain greedy decoding: the same under every rule
+        with current(scores.device):
+            return PendingVerdict(greedy_tokens(scores)[:, None])
+    score_rows = _score_rows(trees)
     tokens = trees.tokens.to(scores.device)
     groups = _rows_by_rule(sequences, rule)
     with current(scores.device):
         if len(groups) == 1:
             more = {} if sampling is None else {"sampling": sampling}
-            accepted, next_tokens = RULES[groups[0][0]](trees, scores, index, sequences, config, **more)
+            accepted, next_tokens = RULES[groups[0][0]](trees, scores, score_rows, sequences, config, **more)
         else:
             accepted = torch.zeros(tokens.shape, dtype=torch.bool, device=scores.device)
             next_tokens = torch.zeros(len(sequences), dtype=torch.long, device=scores.device)
             for name, rows in groups:
                 members, at = [sequences[i] for i in rows], upload(rows, scores.device)
-                more = {} if sampling is None else {"sampling": sampling.of(rows)}
-                path, after = RULES[name](trees.select(rows), scores, index[rows], members, config, **more)
+                more = {} if sampling is None else {"sampling": sampling.select(rows)}
+                path, after = RULES[name](trees.select(rows), scores, score_rows[rows], members, config, **more)
                 accepted[at], next_tokens[at] = path, after
     columns = [accepted, tokens] if tokens.shape[1] else []
     columns.append(next_tokens[:, None])
     if sampled:
-        columns.append(_nothing_to_sample(scores, index, accepted, sequences)[:, None])
+        columns.append(_nothing_to_sample(scores, score_rows, accepted, sequences)[:, None])
     return PendingVerdict(torch.cat(columns, dim=1) if len(columns) > 1 else columns[0], sampled)
 
 
 def _nothing_to_sample(
-    scores: torch.Tensor, index: np.ndarray, accepted: torch.Tensor, sequences: list[Sequence]
+    scores: torch.Tensor, score_rows: np.ndarray, accepted: torch.Tensor, sequences: list[Sequence]
 ) -> torch.Tensor:
-    """Which rows sample and chose a token by scores without a finite maximum, of which softmax makes NaN; bool [B].
+    """Which rows sampled from scores without a finite maximum, of which softmax would be NaN; bool [B].
 
-    The maximum is all it takes: NaN and infinity pass through it, and what is removed later (top-k, ..) is never the best token.
+    Checking the maximum is enough: NaN and infinity pass through it, and top-k and the like never remove the best token.
     """
-    broken = ~scores.amax(1).isfinite()[upload(index, scores.device)]  # [B, N + 1]
+    broken = ~scores.amax(1).isfinite()[upload(score_rows, scores.device)]  # [B, N + 1]
     broken[:, 1:] &= accepted  # the root always counts
     return broken.any(1) & upload([seq.do_sample for seq in sequences], scores.device)
 
@@ -147,15 +149,15 @@ def verify(
     scores: torch.Tensor,
     sequences: list[Sequence],
     config: SpeculativeConfig,
-    sampling: RowSampling | None = None,
+    sampling: FusedSampling | None = None,
 ) -> Verdict:
-    """`begin_verification`, and wait for it."""
+    """`begin_verification`, then wait for the verdict."""
     return begin_verification(trees, scores, sequences, config, sampling).wait()
 
 
 def _rows_by_rule(sequences: list[Sequence], rule: str) -> list[tuple[str, list[int]]]:
-    """(rule, row numbers), without empty groups: where the rule is for sampling, greedy rows go by "greedy"."""
-    if rule in ("greedy", "coupled", "synthetic"):  # both kinds of rows in one go
+    """(rule, row numbers) without empty groups: rules for sampling leave greedy rows to "greedy"."""
+    if rule in ("greedy", "coupled", "synthetic"):  # these handle both kinds of rows
         return [(rule, list(range(len(sequences))))]
     groups = [("greedy", [i for i, seq in enumerate(sequences) if not seq.do_sample])]
     groups.append((rule, [i for i, seq in enumerate(sequences) if seq.do_sample]))
@@ -163,7 +165,7 @@ def _rows_by_rule(sequences: list[Sequence], rule: str) -> list[tuple[str, list[
 
 
 def _score_rows(trees: DraftTrees) -> np.ndarray:
-    """int64 [B, N + 1]: where the scores of (root, nodes) of each row are; padding points at the root's."""
+    """int64 [B, N + 1]: the row of scores of each (root, nodes); padding points to the root's."""
     counts = np.asarray(trees.lengths, dtype=np.int64) + 1
     first = np.cumsum(counts) - counts
     offsets = np.arange(trees.tokens.shape[1] + 1)[None, :]

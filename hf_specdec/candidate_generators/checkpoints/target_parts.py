@@ -14,8 +14,7 @@ from transformers import AutoConfig, PretrainedConfig
 from transformers.activations import ACT2FN
 
 from ...config import nearest_hint
-from ...kernels import reference
-from ...kernels.dispatch import uses_triton
+from ...kernels import drafting
 from ...model.packed_model import PackedModel
 from ..growing.tree_shapes import TreeDraftingConfig
 from .files import Checkpoint, open_checkpoint
@@ -86,20 +85,13 @@ class DraftVocabulary:
 
     def __init__(self, vocab_size: int, target_ids: torch.Tensor | None = None):
         self.vocab_size, self.target_ids = vocab_size, target_ids
-        self._places: torch.Tensor | None = None  # the inverse table, for the Triton kernel
+        self._table = None if target_ids is None else drafting.DraftVocabularyTable(target_ids, vocab_size)
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
         """[R, V] from [R, Vd]; tokens outside the draft vocabulary get minus infinity."""
-        if self.target_ids is not None and uses_triton(logits.device):
-            from ...kernels import draft_ops
-
-            if self._places is None:
-                self._places = draft_ops.draft_places(self.target_ids, self.vocab_size)
-            return draft_ops.to_target_vocabulary(logits.contiguous(), self._places)
+        if self._table is not None:
+            return self._table.scores(logits)
         logits = logits.to(torch.float32)
-        if self.target_ids is not None:
-            out = logits.new_full((logits.shape[0], self.vocab_size), float("-inf"))
-            return out.index_copy_(1, self.target_ids, logits)
         if logits.shape[1] >= self.vocab_size:
             return logits[:, : self.vocab_size]
         return nn.functional.pad(logits, (0, self.vocab_size - logits.shape[1]), value=float("-inf"))
@@ -117,12 +109,7 @@ def gather_features(
     if any((each.device, each.dtype) != (first.device, first.dtype) for each in layers):
         each_alone = [gather_features([each], index, device, dtype) for each in layers]
         return torch.cat(each_alone, dim=-1)
-    gather = reference.gather_features
-    if uses_triton(first.device):
-        from ...kernels.draft_ops import gather_features as gather
-
-        layers = [each.contiguous() for each in layers]  # some models return views
-    return gather(layers, index.to(first.device), dtype).to(device)
+    return drafting.gather_features(layers, index.to(first.device), dtype).to(device)
 
 
 def draft_vocabulary(

@@ -23,7 +23,7 @@ from ...model.captures import Captures, places_of
 from ...model.draft_loop import LevelForward, LoopBuffers
 from ...model.graphs import MOST_TOKENS
 from ...model.packed_model import PackedModel
-from ...sampling.rows import SamplingRows
+from ...sampling.buffers import SamplingBuffers
 from .levels import Draft, Growth, NodeExpander
 from .tree_growth import DynamicGrowth, growth_of
 from .tree_shapes import TreeDraftingConfig, TreeShape, TreeTemplate
@@ -106,7 +106,7 @@ class CapturedRounds:
 
         def make() -> tuple[_RoundBuffers, Callable[[], Any]]:
             loop = LoopBuffers(forwards, num_rows, num_blocks, cache, device)
-            sampling = SamplingRows(num_rows, kind, device) if any(kind) else None
+            sampling = SamplingBuffers(num_rows, kind, device) if any(kind) else None
             buffers = _RoundBuffers(drafter, loop, roots, depth, sampling, probs)
             fill(buffers)
             return buffers, buffers.run
@@ -153,7 +153,7 @@ class _RoundBuffers:
         loop: LoopBuffers,
         roots: tuple[torch.Tensor, ...],
         depth: int,
-        sampling: SamplingRows | None,
+        sampling: SamplingBuffers | None,
         probs: torch.Tensor | None,
     ):
         self.drafter, self.loop, self.depth = drafter, loop, depth

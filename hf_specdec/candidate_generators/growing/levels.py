@@ -12,11 +12,12 @@ import torch
 
 from ...core.draft_trees import DraftTrees
 from ...core.sequence import Sequence
-from ...kernels.dispatch import uses_triton
 from ...kernels.random_bits import DRAFT_STREAM, TOKEN_STREAM
+from ...kernels.sampling import is_fused
 from ...kernels.transfer import upload
+from ...sampling.buffers import SamplingBuffers
 from ...sampling.logits import needs_prefix, process_logits
-from ...sampling.rows import SamplingKind, SamplingRows
+from ...sampling.parameters import SamplingKind
 
 
 @dataclass
@@ -104,7 +105,7 @@ class Growth(ABC):
         shape,
         sequences: list[Sequence],
         limits: list[int],
-        sampling: SamplingRows | None = None,
+        sampling: SamplingBuffers | None = None,
         probs: torch.Tensor | None = None,
     ):
         self.expander, self.shape, self.sequences = expander, shape, sequences
@@ -187,14 +188,14 @@ class Growth(ABC):
             return chosen, None
         return chosen, torch.log_softmax(noisy if shared else scores, dim=-1).gather(2, chosen)
 
-    def _sampling_on(self, device: torch.device) -> SamplingRows | None:
+    def _sampling_on(self, device: torch.device) -> SamplingBuffers | None:
         """The sampling tensors on the device; None if nothing is sampled from tensors."""
         if not self.begun:
             self.begun = True
-            self.edited = bool(self.processors) and not (uses_triton(device) and self.only_sampling)
+            self.edited = bool(self.processors) and not (is_fused(device) and self.only_sampling)
             kind = self.sampling_kind(parameters=not self.edited)
             if any(kind) and self.sampling is None:
-                self.sampling = SamplingRows.of(self.sequences, kind, device)
+                self.sampling = SamplingBuffers.of(self.sequences, kind, device)
         return self.sampling
 
     def _edited(self, scores: torch.Tensor, rows: list[int], count: int) -> torch.Tensor:

@@ -3,17 +3,15 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
-from typing import Any
 
 import numpy as np
 import torch
 
 from ...core.draft_trees import DraftTrees
 from ...core.sequence import Sequence
-from ...kernels import reference as ops
-from ...kernels.dispatch import uses_triton
+from ...kernels import drafting
 from ...kernels.transfer import upload
-from ...sampling.rows import SamplingRows
+from ...sampling.buffers import SamplingBuffers
 from .levels import Draft, Growth, NodeExpander
 from .tree_shapes import DynamicTree, TreeDraftingConfig, TreeShape, TreeTemplate
 
@@ -24,7 +22,7 @@ def growth_of(
     shape: TreeShape,
     sequences: list[Sequence],
     limits: list[int],
-    sampling: SamplingRows | None = None,
+    sampling: SamplingBuffers | None = None,
     probs: torch.Tensor | None = None,
 ) -> Growth:
     """A new round of drafting.
@@ -96,7 +94,7 @@ class StaticGrowth(Growth):
         parents = np.tile(shape.parents[:count], (len(lengths), 1))
         if shape.keep_paths is not None:
             above, at = (upload(each, ids.device) for each in (parents, expanded))
-            kept = ops.keep_nodes(ids, above, at, self._best_paths(path_log_probs[0]), count)
+            kept = drafting.keep_nodes(ids, above, at, self._best_paths(path_log_probs[0]), count)
             return _pruned(kept, self.limits)
         index = None if self.probs is None else np.where(parents < 0, 0, place[parents] + 1)
         return Draft(DraftTrees(ids, lengths, parents, self.probs, index), expanded)
@@ -125,9 +123,8 @@ class DynamicGrowth(Growth):
     device_limits: torch.Tensor | None = None
 
     def levels(self, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The kept nodes, as `reference.prune_tree` returns them."""
+        """The kept nodes, as `kernels.drafting.prune_tree` returns them."""
         shape, batch, device = self.shape, len(self.sequences), logits.device
-        kernels = _kernels(device)
         rows = [i for i, limit in enumerate(self.limits) if limit]
         tokens, log_probs = self.choose(logits[:, None], rows, 1, 1, shape.top_k, rank=True)
         assert log_probs is not None
@@ -160,14 +157,14 @@ class DynamicGrowth(Growth):
             tokens, log_probs = (each.expand(-1, width, -1).contiguous() for each in (tokens, log_probs))
             start = width + (depth - 2) * width * width
             new = slice(start, start + width * width)
-            children, frontier_values, best, frontier_tokens, parent = kernels.next_frontier(
+            children, frontier_values, best, frontier_tokens, parent = drafting.next_frontier(
                 frontier_values.contiguous(), tokens, log_probs, width, self.device_limits, depth
             )
             pool[index, new], values[index, new] = tokens.flatten(1), children
             parents[index, new] = frontier.repeat_interleave(width, dim=1)
             frontier = start + best
             self._end_unlikely(rows, frontier_values, depth, values, new)
-        return kernels.prune_tree(pool, values, parents, expanded, min(shape.total_tokens - 1, size))
+        return drafting.prune_tree(pool, values, parents, expanded, min(shape.total_tokens - 1, size))
 
     def draft(self, *tensors: torch.Tensor) -> Draft:
         """The trees. Everything but the tokens is copied to the host."""
@@ -183,15 +180,6 @@ class DynamicGrowth(Growth):
         ended = [i for i in rows if self.limits[i] < depth]
         if ended:
             values[self.index(ended, values.device), new] = float("-inf")
-
-
-def _kernels(device: torch.device) -> Any:
-    """The module with `next_frontier` and `prune_tree` for a device."""
-    if uses_triton(device):
-        from ...kernels import draft_ops
-
-        return draft_ops
-    return ops
 
 
 def _with_children(ancestors: torch.Tensor, parent: torch.Tensor) -> torch.Tensor:

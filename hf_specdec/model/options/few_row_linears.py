@@ -8,7 +8,7 @@ from typing import TypeGuard
 import torch
 from torch import nn
 
-from ...kernels.dispatch import uses_triton
+from ...kernels import linear as ops
 from .joined_linears import JoinedLinears, Product, is_untouched
 
 _LEAST_WEIGHTS = 1024 * 1024  # smaller weights are read in the time of a launch
@@ -18,22 +18,19 @@ class FewRowsProduct(Product):
     """The product of several layers in one launch, which reads their own weights."""
 
     def __init__(self, linears: Sequence[nn.Linear]):
-        from ...kernels import linear
-
         super().__init__(linears)
-        self.linears, self.most_rows = linear.linears, linear.MOST_ROWS
         self.weights = [linear.weight.detach() for linear in linears]
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         self.biases = biases or None
 
     def __call__(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         """Outputs [..., N_i] of every layer for x [..., K]."""
-        outs = self.linears(x.reshape(-1, x.shape[-1]), self.weights, self.biases)
+        outs = ops.linears(x.reshape(-1, x.shape[-1]), self.weights, self.biases)
         return [out.view(*x.shape[:-1], out.shape[-1]) for out in outs]
 
     def serves(self, x: torch.Tensor) -> bool:
         """True for the few rows [..., K] of a decoding step, not for a prompt."""
-        return x.dtype == self.weights[0].dtype and x.numel() <= self.most_rows * x.shape[-1]
+        return x.dtype == self.weights[0].dtype and x.numel() <= ops.MOST_ROWS * x.shape[-1]
 
 
 def _is_large(module: nn.Module) -> TypeGuard[nn.Linear]:
@@ -59,6 +56,6 @@ def few_row_linears(model: nn.Module, left_out: Collection[nn.Module] = ()) -> J
         left_out: modules whose layers are not changed.
     """
     parameter = next(model.parameters(), None)
-    if parameter is None or not uses_triton(parameter.device):
+    if parameter is None or not ops.has_few_rows_kernel(parameter.device):
         return None
     return JoinedLinears(model, FewRowsProduct, _is_large, left_out)

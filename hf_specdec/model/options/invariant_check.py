@@ -10,7 +10,8 @@ import torch
 from ...core.errors import UnsupportedModel
 from ...core.names import ATTENTION_NAME
 from ...core.rows import RowInput
-from ...kernels.dispatch import VARIABLE, uses_triton
+from ...kernels import invariant
+from ...kernels.dispatch import VARIABLE
 from .. import self_test
 
 if TYPE_CHECKING:
@@ -34,15 +35,19 @@ def check(packed: PackedModel) -> None:
             f"'deterministic' needs a model whose attention can be replaced; {name} attends to the keys of all rows at once and "
             "sums them in an order that depends on the batch. Leave the key out."
         )
-    kind = packed.device.type
-    if kind != "cpu" and not (kind == "cuda" and uses_triton(packed.device)):
+    if not invariant.is_served(packed.device):
         raise UnsupportedModel(
             f"'deterministic' runs on CPUs and on CUDA devices that can run the Triton kernels (compute capability 8.0 or higher, "
             f"Triton installed, {VARIABLE} not 'reference'); {name} is on {packed.device}. Leave the key out."
         )
     if packed.config._attn_implementation == ATTENTION_NAME:  # inside another `active()`, see `self_test.check`
         return
-    key = (*self_test.signature(packed), torch.get_num_threads(), uses_triton(packed.device), packed.device)
+    key = (
+        *self_test.signature(packed),
+        torch.get_num_threads(),
+        invariant.implementation(packed.device),
+        packed.device,
+    )
     if key not in _checked:
         with torch.no_grad(), self_test.evaluating(packed.model):
             _checked[key] = _problem(packed)

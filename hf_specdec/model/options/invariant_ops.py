@@ -1,6 +1,6 @@
 """InvariantOps: a mode in which a token's results have the same bits whatever other tokens are in the batch.
 
-A dispatch mode sees every operation that a thread runs. This one replaces operations that sum by `kernels.invariant*`, runs
+A dispatch mode sees every operation that a thread runs. This one replaces operations that sum by `kernels.invariant`, runs
 unchanged those that only move data or that IEEE 754 rounds correctly, and raises an error for operations it does not know.
 """
 
@@ -15,8 +15,7 @@ import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from ...core.errors import UnsupportedModel
-from ...kernels import invariant_reference as definitions
-from ...kernels.dispatch import uses_triton
+from ...kernels import invariant
 
 aten = torch.ops.aten
 
@@ -115,34 +114,25 @@ def _vectorised(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     x = args[0]
     if func._schema.is_mutable:
         plain = getattr(getattr(aten, func._schema.name.split("::")[1].removesuffix("_")), func._overloadname)
-        return x.copy_(definitions.elementwise(lambda part: plain(part, *args[1:], **kwargs), x))
-    return definitions.elementwise(lambda part: func(part, *args[1:], **kwargs), x)
+        return x.copy_(invariant.elementwise(lambda part: plain(part, *args[1:], **kwargs), x))
+    return invariant.elementwise(lambda part: func(part, *args[1:], **kwargs), x)
 
 
 # ---- replacements, with aten's arguments ----------------------------------------------------------------------------
 
 
-def _kernels(x: torch.Tensor) -> Any:
-    """The module with `linear`, `batched_product`, `sum_last`, `softmax_last` and `log_softmax_last` for a tensor's device."""
-    if not uses_triton(x.device):
-        return definitions
-    from ...kernels import invariant
-
-    return invariant
-
-
 def _mm(x, weight):
-    return _kernels(x).linear(x, weight)
+    return invariant.linear(x, weight)
 
 
 def _addmm(bias, x, weight, *, beta=1, alpha=1):
     if beta == 1 and alpha == 1 and bias.dim() == 1:
-        return _kernels(x).linear(x, weight, bias)
-    return _scaled_sum(bias, beta, _kernels(x).linear(x, weight), alpha)
+        return invariant.linear(x, weight, bias)
+    return _scaled_sum(bias, beta, invariant.linear(x, weight), alpha)
 
 
 def _bmm(x, weights):
-    return _kernels(x).batched_product(x, weights)
+    return invariant.batched_product(x, weights)
 
 
 def _baddbmm(added, x, weights, *, beta=1, alpha=1):
@@ -185,19 +175,19 @@ def _reduced(x: torch.Tensor, dim: Any, keepdim: bool, reduce: Callable[[torch.T
 
 def _sum(x, dim=None, keepdim=False, *, dtype=None):
     x = x if dtype is None else x.to(dtype)
-    wide = definitions.wide(x)
-    return _reduced(wide, dim, keepdim, _kernels(x).sum_last).to(x.dtype)
+    wide = invariant.wide(x)
+    return _reduced(wide, dim, keepdim, invariant.sum_last).to(x.dtype)
 
 
 def _mean(x, dim=None, keepdim=False, *, dtype=None):
     x = x if dtype is None else x.to(dtype)
-    sums = _kernels(x).sum_last
-    return _reduced(x, dim, keepdim, lambda lines: definitions.mean_last(lines, sums))
+    sums = invariant.sum_last
+    return _reduced(x, dim, keepdim, lambda lines: invariant.mean_last(lines, sums))
 
 
 def _var(x, dim=None, *, correction=None, keepdim=False):
-    sums, correction = _kernels(x).sum_last, 1 if correction is None else correction
-    return _reduced(x, dim, keepdim, lambda lines: definitions.variance_last(lines, correction, sums))
+    sums, correction = invariant.sum_last, 1 if correction is None else correction
+    return _reduced(x, dim, keepdim, lambda lines: invariant.variance_last(lines, correction, sums))
 
 
 def _std(x, dim=None, *, correction=None, keepdim=False):
@@ -211,33 +201,33 @@ def _var_mean(x, dim=None, *, correction=None, keepdim=False):
 def _norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
     if ord != 2:
         return NotImplemented
-    wide = definitions.wide(x)
+    wide = invariant.wide(x)
     return _sum(wide * wide, dim, keepdim).sqrt().to(dtype or x.dtype)
 
 
 def _softmax(x, dim, half_to_float=False):
     dtype = torch.float32 if half_to_float else x.dtype
-    return _kernels(x).softmax_last(x.transpose(dim, -1), dtype).transpose(dim, -1)
+    return invariant.softmax_last(x.transpose(dim, -1), dtype).transpose(dim, -1)
 
 
 def _log_softmax(x, dim, half_to_float=False):
     dtype = torch.float32 if half_to_float else x.dtype
-    return _kernels(x).log_softmax_last(x.transpose(dim, -1), dtype).transpose(dim, -1)
+    return invariant.log_softmax_last(x.transpose(dim, -1), dtype).transpose(dim, -1)
 
 
 def _layer_norm(x, shape, weight, bias, eps):
     lines = x.reshape(*x.shape[: x.dim() - len(shape)], -1)
     flat = [None if each is None else each.reshape(-1) for each in (weight, bias)]
-    out, mean, rstd = definitions.layer_norm(lines, flat[0], flat[1], eps, _kernels(x).sum_last)
+    out, mean, rstd = invariant.layer_norm(lines, flat[0], flat[1], eps, invariant.sum_last)
     statistics = [*lines.shape[:-1], *(1 for _ in shape)]
     return out.reshape(x.shape), mean.reshape(statistics), rstd.reshape(statistics)
 
 
 def _rms_norm(x, shape, weight, eps):
     lines = x.reshape(*x.shape[: x.dim() - len(shape)], -1)
-    eps = torch.finfo(definitions.wide(x).dtype).eps if eps is None else eps
+    eps = torch.finfo(invariant.wide(x).dtype).eps if eps is None else eps
     flat = None if weight is None else weight.reshape(-1)
-    out, rstd = definitions.rms_norm(lines, flat, eps, _kernels(x).sum_last)
+    out, rstd = invariant.rms_norm(lines, flat, eps, invariant.sum_last)
     return out.reshape(x.shape), rstd.reshape(*lines.shape[:-1], *(1 for _ in shape))
 
 

@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import fx
 
-from ....kernels.dispatch import uses_triton
+from ....kernels import linear
 from .nodes import argument, calls_of_two, dtype_of, has_one_user, is_call, replace, shape_of, value_of
 
 _LINEARS = (F.linear, torch._C._nn.linear)
@@ -28,10 +28,8 @@ _MOST = 3  # maximum number of layers in one operator: queries, keys and values
 @torch.library.custom_op("hf_specdec::linears", mutates_args=())
 def linears(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """[x @ weight^T (+ bias)] for x [..., K] and weights [N_i, K]; `biases` is empty if the layers have none."""
-    if rows := _few_rows(x, weights):
-        outs = rows.linears(x.reshape(-1, x.shape[-1]), weights, biases or None)
-        return [out.view(*x.shape[:-1], out.shape[-1]) for out in outs]
-    return [F.linear(x, weight, bias) for weight, bias in zip(weights, biases or [None] * len(weights), strict=True)]
+    outs = linear.linears(x.reshape(-1, x.shape[-1]), weights, biases or None)
+    return [out.view(*x.shape[:-1], out.shape[-1]) for out in outs]
 
 
 @torch.library.custom_op("hf_specdec::linear_and_residual", mutates_args=())
@@ -39,19 +37,15 @@ def linear_and_residual(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
 ) -> torch.Tensor:
     """residual [..., N] + (x [..., K] @ weight^T (+ bias))."""
-    if rows := _few_rows(x, [weight]):
-        flat = residual.reshape(-1, residual.shape[-1])
-        out = rows.linears(x.reshape(-1, x.shape[-1]), [weight], None if bias is None else [bias], flat)[0]
-        return out.view(residual.shape)
-    return residual + F.linear(x, weight, bias)
+    flat = residual.reshape(-1, residual.shape[-1])
+    out = linear.linears(x.reshape(-1, x.shape[-1]), [weight], None if bias is None else [bias], flat)[0]
+    return out.view(residual.shape)
 
 
 @torch.library.custom_op("hf_specdec::gated_linear", mutates_args=())
 def gated_linear(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(x [..., K] @ gate^T) * (x @ up^T)."""
-    if rows := _few_rows(x, [gate, up]):
-        return rows.gated_linear(x.reshape(-1, x.shape[-1]), gate, up).view(*x.shape[:-1], gate.shape[0])
-    return F.silu(F.linear(x, gate)) * F.linear(x, up)
+    return linear.gated_linear(x.reshape(-1, x.shape[-1]), gate, up).view(*x.shape[:-1], gate.shape[0])
 
 
 @linears.register_fake
@@ -67,16 +61,6 @@ def _(x, weight, bias, residual):
 @gated_linear.register_fake
 def _(x, gate, up):
     return x.new_empty(*x.shape[:-1], gate.shape[0])
-
-
-def _few_rows(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Any:
-    """The module `kernels.linear` if its kernels serve x [..., K] and these weights, else None."""
-    if not uses_triton(x.device):
-        return None
-    from ....kernels import linear
-
-    served = x.numel() <= linear.MOST_ROWS * x.shape[-1] and all(each.dtype in linear.DTYPES for each in (x, *weights))
-    return linear if served else None
 
 
 # ---- rewriting ------------------------------------------------------------------------------------------------------

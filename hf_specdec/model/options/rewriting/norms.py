@@ -8,20 +8,14 @@ from typing import Any
 import torch
 from torch import fx
 
-from ....kernels import layer_reference
-from ....kernels.dispatch import uses_triton
+from ....kernels import norms
 from .nodes import argument, calls_of_two, has_one_user, is_call, is_method, replace, value_of
 
 
 @torch.library.custom_op("hf_specdec::rms_norm", mutates_args=())
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """See `layer_reference.rms_norm`."""
-    if uses_triton(x.device):
-        from ....kernels import norms
-
-        if x.shape[-1] <= norms.MOST_WIDTH:
-            return norms.rms_norm(x, weight, eps)
-    return layer_reference.rms_norm(x, weight, eps)
+    """See `kernels.norms.rms_norm`."""
+    return norms.rms_norm(x, weight, eps)
 
 
 @rms_norm.register_fake

@@ -1,0 +1,136 @@
+"""Attention of a ragged batch over a paged cache in plain torch: the definition, and the CPU path."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+import torch.nn.functional as F
+
+
+class AttentionRow(NamedTuple):
+    """One row of a ragged batch, as the definition reads it.
+
+    `start:end` are its queries among the packed tokens. Its keys are in the slots `slots` [length], or, if that is None, in the
+    contiguous run from `first_slot` on, which is read without a copy.
+    """
+
+    start: int
+    end: int
+    length: int
+    first_slot: int
+    slots: torch.Tensor | None
+
+
+class PaddedRows(NamedTuple):
+    """B rows with one query each, with keys padded to one length S.
+
+    `slots` int64 [B * S] are the rows' slots; shorter rows are padded with any slot that has been written. `mask` is additive,
+    float [B, 1, 1, S], or None if every row has S keys and sees all of them.
+    """
+
+    slots: torch.Tensor
+    mask: torch.Tensor | None
+
+
+def paged_attention(
+    query: torch.Tensor,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    rows: list[AttentionRow],
+    masks: list[torch.Tensor | None],
+    scaling: float,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    padded: PaddedRows | None = None,
+) -> torch.Tensor:
+    """Attention of a ragged batch over a paged cache.
+
+    Args:
+        query: [T, H, D], the queries of all rows, packed.
+        key_pool, value_pool: [slots, Hkv, D] and [slots, Hkv, Dv]; the batch's own keys must already be written.
+        rows, masks: per row, the places of its queries and keys, and an additive float mask [G * t, S] for its t queries,
+            repeated for the G = H / Hkv heads of a group (None: every query sees every key).
+        softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2).
+        sinks: [H], one more logit per head in the softmax, without a value (gpt-oss).
+        padded: the same rows padded, if they are short and have one query each: one product is then faster than one per row.
+
+    Returns: [T, H, Dv].
+    """
+    _, num_heads, width = query.shape
+    num_kv_heads, value_width = key_pool.shape[1], value_pool.shape[2]
+    group = num_heads // num_kv_heads
+    plain = softcap is None and sinks is None
+    if plain and padded is not None:
+        return _attention_of_short_rows(query, key_pool, value_pool, padded, scaling)
+    few = _MATRIX_VECTOR_QUERIES // group if plain and query.dtype == torch.bfloat16 and not query.is_cuda else 0
+    outs = []
+    for row, mask in zip(rows, masks, strict=True):
+        count = row.end - row.start
+        q = query if len(rows) == 1 else query[row.start : row.end]
+        k, v = read_row(key_pool, row), read_row(value_pool, row)
+        if count <= few:
+            outs.append(_attention_query_by_query(q, k, v, mask, scaling))
+            continue
+        # Heads of a group become extra queries of their key head, so keys and values are never expanded.
+        q = q.view(count, num_kv_heads, group, width)
+        q = q if count == 1 else q.permute(1, 2, 0, 3).reshape(1, num_kv_heads, -1, width)
+        if plain:
+            attended = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, scale=scaling)
+        else:
+            attended = attention_with_softcap_or_sinks(q, k, v, mask, scaling, softcap, sinks)
+        if count > 1:
+            attended = attended.view(num_kv_heads, group, count, value_width).permute(2, 0, 1, 3)
+        outs.append(attended.reshape(count, num_heads, value_width))
+    return outs[0] if len(outs) == 1 else torch.cat(outs)
+
+
+def _attention_of_short_rows(query, key_pool, value_pool, padded: PaddedRows, scaling):
+    """query [B, H, D], one per row → [B, H, Dv]."""
+    batch, num_heads, width = query.shape
+    k, v = (
+        pool.index_select(0, padded.slots).view(batch, -1, pool.shape[1], pool.shape[2]).transpose(1, 2)
+        for pool in (key_pool, value_pool)
+    )
+    q = query.reshape(batch, k.shape[1], -1, width)
+    attended = F.scaled_dot_product_attention(q, k, v, attn_mask=padded.mask, scale=scaling)
+    return attended.reshape(batch, num_heads, -1)
+
+
+# For one bfloat16 query, torch's CPU attention uses matrix-vector products, which read keys in place; for several it first repacks
+# keys into tiles. Measured: query by query is faster up to so many queries (tokens x heads of a group).
+_MATRIX_VECTOR_QUERIES = 4
+
+
+def _attention_query_by_query(query, k, v, mask, scaling):
+    """query [t, H, D], each as its own batch entry, with k and v [1, Hkv, S, D] and mask [G * t, S] → [t, H, Dv]."""
+    count = query.shape[0]
+    k, v = k.expand(count, -1, -1, -1), v.expand(count, -1, -1, -1)
+    mask = None if mask is None else mask[:count, None, None]  # all heads of a group have the same mask
+    attended = F.scaled_dot_product_attention(
+        query[:, :, None], k, v, attn_mask=mask, scale=scaling, enable_gqa=query.shape[1] != k.shape[1]
+    )
+    return attended.squeeze(2)
+
+
+def attention_with_softcap_or_sinks(q, k, v, mask, scaling, softcap, sinks):
+    """q [1, Hkv, G * t, D], k and v [1, Hkv, S, D or Dv] → [1, Hkv, G * t, Dv]."""
+    scores = torch.matmul(q, k.transpose(2, 3)) * scaling  # [1, Hkv, G * t, S]
+    if softcap is not None:
+        scores = torch.tanh(scores / softcap) * softcap
+    if mask is not None:
+        scores = scores + mask
+    if sinks is not None:
+        per_group = sinks.view(k.shape[1], -1).repeat_interleave(q.shape[2] * k.shape[1] // sinks.numel(), dim=1)
+        scores = torch.cat([scores, per_group[None, :, :, None].to(scores.dtype)], dim=-1)
+    weights = torch.softmax(scores, dim=-1, dtype=torch.float32).to(q.dtype)
+    return torch.matmul(weights[..., : k.shape[2]], v)
+
+
+def read_row(pool: torch.Tensor, row: AttentionRow) -> torch.Tensor:
+    """The row's keys or values [1, heads, length, width]: a view of `pool` when contiguous, a gathered copy otherwise."""
+    if row.slots is None:
+        per_slot, per_head, _ = pool.stride()  # one operation instead of narrow, transpose and index
+        shape, strides = (1, pool.shape[1], row.length, pool.shape[2]), (per_slot, per_head, per_slot, 1)
+        return pool.as_strided(shape, strides, pool.storage_offset() + row.first_slot * per_slot)
+    return pool.index_select(0, row.slots).transpose(0, 1)[None]

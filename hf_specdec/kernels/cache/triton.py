@@ -1,0 +1,280 @@
+"""Cache operations in Triton: write new keys and values to their slots, and move the slots of accepted tree nodes."""
+
+# pyright: reportCallIssue=false
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import torch
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def _rotated(source, cos, sin, columns, token, heads, ROTARY: tl.constexpr, WIDTH: tl.constexpr):
+    """Load rows from `source` (pointers [heads, 1]) as float32, with the first ROTARY elements rotated by the token's angles."""
+    inside = heads & (columns < WIDTH)[None, :]
+    x = tl.load(source + columns[None, :], mask=inside, other=0.0).to(tl.float32)
+    turned = columns < ROTARY
+    partner = tl.where(columns < ROTARY // 2, columns + ROTARY // 2, columns - ROTARY // 2)
+    other = tl.load(source + partner[None, :], mask=heads & turned[None, :], other=0.0).to(tl.float32)
+    other = tl.where((columns < ROTARY // 2)[None, :], -other, other)
+    c = tl.load(cos + token * ROTARY + columns, mask=turned, other=1.0).to(tl.float32)
+    s = tl.load(sin + token * ROTARY + columns, mask=turned, other=0.0).to(tl.float32)
+    return x * c[None, :] + other * s[None, :]
+
+
+@triton.jit
+def write_kernel(
+    query_out, query, keys, values, key_pool, value_pool, slots, cos, sin,
+    out_token, out_head, query_token, query_head, key_token, key_head, value_token, value_head,
+    key_slot, key_pool_head, value_slot, value_pool_head,
+    QUERY_HEADS: tl.constexpr, KEY_HEADS: tl.constexpr, VALUE_HEADS: tl.constexpr,
+    WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, ROTARY: tl.constexpr,
+    BLOCK_D: tl.constexpr, BLOCK_DV: tl.constexpr, BLOCK_H: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_H heads of one token's queries (if rotated), keys or values."""
+    token = tl.program_id(0).to(tl.int64)
+    part = tl.program_id(1)
+    query_parts: tl.constexpr = (QUERY_HEADS + BLOCK_H - 1) // BLOCK_H
+    key_parts: tl.constexpr = (KEY_HEADS + BLOCK_H - 1) // BLOCK_H
+    if part < query_parts:
+        if QUERY_HEADS > 0:
+            heads = part * BLOCK_H + tl.arange(0, BLOCK_H)
+            columns = tl.arange(0, BLOCK_D)
+            exist = (heads < QUERY_HEADS)[:, None]
+            rows = query + token * query_token + (heads * query_head)[:, None]
+            x = _rotated(rows, cos, sin, columns, token, exist, ROTARY, WIDTH)
+            there = query_out + token * out_token + (heads * out_head)[:, None] + columns[None, :]
+            tl.store(there, x.to(query_out.dtype.element_ty), mask=exist & (columns < WIDTH)[None, :])
+        return
+    slot = tl.load(slots + token).to(tl.int64)
+    if slot < 0:
+        return
+    if part < query_parts + key_parts:
+        heads = (part - query_parts) * BLOCK_H + tl.arange(0, BLOCK_H)
+        columns = tl.arange(0, BLOCK_D)
+        exist = (heads < KEY_HEADS)[:, None]
+        rows = keys + token * key_token + (heads * key_head)[:, None]
+        inside = exist & (columns < WIDTH)[None, :]
+        there = key_pool + slot * key_slot + (heads * key_pool_head)[:, None] + columns[None, :]
+        if ROTARY > 0:
+            x = _rotated(rows, cos, sin, columns, token, exist, ROTARY, WIDTH)
+            tl.store(there, x.to(key_pool.dtype.element_ty), mask=inside)
+        else:
+            unchanged = tl.load(rows + columns[None, :], mask=inside)
+            tl.store(there, unchanged, mask=inside)
+    else:
+        lines = (part - query_parts - key_parts) * BLOCK_H + tl.arange(0, BLOCK_H)
+        places = tl.arange(0, BLOCK_DV)
+        within = (lines < VALUE_HEADS)[:, None] & (places < VALUE_WIDTH)[None, :]
+        v = tl.load(values + token * value_token + (lines * value_head)[:, None] + places[None, :], mask=within)
+        target = value_pool + slot * value_slot + (lines * value_pool_head)[:, None] + places[None, :]
+        tl.store(target, v, mask=within)
+
+
+def write_keys_values(
+    keys: torch.Tensor,
+    values: torch.Tensor,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    slots: torch.Tensor,
+    *,
+    query: torch.Tensor | None = None,
+    cos: torch.Tensor | None = None,
+    sin: torch.Tensor | None = None,
+    query_out: torch.Tensor | None = None,
+) -> torch.Tensor | None:
+    """Write the keys and values of T new tokens to their slots in one launch. With `cos` and `sin`, first rotate keys and queries.
+
+    Rotary embedding as in Llama and GPT-NeoX (Su et al. 2021): the first R elements of each head become
+    `x * cos + concat(-x[R/2:R], x[:R/2]) * sin`, computed in float32 and rounded once; the others are unchanged.
+
+    Memory traffic: T * (Hkv * D + Hv * Dv) elements read and written; with rotation also 2 * T * H * D for the queries and 2 * T * R
+    for the angles.
+
+    Args:
+        keys, values: [T, Hkv, D], [T, Hv, Dv]; any strides of tokens and heads.
+        key_pool, value_pool: [slots, Hkv, D], [slots, Hv, Dv] of the same dtype as the keys and values.
+        slots: int64 [T], all different. Tokens with a negative slot are not written.
+        query: [T, H, D], rotated like the keys.
+        cos, sin: [T, R] contiguous, any float dtype, R even and at most D.
+        query_out: [T, H, D] for the rotated queries. It must not share memory with `query`: programs would overwrite what others read.
+
+    Returns: the rotated queries [T, H, D], or None without `query`.
+
+    Raises:
+        ValueError: shapes, dtypes or strides do not fit.
+    """
+    num_tokens, key_heads, width = keys.shape
+    value_heads, value_width = values.shape[1:]
+    _check_write(keys, values, key_pool, value_pool, slots, query, cos, sin, query_out)
+    if query is not None and query_out is None:
+        query_out = query.new_empty(query.shape)
+    if num_tokens == 0:
+        return query_out
+    block_d, block_dv = triton.next_power_of_2(width), triton.next_power_of_2(value_width)
+    block_h = max(min(2048 // max(block_d, block_dv), 16), 1)
+    query_heads = 0 if query is None else query.shape[1]
+    parts = sum(triton.cdiv(heads, block_h) for heads in (query_heads, key_heads, value_heads))
+    strides = (0, 0, 0, 0)
+    if query is not None and query_out is not None:
+        strides = (query_out.stride(0), query_out.stride(1), query.stride(0), query.stride(1))
+    with torch.cuda.device_of(keys):
+        write_kernel[num_tokens, parts](
+            query_out, query, keys, values, key_pool, value_pool, slots, cos, sin,
+            *strides, keys.stride(0), keys.stride(1), values.stride(0), values.stride(1),
+            key_pool.stride(0), key_pool.stride(1), value_pool.stride(0), value_pool.stride(1),
+            QUERY_HEADS=query_heads, KEY_HEADS=key_heads, VALUE_HEADS=value_heads, WIDTH=width, VALUE_WIDTH=value_width,
+            ROTARY=0 if cos is None else cos.shape[1], BLOCK_D=block_d, BLOCK_DV=block_dv, BLOCK_H=block_h,
+            num_warps=4,
+        )  # fmt: skip
+    return query_out
+
+
+def _check_write(keys, values, key_pool, value_pool, slots, query, cos, sin, query_out):
+    num_tokens, _, width = keys.shape
+    if values.shape[0] != num_tokens or slots.shape != (num_tokens,):
+        raise ValueError(
+            f"keys {tuple(keys.shape)}, values {tuple(values.shape)} and slots {tuple(slots.shape)} differ in tokens."
+        )
+    if key_pool.shape[1:] != keys.shape[1:] or value_pool.shape[1:] != values.shape[1:]:
+        raise ValueError(
+            f"pools {tuple(key_pool.shape)} and {tuple(value_pool.shape)} do not hold such keys and values."
+        )
+    if key_pool.dtype != keys.dtype or value_pool.dtype != values.dtype:
+        raise ValueError(f"pools hold {key_pool.dtype} and {value_pool.dtype}, not {keys.dtype} and {values.dtype}.")
+    if (cos is None) != (sin is None) or (query is not None and cos is None):
+        raise ValueError("`cos` and `sin` come together, and `query` only with them.")
+    if cos is not None:
+        fits = cos.shape == sin.shape and cos.shape[0] == num_tokens and cos.shape[1] % 2 == 0 and cos.shape[1] <= width
+        if not fits or not (cos.is_contiguous() and sin.is_contiguous()):
+            raise ValueError(f"`cos` and `sin` must be contiguous [{num_tokens}, even, at most {width}].")
+    if query is not None and (query.shape[0] != num_tokens or query.shape[2] != width):
+        raise ValueError(f"query {tuple(query.shape)} does not go with keys {tuple(keys.shape)}.")
+    if query_out is not None and (
+        query is None or query_out.shape != query.shape or query_out.data_ptr() == query.data_ptr()
+    ):
+        raise ValueError("`query_out` must have the shape of `query` and memory of its own.")
+    tensors = [each for each in (keys, values, key_pool, value_pool, query, query_out) if each is not None]
+    if any(each.stride(2) != 1 for each in tensors) or slots.stride() != (1,):
+        raise ValueError("the last dimension of all tensors must be contiguous.")
+
+
+# ---- moves ----------------------------------------------------------------------------------------------------------
+
+
+@dataclass(frozen=True)
+class PoolTable:
+    """The pools of all layers, in the form that one kernel launch reads.
+
+    Attributes:
+        addresses: int64 [P], the address of each pool.
+        row_words: int32 [P], words per slot of each pool.
+        max_row_words: the largest of `row_words`.
+        word_bytes: 4, 2 or 1, the largest word size that divides all slots.
+        pools: the pools themselves, to keep their memory alive.
+    """
+
+    addresses: torch.Tensor
+    row_words: torch.Tensor
+    max_row_words: int
+    word_bytes: int
+    pools: tuple[torch.Tensor, ...]
+
+    @classmethod
+    def of(cls, pools: Sequence[torch.Tensor]) -> PoolTable:
+        """The table of pools [slots, heads, width]: keys and values of all layers on one device, of any widths and dtypes.
+
+        Build it once per allocation: it copies addresses to the device.
+
+        Raises:
+            ValueError: there are no pools, or they are on several devices, differ in slots, or are not contiguous.
+        """
+        if not pools:
+            raise ValueError("no pools.")
+        device, slots = pools[0].device, pools[0].shape[0]
+        for pool in pools:
+            if pool.device != device or pool.shape[0] != slots or not pool.is_contiguous():
+                raise ValueError("pools must be contiguous, on one device, with equally many slots.")
+        row_bytes = [pool.stride(0) * pool.element_size() for pool in pools]
+        word_bytes = math.gcd(4, *row_bytes, *(pool.data_ptr() for pool in pools))
+        words = [each // word_bytes for each in row_bytes]
+        addresses = torch.tensor([pool.data_ptr() for pool in pools], dtype=torch.int64, device=device)
+        row_words = torch.tensor(words, dtype=torch.int32, device=device)
+        return cls(addresses, row_words, max(words), word_bytes, tuple(pools))
+
+
+@triton.jit(do_not_specialize=["num_moves"])
+def move_kernel(
+    addresses, row_words, source, target, num_moves,
+    WORD_BYTES: tl.constexpr, ALIGNED: tl.constexpr, BLOCK: tl.constexpr, MOVES: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK words of each moved slot, for one row of moves in one pool."""
+    row = tl.program_id(1).to(tl.int64)
+    pool = tl.program_id(2)
+    words = tl.load(row_words + pool)
+    columns = tl.program_id(0) * BLOCK + tl.arange(0, BLOCK)
+    inside = (columns < words)[None, :]
+    address = tl.load(addresses + pool)
+    if ALIGNED:
+        words = tl.multiple_of(words, 16 // WORD_BYTES)
+    if WORD_BYTES == 4:
+        data = address.to(tl.pointer_type(tl.int32))
+    elif WORD_BYTES == 2:
+        data = address.to(tl.pointer_type(tl.int16))
+    else:
+        data = address.to(tl.pointer_type(tl.int8))
+    for first in range(0, num_moves, MOVES):
+        moves = first + tl.arange(0, MOVES)
+        sources = tl.load(source + row * num_moves + moves, mask=moves < num_moves, other=-1)
+        if tl.max(sources, axis=0) >= 0:
+            targets = tl.load(target + row * num_moves + moves, mask=moves < num_moves, other=-1)
+            mask = ((sources >= 0) & (targets >= 0))[:, None] & inside
+            read = data + sources[:, None] * words + columns[None, :]
+            write = data + targets[:, None] * words + columns[None, :]
+            if ALIGNED:  # slots are multiples of 16 bytes; the compiler cannot see it through the table
+                read = tl.multiple_of(read, (1, 16))
+                write = tl.multiple_of(write, (1, 16))
+            x = tl.load(read, mask=mask)
+            # A source may be the target of a later move, never of an earlier one. So all threads read a tile before any writes
+            # it, and tiles follow in order.
+            tl.debug_barrier()
+            tl.store(write, x, mask=mask)
+            tl.debug_barrier()
+
+
+def move_slots(table: PoolTable, source: torch.Tensor, target: torch.Tensor) -> None:
+    """Copy slots to other slots in all pools of a table, in one launch.
+
+    Memory traffic: the moved slots in all pools, read once and written once.
+
+    Args:
+        table: the pools.
+        source, target: int64 [B, N] (or [N]: one row), contiguous; entries with a negative source or target are skipped. Rows
+            must be independent: no target of one row is a source or target of another. Within a row, moves may overlap if
+            sources and targets both ascend in the order of the sequence and each target comes before its source. No target
+            may occur twice.
+
+    Raises:
+        ValueError: shapes, dtypes or strides do not fit.
+    """
+    if source.shape != target.shape or source.dim() not in (1, 2):
+        raise ValueError(
+            f"source {tuple(source.shape)} and target {tuple(target.shape)} must be equal and [B, N] or [N]."
+        )
+    if any(each.dtype != torch.int64 or not each.is_contiguous() for each in (source, target)):
+        raise ValueError("source and target must be contiguous int64.")
+    if source.numel() == 0:
+        return
+    num_rows, num_moves = source.shape if source.dim() == 2 else (1, source.shape[0])
+    aligned = all(pool.data_ptr() % 16 == 0 and pool.stride(0) * pool.element_size() % 16 == 0 for pool in table.pools)
+    block = min(triton.next_power_of_2(table.max_row_words), 128 * 16 // table.word_bytes)
+    moves = min(triton.next_power_of_2(num_moves), 8)
+    with torch.cuda.device_of(table.addresses):
+        move_kernel[triton.cdiv(table.max_row_words, block), num_rows, len(table.pools)](
+            table.addresses, table.row_words, source, target, num_moves,
+            WORD_BYTES=table.word_bytes, ALIGNED=aligned, BLOCK=block, MOVES=moves, num_warps=4,
+        )  # fmt: skip

@@ -1,0 +1,48 @@
+"""Linear layers of one input in one launch, for steps of few rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from ..dispatch import uses_triton
+from . import reference
+
+MOST_ROWS = 16  # the narrow side of the kernel's tile; from 32 rows on cuBLAS was as fast
+MOST_WEIGHTS = 3  # of one launch: queries, keys and values
+DTYPES = (torch.bfloat16, torch.float16)
+
+
+def has_few_rows_kernel(device: torch.device) -> bool:
+    """True if this device has a kernel that beats cuBLAS for few rows."""
+    return uses_triton(device)
+
+
+def linears(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor] | None = None,
+    residual: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """[x @ weight^T (+ bias)] for x [M, K] and weights [N_i, K]; `residual` [M, N] is added to a single product."""
+    if _takes_kernel(x, weights):
+        from .triton import linears as by_kernel
+
+        return by_kernel(x, weights, biases, residual)
+    return reference.linears(x, weights, biases, residual)
+
+
+def gated_linear(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(x [M, K] @ gate^T) * (x @ up^T)."""
+    if _takes_kernel(x, (gate, up)):
+        from .triton import gated_linear as by_kernel
+
+        return by_kernel(x, gate, up)
+    return reference.gated_linear(x, gate, up)
+
+
+def _takes_kernel(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
+    if not uses_triton(x.device):
+        return False
+    return x.shape[0] <= MOST_ROWS and all(each.dtype in DTYPES for each in (x, *weights))

@@ -1,0 +1,24 @@
+"""Joined linear layers in plain torch: the definition, the CPU path, and the path for many rows."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+import torch.nn.functional as F
+
+
+def linears(
+    x: torch.Tensor,
+    weights: Sequence[torch.Tensor],
+    biases: Sequence[torch.Tensor] | None = None,
+    residual: torch.Tensor | None = None,
+) -> list[torch.Tensor]:
+    """[x @ weight^T (+ bias)] for x [M, K] and weights [N_i, K]; `residual` [M, N] is added to a single product."""
+    outs = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases or [None] * len(weights), strict=True)]
+    return outs if residual is None else [residual + outs[0]]
+
+
+def gated_linear(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
+    """silu(x [M, K] @ gate^T) * (x @ up^T)."""
+    return F.silu(F.linear(x, gate)) * F.linear(x, up)

@@ -1,0 +1,94 @@
+"""Verification by the target's own choices in plain torch: the definition, and the CPU path."""
+
+from __future__ import annotations
+
+import numpy as np
+import torch
+
+from ..drafts import Drafts, RowStreams, last_node
+from ..random_bits import TOKEN_STREAM
+from ..sampling.reference import choose_tokens
+
+
+def follow_choices(
+    drafts: Drafts, scores: torch.Tensor, score_rows: np.ndarray, streams: RowStreams
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """See `verification.follow_choices`."""
+    choices = target_choices(drafts, scores, score_rows, streams)
+    tokens = drafts.tokens.to(scores.device)
+    valid = torch.from_numpy(drafts.valid).to(scores.device)
+    if drafts.is_chain:
+        path = ((tokens == choices[:, :-1]) & valid).long().cumprod(1).bool()
+    else:
+        parents = torch.from_numpy(np.ascontiguousarray(drafts.parent_index)).to(scores.device)
+        ancestors = torch.from_numpy(drafts.ancestors).to(scores.device)
+        path = accepted_nodes(tokens, valid, parents, ancestors, choices)
+    return path, choices.gather(1, last_node(path)[:, None]).squeeze(1)
+
+
+def target_choices(drafts: Drafts, scores: torch.Tensor, score_rows: np.ndarray, streams: RowStreams) -> torch.Tensor:
+    """The target's token after the root and after each node, int64 [B, N + 1].
+
+    It is the argmax of the scores, and in rows that sample the argmax of scores with Gumbel noise.
+    """
+    scores, own = own_scores(drafts, scores, score_rows)
+    if any(streams.do_sample):
+        exists = _exists(drafts)
+        depths = np.concatenate([np.zeros((len(exists), 1), np.int64), drafts.depths], axis=1)[exists]
+        owners = np.repeat(np.arange(len(exists)), exists.sum(1)).tolist()
+        positions = [streams.positions[o] + int(depth) for o, depth in zip(owners, depths, strict=True)]
+        seeds, do_sample = [streams.seeds[o] for o in owners], [streams.do_sample[o] for o in owners]
+        chosen = choose_tokens(scores, seeds, positions, do_sample, TOKEN_STREAM)
+    else:
+        chosen = scores.argmax(1)
+    return chosen[torch.from_numpy(own).to(scores.device)]
+
+
+def own_scores(drafts: Drafts, scores: torch.Tensor, score_rows: np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
+    """The scores of these rows' roots and nodes alone, [R', V], and where they are in it: [B, N + 1], 0 for padding."""
+    exists = _exists(drafts)
+    used = score_rows[exists]
+    own = np.zeros(score_rows.shape, dtype=np.int64)
+    own[exists] = np.arange(len(used))
+    return (scores if len(used) == scores.shape[0] else scores[used]), own
+
+
+def _exists(drafts: Drafts) -> np.ndarray:
+    """Which of (root, nodes) are not padding: bool [B, N + 1]."""
+    return np.concatenate([np.ones((len(drafts.lengths), 1), bool), drafts.valid], axis=1)
+
+
+def ancestor_matrix(parents: torch.Tensor) -> torch.Tensor:
+    """Which nodes are on the path from the root to each node, including the node itself.
+
+    Args:
+        parents: int64 [B, N], the index of each node's parent (-1: the root, which is the last accepted token).
+
+    Returns: bool [B, N + 1, N + 1] over (root, node 0, .. node N-1): `out[b, i, j]` is True if j is i or an ancestor of i.
+    """
+    batch, num_nodes = parents.shape
+    reach = torch.eye(num_nodes + 1, device=parents.device).repeat(batch, 1, 1)
+    reach[:, 1:].scatter_(2, (parents + 1)[:, :, None], 1.0)
+    for _ in range(max(num_nodes, 1).bit_length()):  # each squaring doubles the path length covered
+        reach = torch.bmm(reach, reach).clamp_(max=1.0)
+    return reach > 0
+
+
+def accepted_nodes(tokens, valid, parents, ancestors, choices) -> torch.Tensor:
+    """Walk each tree along the target's own choices.
+
+    Args:
+        tokens, valid, parents: [B, N], the drafted tokens, which entries are nodes, and their parents.
+        ancestors: [B, N + 1, N + 1] from `ancestor_matrix`.
+        choices: [B, N + 1], the token the target chooses after the root and after each node.
+
+    Returns: bool [B, N], the nodes on the accepted path: at most one per depth, even if siblings repeat a token.
+    """
+    match = valid & (tokens == choices.gather(1, parents + 1))
+    reached = ~(ancestors[:, 1:, 1:] & ~match[:, None, :]).any(2)  # the node and all its ancestors match
+    depth = ancestors[:, 1:, 1:].sum(2) * reached
+    if depth.shape[1] == 0:
+        return reached
+    deepest = depth.argmax(1)  # the first of the deepest
+    path = ancestors[:, 1:, 1:].gather(1, deepest[:, None, None].expand(-1, 1, depth.shape[1])).squeeze(1)
+    return path & reached.any(1, keepdim=True)
