@@ -7,11 +7,14 @@ with held_back():
     from .candidate_generators import CandidateGenerator, available_methods, parse_config, register
     from .config import SpeculativeConfig, SpeculativeConfigError
     from .integration import assisted_loop, generate, install, release, uninstall
+    from .serve import LLM, SamplingParams
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "LLM",
     "CandidateGenerator",
+    "SamplingParams",
     "SpeculativeConfig",
     "SpeculativeConfigError",
     "assisted_loop",

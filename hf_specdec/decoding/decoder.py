@@ -251,6 +251,8 @@ class SpeculativeDecoder:
         for i, seq in enumerate(sequences):
             table = self.cache.tables[seq.id]
             matched = self.cache.match_prefix(seq.id, seq.tokens) if not table.blocks else 0
+            if matched and not seq.num_generated:
+                self.statistics[seq.id].num_cached_tokens = matched
             end = len(seq.tokens) if num_tokens is None else min(len(seq.tokens), table.length + num_tokens[i])
             if end <= table.length:
                 raise ValueError(f"Sequence {seq.id} was scheduled with no token to feed.")

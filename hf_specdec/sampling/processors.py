@@ -16,6 +16,7 @@ from ..core.sequence import Sequence
 from ..kernels import random_bits
 from ..kernels.sampling_reference import sampling_scores
 from .kept_state import KeptState
+from .penalties import OutputPenaltyLogitsProcessor, TokenBiasLogitsProcessor
 from .rows import SamplingParameters
 
 logger = logging.getLogger(__name__)
@@ -30,13 +31,13 @@ _STATELESS = _known(
     "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TopHLogitsWarper",
     "TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper", "LogitNormalization", "InfNanRemoveLogitsProcessor",
     "SuppressTokensLogitsProcessor",
-)  # fmt: skip
+) + (TokenBiasLogitsProcessor,)  # fmt: skip
 # Functions of a row's own prefix: run over nodes of equal length together.
 _ROW_WISE = _known(
     "RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor", "NoBadWordsLogitsProcessor",
     "SequenceBiasLogitsProcessor", "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor",
     "ExponentialDecayLengthPenalty", "SuppressTokensAtBeginLogitsProcessor", "WatermarkLogitsProcessor",
-)  # fmt: skip
+) + (OutputPenaltyLogitsProcessor,)  # fmt: skip
 # Act alike on every prefix shorter than some length and not at all on longer ones: that length.
 _SHORT_PREFIXES: dict[type, Callable[..., int]] = {
     hf.MinLengthLogitsProcessor: lambda processor: processor.min_length,
