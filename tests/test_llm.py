@@ -379,3 +379,48 @@ def test_stop_texts_are_found_across_tokens():
     assert find_stop("abcde", 1, ["bc"]) is None  # found when its last character came
     assert find_stop("abcbc", 2, ["bc"]) == (3, "bc")
     assert find_stop("", 0, ["x"]) is None
+
+
+@pytest.mark.parametrize("config", METHODS[:2], ids=["plain", "ngram"])
+def test_logprobs_of_the_prompt(make, tiny_model, config):
+    """Also where it is read in chunks, beside other rows, and its prefix is cached."""
+    llm = make({**(config or {"method": "none"}), "block_size": 4}, max_num_batched_tokens=24)
+    llm.generate([TEXTS[4]], GREEDY, use_tqdm=False)
+    params = GREEDY.copy(prompt_logprobs=2, n=2)
+    outputs = llm.generate([TEXTS[1], TEXTS[4], TEXTS[0]], [GREEDY, params, GREEDY], use_tqdm=False)
+    prompt, found = outputs[1].prompt_token_ids, outputs[1].prompt_logprobs
+    expected = tiny_model(torch.tensor([prompt])).logits[0].detach().float().log_softmax(-1)
+    assert outputs[0].prompt_logprobs is None and found[0] is None and len(found) == len(prompt)
+    for row, token, each in zip(expected, prompt[1:], found[1:], strict=False):
+        assert set(row.topk(2).indices.tolist()) | {token} == set(each)
+        assert all(abs(logprob.logprob - float(row[other])) < 1e-4 for other, logprob in each.items())
+    for output in outputs:
+        assert output.outputs[0].token_ids == generated(tiny_model, output.prompt_token_ids, GREEDY)
+
+
+def test_only_the_request_that_makes_the_model_raise_ends(make, tiny_model, monkeypatch):
+    """Found among the rows of a step; the others' answers are what they would have been."""
+    llm = make({**METHODS[1], "block_size": 4})
+    ids = [llm.tokenizer(text)["input_ids"] for text in TEXTS]
+    poison = 4000
+    assert all(poison not in each for each in ids)
+    original = tiny_model.model.embed_tokens.forward
+
+    def raising(input_ids):
+        if (input_ids == poison).any():
+            raise RuntimeError("poisoned")
+        return original(input_ids)
+
+    monkeypatch.setattr(tiny_model.model.embed_tokens, "forward", raising)
+    engine = llm.engine
+    requests = [engine.add(str(i), None, each, GREEDY) for i, each in enumerate(ids)]
+    with engine.decoder.active():
+        for _ in range(3):
+            engine.step()
+        bad = engine.add("bad", None, [3, poison, 5], GREEDY)
+        while engine.has_work:
+            engine.step()
+    assert isinstance(bad.error, RuntimeError) and bad.choices[0].output.token_ids == []
+    for request in requests:
+        assert request.error is None
+        assert request.choices[0].output.token_ids == generated(tiny_model, request.prompt_token_ids, GREEDY)

@@ -24,6 +24,7 @@ class Sequence:
         processors: a `RowProcessors` applied to the target's logits (see sampling/processors.py), or None.
         row, shown_prompt: where the row stood in the caller's batch, and its ids there, masked ones included: logits
             processors and stopping criteria see them as transformers shows them. None: the prompt as it is.
+        wants_prompt_logits: keep the logits of the prompt's tokens (`StepTensors.prompt_logits`); no cached prefix is used.
         num_speculative_tokens: this row's own draft length; None: the method's, 0: none.
     """
 
@@ -36,6 +37,7 @@ class Sequence:
     row: int = 0
     shown_prompt: list[int] | None = None
     num_speculative_tokens: int | None = None
+    wants_prompt_logits: bool = False
     id: int = field(default_factory=lambda: next(_ids))
     num_steps: int = 0  # verification rounds so far: part of the key of rejection sampling's noise
     finished: bool = False

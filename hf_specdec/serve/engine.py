@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import logging
 import random
 from typing import Any
 
@@ -17,6 +18,8 @@ from .processors import row_processors
 from .request import Choice, Request
 from .scheduler import Scheduler
 from .text import Detokenizer, find_stop
+
+logger = logging.getLogger(__name__)
 
 
 class Engine:
@@ -48,6 +51,7 @@ class Engine:
         self._choices: dict[int, Choice] = {}  # by sequence
         self._numbers = itertools.count()
         self._seeds = random.Random(seed)
+        self._apart: list[list[Choice]] = []  # groups that run by themselves, see `_after_failure`
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
@@ -75,6 +79,7 @@ class Engine:
                 f"The prompt has {length} tokens; the KV cache holds {pool.most_blocks * pool.block_size}. Give it more memory."
             )
         request = Request(request_id, next(self._numbers), prompt, list(prompt_token_ids), params, on_update)
+        request.prompt_logprobs = None if params.prompt_logprobs is None else [None]
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed % 2**63
         room = self.max_model_len - length
         new_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
@@ -84,6 +89,7 @@ class Engine:
                 list(prompt_token_ids), length + new_tokens, frozenset(ends), params.do_sample, stream,
                 row_processors(params, request.prompt_token_ids, ends, self.tokenizer, vocab_size),
                 num_speculative_tokens=params.num_speculative_tokens,
+                wants_prompt_logits=params.prompt_logprobs is not None and index == 0,
             )  # fmt: skip
             wants_text = params.detokenize and self.tokenizer is not None
             text = (
@@ -115,7 +121,8 @@ class Engine:
 
     def step(self) -> list[Request]:
         """One step of the decoder. Call inside `decoder.active()`. Returns the requests that got tokens or ended."""
-        rows, counts = self.scheduler.schedule()
+        group = self._next_group()
+        rows, counts = self.scheduler.schedule(group)
         if not rows:
             return []
         try:
@@ -125,6 +132,11 @@ class Engine:
                 self.abort(rows[0].request, error)
                 return [rows[0].request]
             return []
+        except Exception as error:
+            return self._after_failure(rows, error)
+        if group is not None:
+            self._apart.pop(0)
+        self._read_prompt_logits()
         touched: dict[int, Request] = {}
         for result in results:
             choice = self._choices[result.sequence.id]
@@ -139,16 +151,53 @@ class Engine:
         return list(touched.values())
 
     def run(self) -> None:
-        """Step until nothing is left to do. If a step raises, every request ends and everything cached is dropped."""
+        """Step until nothing is left to do.
+
+        Raises:
+            Exception: what a step raised for one of the requests. All requests end.
+        """
         try:
             with self.decoder.active():
                 while self.has_work:
-                    self.step()
+                    for request in self.step():
+                        if request.error is not None:
+                            raise request.error
         except BaseException:
             self._drop_all()
             raise
 
+    def _next_group(self) -> list[Choice] | None:
+        """Rows to run by themselves, because one of them made a step raise; None: all rows."""
+        while self._apart:
+            self._apart[0] = [choice for choice in self._apart[0] if not choice.output.finished()]
+            if self._apart[0]:
+                return self._apart[0]
+            self._apart.pop(0)
+        return None
+
+    def _after_failure(self, rows: list[Choice], error: Exception) -> list[Request]:
+        """A step raised. One row: its request ends. Several: each half runs by itself next, until the row is found.
+
+        What the step wrote cannot be trusted, so its rows read their texts again, and no prefix is shared from before.
+        """
+        logger.error("A step of %d rows raised %s: %s", len(rows), type(error).__name__, error, exc_info=error)
+        if self._apart:
+            self._apart.pop(0)
+        for choice in rows:
+            seq = choice.sequence
+            del seq.tokens[seq.prompt_length + len(choice.output.token_ids) :]
+            seq.finished = False
+            self.scheduler.preempt(choice)
+        self.forget_prefixes()
+        if len(rows) > 1:
+            middle = len(rows) // 2
+            self._apart[:0] = [rows[:middle], rows[middle:]]
+            return []
+        self.abort(rows[0].request, error)
+        return [rows[0].request]
+
     def _drop_all(self) -> None:
+        self._apart.clear()
         choices = list(self._choices.values())
         for choice in choices:
             choice.output.finish_reason = "abort"
@@ -218,25 +267,36 @@ class Engine:
             choice.request.num_cached_tokens = max(choice.request.num_cached_tokens, statistics.num_cached_tokens)
             choice.request.statistics.append(statistics)
 
+    def _read_prompt_logits(self) -> None:
+        """Log-probabilities of the prompt tokens that the last step has read."""
+        last = self.decoder.last
+        assert last is not None
+        for seq_id, logits in last.prompt_logits.items():
+            request = self._choices[seq_id].request
+            found, prompt = request.prompt_logprobs, request.prompt_token_ids
+            if found is None or len(found) >= len(prompt):  # read again after a preemption
+                continue
+            following = prompt[len(found) : len(found) + len(logits)]
+            found += self._best(logits[: len(following)], following, request.params.prompt_logprobs or 0)
+
     def _logprobs(self, result: StepResult, count: int) -> list[dict[int, Logprob]]:
         """Per new token, the log-probabilities of the best `count` tokens and of itself."""
         last = self.decoder.last
         assert last is not None
         index = torch.tensor(result.nodes, device=last.output.logits.device)
-        scores = last.output.logits[index].float().log_softmax(-1)
-        tokens = torch.tensor(result.new_tokens, device=scores.device)
-        own = scores.gather(1, tokens[:, None])
+        return self._best(last.output.logits[index], result.new_tokens, count)
+
+    def _best(self, logits: torch.Tensor, tokens: list[int], count: int) -> list[dict[int, Logprob]]:
+        """Per row of logits [R, V], the best `count` tokens and the row's own of `tokens` [R]."""
+        scores = logits.float().log_softmax(-1)
+        own = scores.gather(1, torch.tensor(tokens, device=scores.device)[:, None])
         ranks = (scores > own).sum(1).add(1).tolist()
-        best = scores.topk(max(count, 1), dim=1)
+        best = scores.topk(count, dim=1)
         found = []
-        rows = zip(
-            result.new_tokens, own[:, 0].tolist(), ranks, best.indices.tolist(), best.values.tolist(), strict=True
-        )
+        rows = zip(tokens, own[:, 0].tolist(), ranks, best.indices.tolist(), best.values.tolist(), strict=True)
         for token, value, rank, ids, values in rows:
-            each = {
-                other: Logprob(v, r, self._token_text(other))
-                for r, (other, v) in enumerate(zip(ids[:count], values, strict=False), 1)
-            }
+            ranked = enumerate(zip(ids, values, strict=True), 1)
+            each = {other: Logprob(v, r, self._token_text(other)) for r, (other, v) in ranked}
             each.setdefault(token, Logprob(value, rank, self._token_text(token)))
             found.append(each)
         return found

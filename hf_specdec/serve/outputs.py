@@ -50,6 +50,7 @@ class RequestOutput:
     """A request's choices, and what they cost.
 
     Attributes:
+        prompt_logprobs: per prompt token {id: Logprob}, None for the first; None unless asked for.
         num_cached_tokens: prompt tokens whose KV came from earlier requests.
         speculation: statistics of speculation over all choices (see `Speculation`).
     """
@@ -59,5 +60,6 @@ class RequestOutput:
     prompt_token_ids: list[int]
     outputs: list[CompletionOutput]
     finished: bool = False
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     speculation: dict[str, Any] | None = None

@@ -27,6 +27,7 @@ class SamplingParams:
         max_tokens: new tokens at most; None: as many as the model has positions for.
         min_tokens: new tokens before a choice may end.
         logprobs: also return the log-probabilities of this many best tokens (and of the chosen one) at every position.
+        prompt_logprobs: the same for the prompt's tokens. The prompt is then read as a whole, without cached prefixes.
         logit_bias: token id → number added to its logit.
         allowed_token_ids: only these ids may be chosen.
         bad_words: texts that may not be written.
@@ -53,6 +54,7 @@ class SamplingParams:
     max_tokens: int | None = 16
     min_tokens: int = 0
     logprobs: int | None = None
+    prompt_logprobs: int | None = None
     logit_bias: dict[int, float] | None = None
     allowed_token_ids: list[int] | None = None
     bad_words: list[str] = field(default_factory=list)
@@ -70,6 +72,7 @@ class SamplingParams:
         self._check_integer("max_tokens", 1, optional=True)
         self._check_integer("min_tokens", 0)
         self._check_integer("logprobs", 0, MOST_LOGPROBS, optional=True)
+        self._check_integer("prompt_logprobs", 0, MOST_LOGPROBS, optional=True)
         self._check_integer("num_speculative_tokens", 0, optional=True)
         self._check_integer("priority", -(2**31), 2**31)
         self._check_integer("seed", -(2**63), 2**64 - 1, optional=True)

@@ -6,7 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..core.sequence import Sequence
-from .outputs import CompletionOutput, RequestOutput
+from .outputs import CompletionOutput, Logprob, RequestOutput
 from .params import SamplingParams
 from .text import Detokenizer
 
@@ -41,6 +41,7 @@ class Request:
         number: of its arrival.
         on_update: called in the engine's thread with the request after every step that gave it tokens, and at its end.
         error: what ended it, if an error did.
+        prompt_logprobs: per prompt token that was read; None for the first, which nothing comes before.
     """
 
     id: str
@@ -52,6 +53,7 @@ class Request:
     choices: list[Choice] = field(default_factory=list)
     num_cached_tokens: int = 0
     error: BaseException | None = None
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     statistics: list = field(default_factory=list)  # RowStatistics of the choices that have ended
 
     @property
@@ -69,6 +71,7 @@ class Request:
             prompt_token_ids=self.prompt_token_ids,
             outputs=[choice.output for choice in self.choices],
             finished=self.finished,
+            prompt_logprobs=self.prompt_logprobs,
             num_cached_tokens=self.num_cached_tokens,
             speculation=summarize(self.statistics, 0) if self.finished and self.error is None else None,
         )

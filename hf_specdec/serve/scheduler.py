@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from bisect import insort
+from collections.abc import Collection
 
 from ..decoding.decoder import SpeculativeDecoder
 from .request import Choice
@@ -49,16 +50,21 @@ class Scheduler:
         self.add(choice)
         self.num_preemptions += 1
 
-    def schedule(self) -> tuple[list[Choice], list[int]]:
-        """(rows of the next step, tokens of its own text that each feeds at most)."""
-        pending = [self._pending(choice) for choice in self.running]
+    def schedule(self, only: Collection[Choice] | None = None) -> tuple[list[Choice], list[int]]:
+        """(rows of the next step, tokens of its own text that each feeds at most).
+
+        Args:
+            only: rows that may take part; None: all.
+        """
+        running = [choice for choice in self.running if only is None or choice in only]
+        pending = [self._pending(choice) for choice in running]
         decoding = sum(count == 1 for count in pending)
         self._limit_drafts(decoding)
         left = self.max_num_batched_tokens - sum(
-            1 + self._num_drafts(choice) for choice, count in zip(self.running, pending, strict=True) if count == 1
+            1 + self._num_drafts(choice) for choice, count in zip(running, pending, strict=True) if count == 1
         )
         rows, counts = [], []
-        for choice, count in zip(self.running, pending, strict=True):
+        for choice, count in zip(running, pending, strict=True):
             chunk = 1 if count == 1 else min(count, left)
             if chunk < 1:
                 if any(each > 1 for each in counts):
@@ -67,8 +73,10 @@ class Scheduler:
             left -= 0 if count == 1 else chunk
             rows.append(choice)
             counts.append(chunk)
-        while self.waiting and left > 0 and len(self.running) < self.max_num_seqs and self._fits(self.waiting[0]):
-            choice = self.waiting.pop(0)
+        for choice in [each for each in self.waiting if only is None or each in only]:
+            if left <= 0 or len(self.running) >= self.max_num_seqs or not self._fits(choice):
+                break
+            self.waiting.remove(choice)
             if not choice.is_added:
                 self.decoder.add(choice.sequence)
                 choice.is_added = True
