@@ -1,4 +1,4 @@
-"""The models that come with the package."""
+"""The models bundled with the package."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ _FOLDER = Path(__file__).parent / "bundled_models"
 
 
 def bundled_names() -> list[str]:
-    """Names accepted wherever a model name is."""
+    """Names of the bundled models; they are accepted wherever a model name is."""
     return sorted(path.parent.name for path in _FOLDER.glob("*/config.json"))
 
 
@@ -24,7 +24,7 @@ def bundled(name: str) -> str:
 
 
 def resolve_model(name_or_path: str) -> str:
-    """A bundled model's folder for its name (a local folder of that name comes first), anything else unchanged."""
+    """The folder of a bundled model, given its name; anything else unchanged. A local folder of that name takes precedence."""
     if name_or_path in bundled_names() and not Path(name_or_path).exists():
         return bundled(name_or_path)
     return name_or_path

@@ -1,4 +1,4 @@
-"""SpeculativeConfig: what every method has in common, how a configuration is checked, how it is written and read."""
+"""SpeculativeConfig: the keys common to all methods, and how a configuration is checked, read and written."""
 
 from __future__ import annotations
 
@@ -11,78 +11,80 @@ from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
 VERIFICATION_RULES = ("greedy", "coupled", "rejection", "block", "typical", "synthetic")
-_RULE_ALIASES = {"standard": "rejection", "probabilistic": "rejection", "strict": "coupled"}  # vLLM's
+_RULE_ALIASES = {"standard": "rejection", "probabilistic": "rejection", "strict": "coupled"}  # vLLM's names
 _RULE_OF_KEY = {
     "posterior_threshold": "typical",
     "posterior_alpha": "typical",
     "synthetic_acceptance_rates": "synthetic",
     "synthetic_acceptance_length": "synthetic",
 }
-# What may differ between calls that share a decoder and its drafter.
+# Keys that may differ between calls that share a decoder and its drafter.
 PER_CALL_KEYS = ("seed", "rejection_sample_method", "async_scheduling", *_RULE_OF_KEY)
 DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
 QUANTIZATIONS = ("wint8", "wint4")
 DRAFT_LENGTHS = ("fixed", "auto")
-MOST_DRAFT_TOKENS, MOST_DRAFT_NODES = 1024, 4096  # of a row and round: longer paths are cut, larger trees refused
+MOST_DRAFT_TOKENS, MOST_DRAFT_NODES = 1024, 4096  # per row and round: longer paths are cut, larger trees are refused
 
 
 class SpeculativeConfigError(ValueError):
-    """A speculative configuration that cannot work; the message names the key and what to do."""
+    """A speculative configuration cannot work; the message names the key and says what to do."""
 
 
 @dataclass
 class SpeculativeConfig:
-    """Fields common to every method; each method subclasses this beside its generator (as PEFT does with its tuners).
+    """Fields common to all methods. Each method subclasses this next to its generator, as PEFT does with its tuners.
 
-    Keys are vLLM's where vLLM has the concept. Instances are plain data: they serialise to JSON and back.
+    Keys have vLLM's names where vLLM has the concept. Instances are plain data: they serialise to JSON and back.
     """
 
     name: ClassVar[str] = ""
     requires: ClassVar[tuple[str, ...]] = ()
     default_num_speculative_tokens: ClassVar[int] = 5
     has_weights: ClassVar[bool] = False  # whether the drafter is a model or a head
-    default_longest_draft: ClassVar[int] = 8  # num_speculative_tokens under draft_length "auto"
+    default_longest_draft: ClassVar[int] = 8  # default of num_speculative_tokens under draft_length "auto"
 
-    method: str = field(default="", metadata={"help": "which drafter proposes tokens; `hf-specdec models` lists them"})
+    method: str = field(default="", metadata={"help": "the drafting method; `hf-specdec models` lists all of them"})
     num_speculative_tokens: int | None = field(
         default=None,
         metadata={
-            "help": "draft tokens per round (K) in a chain, depth in a tree, 1024 at most; 'auto': draft_length 'auto', up to a default K"
+            "help": "draft tokens per round (K) of a chain, or depth of a tree, at most 1024; 'auto': draft_length 'auto' with a "
+            "default maximum"
         },
     )
     num_speculative_tokens_per_batch_size: list[list[int]] | None = field(
         default=None,
         metadata={
-            "help": "K by the number of rows decoding: [[1, 4, 5], [5, 16, 2], [17, 64, 0]] or {1: 5, 5: 2, 17: 0}; at most "
-            "num_speculative_tokens; the last K holds beyond its range"
+            "help": "K by the number of decoding rows: [[1, 4, 5], [5, 16, 2], [17, 64, 0]] or {1: 5, 5: 2, 17: 0}; every K is at "
+            "most num_speculative_tokens; the last K also applies to larger batches"
         },
     )
     disable_by_batch_size: int | None = field(
-        default=None, metadata={"help": "no drafts in steps in which more rows than this are decoding"}
+        default=None, metadata={"help": "do not draft in steps that decode more rows than this"}
     )
     max_model_len: int | None = field(
-        default=None, metadata={"help": "no drafts beyond this many tokens of a text, its drafts included"}
+        default=None, metadata={"help": "do not draft beyond this many tokens per text, drafts included"}
     )
     draft_length: str = field(
         default="fixed",
         metadata={
-            "help": "'fixed': num_speculative_tokens for every row; 'auto': per row and step, up to num_speculative_tokens, what "
-            "measured costs and acceptance say is fastest"
+            "help": "'fixed': num_speculative_tokens for every row; 'auto': for each row and step the length, up to "
+            "num_speculative_tokens, that is fastest by measured costs and acceptance"
         },
     )
     rejection_sample_method: str | None = field(
         default=None,
         metadata={
             "help": "how drafts are verified when sampling: 'coupled' (default), 'rejection' (alias 'standard') or 'block', all "
-            "exact; 'typical' (lossy); 'greedy' refuses to sample; 'synthetic' ignores the model (benchmarks only)"
+            "exact; 'typical' (lossy); 'greedy' (refuses to sample); 'synthetic' (ignores the model, for benchmarks only)"
         },
     )
     posterior_threshold: float = field(
-        default=0.09, metadata={"help": "'typical' accepts what is likelier than this, or than posterior_alpha allows"}
+        default=0.09,
+        metadata={
+            "help": "'typical' accepts tokens whose probability exceeds min(posterior_threshold, posterior_alpha * exp(-entropy))"
+        },
     )
-    posterior_alpha: float = field(
-        default=0.3, metadata={"help": "'typical' accepts what is likelier than this times exp(-entropy)"}
-    )
+    posterior_alpha: float = field(default=0.3, metadata={"help": "see posterior_threshold"})
     synthetic_acceptance_rates: list[float] | None = field(
         default=None,
         metadata={
@@ -91,7 +93,7 @@ class SpeculativeConfig:
     )
     synthetic_acceptance_length: float | None = field(
         default=None,
-        metadata={"help": "for 'synthetic', instead of rates: mean tokens per round, the bonus token included"},
+        metadata={"help": "for 'synthetic', instead of the rates: mean tokens per round, bonus token included"},
     )
     draft_sample_method: str | None = field(
         default=None,
@@ -102,44 +104,50 @@ class SpeculativeConfig:
     )
     block_size: int = field(default=16, metadata={"help": "tokens per KV block"})
     num_blocks: int | None = field(
-        default=None, metadata={"help": "most KV blocks in the pool; by default as many as the batch needs"}
+        default=None,
+        metadata={"help": "maximum number of KV blocks in the pool; by default as many as the batch needs"},
     )
     prefill_chunk_size: int = field(
-        default=2048, metadata={"help": "most prompt tokens put through one forward (bounds activation memory)"}
+        default=2048, metadata={"help": "maximum number of prompt tokens per forward (bounds activation memory)"}
     )
     prepack_weights: bool | None = field(
         default=None,
-        metadata={"help": "on a CPU, keep a second, faster copy of the weights; by default if memory is plentiful"},
+        metadata={
+            "help": "on a CPU, keep a second copy of the weights in a faster layout; by default if memory is plentiful"
+        },
     )
     async_scheduling: bool | None = field(
         default=None,
         metadata={
-            "help": "begin a step before the last one has been shown to stopping criteria and streamers, and without drafts before its "
-            "tokens are known; by default on GPUs. The output is the same"
+            "help": "launch the next step before stopping criteria and streamers have seen the last one, and a step without drafts "
+            "before the last one's tokens are known; by default on GPUs. The output is the same"
         },
     )
     quantization: str | None = field(
-        default=None, metadata={"help": "the drafter's linear layers with 8-bit or 4-bit weights: 'wint8', 'wint4'"}
+        default=None, metadata={"help": "8-bit or 4-bit weights for the drafter's linear layers: 'wint8' or 'wint4'"}
     )
     target_quantization: str | None = field(
-        default=None, metadata={"help": "the target's, whose own weights stay in memory; output is the quantized one's"}
+        default=None,
+        metadata={
+            "help": "as `quantization`, for the target; its own weights stay in memory, and the output is the quantized target's"
+        },
     )
     compile: bool | None = field(
         default=None,
-        metadata={"help": "torch.compile target and draft model; by default layers are traced for CUDA graphs only"},
+        metadata={"help": "torch.compile target and draft model; by default layers are only traced, for CUDA graphs"},
     )
     cuda_graphs: bool | None = field(
         default=None,
         metadata={
-            "help": "run decoding steps and drafting rounds as CUDA graphs, several times faster in small batches; by default on GPUs, "
-            "but for models that read no pages and mixtures of experts that wait for the device"
+            "help": "run decoding steps and drafting rounds as CUDA graphs, several times faster for small batches; by default on GPUs, "
+            "except for models that cannot attend to pages and mixtures of experts whose routing the host waits for"
         },
     )
     deterministic: bool = field(
         default=False,
         metadata={
-            "help": "the target's logits are the same bits whatever is verified or batched beside them, so that greedy output equals "
-            "plain decoding's with this key, in bfloat16 too; slower"
+            "help": "give the target's logits the same bits whatever else is verified or batched with them, so that greedy output "
+            "equals plain decoding with this key, also in bfloat16; slower"
         },
     )
 
@@ -164,7 +172,7 @@ class SpeculativeConfig:
         self.check_choice("quantization", QUANTIZATIONS, optional=True)
         self.check_choice("target_quantization", QUANTIZATIONS, optional=True)
         if self.quantization is not None and not self.has_weights:
-            raise self.fail("quantization", "is for drafters with weights, which it has not: leave it out.")
+            raise self.fail("quantization", "is for drafters with weights, and this method has none: leave it out.")
         self.check_bool("compile", optional=True)
         if self.compile and self.prepack_weights:
             raise self.fail("prepack_weights", "cannot be combined with 'compile': leave one of them out.")
@@ -177,12 +185,12 @@ class SpeculativeConfig:
     # ---- draft length -----------------------------------------------------------------------------------------------
 
     def read_auto(self) -> None:
-        """`num_speculative_tokens: "auto"` as the two keys it stands for."""
+        """Replace `num_speculative_tokens: "auto"` by the two keys it stands for."""
         if self.num_speculative_tokens == "auto":
             self.num_speculative_tokens, self.draft_length = None, "auto"
 
     def _settle_draft_length(self) -> None:
-        """Give `num_speculative_tokens` a number, and the batch-size table its form [[first, last, K], ..]."""
+        """Set `num_speculative_tokens` to a number and bring the batch-size table into the form [[first, last, K], ..]."""
         self.read_auto()
         self.check_choice("draft_length", DRAFT_LENGTHS)
         automatic = self.draft_length == "auto"
@@ -205,13 +213,12 @@ class SpeculativeConfig:
                 raise self.fail(
                     "num_speculative_tokens_per_batch_size",
                     f"wants {k} draft tokens for {first} to {last} rows, more than num_speculative_tokens = "
-                    f"{self.num_speculative_tokens}: raise that or lower this.",
+                    f"{self.num_speculative_tokens}: raise num_speculative_tokens or lower this K.",
                 )
 
     def _batch_size_ranges(self, table: Any) -> list[list[int]]:
-        """The table as [[first, last, K], ..]: given so (vLLM), or as {first: K} where each K holds up to the next key.
-
-        Keys and numbers may be text, as JSON and command lines make them.
+        """The table as [[first, last, K], ..]. It is given in this form (vLLM's), or as {first: K}, where each K applies up to
+        the next key. Numbers may be strings, as in JSON keys and on command lines.
         """
         key = "num_speculative_tokens_per_batch_size"
         try:
@@ -233,8 +240,8 @@ class SpeculativeConfig:
             if first != expected or last < first or k < 0:
                 raise self.fail(
                     key,
-                    f"has the entry {[first, last, k]} where one that begins at {expected} is due: ranges [first, last, K] follow "
-                    f"each other from 1 without gap or overlap, K is at least 0; not {table!r}.",
+                    f"has the entry {[first, last, k]} where one that begins at {expected} is expected: ranges [first, last, K] "
+                    f"must start at 1, have no gaps or overlaps, and have K >= 0; not {table!r}.",
                 )
             expected = last + 1
         if not ranges:
@@ -243,7 +250,7 @@ class SpeculativeConfig:
 
     @property
     def longest_draft(self) -> int:
-        """Most tokens of a draft's path: `num_speculative_tokens`, as far as rounds go."""
+        """Maximum number of tokens on a draft's path: `num_speculative_tokens`, at most MOST_DRAFT_TOKENS."""
         return min(self.num_speculative_tokens or 0, MOST_DRAFT_TOKENS)
 
     # ---- verification -----------------------------------------------------------------------------------------------
@@ -255,15 +262,15 @@ class SpeculativeConfig:
 
     @property
     def verifies_by_draft_probs(self) -> bool:
-        """Whether sampled drafts are drawn with noise of their own and tested against the probabilities they were drawn with."""
+        """True if drafts are sampled with independent noise and then tested against the probabilities they were drawn with."""
         return self.verification_rule in ("rejection", "block")
 
     @property
     def acceptance_rates(self) -> list[float]:
         """Synthetic rule: P(at least i drafts are accepted) for i = 1, 2, .., never increasing; 0 beyond the list.
 
-        A mean length becomes the rates of least variance, as in vLLM: 3.4 (two drafts and a 0.4 of a third, and the bonus
-        token) is [1, 1, 0.4].
+        A mean length is turned into the rates of least variance, as in vLLM: 3.4 tokens (two drafts, a third with probability
+        0.4, and the bonus token) become [1, 1, 0.4].
         """
         if self.synthetic_acceptance_rates is not None:
             return self.synthetic_acceptance_rates
@@ -271,7 +278,7 @@ class SpeculativeConfig:
         return [1.0] * int(whole) + [part]
 
     def _check_rule_keys(self) -> None:
-        """The keys that belong to one verification rule: their values, and that the rule is in use."""
+        """Check the keys that belong to one verification rule: their values, and that this rule is used."""
         self.check_number("posterior_threshold", minimum=0, maximum=1)
         self.check_number("posterior_alpha", minimum=0)
         given = []
@@ -281,7 +288,7 @@ class SpeculativeConfig:
                 continue
             given.append(f.name)
             if self.verification_rule != owner:
-                raise self.fail(f.name, f"means something only with rejection_sample_method {owner!r}.")
+                raise self.fail(f.name, f"can be used only with rejection_sample_method {owner!r}.")
         if self.verification_rule == "synthetic":
             self._check_synthetic(given)
 
@@ -298,18 +305,18 @@ class SpeculativeConfig:
             return
         rates: Any = self.synthetic_acceptance_rates
         fits = isinstance(rates, list) and len(rates) == deepest and all(type(r) in (int, float) for r in rates)
-        # 1 and 0 around them: none is larger than the one before, none outside [0, 1], none is NaN.
+        # With 1 and 0 around the rates, one comparison finds increasing rates, rates outside [0, 1], and NaN.
         if not fits or not all(a >= b for a, b in itertools.pairwise([1.0, *rates, 0.0])):
             raise self.fail(
                 "synthetic_acceptance_rates",
-                f"must be {deepest} numbers in [0, 1] (as many as num_speculative_tokens) of which none is larger than the one "
-                f"before: the share of rounds in which at least 1, 2, .. drafts are accepted; not {rates!r}.",
+                f"must be {deepest} numbers in [0, 1] (as many as num_speculative_tokens) that never increase: the share of "
+                f"rounds in which at least 1, 2, .. drafts are accepted; not {rates!r}.",
             )
 
-    # ---- checks, each one clear error -------------------------------------------------------------------------------
+    # ---- checks; each raises one clear error ------------------------------------------------------------------------
 
     def fail(self, key: str, what: str) -> SpeculativeConfigError:
-        """An error about `key` of this method; the caller raises it."""
+        """Make an error about `key`; the caller raises it."""
         return SpeculativeConfigError(f"speculative_config[{key!r}] of method {self.method!r} {what}")
 
     def check_int(self, key: str, minimum: int, maximum: int | None = None, optional: bool = False) -> None:
@@ -330,9 +337,8 @@ class SpeculativeConfig:
         """Raise SpeculativeConfigError unless the value of `key` is a number in [minimum, maximum]."""
         value = getattr(self, key)
         is_number = isinstance(value, (int, float)) and not isinstance(value, bool)
-        if (
-            not is_number or not value >= minimum or (maximum is not None and not value <= maximum)
-        ):  # so written, NaN fails
+        # Written with `not`, because every comparison with NaN is False.
+        if not is_number or not value >= minimum or (maximum is not None and not value <= maximum):
             bound = f"at least {minimum}" + (f" and at most {maximum}" if maximum is not None else "")
             raise self.fail(key, f"must be a number of {bound}, not {value!r}.")
 
@@ -350,7 +356,7 @@ class SpeculativeConfig:
             raise self.fail(key, f"must be text, not {value!r}.")
 
     def check_choice(self, key: str, choices: tuple[str, ...], optional: bool = False) -> None:
-        """Raise SpeculativeConfigError, with the nearest choice, unless the value of `key` is one of `choices`."""
+        """Raise SpeculativeConfigError, which suggests the nearest choice, unless the value of `key` is one of `choices`."""
         value = getattr(self, key)
         if value is None and optional:
             return
@@ -363,7 +369,7 @@ class SpeculativeConfig:
 
     @classmethod
     def from_dict(cls, values: dict[str, Any], others: Iterable[str] = ()) -> SpeculativeConfig:
-        """Build from a dict; an unknown key is an error naming the nearest valid one, or the nearest of `others`."""
+        """Build from a dict. An unknown key is an error that suggests the nearest valid key or the nearest of `others`."""
         known = [f.name for f in dataclasses.fields(cls)]
         for key in values:
             if key not in known:
@@ -372,17 +378,17 @@ class SpeculativeConfig:
                     f"speculative_config has no key {key!r} for method {cls.name!r}{hint}. Valid keys: {', '.join(sorted(known))}."
                 )
         values = dict(values)
-        if values.get("num_speculative_tokens") == "auto":  # the longest draft is for the method to say
+        if values.get("num_speculative_tokens") == "auto":  # the method knows the default maximum
             if values.get("draft_length", "auto") != "auto":
                 raise SpeculativeConfigError(
                     f"speculative_config['num_speculative_tokens'] of method {cls.name!r} is 'auto', but draft_length is "
-                    f"{values['draft_length']!r}: leave that out, or give a number."
+                    f"{values['draft_length']!r}: leave draft_length out, or give a number."
                 )
             values.update(num_speculative_tokens=None, draft_length="auto")
         return cls(**values)
 
     def to_dict(self) -> dict[str, Any]:
-        """`method` and everything but secrets that differs from its defaults: JSON-serialisable, read back by `parse_config`."""
+        """`method` and all values that differ from the defaults, except secrets. JSON-serialisable; `parse_config` reads it."""
         out: dict[str, Any] = {"method": self.method}
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
@@ -397,13 +403,13 @@ class SpeculativeConfig:
 
 
 def _integer(value: Any) -> int:
-    """An integer, or one written as text; ValueError for anything else."""
+    """Convert an integer or a string with one. Raises ValueError for anything else."""
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise ValueError(value)
     return int(value)
 
 
 def nearest_hint(word: Any, choices: Iterable[str]) -> str:
-    """' (did you mean ...?)' for the choice nearest to `word`, or an empty string."""
+    """' (did you mean ...?)' with the choice nearest to `word`; an empty string if none is near."""
     match = difflib.get_close_matches(str(word), list(choices), n=1, cutoff=0.5)
     return f" (did you mean {match[0]!r}?)" if match else ""

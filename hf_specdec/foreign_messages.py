@@ -1,7 +1,7 @@
-"""Messages of torchao while transformers imports it, which say nothing about this machine: kept until somebody asks.
+"""Holds back two log messages of torchao that do not concern the user, until the user asks for them.
 
-transformers imports torchao wherever it is installed, needed or not. With a torch without CUDA torchao then reports that its
-CUDA libraries did not load, and its use of an old function of torch's.
+transformers imports torchao wherever it is installed, needed or not. With a torch without CUDA, torchao then reports that
+its CUDA libraries did not load; and with any torch, that it uses a deprecated function of torch.
 """
 
 from __future__ import annotations
@@ -19,15 +19,15 @@ _OLD_FUNCTION = re.compile(r"<enum '\w+'> is an Enum subclass .* Calling registe
 kept: list[logging.LogRecord] = []
 
 
-def _is_of_no_use(record: logging.LogRecord) -> bool:
+def _is_irrelevant(record: logging.LogRecord) -> bool:
     message = record.getMessage()
     has_cuda = torch.version.cuda is not None or torch.version.hip is not None
     return bool(_OLD_FUNCTION.match(message) or (not has_cuda and _CUDA_LIBRARY.match(message)))
 
 
 def _keep(record: logging.LogRecord) -> bool:
-    """A filter: whether the record shall be shown now."""
-    if not _is_of_no_use(record):
+    """Logging filter: False, and the record goes to `kept`, if it is irrelevant here."""
+    if not _is_irrelevant(record):
         return True
     kept.append(record)
     return False
@@ -35,7 +35,7 @@ def _keep(record: logging.LogRecord) -> bool:
 
 @contextlib.contextmanager
 def held_back() -> Iterator[None]:
-    """Inside, such messages go to `kept` instead of their handlers; every other one is shown."""
+    """Inside, irrelevant messages go to `kept` instead of their handlers; all others are logged as usual."""
     loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
     for logger in loggers:
         logger.addFilter(_keep)
@@ -47,7 +47,7 @@ def held_back() -> Iterator[None]:
 
 
 def show() -> None:
-    """Give the kept messages to their loggers after all."""
+    """Log the messages in `kept` after all."""
     for record in kept:
         logging.getLogger(record.name).handle(record)
     kept.clear()

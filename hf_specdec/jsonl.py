@@ -1,4 +1,4 @@
-"""Files of rows: JSON Lines, an object on every line, or one plain text. Prompts and training data come in them."""
+"""Reads prompts and training data from files: JSON Lines (an object per line) or one plain text."""
 
 from __future__ import annotations
 
@@ -8,10 +8,11 @@ from typing import Any
 
 
 def read_rows(path: str | Path, plain_key: str) -> list[dict[str, Any]]:
-    """The rows of a UTF-8 file (a byte order mark is no part of it), see `rows_of`.
+    """The rows of a UTF-8 file, see `rows_of`. A byte order mark is skipped.
 
     Raises:
-        ValueError: no such file, not UTF-8, a line that is no JSON object; the message begins with the place.
+        ValueError: the file does not exist, is not UTF-8, or has a line that is not a JSON object. The message begins with
+            the file and line.
     """
     path = Path(path)
     if not path.is_file():
@@ -24,8 +25,11 @@ def read_rows(path: str | Path, plain_key: str) -> list[dict[str, Any]]:
 
 
 def rows_of(text: str, name: str, plain_key: str) -> list[dict[str, Any]]:
-    """The JSON objects of a text named like a .jsonl or .ndjson file, each with its place ("file:line") under "_where".
-    Any other text that is not blank is one row with itself under `plain_key` and "_plain": True."""
+    """The rows of a text whose file is called `name`.
+
+    A .jsonl or .ndjson file has one row per line: its JSON object, with "file:line" added under "_where". Any other text is
+    one row, {plain_key: text, "_where": name, "_plain": True}; a blank text has no rows.
+    """
     if Path(name).suffix in (".jsonl", ".ndjson"):
         return [_row(line, f"{name}:{n}") for n, line in enumerate(text.split("\n"), 1) if line.strip()]
     return [{plain_key: text, "_where": name, "_plain": True}] if text.strip() else []
@@ -36,7 +40,7 @@ def _row(line: str, where: str) -> dict[str, Any]:
 
 
 def json_object(text: str, where: str) -> dict[str, Any]:
-    """The object that a JSON text holds. Raises `ValueError`, which names `where` the text stood, for anything else."""
+    """Parse a JSON object. Raises `ValueError`, whose message begins with `where`, if the text is anything else."""
     try:
         value = json.loads(text)
     except json.JSONDecodeError as error:

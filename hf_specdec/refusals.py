@@ -1,4 +1,4 @@
-"""What `generate()` can be asked for that speculation cannot do: one clear error each, before any work."""
+"""Checks of a `generate()` call: requests that speculative decoding cannot serve raise one clear error before any work."""
 
 from __future__ import annotations
 
@@ -18,15 +18,15 @@ _COMPATIBLE_MODES = ("greedy_search", "sample", "assisted_generation")
 _OTHER_SPECULATION = (
     "prompt_lookup_num_tokens", "use_mtp", "assistant_early_exit", "dola_layers", "speculation_type", "assistant_ensemble_weight",
 )  # fmt: skip
-# What generate() prepares for the forward and the loop makes itself, or what says only which tensors to return.
+# Inputs that generate() prepares and our loop makes itself, and flags that only choose which tensors to return.
 _KNOWN_INPUTS = {
     "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "output_hidden_states", "output_attentions",
     "inputs_embeds",
 }  # fmt: skip
-# Caches that hold the same numbers as ours, in other places.
+# Caches that store the same numbers as ours in another layout.
 _SAME_TEXT_CACHES = ("static", "hybrid", "hybrid_chunked", "sliding_window")
 _TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids"}
-# Parts of the names of what models read besides text; `mm_encoder_outputs` is what generate() has made of it.
+# Substrings in the names of inputs other than text; generate() turns such inputs into `mm_encoder_outputs`.
 _OTHER_THAN_TEXT = ("pixel", "image", "video", "audio", "mm_encoder", "input_features", "cross_attention")
 
 
@@ -50,11 +50,11 @@ def check_model(
     generation_config: GenerationConfig,
     assistant_model: PreTrainedModel | None,
 ) -> None:
-    """Raise ValueError if this model, or the outputs asked of it, cannot be served. Comes before any input is looked at."""
+    """Raise ValueError if this model, or the outputs asked of it, cannot be served. Called before any input is checked."""
     check_supported(model)
     if getattr(model, "_supported_generation_modes", None) is not None:
         raise UnsupportedModel(
-            f"{type(model).__name__} has a decoding procedure of its own, which speculative_config would replace."
+            f"{type(model).__name__} has its own decoding procedure, which speculative_config would replace."
         )
     if config.rejection_sample_method == "greedy" and generation_config.do_sample:
         raise config.fail(
@@ -71,7 +71,7 @@ def check_model(
         raise ValueError(
             "speculative_config cannot return attention weights (paged attention never forms them): drop output_attentions."
         )
-    # PEFT puts its own method in place while it generates with virtual tokens.
+    # PEFT replaces this method on the model while it generates with virtual tokens.
     prepare = vars(model).get("prepare_inputs_for_generation")
     peft_config = getattr(getattr(prepare, "__self__", None), "active_peft_config", None)
     if peft_config is not None and getattr(peft_config, "is_prompt_learning", False):
@@ -82,58 +82,59 @@ def check_model(
 
 
 def _settle_cache_implementation(model: PreTrainedModel, generation_config: GenerationConfig) -> None:
-    """Take `cache_implementation` out of this call's configuration, where our cache can stand in for what it asks for.
+    """Remove `cache_implementation` from this call's configuration where our cache gives the same text.
 
-    A cache that is only laid out otherwise gives the same text: "dynamic" means as much as no word, and what a model's own
-    generation_config says of static caches nobody asked for in this call.
+    "dynamic" is transformers' default. A static cache that only the model's own generation_config names was not asked for in
+    this call, and it only stores the same numbers elsewhere.
 
     Raises:
-        ValueError: it was asked for, or keys are to be kept quantized or off the device.
+        ValueError: the caller asked for a cache other than "dynamic", or the model's generation_config for one that
+            quantizes keys or keeps them off the device.
     """
     implementation = getattr(generation_config, "cache_implementation", None)
     if implementation is None:
         return
-    carried = getattr(model.generation_config, "cache_implementation", None) == implementation
-    if implementation == "dynamic" or (carried and implementation in _SAME_TEXT_CACHES):
+    from_model = getattr(model.generation_config, "cache_implementation", None) == implementation
+    if implementation == "dynamic" or (from_model and implementation in _SAME_TEXT_CACHES):
         generation_config.cache_implementation = None
         return
-    if carried:
+    if from_model:
         raise ValueError(
-            f"The model's generation_config has cache_implementation={implementation!r}, and speculative_config brings its own "
+            f"The model's generation_config has cache_implementation={implementation!r}, but speculative_config uses its own "
             "paged KV cache: pass cache_implementation='dynamic', or set model.generation_config.cache_implementation = None."
         )
-    raise ValueError(f"speculative_config brings its own paged KV cache: drop cache_implementation={implementation!r}.")
+    raise ValueError(f"speculative_config uses its own paged KV cache: drop cache_implementation={implementation!r}.")
 
 
 def _check_processors(generation_config: GenerationConfig) -> None:
-    """Raise ValueError for arguments whose logits processors keep state: rejected drafts would corrupt it."""
+    """Raise ValueError for arguments whose logits processors keep state, which rejected drafts would corrupt."""
     guidance = getattr(generation_config, "guidance_scale", None)
     if guidance is not None and guidance != 1:
         raise ValueError(
             f"guidance_scale={guidance} (an argument of generate() or a field of its generation_config) decodes a second text "
-            "beside each row, token by token, which speculative_config cannot: leave it out, or speculative_config."
+            "for each row, token by token, which speculative_config cannot do: leave out one of the two."
         )
     if isinstance(getattr(generation_config, "watermarking_config", None), SynthIDTextWatermarkingConfig):
         raise ValueError(
             "watermarking_config (an argument of generate() or a field of its generation_config) asks for SynthID watermarks, "
-            "which are made token by token and cannot follow drafts: leave it out, or speculative_config. WatermarkingConfig works."
+            "which are made token by token and cannot follow drafts: leave out one of the two. WatermarkingConfig works."
         )
 
 
 def check_inputs(
     model: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict
 ) -> None:
-    """Raise ValueError for inputs other than token ids with a left-padding mask, or a cache to go on from.
+    """Raise ValueError for inputs other than token ids, a left-padding mask and a cache to continue from.
 
     Args:
         input_ids: int64 [B, S].
-        model_kwargs: what `generate()` prepared for the model's forward.
+        model_kwargs: the arguments that `generate()` prepared for the model's forward.
     """
-    unknown = sorted(k for k, v in model_kwargs.items() if k not in _KNOWN_INPUTS and not _says_nothing(model, k, v))
+    unknown = sorted(k for k, v in model_kwargs.items() if k not in _KNOWN_INPUTS and not _is_neutral(model, k, v))
     if any(part in name for name in unknown for part in _OTHER_THAN_TEXT):
         raise UnsupportedModel(
             f"speculative_config serves prompts of text only; this one has images, video or audio ({', '.join(unknown)}). Call "
-            "generate() without speculative_config for it."
+            "generate() without speculative_config."
         )
     if unknown:
         raise UnsupportedModel(
@@ -146,8 +147,8 @@ def check_inputs(
     cached = int(cache.get_seq_length()) if getattr(cache, "_is_user_defined", False) else 0
     if length not in (input_ids.shape[1], input_ids.shape[1] + cached):
         raise ValueError(
-            f"attention_mask covers {length} tokens and input_ids has {input_ids.shape[1]}: they must be of one length, or the "
-            f"mask longer by what past_key_values holds, which is {cached} tokens."
+            f"attention_mask covers {length} tokens and input_ids has {input_ids.shape[1]}: they must have the same length, or "
+            f"the mask must be longer by the length of past_key_values, which is {cached} tokens."
         )
     if mask is None:
         mask = torch.ones(input_ids.shape[0], length, dtype=torch.long, device=input_ids.device)
@@ -155,7 +156,7 @@ def check_inputs(
 
 
 def _check_embeddings(model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict) -> None:
-    """Raise UnsupportedModel unless `inputs_embeds` are the ids' own embeddings: transformers reads them instead of the ids."""
+    """Raise UnsupportedModel unless `inputs_embeds`, which transformers reads instead of the ids, are the ids' embeddings."""
     embeds = model_kwargs.get("inputs_embeds")
     if embeds is None:
         return
@@ -168,15 +169,15 @@ def _check_embeddings(model: PreTrainedModel, input_ids: torch.Tensor, model_kwa
     real = (torch.ones_like(input_ids) if mask is None else mask).to(embeds.device) != 0
     if own.shape != embeds.shape or not torch.equal(own[real], embeds[real]):
         raise UnsupportedModel(
-            "speculative_config decodes from token ids, and these inputs_embeds are not the embeddings of input_ids: leave them "
+            "speculative_config decodes from token ids, but these inputs_embeds are not the embeddings of input_ids: leave them "
             "out, or call generate() without speculative_config."
         )
 
 
-def _says_nothing(model: PreTrainedModel, name: str, value: Any) -> bool:
-    """Whether an input is as good as absent: generate() makes some, empty, for every text prompt of a model that sees images.
+def _is_neutral(model: PreTrainedModel, name: str, value: Any) -> bool:
+    """True if an input changes nothing. For models that see images, generate() adds empty ones to every text prompt.
 
-    Token types of zeros say "text" to such a model. Others (GPT-2) add an embedding of them, of zeros too.
+    Token types of zeros mean "text" to such a model. Other models (GPT-2) add an embedding for them, even for zeros.
     """
     if value is None or (isinstance(value, (dict, list, tuple)) and not value):
         return True
@@ -195,7 +196,7 @@ def _check_positions(model: PreTrainedModel, input_ids: torch.Tensor, mask: torc
     differ = (position_ids[..., -width:].to(expected.device) != expected[..., -width:]) & (real[:, -width:] != 0)
     if bool(differ.any()):
         raise ValueError(
-            "speculative_config numbers positions from the first unmasked token on; other position_ids are not supported."
+            "speculative_config counts positions from the first unmasked token; other position_ids are not supported."
         )
 
 
@@ -206,20 +207,20 @@ def _check_cache(cache: Any, num_rows: int, text_length: int) -> None:
     if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
         what = "an offloaded DynamicCache" if type(cache) is DynamicCache else f"a {type(cache).__name__}"
         raise ValueError(
-            f"speculative_config brings its own paged KV cache; past_key_values can be a DynamicCache to go on from and to "
+            f"speculative_config uses its own paged KV cache; past_key_values can be a DynamicCache to continue from and to "
             f"fill, not {what}. Call generate() without past_key_values."
         )
     if length == 0:
         return
     if any(getattr(layer, "is_sliding", False) for layer in cache.layers):
         raise ValueError(
-            "past_key_values has sliding-window layers, which no longer hold the whole text; speculative_config cannot go on "
-            "from it. Pass the whole text without past_key_values."
+            "past_key_values has sliding-window layers, which no longer hold the whole text, so speculative_config cannot "
+            "continue from it. Pass the whole text without past_key_values."
         )
     batch = cache.layers[0].keys.shape[0]
     if batch != num_rows or length > text_length:
         raise ValueError(
             f"past_key_values holds {length} tokens of {batch} sequences, which cannot be the beginning of {num_rows} "
-            f"sequences of {text_length} tokens. Pass the whole text as input_ids, or what follows the cache with the "
-            "attention_mask of the whole."
+            f"sequences of {text_length} tokens. Pass the whole text as input_ids, or only the tokens after the cached ones, "
+            "with the attention_mask of the whole text."
         )

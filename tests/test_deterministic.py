@@ -17,9 +17,9 @@ from hf_specdec.core.errors import UnsupportedModel
 from hf_specdec.core.rows import RowInput
 from hf_specdec.kernels import invariant_reference as ops
 from hf_specdec.model.options.invariant_ops import InvariantOps
-from hf_specdec.model.packed_batch import describe_lines
 from hf_specdec.model.packed_model import PackedModel
 from hf_specdec.model.prepare import ModelOptions, prepare
+from hf_specdec.model.row_descriptions import describe_lines
 
 DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}
 LENGTH = 31
@@ -445,5 +445,5 @@ def test_positions_must_count_what_a_token_sees():
     packed = prepare(families.make("Llama"))
     cache = start(packed, 1)
     cache.reserve(0, 4)
-    with pytest.raises(ValueError, match="deterministic rows count them"):
+    with pytest.raises(ValueError, match="position must be the number of tokens before it"):
         describe_lines([RowInput(0, np.arange(3), 0, positions=np.array([0, 1, 5]))], cache)

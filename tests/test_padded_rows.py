@@ -6,8 +6,8 @@ import torch
 from families import make
 
 from hf_specdec.core.rows import RowInput
-from hf_specdec.model import packed_batch
-from hf_specdec.model.packed_batch import PackedBatch
+from hf_specdec.model import attention_masks, packed_batch
+from hf_specdec.model.attention_masks import is_worth_padding, padded_rows
 from hf_specdec.model.prepare import ModelOptions, prepare
 
 
@@ -18,11 +18,10 @@ def test_logits_are_those_of_rows_one_by_one(family, lengths, monkeypatch):
     """Ragged rows, equal ones, and (Mistral) windows shorter than the rows."""
     model = prepare(make(family), ModelOptions(prepack_weights=False))
     taken = []
-    original = PackedBatch._padded
-    monkeypatch.setattr(PackedBatch, "_padded", lambda self, *args: taken.append(original(self, *args)) or taken[-1])
+    monkeypatch.setattr(packed_batch, "padded_rows", lambda *args: taken.append(padded_rows(*args)) or taken[-1])
     logits = []
-    for most in (packed_batch._PADDED_BYTES, 0):
-        monkeypatch.setattr(packed_batch, "_PADDED_BYTES", most)
+    for most in (attention_masks.PADDED_BYTES, 0):
+        monkeypatch.setattr(attention_masks, "PADDED_BYTES", most)
         cache = model.new_cache(num_blocks=32, block_size=4, share_prefixes=False)
         for row in range(len(lengths)):
             cache.add(row)
@@ -41,9 +40,8 @@ def test_logits_are_those_of_rows_one_by_one(family, lengths, monkeypatch):
 
 
 def test_drafts_and_large_rows_are_not_padded():
-    batch = lambda rows: PackedBatch(None, None, rows, None, None, None, False, np.zeros(0), 0)  # noqa: E731
     one, draft = RowInput(0, np.array([1]), 40), RowInput(1, np.array([1, 2]), 40)
-    assert batch([one, one])._is_worth_padding(512)
-    assert not batch([one, draft])._is_worth_padding(512)
-    assert not batch([one])._is_worth_padding(512)
-    assert not batch([one, one])._is_worth_padding(1 << 20)
+    assert is_worth_padding([one, one], 512)
+    assert not is_worth_padding([one, draft], 512)
+    assert not is_worth_padding([one], 512)
+    assert not is_worth_padding([one, one], 1 << 20)

@@ -327,9 +327,10 @@ def test_layers_of_other_shapes_stay_as_they_are(caplog):
     with caplog.at_level(logging.WARNING, logger="hf_specdec"):
         quantized = QuantizedLinears(module, "wint4")
     assert [linear for linear, _ in quantized.copies()] == [module[0]]
-    assert caplog.text.count("2 of 3 linear layers stay as they are") == 1
+    assert caplog.text.count("2 of 3 linear layers are not quantized") == 1
     with pytest.raises(
-        UnsupportedModel, match=r"none of the 2 linear layers .* multiples of 32 and outputs of 16, not 40 and 16"
+        UnsupportedModel,
+        match=r"none of its 2 linear layers .* multiples of 32 and outputs in multiples of 16, not 40 and 16",
     ):
         QuantizedLinears(module[1:], "wint4")
 

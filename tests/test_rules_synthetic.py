@@ -129,7 +129,7 @@ SYNTHETIC = {"method": "ngram", "num_speculative_tokens": 3, "rejection_sample_m
         ({"synthetic_acceptance_length": float("nan")}, "at least 1 and at most 4"),
         ({"synthetic_acceptance_length": "2"}, "must be a number"),
         ({"synthetic_acceptance_rates": [0.5, 0.4]}, "must be 3 numbers in [0, 1]"),
-        ({"synthetic_acceptance_rates": [0.5, 0.6, 0.4]}, "none is larger than the one before"),
+        ({"synthetic_acceptance_rates": [0.5, 0.6, 0.4]}, "that never increase"),
         ({"synthetic_acceptance_rates": [1.1, 0.6, 0.4]}, "must be 3 numbers in [0, 1]"),
         ({"synthetic_acceptance_rates": [0.9, float("nan"), 0.4]}, "must be 3 numbers in [0, 1]"),
         ({"synthetic_acceptance_rates": [True, True, True]}, "must be 3 numbers in [0, 1]"),

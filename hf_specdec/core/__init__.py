@@ -1,1 +1,1 @@
-"""What flows through the loop: plain data that every other room may import, and that imports none of them."""
+"""The data that flows through the decoding loop. Every other package may import it; it imports only `kernels`."""

@@ -1,4 +1,4 @@
-"""DraftTrees: the proposals of one round, one tree per row. A chain is a tree whose nodes have one child each."""
+"""DraftTrees: the drafts of one round, one tree per row. A chain is a tree whose nodes have at most one child."""
 
 from __future__ import annotations
 
@@ -12,16 +12,16 @@ import torch
 
 @dataclass
 class DraftTrees:
-    """Trees of B rows, padded to the largest one.
+    """Trees of B rows, padded to the N nodes of the largest one.
 
     Attributes:
         tokens: int64 [B, N] drafted ids, on the target's device.
-        parents: int64 numpy [B, N], index of each node's parent in its row (-1: the last accepted token). Parents stand
-            before their children. None: every row is a chain.
-        lengths: nodes in each row, 0..N; entries beyond are padding.
-        probs: [B, M, V] the distributions drafts were drawn from, or None when drafts are deterministic. Those that no node was
-            drawn from may hold anything, NaN too.
-        prob_index: numpy [B, N], which of the M distributions a node was drawn from; None: its own index.
+        parents: int64 numpy [B, N], index of each node's parent in its row (-1: the root, the last accepted token). Parents
+            come before their children. None: every row is a chain.
+        lengths: number of nodes of each row, 0..N; later entries are padding.
+        probs: [B, M, V] distributions that the drafts were drawn from, or None when drafts are deterministic. A distribution
+            that no node was drawn from may hold anything, even NaN.
+        prob_index: numpy [B, N], which of the M distributions each node was drawn from; None: node i from distribution i.
     """
 
     tokens: torch.Tensor
@@ -32,7 +32,7 @@ class DraftTrees:
 
     @classmethod
     def empty(cls, batch_size: int, device: torch.device | str = "cpu") -> DraftTrees:
-        """No draft for any row: plain decoding."""
+        """Trees without nodes: plain decoding."""
         return cls(torch.empty(batch_size, 0, dtype=torch.long, device=device), [0] * batch_size)
 
     @classmethod
@@ -42,7 +42,11 @@ class DraftTrees:
         parents: SequenceOf[SequenceOf[int]] | None = None,
         device: torch.device | str = "cpu",
     ) -> DraftTrees:
-        """Trees from ragged lists of ids and parents (None: chains)."""
+        """Trees from ragged lists of ids and parents (None: chains).
+
+        Raises:
+            ValueError: see `check`.
+        """
         lengths = [len(row) for row in tokens]
         width = max(lengths, default=0)
         ids = np.zeros((len(lengths), width), dtype=np.int64)
@@ -57,7 +61,7 @@ class DraftTrees:
 
     @classmethod
     def choose(cls, first: DraftTrees, second: DraftTrees, use_second: SequenceOf[bool]) -> DraftTrees:
-        """Row by row one of two proposals for the same batch."""
+        """Take each row's tree from one of two proposals for the same batch: from `second` where `use_second` is True."""
         if not any(use_second):
             return first
         width = max(first.tokens.shape[1], second.tokens.shape[1])
@@ -84,7 +88,7 @@ class DraftTrees:
         return out
 
     def _distributions(self, width: int, vocab_size: int) -> tuple[torch.Tensor, np.ndarray]:
-        """`probs` and `prob_index` [B, width], also of deterministic drafts, whose distributions are points."""
+        """`probs` and `prob_index` [B, width]. Deterministic drafts get one-hot distributions."""
         own = np.tile(np.arange(width), (len(self.lengths), 1))
         if self.probs is None:
             points = torch.nn.functional.one_hot(self.tokens, vocab_size).to(torch.float32)
@@ -94,31 +98,31 @@ class DraftTrees:
         return self.probs, np.minimum(own, self.probs.shape[1] - 1)
 
     def check(self) -> None:
-        """Raise ValueError if a parent does not stand before its child or a length is out of range."""
+        """Raise ValueError if a parent does not come before its child, or if a length is out of range."""
         width = self.tokens.shape[1]
         if any(not 0 <= n <= width for n in self.lengths) or len(self.lengths) != self.tokens.shape[0]:
             raise ValueError(f"Draft lengths {self.lengths} do not fit tokens of shape {tuple(self.tokens.shape)}.")
         if self.parents is not None and ((self.parents < -1) | (self.parents >= np.arange(width))).any():
-            raise ValueError("A draft tree's parents must stand before their children (-1 is the root).")
+            raise ValueError("A draft tree's parents must come before their children (-1 is the root).")
 
     @property
     def is_chain(self) -> bool:
-        """Whether no row branches by construction."""
+        """True if every row is known to be a chain: `parents` is None."""
         return self.parents is None
 
     @property
     def num_nodes(self) -> int:
-        """Nodes of all rows."""
+        """Number of nodes of all rows together."""
         return sum(self.lengths)
 
     @cached_property
     def valid(self) -> np.ndarray:
-        """bool [B, N]: which entries are nodes."""
+        """bool [B, N]: which entries are nodes and not padding."""
         return np.arange(self.tokens.shape[1])[None, :] < np.asarray(self.lengths, dtype=np.int64)[:, None]
 
     @cached_property
     def parent_index(self) -> np.ndarray:
-        """`parents`, also for chains: int64 [B, N]."""
+        """`parents`, filled in for chains: int64 [B, N]."""
         if self.parents is not None:
             return self.parents
         return np.tile(np.arange(-1, self.tokens.shape[1] - 1), (len(self.lengths), 1))
@@ -126,41 +130,41 @@ class DraftTrees:
     @cached_property
     def ancestors(self) -> np.ndarray:
         """bool [B, N + 1, N + 1] over (root, nodes): see `reference.ancestor_matrix`."""
-        parents = np.pad(self.parent_index + 1, ((0, 0), (1, 0)))  # the root is its own
+        parents = np.pad(self.parent_index + 1, ((0, 0), (1, 0)))  # the root is its own parent
         rows, nodes = np.arange(parents.shape[0])[:, None], np.arange(parents.shape[1])[None, :]
         out = np.zeros((*parents.shape, parents.shape[1]), dtype=bool)
-        above = np.broadcast_to(nodes, parents.shape)
-        out[rows, nodes, above] = True
+        ancestor = np.broadcast_to(nodes, parents.shape)  # of every node, itself first
+        out[rows, nodes, ancestor] = True
         for _ in range(self.tokens.shape[1]):
-            above = parents[rows, above]
-            if not above.any():
+            ancestor = parents[rows, ancestor]
+            if not ancestor.any():
                 break
-            out[rows, nodes, above] = True
+            out[rows, nodes, ancestor] = True
         out[:, :, 0] = True
         return out
 
     @cached_property
     def depths(self) -> np.ndarray:
-        """int64 [B, N]: 1 for the root's children."""
+        """int64 [B, N], depth of each node; the root's children have depth 1."""
         if self.is_chain:
             return np.tile(np.arange(1, self.tokens.shape[1] + 1), (len(self.lengths), 1))
         return self.ancestors[:, 1:, :].sum(2) - 1
 
     def paths(self, accepted: np.ndarray) -> list[list[int]]:
-        """Node indices on each row's accepted path, root to leaf, from the mask bool [B, N]."""
+        """Node indices on each row's accepted path, root to leaf, from a mask bool [B, N] of accepted nodes."""
         paths: list[list[int]] = [[] for _ in accepted]
         for row, node in np.argwhere(accepted).tolist():
             paths[row].append(node)
         return paths
 
     def chains(self) -> list[list[int]]:
-        """The ids of each row's nodes, for trees that are chains."""
+        """The ids of each row's nodes; only for chains."""
         return [row[:count] for row, count in zip(self.tokens.tolist(), self.lengths, strict=True)]
 
     def extended(self, more: SequenceOf[SequenceOf[int]]) -> DraftTrees:
-        """These chains with further ids behind each row's own. The further ones are deterministic: where drafts have
-        distributions, theirs are points."""
-        joined = [[*own, *behind] for own, behind in zip(self.chains(), more, strict=True)]
+        """These chains, each followed by further ids. The further ids are deterministic: where drafts have distributions,
+        theirs are one-hot."""
+        joined = [[*own, *further] for own, further in zip(self.chains(), more, strict=True)]
         out = DraftTrees.from_lists(joined, device=self.tokens.device)
         if self.probs is not None:
             points = torch.nn.functional.one_hot(out.tokens, self.probs.shape[2]).to(self.probs.dtype)
@@ -171,7 +175,7 @@ class DraftTrees:
         return out
 
     def select(self, rows: list[int]) -> DraftTrees:
-        """The trees of some rows."""
+        """The trees of the given rows."""
         index = torch.as_tensor(rows, dtype=torch.long, device=self.tokens.device)
         return DraftTrees(
             tokens=self.tokens[index],

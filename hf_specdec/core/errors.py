@@ -1,7 +1,7 @@
-"""Errors that more than one room raises."""
+"""Errors that several packages raise."""
 
 from __future__ import annotations
 
 
 class UnsupportedModel(ValueError):
-    """A model this library cannot run correctly; the message says why."""
+    """This library cannot run the model correctly; the message says why."""

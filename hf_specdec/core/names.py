@@ -1,3 +1,3 @@
-"""Names under which this library is registered with transformers."""
+"""Names that this library registers with transformers."""
 
 ATTENTION_NAME = "hf_specdec"

@@ -1,4 +1,4 @@
-"""StepOutcome: what one step did, as drafters see it."""
+"""StepOutcome: the result of one decoding step, as drafters see it."""
 
 from __future__ import annotations
 
@@ -13,21 +13,24 @@ from .sequence import Sequence
 
 @dataclass
 class StepOutcome:
-    """What one step did, as drafters see it.
+    """The result of one decoding step, as drafters see it.
+
+    "Forwarded rows" are all rows that the target's forward read, prompt chunks included; `sequences` are those of them whose
+    drafts were verified.
 
     Attributes:
-        sequences: the rows that were verified; `tokens` already hold what was accepted.
-        trees: what was verified for them (the proposal, or a prefix of its nodes).
+        sequences: the rows that were verified; their `tokens` already include the accepted ones.
+        trees: the drafts that were verified (the proposal, or a prefix of its nodes).
         accepted: per row, the indices of the accepted nodes, root to leaf.
         new_tokens: per row, the ids appended: accepted nodes and the token after them, cut where the sequence stopped.
-        output: the target's forward with the features asked for by `taps`, valid until `observe` returns; None inside
+        output: the target's output with the features that `taps` asked for, valid until `observe` returns; None inside
             transformers' own loop.
-        starts: where each forwarded row begins in `output` (its pending tokens first, then its nodes).
-        chunks: (sequence, end) of every forwarded row, prompt chunks included, in `starts`' order: its tokens up to `end`
-            have been fed.
-        num_own: how many of them were fed in this step, per forwarded row.
-        fed_at: per row of `sequences`, where the accepted nodes stand among its fed nodes; None: all nodes were fed.
-        roots: per row of `sequences`, where its logits begin in `output`; None: one row's behind the other's.
+        starts: index in `output` at which each forwarded row begins (its pending tokens first, then its nodes).
+        chunks: (sequence, end) of each forwarded row, in the order of `starts`: its tokens before `end` have been fed.
+        num_own: per forwarded row, how many of those tokens this step fed.
+        fed_at: per row of `sequences`, the indices of the accepted nodes among the nodes that were fed; None: all nodes
+            were fed, so `accepted` holds these indices.
+        roots: per row of `sequences`, index in `output` at which its logits begin; None: the rows' logits are contiguous.
     """
 
     sequences: list[Sequence]
@@ -42,20 +45,22 @@ class StepOutcome:
     roots: list[int] | None = None
 
     def read_rows(self) -> tuple[list[Sequence], np.ndarray, list[int]]:
-        """Which of the T packed tokens of `output` became part of their texts: fed tokens, then accepted nodes.
+        """The packed tokens of `output` that are now part of a text: each row's fed tokens, then its accepted nodes.
 
-        Returns: the sequences; the packed indices, int64 numpy [sum of counts], row after row in text order; counts per row.
-            A row's last `counts[i]` tokens but its newest (which was not fed yet) are the ones meant.
+        Returns:
+            The forwarded sequences; the packed indices, int64 numpy [sum of counts], row after row in text order; and the
+            count of each row. A row's newest token has not been fed yet, so its indices stand for the `counts[i]` tokens
+            before that one.
         """
         assert self.starts is not None and self.chunks is not None and self.num_own is not None
         fed_at = self.accepted if self.fed_at is None else self.fed_at
         accepted = {seq.id: path for seq, path in zip(self.sequences, fed_at, strict=True)}
         sequences, indices, counts = [], [], []
-        for (seq, _), start, own in zip(self.chunks, self.starts, self.num_own, strict=True):
-            indices.append(np.arange(start, start + own))
+        for (seq, _), start, num_own in zip(self.chunks, self.starts, self.num_own, strict=True):
+            indices.append(np.arange(start, start + num_own))
             path = accepted.get(seq.id, [])
             if path:
-                indices.append(start + own + np.asarray(path))
+                indices.append(start + num_own + np.asarray(path))
             sequences.append(seq)
-            counts.append(own + len(path))
+            counts.append(num_own + len(path))
         return sequences, np.concatenate(indices), counts

@@ -1,4 +1,4 @@
-"""What a drafter asks of the target's forward, and what a forward returns."""
+"""Taps: the features a drafter needs from the target's forward. PackedOutput: the results of a forward."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from ..kernels.transfer import upload
 
 @dataclass(frozen=True)
 class Taps:
-    """What a drafter needs from the target's forward besides logits.
+    """The features a drafter needs from the target's forward, besides the logits that verification needs.
 
     Attributes:
         last_hidden: the final hidden states, after the last norm (the input of the language-model head).
         layers: indices into transformers' `hidden_states` (0: embeddings, i: output of layer i - 1).
-        logits: logits of every token fed, not only of those verification needs.
+        logits: the logits of every token fed.
     """
 
     last_hidden: bool = False
@@ -31,15 +31,16 @@ class Taps:
 
 @dataclass
 class PackedOutput:
-    """Results of one forward.
+    """Results of one forward over T packed tokens.
 
     Attributes:
-        logits: float32 [R, V], for the batch's `logit_index`.
+        logits: float32 [R, V], of the R tokens in the batch's `logit_index`.
         last_hidden: [T, H] or None.
         layers: {index: [T, H]} for the layers tapped.
-        hidden_states: all of transformers' hidden states [T, H] each, if asked for ([T, A, H] where a layer has A: Gemma 3n).
+        hidden_states: all of transformers' hidden states, [T, H] each, if asked for ([T, A, H] where a layer has A parallel
+            states, as in Gemma 3n).
         input_ids: int64 [T], every token fed.
-        all_logits: [T, V] of every token fed, in the model's dtype, if `taps.logits`.
+        all_logits: [T, V] in the model's dtype, if `taps.logits`.
     """
 
     logits: torch.Tensor
@@ -50,7 +51,11 @@ class PackedOutput:
     all_logits: torch.Tensor | None = None
 
     def first(self, count: int, wanted: np.ndarray | None) -> PackedOutput:
-        """Of the first `count` tokens, with logits (of all tokens so far) of those `wanted`; None: of all of these."""
+        """The results of the first `count` tokens, where this output has logits of every token.
+
+        Args:
+            wanted: numpy [R], tokens whose logits to keep; None: all `count`.
+        """
         index = None if wanted is None else upload(wanted, self.logits.device)
         return PackedOutput(
             logits=self.logits[:count] if index is None else self.logits.index_select(0, index),
@@ -61,7 +66,7 @@ class PackedOutput:
         )
 
     def copied(self) -> PackedOutput:
-        """What outlasts the model's next forward, which writes over what a graph returned."""
+        """A copy that stays valid after the model's next forward, which overwrites the outputs of a graph."""
         return PackedOutput(
             logits=self.logits.clone(),
             last_hidden=None if self.last_hidden is None else self.last_hidden.clone(),

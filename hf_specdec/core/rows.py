@@ -10,18 +10,19 @@ import torch
 
 @dataclass
 class RowInput:
-    """New tokens of one sequence.
+    """The t new tokens of one sequence, `drafts` included.
 
     Attributes:
-        seq_id: which sequence of the cache.
-        tokens: int64 numpy [t] ids, or a tensor [t] where they are already on the device.
-        start: logical index of the first new token; what is before is visible to all of them.
+        seq_id: id of the sequence in the cache.
+        tokens: int64 ids [t - n], as numpy on the host or as a tensor that is already on the device.
+        start: logical index of the first new token.
         positions: numpy [t]; None: `start`, `start + 1`, ..
-        visibility: bool numpy [t, m] over the last m of the row's slots, the t new ones last; None: causal. Trees need it.
-        region_positions: numpy [m], positions of those m slots; needed with `visibility` for sliding windows.
-        window_positions: numpy [t], where sliding windows take the new tokens to stand; None: at `positions`.
+        visibility: bool numpy [t, m]: which of the row's last m slots each new token sees; the new tokens' own slots come
+            last. Every token sees all slots before these. None: causal. Trees need it.
+        region_positions: numpy [m], positions of those m slots; sliding windows need them with `visibility`.
+        window_positions: numpy [t], positions of the new tokens for sliding windows only; None: `positions`.
         logits: how many of the last tokens need logits.
-        behind: ids [n] behind `tokens` that are on the device.
+        drafts: ids [n] of the draft tokens that follow `tokens`, on the device; None: no drafts.
     """
 
     seq_id: int
@@ -32,9 +33,9 @@ class RowInput:
     region_positions: np.ndarray | None = None
     window_positions: np.ndarray | None = None
     logits: int = 1
-    behind: torch.Tensor | None = None
+    drafts: torch.Tensor | None = None
 
     @property
     def num_tokens(self) -> int:
-        """t."""
-        return self.tokens.shape[0] + (0 if self.behind is None else self.behind.shape[0])
+        """t: the tokens and the drafts after them."""
+        return self.tokens.shape[0] + (0 if self.drafts is None else self.drafts.shape[0])

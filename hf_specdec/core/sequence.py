@@ -8,24 +8,25 @@ from dataclasses import dataclass, field
 from typing import Any
 
 _ids = itertools.count()
-UNKNOWN = -1  # stands for a token that is chosen, on the device, and not known yet
+UNKNOWN = -1  # placeholder for a token that the device has chosen but the host has not read yet
 
 
 @dataclass(eq=False)
 class Sequence:
-    """One row being decoded. The loop appends to `tokens`; everything else is set by whoever asked for the row.
+    """One row being decoded. The loop updates `tokens`, `num_steps` and `finished`; the caller sets everything else.
 
     Attributes:
-        tokens: prompt and output ids, padding excluded.
-        max_length: most tokens, prompt included.
+        tokens: prompt and output ids, without padding.
+        max_length: maximum number of tokens, prompt included.
         eos_token_ids: any of these ends the sequence (and is kept as its last token).
         do_sample: draw from the target's distribution (True) or take its argmax.
-        seed: key of the row's own random stream, int64; its numbers depend on nothing else in the batch.
+        seed: int64 key of the row's own random stream, which does not depend on the other rows of the batch.
         processors: a `RowProcessors` applied to the target's logits (see sampling/processors.py), or None.
-        row, shown_prompt: where the row stood in the caller's batch, and its ids there, masked ones included: logits
-            processors and stopping criteria see them as transformers shows them. None: the prompt as it is.
+        row: index of the row in the caller's batch.
+        shown_prompt: the row's ids in the caller's batch, masked ones included. Logits processors and stopping criteria see
+            them, as they do in transformers. None: the prompt itself.
         wants_prompt_logits: keep the logits of the prompt's tokens (`StepTensors.prompt_logits`); no cached prefix is used.
-        num_speculative_tokens: this row's own draft length; None: the method's, 0: none.
+        num_speculative_tokens: this row's own draft length; None: the method's, 0: no drafts.
     """
 
     tokens: list[int]
@@ -48,14 +49,14 @@ class Sequence:
 
     @property
     def shown_tokens(self) -> list[int]:
-        """`tokens` as transformers would show them: masked ids of the caller's batch included."""
+        """`tokens` as transformers would show them: with the masked ids of the caller's batch."""
         if self.shown_prompt is None:
             return self.tokens
         return self.shown_prompt + self.tokens[self.prompt_length :]
 
     @property
     def num_generated(self) -> int:
-        """Tokens behind the prompt."""
+        """Number of tokens after the prompt."""
         return len(self.tokens) - self.prompt_length
 
     def accept(self, new_tokens: list[int]) -> list[int]:
@@ -73,9 +74,9 @@ class Sequence:
 
 
 def stream_seeds(seed: int, prompts: list[list[int]]) -> list[int]:
-    """One random stream per row: a 63-bit key made of the seed, the row's prompt and its rank among equal prompts.
+    """A 63-bit key of a random stream for each row, hashed from the seed, the row's prompt and its rank among equal prompts.
 
-    A row's stream thus does not depend on where it stands in a batch or on what else is in it; copies of one prompt
+    So a row's stream does not depend on its place in the batch or on the other rows, and copies of one prompt
     (`num_return_sequences`) get different streams.
     """
     copies: dict[bytes, int] = {}

@@ -329,7 +329,7 @@ class SpeculativeDecoder:
             count = trees.lengths[drafted] if decoding else 0
             row = RowInput(seq.id, own, start, logits=count + 1 if decoding else 0)
             if count:
-                row.behind = nodes[drafted] if count == nodes[drafted].shape[0] else nodes[drafted][:count]
+                row.drafts = nodes[drafted] if count == nodes[drafted].shape[0] else nodes[drafted][:count]
                 if not trees.is_chain:
                     _place_tree(row, trees, drafted, end - start, count)
             if seq.wants_prompt_logits and start < seq.prompt_length:
@@ -360,7 +360,7 @@ class SpeculativeDecoder:
         """Of all rows of logits, those of each decoding row's root and nodes."""
         chosen, first = [], 0
         for (seq, end), row in zip(rows, inputs, strict=True):
-            count = 0 if end < len(seq.tokens) else 1 + (0 if row.behind is None else row.behind.shape[0])
+            count = 0 if end < len(seq.tokens) else 1 + (0 if row.drafts is None else row.drafts.shape[0])
             chosen.append(np.arange(first + row.logits - count, first + row.logits))
             first += row.logits
         return np.concatenate(chosen)

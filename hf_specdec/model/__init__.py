@@ -1,1 +1,1 @@
-"""How a transformers model or a draft head runs over packed rows and a paged cache."""
+"""Runs transformers models and draft heads over packed rows and a paged cache."""

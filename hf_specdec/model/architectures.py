@@ -1,4 +1,4 @@
-"""What differs between model families: which can be served and how, where their layers are, what must be adapted."""
+"""Differences between model families: which ones can be served and how, where their layers are, what must be adapted."""
 
 from __future__ import annotations
 
@@ -17,16 +17,16 @@ if TYPE_CHECKING:
     from .packed_batch import PackedBatch
 
 _ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention"}
-# Their layers do not hand arguments of the forward on to the attention function.
+# Model types whose layers do not pass the forward's keyword arguments on to the attention function.
 _DROPS_ARGUMENTS = {"stablelm", "nemotron"}
-# Their attention derives positions or masks from where a key stands in memory, which packing rows breaks.
+# Model types whose attention derives positions or masks from a key's place in memory, which is wrong for packed rows.
 _POSITION_BY_SLOT = {"mpt", "gpt_neo", "xglm", "ctrl", "codegen", "doge"}
-# Their own cache slides although their masks do not, so plain generate() depends on how the text was fed.
+# Model types with a sliding cache but full masks, so plain generate() depends on how many tokens each forward was given.
 _WINDOWED_BY_CACHE = {"moshi", "kyutai_speech_to_text"}
 
 
 def check_supported(model: PreTrainedModel) -> None:
-    """Raise UnsupportedModel for models whose outputs would not be exact here."""
+    """Raise UnsupportedModel for models whose outputs would not be exact with this library."""
     name, config = type(model).__name__, model.config
     text = config.get_text_config(decoder=True)
     if getattr(config, "is_encoder_decoder", False):
@@ -54,28 +54,33 @@ def check_supported(model: PreTrainedModel) -> None:
         )
     if text.model_type in _WINDOWED_BY_CACHE and getattr(text, "sliding_window", None) is not None:
         raise UnsupportedModel(
-            f"{name} forgets old keys only while it generates token by token, so several tokens at once give other outputs. "
-            "Call generate() without speculative_config."
+            f"{name} forgets old keys only while it generates token by token, so its outputs change when several tokens are fed "
+            "at once. Call generate() without speculative_config."
         )
 
 
 def reads_pages(model: PreTrainedModel) -> bool:
-    """Whether the model can attend through a registered attention function that reads pages.
+    """True if the model can attend through a registered attention function that reads pages.
 
-    Not for models off the attention interface or whose layers keep arguments from it, latent attention (its cache holds
-    what is expanded later), layers that reuse another layer's keys, and soft-capping that the model's own attention leaves out.
+    False for models that do not use transformers' attention interface or do not pass our arguments to it, for latent
+    attention (its cache holds compressed keys), for layers that reuse another layer's keys, and where the model is
+    configured with soft-capping that its own attention leaves out.
     """
     text = model.config.get_text_config(decoder=True)
     latent = getattr(text, "kv_lora_rank", None) is not None
     shared = bool(getattr(text, "num_kv_shared_layers", 0))
-    # torch's sdpa cannot soft-cap: transformers 5.17 runs Gemma 2 uncapped with it, and plain generate() is what counts.
+    # torch's sdpa cannot soft-cap, so transformers 5.17 runs Gemma 2 uncapped with it. We must match plain generate().
     uncapped = getattr(text, "attn_logit_softcapping", None) is not None and text._attn_implementation == "sdpa"
-    handed_on = model._can_set_attn_implementation() and text.model_type not in _DROPS_ARGUMENTS
-    return handed_on and not (latent or shared or uncapped)
+    reaches_attention = model._can_set_attn_implementation() and text.model_type not in _DROPS_ARGUMENTS
+    return reaches_attention and not (latent or shared or uncapped)
 
 
 def check_length(model: PreTrainedModel, prompt_length: int, max_length: int) -> None:
-    """Raise ValueError if a sequence does not fit the positions the model has."""
+    """Raise ValueError if a sequence needs more positions than the model has.
+
+    Args:
+        prompt_length, max_length: tokens of the prompt, and of prompt and output together.
+    """
     text = model.config.get_text_config(decoder=True)
     limit = getattr(text, "max_position_embeddings", None)
     rope = getattr(text, "rope_parameters", None)
@@ -85,7 +90,7 @@ def check_length(model: PreTrainedModel, prompt_length: int, max_length: int) ->
         )
     if limit is not None and not rope and getattr(text, "model_type", "") != "bloom" and max_length > limit:
         raise ValueError(
-            f"{max_length} tokens (prompt and output) were asked of {type(model).__name__}, which has {limit} learned "
+            f"{max_length} tokens (prompt and output) were requested from {type(model).__name__}, which has {limit} learned "
             "positions. Lower max_new_tokens or max_length."
         )
     for kind in _rope_parameters(rope):
@@ -93,12 +98,13 @@ def check_length(model: PreTrainedModel, prompt_length: int, max_length: int) ->
         if kind.get("rope_type") in ("dynamic", "longrope") and changes_at and max_length > changes_at:
             raise ValueError(
                 f"{type(model).__name__} changes its {kind['rope_type']} rotary frequencies beyond {changes_at} tokens, which "
-                f"would change the keys already cached; prompt and output may have {changes_at} tokens together, "
+                f"would change the keys already cached; prompt and output together may have at most {changes_at} tokens, "
                 f"not {max_length}."
             )
 
 
 def _rope_parameters(rope: Any) -> list[dict]:
+    """The rotary parameters of every kind of layer: one dict, or one per kind where `rope` is nested."""
     if not rope:
         return []
     nested = [value for value in rope.values() if isinstance(value, dict)]
@@ -106,7 +112,7 @@ def _rope_parameters(rope: Any) -> list[dict]:
 
 
 def layer_windows(config) -> dict[str, int | None]:
-    """Sliding window by kind of layer (None: sees everything)."""
+    """Sliding window in tokens for each kind of layer (None: full attention)."""
     window = getattr(config, "sliding_window", None)
     if hasattr(config, "layer_types"):
         return {"full_attention": None, "sliding_attention": window}
@@ -119,7 +125,7 @@ _layer_windows = weakref.WeakKeyDictionary[nn.Module, "int | None"]()
 def layer_window(module: nn.Module) -> int | None:
     """The sliding window of one attention module, for models that do not pass it to the attention function.
 
-    Remembered: reading a configuration's attributes is slow, and this is asked for every layer of every step.
+    Remembered, because reading a configuration's attributes is slow and every layer of every step asks.
     """
     if module not in _layer_windows:
         config = module.config
@@ -130,7 +136,7 @@ def layer_window(module: nn.Module) -> int | None:
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
-    """The module that turns ids into final hidden states."""
+    """The module that computes the final hidden states from ids; its children include the list of layers."""
     decoder = model.get_decoder() if hasattr(model, "get_decoder") else model.base_model
     while not any(isinstance(child, nn.ModuleList) for child in decoder.children()):
         inner = getattr(decoder, "decoder", None) or getattr(decoder, "model", None)
@@ -141,7 +147,7 @@ def decoder_of(model: PreTrainedModel) -> nn.Module:
 
 
 def layer_list(model: PreTrainedModel) -> tuple[nn.Module, str]:
-    """The decoder and the name of its list of layers."""
+    """The decoder, and the name of its attribute that lists the layers."""
     decoder = decoder_of(model)
     count = model.config.get_text_config(decoder=True).num_hidden_layers
     for name, child in decoder.named_children():
@@ -158,7 +164,7 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 @contextlib.contextmanager
 def first_layers(model: PreTrainedModel, count: int | None):
-    """Early exit: inside, the model has its first `count` layers only (then its own final norm and head)."""
+    """Early exit: inside, the model has only its first `count` layers, then its own final norm and head. None: all layers."""
     if count is None:
         yield
         return
@@ -173,21 +179,24 @@ def first_layers(model: PreTrainedModel, count: int | None):
 
 @contextlib.contextmanager
 def without_checkpointing(model: PreTrainedModel):
-    """Inside, no layer recomputes its activations: one that does in training hands no cache on. There are no gradients here."""
-    own = [module for module in model.modules() if vars(module).get("gradient_checkpointing")] if model.training else []
-    for module in own:
+    """Inside, gradient checkpointing is off: in training mode, a checkpointed layer is not given the cache."""
+    modules = model.modules() if model.training else ()
+    checkpointed = [module for module in modules if vars(module).get("gradient_checkpointing")]
+    for module in checkpointed:
         module.gradient_checkpointing = False
     try:
         yield
     finally:
-        for module in own:
+        for module in checkpointed:
             module.gradient_checkpointing = True
 
 
 @contextlib.contextmanager
 def tapped(model: PreTrainedModel, taps: Taps, found: dict[Any, torch.Tensor] | None = None):
-    """Collect hidden states of forwards of batch 1: yields a dict (`found`, if given) that holds those of the latest,
-    `last_hidden` and layer indices, [T, H] each."""
+    """Collect hidden states of forwards with batch size 1.
+
+    Yields a dict (`found`, if given) with the states of the latest forward, [T, H] each, by layer index or "last_hidden".
+    """
     found = {} if found is None else found
     handles = []
 
@@ -207,7 +216,7 @@ def tapped(model: PreTrainedModel, taps: Taps, found: dict[Any, torch.Tensor] | 
         decoder, name = layer_list(model)
         layers = getattr(decoder, name)
         for index in taps.layers:
-            if index == 0:  # what enters the first layer: some models scale the embeddings or add positions
+            if index == 0:  # the first layer's input, not the embeddings: some models scale them or add positions
                 handles.append(layers[0].register_forward_pre_hook(keep_input, with_kwargs=True))
             else:
                 handles.append(layers[index - 1].register_forward_hook(keep(index)))
@@ -220,7 +229,7 @@ def tapped(model: PreTrainedModel, taps: Taps, found: dict[Any, torch.Tensor] | 
 
 @contextlib.contextmanager
 def alibi(model: PreTrainedModel, batch: PackedBatch):
-    """BLOOM builds ALiBi from a padding mask; inside, it gets the biases of the packed keys' real positions."""
+    """Inside, BLOOM's ALiBi biases follow the packed keys' real positions; its own code derives them from a padding mask."""
     inner = getattr(model, "transformer", None)
     if model.config.model_type != "bloom" or inner is None:
         yield

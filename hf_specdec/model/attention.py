@@ -1,4 +1,4 @@
-"""The attention that is registered with transformers as "hf_specdec": it reads the pages of a packed batch."""
+"""The attention function that we register with transformers as "hf_specdec": it reads the pages of a packed batch."""
 
 from __future__ import annotations
 
@@ -19,7 +19,10 @@ from .packed_batch import PackedBatch
 def paged_attention_forward(
     module, query, key, value, attention_mask, scaling=None, dropout=0.0, specdec=None, **kwargs
 ):
-    """The attention registered as "hf_specdec": reads the pages of `specdec`, or is plain sdpa when called without it."""
+    """Attend to the pages of the packed batch `specdec`; without it, plain sdpa. Arguments as transformers passes them.
+
+    Returns: ([1, T, H, Dv], None) from query [1, H, T, D] and key, value [1, Hk, T, ..], which are in the cache already.
+    """
     if specdec is TRACED:
         return traced_attention(query, key, value, scaling=scaling, **kwargs), None
     if specdec is None:
@@ -58,7 +61,7 @@ def paged_attention_forward(
 
 
 def _invariant_attention(query, layer, batch: PackedBatch, window: int | None, options: dict) -> torch.Tensor:
-    """[T, H, D] → [T, H, Dv], each query as if it were alone."""
+    """[T, H, D] → [T, H, Dv]; each query's result has the same bits as if it were alone in the batch."""
     if uses_triton(query.device):
         from ..kernels.attention import paged_attention
 

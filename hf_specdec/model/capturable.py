@@ -1,4 +1,4 @@
-"""Which models and heads can run as CUDA graphs."""
+"""Decides which models and heads run as CUDA graphs."""
 
 from __future__ import annotations
 
@@ -13,11 +13,11 @@ from ..kernels.dispatch import VARIABLE, uses_triton
 
 
 class Capturable(Protocol):
-    """What graphs need to know of a model or a head.
+    """A model or a head, as far as graphs need to know it.
 
     Attributes:
-        gather: it attends to gathered keys, which differ in number from step to step.
-        forward_batch: its forward over a packed batch.
+        gather: it attends to gathered keys, whose number changes from step to step.
+        forward_batch: runs its forward over a packed batch.
     """
 
     gather: bool
@@ -25,21 +25,24 @@ class Capturable(Protocol):
 
     @property
     def module(self) -> nn.Module:
-        """Its weights."""
+        """The module that holds its weights."""
         ...
 
     @property
     def device(self) -> torch.device:
-        """Where input ids go."""
+        """The device of its input ids."""
         ...
 
 
 def uses_graphs(wanted: bool | None, model: Capturable) -> bool:
-    """Whether forwards of a model or head are to be CUDA graphs: as wanted; None: where they can be, but for mixtures of experts
-    that wait for the device to choose: a capture that fails is not free.
+    """True if forwards of a model or head should run as CUDA graphs.
+
+    Args:
+        wanted: the user's choice. None: use graphs where the model can be captured, except for mixtures of experts whose
+            routing the host waits for: their capture would fail, and a failed capture costs time.
 
     Raises:
-        UnsupportedModel: they are wanted and cannot be.
+        UnsupportedModel: graphs are wanted, but the model cannot be captured.
     """
     if wanted:
         check_capturable(model)
@@ -49,36 +52,36 @@ def uses_graphs(wanted: bool | None, model: Capturable) -> bool:
 
 
 def experts_wait(module: nn.Module, device: torch.device) -> bool:
-    """Whether a module has experts that the host must hear of before it can launch them.
+    """True if a module has experts that the host can launch only after it has read the routing from the device.
 
-    transformers' "batched_mm" never asks, its loop ("eager") does. "grouped_mm" is one launch where torch has a kernel for it: bfloat16
-    on compute capability 9 and 10 (`_grouped_mm_cuda` in ATen/native/cuda/GroupedBlas.cpp); elsewhere torch copies the
-    groups' ends to the host. Of other experts nothing is known.
+    transformers' "batched_mm" never waits, its loop ("eager") does. "grouped_mm" is one launch where torch has a kernel for
+    it: bfloat16 on compute capability 9 and 10 (`_grouped_mm_cuda` in ATen/native/cuda/GroupedBlas.cpp); elsewhere torch
+    copies the groups' ends to the host. Other implementations are unknown and taken to wait.
     """
 
     def waits(experts: nn.Module) -> bool:
-        how = getattr(getattr(experts, "config", None), "_experts_implementation", None)
+        implementation = getattr(getattr(experts, "config", None), "_experts_implementation", None)
         in_bfloat16 = all(parameter.dtype == torch.bfloat16 for parameter in experts.parameters())
-        if how == "grouped_mm" and in_bfloat16:
+        if implementation == "grouped_mm" and in_bfloat16:
             return torch.cuda.get_device_capability(device)[0] not in (9, 10)
-        return how != "batched_mm"
+        return implementation != "batched_mm"
 
     return any(waits(each) for name, each in module.named_modules() if name.rpartition(".")[2] == "experts")
 
 
 def is_capturable(model: Capturable) -> bool:
-    """Whether forwards of a model or head can be CUDA graphs."""
+    """True if forwards of a model or head can run as CUDA graphs."""
     if model.gather or model.device.type != "cuda" or not uses_triton(model.device):
         return False
     return len({parameter.device for parameter in model.module.parameters()}) == 1
 
 
 def check_capturable(model: Capturable) -> None:
-    """Raise UnsupportedModel, with what to do, unless forwards of a model or head can be CUDA graphs."""
+    """Raise UnsupportedModel unless forwards of a model or head can run as CUDA graphs; the message says what to do."""
     if not is_capturable(model):
         spread = {parameter.device for parameter in model.module.parameters()}
         raise UnsupportedModel(
-            f"'cuda_graphs' needs a model on transformers' attention interface, on one CUDA device that Triton's kernels serve (compute "
-            f"capability 8.0 and above, Triton installed, {VARIABLE} not 'reference'); "
+            f"'cuda_graphs' needs a model that uses transformers' attention interface, on one CUDA device that can run the Triton "
+            f"kernels (compute capability 8.0 or higher, Triton installed, {VARIABLE} not 'reference'); "
             f"this {type(model.module).__name__} is on {', '.join(sorted(map(str, spread)))}. Leave the key out."
         )

@@ -1,4 +1,4 @@
-"""Functions captured as CUDA graphs, kept by bucket until the memory they read moves."""
+"""Captures: functions captured as CUDA graphs, kept per bucket until the memory that they read moves."""
 
 from __future__ import annotations
 
@@ -11,33 +11,35 @@ from torch import nn
 
 logger = logging.getLogger(__name__)
 
-MOST_BYTES = 2**31  # that the graphs of one model may hold in outputs: float32 logits of every token of a bucket
+MOST_BYTES = 2**31  # limit for the outputs of one model's graphs: float32 logits of every token of each bucket
 
 
 class Capture(Protocol):
-    """How functions are captured."""
+    """Captures functions for replay."""
 
     def __call__(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """What it returned, and a function that runs it again into the same outputs."""
+        """Run `function`. Returns its output, and a function that runs it again and writes into the same output."""
         ...
 
     def forget(self) -> None:
-        """Nothing that was captured is used any more."""
+        """Called when none of the captured functions is used any more."""
         ...
 
 
 class Captures:
-    """Functions captured by bucket; all are forgotten when the pools or weights they read are no longer those in use, and the one
-    that was used longest ago when their outputs are more than MOST_BYTES.
+    """Captured functions by bucket.
+
+    All are dropped when the pools or weights that they read are replaced. The least recently used are dropped while all
+    outputs together exceed MOST_BYTES.
 
     Args:
-        name: whose, for the log.
-        capture: how; tests run the same again in Python.
+        name: of the model or function, for log messages.
+        capture: captures a function; tests pass one that replays in Python. None: CUDA graphs.
     """
 
     def __init__(self, name: str, capture: Capture | None = None):
         self.name, self.capture = name, capture or CudaGraphCapture()
-        self.refused = False  # something in it cannot be captured: found once, not tried again
+        self.refused = False  # a capture has failed; no other is tried
         self._found: dict[Hashable, tuple[Any, Any, Callable[[], None]]] = {}
         self._made_for: tuple = ()
 
@@ -45,18 +47,19 @@ class Captures:
         return len(self._found)
 
     def clear(self) -> None:
-        """Forget all, and with them the pools they read."""
+        """Drop all captures, and with them the references to the pools that they read."""
         self._found.clear()
         self.capture.forget()
 
     def get(
         self, key: Hashable, made_for: tuple, make: Callable[[], tuple[Any, Callable[[], Any]]]
     ) -> tuple[Any, Any, Callable[[], None]] | None:
-        """(buffers, outputs, replay) of a bucket; None if it cannot be captured.
+        """The bucket's (buffers, outputs, replay), captured at its first use; None if it cannot be captured.
 
         Args:
-            made_for: where the pools and weights are.
-            make: the bucket's buffers, filled, and what to run on them, if the bucket is seen for the first time.
+            key: identifies the bucket.
+            made_for: addresses of the pools and weights in use. All captures are dropped when they change.
+            make: called for a new bucket; returns its filled buffers and the function to capture, which reads them.
         """
         if self.refused:
             return None
@@ -73,50 +76,50 @@ class Captures:
                 logger.warning("%s runs without CUDA graphs: %s", self.name, error)
                 return None
             self._make_room()
-        self._found[key] = self._found.pop(key)  # the newest last
+        self._found[key] = self._found.pop(key)  # most recently used last
         return self._found[key]
 
     def _make_room(self) -> None:
         sizes = {key: num_bytes(outputs) for key, (_, outputs, _) in self._found.items()}
         while sum(sizes.values()) > MOST_BYTES and len(sizes) > 1:
-            if torch.cuda.is_available():  # it may be running
+            if torch.cuda.is_available():  # the graph to delete may still be running
                 torch.cuda.synchronize()
             oldest = next(iter(sizes))
             del self._found[oldest], sizes[oldest]
 
 
 class CudaGraphCapture:
-    """Captures functions as CUDA graphs that share memory: one's outputs are read before another runs."""
+    """Captures functions as CUDA graphs that share one memory pool: a graph's outputs must be read before another graph runs."""
 
     def __init__(self) -> None:
         self._pool: Any = None
 
     def forget(self) -> None:
-        """The next captures get memory of their own: a pool ends with the last graph in it."""
+        """Use a new memory pool for later captures: CUDA frees a pool with the last graph in it."""
         self._pool = None
 
     def __call__(self, function: Callable[[], Any]) -> tuple[Any, Callable[[], None]]:
-        """Run `function` twice on a stream of its own, so that kernels are compiled and memory is there, then capture it."""
+        """Run `function` twice on a side stream, so that its kernels are compiled and its memory is allocated, then capture it."""
         if self._pool is None:
             self._pool = torch.cuda.graph_pool_handle()
-        before = torch.cuda.current_stream()
-        stream = torch.cuda.Stream()
-        stream.wait_stream(before)
+        current_stream = torch.cuda.current_stream()
+        side_stream = torch.cuda.Stream()
+        side_stream.wait_stream(current_stream)
         try:
-            with torch.cuda.stream(stream):
+            with torch.cuda.stream(side_stream):
                 for _ in range(2):
                     function()
-            before.wait_stream(stream)
+            current_stream.wait_stream(side_stream)
             graph = torch.cuda.CUDAGraph()
             with torch.cuda.graph(graph, pool=self._pool, capture_error_mode="thread_local"):
                 output = function()
         finally:
-            torch.cuda.set_stream(before)  # a capture that fails leaves its own behind
+            torch.cuda.set_stream(current_stream)  # a failed capture leaves its own stream set
         return output, graph.replay
 
 
 def num_bytes(outputs: Any) -> int:
-    """Of the tensors in what a function returned: tensors, sequences and dictionaries of such, or an object with such fields."""
+    """Bytes of all tensors in a function's output: a tensor, a sequence or dict of outputs, or an object with such fields."""
     if torch.is_tensor(outputs):
         return outputs.nbytes
     if isinstance(outputs, (list, tuple)):
@@ -126,7 +129,7 @@ def num_bytes(outputs: Any) -> int:
 
 
 def places_of(modules: list[nn.Module]) -> tuple[int, ...]:
-    """Where modules' weights are, by the first of each: what was captured reads these and no others."""
+    """The address of each module's first weight. Captured functions must be dropped when one of them changes."""
 
     def place(module: nn.Module) -> int:
         weight = _first_tensor(module, "_parameters")
@@ -137,9 +140,9 @@ def places_of(modules: list[nn.Module]) -> tuple[int, ...]:
 
 
 def _first_tensor(module: nn.Module, kind: str) -> torch.Tensor | None:
-    """Found by hand, as `parameters()` takes longer to set out than this takes to arrive, and it is asked in every step."""
+    """The first parameter or buffer. A loop of our own, because every step calls this and `next(module.parameters())` is slower."""
     for tensor in getattr(module, kind).values():
-        if type(tensor) in (nn.Parameter, torch.Tensor):  # quantized ones have no place of their own
+        if type(tensor) in (nn.Parameter, torch.Tensor):  # quantized tensor subclasses have no address
             return tensor
     found = (_first_tensor(child, kind) for child in module._modules.values() if child is not None)
     return next((tensor for tensor in found if tensor is not None), None)

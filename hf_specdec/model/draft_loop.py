@@ -1,8 +1,8 @@
-"""Buffers of a whole drafting loop: what its forwards read besides the tokens and features that flow from one to the next.
+"""Buffers of a whole drafting loop: the inputs of its forwards, except the tokens and features that pass from one to the next.
 
-Where every level's nodes stand, which slots they write and how much each row attends to follows from the texts' lengths
-alone. It is computed on the host for all levels before the first, and crosses in one copy, so that the loop itself needs
-no host and can be one CUDA graph.
+The positions of every level's nodes, the slots they write and the number of keys each row attends to depend only on the
+lengths of the texts. The host computes them for all levels before the loop starts and sends them in one copy. So the loop
+runs without the host and can be one CUDA graph.
 """
 
 from __future__ import annotations
@@ -24,14 +24,15 @@ from .graphs import CapturedBatch
 
 @dataclass(frozen=True, eq=False)
 class LevelForward:
-    """One forward of a drafting loop over nodes whose tokens are drafted by then.
+    """One forward of a drafting loop. It reads nodes that earlier levels drafted.
 
     Attributes:
-        depth: of the level it continues. Rows that draft deeper take part.
-        first: each row's nodes `first`, .. E - 1 are read, in the order in which they were given; those before were already.
-        depths: int64 numpy [E], depths of the nodes so far; ascending.
-        ancestors: bool numpy [E - first, E], which nodes are on each one's path, itself included; None: found while drafting.
-        shift: where the nodes' keys begin: so many slots before the end of the text's.
+        depth: depth of the level whose children it drafts. Only rows that draft deeper take part.
+        first: it reads nodes `first`, .. E - 1 of each row, in drafting order; earlier forwards read the nodes before.
+        depths: int64 numpy [E], depths of all nodes so far, ascending.
+        ancestors: bool numpy [E - first, E], which nodes are on the path to each node it reads, that node included; None:
+            known only while drafting.
+        shift: number of slots by which the nodes' keys begin before the end of the text's keys.
     """
 
     depth: int
@@ -42,23 +43,23 @@ class LevelForward:
 
     @cached_property
     def end(self) -> int:
-        """E."""
+        """E: number of nodes so far."""
         return len(self.depths)
 
     @cached_property
     def width(self) -> int:
-        """Nodes it reads in each row."""
+        """Number of nodes it reads in each row."""
         return self.end - self.first
 
     @cached_property
     def is_chain(self) -> bool:
-        """Whether no row branches so far: one node per depth."""
+        """True if no row branches so far: one node per depth."""
         return self.end == self.depth
 
 
 @dataclass
 class _HostLevel:
-    """Views of the host buffers of one level: int64 [B, F], and the attention inputs by name (see InputSizes.views)."""
+    """Views of one level's host buffers: positions and slots int64 [B, F], and attention inputs by name (InputSizes.views)."""
 
     positions: np.ndarray
     slots: np.ndarray
@@ -66,15 +67,18 @@ class _HostLevel:
 
 
 class LoopBuffers:
-    """Buffers of one bucket of drafting loops: for all levels one table of blocks, and each level's own integers. Loops without
-    keys and values have `limits` only.
+    """Buffers of one bucket of drafting loops: a block table shared by all levels, and integers of each level.
 
-    Rows stand in descending order of how deep they draft, so that those that take part in a level come first; the tokens of
-    others, and of rows that fill up the bucket, are in no row of the level and write to no slot.
+    Rows are sorted by descending draft length, so the rows that take part in a level come first. The tokens of all other
+    rows, bucket padding included, belong to no row of the level and write to no slot.
+
+    Args:
+        forwards: the loop's forwards in order; empty for loops without keys and values, which have `limits` only.
+        num_rows, max_blocks: the bucket's B, and the columns of its block table.
 
     Attributes:
-        limits: int32 [B], how deep each row drafts; 0 for rows that fill up.
-        batches: by depth, what the level's forward reads.
+        limits: int32 [B], draft length of each row; 0 for padding rows.
+        batches: the batch of each forward, by `LevelForward.depth`.
     """
 
     def __init__(
@@ -91,14 +95,14 @@ class LoopBuffers:
                 num_rows,
                 num_rows * each.width,
                 each.width,
-                max_blocks if i == 0 else 0,  # the first one's serves all
+                max_blocks if i == 0 else 0,  # all levels use the first one's block table
                 0 if each.is_chain else power_of_two(-(-each.end // 32)),
             )
             for i, each in enumerate(forwards)
         ]
         starts = np.cumsum([0, *(size.starts["end"] for size in sizes)])
         tokens = np.cumsum([0, *(2 * size.num_tokens for size in sizes)])
-        # Positions and slots int64, then the rest int32, at a multiple of 16 bytes.
+        # First int64 positions and slots; then, at a multiple of 16 bytes, int32 attention inputs and limits.
         flat_start = 8 * int(tokens[-1] + tokens[-1] % 2)
         self._host = np.zeros(flat_start + 4 * int(starts[-1] + num_rows), dtype=np.uint8)
         self._memory = torch.zeros(len(self._host), dtype=torch.uint8, device=device)
@@ -125,17 +129,17 @@ class LoopBuffers:
             self._levels.append(level)
 
     def fill(self, tables: list[BlockTable], limits: list[int]) -> None:
-        """Put a round's rows into the buffers.
+        """Write a round's rows into the buffers.
 
         Args:
-            tables: the rows' slots; those of their nodes are reserved behind their text.
-            limits: how deep each row drafts, descending.
+            tables: the rows' block tables; slots for the nodes are reserved after the text.
+            limits: draft length of each row, descending.
         """
-        depths = np.asarray(limits)
+        row_limits = np.asarray(limits)
         self._host_limits[:] = 0
-        self._host_limits[: len(depths)] = depths
+        self._host_limits[: len(row_limits)] = row_limits
         if self.forwards:
-            self._fill_levels(tables, depths, self.forwards[-1].depths)
+            self._fill_levels(tables, row_limits, self.forwards[-1].depths)
         upload_into(self._memory, self._host)
 
     def _fill_levels(self, tables: list[BlockTable], limits: np.ndarray, all_depths: np.ndarray) -> None:
@@ -144,7 +148,8 @@ class LoopBuffers:
         lengths = np.array([table.length for table in tables])
         slots = np.full((len(tables), back + len(all_depths)), -1, dtype=np.int64)
         blocks = self._levels[0].attention["block_tables"]
-        written = np.searchsorted(all_depths, limits)  # nodes of lesser depths: those the row's drafter continues
+        # A row's drafter continues, and so reads and writes, only nodes above the row's deepest level.
+        written = np.searchsorted(all_depths, limits)
         for row, (table, count) in enumerate(zip(tables, written.tolist(), strict=True)):
             end = table.length + count
             start = max(table.length - back, 0)
@@ -153,7 +158,7 @@ class LoopBuffers:
             blocks[row, :num_blocks] = table.blocks[:num_blocks]
         for each, level in zip(self.forwards, self._levels, strict=True):
             active = int(np.count_nonzero(limits > each.depth))
-            ends = lengths[:active, None] - each.shift  # of the texts, as this forward's keys are counted
+            ends = lengths[:active, None] - each.shift  # text lengths in this forward's own count of keys
             level.slots[:] = -1
             level.slots[:active] = slots[:active, back - each.shift + each.first : back - each.shift + each.end]
             level.positions[:] = 0
@@ -167,11 +172,12 @@ class LoopBuffers:
                 into["region_positions"][:active, : each.end] = ends - 1 + each.depths
 
     def batch(self, depth: int, tokens: torch.Tensor, ancestors: torch.Tensor | np.ndarray) -> CapturedBatch:
-        """What the forward at a depth reads, with its tokens.
+        """The batch of the forward at a depth, with its tokens and visibility.
 
         Args:
             tokens: int64 [B, F].
-            ancestors: bool [B, F, E]; numpy where the template said it all before.
+            ancestors: bool [B, F, E], copied into the batch; numpy if `LevelForward.ancestors` was known in advance and is
+                in the buffers already.
         """
         batch = self.batches[depth]
         batch.input_ids = tokens.reshape(1, -1)

@@ -1,8 +1,8 @@
-"""Forwards as CUDA graphs: a step's rows are padded to a bucket, whose buffers never move, and what was captured runs again.
+"""Forwards as CUDA graphs: a step's rows are padded to a bucket with fixed buffers, and the bucket's captured graph is replayed.
 
-A transformers model launches hundreds of kernels a step; launched one by one they cost the host more than a small batch
-costs the GPU. A graph is one launch. Ragged drafts keep it: rows and tokens that fill up a bucket belong to nobody, write
-no keys, and their outputs are not read.
+A transformers model launches hundreds of kernels per step. Launched one by one, they cost the host more time than a small
+batch costs the GPU; a graph is one launch. Ragged drafts work too: padding rows and tokens write no keys, and nobody reads
+their outputs.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ from .buckets import bucket_of
 from .capturable import Capturable
 from .captures import Capture, Captures, places_of
 from .options.invariant_ops import InvariantOps
-from .packed_batch import copy_ids, describe, describe_lines, write_ids
+from .packed_batch import copy_ids, write_ids
+from .row_descriptions import describe, describe_lines
 
-MOST_TOKENS = 1024  # packed tokens of a step; beyond that launches are hidden behind the work
+MOST_TOKENS = 1024  # packed tokens of a step; larger steps keep the GPU busy for longer than their launches take
 MOST_TOKENS_OF_A_ROW = 64  # longer rows are prompts
 
 
 @dataclass
 class CapturedBatch:
-    """What a captured forward reads, in buffers that stay where they are; stands in for a PackedBatch.
+    """The batch of a captured forward: a PackedBatch in buffers with fixed addresses.
 
     Attributes:
         input_ids, position_ids: int64 [1, T].
-        slots: int64 [T], where keys and values go; -1: nowhere.
-        inputs: what attention reads of its B rows.
+        slots: int64 [T], where keys and values are written; -1: nowhere.
+        inputs: the attention kernel's view of the B rows.
     """
 
     input_ids: torch.Tensor
@@ -54,21 +55,21 @@ class CapturedBatch:
 
     @property
     def write_slots(self) -> torch.Tensor:
-        """`slots`, as layers ask for them."""
+        """`slots`, under the name that the cache's layers use."""
         return self.slots
 
     @property
     def uses_triton(self) -> bool:
-        """Whether Triton's kernels read the buffers."""
+        """True if the Triton kernels read the buffers."""
         return uses_triton(self.slots.device)
 
     @property
     def num_keys(self) -> int:
-        """Most keys of a row."""
+        """Maximum number of keys of a row."""
         return self.inputs.max_key_length
 
     def on(self, device: torch.device) -> CapturedBatch:
-        """Its own slots: graphs are for models on one device."""
+        """Itself: graphs are only for models on one device."""
         return self
 
     def attention_inputs(self, device: torch.device) -> AttentionInputs:
@@ -79,10 +80,13 @@ class CapturedBatch:
 class StepBuffers:
     """The buffers of one bucket of steps.
 
+    Args:
+        block_size: of the block tables: the cache's, or 1 where rows list the slots of their keys.
+        features: a tensor like the features to come, which sets their width, dtype and device.
+
     Attributes:
-        batch: views of them.
-        block_size: of the block tables: the cache's, or 1 where rows name their keys one by one.
-        features: [T, F] what a draft head reads with the tokens; None for whole models.
+        batch: views of the buffers.
+        features: [T, F] features that a draft head reads with the tokens; None for whole models.
     """
 
     def __init__(
@@ -94,7 +98,7 @@ class StepBuffers:
         features: torch.Tensor | None = None,
     ):
         self.sizes, self.cache, self.device, self.block_size = sizes, cache, device, block_size
-        # Ids, positions and slots int64 [3, T], then what attention reads, int32, at a multiple of 16 bytes.
+        # First int64 [3, T]: ids, positions, slots. Then, at a multiple of 16 bytes, the int32 attention inputs.
         self._attention_start = -(-24 * sizes.num_tokens // 16) * 16
         size = self._attention_start + 4 * sizes.starts["end"]
         memory = torch.zeros(size, dtype=torch.uint8, device=device)
@@ -111,11 +115,13 @@ class StepBuffers:
         described: list[RowDescription],
         features: torch.Tensor | None = None,
     ) -> None:
-        """Put a step's rows into the buffers, in one copy (and one each for ids that are on the device, and features).
+        """Write a step's rows into the buffers with one copy to the device.
+
+        Draft ids and features that are on the device already take one more copy each.
 
         Args:
-            counts: tokens of each row.
-            described: what attends to what: the rows, or parts of them one after the other.
+            counts: number of tokens of each row.
+            described: the rows as attention reads them; a row may be split into several consecutive ones.
         """
         memory = self._staging.fresh()
         ids, positions, slots = memory[: 24 * self.sizes.num_tokens].view(np.int64).reshape(3, -1)
@@ -134,15 +140,16 @@ class StepBuffers:
 
 
 class GraphRunner:
-    """Graphs of one model's or head's forwards, captured when a bucket is first needed.
+    """Graphs of a model's or head's forwards, captured when a bucket is first needed.
 
-    What a graph returns stays valid until the same model's next forward.
+    The output of a graph is valid until the model's next forward.
 
     Args:
         model: on one device, attending through the Triton kernels.
-        function: what is captured, of batches and, where `run` is given them, features; the model's `forward_batch`.
+        function: the function to capture, which takes the batches and, if `run` is given features, `features=`; None: the
+            model's `forward_batch`.
         by_lines: attend as deterministic models do (see `describe_lines`).
-        capture, name: see `Captures`; "{}" stands for the model's class.
+        capture, name: see `Captures`; "{}" in the name stands for the model's class.
     """
 
     def __init__(
@@ -157,17 +164,18 @@ class GraphRunner:
         self.captures = Captures(name.format(type(model.module).__name__), capture)
 
     def run(self, views: list[list[RowInput]], cache: PagedStaticCache, features: torch.Tensor | None = None) -> Any:
-        """A forward, as the model's; None where it is none for a graph (a prompt, a model that cannot be captured).
+        """Run one forward through a captured graph; None if it must run eagerly (a prompt, or a model that cannot be captured).
 
         Args:
-            views: the rows of each batch that the function takes: the same tokens, which may see other keys in each.
+            views: the rows of each batch that the function takes. All have the same tokens, which may see different keys.
+            features: [T, F] of a draft head's tokens.
         """
         rows = views[0]
         counts = [row.num_tokens for row in rows]
         count = sum(counts)
         if self.captures.refused or not count or max(counts) > MOST_TOKENS_OF_A_ROW:
             return None
-        if not cache.is_allocated:  # pools come with the first write, which is no step to be repeated
+        if not cache.is_allocated:  # the first write allocates the pools, so there is nothing to capture on yet
             return None
         describes, block_size = (describe_lines, 1) if self.by_lines else (describe, cache.block_size)
         described = [describes(view, cache) for view in views]
@@ -200,7 +208,7 @@ class GraphRunner:
 
 
 def _wanted(rows: list[RowInput], counts: list[int]) -> np.ndarray | None:
-    """Which of the tokens need logits; None: all."""
+    """Indices of the packed tokens that need logits; None: all."""
     if all(row.logits == count for row, count in zip(rows, counts, strict=True)):
         return None
     ends = np.cumsum(counts)

@@ -1,4 +1,4 @@
-"""PackedBatch: the ragged rows of one forward, packed into one line of tokens, with what attention needs to know."""
+"""PackedBatch: the ragged rows of one forward, packed into one line of tokens, with the inputs of attention."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import torch
 
 from ..cache import PagedStaticCache
 from ..core.rows import RowInput
-from ..kernels.attention_inputs import AttentionInputs, RowDescription, attention_inputs
+from ..kernels.attention_inputs import AttentionInputs, attention_inputs
 from ..kernels.dispatch import uses_triton
 from ..kernels.invariant_reference import LinearRow
 from ..kernels.reference import AttentionRow, PaddedRows
 from ..kernels.transfer import upload
+from .attention_masks import additive_masks, block_diagonal_mask, is_worth_padding, padded_rows
 from .options.invariant_ops import InvariantOps
-
-# Keys and values of one row and layer that are copied in the time of one more product on a CPU, measured.
-_PADDED_BYTES = 256 << 10
+from .row_descriptions import describe, describe_lines
 
 
 @dataclass
@@ -29,15 +28,18 @@ class _DeviceSlots:
 
 @dataclass
 class PackedBatch:
-    """T tokens of B rows, in row order, nothing padded.
+    """T tokens of B rows, in row order, without padding.
 
     Attributes:
         input_ids, position_ids: int64 [1, T].
-        inputs: the rows this was packed from.
-        starts: numpy [B + 1], where each row begins among the T tokens.
-        logit_index: int64 [R], which of the T tokens need logits, in order.
-        gather: whether layers return every row's whole context (see PagedLayer.update).
-        invariant: what the forward runs in, if it must not depend on the batch.
+        inputs: the B rows.
+        starts: numpy [B + 1], index of each row's first token among the T tokens.
+        logit_index: int64 [R], indices of the tokens that need logits, in order.
+        gather: layers return the keys and values of every row's whole context (see PagedLayer.update).
+        slots: int64 numpy [T], where each token's keys and values are written.
+        num_keys: number of keys of all rows together (S_total).
+        attention_calls: how often our attention has been called in this forward.
+        invariant: the mode the forward runs in if its results must not depend on the batch; None: no such mode.
     """
 
     input_ids: torch.Tensor
@@ -56,7 +58,7 @@ class PackedBatch:
     _rows: dict = field(default_factory=dict)
     _masks: dict = field(default_factory=dict)
 
-    captured = False  # as part of a CUDA graph
+    captured = False  # the forward is not part of a CUDA graph
 
     @classmethod
     def pack(cls, inputs: list[RowInput], cache: PagedStaticCache, device: torch.device, gather: bool) -> PackedBatch:
@@ -90,7 +92,7 @@ class PackedBatch:
         )
 
     def on(self, device: torch.device) -> _DeviceSlots:
-        """Slot indices on a layer's device (models may be spread over several)."""
+        """Slot indices on a layer's device (a model may be spread over several)."""
         if device not in self._on_device:
             read = None
             if self.gather:
@@ -101,7 +103,7 @@ class PackedBatch:
         return self._on_device[device]
 
     def attention_inputs(self, device: torch.device) -> AttentionInputs:
-        """The rows as the Triton kernel reads them; made once per step, not per layer."""
+        """The rows as the Triton kernels read them; made once per step, not per layer."""
         if device not in self._inputs:
             if self.invariant is None:
                 rows, block_size = describe(self.inputs, self.cache), self.cache.block_size
@@ -111,7 +113,7 @@ class PackedBatch:
         return self._inputs[device]
 
     def lines(self, device: torch.device) -> list[LinearRow]:
-        """What `invariant_reference.paged_attention` reads."""
+        """The rows as `invariant_reference.paged_attention` reads them; made once per step, not per layer."""
         key = ("lines", device)
         if key not in self._rows:
             lines, start = [], 0
@@ -123,7 +125,7 @@ class PackedBatch:
         return self._rows[key]
 
     def rows(self, device: torch.device) -> list[AttentionRow]:
-        """Where each row's queries and keys are."""
+        """The rows as `reference.paged_attention` reads them; made once per step, not per layer."""
         if device not in self._rows:
             self._rows[device] = [
                 self.cache.row(row.seq_id, int(start), int(end), row.start + row.num_tokens, device)
@@ -134,79 +136,32 @@ class PackedBatch:
     def masks(
         self, window: int | None, group: int, dtype: torch.dtype, device: torch.device
     ) -> list[torch.Tensor | None]:
-        """Per row, the additive mask [group * t, S] of `reference.paged_attention`; made once per step, not per layer."""
+        """See `additive_masks`; made once per step, not per layer."""
         key = (window, group, dtype, device)
         if key not in self._masks:
-            shared: dict[tuple[int, int], torch.Tensor | None] = {}
-            masks = []
-            for row in self.inputs:
-                shape = (row.num_tokens, row.start)
-                if row.visibility is not None:
-                    masks.append(_additive(visible(row, window), group, dtype, device))
-                    continue
-                if shape not in shared:
-                    shared[shape] = _additive(visible(row, window), group, dtype, device)
-                masks.append(shared[shape])
-            self._masks[key] = masks
+            self._masks[key] = additive_masks(self.inputs, window, group, dtype, device)
         return self._masks[key]
 
     def padded(
         self, window: int | None, slot_bytes: int, dtype: torch.dtype, device: torch.device
     ) -> PaddedRows | None:
-        """The rows with keys padded to one length, where copying them costs less than attending row by row.
-
-        Args:
-            slot_bytes: of a slot's keys and values in one layer.
-        """
+        """The rows with keys padded to one length; None if attending row by row is faster (see `is_worth_padding`)."""
         key = ("padded", window, slot_bytes, dtype, device)
         if key not in self._masks:
-            # Not measured in bfloat16, whose single queries have a path of their own (`reference._attention_query_by_query`).
-            pays = dtype == torch.float32 and self._is_worth_padding(slot_bytes)
-            self._masks[key] = self._padded(window, dtype, device) if pays else None
+            # Not measured in bfloat16: its single queries have their own path (`reference._attention_query_by_query`).
+            pays = dtype == torch.float32 and is_worth_padding(self.inputs, slot_bytes)
+            self._masks[key] = padded_rows(self.inputs, self.cache, window, dtype, device) if pays else None
         return self._masks[key]
 
-    def _is_worth_padding(self, slot_bytes: int) -> bool:
-        rows = self.inputs
-        if len(rows) == 1 or any(row.num_tokens > 1 or row.visibility is not None for row in rows):
-            return False
-        return (1 + max(row.start for row in rows)) * slot_bytes <= _PADDED_BYTES
-
-    def _padded(self, window: int | None, dtype: torch.dtype, device: torch.device) -> PaddedRows:
-        lengths = np.array([row.start + 1 for row in self.inputs])
-        size = int(lengths.max())
-        slots = np.empty((len(lengths), size), dtype=np.int64)
-        for own, row, length in zip(slots, self.inputs, lengths, strict=True):
-            table = self.cache.tables[row.seq_id].slots
-            own[:length], own[length:] = table[:length], table[0]
-        keys = np.arange(size)
-        seen = keys < lengths[:, None]
-        if window is not None:
-            seen &= lengths[:, None] - 1 - keys < window
-        mask = None
-        if not seen.all():
-            mask = torch.zeros(seen.shape, dtype=dtype).masked_fill_(torch.from_numpy(~seen), float("-inf"))
-            mask = mask[:, None, None].to(device)
-        return PaddedRows(upload(slots.ravel(), device), mask)
-
     def dense_mask(self, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
-        """One additive mask [1, 1, T, S_total] for the gather path: rows see their own keys only."""
+        """The additive mask [1, 1, T, S_total] of models that attend to gathered keys."""
         key = ("dense", window, dtype, device)
         if key not in self._masks:
-            mask = torch.full((len(self.slots), self.num_keys), torch.finfo(dtype).min, dtype=dtype)
-            first_key = 0
-            for row, start, end in zip(self.inputs, self.starts[:-1], self.starts[1:], strict=True):
-                length = row.start + row.num_tokens
-                allowed = visible(row, window)
-                block = mask[start:end, first_key : first_key + length]
-                block.masked_fill_(
-                    torch.ones_like(block, dtype=torch.bool) if allowed is None else torch.from_numpy(allowed), 0
-                )
-                first_key += length
-            self._masks[key] = mask[None, None].to(device)
+            self._masks[key] = block_diagonal_mask(self.inputs, window, dtype)[None, None].to(device)
         return self._masks[key]
 
     def key_positions(self) -> np.ndarray:
-        """Positions of the S_total keys of the gather path."""
+        """Positions of the S_total gathered keys, numpy."""
         positions = []
         for row in self.inputs:
             own = np.arange(row.start + row.num_tokens)
@@ -217,10 +172,13 @@ class PackedBatch:
 
 
 def write_ids(rows: list[RowInput], ids: np.ndarray) -> list[tuple[int, torch.Tensor]]:
-    """Write the rows' ids that are on the host into `ids` [T]. Returns the others, and where each of them begins."""
+    """Write the rows' ids that are on the host into `ids` [T].
+
+    Returns: (index in `ids`, ids) for each piece that is on the device; see `copy_ids`.
+    """
     pieces, first = [], 0
     for row in rows:
-        for tokens in (row.tokens, row.behind):
+        for tokens in (row.tokens, row.drafts):
             if tokens is None:
                 continue
             end = first + tokens.shape[0]
@@ -233,96 +191,13 @@ def write_ids(rows: list[RowInput], ids: np.ndarray) -> list[tuple[int, torch.Te
 
 
 def copy_ids(pieces: list[tuple[int, torch.Tensor]], ids: torch.Tensor) -> None:
-    """Copy what `write_ids` returned into `ids` [T]."""
+    """Copy the pieces that `write_ids` returned into `ids` [T] on the device."""
     if not pieces:
         return
     tokens = (pieces[0][1] if len(pieces) == 1 else torch.cat([each for _, each in pieces])).to(ids.device)
     first, count = pieces[0][0], tokens.shape[0]
-    if pieces[-1][0] + pieces[-1][1].shape[0] - first == count:  # without gaps
+    if pieces[-1][0] + pieces[-1][1].shape[0] - first == count:  # no gaps between the pieces
         ids[first : first + count].copy_(tokens)
         return
     places = np.concatenate([np.arange(start, start + each.shape[0]) for start, each in pieces])
     ids.index_copy_(0, upload(places, ids.device), tokens)
-
-
-def describe(rows: list[RowInput], cache: PagedStaticCache) -> list[RowDescription]:
-    """The rows as the attention kernel's inputs are built from."""
-    described = []
-    for row in rows:
-        length = row.start + row.num_tokens
-        blocks = cache.tables[row.seq_id].blocks[: -(-length // cache.block_size)]
-        positions = (
-            row.positions if row.window_positions is None else row.window_positions
-        )  # windows alone ask for them
-        described.append(
-            RowDescription(blocks, row.num_tokens, length, row.visibility, positions, row.region_positions)
-        )
-    return described
-
-
-def describe_lines(rows: list[RowInput], cache: PagedStaticCache) -> list[RowDescription]:
-    """The rows with blocks of one slot, and every node of a tree as a row of its own, behind the slots of its path.
-
-    So a node's keys stand where they would in a text without the tree, and are summed in the same order.
-
-    Raises:
-        ValueError: a token's position is not the number of tokens it sees before it.
-    """
-    lines = []
-    for row in rows:
-        slots, count = cache.tables[row.seq_id].slots, row.num_tokens
-        positions = np.arange(row.start, row.start + count) if row.positions is None else row.positions
-        length = row.start + count
-        paths = []
-        if row.visibility is not None:
-            region = length - row.visibility.shape[1]
-            paths = [region + np.flatnonzero(seen) for seen in row.visibility]
-            paths = [np.concatenate([np.arange(region), path]) for path in paths]
-        # A chain in front, of tokens of the row's own or a tree's first branch, stays together.
-        causal = 0
-        while causal < len(paths) and np.array_equal(paths[causal], np.arange(row.start + causal + 1)):
-            causal += 1
-        causal = causal if paths else count
-        if causal:
-            lines.append(
-                RowDescription(slots[: row.start + causal], causal, row.start + causal, positions=positions[:causal])
-            )
-        for token in range(causal, count):
-            lines.append(
-                RowDescription(slots[paths[token]], 1, len(paths[token]), positions=positions[token : token + 1])
-            )
-    for line in lines:
-        if line.positions[-1] != line.key_length - 1 or line.positions[0] != line.key_length - line.query_length:
-            raise ValueError(
-                f"Tokens at positions {line.positions} see {line.key_length} tokens; deterministic rows count them."
-            )
-    return lines
-
-
-def visible(row: RowInput, window: int | None) -> np.ndarray | None:
-    """bool [t, S]: which keys each new token sees; None when all see everything."""
-    count = row.num_tokens
-    length = row.start + count
-    keys = np.arange(length)
-    queries = np.arange(row.start, length) if row.positions is None else row.positions
-    queries = queries if row.window_positions is None else row.window_positions
-    if row.visibility is None:
-        if count == 1 and (window is None or int(queries[0]) < window):
-            return None
-        allowed = keys[None, :] <= np.arange(row.start, length)[:, None]
-    else:
-        region = row.visibility.shape[1]
-        allowed = np.ones((count, length), dtype=bool)
-        allowed[:, length - region :] = row.visibility
-        if row.region_positions is not None:
-            keys[length - region :] = row.region_positions
-    if window is not None:
-        allowed = allowed & (queries[:, None] - keys[None, :] < window)
-    return allowed
-
-
-def _additive(allowed: np.ndarray | None, group: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
-    if allowed is None:
-        return None
-    mask = torch.zeros(allowed.shape, dtype=dtype).masked_fill_(torch.from_numpy(~allowed), float("-inf"))
-    return mask.repeat(group, 1).to(device)

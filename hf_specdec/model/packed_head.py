@@ -28,14 +28,14 @@ if TYPE_CHECKING:
 
 
 class HeadModule(Protocol):
-    """What `PackedHead` runs: transformers' decoder layers under a fusion of tokens and features."""
+    """A module that `PackedHead` can run: it fuses tokens and features, then applies transformers' decoder layers."""
 
     def __call__(
         self, input_ids: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, **attention
     ) -> torch.Tensor:
         """Hidden states [1, T, H] from ids [1, T], features [1, T, F] and positions [1, T].
 
-        `attention` is handed to the decoder layers: attention_mask, past_key_values, and what our attention reads.
+        `attention` is passed to the decoder layers: attention_mask, past_key_values, and `specdec` for our attention.
         """
         ...
 
@@ -44,16 +44,16 @@ class PackedHead:
     """Runs a head over packed rows.
 
     Args:
-        module: the head, on its device; its layers' `config` is the one given here.
-        config: of the layers. Its attention implementation is set to ours for good: heads belong to us.
-        num_layers: layers with keys and values.
+        module: the head, on its device. Its layers use `config`.
+        config: of the layers. Its attention implementation is set to ours permanently, because we own the head.
+        num_layers: number of layers with keys and values.
         gather: attend to gathered keys under a dense mask, for layers that cannot read pages (latent attention).
         prepack_weights: see `prepack`.
-        fuse: makes features [.., F] of what a text is read with; None: it is read with features.
-        device, dtype: where and in what the head runs; its first parameter's, if not given.
+        fuse: computes features [.., F] from the target's states; None: texts are read with features directly.
+        device, dtype: device and dtype of the head's inputs; by default those of its first parameter.
 
     Attributes:
-        graphs, reading_graphs: run forwards, and those that fuse first, as CUDA graphs; None: every kernel is launched by itself.
+        graphs, reading_graphs: run forwards without and with `fuse` as CUDA graphs; None: kernels are launched one by one.
     """
 
     graphs: GraphRunner | None = None
@@ -79,8 +79,8 @@ class PackedHead:
         self.device, self.dtype = device or weight.device, dtype or weight.dtype
 
     def new_cache(self, num_blocks: int, block_size: int) -> PagedStaticCache:
-        """A paged cache for the head's layers, which grows up to `num_blocks`. Equal prefixes are not shared: features stand for
-        whole texts."""
+        """A paged cache for the head's layers, which grows up to `num_blocks`. Equal prefixes are not shared: the cache
+        compares token ids, but a token's keys also depend on its features."""
         for graphs in (self.graphs, self.reading_graphs):
             if graphs is not None:
                 graphs.captures.clear()
@@ -88,14 +88,16 @@ class PackedHead:
         return PagedStaticCache(self.num_layers, num_blocks, block_size, share_prefixes=False, weights=weights)
 
     def with_graphs(self, wanted: bool | None = True, rewritten: bool = True) -> Self:
-        """The same head, its forwards run as CUDA graphs: they belong to one cache, where heads are shared by drafters.
+        """A copy of this head, with the same weights, that runs its forwards as CUDA graphs; or this head, without graphs.
+
+        Drafters share heads, but graphs belong to one cache, so each drafter needs a copy with graphs of its own.
 
         Args:
-            wanted: None: where they can be; otherwise, and with False, the answer is the head itself.
-            rewritten: its decoder layers are traced and rewritten where they are captured.
+            wanted: True: use graphs; None: use them if the head can be captured; False: do not.
+            rewritten: trace and rewrite the decoder layers in captured forwards.
 
         Raises:
-            UnsupportedModel: they are wanted and cannot be; the message says why.
+            UnsupportedModel: graphs are wanted, but the head cannot be captured; the message says why.
         """
         if not uses_graphs(wanted, self):
             return self
@@ -109,7 +111,7 @@ class PackedHead:
         return own
 
     def active(self) -> contextlib.AbstractContextManager:
-        """A context in which `forward` is fastest."""
+        """A context in which `forward` uses the faster linear layers and, in captured forwards, the rewritten layers."""
         with contextlib.ExitStack() as stack:
             for each in (self._linears, self._layers):
                 if each is not None:
@@ -118,10 +120,10 @@ class PackedHead:
 
     @torch.no_grad()
     def forward(self, rows: list[RowInput], features: torch.Tensor, cache: PagedStaticCache) -> torch.Tensor:
-        """Hidden states [T, H] of the rows' new tokens, whose keys and values are written to their slots.
+        """Hidden states [T, H] of the rows' new tokens. Writes their keys and values to their slots.
 
         Args:
-            features: [T, F], one per token, in the rows' order.
+            features: [T, F], of each token, in the order of the rows.
         """
         if self.graphs is not None:
             hidden = self.graphs.run([rows], cache, features)
@@ -131,10 +133,10 @@ class PackedHead:
 
     @torch.no_grad()
     def read(self, rows: list[RowInput], features: torch.Tensor, cache: PagedStaticCache) -> torch.Tensor:
-        """`forward` over texts.
+        """`forward` over texts, whose features are fused first if the head has `fuse`.
 
         Args:
-            features: [T, ..] what `fuse` takes, if there is one.
+            features: [T, ..], the input of `fuse`; without `fuse`, of `forward`.
         """
         if self.fuse is None:
             return self.forward(rows, features, cache)
@@ -145,12 +147,12 @@ class PackedHead:
         return self.read_batch(PackedBatch.pack(rows, cache, self.device, self.gather), features=features)
 
     def read_batch(self, batch: PackedBatch | CapturedBatch, *, features: torch.Tensor) -> torch.Tensor:
-        """`read` of a batch that is packed."""
+        """`read` of a packed batch, for heads with `fuse`."""
         assert self.fuse is not None
         return self.forward_batch(batch, features=self.fuse(features))
 
     def forward_batch(self, batch: PackedBatch | CapturedBatch, *, features: torch.Tensor) -> torch.Tensor:
-        """`forward` of a batch that is packed."""
+        """`forward` of a packed batch."""
         batch.cache.batch = batch
         try:
             hidden = self.module(

@@ -100,18 +100,17 @@ class PackedModel:
         embeddings = self.model.get_input_embeddings()
         if embeddings.weight.device.type != "meta":
             return embeddings.weight.device
-        return torch.device(
-            embeddings._hf_hook.execution_device
-        )  # accelerate brings offloaded weights there when needed
+        # Offloaded weights: accelerate brings them to this device when they are needed.
+        return torch.device(embeddings._hf_hook.execution_device)
 
     @property
     def vocab_size(self) -> int:
-        """Width of the logits."""
+        """Number of logits per token."""
         return self.config.vocab_size
 
     @property
     def max_positions(self) -> int | None:
-        """Positions the model was built for; None if its configuration does not say."""
+        """Number of positions the model was built for; None if its configuration does not say."""
         return getattr(self.config, "max_position_embeddings", None)
 
     def new_cache(
@@ -143,7 +142,7 @@ class PackedModel:
         """While inside, the model's attention reads our pages. It is restored on exit, also after an error."""
         with self._lock:
             if self._active == 0:
-                self._device = self._find_device()  # the lookup takes longer than a small layer
+                self._device = self._find_device()  # kept while active: the lookup takes longer than a small layer
                 self._entered = self._enter()
             self._active += 1
         try:
@@ -193,8 +192,8 @@ class PackedModel:
         }
         if "position_ids" in self.forward_parameters:
             kwargs["position_ids"] = batch.position_ids
-        keeps = logit_index is not None and "logits_to_keep" in self.forward_parameters and not self.taps.logits
-        if keeps:
+        model_selects = logit_index is not None and "logits_to_keep" in self.forward_parameters and not self.taps.logits
+        if model_selects:
             kwargs["logits_to_keep"] = logit_index
         if all_hidden_states:
             kwargs["output_hidden_states"] = True
@@ -214,21 +213,21 @@ class PackedModel:
             batch.cache.batch = None
         if not self.gather and batch.attention_calls == 0:
             raise UnsupportedModel(
-                f"{type(self.model).__name__} did not call transformers' attention interface; its outputs cannot be trusted here."
+                f"{type(self.model).__name__} did not call transformers' attention interface, so its outputs cannot be trusted."
             )
-        every = output.logits[0]
-        logits = every if keeps or logit_index is None else every.index_select(0, logit_index)
+        returned = output.logits[0]
+        logits = returned if model_selects or logit_index is None else returned.index_select(0, logit_index)
         return PackedOutput(
             logits=logits.to(torch.float32),
             last_hidden=tapped.get("last_hidden"),
             layers={index: tapped[index] for index in self.taps.layers},
             hidden_states=tuple(map(_of_one_line, output.hidden_states)) if all_hidden_states else None,
             input_ids=batch.input_ids[0],
-            all_logits=every if self.taps.logits else None,
+            all_logits=returned if self.taps.logits else None,
         )
 
     def _masks(self, batch: PackedBatch | CapturedBatch):
-        """What the model gets as `attention_mask`: 4-D, so that transformers hands it on untouched."""
+        """The model's `attention_mask` argument. It is 4-D, so that transformers passes it on unchanged."""
         if self.gather:
             masks = {
                 kind: batch.dense_mask(window, self.model.dtype, self.device) for kind, window in self._windows.items()

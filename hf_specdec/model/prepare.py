@@ -1,4 +1,4 @@
-"""prepare(): a model made ready for the loop: checked, quantized, compiled, prepacked and captured as its options say."""
+"""prepare(): checks a model and applies its options: quantization, compilation, prepacking, determinism, CUDA graphs."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def prepare(
     num_layers: int | None = None,
     borrowed: bool = False,
 ) -> PackedModel:
-    """The model over packed rows, with its options applied.
+    """A PackedModel with its options applied.
 
     Args:
         taps, num_layers, borrowed: see PackedModel.
@@ -61,7 +61,7 @@ def prepare(
         UnsupportedModel: the model or one of its options cannot run correctly here; the message says why.
     """
     packed = PackedModel(model, taps, num_layers, borrowed)
-    # Determinism forbids other products for few rows, and packed weights cannot be compiled.
+    # Prepacked products depend on the number of rows, which determinism forbids; and they cannot be compiled.
     wants_prepacked = False if options.deterministic or options.compile else options.prepack_weights
     linears: Activated | None = None if options.quantization is not None else prepack(model, wants_prepacked)
     packed.active_options = [each for each in (linears,) if each is not None]
@@ -83,13 +83,14 @@ def prepare(
             linears = few_row_linears(model, left_out=left_out)
             if options.compile is None and options.quantization is None:
                 layers = layers_of(model, paged_attention_forward, RewrittenLayers)
-    # Quantized weights first: what is entered after them computes with them.
+    # Quantized weights come first, so that the options entered after them compute with these weights.
     packed.active_options = [each for each in (quantized, linears, layers) if each is not None]
     return packed
 
 
 def _quantize(model: PreTrainedModel, options: ModelOptions) -> QuantizedLinears | None:
-    """Quantized layers to swap in while the model is active; None if there are none, or they have replaced the model's own."""
+    """Quantized layers to swap in while the model is active; None without quantization, or if we own the model: then its own
+    weights are replaced."""
     if options.quantization is None:
         return None
     if options.owned:

@@ -1,5 +1,8 @@
-"""A model's first use: does it compute here what it computes alone? Some models pass every look at their configuration
-and are still wrong over packed rows (masks made from memory order, positions recomputed, arguments not handed on)."""
+"""Checks at a model's first use that its packed forward gives the same logits as its plain forward.
+
+Some models pass all checks of their configuration and are still wrong over packed rows: they build masks from memory order,
+recompute positions, or do not pass arguments on.
+"""
 
 from __future__ import annotations
 
@@ -22,36 +25,38 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Two texts read in two forwards, so that cached keys are read too: first `read` tokens of each, then the rest; behind
-# the second text hangs a tree whose siblings stand between parents and children, as memory order would not have it.
+# Two texts are read in two forwards, so that the second one attends to cached keys: first _READ tokens of each text, then the
+# rest, with a tree after the second text. In memory the tree's siblings lie between parents and children.
 _READ = 2
 _LENGTHS = (3, 3)
 _PARENTS = np.array([-1, -1, 1, 0])
 _NUM_TOKENS = sum(_LENGTHS) + len(_PARENTS)
 # Largest error of the logits, relative to their spread, that rounding explains.
 _TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
-# A wrong mask is off by about the whole spread. Only low precision explains much: there one rounding can choose other experts.
+# If a model's own logits vary more from batch to batch, this many times their variation is tolerated, up to a limit. The
+# limit is high only for low precision, where one rounding can choose other experts. A wrong mask costs about the whole spread.
 _NOISE_FACTOR = 10
 _MOST_NOISE = {torch.float64: 1e-4, torch.float32: 1e-2}
-_MOST_NOISE_ELSE = 0.25
+_MOST_NOISE_LOW_PRECISION = 0.25
 
-_verdicts: dict[tuple, tuple[str | None, str]] = {}  # how to attend; or None, and why nothing works
+_verdicts: dict[tuple, tuple[str | None, str]] = {}  # ("paged" or "gather", ""), or (None, why neither works)
 
 
 def check(packed: PackedModel) -> None:
     """Compare a short packed forward with the model's own, once per class and configuration.
 
-    Sets `packed.gather` if attention through pages is wrong but attention to gathered keys is right (one warning).
-    Costs three forwards over about ten tokens each. Inside another PackedModel's `active()` of the same model nothing is
-    checked: the model's own attention is not in place.
+    Sets `packed.gather` if attention through pages is wrong but attention to gathered keys is right, and logs one warning.
+    Costs three forwards over about ten tokens each. Does nothing inside another PackedModel's `active()` of the same model,
+    because the model's own attention is replaced there.
 
     Raises:
         UnsupportedModel: the model's packed logits are wrong either way; the message has the numbers.
     """
     if packed.config._attn_implementation == ATTENTION_NAME:
         return
+    # If pages are wrong for the whole model, its first layers are not tried with pages, and there is no second warning.
     if packed.num_layers is not None and _verdicts.get(signature(packed, whole=True), ("", ""))[0] == "gather":
-        packed.gather = True  # what the whole model cannot do, its first layers cannot; no second warning
+        packed.gather = True
     key = signature(packed)
     if key not in _verdicts:
         with torch.no_grad(), evaluating(packed.model):
@@ -63,7 +68,11 @@ def check(packed: PackedModel) -> None:
 
 
 def signature(packed: PackedModel, whole: bool = False) -> tuple:
-    """What the verdict depends on; `whole`: without early exit."""
+    """Everything that the verdict depends on.
+
+    Args:
+        whole: the signature of the whole model, without early exit.
+    """
     model = packed.model
     fields = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
     config = json.dumps(fields, sort_keys=True, default=str)
@@ -72,15 +81,15 @@ def signature(packed: PackedModel, whole: bool = False) -> tuple:
 
 
 def _judge(packed: PackedModel) -> tuple[str | None, str]:
-    """The first way to attend that gives the model's own logits, with the reason if there is none."""
+    """The first way to attend, "paged" or "gather", that gives the model's own logits; or None, and an error message."""
     name = type(packed.model).__name__
     what = name if packed.num_layers is None else f"{name} with its first {packed.num_layers} layers"
-    wanted = _Expected(packed)
+    expected = _Expected(packed)
     ways = ["gather"] if packed.gather else ["paged", "gather"]
     problems = []
     for way in ways:
         packed.gather = way == "gather"
-        problem = _problem(packed, wanted)
+        problem = _problem(packed, expected)
         if problem is None:
             if problems:
                 logger.warning(
@@ -91,30 +100,29 @@ def _judge(packed: PackedModel) -> tuple[str | None, str]:
             return way, ""
         problems.append(problem)
     return None, (
-        f"{what} does not compute over packed rows what it computes alone: {'; '.join(map('{}: {}'.format, ways, problems))}. "
-        "Call generate() without speculative_config."
+        f"{what} does not compute the same logits over packed rows as alone: "
+        f"{'; '.join(map('{}: {}'.format, ways, problems))}. Call generate() without speculative_config."
     )
 
 
 def problem_of(packed: PackedModel) -> str | None:
-    """What is wrong with the packed logits, in the way that `packed` attends; None: nothing."""
+    """Describe what is wrong with the packed logits, for the way in which `packed` attends now; None if they are right."""
     return _problem(packed, _Expected(packed))
 
 
-def _problem(packed: PackedModel, wanted: _Expected) -> str | None:
-    """What is wrong with the packed logits, or None."""
+def _problem(packed: PackedModel, expected: _Expected) -> str | None:
     try:
-        error = _relative_error(_packed_logits(packed), wanted.logits)
+        error = _relative_error(_packed_logits(packed), expected.logits)
     except torch.OutOfMemoryError:
         raise
-    except Exception as failure:  # whatever an unknown model raises, the other way may still work
+    except Exception as failure:  # an unknown model may raise anything, and the other way may still work
         return f"its forward raised {type(failure).__name__} ({failure})"
     tolerance = _TOLERANCES.get(packed.model.dtype, 5e-2)
     if error <= tolerance:
         return None
-    # Low precision and sparse experts can be noisier: what does the model itself do in another batch?
-    most = _MOST_NOISE.get(packed.model.dtype, _MOST_NOISE_ELSE)
-    tolerance = max(tolerance, min(_NOISE_FACTOR * wanted.noise(), most))
+    # Low precision and sparse experts can be noisier: measure how much the model itself varies from batch to batch.
+    limit = _MOST_NOISE.get(packed.model.dtype, _MOST_NOISE_LOW_PRECISION)
+    tolerance = max(tolerance, min(_NOISE_FACTOR * expected.noise(), limit))
     if error <= tolerance:
         return None
     return f"its logits differ by {error:.2g} of their spread (rounding explains {tolerance:.2g})"
@@ -124,14 +132,18 @@ def _problem(packed: PackedModel, wanted: _Expected) -> str | None:
 
 
 class _Expected:
-    """The logits of every packed token by the model's plain forward: no cache, its own attention, one line per path."""
+    """The logits of every packed token from the model's plain forward: no cache, its own attention, one line per tree path.
+
+    Raises:
+        UnsupportedModel: the plain forward fails on token ids alone, or attends to later tokens.
+    """
 
     def __init__(self, packed: PackedModel):
         self.packed = packed
         first, second, nodes = _texts(packed.vocab_size)
         paths = [first] + [np.concatenate([second, nodes[path]]) for path in _leaf_paths()]
         self.paths = [torch.from_numpy(path).to(packed.device) for path in paths]
-        # Padding stands on the right, where causal attention never sees it.
+        # Padding is on the right, where causal attention does not see it.
         batch = torch.nn.utils.rnn.pad_sequence(self.paths, batch_first=True, padding_value=int(first[0]))
         try:
             lines = self._plain_forward(batch)
@@ -145,23 +157,22 @@ class _Expected:
         self._check_causal(lines)
 
     def _check_causal(self, lines: torch.Tensor) -> None:
-        """Texts that begin alike must have the same logits there, whatever comes later.
+        """Raise UnsupportedModel unless lines with the same first tokens have the same logits there.
 
-        Raises:
-            UnsupportedModel: they have not; the error of attention to later tokens hides in every other comparison.
+        No other comparison can find attention to later tokens.
         """
         texts = lines[1:, : _LENGTHS[1]]
         error = max(_relative_error(text, texts[0]) for text in texts[1:])
         if error > _TOLERANCES.get(self.packed.model.dtype, 5e-2):
             name = type(self.packed.model).__name__
             raise UnsupportedModel(
-                f"{name} attends to later tokens: its logits at a token change by {error:.2g} of their spread with what follows. "
-                "Text cannot be decoded token by token with it; a model that can be trained in both ways needs is_decoder=True in "
-                "its configuration."
+                f"{name} attends to later tokens: its logits at a token change by {error:.2g} of their spread with the tokens "
+                "after it, so it cannot decode text token by token. A model that can be an encoder or a decoder needs "
+                "is_decoder=True in its configuration."
             )
 
     def noise(self) -> float:
-        """Relative difference between the paths run together and one by one."""
+        """Relative difference between the logits of the lines run as one batch and one by one."""
         lines = [self._plain_forward(path[None])[0] for path in self.paths]
         return _relative_error(self._in_packed_order(lines), self.logits)
 
@@ -171,7 +182,7 @@ class _Expected:
 
     @staticmethod
     def _in_packed_order(lines) -> torch.Tensor:
-        """[T, V]: the first text, the second, then each node once, from the first path it is on."""
+        """Logits [T, V] of the first text, the second, and each node once, taken from the first path that contains it."""
         node_lines = {}
         for line, path in enumerate(_leaf_paths(), start=1):
             for depth, node in enumerate(path):
@@ -181,7 +192,7 @@ class _Expected:
 
 
 def _packed_logits(packed: PackedModel) -> torch.Tensor:
-    """The same logits [T, V] from two packed forwards: the beginnings of both texts, then the rest with the tree."""
+    """The same logits [T, V] from two packed forwards: the beginnings of both texts, then their rests and the tree."""
     texts = _texts(packed.vocab_size)
     cache = packed.new_cache(num_blocks=2, block_size=16, share_prefixes=False)
     rows = []
@@ -191,13 +202,14 @@ def _packed_logits(packed: PackedModel) -> torch.Tensor:
         rows.append(RowInput(row, texts[row][:_READ], 0, logits=_READ))
     rest = RowInput(0, texts[0][_READ:], _READ, logits=_LENGTHS[0] - _READ)
     with packed.active():
-        begun = packed.forward(rows, cache).logits
-        ended = packed.forward([rest, _tree_row(texts)], cache).logits
+        beginnings = packed.forward(rows, cache).logits
+        rests = packed.forward([rest, _tree_row(texts)], cache).logits
     split = _LENGTHS[0] - _READ
-    return torch.cat([begun[:_READ], ended[:split], begun[_READ:], ended[split:]])
+    return torch.cat([beginnings[:_READ], rests[:split], beginnings[_READ:], rests[split:]])
 
 
 def _tree_row(texts) -> RowInput:
+    """The rest of the second text with the tree after it."""
     _, text, nodes = texts
     own = len(text) - _READ
     count = own + len(nodes)
@@ -212,12 +224,13 @@ def _tree_row(texts) -> RowInput:
 
 
 def _texts(vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ids of the two texts and of the nodes: spread over the vocabulary, all different if there are enough."""
+    """Ids of the two texts and of the nodes, spread over the vocabulary; all different if the vocabulary is large enough."""
     ids = (np.arange(1, _NUM_TOKENS + 1) * max(1, vocab_size // (_NUM_TOKENS + 1))) % vocab_size
     return ids[: _LENGTHS[0]], ids[_LENGTHS[0] : sum(_LENGTHS)], ids[sum(_LENGTHS) :]
 
 
 def _path_to(node: int) -> list[int]:
+    """The nodes from the root to a node, itself included."""
     path = []
     while node >= 0:
         path.append(node)
@@ -229,23 +242,23 @@ def _leaf_paths() -> list[list[int]]:
     return [_path_to(node) for node in range(len(_PARENTS)) if node not in _PARENTS]
 
 
-def _relative_error(logits: torch.Tensor, wanted: torch.Tensor) -> float:
-    """The largest distance of a token's logits [V] from what is wanted, in units of their spread; NaN counts as infinite.
+def _relative_error(logits: torch.Tensor, expected: torch.Tensor) -> float:
+    """The largest distance of a token's logits from the expected ones, both [T, V], in units of these logits' spread.
 
-    Entries that are not finite in `wanted` say nothing and are left out.
+    NaN counts as infinite. Entries that are not finite in `expected` are ignored.
     """
-    logits, wanted = logits.detach().to(wanted.device), wanted.double()
-    finite = wanted.isfinite()
+    logits, expected = logits.detach().to(expected.device), expected.double()
+    finite = expected.isfinite()
     count = finite.sum(1).clamp(min=1)
-    centred = wanted - (wanted.where(finite, 0).sum(1) / count)[:, None]
+    centred = expected - (expected.where(finite, 0).sum(1) / count)[:, None]
     spread = centred.where(finite, 0).norm(dim=1).clamp(min=1e-12)
-    distance = (logits.double() - wanted).where(finite, 0).norm(dim=1)
+    distance = (logits.double() - expected).where(finite, 0).norm(dim=1)
     return float((distance / spread).nan_to_num(nan=float("inf")).max())
 
 
 @contextlib.contextmanager
 def evaluating(model: PreTrainedModel):
-    """No dropout inside; every module's mode is restored."""
+    """Inside, all modules are in evaluation mode (no dropout); each one's mode is restored on exit."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False

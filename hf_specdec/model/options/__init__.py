@@ -1,1 +1,1 @@
-"""What a model's forward may be run with: compiled or rewritten layers, packed or quantized weights, batch-invariant operations."""
+"""Options of a model's forward: compiled or rewritten layers, prepacked or quantized weights, batch-invariant operations."""

@@ -1,12 +1,12 @@
-"""Decoder layers as traced graphs: norms, rotary embeddings and MLPs become few kernels, attention stays ours.
+"""Decoder layers as traced graphs: norms, rotary embeddings and MLPs become a few kernels; attention stays ours.
 
 Each decoder layer's `forward` is compiled, not the whole model: all layers of a kind share one compilation, which takes
-seconds instead of minutes, and what happens between layers (taps, early exit) is not affected. Writing the cache and
-attending are one opaque operator in it, so that a layer is one graph. That operator finds the batch and the layer in
-`_running`, not among its arguments: those differ from call to call, and every difference would be compiled anew.
+seconds instead of minutes, and code between layers (taps, early exit) is not affected. Writing the cache and attending are
+one opaque operator, so that a layer is one graph. The operator finds the batch and the layer in `_running` instead of in its
+arguments: these differ from call to call, and every difference would cause a recompilation.
 
-Two uses. With `compile` layers go through inductor, everywhere. Without it, in steps that are captured as CUDA graphs, they are
-traced and rewritten only: of the usual layer nothing is left then for inductor to fuse, and tracing takes a second, not ten.
+Two uses. With `compile`, layers go through inductor in all forwards. Without it, they are only traced and rewritten, in
+forwards that are captured as CUDA graphs: this leaves nothing to fuse in a usual layer, and takes one second instead of ten.
 """
 
 from __future__ import annotations
@@ -27,19 +27,19 @@ from transformers import PreTrainedModel
 from ...core.errors import UnsupportedModel
 from ...kernels.dispatch import uses_triton
 from .. import architectures
-from .rewriting import join_norms, put_together, rotate_with_attention, without_dropout, works_in_place
+from .rewriting import fuse_linears, fuse_norms, fuse_rotation, modifies_in_place, without_dropout
 from .sparse_blocks import SparseBlocks
 
 logger = logging.getLogger(__name__)
 
-_NO_WINDOW, _WINDOW_OF_LAYER = -1, -2  # operators take integers
+_NO_WINDOW, _WINDOW_OF_LAYER = -1, -2  # custom operators take integers, not None
 
 
 class Traced:
-    """Stands for a batch while a layer is traced, and for its cache: keys and values pass through it unwritten."""
+    """Placeholder for a batch and its cache while a layer is traced. Keys and values pass through it unwritten."""
 
     def update(self, key_states, value_states, layer_idx, *args, **kwargs):
-        """The new states: the attention operator writes them."""
+        """Return the new states unchanged; the attention operator writes them."""
         return key_states, value_states
 
 
@@ -47,13 +47,13 @@ TRACED = Traced()
 
 
 class _Running(threading.local):
-    """What the layer that runs in this thread attends with.
+    """The layer and the batch that run in this thread.
 
     Attributes:
-        attention: as transformers' attention interface calls it.
-        module: an attention module of the layer.
-        index: of the layer's pools.
-        batch: whose forward is running.
+        attention: our attention function, with the signature of transformers' attention interface.
+        module: the layer's attention module.
+        index: index of the layer's pools in the cache.
+        batch: the batch whose forward is running.
     """
 
     attention: Callable
@@ -110,58 +110,58 @@ def _(query, key, value, cos, sin, sinks, scaling, softcap, window):
 
 
 def traced_attention(query, key, value, scaling=None, softcap=None, s_aux=None, **kwargs) -> torch.Tensor:
-    """Our attention in a layer that is traced: query [1, H, T, D], key and value [1, Hk, T, D] → [1, T, H, Dv]."""
+    """Our attention as one operator of a traced layer: query [1, H, T, D], key and value [1, Hk, T, ..] → [1, T, H, Dv]."""
     window = kwargs.get("sliding_window", _WINDOW_OF_LAYER)
     return _attend(query, key, value, s_aux, scaling, softcap, _NO_WINDOW if window is None else window)
 
 
 def rewritten(graph: fx.GraphModule) -> fx.GraphModule:
-    """A traced layer's graph with what our kernels do in fewer launches; it is changed in place. Graphs that change tensors are
-    left as they are."""
-    if works_in_place(graph):
+    """Rewrite a traced layer's graph in place so that it uses our fused kernels; returns it. Graphs that modify tensors in
+    place are left unchanged."""
+    if modifies_in_place(graph):
         return graph
-    graph = rotate_with_attention(without_dropout(graph), _attend._opoverload, _attend_rotating._opoverload)
-    graph = put_together(join_norms(graph))
+    graph = fuse_rotation(without_dropout(graph), _attend._opoverload, _attend_rotating._opoverload)
+    graph = fuse_linears(fuse_norms(graph))
     graph.graph.lint()
     graph.recompile()
     return graph
 
 
 def inductor_after_rewriting(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
-    """Inductor behind `rewritten`: a backend of torch.compile."""
+    """A backend of torch.compile: `rewritten`, then inductor."""
     from torch._inductor.compile_fx import compile_fx
 
     return compile_fx(rewritten(graph), inputs)
 
 
 def rewriting(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
-    """`rewritten`, run operation by operation: a backend of torch.compile.
+    """A backend of torch.compile: `rewritten`, run operation by operation.
 
     Raises:
-        RuntimeError: the graph changes tensors, so it would run as the layer does.
+        RuntimeError: the graph modifies tensors in place, so it cannot be rewritten.
     """
-    if works_in_place(graph):
-        raise RuntimeError("the layer changes tensors in place")
+    if modifies_in_place(graph):
+        raise RuntimeError("the layer modifies tensors in place")
     return rewritten(graph).forward
 
 
 class TracedLayers:
-    """The decoder layers of a model or head, traced when they are first run, in place of their own forwards while `active()`.
+    """Traced versions of the forwards of a model's or head's decoder layers, used while `active()`.
 
-    Every kind of layer is traced for one token and for any number of tokens.
+    Layers are traced when they first run: every kind of layer once for one token and once for any number of tokens.
 
     Args:
-        model: attends through our registered attention.
-        attention: that attention.
-        backend: of torch.compile.
+        model: a model or head that attends through our registered attention.
+        attention: our attention function.
+        backend: backend of torch.compile.
     """
 
-    whole = False  # layers that are no single graph are errors
+    whole = False  # True: a layer that is not a single graph is an error
 
     def __init__(self, model: nn.Module, attention: Callable, backend: str | Callable):
         self.attention, self.backend = attention, backend
         self._model = weakref.ref(model)
-        self._functions: dict[Any, Callable] = {}  # by the class's own forward
+        self._functions: dict[Any, Callable] = {}  # compiled functions by the forward of the layer's class
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -171,7 +171,7 @@ class TracedLayers:
         replaced = []
         try:
             for index, layer in _layers_in(model):
-                if "forward" not in vars(layer):  # else it is wrapped (accelerate's hooks) or traced already
+                if "forward" not in vars(layer):  # otherwise it is wrapped (accelerate's hooks) or already traced
                     layer.forward = self._forward_of(layer, index)
                     replaced.append(layer)
             yield
@@ -180,7 +180,7 @@ class TracedLayers:
                 del layer.forward
 
     def serves(self, batch: Any, layer: nn.Module) -> bool:
-        """Whether a layer runs traced in the forward of a batch."""
+        """True if a layer runs traced in the forward of this batch."""
         return True
 
     def _forward_of(self, layer: nn.Module, index: int) -> Callable:
@@ -190,7 +190,7 @@ class TracedLayers:
 
         def forward(*args, **kwargs):
             batch = kwargs.get("specdec")
-            if batch is None or not self.serves(batch, layer):  # None: somebody calls the model itself
+            if batch is None or not self.serves(batch, layer):  # None: the caller runs the model directly
                 return own(*args, **kwargs)
             traced = [TRACED if each is batch.cache else each for each in args]
             named = {key: TRACED if each is batch.cache else each for key, each in kwargs.items()} | {"specdec": TRACED}
@@ -202,18 +202,22 @@ class TracedLayers:
                 if not is_of_tracing(error):
                     raise
                 self.refuse(layer, error)
-                return own(*args, **kwargs)  # had it run untraced, it would write the same keys again
+                return own(*args, **kwargs)  # safe after a partial run: it writes the same keys again
             finally:
-                _running.batch = _running.module = None  # nothing of a model's outlives its call
+                _running.batch = _running.module = None  # hold no reference to the model after its call
 
         return forward
 
     def checked(self, layer: nn.Module, out: Any, batch: Any, own: Callable[[], Any], args: tuple, kwargs: dict) -> Any:
-        """What a traced layer returned, or what it should have: what its own forward returns of these arguments."""
+        """The output to use: the traced layer's `out`, or the result of `own()`, the layer's own forward, if `out` is wrong.
+
+        Args:
+            args, kwargs: the arguments of the call.
+        """
         return out
 
     def refuse(self, layer: nn.Module, error: Exception) -> None:
-        """A layer could not be traced: raise the error, or have layers of its class run as they are."""
+        """Handle a layer that could not be traced: raise the error, or run layers of its class untraced from now on."""
         raise error
 
     def _compiled(self, forward: Any) -> Callable:
@@ -221,7 +225,7 @@ class TracedLayers:
             traced = torch.compile(_own_copy(forward), dynamic=True, fullgraph=self.whole, backend=self.backend)
 
             def call(*args, **kwargs):
-                # Else epsilons and scales are made tensors at every call, and numbers of them again.
+                # Otherwise every call turns epsilons and scales into tensors and back into numbers.
                 with torch._dynamo.config.patch(specialize_float=True):
                     return traced(*args, **kwargs)
 
@@ -230,13 +234,13 @@ class TracedLayers:
 
 
 class CompiledLayers(TracedLayers):
-    """Layers that inductor compiles, after `rewritten` where Triton's kernels run.
+    """Layers compiled by inductor, after `rewritten` where the Triton kernels run.
 
     Args:
-        backend: another one (tests).
+        backend: replaces inductor, for tests.
 
     Raises:
-        UnsupportedModel: there is no C++ compiler for a model on a CPU.
+        UnsupportedModel: the model is on a CPU and no C++ compiler works.
     """
 
     def __init__(self, model: PreTrainedModel, attention: Callable, backend: str | Callable | None = None):
@@ -247,11 +251,11 @@ class CompiledLayers(TracedLayers):
 
 
 class RewrittenLayers(TracedLayers):
-    """Layers that are traced and rewritten in forwards that are captured, and run as they are in all others.
+    """Layers that are traced and rewritten in captured forwards, and run untraced in all others.
 
-    So tracing is paid where a step is captured, and what it costs the host per call is never paid again. What a new graph
-    returns first is compared with what the layer returns; if it is something else, there is a warning. Such layers, and those
-    that are no single graph or change tensors, run as they are in captured forwards, too.
+    So the cost of tracing, and the host's extra cost per call, are paid only when a step is captured. The first output of a
+    new graph is compared with the layer's own; if they differ, a warning is logged. Layers of such a class, or that are not
+    a single graph, or that modify tensors in place, also run untraced in captured forwards.
     """
 
     whole = True
@@ -259,9 +263,9 @@ class RewrittenLayers(TracedLayers):
     def __init__(self, model: nn.Module, attention: Callable, backend: Callable = rewriting):
         super().__init__(model, attention, self._trace)
         self._rewrite = backend
-        self._is_new = False  # a graph has been made and not been compared
+        self._is_new = False  # the latest graph has not been compared yet
         self._blocks = SparseBlocks()
-        self.refused: dict[type[nn.Module], str] = {}  # classes of layers that run as they are, and why
+        self.refused: dict[type[nn.Module], str] = {}  # layer classes that run untraced, and why
 
     def _trace(self, graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
         run = self._rewrite(graph, inputs)
@@ -270,41 +274,41 @@ class RewrittenLayers(TracedLayers):
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """As for all; mixtures of experts are one operator."""
+        """See TracedLayers; mixtures of experts are traced as one operator."""
         model = self._model()
         assert model is not None
         with self._blocks.opaque([layer for _, layer in _layers_in(model)]), super().active():
             yield
 
     def serves(self, batch: Any, layer: nn.Module) -> bool:
-        """In captured batches, but those of deterministic models: each of their operations has to be seen."""
+        """True in captured batches, except for deterministic models: their dispatch mode must see every operation."""
         captured = batch.captured and batch.invariant is None
         return captured and type(layer) not in self.refused and self._blocks.ready(layer)
 
     def checked(self, layer: nn.Module, out: Any, batch: Any, own: Callable[[], Any], args: tuple, kwargs: dict) -> Any:
-        """As for all; a graph is made before it is captured, and only then compared."""
+        """See TracedLayers. Compares a new graph in the warm-up run before its capture; nothing can be compared during one."""
         if not self._is_new or (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
             return out
         self._is_new = False
         expected = own()
         states = _states(expected)
-        given = (each for each in (*args, *kwargs.values()) if torch.is_tensor(each) and each.shape == states.shape)
-        before = next(given, torch.zeros_like(states))
+        inputs = (each for each in (*args, *kwargs.values()) if torch.is_tensor(each) and each.shape == states.shape)
+        before = next(inputs, torch.zeros_like(states))
         error = deviation(_states(out), states, before, int(batch.inputs.query_starts[-1]))
         if error <= 1:
             return out
         name = type(layer).__name__
         self.refused[type(layer)] = (
-            f"its rewritten graph computes something else ({error:.1f} times what rounding may do)"
+            f"its rewritten graph computes other values ({error:.1f} times the rounding tolerance)"
         )
-        logger.warning("%s is captured as it is: %s. Please report it.", name, self.refused[type(layer)])
+        logger.warning("%s is captured without rewriting: %s. Please report it.", name, self.refused[type(layer)])
         return expected
 
     def refuse(self, layer: nn.Module, error: Exception) -> None:
-        """Layers of this class run as they are from now on."""
+        """Run layers of this class untraced from now on."""
         reason = " ".join(str(error).split("\n")[:2])  # a backend's error has its message in the second line
         self.refused[type(layer)] = reason
-        logger.info("%s is captured as it is, without our kernels for whole layers: %s", type(layer).__name__, reason)
+        logger.info("%s is captured without rewriting, so without our fused kernels: %s", type(layer).__name__, reason)
 
 
 class _Indexed(nn.Module):
@@ -312,22 +316,24 @@ class _Indexed(nn.Module):
 
 
 def _states(out: Any) -> torch.Tensor:
-    """Hidden states [1, T, H] of what a layer returned."""
+    """Hidden states [1, T, H] in a layer's output."""
     return out if torch.is_tensor(out) else out[0]
 
 
 def deviation(found: torch.Tensor, expected: torch.Tensor, before: torch.Tensor, num_tokens: int) -> float:
-    """How far a layer's output is from what is expected, over what roundings of sums in another order may do.
+    """Distance of a layer's output from the expected one, divided by the tolerance for sums that round in another order.
 
-    What the layer adds to the residual stream is the measure, as it can be small beside it; of the stream itself the last bits.
+    The tolerance is relative to what the layer adds to the residual stream, which can be small compared with the stream, plus
+    the last bits of the stream itself.
 
     Args:
-        found, expected, before: [1, T, H] after the layer and before it.
-        num_tokens: those that count; what follows them belongs to no row.
+        found, expected: [1, T, H] outputs of the layer.
+        before: [1, T, H], the layer's input.
+        num_tokens: only this many first tokens are compared; later ones belong to no row.
     """
     eps = torch.finfo(expected.dtype).eps
     found, expected, before = (each[0, :num_tokens].double() for each in (found, expected, before))
-    known = expected.isfinite().all(1)  # a capture's warm-up may meet keys that were never written
+    known = expected.isfinite().all(1)  # a capture's warm-up may read keys that were never written
     found, expected, before = found[known], expected[known], before[known]
     added = expected - before
     allowed = max(16 * eps, 1e-3) * added.norm() + 0.05 * eps * expected.norm()
@@ -336,14 +342,14 @@ def deviation(found: torch.Tensor, expected: torch.Tensor, before: torch.Tensor,
 
 
 def _layers_in(model: nn.Module) -> list[tuple[int, nn.Module]]:
-    """Decoder layers, with the index of the pools that each attends to."""
+    """Decoder layers, each with the index of the pools it attends to."""
     if isinstance(model, PreTrainedModel):
         return list(enumerate(architectures.decoder_layers(model)))
     return [(child.layer_idx, layer) for layer in model.modules() for child in layer.children() if _is_innermost(child)]
 
 
 def _is_innermost(module: nn.Module) -> TypeGuard[_Indexed]:
-    """Whether a module knows its pools' index and nothing in it does: attention, not a layer that is told it too."""
+    """True for the innermost module with a `layer_idx`: the attention module, not a layer around it that has one too."""
     return [each for each in module.modules() if hasattr(each, "layer_idx")] == [module]
 
 
@@ -352,7 +358,7 @@ _Layers = TypeVar("_Layers", bound=TracedLayers)
 
 
 def layers_of(model: nn.Module, attention: Callable, kind: type[_Layers]) -> _Layers:
-    """The traced layers of a model or head, of one kind, the same for all who hold them. Args, errors: as for that kind."""
+    """The traced layers of a model or head, of class `kind`, shared by all callers. Args and errors: see `kind`."""
     kinds = _shared.setdefault(model, {})
     reference = kinds.get(kind)
     found = None if reference is None else reference()
@@ -364,14 +370,14 @@ def layers_of(model: nn.Module, attention: Callable, kind: type[_Layers]) -> _La
 
 
 def is_of_tracing(error: Exception) -> bool:
-    """Whether dynamo gave up, or was switched off: what it then says of `fullgraph` has no class of its own."""
+    """True if dynamo gave up or is switched off. In the latter case its error is a RuntimeError that names `fullgraph`."""
     switched_off = type(error) is RuntimeError and "fullgraph=True" in str(error)
     return switched_off or isinstance(error, (TorchDynamoException, FailOnRecompileLimitHit))
 
 
 def _own_copy(function: types.FunctionType) -> types.FunctionType:
-    """The same function with code of its own: what dynamo compiles is kept, counted and limited per code object, and
-    several models of a class would use up the limit together."""
+    """A copy of a function with its own code object. Dynamo limits compilations per code object, and several models of one
+    class would share that limit."""
     copy = types.FunctionType(
         function.__code__.replace(),
         function.__globals__,
@@ -384,7 +390,7 @@ def _own_copy(function: types.FunctionType) -> types.FunctionType:
 
 
 def check_compiler(device: torch.device) -> None:
-    """Raise UnsupportedModel where inductor would find no C++ compiler, which it needs for CPUs (CUDA needs Triton)."""
+    """Raise UnsupportedModel if inductor would find no C++ compiler, which it needs on CPUs (on CUDA it needs Triton)."""
     if device.type != "cpu":
         return
     from torch._inductor.cpp_builder import get_cpp_compiler

@@ -1,4 +1,4 @@
-"""Linear layers of steps of few rows on a GPU: `kernels.linear` in place of cuBLAS, without another copy of the weights."""
+"""Linear layers for steps of few rows on a GPU: `kernels.linear` in place of cuBLAS, without a second copy of the weights."""
 
 from __future__ import annotations
 
@@ -11,11 +11,11 @@ from torch import nn
 from ...kernels.dispatch import uses_triton
 from .joined_linears import JoinedLinears, Product, is_untouched
 
-_LEAST_WEIGHTS = 1024 * 1024  # smaller ones are read in the time of a launch
+_LEAST_WEIGHTS = 1024 * 1024  # smaller weights are read in the time of a launch
 
 
 class FewRowsProduct(Product):
-    """Layers' weights where they are, read in one launch."""
+    """The product of several layers in one launch, which reads their own weights."""
 
     def __init__(self, linears: Sequence[nn.Linear]):
         from ...kernels import linear
@@ -27,17 +27,17 @@ class FewRowsProduct(Product):
         self.biases = biases or None
 
     def __call__(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        """A tensor per layer."""
+        """Outputs [..., N_i] of every layer for x [..., K]."""
         outs = self.linears(x.reshape(-1, x.shape[-1]), self.weights, self.biases)
         return [out.view(*x.shape[:-1], out.shape[-1]) for out in outs]
 
     def serves(self, x: torch.Tensor) -> bool:
-        """Rows of a step, not of a prompt."""
+        """True for the few rows [..., K] of a decoding step, not for a prompt."""
         return x.dtype == self.weights[0].dtype and x.numel() <= self.most_rows * x.shape[-1]
 
 
 def _is_large(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """An untouched layer on a GPU whose weights take longer to read than a launch."""
+    """True for an unmodified linear layer on a GPU whose weights take longer to read than a launch."""
     if not is_untouched(module):
         return False
     weight = module.weight
@@ -51,12 +51,12 @@ def _is_large(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def few_row_linears(model: nn.Module, left_out: Collection[nn.Module] = ()) -> JoinedLinears | None:
-    """A model's large linear layers served by our kernel for few rows; None where it cannot.
+    """A model's large linear layers, computed by our kernel for few rows; None where the kernel cannot run.
 
-    For forwards that are captured: launched one by one, its launches cost the host more than cuBLAS's.
+    Only for captured forwards: launched one by one, our kernel costs the host more than cuBLAS.
 
     Args:
-        left_out: modules whose layers are left as they are.
+        left_out: modules whose layers are not changed.
     """
     parameter = next(model.parameters(), None)
     if parameter is None or not uses_triton(parameter.device):

@@ -1,7 +1,8 @@
-"""Hashes of whole tensors, which tell whether a copy that was made from a tensor still holds what the tensor holds.
+"""Hashes of whole tensors, to find out whether a copy made from a tensor is still up to date.
 
-Addresses and version counters cannot tell: a write through `.data` or a numpy view changes neither. So every byte is read, at
-the speed of memory. Two different contents get one hash with a probability of 2^-128 on a CPU and about 2^-62 elsewhere.
+Addresses and version counters are not enough: a write through `.data` or a numpy view changes neither. So every byte is
+read, at memory speed. Two different contents have equal hashes with a probability of 2^-128 on a CPU and about 2^-62
+elsewhere.
 """
 
 from __future__ import annotations
@@ -13,15 +14,15 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import xxhash
 
-_CHUNK_BYTES = 4 << 20  # of one thread's work
-_WIDTH = 1 << 20  # words that share a second key, on other devices
+_CHUNK_BYTES = 4 << 20  # bytes that one thread hashes at a time
+_WIDTH = 1 << 20  # words per row, which share a row key, on devices other than CPUs
 
 
 def fingerprints(tensors: Sequence[torch.Tensor]) -> list[bytes]:
-    """A hash of each tensor's contents, in as many threads as torch uses.
+    """A hash of each tensor's contents, computed in as many threads as torch uses.
 
     Args:
-        tensors: of any shape and dtype, on any devices that hold data (not "meta"). Shapes and dtypes are no part of the hash.
+        tensors: of any shape and dtype, on any device but "meta". Shapes and dtypes do not enter the hash.
     """
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return _on_cpu(tensors)
@@ -46,7 +47,7 @@ def _on_cpu(tensors: Sequence[torch.Tensor]) -> list[bytes]:
 
 
 def _on_device(tensor: torch.Tensor) -> bytes:
-    """Multilinear hashing modulo 2^64 of 32-bit words, twice: by a key per column, then by a key per row."""
+    """Multilinear hashing of 32-bit words modulo 2^64, first with a key per column, then with a key per row."""
     words = _bytes(tensor)
     words = torch.nn.functional.pad(words, (0, -len(words) % 4)).view(torch.int32)
     columns = _keys(0, _WIDTH, words.device)
@@ -64,5 +65,5 @@ def _keys(stream: int, count: int, device: torch.device) -> torch.Tensor:
 
 
 def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """uint8 [n], without a copy where the tensor is contiguous."""
+    """The tensor's bytes, uint8 [n]; a view if the tensor is contiguous."""
     return tensor.detach().reshape(-1).view(torch.uint8)

@@ -1,8 +1,7 @@
-"""InvariantOps: inside it, what a model computes for a token does not depend, bit for bit, on the tokens beside it.
+"""InvariantOps: a mode in which a token's results have the same bits whatever other tokens are in the batch.
 
-A dispatch mode sees every operation that a thread runs. It hands those that sum over something to `kernels.invariant*`, lets
-through those that only move data or that IEEE 754 rounds correctly, and refuses what it does not know: a mode that promises
-equal bits cannot guess.
+A dispatch mode sees every operation that a thread runs. This one replaces operations that sum by `kernels.invariant*`, runs
+unchanged those that only move data or that IEEE 754 rounds correctly, and raises an error for operations it does not know.
 """
 
 from __future__ import annotations
@@ -21,14 +20,14 @@ from ...kernels.dispatch import uses_triton
 
 aten = torch.ops.aten
 
-# Rounded correctly, or not at all: the same in vectors and in their scalar remainder.
+# Correctly rounded, or exact: the same result in vector instructions and in the scalar loop for the remainder.
 _EXACT = {
     "abs", "add", "bitwise_and", "bitwise_not", "bitwise_or", "ceil", "clamp", "clamp_max", "clamp_min", "div", "eq", "fill",
     "floor", "floor_divide", "ge", "gt", "isfinite", "isinf", "isnan", "le", "logical_and", "logical_not", "logical_or", "lt",
     "masked_fill", "maximum", "minimum", "mul", "ne", "neg", "relu", "remainder", "round", "rsub", "sign", "sqrt", "sub",
     "trunc", "where",
 }  # fmt: skip
-# They move, choose or make elements.
+# Operations that move, choose or create elements.
 _MOVING = {
     "_index_put_impl", "_local_scalar_dense", "_to_copy", "_unsafe_view", "alias", "amax", "amin", "arange", "argmax", "argmin", "argsort",
     "cat", "clone", "constant_pad_nd", "copy", "detach", "embedding", "empty", "empty_like", "empty_strided", "expand", "eye", "flip",
@@ -36,16 +35,16 @@ _MOVING = {
     "masked_select", "max", "min", "new_empty", "new_empty_strided", "new_full", "new_ones", "new_zeros", "nonzero", "ones",
     "ones_like", "repeat", "repeat_interleave", "resize", "roll", "scalar_tensor", "scatter", "select_scatter", "set",
     "slice_scatter", "sort", "split_with_sizes_copy", "stack", "topk", "tril", "triu", "unfold", "zero", "zeros", "zeros_like",
-    "histc",  # counts
-    "index_add",  # experts add to a token one after the other, each of them once
+    "histc",  # counts elements
+    "index_add",  # mixtures of experts: the experts add to a token in a fixed order, each at most once
 }  # fmt: skip
 
 
 class InvariantOps(TorchDispatchMode):
-    """Active around one forward, in the thread that runs it and in no other.
+    """A mode for one forward, in the thread that runs it.
 
     Attributes:
-        what: the model, for errors.
+        what: name of the model, for errors.
     """
 
     def __init__(self, what: str):
@@ -55,7 +54,7 @@ class InvariantOps(TorchDispatchMode):
 
     @contextlib.contextmanager
     def direct(self) -> Iterator[None]:
-        """Inside, operations run as they are: for code that is invariant itself."""
+        """Inside, operations run unchanged: for code that is already batch-invariant."""
         before, self._direct = self._direct, True
         try:
             yield
@@ -76,10 +75,10 @@ class InvariantOps(TorchDispatchMode):
             if out is not NotImplemented:
                 return out
             raise self._refusal(func)
-        if func.overloadpacket in (aten.add, aten.sub):  # with a factor, which some loops fuse
+        if func.overloadpacket in (aten.add, aten.sub):  # with a factor alpha, which some loops fuse into the sum
             return func(args[0], args[1] * kwargs["alpha"])
         if func.namespace == "aten" and torch.Tag.pointwise in func.tags:
-            if floats[0].is_cuda:  # one function for every element
+            if floats[0].is_cuda:  # CUDA computes every element by the same code
                 return func(*args, **kwargs)
             if len(tensors) == 1 and args and args[0] is floats[0]:
                 return _vectorised(func, args, kwargs)
@@ -90,14 +89,14 @@ class InvariantOps(TorchDispatchMode):
 
     def _refusal(self, func: Any) -> UnsupportedModel:
         return UnsupportedModel(
-            f"'deterministic': {self.what} uses {func}, for which there is no implementation whose result for a token is independent "
-            "of the tokens beside it. Leave the key out."
+            f"'deterministic': {self.what} uses {func}, which has no implementation whose result for a token is independent of the "
+            "other tokens in the batch. Leave the key out."
         )
 
 
 @functools.cache
 def _passes(func: Any) -> bool:
-    """Whether an operation is the same in every batch as it is."""
+    """True if an operation is batch-invariant without replacement."""
     name = func._schema.name.removeprefix("aten::").removesuffix("_")
     return func.namespace == "aten" and (func.is_view or name in _MOVING or name in _EXACT)
 
@@ -112,7 +111,7 @@ def _tensors(args: tuple, kwargs: dict) -> list[torch.Tensor]:
 
 
 def _vectorised(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
-    """A function of one tensor's elements, in whole vectors."""
+    """Apply an elementwise function so that vector instructions compute every element, without a scalar remainder."""
     x = args[0]
     if func._schema.is_mutable:
         plain = getattr(getattr(aten, func._schema.name.split("::")[1].removesuffix("_")), func._overloadname)
@@ -120,11 +119,11 @@ def _vectorised(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
     return definitions.elementwise(lambda part: func(part, *args[1:], **kwargs), x)
 
 
-# ---- what is replaced -----------------------------------------------------------------------------------------------
+# ---- replacements, with aten's arguments ----------------------------------------------------------------------------
 
 
 def _kernels(x: torch.Tensor) -> Any:
-    """Where `linear`, `batched_product`, `sum_last`, `softmax_last` and `log_softmax_last` for a tensor's device are."""
+    """The module with `linear`, `batched_product`, `sum_last`, `softmax_last` and `log_softmax_last` for a tensor's device."""
     if not uses_triton(x.device):
         return definitions
     from ...kernels import invariant
@@ -160,7 +159,7 @@ def _mv(x, vector):
 
 
 def _grouped_mm(x, weights, offs=None, bias=None, out_dtype=None):
-    """Rows x [T, K] in groups that end at `offs` [G], each with its own weights [G, K, N]."""
+    """Product of rows x [T, K], in groups that end at `offs` [G], with one weight matrix per group, [G, K, N]."""
     if x.dim() != 2 or weights.dim() != 3 or offs is None or bias is not None or x.is_cuda:
         return NotImplemented
     out = x.new_zeros(x.shape[0], weights.shape[2])
@@ -176,7 +175,7 @@ def _cumsum(x, dim, *, dtype=None):
 
 
 def _reduced(x: torch.Tensor, dim: Any, keepdim: bool, reduce: Callable[[torch.Tensor], torch.Tensor]) -> torch.Tensor:
-    """`reduce` of the last dimension, applied to the dimensions `dim` (None or []: all)."""
+    """Apply `reduce`, which reduces the last dimension, to the dimensions `dim` (None or []: all)."""
     dims = [dim] if isinstance(dim, int) else list(dim or range(x.dim()))
     dims = sorted(d % max(x.dim(), 1) for d in dims)
     kept = [d for d in range(x.dim()) if d not in dims]

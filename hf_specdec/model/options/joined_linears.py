@@ -1,4 +1,4 @@
-"""Linear layers that other products serve than their own, while a model is active; those of one input share one product."""
+"""JoinedLinears: replaces a model's linear layers by faster products while it is active. Layers of one input share a product."""
 
 from __future__ import annotations
 
@@ -13,23 +13,23 @@ from torch import nn
 
 from .fingerprints import fingerprints
 
-# Siblings of these names are as a rule fed one tensor; then one product serves them all. Checked at every call.
+# Sibling layers of these names usually have the same input; then one product serves them all. Every call checks the input.
 _SAME_INPUT = (("q_proj", "k_proj", "v_proj"), ("gate_proj", "up_proj"))
 
 
 class Product(abc.ABC):
-    """What serves one or several layers: longer runs of memory, fewer calls.
+    """Computes the outputs of one layer, or of several layers with the same input in one call.
 
     Args:
-        linears: layers with the same number of inputs, all with biases or none.
+        linears: layers with the same number of inputs, all with biases or all without.
 
     Attributes:
-        copies: it computes with copies of the weights, which `copy_weights` makes. A write to the weights leaves them stale, so
-            their contents are compared before the copies are used (see `JoinedLinears.refresh`).
-        copied_from: fingerprints of what was copied; None: nothing yet.
+        copies: it computes with copies of the weights, made by `copy_weights`. Writes to the weights make the copies stale,
+            so the contents are compared before the copies are used (see `JoinedLinears.refresh`).
+        copied_from: fingerprints of the copied weights; None: nothing is copied yet.
         alone: it serves one layer.
-        latest: (input, its version, outputs per layer) of the last product, until the last layer has fetched its own.
-        fed_apart: a layer came with another input than the first; from then on each computes its own.
+        latest: (input, its version, outputs per layer) of the last call, until the last layer has taken its output.
+        fed_apart: a layer's input differed from the first layer's; from then on each layer computes its own product.
     """
 
     copies = False
@@ -48,18 +48,18 @@ class Product(abc.ABC):
 
     @abc.abstractmethod
     def serves(self, x: torch.Tensor) -> bool:
-        """Whether it is faster than the layers' own products for so many rows [..., K]."""
+        """True if it is faster than the layers' own products for the number of rows in x [..., K]."""
 
     def copy_weights(self, linears: Sequence[nn.Linear]) -> None:
-        """Take the copies anew. Only called where `copies` is set."""
+        """Copy the weights again. Only called if `copies` is set."""
         raise TypeError(f"{type(self).__name__} holds no copies.")
 
     def is_made_for(self, linears: Sequence[nn.Linear]) -> bool:
-        """Whether this was made for just these layers with weights where they are now."""
+        """True if this was made for exactly these layers, with their weights at the same addresses as now."""
         return self.places == [_place(linear) for linear in linears]
 
     def part(self, x: torch.Tensor, index: int) -> torch.Tensor | None:
-        """Output of layer `index` of several, computed for all when the first asks; None: fed apart."""
+        """The output of layer `index`. The first layer's call computes all; None if this layer's input is not the first's."""
         version = None if x.is_inference() else x._version
         if index == 0:
             outputs = self(x)
@@ -75,12 +75,12 @@ class Product(abc.ABC):
 
 
 class JoinedLinears:
-    """A model's layers served by products, applied while `active()`.
+    """Replaces the forwards of a model's linear layers by products while `active()`.
 
     Args:
-        product: makes what serves layers that are fed together.
-        is_served: whether it can serve a module, which is then an `nn.Linear`.
-        left_out: modules whose layers are left as they are.
+        product: makes the product of layers that share an input.
+        is_served: True for modules that such a product can serve; these are `nn.Linear`.
+        left_out: modules whose layers are not changed.
     """
 
     def __init__(
@@ -91,16 +91,16 @@ class JoinedLinears:
         left_out: Collection[nn.Module] = (),
     ):
         self._make, self._is_served = product, is_served
-        self._products = weakref.WeakKeyDictionary[nn.Linear, Product]()  # by the first of their layers
+        self._products = weakref.WeakKeyDictionary[nn.Linear, Product]()  # keyed by each product's first layer
         self._fed_apart = weakref.WeakSet[nn.Linear]()
         self._left_out = weakref.WeakSet(inner for module in left_out for inner in module.modules())
         self._model = weakref.ref(model)
         self._in_use: list[tuple[Product, list[nn.Linear]]] = []
-        self.is_fresh = False  # the copies have been compared with the weights since `active()` was entered
+        self.is_fresh = False  # True: the copies have been compared with the weights since `active()` was entered
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, the layers use their products, with the weights that the layers have when the first product is used."""
+        """Inside, the layers use their products. Copies hold the weights as they were when the first product was used."""
         model = self._model()
         assert model is not None
         self.is_fresh = False
@@ -109,7 +109,7 @@ class JoinedLinears:
                 product = self._product(linears)
                 self._in_use.append((product, linears))
                 for index, linear in enumerate(linears):
-                    # A method: by its function dynamo knows that all layers' are alike, objects are traced one by one.
+                    # A bound method, because dynamo shares traces by function; it would trace callable objects one by one.
                     joined = _JoinedForward(self, linear, product, index)
                     linear.forward = joined.forward  # pyright: ignore[reportAttributeAccessIssue]
             yield
@@ -120,7 +120,7 @@ class JoinedLinears:
             self._in_use.clear()
 
     def refresh(self) -> None:
-        """Compare what the products copied with the weights as they are, byte for byte; copy what differs."""
+        """Compare the contents of the copied weights with the layers' weights, by hash, and copy those that differ."""
         copied = [(product, linears) for product, linears in self._in_use if product.copies]
         groups = [[tensor for linear in linears for tensor in _tensors(linear)] for _, linears in copied]
         found = iter(fingerprints([tensor for tensors in groups for tensor in tensors]))
@@ -139,7 +139,7 @@ class JoinedLinears:
         return product
 
     def _fed_together(self, model: nn.Module) -> Iterator[list[nn.Linear]]:
-        """The layers that are served, those that share their input together."""
+        """Groups of layers that are served: layers that share their input, and single layers."""
         for parent in model.modules():
             if parent in self._left_out:
                 continue
@@ -162,7 +162,7 @@ class JoinedLinears:
 
 
 class _JoinedForward:
-    """`forward` of one layer: input [..., in] → [..., out]."""
+    """The `forward` that replaces a layer's own."""
 
     def __init__(self, owner: JoinedLinears, linear: nn.Linear, product: Product, index: int):
         self.owner = owner
@@ -171,9 +171,9 @@ class _JoinedForward:
         self.product, self.index = product, index
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
-        """Of the layer."""
+        """The layer's output [..., out] for input x [..., in]."""
         product = self.product
-        # A layer that is traced is shown the product as such: it is put together with others there.
+        # Tracing must see a plain linear layer: the rewriting of traced graphs joins layers itself.
         if torch.compiler.is_compiling() or not product.serves(x):
             return F.linear(x, self.weight, self.bias)
         if product.copies and not self.owner.is_fresh:
@@ -185,7 +185,7 @@ class _JoinedForward:
 
 
 def is_untouched(module: nn.Module) -> bool:
-    """An `nn.Linear` as it was made: no subclass (quantized, LoRA), no replaced forward, ordinary weights."""
+    """True for an unmodified `nn.Linear`: no subclass (quantized, LoRA), no replaced forward, ordinary weights."""
     return type(module) is nn.Linear and "forward" not in vars(module) and type(module.weight) is nn.Parameter
 
 
@@ -194,5 +194,5 @@ def _tensors(linear: nn.Linear) -> list[torch.Tensor]:
 
 
 def _place(linear: nn.Linear) -> list:
-    """Where the weights are, and what the tensors there look like."""
+    """Addresses and layouts of the layer's weights."""
     return [(each.data_ptr(), each.shape, each.stride(), each.dtype, each.device) for each in _tensors(linear)]

@@ -1,9 +1,9 @@
-"""Linear layers on a CPU with weights in oneDNN's own blocked layout, packed once instead of at every call.
+"""Linear layers on a CPU with weights in oneDNN's blocked layout, packed once instead of at every call.
 
-What inductor's freezing does for a compiled model, without compiling (docs/performance.md has the measurements). Costs a
-second copy of the weights, and once a call a hash of all of them, which takes the time of one step at batch 1: weights can be
-written without a trace. Layers that are fed the same tensor (queries, keys and values) share one product. Results differ from
-`torch.nn.functional.linear` by float rounding only.
+Inductor's freezing does the same for a compiled model; this needs no compilation (measurements in docs/performance.md). It
+costs a second copy of the weights and, once per generate() call, a hash of all weights, which takes as long as one step at
+batch 1: a write to the weights may leave no other trace. Layers with the same input (queries, keys and values) share one
+product. Results differ from `torch.nn.functional.linear` only by float rounding.
 """
 
 from __future__ import annotations
@@ -20,16 +20,16 @@ from .joined_linears import JoinedLinears, Product, is_untouched
 
 logger = logging.getLogger(__name__)
 
-_ROWS = 8  # the number of rows the layout is chosen for; it serves any other
-# Where packing pays, measured: bf16 always; float32 for the rows of drafts and for weights that do not fit the L2 cache.
+_ROWS = 8  # oneDNN chooses the layout for this number of rows; it works for any number
+# Where packing is faster, measured: bf16 always; float32 for as many rows as drafts have, and weights larger than the L2 cache.
 _ANY_ROWS = range(1, 1 << 62)
 _FLOAT32_ROWS = range(2, 65)
 _FLOAT32_WEIGHTS = 512 * 512
-_MEMORY_SHARE = 0.25  # of the machine's free memory, at most, for the second copy
+_MEMORY_SHARE = 0.25  # by default, the second copy may take this share of the machine's free memory
 
 
 class PackedProduct(Product):
-    """Layers' weights in one packed matrix."""
+    """The product of several layers with their weights joined in one packed matrix."""
 
     copies = True
 
@@ -40,18 +40,18 @@ class PackedProduct(Product):
         self.linear = torch.ops.mkldnn._linear_pointwise.default
 
     def copy_weights(self, linears: Sequence[nn.Linear]) -> None:
-        """Pack them."""
+        """Pack the weights."""
         self.weight = torch.ops.mkldnn._reorder_linear_weight(_join([each.weight.detach() for each in linears]), _ROWS)
         biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
         self.bias = _join(biases).clone() if biases else None
 
     def __call__(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
-        """Views of one product."""
+        """Outputs [..., N_i] of every layer for x [..., K]: views of one product."""
         out = self.linear(x, self.weight, self.bias, "none", [], "")
         return (out,) if self.alone else out.split(self.sizes, dim=-1)
 
     def serves(self, x: torch.Tensor) -> bool:
-        """Where packing pays for so many rows."""
+        """True if packing is faster for the number of rows in x [..., K]."""
         return x.numel() // x.shape[-1] in self.rows
 
 
@@ -60,7 +60,7 @@ def _join(tensors: list[torch.Tensor]) -> torch.Tensor:
 
 
 def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
-    """An untouched layer on the CPU that packing speeds up."""
+    """True for an unmodified linear layer on the CPU that packing speeds up."""
     if not is_untouched(module):
         return False
     weight = module.weight
@@ -73,7 +73,7 @@ def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
 
 
 def packs_bfloat16() -> bool:
-    """Whether oneDNN has a packed layout of bfloat16 for this CPU: not without AVX-512 or AVX-NE-CONVERT."""
+    """True if oneDNN has a packed layout for bfloat16 on this CPU, which needs AVX-512 or AVX-NE-CONVERT."""
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
@@ -81,7 +81,7 @@ def prepack(model: nn.Module, wanted: bool | None) -> JoinedLinears | None:
     """Prepacked layers for a model, or None where they cannot help.
 
     Args:
-        wanted: True: pack if at all possible; False: never; None: if the copy is small beside the machine's free memory.
+        wanted: True: pack if possible; False: never; None: pack if the copy is small compared with the free memory.
     """
     if wanted is False or not torch.backends.mkldnn.is_available():
         return None
@@ -91,7 +91,7 @@ def prepack(model: nn.Module, wanted: bool | None) -> JoinedLinears | None:
     free = _free_memory()
     if wanted is None and (free is None or num_bytes > _MEMORY_SHARE * free):
         logger.info(
-            "Weights are not prepacked: a second copy of %.1f GiB would be large beside the free memory.",
+            "Weights are not prepacked: a second copy of %.1f GiB would take too large a share of the free memory.",
             num_bytes / 2**30,
         )
         return None

@@ -1,8 +1,8 @@
-"""Linear layers with int8 or int4 weights (activations stay as they are), quantized by torchao.
+"""Linear layers with int8 or int4 weights, quantized by torchao. Activations are not quantized.
 
-A decoding step reads every weight once; smaller weights are less to read and to hold. A user's model is lent to us: its
-layers have quantized copies while `active()` and their own weights outside, so both are in memory. Drafters that we loaded
-are quantized for good. Embeddings and the output layer stay as they are, as in transformers' TorchAoConfig.
+A decoding step reads every weight once, so smaller weights save time and memory. A user's model is only borrowed: its layers
+have quantized weights while `active()` and their own weights otherwise, so both are in memory. Drafters that we loaded are
+quantized permanently. Embeddings and the output layer are not quantized, as in transformers' TorchAoConfig.
 """
 
 from __future__ import annotations
@@ -21,9 +21,9 @@ from .fingerprints import fingerprints
 
 logger = logging.getLogger(__name__)
 
-_GROUPS = (128, 64, 32)  # inputs that share a scale: the first that divides a layer's
-_INT4_OUTPUTS = 16  # torch's int4 product on a CPU takes outputs in multiples of this
-_INT4_CAPABILITY = (8, 0)  # of a CUDA device: tensor cores for bfloat16
+_GROUPS = (128, 64, 32)  # number of inputs that share a scale: the first of these that divides a layer's inputs
+_INT4_OUTPUTS = 16  # torch's int4 product on a CPU needs a multiple of this many outputs
+_INT4_CAPABILITY = (8, 0)  # minimum compute capability of a CUDA device: tensor cores for bfloat16
 _INSTALL = "pip install 'hf-specdec[gpu]'"
 
 _quantized_for_good = weakref.WeakKeyDictionary[nn.Module, str]()
@@ -31,19 +31,19 @@ _shared = weakref.WeakKeyDictionary[nn.Module, "weakref.WeakValueDictionary[str,
 
 
 class QuantizedLinears:
-    """Quantized copies of a module's linear layers' weights, in place of them while `active()`.
+    """Quantized copies of the weights of a module's linear layers, used instead of the originals while `active()`.
 
     Args:
         module: a model or a draft head.
         kind: "wint8" (a scale per output) or "wint4" (a scale and a zero point per output and group of up to 128 inputs).
-        kept: layers to leave as they are, besides the output embeddings and those whose weight is an embedding's.
+        kept: layers not to quantize, besides the output embeddings and layers that share their weight with an embedding.
 
     Attributes:
-        bytes_before, bytes_after: of all the module's weights, each counted once, while it is not and while it is active.
+        bytes_before, bytes_after: bytes of all weights of the module, each counted once, without and with quantization.
 
     Raises:
         ImportError: torchao is missing.
-        UnsupportedModel: this kind cannot serve the module's device or dtype, or no layer can be quantized.
+        UnsupportedModel: this kind does not support the module's device or dtype, or no layer can be quantized.
     """
 
     def __init__(self, module: nn.Module, kind: str, kept: Iterable[nn.Module] = ()):
@@ -58,28 +58,28 @@ class QuantizedLinears:
         skipped = [linear for linear in linears if linear not in made]
         name = type(module).__name__
         if len(skipped) == len(linears):
-            what = f"no plain linear layer of {name}"
+            why = "it has no plain linear layer"
             if linears:
-                what = f"none of the {len(linears)} linear layers of {name}: {_needed(kind, linears[0])}"
-            raise UnsupportedModel(f"{kind!r} can quantize {what}. Leave the key out.")
+                why = f"none of its {len(linears)} linear layers has a suitable shape: {_needed(kind, linears[0])}"
+            raise UnsupportedModel(f"{kind!r} cannot quantize {name}: {why}. Leave the key out.")
         if skipped:
             logger.warning(
-                "%s: %d of %d linear layers stay as they are: %s.",
+                "%s: %d of %d linear layers are not quantized: %s.",
                 name, len(skipped), len(linears), _needed(kind, skipped[0]),
             )  # fmt: skip
         self.bytes_before = num_bytes(module)
         with self.active():
             self.bytes_after = num_bytes(module)
         logger.info(
-            "%s: with %d linear layers in %s all weights take %.1f MiB, %.1f MiB as they were.",
+            "%s: with %d linear layers in %s all weights take %.1f MiB instead of %.1f MiB.",
             name, len(linears) - len(skipped), kind, self.bytes_after / 2**20, self.bytes_before / 2**20,
         )  # fmt: skip
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, the layers have quantized weights; those whose weights have changed since are quantized again.
+        """Inside, the layers have quantized weights. Weights that have changed since the last time are quantized again.
 
-        Changes are found by reading all weights: a write can leave no other trace (see fingerprints.py).
+        To find changes, all weights are read: a write may leave no other trace (see fingerprints.py).
         """
         originals: list[tuple[nn.Linear, nn.Parameter]] = []
         try:
@@ -92,7 +92,11 @@ class QuantizedLinears:
                 linear._parameters["weight"] = weight
 
     def copies(self) -> list[tuple[nn.Linear, nn.Parameter]]:
-        """The layers and their quantized weights."""
+        """The quantized layers, each with its up-to-date quantized weight.
+
+        Raises:
+            UnsupportedModel: weights are offloaded, or this kind does not support their device or dtype.
+        """
         module = self._module()
         assert module is not None
         linears = list(self._linears(module))
@@ -103,7 +107,7 @@ class QuantizedLinears:
             made_from = contents, linear.weight.shape, linear.weight.dtype, linear.weight.device
             if self._made_from.get(linear) != made_from:
                 self._copies.pop(linear, None)
-                config = _config(self.kind, linear.weight)  # None: its shape does not allow it
+                config = _config(self.kind, linear.weight)
                 if config is not None:
                     self._copies[linear] = _quantize(linear.weight, config)
                 self._made_from[linear] = made_from
@@ -112,7 +116,7 @@ class QuantizedLinears:
         return copied
 
     def _linears(self, module: nn.Module) -> Iterator[nn.Linear]:
-        """The layers to quantize: plain ones (no subclass, no weights in a format of their own)."""
+        """The layers to quantize: plain `nn.Linear` (no subclass) with ordinary floating-point weights."""
         embeddings = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
         output = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
         for each in module.modules():
@@ -122,7 +126,7 @@ class QuantizedLinears:
 
 
 def quantized_linears(module: nn.Module, kind: str) -> QuantizedLinears:
-    """The copies of a module, made once for all who hold them. Args, errors: as for `QuantizedLinears`."""
+    """A module's quantized copies, shared by all callers. Args and errors: see `QuantizedLinears`."""
     by_kind = _shared.setdefault(module, weakref.WeakValueDictionary())
     found = by_kind.get(kind)
     if found is None:
@@ -131,9 +135,9 @@ def quantized_linears(module: nn.Module, kind: str) -> QuantizedLinears:
 
 
 def quantize_for_good(module: nn.Module, kind: str, kept: Iterable[nn.Module] = ()) -> None:
-    """Quantize a module that belongs to us; its own weights are dropped. A second time it is left as it is.
+    """Quantize a module that we own, and drop its original weights. Does nothing the second time.
 
-    Args, errors: as for `QuantizedLinears`.
+    Args and errors: see `QuantizedLinears`; also ValueError if the module is already quantized as another kind.
     """
     before = _quantized_for_good.get(module)
     if before is None:
@@ -145,7 +149,7 @@ def quantize_for_good(module: nn.Module, kind: str, kept: Iterable[nn.Module] = 
 
 
 def num_bytes(module: nn.Module) -> int:
-    """Bytes of a module's parameters and buffers, each counted once, quantized ones as they are stored."""
+    """Bytes of a module's parameters and buffers, each counted once; of quantized ones, the bytes they are stored in."""
     return sum(map(_stored_bytes, [*module.parameters(), *module.buffers()]))
 
 
@@ -167,7 +171,8 @@ def _check_installed(kind: str) -> None:
 
 
 def _quantize(weight: nn.Parameter, config: Any) -> nn.Parameter:
-    """torchao's version of a weight [out, in], made in a layer of our own: it leaves marks on the layers it is given."""
+    """torchao's quantized version of a weight [out, in]. Made in a temporary layer, because torchao marks the layers it
+    quantizes."""
     from torchao.quantization import quantize_
 
     layer = nn.Linear(weight.shape[1], weight.shape[0], bias=False, device="meta")
@@ -177,7 +182,7 @@ def _quantize(weight: nn.Parameter, config: Any) -> nn.Parameter:
 
 
 def _config(kind: str, weight: torch.Tensor) -> Any | None:
-    """torchao's configuration for one weight; None: its shape does not allow it. Never touches inductor's settings."""
+    """torchao's configuration for one weight; None if its shape cannot be quantized. Leaves inductor's settings unchanged."""
     from torchao.quantization import Int4WeightOnlyConfig, Int8WeightOnlyConfig, PerGroup, PerRow
 
     device, (outputs, inputs) = weight.device, weight.shape
@@ -185,7 +190,8 @@ def _config(kind: str, weight: torch.Tensor) -> Any | None:
     if kind == "wint8":
         if weight.dtype != torch.float16:
             return Int8WeightOnlyConfig(granularity=PerRow(), set_inductor_config=False)
-        # torchao multiplies by 8-bit integers first and scales the sum, which float16 cannot hold; not so with groups.
+        # With a scale per row, torchao sums products with the 8-bit integers before it scales, which overflows float16. With
+        # a scale per group it does not.
         smaller = next((size for size in _GROUPS if inputs % size == 0 and size < inputs), None)
         return smaller and Int8WeightOnlyConfig(granularity=PerGroup(smaller), set_inductor_config=False)
     if device.type == "cpu":
@@ -195,15 +201,15 @@ def _config(kind: str, weight: torch.Tensor) -> Any | None:
             from torchao.prototype.quantization.int4 import PrototypeInt4WeightOnlyConfig
         except ImportError as error:
             raise ImportError(
-                f"'wint4' weights on a CPU need torchao 0.18 or a later one that has them: {_INSTALL}"
+                f"'wint4' weights on a CPU need a torchao that supports them, such as 0.18: {_INSTALL}"
             ) from error
         return PrototypeInt4WeightOnlyConfig(group_size=group, set_inductor_config=False)
     if device.type != "cuda" or weight.dtype != torch.bfloat16 or not _has_int4(device):
         raise UnsupportedModel(
-            f"'wint4' runs on CPUs and, in bfloat16, on CUDA devices of compute capability 8.0 or more; these weights are "
+            f"'wint4' runs on CPUs and, in bfloat16, on CUDA devices of compute capability 8.0 or higher; these weights are "
             f"{weight.dtype} on {device}. Load the model with dtype=torch.bfloat16, use 'wint8', or leave the key out."
         )
-    # Of torchao's int4 packings the one whose product for few rows comes with torch itself.
+    # Of torchao's int4 packings, this one has its product for few rows in torch itself.
     return group and Int4WeightOnlyConfig(
         group_size=group, int4_packing_format="tile_packed_to_4d", set_inductor_config=False
     )
@@ -214,6 +220,8 @@ def _has_int4(device: torch.device) -> bool:
 
 
 def _needed(kind: str, linear: nn.Linear) -> str:
-    """Why a layer cannot be quantized."""
-    needs = f"inputs in multiples of {_GROUPS[-1]}" + ("" if kind == "wint8" else f" and outputs of {_INT4_OUTPUTS}")
+    """Say why a layer cannot be quantized."""
+    needs = f"inputs in multiples of {_GROUPS[-1]}"
+    if kind != "wint8":
+        needs += f" and outputs in multiples of {_INT4_OUTPUTS}"
     return f"{kind} in {linear.weight.dtype} needs {needs}, not {linear.in_features} and {linear.out_features}"

@@ -1,5 +1,8 @@
-"""Mixtures of experts in traced layers: one opaque operator. They change tensors of their own in place, beside which nothing of
-a graph could be moved, and are as they are when they run."""
+"""Mixtures of experts as one opaque operator of a traced layer.
+
+They modify tensors in place, so a graph that contains their operations could not be rewritten. The operator runs the block's
+own forward.
+"""
 
 from __future__ import annotations
 
@@ -13,7 +16,7 @@ from torch import nn
 
 
 class _Running(threading.local):
-    """The block of the layer that runs in this thread, as `SparseBlocks.running` says."""
+    """The block of the layer that runs in this thread; `SparseBlocks.ready` sets it."""
 
     block: SparseBlock
 
@@ -33,10 +36,12 @@ def _(x):
 
 
 class SparseBlock:
-    """`forward` of a router and its experts: hidden states [1, T, H] to the same, alone or the first of several outputs.
+    """Replaces the `forward` of a block, a router with its experts: hidden states [1, T, H] → [1, T, H].
+
+    The block returns this tensor alone or as the first of several outputs.
 
     Args:
-        num_outputs: of a call, by the block's class, once one has been seen; 0: a tensor.
+        num_outputs: number of outputs by the block's class, known after its first call; 0: a tensor instead of a tuple.
     """
 
     def __init__(self, block: nn.Module, num_outputs: dict[type[nn.Module], int]):
@@ -44,7 +49,7 @@ class SparseBlock:
         self.kind, self.num_outputs = type(block), num_outputs
 
     def forward(self, hidden_states: torch.Tensor, *args, **kwargs) -> Any:
-        """Of the block."""
+        """The block's own forward; while a layer is traced, the operator, with None for outputs after the first."""
         if torch.compiler.is_compiling() and not args and not kwargs:
             out, count = _sparse_block(hidden_states), self.num_outputs[self.kind]
             return (out, *[None] * (count - 1)) if count else out
@@ -54,39 +59,42 @@ class SparseBlock:
 
     @property
     def is_known(self) -> bool:
-        """Whether a call has been seen."""
+        """True once a block of this class has run, so its number of outputs is known."""
         return self.kind in self.num_outputs
 
 
 class SparseBlocks:
-    """The blocks of a model's layers, opaque to tracing inside `opaque`."""
+    """Makes the mixture-of-experts blocks of a model's layers opaque to tracing."""
 
     def __init__(self) -> None:
         self._num_outputs: dict[type[nn.Module], int] = {}
-        self._of: dict[nn.Module, SparseBlock] = {}  # by layer
+        self._by_layer: dict[nn.Module, SparseBlock] = {}
 
     @contextlib.contextmanager
     def opaque(self, layers: Iterable[nn.Module]) -> Iterator[None]:
-        """Inside, dynamo sees one operator for the block of each of the layers that have one block."""
+        """Inside, dynamo sees one operator for the block of each layer that has exactly one."""
         replaced: dict[nn.Module, nn.Module] = {}
         try:
             for layer in layers:
                 blocks = [each for each in layer.modules() if "experts" in each._modules]
-                if len(blocks) == 1 and "forward" not in vars(
-                    blocks[0]
-                ):  # else it is somebody else's, or opaque already
-                    self._of[layer] = SparseBlock(blocks[0], self._num_outputs)
-                    blocks[0].forward = self._of[layer].forward  # a method: dynamo traces objects one by one
+                # A block whose forward is replaced already is wrapped by somebody else, or opaque.
+                if len(blocks) == 1 and "forward" not in vars(blocks[0]):
+                    self._by_layer[layer] = SparseBlock(blocks[0], self._num_outputs)
+                    # A bound method, because dynamo would trace callable objects one by one.
+                    blocks[0].forward = self._by_layer[layer].forward
                     replaced[layer] = blocks[0]
             yield
         finally:
             for layer, block in replaced.items():
-                del self._of[layer], block.forward
-            vars(_running).pop("block", None)  # nothing of a model's outlives its call
+                del self._by_layer[layer], block.forward
+            vars(_running).pop("block", None)  # hold no reference to the model after its call
 
     def ready(self, layer: nn.Module) -> bool:
-        """Whether a layer can be traced: it has no block, or one of a kind that has been seen at work. It is about to run."""
-        block = self._of.get(layer)
+        """True if a layer can be traced: it has no block, or its block's number of outputs is known.
+
+        Call right before the layer runs: this also selects the block that the operator runs.
+        """
+        block = self._by_layer.get(layer)
         if block is None:
             return True
         _running.block = block

@@ -1,8 +1,8 @@
-"""Rewriting the graphs of traced layers: what our kernels do in fewer launches than inductor's."""
+"""Rewrites the graphs of traced layers to use our fused kernels, which need fewer launches than inductor's."""
 
-from .linears import put_together
-from .nodes import without_dropout, works_in_place
-from .norms import join_norms
-from .rotation import rotate_with_attention
+from .linears import fuse_linears
+from .nodes import modifies_in_place, without_dropout
+from .norms import fuse_norms
+from .rotation import fuse_rotation
 
-__all__ = ["join_norms", "put_together", "rotate_with_attention", "without_dropout", "works_in_place"]
+__all__ = ["fuse_linears", "fuse_norms", "fuse_rotation", "modifies_in_place", "without_dropout"]

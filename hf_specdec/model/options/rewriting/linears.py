@@ -1,7 +1,8 @@
-"""Linear layers in a traced layer's graph, put together for steps of few rows: our kernels read their weights in fewer launches.
+"""Fuses linear layers in a traced layer's graph, for steps of few rows: our kernels read the weights in fewer launches.
 
-Layers of one input become one operator, a layer whose output is added to the residual stream adds it itself, and of a gated
-unit (Shazeer 2020, SwiGLU) both layers and the product are one. For more rows the operators are what they were made of.
+Layers with the same input become one operator; so do a layer and the sum that adds its output to the residual stream, and
+the two layers and the product of a gated unit (Shazeer 2020, SwiGLU). For more rows the operators run the original
+operations.
 """
 
 from __future__ import annotations
@@ -15,10 +16,10 @@ import torch.nn.functional as F
 from torch import fx
 
 from ....kernels.dispatch import uses_triton
-from .nodes import argument, calls_of_two, dtype_of, is_alone, is_call, replace, shape_of, value_of
+from .nodes import argument, calls_of_two, dtype_of, has_one_user, is_call, replace, shape_of, value_of
 
 _LINEARS = (F.linear, torch._C._nn.linear)
-_MOST = 3  # layers of one operator: queries, keys and values
+_MOST = 3  # maximum number of layers in one operator: queries, keys and values
 
 
 # ---- operators ------------------------------------------------------------------------------------------------------
@@ -26,7 +27,7 @@ _MOST = 3  # layers of one operator: queries, keys and values
 
 @torch.library.custom_op("hf_specdec::linears", mutates_args=())
 def linears(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> list[torch.Tensor]:
-    """[x @ weight^T (+ bias)] of x [..., K] and weights [N_i, K]; `biases` is empty where there are none."""
+    """[x @ weight^T (+ bias)] for x [..., K] and weights [N_i, K]; `biases` is empty if the layers have none."""
     if rows := _few_rows(x, weights):
         outs = rows.linears(x.reshape(-1, x.shape[-1]), weights, biases or None)
         return [out.view(*x.shape[:-1], out.shape[-1]) for out in outs]
@@ -69,7 +70,7 @@ def _(x, gate, up):
 
 
 def _few_rows(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Any:
-    """The module of the kernels if they serve so many rows of such weights, else None."""
+    """The module `kernels.linear` if its kernels serve x [..., K] and these weights, else None."""
     if not uses_triton(x.device):
         return None
     from ....kernels import linear
@@ -81,50 +82,52 @@ def _few_rows(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> Any:
 # ---- rewriting ------------------------------------------------------------------------------------------------------
 
 
-def put_together(graph: fx.GraphModule) -> fx.GraphModule:
-    """Rewrite a graph that dynamo traced, in place; returns it. Weights that are no inputs of the graph are left alone."""
-    _gate(graph.graph)
-    _add_residuals(graph.graph)
-    _join(graph.graph)
+def fuse_linears(graph: fx.GraphModule) -> fx.GraphModule:
+    """Fuse the linear layers of a graph that dynamo traced, in place; returns it. Weights must be inputs of the graph."""
+    _fuse_gated_units(graph.graph)
+    _fuse_residual_sums(graph.graph)
+    _join_layers_of_one_input(graph.graph)
     return graph
 
 
-def _gate(graph: fx.Graph) -> None:
+def _fuse_gated_units(graph: fx.Graph) -> None:
     for product in calls_of_two(graph, operator.mul, torch.mul):
         for activated, upper in (product.args, product.args[::-1]):
-            if not (is_call(activated, F.silu) and is_alone(activated) and _is_layer(upper) and is_alone(upper)):
+            if not (
+                is_call(activated, F.silu) and has_one_user(activated) and _is_layer(upper) and has_one_user(upper)
+            ):
                 continue
             gate = activated.args[0]
-            fits = _is_layer(gate) and is_alone(gate) and gate is not upper and gate.args[0] is upper.args[0]
+            fits = _is_layer(gate) and has_one_user(gate) and gate is not upper and gate.args[0] is upper.args[0]
             if fits and _bias(gate) is _bias(upper) is None and shape_of(gate.args[1]) == shape_of(upper.args[1]):
                 arguments = gate.args[0], gate.args[1], upper.args[1]
                 replace(graph, product, gated_linear._opoverload, arguments)
                 break
 
 
-def _add_residuals(graph: fx.Graph) -> None:
+def _fuse_residual_sums(graph: fx.Graph) -> None:
     for total in calls_of_two(graph, operator.add, torch.add):
         if total.kwargs:
             continue
         for residual, layer in (total.args, total.args[::-1]):
             alike = shape_of(residual) == shape_of(layer) and dtype_of(residual) == dtype_of(layer)
-            if _is_layer(layer) and is_alone(layer) and residual is not layer and alike:
+            if _is_layer(layer) and has_one_user(layer) and residual is not layer and alike:
                 arguments = layer.args[0], layer.args[1], _bias(layer), residual
                 replace(graph, total, linear_and_residual._opoverload, arguments)
                 break
 
 
-def _join(graph: fx.Graph) -> None:
-    groups: dict[tuple, list[list[fx.Node]]] = {}
+def _join_layers_of_one_input(graph: fx.Graph) -> None:
+    groups: dict[tuple, list[list[fx.Node]]] = {}  # per input and kind of layer, groups of at most _MOST layers
     for node in graph.nodes:
         if _is_layer(node):
             weight = node.args[1]
-            same = node.args[0], shape_of(weight)[1:], dtype_of(weight), _bias(node) is None
-            of_input = groups.setdefault(same, [[]])
-            if len(of_input[-1]) == _MOST:
-                of_input.append([])
-            of_input[-1].append(node)
-    for nodes in (nodes for of_input in groups.values() for nodes in of_input):
+            key = node.args[0], shape_of(weight)[1:], dtype_of(weight), _bias(node) is None
+            groups_of_key = groups.setdefault(key, [[]])
+            if len(groups_of_key[-1]) == _MOST:
+                groups_of_key.append([])
+            groups_of_key[-1].append(node)
+    for nodes in (nodes for groups_of_key in groups.values() for nodes in groups_of_key):
         biases = [_bias(node) for node in nodes if _bias(node) is not None]
         with graph.inserting_before(nodes[0]):
             arguments = nodes[0].args[0], [node.args[1] for node in nodes], biases
@@ -137,13 +140,13 @@ def _join(graph: fx.Graph) -> None:
 
 
 def _is_layer(node: Any) -> bool:
-    """A linear layer whose weight and bias are inputs of the graph."""
+    """True for a call of a linear layer whose weight and bias are inputs of the graph."""
     if not is_call(node, *_LINEARS) or len(node.args) < 2:
         return False
     parameters = [each for each in (node.args[1], _bias(node)) if each is not None]
     known = all(isinstance(each, fx.Node) and each.op in ("placeholder", "get_attr") for each in parameters)
     weight, dtype = value_of(node.args[1]), dtype_of(node)
-    alike = dtype is not None and dtype_of(node.args[0]) == dtype_of(node.args[1]) == dtype  # autocast makes others
+    alike = dtype is not None and dtype_of(node.args[0]) == dtype_of(node.args[1]) == dtype  # not so under autocast
     return known and alike and weight is not None and weight.is_contiguous()
 
 

@@ -1,4 +1,4 @@
-"""Root-mean-square norms (Zhang and Sennrich 2019) in a traced layer's graph: one operator each."""
+"""Fuses each root-mean-square norm (Zhang and Sennrich 2019) in a traced layer's graph into one operator."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import fx
 
 from ....kernels import layer_reference
 from ....kernels.dispatch import uses_triton
-from .nodes import argument, calls_of_two, is_alone, is_call, is_method, replace, value_of
+from .nodes import argument, calls_of_two, has_one_user, is_call, is_method, replace, value_of
 
 
 @torch.library.custom_op("hf_specdec::rms_norm", mutates_args=())
@@ -29,8 +29,8 @@ def _(x, weight, eps):
     return x.new_empty(x.shape)
 
 
-def join_norms(graph: fx.GraphModule) -> fx.GraphModule:
-    """Rewrite a graph that dynamo traced, in place; returns it."""
+def fuse_norms(graph: fx.GraphModule) -> fx.GraphModule:
+    """Fuse the norms of a graph that dynamo traced, in place; returns it."""
     for node in calls_of_two(graph.graph, operator.mul, torch.mul):
         for weight, normed in (node.args, node.args[::-1]):
             found = _normed(normed)
@@ -46,8 +46,8 @@ def join_norms(graph: fx.GraphModule) -> fx.GraphModule:
 
 
 def _normed(node: Any) -> tuple[fx.Node, Any] | None:
-    """(x, eps) of `h = x.to(float32); (h * rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)`."""
-    if not is_method(node, "to") or not is_alone(node) or not is_call(node.args[0], operator.mul):
+    """(x, eps) if a node is `(h * rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)` with `h = x.to(float32)`."""
+    if not is_method(node, "to") or not has_one_user(node) or not is_call(node.args[0], operator.mul):
         return None
     wide, factor = node.args[0].args
     if not (is_method(wide, "to") and wide.args[1:] == (torch.float32,) and is_call(factor, torch.rsqrt)):

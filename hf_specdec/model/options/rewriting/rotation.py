@@ -1,5 +1,5 @@
-"""Rotary embeddings in a traced layer's graph: where attention gets rotated queries and keys, it gets them unrotated with their
-angles, and what writes the keys rotates both."""
+"""Fuses rotary embeddings in a traced layer's graph into attention: it gets unrotated queries and keys and their angles, and
+the kernel that writes the keys rotates both."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from torch import fx
 from .nodes import argument, is_call, is_method, replace, shape_of, value_of
 
 
-def rotate_with_attention(graph: fx.GraphModule, attend: Any, attend_rotating: Any) -> fx.GraphModule:
-    """Rewrite a graph that dynamo traced, in place; returns it.
+def fuse_rotation(graph: fx.GraphModule, attend: Any, attend_rotating: Any) -> fx.GraphModule:
+    """Replace `attend` by `attend_rotating` in a graph that dynamo traced, in place; returns it.
 
     Args:
-        attend: operator of (query, key, value, ...).
-        attend_rotating: operator of (query, key, value, cos, sin, ...).
+        attend: operator with arguments (query, key, value, ...).
+        attend_rotating: operator with arguments (query, key, value, cos, sin, ...).
     """
     for node in list(graph.graph.nodes):
         if not is_call(node, attend):
@@ -37,28 +37,28 @@ def _unrotated(node: Any) -> tuple[fx.Node, fx.Node, fx.Node] | None:
         or not all(is_call(each, operator.mul) for each in node.args)
     ):
         return None
-    (x, cos), (turned, sin) = (each.args for each in node.args)
-    angles = _of_every_head(cos), _of_every_head(sin)
-    if not is_call(turned, torch.cat) or angles[0] is None or angles[1] is None:
+    (x, cos), (rotated_half, sin) = (each.args for each in node.args)
+    angles = _angles(cos), _angles(sin)
+    if not is_call(rotated_half, torch.cat) or angles[0] is None or angles[1] is None:
         return None
-    parts, width = turned.args[0], _width(x)
+    parts, width = rotated_half.args[0], _width(x)
     if (
-        argument(turned, 1, "dim") != -1
+        argument(rotated_half, 1, "dim") != -1
         or len(parts) != 2
         or not is_call(parts[0], operator.neg)
         or not width.isdigit()
     ):
         return None
     half = int(width) // 2
-    behind = _is_slice(parts[0].args[0], x, slice(half, None, None))
-    before = _is_slice(parts[1], x, slice(None, half, None))
-    if not (behind and before) or {_width(angles[0]), _width(angles[1])} != {width}:
+    has_second_half = _is_slice(parts[0].args[0], x, slice(half, None, None))
+    has_first_half = _is_slice(parts[1], x, slice(None, half, None))
+    if not (has_second_half and has_first_half) or {_width(angles[0]), _width(angles[1])} != {width}:
         return None
     return x, angles[0], angles[1]
 
 
-def _of_every_head(node: Any) -> fx.Node | None:
-    """The angles [1, T, D] of which a node is the `unsqueeze(1)`."""
+def _angles(node: Any) -> fx.Node | None:
+    """The cosines or sines [1, T, D] if a node is their `unsqueeze(1)`."""
     if not is_method(node, "unsqueeze") or node.args[1:] != (1,):
         return None
     value = value_of(node.args[0])
@@ -70,5 +70,6 @@ def _is_slice(node: Any, x: fx.Node, wanted: slice) -> bool:
 
 
 def _width(node: fx.Node) -> str:
+    """Size of a node's last dimension, as text; empty if unknown."""
     shape = shape_of(node)
     return "" if shape is None else shape[-1]

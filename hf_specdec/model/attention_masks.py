@@ -1,0 +1,113 @@
+"""Which keys each new token may see, as the masks that attention without Triton reads."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ..cache import PagedStaticCache
+from ..core.rows import RowInput
+from ..kernels.reference import PaddedRows
+from ..kernels.transfer import upload
+
+# Bytes of one row's keys and values in a layer that a CPU copies in the time of one more product, measured.
+PADDED_BYTES = 256 << 10
+
+
+def visible(row: RowInput, window: int | None) -> np.ndarray | None:
+    """bool [t, S]: which of the row's S keys each of its t new tokens sees; None if all see all keys."""
+    count = row.num_tokens
+    length = row.start + count
+    keys = np.arange(length)
+    queries = np.arange(row.start, length) if row.positions is None else row.positions
+    queries = queries if row.window_positions is None else row.window_positions
+    if row.visibility is None:
+        if count == 1 and (window is None or int(queries[0]) < window):
+            return None
+        allowed = keys[None, :] <= np.arange(row.start, length)[:, None]
+    else:
+        region = row.visibility.shape[1]
+        allowed = np.ones((count, length), dtype=bool)
+        allowed[:, length - region :] = row.visibility
+        if row.region_positions is not None:
+            keys[length - region :] = row.region_positions
+    if window is not None:
+        allowed = allowed & (queries[:, None] - keys[None, :] < window)
+    return allowed
+
+
+def additive_masks(
+    rows: Sequence[RowInput], window: int | None, group: int, dtype: torch.dtype, device: torch.device
+) -> list[torch.Tensor | None]:
+    """Per row, the additive mask [group * t, S] of `reference.paged_attention`; None: all tokens see all keys.
+
+    Args:
+        group: query heads per key head.
+    """
+    causal: dict[tuple[int, int], torch.Tensor | None] = {}  # shared by causal rows of one shape
+    masks = []
+    for row in rows:
+        shape = (row.num_tokens, row.start)
+        if row.visibility is not None:
+            masks.append(_additive(visible(row, window), group, dtype, device))
+            continue
+        if shape not in causal:
+            causal[shape] = _additive(visible(row, window), group, dtype, device)
+        masks.append(causal[shape])
+    return masks
+
+
+def _additive(allowed: np.ndarray | None, group: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+    return None if allowed is None else _minus_infinity_where(~allowed, dtype).repeat(group, 1).to(device)
+
+
+def _minus_infinity_where(hidden: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))
+
+
+def block_diagonal_mask(rows: Sequence[RowInput], window: int | None, dtype: torch.dtype) -> torch.Tensor:
+    """One additive mask [T, S_total] over the gathered keys of all rows: a token sees keys of its own row only."""
+    num_tokens, num_keys = sum(row.num_tokens for row in rows), sum(row.start + row.num_tokens for row in rows)
+    mask = torch.full((num_tokens, num_keys), torch.finfo(dtype).min, dtype=dtype)
+    first_token = first_key = 0
+    for row in rows:
+        length = row.start + row.num_tokens
+        allowed = visible(row, window)
+        block = mask[first_token : first_token + row.num_tokens, first_key : first_key + length]
+        if allowed is None:
+            block.fill_(0)
+        else:
+            block.masked_fill_(torch.from_numpy(allowed), 0)
+        first_token, first_key = first_token + row.num_tokens, first_key + length
+    return mask
+
+
+def is_worth_padding(rows: Sequence[RowInput], slot_bytes: int) -> bool:
+    """True if copying keys to one length costs less than attending row by row: several short rows of one token each.
+
+    Args:
+        slot_bytes: bytes of a slot's keys and values in one layer.
+    """
+    if len(rows) == 1 or any(row.num_tokens > 1 or row.visibility is not None for row in rows):
+        return False
+    return (1 + max(row.start for row in rows)) * slot_bytes <= PADDED_BYTES
+
+
+def padded_rows(
+    rows: Sequence[RowInput], cache: PagedStaticCache, window: int | None, dtype: torch.dtype, device: torch.device
+) -> PaddedRows:
+    """Rows of one token each, their keys padded to the longest row's length."""
+    lengths = np.array([row.start + 1 for row in rows])
+    size = int(lengths.max())
+    slots = np.empty((len(lengths), size), dtype=np.int64)
+    for own, row, length in zip(slots, rows, lengths, strict=True):
+        table = cache.tables[row.seq_id].slots
+        own[:length], own[length:] = table[:length], table[0]
+    keys = np.arange(size)
+    seen = keys < lengths[:, None]
+    if window is not None:
+        seen &= lengths[:, None] - 1 - keys < window
+    mask = None if seen.all() else _minus_infinity_where(~seen, dtype)[:, None, None].to(device)
+    return PaddedRows(upload(slots.ravel(), device), mask)

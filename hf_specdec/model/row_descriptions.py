@@ -1,0 +1,68 @@
+"""Describes the rows of a forward to the attention kernels: which slots hold their keys, and which keys their tokens see."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from ..cache import PagedStaticCache
+from ..core.rows import RowInput
+from ..kernels.attention_inputs import RowDescription
+
+
+def describe(rows: list[RowInput], cache: PagedStaticCache) -> list[RowDescription]:
+    """The rows with the cache's blocks, one description each."""
+    described = []
+    for row in rows:
+        length = row.start + row.num_tokens
+        blocks = cache.tables[row.seq_id].blocks[: -(-length // cache.block_size)]
+        # Only sliding windows read these positions.
+        positions = row.positions if row.window_positions is None else row.window_positions
+        described.append(
+            RowDescription(blocks, row.num_tokens, length, row.visibility, positions, row.region_positions)
+        )
+    return described
+
+
+def describe_lines(rows: list[RowInput], cache: PagedStaticCache) -> list[RowDescription]:
+    """The rows as causal lines of text, with blocks of one slot: each tree node is a row of its own, over its path's slots.
+
+    So a node's keys are summed in the same order as in a text without the tree. Tokens that form a causal chain at the
+    beginning of a row (its own tokens and a tree's first branch) stay together in one line.
+
+    Raises:
+        ValueError: a token's position differs from the number of tokens before it that it sees.
+    """
+    lines = []
+    for row in rows:
+        slots, count = cache.tables[row.seq_id].slots, row.num_tokens
+        positions = np.arange(row.start, row.start + count) if row.positions is None else row.positions
+        paths = _paths(row)
+        num_causal = count if row.visibility is None else _causal_prefix(paths, row.start)
+        if num_causal:
+            length = row.start + num_causal
+            lines.append(RowDescription(slots[:length], num_causal, length, positions=positions[:num_causal]))
+        for token, path in enumerate(paths[num_causal:], num_causal):
+            lines.append(RowDescription(slots[path], 1, len(path), positions=positions[token : token + 1]))
+    for line in lines:
+        if line.positions[-1] != line.key_length - 1 or line.positions[0] != line.key_length - line.query_length:
+            raise ValueError(
+                f"Tokens at positions {line.positions} see {line.key_length} tokens; with 'deterministic', a token's position "
+                "must be the number of tokens before it."
+            )
+    return lines
+
+
+def _paths(row: RowInput) -> list[np.ndarray]:
+    """For each new token, the logical indices of the slots that it sees; empty for causal rows."""
+    if row.visibility is None:
+        return []
+    region = row.start + row.num_tokens - row.visibility.shape[1]
+    return [np.concatenate([np.arange(region), region + np.flatnonzero(seen)]) for seen in row.visibility]
+
+
+def _causal_prefix(paths: list[np.ndarray], start: int) -> int:
+    """How many of a row's first tokens see everything before them."""
+    count = 0
+    while count < len(paths) and np.array_equal(paths[count], np.arange(start + count + 1)):
+        count += 1
+    return count
