@@ -171,7 +171,7 @@ class EngineWorker(threading.Thread):
             last.request_finished, last.error = True, request.error
             last.num_cached_tokens = request.num_cached_tokens
             last.prompt_logprobs = request.prompt_logprobs
-            last.statistics = summarize(request.statistics, 0)
+            last.statistics = statistics_of(request, self.engine.decoder.config.longest_draft)
         return found
 
     def _update(self, choice: Choice) -> Update | None:
@@ -204,6 +204,31 @@ class EngineWorker(threading.Thread):
             cache.pool.num_used / max(cache.most_blocks, 1),
             scheduler.num_preemptions,
         )
+
+
+def statistics_of(request: Request, longest_draft: int) -> dict[str, Any]:
+    """What speculation did for a request: `Speculation`, vLLM's form of it, and counts for metrics."""
+    steps = [step for row in request.statistics for step in row.steps]
+    accepted = [count for _, _, _, count in steps]
+    drafting = [depth for _, depth, _, _ in steps if depth]
+    summary = summarize(request.statistics, 0)
+    histogram = [0] * (longest_draft + 1)
+    for count in accepted:
+        histogram[min(count, longest_draft)] += 1
+    return {
+        **summary,
+        "num_drafts": len(drafting),
+        "num_accepted_per_position": [sum(count > i for count in accepted) for i in range(max(drafting, default=0))],
+        "speculative_decoding": {
+            "mean_acceptance_length": summary["mean_accepted_length"],
+            "draft_acceptance_rate": summary["acceptance_rate"],
+            "acceptance_histogram": histogram,
+            "num_spec_steps": len(steps),
+            "num_accepted_draft_tokens": summary["num_accepted_tokens"],
+            "num_draft_tokens": summary["num_draft_tokens"],
+            "num_spec_tokens": longest_draft,
+        },
+    }
 
 
 def safe_length(text: str, stops: list[str]) -> int:
