@@ -217,6 +217,7 @@ def test_other_endpoints(server, client, tiny_tokenizer):
     assert server.post("/detokenize", {"tokens": found["tokens"]})[2]["prompt"] == tiny_tokenizer.decode(
         found["tokens"]
     )
+    server.post("/v1/completions", {"prompt": STORY, "max_tokens": 20, "temperature": 0})
     metrics = server.metrics()
     assert metrics["hf_specdec_requests_running"] == 0 and metrics["hf_specdec_generation_tokens_total"] > 0
     assert (
