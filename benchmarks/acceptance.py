@@ -1,6 +1,6 @@
 """τ of every method with the bundled heads, chain and tree, on the held-out prompts that come with them.
 
-    python benchmarks/acceptance.py [--json benchmarks/results/acceptance.json] [--readme README.md] [--only eagle3 ..]
+    python benchmarks/acceptance.py [--json benchmarks/results/acceptance.json] [--readme docs/acceptance.md] [--only eagle3 ..]
 
 Greedy, float32, batch 1. τ is tokens per forward of the target; every output must equal plain generate()'s.
 """
@@ -89,7 +89,7 @@ def with_others(results: list[dict[str, Any]], earlier: list[dict[str, Any]]) ->
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """The README's table."""
+    """The table of docs/acceptance.md."""
     tasks = list(next(iter(report["results"]))["tasks"])
     lines = [
         "| method | draft | " + " | ".join(tasks) + " |",

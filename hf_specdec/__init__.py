@@ -3,10 +3,17 @@
 from .foreign_messages import held_back
 
 with held_back():
+    from .assisted import assisted_loop
     from .bundled import bundled, bundled_names, resolve_model
     from .candidate_generators import CandidateGenerator, available_methods, parse_config, register
+    from .candidate_generators.base import DrafterContext
     from .config import SpeculativeConfig, SpeculativeConfigError
-    from .integration import assisted_loop, generate, install, release, uninstall
+    from .core.draft_trees import DraftTrees
+    from .core.outcome import StepOutcome
+    from .core.output import PackedOutput, Taps
+    from .core.sequence import Sequence
+    from .integration import generate, install, release, uninstall
+    from .model.packed_model import PackedModel
     from .serve import LLM, SamplingParams
 
 __version__ = "0.1.0"
@@ -14,9 +21,16 @@ __version__ = "0.1.0"
 __all__ = [
     "LLM",
     "CandidateGenerator",
+    "DraftTrees",
+    "DrafterContext",
+    "PackedModel",
+    "PackedOutput",
     "SamplingParams",
+    "Sequence",
     "SpeculativeConfig",
     "SpeculativeConfigError",
+    "StepOutcome",
+    "Taps",
     "assisted_loop",
     "available_methods",
     "bundled",

@@ -22,7 +22,6 @@ from .candidate_generators import CandidateGenerator, make_generator, parse_conf
 from .candidate_generators.base import DrafterContext, held_weakly
 from .config import PER_CALL_KEYS, SpeculativeConfig
 from .decoding import SpeculativeDecoder, decode
-from .model.architectures import tapped
 from .model.prepare import ModelOptions, prepare
 from .refusals import check_inputs, check_mode, check_model
 
@@ -122,19 +121,32 @@ class _CarriedConfig:
 # ---- the generation mode --------------------------------------------------------------------------------------------
 
 
+class _Mode(str):
+    """MODE, with the call's parsed configuration: `generate()` hands the mode on to `_validate_generation_mode`."""
+
+    config: SpeculativeConfig
+
+    def __new__(cls, config: SpeculativeConfig) -> _Mode:
+        mode = super().__new__(cls, MODE)
+        mode.config = config
+        return mode
+
+
 def _get_generation_mode(self: GenerationConfig, assistant_model: PreTrainedModel | None = None):
     mode = _originals["mode"](self, assistant_model)
     # transformers gives an assistant model a copy of this config, marked `is_assistant`.
     if self.speculative_config is None or getattr(self, "is_assistant", False):
         return mode
+    config = parse_config(self.speculative_config)
     check_mode(self, mode)
-    return MODE
+    return _Mode(config)
 
 
 def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
     if generation_mode != MODE:
         return _originals["validate"](self, generation_mode, generation_config, generation_mode_kwargs)
-    config = parse_config(generation_config.speculative_config)
+    config = generation_mode.config
+    generation_config.speculative_config = config  # of the call's own copy; `_specdec_decoding` reads it there
     return check_model(self, config, generation_config, generation_mode_kwargs.get("assistant_model"))
 
 
@@ -164,7 +176,7 @@ def _specdec_decoding(
     **model_kwargs,
 ):
     """The generation mode of `speculative_config`: `generate()` calls it instead of `_sample`."""
-    config = parse_config(generation_config.speculative_config)
+    config: SpeculativeConfig = generation_config.speculative_config  # parsed: see _validate_generation_mode
     input_ids = input_ids.long()
     check_inputs(self, input_ids, generation_config, model_kwargs)
     seed = config.seed
@@ -287,7 +299,7 @@ def make_decoder(
     model: PreTrainedModel, config: SpeculativeConfig, context: DrafterContext | None = None
 ) -> SpeculativeDecoder:
     """A decoder of its own, which is not kept between calls of `generate()`."""
-    generator = _make_generator(model, config, context or DrafterContext())
+    generator = generator_for(model, config, context or DrafterContext())
     return SpeculativeDecoder(generator.target, generator, config)
 
 
@@ -306,15 +318,16 @@ def get_decoder(
     kept = _kept(model)
     found = decoder = kept.find(key, context)
     if decoder is None or decoder.statistics:
-        generator = _make_generator(model, config, context)
+        generator = generator_for(model, config, context)
         decoder = SpeculativeDecoder(generator.target, generator, config)
         if found is None:
             kept.keep(key, context, decoder)
-    decoder.config = decoder.generator.config = decoder.generator.settled(config)
+    decoder.config = decoder.generator.config = decoder.generator.with_checkpoint_defaults(config)
     return decoder
 
 
-def _make_generator(model: PreTrainedModel, config: SpeculativeConfig, context: DrafterContext) -> CandidateGenerator:
+def generator_for(model: PreTrainedModel, config: SpeculativeConfig, context: DrafterContext) -> CandidateGenerator:
+    """A new drafter for a model, and its prepared target."""
     options = ModelOptions(
         prepack_weights=config.prepack_weights,
         cuda_graphs=config.cuda_graphs,
@@ -324,33 +337,3 @@ def _make_generator(model: PreTrainedModel, config: SpeculativeConfig, context: 
     )
     target = prepare(model, options)
     return make_generator(config, target, context)
-
-
-# ---- transformers' own assisted loop --------------------------------------------------------------------------------
-
-
-@contextlib.contextmanager
-def assisted_loop(
-    model: PreTrainedModel,
-    speculative_config: Any,
-    assistant_model: PreTrainedModel | None = None,
-    tokenizer: Any = None,
-    assistant_tokenizer: Any = None,
-):
-    """Inside, transformers' own assisted generation drafts with a generator of ours (batch 1, chains); yields it.
-
-        with hf_specdec.assisted_loop(model, {"method": "ngram"}):
-            model.generate(**inputs, prompt_lookup_num_tokens=1)  # any argument that turns assisted generation on
-
-    transformers has no argument for a candidate generator; inside, the one its `_get_candidate_generator` makes is replaced.
-    """
-    config = parse_config(speculative_config)
-    context = DrafterContext(assistant_model, tokenizer, assistant_tokenizer)
-    generator = _make_generator(model, config, context)
-    model._get_candidate_generator = lambda *args, **kwargs: generator
-    try:
-        with tapped(model, generator.taps, generator.tapped):
-            yield generator
-    finally:
-        del model._get_candidate_generator
-        generator.end_assisted()

@@ -6,10 +6,9 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
-from pathlib import Path
-
 import pytest
 import torch
+from oracle import drafter_of, method_configs, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
 import hf_specdec
@@ -19,7 +18,7 @@ torch.set_num_threads(1)
 
 def pytest_collection_modifyitems(items):
     """The longest first, so that no worker is left alone with one at the end."""
-    long = ("test_triton_compile.py", "test_in_a_process_of_its_own")
+    long = ("test_triton_compile.py", "test_triton_interpreted.py", "test_demo_of_every_method")
     items.sort(key=lambda item: not any(name in item.nodeid for name in long))
 
 
@@ -34,6 +33,26 @@ def forget_decoders(model):
     """Drafters are kept with a module's `model` between calls; what a test wraps around them must not be."""
     yield
     hf_specdec.release(model)
+
+
+@pytest.fixture(scope="module")
+def model():
+    """A small random Llama, new for every module."""
+    return tiny_llama()
+
+
+@pytest.fixture(scope="module")
+def drafter_path(model, tmp_path_factory):
+    """The folder of a perturbed copy of `model`, which drafts for it."""
+    folder = tmp_path_factory.mktemp("drafter")
+    drafter_of(model).save_pretrained(folder)
+    return str(folder)
+
+
+@pytest.fixture(scope="module")
+def configs(drafter_path):
+    """A configuration for each kind of method, by name."""
+    return method_configs(drafter_path)
 
 
 def load_bundled(name: str):
@@ -57,12 +76,3 @@ def tiny_draft():
 def tiny_tokenizer():
     """The tokenizer both bundled models use."""
     return AutoTokenizer.from_pretrained(hf_specdec.bundled("tiny"), padding_side="left")
-
-
-@pytest.fixture(scope="session")
-def shared_models() -> Path:
-    """The models of the workplace's shared folder, which only some checkouts have beside them."""
-    folder = Path(__file__).resolve().parents[2] / "shared" / "models"
-    if not folder.is_dir():
-        pytest.skip("no ../shared/models beside this checkout")
-    return folder

@@ -126,8 +126,8 @@ def assert_drafts_in_transformers_own_loop(model, config: dict[str, Any]) -> Non
     """There the text is plain generate()'s too, and more than three rounds have drafts."""
     inputs = ragged([9])
     plain = model.generate(**inputs, max_new_tokens=20)
-    with hf_specdec.assisted_loop(model, config) as generator:
-        drafts = kept_proposals(generator)
+    with hf_specdec.assisted_loop(model, config) as drafter:
+        drafts = kept_proposals(drafter.generator)
         assert torch.equal(model.generate(**inputs, max_new_tokens=20, prompt_lookup_num_tokens=1), plain)
     assert sum(trees.lengths[0] > 0 for trees in drafts) > 3
 

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from oracle import drafter_of, ragged, tiny_llama
+from oracle import ragged
 from test_memory import MEBI, Watch, resident
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
@@ -26,18 +26,6 @@ CHAINS = {
 }
 
 
-@pytest.fixture(scope="module")
-def target():
-    return tiny_llama()
-
-
-@pytest.fixture(scope="module")
-def drafter_path(target, tmp_path_factory):
-    folder = tmp_path_factory.mktemp("drafter")
-    drafter_of(target).save_pretrained(folder)
-    return str(folder)
-
-
 def check(model, config):
     """A few tokens, greedy; the memory that was taken meanwhile."""
     inputs = ragged([6, 9], vocab_size=model.config.vocab_size)
@@ -59,10 +47,10 @@ def check(model, config):
 
 @pytest.mark.parametrize("k", HUGE)
 @pytest.mark.parametrize("method", CHAINS)
-def test_a_draft_length_is_a_bound(tiny_model, target, drafter_path, method, k):
+def test_a_draft_length_is_a_bound(tiny_model, model, drafter_path, method, k):
     if method == "suffix":
         pytest.importorskip("arctic_inference.suffix_decoding")
-    model = tiny_model if "model" in CHAINS[method] else target
+    model = tiny_model if "model" in CHAINS[method] else model
     config = {"method": method, **CHAINS[method], "num_speculative_tokens": k}
     if method in ("draft_model", "pard"):
         config["model"] = drafter_path
@@ -70,12 +58,12 @@ def test_a_draft_length_is_a_bound(tiny_model, target, drafter_path, method, k):
 
 
 @pytest.mark.parametrize("k", HUGE)
-def test_learnt_lengths_and_dynamic_trees_are_bounded_too(tiny_model, target, drafter_path, k):
+def test_learnt_lengths_and_dynamic_trees_are_bounded_too(tiny_model, model, drafter_path, k):
     drafts = {"method": "draft_model", "model": drafter_path, "num_speculative_tokens": k}
-    check(target, {**drafts, "draft_length": "auto"})
-    check(target, {**drafts, "top_k": 3, "total_tokens": MOST_DRAFT_NODES})
+    check(model, {**drafts, "draft_length": "auto"})
+    check(model, {**drafts, "top_k": 3, "total_tokens": MOST_DRAFT_NODES})
     check(tiny_model, {"method": "eagle3", "model": "tiny-eagle3", "top_k": 3, "num_speculative_tokens": k})
-    check(target, {"method": "hybrid", "strategy": "extend", "num_speculative_tokens": k, **CHAINS["hybrid"]})
+    check(model, {"method": "hybrid", "strategy": "extend", "num_speculative_tokens": k, **CHAINS["hybrid"]})
 
 
 EAGLE = {"method": "eagle3", "model": "tiny-eagle3"}

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from combinations import covering
 from families import make
 from helpers_drafters import RAGGED, assert_forced, assert_lossless, assert_refused, forced
 from helpers_speculators import (
@@ -34,11 +35,6 @@ LAYOUTS = {
         {"architectures": ["ArcticMLPSpeculatorPreTrainedModel"], "tied": True, "base_model_archs": ["L"]},
     ),
 }
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
 
 
 pytestmark = pytest.mark.usefixtures("forget_decoders")
@@ -89,8 +85,9 @@ def test_prepacked_weights(tmp_path, dtype):
     assert largest_error(recorder, stored, model) < (1e-4 if dtype == torch.float32 else 0.1 * scale)
 
 
-@pytest.mark.parametrize("shape", [{}, {"branching_factors": [12, 3, 2]}], ids=["chain", "tree"])
-@pytest.mark.parametrize("family", ["Llama", "Qwen3", "BLOOM"])
+@pytest.mark.parametrize(
+    ("family", "shape"), covering(["Llama", "Qwen3", "BLOOM"], [{}, {"branching_factors": [12, 3, 2]}]), ids=str
+)
 def test_lossless(tmp_path, family, shape):
     """Greedy: plain generate()'s text. Coupled sampling: the text the seed gives without speculation."""
     model = make(family)

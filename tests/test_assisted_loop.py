@@ -52,23 +52,22 @@ class Counted:
 
 def test_output_is_plain_and_drafts_are_accepted(model, config):
     """Two texts in a row through one generator; its state follows transformers' loop."""
-    with hf_specdec.assisted_loop(model, config) as generator:
+    with hf_specdec.assisted_loop(model, config) as drafter:
         for lengths in ([9], [5], [20]):
             inputs = ragged(lengths)
             plain = model.generate(**inputs, max_new_tokens=40)
             calls = []
-            get_candidates = generator.get_candidates
-            generator.get_candidates = lambda ids, get=get_candidates, calls=calls: (
-                calls.append(ids.shape[1]) or get(ids)
-            )
+            get_candidates = drafter.get_candidates
+            drafter.get_candidates = lambda ids, get=get_candidates, calls=calls: calls.append(ids.shape[1]) or get(ids)
             output = model.generate(**inputs, max_new_tokens=40, prompt_lookup_num_tokens=1)
-            generator.get_candidates = get_candidates
+            drafter.get_candidates = get_candidates
             assert torch.equal(output, plain)
             if config["method"] == "draft_model" and "early_exit" not in config:
                 assert len(calls) < 35, "several drafted tokens are accepted in one round"
     assert "_get_candidate_generator" not in vars(model) and model.config._attn_implementation != "hf_specdec"
+    generator = drafter.generator
     assert (
-        generator._assisted is None
+        drafter.sequence is None
         and not getattr(generator, "indices", None)
         and not getattr(generator, "kept_nodes", None)
     )
@@ -98,18 +97,18 @@ def test_text_that_outgrows_the_room_first_given(configs):
 
 def test_assistant_model_and_one_sequence_only(model):
     inputs = ragged([7])
-    with hf_specdec.assisted_loop(model, {"method": "draft_model"}, assistant_model=drafter_of(model)) as generator:
+    with hf_specdec.assisted_loop(model, {"method": "draft_model"}, assistant_model=drafter_of(model)) as drafter:
         output = model.generate(**inputs, max_new_tokens=12, prompt_lookup_num_tokens=1)
         assert torch.equal(output, model.generate(**inputs, max_new_tokens=12))
         with pytest.raises(ValueError, match="one sequence"):
-            generator.get_candidates(ragged([4, 5])["input_ids"])
+            drafter.get_candidates(ragged([4, 5])["input_ids"])
 
 
 def test_an_error_inside_leaves_nothing_behind(model, configs):
-    with pytest.raises(RuntimeError, match="mine"), hf_specdec.assisted_loop(model, configs["chain"]) as generator:
+    with pytest.raises(RuntimeError, match="mine"), hf_specdec.assisted_loop(model, configs["chain"]) as drafter:
         model.generate(**ragged([7]), max_new_tokens=12, prompt_lookup_num_tokens=1)
         raise RuntimeError("mine")
-    assert "_get_candidate_generator" not in vars(model) and generator._assisted is None
+    assert "_get_candidate_generator" not in vars(model) and drafter.sequence is None
 
 
 def test_sampling_has_the_targets_distribution():

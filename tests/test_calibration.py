@@ -26,11 +26,6 @@ PROMPTS = [row[mask > 0].tolist() for row, mask in zip(*ragged([6, 13, 2, 9]).va
 SMALL = [[token % 7 + 4 for token in prompt] for prompt in PROMPTS]  # for a vocabulary of 11
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
-
-
 pytestmark = pytest.mark.usefixtures("forget_decoders")
 
 

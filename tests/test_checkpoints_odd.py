@@ -2,7 +2,6 @@
 
 import json
 import shutil
-import time
 import tracemalloc
 from pathlib import Path
 
@@ -140,11 +139,10 @@ def test_nothing_is_built_that_the_file_does_not_hold(tmp_path, tiny_model, case
     method, change, message = HUGE[case]
     folder = changed(tmp_path / "head", method, lambda t, c: change(t, c) and None)
     tracemalloc.start()
-    begun = time.monotonic()
     refused(tiny_model, method, folder, message)
-    took, (_, peak) = time.monotonic() - begun, tracemalloc.get_traced_memory()
+    _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
-    assert took < 20 and peak < 200e6, (took, peak)
+    assert peak < 200e6
 
 
 def test_many_steps_of_tied_weights_are_no_more_weights(tmp_path, tiny_model):

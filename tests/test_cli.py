@@ -169,7 +169,7 @@ def test_demo_shows_text_and_table(capsys):
 
 
 def test_demo_of_every_method(capsys):
-    code, out, err = run(capsys, "demo", "--all", "--prompts", "2", "--max-new-tokens", "12")
+    code, out, err = run(capsys, "demo", "--all", "--prompts", "2", "--max-new-tokens", "6")
     assert code == 0, (out, err)
     for word in ("tokens/s", "τ", "ngram", "draft_model, chain", "draft_model, tree", "2/2"):
         assert word in out

@@ -135,7 +135,11 @@ def process(*argv, **options):
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("argv", [("models",), ("models", "--markdown"), ("--help",)], ids=" ".join)
+@pytest.mark.parametrize(
+    "argv",
+    [("models",), *(pytest.param(argv, marks=pytest.mark.slow) for argv in (("models", "--markdown"), ("--help",)))],
+    ids=" ".join,
+)
 def test_a_reader_that_has_seen_enough_is_no_error(argv):
     with process(*argv) as command:
         command.stdout.close()  # before a line is written
@@ -150,6 +154,7 @@ def test_torchao_is_not_heard():
     assert len(err.strip().splitlines()) == 1 and "tokens/s" in err, err
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(torch.version.cuda is not None, reason="torchao's libraries load")
 def test_torchao_is_heard_with_debug():
     pytest.importorskip("torchao")

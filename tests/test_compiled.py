@@ -53,8 +53,11 @@ def state_of(model):
 
 @pytest.mark.parametrize(
     ("name", "rows"),
-    [("chain", 4), ("tree", 1), ("early exit", 1), ("ngram", 4), ("head with taps", 4)]
-    + [pytest.param(*each, marks=pytest.mark.slow) for each in (("chain", 1), ("tree", 4), ("dynamic tree", 4))],
+    [("chain", 4), ("tree", 1), ("head with taps", 4)]
+    + [
+        pytest.param(*each, marks=pytest.mark.slow)
+        for each in (("chain", 1), ("tree", 4), ("dynamic tree", 4), ("early exit", 1), ("ngram", 4))
+    ],
 )
 def test_equals_plain(model, tiny_tokenizer, counter, name, rows):
     plain = generate(model, tiny_tokenizer, PROMPTS[:rows])
@@ -72,7 +75,7 @@ def test_ragged_lengths_compile_nothing_new(model, tiny_tokenizer, counter):
     warm = counter.frame_count
     assert warm == MOST_GRAPHS
     width, head = model.config.hidden_size, model.config.head_dim
-    for length in (1, 2, 3, head, head + 1, 2 * head, width, width + 1):
+    for length in (1, 2, head + 1, width):
         ids = torch.arange(length)[None] % 1000 + 5
         for config in ({"method": "ngram"}, {"method": "none"}, CONFIGS["early exit"]):
             plain = model.generate(ids, max_new_tokens=5, do_sample=False)
@@ -84,9 +87,9 @@ def test_ragged_lengths_compile_nothing_new(model, tiny_tokenizer, counter):
 
 
 def test_models_of_a_class_do_not_share_a_limit(counter):
-    """Dynamo allows eight compilations of a function; six models of a class have twelve between them."""
+    """Dynamo allows eight compilations of a function; five models of a class have ten between them."""
     ids = torch.tensor([[1, 2, 3]])
-    models = [make("Llama", seed) for seed in range(6)]
+    models = [make("Llama", seed) for seed in range(5)]
     for model in models:
         plain = model.generate(ids, max_new_tokens=3, do_sample=False)
         config = {"method": "none", "compile": True}
@@ -95,7 +98,7 @@ def test_models_of_a_class_do_not_share_a_limit(counter):
 
 
 @pytest.mark.parametrize(
-    "family", ["Gemma2", "gpt-oss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Mistral", "GPT-2"))]
+    "family", ["gpt-oss", *(pytest.param(name, marks=pytest.mark.slow) for name in ("Gemma2", "Mistral", "GPT-2"))]
 )
 def test_windows_sinks_and_softcaps_reach_attention(family, counter):
     model = make_for_pages(family)

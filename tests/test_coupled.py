@@ -4,7 +4,7 @@ import importlib.util
 
 import pytest
 import torch
-from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
+from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.logits_process import TemperatureLogitsWarper, TopPLogitsWarper
 
 import hf_specdec
@@ -138,13 +138,11 @@ def test_the_seed_decides(models):
 
 @pytest.mark.parametrize("config", [
     {"method": "none"}, {"method": "ngram", "prompt_lookup_min": 1},
-    {"method": "draft_model", "model": "stories41K-draft", "num_speculative_tokens": 4},
-    {"method": "draft_model", "model": "stories41K-draft", "branching_factors": [3, 2, 1]},
+    {"method": "draft_model", "model": "tiny-draft", "num_speculative_tokens": 4},
+    {"method": "draft_model", "model": "tiny-draft", "branching_factors": [3, 2, 1]},
 ], ids=str)  # fmt: skip
-def test_on_a_real_model(shared_models, config):
-    model = AutoModelForCausalLM.from_pretrained(shared_models / "stories260K", dtype=torch.float32).eval()
-    if "model" in config:
-        config = {**config, "model": str(shared_models / config["model"])}
+def test_on_a_trained_model(tiny_model, config):
+    model = tiny_model
     prompts = [[1, 403, 407, 261, 378], [1, 410, 295], [1, 403, 407]]
     expected = stock(model, prompts, new=30)
     assert ours(model, prompts, config, new=30)[0] == expected

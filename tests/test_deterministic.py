@@ -189,7 +189,7 @@ METHODS = {
     "early exit": {"method": "draft_model", "early_exit": 5},
     "eagle3 tree": {"method": "eagle3", "model": "tiny-eagle3", "top_k": 3, "total_tokens": 10, "depth": 4},
 }
-NEW_TOKENS = 40
+NEW_TOKENS = 24
 
 
 @pytest.fixture(scope="module")

@@ -6,6 +6,7 @@ import os
 import pytest
 import test_scheduling
 import torch
+from combinations import covering
 from families import make as make_family
 from helpers_dflash import MASK, Reference, Watched, compare, make
 from oracle import ragged, tiny_llama
@@ -15,8 +16,8 @@ from safetensors.torch import load_file, save_file
 import hf_specdec
 from hf_specdec.candidate_generators import parse_config
 from hf_specdec.candidate_generators.checkpoints.files import CheckpointError
-from hf_specdec.candidate_generators.dflash.block import sliding_visibility
 from hf_specdec.candidate_generators.dflash.checkpoint import default_target_layers
+from hf_specdec.candidate_generators.dflash.head import sliding_visibility
 from hf_specdec.config import SpeculativeConfigError
 from hf_specdec.core.sequence import Sequence
 from hf_specdec.integration import get_decoder, kept_decoders
@@ -181,8 +182,7 @@ def test_logits_are_those_of_transformers_own_drafter(target, tmp_path):
         done = len(text) - 1
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen3", "Gemma2"])
-@pytest.mark.parametrize("shape", ["chain", "tree"])
+@pytest.mark.parametrize(("family", "shape"), covering(["Llama", "Qwen3", "Gemma2"], ["chain", "tree"]))
 def test_nothing_is_lost(tmp_path, family, shape):
     model = make_family(family)
     made = make(tmp_path, model, style="speculators")

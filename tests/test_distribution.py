@@ -52,13 +52,13 @@ def without_drafts(last):
     return verification.DraftTrees.empty(len(last))
 
 
+# Trees contain what chains and rows without drafts show.
+SLOW = ("no draft", "chain", "bushy tree", "q bushy tree", "q all siblings")
 # Coupled rows emit the same tokens for every shape (tested below), so two of them stand for all.
 CASES = [
-    *(
-        pytest.param(shape, "rejection", marks=pytest.mark.slow if shape in ("bushy tree", "q all siblings") else ())
-        for shape in SHAPES
-    ),
-    *((shape, "block") for shape in ("chain", "q chain")),  # without a draft it is the same draw as "rejection"
+    *(pytest.param(shape, "rejection", marks=pytest.mark.slow if shape in SLOW else ()) for shape in SHAPES),
+    pytest.param("chain", "block", marks=pytest.mark.slow),
+    ("q chain", "block"),  # without a draft it is the same draw as "rejection"
     ("chain", "coupled"),
     pytest.param("q tree", "coupled", marks=pytest.mark.slow),
 ]
@@ -173,7 +173,7 @@ WRONG = [
     ("q tree", "rejection", ops, "rejection_walk", accepts_too_often),
     pytest.param("chain", "rejection", ops, "rejection_walk", forgets_to_remove, marks=pytest.mark.slow),
     ("tree", "rejection", ops, "rejection_walk", forgets_to_remove),
-    ("q chain", "rejection", ops, "rejection_walk", forgets_to_remove),
+    pytest.param("q chain", "rejection", ops, "rejection_walk", forgets_to_remove, marks=pytest.mark.slow),
     pytest.param("q tree", "rejection", ops, "rejection_walk", forgets_to_remove, marks=pytest.mark.slow),
     ("q tree", "rejection", ops, "rejection_walk", mistakes_q),
     pytest.param("chain", "block", ops, "block_walk", block_accepts_too_often, marks=pytest.mark.slow),

@@ -37,13 +37,13 @@ def test_every_method_has_an_example():
 
 
 def test_the_acceptance_table_shows_the_kept_figures():
-    """README.md's table of τ is what benchmarks/acceptance.py makes of benchmarks/results/acceptance.json."""
+    """docs/acceptance.md's table of τ is what benchmarks/acceptance.py makes of benchmarks/results/acceptance.json."""
     path = DOCS.parent / "benchmarks" / "acceptance.py"
     spec = importlib.util.spec_from_file_location("acceptance", path)
     acceptance = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(acceptance)
     report = json.loads((path.parent / "results" / "acceptance.json").read_text(encoding="utf-8"))
-    text = (DOCS.parent / "README.md").read_text(encoding="utf-8")
+    text = (DOCS / "acceptance.md").read_text(encoding="utf-8")
     shown = text.split(acceptance.BEGIN)[1].split(acceptance.END)[0]
     assert shown.strip() == acceptance.markdown(report)
     assert all(result["equal"] == result["prompts"] for result in report["results"])

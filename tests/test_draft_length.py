@@ -8,6 +8,7 @@ import math
 import numpy as np
 import pytest
 import torch
+from combinations import covering
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import PAD, ragged, tiny_llama
@@ -275,15 +276,7 @@ EASY_AND_HARD = {
 }
 
 
-SETTLED = [
-    pytest.param(machine, drafter, batch, marks=pytest.mark.slow if drafter == "lookup" else ())
-    for machine in MACHINES
-    for drafter in DRAFTERS
-    for batch in EASY_AND_HARD
-]
-
-
-@pytest.mark.parametrize(("machine", "drafter", "batch"), SETTLED)
+@pytest.mark.parametrize(("machine", "drafter", "batch"), covering(list(MACHINES), list(DRAFTERS), list(EASY_AND_HARD)))
 def test_near_the_best_fixed_lengths(machine, drafter, batch):
     """Within 4 per cent of the best lengths once settled, measurements as noisy as on a busy machine."""
     ratios = []
@@ -305,10 +298,10 @@ def test_easy_rows_draft_long_beside_hard_rows_that_do_not():
     assert (history[:4] > 3).all() and (history[4:] < 0.1).all(), history
 
 
-@pytest.mark.parametrize("num_rows", [1, 8])
-@pytest.mark.parametrize("drafter", DRAFTERS)
-@pytest.mark.parametrize("machine", MACHINES)
-@pytest.mark.parametrize("noise", [0.0, 0.1])
+@pytest.mark.parametrize(
+    ("num_rows", "drafter", "machine", "noise"),
+    covering([1, 8], list(DRAFTERS), list(MACHINES), [0.0, 0.1], strength=2),
+)
 def test_costs_little_where_nothing_is_accepted(machine, drafter, num_rows, noise):
     """At most 3 per cent more time than plain decoding, from a policy that knows nothing, for texts of 128 tokens and longer."""
     for seed, num_steps in itertools.product(range(3), (128, 1000)):
@@ -507,8 +500,7 @@ def test_the_timer_reads_the_stream_on_cuda(monkeypatch):
 # ---- end to end -----------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("batch_size", [1, 8])
-@pytest.mark.parametrize("method", ["ngram", "draft_model"])
+@pytest.mark.parametrize(("method", "batch_size"), covering(["ngram", "draft_model"], [1, 8]))
 def test_greedy_text_is_that_of_plain_generate(tiny_model, tiny_draft, tiny_tokenizer, method, batch_size, monkeypatch):
     prompts = [
         "Once upon a time there was a dog. The dog",

@@ -7,6 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from combinations import covering
 from helpers_drafters import make_decoder
 from helpers_mtp import store
 from replayed_graphs import CaptureInPython, defined_attention, graphs_in_python  # noqa: F401
@@ -144,9 +145,10 @@ def samplings():
     ]
 
 
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", ["tiny-eagle3", pytest.param("tiny-draft", marks=pytest.mark.slow), "tiny-medusa"])
+@pytest.mark.parametrize(
+    ("name", "shape", "rule"),
+    covering(["tiny-eagle3", "tiny-medusa", "tiny-draft"], list(SHAPES), ["coupled", "rejection"], strength=2),
+)
 def test_rows_that_sample(tiny_model, prompts, graphs_in_python, defined_attention, compared, name, shape, rule):  # noqa: F811
     """Noise, sampling parameters and the distributions drafts are drawn from are part of what is captured."""
     config = {"method": HEADS[name], "model": name, **SHAPES[shape], "rejection_sample_method": rule}
@@ -175,7 +177,7 @@ def test_texts_that_are_sampled(tiny_model, prompts, graphs_in_python, defined_a
 
 def test_rules_share_no_captures(tiny_model, tiny_tokenizer, prompts, graphs_in_python, defined_attention):  # noqa: F811
     """The rule is a call's own; the decoder, and what it captured, are the next call's too."""
-    config = {"method": "medusa", "model": "tiny-medusa", "num_speculative_tokens": 3, "seed": 5}
+    config = {"method": "medusa", "model": "tiny-medusa", "num_speculative_tokens": 3, "seed": 5, "compile": False}
 
     def call(rule: str, num_rows: int, cuda_graphs: bool = True):
         inputs = tiny_tokenizer.pad({"input_ids": prompts[:num_rows]}, return_tensors="pt", padding_side="left")
@@ -303,7 +305,13 @@ def test_other_pools_and_weights_are_captured_anew(tiny_model, prompts, graphs_i
 
 def test_calls_share_pools_and_what_was_captured_on_them(tiny_model, prompts, graphs_in_python, defined_attention):  # noqa: F811
     """A call that needs no more memory than the last one captures nothing; one that needs more does, and is right too."""
-    config = {"method": "eagle3", "model": "tiny-eagle3", "num_speculative_tokens": 3, "cuda_graphs": True}
+    config = {
+        "method": "eagle3",
+        "model": "tiny-eagle3",
+        "num_speculative_tokens": 3,
+        "cuda_graphs": True,
+        "compile": False,
+    }
 
     def call(count: int, **more) -> int:
         ids = torch.tensor([prompts[0]])

@@ -4,20 +4,16 @@ import copy
 
 import pytest
 import torch
+from combinations import covering
 from oracle import VOCAB, assert_clean, drafter_of, ragged, tiny_llama
 from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedTokenizerFast
+from transformers import AutoModelForCausalLM, PreTrainedTokenizerFast
 
 import hf_specdec
 from hf_specdec import integration
 
 SHAPES = {"chain": {"num_speculative_tokens": 4}, "tree": {"branching_factors": [3, 2, 1]}}
 RAGGED = ragged([6, 13, 1, 9])
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
 
 
 def speculate(model, inputs=RAGGED, max_new_tokens=14, config=None, **arguments):
@@ -179,9 +175,10 @@ def test_its_own_copy_is_always_right(model, shape):
     assert deepest == (4 if shape == "chain" else 3) and figures.acceptance_per_position == [1.0] * deepest
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("rule", ["coupled", "rejection"])
-@pytest.mark.parametrize("draft", ["greedy", "probabilistic"])
+@pytest.mark.parametrize(
+    ("shape", "rule", "draft"),
+    covering(list(SHAPES), ["coupled", "rejection"], ["greedy", "probabilistic"], strength=2),
+)
 def test_sampled_drafts(model, shape, rule, draft):
     """A probabilistic drafter that is the target itself is accepted wherever drafts are drawn as the target draws."""
     config = {
@@ -235,11 +232,9 @@ def test_bundled_pair(tiny_model, tiny_tokenizer):
         assert output.speculation.mean_accepted_length > 1.5
 
 
-def test_trained_pair_through_text(shared_models):
-    """One tokenizer, told apart on purpose: the drafter's own tokenizer with one token renamed."""
-    target = AutoModelForCausalLM.from_pretrained(shared_models / "stories260K", dtype=torch.float32).eval()
-    tokenizer = AutoTokenizer.from_pretrained(shared_models / "stories260K", padding_side="left")
-    drafter = AutoModelForCausalLM.from_pretrained(shared_models / "stories41K-draft", dtype=torch.float32).eval()
+def test_bundled_pair_through_text(tiny_model, tiny_draft, tiny_tokenizer):
+    """One tokenizer, told apart on purpose: the drafter's has one token more."""
+    target, tokenizer, drafter = tiny_model, tiny_tokenizer, copy.deepcopy(tiny_draft)
     other = copy.deepcopy(tokenizer)
     other.add_tokens(["<never>"])
     inputs = {"input_ids": tokenizer("Once upon a time, there was a little girl", return_tensors="pt").input_ids}

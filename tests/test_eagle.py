@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from combinations import covering
 from families import make
 from helpers_drafters import (
     assert_lossless,
@@ -148,11 +149,6 @@ def write(folder, layout: str, **config):
 
 
 @pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
-
-
-@pytest.fixture(scope="module")
 def head(tmp_path_factory):
     return write(tmp_path_factory.mktemp("eagle"), "vicuna")[1]
 
@@ -173,8 +169,7 @@ def test_numerics_and_cache(tmp_path, model, layout, shape):
     assert_clean(model)
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Qwen3"])
+@pytest.mark.parametrize(("family", "shape"), covering(["Llama", "Gemma2", "Qwen3"], list(SHAPES)))
 def test_output_is_the_targets_own(tmp_path, family, shape):
     """Greedy tokens equal plain generate()'s; sampled ones equal those without speculation under the same seed."""
     target = make(family)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from combinations import covering
 from families import make
 from helpers_drafters import (
     assert_lossless,
@@ -45,7 +46,7 @@ from replayed_graphs import defined_attention, graphs_in_python  # noqa: F401
 
 import hf_specdec
 from hf_specdec import integration
-from hf_specdec.candidate_generators.eagle3 import Eagle3Generator
+from hf_specdec.candidate_generators.eagle3 import Eagle3Generator, PEagleGenerator
 
 SHAPES = {
     "chain": {"num_speculative_tokens": 4},
@@ -58,11 +59,6 @@ CASES = [
 ]  # fmt: skip
 
 
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
-
-
 @pytest.fixture(scope="module", params=["yuhuili", "p-eagle"])
 def head(request, tmp_path_factory):
     return write(tmp_path_factory.mktemp("eagle3"), request.param)[1]
@@ -71,7 +67,7 @@ def head(request, tmp_path_factory):
 def check_numerics_and_cache(tmp_path, model, layout, config):
     """Draft logits of every node, and the cache after every round, batch 4 ragged; texts outgrow the head's 12 positions."""
     tensors, folder = write(tmp_path, layout)
-    with recorded(Eagle3Generator) as recording:
+    with recorded(PEagleGenerator if "mask_hidden" in tensors else Eagle3Generator) as recording:
         model.generate(
             **ragged([6, 13, 2, 9]), max_new_tokens=20, logits_processor=scripted(SCRIPT),
             speculative_config={"method": "eagle3", "model": folder, **config},
@@ -91,7 +87,7 @@ def test_a_mask_token_from_the_configuration(tmp_path, model):
     """For a P-EAGLE head whose file names none; what contradicts the file, or means nothing to the head, is an error."""
     tensors, folder = write(tmp_path / "none", "p-eagle", pard_token=None)
     config = {"method": "eagle3", "num_speculative_tokens": 3}
-    with recorded(Eagle3Generator) as recording:
+    with recorded(PEagleGenerator) as recording:
         model.generate(
             **ragged([6, 9]), max_new_tokens=8, speculative_config={**config, "model": folder, "mask_token_id": 7}
         )
@@ -143,9 +139,10 @@ def test_a_head_of_another_width_than_the_target(tmp_path):
     assert len(recording.logits) > 20
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Qwen3"])
-@pytest.mark.parametrize("parallel", [False, True], ids=["eagle3", "p-eagle"])
+@pytest.mark.parametrize(
+    ("family", "shape", "parallel"),
+    covering(["Llama", "Gemma2", "Qwen3"], [(shape, parallel) for shape in SHAPES for parallel in (False, True)]),
+)
 def test_output_is_the_targets_own(tmp_path, family, shape, parallel):
     """Greedy tokens equal plain generate()'s; sampled ones equal those without speculation under the same seed."""
     target = make(family)
@@ -192,7 +189,7 @@ def test_draft_probabilities_are_those_drafts_are_drawn_from(tmp_path, model, sh
 def test_rows_with_their_own_limits_that_are_preempted(model, head, shape):
     """Rows limited to 0, 1, 2 and all drafts, small prompt chunks, each row preempted once: the text stays plain."""
     decoder = make_decoder(model, {"method": "eagle3", "model": head, "prefill_chunk_size": 3, **SHAPES[shape]})
-    with recorded(Eagle3Generator) as recording:
+    with recorded(type(decoder.generator)) as recording:
         rows = run_limited_and_preempted(decoder, model, ragged([6, 13, 2, 9]), 14)
     proposed = (
         (text, int(trees.depths[i, : trees.lengths[i]].max(initial=0)))
@@ -218,8 +215,7 @@ def test_a_target_in_bfloat16(head):
 def test_parallel_drafting_takes_one_forward(tmp_path, model, monkeypatch):
     """A P-EAGLE round of any depth runs the head once."""
     forwards = []
-    generator = Eagle3Generator
-    for name in ("p-eagle", "yuhuili"):
+    for name, generator in (("p-eagle", PEagleGenerator), ("yuhuili", Eagle3Generator)):
         _, folder = write(tmp_path / name, name)
         config = {"method": "eagle3", "model": folder, "num_speculative_tokens": 6}
         model.generate(**ragged([6]), max_new_tokens=2, speculative_config=config)
@@ -235,10 +231,10 @@ def test_parallel_drafting_takes_one_forward(tmp_path, model, monkeypatch):
 
 
 def test_draft_length_is_the_checkpoints_unless_given(tmp_path, model):
-    for name in ("speculators", "speculators, p-eagle"):
+    for name, generator in (("speculators", Eagle3Generator), ("speculators, p-eagle", PEagleGenerator)):
         _, folder = write(tmp_path / name, name)
         for given, expected in ({}, 3), ({"num_speculative_tokens": 5}, 5), ({"num_speculative_tokens": 1}, 1):
-            with recorded(Eagle3Generator) as recording:
+            with recorded(generator) as recording:
                 model.generate(**ragged([6]), max_new_tokens=9, speculative_config={"model": folder, **given})
             assert 1 + max(len(path) for _, path, _ in recording.logits) == expected
 
@@ -307,7 +303,7 @@ def speculators_model(kind: str, flags: dict, folder):
 def test_speculators_own_forward_agrees(tmp_path, model, monkeypatch, kind, flags):
     """A head the speculators library saved drafts as that library's own forward says, step by step."""
     oracle = speculators_model(kind, flags, tmp_path)
-    with recorded(Eagle3Generator) as recording:
+    with recorded(PEagleGenerator if kind == "peagle" else Eagle3Generator) as recording:
         output = model.generate(
             **ragged([9]), max_new_tokens=16, logits_processor=scripted(SCRIPT),
             speculative_config={"model": str(tmp_path)}, return_dict_in_generate=True,

@@ -4,7 +4,8 @@ import builtins
 
 import pytest
 import torch
-from oracle import assert_clean, drafter_of, method_configs, ragged, tiny_llama
+from combinations import covering
+from oracle import assert_clean, drafter_of, ragged, tiny_llama
 from transformers import (
     DynamicCache,
     LogitsProcessor,
@@ -18,22 +19,11 @@ from transformers import (
 )
 
 import hf_specdec
+from hf_specdec.model.prepare import prepare
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 DRAFT = {"method": "draft_model"}
 ONE = ragged([7])
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
-
-
-@pytest.fixture(scope="module")
-def configs(model, tmp_path_factory):
-    path = tmp_path_factory.mktemp("drafter")
-    drafter_of(model).save_pretrained(path)
-    return method_configs(str(path))
 
 
 class OtherCache(DynamicCache):
@@ -125,8 +115,14 @@ def next_call_works(model, configs):
     assert_clean(model)
 
 
+@pytest.fixture(scope="module")
+def checked(model):
+    """The check on first use is done: its forwards are not those of a call."""
+    prepare(model)
+
+
 @pytest.mark.parametrize("name", BAD_CALLS)
-def test_bad_call(model, next_call_works, name):
+def test_bad_call(model, checked, name):
     make, message = BAD_CALLS[name]
     if name == "missing drafter":
         import huggingface_hub.constants as hub
@@ -143,9 +139,10 @@ def test_bad_call(model, next_call_works, name):
     assert message.lower() in str(caught.value).lower()
     if name not in ("other vocabulary", "too many layers"):  # which need a look at the models
         assert not forwards, "the error must come before any work"
+    assert_clean(model)
 
 
-def test_missing_package(model, monkeypatch, next_call_works):
+def test_missing_package(model, monkeypatch):
     real = builtins.__import__
 
     def without_arctic(name, *args, **kwargs):
@@ -223,10 +220,14 @@ class Hook(FailsAt):
         self.tick()
 
 
-@pytest.mark.parametrize("error", [Failure(), KeyboardInterrupt()], ids=lambda error: type(error).__name__)
-@pytest.mark.parametrize("where", [Processor, Criterion, Streamer, Hook], ids=lambda kind: kind.__name__)
-@pytest.mark.parametrize("method", ["none", "ngram", "chain", "tree"])
-@pytest.mark.parametrize("call", [1, 2, 4])
+@pytest.mark.parametrize(
+    ("method", "where", "call", "error"),
+    covering(
+        ["none", "ngram", "chain", "tree"], [Processor, Criterion, Streamer, Hook], [1, 2, 4],
+        [Failure(), KeyboardInterrupt()], strength=2,
+    ),
+    ids=lambda value: getattr(value, "__name__", None) or (value if isinstance(value, str | int) else type(value).__name__),
+)  # fmt: skip
 def test_exception_in_the_middle(model, configs, next_call_works, method, where, error, call):
     failing = where(call, error)
     arguments = {

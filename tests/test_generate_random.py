@@ -4,22 +4,10 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
-from oracle import RecentTokensPenalty, Recorder, drafter_of, method_configs, ragged, tiny_llama
+from oracle import RecentTokensPenalty, Recorder, ragged
 from transformers import LogitsProcessorList, StoppingCriteria, StoppingCriteriaList
 
 METHODS = ["none", "ngram", "chain", "tree"]
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
-
-
-@pytest.fixture(scope="module")
-def configs(model, tmp_path_factory):
-    path = tmp_path_factory.mktemp("drafter")
-    drafter_of(model).save_pretrained(path)
-    return method_configs(str(path))
 
 
 class Recorded(StoppingCriteria):

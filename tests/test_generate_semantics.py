@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from oracle import VOCAB, RecentTokensPenalty, Recorder, assert_clean, drafter_of, method_configs, ragged, tiny_llama
+from oracle import VOCAB, RecentTokensPenalty, Recorder, assert_clean, ragged
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -23,18 +23,6 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 METHODS = ["none", "ngram", "chain", "tree"]
 SHAPES = {"single": [9], "ragged": [6, 13, 1, 9]}
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
-
-
-@pytest.fixture(scope="module")
-def configs(model, tmp_path_factory):
-    path = tmp_path_factory.mktemp("drafter")
-    drafter_of(model).save_pretrained(path)
-    return method_configs(str(path))
 
 
 @pytest.fixture(params=METHODS)

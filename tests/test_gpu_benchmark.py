@@ -266,6 +266,7 @@ def test_a_section_that_fails_or_overruns_does_not_take_the_others_along(tmp_pat
     assert done.returncode == 1
 
 
+@pytest.mark.slow
 def test_one_section_runs(tmp_path):
     path = tmp_path / "out.json"
     done = run(BENCHMARKS / "gpu.py", "--toy", "--sections", "kernels", "--seed", "1", "--json", path)

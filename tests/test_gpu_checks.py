@@ -6,7 +6,7 @@ from pathlib import Path
 import pytest
 import torch
 from test_flash_attention import StandIn
-from triton_interpreter import DEVICE, RUNS_HERE, needs_triton, run_interpreted
+from triton_interpreter import DEVICE, RUNS_HERE, needs_triton
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "benchmarks"))
 
@@ -34,10 +34,6 @@ if RUNS_HERE:
         sampling,
         verification,
     )
-
-
-def test_in_a_process_of_its_own():
-    run_interpreted(__file__)
 
 
 @pytest.fixture

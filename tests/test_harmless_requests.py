@@ -4,7 +4,7 @@ import copy
 
 import pytest
 import torch
-from oracle import Recorder, assert_clean, drafter_of, ragged, tiny_llama
+from oracle import Recorder, assert_clean, drafter_of, ragged
 from transformers import DynamicCache, GenerationConfig, MaxLengthCriteria, StoppingCriteriaList
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
@@ -13,11 +13,6 @@ CONFIGS = {
     "ngram": NGRAM,
     "tree": {"method": "draft_model", "branching_factors": [3, 2, 1]},
 }
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
 
 
 @pytest.fixture(scope="module")

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from oracle import assert_clean, ragged, tiny_llama
+from oracle import assert_clean, ragged
 from safetensors import safe_open
 
 from hf_specdec import SpeculativeConfigError
@@ -13,11 +13,6 @@ from hf_specdec import SpeculativeConfigError
 def read(path):
     with safe_open(path, framework="pt") as f:
         return f.get_tensor("hidden_states"), f.get_tensor("token_ids"), f.metadata()
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
 
 
 @pytest.mark.parametrize("chunk", [2048, 4], ids=["one chunk", "chunks of 4"])

@@ -5,6 +5,7 @@ import json
 
 import pytest
 import torch
+from combinations import covering
 from families import make
 from helpers_drafters import (
     RAGGED,
@@ -45,11 +46,6 @@ SHAPES = {
     "static": {"speculative_token_tree": "medusa_mc_sim_7b_63"},
     "dynamic": {"top_k": 3, "total_tokens": 12},
 }
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
 
 
 pytestmark = pytest.mark.usefixtures("forget_decoders")
@@ -271,9 +267,9 @@ def test_rows_with_their_own_limits_that_are_preempted(tmp_path, model, shape, p
 # ---- losslessness ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", ["chain", "static"])
 @pytest.mark.parametrize(
-    ("family", "prefix"), [("Llama", True), ("Mistral", True), ("Gemma2", False), ("GPT-2", False)]
+    ("family", "prefix", "shape"),
+    covering([("Llama", True), ("Mistral", True), ("Gemma2", False), ("GPT-2", False)], ["chain", "static"]),
 )
 def test_lossless(tmp_path, family, prefix, shape):
     """Greedy: plain generate()'s text. Coupled sampling: the text the seed gives without speculation."""

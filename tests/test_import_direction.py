@@ -15,7 +15,7 @@ FLOORS = [
     {"verification"},
     {"candidate_generators"},
     {"decoding"},
-    {"serve", "training", "integration", "refusals", "cli"},
+    {"serve", "training", "integration", "assisted", "refusals", "cli"},
 ]
 LEAVES = {
     "config",

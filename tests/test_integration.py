@@ -6,6 +6,7 @@ import inspect
 import io
 import json
 import pickle
+import pkgutil
 import subprocess
 import sys
 import threading
@@ -18,28 +19,16 @@ import peft
 import pytest
 import torch
 import transformers.generation.utils as generation_utils
-from oracle import PAD, assert_clean, drafter_of, method_configs, ragged, tiny_llama
+from oracle import assert_clean, drafter_of, ragged, tiny_llama
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import GenerationConfig, LlamaForCausalLM, PreTrainedTokenizerFast, pipeline
 from transformers.generation import GenerationMixin
 
 import hf_specdec
 from hf_specdec import integration
-from hf_specdec.candidate_generators.draft_model import vocabulary
+from hf_specdec.candidate_generators.draft_model import head as drafter_loading
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
-
-
-@pytest.fixture(scope="module")
-def configs(model, tmp_path_factory):
-    path = tmp_path_factory.mktemp("drafter")
-    drafter_of(model).save_pretrained(path)
-    return method_configs(str(path))
 
 
 @pytest.fixture
@@ -173,6 +162,19 @@ def test_forms_of_a_configuration(model, tmp_path):
         assert torch.equal(sequences, plain) and speculation.num_new_tokens == 12
         config = GenerationConfig(max_new_tokens=6, speculative_config=form)
         assert tokens_and_speculation(model, **inputs, generation_config=config)[1] is not None
+
+
+def test_a_call_parses_its_configuration_once(model, monkeypatch):
+    """And methods are discovered once per process."""
+    parse_config, parsed = integration.parse_config, []
+    monkeypatch.setattr(integration, "parse_config", lambda value: parsed.append(value) or parse_config(value))
+    hf_specdec.available_methods()
+    monkeypatch.setattr(pkgutil, "iter_modules", None)
+    values, carrier = dict(NGRAM), GenerationConfig(max_new_tokens=4, speculative_config=NGRAM)
+    model.generate(**ragged([6, 3]), max_new_tokens=4, speculative_config=values)
+    assert parsed == [NGRAM] and values == NGRAM
+    model.generate(**ragged([6, 3]), generation_config=carrier)
+    assert parsed == [NGRAM, NGRAM] and carrier.speculative_config == NGRAM
 
 
 def test_empty_configuration_is_an_error_and_none_is_plain(model):
@@ -402,7 +404,7 @@ def test_threads_on_one_and_on_several_models(model, configs):
 def test_drafters_are_loaded_one_at_a_time(model, tmp_path, monkeypatch):
     """from_pretrained patches transformers' classes while it runs: two at once would leave `tie_weights` patched."""
     drafter_of(model).save_pretrained(tmp_path)
-    load, loading, overlaps = vocabulary.AutoModelForCausalLM.from_pretrained, threading.Lock(), []
+    load, loading, overlaps = drafter_loading.AutoModelForCausalLM.from_pretrained, threading.Lock(), []
 
     def slow_load(*args, **kwargs):
         overlaps.append(not loading.acquire(blocking=False))
@@ -412,7 +414,7 @@ def test_drafters_are_loaded_one_at_a_time(model, tmp_path, monkeypatch):
             loading.release()
         return result
 
-    monkeypatch.setattr(vocabulary.AutoModelForCausalLM, "from_pretrained", slow_load)
+    monkeypatch.setattr(drafter_loading.AutoModelForCausalLM, "from_pretrained", slow_load)
     config = {"method": "draft_model", "model": str(tmp_path)}
     threads = [
         threading.Thread(
@@ -443,24 +445,3 @@ def test_generate_inside_a_callback(model, inner):
     assert torch.equal(model.generate(**inputs, max_new_tokens=8, speculative_config=NGRAM, streamer=Nested()), plain)
     assert len(inside) == 9 and all(torch.equal(each, plain_inner) for each in inside)
     assert_clean(model)
-
-
-# ---- the bundled and the trained pair -------------------------------------------------------------------------------
-
-
-def test_trained_pair(shared_models):
-    model = LlamaForCausalLM.from_pretrained(shared_models / "stories260K", dtype=torch.float32).eval()
-    inputs = ragged([7, 3, 12, 5], vocab_size=model.config.vocab_size)
-    plain = model.generate(**inputs, max_new_tokens=60, do_sample=False, pad_token_id=PAD)
-    for config in method_configs(str(shared_models / "stories41K-draft")).values():
-        output = model.generate(
-            **inputs,
-            max_new_tokens=60,
-            do_sample=False,
-            pad_token_id=PAD,
-            speculative_config=config,
-            return_dict_in_generate=True,
-        )
-        assert torch.equal(output.sequences, plain)
-        if config["method"] == "draft_model":
-            assert output.speculation.mean_accepted_length > 1.3

@@ -7,7 +7,7 @@ import random
 import numpy as np
 import pytest
 import torch
-from oracle import assert_clean, drafter_of, method_configs, ragged, tiny_llama
+from oracle import assert_clean, ragged
 from transformers import LogitsProcessor, LogitsProcessorList
 
 from hf_specdec.sampling.kept_state import KeptState
@@ -85,18 +85,6 @@ MAKERS = {
     "opaque": Rolling,
     "closure": Closure,
 }
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
-
-
-@pytest.fixture(scope="module")
-def configs(model, tmp_path_factory):
-    path = tmp_path_factory.mktemp("drafter")
-    drafter_of(model).save_pretrained(path)
-    return {name: config for name, config in method_configs(str(path)).items() if name != "none"}
 
 
 @pytest.mark.parametrize(

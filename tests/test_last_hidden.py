@@ -163,7 +163,8 @@ def test_in_transformers_own_loop(tmp_path, model):
     mlp_checkpoint(tmp_path, vocab=VOCAB)
     inputs = ragged([9], vocab_size=VOCAB)
     plain = model.generate(**inputs, max_new_tokens=20)
-    with hf_specdec.assisted_loop(model, {"method": "mlp_speculator", "model": str(tmp_path)}) as generator:
+    with hf_specdec.assisted_loop(model, {"method": "mlp_speculator", "model": str(tmp_path)}) as drafter:
+        generator = drafter.generator
         lengths, propose = [], generator.propose
         generator.propose = lambda *args: lengths.append(propose(*args)) or lengths[-1]
         assert torch.equal(model.generate(**inputs, max_new_tokens=20, prompt_lookup_num_tokens=1), plain)

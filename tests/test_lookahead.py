@@ -7,6 +7,7 @@ import hypothesis.strategies as st
 import numpy as np
 import pytest
 import torch
+from combinations import covering
 from helpers_drafters import (
     accepted_length_on_bundled,
     assert_greedy_is_plain,
@@ -275,8 +276,7 @@ CONFIGS = [
 ]
 
 
-@pytest.mark.parametrize("config", CONFIGS, ids=json.dumps)
-@pytest.mark.parametrize("lengths", [[9], [5, 23, 1]], ids=str)
+@pytest.mark.parametrize(("config", "lengths"), covering(CONFIGS, [[5, 23, 1], [9]]), ids=str)
 def test_greedy_output_is_plain(model, config, lengths):
     assert_greedy_is_plain(model, config, lengths, chunks=(2048, 4))
 
@@ -325,17 +325,15 @@ def test_bundled_model(tiny_model, tiny_tokenizer):
 
 def test_transformers_own_loop(model):
     """It verifies one chain: the window stays at home, and the pool learns from the text alone."""
-    with hf_specdec.assisted_loop(model, {**OWN, "ngram_size": 2}) as generator:
+    with hf_specdec.assisted_loop(model, {**OWN, "ngram_size": 2}) as drafter:
         inputs, drafts = ragged([20]), []
-        generator.get_candidates = lambda ids: (
-            drafts.append(type(generator).get_candidates(generator, ids)) or drafts[-1]
-        )
+        drafter.get_candidates = lambda ids: drafts.append(type(drafter).get_candidates(drafter, ids)) or drafts[-1]
         out = model.generate(**inputs, max_new_tokens=60, prompt_lookup_num_tokens=1)
         assert torch.equal(out, model.generate(**inputs, max_new_tokens=60))
         assert any(ids.shape[1] > before for (ids, _), before in zip(drafts, range(20, 80), strict=False))
-        window = generator.rows[generator._assisted.id].window
+        window = drafter.generator.rows[drafter.sequence.id].window
         assert window.tokens.shape[0] == 1, "never advanced"
-    assert generator.rows == {}
+    assert drafter.generator.rows == {}
 
 
 # ---- its keys ---------------------------------------------------------------------------------------------------------

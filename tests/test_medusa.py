@@ -6,6 +6,7 @@ import logging
 
 import pytest
 import torch
+from combinations import covering
 from families import make
 from helpers_drafters import (
     RAGGED,
@@ -33,11 +34,6 @@ TREES = {
     "static": {"speculative_token_tree": [[0], [1], [2], [0, 0], [2, 1], [2, 1, 0]]},
     "dynamic": {"top_k": 3, "total_tokens": 10},
 }
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
 
 
 pytestmark = pytest.mark.usefixtures("forget_decoders")
@@ -270,8 +266,7 @@ def test_published_trees():
 # ---- losslessness ---------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("shape", ["chain", "published"])
-@pytest.mark.parametrize("family", ["Llama", "Gemma2", "GPT-2"])
+@pytest.mark.parametrize(("family", "shape"), covering(["Llama", "Gemma2", "GPT-2"], ["chain", "published"]))
 def test_lossless(tmp_path, family, shape):
     """Greedy: plain generate()'s text. Coupled sampling: the text the seed gives without speculation."""
     target = make(family)

@@ -4,6 +4,7 @@ import json
 
 import pytest
 import torch
+from combinations import covering
 from families import make
 from helpers_drafters import (
     RAGGED,
@@ -32,11 +33,6 @@ LAYOUTS = {
     "one step, tied": {"n_predict": 1, "tied": True},
     "seven steps": {"n_predict": 7, "inner": 16},
 }
-
-
-@pytest.fixture(scope="module")
-def model():
-    return tiny_llama()
 
 
 pytestmark = pytest.mark.usefixtures("forget_decoders")
@@ -153,8 +149,7 @@ def test_configurations_share_the_loaded_weights(tmp_path, model):
 SHAPES = {"chain": {}, "tree": {"top_k_tokens_per_head": [12, 3, 2], "n_candidates": 12}}
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("family", ["Llama", "Gemma2", "GPT-2", "DeepSeek-V3"])
+@pytest.mark.parametrize(("family", "shape"), covering(["Llama", "Gemma2", "GPT-2", "DeepSeek-V3"], list(SHAPES)))
 def test_lossless(tmp_path, family, shape):
     """Greedy: plain generate()'s text. Coupled sampling: the text the seed gives without speculation."""
     model = make(family)

@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from combinations import covering
 from helpers_drafters import (
     assert_lossless,
     assert_nothing_left,
@@ -131,8 +132,9 @@ def test_drafts_are_transformers_own(tmp_path, monkeypatch, name, modules):
     assert compared >= 5 * modules
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize(("name", "modules"), [("DeepSeek-V3", 1), ("GLM-4.5", 2), ("MiMo", 1)])
+@pytest.mark.parametrize(
+    ("name", "modules", "shape"), covering([("DeepSeek-V3", 1), ("GLM-4.5", 2), ("MiMo", 1)], list(SHAPES))
+)
 def test_output_is_the_targets_own(tmp_path, name, modules, shape):
     """Greedy tokens equal plain generate()'s; sampled ones equal those without speculation under the same seed."""
     target = store(tmp_path, name, modules).model
@@ -140,7 +142,9 @@ def test_output_is_the_targets_own(tmp_path, name, modules, shape):
     assert_lossless(target, config, max_new_tokens=10, temperature=0.8)
 
 
-@pytest.mark.parametrize(("modules", "shape"), [(1, "dynamic"), (3, "chain"), (3, "static")])
+@pytest.mark.parametrize(
+    ("modules", "shape"), [(1, "dynamic"), pytest.param(3, "chain", marks=pytest.mark.slow), (3, "static")]
+)
 def test_rows_with_their_own_limits_that_are_preempted(tmp_path, modules, shape):
     """Rows limited to 0, 1, 2 and all drafts, small prompt chunks, each row preempted once."""
     stored = store(tmp_path, "GLM-4.5", modules)

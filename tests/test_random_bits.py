@@ -94,6 +94,7 @@ print("equal")
 """
 
 
+@pytest.mark.slow  # tests/test_triton_verification.py compares our kernels' words
 @pytest.mark.skipif(importlib.util.find_spec("triton") is None, reason="triton is not installed")
 def test_triton_computes_the_same_words(tmp_path):
     script = tmp_path / "philox.py"  # triton reads kernels from their source file

@@ -111,14 +111,17 @@ METHODS = [
 
 @pytest.mark.parametrize(
     "method",
-    [pytest.param(m, marks=pytest.mark.slow) if m in (METHODS[1], METHODS[2], METHODS[-1]) else m for m in METHODS],
+    [
+        pytest.param(m, marks=pytest.mark.slow) if m in (METHODS[0], METHODS[1], METHODS[2], METHODS[-1]) else m
+        for m in METHODS
+    ],
     ids=lambda m: "-".join(map(str, m.values())),
 )
-def test_100_requests_join_leave_wait_and_are_preempted(models, method):
+def test_requests_join_leave_wait_and_are_preempted(models, method):
     """Every output equals its own single-request `generate()`, greedy and coupled, and the pool ends clean."""
     if method["method"] == "suffix":
         pytest.importorskip("arctic_inference.suffix_decoding")
-    run_scenario(*models, method)
+    run_scenario(*models, method, num_requests=60)
 
 
 def run_scenario(target, drafter, method, num_requests: int = 100, vocab_size: int = VOCAB) -> None:

@@ -207,7 +207,8 @@ def test_a_row_that_cannot_start_leaves_nothing_behind():
     assert len(generator.cache.active_requests) == 1
 
 
-@pytest.mark.parametrize("bound", [400, pytest.param(50, marks=pytest.mark.slow)])
+@pytest.mark.slow  # a stopwatch
+@pytest.mark.parametrize("bound", [400, 50])
 @pytest.mark.parametrize("tree", [False, True])
 def test_speed(bound, tree):
     """Trees of the default depth over 100k tokens of prompt."""

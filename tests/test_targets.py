@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import logging
 
 import numpy as np
@@ -22,7 +23,7 @@ from hf_specdec.core.rows import RowInput
 from hf_specdec.model import architectures, self_test
 from hf_specdec.model.prepare import prepare
 
-NEW_TOKENS = 40
+NEW_TOKENS = 32
 CHAIN, TREE = {"method": "draft_model"}, {"method": "draft_model", "branching_factors": [3, 2, 1]}
 NGRAM, EARLY_EXIT = {"method": "ngram", "prompt_lookup_min": 1}, {"method": "draft_model", "early_exit": 1}
 GATHERED = {"Falcon", "BLOOM", "StableLM", "DeepSeek-V3"}
@@ -61,6 +62,12 @@ def prompts(batch_size: int) -> dict:
     for row, length in enumerate([17, 3, 9, 14, 1]):
         mask[row, 17 - length :] = 1
     return {"input_ids": ids * mask, "attention_mask": mask}
+
+
+@pytest.fixture(scope="module")
+def plain_once(family_models):
+    """`plain` of a family and a batch size, computed once."""
+    return functools.cache(lambda family, batch_size: plain(family_models(family)[0], prompts(batch_size)))
 
 
 def plain(model, inputs):
@@ -117,11 +124,11 @@ IMPERFECT = [
 
 
 @pytest.mark.parametrize(("family", "batch_size", "draft"), IMPERFECT)
-def test_drafts_of_an_imperfect_model(family_models, family, batch_size, draft):
+def test_drafts_of_an_imperfect_model(family_models, plain_once, family, batch_size, draft):
     """Accepted and rejected drafts, KV compaction after trees, windows shorter than the text."""
     target, drafter = family_models(family)
     inputs = prompts(batch_size)
-    expected = plain(target, inputs)
+    expected = plain_once(family, batch_size)
     output = speculative(target, inputs, TREE if draft == "tree" else CHAIN, assistant_model=drafter)
     assert_same_tokens(output, expected, f"{family} {draft} batch {batch_size}")
     assert len(expected.sequences[0, -NEW_TOKENS:].unique()) > 5, "the text repeats itself: too easy"
@@ -139,12 +146,12 @@ def uncapped_by_sdpa(model) -> bool:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_ngram_drafts(family_models, family):
+def test_ngram_drafts(family_models, plain_once, family):
     """Drafts from the text itself; most are wrong here."""
     target, _ = family_models(family)
     inputs = prompts(5)
     output = speculative(target, inputs, NGRAM)
-    assert_same_tokens(output, plain(target, inputs), f"{family} ngram")
+    assert_same_tokens(output, plain_once(family, 5), f"{family} ngram")
     assert output.speculation["num_draft_tokens"] > 0
 
 
@@ -154,22 +161,20 @@ EARLY_EXITS = [
 
 
 @pytest.mark.parametrize("family", EARLY_EXITS)
-def test_own_first_layer_drafts(family_models, family):
+def test_own_first_layer_drafts(family_models, plain_once, family):
     """Early exit: the target's first layer, with the target's norm and head."""
     target, _ = family_models(family)
     inputs = prompts(5)
     output = speculative(target, inputs, EARLY_EXIT)
-    assert_same_tokens(output, plain(target, inputs), f"{family} early exit")
+    assert_same_tokens(output, plain_once(family, 5), f"{family} early exit")
     assert 0 < output.speculation["num_accepted_tokens"] < output.speculation["num_draft_tokens"]
 
 
 @pytest.mark.parametrize("family", sorted(SLIDING))
-def test_windows_matter(family_models, family):
+def test_windows_matter(plain_once, family):
     """The windows of these models are short enough to change their text: equality above says something about them."""
-    target, _ = family_models(family)
     wide = make(family, sliding_window=4 * WINDOW + 60)
-    inputs = prompts(1)
-    assert not torch.equal(plain(target, inputs).sequences, plain(wide, inputs).sequences)
+    assert not torch.equal(plain_once(family, 1).sequences, plain(wide, prompts(1)).sequences)
 
 
 @pytest.mark.parametrize("family", ["Llama", "Gemma2", "gpt-oss", "Cohere2"])

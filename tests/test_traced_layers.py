@@ -55,7 +55,10 @@ def operators(graphs) -> set[str]:
     return {name.split(".")[1] for name in names if name.startswith("hf_specdec.")}
 
 
-@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "family",
+    [pytest.param(f, marks=pytest.mark.slow if f in ("Qwen2", "Mistral", "StarCoder2") else ()) for f in FAMILIES],
+)
 def test_output_is_the_same(family, tiny_tokenizer, graphs):
     model = make_for_pages(family)
     prompts = {"input_ids": torch.tensor([[5, 6, 7, 8, 9, 6, 7, 8], [3, 4, 3, 4, 3, 4, 3, 4]])}
@@ -207,8 +210,7 @@ HEADS = {
     "name",
     [
         "chain",
-        "dflash",
-        *(pytest.param(each, marks=pytest.mark.slow) for each in HEADS if each not in ("chain", "dflash")),
+        *(pytest.param(each, marks=pytest.mark.slow) for each in HEADS if each != "chain"),
     ],
 )
 def test_layers_of_heads(name, tiny_model, tiny_tokenizer, rewritten_graphs, graphs_in_python):  # noqa: F811
@@ -261,7 +263,7 @@ def test_layers_that_change_tensors_are_captured_as_they_are(rewritten_graphs, g
     assert caplog.text.count("is captured without rewriting") == 1
 
 
-@pytest.mark.parametrize("family", ["Llama", "Qwen3-MoE"])
+@pytest.mark.parametrize("family", [pytest.param("Llama", marks=pytest.mark.slow), "Qwen3-MoE"])
 def test_nothing_keeps_a_model_that_was_traced(family, rewritten_graphs, graphs_in_python):  # noqa: F811
     model = make(family)
     model.generate(IDS, max_new_tokens=8, do_sample=False, speculative_config=GRAPHS)

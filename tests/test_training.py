@@ -31,14 +31,14 @@ from hf_specdec.training.target import TargetModel
 ROOT = Path(__file__).parents[1]
 VARIANTS = [
     ("medusa", {}),
-    ("medusa", {"num_layers": 2, "num_heads": 3}),
+    pytest.param("medusa", {"num_layers": 2, "num_heads": 3}, marks=pytest.mark.slow),
     ("medusa", {"own_lm_head": False}),
     ("medusa", {"form": "vllm"}),
-    ("medusa", {"form": "vllm", "own_lm_head": False}),
-    ("mlp_speculator", {}),
+    pytest.param("medusa", {"form": "vllm", "own_lm_head": False}, marks=pytest.mark.slow),
+    pytest.param("mlp_speculator", {}, marks=pytest.mark.slow),
     ("mlp_speculator", {"tie_weights": True, "inner_dim": 24, "num_heads": 4}),
     ("hydra", {}),
-    ("hydra", {"num_layers": 2}),
+    pytest.param("hydra", {"num_layers": 2}, marks=pytest.mark.slow),
     ("hydra", {"prefix_layer": True, "num_layers": 2}),
 ]
 
@@ -71,8 +71,11 @@ def test_exported_heads_load_by_their_folder_and_are_lossless(tmp_path, data, me
 
 @pytest.mark.parametrize(
     ("method", "options"),
-    [("mlp_speculator", {}), ("hydra", {"prefix_layer": True})]
-    + [pytest.param(method, {}, marks=pytest.mark.slow) for method in ("medusa", "hydra")],
+    [("mlp_speculator", {})]
+    + [
+        pytest.param(*each, marks=pytest.mark.slow)
+        for each in (("hydra", {"prefix_layer": True}), ("medusa", {}), ("hydra", {}))
+    ],
     ids=str,
 )
 def test_the_estimate_is_what_drafting_then_does(tmp_path, method, options):
@@ -198,6 +201,7 @@ train("medusa", Path(sys.argv[1]), Path(sys.argv[2]), max_steps=5, gradient_accu
 """
 
 
+@pytest.mark.slow
 def test_two_processes_are_two_accumulated_batches(tmp_path, data):
     script = tmp_path / "worker.py"
     script.write_text(WORKER)
@@ -409,7 +413,9 @@ BEGUN = {
 }
 
 
-@pytest.mark.parametrize("method", BEGUN)
+@pytest.mark.parametrize(
+    "method", [pytest.param(m, marks=pytest.mark.slow if m in ("hydra", "eagle", "draft_model") else ()) for m in BEGUN]
+)
 def test_a_run_can_begin_with_a_head_that_is_there(tmp_path, data, method):
     """The weights are those of the file (training too slowly to move them shows it), in every method."""
     options = {"tokens_per_batch": 256, **BEGUN[method]}

@@ -7,7 +7,7 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from transformers.models.gpt_neox.modeling_gpt_neox import apply_rotary_pos_emb as partial_rotation
 from transformers.models.llama.modeling_llama import apply_rotary_pos_emb
-from triton_interpreter import DEVICE, RUNS_HERE, needs_triton, run_interpreted
+from triton_interpreter import DEVICE, RUNS_HERE, needs_triton
 
 from hf_specdec.kernels import reference
 
@@ -17,10 +17,6 @@ if RUNS_HERE:
 DTYPES = [torch.float32, torch.float16, torch.bfloat16]
 POISON = 12345.0
 random_settings = settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
-
-
-def test_in_a_process_of_its_own():
-    run_interpreted(__file__)
 
 
 def states(tokens, heads, width, dtype):

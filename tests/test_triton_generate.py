@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 from transformers import LlamaConfig, LlamaForCausalLM
-from triton_interpreter import DEVICE, needs_triton, run_interpreted
+from triton_interpreter import DEVICE, needs_triton
 
 import hf_specdec
 from hf_specdec.model import capturable, captures
@@ -18,10 +18,6 @@ CONFIGS = {
     "tree": {"method": "draft_model", "branching_factors": [2, 2]},
     "dynamic tree": {"method": "draft_model", "top_k": 2, "total_tokens": 6, "depth": 3},
 }
-
-
-def test_in_a_process_of_its_own():
-    run_interpreted(__file__)
 
 
 @pytest.fixture(scope="module")
@@ -70,7 +66,9 @@ def decode(pair, config, **arguments):
 
 
 @needs_triton
-@pytest.mark.parametrize("name", [pytest.param(n, marks=pytest.mark.slow) if n == "tree" else n for n in CONFIGS])
+@pytest.mark.parametrize(
+    "name", [pytest.param(n, marks=pytest.mark.slow) if n in ("none", "tree") else n for n in CONFIGS]
+)
 def test_greedy(pair, use, name):
     plain = decode(pair, None, do_sample=False)
     use("triton")

@@ -6,17 +6,13 @@ import torch.nn.functional as F
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch import nn
-from triton_interpreter import DEVICE, needs_triton, run_interpreted
+from triton_interpreter import DEVICE, needs_triton
 
 from hf_specdec.model.options.few_row_linears import FewRowsProduct, _is_large, few_row_linears
 from hf_specdec.model.options.joined_linears import JoinedLinears
 
 BOUNDS = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 MOST_ROWS = 16
-
-
-def test_in_a_process_of_its_own():
-    run_interpreted(__file__)
 
 
 @pytest.fixture
@@ -259,3 +255,13 @@ def test_operators_of_traced_layers(linear, count, monkeypatch):
     for found, wanted in pairs:
         assert found.shape == wanted.shape and error(found, wanted) < 2 * BOUNDS[torch.float16]
     assert len(calls) == (3 if count <= linear.MOST_ROWS else 0)
+
+
+@needs_triton
+@pytest.mark.skipif(DEVICE != "cpu", reason="about the interpreter")
+def test_interpreted_kernels_cannot_be_compiled():
+    from hf_specdec.kernels.attention import compile_cases
+    from hf_specdec.kernels.compiling import compile_case
+
+    with pytest.raises(RuntimeError, match="TRITON_INTERPRET"):
+        compile_case(compile_cases()[0], 90)

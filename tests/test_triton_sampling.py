@@ -2,9 +2,10 @@
 
 import pytest
 import torch
+from combinations import covering
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from triton_interpreter import DEVICE, RUNS_HERE, needs_triton, run_interpreted
+from triton_interpreter import DEVICE, RUNS_HERE, needs_triton
 
 from hf_specdec.sampling.processors import FusedSamplingLogitsWarper
 
@@ -23,10 +24,6 @@ PARAMETERS = [
     (0.01, 0, 1e-6, 0.0),
     (1.0, 7, 0.3, 0.3),
 ]
-
-
-def test_in_a_process_of_its_own():
-    run_interpreted(__file__)
 
 
 def run(logits, parameters, owners=None, block=512):
@@ -82,8 +79,9 @@ def assert_kept(ours, logits, parameters, most=None):
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("vocab", [1, 37, 512, pytest.param(1300, marks=pytest.mark.slow)])
+@pytest.mark.parametrize(
+    ("dtype", "vocab"), covering([torch.float32, torch.bfloat16, torch.float16], [1, 37, 512, 1300])
+)
 def test_keeps_what_the_definition_keeps(dtype, vocab):
     g = torch.Generator().manual_seed(vocab)
     logits = (torch.randn(len(PARAMETERS), vocab, generator=g) * 3).to(dtype)
@@ -117,7 +115,7 @@ def test_any_parameters(seed, vocab, spread, parameters):
 
 
 @needs_triton
-@pytest.mark.parametrize("block", [64, 256])
+@pytest.mark.parametrize("block", [pytest.param(64, marks=pytest.mark.slow), 256])
 def test_ties(block):
     """Rounded logits: hundreds of equals at the boundary, both zeros among them, across blocks."""
     logits = (torch.randn(len(PARAMETERS), 600, generator=torch.Generator().manual_seed(0)) * 1.5).round()

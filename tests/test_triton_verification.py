@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from triton_interpreter import DEVICE, RUNS_HERE, needs_triton, run_interpreted
+from triton_interpreter import DEVICE, RUNS_HERE, needs_triton
 
 from hf_specdec.kernels import random_bits, reference
 
@@ -34,10 +34,6 @@ if RUNS_HERE:
 
 
 STREAMS = (random_bits.TOKEN_STREAM, random_bits.ACCEPT_STREAM, random_bits.RESIDUAL_STREAM, random_bits.DRAFT_STREAM)
-
-
-def test_in_a_process_of_its_own():
-    run_interpreted(__file__)
 
 
 def make_keys(n, generator):
@@ -146,11 +142,11 @@ def poisoned(case):
 CHOICE_CASES = [
     # seed, rows, nodes, vocabulary, chain, dtype, ties
     (0, 3, 3, 300, True, torch.float32, False),
-    (1, 2, 4, 2100, False, torch.bfloat16, False),
+    (1, 1, 4, 1100, False, torch.bfloat16, False),
     (2, 2, 9, 64, False, torch.float16, True),
     (3, 1, 1, 5, True, torch.float32, True),
     (4, 3, 0, 129, True, torch.float32, False),
-    (5, 1, 6, 2100, False, torch.float32, True),
+    (5, 1, 3, 2100, False, torch.float32, True),
 ]
 
 
@@ -163,12 +159,12 @@ def test_choices_and_walk(case, sampled):
 
 
 @needs_triton
-@settings(max_examples=8, deadline=None, derandomize=True)
+@settings(max_examples=6, deadline=None, derandomize=True)
 @given(
     seed=st.integers(0, 10**6),
     batch=st.integers(1, 3),
     width=st.integers(0, 7),
-    vocab=st.integers(1, 3000),
+    vocab=st.integers(1, 1500),
     chain=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.bfloat16, torch.float16]),
     ties=st.booleans(),
@@ -205,19 +201,19 @@ def compare_choices(case, sampled):
 @needs_triton
 def test_noise_is_drawn_wherever_it_may_matter():
     """Ids in reach of the best by noise: all, next to none, of one 8 lanes, infinitely likely ones, a single one left."""
-    flat = torch.zeros(8, 2500)
+    flat = torch.zeros(8, 1500)
     flat[1, 1::3] = 40.0
     flat[2, :256] = 30.0  # the groups of 8 lanes 32 apart, whose bounds all count
     flat[3] = -1e30
-    flat[4, [77, 2400]] = float("inf")  # the lower id
+    flat[4, [77, 1400]] = float("inf")  # the lower id
     flat[5] = float("-inf")
     flat[5, 1234] = -3.0
     flat[6] = float("-inf")
-    flat[6, 2049:2060] = 1e5
-    flat[7] = torch.linspace(-1e4, 1e4, 2500)
+    flat[6, 1025:1036] = 1e5
+    flat[7] = torch.linspace(-1e4, 1e4, 1500)
     seeds, positions, _ = make_keys(8, torch.Generator().manual_seed(4))
-    noisy = flat + random_bits.gumbel(seeds, positions, torch.zeros_like(seeds), random_bits.TOKEN_STREAM, 2500)
-    for block in (1024, 4096):
+    noisy = flat + random_bits.gumbel(seeds, positions, torch.zeros_like(seeds), random_bits.TOKEN_STREAM, 1500)
+    for block in (1024, 2048):
         found = target_choices(
             flat.to(DEVICE), torch.arange(8, device=DEVICE)[:, None], torch.ones(8, 0, dtype=torch.bool, device=DEVICE),
             seeds=seeds.to(DEVICE), positions=positions.to(DEVICE), block=block,
@@ -348,7 +344,7 @@ def test_rejection_of_any_shape(seed, points, chain, batch):
 
 
 @needs_triton
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("dtype", [pytest.param(torch.float32, marks=pytest.mark.slow), torch.bfloat16])
 def test_programs_of_several_steps(monkeypatch, dtype):
     """What large batches get; drafts with half of the mass, of which what is left without them is drawn where they are rejected."""
     monkeypatch.setattr(verification, "_PROGRAMS", 1)
@@ -369,8 +365,8 @@ def test_programs_of_several_steps(monkeypatch, dtype):
 @pytest.mark.parametrize(("chain", "dtype"), [(True, torch.bfloat16), (False, torch.float32)])
 def test_rejection(points, chain, dtype):
     """The definition's path and token."""
-    total, wrong, accepted = compare_rejection(points, chain, dtype, (2, 5), 4)
-    assert total == 8 and wrong <= 1 and accepted >= 2, (total, wrong, accepted)
+    total, wrong, accepted = compare_rejection(points, chain, dtype, (2, 5), 3)
+    assert total == 6 and wrong <= 1 and accepted >= 2, (total, wrong, accepted)
 
 
 @needs_triton

@@ -1,8 +1,8 @@
 """How test files of Triton kernels run: compiled on a GPU if there is one, else interpreted on the CPU.
 
-Triton decides when it is imported, and torch or transformers import it. So where it came compiled and there is no GPU, a
-file's tests are not collected in this process but run in one of their own, by `run_interpreted`. Their slow ones:
-`TRITON_INTERPRET=1 pytest -n0 -m slow tests/test_triton_*.py`.
+Triton chooses between compiling and interpreting when it is imported, and torch and transformers import it. Where it was
+imported to compile and there is no GPU, tests marked `needs_triton` are not collected. tests/test_triton_interpreted.py runs
+them in processes of their own. To run one file, or the slow tests: `TRITON_INTERPRET=1 pytest -n0 [-m slow] tests/test_triton_*.py`.
 """
 
 import importlib.util
@@ -72,17 +72,17 @@ if RUNS_HERE and DEVICE == "cpu":
 
 
 def needs_triton(test):
-    """Leave a test out of this process where it cannot run; `run_interpreted` runs it."""
+    """Leave a test out of this process where it cannot run; tests/test_triton_interpreted.py runs it."""
     test.__test__ = RUNS_HERE
     return test
 
 
-def run_interpreted(file: str) -> None:
-    """Run the tests of `file` with the interpreter in a new process; skip if they run here."""
+def run_interpreted(files: list[str]) -> None:
+    """Run the tests of `files` with the interpreter in a new process; skip if they run here."""
     if RUNS_HERE or importlib.util.find_spec("triton") is None:
         pytest.skip("the tests run in this process" if RUNS_HERE else "triton is not installed")
     environment = {name: value for name, value in os.environ.items() if not name.startswith("PYTEST_")}
     environment["TRITON_INTERPRET"] = "1"
-    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", file]
+    command = [sys.executable, "-m", "pytest", "-q", "-n0", "-p", "no:cacheprovider", *files]
     done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=580)
     assert done.returncode == 0 and " passed" in done.stdout, done.stdout[-6000:] + done.stderr[-2000:]

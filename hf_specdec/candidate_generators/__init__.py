@@ -1,8 +1,9 @@
-"""Drafters. One method = one file, or one folder with its parts: its configuration dataclass and its CandidateGenerator."""
+"""Drafters. A method is one file, or a folder with config.py, head.py (its network), checkpoint.py and generator.py."""
 
 from ..core.outcome import StepOutcome
 from .base import CandidateGenerator
-from .registry import available_methods, generator_class, make_generator, parse_config, register
+from .parsing import parse_config
+from .registry import available_methods, generator_class, make_generator, register
 
 __all__ = [
     "CandidateGenerator",

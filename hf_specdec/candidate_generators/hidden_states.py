@@ -53,7 +53,7 @@ class ExtractHiddenStatesConfig(SpeculativeConfig):
 
 @register(ExtractHiddenStatesConfig)
 class HiddenStatesWriter(CandidateGenerator):
-    """Collects features per sequence and writes them when it ends."""
+    """Collects a sequence's hidden states and writes them when it ends."""
 
     config: ExtractHiddenStatesConfig
     can_be_combined = False
@@ -84,11 +84,11 @@ class HiddenStatesWriter(CandidateGenerator):
 
     @property
     def max_draft_nodes(self) -> int:
-        """None at all."""
+        """0: nothing is drafted."""
         return 0
 
     def start(self, seq: Sequence) -> None:
-        """Nothing collected yet."""
+        """Start with nothing collected."""
         self.collected[seq.id] = []
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
@@ -96,7 +96,7 @@ class HiddenStatesWriter(CandidateGenerator):
         return DraftTrees.empty(len(sequences), self.target.device)
 
     def observe(self, outcome: StepOutcome) -> None:
-        """Collect what was read in this step."""
+        """Collect the hidden states of the tokens read in this step."""
         output = outcome.output
         assert output is not None
         features = {**output.layers, self.target.config.num_hidden_layers: output.last_hidden}
@@ -111,11 +111,11 @@ class HiddenStatesWriter(CandidateGenerator):
             self.collected[seq.id].append(own.clone())
 
     def evict(self, seq: Sequence) -> None:
-        """The target will read its text again."""
+        """Drop what was collected; the target will read the text again."""
         self.collected[seq.id] = []
 
     def stop(self, seq: Sequence) -> None:
-        """Write the sequence's file, also of a cancelled one; if nothing was read of it, none."""
+        """Write the sequence's file, also if it was cancelled, unless nothing was read."""
         collected = self.collected.pop(seq.id)
         if not collected:
             return
@@ -132,4 +132,4 @@ class HiddenStatesWriter(CandidateGenerator):
                 "model": str(self.target.model.config._name_or_path),
             },
         )
-        unfinished.replace(path)  # a file with a final name is whole
+        unfinished.replace(path)  # so a file with its final name is complete

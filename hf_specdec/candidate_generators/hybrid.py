@@ -1,9 +1,8 @@
-"""Two drafters as one: the second goes on where the first ends (FastDeploy), or stands in where it has little to say (Arctic)."""
+"""Two drafters as one: the second continues the first's drafts (FastDeploy), or replaces short ones (Arctic)."""
 
 from __future__ import annotations
 
 import contextlib
-import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -13,7 +12,8 @@ from ..core.outcome import StepOutcome
 from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
 from .base import CandidateGenerator, DrafterContext
-from .registry import generator_class, make_generator, parse_config, register
+from .parsing import parse_config
+from .registry import generator_class, make_generator, register
 
 STRATEGIES = ("fallback", "extend")
 
@@ -66,7 +66,7 @@ class HybridConfig(SpeculativeConfig):
         setattr(self, key, config.to_dict())
 
     def part(self, key: str) -> SpeculativeConfig:
-        """The configuration `first` or `second`, with what both have in common from this one."""
+        """The configuration `first` or `second`, with common keys taken from this one."""
         common = (
             "rejection_sample_method",
             "draft_sample_method",
@@ -83,7 +83,7 @@ class HybridConfig(SpeculativeConfig):
 
 @register(HybridConfig)
 class HybridGenerator(CandidateGenerator):
-    """Runs both drafters; each sees every step, and what became of its own proposal."""
+    """Runs both drafters. Each observes every step, and which part of its own proposal was accepted."""
 
     config: HybridConfig
 
@@ -111,30 +111,30 @@ class HybridGenerator(CandidateGenerator):
 
     @property
     def max_draft_nodes(self) -> int:
-        """Nodes of the larger tree, or of both."""
+        """The nodes of the larger tree, or of both together."""
         nodes = [part.max_draft_nodes for part in self.parts]
         return max(sum(nodes), self.config.longest_draft) if self.extends else max(nodes)
 
-    # ---- everything is told to both ---------------------------------------------------------------------------------
+    # ---- both parts -------------------------------------------------------------------------------------------------
 
     def allocate(self, num_tokens: int, num_sequences: int, block_size: int) -> None:
-        """Room for both."""
+        """Allocate both."""
         for part in self.parts:
             part.allocate(num_tokens, num_sequences, block_size)
 
     def release(self) -> None:
-        """Both give back what they took."""
+        """Release both."""
         for part in self.parts:
             part.release()
 
     @contextlib.contextmanager
     def active(self):
-        """Both may run."""
+        """A context in which both may run."""
         with self.first.active(), self.second.active():
             yield
 
     def start(self, seq: Sequence) -> None:
-        """Both start it, or neither."""
+        """Start both, or neither."""
         self.first.start(seq)
         try:
             self.second.start(seq)
@@ -143,13 +143,13 @@ class HybridGenerator(CandidateGenerator):
             raise
 
     def evict(self, seq: Sequence) -> None:
-        """Both give up what can be recomputed."""
+        """Evict from both."""
         for part, proposed in zip(self.parts, self.proposed, strict=True):
             part.evict(seq)
             proposed.pop(seq.id, None)
 
     def stop(self, seq: Sequence) -> None:
-        """Both let it go."""
+        """Stop both."""
         for part, proposed in zip(self.parts, self.proposed, strict=True):
             proposed.pop(seq.id, None)
             part.stop(seq)
@@ -157,7 +157,7 @@ class HybridGenerator(CandidateGenerator):
     # ---- drafting ---------------------------------------------------------------------------------------------------
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
-        """The first's drafts, extended or replaced by the second's."""
+        """The first drafter's proposal, extended or replaced by the second's."""
         first = self._ask(0, sequences, [min(n, self.first.config.num_speculative_tokens or 0) for n in limits])
         if self.extends:
             return self._extended(sequences, limits, first)
@@ -167,7 +167,7 @@ class HybridGenerator(CandidateGenerator):
             return first
         ceiling = self.second.config.num_speculative_tokens or 0
         second = self._ask(1, sequences, [min(n, ceiling) if w else 0 for n, w in zip(limits, weak, strict=True)])
-        # The second may know nothing of a row (features to come): then little is better than nothing.
+        # The second may have no draft yet (its features are missing): then keep the first's.
         chosen = [w and n > 0 for w, n in zip(weak, second.lengths, strict=True)]
         return DraftTrees.choose(first, second, chosen)
 
@@ -188,7 +188,7 @@ class HybridGenerator(CandidateGenerator):
     # ---- learning ---------------------------------------------------------------------------------------------------
 
     def observe(self, outcome: StepOutcome) -> None:
-        """Tell each drafter what became of its own proposal: the part of it that is now text, whoever's draft was verified."""
+        """Report to each drafter which part of its own proposal became text, whichever draft was verified."""
         for part, proposed in zip(self.parts, self.proposed, strict=True):
             part.observe(self._as_seen(outcome, proposed))
             proposed.clear()
@@ -198,12 +198,11 @@ class HybridGenerator(CandidateGenerator):
         for seq, new in zip(outcome.sequences, outcome.new_tokens, strict=True):
             own = proposed.get(seq.id)
             accepted.append(_matching_path(*own, new) if own is not None else [])
-        fed_at = outcome.accepted if outcome.fed_at is None else outcome.fed_at
-        return dataclasses.replace(outcome, accepted=accepted, fed_at=fed_at)
+        return outcome.for_proposal(accepted)
 
 
 def _matching_path(trees: DraftTrees, row: int, new_tokens: list[int]) -> list[int]:
-    """The nodes of a row's tree along the tokens that were appended, the last of which was not fed."""
+    """The path of a row's tree that equals the appended tokens; the last token was not fed, so it is not matched."""
     count = trees.lengths[row]
     tokens, parents = trees.tokens[row, :count].tolist(), trees.parent_index[row, :count].tolist()
     path, at = [], -1

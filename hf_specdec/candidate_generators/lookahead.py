@@ -1,4 +1,4 @@
-"""Lookahead decoding (Fu et al. 2024): a window of Jacobi iterations rides along and fills a pool of n-grams to verify."""
+"""Lookahead decoding (Fu et al. 2024): a window of Jacobi iterations in every step fills a pool of n-grams to verify."""
 
 from __future__ import annotations
 
@@ -68,18 +68,18 @@ class LookaheadConfig(SpeculativeConfig):
 
     @property
     def num_nodes(self) -> int:
-        """All n-grams and the window at its largest, which may be while it is being filled."""
+        """The nodes of all n-grams and of the window at its largest, which may be while it is filled."""
         width, levels = self.window_size, self.ngram_size - 1
         filled = min(max((width + levels) // 2, 1), levels)  # (width + levels - filled) * filled is largest there
         return (width + levels - filled) * filled - 1 + self.guess_set_size * levels
 
     @property
     def depth(self) -> int:
-        """Nodes on the longest path: the last column's of the window, or an n-gram's where the window has one column."""
+        """Nodes on the longest path: the window's last column, or an n-gram if the window has one column."""
         return self.ngram_size - 2 + max(self.window_size - 1, 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """As the base's, with the draft length left out where it follows from the window."""
+        """As in the base, without a draft length that follows from the window."""
         out = super().to_dict()
         out.pop("num_speculative_tokens", None)
         if self.num_speculative_tokens != self.depth:
@@ -88,14 +88,14 @@ class LookaheadConfig(SpeculativeConfig):
 
 
 class NGramPool:
-    """For each token the last `size` distinct n-grams that began with it, least recent first."""
+    """For each token, the last `size` distinct n-grams that begin with it, least recent first."""
 
     def __init__(self, size: int):
         self.size = size
         self.followers: dict[int, dict[tuple[int, ...], None]] = {}  # a dict keeps the order of insertion
 
     def add(self, ngram: tuple[int, ...]) -> None:
-        """Put an n-gram in, or make it the most recent of its first token's."""
+        """Add an n-gram, or make it the most recent of its first token."""
         own = self.followers.setdefault(ngram[0], {})
         own.pop(ngram[1:], None)
         own[ngram[1:]] = None
@@ -103,21 +103,21 @@ class NGramPool:
             del own[next(iter(own))]
 
     def add_text(self, tokens: list[int], n: int) -> None:
-        """Put every n-gram of a text in."""
+        """Add every n-gram of a text."""
         for i in range(len(tokens) - n + 1):
             self.add(tuple(tokens[i : i + n]))
 
     def starting_with(self, token: int) -> list[tuple[int, ...]]:
-        """What followed `token`, most recent first."""
+        """The continuations of `token`, most recent first."""
         return list(reversed(self.followers.get(token, ())))
 
 
 class Window:
-    """The Jacobi window: `tokens[l, c]`, int64 [L, w], is the guess at the token l + c places behind the last one.
+    """The Jacobi window: `tokens[l, c]`, int64 [L, w], guesses the token l + c places after the last one.
 
-    Level 0 starts at the last token itself; a column's tokens above level 0 follow each other, and were computed with level
-    0 up to their column before them. It starts as one level of the prompt's tokens at random and gains a level per step, each
-    a column narrower, until there are N - 1 of W columns; from then on the oldest level falls out.
+    Level 0 starts with the last token. The tokens of a column above level 0 follow each other, and were computed after level
+    0 up to that column. The window starts as one level of random tokens of the prompt and gains a level per step, each one
+    column narrower, until it has N - 1 levels of W columns; then every step drops the oldest level.
     """
 
     def __init__(self, config: LookaheadConfig, seq: Sequence):
@@ -129,17 +129,17 @@ class Window:
 
     @property
     def is_full(self) -> bool:
-        """Whether columns are n-grams but for their last token."""
+        """Whether all levels are there: a column and its next output then make an n-gram."""
         return len(self.tokens) == self.num_levels
 
     def num_columns(self, limit: int) -> int:
-        """How many columns' nodes are at most `limit` deep; 0: not even the first's."""
+        """The number of columns whose nodes are at most `limit` deep."""
         return max(0, min(self.tokens.shape[1], limit - len(self.tokens) + 2))
 
     def advance(self, outputs: np.ndarray) -> None:
-        """A step later: `outputs` int64 [n], what follows the last level's first n columns, are the next level."""
+        """Add the next level: `outputs` int64 [n] are the target's tokens after the last level's first n columns."""
         level = self._prompt_tokens(self.tokens.shape[1])
-        kept = ~np.isin(outputs, self.ends)  # nothing follows the end of a text
+        kept = ~np.isin(outputs, self.ends)  # end tokens are not kept: nothing follows them
         level[: len(outputs)][kept] = outputs[kept]
         joined = np.concatenate([self.tokens, level[None]])
         self.tokens = joined[1:] if self.is_full else joined[:, 1:]
@@ -150,9 +150,9 @@ class Window:
 
 @lru_cache(maxsize=256)
 def window_parents(num_levels: int, num_columns: int) -> list[int]:
-    """Parents of the window's nodes, level by level; its first cell is the root (-1), the node of cell f is f - 1.
+    """Parents of the window's nodes, level by level. The first cell is the root (-1); cell f is node f - 1.
 
-    Level 0 is a chain, and each cell above it hangs on the one below: exactly what the paper's mask lets it see.
+    Level 0 is a chain, and each cell above is a child of the one below, which is what the paper's mask lets it see.
     """
     cells = np.arange(1, num_levels * num_columns)
     return (np.where(cells < num_columns, cells - 1, cells - num_columns) - 1).tolist()
@@ -162,41 +162,42 @@ def window_parents(num_levels: int, num_columns: int) -> list[int]:
 class _Row:
     pool: NGramPool
     window: Window
-    num_guesses: int = 0  # nodes of the last draft that stand before the window's
-    num_columns: int = 0  # of the window, in the last draft
+    num_guesses: int = 0  # nodes of n-grams in the last draft, before the window's
+    num_columns: int = 0  # columns of the window in the last draft
 
 
 @register(LookaheadConfig)
 class LookaheadGenerator(CandidateGenerator):
-    """Drafts one tree per row: the pool's n-grams that begin with the last token, merged where they begin alike, and
-    behind them the window, whose outputs are read off the same forward."""
+    """Drafts one tree per row: the pool's n-grams that begin with the last token, with common prefixes merged, followed by
+    the window, whose outputs come from the same forward."""
 
     config: LookaheadConfig
-    can_be_combined = False  # its window must be fed as it proposed it
+    can_be_combined = False  # its window must be verified whole
 
     def __init__(self, config: LookaheadConfig, target: PackedModel, context: DrafterContext | None = None):
         super().__init__(config, target, context)
         self.rows: dict[int, _Row] = {}
-        self.pool = NGramPool(config.guess_set_size)  # bounded: so many n-grams for each token of the vocabulary
+        self.pool = NGramPool(config.guess_set_size)  # at most `guess_set_size` n-grams per token of the vocabulary
 
     @property
     def max_draft_nodes(self) -> int:
-        """All n-grams and the window."""
+        """The nodes of all n-grams and the window."""
         return self.config.num_nodes
 
     def start(self, seq: Sequence) -> None:
-        """A new window; the prompt's n-grams go into the pool if asked for."""
+        """Make a window; add the prompt's n-grams to the pool if configured."""
         pool = self.pool if self.config.share_pool else NGramPool(self.config.guess_set_size)
         self.rows[seq.id] = row = _Row(pool, Window(self.config, seq))
-        if self._reads_text(seq):
+        if self._reads_text:
             row.pool.add_text(seq.tokens, self.config.ngram_size)
 
-    def _reads_text(self, seq: Sequence) -> bool:
-        # transformers' own loop verifies one chain: no window can ride along, the text is all there is to learn from.
-        return self.config.pool_from_prompt or seq is self._assisted
+    @property
+    def _reads_text(self) -> bool:
+        # Without a window, which is a tree, the text is the only source of n-grams.
+        return self.config.pool_from_prompt or self.verifies_chains_only
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
-        """Per row the n-grams' nodes and the window's; what is deeper than the row's limit is left out."""
+        """Per row, the nodes of the n-grams and the window, up to the row's limit."""
         drafts = [self._draft(seq, limit) for seq, limit in zip(sequences, limits, strict=True)]
         return DraftTrees.from_lists([d[0] for d in drafts], [d[1] for d in drafts], device=self.target.device)
 
@@ -204,7 +205,7 @@ class LookaheadGenerator(CandidateGenerator):
         row = self.rows[seq.id]
         tokens, parents = merged(row.pool.starting_with(seq.tokens[-1]), limit) if limit else ([], [])
         row.num_guesses = first = len(tokens)
-        row.num_columns = row.window.num_columns(limit) if limit and seq is not self._assisted else 0
+        row.num_columns = row.window.num_columns(limit) if limit and not self.verifies_chains_only else 0
         if row.num_columns:
             window = row.window.tokens
             window[0, 0] = seq.tokens[-1]
@@ -213,13 +214,13 @@ class LookaheadGenerator(CandidateGenerator):
         return tokens, parents
 
     def observe(self, outcome: StepOutcome) -> None:
-        """Advance the windows by the outputs of their last levels; full columns and their outputs are new n-grams."""
+        """Advance the windows by the outputs of their last levels; columns of a full window become n-grams."""
         self._advance(outcome)
         n = self.config.ngram_size
         for seq, new in zip(outcome.sequences, outcome.new_tokens, strict=True):
             row = self.rows[seq.id]
-            row.num_guesses = row.num_columns = 0  # the next step may be one without a proposal
-            if self._reads_text(seq):
+            row.num_guesses = row.num_columns = 0  # the next step may have no proposal
+            if self._reads_text:
                 row.pool.add_text(seq.tokens[-len(new) - n + 1 :], n)
 
     def _advance(self, outcome: StepOutcome) -> None:
@@ -228,7 +229,9 @@ class LookaheadGenerator(CandidateGenerator):
         for seq, root, count in zip(outcome.sequences, roots, counts, strict=True):
             row = self.rows[seq.id]
             cells = row.num_columns * len(row.window.tokens)
-            if row.num_columns and count == row.num_guesses + cells - 1:  # not if blocks for all of it were missing
+            if (
+                row.num_columns and count == row.num_guesses + cells - 1
+            ):  # not if the tree was cut for lack of KV blocks
                 rows.append(row)
                 last_level = np.arange(cells - row.num_columns, cells)  # cell 0 is the root
                 wanted.append(root + np.where(last_level > 0, row.num_guesses + last_level, 0))
@@ -250,7 +253,7 @@ class LookaheadGenerator(CandidateGenerator):
 
 
 def merged(ngrams: list[tuple[int, ...]], depth: int) -> tuple[list[int], list[int]]:
-    """(tokens, parents) of a tree of n-grams, cut to `depth`, in which equal beginnings are one path."""
+    """(tokens, parents) of a tree of n-grams, cut to `depth`, with common prefixes merged."""
     tokens: list[int] = []
     parents: list[int] = []
     nodes: dict[tuple[int, int], int] = {}

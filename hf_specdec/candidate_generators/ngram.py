@@ -39,13 +39,13 @@ class NGramConfig(SpeculativeConfig):
 
     @property
     def ngram_range(self) -> tuple[int, int]:
-        """(shortest, longest) n-gram; one that is unset copies the other, both unset: 5 (vLLM's defaults)."""
+        """(shortest, longest) n-gram. A missing one equals the other; both default to 5 (vLLM's defaults)."""
         low, high = self.prompt_lookup_min, self.prompt_lookup_max
         return low or high or 5, high or low or 5
 
 
 class NGramIndex:
-    """Where each n-gram of a growing text first ended. Each token costs one dict entry per n, once; a look-up one per n."""
+    """The end of the first occurrence of each n-gram in a growing text: one dict entry per token and n, one look-up per n."""
 
     def __init__(self, shortest: int, longest: int):
         self.sizes = range(longest, shortest - 1, -1)
@@ -63,7 +63,7 @@ class NGramIndex:
         """Up to `length` tokens that followed the earliest occurrence of the longest n-gram ending `tokens`.
 
         Args:
-            draft: taken to stand behind `tokens` already, though it is not indexed: what ends is `tokens + draft`.
+            draft: tokens that follow `tokens` but are not indexed: continue `tokens + draft`.
         """
         draft = draft or []
         tail = tokens[-self.sizes[0] :] + draft
@@ -101,7 +101,7 @@ class NGramGenerator(CandidateGenerator):
     continues_drafts = True
 
     def continue_drafts(self, sequences: list[Sequence], drafts: list[list[int]], limits: list[int]) -> list[list[int]]:
-        """What followed the end of each draft where it occurred before."""
+        """The tokens that followed an earlier occurrence of each draft's end."""
         return [
             self.indices[seq.id].continuation(seq.tokens, limit, draft) if limit > 0 else []
             for seq, draft, limit in zip(sequences, drafts, limits, strict=True)

@@ -24,7 +24,7 @@ class NoSpeculation(CandidateGenerator):
 
     @property
     def max_draft_nodes(self) -> int:
-        """None at all."""
+        """0: nothing is drafted."""
         return 0
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:

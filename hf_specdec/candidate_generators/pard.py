@@ -1,4 +1,4 @@
-"""PARD (An et al. 2025): a draft model trained so that mask tokens behind the text predict the next tokens in one forward."""
+"""PARD (An et al. 2025): a draft model trained to predict several tokens in one forward, from mask tokens after the text."""
 
 from __future__ import annotations
 
@@ -17,13 +17,15 @@ from .draft_model import DraftModelConfig, DraftModelGenerator
 from .growing.levels import Draft, Level
 from .registry import register
 
-# Where a drafter's configuration may name its mask token: AMD's checkpoints, vLLM's name for it, and the plain one.
+# Keys of the mask token in a drafter's config.json: AMD's, vLLM's, and the plain name.
 _MASK_KEYS = ("pard_token", "ptd_token_id", "mask_token_id")
 
 
 def _is_pard(checkpoint: Checkpoint) -> bool:
     names_mask = any(isinstance(checkpoint.config.get(key), int) for key in _MASK_KEYS[:2])
-    return names_mask and checkpoint.any(r"model\.layers\.0\.")  # heads that draft in parallel (P-EAGLE) are no models
+    return names_mask and checkpoint.any(
+        r"model\.layers\.0\."
+    )  # P-EAGLE heads name a mask token too, but are no language models
 
 
 register_format("PARD (amd/PARD-*: a causal language model with pard_token)", "pard", _is_pard)
@@ -52,22 +54,21 @@ class PardConfig(DraftModelConfig):
 
 @register(PardConfig)
 class PardGenerator(DraftModelGenerator):
-    """Drafts K tokens in one causal forward of the last tokens and K - 1 mask tokens.
+    """Drafts K tokens in one causal forward of the new tokens and K - 1 mask tokens.
 
-    The first token's distribution is the model's own; the others do not depend on each other, so that the nodes of one
-    depth share theirs. Only the text's keys and values stay in the cache: what the masks wrote is overwritten when
-    the accepted tokens are read in the next round.
+    Drafted tokens do not depend on each other, so all nodes of one depth share their logits. Only the text's keys and
+    values stay in the cache: those of the masks are overwritten in the next round.
     """
 
-    has_loop = False  # one forward has drafted all depths before any is chosen
+    has_loop = False  # one forward has drafted all depths before any token is chosen
     config: PardConfig
 
     def __init__(self, config: PardConfig, target: PackedModel, context: DrafterContext | None = None):
         super().__init__(config, target, context)
         self.mask_token_id = self._find_mask_token(config)
-        self.limits: dict[int, int] = {}  # per sequence of the round: how many tokens to draft
-        self.logits: torch.Tensor | None = None  # [sum of limits, Vd] of the running round
-        self.first: np.ndarray | None = None  # [R], where each row's begin
+        self.limits: dict[int, int] = {}  # per sequence of the current round, its draft length
+        self.logits: torch.Tensor | None = None  # [sum of limits, Vd] of the current round
+        self.first: np.ndarray | None = None  # int64 [R], where each row's logits begin
 
     def _find_mask_token(self, config: PardConfig) -> int:
         token = config.mask_token_id
@@ -84,20 +85,20 @@ class PardGenerator(DraftModelGenerator):
         return token
 
     def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
-        """See DraftModelGenerator."""
+        """As in the base; also keeps the limits."""
         limits = super().ready(sequences, limits)
         self.limits = {seq.id: limit for seq, limit in zip(sequences, limits, strict=True) if limit}
         return limits
 
     def roots(self, sequences: list[Sequence]) -> tuple[torch.Tensor, ...]:
-        """Read the rows' new tokens with masks behind them; logits [R, Vd] of the first depth."""
+        """Read the new tokens of each text followed by masks; logits [R, Vd] of the first depth."""
         (self.logits,) = super().roots(sequences)
         counts = [self.limits[seq.id] for seq in sequences]
         self.first = np.cumsum([0, *counts[:-1]])
         return (self._at_depth(1)[:, 0],)
 
     def _forward_texts(self, rows: list[tuple[Sequence, list[int]]], chunk: int) -> torch.Tensor:
-        """As DraftModelGenerator's, with masks behind each text that this forward completes; logits [sum of limits, Vd]."""
+        """As in the base, with masks after each text that this forward completes; logits [sum of limits, Vd]."""
         inputs, lengths = [], []
         for seq, text in rows:
             start = self.cache.tables[seq.id].length
@@ -112,7 +113,7 @@ class PardGenerator(DraftModelGenerator):
         return logits
 
     def expand(self, level: Level) -> torch.Tensor:
-        """The same forward's logits at the next depth: [R, 1, Vd] for all nodes of a row."""
+        """The forward's logits at the next depth [R, 1, Vd], which all nodes of a row share."""
         assert self.first is not None
         if len(level.kept) < len(self.first):
             self.first = self.first[level.kept]
@@ -124,5 +125,5 @@ class PardGenerator(DraftModelGenerator):
         return self.logits.index_select(0, index)[:, None]
 
     def drafted(self, sequences: list[Sequence], draft: Draft) -> None:
-        """No node's keys and values are kept: they are those of masks."""
+        """Drop the round's logits. No keys and values of nodes are kept: they belong to masks."""
         self.logits = self.first = None

@@ -1,6 +1,6 @@
-"""Configurations written for vLLM, vLLM-Ascend and FastDeploy, pasted as they stand: their names of methods, their keys.
+"""Configurations written for vLLM, vLLM-Ascend and FastDeploy, used as they are.
 
-What has a meaning here is put into our words; a key of theirs that has none is left out, with one warning in a process.
+Their names of methods and keys are translated to ours. A key without a meaning here is ignored, with one warning per process.
 """
 
 from __future__ import annotations
@@ -26,11 +26,11 @@ METHOD_NAMES = {
     **{f"{family}_mtp": "mtp" for family in _MTP_FAMILIES},
     "dspark": "dflash",
     "ngram_gpu": "ngram",
-    "ngram_match": "ngram",  # FastDeploy's inner name
+    "ngram_match": "ngram",  # FastDeploy's internal name
     "naive": "none",  # FastDeploy
 }
 _NGRAM_MODELS = ("ngram", "[ngram]")
-_WITHOUT_MODEL = ("ngram", "suffix", "none", "extract_hidden_states")  # for these vLLM fills "model" in
+_WITHOUT_MODEL = ("ngram", "suffix", "none", "extract_hidden_states")  # vLLM fills in "model" for these
 
 _BATCHES = "batches are never padded"
 _SHARDS = "every device has a whole drafter"
@@ -40,7 +40,7 @@ _GRAPHS = "'cuda_graphs' says what runs as CUDA graphs"
 _CONFIDENCE = '\'draft_confidence_threshold\' and "num_speculative_tokens": "auto" shorten drafts'
 _CANDIDATES = "no token is accepted for being among the likeliest; see 'rejection_sample_method'"
 _SERVER = "it concerns a server's memory and workers"
-# Keys of theirs without a meaning here, and what there is instead.
+# Keys without a meaning here, and what to use instead.
 IGNORED_KEYS = {
     # vLLM, vLLM-Ascend
     "draft_tensor_parallel_size": _SHARDS,
@@ -83,7 +83,7 @@ _RULES = {
 
 
 def renamed_method(values: dict[str, Any]) -> dict[str, Any]:
-    """The configuration with our name of its method, if it has one; `values` stays as it is."""
+    """A copy of the configuration with our name for its method."""
     values = dict(values)
     method, model = values.get("method"), values.get("model")
     if not method and model in _NGRAM_MODELS:
@@ -98,13 +98,13 @@ def renamed_method(values: dict[str, Any]) -> dict[str, Any]:
 
 
 def translated(values: dict[str, Any], methods: dict[str, type[SpeculativeConfig]]) -> dict[str, Any]:
-    """A configuration of one of our methods in our own keys.
+    """The configuration with our names for its keys.
 
     Args:
-        methods: every method's configuration class; `values` names one.
+        methods: configuration classes by name, `values["method"]` among them.
 
     Raises:
-        SpeculativeConfigError: a key of theirs with a bad value.
+        SpeculativeConfigError: a translated key has a bad value.
     """
     values, method = dict(values), values["method"]
     own = {field.name: str(field.type) for field in dataclasses.fields(methods[method])}
@@ -130,7 +130,7 @@ def translated(values: dict[str, Any], methods: dict[str, type[SpeculativeConfig
 
 
 def _flag(values: dict[str, Any], key: str) -> Any:
-    """A switch; JSON made by hand has it as text at times. What is neither is for the key's own check."""
+    """A boolean key, which may be given as text. Other values are returned as they are, for the key's own check."""
     value = values.get(key)
     return {"true": True, "false": False}.get(value.lower(), value) if isinstance(value, str) else value
 
@@ -161,7 +161,7 @@ def _translate_rules(values: dict[str, Any]) -> None:
 
 
 def _translate_parallel(values: dict[str, Any], own: dict[str, str]) -> None:
-    """Whether drafting is parallel, the method and the checkpoint say."""
+    """Drop `parallel_drafting` for methods without this key: the method and the checkpoint imply it."""
     if (
         "parallel_drafting" in values
         and "parallel_drafting" not in own
@@ -177,7 +177,7 @@ def _translate_vocabulary(values: dict[str, Any], own: dict[str, str]) -> None:
 
 
 def _translate_hidden_states(values: dict[str, Any], method: str) -> None:
-    """vLLM's layer ids, which stand in the configuration of a drafter that there is not, and its folder, which stands elsewhere."""
+    """Read vLLM's layer ids from `draft_model_config`, and choose a default for the folder, which vLLM configures elsewhere."""
     if method != "extract_hidden_states" or "draft_model_config" not in values:
         return
     nested = values.pop("draft_model_config")
@@ -202,12 +202,12 @@ def _check_shards(values: dict[str, Any]) -> None:
         raise SpeculativeConfigError(
             f"speculative_config['draft_tensor_parallel_size'] must be an integer of at least 1, not {size!r}."
         )
-    if size in (None, 1):  # what we do
+    if size in (None, 1):  # the only size here
         values.pop("draft_tensor_parallel_size", None)
 
 
 def _leave_out(values: dict[str, Any], own: dict[str, str], methods: dict[str, type[SpeculativeConfig]]) -> None:
-    """Remove keys that mean nothing, each with a warning, unless their value asks for nothing either."""
+    """Remove keys without a meaning here, with a warning unless the value is the default."""
     method = values["method"]
     suffix_keys = {field.name for field in dataclasses.fields(methods["suffix"])}
     for key in [key for key in values if key not in own]:
@@ -225,6 +225,6 @@ def _leave_out(values: dict[str, Any], own: dict[str, str], methods: dict[str, t
             _say(key, "is a key of method 'suffix' and means nothing to 'mtp'.")
 
 
-@functools.cache  # one warning a process
+@functools.cache  # one warning per process
 def _say(key: str, what: str) -> None:
     logger.warning("speculative_config[%r] %s", key, what)

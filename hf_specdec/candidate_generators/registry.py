@@ -1,20 +1,16 @@
-"""The registry of methods: a new method is one file that calls `register`, and no edit elsewhere."""
+"""The registry of methods: `register`, and how methods in this package and in others are found."""
 
 from __future__ import annotations
 
-import functools
 import importlib
-import json
 import logging
-import os
 import pkgutil
-from typing import TYPE_CHECKING, Any
+import threading
+from importlib.metadata import EntryPoint, entry_points
+from typing import TYPE_CHECKING
 
-from ..bundled import resolve_model
-from ..config import SpeculativeConfig, SpeculativeConfigError, nearest_hint
-from .checkpoints.files import infer_format, open_checkpoint
+from ..config import SpeculativeConfig, SpeculativeConfigError
 from .checkpoints.quantization import quantize_head
-from .pasted import IGNORED_KEYS, METHOD_NAMES, renamed_method, translated
 
 if TYPE_CHECKING:
     from ..model.packed_model import PackedModel
@@ -22,17 +18,26 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
+ENTRY_POINTS = "hf_specdec.methods"  # the group in which other packages name their methods
+
 _CONFIGS: dict[str, type[SpeculativeConfig]] = {}
 _GENERATORS: dict[str, type[CandidateGenerator]] = {}
+_lock = threading.RLock()
+_discovered = False
+_BROKEN: dict[str, str] = {}  # entry points that could not be loaded: the problem, by name
 
 
 def register(config_class: type[SpeculativeConfig]):
-    """Class decorator: `@register(NGramConfig)` on a `CandidateGenerator` makes `method: "ngram"` work everywhere."""
+    """Class decorator: `@register(NGramConfig)` on a `CandidateGenerator` makes `method: "ngram"` work everywhere.
+
+    Raises:
+        ValueError: the configuration has no `name`, or another class is registered under it.
+    """
 
     def decorate(generator_class):
         name = config_class.name
         taken = _GENERATORS.get(name)
-        if not name or (taken is not None and taken.__qualname__ != generator_class.__qualname__):
+        if not name or (taken is not None and _place(taken) != _place(generator_class)):
             raise ValueError(f"The method name {name!r} is empty or already registered by {taken}.")
         _CONFIGS[name], _GENERATORS[name] = config_class, generator_class
         generator_class.config_class = config_class
@@ -41,108 +46,85 @@ def register(config_class: type[SpeculativeConfig]):
     return decorate
 
 
-@functools.cache
-def _discover() -> None:
-    package = importlib.import_module(__name__.rpartition(".")[0])
-    for module in pkgutil.iter_modules(package.__path__):
-        importlib.import_module(f"{package.__name__}.{module.name}")
+def _place(cls: type) -> tuple[str, str]:
+    return cls.__module__, cls.__qualname__  # unchanged if a notebook defines the class again
+
+
+def discover() -> None:
+    """Import every method once per process: the modules of this package, then the entry points of installed packages."""
+    global _discovered
+    with _lock:
+        if _discovered:
+            return
+        package = importlib.import_module(__name__.rpartition(".")[0])
+        for module in pkgutil.iter_modules(package.__path__):
+            importlib.import_module(f"{package.__name__}.{module.name}")
+        _discovered = True  # before other packages are imported: they may ask for methods
+        for entry in entry_points(group=ENTRY_POINTS):
+            _load(entry)
+
+
+def _load(entry: EntryPoint) -> None:
+    """Import an entry point, which registers its method; one that fails is reported and leaves other methods alone."""
+    try:
+        entry.load()
+        problem = None if entry.name in _CONFIGS else f"it registers no method {entry.name!r}"
+    except Exception as error:  # whatever another package raises while it is imported
+        problem = f"{type(error).__name__}: {error}"
+    if problem is not None:
+        owner = entry.dist.name if entry.dist is not None else "unknown"
+        _BROKEN[entry.name] = (
+            f"The entry point {entry.name} = {entry.value} ({ENTRY_POINTS}) of package {owner!r} cannot be used: {problem}."
+        )
+        logger.warning("%s Other methods are not affected.", _BROKEN[entry.name])
 
 
 def available_methods() -> dict[str, type[SpeculativeConfig]]:
     """Every registered method's configuration class, by name."""
-    _discover()
+    discover()
     return dict(sorted(_CONFIGS.items()))
+
+
+def broken_method(name: str) -> str | None:
+    """Why the entry point of this name cannot be used; None if there is no such problem."""
+    discover()
+    return _BROKEN.get(name)
+
+
+def imported_method(path: str) -> str:
+    """The name of the method whose generator is the class at "package.module:Class".
+
+    Raises:
+        SpeculativeConfigError: it cannot be imported, or is no registered generator.
+    """
+    module_name, _, class_name = path.partition(":")
+    try:
+        module = importlib.import_module(module_name)
+    except Exception as error:  # whatever a user's module raises while it is imported
+        raise SpeculativeConfigError(
+            f"speculative_config['method'] is {path!r}, but {module_name!r} cannot be imported: "
+            f"{type(error).__name__}: {error}."
+        ) from error
+    found = getattr(module, class_name, None)
+    name = getattr(getattr(found, "config_class", None), "name", None)
+    if name is None or _GENERATORS.get(name) is not found:
+        raise SpeculativeConfigError(
+            f"speculative_config['method'] is {path!r}, but {module_name} has no generator class {class_name!r} that is "
+            "registered with @hf_specdec.register(...)."
+        )
+    return name
 
 
 def generator_class(method: str) -> type[CandidateGenerator]:
     """The generator registered for `method`."""
-    _discover()
+    discover()
     return _GENERATORS[method]
 
 
 def make_generator(
     config: SpeculativeConfig, target: PackedModel, context: DrafterContext | None = None
 ) -> CandidateGenerator:
-    """The drafter of a configuration, its weights as the configuration wants them."""
+    """The drafter of a configuration, its weights quantized if the configuration says so."""
     made = generator_class(config.method).create(config, target, context)
     quantize_head(made)
     return made
-
-
-def parse_config(value: Any) -> SpeculativeConfig:
-    """Turn what a user passes as `speculative_config` into a checked configuration.
-
-    Names and keys of vLLM, vLLM-Ascend and FastDeploy are understood (see pasted.py).
-
-    Args:
-        value: a `SpeculativeConfig`, a dict, JSON text, or the path of a JSON file. `{}` is an error: it names nothing.
-
-    Raises:
-        SpeculativeConfigError: unknown method or key (with the nearest valid one), bad value, unreadable text.
-    """
-    if isinstance(value, SpeculativeConfig):
-        return value
-    if isinstance(value, (str, os.PathLike)):
-        value = _read(os.fspath(value))
-    if not isinstance(value, dict):
-        raise SpeculativeConfigError(
-            f"speculative_config must be a dict, JSON text, a path to a JSON file or a SpeculativeConfig, not {type(value).__name__}."
-        )
-    methods = available_methods()
-    value = renamed_method(value)
-    method = value.get("method") or None
-    if method is None and isinstance(value.get("model"), (str, os.PathLike)):
-        method = infer_method(os.fspath(value["model"]), value.get("revision"), value.get("token"))
-    if method is None:
-        raise SpeculativeConfigError(f"speculative_config needs a 'method': one of {', '.join(methods)}.")
-    if not isinstance(method, str) or method not in methods:
-        raise SpeculativeConfigError(
-            f"Unknown speculative method {method!r}{nearest_hint(method, [*methods, *METHOD_NAMES])}. Available: "
-            f"{', '.join(methods)}."
-        )
-    return methods[method].from_dict(translated({**value, "method": method}, methods), IGNORED_KEYS)
-
-
-def infer_method(model: str, revision: str | None = None, token: str | None = None) -> str:
-    """The method that a checkpoint is for, from its configuration and its tensors' names.
-
-    Raises:
-        CheckpointError: it cannot be opened, or is in no known format.
-    """
-    folder = resolve_model(model)
-    written = max((entry.stat().st_mtime_ns for entry in os.scandir(folder)), default=0) if os.path.isdir(folder) else 0
-    return _infer_method(model, revision, token, written)
-
-
-@functools.lru_cache(maxsize=64)
-def _infer_method(model: str, revision: str | None, token: str | None, written: int) -> str:
-    """`written`: when the folder's newest file was; another head may have come in its place."""
-    _discover()
-    form = infer_format(open_checkpoint(model, revision, token))
-    logger.info("%s: method %r, inferred from its format: %s.", model, form.method, form.name)
-    return form.method
-
-
-def _read(text: str) -> Any:
-    text = text.removeprefix("\ufeff")
-    source = text
-    if not text.lstrip().startswith("{"):
-        if not os.path.isfile(text):
-            raise SpeculativeConfigError(
-                f"speculative_config {_shown(text)} is neither JSON text nor an existing file."
-            )
-        with open(text, encoding="utf-8-sig", errors="replace") as f:
-            source = f.read()
-    try:
-        return json.loads(source)
-    except json.JSONDecodeError as error:
-        raise SpeculativeConfigError(f"speculative_config is not valid JSON ({error}): {_shown(source)}") from None
-    except RecursionError:
-        raise SpeculativeConfigError(
-            f"speculative_config is JSON that is nested too deeply: {_shown(source)}"
-        ) from None
-
-
-def _shown(text: str) -> str:
-    """A quoted text, or the beginning of a long one."""
-    return repr(text if len(text) <= 80 else text[:80] + "…")

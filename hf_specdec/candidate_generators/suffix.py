@@ -41,7 +41,7 @@ class SuffixConfig(SpeculativeConfig):
     suffix_decoding_use_tree: bool = field(default=False, metadata={"help": "draft trees instead of chains"})
 
     def __post_init__(self) -> None:
-        self.method = self.method or self.name  # errors name it
+        self.method = self.method or self.name  # for error messages
         self.read_auto()
         self.check_int("suffix_decoding_max_tree_depth", minimum=2, maximum=2**31 - 1)
         if self.num_speculative_tokens is None:
@@ -54,7 +54,7 @@ class SuffixConfig(SpeculativeConfig):
         self.check_bool("suffix_decoding_use_tree")
 
     def to_dict(self):
-        """As the base's, with the draft length that follows from the tree depth left out."""
+        """As in the base, without a draft length that follows from the tree depth."""
         out = super().to_dict()
         if self.num_speculative_tokens == self.suffix_decoding_max_tree_depth:
             out.pop("num_speculative_tokens", None)
@@ -77,7 +77,7 @@ class SuffixGenerator(CandidateGenerator):
             raise ImportError(
                 "The suffix method needs arctic-inference's suffix trees: pip install 'hf-specdec[suffix]' (a C++ compiler is needed)."
             ) from error
-        self.scores: list[float] = []  # of the last proposals
+        self.scores: list[float] = []  # of the last proposal
         self.cache = SuffixDecodingCache(
             max_tree_depth=config.suffix_decoding_max_tree_depth,
             max_cached_requests=config.suffix_decoding_max_cached_requests,
@@ -85,13 +85,13 @@ class SuffixGenerator(CandidateGenerator):
 
     def start(self, seq: Sequence) -> None:
         """Build the sequence's own tree from its prompt."""
-        tokens = np.asarray(seq.tokens, dtype=np.int32)  # before anything is begun: it may fail
+        tokens = np.asarray(seq.tokens, dtype=np.int32)  # first, since it may fail
         self.cache.start_request(seq.id, tokens[: seq.prompt_length])
         if seq.num_generated:
             self.cache.add_active_response(seq.id, tokens[seq.prompt_length :])
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
-        """What the trees make most likely, per row; empty where nothing matches."""
+        """The likeliest continuation of each row by the suffix trees; empty if nothing matches."""
         use_tree = self.config.suffix_decoding_use_tree
         tokens, parents, self.scores = [], [], []
         for seq, limit in zip(sequences, limits, strict=True):
@@ -119,7 +119,7 @@ class SuffixGenerator(CandidateGenerator):
     continues_drafts = True
 
     def continue_drafts(self, sequences: list[Sequence], drafts: list[list[int]], limits: list[int]) -> list[list[int]]:
-        """What the suffix trees make of the end of each draft; chains."""
+        """The likeliest continuation of each draft, as chains."""
         depth = self.config.suffix_decoding_max_tree_depth
         return [
             self._speculate(seq, seq.tokens[-depth:] + draft, limit, use_tree=False).token_ids if limit > 0 else []

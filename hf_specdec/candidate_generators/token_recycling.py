@@ -60,7 +60,7 @@ class TokenRecyclingConfig(SpeculativeConfig):
     )
 
     def __post_init__(self) -> None:
-        self.method = self.method or self.name  # errors name it
+        self.method = self.method or self.name  # for error messages
         self.check_bool("use_tree")
         self.check_int("num_successors", minimum=1)
         if self.speculative_token_tree is not None and not self.use_tree:
@@ -91,7 +91,7 @@ class TokenRecyclingConfig(SpeculativeConfig):
         """The tree as child-rank paths."""
         if self.speculative_token_tree is not None:
             return read_token_tree(self, self.speculative_token_tree)
-        # With fewer successors, the part of the paper's that uses no more.
+        # With fewer successors: the part of the paper's tree that uses no higher rank.
         return [path for path in PUBLISHED_TREES["token_recycling_80"] if max(path) < self.num_successors]
 
     @property
@@ -100,7 +100,7 @@ class TokenRecyclingConfig(SpeculativeConfig):
         return max(map(len, self.paths))
 
     def to_dict(self) -> dict[str, Any]:
-        """As the base's, with the draft length left out where it follows from the tree."""
+        """As in the base, without a draft length that follows from the tree."""
         out = super().to_dict()
         if self.use_tree:
             out.pop("num_speculative_tokens", None)
@@ -112,8 +112,8 @@ class TokenRecyclingConfig(SpeculativeConfig):
 class SuccessorMatrices:
     """The best k successors last seen of each of V tokens: int32 [S, V + 1, k] on the target's device.
 
-    Matrix 0 is everybody's and stays; the others are copies of it that running sequences go on with. `V` stands for
-    "nothing": rows not yet written hold it, and so does its own row, so that nothing follows nothing.
+    Matrix 0 is shared and permanent; the others are copies of it that running sequences continue with. The id `V` means
+    "unknown": rows not yet written hold it, and so does row V itself.
     """
 
     def __init__(self, vocab_size: int, k: int, device: torch.device | str):
@@ -125,18 +125,18 @@ class SuccessorMatrices:
 
     @property
     def num_bytes(self) -> int:
-        """Memory taken."""
+        """Memory used."""
         return self.rows.nbytes + self._latest.nbytes
 
     def resize(self, count: int) -> None:
-        """Make it `count` matrices; those beyond must be free, those added are."""
+        """Change the number of matrices. Those removed must be free; those added are."""
         old, self.rows = self.rows, self.rows.new_full((count, *self.rows.shape[1:]), self.nothing)
         self.rows[: len(old)] = old[:count]
         self.free = [matrix for matrix in self.free if matrix < count] + list(range(len(old), count))
         self._latest = torch.zeros(count * (self.nothing + 1), dtype=torch.int32, device=old.device)
 
     def copy(self) -> int:
-        """The number of a new copy of matrix 0."""
+        """Copy matrix 0; returns the copy's number."""
         if not self.free:
             self.resize(2 * len(self.rows))
         matrix = self.free.pop()
@@ -144,8 +144,8 @@ class SuccessorMatrices:
         return matrix
 
     def write(self, matrices: torch.Tensor | int, tokens: torch.Tensor, successors: torch.Tensor) -> None:
-        """Set the rows of `tokens` int64 [n], each in its matrix, to `successors` [n, k]; where a row is set twice the last
-        one counts, on every device."""
+        """Set the rows of `tokens` int64 [n], each in its matrix, to `successors` [n, k]. If a row is set twice, the
+        last value is kept, on every device."""
         rows = tokens + matrices * (self.nothing + 1)
         order = torch.arange(len(rows), dtype=torch.int32, device=rows.device)
         latest = self._latest.scatter_reduce_(0, rows, order, "amax", include_self=False).index_select(0, rows)
@@ -160,14 +160,14 @@ class SuccessorMatrices:
         self.write(matrix, tokens, joined.gather(1, order)[:, : self.k])
 
     def follow(self, matrices: torch.Tensor, tokens: torch.Tensor, ranks: torch.Tensor) -> torch.Tensor:
-        """The successors of `tokens` [B, n] that stand at `ranks` [n] in matrices [B, 1]: int64 [B, n]."""
+        """The successors of `tokens` [B, n] with `ranks` [n] in matrices [B, 1]: int64 [B, n]."""
         places = (matrices * (self.nothing + 1) + tokens) * self.k + ranks
         return self.rows.view(-1).index_select(0, places.view(-1)).view(tokens.shape).long()
 
 
 @register(TokenRecyclingConfig)
 class TokenRecyclingGenerator(CandidateGenerator):
-    """Fills the tree depth by depth, all rows at once, and writes back what the target made of every token."""
+    """Fills the tree depth by depth, all rows at once, and stores the target's best successors of every verified token."""
 
     config: TokenRecyclingConfig
 
@@ -193,26 +193,26 @@ class TokenRecyclingGenerator(CandidateGenerator):
         return len(self.tree.parents)
 
     def allocate(self, num_tokens: int, num_sequences: int, block_size: int) -> None:
-        """A matrix for each sequence."""
+        """Make a matrix for each sequence."""
         if self.config.matrix_per_sequence:
             self.matrices.resize(1 + num_sequences)
 
     def release(self) -> None:
-        """Keep the matrix that is everybody's."""
+        """Keep only the shared matrix."""
         self.matrices.resize(1)
 
     def evict(self, seq: Sequence) -> None:
-        """Give the sequence's matrix up; a new one begins with its text."""
+        """Free the sequence's matrix; a new one starts from its text."""
         matrix = self.own.pop(seq.id, 0)
         if matrix:
             self.matrices.free.append(matrix)
 
     def stop(self, seq: Sequence) -> None:
-        """Free the sequence's matrix; what it learned is in everybody's too."""
+        """Free the sequence's matrix; the shared one has learned the same."""
         self.evict(seq)
 
     def _matrices_of(self, sequences: list[Sequence]) -> list[int]:
-        """Which matrix each sequence uses. A new sequence's text is read first."""
+        """The matrix number of each sequence. Reads the text of new sequences."""
         for seq in sequences:
             if seq.id not in self.own:
                 matrix = self.own[seq.id] = self.matrices.copy() if self.config.matrix_per_sequence else 0
@@ -224,7 +224,7 @@ class TokenRecyclingGenerator(CandidateGenerator):
     # ---- drafting ---------------------------------------------------------------------------------------------------
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
-        """The tree filled from each row's last token, without the nodes nothing is known for or the row has no use for."""
+        """The tree filled from each row's last token, without unknown nodes and nodes beyond the row's limit."""
         depth = min(max(limits, default=0), len(self._levels))
         if depth == 0:
             return DraftTrees.empty(len(sequences), self.target.device)
@@ -234,15 +234,15 @@ class TokenRecyclingGenerator(CandidateGenerator):
         for parents, ranks in self._levels[:depth]:
             level = self.matrices.follow(matrices, level.index_select(1, parents), ranks)
             filled.append(level)
-        tokens = torch.cat(filled, dim=1).cpu().numpy()  # the one transfer: how many nodes there are
+        tokens = torch.cat(filled, dim=1).cpu().numpy()  # the only transfer: the number of nodes is needed
         known = tokens != self.matrices.nothing
         wanted = self.tree.depths[: tokens.shape[1]] <= np.asarray(limits)[:, None]
-        if sequences[0] is self._assisted:  # transformers' own loop verifies one chain
+        if self.verifies_chains_only:
             wanted &= self.tree.on_first_path[: tokens.shape[1]]
         return self._pruned(tokens, known & wanted)
 
     def _pruned(self, tokens: np.ndarray, keep: np.ndarray) -> DraftTrees:
-        """The nodes int64 [B, N] to keep, bool [B, N], moved together (a kept node's parent is kept)."""
+        """The nodes int64 [B, N] to keep, bool [B, N], moved to the front (parents of kept nodes are kept)."""
         lengths = keep.sum(1)
         width = int(lengths.max())
         order = np.argsort(~keep, axis=1, kind="stable")[:, :width]
@@ -258,18 +258,18 @@ class TokenRecyclingGenerator(CandidateGenerator):
     # ---- learning ---------------------------------------------------------------------------------------------------
 
     def observe(self, outcome: StepOutcome) -> None:
-        """Every token fed gets the best successors of its output; if that is not to be had, the text must do."""
+        """Store the best successors of every token that was fed, from its logits; without logits, from the text."""
         output = outcome.output
         if output is not None and self.taps.logits and output.all_logits is not None and output.input_ids is not None:
             sequences, rows, counts = _fed_tokens(outcome)
             tokens, logits = output.input_ids, output.all_logits
-            if len(rows) < len(tokens):  # some rows are gone
+            if len(rows) < len(tokens):  # some rows have left
                 index = upload(rows, logits.device)
                 tokens, logits = tokens.index_select(0, index), logits.index_select(0, index)
             self._recycle(sequences, counts, tokens, logits)
         elif output is not None and output.logits.numel() and outcome.sequences:
             counts, logits = np.asarray(outcome.trees.lengths) + 1, output.logits
-            if counts.sum() < len(logits):  # some rows are gone
+            if counts.sum() < len(logits):  # some rows have left
                 assert outcome.roots is not None
                 rows = [np.arange(root, root + count) for root, count in zip(outcome.roots, counts, strict=True)]
                 logits = logits.index_select(0, upload(np.concatenate(rows), logits.device))
@@ -282,7 +282,7 @@ class TokenRecyclingGenerator(CandidateGenerator):
     def _recycle(
         self, sequences: list[Sequence], counts: np.ndarray, tokens: torch.Tensor, logits: torch.Tensor
     ) -> None:
-        """Write down the outputs, logits [n, V], of `tokens` [n], of which each sequence fed `counts`, one after the other."""
+        """Store the best successors of `tokens` [n] from logits [n, V]; `counts` are the tokens of each sequence, in order."""
         device = self.matrices.rows.device
         tokens, best = tokens.to(device), best_tokens(logits, self.config.num_successors).to(device)
         own = np.repeat(self._matrices_of(sequences), counts)
@@ -291,7 +291,7 @@ class TokenRecyclingGenerator(CandidateGenerator):
         self.matrices.write(0, tokens, best)
 
     def _read(self, matrix: int, text: list[int]) -> None:
-        """What follows a token in the text becomes its best successor, the latest follower the very best."""
+        """Make the tokens that follow a token in the text its best successors, the latest first."""
         followers: dict[int, dict[int, None]] = {}  # a dict keeps the order of insertion
         for token, follower in itertools.pairwise(text):
             own = followers.setdefault(token, {})
@@ -300,13 +300,13 @@ class TokenRecyclingGenerator(CandidateGenerator):
         recent = {token: list(own)[-self.config.num_successors :] for token, own in followers.items()}
         for age in range(max(map(len, recent.values()), default=0)):
             pairs = [(token, own[age]) for token, own in recent.items() if len(own) > age]
-            tokens, behind = torch.tensor(pairs, device=self.matrices.rows.device).unbind(1)
-            self.matrices.move_to_front(matrix, tokens, behind)
+            tokens, newest = torch.tensor(pairs, device=self.matrices.rows.device).unbind(1)
+            self.matrices.move_to_front(matrix, tokens, newest)
 
 
 def _lookups(tree: TreeTemplate) -> list[tuple[torch.Tensor, torch.Tensor]]:
-    """Of the nodes of each depth: int64 [M] their parents' places in the depth above (the root's is 0), and [M] their ranks."""
-    firsts = [-1, 0, *tree.level_ends]  # the first node of each depth above
+    """For the M nodes of each depth: int64 [M] the parents' indices in the depth above (the root: 0), and [M] their ranks."""
+    firsts = [-1, 0, *tree.level_ends]  # the first node of the depth above each one
     return [
         (torch.from_numpy(tree.parents[level.nodes] - first), level.ranks)
         for level, first in zip(tree.levels, firsts, strict=False)
@@ -331,7 +331,7 @@ def best_tokens(logits: torch.Tensor, k: int) -> torch.Tensor:
 
 
 def _fed_tokens(outcome: StepOutcome) -> tuple[list[Sequence], np.ndarray, np.ndarray]:
-    """The sequences in a forward; where the tokens that they fed, drafted ones included, are in its output; how many each fed."""
+    """The sequences of a forward, the indices of their fed tokens (drafts included) in its output, and the counts per sequence."""
     assert outcome.starts is not None and outcome.chunks is not None and outcome.num_own is not None
     drafted = {seq.id: count for seq, count in zip(outcome.sequences, outcome.trees.lengths, strict=True)}
     sequences = [seq for seq, _ in outcome.chunks]
@@ -341,7 +341,7 @@ def _fed_tokens(outcome: StepOutcome) -> tuple[list[Sequence], np.ndarray, np.nd
 
 
 def _verified_tokens(outcome: StepOutcome) -> torch.Tensor:
-    """The R tokens whose outputs `outcome.output.logits` are: of each row the token before the draft, then its nodes."""
+    """The tokens that `outcome.output.logits` follow: for each row the token before the draft, then its nodes."""
     trees = outcome.trees
     roots = [seq.tokens[-len(new) - 1] for seq, new in zip(outcome.sequences, outcome.new_tokens, strict=True)]
     device = trees.tokens.device

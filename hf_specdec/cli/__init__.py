@@ -30,10 +30,10 @@ LONG_VALUE = re.compile(r"'[^']{200,}'|\"[^\"]{200,}\"|\S{200,}")
 
 
 class Parser(argparse.ArgumentParser):
-    """An ArgumentParser whose errors are one line that says where to read on; exit code 2."""
+    """An ArgumentParser whose errors are one line that points to --help; exit code 2."""
 
     def exit(self, status: int = 0, message: str | None = None):
-        """End the process once everything is written, so that `main` sees a closed pipe."""
+        """Flush and end the process, so that `main` sees a closed pipe."""
         sys.stdout.flush()
         super().exit(status, message)
 
@@ -58,12 +58,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def shortened(message: str) -> str:
-    """A message with the ends of long values left out."""
+    """A message with long values cut."""
     return LONG_VALUE.sub(lambda value: value[0][:80] + "…", message)
 
 
 def one_line(error: BaseException) -> str:
-    """The message of `error` on one line; an error nobody foresaw also says its type and how to see more."""
+    """The message of `error` on one line; unexpected errors are shown with their type and how to see more."""
     text = shortened(" ".join(str(error).split())) or type(error).__name__
     if isinstance(error, OSError) and error.strerror:
         what = f"{error.strerror[0].lower()}{error.strerror[1:]}."
@@ -83,7 +83,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _dispatch(argv)
         sys.stdout.flush()
-    except BrokenPipeError:  # whoever reads has seen enough; what is written at exit shall not fail either
+    except BrokenPipeError:  # the reader is gone: output written at exit must not fail either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return code

@@ -11,9 +11,9 @@ from transformers.generation.streamers import BaseStreamer
 
 
 class AcceptedTokens(BaseStreamer):
-    """Prints the tokens of one step together, those that a drafter proposed in green: all but the last.
+    """Prints the tokens of a step together; drafted ones, all but the last, in green.
 
-    Streamers get single tokens; `model`'s embedding layer runs once per forward, and so tells where a step ends.
+    Streamers get single tokens. A hook on `model`'s embedding layer, which runs once per forward, finds the end of a step.
     """
 
     def __init__(self, console: Console, model: Any, tokenizer: Any):
@@ -26,19 +26,19 @@ class AcceptedTokens(BaseStreamer):
         self.hook = model.get_input_embeddings().register_forward_pre_hook(lambda *_: self.end_step())
 
     def put(self, value: torch.Tensor) -> None:
-        """The next token; the first call brings the prompt."""
+        """Receive the next token; the first call has the prompt."""
         if self.prompt_seen:
             self.step += value.flatten().tolist()
         self.prompt_seen = True
 
     def end_step(self) -> None:
-        """Print what came since the last forward."""
+        """Print the tokens received since the last forward."""
         self.show(self.step[:-1], "green")
         self.show(self.step[-1:], "")
         self.step = []
 
     def show(self, tokens: list[int], style: str) -> None:
-        """Print what `tokens` add to the text so far; half a character waits for its other half."""
+        """Print the text that `tokens` add; incomplete characters are kept for later."""
         self.tokens += tokens
         text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
         if not text.endswith("\ufffd"):

@@ -119,7 +119,7 @@ def describe(result: Measurement, baseline: Measurement) -> dict[str, Any]:
 
 
 def print_report(report: dict[str, Any], results: list[Measurement], compare: bool) -> None:
-    """The table, under a line that says what was measured where."""
+    """Print the setup and the table."""
     settings = report["settings"]
     console = Output()
     console.print(

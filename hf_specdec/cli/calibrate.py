@@ -1,4 +1,4 @@
-"""`hf-specdec calibrate`: how often a drafter is right at each depth and rank, and the static tree that fits it best."""
+"""`hf-specdec calibrate`: measure how often a drafter is right at each depth and rank, and find the best static tree."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ line is the configuration with the tree, ready for --speculative-config. A large
 verify: compare several sizes with `hf-specdec bench`.
 """
 
-# Keys that give a draft's shape: the tree takes their place.
+# Keys that give a draft's shape, which the tree replaces.
 _SHAPE_KEYS = (
     "num_speculative_tokens", "depth", "branching_factors", "top_k", "total_tokens", "draft_length",
     "top_k_tokens_per_head", "n_candidates", "use_checkpoint_tree",
@@ -121,13 +121,13 @@ def run(args: argparse.Namespace) -> int:
 
 
 def with_tree(config: SpeculativeConfig, tree: list[list[int]]) -> dict[str, Any]:
-    """The configuration with this tree in place of the shape it had."""
+    """The configuration with this tree as its shape."""
     kept = {key: value for key, value in config.to_dict().items() if key not in _SHAPE_KEYS}
     return kept | {"speculative_token_tree": tree}
 
 
 def accuracies_table(accuracies: np.ndarray) -> Table:
-    """Rows: depths. Columns: ranks, the best token first."""
+    """The table of accuracies: a row per depth, a column per rank (best token first)."""
     table = Table(title="how often the drafter's n-th token is the right one (%)")
     table.add_column("depth")
     for rank in range(accuracies.shape[1]):

@@ -1,4 +1,4 @@
-"""`hf-specdec demo`: the bundled model at the cost of a real one: its text, and tokens/s plain and with four kinds of drafts."""
+"""`hf-specdec demo`: the bundled model at the cost of a real one: a text, then tokens/s without and with drafts."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ compares its text with plain generate(); the exit code is 1 if one differs.
 
 PLAIN = Variant("plain generate()")
 BATCH = 8
-SECONDS = {1: 34.0, BATCH: 16.0}  # for the rows of a batch size; a slow machine measures fewer prompts
+SECONDS = {1: 34.0, BATCH: 16.0}  # time limit by batch size; a slow machine measures fewer prompts
 
 
 def add_command(commands) -> argparse.ArgumentParser:
@@ -64,12 +64,12 @@ def run(args: argparse.Namespace) -> int:
 
 
 def show(console: Output, demo: DemoModel, args: argparse.Namespace) -> int:
-    """One text, then the table; 1 if a text differs in float32."""
+    """Show one text, then the table. Returns 1 if a text differs in float32."""
     rows = spread(read_prompts(str(BUNDLED_PROMPTS)), max(args.prompts, 2 * BATCH))
     prompts = [row["prompt"] for row in rows]
     show_text(console, demo, prompts[0], args.max_new_tokens)
     single, batched = [[each] for each in spread(prompts, args.prompts)], [prompts[:BATCH], prompts[BATCH:]]
-    # A batch is decoded with half as many tokens: its two runs then cost what those of one prompt do.
+    # Half as many tokens in a batch, so that its runs take as long as those of one prompt.
     tables = {
         1: compare(demo, single, single_variants(demo), args.max_new_tokens, 1),
         BATCH: compare(demo, batched, batch_variants(demo), max(args.max_new_tokens // 2, 1), BATCH),
@@ -82,7 +82,7 @@ def show(console: Output, demo: DemoModel, args: argparse.Namespace) -> int:
 
 
 def show_text(console: Output, demo: DemoModel, prompt: str, max_new_tokens: int) -> None:
-    """The answer to one prompt as it is written, what was drafted in green."""
+    """Print the answer to one prompt as it is generated, drafted tokens in green."""
     console.print(Text(f"\n▌ {prompt}", style="bold"))
     inputs = encode_prompts(demo.tokenizer, [prompt], None, demo.model.device)
     streamer = AcceptedTokens(console, demo.model, demo.tokenizer)
@@ -94,7 +94,7 @@ def show_text(console: Output, demo: DemoModel, prompt: str, max_new_tokens: int
 
 
 def single_variants(demo: DemoModel) -> list[Variant]:
-    """What is compared at batch 1, EAGLE-3 last. Where rows are cheap long drafts and trees pay, else short ones."""
+    """The variants at batch 1, EAGLE-3 last: long drafts and trees if verifying more tokens is cheap, else short drafts."""
     eagle3: dict[str, Any] = {"model": demo.eagle3}
     draft: dict[str, Any] = {"method": "draft_model", "model": "tiny-draft"}
     if demo.cheap_rows:
@@ -112,7 +112,7 @@ def single_variants(demo: DemoModel) -> list[Variant]:
 
 
 def batch_variants(demo: DemoModel) -> list[Variant]:
-    """What is compared in a batch, where every drafted token costs more."""
+    """The variants for a batch, where every drafted token costs more."""
     tokens = 4 if demo.cheap_rows else 2
     return [PLAIN, Variant(f"eagle3, {tokens} tokens", {"model": demo.eagle3, "num_speculative_tokens": tokens})]
 
@@ -120,7 +120,7 @@ def batch_variants(demo: DemoModel) -> list[Variant]:
 def compare(
     demo: DemoModel, groups: list[list[str]], variants: list[Variant], max_new_tokens: int, batch_size: int
 ) -> list[Measurement]:
-    """Greedy texts of the groups, all variants taking turns."""
+    """Decode the groups greedily with all variants in turn."""
     batches = [encode_prompts(demo.tokenizer, group, None, demo.model.device) for group in groups]
     arguments = {"max_new_tokens": max_new_tokens, "do_sample": False}
     title = f"batch size {batch_size}"
@@ -128,7 +128,7 @@ def compare(
 
 
 def table_of(tables: dict[int, list[Measurement]]) -> Table:
-    """Results by batch size, each beside plain decoding of the same batch size."""
+    """A table of results by batch size, compared with plain decoding at the same size."""
     table = Table()
     for title in ("batch", "decoding", "tokens/s", "speed-up", "τ", "same text"):
         table.add_column(title, justify="left" if title == "decoding" else "right")

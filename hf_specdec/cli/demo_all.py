@@ -1,4 +1,4 @@
-"""`hf-specdec demo --all`: every method on the bundled model as it is; all must write the text of plain `generate()`."""
+"""`hf-specdec demo --all`: every method on the bundled model, without inflation; all must give the text of plain `generate()`."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ SHOWN = Variant("draft_model, chain", {**DRAFT, "num_speculative_tokens": 5})
 
 
 def variants() -> list[Variant]:
-    """What is compared; the first is the baseline."""
+    """The variants; the first is the baseline."""
     return [
         Variant("plain generate()"),
         Variant("none", {"method": "none"}),
@@ -42,9 +42,9 @@ def variants() -> list[Variant]:
 
 
 def run_all(args: argparse.Namespace) -> int:
-    """Decode with every method; returns the exit code, 1 if one wrote another text."""
+    """Decode with every method; returns the exit code, 1 if a text differs."""
     console = Output()
-    # The bundled models are too small for a second thread to pay, and two crawl beside a busy neighbour.
+    # The bundled models are too small to gain from a second thread, which is slow on a busy machine.
     torch.set_num_threads(1)
     rows = spread(read_prompts(str(BUNDLED_PROMPTS)), args.prompts)
     args.dtype = "float32"
@@ -77,7 +77,7 @@ def run_all(args: argparse.Namespace) -> int:
 
 
 def compare(console: Console, model, batches: list[dict[str, torch.Tensor]], arguments: dict[str, Any]) -> list:
-    """Measure every variant that can run here (one line for one that cannot)."""
+    """Measure every variant that can run here; print a line for each other one."""
     usable = []
     for variant in variants():
         try:

@@ -1,4 +1,4 @@
-"""The model of the demo: the bundled one, inflated to the cost of a real one, so that its text and acceptance are real."""
+"""The demo's model: the bundled one, inflated to the cost of a real one; its text and acceptance stay real."""
 
 from __future__ import annotations
 
@@ -21,12 +21,12 @@ SIZES = {"tiny": None, "100m": (768, 14, 2048, 12, 4, 64), "300m": PRESETS["300m
 
 @dataclass
 class DemoModel:
-    """What decodes.
+    """The models of the demo.
 
     Attributes:
-        model: writes what tiny writes.
-        eagle3: folder of the bundled EAGLE-3 head, inflated likewise. The bundled draft model serves as it is.
-        cheap_rows: reading the weights is what a step costs, so that a few tokens more are verified for little.
+        model: the target, which generates the same text as `tiny`.
+        eagle3: folder of the bundled EAGLE-3 head, inflated in the same way. The bundled draft model is used as it is.
+        cheap_rows: a step's time is spent on reading weights, so that verifying a few more tokens costs little.
     """
 
     model: Any
@@ -43,7 +43,7 @@ def has_bfloat16(device: torch.device) -> bool:
 
 
 def _affordable(device: torch.device, cheap_rows: bool) -> str:
-    """A size whose steps take long enough to gain on, and whose demo ends in time."""
+    """A size with steps long enough to speed up, and short enough for the demo's time limit."""
     if device.type == "cuda":
         return "1b"
     return "300m" if cheap_rows else "100m"
@@ -51,7 +51,7 @@ def _affordable(device: torch.device, cheap_rows: bool) -> str:
 
 @contextmanager
 def demo_model(args: argparse.Namespace) -> Iterator[DemoModel]:
-    """The model of `args.size` ("auto": what suits the device) in `args.dtype` ("auto": bfloat16 if the device has it)."""
+    """The model of `args.size` ("auto": a size for the device) in `args.dtype` ("auto": bfloat16 if the device has it)."""
     args.model, wanted, args.dtype = "tiny", args.dtype, "float32"
     source, tokenizer = load_model_and_tokenizer(args)
     cheap_rows = has_bfloat16(source.device) if wanted == "auto" else wanted == "bfloat16"

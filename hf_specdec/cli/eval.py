@@ -1,4 +1,4 @@
-"""`hf-specdec eval`: what a draft head is worth per task: τ, acceptance per position, speed-up, as a table, JSON and a plot."""
+"""`hf-specdec eval`: measure a draft head per task: τ, acceptance per position and speed-up, as a table, JSON and a plot."""
 
 from __future__ import annotations
 
@@ -78,7 +78,7 @@ def add_command(commands) -> argparse.ArgumentParser:
 
 @dataclass
 class TaskFigures:
-    """Sums over a task's prompts: target forwards of rows, their tokens, drafts, seconds with and without the head."""
+    """Sums over a task's prompts: target forwards per row, tokens, drafts, seconds with and without the head."""
 
     prompts: int = 0
     steps: int = 0
@@ -111,7 +111,7 @@ class TaskFigures:
             self.accepted_at[position] += value
 
     def summary(self) -> dict[str, Any]:
-        """The figures as JSON."""
+        """The figures, JSON-serialisable."""
         speed = self.new_tokens / self.seconds if self.seconds else None
         plain = self.plain_tokens / self.plain_seconds if self.plain_seconds else None
         return {
@@ -160,7 +160,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def head_config(head: str, keys: str) -> dict[str, Any]:
-    """The speculative configuration of a head and further keys."""
+    """The speculative configuration of a head, with further keys."""
     return {**json_object(keys, "--speculative-config"), "model": head}
 
 
@@ -173,7 +173,7 @@ def evaluate(
     args: argparse.Namespace,
     advance: Callable[[int], None],
 ) -> dict[str, TaskFigures]:
-    """Figures by task; each batch is decoded plainly and with the head, one after the other."""
+    """Figures by task; each batch is decoded without and with the head."""
     drafted, plain = Variant("head", config), Variant("plain generate()")
     first = encode_prompts(tokenizer, next(iter(tasks.values()))[:1], args.chat, model.device)
     for variant in (drafted,) if args.no_baseline else (drafted, plain):
@@ -195,11 +195,11 @@ def evaluate(
     return out
 
 
-# ---- what is shown --------------------------------------------------------------------------------------------------
+# ---- reports --------------------------------------------------------------------------------------------------------
 
 
 def write_report(report: dict[str, Any], args: argparse.Namespace) -> None:
-    """Table, JSON, plot and card, as asked for."""
+    """Write table, JSON, plot and card, as requested."""
     if args.json == "-":
         json.dump(report, sys.stdout, indent=2)
         print()
@@ -229,12 +229,12 @@ TITLES = ("task", "prompts", "τ", "accepted at 1, 2, ..", "tokens/s", "speed-up
 
 
 def all_cells(report: dict[str, Any]) -> list[list[str]]:
-    """Rows of all tasks, and of all together."""
+    """The rows of all tasks, and of all together."""
     return [cells(task, figures) for task, figures in {**report["tasks"], "all": report["all"]}.items()]
 
 
 def table(report: dict[str, Any]) -> Table:
-    """For a terminal."""
+    """The table for a terminal."""
     out = Table()
     for i, title in enumerate(TITLES):
         out.add_column(title, justify="left" if i in (0, 3) else "right")
@@ -244,7 +244,7 @@ def table(report: dict[str, Any]) -> Table:
 
 
 def markdown(report: dict[str, Any]) -> str:
-    """For a model card."""
+    """The table for a model card."""
     settings, shown = report["settings"], {k: v for k, v in report["speculative_config"].items() if k != "model"}
     lines = [
         f"Measured ({'sampled' if settings['do_sample'] else 'greedy'}, {settings['max_new_tokens']} new tokens, batch size "
@@ -257,7 +257,7 @@ def markdown(report: dict[str, Any]) -> str:
 
 
 def plot(report: dict[str, Any], path: Path) -> None:
-    """τ per task, and acceptance per position, as bars."""
+    """Plot τ per task and acceptance per position as bars."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

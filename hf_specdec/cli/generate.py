@@ -82,7 +82,7 @@ class TokenBar(BaseStreamer):
         self.prompt_seen = True
 
     def end(self) -> None:
-        """Nothing is left to show."""
+        """Do nothing at the end of the text."""
 
 
 def run(args: argparse.Namespace) -> int:
@@ -125,7 +125,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def print_texts(texts: list[str]) -> None:
-    """The texts on stdout, under numbered rules if there are several."""
+    """Print the texts on stdout, separated by numbered rules if there are several."""
     for number, text in enumerate(texts, 1):
         if len(texts) > 1:
             print(f"--- {number} ---")

@@ -1,4 +1,4 @@
-"""Timing of `generate()` with several speculative configurations side by side, interleaved so that all share the noise."""
+"""Timing of `generate()` with several speculative configurations, interleaved so that noise affects all equally."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RECORDED_PACKAGES = ("transformers", "torch", "arctic-inference", "triton")
 
 @dataclass(frozen=True)
 class Variant:
-    """One way to decode: `speculative_config` as `generate()` takes it, None for transformers' own loop."""
+    """A way to decode: a `speculative_config` for `generate()`; None: transformers' own loop."""
 
     name: str
     speculative_config: Any = None
@@ -34,7 +34,7 @@ class Variant:
 
 @dataclass
 class Measurement:
-    """What one variant did: seconds and new tokens of each repeat, the tokens themselves, and counts over all repeats."""
+    """A variant's results: seconds and number of new tokens per repeat, the tokens, and counts over all repeats."""
 
     variant: Variant
     seconds: list[float] = field(default_factory=list)
@@ -52,7 +52,7 @@ class Measurement:
 
     @property
     def accepted_length(self) -> float | None:
-        """τ: tokens emitted per target forward that a row took part in; None without statistics."""
+        """τ: new tokens per row and target forward; None without statistics."""
         return self.row_tokens / self.row_steps if self.row_steps else None
 
     @property
@@ -76,7 +76,7 @@ def end_tokens(model: Any) -> set[int]:
 
 
 def cut_at_end(rows: list[list[int]], ends: set[int]) -> list[list[int]]:
-    """Each row up to and including its first end token: what follows is padding."""
+    """Each row up to and including its first end token, without padding."""
     return [row[: next((i + 1 for i, token in enumerate(row) if token in ends), len(row))] for row in rows]
 
 
@@ -97,13 +97,13 @@ def timed_generate(
 
 
 def warm_up(model: Any, inputs: dict[str, torch.Tensor], variant: Variant, arguments: dict[str, Any]) -> None:
-    """A few tokens after each prompt's last one: loads what the variant needs and tells it nothing about the answers."""
+    """Generate a few tokens after each prompt's last token only: loads the drafter without showing it the answers."""
     last = {key: tensor[:, -1:] for key, tensor in inputs.items()}
     timed_generate(model, last, variant, {**arguments, "max_new_tokens": 4}, seed=0)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device, so that a clock read afterwards is true."""
+    """Wait for the device, before a clock is read."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -118,11 +118,11 @@ def measure(
     advance: Callable[[], None] = lambda: None,
     seconds: float | None = None,
 ) -> list[Measurement]:
-    """Decode every batch with every variant, `repeats` times, variants taking turns; `advance` is called after each run.
+    """Decode every batch with every variant, `repeats` times, in turn; `advance` is called after each run.
 
-    Variants come in turned order for every other batch, so that none is always the first. With `seconds` the later batches of a
-    repeat are left out where they would take it longer than that. Each repeat begins with nothing remembered, or methods that
-    learn from outputs would know the answers of the second.
+    The order of variants is reversed for every other batch, so that none is always first. With `seconds`, later batches are
+    skipped if the repeat would take longer. Each repeat starts without memory of earlier ones, since methods that learn
+    from outputs would know the answers.
     """
     results = [Measurement(variant) for variant in variants]
     for _ in range(repeats):
@@ -158,7 +158,7 @@ def measure_with_progress(
 
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[], None]]:
-    """A function that counts one of `total` runs: in a bar on a terminal, elsewhere in a line for every quarter of them."""
+    """A function that counts one of `total` runs: in a bar on a terminal, otherwise one line per quarter."""
     console = Console(stderr=True)
     if not console.is_terminal:
         counted = itertools.count(1)
@@ -183,7 +183,7 @@ def progress(title: str, total: int) -> Iterator[Callable[[], None]]:
 
 
 def equal_rows(result: Measurement, baseline: Measurement) -> int:
-    """How many prompts got the baseline's tokens, all of them."""
+    """How many prompts have exactly the baseline's tokens."""
     return sum(ours == theirs for ours, theirs in zip(result.outputs, baseline.outputs, strict=True))
 
 
@@ -209,7 +209,7 @@ def results_table(results: list[Measurement], compare: bool) -> Table:
 
 
 def environment(model: Any) -> dict[str, Any]:
-    """Versions and hardware, as a benchmark must record them."""
+    """Versions and hardware, for benchmark records."""
     versions = {"hf-specdec": hf_specdec.__version__}
     for package in RECORDED_PACKAGES:
         try:
@@ -227,13 +227,13 @@ def environment(model: Any) -> dict[str, Any]:
 
 
 def setup_line(where: dict[str, Any]) -> str:
-    """What was measured on what, from `environment`."""
+    """One line about versions and hardware, from `environment`."""
     size = where["parameters"] / 1e6
     return f"{size:.1f} M parameters in {where['dtype']} on {where['device']}, threads: {where['threads']}"
 
 
 def device_name(device: torch.device) -> str:
-    """The accelerator's or the processor's own name."""
+    """The name of the accelerator or processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")

@@ -1,4 +1,4 @@
-"""`hf-specdec models`: what is bundled, and which methods exist, with their keys and what they need."""
+"""`hf-specdec models`: lists bundled models and all methods, with their keys and requirements."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def shared_fields() -> list[dataclasses.Field]:
-    """The keys of every method, but for the method itself."""
+    """The keys that every method has, except `method`."""
     return list(dataclasses.fields(SpeculativeConfig)[1:])
 
 
@@ -82,7 +82,7 @@ def tree_fields() -> list[dataclasses.Field]:
 
 
 def own_fields(config: type[SpeculativeConfig]) -> list[dataclasses.Field]:
-    """A method's own keys, and its draft length where that has another default."""
+    """A method's own keys, and its draft length if the default differs."""
     shared = {f.name for f in shared_fields()} | {"method"}
     if issubclass(config, TreeDraftingConfig):
         shared |= {f.name for f in tree_fields()}
@@ -96,7 +96,7 @@ def default_length(config: type[SpeculativeConfig]) -> str:
     """The default of `num_speculative_tokens`, which a method may derive from other keys."""
     try:
         return json.dumps(config().num_speculative_tokens)
-    except SpeculativeConfigError:  # it needs other keys
+    except SpeculativeConfigError:  # other keys are required
         return "derived"
 
 
@@ -123,7 +123,7 @@ def markdown_page(methods: dict[str, type[SpeculativeConfig]]) -> str:
 
 
 def bundled_line(name: str) -> str:
-    """What a bundled model is, its size and folder: of models that stand alone the shape, of heads the method."""
+    """One line about a bundled model: its shape, or a head's method; size and folder."""
     folder = Path(hf_specdec.bundled(name))
     megabytes = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e6
     if (folder / "tokenizer.json").is_file():

@@ -1,4 +1,4 @@
-"""Options that subcommands share, and what they become: a loaded model, prompts, arguments for `generate()`."""
+"""Options that subcommands share, and the models, prompts and arguments made from them."""
 
 from __future__ import annotations
 
@@ -33,18 +33,18 @@ def positive_int(text: str) -> int:
 
 
 class Output(Console):
-    """A console on stdout whose closed pipe is an exception as any other."""
+    """A console on stdout that raises BrokenPipeError if the pipe is closed."""
 
     def __init__(self) -> None:
         super().__init__(highlight=False)
 
     def on_broken_pipe(self) -> None:
-        """Leave it to `main`."""
+        """Let `main` handle it."""
         raise BrokenPipeError
 
 
 def check_output_file(path: str | None, option: str) -> None:
-    """ValueError if a file that is to be written at the end cannot be (None and -: nothing is)."""
+    """Raise ValueError if a file cannot be written (None and -: no file)."""
     if path in (None, "-"):
         return
     file = Path(path)
@@ -57,7 +57,7 @@ def check_output_file(path: str | None, option: str) -> None:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """MODEL, and how to load it."""
+    """Add MODEL, and how to load it."""
     parser.add_argument(
         "model", metavar="MODEL", help="a bundled name (see `hf-specdec models`), a folder, or a Hub id"
     )
@@ -72,7 +72,7 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_decoding_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
-    """How long to decode, and how to choose tokens."""
+    """Add options for the length and for sampling."""
     group = parser.add_argument_group("decoding")
     group.add_argument(
         "--max-new-tokens", type=positive_int, default=max_new_tokens, metavar="N", help="default: %(default)s"
@@ -93,7 +93,7 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_new_tokens: int) -
 
 
 def decoding_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments for `generate()` from `add_decoding_options`. ValueError if sampling options come without sampling."""
+    """Keyword arguments for `generate()` from `add_decoding_options`. Raises ValueError for sampling options without sampling."""
     sampling = {key: getattr(args, key) for key in ("temperature", "top_p", "top_k") if getattr(args, key) is not None}
     if sampling and not args.do_sample:
         names = ", ".join("--" + key.replace("_", "-") for key in sampling)
@@ -108,7 +108,7 @@ def load_model_and_tokenizer(args: argparse.Namespace) -> tuple[Any, Any]:
         raise ValueError(f"{folder}: no such folder.")
     if not args.debug:
         transformers_logging.set_verbosity_error()
-    if folder != args.model:  # bundled models load in an instant
+    if folder != args.model:  # bundled models load at once
         transformers_logging.disable_progress_bar()
     device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     options = {"trust_remote_code": args.trust_remote_code}
@@ -149,13 +149,13 @@ def read_prompts(path: str) -> list[dict[str, str]]:
 
 
 def spread(rows: list[Any], count: int) -> list[Any]:
-    """`count` of the rows, evenly spread, so that every task of a file has its turn."""
+    """`count` of the rows, evenly spread, so that every task of a file is included."""
     count = min(count, len(rows))
     return [rows[i * len(rows) // count] for i in range(count)]
 
 
 def prompt_of(row: dict[str, Any]) -> str:
-    """A row's "prompt", or data sets' "question" or "turns" (the first counts)."""
+    """A row's "prompt", or as in some data sets "question" or the first of "turns"."""
     prompt = row.get("prompt") or row.get("question") or next(iter(row.get("turns") or ()), None)
     if not isinstance(prompt, str):
         raise ValueError(f'{row["_where"]}: no text under "prompt" (or "question", "turns").')

@@ -57,7 +57,7 @@ def add_command(commands) -> argparse.ArgumentParser:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """What every method takes besides its options."""
+    """Add arguments that every method has besides its options."""
     needed = parser.add_argument_group("what and where")
     needed.add_argument("--target", required=True, metavar="MODEL", help="a bundled name, a folder, or a Hub id")
     needed.add_argument("--data", required=True, metavar="FILE", help="training text; .jsonl, or plain text")
@@ -102,7 +102,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_option(group: argparse._ArgumentGroup, field: dataclasses.Field) -> None:
-    """The command-line option of one field of a method's options."""
+    """Add the command-line option of one field of a method's options."""
     name, meta = "--" + field.name.replace("_", "-"), field.metadata
     default = "none" if field.default is None else field.default
     help = meta["help"].replace("%", "%%")
@@ -123,7 +123,7 @@ def options_of(args: argparse.Namespace, options_class: type[TrainingOptions]) -
 
 
 def regeneration_of(args: argparse.Namespace) -> Regeneration | None:
-    """How the target shall write the answers, if it shall."""
+    """The settings for --regenerate, or None."""
     if args.regenerate is None:
         return None
     return Regeneration(
@@ -149,7 +149,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True, highlight=False)
     args.model = args.target
     if args.device == "auto" and "LOCAL_RANK" in os.environ and torch.cuda.is_available():
-        args.device = f"cuda:{os.environ['LOCAL_RANK']}"  # one of several processes
+        args.device = f"cuda:{os.environ['LOCAL_RANK']}"  # one process of several
     regeneration = regeneration_of(args)
     if regeneration is not None:
         parse_config(regeneration.speculative_config)

@@ -23,13 +23,10 @@ class StepOutcome:
         trees: the drafts that were verified (the proposal, or a prefix of its nodes).
         accepted: per row, the indices of the accepted nodes, root to leaf.
         new_tokens: per row, the ids appended: accepted nodes and the token after them, cut where the sequence stopped.
-        output: the target's output with the features that `taps` asked for, valid until `observe` returns; None inside
-            transformers' own loop.
+        output: the target's output with the features that `taps` asked for, valid until `observe` returns.
         starts: index in `output` at which each forwarded row begins (its pending tokens first, then its nodes).
         chunks: (sequence, end) of each forwarded row, in the order of `starts`: its tokens before `end` have been fed.
         num_own: per forwarded row, how many of those tokens this step fed.
-        fed_at: per row of `sequences`, the indices of the accepted nodes among the nodes that were fed; None: all nodes
-            were fed, so `accepted` holds these indices.
         roots: per row of `sequences`, index in `output` at which its logits begin; None: the rows' logits are contiguous.
     """
 
@@ -41,8 +38,15 @@ class StepOutcome:
     starts: list[int] | None = None
     chunks: list[tuple[Sequence, int]] | None = None
     num_own: list[int] | None = None
-    fed_at: list[list[int]] | None = None
     roots: list[int] | None = None
+
+    def for_proposal(self, accepted: list[list[int]]) -> StepOutcome:
+        """The same step for a drafter whose own proposal is not what was verified.
+
+        Args:
+            accepted: per row, the accepted nodes of its own proposal, root to leaf.
+        """
+        return _ProposalOutcome(**{**vars(self), "accepted": accepted}, verified=self)
 
     def read_rows(self) -> tuple[list[Sequence], np.ndarray, list[int]]:
         """The packed tokens of `output` that are now part of a text: each row's fed tokens, then its accepted nodes.
@@ -53,8 +57,7 @@ class StepOutcome:
             before that one.
         """
         assert self.starts is not None and self.chunks is not None and self.num_own is not None
-        fed_at = self.accepted if self.fed_at is None else self.fed_at
-        accepted = {seq.id: path for seq, path in zip(self.sequences, fed_at, strict=True)}
+        accepted = {seq.id: path for seq, path in zip(self.sequences, self.accepted, strict=True)}
         sequences, indices, counts = [], [], []
         for (seq, _), start, num_own in zip(self.chunks, self.starts, self.num_own, strict=True):
             indices.append(np.arange(start, start + num_own))
@@ -64,3 +67,20 @@ class StepOutcome:
             sequences.append(seq)
             counts.append(num_own + len(path))
         return sequences, np.concatenate(indices), counts
+
+
+@dataclass
+class _ProposalOutcome(StepOutcome):
+    """A step whose `accepted` are nodes of a drafter's own proposal; the rows that were read are those of `verified`."""
+
+    verified: StepOutcome | None = None
+
+    def for_proposal(self, accepted: list[list[int]]) -> StepOutcome:
+        """As in the base, for a part of the drafter."""
+        assert self.verified is not None
+        return self.verified.for_proposal(accepted)
+
+    def read_rows(self) -> tuple[list[Sequence], np.ndarray, list[int]]:
+        """Those of the verified draft."""
+        assert self.verified is not None
+        return self.verified.read_rows()

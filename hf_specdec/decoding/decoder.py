@@ -42,7 +42,7 @@ class SpeculativeDecoder:
     """
 
     def __init__(self, target: PackedModel, generator: CandidateGenerator, config: SpeculativeConfig):
-        self.target, self.generator, self.config = target, generator, generator.settled(config)
+        self.target, self.generator, self.config = target, generator, generator.with_checkpoint_defaults(config)
         target.taps = target.taps | generator.taps
         self._max_drafted = min((each for each in (target.max_positions, config.max_model_len) if each), default=None)
         self._drafts = generator.max_draft_nodes > 0

@@ -1,4 +1,4 @@
-"""Models and heads made bigger without changing what they compute: real text and real acceptance at the cost of a real model."""
+"""Making models and heads bigger without changing their outputs: real text and acceptance at the cost of a real model."""
 
 from .head import inflate_eagle3
 from .model import DIMENSIONS, PRESETS, inflate

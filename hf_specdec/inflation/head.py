@@ -1,4 +1,4 @@
-"""Make an EAGLE-3 head bigger without changing what it drafts, for a target that `inflate` has made bigger."""
+"""Make an EAGLE-3 head bigger without changing its drafts, for a target made bigger by `inflate`."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def inflate_eagle3(
     """Write the head of `folder`, which drafts for `source`, to `destination`, with the sizes of `target`.
 
     Raises:
-        ValueError: no EAGLE-3 head in the original layout; sizes of the target that cannot hold the head's.
+        ValueError: no EAGLE-3 head in the original layout, or the target's sizes cannot hold the head's.
     """
     folder, destination = Path(folder), Path(destination)
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
@@ -72,7 +72,7 @@ def check_sizes(folder: Path, old: dict[str, int], new: dict[str, int], source: 
 
 
 def tapped(layers: list[int], old: int, new: int) -> dict[str, Any]:
-    """Which hidden states are read: the output of layer i - 1 of `old` layers comes out of that layer's place among `new` ones."""
+    """Config keys for the hidden states to read: the output of old layer i - 1 is that of its place among the `new` layers."""
     places = layer_places(old, new)
     moved = [places[i - 1] + 1 if i else 0 for i in layers]
     outputs = {LAYER_IDS: [i - 1 for i in moved], "use_aux_hidden_state": True}
@@ -80,7 +80,7 @@ def tapped(layers: list[int], old: int, new: int) -> dict[str, Any]:
 
 
 def offsets(tensors: dict[str, Tensor], config: dict[str, Any], vocab_size: int) -> None:
-    """Add what says which of the target's tokens the draft's are, where the target has more: the first ones."""
+    """Add `d2t` and `t2d` if the target has more tokens than the head: the draft's are the first ones."""
     size = tensors["lm_head.weight"].shape[0]
     if size < vocab_size:
         tensors.setdefault("d2t", torch.zeros(size, dtype=torch.long))
@@ -91,7 +91,7 @@ def offsets(tensors: dict[str, Tensor], config: dict[str, Any], vocab_size: int)
 
 
 class HeadInflation(Inflation):
-    """The tensors of one head; where old units go is where they go in a model."""
+    """The inflated tensors of one head; old units are placed as in a model."""
 
     def __init__(self, old: dict[str, int], new: dict[str, int], dtype: torch.dtype, seed: int):
         self.old, self.new, self.dtype = old, new, dtype
@@ -99,7 +99,7 @@ class HeadInflation(Inflation):
         self.place_heads()
 
     def tensors(self, old: dict[str, Tensor]) -> dict[str, Tensor]:
-        """All of them by name. What is new of the inner layers is random, and cannot reach the output."""
+        """All tensors by name. New inner units are random and do not affect the output."""
         inner = torch.arange(self.old["intermediate_size"])
         inner_new = self.new["intermediate_size"]
         head_rows = {"q_proj": self.new["num_attention_heads"], "k_proj": self.new["num_key_value_heads"]}
@@ -128,7 +128,7 @@ class HeadInflation(Inflation):
             elif kind == "lm_head":
                 grown[name] = self.random(weight.shape[0], self.new["hidden_size"])
                 grown[name][:, : weight.shape[1]] = weight.to(self.dtype)
-            elif weight.shape == (self.old["hidden_size"],):  # norms, those of the states among them
+            elif weight.shape == (self.old["hidden_size"],):  # norms, including those of the states
                 grown[name] = self.residual_norm(weight).data
             elif kind in ("d2t", "t2d"):
                 grown[name] = weight
@@ -144,7 +144,7 @@ class HeadInflation(Inflation):
         return out.flatten(1)
 
     def input(self, weight: Tensor, rows: Tensor, cleared: Tensor, count: int) -> Tensor:
-        """An input projection of `count` rows: random, but the `cleared` ones zero except for the old ones, put at `rows`."""
+        """An input projection of `count` rows: random; `cleared` rows are zero except for the old weights, placed at `rows`."""
         block = self.widened(weight)
         out = self.random(count, block.shape[1])
         out[cleared] = 0

@@ -1,8 +1,8 @@
-"""Make a Llama-like model bigger without changing its function, to give real text the cost of a real model.
+"""Make a Llama-like model bigger without changing its function: real text at the cost of a real model.
 
 Every dimension can grow: layers (identity ones: their output projections are zero), width (zero-padded residual
-stream), MLP, query and key-value heads, head size, vocabulary. What is new is filled with small random numbers wherever
-that cannot show, so the work is real work. Logits agree up to rounding in the chosen dtype.
+stream), MLP, query and key-value heads, head size, vocabulary. New weights are small random numbers wherever
+they do not affect the output, so that the work is real. Logits agree up to rounding in the chosen dtype.
 """
 
 from __future__ import annotations
@@ -41,10 +41,10 @@ def inflate(
     dtype: torch.dtype | None = None,
     seed: int = 0,
 ) -> PreTrainedModel:
-    """A bigger model of the same class with the same logits; a size left out stays as it is.
+    """A bigger model of the same class with the same logits; sizes that are not given stay the same.
 
     Built tensor by tensor on the source's device in `dtype` (default: the source's), so memory peaks at source + result.
-    New tokens (`vocab_size`) are never likely: see `widen_vocabulary`. Raises `ValueError` where a size is smaller than the
+    New tokens (`vocab_size`) are never likely: see `widen_vocabulary`. Raises `ValueError` if a size is smaller than the
     source's or cannot hold it.
     """
     asked = (hidden_size, num_hidden_layers, intermediate_size, num_attention_heads, num_key_value_heads, head_dim)
@@ -73,9 +73,9 @@ def check_vocabulary(model: PreTrainedModel, old: dict[str, int], new: dict[str,
 def widen_vocabulary(model: PreTrainedModel, width: int, vocab_size: int) -> None:
     """Give an inflated model tokens that it never chooses, in place.
 
-    Embeddings carry a small constant at `width`, the first of the new dimensions, which no layer changes: too small to be
-    seen in the norms' mean squares. The last norm makes it larger, and the new tokens' rows of the output have a large
-    negative weight there. Old tokens' logits stay (tied ones gain one constant).
+    Embeddings carry a small constant at `width`, the first of the new dimensions, which no layer changes: too small to
+    change the norms' mean squares. The last norm scales it up, and the new tokens' output rows have a large negative weight
+    there. Old tokens' logits stay the same (tied ones gain a constant).
     """
     size = model.config.vocab_size
     embeddings, head = model.get_input_embeddings(), model.get_output_embeddings()
@@ -98,7 +98,7 @@ def widen_vocabulary(model: PreTrainedModel, width: int, vocab_size: int) -> Non
 
 
 def sizes_of(model: PreTrainedModel) -> dict[str, int]:
-    """The six sizes of a source model; `ValueError` for architectures that are not known here."""
+    """The six sizes of a source model; `ValueError` for unknown architectures."""
     if type(model).__name__ not in ARCHITECTURES:
         raise ValueError(f"inflate() knows {', '.join(ARCHITECTURES)}, not {type(model).__name__}: give one of these.")
     sizes = {name: getattr(model.config, name, None) for name in DIMENSIONS}
@@ -136,18 +136,18 @@ def check_sizes(model: PreTrainedModel, old: dict[str, int], new: dict[str, int]
 
 
 def copies_of_a_head(old: dict[str, int], new: dict[str, int]) -> int:
-    """New key-value heads that one old head needs: more than one where the new groups of query heads are smaller."""
+    """How many new key-value heads one old head becomes: several if the new groups of query heads are smaller."""
     group = old["num_attention_heads"] // old["num_key_value_heads"]
     return math.ceil(group / (new["num_attention_heads"] // new["num_key_value_heads"]))
 
 
 def layer_places(old: int, new: int) -> list[int]:
-    """Which of `new` layers each of the `old` ones becomes."""
+    """The index among `new` layers of each of the `old` ones."""
     return [i * new // old for i in range(old)]
 
 
 class Inflation:
-    """One inflation: where each old unit goes, and the tensors of the new model."""
+    """One inflation: the places of the old units, and the tensors of the new model."""
 
     def __init__(self, model: PreTrainedModel, old: dict[str, int], new: dict[str, int], dtype: torch.dtype, seed: int):
         self.model, self.old, self.new, self.dtype = model, old, new, dtype
@@ -156,7 +156,7 @@ class Inflation:
         self.layer_places = layer_places(old["num_hidden_layers"], new["num_hidden_layers"])
 
     def place_heads(self) -> None:
-        """New rows of q/k/v for the old ones.
+        """Set the new rows of q/k/v for the old ones.
 
         `q_rows`: new row of each old query row. `kv_rows`, `kv_sources`: new key-value rows and the old rows they copy.
         Rotary pairs (i, i + d/2) of an old head go to (m i, m i + m d/2) with m = d'/d: the same frequency.
@@ -201,7 +201,7 @@ class Inflation:
         return big.train(self.model.training)
 
     def make_config(self):
-        """The source's configuration with the new sizes; the norms' epsilon shrinks with the share of channels that are not zero."""
+        """The source's configuration with the new sizes; the norms' epsilon is scaled by the share of nonzero channels."""
         config = copy.deepcopy(self.model.config)
         for name, size in self.new.items():
             setattr(config, name, size)
@@ -215,7 +215,7 @@ class Inflation:
         return config
 
     def random(self, *shape: int) -> Tensor:
-        """Small normal numbers of `shape`, for weights whose values change no logit."""
+        """Small normal numbers of `shape`, for weights that do not affect the logits."""
         return torch.empty(shape, dtype=self.dtype).normal_(std=FILL_STD, generator=self.generator)
 
     def parameter(self, tensor: Tensor) -> nn.Parameter:
@@ -243,11 +243,11 @@ class Inflation:
         return self.parameter(out)
 
     def fill_layer(self, layer: nn.Module, source: nn.Module | None) -> None:
-        """Give a layer its tensors: the inflated `source`; an identity layer if `source` is None."""
+        """Set a layer's tensors: those of `source`, inflated, or an identity layer if `source` is None."""
         attention, mlp = layer.self_attn, layer.mlp
         scale = {"q_proj": math.sqrt(self.new["head_dim"] / self.old["head_dim"]), "k_proj": 1.0, "v_proj": 1.0}
         if hasattr(attention, "q_norm"):
-            # Scaled so that the shared eps, changed for the wider residual, means the same here; see `head_norm`.
+            # Scaled because the shared eps was changed for the wider residual; see `head_norm`.
             grown = self.new["head_dim"] / self.old["head_dim"]
             shrunk_eps = self.old["hidden_size"] / self.new["hidden_size"]
             scale["q_proj"] = scale["k_proj"] = math.sqrt(shrunk_eps * grown)
@@ -274,7 +274,7 @@ class Inflation:
         return torch.cat([torch.arange(self.new["head_dim"]) + head * self.new["head_dim"] for head in heads])
 
     def fill_rows(self, linear, old, rows: Tensor, sources, cleared: Tensor, scale: float) -> None:
-        """An input projection: random, but the `cleared` rows zero except for the old rows `sources`, put at `rows`."""
+        """Fill an input projection: random; `cleared` rows are zero except for the old rows `sources`, placed at `rows`."""
         weight = self.random(*linear.weight.shape)
         bias = None if linear.bias is None else self.random(*linear.bias.shape)
         if old is not None:
@@ -290,7 +290,7 @@ class Inflation:
             linear.bias = self.parameter(bias)
 
     def fill_output(self, linear, old, columns: Tensor) -> None:
-        """An output projection: zero but for the old weights, read at `columns` and written to the first H rows."""
+        """Fill an output projection: zero except for the old weights, which read `columns` and write to the first H rows."""
         weight = torch.zeros(linear.weight.shape, dtype=self.dtype)
         bias = None if linear.bias is None else torch.zeros(linear.bias.shape, dtype=self.dtype)
         if old is not None:

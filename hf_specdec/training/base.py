@@ -1,4 +1,4 @@
-"""What a method adds to be trained: `HeadTrainer`, and what flows between it and the framework."""
+"""HeadTrainer, the contract of a trainer, and the data it exchanges with the framework."""
 
 from __future__ import annotations
 
@@ -6,21 +6,16 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import nn
 
 from ..core.output import Taps
 from .batch import Batch
-
-if TYPE_CHECKING:
-    from .options import TrainingOptions
-    from .target import TargetModel
-
-
-class TrainingError(ValueError):
-    """Training cannot start or go on; the message says why and what to do."""
+from .errors import TrainingError
+from .options import TrainingOptions
+from .target import TargetModel
 
 
 @dataclass
@@ -28,7 +23,7 @@ class StepLoss:
     """A loss on one micro-batch.
 
     Attributes:
-        loss: scalar, the sum over positions; what is minimised is the sum of these over a step divided by the sum of weights.
+        loss: scalar, the sum over positions; training minimises the sum of these over a step, divided by the sum of weights.
         weight: scalar, the number (or total weight) of the positions in it.
         metrics: {name: (sum, weight)} without gradients, logged as means: parts of the loss, accuracies.
     """
@@ -44,7 +39,7 @@ class Guesses:
 
     Attributes:
         tokens: int64 [N, K], of the target's vocabulary; guess k is for the token at anchor + 1 + k.
-        rows, anchors: int64 [N], the row, and the position in it of the newest token the guesses follow.
+        rows, anchors: int64 [N], the row of each guess, and the position of its newest token.
     """
 
     tokens: torch.Tensor
@@ -53,7 +48,7 @@ class Guesses:
 
 
 def every_anchor(tokens: torch.Tensor) -> Guesses:
-    """Guesses made at every hidden state: tokens [B, S, K], where [:, t] follow h_t and the newest token x_{t+1}."""
+    """Guesses from tokens [B, S, K] made at every hidden state: [:, t] are made from h_t and the newest token x_{t+1}."""
     num_rows, length, _ = tokens.shape
     rows = torch.arange(num_rows, device=tokens.device).repeat_interleave(length)
     anchors = torch.arange(1, length + 1, device=tokens.device).repeat(num_rows)
@@ -62,13 +57,13 @@ def every_anchor(tokens: torch.Tensor) -> Guesses:
 
 @dataclass
 class Exported:
-    """A head as it is written to disk.
+    """A head in the form it is written to disk.
 
     Attributes:
         tensors: by the layout's names.
         config: config.json.
         file_name: of the weights.
-        write_others: writes what else belongs into the folder it is given (a tokenizer).
+        write_others: called with the folder, to write other files (a tokenizer).
     """
 
     tensors: dict[str, torch.Tensor]
@@ -78,15 +73,15 @@ class Exported:
 
 
 class HeadTrainer(ABC):
-    """One method: its head, its loss, its guesses, its export. The package's docstring is the contract.
+    """One method's head, loss, guesses and export. The package's docstring describes the contract.
 
     Attributes:
         method: the method that drafts with the exported head.
         options_class: set by `register`.
-        taps: what is read of the target.
+        taps: the hidden states it reads of the target.
         formats: layouts for `exported`; the first is the default.
-        head: what `build` returned, once the framework has called it.
-        num_guesses: K, tokens a draft has in the estimate and in measurements; set by `build` at the latest.
+        head: the result of `build`, set by the framework.
+        num_guesses: K, draft length in the estimate and in measurements; set by `build` at the latest.
     """
 
     method: ClassVar[str]
@@ -104,11 +99,11 @@ class HeadTrainer(ABC):
         """The head with its initial weights, float32, on the target's device; torch's generator has been seeded.
 
         Args:
-            token_counts: int64 [V], how often each token is the target's to write in the training data.
+            token_counts: int64 [V], how often each token occurs in the answers of the training data.
         """
 
     def rate_share(self, name: str) -> float:
-        """What of the learning rate the parameter `name` of the head learns with; 0: it stays as it began."""
+        """Factor of the learning rate for the parameter `name`; 0: it is not trained."""
         return 1.0
 
     @abstractmethod
@@ -124,10 +119,10 @@ class HeadTrainer(ABC):
         """The head in the layout `form`, one of `formats`. Tensors are cast and moved by the caller."""
 
     def take_over(self, tensors: dict[str, torch.Tensor]) -> None:
-        """Begin with the tensors of an exported head, in the layout that `formats` names first; names and shapes are right.
+        """Initialise with the tensors of an exported head in the first of `formats`. Names and shapes have been checked.
 
         Raises:
-            TrainingError: what is no parameter of the head (a draft vocabulary, a copy of the target's embeddings) differs.
+            TrainingError: a tensor that is not trained (a draft vocabulary, a copy of the target's embeddings) differs.
         """
         trained = {parameter.untyped_storage().data_ptr() for parameter in self.head.parameters()}
         for name, own in self.exported(self.formats[0]).tensors.items():
@@ -140,5 +135,5 @@ class HeadTrainer(ABC):
                 )
 
     def speculative_config(self) -> dict[str, Any]:
-        """Keys besides `model` that the exported head is measured with (the method is inferred)."""
+        """Keys, besides `model`, for measuring the exported head (the method is inferred)."""
         return {"num_speculative_tokens": self.num_guesses}

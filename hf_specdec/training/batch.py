@@ -1,4 +1,4 @@
-"""A batch: texts padded on the right, which tokens count, and what the target computed for them."""
+"""A batch: texts padded on the right, the tokens that count, and the target's hidden states."""
 
 from __future__ import annotations
 
@@ -14,8 +14,8 @@ class Batch:
 
     Attributes:
         input_ids: int64 [B, S].
-        lengths: int64 [B], tokens of each row; what follows is padding.
-        loss_mask: bool [B, S], tokens that are the target's to write; False on padding.
+        lengths: int64 [B], tokens of each row; the rest is padding.
+        loss_mask: bool [B, S], tokens of answers; False on padding.
         last_hidden: [B, S, H] or None, the target's final hidden states after the last norm.
         layers: {i: [B, S, H]}, of the tapped layers.
     """
@@ -38,23 +38,23 @@ class Batch:
         return torch.arange(self.input_ids.shape[1], device=self.input_ids.device)[None]
 
     def hidden(self) -> torch.Tensor:
-        """`last_hidden` of a trainer whose taps ask for it."""
+        """`last_hidden`, for trainers whose taps include it."""
         assert self.last_hidden is not None
         return self.last_hidden
 
     def labels(self, guess: int) -> tuple[torch.Tensor, torch.Tensor]:
-        """(x_{t+2+guess} [B, S], whether it exists and counts, bool [B, S]) for every t."""
+        """For every t: x_{t+2+guess} [B, S], and whether it exists and counts, bool [B, S]."""
         return self.ahead(self.input_ids, 2 + guess), self.ahead(self.loss_mask, 2 + guess)
 
     @staticmethod
     def ahead(tensor: torch.Tensor, steps: int) -> torch.Tensor:
-        """[B, S, ..] whose position t holds `tensor` at t + steps; zero (False) where that is behind the end."""
+        """`tensor` shifted: position t of the result [B, S, ..] is `tensor` at t + steps; zero (False) beyond the end."""
         moved = tensor[:, steps:]
         missing = tensor.shape[1] - moved.shape[1]
         return F.pad(moved, (0, 0) * (tensor.dim() - 2) + (0, missing))
 
     def to(self, device: torch.device) -> Batch:
-        """The same on `device`."""
+        """The batch on `device`."""
         return replace(
             self,
             input_ids=self.input_ids.to(device),

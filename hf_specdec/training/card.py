@@ -1,4 +1,4 @@
-"""Model cards: what a head is for, what it was made from, and what it was measured to accept."""
+"""Model cards: a head's target, its training data, and measured acceptance."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _BEGIN, _END = "<!-- measured: written by hf-specdec eval -->", "<!-- end of mea
 
 
 def write_card(folder: Path, facts: dict[str, Any]) -> None:
-    """README.md of an exported head; a table that `add_measurements` wrote into an earlier one is dropped with it.
+    """Write README.md of an exported head, replacing an earlier one with its table of measurements.
 
     Args:
         facts: method, target, license, data, num_samples, num_tokens, step, options, estimate (tau, acceptance), parameters, file,
@@ -69,7 +69,7 @@ def write_card(folder: Path, facts: dict[str, Any]) -> None:
 
 
 def add_measurements(folder: Path, table: str) -> bool:
-    """Put a table of measured figures into the card; False if the folder has no card of ours."""
+    """Add a table of measurements to the card; False if the folder has no card of ours."""
     path = folder / "README.md"
     text = path.read_text(encoding="utf-8") if path.is_file() else ""
     begin, end = text.find(_BEGIN), text.find(_END)

@@ -1,10 +1,10 @@
-"""Conversations: their common shapes, the target's chat template, and where the answers are in the rendered text."""
+"""Conversations: reading common formats, applying the chat template, and finding the answers in the rendered text."""
 
 from __future__ import annotations
 
 from typing import Any
 
-from .base import TrainingError
+from .errors import TrainingError
 
 _ROLES = {"human": "user", "gpt": "assistant", "bot": "assistant", "chatgpt": "assistant", "model": "assistant"}
 
@@ -15,7 +15,7 @@ def conversation_of(row: dict[str, Any]) -> list[dict[str, Any]] | None:
     Takes {"role", "content"} and ShareGPT's {"from", "value"}.
 
     Raises:
-        TrainingError: they are not a list of such messages.
+        TrainingError: the value is not a list of such messages.
     """
     messages = row.get("messages", row.get("conversations"))
     if messages is None:
@@ -37,7 +37,7 @@ def _message(message: Any, where: str) -> dict[str, Any]:
 
 
 def render(tokenizer: Any, messages: list[dict[str, Any]], where: str, prompt: bool = False) -> str:
-    """The chat template's text; `prompt`: up to where an answer begins.
+    """The chat template's text; with `prompt`, up to the beginning of an answer.
 
     Raises:
         TrainingError: the tokenizer has no template, or the template refuses these messages.
@@ -48,18 +48,18 @@ def render(tokenizer: Any, messages: list[dict[str, Any]], where: str, prompt: b
         )
     try:
         return tokenizer.apply_chat_template(messages, tokenize=False, add_generation_prompt=prompt)
-    except Exception as error:  # jinja's own, of many kinds, and what templates raise
+    except Exception as error:  # jinja and templates raise many kinds
         raise TrainingError(f"{where}: the chat template refuses the conversation: {error}") from error
 
 
 def answer_spans(messages: list[dict[str, Any]], tokenizer: Any, where: str) -> list[tuple[str, list[tuple[int, int]]]]:
-    """Rendered texts, each with the spans [first, last) of characters the target would have written.
+    """Rendered texts, each with the spans [first, last) of characters that the target would write.
 
-    One text, if every answer stands in the whole conversation as it stood when it was written. Templates that drop parts
-    of earlier answers (reasoning) give one text per answer instead.
+    One text, if the whole conversation contains every answer as it was first rendered. Templates that later drop parts of
+    answers (reasoning) give one text per answer.
 
     Raises:
-        TrainingError: there is no answer, or the template does not put it after its generation prompt.
+        TrainingError: there is no answer, or it does not follow the template's generation prompt.
     """
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:

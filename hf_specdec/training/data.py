@@ -1,4 +1,4 @@
-"""Training data: files of conversations, prompts with answers, or plain text, as token ids with a mask of what counts."""
+"""Training data: conversations, prompts with answers, or plain text, as token ids with a mask of the tokens that count."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from typing import Any
 import numpy as np
 
 from .. import jsonl
-from .base import TrainingError
 from .chat import answer_spans, conversation_of
+from .errors import TrainingError
 
 PROMPT_KEYS, ANSWER_KEYS = ("prompt", "question"), ("completion", "answer", "response")
 
@@ -23,9 +23,9 @@ class Sample:
 
     Attributes:
         token_ids: int32 [n].
-        loss_mask: bool [n], tokens that are the target's to write.
-        group: samples of one group are all trained on, or all held out.
-        task: what kind of text it is, "" if the data does not say.
+        loss_mask: bool [n], tokens of answers.
+        group: samples of one group are either all trained on or all held out.
+        task: the kind of text, "" if unknown.
     """
 
     token_ids: np.ndarray
@@ -44,7 +44,7 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a .jsonl file, each with its place under "_where"; any other file is one plain text.
 
     Raises:
-        TrainingError: no file, nothing in it, not UTF-8, a line that is no JSON object.
+        TrainingError: no file, an empty one, not UTF-8, or a line that is not a JSON object.
     """
     try:
         found = jsonl.read_rows(path, plain_key="text")
@@ -56,7 +56,7 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
 
 
 def text_of(row: dict[str, Any], keys: tuple[str, ...]) -> str | None:
-    """The text under the first of `keys` that is there."""
+    """The text under the first of `keys` that is present."""
     for key in keys:
         if row.get(key) is not None:
             if not isinstance(row[key], str):
@@ -71,13 +71,13 @@ def text_of(row: dict[str, Any], keys: tuple[str, ...]) -> str | None:
 def encode(
     rows: list[dict[str, Any]], tokenizer: Any, vocab_size: int, end_tokens: set[int], max_length: int
 ) -> list[Sample]:
-    """Samples of all rows, at most `max_length` tokens each; what has no answer token within that is left out.
+    """Samples of all rows, at most `max_length` tokens each; samples without an answer token in it are dropped.
 
-    Conversations and prompts count in the answers, plain text counts everywhere (and is cut into pieces).
+    In conversations and prompts the answers count; in plain text, which is cut into pieces, all tokens do.
 
     Raises:
-        TrainingError: a row that is none of these; a tokenizer without chat template for conversations; ids beyond the
-            vocabulary; nothing left.
+        TrainingError: a row in no known format, conversations without a chat template, ids beyond the
+            vocabulary, or no samples left.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise TrainingError("The target's tokenizer is a slow one, which cannot say where answers begin in its tokens.")
@@ -140,7 +140,7 @@ def _ids(row: dict[str, Any], key: str) -> np.ndarray:
 def _tokenize(
     tokenizer: Any, text: str, spans: list[tuple[int, int]], special: bool, end_tokens: set[int]
 ) -> tuple[np.ndarray, np.ndarray]:
-    """Ids, and which of them begin inside the spans; after an end token nothing more of a span counts."""
+    """Ids, and which of them begin inside the spans, up to the first end token of each span."""
     out = tokenizer(text, add_special_tokens=special, return_offsets_mapping=True, verbose=False)
     ids = np.asarray(out["input_ids"], dtype=np.int32)
     starts, stops = np.asarray(out["offset_mapping"], dtype=np.int64).reshape(-1, 2).T
@@ -156,10 +156,10 @@ def _tokenize(
 
 
 def split(samples: list[Sample], share: float, seed: int) -> tuple[list[Sample], list[Sample]]:
-    """(training, held out): by a hash of each sample's group and the seed, so equal prompts are on one side whatever the order.
+    """(training, held out): by a hash of each sample's group and the seed, so that equal prompts are on the same side in any order.
 
     Raises:
-        TrainingError: all samples are one group, so that nothing can be held out, or nothing trained on.
+        TrainingError: all samples are one group, which cannot be split.
     """
     if share == 0:
         return samples, []
@@ -173,6 +173,6 @@ def split(samples: list[Sample], share: float, seed: int) -> tuple[list[Sample],
 
 
 def _place(group: str, seed: int) -> float:
-    """In [0, 1), uniform over groups."""
+    """A number in [0, 1), uniform over groups."""
     digest = hashlib.sha256(f"{seed}\0{group}".encode()).digest()
     return int.from_bytes(digest[:8], "big") / 2**64

@@ -13,11 +13,12 @@ from torch import nn
 from transformers import AttentionInterface, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
-from ..candidate_generators.dflash.block import DFlashDrafter, DFlashLayout
+from ..candidate_generators.dflash.head import DFlashDrafter, DFlashLayout
 from ..core.output import Taps
-from .base import Exported, Guesses, HeadTrainer, StepLoss, TrainingError
+from .base import Exported, Guesses, HeadTrainer, StepLoss
 from .batch import Batch
 from .draft_layer import last_norm_scale, state_sizes
+from .errors import TrainingError
 from .options import TrainingOptions, option
 from .registry import register
 from .speculators import speculators_config
@@ -26,13 +27,13 @@ from .token_loss import OBJECTIVES, token_loss
 
 logger = logging.getLogger(__name__)
 
-ATTENTION_NAME = "hf_specdec_blocks"  # how it is registered with transformers
-_BLOCKS_AT_ONCE = 32  # of a text, that share a row of the attention mask
+ATTENTION_NAME = "hf_specdec_blocks"  # registered with transformers under this name
+_BLOCKS_AT_ONCE = 32  # blocks of a text that share a row of the attention mask
 
 
 @dataclass
 class DFlashOptions(TrainingOptions):
-    """The drafter's shape, and how many blocks of each text are trained on."""
+    """The drafter's shape, and the number of blocks trained on per text."""
 
     learning_rate: float = option(2e-3, "peak of the learning rate", minimum=0)
     num_layers: int = option(3, "decoder layers", minimum=1)
@@ -55,8 +56,8 @@ class DFlashOptions(TrainingOptions):
 
 @register(DFlashOptions)
 class DFlashTrainer(HeadTrainer):
-    """DFlash: blocks of mask tokens behind random anchors of a text, all of them in one forward under one mask: a block sees the
-    target's hidden states before its anchor, and itself. Weights fall with the slot, exp(-(j - 1) / loss_decay)."""
+    """Trains DFlash on blocks of mask tokens after random anchors of a text. One forward runs all blocks; its mask lets a block
+    see the target's hidden states before its anchor, and itself. Slot j has the weight exp(-(j - 1) / loss_decay)."""
 
     method = "dflash"
     formats = ("original", "speculators")
@@ -72,7 +73,7 @@ class DFlashTrainer(HeadTrainer):
         self.num_guesses = options.block_size - 1
 
     def build(self, token_counts: torch.Tensor) -> nn.Module:
-        """Linear layers as transformers begins them, the last norm as the target's; its embeddings and head are shared."""
+        """Linear layers have transformers' initialisation, the last norm the target's weights; embeddings and lm_head are the target's."""
         self.mask_token_id = mask_token(self.options, self.target, token_counts)
         layout = DFlashLayout(
             layers=self.config,
@@ -100,9 +101,9 @@ class DFlashTrainer(HeadTrainer):
     # ---- blocks -----------------------------------------------------------------------------------------------------
 
     def block_hidden(self, batch: Batch, anchors: torch.Tensor) -> torch.Tensor:
-        """Final hidden states [B, A, block_size, H] of blocks behind anchors [B, A] (positions of their newest tokens)."""
+        """Final hidden states [B, A, block_size, H] of blocks after anchors [B, A] (positions of the newest tokens)."""
         head, size = self.head, self.options.block_size
-        # A text's blocks are rows of a few blocks each: masks of all of them would mostly say what is not seen.
+        # A text's blocks are split over several rows: one mask over all of them would be large and mostly False.
         num_anchors = anchors.shape[1]
         parts = -(-num_anchors // _BLOCKS_AT_ONCE)
         together = -(-num_anchors // parts)
@@ -130,7 +131,7 @@ class DFlashTrainer(HeadTrainer):
     def _context_keys_values(
         self, context: torch.Tensor, position_ids: torch.Tensor
     ) -> list[tuple[torch.Tensor, torch.Tensor]]:
-        """Of every layer, [B, heads, S, D] each, from context [B, S, H]: no input norm, as `BlockHead.read` makes them."""
+        """Keys and values [B, heads, S, D] of every layer from context [B, S, H], without input norm as in `BlockHead`."""
         cos, sin = self.rotary(context, position_ids)
         out = []
         for layer in self.head.layers:
@@ -146,7 +147,7 @@ class DFlashTrainer(HeadTrainer):
         anchors, chosen = random_anchors(batch.ahead(batch.loss_mask, 1), self.options.num_anchors)
         hidden = self.block_hidden(batch, anchors)[:, :, 1:]
         slots = torch.arange(1, self.options.block_size, device=anchors.device)
-        places = anchors[..., None] + slots  # [B, A, K]: where the slots' tokens stand
+        places = anchors[..., None] + slots  # [B, A, K], positions of the slots' tokens
         inside = places < batch.input_ids.shape[1]
         places = places.clamp(max=batch.input_ids.shape[1] - 1).flatten(1)
         counts = batch.loss_mask.gather(1, places).view_as(inside) & inside & chosen[..., None]
@@ -163,7 +164,7 @@ class DFlashTrainer(HeadTrainer):
         return StepLoss((weights * token_loss(logits, labels, teacher)).sum(), weights.sum(), metrics)
 
     def guesses(self, batch: Batch) -> Guesses:
-        """Blocks at up to `num_anchors` places of each text, spread evenly over those that are followed by an answer's token."""
+        """Guesses of blocks at up to `num_anchors` positions per text, spread evenly over those that an answer's token follows."""
         anchors, chosen = even_anchors(batch.ahead(batch.loss_mask, 1), self.options.num_anchors)
         tokens = self.lm_head(self.block_hidden(batch, anchors)[:, :, 1:][chosen]).argmax(-1)
         rows = torch.arange(len(anchors), device=anchors.device)[:, None].expand_as(anchors)
@@ -172,7 +173,7 @@ class DFlashTrainer(HeadTrainer):
     # ---- export -----------------------------------------------------------------------------------------------------
 
     def take_over(self, tensors: dict[str, torch.Tensor]) -> None:
-        """In training the states are divided by their sizes."""
+        """As in the base; training divides the target's states by their sizes."""
         self.head.load_state_dict({**tensors, "fc.weight": tensors["fc.weight"].to(self.sizes) * self.sizes})
 
     def exported(self, form: str) -> Exported:
@@ -180,7 +181,7 @@ class DFlashTrainer(HeadTrainer):
         options, target = self.options, self.target
         layers = {k: v for k, v in self.config.to_dict().items() if k not in ("dtype", "architectures")}
         tensors: dict[str, torch.Tensor] = dict(self.head.state_dict())
-        tensors["fc.weight"] = tensors["fc.weight"] / self.sizes  # which training divides states by
+        tensors["fc.weight"] = tensors["fc.weight"] / self.sizes  # training divides states by these
         if form == "original":
             own = {"mask_token_id": self.mask_token_id, "target_layer_ids": self.target_layers}
             config = {
@@ -211,7 +212,7 @@ class DFlashTrainer(HeadTrainer):
 
 
 class BlocksCache:
-    """What attention layers take for their cache: a text's context keys and values, put before those of its blocks.
+    """Used by attention layers as their cache: puts a text's context keys and values before those of its blocks.
 
     Args:
         context: per layer, keys and values [B, heads, S, D].
@@ -230,7 +231,7 @@ class BlocksCache:
 
 
 def blocks_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
-    """transformers' attention function: sdpa, in float32 on CPUs, whose attention is slow backwards in bfloat16."""
+    """transformers' attention function: sdpa, in float32 on CPUs, where its backward pass is slow in bfloat16."""
     dtype, group = query.dtype, query.shape[1] // key.shape[1]
     key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
     with torch.autocast(query.device.type, enabled=False):
@@ -252,12 +253,12 @@ def blocks_mask(anchors: torch.Tensor, length: int, size: int) -> torch.Tensor:
 
 
 def random_anchors(valid: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """(positions int64 [B, A], whether each is one) drawn without replacement from those `valid` [B, S]; A is at most `count`."""
+    """Positions int64 [B, A], drawn without replacement from those `valid` [B, S], and whether each is used. A is at most `count`."""
     return _first_of(torch.rand(valid.shape, device=valid.device).masked_fill(~valid, -1.0), valid, count)
 
 
 def even_anchors(valid: torch.Tensor, count: int) -> tuple[torch.Tensor, torch.Tensor]:
-    """As `random_anchors`, but the same every time: spread evenly over the valid positions."""
+    """As `random_anchors`, but deterministic: spread evenly over the valid positions."""
     rank, total = valid.long().cumsum(1), valid.long().sum(1, keepdim=True).clamp(min=1)
     taken = valid & ((total <= count) | (rank * count // total > (rank - 1) * count // total))
     order = torch.arange(valid.shape[1], 0, -1, device=valid.device).expand(valid.shape)
@@ -271,8 +272,8 @@ def _first_of(scores: torch.Tensor, valid: torch.Tensor, count: int) -> tuple[to
 
 
 def target_layers(options: DFlashOptions, target: TargetModel) -> list[int]:
-    """Layers of the target, from 0, whose outputs are read: given, or as many as the drafter has, from the second to the last
-    but one. The last layer's output is not among the choices: transformers' hidden states have it only after the norm.
+    """The target's layers (from 0) whose outputs are read: those given, or as many as the drafter has layers, spread from the second
+    to the last but one. The last layer is excluded: transformers' hidden states hold its output only after the norm.
 
     Raises:
         TrainingError: not a list of different layers of the target.
@@ -295,7 +296,7 @@ def target_layers(options: DFlashOptions, target: TargetModel) -> list[int]:
 
 
 def layers_config(options: DFlashOptions, target: TargetModel) -> Qwen3Config:
-    """Of the drafter's layers: Qwen3's, in the target's width, heads and positions."""
+    """The configuration of the drafter's layers: Qwen3's, with the target's width, heads and positions."""
     theirs, width = target.config, target.hidden_size
     rope = getattr(theirs, "rope_parameters", None) or {}
     heads = theirs.num_attention_heads
@@ -318,11 +319,11 @@ def layers_config(options: DFlashOptions, target: TargetModel) -> Qwen3Config:
 
 
 def mask_token(options: DFlashOptions, target: TargetModel, token_counts: torch.Tensor) -> int:
-    """The id in open slots: given; the tokenizer's mask token; an embedding row behind the tokenizer's last token; the padding
-    token; or a special token: none that the target is to write.
+    """The id in mask slots. The first available of: the given one; the tokenizer's mask token; an embedding row after the tokenizer's
+    last token; the padding token; another special token that the target does not write.
 
     Raises:
-        TrainingError: the given one has no embedding, or there is none to be found.
+        TrainingError: the given id has no embedding, or none was found.
     """
     table: torch.Tensor = target.embed_tokens.weight  # pyright: ignore[reportAssignmentType]
     rows, tokenizer = len(table), target.tokenizer

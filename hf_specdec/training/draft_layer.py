@@ -1,4 +1,4 @@
-"""The decoder layer of a new EAGLE head: shaped like the target's, in plain Llama form that everything loads."""
+"""The decoder layer of a new EAGLE head: shaped like the target's, as a plain Llama layer that all tools load."""
 
 from __future__ import annotations
 
@@ -12,14 +12,14 @@ from ..candidate_generators.checkpoints.files import Checkpoint, Plan
 from ..candidate_generators.checkpoints.layers import Embeddings, RotaryPositions
 from ..core.output import Taps
 from ..model.architectures import decoder_of
-from .base import TrainingError
 from .batch import Batch
+from .errors import TrainingError
 from .target import TargetModel
 from .unrolled import attend_unrolled
 
 
 class Shapes(Plan):
-    """Which tensors a new head has that another one of its kind may lack, and their shapes; there is no file yet."""
+    """In place of a checkpoint's plan: the optional tensors that a new head has, and their shapes."""
 
     def __init__(self, shapes: dict[str, tuple[int, ...]]):
         self.shapes, self.sources = shapes, {name: name for name in shapes}
@@ -32,10 +32,10 @@ class Shapes(Plan):
 def layer_config_for(
     target: TargetModel, intermediate_size: int | None, num_layers: int, num_key_value_heads: int | None = None
 ) -> LlamaConfig:
-    """Llama layers of the target's width and attention heads, that attend as in unrolled.py.
+    """Configuration of Llama layers with the target's width and attention heads, and the attention of unrolled.py.
 
     Raises:
-        TrainingError: query heads cannot share that many key-value heads evenly.
+        TrainingError: the number of query heads is no multiple of that of key-value heads.
 
     Rotary frequencies are the target's base frequency without any scaling: texts in training are short.
     """
@@ -64,19 +64,19 @@ def layer_config_for(
 
 
 def prepare(head: Any, config: LlamaConfig, target: TargetModel) -> None:
-    """Give a new head the target's embeddings, which are not trained, and rotary positions; float32, on the target's device."""
+    """Give a new head the target's embeddings (not trained) and rotary positions; float32, on the target's device."""
     head.to(target.device, torch.float32)
     head.embeddings = Embeddings(target.embed_tokens)
     head.rotary = RotaryPositions(Checkpoint(Path("."), "the head being trained"), config, target.device)
 
 
 def embedding_table(target: TargetModel) -> torch.Tensor:
-    """The target's embeddings [V, H], as its layers read them (some families scale them)."""
+    """The target's embeddings [V, H] as its first layer reads them (some families scale them)."""
     return target.embed_tokens(torch.arange(target.vocab_size, device=target.device))
 
 
 def layer_json(config: LlamaConfig) -> dict[str, Any]:
-    """What config.json says of the layers, in keys that readers of every age know."""
+    """The layers' keys for config.json, which old and new readers know."""
     keys = (
         "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
         "hidden_act", "max_position_embeddings", "rms_norm_eps", "vocab_size",
@@ -90,26 +90,26 @@ def layer_json(config: LlamaConfig) -> dict[str, Any]:
     }
 
 
-# ---- where heads begin ----------------------------------------------------------------------------------------------
+# ---- initial weights ------------------------------------------------------------------------------------------------
 
 
 @torch.no_grad()
 def last_norm_scale(target: TargetModel) -> torch.Tensor:
-    """[H]: what the target's last norm multiplies by, so that its head's logits have their size from the start; ones, if it is no
-    RMS norm."""
+    """The weights [H] of the target's last norm, so that logits have the right size from the start; ones, if it is not an RMS
+    norm."""
     norm: Any = getattr(decoder_of(target.model), "norm", None)
     ones = torch.ones(target.hidden_size, device=target.device)
     if norm is None or "RMSNorm" not in type(norm).__name__:
         return ones
-    return norm(ones.to(norm.weight.dtype)).float()  # whose mean square is 1
+    return norm(ones.to(norm.weight.dtype)).float()  # the input has a mean square of 1
 
 
 @torch.no_grad()
 def state_sizes(target: TargetModel, layers: tuple[int, ...], token_counts: torch.Tensor) -> torch.Tensor:
-    """[n H]: the root mean square of every dimension of n hidden states, one state after the other.
+    """The root mean square [n H] of every dimension of n hidden states, concatenated.
 
-    A few dimensions of raw states are many times larger than the rest and would be all that a new layer sees; divided by
-    these they count alike. Measured on random tokens, as frequent as in the data.
+    A few dimensions of raw states are many times larger than the others and would dominate a new layer's input, so states are
+    divided by these. Measured on random tokens with the frequencies of the data.
 
     Args:
         token_counts: int64 [V].

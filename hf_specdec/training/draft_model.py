@@ -1,4 +1,4 @@
-"""A small causal language model, distilled from the target on its own answers, to draft for it."""
+"""A small causal language model, distilled from the target on its own answers."""
 
 from __future__ import annotations
 
@@ -10,8 +10,9 @@ import torch
 from torch import nn
 from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
-from .base import Exported, Guesses, HeadTrainer, StepLoss, TrainingError, every_anchor
+from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor
 from .batch import Batch
+from .errors import TrainingError
 from .options import TrainingOptions, option
 from .registry import register
 from .token_loss import OBJECTIVES, token_loss
@@ -19,7 +20,7 @@ from .token_loss import OBJECTIVES, token_loss
 
 @dataclass
 class DraftModelOptions(TrainingOptions):
-    """The draft's shape and what it is trained for."""
+    """The draft model's shape and its loss."""
 
     learning_rate: float = option(2e-3, "peak of the learning rate", minimum=0)
     num_layers: int = option(2, "decoder layers", minimum=1)
@@ -34,7 +35,7 @@ class DraftModelOptions(TrainingOptions):
 @register(DraftModelOptions)
 class DraftModelTrainer(HeadTrainer):
     """Distillation (Leviathan et al. 2023; Zhou et al. 2024, DistillSpec) of a Llama of a few layers with the target's
-    tokens: KL(target || draft) of every next token of an answer. Its tied embeddings begin as the target's, projected on
+    tokens: KL(target || draft) at every token of an answer. Its tied embeddings are initialised with the target's, projected on
     their main directions."""
 
     method = "draft_model"
@@ -43,7 +44,7 @@ class DraftModelTrainer(HeadTrainer):
     head: LlamaForCausalLM
 
     def build(self, token_counts: torch.Tensor) -> nn.Module:
-        """A random Llama under the target's projected embeddings."""
+        """A random Llama with the target's projected embeddings."""
         draft: Any = LlamaForCausalLM(draft_config(self.options, self.target)).float()
         table: torch.Tensor = self.target.embed_tokens.weight  # pyright: ignore[reportAssignmentType]
         with torch.no_grad():
@@ -66,13 +67,13 @@ class DraftModelTrainer(HeadTrainer):
         )
 
     def guesses(self, batch: Batch) -> Guesses:
-        """Guess k is the draft's choice after the k tokens of the text that follow the newest one."""
+        """Greedy guesses; guess k reads the k tokens of the text that follow the newest one."""
         choices = self.head.lm_head(self._hidden(batch)).argmax(-1)
         ahead = [batch.ahead(choices, 1 + k) for k in range(self.num_guesses)]
         return every_anchor(torch.stack(ahead, dim=-1))
 
     def exported(self, form: str) -> Exported:
-        """As `save_pretrained` writes it, with the tokenizer."""
+        """The model as `save_pretrained` writes it, with the tokenizer."""
         config = {key: value for key, value in self.head.config.to_dict().items() if key != "dtype"}
         config["architectures"] = [type(self.head).__name__]
         tensors = {name: value for name, value in self.head.state_dict().items() if name != "lm_head.weight"}  # tied
@@ -93,10 +94,10 @@ def special_tokens(target) -> dict[str, Any]:
 
 
 def draft_config(options: DraftModelOptions, target) -> LlamaConfig:
-    """The draft's configuration: the options', the target's vocabulary and positions.
+    """The draft model's configuration, with the target's vocabulary and positions.
 
     Raises:
-        TrainingError: a shape that is none, or a width above the target's.
+        TrainingError: an impossible shape, or a width above the target's.
     """
     theirs = target.config
     width = options.width or max(2, target.hidden_size // 2)

@@ -1,4 +1,4 @@
-"""EAGLE-1/2 (Li et al. 2024): a decoder layer learns to continue the target's final hidden states; HASS's steps beyond the first."""
+"""EAGLE-1/2 (Li et al. 2024): a decoder layer learns to continue the target's final hidden states, over several steps as in HASS."""
 
 from __future__ import annotations
 
@@ -54,7 +54,7 @@ class EagleTrainer(HeadTrainer):
     head: EagleHead
 
     def build(self, token_counts: torch.Tensor) -> nn.Module:
-        """One layer without a norm before attention; embeddings and lm_head are the target's and stay as they are."""
+        """One layer without a norm before attention; embeddings and lm_head are the target's, not trained."""
         self.config = layer_config_for(self.target, self.options.intermediate_size, self.options.num_layers)
         self.num_guesses = self.options.draft_length
         head = EagleHead(self.config, Shapes({}))
@@ -62,7 +62,7 @@ class EagleTrainer(HeadTrainer):
         return head
 
     def noisy(self, hidden: torch.Tensor, lengths: torch.Tensor) -> torch.Tensor:
-        """Hidden states [B, S, H] with uniform noise, of less width on texts longer than 512."""
+        """Hidden states [B, S, H] with uniform noise, which is narrower on texts longer than 512."""
         width = self.options.feature_noise * (512 / lengths).clamp(max=1.0)
         return hidden + (torch.rand_like(hidden) - 0.5) * width[:, None, None]
 
@@ -70,7 +70,7 @@ class EagleTrainer(HeadTrainer):
         """sum over steps of step_decay^s (feature_weight SmoothL1 + token_weight CE(the target's distribution))."""
         options, target = self.options, self.target
         places = Places.of(batch, options.num_steps)
-        wanted = places.at(batch.hidden())  # h_u, which x_{u+1} is chosen from
+        wanted = places.at(batch.hidden())  # h_u, from which x_{u+1} is chosen
         probs = probabilities(target.logits, wanted, target.vocab_size)
         best = probs.argmax(-1)
         features = self.noisy(batch.hidden(), batch.lengths) if options.feature_noise else batch.hidden()
@@ -92,7 +92,7 @@ class EagleTrainer(HeadTrainer):
         return StepLoss(total, places.weight(0), metrics)
 
     def guesses(self, batch: Batch) -> Guesses:
-        """As the head would draft, but for the tokens it reads, which are the text's."""
+        """Greedy guesses under teacher forcing: as in drafting, but reading the text's tokens."""
         target = self.target
         outputs = unroll(self.head, batch, batch.hidden(), self.num_guesses)
         return greedy_guesses(outputs, lambda hidden: argmax_of(target.logits, hidden, target.vocab_size), batch)

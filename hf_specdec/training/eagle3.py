@@ -11,16 +11,17 @@ from torch import nn
 
 from ..candidate_generators.eagle3.head import Eagle3Head, Eagle3Options
 from ..core.output import Taps
-from .base import Exported, Guesses, HeadTrainer, StepLoss, TrainingError
+from .base import Exported, Guesses, HeadTrainer, StepLoss
 from .batch import Batch
 from .draft_layer import Shapes, embedding_table, last_norm_scale, layer_config_for, layer_json, prepare
+from .errors import TrainingError
 from .options import TrainingOptions, option
 from .registry import register
 from .speculators import speculators_config
 from .unrolled import Places, argmax_of, greedy_guesses, probabilities, soft_cross_entropy, unroll
 
-_WHOLE_VOCABULARY = 8192  # of a target up to which the head drafts all its tokens
-_DRAFT_VOCABULARY = 32000  # of larger ones, unless the option says otherwise
+_WHOLE_VOCABULARY = 8192  # up to this vocabulary of the target the head drafts all tokens
+_DRAFT_VOCABULARY = 32000  # default size of the draft vocabulary for larger targets
 
 
 @dataclass
@@ -49,7 +50,7 @@ class Eagle3TrainingOptions(TrainingOptions):
     )
     feature_layers: str | None = option(
         None,
-        "which hidden states of the target are read, as i,j,k (i: behind i layers; none: a low, a middle and a high one)",
+        "which hidden states of the target are read, as i,j,k (i: after i layers; default: a low, a middle and a high one)",
     )
     fc_norm: bool = option(False, "a norm on each hidden state that is read (EAGLE-3.1)")
     norm_output: bool = option(False, "feed the normed output back (EAGLE-3.1)")
@@ -65,8 +66,8 @@ class Eagle3TrainingOptions(TrainingOptions):
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:
-    """The hidden states an EAGLE-3 head reads: the published 2, n/2 and n - 3; of targets below 12 layers, where these are
-    close together and far from the end, a third, the middle of the rest, and the last layer's input."""
+    """The hidden states an EAGLE-3 head reads: the published 2, n/2 and n - 3; for targets below 12 layers, where these are
+    close together and far from the end, n/3, the middle of the rest, and the last layer's input."""
     if num_layers >= 12:
         return 2, num_layers // 2, num_layers - 3
     last = max(2, num_layers - 1)
@@ -75,7 +76,7 @@ def default_layers(num_layers: int) -> tuple[int, ...]:
 
 
 def most_frequent(token_counts: torch.Tensor, size: int) -> torch.Tensor:
-    """The ids [size] of the most frequent tokens, ascending; of equally frequent ones those with lower ids."""
+    """The ids [size] of the most frequent tokens, ascending; ties go to lower ids."""
     return token_counts.argsort(descending=True, stable=True)[:size].sort().values
 
 
@@ -83,8 +84,8 @@ def most_frequent(token_counts: torch.Tensor, size: int) -> torch.Tensor:
 def attend_to_own_token(attention: Any, width: int, head_dim: int) -> None:
     """Initial weights with which each row attends mostly to itself.
 
-    The newest token reaches the output of EAGLE-3's first layer through attention alone, so this is what it must learn first:
-    it begins with one random projection of the embedding as key and as query, which agree most where the token is the same.
+    The newest token reaches the output of EAGLE-3's first layer through attention alone, so the head would have to learn this
+    first. Keys and queries start as the same random projection of the embedding, which match best for equal tokens.
     """
     keys = torch.randn_like(attention.k_proj.weight[:, :width]) / width**0.5
     group = attention.q_proj.out_features // attention.k_proj.out_features
@@ -95,16 +96,16 @@ def attend_to_own_token(attention: Any, width: int, head_dim: int) -> None:
 
 @torch.no_grad()
 def pass_on(fc: nn.Linear, width: int) -> None:
-    """Initial weights with which the last of the joined states goes on as it is, beside a little of the others.
+    """Initial weights that pass on the last of the concatenated states, with a little of the others.
 
-    So the head begins as what its language-model head was made for, a state deep in the target, and not as a random one.
+    The language-model head then starts from a state deep in the target, which suits it, and not from a random one.
     """
     fc.weight[:, -width:] += torch.eye(fc.out_features, width, device=fc.weight.device)
 
 
 @register(Eagle3TrainingOptions)
 class Eagle3Trainer(HeadTrainer):
-    """The head drafts `num_steps` tokens from every position of the text, reading the text's tokens and its own hidden states."""
+    """Trains the head to draft `num_steps` tokens from every position, reading the text's tokens and its own hidden states."""
 
     method = "eagle3"
     formats = ("original", "speculators")
@@ -115,7 +116,7 @@ class Eagle3Trainer(HeadTrainer):
         super().__init__(options, target)
         self.taps = Taps(last_hidden=True, layers=self._layers())
         self.draft_ids: torch.Tensor | None = None  # int64 [Vd]; None: all tokens
-        self.draft_places: torch.Tensor | None = None  # int64 [V], where each token is among them, or -1
+        self.draft_places: torch.Tensor | None = None  # int64 [V], each token's index in `draft_ids`, or -1
 
     def _layers(self) -> tuple[int, ...]:
         given, num_layers = self.options.feature_layers, self.target.num_layers
@@ -133,8 +134,8 @@ class Eagle3Trainer(HeadTrainer):
     # ---- initial weights --------------------------------------------------------------------------------------------
 
     def build(self, token_counts: torch.Tensor) -> nn.Module:
-        """The language-model head begins as the target's rows of the draft vocabulary, its input as the deepest state read,
-        attention at each row's own token."""
+        """The language-model head is initialised with the target's rows of the draft vocabulary, its input with the deepest state
+        read, and attention to each row's own token."""
         options, target = self.options, self.target
         self._choose_vocabulary(token_counts)
         self.config = layer_config_for(
@@ -172,26 +173,26 @@ class Eagle3Trainer(HeadTrainer):
             self.draft_places[self.draft_ids] = torch.arange(size, device=self.target.device)
 
     def rate_share(self, name: str) -> float:
-        """Less for the language-model head."""
+        """A smaller rate for the language-model head."""
         return self.options.lm_head_rate if name.startswith("lm_head.") else 1.0
 
     # ---- forward ----------------------------------------------------------------------------------------------------
 
     def features(self, batch: Batch) -> torch.Tensor:
-        """What the head reads of the target, [B, S, H]."""
+        """The head's features [B, S, H] from the target's hidden states."""
         return self.head.fuse(torch.cat([batch.layers[i] for i in self.taps.layers], dim=-1))
 
     def normed(self, hidden: torch.Tensor) -> torch.Tensor:
-        """What the language-model head reads, [n, H], from the head's output [n, H]."""
+        """The input of the language-model head [n, H], from the head's output [n, H]."""
         return hidden if self.head.norm_output else self.head.norm(hidden)
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Over the draft vocabulary, [n, Vd], from the head's output [n, H]."""
+        """Logits [n, Vd] over the draft vocabulary, from the head's output [n, H]."""
         return self.head.lm_head(self.normed(hidden))
 
     def targets(self, batch: Batch) -> tuple[Places, torch.Tensor, torch.Tensor]:
-        """The places where the target chooses a token of the draft vocabulary, its probabilities [N, Vd] there
-        (renormalised), and its choices [N] by their place in the draft vocabulary."""
+        """The places where the target chooses a token of the draft vocabulary, its renormalised probabilities [N, Vd], and its
+        choices [N] as indices into the draft vocabulary."""
         places = Places.of(batch, self.options.num_steps)
         hidden = places.at(batch.hidden())
         if self.draft_ids is None or self.draft_places is None:
@@ -218,7 +219,7 @@ class Eagle3Trainer(HeadTrainer):
         return StepLoss(total, places.weight(0), metrics)
 
     def guesses(self, batch: Batch) -> Guesses:
-        """As the head would draft, but for the tokens it reads, which are the text's."""
+        """Greedy guesses under teacher forcing: as in drafting, but reading the text's tokens."""
 
         def choose(hidden: torch.Tensor) -> torch.Tensor:
             tokens = argmax_of(self.logits, hidden, self.head.lm_head.out_features)
@@ -250,7 +251,7 @@ class Eagle3Trainer(HeadTrainer):
         }
 
     def _original_config(self) -> dict[str, Any]:
-        # Read by SGLang, SpecForge and ModelOpt: layers whose outputs are meant.
+        # For SGLang, SpecForge and ModelOpt, which name layers by their outputs.
         outputs = {"eagle_aux_hidden_state_layer_ids": [i - 1 for i in self.taps.layers], "use_aux_hidden_state": True}
         return {
             "architectures": ["LlamaForCausalLMEagle3"],

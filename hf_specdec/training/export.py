@@ -1,4 +1,4 @@
-"""A trained head as a folder the field's tools load: weights, config.json, a model card; and the way to the Hub."""
+"""Writing a trained head as a folder that common tools load: weights, config.json, model card; and uploading it."""
 
 from __future__ import annotations
 
@@ -9,12 +9,15 @@ from typing import Any
 import torch
 from safetensors.torch import save
 
-from .base import HeadTrainer, TrainingError
+from .base import HeadTrainer
 from .card import write_card
+from .errors import TrainingError
 from .state import check_room, write_whole
 
 DTYPES = {"float32": torch.float32, "float16": torch.float16, "bfloat16": torch.bfloat16}
-_RECORD = "exported.json"  # in the run's folder: the weights' file, so that another format replaces it
+_RECORD = (
+    "exported.json"  # in the run's folder: the name of the weights' file, which an export in another format deletes
+)
 
 
 def export_head(
@@ -29,7 +32,7 @@ def export_head(
         facts: for the model card (see card.py).
 
     Raises:
-        TrainingError: no such format; no room.
+        TrainingError: the format is unknown, or the disk is full.
     """
     check_format(trainer, form)
     head = trainer.head.eval()
@@ -58,7 +61,7 @@ def export_head(
 
 
 def check_format(trainer: HeadTrainer | type[HeadTrainer], form: str | None) -> None:
-    """Raise TrainingError if a head of this method is not written in `form`."""
+    """Raise TrainingError if heads of this method cannot be written in `form`."""
     if form is not None and form not in trainer.formats:
         raise TrainingError(f"--format {form}: {trainer.method} heads are written as {', '.join(trainer.formats)}.")
 

@@ -1,4 +1,4 @@
-"""Where a batch's hidden states come from: a forward of the target each time, or files written once."""
+"""The source of a batch's hidden states: a forward of the target, or files written once."""
 
 from __future__ import annotations
 
@@ -29,23 +29,23 @@ class FeatureSource:
         self.target = target
 
     def __call__(self, samples: list[Sample], taps: Taps) -> Batch:
-        """The samples as a batch on the target's device, with what `taps` asks for."""
+        """The samples as a batch on the target's device, with the hidden states in `taps`."""
         return self.target.capture(collate(samples), taps)
 
 
 class FeatureFiles(FeatureSource):
-    """Hidden states from files, each sample's written when it is first needed.
+    """Hidden states from files, written when a sample is first used.
 
     The files are those of the method `extract_hidden_states` (`hidden_states` [tokens, layers, H] in the target's dtype,
-    `token_ids` [tokens], metadata `layer_ids` and `model`), named by what they hold; files that method wrote are found
-    too. Several runs, of different methods, can share a folder.
+    `token_ids` [tokens], metadata `layer_ids` and `model`), named by their content. Files written by that method
+    are found too. Runs of different methods can share a folder.
 
     Args:
-        taps: of all samples.
-        samples: all of them, to see that they fit.
+        taps: the hidden states to keep.
+        samples: all samples, to check that their files fit on the disk.
 
     Raises:
-        TrainingError: they do not fit on the disk.
+        TrainingError: the files do not fit on the disk.
     """
 
     def __init__(self, target: TargetModel, folder: Path, taps: Taps, samples: list[Sample]):
@@ -90,7 +90,7 @@ class FeatureFiles(FeatureSource):
     # ---- files ------------------------------------------------------------------------------------------------------
 
     def _file(self, sample: Sample) -> Path | None:
-        """The sample's file; one may end before the last token, whose states nothing reads."""
+        """The sample's file. It may lack the last token, whose states are not used."""
         return self.known.get(self._key(sample.token_ids)) or self.known.get(self._key(sample.token_ids[:-1]))
 
     def _key(self, token_ids: np.ndarray) -> str:
@@ -98,7 +98,7 @@ class FeatureFiles(FeatureSource):
         return hashlib.sha256(content).hexdigest()[:32]
 
     def _found(self) -> dict[str, Path]:
-        """Files of this target with these layers, by key; one that is named by its key is not read."""
+        """Files of this target with these layers, by key. Files named by their key need not be opened."""
         found = {}
         for path in self.folder.glob("*.safetensors"):
             if len(path.stem) == 32:

@@ -1,4 +1,4 @@
-"""Hydra and Hydra++ (Ankner et al. 2024): heads that read the text's tokens since h_t, taught by the target's distribution."""
+"""Hydra and Hydra++ (Ankner et al. 2024): heads that also read the tokens after h_t, trained on the target's distribution."""
 
 from __future__ import annotations
 
@@ -14,8 +14,9 @@ from transformers import LlamaConfig
 from ..candidate_generators.checkpoints.files import Checkpoint
 from ..candidate_generators.checkpoints.layers import Embeddings, RotaryPositions
 from ..candidate_generators.hydra import HydraHeads
-from .base import Exported, Guesses, HeadTrainer, StepLoss, TrainingError, every_anchor
+from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor
 from .batch import Batch
+from .errors import TrainingError
 from .options import TrainingOptions, option
 from .registry import register
 from .teacher import Teacher
@@ -54,11 +55,11 @@ class HydraTrainer(HeadTrainer):
 
     method = "hydra"
     options: HydraOptions
-    head: Any  # HydraHeads
+    head: Any  # a HydraHeads
 
     def build(self, token_counts: torch.Tensor) -> nn.Module:
-        """Before the first step every head says what the target would say next: blocks pass h_t on, the linear layers on top
-        are the target's."""
+        """Every head is initialised to predict the target's next token: blocks pass h_t on, and the linear layers are the
+        target's lm_head."""
         options, target = self.options, self.target
         layers = self._prefix_config() if options.prefix_layer else None
         hydra: Any = HydraHeads(
@@ -87,11 +88,11 @@ class HydraTrainer(HeadTrainer):
         return hydra
 
     def rate_share(self, name: str) -> float:
-        """Less for the language-model heads."""
+        """A smaller rate for the language-model heads."""
         return self.options.lm_head_rate if ".lm_head." in name else 1.0
 
     def _prefix_config(self) -> LlamaConfig:
-        """One Llama layer with the target's numbers, which is what a checkpoint's reader takes it for."""
+        """The prefix layer's configuration: one Llama layer with the target's settings, as loading assumes."""
         own = self.target.config
         if own.model_type not in _LLAMA_LIKE:
             raise TrainingError(
@@ -105,7 +106,7 @@ class HydraTrainer(HeadTrainer):
     # ---- forward ----------------------------------------------------------------------------------------------------
 
     def _states(self, batch: Batch) -> torch.Tensor:
-        """What the heads read instead of nothing but tokens, [B, S, H]: h_t, or the prefix layer's output there."""
+        """The states [B, S, H] that heads read besides tokens: h_t, or the prefix layer's output."""
         hidden = batch.hidden()
         return hidden if self.head.prefix is None else self.head.prefix(hidden, batch.position_ids, attention_mask=None)
 
@@ -132,7 +133,7 @@ class HydraTrainer(HeadTrainer):
         return StepLoss(total, labels[0][1].sum(), metrics)
 
     def guesses(self, batch: Batch) -> Guesses:
-        """Every head at every hidden state."""
+        """Greedy guesses of all heads at every hidden state."""
         state, tokens = self._states(batch), []
         for k in range(self.num_guesses):
             state = self.head.with_tokens(state, batch.ahead(batch.input_ids, 1 + k))
@@ -142,7 +143,7 @@ class HydraTrainer(HeadTrainer):
     # ---- export -----------------------------------------------------------------------------------------------------
 
     def exported(self, form: str) -> Exported:
-        """`hydra_mlp.{head}.{place}`, `hydra_lm_head.{head}`; Hydra++ files count dropout modules among the places."""
+        """`hydra_mlp.{head}.{place}`, `hydra_lm_head.{head}`; in Hydra++ files dropout modules have places too."""
         options, tensors = self.options, {}
         has_prefix = self.head.prefix is not None
         for i, head in enumerate(self.head.heads):

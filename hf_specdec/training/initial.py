@@ -1,22 +1,23 @@
-"""Where training begins: a new head's own initial weights, or those of a head that is there already."""
+"""--init-from: start training with the weights of an existing head."""
 
 from __future__ import annotations
 
 import torch
 
 from ..candidate_generators.checkpoints.files import CheckpointError, open_checkpoint
-from .base import HeadTrainer, TrainingError
+from .base import HeadTrainer
+from .errors import TrainingError
 
 
 @torch.no_grad()
 def begin_as(trainer: HeadTrainer, name: str) -> None:
-    """Give the head that `trainer` has built the weights of an exported one of the same shape.
+    """Copy the weights of an exported head of the same shape into the head that `trainer` has built.
 
     Args:
-        name: bundled name, folder or Hub id; in the layout that the trainer exports first.
+        name: bundled name, folder or Hub id; in the first of the trainer's formats.
 
     Raises:
-        TrainingError: no such checkpoint; a tensor that one of the two heads lacks, or of another shape.
+        TrainingError: no such checkpoint, or a tensor is missing in one of the heads or has another shape.
     """
     own = trainer.exported(trainer.formats[0]).tensors
     try:

@@ -1,4 +1,4 @@
-"""What a run leaves to look at: JSON lines, a plot, and a progress bar while it goes."""
+"""Logs of a run: JSON lines, a plot, and a progress bar."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from .state import write_whole
 
 
 class Log:
-    """`log.jsonl`: one object per line, each with its "step". A resumed run drops what its checkpoint does not know of."""
+    """`log.jsonl`: one object per line, each with its "step". A resumed run drops lines after its checkpoint."""
 
     def __init__(self, path: Path, step: int, write: bool):
         self.path, self.write = path, write
@@ -33,7 +33,7 @@ class Log:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log; the last one is left out if it was cut by a kill."""
+    """The lines of a log, without a last line that is incomplete."""
     if not path.is_file():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")
@@ -58,22 +58,22 @@ class Bar:
 
     @contextlib.contextmanager
     def running(self) -> Iterator[Bar]:
-        """Shown inside."""
+        """A context in which the bar is shown."""
         with self.progress:
             yield self
 
     def advance(self) -> None:
-        """One step more."""
+        """Advance by one step."""
         self.progress.advance(self.task)
 
     def show(self, entry: dict[str, Any]) -> None:
-        """The figures of a log line."""
+        """Show the figures of a log line."""
         self.latest |= entry
         self.progress.update(self.task, figures=figures(self.latest))
 
 
 def figures(entry: dict[str, Any]) -> str:
-    """Loss, accuracies and τ, as far as they are known."""
+    """Loss, accuracies and τ as text, as far as they are known."""
     parts = [f"loss {entry['loss']:.3f}"] if "loss" in entry else []
     accuracies = [f"{value:.0%}" for key, value in entry.items() if key.startswith("accuracy_")]
     if accuracies:
@@ -84,7 +84,7 @@ def figures(entry: dict[str, Any]) -> str:
 
 
 def plot(entries: list[dict[str, Any]], path: Path, title: str) -> None:
-    """Loss, accuracies and estimated τ over the steps, as a PNG."""
+    """Plot loss, accuracies and estimated τ over the steps into a PNG file."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -14,9 +14,10 @@ import torch
 from torch import nn
 
 from ..core.output import Taps
-from .base import HeadTrainer, StepLoss, TrainingError
+from .base import HeadTrainer, StepLoss
 from .batch import Batch
 from .data import Sample
+from .errors import TrainingError
 from .estimate import Estimate, judge
 from .features import FeatureSource
 from .initial import begin_as
@@ -27,33 +28,33 @@ from .state import check_room, load_state, save_state
 
 logger = logging.getLogger(__name__)
 
-# May differ when a run is gone on with: they do not touch what it computes.
+# May differ when a run is resumed: they do not change its results.
 _FREE = ("eval_every", "save_every", "log_every", "max_held_out")
 
 
 class _Objective(nn.Module):
-    """The loss as a module, so that several devices can share the work; what is trained is its only part."""
+    """The loss as a module, for DistributedDataParallel; the head is its only submodule."""
 
     def __init__(self, trainer: HeadTrainer):
         super().__init__()
         self.head, self.trainer = trainer.head, [trainer]
 
     def forward(self, batch: Batch) -> StepLoss:
-        """The trainer's loss on one micro-batch, of the head as `trainer.head` has it."""
+        """The trainer's loss on one micro-batch."""
         return self.trainer[0].loss(batch)
 
 
 class Run:
-    """A training run. Everything a step depends on is in the checkpoint or a function of the options and the step.
+    """A training run. Each step depends only on the checkpoint, the options and the step's number.
 
     Args:
         folder: `state.pt`, `log.jsonl`, `curves.png`.
-        identity: what besides the options must be the same when the run is gone on with (target, data).
-        accelerator: accelerate's, for devices.
+        identity: what, besides the options, must be the same when the run is resumed (target, data).
+        accelerator: accelerate's Accelerator.
         quiet: no progress bar.
 
     Raises:
-        TrainingError: the folder holds another run, or too little room.
+        TrainingError: the folder holds another run, or the disk is full.
     """
 
     def __init__(
@@ -105,7 +106,7 @@ class Run:
 
     @property
     def num_parameters(self) -> int:
-        """Trained parameters."""
+        """Number of trained parameters."""
         return sum(p.numel() for p in self.parameters.values())
 
     def _token_counts(self) -> torch.Tensor:
@@ -124,7 +125,7 @@ class Run:
             )
 
     def _groups(self) -> list[dict[str, Any]]:
-        """By weight decay (matrices only) and share of the learning rate."""
+        """Parameter groups by weight decay (matrices only) and factor of the learning rate."""
         groups: dict[tuple[float, float], list[nn.Parameter]] = {}
         for name, parameter in self.parameters.items():
             decay = self.options.weight_decay if parameter.dim() > 1 else 0.0
@@ -172,7 +173,7 @@ class Run:
     # ---- training ---------------------------------------------------------------------------------------------------
 
     def train(self) -> Estimate | None:
-        """Train to the end; the last estimate, None without held-out text."""
+        """Train to the end. Returns the last estimate, None without held-out text."""
         bar = Bar(f"{self.trainer.method}", self.num_steps, self.step, self.is_main and not self.quiet)
         for entry in self.log.entries:
             bar.show(entry)
@@ -228,8 +229,8 @@ class Run:
         self._account({**dict(zip(names, totals.tolist(), strict=True)), "grad_norm": [float(norm), 1.0]}, rate)
 
     def _scale_gradients(self, weight: torch.Tensor) -> torch.Tensor:
-        """Divide the summed gradients by the summed weights and clip them; their norm before clipping."""
-        # With several processes, what is there is the mean of their sums.
+        """Divide the summed gradients by the summed weights and clip them. Returns their norm before clipping."""
+        # With several processes, gradients are the mean of the processes' sums.
         scale = self.accelerator.num_processes / weight.clamp(min=1e-9)
         for parameter in self.parameters.values():
             if parameter.grad is not None:
@@ -244,7 +245,7 @@ class Run:
 
     def _account(self, sums: dict[str, list[float]], rate: float) -> None:
         total, weight = sums["loss"]
-        if not (abs(total) < float("inf") and sums["grad_norm"][0] < float("inf")):  # so written, NaN fails too
+        if not (abs(total) < float("inf") and sums["grad_norm"][0] < float("inf")):  # written so that NaN fails too
             raise TrainingError(
                 f"The loss of step {self.step} is {total / max(weight, 1e-9)} and its gradient's norm {sums['grad_norm'][0]}: the run "
                 f"has diverged. Lower --learning-rate (now {self.options.learning_rate}), raise --warmup, or look at the data; the last "

@@ -30,15 +30,15 @@ class MedusaOptions(TrainingOptions):
 
 @register(MedusaOptions)
 class MedusaTrainer(HeadTrainer):
-    """Head k at h_t is trained for x_{t+2+k}. Blocks begin as the identity and linear layers as the target's own."""
+    """Trains head k to predict x_{t+2+k} from h_t. Blocks are initialised to the identity, linear layers to the target's lm_head."""
 
     method = "medusa"
     formats = ("original", "vllm")
     options: MedusaOptions
-    head: Any  # MedusaHeads
+    head: Any  # a MedusaHeads
 
     def build(self, token_counts: torch.Tensor) -> nn.Module:
-        """Zero blocks; before the first step every head says what the target would say next."""
+        """Blocks are zero, so every head starts by predicting the target's next token."""
         options, target = self.options, self.target
         medusa = MedusaHeads(
             target.hidden_size,
@@ -69,7 +69,7 @@ class MedusaTrainer(HeadTrainer):
         return StepLoss(total, batch.labels(0)[1].sum(), metrics)
 
     def guesses(self, batch: Batch) -> Guesses:
-        """Every head at every hidden state."""
+        """Greedy guesses of all heads at every hidden state."""
         hidden = batch.hidden()
         tokens = [self.head(k, hidden).argmax(-1) for k in range(self.options.num_heads)]
         return every_anchor(torch.stack(tokens, dim=-1))
@@ -84,7 +84,7 @@ class MedusaTrainer(HeadTrainer):
                 tensors[f"{name}.weight"], tensors[f"{name}.bias"] = block.weight, block.bias
         if form == "original":
             tensors |= {f"{i}.{options.num_layers}.weight": weight for i, weight in enumerate(lm_heads)}
-        else:  # vLLM always reads one from the file
+        else:  # vLLM always reads a language-model head from the file
             tensors |= {f"lm_heads.{i}.weight": w for i, w in enumerate(lm_heads or [self.target.lm_head.weight])}
         if form == "original":
             config = {

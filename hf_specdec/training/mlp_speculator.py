@@ -1,6 +1,6 @@
 """MLP speculators (Wertheimer et al. 2024): a recurrence over the text's own tokens, cross-entropy summed over its steps.
 
-Their stage 1 (ground truth) is a run on the data as it is, stage 2 (the target's own text) one with `--regenerate`.
+The paper's stage 1 (ground truth) is a run on the data as it is; stage 2 (the target's own text) is one with `--regenerate`.
 """
 
 from __future__ import annotations
@@ -12,19 +12,19 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
-from ..candidate_generators.mlp_speculator.parts import ScaledNorm, SumSpeculator
+from ..candidate_generators.mlp_speculator.head import ScaledNorm, SumSpeculator
 from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor
 from .batch import Batch
 from .options import TrainingOptions, option
 from .registry import register
 from .teacher import Teacher
 
-_CHILDREN = (4, 3, 2)  # of the tree that config.json proposes; from there on 2
+_CHILDREN = (4, 3, 2)  # children per depth of the tree proposed in config.json; 2 at further depths
 
 
 @dataclass
 class MLPSpeculatorOptions(TrainingOptions):
-    """The speculator's own options; the others' defaults are those of its authors."""
+    """MLP speculators' own options; other defaults are the authors'."""
 
     weight_decay: float = option(0.1, "of AdamW, on matrices", minimum=0)
     final_learning_rate: float = option(0.1, "where it ends, as a share of the peak", minimum=0, maximum=1)
@@ -47,14 +47,14 @@ def main_directions(table: torch.Tensor, count: int) -> torch.Tensor:
 
 @register(MLPSpeculatorOptions)
 class MLPSpeculatorTrainer(HeadTrainer):
-    """Step k reads x_{t+1+k} and is trained for x_{t+2+k}; the state begins as h_t. IBM's accelerator format."""
+    """Trains step k to predict x_{t+2+k} from x_{t+1+k} and a state that starts as h_t. Exports IBM's accelerator format."""
 
     method = "mlp_speculator"
     options: MLPSpeculatorOptions
     head: SumSpeculator
 
     def build(self, token_counts: torch.Tensor) -> nn.Module:
-        """Matrices from N(0, 1 / inner), norms at 1 and 0; of the target's tables what fits (`from_target`)."""
+        """Matrices from N(0, 1 / inner), norms at 1 and 0; with `from_target`, tables initialised from the target's."""
         options, target = self.options, self.target
         count, inner, vocab_size = options.num_heads, options.inner_dim or target.hidden_size, target.vocab_size
         num_own, num_projections = (1, min(count, 2)) if options.tie_weights else (count, count)
@@ -78,7 +78,7 @@ class MLPSpeculatorTrainer(HeadTrainer):
 
     @torch.no_grad()
     def _begin_as_target(self, speculator: SumSpeculator, inner: int) -> None:
-        """Embeddings at the scale of the random ones, heads as they are, the first projection into the heads' directions."""
+        """Initialise from the target: embeddings scaled like random ones, heads unchanged, the first projection onto main directions."""
         target = self.target
         words = target.embed_tokens(torch.arange(target.vocab_size, device=target.device)).float()
         embedded = words @ main_directions(words, inner).T
@@ -114,7 +114,7 @@ class MLPSpeculatorTrainer(HeadTrainer):
         return StepLoss(total, labels[0][1].sum(), metrics)
 
     def guesses(self, batch: Batch) -> Guesses:
-        """Every step at every hidden state."""
+        """Greedy guesses of all steps at every hidden state."""
         state, tokens = batch.hidden().flatten(0, 1), []
         for k in range(self.num_guesses):
             logits, state = self.head.step(k, state, batch.ahead(batch.input_ids, 1 + k).flatten())
@@ -122,7 +122,7 @@ class MLPSpeculatorTrainer(HeadTrainer):
         return every_anchor(torch.stack(tokens, dim=-1))
 
     def exported(self, form: str) -> Exported:
-        """`speculator.{emb,proj,ln,head}.{step}`; tied tensors once, under the first step that has them."""
+        """`speculator.{emb,proj,ln,head}.{step}`; tied tensors are written once, under their first step."""
         options, target = self.options, self.target
         children = [*_CHILDREN, *[2] * self.num_guesses][: self.num_guesses]
         config = {

@@ -1,4 +1,4 @@
-"""Multi-token prediction (DeepSeek-V3 report, section 2.2) with one module that is used for every drafted token (FastMTP)."""
+"""Multi-token prediction (DeepSeek-V3 report, section 2.2) with one module for all drafted tokens (FastMTP)."""
 
 from __future__ import annotations
 
@@ -11,8 +11,9 @@ from torch import nn
 from ..candidate_generators.mtp.head import Family, MtpModule
 from ..candidate_generators.mtp.layouts import find_layout
 from ..model import architectures
-from .base import Exported, Guesses, HeadTrainer, StepLoss, TrainingError
+from .base import Exported, Guesses, HeadTrainer, StepLoss
 from .batch import Batch
+from .errors import TrainingError
 from .options import TrainingOptions, option
 from .registry import register
 from .speculators import speculators_config
@@ -23,7 +24,7 @@ from .unrolled import argmax_of, attend_unrolled, greedy_guesses, unroll
 
 @dataclass
 class MtpOptions(TrainingOptions):
-    """How far the module is unrolled, and what it begins as."""
+    """How far the module is unrolled, and its initial weights."""
 
     learning_rate: float = option(2e-3, "peak of the learning rate", minimum=0)
     num_steps: int = option(4, "steps of the unroll: tokens drafted from one place of the text in training", minimum=1)
@@ -39,7 +40,7 @@ class MtpOptions(TrainingOptions):
 
 @register(MtpOptions)
 class MtpTrainer(HeadTrainer):
-    """FastMTP: one MTP module, a decoder layer of the target's own kind, drafts token after token from its own output; unrolled
+    """Trains one MTP module, a decoder layer of the target's type, to draft several tokens from its own output (FastMTP); unrolled
     over `num_steps` tokens of the text with weights step_decay^k / sum."""
 
     method = "mtp"
@@ -48,7 +49,7 @@ class MtpTrainer(HeadTrainer):
     head: MtpModule
 
     def build(self, token_counts: torch.Tensor) -> nn.Module:
-        """The layer and the last norm begin as the target's, the projection as the mean of what it joins."""
+        """Layer and last norm are initialised with the target's weights; the projection averages its two inputs."""
         options, target = self.options, self.target
         self.prefix = f"model.layers.{target.num_layers}."
         layout = find_layout([self.prefix + "shared_head.norm.weight"], target.num_layers)
@@ -77,7 +78,7 @@ class MtpTrainer(HeadTrainer):
     # ---- the unroll -------------------------------------------------------------------------------------------------
 
     def unrolled(self, batch: Batch, num_steps: int) -> list[torch.Tensor]:
-        """x after the norm [B, S, H] of each step: what the logits of guess k at t are made from, under teacher forcing.
+        """The normed output [B, S, H] of each step, from which the logits of guess k at t are made, under teacher forcing.
 
         Step k at t reads x_{t+1+k} and the output of step k - 1 at t (step 0: h_t), at position t + k. It sees what a draft
         from t has in its cache: the rows of step 0 up to t, and its own earlier steps.
@@ -98,20 +99,20 @@ class MtpTrainer(HeadTrainer):
         return self.head.norm(self.head(tokens, features, position_ids, **attention))
 
     def _choose_attention(self, module: MtpModule) -> None:
-        """The fast attention of unrolled.py for layers of plain attention; the target's own, under masks, for all others."""
+        """Use the fast attention of unrolled.py for plain attention, and the target's own with masks otherwise."""
         config, attention = module.config, module.layer.self_attn
         self.window = architectures.layer_window(attention)
         capped = getattr(config, "attn_logit_softcapping", None) is not None
         latent, sinks = getattr(config, "kv_lora_rank", None) is not None, hasattr(attention, "sinks")
         replaceable = self.target.model._can_set_attn_implementation()
         self.is_plain = replaceable and not (self.window or capped or latent or sinks)
-        # transformers' sdpa passes over soft caps on scores.
+        # transformers' sdpa ignores soft caps on scores.
         config._attn_implementation = "sdpa" if self.target.model._supports_sdpa and not capped else "eager"
         if self.is_plain:
             attend_unrolled(config)
 
     def _as_read(self, mask: torch.Tensor) -> torch.Tensor:
-        """[1, 1, S, K] as the attention in use takes it: bool for sdpa, minus infinity where nothing is seen for eager."""
+        """The mask [1, 1, S, K] in the form the attention takes: bool for sdpa, 0 or minus infinity for eager."""
         if self.head.config._attn_implementation == "sdpa":
             return mask[None, None]
         lowest = torch.finfo(torch.bfloat16).min
@@ -133,15 +134,15 @@ class MtpTrainer(HeadTrainer):
         return StepLoss(total, batch.labels(0)[1].sum(), metrics)
 
     def guesses(self, batch: Batch) -> Guesses:
-        """`num_draft_tokens` steps from every place that an answer's token follows."""
+        """Greedy guesses of `num_draft_tokens` steps, at every position that an answer's token follows."""
         states = iter(self.unrolled(batch, self.num_guesses))
         return greedy_guesses(states, lambda state: argmax_of(self.head.logits, state, self.target.vocab_size), batch)
 
     # ---- export -----------------------------------------------------------------------------------------------------
 
     def exported(self, form: str) -> Exported:
-        """DeepSeek-V3's names, as if the module stood behind the target's last layer, or speculators'. The target's embeddings
-        and head are not repeated."""
+        """Tensors under DeepSeek-V3's names, as a layer after the target's last, or speculators'. The target's embeddings and
+        head are not written."""
         named = {name: value for name, value in self.head.state_dict().items() if not name.startswith("rotary_emb.")}
         config = {k: v for k, v in self.target.config.to_dict().items() if k not in ("dtype", "_name_or_path")}
         if form == "original":
@@ -160,7 +161,7 @@ class MtpTrainer(HeadTrainer):
         return Exported(apart("mtp_layers.0.", named, _SPECULATORS), config)
 
 
-# How the layouts call the module's parts; the layer's own have no part's name.
+# The layouts' names of the module's parts; names inside the layer stay.
 _DEEPSEEK = {"enorm": "enorm.", "hnorm": "hnorm.", "eh_proj": "eh_proj.", "norm": "shared_head.norm.", "layer": ""}
 _SPECULATORS = {
     "enorm": "token_layernorm.",
@@ -172,7 +173,7 @@ _SPECULATORS = {
 
 
 def apart(prefix: str, named: dict[str, torch.Tensor], parts: dict[str, str]) -> dict[str, torch.Tensor]:
-    """Tensors by a layout's names; experts, which transformers keep in one tensor, one by one as checkpoints have them."""
+    """Tensors with experts, which transformers stack, as separate tensors, as in checkpoints."""
     out = {}
     for name, value in named.items():
         first, _, rest = name.partition(".")
@@ -190,7 +191,7 @@ def apart(prefix: str, named: dict[str, torch.Tensor], parts: dict[str, str]) ->
 
 
 class StepsCache:
-    """What an attention layer takes for its cache: keys and values of all steps so far, side by side."""
+    """Used by an attention layer as its cache: the keys and values of all steps so far, concatenated."""
 
     def __init__(self) -> None:
         self.keys: list[torch.Tensor] = []
@@ -206,9 +207,9 @@ class StepsCache:
 
 
 def steps_mask(length: int, step: int, window: int | None, device: torch.device) -> torch.Tensor:
-    """bool [S, (step + 1) * S]: at t, step 0's rows up to t and the later steps' rows at t, those within the window.
+    """bool [S, (step + 1) * S]: query t sees step 0's rows up to t and later steps' rows at t, within the window.
 
-    Row t of step j stands at position t + j.
+    Row t of step j has position t + j.
     """
     row = torch.arange(length, device=device)
     seen = [row <= row[:, None], *[row == row[:, None]] * step]
@@ -218,10 +219,10 @@ def steps_mask(length: int, step: int, window: int | None, device: torch.device)
 
 
 def family_of(target: TargetModel) -> Family:
-    """The parts the target's layers are made of.
+    """The parts of the target's layers.
 
     Raises:
-        TrainingError: its decoder has not the usual parts.
+        TrainingError: its decoder lacks the usual parts.
     """
     decoder = architectures.decoder_of(target.model)
     layers, norm, rotary = (getattr(decoder, name, None) for name in ("layers", "norm", "rotary_emb"))
@@ -234,7 +235,7 @@ def family_of(target: TargetModel) -> Family:
 
 
 def last_like(target: TargetModel, module: MtpModule) -> nn.Module | None:
-    """The target's last layer with weights of the module's layer's names and shapes."""
+    """The target's last layer whose weights have the names and shapes of the module's layer."""
     shapes = {name: value.shape for name, value in module.layer.state_dict().items()}
     layers: Any = architectures.decoder_of(target.model).layers
     for layer in reversed(layers):
@@ -244,7 +245,7 @@ def last_like(target: TargetModel, module: MtpModule) -> nn.Module | None:
 
 
 def copy_weights(source: nn.Module, into: nn.Module) -> None:
-    """Values of equally named tensors, in the dtype they are copied to."""
+    """Copy tensors by name, converted to the dtype of the destination."""
     values = source.state_dict()
     for name, value in into.state_dict(keep_vars=True).items():
         value.copy_(values[name])

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..config import nearest_hint
-from .base import TrainingError
+from .errors import TrainingError
 
 SCHEDULES = ("cosine", "linear", "constant")
 
@@ -26,10 +26,10 @@ def option(
 
 @dataclass
 class TrainingOptions:
-    """What every method takes. A method's subclass adds its own and redefines defaults.
+    """Options of every method. A method's subclass adds its own and changes defaults.
 
     Raises:
-        TrainingError: a value out of its range.
+        TrainingError: a value is out of range.
     """
 
     init_from: str | None = option(
@@ -74,11 +74,11 @@ class TrainingOptions:
         is_whole = "int" in str(field.type).split(" | ")
         if isinstance(value, bool) or not isinstance(value, int if is_whole else (int, float)):
             raise TrainingError(f"{name} must be {'an integer' if is_whole else 'a number'}, not {value!r}.")
-        # So written, NaN fails too.
+        # Written so that NaN fails too.
         if not (minimum is None or value >= minimum) or not (maximum is None or value <= maximum):
             bound = f"at least {minimum}" + (f" and at most {maximum}" if maximum is not None else "")
             raise TrainingError(f"{name} must be {bound}, not {value!r}.")
 
     def to_dict(self) -> dict[str, Any]:
-        """All values, as JSON."""
+        """All values, JSON-serialisable."""
         return dataclasses.asdict(self)

@@ -1,4 +1,4 @@
-"""Which samples are in which batch: a function of the seed, the epoch and the samples' lengths, so that a run can be resumed."""
+"""The order of samples: a function of seed, epoch and lengths, so that a run can be resumed."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ _POOL = 32  # batches whose samples are sorted by length together
 
 
 def batches(lengths: np.ndarray, tokens_per_batch: int) -> list[np.ndarray]:
-    """Consecutive samples as batches of at most so many padded tokens (a longer sample is a batch of its own)."""
+    """Group consecutive samples into batches of at most so many padded tokens; a longer sample gets a batch of its own."""
     out, first, widest = [], 0, 0
     for i, length in enumerate(lengths.tolist()):
         widest = max(widest, length)
@@ -25,11 +25,11 @@ def batches(lengths: np.ndarray, tokens_per_batch: int) -> list[np.ndarray]:
 
 
 class BatchOrder:
-    """Batches of samples of similar length, shuffled anew every epoch.
+    """Batches of samples with similar lengths, shuffled every epoch.
 
     Args:
         lengths: of the samples.
-        per_step: batches that make a step; an epoch's last ones, if fewer, are left out (unless there are no others).
+        per_step: batches in a step. Remaining batches of an epoch are dropped, unless there are no others.
     """
 
     def __init__(self, lengths: list[int], tokens_per_batch: int, per_step: int, seed: int):
@@ -46,17 +46,17 @@ class BatchOrder:
         by_length = np.concatenate([part[np.argsort(self.lengths[part], kind="stable")] for part in pools])
         found = [by_length[part] for part in batches(self.lengths[by_length], self.tokens_per_batch)]
         found = [found[i] for i in rng.permutation(len(found))]
-        while len(found) < self.per_step:  # less data than a step: it is seen several times
+        while len(found) < self.per_step:  # less data than one step: repeat it
             found += found
         whole = len(found) // self.per_step
         return [found[i * self.per_step : (i + 1) * self.per_step] for i in range(whole)]
 
     def num_steps(self, epochs: int) -> int:
-        """Steps in so many epochs."""
+        """Number of steps in so many epochs."""
         return sum(len(self.epoch(epoch)) for epoch in range(epochs))
 
     def steps(self, first: int) -> Iterator[list[np.ndarray]]:
-        """The batches of step `first` (from 0) and of all that follow, without end."""
+        """An endless iterator over the steps' batches, from step `first` (from 0)."""
         epoch, passed = 0, 0
         while True:
             steps = self.epoch(epoch)
@@ -77,6 +77,6 @@ def collate(samples: list[Sample]) -> Batch:
 
 
 def in_order(samples: list[Sample], tokens_per_batch: int) -> list[list[Sample]]:
-    """All samples once, longest first, as batches."""
+    """Batches of all samples once, longest first."""
     ordered = sorted(samples, key=len, reverse=True)
     return [[ordered[i] for i in part] for part in batches(np.array([len(s) for s in ordered]), tokens_per_batch)]

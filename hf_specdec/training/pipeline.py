@@ -1,4 +1,4 @@
-"""From a file to a head: `train_head` is `hf-specdec train`."""
+"""train_head: the whole run behind `hf-specdec train`, from a data file to an exported head."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Trained:
-    """What a run came to.
+    """The result of a run.
 
     Attributes:
         folder: the exported head.
@@ -44,7 +44,7 @@ class Trained:
 
 
 def check_installed() -> None:
-    """Raise ImportError with what to install, before any work, if a package that training needs is missing."""
+    """Raise ImportError, with what to install, if a package that training needs is missing."""
     missing = [name for name in ("accelerate", "matplotlib") if importlib.util.find_spec(name) is None]
     if missing:
         raise ImportError(f"Training needs {', '.join(missing)}: pip install 'hf-specdec[train]'")
@@ -67,20 +67,20 @@ def train_head(
     quiet: bool = False,
     say: Callable[[str], None] = logger.info,
 ) -> Trained:
-    """Train a head for `model` and export it to `output`; started again after a kill, it goes on where it was.
+    """Train a head for `model` and export it to `output`; an interrupted run is resumed.
 
     Args:
         method: see `available_trainers`.
         model, tokenizer: the target, on its device.
         data: see data.py.
         output: the head's folder; the run's own files are in its folder `training`.
-        options: of the method's options class.
+        options: an instance of the method's options class.
         target_name: for config.json and the model card (default: where the model was loaded from).
         regeneration: let the target write the answers first.
         cache_dir: keep the target's hidden states in this folder instead of computing them for every batch.
-        form, dtype, license: of what is exported.
+        form, dtype, license: of the exported head.
         quiet: no progress bars.
-        say: is told what is done, a line at a time.
+        say: called with progress messages, one line each.
 
     Raises:
         TrainingError: bad data or options, no room, a loss that is not finite, a folder with another run.
@@ -121,7 +121,7 @@ def train_head(
 
 @dataclass
 class _Texts:
-    """All samples of the data, and the two parts that they are split into."""
+    """All samples, and their split into training and held-out samples."""
 
     samples: list[Sample]
     training: list[Sample]
@@ -129,12 +129,12 @@ class _Texts:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens to train on."""
+        """Number of tokens to train on."""
         return sum(map(len, self.training))
 
 
 def _accelerator_for(model: PreTrainedModel) -> Any:
-    """accelerate's Accelerator; one of several processes has the model on its own device."""
+    """An Accelerator; with several processes the model is moved to this process's device."""
     from accelerate import Accelerator
 
     accelerator = Accelerator(cpu=model.device.type == "cpu", device_placement=False)
@@ -144,7 +144,7 @@ def _accelerator_for(model: PreTrainedModel) -> Any:
 
 
 def _read_texts(path: Path, target: TargetModel, options: TrainingOptions, say: Callable[[str], None]) -> _Texts:
-    """The file's samples, none longer than the target reads, with some held out."""
+    """The file's samples, cut to what the target can read, with some held out."""
     rows = read_rows(path)
     longest = min(options.max_length, getattr(target.config, "max_position_embeddings", None) or options.max_length)
     samples = encode(rows, target.tokenizer, target.vocab_size, target.end_tokens, longest)
@@ -157,7 +157,7 @@ def _read_texts(path: Path, target: TargetModel, options: TrainingOptions, say: 
 def _feature_source(
     trainer: HeadTrainer, texts: _Texts, cache_dir: str | Path | None, say: Callable[[str], None]
 ) -> FeatureSource:
-    """The target's hidden states: from files in `cache_dir`, which this writes, or computed for every batch."""
+    """The source of hidden states: files in `cache_dir`, written on demand, or a forward for every batch."""
     if cache_dir is None:
         say("hidden states: computed on the fly, one forward of the target per batch; nothing kept on disk")
         return FeatureSource(trainer.target)
@@ -167,7 +167,7 @@ def _feature_source(
 
 
 def _facts(run: Run, texts: _Texts, estimate: Estimate | None) -> dict[str, Any]:
-    """What the model card says of a run."""
+    """The facts about a run for the model card."""
     return {
         "target": run.target.name,
         "num_samples": len(texts.training),
@@ -179,7 +179,7 @@ def _facts(run: Run, texts: _Texts, estimate: Estimate | None) -> dict[str, Any]
 
 
 def fingerprint(samples: list[Sample]) -> str:
-    """Of the samples' tokens and masks, in order."""
+    """A hash of the samples' tokens and masks, in order."""
     digest = hashlib.sha256()
     for sample in samples:
         digest.update(len(sample).to_bytes(8, "big") + sample.token_ids.tobytes() + sample.loss_mask.tobytes())

@@ -1,4 +1,4 @@
-"""Answers by the target itself, in place of the data's: what heads must predict when they draft for it."""
+"""Replacing the data's answers by the target's own, which are what heads have to predict."""
 
 from __future__ import annotations
 
@@ -15,28 +15,28 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from ..integration import generate
-from .base import TrainingError
 from .chat import conversation_of, render
 from .data import PROMPT_KEYS, text_of
+from .errors import TrainingError
 from .export import write_text
 from .state import disk_full
 from .target import TargetModel
 
-_SHORTEST = 16  # an answer with less room than this is not asked for
+_SHORTEST = 16  # fewest tokens of room for which an answer is generated
 
 
 @dataclass
 class Regeneration:
-    """How answers are written.
+    """How answers are generated.
 
     Attributes:
-        path: the file of the answers; one that was begun is gone on with. None: in the run's folder.
+        path: the file of the answers, continued if it exists. None: a file in the run's folder.
         max_new_tokens: of an answer.
         temperature: 0: greedy.
         top_p: nucleus, with a temperature.
         batch_size: conversations at a time. The answers do not depend on it.
-        prompt_tokens: of plain text, how many tokens of each piece are given before the target goes on.
-        speculative_config: what drafts meanwhile; the answers do not depend on it.
+        prompt_tokens: for plain text, how many tokens of each piece are the prompt.
+        speculative_config: the method that drafts; the answers do not depend on it.
         seed: of sampling.
     """
 
@@ -50,22 +50,22 @@ class Regeneration:
     seed: int = 0
 
     def settings(self) -> dict[str, Any]:
-        """What the answers depend on."""
+        """The settings that the answers depend on."""
         without = ("path", "batch_size", "speculative_config")
         return {key: value for key, value in asdict(self).items() if key not in without}
 
 
 @dataclass
 class _Source:
-    """One prompt or conversation on its way.
+    """A prompt or conversation that is being answered.
 
     Attributes:
         group, task: of its samples, see data.py.
         where: its place in the data, for errors.
-        turns: of a conversation, the messages that come before each answer; None: it is `prompt_ids`.
-        prompt_ids: what comes before the one answer, no template around it.
-        messages: of a conversation, what was said so far, answers included.
-        rows: what is to be written, a row per answer.
+        turns: a conversation's messages before each answer; None: the prompt is `prompt_ids`.
+        prompt_ids: the prompt of a single answer, without template.
+        messages: a conversation's messages so far, answers included.
+        rows: rows to write, one per answer.
     """
 
     number: int
@@ -79,7 +79,7 @@ class _Source:
 
     @property
     def num_turns(self) -> int:
-        """Answers that it takes."""
+        """Number of answers."""
         return 1 if self.turns is None else len(self.turns)
 
 
@@ -95,7 +95,7 @@ def regenerate(
     `path`: a row per answer with `prompt_ids`, `answer_ids`, `group`, `task` and the texts.
 
     Raises:
-        TrainingError: rows without prompts; a file begun with other settings; a full disk.
+        TrainingError: rows without prompts, a file written with other settings, or a full disk.
     """
     sources = [source for row in rows for source in _sources(row, target, settings)]
     for number, source in enumerate(sources):
@@ -126,7 +126,7 @@ def regenerate(
     return path
 
 
-# ---- what is asked --------------------------------------------------------------------------------------------------
+# ---- prompts --------------------------------------------------------------------------------------------------------
 
 
 def _sources(row: dict[str, Any], target: TargetModel, settings: Regeneration) -> list[_Source]:
@@ -152,7 +152,7 @@ def _sources(row: dict[str, Any], target: TargetModel, settings: Regeneration) -
 
 
 def _turns(messages: list[dict[str, Any]]) -> list[list[dict[str, Any]]]:
-    """The messages that come before each answer, without the answers; one more answer after an open question."""
+    """The messages before each answer, without the answers; an unanswered question gets an answer too."""
     turns, waiting = [], []
     for message in messages:
         if message["role"] != "assistant":
@@ -175,7 +175,7 @@ def _digest(text: str) -> str:
 
 
 def _answer(sources: list[_Source], turn: int, target: TargetModel, settings: Regeneration) -> None:
-    """One answer each; a source whose prompt has grown too long gets no more."""
+    """Generate one answer for each source, except those whose prompt is too long by now."""
     tokenizer, limit = target.tokenizer, getattr(target.config, "max_position_embeddings", None) or 2**31
     asked: list[tuple[_Source, list[int]]] = []
     for source in sources:
@@ -204,7 +204,7 @@ def _answer(sources: list[_Source], turn: int, target: TargetModel, settings: Re
 def _generate(
     prompts: list[list[int]], max_new_tokens: int, target: TargetModel, settings: Regeneration
 ) -> list[list[int]]:
-    """New tokens of each prompt, the end token included where one was written."""
+    """The new tokens of each prompt, with the end token if one was generated."""
     width = max(map(len, prompts))
     input_ids = torch.zeros(len(prompts), width, dtype=torch.long)
     attention_mask = torch.zeros(input_ids.shape, dtype=torch.long)
@@ -234,7 +234,7 @@ def _generate(
 
 
 class _Answers:
-    """The file of the answers, and beside it a record of what they depend on and how much of the file is whole."""
+    """The file of the answers, with a record of their settings and of how much of the file is complete."""
 
     def __init__(self, path: Path, identity: dict[str, Any]):
         self.path, self.identity = path, identity
@@ -242,7 +242,7 @@ class _Answers:
         self.done = self._resume()
 
     def _resume(self) -> int:
-        """How many sources are done; what the file holds beyond them is cut off."""
+        """The number of finished sources; the file is truncated after their rows."""
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if not self.record.is_file():
             if self.path.is_file():
@@ -264,7 +264,7 @@ class _Answers:
         return known["done"]
 
     def append(self, rows: list[dict[str, Any]], done: int) -> None:
-        """Write rows; `done` sources are finished then."""
+        """Write rows, and record that `done` sources are finished."""
         try:
             with open(self.path, "a", encoding="utf-8") as file:
                 file.write("".join(json.dumps(row, ensure_ascii=False) + "\n" for row in rows))

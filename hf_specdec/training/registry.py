@@ -6,7 +6,8 @@ import importlib
 import pkgutil
 
 from ..config import nearest_hint
-from .base import HeadTrainer, TrainingError
+from .base import HeadTrainer
+from .errors import TrainingError
 from .options import TrainingOptions
 
 _TRAINERS: dict[str, type[HeadTrainer]] = {}
@@ -38,7 +39,7 @@ def trainer_class(method: str) -> type[HeadTrainer]:
     """The trainer of a method.
 
     Raises:
-        TrainingError: there is none; the message names those there are.
+        TrainingError: no such trainer; the message lists those available.
     """
     trainers = available_trainers()
     if method not in trainers:

@@ -1,4 +1,4 @@
-"""What speculators' format says of every head: how to draft, and for whom."""
+"""The object `speculators_config`, which is common to all heads in speculators' format."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The checkpoint of a run: everything that the next step depends on, written whole or not at all."""
+"""The checkpoint of a run: everything the next step depends on, written atomically."""
 
 from __future__ import annotations
 
@@ -11,13 +11,13 @@ from typing import Any, BinaryIO
 
 import torch
 
-from .base import TrainingError
+from .errors import TrainingError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 
 
 def write_whole(path: Path, write: Callable[[BinaryIO], object]) -> None:
-    """Replace `path` by what `write` writes: afterwards it is the old file or the new one, whatever happened.
+    """Replace `path` atomically by a file that `write` writes.
 
     Raises:
         TrainingError: the disk is full.
@@ -48,7 +48,7 @@ def disk_full(path: Path, cause: OSError) -> TrainingError:
 
 
 def check_room(folder: Path, needed: int, what: str) -> None:
-    """Raise TrainingError now, not in an hour, if `needed` bytes will not fit into `folder`."""
+    """Raise TrainingError early if `needed` bytes do not fit into `folder`."""
     free = shutil.disk_usage(folder).free
     if free < needed:
         raise TrainingError(
@@ -65,11 +65,11 @@ def load_state(path: Path) -> dict[str, Any] | None:
     """Read a checkpoint to the CPU; None if there is none.
 
     Raises:
-        TrainingError: it cannot be read.
+        TrainingError: the file cannot be read.
     """
     if not path.is_file():
         return None
     try:
         return torch.load(path, map_location="cpu", weights_only=True)
-    except Exception as error:  # torch raises many kinds for a damaged file
+    except Exception as error:  # torch raises many kinds of errors for a damaged file
         raise TrainingError(f"{path} cannot be read ({error}). Remove it to start the run anew.") from error

@@ -1,4 +1,4 @@
-"""The target as training sees it: frozen, run once per batch for its hidden states, and asked for logits afterwards."""
+"""TargetModel: the frozen target, which provides hidden states and logits for training."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from transformers import PreTrainedModel
 
 from ..core.output import Taps
 from ..model.architectures import check_supported, decoder_of, layer_list
-from .base import TrainingError
 from .batch import Batch
+from .errors import TrainingError
 
-_LOGITS_AT_ONCE = 2**27  # logits held at a time where only their argmax is wanted
+_LOGITS_AT_ONCE = 2**27  # most logits held at once when only their argmax is needed
 
 
 class TargetModel:
@@ -29,7 +29,7 @@ class TargetModel:
         config: the text model's configuration.
 
     Raises:
-        UnsupportedModel: heads for this model could not draft for it afterwards.
+        UnsupportedModel: speculative decoding does not support this model.
     """
 
     def __init__(self, model: PreTrainedModel, tokenizer: Any, name: str):
@@ -39,16 +39,16 @@ class TargetModel:
         self._keeps_logits = "logits_to_keep" in inspect.signature(model.forward).parameters
         self._check_logits()
 
-    # ---- what it is -------------------------------------------------------------------------------------------------
+    # ---- properties -------------------------------------------------------------------------------------------------
 
     @property
     def device(self) -> torch.device:
-        """Where its hidden states come out, and heads go."""
+        """The device of its hidden states and of heads."""
         return self.lm_head.weight.device
 
     @property
     def vocab_size(self) -> int:
-        """Width of the logits."""
+        """Number of logits."""
         return self.lm_head.weight.shape[0]
 
     @property
@@ -58,7 +58,7 @@ class TargetModel:
 
     @property
     def num_layers(self) -> int:
-        """Decoder layers."""
+        """Number of decoder layers."""
         return self.config.num_hidden_layers
 
     @property
@@ -83,11 +83,11 @@ class TargetModel:
         out = set() if ids is None else {ids} if isinstance(ids, int) else set(ids)
         return out if self.tokenizer.eos_token_id is None else out | {self.tokenizer.eos_token_id}
 
-    # ---- what it computes -------------------------------------------------------------------------------------------
+    # ---- computation ------------------------------------------------------------------------------------------------
 
     @torch.no_grad()
     def capture(self, batch: Batch, taps: Taps) -> Batch:
-        """The batch with the hidden states `taps` asks for, float32, on the target's device: one forward.
+        """The batch with the hidden states in `taps`, float32, on the target's device; runs one forward.
 
         Rows are padded on the right and attention is causal, so no mask is needed.
         """
@@ -119,10 +119,10 @@ class TargetModel:
         parts = [self.logits(part).argmax(-1) for part in hidden.split(rows)]
         return torch.cat(parts).view(batch.input_ids.shape)
 
-    # ---- how --------------------------------------------------------------------------------------------------------
+    # ---- hooks ------------------------------------------------------------------------------------------------------
 
     def _forward(self, input_ids: torch.Tensor) -> torch.Tensor:
-        """Logits of the last position [B, 1, V] (all positions, where the model cannot keep fewer)."""
+        """Logits [B, 1, V] of the last position, or of all positions if the model has no `logits_to_keep`."""
         kept = {"logits_to_keep": 1} if self._keeps_logits else {}
         return self.model(input_ids=input_ids, use_cache=False, return_dict=True, **kept).logits
 
@@ -157,7 +157,7 @@ class TargetModel:
 
     @torch.no_grad()
     def _check_logits(self) -> None:
-        """That `logits` of the final hidden states are the model's own: families differ in what comes after the head."""
+        """Raise TrainingError if `logits` differs from the model's own logits: families process them in different ways."""
         input_ids = torch.arange(4, device=self.device)[None] % self.vocab_size
         with self._tapped(Taps(last_hidden=True)) as found:
             theirs = self._forward(input_ids)[:, -1].float()

@@ -1,4 +1,4 @@
-"""What the target says, for heads that learn its distributions."""
+"""The target's distributions, for heads that learn them."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from .target import TargetModel
 
 
 class Teacher:
-    """The target's distributions of the tokens that count, computed once for all of a drafter's steps."""
+    """The target's distributions of the tokens that count, computed once for all steps of a head."""
 
     @torch.no_grad()
     def __init__(self, target: TargetModel, batch: Batch):

@@ -1,4 +1,4 @@
-"""What a drafted token is trained for: the text's own token, or the target's whole distribution there."""
+"""The loss of drafted tokens, against the text's tokens or the target's distributions."""
 
 from __future__ import annotations
 

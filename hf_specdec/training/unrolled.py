@@ -1,8 +1,8 @@
-"""Training-time test: a head run several steps over whole texts, attending as if it had drafted from every position.
+"""Training-time test: a head run several steps over whole texts, with attention as if it had drafted from every position.
 
 At step 0 column t of a text reads (x_{t+1}, the target's feature at t); at step s it reads (x_{t+1+s}, its own output of step
-s - 1) and stands at position t + s. A draft from column t would have in its cache: the rows of step 0 up to t, which have
-true features, and its own rows of steps 1 .. s. So a query sees step 0 causally and of later steps its own column only
+s - 1) and has position t + s. A draft from column t has in its cache the rows of step 0 up to t, with the target's features,
+and its own rows of steps 1 .. s. So a query attends to step 0 causally, and to its own column of later steps
 (EAGLE-3, https://arxiv.org/abs/2503.01840; HASS, https://arxiv.org/abs/2408.15766).
 """
 
@@ -20,8 +20,8 @@ from transformers import AttentionInterface, PretrainedConfig
 from .base import Guesses
 from .batch import Batch
 
-ATTENTION_NAME = "hf_specdec_unrolled"  # how it is registered with transformers
-_LOGITS_KEPT = 2**26  # logits of a step beyond which they are computed again in the backward pass, so many at a time
+ATTENTION_NAME = "hf_specdec_unrolled"  # registered with transformers under this name
+_LOGITS_KEPT = 2**26  # above this many logits a step recomputes them in the backward pass, in parts of this size
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------
@@ -33,8 +33,8 @@ class LayerSteps:
 
     Attributes:
         keys, values: [B, Hkv, S, D] of step 0.
-        own_keys, own_values: of each later step.
-        widened: step 0's as `attend_merged` reads them.
+        own_keys, own_values: those of each later step.
+        widened: step 0's, in the form of `attend_merged`.
     """
 
     keys: torch.Tensor
@@ -52,12 +52,12 @@ def attend(query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, scaling:
 
 
 def attend_merged(query: torch.Tensor, steps: LayerSteps, scaling: float) -> torch.Tensor:
-    """Attention [B, Hq, S, D] to step 0 (causal) and to the own column of all later steps, under one softmax.
+    """Attention [B, Hq, S, D] to step 0 (causal) and to each query's own column of later steps, with one softmax.
 
-    A causal attention to step 0 that has one key more, seen by all, whose score is the logarithm of the own column's sum of
-    exponentials, and whose value is a 1 in a column of its own: that column of the output is then the weight of the own
-    column. No scores [S, S] are kept, and gradients are exact. The additional key is the first, so that the mask stays
-    causal; an additional query before all keeps it square. Its score is one product more per head.
+    Runs causal attention to step 0 with one additional key that all queries see. Its score is the log-sum-exp of the own
+    column's scores; its value is a 1 in an additional dimension, so that this dimension of the output is the weight of the own
+    column. No scores [S, S] are kept, and gradients are exact. The additional key comes first, so that the mask stays causal;
+    an additional first query keeps it square.
     """
     width = query.shape[-1]
     group = query.shape[1] // steps.keys.shape[1]
@@ -86,7 +86,7 @@ def unrolled_attention(module, query, key, value, attention_mask, scaling=None, 
     """transformers' attention function. `unrolled` is the dictionary {layer: LayerSteps} of the running `unroll`."""
     scaling, dtype = query.shape[-1] ** -0.5 if scaling is None else scaling, query.dtype
     with torch.autocast(query.device.type, enabled=False):
-        if query.device.type == "cpu":  # whose attention is several times slower backwards in bfloat16
+        if query.device.type == "cpu":  # where the backward pass in bfloat16 is several times slower
             wide = torch.promote_types(dtype, torch.float32)
             query, key, value = query.to(wide), key.to(wide), value.to(wide)
         steps = unrolled.get(module.layer_idx)
@@ -104,16 +104,16 @@ AttentionInterface.register(ATTENTION_NAME, unrolled_attention)
 
 
 def attend_unrolled(config: PretrainedConfig) -> None:
-    """Let the layers of this configuration attend as above."""
+    """Use this attention in the layers of a configuration."""
     config._attn_implementation = ATTENTION_NAME
 
 
 def unroll(head: nn.Module, batch: Batch, features: torch.Tensor, num_steps: int) -> Iterator[torch.Tensor]:
-    """The head's output [B, S, H] of every step; it is fed back as the next one's features.
+    """Yield the head's output [B, S, H] of every step, which is the next step's features.
 
     Args:
-        head: called with ids [B, S], features [B, S, H] and positions [1, S]; its layers attend as above.
-        features: the target's, as the head reads them.
+        head: called with ids [B, S], features [B, S, H] and positions [1, S]; its layers use this attention.
+        features: the head's features from the target.
     """
     steps: dict[int, LayerSteps] = {}
     for step in range(num_steps):
@@ -122,18 +122,18 @@ def unroll(head: nn.Module, batch: Batch, features: torch.Tensor, num_steps: int
         yield features
 
 
-# ---- what counts ----------------------------------------------------------------------------------------------------
+# ---- tokens that count ----------------------------------------------------------------------------------------------
 
 
 @dataclass
 class Places:
-    """The places u in a batch whose next token x_{u+1} counts, and has been guessed: u >= 1. Latest first.
+    """The places u >= 1 in a batch whose next token x_{u+1} counts, latest first.
 
-    Step s guesses x_{u+1} in column u - 1 - s; those with such a column come first.
+    Step s guesses x_{u+1} in column u - 1 - s; places that have this column come first.
 
     Attributes:
         rows, places: int64 [N].
-        counts: per step, how many have a column.
+        counts: per step, the number of places with a column.
     """
 
     rows: torch.Tensor
@@ -143,7 +143,7 @@ class Places:
 
     @classmethod
     def of(cls, batch: Batch, num_steps: int) -> Places:
-        """All of a batch."""
+        """All places of a batch."""
         mask = batch.ahead(batch.loss_mask, 1)
         mask[:, 0] = False
         rows, places = mask.nonzero(as_tuple=True)
@@ -156,19 +156,19 @@ class Places:
         return cls(rows, places, counts, width)
 
     def keep(self, mask: torch.Tensor) -> Places:
-        """Those where `mask` [N] is true."""
+        """The places where `mask` [N] is True."""
         return self._counted(self.rows[mask], self.places[mask], len(self.counts), self.width)
 
     def weight(self, step: int) -> torch.Tensor:
-        """How many guess at `step`, as a scalar beside them."""
+        """The number of places guessed at `step`, as a scalar tensor."""
         return torch.tensor(self.counts[step], device=self.places.device)
 
     def at(self, states: torch.Tensor) -> torch.Tensor:
-        """[N, ..] of [B, S, ..] at u."""
+        """Values [N, ..] of a tensor [B, S, ..] at the places u."""
         return states.flatten(0, 1).index_select(0, self.rows * self.width + self.places)
 
     def guessed(self, states: torch.Tensor, step: int) -> torch.Tensor:
-        """[counts[step], ..] of [B, S, ..] at the columns that guess at `step`."""
+        """Values [counts[step], ..] of a tensor [B, S, ..] at the columns that guess at `step`."""
         count = self.counts[step]
         index = self.rows[:count] * self.width + self.places[:count] - 1 - step
         return states.flatten(0, 1).index_select(0, index)
@@ -177,13 +177,13 @@ class Places:
 def soft_cross_entropy(
     logits_of: Callable[[torch.Tensor], torch.Tensor], hidden: torch.Tensor, target: torch.Tensor, best: torch.Tensor
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """(sum of cross-entropies, how many argmaxes are the target's) of logits from hidden states [n, H].
+    """The sum of cross-entropies of logits from hidden states [n, H], and how many argmaxes equal the target's.
 
     Args:
         target: [n, Vd], the target's probabilities.
         best: int64 [n], their argmax.
 
-    Where the logits are many they are not kept for the backward pass but computed anew, a part at a time.
+    Large logits are not kept for the backward pass but recomputed in parts.
     """
 
     def part(hidden, target, best):
@@ -204,10 +204,10 @@ def soft_cross_entropy(
 def greedy_guesses(
     outputs: Iterator[torch.Tensor], choose: Callable[[torch.Tensor], torch.Tensor], batch: Batch
 ) -> Guesses:
-    """Guesses of every step, of the columns whose first guess counts (no others are ever judged).
+    """Guesses of all steps, at the columns whose first guess counts (others are never compared).
 
     Args:
-        outputs: of `unroll`.
+        outputs: the result of `unroll`.
         choose: tokens [N] from outputs [N, H].
     """
     places = Places.of(batch, 1)

@@ -1,1 +1,1 @@
-"""Files of draft heads: which format, every tensor in its place, and what is the target's."""
+"""Reading checkpoints of draft heads: formats, tensors, and the parts a head shares with its target."""

@@ -1,4 +1,4 @@
-"""Draft lengths that a head's checkpoint proposes, and opening a checkpoint of the right method."""
+"""Configuration of heads whose checkpoint may propose a draft length."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from .files import Checkpoint, infer_format
 from .target_parts import HeadConfig, section
 
 _Config = TypeVar("_Config", bound="ProposedLengthConfig")
-# Keys that say how long or deep drafts are, besides num_speculative_tokens.
+# Keys besides num_speculative_tokens that set the length or depth of drafts.
 _LENGTH_KEYS = (
     "depth", "branching_factors", "speculative_token_tree", "num_speculative_tokens_per_batch_size",
     "synthetic_acceptance_rates", "synthetic_acceptance_length",
@@ -20,7 +20,7 @@ _LENGTH_KEYS = (
 
 @dataclass
 class ProposedLengthConfig(HeadConfig):
-    """A head's configuration that leaves `num_speculative_tokens` to the checkpoint where the user says nothing of it."""
+    """A head's configuration in which the checkpoint sets `num_speculative_tokens` if the user does not."""
 
     def __post_init__(self) -> None:
         self.length_given = (
@@ -31,7 +31,7 @@ class ProposedLengthConfig(HeadConfig):
         super().__post_init__()
 
     def to_dict(self) -> dict[str, Any]:
-        """As in the base, but a length that was given is always written: the default may be the checkpoint's."""
+        """As in the base, but always writes a length that the user gave: the default may be the checkpoint's."""
         out = super().to_dict()
         out.pop("num_speculative_tokens", None)
         if self.length_given:
@@ -39,7 +39,7 @@ class ProposedLengthConfig(HeadConfig):
         return out
 
     def with_default_length(self: _Config, length: int | None) -> _Config:
-        """This configuration; `num_speculative_tokens` is `length` if the user said nothing about it."""
+        """This configuration, with `length` as `num_speculative_tokens` if the user gave none."""
         if length is None or self.length_given:
             return self
         return dataclasses.replace(self, num_speculative_tokens=length)
@@ -48,10 +48,10 @@ class ProposedLengthConfig(HeadConfig):
         """The configured checkpoint.
 
         Args:
-            matches: whether a checkpoint is in a format of the method.
+            matches: True for a checkpoint in one of the method's formats.
 
         Raises:
-            SpeculativeConfigError: no `model` is named, it cannot be had, or it is another method's.
+            SpeculativeConfigError: no `model` is given, it cannot be opened, or it belongs to another method.
         """
         checkpoint = self.open()
         if not matches(checkpoint):

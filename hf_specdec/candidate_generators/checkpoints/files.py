@@ -1,4 +1,4 @@
-"""Draft heads as they are on the Hub: which format is this, and every tensor of it in its place, or an error that names it."""
+"""Checkpoints of draft heads: finding the format, and loading every tensor or raising an error that names it."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from ...config import SpeculativeConfigError, nearest_hint
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
 _PICKLES = (".bin", ".pt", ".pth")
-_WRAPPED = "module."  # before every name, where a DistributedDataParallel was saved in place of its module
+_WRAPPED = "module."  # prefix of all names in files saved from a DistributedDataParallel
 _PLAIN_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Left by trainers, never used to draft.
+# Left in files by trainers; drafting does not use them.
 _IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias|position_ids)$")
 
 
@@ -35,13 +35,13 @@ class CheckpointError(SpeculativeConfigError):
 
 @dataclass(frozen=True)
 class Format:
-    """One way draft heads are stored.
+    """A format in which draft heads are stored.
 
     Attributes:
-        name: as shown in errors, with an example.
-        method: which method reads it.
-        matches: whether a checkpoint is of this format, from its `config` and tensor names alone.
-        last: asked only if no other format fits.
+        name: shown in errors, with an example.
+        method: the method that reads it.
+        matches: True for a checkpoint in this format, by its `config` and tensor names alone.
+        last: tried only if no other format matches.
     """
 
     name: str
@@ -54,17 +54,17 @@ _FORMATS: list[Format] = []
 
 
 def register_format(name: str, method: str, matches: Callable[[Checkpoint], bool], last: bool = False) -> None:
-    """Declare a format; a method's file calls this beside its configuration."""
+    """Declare a format of a method, so that the method can be found from the checkpoint."""
     _FORMATS.append(Format(name, method, matches, last))
 
 
 class Checkpoint:
-    """A folder with `config.json` and weights in safetensors or pickles; nothing is read before it is asked for.
+    """A folder with `config.json` and weights in safetensors or pickles, read lazily.
 
     Args:
-        folder: local.
-        name: as the user gave it, for messages.
-        wanted: the tensors of interest (all, if None); others are neither listed nor missed.
+        folder: a local folder.
+        name: the name the user gave, for messages.
+        wanted: selects tensors by name (None: all); others are ignored.
 
     Raises:
         CheckpointError: no folder, no weights, a file that cannot be read.
@@ -91,7 +91,7 @@ class Checkpoint:
         return value
 
     def shards(self, index: str) -> list[str]:
-        """The files that an index of a sharded checkpoint names, those that hold no `wanted` tensor left out."""
+        """The files of a sharded checkpoint that hold a `wanted` tensor, from its index."""
         weight_map = self._object(index).get("weight_map")
         if not isinstance(weight_map, dict) or not all(isinstance(shard, str) for shard in weight_map.values()):
             raise self.error(f"{index} has no weight_map from tensors' names to files' names.")
@@ -127,7 +127,7 @@ class Checkpoint:
         return []
 
     def _names_in(self, path: Path) -> list[str]:
-        """The tensors' names, without what wrapped the module they are of."""
+        """The tensors' names in a file, without the prefix of a wrapper."""
         stored = list(self._opened(path).keys()) if path.suffix == ".safetensors" else list(self._pickled(path))
         names = _unwrapped(stored)
         if names != stored:
@@ -211,13 +211,13 @@ class Checkpoint:
 def open_checkpoint(
     name: str, revision: str | None = None, token: str | bool | None = None, wanted: Callable[[str], bool] | None = None
 ) -> Checkpoint:
-    """A checkpoint by bundled name, folder or Hub id (from the cache when offline).
+    """Open a checkpoint by bundled name, folder or Hub id (from the Hub cache when offline).
 
     Args:
-        wanted: only tensors whose names it accepts matter; of a sharded checkpoint only their shards are fetched.
+        wanted: selects tensors by name; only their shards of a sharded checkpoint are fetched.
 
     Raises:
-        CheckpointError: it is neither on disk nor to be had from the Hub.
+        CheckpointError: it is neither on disk nor available from the Hub.
     """
     path = resolve_model(name)
     if os.path.isdir(path):
@@ -248,10 +248,10 @@ def _unwrapped(names: Iterable[str]) -> list[str]:
 
 
 def counted(checkpoint: Checkpoint, numbers: Iterable[int], what: str) -> int:
-    """How many of something a file has, from the numbers in its tensors' names: so many are built.
+    """How many parts of a kind a file has, from the numbers in its tensors' names.
 
     Raises:
-        CheckpointError: one below the greatest is missing.
+        CheckpointError: a number below the greatest is missing.
     """
     found = set(numbers)
     missing = next((i for i in range(len(found)) if i not in found), None)
@@ -264,7 +264,7 @@ def infer_format(checkpoint: Checkpoint) -> Format:
     """The format of a checkpoint.
 
     Raises:
-        CheckpointError: none, with the formats tried; or several, which is a bug worth reporting.
+        CheckpointError: no format matches (the message lists those tried), or several do, which is a bug.
     """
     found = [each for each in _FORMATS if not each.last and each.matches(checkpoint)]
     found = found or [each for each in _FORMATS if each.last and each.matches(checkpoint)]
@@ -279,7 +279,7 @@ def infer_format(checkpoint: Checkpoint) -> Format:
 
 @dataclass
 class Plan:
-    """Where every tensor of a checkpoint goes: canonical name → how to read it."""
+    """The tensors of a checkpoint under canonical names, which are the module's names."""
 
     checkpoint: Checkpoint
     rename: Callable[[str], str | None]
@@ -307,7 +307,7 @@ class Plan:
         """The shape of a tensor of two dimensions.
 
         Raises:
-            CheckpointError: it has fewer or more.
+            CheckpointError: it has another number of dimensions.
         """
         shape = self.shape(canonical)
         if len(shape) != 2:
@@ -322,14 +322,14 @@ class Plan:
 def load_module(
     module: nn.Module, plan: Plan, device: torch.device, dtype: torch.dtype, absent: Iterable[str] = ()
 ) -> nn.Module:
-    """Fill a module built on the meta device; all names and shapes are checked before anything is read.
+    """Fill a module built on the meta device. All names and shapes are checked before any tensor is read.
 
     Args:
-        plan: canonical names are those of the module's `state_dict`.
-        absent: prefixes of what the module has from elsewhere (shared with the target).
+        plan: its canonical names are those of the module's `state_dict`.
+        absent: prefixes of parameters that are not in the file (shared with the target).
 
     Raises:
-        CheckpointError: tensors that are missing, left over or of another shape, each named as the file names it.
+        CheckpointError: tensors that are missing, unused or of another shape, by their names in the file.
     """
     checkpoint, own = plan.checkpoint, module.state_dict()
     expected = {name for name in own if not name.startswith(tuple(absent))}

@@ -1,4 +1,4 @@
-"""Decoder layers of draft heads: shaped by their configuration, and by which tensors their file has."""
+"""Decoder layers of draft heads, built from config.json and the tensors in the file."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ from ...model.packed_model import PackedModel
 from .files import Checkpoint, Plan
 from .target_parts import layer_config, plain_rope, section, target_embeddings
 
-# What a configuration says about the layers; the rest describes a whole language model that the head is not.
+# Keys that describe the layers; the others describe a whole language model, which the head is not.
 _KEYS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "head_dim",
     "hidden_act", "max_position_embeddings", "rms_norm_eps", "rope_theta", "rope_scaling", "rope_parameters",
@@ -24,16 +24,16 @@ _KEYS = (
 
 
 def read_layer_config(checkpoint: Checkpoint, plan: Plan) -> PretrainedConfig:
-    """The configuration of a head's layers, Llama's or (where the file has `q_norm`) Qwen3's.
+    """The configuration of a head's layers: Llama's, or Qwen3's if the file has `q_norm`.
 
-    What a plain configuration leaves out is Llama's default, whatever the target is: the heads were trained so (a missing
-    `rope_theta` is 10000). One in speculators' format names a model type, whose defaults hold.
+    Keys that a plain configuration lacks have Llama's defaults whatever the target is, since the heads were trained that way (a
+    missing `rope_theta` is 10000). A configuration in speculators' format names a model type, whose defaults are used.
 
     Args:
         plan: the file's tensors, the layers' under `layers.{i}.`.
 
     Raises:
-        CheckpointError: values that make no layer.
+        CheckpointError: values that do not describe a layer.
     """
     values = _read_values(checkpoint, plan)
     kinds, window = values.pop("layer_types", None), values.pop("sliding_window", None)
@@ -56,7 +56,7 @@ def read_layer_config(checkpoint: Checkpoint, plan: Plan) -> PretrainedConfig:
 
 
 def check_layer_count(checkpoint: Checkpoint, values: dict[str, Any], plan: Plan) -> None:
-    """Raise CheckpointError if config.json speaks of more layers than the file has: none is built that it cannot fill.
+    """Raise CheckpointError if config.json gives more layers than the file has tensors for.
 
     Args:
         values: the keys that describe the layers.
@@ -71,7 +71,7 @@ def check_layer_count(checkpoint: Checkpoint, values: dict[str, Any], plan: Plan
 
 
 def vocab_size_of(checkpoint: Checkpoint) -> int | None:
-    """The target's vocabulary as config.json knows it."""
+    """The size of the target's vocabulary according to config.json."""
     size = (section(checkpoint, "transformer_layer_config") or checkpoint.config).get("vocab_size")
     if size is not None and type(size) is not int:
         raise checkpoint.error(f"config.json has vocab_size = {size!r}; it must be an integer.")
@@ -83,7 +83,7 @@ def _read_values(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
     given = plain_rope(nested or checkpoint.config)
     check_layer_count(checkpoint, given, plan)
     if isinstance(given.get("layer_types"), list) and isinstance(given.get("num_hidden_layers"), int):
-        # Often copied from the target, for all of the target's layers.
+        # Often copied from the target, with a value for each of the target's layers.
         given["layer_types"] = given["layer_types"][: given["num_hidden_layers"]]
     if nested:
         whole = layer_config(checkpoint, given)
@@ -92,7 +92,7 @@ def _read_values(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
 
 
 def _one_rope(checkpoint: Checkpoint, values: dict[str, Any], kinds: list[str] | None) -> None:
-    """Where rotary parameters are given by kind of layer, keep those of the kind the layers are."""
+    """If rotary parameters are given by kind of layer, keep those of the head's kind."""
     for key in ("rope_parameters", "rope_scaling"):
         rope = values.get(key)
         by_kind = (
@@ -127,7 +127,7 @@ def check_flags(checkpoint: Checkpoint, plan: Plan, tensors: dict[str, str]) -> 
     """Raise CheckpointError if a true/false key of config.json (or of its eagle_config) contradicts the tensors in the file.
 
     Args:
-        tensors: the canonical tensor that each key says is there or not.
+        tensors: by key, the canonical tensor that is in the file if and only if the key is true.
     """
     given_flags = section(checkpoint, "eagle_config") | checkpoint.config
     for key, tensor in tensors.items():
@@ -138,13 +138,13 @@ def check_flags(checkpoint: Checkpoint, plan: Plan, tensors: dict[str, str]) -> 
 
 
 class RotaryPositions:
-    """cos and sin of rotary position embeddings, for any position: there is no table that could end.
+    """cos and sin of rotary position embeddings, computed for any position.
 
-    Kinds of scaling whose frequencies change with the length of the text ("dynamic", "longrope") keep those of their
-    original length, since keys already cached could not follow.
+    Scalings whose frequencies change with the length of the text ("dynamic", "longrope") keep those of the original length,
+    since cached keys cannot change.
 
     Raises:
-        CheckpointError: a kind that transformers does not know.
+        CheckpointError: a kind of scaling that transformers does not know.
     """
 
     def __init__(self, checkpoint: Checkpoint, config: PretrainedConfig, device: torch.device):
@@ -167,9 +167,9 @@ class RotaryPositions:
 
 
 class Embeddings:
-    """Embedding of ids of the target's vocabulary, by the head's own table or the target's.
+    """Embeds ids of the target's vocabulary with the head's own table or the target's.
 
-    Not a module: a table that is the target's must not become one of the head's parameters.
+    Not a module, so that the target's table does not become a parameter of the head.
     """
 
     def __init__(self, table: nn.Module, last: int | None = None):
@@ -183,7 +183,7 @@ class Embeddings:
 
 
 def embedding_shape(table: nn.Module) -> tuple[int, int]:
-    """Tokens and width of an embedding table."""
+    """Number of tokens and width of an embedding table."""
     assert isinstance(table.weight, torch.Tensor)
     return table.weight.shape[0], table.weight.shape[1]
 
@@ -192,7 +192,7 @@ def shared_embeddings(checkpoint: Checkpoint, target: PackedModel, width: int) -
     """The target's embeddings, for a head that has none.
 
     Raises:
-        CheckpointError: they are of another width than the head's.
+        CheckpointError: their width differs from the head's.
     """
     table = target_embeddings(target)
     own = embedding_shape(table)[1]
@@ -204,5 +204,5 @@ def shared_embeddings(checkpoint: Checkpoint, target: PackedModel, width: int) -
 
 
 def own_embeddings(table: nn.Embedding, target: PackedModel) -> Embeddings:
-    """The head's own embeddings. Ids of padding rows that only the target has read the head's last row."""
+    """The head's own embeddings. Ids of padding rows that only the target has use the head's last row."""
     return Embeddings(table, table.num_embeddings - 1 if table.num_embeddings < target.vocab_size else None)

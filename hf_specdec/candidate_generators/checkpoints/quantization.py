@@ -1,4 +1,4 @@
-"""Draft heads with int8 or int4 weights. What a head shares with the target stays the target's."""
+"""Draft heads with int8 or int4 weights. Modules shared with the target are not changed."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ if TYPE_CHECKING:
 
 
 def quantize_head(generator: CandidateGenerator) -> None:
-    """Give a head the weights its configuration wants. Heads are ours, so it is for good: the weights loaded are dropped.
+    """Quantize a head's weights if its configuration says so. The loaded weights are dropped.
 
-    Every linear layer of the head is quantized, a language-model head of its own too: a draft logit need not be exact.
-    Other drafters are left alone.
+    Every linear layer of the head is quantized, its own language-model head included: draft logits need not be exact.
+    Drafters that are not heads are left alone.
     """
     from ..growing.grower import GrowingGenerator
 

@@ -1,4 +1,4 @@
-"""What draft heads share with their target: embeddings, language-model head, vocabulary, device and dtype."""
+"""Parts that draft heads share with their target: embeddings, language-model head, vocabulary, device and dtype."""
 
 from __future__ import annotations
 
@@ -22,12 +22,12 @@ from .files import Checkpoint, open_checkpoint
 
 Loaded = TypeVar("Loaded")
 _loaded = weakref.WeakKeyDictionary[nn.Module, "weakref.WeakValueDictionary[tuple, Any]"]()
-_PADDING = 512  # embeddings and heads of one vocabulary are padded to multiples of up to this
+_PADDING = 512  # embeddings and heads may be padded to a multiple of up to this
 
 
 @dataclass
 class HeadConfig(TreeDraftingConfig):
-    """Keys of the methods whose drafter is a head trained for the target, loaded from a checkpoint."""
+    """Keys of methods whose drafter is a head trained for the target."""
 
     model: str | None = field(default=None, metadata={"help": "the head: bundled name, folder or Hub id"})
     revision: str | None = field(default=None, metadata={"help": "Hub revision of the head"})
@@ -43,10 +43,10 @@ class HeadConfig(TreeDraftingConfig):
             self.check_text(key)
 
     def open(self, wanted: Callable[[str], bool] | None = None) -> Checkpoint:
-        """The checkpoint these keys name.
+        """Open the configured checkpoint.
 
         Raises:
-            SpeculativeConfigError: none is named, or it cannot be had.
+            SpeculativeConfigError: no `model` is given, or it cannot be opened.
         """
         if self.model is None:
             raise self.fail("model", f"is missing: name the {self.method} head that was trained for this target.")
@@ -54,10 +54,10 @@ class HeadConfig(TreeDraftingConfig):
 
 
 def load_once(config: HeadConfig, target: PackedModel, load: Callable[[], Loaded], *more: Any) -> Loaded:
-    """What `load` returns, made once per target and checkpoint: configurations that differ in the number of drafts share it.
+    """The result of `load`, called once per target and checkpoint, so that configurations with other draft lengths share it.
 
     Args:
-        more: what else it depends on.
+        more: other values that the result depends on.
     """
     key = (
         config.method,
@@ -108,10 +108,10 @@ class DraftVocabulary:
 def gather_features(
     layers: list[torch.Tensor], index: torch.Tensor, device: torch.device, dtype: torch.dtype
 ) -> torch.Tensor:
-    """Hidden states of the packed tokens `index` [n], layer beside layer: [n, L * H] where the head is.
+    """Hidden states of the packed tokens `index` [n], layers concatenated: [n, L * H] on the head's device.
 
     Args:
-        layers: L of the target's [T, H], wherever its layers are.
+        layers: L hidden states [T, H] of the target, on any devices.
     """
     first = layers[0]
     if any((each.device, each.dtype) != (first.device, first.dtype) for each in layers):
@@ -121,17 +121,17 @@ def gather_features(
     if uses_triton(first.device):
         from ...kernels.draft_ops import gather_features as gather
 
-        layers = [each.contiguous() for each in layers]  # they are, but for models that hand on views
+        layers = [each.contiguous() for each in layers]  # some models return views
     return gather(layers, index.to(first.device), dtype).to(device)
 
 
 def draft_vocabulary(
     checkpoint: Checkpoint, target: PackedModel, offsets: torch.Tensor | None, size: int
 ) -> DraftVocabulary:
-    """The vocabulary of a head with `size` logits and, if it is a reduced one, the table `d2t` [size] of offsets.
+    """The vocabulary of a head with `size` logits; a reduced one has the table `d2t` [size] of offsets.
 
     Raises:
-        CheckpointError: the table is of another length, out of the target's range, or names a token twice.
+        CheckpointError: the table has another length, ids out of the target's range, or a token twice.
     """
     if offsets is None:
         if abs(size - target.vocab_size) > _PADDING:
@@ -155,7 +155,7 @@ def draft_vocabulary(
 
 
 def _check_t2d(checkpoint: Checkpoint, ids: torch.Tensor) -> None:
-    """Raise CheckpointError if t2d [V], true for the tokens of the draft vocabulary, has others than d2t (`ids` [Vd])."""
+    """Raise CheckpointError if t2d [V], true for the tokens of the draft vocabulary, contradicts d2t (`ids` [Vd])."""
     for name in ("t2d", "model.t2d"):
         if name in checkpoint:
             known = checkpoint.tensor(name).to(torch.bool).nonzero().flatten()
@@ -164,10 +164,10 @@ def _check_t2d(checkpoint: Checkpoint, ids: torch.Tensor) -> None:
 
 
 def number_of(checkpoint: Checkpoint, key: str, default: float) -> float:
-    """A number of config.json.
+    """A number from config.json.
 
     Raises:
-        CheckpointError: it is something else.
+        CheckpointError: the value is not a number.
     """
     value = checkpoint.config.get(key)
     if value is None:
@@ -183,14 +183,14 @@ def target_embeddings(target: PackedModel) -> nn.Module:
 
 
 def target_head(target: PackedModel) -> nn.Module:
-    """The target's language-model head (its existence was checked when the target was accepted)."""
+    """The target's language-model head; every supported target has one."""
     head = target.model.get_output_embeddings()
     assert head is not None
     return head
 
 
 def place_of(target: PackedModel) -> tuple[torch.device, torch.dtype]:
-    """Where heads go and in which dtype: the target's language-model head's, which is where its features come out."""
+    """Device and dtype for heads: those of the target's language-model head, where its features are."""
     weight = target_head(target).weight
     assert isinstance(weight, torch.Tensor)
     device = target.device if weight.device.type == "meta" else weight.device
@@ -201,7 +201,7 @@ def layer_config(checkpoint: Checkpoint, values: dict[str, Any], default_type: s
     """transformers' configuration of a head's decoder layers.
 
     Args:
-        values: the keys of the checkpoint that describe them (`model_type` among them, or `default_type`).
+        values: the checkpoint's keys that describe them; without `model_type`, `default_type` is used.
     """
     values = {"model_type": default_type} | {k: v for k, v in values.items() if k not in ("architectures", "auto_map")}
     model_type = values.pop("model_type")
@@ -222,7 +222,7 @@ def layer_config(checkpoint: Checkpoint, values: dict[str, Any], default_type: s
 
 
 def plain_rope(values: dict[str, Any]) -> dict[str, Any]:
-    """A layer's configuration with plain rotary embeddings for "mrope": in text, time, height and width are one position."""
+    """A layer's configuration with plain rotary embeddings in place of "mrope", whose three positions are equal in text."""
     values = dict(values)
     for key in ("rope_scaling", "rope_parameters"):
         rope = values.get(key)
@@ -239,7 +239,7 @@ def section(checkpoint: Checkpoint, key: str) -> dict[str, Any]:
     """An object inside config.json; {} if there is none.
 
     Raises:
-        CheckpointError: it is something else.
+        CheckpointError: the value is not an object.
     """
     value = checkpoint.config.get(key)
     if value is not None and not isinstance(value, dict):
@@ -248,18 +248,18 @@ def section(checkpoint: Checkpoint, key: str) -> dict[str, Any]:
 
 
 def trained_for(checkpoint: Checkpoint) -> str:
-    """' This head was trained for X.', where the checkpoint names its target (speculators' verifier); or nothing."""
+    """' This head was trained for X.' if the checkpoint names its target (speculators' verifier), else ''."""
     verifier = section(checkpoint, "speculators_config").get("verifier")
     name = verifier.get("name_or_path") if isinstance(verifier, dict) else None
     return f" This head was trained for {name!r}." if name else ""
 
 
 def check_target(checkpoint: Checkpoint, target: PackedModel, hidden_size: int | None, vocab_size: int | None) -> None:
-    """One readable error if a head was made for another target.
+    """Raise CheckpointError if a head was made for another target.
 
     Args:
-        hidden_size: of the features it reads; None: it says nothing.
-        vocab_size: of the target, as the head knows it; may be padded differently.
+        hidden_size: width of the features it reads; None: not known.
+        vocab_size: of its target; may be padded differently.
     """
     own = target.config.hidden_size
     if hidden_size is not None and hidden_size != own:

@@ -1,4 +1,4 @@
-"""DFlash checkpoints as z-lab, SpecForge and speculators write them: what they say, and the drafter they hold."""
+"""Checkpoints of z-lab, SpecForge and speculators: what they say, and the drafter they hold."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from torch import nn
 from transformers import PretrainedConfig, Qwen3Config
 
 from ...model.packed_model import PackedModel
-from ..checkpoints.files import Checkpoint, Plan, load_module
+from ..checkpoints.files import Checkpoint, Plan, load_module, register_format
 from ..checkpoints.layers import Embeddings, RotaryPositions, check_layer_count, own_embeddings, shared_embeddings
 from ..checkpoints.target_parts import (
     DraftVocabulary,
@@ -23,36 +23,41 @@ from ..checkpoints.target_parts import (
     target_head,
     trained_for,
 )
-from .block import BlockHead, DFlashDrafter, DFlashLayout
-from .heads import MARKOV_TYPES
+from .head import BlockHead, DFlashDrafter, DFlashLayout
+from .path_heads import MARKOV_TYPES
 
-# Keys beside those of the layers in the configurations of z-lab and SpecForge.
+# Keys in the configurations of z-lab and SpecForge besides those of the layers.
 _OTHER_KEYS = ("block_size", "dflash_config", "num_target_layers", "target_hidden_size")
-# The vocabulary's tables are read by `draft_vocabulary`; the verifier's norm and head are left by some trainers.
+# `draft_vocabulary` reads the vocabulary's tables; some trainers leave the verifier's norm and head in the file.
 _NOT_IN_MODULE = ("d2t", "t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 
 
 def is_dflash(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint is of the DFlash family."""
+    """True for the DFlash family."""
     kind = checkpoint.config.get("speculators_model_type")
     if kind is not None:
-        return kind in ("dflash", "dflash2", "dspark")  # the second is refused by name
+        return kind in ("dflash", "dflash2", "dspark")  # "dflash2" is refused by name later
     has_norms = "hidden_norm.weight" in checkpoint and "layers.0.self_attn.q_norm.weight" in checkpoint
     return has_norms or "dflash_config" in checkpoint.config
 
 
+register_format(
+    "DFlash, DSpark, Domino (z-lab/*-DFlash*, SpecForge, speculators: hidden_norm, fc)", "dflash", is_dflash
+)
+
+
 def default_target_layers(num_target_layers: int, num_layers: int) -> list[int]:
-    """Which of the target's layers (0-based outputs) a checkpoint that names none reads: z-lab's `build_target_layer_ids`."""
+    """The target's layers (0-based outputs) that a checkpoint without a list reads: z-lab's `build_target_layer_ids`."""
     if num_layers == 1:
         return [num_target_layers // 2]
     return [round(1 + i * (num_target_layers - 4) / (num_layers - 1)) for i in range(num_layers)]
 
 
 def read_layout(checkpoint: Checkpoint, target: PackedModel) -> DFlashLayout:
-    """The configuration of a checkpoint.
+    """The settings of a checkpoint.
 
     Raises:
-        CheckpointError: a key is missing or does not fit the target; another drafter's format.
+        CheckpointError: a key is missing or does not fit the target, or the format is another drafter's.
     """
     kind = checkpoint.config.get("speculators_model_type")
     if kind is None:
@@ -66,7 +71,7 @@ def read_layout(checkpoint: Checkpoint, target: PackedModel) -> DFlashLayout:
 
 
 def _read_own(checkpoint: Checkpoint, target: PackedModel) -> DFlashLayout:
-    """z-lab's and SpecForge's: the layers' keys at the top level, the drafter's in `dflash_config`."""
+    """z-lab's and SpecForge's configuration: the layers' keys at the top level, the drafter's in `dflash_config`."""
     config = checkpoint.config
     own = config.get("dflash_config") or {}
     values = plain_rope({k: v for k, v in config.items() if k not in _OTHER_KEYS})
@@ -89,7 +94,7 @@ def _read_own(checkpoint: Checkpoint, target: PackedModel) -> DFlashLayout:
         block_size=_integer(checkpoint, config.get("block_size") or own.get("block_size"), "block_size"),
         mask_token_id=_integer(checkpoint, own.get("mask_token_id"), "dflash_config.mask_token_id"),
         tapped=tuple(i + 1 for i in _integers(checkpoint, taps, "dflash_config.target_layer_ids")),
-        # DSpark is trained to predict the next token from every slot; Domino is where it says so.
+        # DSpark is trained to predict the next token from every slot; Domino only if config.json says so.
         from_anchor=projector == "dspark" or bool(own.get("shift_label", False)),
         causal=(causal, True),
         window_from_anchor=False,
@@ -105,7 +110,7 @@ def _read_own(checkpoint: Checkpoint, target: PackedModel) -> DFlashLayout:
 
 
 def _read_speculators(checkpoint: Checkpoint, kind: str) -> DFlashLayout:
-    """speculators': the layers' keys in `transformer_layer_config`, the drafter's at the top level."""
+    """speculators' configuration: the layers' keys in `transformer_layer_config`, the drafter's at the top level."""
     config = checkpoint.config
     if not isinstance(config.get("transformer_layer_config"), dict):
         raise checkpoint.error("has no transformer_layer_config.")
@@ -131,9 +136,9 @@ def _read_speculators(checkpoint: Checkpoint, kind: str) -> DFlashLayout:
 
 
 def _qwen3(checkpoint: Checkpoint, source: PretrainedConfig) -> Qwen3Config:
-    """The layers are Qwen3's whatever model type the configuration names, which sets its defaults."""
+    """The layers are always Qwen3's; the configuration's model type only sets defaults."""
     rope = getattr(source, "rope_parameters", None) or {}
-    rope = rope.get("sliding_attention", rope)  # where kinds of layers differ, speculators takes this one
+    rope = rope.get("sliding_attention", rope)  # if kinds of layers differ, speculators uses this one
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
         raise checkpoint.error("rotates a part of each head only (partial_rotary_factor), which Qwen3's layers do not.")
     layer_types = getattr(source, "layer_types", None) or ["full_attention"] * source.num_hidden_layers
@@ -199,7 +204,7 @@ def _check(checkpoint: Checkpoint, layout: DFlashLayout, target: PackedModel) ->
 
 
 def _canonical(name: str) -> str | None:
-    name = name.removeprefix("logit_head.")  # where early files keep the extra heads
+    name = name.removeprefix("logit_head.")  # prefix of the extra heads in early files
     if name in _NOT_IN_MODULE:
         return None
     return f"domino.{name}" if name.startswith(("prefix_gru.", "embed_proj.")) else name
@@ -207,7 +212,7 @@ def _canonical(name: str) -> str | None:
 
 @dataclass(eq=False)
 class LoadedDFlash:
-    """A drafter that is ready to run, with what it takes from the target where its file has none."""
+    """A loaded drafter; embeddings and language-model head are the target's if the file has none."""
 
     head: BlockHead
     embeddings: Embeddings
@@ -218,10 +223,10 @@ class LoadedDFlash:
 def load_dflash(
     checkpoint: Checkpoint, layout: DFlashLayout, target: PackedModel, prepack_weights: bool | None
 ) -> LoadedDFlash:
-    """The drafter of a checkpoint on the target's device and in its dtype.
+    """Load the drafter of a checkpoint on the target's device and in its dtype.
 
     Raises:
-        CheckpointError: it does not fit itself or the target; nothing was loaded.
+        CheckpointError: it is inconsistent or does not fit the target; nothing was loaded.
     """
     config = layout.layers
     plan = Plan(checkpoint, _canonical)
@@ -260,7 +265,7 @@ def load_dflash(
 
 
 def _offsets(checkpoint: Checkpoint, layout: DFlashLayout, has_head: bool) -> torch.Tensor | None:
-    """The table d2t [Vd] of a reduced vocabulary; or None."""
+    """The table d2t [Vd] of a reduced vocabulary, or None."""
     if "d2t" not in checkpoint:
         declared = checkpoint.config.get("draft_vocab_size")
         if declared is not None and declared < layout.layers.vocab_size:

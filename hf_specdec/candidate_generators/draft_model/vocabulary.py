@@ -1,73 +1,32 @@
-"""From the target's tokens to the drafter's and back: the same ones, those both know, or through text."""
+"""Translating tokens between target and drafter: one vocabulary, the common tokens, or text."""
 
 from __future__ import annotations
 
 import logging
 import os
-import threading
-import weakref
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
-from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers import AutoTokenizer, PreTrainedModel
 
-from ...bundled import resolve_model
 from ...core.draft_trees import DraftTrees
 from ...core.sequence import Sequence
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext, held_weakly
-
-if TYPE_CHECKING:
-    from . import DraftModelConfig
+from .config import DraftModelConfig
 
 logger = logging.getLogger(__name__)
 
-_loading = threading.Lock()
-_loaded = weakref.WeakKeyDictionary[PreTrainedModel, "weakref.WeakValueDictionary[tuple, PreTrainedModel]"]()
-
-# Below this share of the target's tokens, drafting through text accepts more than drafting from the intersection.
+# Below this share of common tokens, more drafts are accepted through text than from the intersection.
 _USEFUL_INTERSECTION = 0.25
-_LOOKBEHIND = 10  # target tokens re-encoded together with drafted text, so that tokens form as they would in context
-
-
-def load_drafter(config: DraftModelConfig, target: PackedModel, context: DrafterContext) -> PreTrainedModel:
-    """The drafter: the target itself (early exit), the model handed to `generate(assistant_model=)`, or the one named.
-
-    A named one is loaded once per target: configurations that differ in the number of drafts share it.
-    """
-    if context.assistant_model is not None:
-        given = "model" if config.model is not None else "early_exit" if config.early_exit is not None else None
-        if given is not None:
-            raise config.fail(given, "and generate(assistant_model=...) both name a drafter: pass one of them.")
-        return context.assistant_model
-    if config.early_exit is not None:
-        return target.model
-    if config.model is None:
-        raise config.fail(
-            "model", "is missing: name a smaller model, pass assistant_model= to generate(), or set 'early_exit'."
-        )
-    name = resolve_model(config.model)
-    key = (name, config.revision, config.quantization, target.model.dtype, target.device)
-    # transformers patches its own classes while it loads; two loads at once would leave them patched.
-    with _loading:
-        loaded = _loaded.setdefault(target.model, weakref.WeakValueDictionary())
-        model = loaded.get(key)
-        if model is None:
-            try:
-                model = AutoModelForCausalLM.from_pretrained(
-                    name, revision=config.revision or "main", dtype=target.model.dtype
-                )
-            except (OSError, ValueError) as error:
-                raise config.fail("model", f"could not be loaded from {name!r}: {error}") from error
-            model = loaded[key] = model.to(target.device).eval()
-    return model
+_LOOKBEHIND = 10  # target tokens re-encoded together with the drafted text, for the same tokenization as in context
 
 
 def make_bridge(config: DraftModelConfig, target: PackedModel, drafter: PackedModel, context: DrafterContext):
-    """Compare tokenizers (not vocabulary sizes: embeddings may be padded) and choose the way across.
+    """Choose how tokens are translated, by comparing tokenizers (vocabulary sizes may differ by padding).
 
     Raises:
-        SpeculativeConfigError: the vocabularies differ and there is no way across.
+        SpeculativeConfigError: the vocabularies differ and cannot be bridged.
     """
     if drafter.model is target.model:
         return SharedVocabulary(target.vocab_size, target.vocab_size)
@@ -114,7 +73,7 @@ def _tokenizer_of(model: PreTrainedModel) -> Any:
 
 
 def _common_tokens(ours, theirs, our_size: int, their_size: int) -> dict[int, int]:
-    """{target id: drafter id} for tokens spelled alike, and for the special tokens that play the same role."""
+    """{target id: drafter id} of equal tokens and of special tokens with the same role."""
     their_vocab = theirs.get_vocab()
     pairs = {
         i: their_vocab[t]
@@ -131,19 +90,21 @@ def _common_tokens(ours, theirs, our_size: int, their_size: int) -> dict[int, in
 class SharedVocabulary:
     """Both models use the same tokenizer; their embeddings may be padded to different sizes."""
 
-    nodes_are_drafter_tokens = True  # an accepted node's KV is what the drafter would compute for it
+    nodes_are_drafter_tokens = True  # an accepted node's KV can be kept
     in_target_vocabulary = True  # the drafter's scores are over the target's tokens
 
     def __init__(self, vocab_size: int, drafter_size: int):
         self.vocab_size, self.drafter_size = vocab_size, drafter_size
-        self.checked: dict[int, tuple[int, bool]] = {}  # tokens seen, and whether the drafter has no embedding for one
+        self.checked: dict[
+            int, tuple[int, bool]
+        ] = {}  # per sequence: tokens checked, and whether the drafter lacks an embedding for one
 
     def max_drafter_tokens(self, num_tokens: int) -> int:
-        """Drafter tokens that `num_tokens` target tokens can become."""
+        """The most drafter tokens that `num_tokens` target tokens can become."""
         return num_tokens
 
     def to_drafter(self, seq: Sequence) -> list[int]:
-        """The sequence as the drafter reads it; padding tokens that the target may emit become the drafter's last one."""
+        """The sequence in the drafter's tokens; ids beyond its embeddings (padding) become its last id."""
         if self.drafter_size >= self.vocab_size:
             return seq.tokens
         done, unknown = self.checked.get(seq.id, (0, False))
@@ -152,7 +113,7 @@ class SharedVocabulary:
         return [min(token, self.drafter_size - 1) for token in seq.tokens] if unknown else seq.tokens
 
     def num_unchanged(self, seq: Sequence, text: list[int]) -> int:
-        """How many leading tokens of `text` are as they were at the last round."""
+        """How many leading tokens of `text` are unchanged since the last round."""
         return len(text)
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
@@ -163,20 +124,20 @@ class SharedVocabulary:
         return torch.nn.functional.pad(logits, (0, self.vocab_size - width), value=float("-inf"))
 
     def drafter_ids(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Drafted tokens as the drafter reads them."""
+        """Drafted tokens [R, F] in the drafter's ids."""
         return tokens if self.drafter_size >= self.vocab_size else tokens.clamp(max=self.drafter_size - 1)
 
     def to_target(self, trees: DraftTrees, sequences: list[Sequence], texts: list[list[int]]) -> DraftTrees:
-        """Drafted trees as the target reads them."""
+        """The drafted trees in the target's tokens."""
         return trees
 
     def forget(self, seq: Sequence) -> None:
-        """A sequence left."""
+        """Drop what was kept for a sequence that left."""
         self.checked.pop(seq.id, None)
 
 
 class TokenizerBridge(SharedVocabulary):
-    """Two tokenizers; those that were `given` to the call are the caller's, and held weakly."""
+    """Base for two tokenizers. Those `given` to the call belong to the caller and are held weakly."""
 
     nodes_are_drafter_tokens = False
 
@@ -189,16 +150,16 @@ class TokenizerBridge(SharedVocabulary):
 
     @property
     def ours(self) -> Any:
-        """The target's."""
+        """The target's tokenizer."""
         return self._ours()
 
     @property
     def theirs(self) -> Any:
-        """The drafter's."""
+        """The drafter's tokenizer."""
         return self._theirs()
 
     def max_drafter_tokens(self, num_tokens: int) -> int:
-        """A token that is not shared becomes several."""
+        """A token that is not shared can become several."""
         return 4 * num_tokens
 
 
@@ -228,13 +189,13 @@ class IntersectionBridge(TokenizerBridge):
         return ids
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """See SharedVocabulary.scores."""
+        """As in the base."""
         out = logits.new_full((logits.shape[0], self.vocab_size), float("-inf"))
         out[:, self.our_ids] = logits[:, self.their_ids]
         return out
 
     def drafter_ids(self, tokens: torch.Tensor) -> torch.Tensor:
-        """The drafter's ids of the target's tokens."""
+        """Drafted tokens [R, F] in the drafter's ids."""
         return self.table[tokens]
 
     def forget(self, seq: Sequence) -> None:
@@ -258,7 +219,7 @@ class TextBridge(TokenizerBridge):
         return self.theirs.encode(text) or [self.theirs.bos_token_id or 0]
 
     def num_unchanged(self, seq: Sequence, text: list[int]) -> int:
-        """Leading tokens that the drafter has already read."""
+        """How many leading tokens the drafter has read already."""
         before = self.read.get(seq.id, [])
         self.read[seq.id] = text
         same = 0
@@ -267,11 +228,11 @@ class TextBridge(TokenizerBridge):
         return same
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """See SharedVocabulary.scores."""
+        """As in the base."""
         return logits
 
     def to_target(self, trees: DraftTrees, sequences: list[Sequence], texts: list[list[int]]) -> DraftTrees:
-        """Chains of the target's tokens for what was drafted."""
+        """The drafted text in the target's tokens, as chains."""
         chains = []
         for i, (seq, text) in enumerate(zip(sequences, texts, strict=True)):
             drafted = trees.tokens[i, : trees.lengths[i]].tolist()

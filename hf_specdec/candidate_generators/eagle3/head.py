@@ -1,8 +1,7 @@
-"""EAGLE-3 heads: their options in three dialects of config.json, their modules, and how they are loaded."""
+"""The network of EAGLE-3 and P-EAGLE heads, and its options."""
 
 from __future__ import annotations
 
-import logging
 from dataclasses import dataclass
 from typing import Any
 
@@ -12,70 +11,22 @@ from transformers import PretrainedConfig
 from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
 from ...core.output import Taps
-from ...model.packed_head import PackedHead
-from ...model.packed_model import PackedModel
-from ..checkpoints.files import Checkpoint, Plan, load_module
-from ..checkpoints.layers import (
-    Embeddings,
-    RotaryPositions,
-    check_flags,
-    decoder_layer,
-    embedding_shape,
-    fit_biases,
-    own_embeddings,
-    read_layer_config,
-    shared_embeddings,
-    vocab_size_of,
-)
-from ..checkpoints.target_parts import (
-    DraftVocabulary,
-    check_target,
-    check_vocabulary,
-    draft_vocabulary,
-    number_of,
-    place_of,
-    section,
-    target_head,
-    trained_for,
-)
-
-logger = logging.getLogger(__name__)
-
-_LAYERS = "transformer_layer_config"
-_LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
-_MASK_TOKENS = ("mask_token_id", "pard_token", "ptd_token_id")
-
-
-def canonical_name(name: str) -> str | None:
-    """`layers.0` for `midlayer`, no `model.` before all; None for what drafting does not need.
-
-    `t2d` is for training; a `hidden_norm` behind the first layer is a parameter some writers keep and no forward uses.
-    """
-    name = name.removeprefix("model.")
-    if name.startswith("midlayer."):
-        return "layers.0." + name.removeprefix("midlayer.")
-    unused = name == "t2d" or (name.endswith(".hidden_norm.weight") and not name.startswith("layers.0."))
-    return None if unused else name
-
-
-def is_eagle3(checkpoint: Checkpoint) -> bool:
-    """Whether a checkpoint is an EAGLE-3 or P-EAGLE head."""
-    plan = Plan(checkpoint, canonical_name)
-    return "layers.0.hidden_norm.weight" in plan and "layers.0.self_attn.o_proj.weight" in plan
+from ..checkpoints.files import Plan
+from ..checkpoints.layers import Embeddings, RotaryPositions, decoder_layer, fit_biases
 
 
 @dataclass(frozen=True)
 class Eagle3Options:
-    """What an EAGLE-3 head does, from its config.json and its tensors.
+    """How an EAGLE-3 head computes, from its config.json and tensors.
 
     Attributes:
-        taps: the target's hidden states it reads, in the order they are joined: some layers', or the last.
+        taps: the target's hidden states it reads, in order of concatenation: some layers', or the last.
         norm_before_residual: the first layer's residual is the normed hidden state.
         norm_output: the normed output is fed back, not the one before the norm.
         logit_scale: factor of the logits.
-        mask_token: P-EAGLE's stand-in for tokens not drafted yet; None: the head drafts step by step.
-        window_stays: while drafting, sliding windows stay where they are at the text's end: speculators' EAGLE-3 heads
-            are trained so (what is drafted is seen besides). Elsewhere they move on with the drafts.
+        mask_token: P-EAGLE's token in mask rows; None: the head drafts step by step.
+        window_stays: sliding windows end at the text's last token while drafting, as speculators' EAGLE-3 heads are
+            trained; drafted tokens are visible besides. Otherwise windows move on with the drafts.
     """
 
     taps: Taps
@@ -84,122 +35,6 @@ class Eagle3Options:
     logit_scale: float
     mask_token: int | None
     window_stays: bool
-
-
-def read_options(
-    checkpoint: Checkpoint,
-    plan: Plan,
-    target: PackedModel,
-    mask_token: int | None = None,
-    recycle_normed: bool | None = None,
-) -> Eagle3Options:
-    """The head's options. Where a key is missing, what the format's own trainers take it for.
-
-    Args:
-        mask_token: for a P-EAGLE head whose file names none.
-        recycle_normed: whether the normed output is fed back; None: as the file has it (see `_recycles_normed`).
-
-    Raises:
-        CheckpointError: a bad value, or one that contradicts the tensors.
-    """
-    config = checkpoint.config
-    kind = config.get("speculators_model_type")
-    if _option(checkpoint, "norm_before_fc", False) and _option(checkpoint, "fc_norm", False):
-        raise checkpoint.error("config.json asks for both norm_before_fc and fc_norm, which exclude each other.")
-    if kind == "peagle" and "mask_hidden" not in plan:
-        raise checkpoint.error("is a P-EAGLE head (speculators_model_type peagle) without mask_hidden.")
-    check_flags(
-        checkpoint,
-        plan,
-        {"fc_norm": "fc_norm.0.weight", "norm_before_fc": "input_norm.weight", "parallel_drafting": "mask_hidden",
-         "attention_bias": "layers.0.self_attn.q_proj.bias"},
-    )  # fmt: skip
-    if _option(checkpoint, "use_aux_hidden_state", True):
-        taps = Taps(layers=_tapped_layers(checkpoint, target.config.num_hidden_layers))
-    else:
-        taps = Taps(last_hidden=True)
-    return Eagle3Options(
-        taps=taps,
-        norm_before_residual=bool(_option(checkpoint, "norm_before_residual", kind == "eagle3")),
-        norm_output=_recycles_normed(checkpoint) if recycle_normed is None else recycle_normed,
-        logit_scale=number_of(checkpoint, "logit_scale", 1.0),
-        mask_token=_mask_token(checkpoint, mask_token) if "mask_hidden" in plan else None,
-        window_stays=kind == "eagle3"
-        and "sliding_attention" in (section(checkpoint, _LAYERS).get("layer_types") or ()),
-    )
-
-
-def _recycles_normed(checkpoint: Checkpoint) -> bool:
-    """Whether a draft step reads the normed output of the one before.
-
-    `norm_output` says so in speculators' format, to SGLang and to vLLM. SpecForge writes it too, into the original format, and means
-    that the norm stands before the language-model head: it trains with the state before the norm. So its class's name,
-    without `recycle_normed` (which `hf-specdec train` writes), is taken for its own.
-    """
-    config = checkpoint.config
-    stated = _option(checkpoint, "recycle_normed", None)
-    if stated is not None:
-        return bool(stated)
-    is_specforge = (
-        "LlamaForCausalLMEagle3" in (config.get("architectures") or ()) and "speculators_model_type" not in config
-    )
-    return bool(_option(checkpoint, "norm_output", False)) and not is_specforge
-
-
-def _option(checkpoint: Checkpoint, key: str, default: Any) -> Any:
-    """A key of config.json or of its `eagle_config`."""
-    for place in (checkpoint.config, section(checkpoint, "eagle_config")):
-        if place.get(key) is not None:
-            return place[key]
-    return default
-
-
-def _tapped_layers(checkpoint: Checkpoint, num_layers: int) -> tuple[int, ...]:
-    """Indices of hidden states: i is the input of the target's layer i, and the output of layer i - 1.
-
-    Ids at the top level of config.json (vLLM, speculators) are such indices; those in `eagle_config` (SGLang, SpecForge,
-    ModelOpt) are of layers whose outputs are meant, so one less.
-    """
-    inputs = checkpoint.config.get(_LAYER_IDS)
-    outputs = section(checkpoint, "eagle_config").get(_LAYER_IDS)
-    for ids in (inputs, outputs):
-        if ids is not None and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
-            raise checkpoint.error(f"{_LAYER_IDS} is {ids!r}, not a list of layers.")
-    if inputs:
-        layers = sorted(inputs)
-        if outputs and layers != sorted(i + 1 for i in outputs):
-            logger.warning(
-                "%s: %s is %s at the top level of config.json (inputs of layers) and %s in eagle_config (outputs), which are "
-                "other layers; the first is used.", checkpoint.name, _LAYER_IDS, inputs, outputs,
-            )  # fmt: skip
-    elif outputs:
-        layers = sorted(i + 1 for i in outputs)
-    else:
-        layers = sorted((2, num_layers // 2, num_layers - 3))
-    if layers[0] < 0 or layers[-1] > num_layers:
-        raise checkpoint.error(
-            f"reads hidden states {layers} (0: the embeddings, i: behind i layers), but the target has {num_layers} layers."
-            + trained_for(checkpoint)
-        )
-    return tuple(layers)
-
-
-def _mask_token(checkpoint: Checkpoint, given: int | None) -> int:
-    for key in _MASK_TOKENS:
-        token = _option(checkpoint, key, None)
-        if token is not None:
-            if type(token) is not int or token < 0:
-                raise checkpoint.error(f"{key} is {token!r}, not a token id.")
-            if given not in (None, token):
-                raise checkpoint.error(
-                    f"{key} is {token} in its config.json, but speculative_config says mask_token_id {given}."
-                )
-            return token
-    if given is None:
-        raise checkpoint.error(
-            "drafts in parallel (it has mask_hidden), but config.json names no mask token: give 'mask_token_id' in speculative_config."
-        )
-    return given
 
 
 class FirstLayer(nn.Module):
@@ -226,11 +61,11 @@ class FirstLayer(nn.Module):
 
 
 class Eagle3Head(nn.Module):
-    """Decoder layers over an embedding and a hidden state, which `fuse` makes of the target's.
+    """Decoder layers over embeddings and features; `fuse` makes features from the target's hidden states.
 
     Args:
-        plan: the file's tensors; which norms, biases and tables there are, it decides.
-        num_states, state_width: how many hidden states of the target are joined, and how wide each is.
+        plan: the checkpoint's tensors, which decide on norms, biases and tables.
+        num_states, state_width: number and width of the target's hidden states that are concatenated.
     """
 
     embeddings: Embeddings
@@ -257,7 +92,7 @@ class Eagle3Head(nn.Module):
         fit_biases(self, plan)
 
     def fuse(self, states: torch.Tensor) -> torch.Tensor:
-        """The head's features [.., H] from the target's hidden states, layer beside layer [.., L * Ht]."""
+        """The head's features [.., H] from the target's concatenated hidden states [.., L * Ht]."""
         if self.fc_norm is not None:
             parts = states.chunk(len(self.fc_norm), dim=-1)
             states = torch.cat([norm(part) for norm, part in zip(self.fc_norm, parts, strict=True)], dim=-1)
@@ -266,123 +101,9 @@ class Eagle3Head(nn.Module):
         return states if self.fc is None else self.fc(states)
 
     def forward(self, input_ids, features, position_ids, **attention) -> torch.Tensor:
-        """What is fed back after each token, [1, T, H]: before the last norm, or (`norm_output`) behind it."""
+        """The output that is fed back, [1, T, H]: before the last norm, or after it with `norm_output`."""
         attention["position_embeddings"] = self.rotary(position_ids, features.dtype)
         hidden = self.layers[0](self.embeddings(input_ids, features), features, **attention)
         for layer in self.layers[1:]:
             hidden = layer(hidden, position_ids=position_ids, **attention)
         return self.norm(hidden) if self.norm_output else hidden
-
-
-@dataclass(eq=False)
-class LoadedEagle3:
-    """A head that is ready to run.
-
-    Attributes:
-        lm_head: its own or the target's.
-        mask_features: [H], P-EAGLE's features of tokens not drafted yet.
-    """
-
-    head: PackedHead
-    module: Eagle3Head
-    options: Eagle3Options
-    lm_head: nn.Module
-    vocabulary: DraftVocabulary
-    mask_features: torch.Tensor | None
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [n, Vd] of what is fed back [n, H]."""
-        logits = self.lm_head(hidden if self.module.norm_output else self.module.norm(hidden))
-        return logits if self.options.logit_scale == 1.0 else logits * self.options.logit_scale
-
-
-def load_eagle3(
-    checkpoint: Checkpoint,
-    target: PackedModel,
-    prepack_weights: bool | None = None,
-    mask_token: int | None = None,
-    recycle_normed: bool | None = None,
-) -> LoadedEagle3:
-    """An EAGLE-3 or P-EAGLE head on the target's device, in its dtype.
-
-    Args:
-        mask_token, recycle_normed: see `read_options`.
-
-    Raises:
-        CheckpointError: it is incomplete, contradicts itself, or is for another target.
-    """
-    plan = Plan(checkpoint, canonical_name)
-    source = plan.sources.pop("d2t", None)
-    offsets = None if source is None else checkpoint.tensor(source)
-    options = read_options(checkpoint, plan, target, mask_token, recycle_normed)
-    config = read_layer_config(checkpoint, plan)
-    _check_target(checkpoint, plan, options, target, is_mapped=offsets is not None)
-    vocabulary, lm_head = _vocabulary(checkpoint, plan, target, offsets, config.hidden_size)
-    device, dtype = place_of(target)
-    with torch.device("meta"):
-        module = Eagle3Head(config, plan, options, max(1, len(options.taps.layers)), target.config.hidden_size)
-    load_module(module, plan, device, dtype)
-    module.rotary = RotaryPositions(checkpoint, config, device)
-    if "embed_tokens.weight" in plan:
-        module.embeddings = own_embeddings(module.embed_tokens, target)
-    else:
-        module.embeddings = shared_embeddings(checkpoint, target, config.hidden_size)
-    # A P-EAGLE head reads mask rows with its texts, whose features are no states of the target: it is given them fused.
-    fuse = module.fuse if options.mask_token is None else None
-    head = PackedHead(
-        module, config, config.num_hidden_layers, False, prepack_weights, device=device, dtype=dtype, fuse=fuse
-    )
-    return LoadedEagle3(
-        head, module, options, lm_head or module.lm_head, vocabulary, _mask_features(checkpoint, module, options)
-    )
-
-
-def _check_target(
-    checkpoint: Checkpoint, plan: Plan, options: Eagle3Options, target: PackedModel, is_mapped: bool
-) -> None:
-    """That the head reads what the target has: widths, number of hidden states, vocabulary (which d2t may map from a larger one)."""
-    given = checkpoint.config.get("target_hidden_size")
-    sizes = [plan.matrix("embed_tokens.weight")[0]] if "embed_tokens.weight" in plan else []
-    sizes += [checkpoint.shape("t2d")[0]] if "t2d" in checkpoint else []
-    check_target(checkpoint, target, given, None)
-    for size in sizes:
-        check_vocabulary(checkpoint, target, min(size, target.vocab_size) if is_mapped else size)
-    if "fc.weight" not in plan or not options.taps.layers:
-        return
-    width, columns = target.config.hidden_size, plan.matrix("fc.weight")[1]
-    if columns != width * len(options.taps.layers):
-        raise checkpoint.error(
-            f"fc reads {columns} numbers per token; the target's hidden states behind {options.taps.layers} layers have "
-            f"{len(options.taps.layers)} × {width}." + trained_for(checkpoint)
-        )
-
-
-def _vocabulary(
-    checkpoint: Checkpoint, plan: Plan, target: PackedModel, offsets: torch.Tensor | None, width: int
-) -> tuple[DraftVocabulary, nn.Module | None]:
-    """The draft vocabulary, and the target's language-model head if the file has none."""
-    if "lm_head.weight" in plan:
-        size = plan.shape("lm_head.weight")[0]
-        if offsets is None and size == checkpoint.config.get("draft_vocab_size") != vocab_size_of(checkpoint):
-            raise checkpoint.error(f"has logits for a draft vocabulary of {size} tokens, but no table d2t.")
-        return draft_vocabulary(checkpoint, target, offsets, size), None
-    if offsets is not None:
-        raise checkpoint.error("has a draft vocabulary (d2t), but no lm_head.weight that goes with it.")
-    if width != target.config.hidden_size:
-        raise checkpoint.error(
-            f"has no lm_head.weight, and the target's reads hidden states of width {target.config.hidden_size}, not {width}."
-        )
-    return DraftVocabulary(target.vocab_size), target_head(target)
-
-
-def _mask_features(checkpoint: Checkpoint, module: Eagle3Head, options: Eagle3Options) -> torch.Tensor | None:
-    """What stands in for the target's hidden states of tokens not drafted yet, fused: [H]."""
-    if options.mask_token is None:
-        return None
-    rows, _ = embedding_shape(module.embeddings.table)
-    if options.mask_token >= rows:
-        raise checkpoint.error(
-            f"its mask token {options.mask_token} is not among the {rows} tokens that have embeddings."
-        )
-    with torch.no_grad():
-        return module.fuse(module.mask_hidden.flatten())

@@ -1,1 +1,1 @@
-"""What drafters share: the shapes of drafts, growing them depth by depth, and the rounds of each kind of drafter."""
+"""Growing drafts depth by depth: tree shapes, the growth itself, and base classes for the kinds of drafters."""

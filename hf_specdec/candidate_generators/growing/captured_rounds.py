@@ -1,7 +1,7 @@
-"""Rounds of drafting as CUDA graphs: all depths in one launch, from what is known of the texts to the drafts.
+"""Whole drafting rounds as CUDA graphs: one launch runs all depths.
 
-What runs is the growth of tree_growth.py itself, over a bucket of rows that all draft equally deep; each row's draft is cut to
-its own limit afterwards. No depth waits for the host: where its nodes stand is known before (`LoopBuffers`), and their
+A captured round runs the growth of tree_growth.py over a bucket of rows that all draft equally deep; each row's draft is cut to
+its own limit afterwards. No depth waits for the host: the nodes' positions are known in advance (`LoopBuffers`), and their
 tokens, states and, in dynamic trees, paths stay on the device.
 """
 
@@ -9,10 +9,11 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any, Protocol
 
 import numpy as np
 import torch
+from torch import nn
 
 from ...cache import PagedStaticCache
 from ...core.sequence import Sequence
@@ -21,39 +22,52 @@ from ...model.buckets import blocks_bucket, power_of_two, rows_bucket
 from ...model.captures import Captures, places_of
 from ...model.draft_loop import LevelForward, LoopBuffers
 from ...model.graphs import MOST_TOKENS
+from ...model.packed_model import PackedModel
 from ...sampling.rows import SamplingRows
-from .levels import Draft, Growth
+from .levels import Draft, Growth, NodeExpander
 from .tree_growth import DynamicGrowth, growth_of
-from .tree_shapes import TreeShape, TreeTemplate
+from .tree_shapes import TreeDraftingConfig, TreeShape, TreeTemplate
 
-if TYPE_CHECKING:
-    from .grower import GrowingGenerator
+
+class LoopDrafter(NodeExpander, Protocol):
+    """A drafter whose rounds can be captured: a `GrowingGenerator` with `has_loop`, where these members are documented."""
+
+    config: TreeDraftingConfig
+    shape: TreeShape
+    target: PackedModel
+    loop: LoopBuffers | None
+
+    def begin(self, *roots: torch.Tensor) -> torch.Tensor: ...
+
+    def modules(self) -> list[nn.Module]: ...
+
+    def level_forwards(self, depth: int) -> list[LevelForward]: ...
 
 
 class CapturedRounds:
-    """One drafter's rounds, captured when a bucket is first needed: of rows, of depths, of blocks.
+    """One drafter's captured rounds, by bucket of rows, depth and blocks; a bucket is captured when first needed.
 
-    Rows that sample are among them: seeds, positions and sampling parameters are tensors. Rounds that are more than a function
-    of tensors are left to the drafter: rows with other logits processors, drafts that end where they are unlikely.
+    Rounds that sample can be captured, since seeds, positions and sampling parameters are tensors. The drafter runs rounds
+    that depend on more than tensors: rows with other logits processors, drafts that stop at a confidence threshold.
     """
 
-    def __init__(self, drafter: GrowingGenerator):
+    def __init__(self, drafter: LoopDrafter):
         self.drafter = drafter
         self.captures = Captures(f"The drafting loop of {type(drafter).__name__}")
         self._forwards_of: dict[int, list[LevelForward]] = {}  # by depth
-        self._probs = torch.zeros(0)  # what drafts are drawn from, of whichever round was the last
+        self._probs = torch.zeros(0)  # the distributions of the last round, shared by all buckets
 
     def clear(self) -> None:
-        """Forget all, and with them the pools they read."""
+        """Drop all captured rounds, which hold references to the KV pools they read."""
         self.captures.clear()
         self._probs = torch.zeros(0)
 
     def draft(self, sequences: list[Sequence], limits: list[int], roots: tuple[torch.Tensor, ...]) -> Draft:
-        """A round's draft, by a graph or, if it is no round for one, by the drafter.
+        """Run a round through a graph, or eagerly if this round cannot be captured.
 
         Args:
             sequences, limits: the batch, and how deep each row drafts.
-            roots: of the rows with a limit (see `GrowingGenerator.roots`).
+            roots: what `GrowingGenerator.roots` returned for the rows with a limit.
         """
         drafter = self.drafter
         growth = growth_of(drafter, drafter.config, drafter.shape, sequences, limits)
@@ -61,7 +75,7 @@ class CapturedRounds:
         return growth.draft(*growth.levels(drafter.begin(*roots))) if draft is None else draft
 
     def _replayed(self, growth: Growth, sequences: list[Sequence], roots: tuple[torch.Tensor, ...]) -> Draft | None:
-        """The draft; None if there are too many nodes, no memory yet, or something that cannot be captured."""
+        """The draft from a graph; None if there are too many nodes, no cache is allocated yet, or capturing failed."""
         drafter = self.drafter
         if self.captures.refused:
             return None
@@ -105,7 +119,9 @@ class CapturedRounds:
         buffers, tensors, replay = found
         fill(buffers)
         replay()
-        if rows == list(range(len(sequences))):  # as they stood; they are read before the next round writes them
+        if rows == list(
+            range(len(sequences))
+        ):  # in batch order: no copy is needed, they are read before the next round
             growth.probs = None if probs is None else probs[: len(rows)]
             return growth.draft(*(each[: len(rows)] for each in tensors))
         place = np.zeros(len(sequences), dtype=np.int64)
@@ -115,7 +131,7 @@ class CapturedRounds:
         return growth.draft(*(each.index_select(0, index) for each in tensors))
 
     def _probs_of(self, num_rows: int, depth: int, device: torch.device) -> torch.Tensor:
-        """Where a bucket's rounds keep the distributions they draw from, [rows, nodes, V]: the same memory for all buckets."""
+        """The buffer [rows, nodes, V] for the distributions drafts are drawn from; all buckets share its memory."""
         drafter = self.drafter
         shape = num_rows, 1 + drafter.shape.num_expanded(depth), drafter.target.vocab_size
         if len(self._probs) < math.prod(shape):
@@ -129,11 +145,11 @@ class CapturedRounds:
 
 
 class _RoundBuffers:
-    """What one bucket's rounds read, and the round itself."""
+    """The static inputs of one bucket, and the round that reads them."""
 
     def __init__(
         self,
-        drafter: GrowingGenerator,
+        drafter: LoopDrafter,
         loop: LoopBuffers,
         roots: tuple[torch.Tensor, ...],
         depth: int,
@@ -143,10 +159,12 @@ class _RoundBuffers:
         self.drafter, self.loop, self.depth = drafter, loop, depth
         self.sampling, self.probs = sampling, probs
         self.roots = [root.new_zeros(loop.num_rows, *root.shape[1:]) for root in roots]
-        self.rows = [Sequence([0], 1) for _ in range(loop.num_rows)]  # stand for any: a round reads nothing of them
+        self.rows = [
+            Sequence([0], 1) for _ in range(loop.num_rows)
+        ]  # placeholders: a captured round does not read them
 
     def fill(self, roots: tuple[torch.Tensor, ...], order: list[int], tables, limits: list[int]) -> None:
-        """Put a round in: the roots' rows in `order`, and of each in that order its slots and limit."""
+        """Copy a round's inputs: the roots' rows in `order`, and the cache slots and limits in that order."""
         if order != list(range(len(order))):
             index = upload(order, roots[0].device)
             roots = tuple(root.index_select(0, index) for root in roots)
@@ -155,7 +173,7 @@ class _RoundBuffers:
         self.loop.fill(tables, limits)
 
     def run(self) -> tuple[torch.Tensor, ...]:
-        """All depths, from the buffers: what is captured."""
+        """Run all depths on the buffers; this is what the graph captures."""
         drafter = self.drafter
         limits = [self.depth] * len(self.rows)
         growth = growth_of(drafter, drafter.config, drafter.shape, self.rows, limits, self.sampling, self.probs)
@@ -170,8 +188,10 @@ class _RoundBuffers:
 
 
 def expanded_nodes(shape: TreeShape, depth: int) -> tuple[np.ndarray, np.ndarray | None]:
-    """The nodes that are continued in drafts of that depth, in their order: depths int64 [E], and which are on each one's path,
-    bool [E, E], itself included; None where that is found while drafting."""
+    """The E nodes that are expanded in drafts of that depth, in order.
+
+    Returns: their depths, int64 [E]; the nodes on each one's path, itself included, bool [E, E] (None for dynamic trees, whose
+        paths are known only while drafting)."""
     if isinstance(shape, TreeTemplate):
         nodes = shape.expanded[shape.depths[shape.expanded] < depth]
         return shape.depths[nodes], shape.ancestors[np.ix_(nodes, nodes)]

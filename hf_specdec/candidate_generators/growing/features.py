@@ -1,4 +1,4 @@
-"""Drafters that read the target's hidden states and keep KV of their own (EAGLE, MTP): the round they share."""
+"""FeatureGenerator: base of drafters that read the target's hidden states and keep a KV cache of their own (EAGLE, MTP)."""
 
 from __future__ import annotations
 
@@ -27,12 +27,12 @@ Head = TypeVar("Head", bound=PackedHead)
 class FeatureGenerator(CachedGenerator):
     """Drafts from pairs of a token and the feature before it.
 
-    The head's row p takes token p + 1 and the target's feature at p, stands at position p, and predicts token p + 2. Rows of
-    the text are read once, with true features, also those of accepted drafts: what was guessed while drafting is
-    overwritten. While drafting, the head's own output takes the place of the feature.
+    The head's row p takes token p + 1 and the target's feature at p, has position p, and predicts token p + 2. Each row of the
+    text is read once with the target's own features, accepted drafts included: this overwrites the keys and values
+    written while drafting. While drafting, the head's own output takes the place of the feature.
 
-    A subclass sets in its `__init__` `vocabulary`, `head` (see `captured`) and `lm_head`, and implements what is not the
-    plain one of `logits`, `fed_back` and (with `taps`) `features`.
+    A subclass sets `vocabulary`, `head` (see `captured`) and `lm_head` in its `__init__`, and overrides `logits`, `fed_back`
+    and (with `taps`) `features` where it differs from EAGLE-1.
     """
 
     has_loop = True
@@ -43,12 +43,12 @@ class FeatureGenerator(CachedGenerator):
     def __init__(self, config: TreeDraftingConfig, target: PackedModel, context: DrafterContext | None = None):
         super().__init__(config, target, context)
         self.unread: dict[int, list[torch.Tensor]] = {}  # per sequence: features [n, F] the head has not read yet
-        self.sequences: list[Sequence] = []  # of the running round
+        self.sequences: list[Sequence] = []  # in the current round
 
-    # ---- what a method is -------------------------------------------------------------------------------------------
+    # ---- hooks of a method ------------------------------------------------------------------------------------------
 
     def features(self, output: PackedOutput, index: torch.Tensor) -> torch.Tensor:
-        """What the head reads, [n, F], for the packed tokens `index` [n] of a target forward: its final hidden states."""
+        """The head's features [n, F] of the packed tokens `index` [n] in a target forward; by default its final hidden states."""
         assert output.last_hidden is not None
         return output.last_hidden[index.to(output.last_hidden.device)].to(self.head.device)
 
@@ -57,18 +57,18 @@ class FeatureGenerator(CachedGenerator):
         return self.lm_head(hidden)
 
     def fed_back(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The feature [n, F] that stands in for the target's where the head's hidden state is [n, H]."""
+        """The feature [n, F] used in place of the target's while drafting, from the head's hidden states [n, H]."""
         return hidden
 
     def captured(self, head: Head) -> Head:
-        """A head, whose forwards run as CUDA graphs if the configuration asks for it or leaves it open and they can."""
+        """The head with CUDA graphs, if the configuration asks for them or, when it does not say, if the head supports them."""
         rewritten = self.config.compile is not False and self.config.quantization is None
         head = head.with_graphs(self.config.cuda_graphs, rewritten)
         self.run_as_graphs(head.graphs is not None)
         return head
 
     def modules(self) -> list[nn.Module]:
-        """The head's layers, and what it may share with the target."""
+        """The head's layers, and modules it may share with the target."""
         model = self.target.model
         shared = (model.get_input_embeddings(), model.get_output_embeddings(), getattr(self, "lm_head", None))
         return [self.head.module, *(each for each in shared if each is not None)]
@@ -80,12 +80,12 @@ class FeatureGenerator(CachedGenerator):
         return self.head.new_cache(num_blocks, block_size)
 
     def start(self, seq: Sequence) -> None:
-        """Nothing is known of it yet: the first draft comes after the target has read the prompt."""
+        """Add an empty cache entry; the first draft comes after the target has read the prompt."""
         super().start(seq)
         self.unread[seq.id] = []
 
     def evict(self, seq: Sequence) -> None:
-        """Forget KV and features: the target will read the text again."""
+        """Drop KV and features; the target will read the text again."""
         super().evict(seq)
         self.unread[seq.id] = []
 
@@ -95,13 +95,13 @@ class FeatureGenerator(CachedGenerator):
         del self.unread[seq.id]
 
     def active(self):
-        """The head's weights are prepacked."""
+        """A context with the head's prepacked weights in place."""
         return self.head.active()
 
     # ---- reading the text -------------------------------------------------------------------------------------------
 
     def observe(self, outcome: StepOutcome) -> None:
-        """Take the features of what the target has read; long texts are read at once, so that few features are held."""
+        """Keep the features of the tokens that the target has read. Long texts are read into the cache at once, to free them."""
         assert outcome.output is not None
         sequences, rows, counts = outcome.read_rows()
         taken = self.features(outcome.output, upload(rows, self.head.device))
@@ -112,16 +112,16 @@ class FeatureGenerator(CachedGenerator):
         long = [seq for seq in sequences if self.num_unread(seq) > chunk]
         while long:
             if not all(self.try_reserve(seq, self.cache.tables[seq.id].length + chunk) for seq in long):
-                break  # no blocks now: features wait
+                break  # no free blocks: keep the features
             self.read(long, chunk)
             long = [seq for seq in long if self.num_unread(seq) > chunk]
 
     def num_unread(self, seq: Sequence) -> int:
-        """Rows of the text the head can read now."""
+        """Rows of the text whose features are known and not read yet."""
         return sum(each.shape[0] for each in self.unread[seq.id])
 
     def take(self, sequences: list[Sequence], chunk: int) -> tuple[list[RowInput], list[torch.Tensor]]:
-        """Up to `chunk` rows of each text that the head has not read: what it is fed, and their features [n, F]."""
+        """Up to `chunk` rows of each text that the head has not read: the inputs, and their features [n, F]."""
         inputs, features = [], []
         for seq in sequences:
             known = self.unread[seq.id]
@@ -136,7 +136,7 @@ class FeatureGenerator(CachedGenerator):
         return inputs, features
 
     def read(self, sequences: list[Sequence], chunk: int) -> torch.Tensor:
-        """Read up to `chunk` rows of each text into the cache; the last hidden state of each [R, H]. Slots are reserved."""
+        """Read up to `chunk` rows of each text into the cache, whose slots are reserved; returns each text's last hidden state [R, H]."""
         inputs, features = self.take(sequences, chunk)
         hidden = self.head.read(inputs, _joined(features), self.cache)
         for row in inputs:
@@ -153,14 +153,14 @@ class FeatureGenerator(CachedGenerator):
             self.read(long, chunk)
 
     def read_all(self, sequences: list[Sequence]) -> torch.Tensor:
-        """Read what is new of each text; the head's hidden states [R, H] at their ends."""
+        """Read all unread rows of each text; returns the head's hidden states [R, H] at the texts' ends."""
         self.read_all_but_last_chunk(sequences)
         return self.read(sequences, self.config.prefill_chunk_size)
 
     # ---- drafting ---------------------------------------------------------------------------------------------------
 
     def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
-        """Rows whose text the head can read to its end, and for which it has blocks."""
+        """The limits; 0 for rows whose text cannot be read to its end yet, or for which there are no free blocks."""
         self.sequences = sequences
         out = []
         for seq, limit in zip(sequences, limits, strict=True):
@@ -171,7 +171,7 @@ class FeatureGenerator(CachedGenerator):
         return out
 
     def roots(self, sequences: list[Sequence]) -> tuple[torch.Tensor, ...]:
-        """Read what is new of each text; the head's hidden states [R, H] at their ends."""
+        """Read all unread rows of each text; returns the head's hidden states [R, H] at the texts' ends."""
         return (self.read_all(sequences),)
 
     def begin(self, *roots: torch.Tensor) -> torch.Tensor:

@@ -1,4 +1,4 @@
-"""What drafters that grow drafts depth by depth share: the shape, the round, and (for those with KV) the cache."""
+"""Base classes of drafters that grow drafts depth by depth, without and with a KV cache of their own."""
 
 from __future__ import annotations
 
@@ -24,14 +24,14 @@ from .tree_shapes import TreeDraftingConfig, TreeShape
 
 
 class GrowingGenerator(CandidateGenerator):
-    """Drafts chains, static trees or dynamic trees from what `roots` and `expand` say; see tree_growth.py beside this.
+    """Drafts chains, static trees or dynamic trees with a subclass's `roots` and `expand`; see tree_growth.py.
 
-    A subclass sets `vocabulary` in its `__init__`. One whose nodes hand something on to their children keeps that in
-    `state` [R, F, S], of the last level's nodes (of the roots: F = 1) in the running round.
+    A subclass sets `vocabulary` in its `__init__`. If nodes pass a state to their children, it keeps the states of the last
+    level's nodes in `state` [R, F, S] (of the roots: F = 1).
 
     Attributes:
-        has_loop: every depth is computed from the one before by `begin` and `expand`, which read no sequence where `loop`
-            holds what a round's forwards read of them: then rounds can be captured (`cuda_graphs`).
+        has_loop: `begin` and `expand` compute each depth from the one before, and read no sequences while `loop` is set (it
+            holds the inputs of the round's forwards), so that rounds can be captured as CUDA graphs.
     """
 
     config: TreeDraftingConfig
@@ -52,7 +52,7 @@ class GrowingGenerator(CandidateGenerator):
         return self.shape.num_nodes(self.shape.depth)
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
-        """Grow a draft for every row that has a limit and that the drafter knows enough of."""
+        """Grow a draft for every row that has a limit and is ready."""
         limits = self.ready(sequences, [min(limit, self.shape.depth) for limit in limits])
         rows = [i for i, limit in enumerate(limits) if limit]
         if not rows:
@@ -67,68 +67,68 @@ class GrowingGenerator(CandidateGenerator):
         return draft.trees
 
     def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
-        """The limits, 0 for rows that cannot be drafted for now; memory for the others is reserved."""
+        """The limits, 0 for rows that cannot be drafted for now. Reserves memory for the others."""
         return limits
 
     @abstractmethod
     def roots(self, sequences: list[Sequence]) -> tuple[torch.Tensor, ...]:
-        """Read what is new of each text; what drafts begin with, a row each: their logits [R, Vd], or what `begin` takes."""
+        """Read the new tokens of each text. Returns the arguments of `begin`, one row per text; by default logits [R, Vd]."""
 
     def begin(self, *roots: torch.Tensor) -> torch.Tensor:
-        """Logits [R, Vd] of what follows each sequence's text, from its root; sets `state`, where there is one."""
+        """Logits [R, Vd] of the token after each text; sets `state`, if the drafter has one."""
         return roots[0]
 
     @abstractmethod
     def expand(self, level: Level) -> torch.Tensor:
-        """Logits [R, F, Vd] of what follows each node (see NodeExpander)."""
+        """Logits [R, F, Vd] of the token after each node (see `NodeExpander`)."""
 
     def root_logits(self, sequences: list[Sequence]) -> torch.Tensor:
-        """Logits [R, Vd] of what follows each sequence's text."""
+        """Logits [R, Vd] of the token after each text."""
         return self.begin(*self.roots(sequences))
 
     def remaining(self, level: Level) -> torch.Tensor:
-        """`state` [R, F of the last level, S] of the rows that go on."""
+        """`state` [R, F of the last level, S] of the rows that are still drafting."""
         assert self.state is not None
         return self.state if len(level.kept) == len(self.state) else self.state[level.kept]
 
     def carried(self, level: Level) -> torch.Tensor:
         """The state [R, F, S] of each node's parent."""
         state = self.remaining(level)
-        if state.shape[1] == 1:  # chains, and the nodes below the root
+        if state.shape[1] == 1:  # a chain, or the first level
             return state.expand(-1, level.tokens.shape[1], -1)
         return state.gather(1, level.parents[:, :, None].expand(-1, -1, state.shape[2]))
 
     def modules(self) -> list[nn.Module]:
-        """What `begin` and `expand` run: captured rounds are forgotten when these have other weights."""
+        """The modules that `begin` and `expand` run: captured rounds are dropped when their weights change."""
         return []
 
     def level_forwards(self, depth: int) -> list[LevelForward]:
-        """The forwards over keys and values of a round that drafts so deep; none without a cache."""
+        """The forwards that use the KV cache in a round of this depth; empty for drafters without a cache."""
         return []
 
     def drafted(self, sequences: list[Sequence], draft: Draft) -> None:
-        """The round's draft is complete; `draft.trees` goes to the target."""
+        """Called when the round's draft is complete."""
 
 
 class CachedGenerator(GrowingGenerator):
-    """A growing drafter with keys and values of its own, in pages like the target's.
+    """A growing drafter with a paged KV cache of its own.
 
     Attributes:
-        has_graphs: its forwards are CUDA graphs, which read the cache.
+        has_graphs: its forwards are CUDA graphs, which hold references to the cache.
     """
 
     cache: PagedStaticCache
     has_graphs = False
-    window_stays = False  # while drafting, sliding windows stay where they are at the text's end
+    window_stays = False  # whether sliding windows end at the text's last token while drafting
     _num_sequences = 1
 
     def run_as_graphs(self, has_graphs: bool) -> None:
-        """Say whether its forwards are CUDA graphs. If not, rounds are none either."""
+        """Set whether the forwards are CUDA graphs; if not, rounds are not captured either."""
         self.has_graphs = has_graphs
         self.rounds = self.rounds if has_graphs else None
 
     def level_forwards(self, depth: int) -> list[LevelForward]:
-        """One for each depth but the last, over its nodes."""
+        """One for each depth but the last, over its expanded nodes."""
         depths, ancestors = expanded_nodes(self.shape, depth)
         out = []
         for level in range(1, depth):
@@ -142,16 +142,16 @@ class CachedGenerator(GrowingGenerator):
         """An empty cache for the drafter's layers, which grows up to `num_blocks`."""
 
     def own_tokens(self, num_tokens: int) -> int:
-        """How many tokens the drafter may have to read for so many of the target's."""
+        """The most tokens that `num_tokens` of the target's can become in the drafter's vocabulary."""
         return num_tokens
 
     @property
     def num_draft_slots(self) -> int:
-        """Slots for one draft."""
+        """Cache slots that one draft needs."""
         return self.shape.num_expanded(self.shape.depth) + 1
 
     def allocate(self, num_tokens: int, num_sequences: int, block_size: int) -> None:
-        """A cache like the target's, for the texts as the drafter reads them, plus room for one draft per sequence."""
+        """Make a cache for the texts in the drafter's tokens, plus room for one draft per sequence."""
         drafts = -(-(self.num_draft_slots + block_size) // block_size) * num_sequences
         num_blocks = -(-self.own_tokens(num_tokens) // block_size) + drafts
         if self.has_graphs and self.cache.can_serve(block_size):
@@ -162,7 +162,7 @@ class CachedGenerator(GrowingGenerator):
         self._num_sequences = num_sequences
 
     def release(self) -> None:
-        """Drop the cache, unless CUDA graphs read it: then it is kept for the next call."""
+        """Drop the cache, unless CUDA graphs refer to it: then it is kept for the next call."""
         if self.has_graphs and self.cache.is_allocated:
             self.cache.clear()
         else:
@@ -174,12 +174,12 @@ class CachedGenerator(GrowingGenerator):
             self.rounds.clear()
 
     def start(self, seq: Sequence) -> None:
-        """An empty cache entry."""
+        """Add an empty cache entry."""
         whole = self.own_tokens(seq.max_length) + self.num_draft_slots
         self.cache.add(seq.id, self.cache.place_of(whole, self._num_sequences))
 
     def evict(self, seq: Sequence) -> None:
-        """Give the KV blocks back; they are recomputed."""
+        """Give the KV blocks back; they will be recomputed."""
         self.cache.evict(seq.id)
 
     def stop(self, seq: Sequence) -> None:
@@ -187,7 +187,7 @@ class CachedGenerator(GrowingGenerator):
         self.cache.remove(seq.id)
 
     def try_reserve(self, seq: Sequence, num_slots: int) -> bool:
-        """Whether the sequence has, or now got, that many slots."""
+        """Reserve that many slots in all for a sequence; False if there are no free blocks."""
         try:
             self.cache.reserve(seq.id, num_slots)
         except OutOfBlocks:
@@ -197,16 +197,18 @@ class CachedGenerator(GrowingGenerator):
     def level_inputs(
         self, level: Level, tokens: torch.Tensor, seq_ids: list[int], positions: list[int]
     ) -> list[RowInput]:
-        """The rows of a forward over a level's nodes, behind what the cache holds of each sequence.
+        """The input rows of a forward over a level's nodes, after the cached tokens of each sequence.
 
         Args:
-            tokens: int64 [R, F] ids as the drafter knows them.
-            seq_ids: of the level's R rows.
-            positions: of the roots' tokens; a node at depth d stands d behind.
+            tokens: int64 [R, F] ids in the drafter's vocabulary.
+            seq_ids: the level's R sequences.
+            positions: of the last token of each text; a node at depth d has this position plus d.
         """
         count = level.tokens.shape[1]
         on_host = tokens.numpy() if tokens.device.type == "cpu" else None
-        ancestors = None if level.ancestors.shape[2] == level.depth else level.host_ancestors  # None: a chain so far
+        ancestors = (
+            None if level.ancestors.shape[2] == level.depth else level.host_ancestors
+        )  # None: only chains so far
         inputs = []
         for i, (seq_id, position) in enumerate(zip(seq_ids, positions, strict=True)):
             length = self.cache.tables[seq_id].length

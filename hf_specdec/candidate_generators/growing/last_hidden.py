@@ -1,4 +1,4 @@
-"""Drafters that need nothing but the target's last hidden state and keep no KV (MLP speculators, Medusa, Hydra)."""
+"""LastHiddenGenerator: base of drafters that read only the target's last hidden state and keep no KV (Medusa, Hydra, MLPs)."""
 
 from __future__ import annotations
 
@@ -31,19 +31,19 @@ LastHidden = TypeVar("LastHidden", bound="LastHiddenConfig")
 
 @dataclass
 class LastHiddenConfig(ProposedLengthConfig):
-    """Keys of the methods whose checkpoint has one head per depth: drafts use all of them unless the user says otherwise."""
+    """Keys of methods whose checkpoints have one head per depth; by default drafts use all heads."""
 
-    default_num_speculative_tokens = 8  # a bound: published checkpoints have 3 to 7 heads
+    default_num_speculative_tokens = 8  # an upper bound: published checkpoints have 3 to 7 heads
 
     def bounded(self: LastHidden, depth: int) -> LastHidden:
-        """This configuration for drafts that are `depth` deep at most."""
+        """This configuration with `depth` as its number of draft tokens."""
         if self.num_speculative_tokens == depth:
             return self
         return dataclasses.replace(self, num_speculative_tokens=depth)
 
 
 def bounded_shape(config: LastHiddenConfig, shape: TreeShape, num_heads: int) -> TreeShape:
-    """The shape of drafts by a checkpoint with so many heads.
+    """The configured shape, cut to the number of heads unless the user asked for more.
 
     Raises:
         SpeculativeConfigError: the configuration asks for deeper drafts.
@@ -65,20 +65,20 @@ def bounded_shape(config: LastHiddenConfig, shape: TreeShape, num_heads: int) ->
 class LastHiddenGenerator(GrowingGenerator):
     """Drafts from each sequence's newest token and the target's final hidden state before it.
 
-    Of every sequence one row [H] is kept: the target's hidden state (after the last norm: what its language-model head
-    reads) at the position whose next token is the sequence's newest. A row that has none, because its prompt is still
-    being read or it was evicted, is not drafted for.
+    One row [H] is kept per sequence: the target's hidden state (after the last norm, as its language-model head reads it)
+    that produced the sequence's newest token. A sequence without one, because its prompt is still being read or it was
+    evicted, gets no draft.
 
-    A subclass, in its `__init__`, sets `vocabulary` and calls `set_heads`; and it implements
+    A subclass sets `vocabulary` and calls `set_heads` in its `__init__`, and implements
 
-    * `begin(hidden, tokens)`: logits [R, Vd] of what follows each text, from the target's last hidden states [R, H] and the
-      newest tokens int64 [R], those the hidden states led to. What the nodes below need goes to `self.state` [R, 1, S];
-    * `expand(level)`: logits [R, F, Vd] of what follows each node, or [R, 1, Vd] if the nodes of a row share them.
-      `self.carried(level)` is the state [R, F, S] of the nodes' parents (for rows that go on); the nodes' own state
-      [R, F, S] is assigned to `self.state`. Heads that read only the root's state leave it as it is, but for
-      rows that ended: `self.state = self.remaining(level)`.
+    * `begin(hidden, tokens)`: logits [R, Vd] of the token after each text, from the target's last hidden states [R, H] and
+      the newest tokens int64 [R]. It sets `self.state` [R, 1, S] to the state that nodes below need;
+    * `expand(level)`: logits [R, F, Vd] of the token after each node, or [R, 1, Vd] if the nodes of a row share them.
+      `self.carried(level)` is the state [R, F, S] of the nodes' parents; the nodes' own state [R, F, S] is assigned to
+      `self.state`. Heads that read only the root's state set `self.state = self.remaining(level)`, which drops the rows that
+      have ended.
 
-    The head for what follows a node is number `level.depth` (the root's is number 0).
+    Head number `level.depth` predicts the token after a node; head 0 the token after the text.
     """
 
     has_loop = True
@@ -97,7 +97,7 @@ class LastHiddenGenerator(GrowingGenerator):
         self._linears: JoinedLinears | None = None
 
     def set_heads(self, heads: nn.Module, num_heads: int) -> None:
-        """The drafter's weights, on their device, and how many heads there are: how deep it can draft.
+        """Set the drafter's weights, already on their device, and the number of heads, which bounds the depth of drafts.
 
         Raises:
             SpeculativeConfigError: the configuration asks for deeper drafts.
@@ -106,7 +106,7 @@ class LastHiddenGenerator(GrowingGenerator):
         graphs = self.target.graphs is not None
         self._linears = few_row_linears(heads) if graphs else prepack(heads, self.config.prepack_weights)
         self.shape = bounded_shape(self.config, self.shape, num_heads)
-        self.config = self.settled(self.config)
+        self.config = self.with_checkpoint_defaults(self.config)
 
     def modules(self) -> list[nn.Module]:
         """The heads, and what they may share with the target."""
@@ -114,28 +114,28 @@ class LastHiddenGenerator(GrowingGenerator):
         shared = (model.get_input_embeddings(), model.get_output_embeddings())
         return [self._heads, *(each for each in shared if each is not None)]
 
-    def settled(self, config: LastHiddenConfig) -> LastHiddenConfig:
-        """A call's configuration, with the number of heads where it bounds the draft length."""
+    def with_checkpoint_defaults(self, config: LastHiddenConfig) -> LastHiddenConfig:
+        """The configuration with the draft length bounded by the number of heads."""
         return config.bounded(self.shape.depth)
 
     @abstractmethod
     def begin(self, *roots: torch.Tensor) -> torch.Tensor:
-        """Logits [R, Vd] of what follows each text, from (hidden, tokens)."""
+        """Logits [R, Vd] of the token after each text, from (hidden, tokens)."""
 
     # ---- the round --------------------------------------------------------------------------------------------------
 
     def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
-        """Rows whose hidden state is known."""
+        """The limits; 0 for rows whose hidden state is not known."""
         return [limit if seq.id in self.known else 0 for seq, limit in zip(sequences, limits, strict=True)]
 
     def roots(self, sequences: list[Sequence]) -> tuple[torch.Tensor, ...]:
-        """What `begin` takes."""
+        """Hidden states [R, H] and newest tokens int64 [R], for `begin`."""
         assert self.hidden is not None
         index = upload([[self.slots[seq.id], seq.tokens[-1]] for seq in sequences], self.device)
         return self.hidden.index_select(0, index[:, 0]), index[:, 1]
 
     def observe(self, outcome: StepOutcome) -> None:
-        """Keep the hidden state behind the newest token of each verified sequence."""
+        """Keep the hidden state that produced each verified sequence's newest token."""
         assert outcome.output is not None and outcome.output.last_hidden is not None
         going = {seq.id for seq in outcome.sequences if not seq.finished}
         read, rows, counts = outcome.read_rows()
@@ -152,7 +152,7 @@ class LastHiddenGenerator(GrowingGenerator):
     # ---- memory and membership --------------------------------------------------------------------------------------
 
     def _buffer(self, width: int) -> torch.Tensor:
-        """`hidden`, with a row for every slot handed out."""
+        """`hidden`, grown to a row per slot."""
         needed = max(len(self.slots) + len(self._free), self._num_expected)
         have = 0 if self.hidden is None else len(self.hidden)
         if self.hidden is None or have < needed:
@@ -163,11 +163,11 @@ class LastHiddenGenerator(GrowingGenerator):
         return self.hidden
 
     def active(self) -> contextlib.AbstractContextManager:
-        """The heads' layers are served as is fastest."""
+        """A context in which the heads' linear layers use their fastest kernels."""
         return contextlib.nullcontext() if self._linears is None else self._linears.active()
 
     def allocate(self, num_tokens: int, num_sequences: int, block_size: int) -> None:
-        """A row per sequence, when the first is known."""
+        """Note how many rows are needed; they are allocated with the first hidden state."""
         self._num_expected = num_sequences
 
     def release(self) -> None:
@@ -175,11 +175,11 @@ class LastHiddenGenerator(GrowingGenerator):
         self.hidden = self.state = None
 
     def start(self, seq: Sequence) -> None:
-        """A slot; nothing is known yet."""
+        """Take a slot; its hidden state is not known yet."""
         self.slots[seq.id] = self._free.pop() if self._free else len(self.slots)
 
     def evict(self, seq: Sequence) -> None:
-        """Forget the hidden state: the target will read the text again."""
+        """Forget the hidden state; the target will read the text again."""
         self.known.discard(seq.id)
 
     def stop(self, seq: Sequence) -> None:

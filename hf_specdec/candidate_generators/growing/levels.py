@@ -1,4 +1,4 @@
-"""One depth of a draft: what a drafter is given, and how children are chosen from what it says of them."""
+"""One depth of a draft: the nodes a drafter expands, and how their children are chosen from its logits."""
 
 from __future__ import annotations
 
@@ -21,18 +21,18 @@ from ...sampling.rows import SamplingKind, SamplingRows
 
 @dataclass
 class Level:
-    """Nodes of one depth that the drafter is to continue: the same number F in each of R rows.
+    """The nodes of one depth that the drafter expands: F in each of R rows.
 
     Attributes:
         depth: of these nodes; 1 for the root's children.
         rows: which rows of the batch, ascending.
-        kept: for each, where it stood among the rows of the previous level (of the root's logits at depth 1).
+        kept: each one's index among the rows of the previous level (of the root logits at depth 1).
         tokens: int64 [R, F], ids of the target's vocabulary.
         parents: int64 [R, F], each node's parent among the F nodes of the previous level (zeros at depth 1).
-        first: nodes given before these in each row: node f is the row's expanded node `first + f`.
-        ancestors: bool [R, F, first + F], which expanded nodes are on each node's path, itself included: numpy where the
-            template says it, a tensor on the device where it was found while drafting.
-        depths: int64 numpy [first + F], depths of the expanded nodes, these last.
+        first: nodes expanded before these in each row: node f is the row's expanded node `first + f`.
+        ancestors: bool [R, F, first + F], which expanded nodes are on each node's path, itself included: numpy for
+            templates, a tensor on the device for dynamic trees.
+        depths: int64 numpy [first + F], depths of all expanded nodes, these nodes last.
     """
 
     depth: int
@@ -53,35 +53,35 @@ class Level:
 class Vocabulary(Protocol):
     """How a drafter's logits become scores of the target's tokens."""
 
-    in_target_vocabulary: bool  # whether they do: processors and noise, which speak of the target's tokens, then apply
+    in_target_vocabulary: bool  # if False, processors and noise, which refer to the target's tokens, are not applied
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """Scores [R, V] from the drafter's logits [R, Vd]; tokens it does not know get minus infinity."""
+        """Scores [R, V] from the drafter's logits [R, Vd]; tokens the drafter does not have get minus infinity."""
         ...
 
 
 class NodeExpander(Protocol):
-    """A drafter, as growth sees it.
+    """A drafter, as growth uses it.
 
-    One that can tell how likely its drafts are accepted also has `log_survival() -> [R, F] or None`: for each node the last
-    logits followed, the log-probability that its path and what comes next are accepted. `draft_confidence_threshold` is
-    then compared with that instead of the drafted tokens' own probabilities.
+    A drafter that estimates acceptance also has `log_survival() -> [R, F] or None`: for each node of the last logits, the
+    log-probability that its path and its next token are accepted. `draft_confidence_threshold` is then compared with that
+    instead of the drafted tokens' own probabilities.
     """
 
     vocabulary: Vocabulary
 
     def expand(self, level: Level) -> torch.Tensor:
-        """Logits [R, F, Vd] of what follows each node; [R, 1, Vd] if they are the same for all nodes of a row."""
+        """Logits [R, F, Vd] of the token after each node; [R, 1, Vd] if all nodes of a row share them."""
         ...
 
 
 @dataclass
 class Draft:
-    """What was grown.
+    """A grown draft.
 
     Attributes:
         trees: B rows.
-        expanded: int64 numpy [B, N], which of the row's expanded nodes each node is; -1: the drafter did not go on from it.
+        expanded: int64 numpy [B, N], each node's index among the row's expanded nodes; -1: it was not expanded.
     """
 
     trees: DraftTrees
@@ -89,12 +89,12 @@ class Draft:
 
 
 class Growth(ABC):
-    """One round of drafting: `levels` does all that is done on the device, `draft` makes of it what the target reads.
+    """One round of drafting: `levels` does the work on the device, `draft` turns its tensors into trees.
 
     Args:
         sequences, limits: the batch, and how deep each row's draft may be.
-        sampling: how the rows sample, in place of what the sequences say.
-        probs: float32 [B, M, V], for the distributions drafts are drawn from; None: made when needed.
+        sampling: sampling parameters as tensors; None: taken from the sequences.
+        probs: float32 [B, M, V] buffer for the distributions drafts are drawn from; None: allocated when needed.
     """
 
     def __init__(
@@ -131,35 +131,35 @@ class Growth(ABC):
 
     @abstractmethod
     def levels(self, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Draft all depths from logits [R, Vd] after each text with a limit, in their order: what `draft` takes, with a row
-        per sequence of the batch."""
+        """Draft all depths, from the logits [R, Vd] after each text with a limit. Returns the arguments of `draft`, which have a
+        row for every sequence of the batch."""
 
     @abstractmethod
     def draft(self, *tensors: torch.Tensor) -> Draft:
-        """What was grown, cut to each row's limit; may be called with what `levels` of a growth with greater limits made."""
+        """The draft, cut to each row's limit. The tensors may come from a growth with greater limits."""
 
     @property
     def is_replayable(self) -> bool:
-        """Whether `levels` is a function of tensors: no processors but sampling parameters, no draft that ends for what it is."""
+        """Whether `levels` depends on tensors only: no processors besides sampling parameters, no confidence threshold."""
         return self.least is None and self.only_sampling
 
     def sampling_kind(self, parameters: bool = True) -> SamplingKind:
-        """What is read of how the rows sample.
+        """Which sampling tensors the round needs.
 
         Args:
-            parameters: whether temperature, top-k, top-p and min-p are applied from tensors, not by the processors.
+            parameters: apply temperature, top-k, top-p and min-p from tensors, not through the processors.
         """
         return SamplingKind.of(self.sequences if self.processed and parameters else [], self.draws)
 
     @property
     def num_expanded(self) -> int:
-        """Nodes per row that were handed to the drafter."""
+        """Nodes per row that the drafter has expanded."""
         return len(self.depths)
 
     def choose(self, logits: torch.Tensor, rows: list[int], depth: int, frontier: int, width: int, rank: bool):
         """The `width` best children of every frontier node: ids [R, F, width] and, if `rank`, their log-probabilities.
 
-        F is 1 where all nodes of a row share their children.
+        F is 1 if all nodes of a row share their children.
         """
         if logits.shape[1] < frontier and (self.prefixed or self.keeps_probs):
             logits = logits.expand(-1, frontier, -1)
@@ -170,7 +170,7 @@ class Growth(ABC):
         scores = scores.view(len(rows), logits.shape[1], -1)
         index = None if len(rows) == len(self.sequences) else self.index(rows, scores.device)
         width = min(width, scores.shape[2])
-        shared = not self.independent  # then all nodes of a depth have the target's own noise
+        shared = not self.independent  # coupled: all nodes of a depth use the target's own noise
         if sampling is not None and self.draws and shared and width == 1 and not rank:
             return sampling.choices(scores, depth - 1, index)[:, :, None], None
         if sampling is not None and not (self.draws and shared):
@@ -188,7 +188,7 @@ class Growth(ABC):
         return chosen, torch.log_softmax(noisy if shared else scores, dim=-1).gather(2, chosen)
 
     def _sampling_on(self, device: torch.device) -> SamplingRows | None:
-        """How the rows sample, as far as that is applied from tensors; None: not at all."""
+        """The sampling tensors on the device; None if nothing is sampled from tensors."""
         if not self.begun:
             self.begun = True
             self.edited = bool(self.processors) and not (uses_triton(device) and self.only_sampling)
@@ -198,7 +198,7 @@ class Growth(ABC):
         return self.sampling
 
     def _edited(self, scores: torch.Tensor, rows: list[int], count: int) -> torch.Tensor:
-        """Scores [R F, V] as each row's own processors make them."""
+        """Scores [R F, V] after each row's own processors."""
         owners, paths = [self.sequences[i] for i in rows for _ in range(count)], None
         if self.prefixed:
             none = [scores.new_empty(0).long()] * len(owners)
@@ -206,7 +206,7 @@ class Growth(ABC):
         return process_logits(owners, paths, scores)
 
     def _keep_probs(self, scores: torch.Tensor, index: torch.Tensor | None) -> None:
-        """Record the distributions [R, F, V] children are drawn from: index 0 for the root, then by expanded node."""
+        """Record the distributions [R, F, V] that children are drawn from: index 0 for the root, then by expanded node."""
         if self.probs is None:
             size = 1 + self.shape.num_expanded(max(self.limits))
             self.probs = torch.zeros(len(self.sequences), size, scores.shape[2], device=scores.device)
@@ -215,13 +215,13 @@ class Growth(ABC):
         self.probs[where, end - scores.shape[1] : end] = torch.softmax(scores, dim=-1, dtype=torch.float32)
 
     def index(self, rows: list[int], device: torch.device) -> torch.Tensor:
-        """Row numbers [R], to index [B, N] tensors with; made on the device where they are all rows."""
+        """Row numbers [R], to index [B, N] tensors with; no upload if all rows are meant."""
         if len(rows) == len(self.sequences):
             return torch.arange(len(rows), device=device)
         return upload(rows, device)
 
     def expand(self, rows: list[int], deeper: list[int], depth: int, tokens, parents, ancestors) -> torch.Tensor:
-        """Hand the rows of `rows` that go `deeper` to the drafter; tokens and parents are [R, F] of `rows`."""
+        """Let the drafter expand the rows `deeper`, a part of `rows`; tokens and parents [R, F] are those of `rows`."""
         kept = list(range(len(rows))) if len(deeper) == len(rows) else [rows.index(i) for i in deeper]
         if len(kept) < len(rows):
             index = upload(kept, tokens.device)
@@ -230,16 +230,16 @@ class Growth(ABC):
         if self.prefixed:
             own = tokens[:, :, None]
             if self.paths is not None:
-                behind = self.paths.gather(1, parents[:, :, None].expand(-1, -1, self.paths.shape[2]))
-                own = torch.cat([behind, own], dim=2)
+                above = self.paths.gather(1, parents[:, :, None].expand(-1, -1, self.paths.shape[2]))
+                own = torch.cat([above, own], dim=2)
             self.paths = own
         first, self.depths = self.num_expanded, np.append(self.depths, [depth] * tokens.shape[1])
         return self.expander.expand(Level(depth, deeper, kept, tokens, parents, first, ancestors, self.depths))
 
     def confident(self, rows: list[int], best: torch.Tensor, depth: int) -> None:
-        """End the drafts of rows whose best path is not probable enough before this depth.
+        """End the drafts of rows whose best path is less probable than the threshold, before this depth.
 
-        Drawn tokens stay: taking back what was drawn because of what it is would change the distribution.
+        Tokens that were sampled stay: to drop them because of their value would change the distribution.
         """
         if self.least is None:
             return

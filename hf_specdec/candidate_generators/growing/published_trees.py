@@ -1,4 +1,4 @@
-"""Static trees published with EAGLE, Medusa and Token Recycling: a path per node, one digit per child's rank from the root."""
+"""Static trees published with EAGLE, Medusa and Token Recycling: one path per node, a digit for each child rank."""
 
 _EAGLE = {"mc_sim_7b_63": "0 1 2 3 00 01 02 10 11 20 21 30 000 001 002 010 011 020 021 100 0000 0001 0002 00000 00001"}
 

@@ -1,4 +1,4 @@
-"""`speculative_token_tree`: a static tree as child-rank paths, as the text of such a list, or by a published name."""
+"""Reading `speculative_token_tree`: child-rank paths, such a list as text, or the name of a published tree."""
 
 from __future__ import annotations
 
@@ -16,13 +16,13 @@ def read_token_tree(config: SpeculativeConfig, value: Any) -> list[list[int]]:
     """The tree's child-rank paths: [[0], [1], [0, 0]] is a root with two children, the first of which has one.
 
     Raises:
-        SpeculativeConfigError: no such name, no list of paths, no path in it, or too many or too long ones.
+        SpeculativeConfigError: an unknown name, not a list of paths, an empty list, or too many or too long paths.
     """
     paths = value
     if isinstance(value, str):
         if not value.lstrip().startswith(("[", "(")):
             return _published(config, value)
-        try:  # vLLM writes it as the text of a Python list of tuples
+        try:  # vLLM writes the tree as the text of a Python list of tuples
             paths = ast.literal_eval(value)
         except (ValueError, SyntaxError) as error:
             raise config.fail(_KEY, f"cannot be read: {error}.") from None
@@ -43,7 +43,7 @@ def _has_too_many_nodes(paths: Iterable[Sequence[int]]) -> bool:
     for path in paths:
         for end in range(len(path), 0, -1):
             prefix = tuple(path[:end])
-            if prefix in nodes:  # and so are its own
+            if prefix in nodes:  # then its own prefixes are in, too
                 break
             nodes.add(prefix)
         if len(nodes) > MOST_DRAFT_NODES:

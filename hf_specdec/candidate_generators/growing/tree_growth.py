@@ -1,4 +1,4 @@
-"""Growing drafts, one depth per call of the drafter, all rows together: chains, static trees, dynamic trees."""
+"""Growing chains, static trees and dynamic trees: one call of the drafter per depth, all rows together."""
 
 from __future__ import annotations
 
@@ -27,14 +27,14 @@ def growth_of(
     sampling: SamplingRows | None = None,
     probs: torch.Tensor | None = None,
 ) -> Growth:
-    """A round of drafting, not begun.
+    """A new round of drafting.
 
-    Children are the best tokens (greedy), or the best after Gumbel perturbation, which is sampling without replacement;
-    with the loop's own noise (coupled) they are what the target would pick if it agreed with the drafter. Trees that keep
-    some nodes for how likely they are are deterministic under the rule "rejection" (their nodes are points: EAGLE-2).
+    Children are the most likely tokens (greedy), or the best after Gumbel perturbation, which is sampling without replacement;
+    with the target's own noise (coupled) they are the tokens the target would choose if it agreed with the drafter. Trees that
+    choose nodes by probability are deterministic under the rule "rejection": each draft is a point distribution (EAGLE-2).
 
     Args:
-        sequences, limits: the batch, and how deep each row's draft may be (0: it is not drafted for).
+        sequences, limits: the batch, and how deep each row's draft may be (0: no draft).
         sampling, probs: see `Growth`.
     """
     growth = DynamicGrowth if isinstance(shape, DynamicTree) else StaticGrowth
@@ -42,18 +42,18 @@ def growth_of(
 
 
 def grow(expander: NodeExpander, config, shape, sequences: list[Sequence], limits: list[int], logits) -> Draft:
-    """One round of drafting (see `growth_of`) from logits [R, Vd] after each row with a limit, in their order."""
+    """One round of drafting (see `growth_of`) from the logits [R, Vd] after each text with a limit."""
     growth = growth_of(expander, config, shape, sequences, limits)
     return growth.draft(*growth.levels(logits))
 
 
 class StaticGrowth(Growth):
-    """The same template for every row; a row with a smaller limit has its first levels only."""
+    """Growth of one template for every row; a row with a smaller limit gets its first levels only."""
 
     shape: TreeTemplate
 
     def levels(self, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """Ids int64 [B, N], and where paths are chosen float32 [B, N], log-probabilities of the paths to them."""
+        """Ids int64 [B, N] and, if paths are chosen by probability, log-probabilities float32 [B, N] of the paths to them."""
         shape, device, batch = self.shape, logits.device, len(self.sequences)
         ranked = shape.prunes or self.least is not None
         ids = torch.zeros(batch, shape.level_ends[self.last - 1], dtype=torch.long, device=device)
@@ -83,7 +83,7 @@ class StaticGrowth(Growth):
         return (ids,) if path_log_probs is None else (ids, path_log_probs)
 
     def draft(self, *tensors: torch.Tensor) -> Draft:
-        """Trees of each row's levels; of templates that keep the best paths, those of its deepest level."""
+        """Each row's levels as trees; templates that keep the best paths keep those of the row's deepest level."""
         shape, count = self.shape, self.shape.level_ends[self.last - 1]
         ids, *path_log_probs = (each[:, :count] for each in tensors)
         lengths = [shape.level_ends[limit - 1] if limit else 0 for limit in self.limits]
@@ -114,24 +114,24 @@ class StaticGrowth(Growth):
 
 
 class DynamicGrowth(Growth):
-    """EAGLE-2: grow where it is likely, keep what is likeliest. Node indices are those of the pool of all nodes seen.
+    """EAGLE-2: expand the likeliest nodes, keep the likeliest paths. Node indices refer to the pool of all nodes seen.
 
     Attributes:
-        device_limits: int32 [R], how deep each row drafts, where they are not known yet: then all rows grow as deep as any,
-            and what is deeper than its row's limit is nothing.
+        device_limits: int32 [R], each row's limit, if it is known on the device only: all rows then grow to the largest depth,
+            and nodes deeper than their row's limit are dropped.
     """
 
     shape: DynamicTree
     device_limits: torch.Tensor | None = None
 
     def levels(self, logits: torch.Tensor) -> tuple[torch.Tensor, ...]:
-        """The nodes kept: see `reference.prune_tree`."""
+        """The kept nodes, as `reference.prune_tree` returns them."""
         shape, batch, device = self.shape, len(self.sequences), logits.device
         kernels = _kernels(device)
         rows = [i for i, limit in enumerate(self.limits) if limit]
         tokens, log_probs = self.choose(logits[:, None], rows, 1, 1, shape.top_k, rank=True)
         assert log_probs is not None
-        width = tokens.shape[2]  # top_k, or the vocabulary if that is smaller
+        width = tokens.shape[2]  # top_k, or the size of a smaller vocabulary
         size = width + (self.last - 1) * width * width
         pool = torch.zeros(batch, size, dtype=torch.long, device=device)
         values = torch.full((batch, size), float("-inf"), device=device)
@@ -170,10 +170,10 @@ class DynamicGrowth(Growth):
         return kernels.prune_tree(pool, values, parents, expanded, min(shape.total_tokens - 1, size))
 
     def draft(self, *tensors: torch.Tensor) -> Draft:
-        """The trees; all but their tokens crosses to the host."""
+        """The trees. Everything but the tokens is copied to the host."""
         draft = _pruned(tensors, self.limits)
         continued = np.array([self.shape.num_expanded(limit) for limit in self.limits])
-        draft.expanded[draft.expanded >= continued[:, None]] = -1  # grown on behalf of rows with greater limits
+        draft.expanded[draft.expanded >= continued[:, None]] = -1  # expanded only because of rows with greater limits
         return draft
 
     def _end_unlikely(self, rows: list[int], frontier_values: torch.Tensor, depth: int, values, new: slice) -> None:
@@ -186,7 +186,7 @@ class DynamicGrowth(Growth):
 
 
 def _kernels(device: torch.device) -> Any:
-    """The module whose `next_frontier` and `prune_tree` serve a device."""
+    """The module with `next_frontier` and `prune_tree` for a device."""
     if uses_triton(device):
         from ...kernels import draft_ops
 
@@ -195,15 +195,15 @@ def _kernels(device: torch.device) -> Any:
 
 
 def _with_children(ancestors: torch.Tensor, parent: torch.Tensor) -> torch.Tensor:
-    """bool [R, F, E + F]: paths of F new nodes, whose parents [R, F] are given among the F nodes [R, F, E] that `ancestors`
-    describes."""
+    """bool [R, F, E + F]: the ancestors of F new nodes. `parents` [R, F] are indices into the F nodes whose paths are
+    `ancestors` [R, F, E]."""
     rows, width, before = ancestors.shape
     own = torch.eye(width, dtype=torch.bool, device=parent.device).expand(rows, -1, -1)
     return torch.cat([ancestors.gather(1, parent[:, :, None].expand(-1, -1, before)), own], dim=2)
 
 
 def _pruned(kept: Iterable[torch.Tensor], limits: list[int]) -> Draft:
-    """Trees of what `reference.keep_nodes` returns, of the rows with a limit."""
+    """Trees from the result of `reference.keep_nodes`, which has the rows with a limit."""
     tokens, parents, expanded, _, lengths = kept
     host = torch.cat([lengths[:, None], parents, expanded], dim=1).cpu().numpy()
     counts = np.where(np.asarray(limits) > 0, host[:, 0], 0)

@@ -1,4 +1,4 @@
-"""The shapes a draft can have: a chain, a static tree given node by node, or a tree that grows where it is likely."""
+"""The shapes of drafts: a chain, a static tree given node by node, or a dynamic tree."""
 
 from __future__ import annotations
 
@@ -18,16 +18,16 @@ from .token_tree import read_token_tree
 
 @dataclass(frozen=True, eq=False)
 class TemplateLevel:
-    """One depth of a template, as growing it needs it.
+    """One depth of a template, indexed for growing.
 
     Attributes:
-        nodes: where its M nodes stand in the template.
+        nodes: indices of its M nodes in the template.
         ranks: int64 [M], which child of its parent each is; `width` is the largest plus one.
         parents: int64 [M], each one's parent (node of the template; unused at depth 1).
-        slots: int64 [M], the parent's place among the nodes the drafter was given just before (the root: 0).
-        inner: int64 [F], which of the M nodes have children: the drafter is given these next.
-        inner_slots: int64 [F], `slots` of those.
-        inner_ancestors: bool numpy [F, E + F], which of the E nodes given before, and of these, are on each one's path.
+        slots: int64 [M], the parent's index among the nodes expanded in the previous level (the root: 0).
+        inner: int64 [F], the M nodes that have children, which are expanded next.
+        inner_slots: int64 [F], `slots` of these.
+        inner_ancestors: bool numpy [F, E + F], which of the E nodes expanded before, and of these F, are on each one's path.
     """
 
     nodes: slice
@@ -41,11 +41,11 @@ class TemplateLevel:
 
     @cached_property
     def is_single(self) -> bool:
-        """Whether there is one node only, the likeliest child."""
+        """Whether the level is one node, the likeliest child."""
         return len(self.ranks) == 1 and self.width == 1
 
     def nodes_of(self, children: torch.Tensor) -> torch.Tensor:
-        """What belongs to the M nodes [R, M], of their parents' children [R, P or 1, width]."""
+        """Select the M nodes' values [R, M] from their parents' children [R, P or 1, width]."""
         if self.is_single:
             return children[:, 0]
         if children.shape[1] == 1:
@@ -53,14 +53,14 @@ class TemplateLevel:
         return children[:, self.slots, self.ranks]
 
     def on(self, device: torch.device) -> TemplateLevel:
-        """The same, with its tensors on a device."""
+        """This level with its tensors on a device."""
         tensors = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         return dataclasses.replace(self, **tensors)
 
 
 @dataclass(frozen=True, eq=False)
 class TreeTemplate:
-    """A static tree: which child (by rank) of which node each node is.
+    """A static tree: each node is given by its parent and its rank among the children.
 
     Attributes:
         parents: int64 numpy [N], index of each node's parent (-1: the root); nodes stand in breadth-first order.
@@ -77,7 +77,7 @@ class TreeTemplate:
         """Every node at depth d has `widths[d]` children.
 
         Raises:
-            ValueError: they are more than MOST_DRAFT_NODES.
+            ValueError: there are more than MOST_DRAFT_NODES nodes.
         """
         if has_too_many_nodes(widths):
             raise ValueError(f"A tree of {widths} children per depth has more than {MOST_DRAFT_NODES} nodes.")
@@ -105,8 +105,8 @@ class TreeTemplate:
     def from_accuracies(cls, accuracies: np.ndarray, num_nodes: int) -> TreeTemplate:
         """The tree with the greatest expected accepted length (Cai et al. 2024, "Medusa", section 2.3.3).
 
-        Children are never likelier than their parents, so taking the likeliest open node `num_nodes` times is optimal. Nodes
-        that were never right are left out: there may be fewer.
+        Children are never likelier than their parents, so taking the likeliest available node `num_nodes` times is optimal.
+        Nodes that were never right are left out, so there may be fewer.
 
         Args:
             accuracies: float [depths, ranks], how often the drafter's token of each rank is the right one at each depth.
@@ -114,7 +114,7 @@ class TreeTemplate:
         Raises:
             ValueError: no rank was ever right at the first depth, or there is no node to choose.
         """
-        order = np.argsort(-accuracies, axis=1, kind="stable")  # measured rates need not fall with the rank
+        order = np.argsort(-accuracies, axis=1, kind="stable")  # measured rates may not fall with the rank
         rates = np.take_along_axis(accuracies, order, axis=1)
         if num_nodes < 1 or not rates.size or rates[0, 0] <= 0:
             raise ValueError("A calibrated tree needs a node, and a drafter that is right now and then.")
@@ -178,26 +178,26 @@ class TreeTemplate:
 
     @property
     def prunes(self) -> bool:
-        """Whether which nodes stay depends on how likely they turned out."""
+        """Whether the nodes to keep are chosen by probability."""
         return self.keep_paths is not None
 
     def num_nodes(self, depth: int) -> int:
-        """Most nodes of a draft of that depth."""
+        """The most nodes of a draft of that depth."""
         nodes = self.level_ends[min(depth, self.depth) - 1] if depth else 0
         return min(nodes, self.keep_paths * depth) if self.keep_paths is not None else nodes
 
     def num_expanded(self, depth: int) -> int:
-        """Nodes the drafter itself has to continue to draft that deep."""
+        """Nodes that the drafter expands in a draft of that depth."""
         return sum(len(level.inner) for level in self.levels[: max(depth - 1, 0)])
 
     @cached_property
     def widest(self) -> int:
-        """Most nodes of one depth that the drafter continues."""
+        """The most nodes of one depth that the drafter expands."""
         return max(len(level.inner) for level in self.levels)
 
     @cached_property
     def expanded(self) -> np.ndarray:
-        """int64 [E], the nodes with children: those the drafter continues, in its order."""
+        """int64 [E], the nodes with children, which the drafter expands, in its order."""
         return np.unique(self.parents[self.parents >= 0])
 
     @cached_property
@@ -226,7 +226,7 @@ class TreeTemplate:
         return levels
 
     def levels_on(self, device: torch.device) -> list[TemplateLevel]:
-        """`levels`, with tensors on a device; made once for each."""
+        """`levels` with tensors on a device, cached."""
         if device not in self._levels_on:
             self._levels_on[device] = [level.on(device) for level in self.levels]
         return self._levels_on[device]
@@ -238,8 +238,8 @@ class TreeTemplate:
 
 @dataclass(frozen=True)
 class DynamicTree:
-    """EAGLE-2's tree (Li et al. 2024): at each depth the `top_k` likeliest nodes get `top_k` children each, and of all
-    nodes seen the `total_tokens - 1` with the most probable paths are verified together with the last token.
+    """EAGLE-2's tree (Li et al. 2024): at each depth the `top_k` likeliest nodes get `top_k` children each, and the
+    `total_tokens - 1` nodes with the most probable paths are verified together with the last token.
 
     Attributes:
         depth: nodes on the longest path.
@@ -256,22 +256,22 @@ class DynamicTree:
 
     @property
     def widest(self) -> int:
-        """Most nodes of one depth that the drafter continues."""
+        """The most nodes of one depth that the drafter expands."""
         return self.top_k
 
     def num_nodes(self, depth: int) -> int:
-        """Most nodes of a draft of that depth."""
+        """The most nodes of a draft of that depth."""
         if depth == 0:
             return 0
         return min(self.total_tokens - 1, self.top_k + (depth - 1) * self.top_k**2)
 
     def num_expanded(self, depth: int) -> int:
-        """Nodes the drafter itself has to continue to draft that deep."""
+        """Nodes that the drafter expands in a draft of that depth."""
         return self.top_k * max(depth - 1, 0)
 
 
 TreeShape = TreeTemplate | DynamicTree
-_MOST_CANDIDATES = 2**20  # nodes that a dynamic tree is chosen from
+_MOST_CANDIDATES = 2**20  # most nodes that a dynamic tree is chosen from
 
 
 def has_too_many_nodes(widths: list[int]) -> bool:
@@ -287,7 +287,7 @@ def has_too_many_nodes(widths: list[int]) -> bool:
 
 @dataclass
 class TreeDraftingConfig(SpeculativeConfig):
-    """Keys of the methods that can draft chains, static trees and dynamic trees."""
+    """Keys of methods that can draft chains, static trees and dynamic trees."""
 
     has_weights = True
 

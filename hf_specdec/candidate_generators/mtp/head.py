@@ -1,38 +1,23 @@
-"""MTP modules as transformers layers: built from the target's own classes, filled from its checkpoint."""
+"""The network of an MTP module: a layer of the target's own class between an embedding and the target's head."""
 
 from __future__ import annotations
 
 import copy
 import inspect
-import re
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 from torch import nn
-from transformers import AutoModelForCausalLM, PretrainedConfig, PreTrainedModel
+from transformers import PretrainedConfig, PreTrainedModel
 
 from ...model import architectures
-from ...model.packed_head import PackedHead
-from ...model.packed_model import PackedModel
-from ..checkpoints.config import proposed_length
-from ..checkpoints.files import Checkpoint, Plan, counted, load_module
-from ..checkpoints.target_parts import (
-    check_target,
-    check_vocabulary,
-    layer_config,
-    place_of,
-    section,
-    target_embeddings,
-    target_head,
-    trained_for,
-)
-from .layouts import LAYER_NAMES, LAYOUTS, MtpLayout, find_layout
-from .weights import TargetTensors
+from ..checkpoints.files import Checkpoint
+from .layouts import MtpLayout
 
 
 class PlainLayer(nn.Module):
-    """A pre-norm layer of one attention and one dense MLP, from the parts of a layer that has several (LongCat-Flash)."""
+    """A pre-norm layer with one attention and one dense MLP, for targets whose layers have several of each (LongCat-Flash)."""
 
     self_attn: nn.Module
     mlp: nn.Module
@@ -59,7 +44,7 @@ class MtpModule(nn.Module):
     Its layer's KV is layer `index` of the drafter's cache.
 
     Args:
-        own: shapes [V, H] of the embeddings and head that are its own; the others are the target's (`share`).
+        own: shapes [V, H] of the module's own embeddings and head; others are the target's (see `share`).
     """
 
     enorm: nn.Module
@@ -88,26 +73,26 @@ class MtpModule(nn.Module):
             self.embed_tokens = nn.Embedding(own["embed_tokens"][0], own["embed_tokens"][1])
         if "lm_head" in own:
             self.lm_head = nn.Linear(own["lm_head"][1], own["lm_head"][0], bias=False)
-        self.shared: dict[
-            str, nn.Module
-        ] = {}  # a dictionary's modules are not submodules: the target's stay the target's
+        self.shared: dict[str, nn.Module] = {}  # in a dict, so that the target's modules are not submodules
         self.rope_kind: dict[str, str] = {}
 
     def share(self, embed_tokens: nn.Module, lm_head: nn.Module) -> None:
-        """The target's embeddings and head, used where the module has none of its own."""
+        """Set the target's embeddings and head, for parts that the module does not have."""
         self.shared = {"embed_tokens": embed_tokens, "lm_head": lm_head} | dict(self.named_children())
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """Logits [n, V] from what came out of `forward`, [n, H], after `norm`."""
+        """Logits [n, V] from outputs of `forward` [n, H], after `norm`."""
         return self.shared["lm_head"](hidden)
 
     def add_rotary(self, rotary_class: type[nn.Module]) -> None:
-        """Rotary embeddings, whose frequencies no checkpoint holds."""
+        """Add rotary embeddings; checkpoints do not hold their frequencies."""
         self.rotary_emb = rotary_class(self.config)
         self.has_sections = hasattr(
             self.rotary_emb, "mrope_section"
-        )  # positions in time, height and width: equal in text
-        if "layer_type" in inspect.signature(rotary_class.forward).parameters:  # frequencies by kind of attention
+        )  # three positions (time, height, width), which are equal in text
+        if (
+            "layer_type" in inspect.signature(rotary_class.forward).parameters
+        ):  # frequencies depend on the kind of attention
             self.rope_kind = {"layer_type": self.config.layer_types[self.layer.self_attn.layer_idx]}
 
     def forward(self, input_ids, features, position_ids, **attention) -> torch.Tensor:
@@ -126,13 +111,13 @@ class MtpModule(nn.Module):
 
 @dataclass
 class Family:
-    """What a model's own layers are made of.
+    """The parts of a target that MTP modules are built from.
 
     Attributes:
-        config: of the model; every module gets a copy that describes its one layer.
-        last_layer, norm: the model's, as patterns.
-        gather: how its attention is served (see PackedModel).
-        float32: parts of names of tensors that stay in float32 (routers' corrections).
+        config: the model's; every module gets a copy for its one layer.
+        last_layer, norm: the model's, to copy their types.
+        gather: whether attention runs over gathered keys (see PackedModel).
+        float32: substrings of the names of tensors that stay in float32 (router corrections).
     """
 
     config: PretrainedConfig
@@ -144,10 +129,10 @@ class Family:
 
     @classmethod
     def of(cls, model: PreTrainedModel, checkpoint: Checkpoint) -> Family:
-        """The parts of a model.
+        """Take the parts from a model.
 
         Raises:
-            CheckpointError: its decoder has not the usual parts.
+            CheckpointError: its decoder lacks the usual parts.
         """
         decoder = architectures.decoder_of(model)
         layers, norm, rotary = (getattr(decoder, name, None) for name in ("layers", "norm", "rotary_emb"))
@@ -166,21 +151,21 @@ class Family:
         )
 
     def new_norm(self) -> nn.Module:
-        """A norm of the model's own kind, on the meta device."""
+        """A norm of the model's type, on the meta device."""
         return copy.deepcopy(self.norm).to("meta")
 
     def new_layer(self, config: PretrainedConfig, index: int) -> nn.Module:
-        """A layer of the model's own kind whose KV is layer `index` of its cache."""
+        """A layer of the model's type, whose KV is layer `index` of the cache."""
         if isinstance(getattr(self.last_layer, "self_attn", None), nn.ModuleList):
             return PlainLayer(self.last_layer, config, index)
         return type(self.last_layer)(config, layer_idx=index)
 
 
 def module_config(config: PretrainedConfig, index: int, attention: str, sparse: bool) -> PretrainedConfig:
-    """A copy of a model's configuration in which layer `index` is an MTP layer: its kinds of attention and of MLP.
+    """A copy of a model's configuration in which layer `index` has the attention and MLP of an MTP layer.
 
     Args:
-        attention: used where the model has `layer_types` and does not say the MTP layers' own (`mtp_layer_types`).
+        attention: for models with `layer_types` but without `mtp_layer_types`.
         sparse: whether the layer is a mixture of experts.
     """
     config, count = copy.deepcopy(config), index + 1
@@ -197,153 +182,3 @@ def module_config(config: PretrainedConfig, index: int, attention: str, sparse: 
         config.moe_layer_interval, config.moe_layer_end_index = 1, index
         config.moe_layer_start_index = 0 if sparse else count
     return config
-
-
-class MtpModules(nn.ModuleList):
-    """MTP modules as they are filled; errors name this class."""
-
-
-@dataclass
-class LoadedMtp:
-    """MTP modules ready to draft, in the order they do.
-
-    Attributes:
-        heads: the modules over packed rows, each with a layer of one cache.
-        proposed_length: the draft length the checkpoint proposes (speculators' format), or None.
-    """
-
-    layout: MtpLayout
-    modules: list[MtpModule]
-    heads: list[PackedHead]
-    proposed_length: int | None
-
-
-def load_mtp(source: Checkpoint, target: PackedModel, prepack_weights: bool | None = None) -> LoadedMtp:
-    """The MTP modules of a checkpoint, on the target's device and in its dtype.
-
-    Raises:
-        CheckpointError: there are none, or they do not fit.
-    """
-    device, dtype = place_of(target)
-    family = _family(source, target)
-    stacks = any(name.endswith("experts.gate_up_proj") for name in _expert_names(family))
-    nothing = (
-        "holds no MTP tensors. transformers drops them when it saves a model: name the folder or Hub id of the original "
-        "weights as 'model'."
-    )
-    checkpoint = TargetTensors(source, dtype, stacks, nothing)
-    num_layers = target.config.num_hidden_layers
-    layout = find_layout(checkpoint.names(), num_layers)
-    if layout is None:
-        tried = "; ".join(each.name for each in LAYOUTS)
-        some = ", ".join(sorted(checkpoint.names())[:4])
-        raise checkpoint.error(f"holds MTP tensors in no known layout ({some}, ..). Tried: {tried}.")
-    plan = _planned(checkpoint, layout, num_layers)
-    own = _own_tables(plan, target)
-    numbers = (int(name.partition(".")[0]) for name in plan.sources if name[0].isdigit())
-    count = counted(checkpoint, numbers, "MTP module")
-    with torch.device("meta"):
-        modules = [
-            MtpModule(
-                family,
-                layout,
-                i,
-                sparse=any(name.startswith(f"{i}.layer.mlp.experts.") for name in plan.sources),
-                own={
-                    name: own[f"{i}.{name}.weight"]
-                    for name in ("embed_tokens", "lm_head")
-                    if f"{i}.{name}.weight" in own
-                },
-            )
-            for i in range(count)
-        ]
-        filled = MtpModules(modules)
-    _rename_parts(plan, set(filled.state_dict()))
-    load_module(filled, plan, device, dtype)
-    for name, value in filled.state_dict(keep_vars=True).items():
-        if any(part in name for part in family.float32):
-            value.data = plan.tensor(name).to(device, torch.float32)
-    for module in modules:
-        with torch.device(device):
-            module.add_rotary(family.rotary)
-        module.share(target_embeddings(target), target_head(target))
-    heads = [
-        PackedHead(module, module.config, count, family.gather, prepack_weights, device, dtype) for module in modules
-    ]
-    return LoadedMtp(layout, modules, heads, proposed_length(source))
-
-
-def _family(source: Checkpoint, target: PackedModel) -> Family:
-    kind = source.config.get("speculators_model_type")
-    if kind is None:
-        return Family.of(target.model, source)
-    if kind != "mtp":
-        raise source.error(f"is a speculators checkpoint of type {kind!r}, not of MTP layers.")
-    source.wanted = None  # a checkpoint of its own: every tensor in it counts
-    values = section(source, "transformer_layer_config")
-    stated, own = values.get("num_hidden_layers"), target.config.num_hidden_layers
-    if isinstance(stated, int) and stated > own:
-        raise source.error(f"is for a target of {stated} layers; this one has {own}." + trained_for(source))
-    config = layer_config(source, values)
-    check_target(source, target, config.hidden_size, config.vocab_size)
-    with torch.device("meta"):
-        model = AutoModelForCausalLM.from_config(config)
-    return Family.of(model, source)
-
-
-def _expert_names(family: Family) -> list[str]:
-    with torch.device("meta"):
-        layer = family.new_layer(module_config(family.config, 0, "full_attention", sparse=True), 0)
-    return list(layer.state_dict())
-
-
-def _planned(checkpoint: TargetTensors, layout: MtpLayout, num_layers: int) -> Plan:
-    """Canonical names `{module}.{part}`; what all modules share goes to each of them."""
-
-    def rename(name: str) -> str | None:
-        found = layout.canonical(name, num_layers)
-        if found is None:
-            return name  # of no module: reported as unused
-        module, canonical = found
-        return None if module < 0 else f"{module}.{canonical}"
-
-    plan = Plan(checkpoint, rename)
-    modules = {name.partition(".")[0] for name in plan.sources if re.match(r"\d+\.layer\.", name)}
-    for name, source in list(plan.sources.items()):
-        part = name.partition(".")[2]
-        if part.startswith(layout.shared) and layout.shared:
-            plan.sources.update({f"{module}.{part}": source for module in modules})
-    return plan
-
-
-def _own_tables(plan: Plan, target: PackedModel) -> dict[str, tuple[int, int]]:
-    """Shapes of the stored embeddings and heads that differ from the target's. Equal ones are forgotten: they are shared."""
-    own = {}
-    for name in [name for name in plan.sources if name.endswith((".embed_tokens.weight", ".lm_head.weight"))]:
-        table = (target_embeddings if "embed_tokens" in name else target_head)(target).weight
-        assert isinstance(table, torch.Tensor)
-        rows, columns = plan.shape(name)
-        if (
-            table.device.type != "meta"
-            and (rows, columns) == table.shape
-            and torch.equal(plan.tensor(name).to(table), table)
-        ):
-            del plan.sources[name]
-        else:
-            check_vocabulary(plan.checkpoint, target, rows)
-            if rows < target.vocab_size:
-                raise plan.checkpoint.error(
-                    f"{plan.sources[name]} has {rows} tokens; the target has {target.vocab_size}. It is for another target."
-                )
-            own[name] = (rows, columns)
-    return own
-
-
-def _rename_parts(plan: Plan, expected: set[str]) -> None:
-    """Parts of the layer under the names transformers gives them."""
-    for name in [name for name in plan.sources if name not in expected]:
-        for pattern, replacement in LAYER_NAMES:
-            renamed = re.sub(pattern, replacement, name)
-            if renamed in expected and renamed not in plan:
-                plan.sources[renamed] = plan.sources.pop(name)
-                break

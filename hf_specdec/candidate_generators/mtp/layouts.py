@@ -1,10 +1,10 @@
-"""Where each family keeps its multi-token-prediction (MTP) modules, and what it does around their decoder layer: data only.
+"""How each family of models stores and runs its multi-token-prediction (MTP) modules: data only.
 
-Every module is brought to one form (Gloeckle et al. 2024; DeepSeek-V3 report, section 2.2):
+Every module is converted to one form (Gloeckle et al. 2024; DeepSeek-V3 report, section 2.2):
 
     x = layer(eh_proj([enorm(embedding); hnorm(hidden)])),  logits = lm_head(norm(x))
 
-and its tensors to the names `enorm`, `hnorm`, `eh_proj`, `layer.*`, `norm`, `embed_tokens`, `lm_head`.
+with tensors named `enorm`, `hnorm`, `eh_proj`, `layer.*`, `norm`, `embed_tokens`, `lm_head`.
 """
 
 from __future__ import annotations
@@ -20,19 +20,19 @@ class MtpLayout:
     """One way MTP modules are stored and run.
 
     Attributes:
-        name: as shown in errors: the families, and an example of a name.
-        marker: a regular expression that some tensor's name matches wherever this layout is used.
-        rules: (pattern, prefix): the first pattern that matches a whole tensor name gives the canonical name, prefix + its
-            group `rest`, in the module that its group `i` numbers (without the group: the first). A prefix of None: the
-            tensor is there, and is not used.
-        numbered_after_target: module numbers are layer numbers, counted on from the target's last layer.
-        shared: canonical prefixes that are stored once and belong to all modules.
+        name: shown in errors: the families, and an example of a tensor name.
+        marker: a regular expression that matches some tensor's name in every checkpoint of this layout.
+        rules: (pattern, prefix): the first pattern that matches a whole tensor name gives the canonical name, which is the
+            prefix and the group `rest`; the group `i` is the module's number (default: 0). A prefix of None means that the
+            tensor is not used.
+        numbered_after_target: modules are numbered as layers after the target's last one.
+        shared: canonical prefixes of tensors that all modules share.
         hidden_first: eh_proj reads [hidden; embedding].
-        zero_first_embedding: the embedding of a text's first row (position 0) is zeros, as the family's reference has it.
-        has_norm: there is a norm between the layer and the head.
-        normed_output: what a module hands on to the next draft step is its output after `norm`, not before.
-        attention: kind of the layer's attention, where the target's layers are of several kinds and its configuration
-            has no `mtp_layer_types`.
+        zero_first_embedding: the embedding at position 0 is zeros, as in the family's reference.
+        has_norm: whether there is a norm between layer and head.
+        normed_output: the next draft step reads the module's output after `norm`, not before.
+        attention: the layer's kind of attention, for targets with several kinds whose configuration has no
+            `mtp_layer_types`.
     """
 
     name: str
@@ -47,10 +47,10 @@ class MtpLayout:
     attention: str = "full_attention"
 
     def canonical(self, name: str, num_layers: int) -> tuple[int, str] | None:
-        """The module and the canonical name of a tensor; (-1, "") where it is not used; None where it is not of this layout.
+        """The module and the canonical name of a tensor; (-1, "") if it is not used; None if it is not part of this layout.
 
         Args:
-            num_layers: of the target.
+            num_layers: number of the target's layers.
         """
         for pattern, prefix in self.rules:
             match = re.fullmatch(pattern, name)
@@ -70,9 +70,9 @@ def _rules(
     """Rules for the tensors whose names begin with `stem`.
 
     Args:
-        renamed: canonical prefix by what follows the stem.
-        kept: parts that have their canonical names already.
-        others: what may stand before the name, in the layer, of every tensor that is none of these; None: there are no such.
+        renamed: canonical prefixes by the pattern after the stem.
+        kept: parts that already have canonical names.
+        others: pattern before the layer's own names, for all other tensors; None: there are no others.
     """
     rules = [(rf"{stem}{theirs}\.(?P<rest>.+)", canonical) for theirs, canonical in renamed.items()]
     if kept:
@@ -92,7 +92,7 @@ _FINAL_LAYERNORM = MtpLayout(
     marker=_LAYER + r"final_layernorm\.weight",
     rules=_rules(
         _LAYER,
-        # Its reference takes the target's head; the stored one is not run.
+        # The reference uses the target's head, not the stored one.
         {"shared_head": None, "final_layernorm": "norm."},
         kept=("enorm", "hnorm", "eh_proj", "embed_tokens"),
         others="",
@@ -100,7 +100,7 @@ _FINAL_LAYERNORM = MtpLayout(
     numbered_after_target=True,
     zero_first_embedding=True,
 )
-# transformers and SGLang hand on the normed output and embed the first token; vLLM's older files do neither.
+# transformers and SGLang pass on the normed output and embed the first token; older versions of vLLM do neither.
 _DEEPSEEK = MtpLayout(
     name="DeepSeek-V3, GLM-4.5, openPangu (model.layers.{L}.eh_proj, .shared_head.norm)",
     marker=_LAYER + r"shared_head\.norm\.weight",
@@ -188,7 +188,7 @@ _ERNIE = MtpLayout(
 )
 LAYOUTS = (_FINAL_LAYERNORM, _DEEPSEEK, _QWEN, _MIMO, _SPECULATORS, _LONGCAT, _MIMO_V2, _ERNIE)
 
-# How checkpoints name parts of a layer that transformers names otherwise; applied where the layer has the second name.
+# Names of layer parts in checkpoints and in transformers; applied if the layer has the second name.
 LAYER_NAMES = (
     (r"\.mlp\.moe_statics\.e_score_correction_bias", ".mlp.gate.moe_statics.e_score_correction_bias"),
     (r"\.mlp\.e_score_correction_bias", ".mlp.gate.e_score_correction_bias"),
@@ -200,17 +200,19 @@ LAYER_NAMES = (
 
 
 def is_mtp_tensor(num_layers: int) -> Callable[[str], bool]:
-    """Which tensor names may belong to MTP modules of a target with that many layers, in any layout."""
+    """A test for tensor names that may belong to MTP modules of a target with that many layers, in any layout."""
 
     def wanted(name: str) -> bool:
-        by_name = re.match(r"(model\.)?mtp[._]", name) is not None  # whatever it is, it is to be accounted for
+        by_name = (
+            re.match(r"(model\.)?mtp[._]", name) is not None
+        )  # include it even if no layout knows it, so that it is reported
         return by_name or any(layout.canonical(name, num_layers) is not None for layout in LAYOUTS)
 
     return wanted
 
 
 def find_layout(names: Iterable[str], num_layers: int) -> MtpLayout | None:
-    """The layout of tensors with these names, or None."""
+    """The layout that these tensor names have, or None."""
     names = list(names)
     for layout in LAYOUTS:
         if any(re.fullmatch(layout.marker, name) and layout.canonical(name, num_layers) is not None for name in names):
@@ -219,7 +221,7 @@ def find_layout(names: Iterable[str], num_layers: int) -> MtpLayout | None:
 
 
 def holds_mtp_alone(config: dict[str, Any], names: Iterable[str]) -> bool:
-    """Whether a checkpoint holds MTP modules and no language model: one that holds both may be meant as a draft model."""
+    """True for MTP modules without a language model: with one, the checkpoint may be meant as a draft model."""
     names = list(names)
     if config.get("speculators_model_type") not in (None, "mtp"):
         return False

@@ -1,4 +1,4 @@
-"""Several MTP modules that draft in turn: what each of them has read, and what it reads while drafting."""
+"""Several MTP modules that draft in turn, each with its own layer of the KV cache."""
 
 from __future__ import annotations
 
@@ -25,22 +25,22 @@ from ..growing.tree_shapes import TreeDraftingConfig
 class ModulesInTurn(FeatureGenerator):
     """Draft step s (0, 1, ..) is made by module s mod N of N modules, each with KV of its own.
 
-    Let x_j(t) be what module j makes of token t. It reads what the module before it made of the token before:
+    Let x_j(t) be the output of module j at token t. The module reads the output of the previous module at the previous token:
 
         x_j(t) = M_j(token t, x_{j-1}(t - 1)),   x_{-1}(t) = the target's hidden state at token t,
 
-    so x_j(t) predicts token t + 1 and stands for the target's hidden state there, j + 1 modules deep (DeepSeek-V3 report,
-    section 2.2). Module j begins at token j + 1. Text is read by all modules, each row once, with the target's hidden states
-    at the bottom. In the draft's tree, behind a text that ends with token n, the parent takes the place of token t - 1:
+    so x_j(t) predicts token t + 1 and takes the place of the target's hidden state, j + 1 modules deep (DeepSeek-V3 report,
+    section 2.2). Module j begins at token j + 1. All modules read each row of the text once, starting from the target's hidden
+    states. In the draft's tree, a node's parent takes the place of token t - 1:
 
         x_j(node) = M_j(token, x_{j-1}(parent)),   x_{-1}(v) = x_s(v) for the module s that drafted v's children,
 
-    and module j reads, when its turn comes, all nodes it has not read: at step s those of depths up to s. With N = 1 this is
-    the recursion of EAGLE; with as many steps as modules it is transformers' `MtpModel` (5.17 to 5.23), which crops and
-    recomputes the rows that rejected drafts had spoiled, where here every round reads the text's new rows anew. Steps
-    beyond N (transformers has none) start again with module 0, which then reads the nodes with drafted hidden states.
+    and in its turn module j reads all nodes it has not read yet: at step s those of depths up to s. With N = 1 this is the
+    recursion of EAGLE. With as many steps as modules it equals transformers' `MtpModel` (5.17 to 5.23), which crops and
+    recomputes the rows of rejected drafts, while here every round reads the text's new rows again. Steps beyond N (transformers
+    has none) start again with module 0, which then reads the nodes with drafted hidden states.
 
-    The modules share block tables: module j has the KV of token t in logical slot t - 1 - j of its own layer, at that position.
+    The modules share block tables: module j keeps the KV of token t in logical slot t - 1 - j of its layer, at that position.
 
     A subclass sets `heads`, one per module over the same cache, and implements `state_of` and `logits_of`.
     """
@@ -52,33 +52,33 @@ class ModulesInTurn(FeatureGenerator):
         self.reached: dict[
             int, list[torch.Tensor | None]
         ] = {}  # per sequence: x_j of its last read token [H], per module j
-        self.draft: _DraftNodes | None = None  # of the running round
+        self.draft: _DraftNodes | None = None  # of the current round
 
     @abstractmethod
     def state_of(self, module: int, hidden: torch.Tensor) -> torch.Tensor:
-        """x [n, H], what a module hands on, from what came out of its layer [n, H]."""
+        """x [n, H], the state that a module passes on, from its layer's output [n, H]."""
 
     @abstractmethod
     def logits_of(self, module: int, state: torch.Tensor) -> torch.Tensor:
         """Logits [n, Vd] from x [n, H]."""
 
     def modules(self) -> list[nn.Module]:
-        """All modules in use, and what they may share with the target."""
+        """All modules in use, and modules they may share with the target."""
         return [*(head.module for head in self.heads[1:]), *super().modules()]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The first module's, from x."""
+        """The first module's logits [n, Vd], from x [n, H]."""
         return self.logits_of(0, hidden)
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
     def start(self, seq: Sequence) -> None:
-        """No module has read anything."""
+        """As in the base; no module has read anything yet."""
         super().start(seq)
         self.reached[seq.id] = [None] * len(self.heads)
 
     def evict(self, seq: Sequence) -> None:
-        """Forget what was read."""
+        """As in the base; all modules will read the text again."""
         super().evict(seq)
         self.reached[seq.id] = [None] * len(self.heads)
 
@@ -89,7 +89,7 @@ class ModulesInTurn(FeatureGenerator):
 
     @contextlib.contextmanager
     def active(self):
-        """All modules' weights are prepacked."""
+        """A context with all modules' prepacked weights in place."""
         with contextlib.ExitStack() as stack:
             for head in self.heads:
                 stack.enter_context(head.active())
@@ -98,7 +98,7 @@ class ModulesInTurn(FeatureGenerator):
     # ---- reading the text -------------------------------------------------------------------------------------------
 
     def read(self, sequences: list[Sequence], chunk: int) -> torch.Tensor:
-        """Read up to `chunk` rows of each text by every module; the first module's x [R, H] of their last tokens."""
+        """Read up to `chunk` rows of each text with every module; the first module's x [R, H] at the last tokens."""
         below, starts, ends = [], [], []  # below: x_{j-1}(t - 1) for the tokens t that module j reads, per row
         for seq in sequences:
             known = self.unread[seq.id]
@@ -117,7 +117,7 @@ class ModulesInTurn(FeatureGenerator):
                     inputs.append(RowInput(seq.id, tokens, first - 1 - j))
                     rows.append(i)
             if not inputs:
-                break  # the modules behind it begin later still
+                break  # later modules begin even later
             hidden = self.state_of(j, head.forward(inputs, torch.cat([below[i] for i in rows]), self.cache))
             counts = [len(row.tokens) for row in inputs]
             last = hidden[upload(np.cumsum(counts) - 1, hidden.device)]
@@ -132,7 +132,7 @@ class ModulesInTurn(FeatureGenerator):
         return first_states
 
     def _below_next(self, sequences, rows, made, module: int) -> list[torch.Tensor]:
-        """What the next module reads of each row: x of the tokens before those it reads; empty where it reads none."""
+        """The states that the next module reads, per row: x at the tokens before its own; empty if it reads none."""
         below = [made[0][:0]] * len(sequences)
         for i, own in zip(rows, made, strict=True):
             before = self.reached[sequences[i].id][module]
@@ -140,21 +140,21 @@ class ModulesInTurn(FeatureGenerator):
         return below
 
     def _roots(self, sequences: list[Sequence], like: torch.Tensor, module: int) -> torch.Tensor:
-        """x of each text's last token [R, H]; zeros where the text is too short for the module, which then has no turn."""
+        """x at each text's last token [R, H]; zeros if the text is too short for the module, which then has no turn."""
         found = [self.reached[seq.id][module] for seq in sequences]
         return torch.stack([torch.zeros_like(like[0]) if each is None else each for each in found])
 
     # ---- drafting ---------------------------------------------------------------------------------------------------
 
     def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
-        """As for one module; texts shorter than the modules' chain are drafted for only as deep as it reaches."""
+        """As in the base, and texts shorter than the number of modules get at most as many tokens as they have."""
         return [
             limit if len(seq.tokens) >= len(self.heads) else min(limit, len(seq.tokens))
             for seq, limit in zip(sequences, super().ready(sequences, limits), strict=True)
         ]
 
     def level_forwards(self, depth: int) -> list[LevelForward]:
-        """One for each depth but the last, by the module whose turn it is, over all nodes that it has not read."""
+        """One for each depth but the last: the module whose turn it is reads all nodes it has not read."""
         depths, ancestors = expanded_nodes(self.shape, depth)
         num_read, out = [0] * len(self.heads), []
         for level in range(1, depth):
@@ -165,17 +165,17 @@ class ModulesInTurn(FeatureGenerator):
         return out
 
     def roots(self, sequences: list[Sequence]) -> tuple[torch.Tensor, ...]:
-        """Read what is new of each text; every module's x [R, H] of the last token."""
+        """Read all unread rows of each text; every module's x [R, H] at the last token."""
         (first,) = super().roots(sequences)
         return first, *(self._roots(sequences, first, j) for j in range(1, len(self.heads)))
 
     def begin(self, *roots: torch.Tensor) -> torch.Tensor:
-        """Logits [R, Vd] of what follows the last token."""
+        """Logits [R, Vd] of the token after each text."""
         self.draft = _DraftNodes(list(roots))
         return self.logits(roots[0])
 
     def expand(self, level: Level) -> torch.Tensor:
-        """The module whose turn it is reads the nodes it has not read: logits [R, F, Vd] after those of this level."""
+        """Let the module whose turn it is read the nodes it has not read; logits [R, F, Vd] of the tokens after this level's nodes."""
         draft = self.draft
         assert draft is not None
         draft.add(level)
@@ -195,15 +195,15 @@ class ModulesInTurn(FeatureGenerator):
         return self.logits_of(module, hidden[:, -width:].flatten(0, 1)).view(rows, width, -1)
 
     def _inputs(self, level: Level, draft: _DraftNodes, module: int) -> list[RowInput]:
-        """The rows of a module's forward over the nodes it has not read."""
+        """The input rows of a module's forward over the nodes it has not read."""
         first = draft.num_read(module)
         tokens, count = draft.tokens[:, first:], draft.num_nodes - first
         on_host = tokens.numpy() if tokens.device.type == "cpu" else None
-        ancestors = None if draft.num_nodes == level.depth else draft.host_ancestors  # None: a chain so far
+        ancestors = None if draft.num_nodes == level.depth else draft.host_ancestors  # None: only chains so far
         inputs = []
         for i, row in enumerate(level.rows):
             seq = self.sequences[row]
-            end = self.cache.tables[seq.id].length - module  # of the text, in this module's slots
+            end = self.cache.tables[seq.id].length - module  # end of the text in this module's slots
             nodes = RowInput(seq.id, tokens[i] if on_host is None else on_host[i], end + first, logits=count)
             if ancestors is not None:
                 nodes.positions = end - 1 + level.depths[first:]
@@ -213,14 +213,14 @@ class ModulesInTurn(FeatureGenerator):
 
 
 class _DraftNodes:
-    """The nodes of one round that modules were handed, E per row, and what the modules made of them.
+    """The E nodes per row of one round that modules have been given, and the modules' outputs.
 
     Attributes:
         tokens: int64 [R, E].
-        parents: int64 [R, E], each node's parent, 1 + its number; 0 is the text's last token.
-        ancestors: bool [R, E, E], which nodes are on each node's path, itself included: as `Level` has it; None without nodes.
-        hidden: per module [R, 1 + nodes read, H]: x of the text's last token, then of the nodes.
-        drafted: [R, 1 + nodes, H]: x by the module that drafted the children.
+        parents: int64 [R, E], 1 + the index of each node's parent; 0 is the text's last token.
+        ancestors: bool [R, E, E], the nodes on each node's path, itself included, in the form of `Level`; None without nodes.
+        hidden: per module [R, 1 + nodes read, H]: x at the text's last token, then at the nodes.
+        drafted: [R, 1 + nodes, H]: x of the module that drafted the children.
     """
 
     def __init__(self, roots: list[torch.Tensor]):
@@ -230,11 +230,11 @@ class _DraftNodes:
         self.ancestors: np.ndarray | torch.Tensor | None = None
         self.hidden = [root[:, None] for root in roots]
         self.drafted = self.hidden[0]
-        self._previous = 0  # number of the first node of the level before
+        self._previous = 0  # index of the first node of the previous level
 
     @property
     def num_nodes(self) -> int:
-        """E."""
+        """E, nodes per row."""
         return self.tokens.shape[1]
 
     @property
@@ -244,11 +244,11 @@ class _DraftNodes:
         return self.ancestors.cpu().numpy() if isinstance(self.ancestors, torch.Tensor) else self.ancestors
 
     def num_read(self, module: int) -> int:
-        """How many of them a module has read."""
+        """How many nodes a module has read."""
         return self.hidden[module].shape[1] - 1
 
     def add(self, level: Level) -> None:
-        """The nodes of one more depth; rows that go no deeper are left out."""
+        """Add the nodes of one depth; rows that have ended are dropped."""
         if len(level.kept) < len(self.tokens):
             index = upload(level.kept, self.tokens.device)
             self.tokens, self.parents, self.drafted = self.tokens[index], self.parents[index], self.drafted[index]
@@ -261,19 +261,19 @@ class _DraftNodes:
         self._previous = level.first
 
     def features(self, module: int) -> torch.Tensor:
-        """What a module reads with the nodes it has not read, [R, n, H]: what the one before made of their parents."""
+        """The features [R, n, H] for the nodes a module has not read: the previous module's outputs at their parents."""
         source = self.hidden[module - 1] if module else self.drafted
         parents = self.parents[:, self.num_read(module) :]
         return source.gather(1, parents[:, :, None].expand(-1, -1, source.shape[2]))
 
     def made(self, module: int, hidden: torch.Tensor, width: int) -> None:
-        """What a module made of the nodes it had not read [R, n, H]; the last `width` are the level that it drafts from."""
+        """Store a module's outputs at the nodes it had not read [R, n, H]; the last `width` are the current level."""
         self.hidden[module] = torch.cat([self.hidden[module], hidden], dim=1)
         self.drafted = torch.cat([self.drafted, hidden[:, -width:]], dim=1)
 
 
 def _stacked(above, below):
-    """bool [R, E + F, E + F] from the paths of E nodes and of F further ones [R, F, E + F]."""
+    """bool [R, E + F, E + F] from the paths of E nodes [R, E, E] and of F further ones [R, F, E + F]."""
     width = below.shape[1]
     if isinstance(below, torch.Tensor):
         return torch.cat([torch.nn.functional.pad(above, (0, width)), below], dim=1)

@@ -1,4 +1,4 @@
-"""Tensors of a target's checkpoint as its layers want them: FP8 blocks multiplied out, experts stacked into one tensor."""
+"""Reading a target's checkpoint for transformers' layers: FP8 blocks are dequantized, experts are stacked."""
 
 from __future__ import annotations
 
@@ -11,22 +11,22 @@ import torch
 
 from ..checkpoints.files import Checkpoint, CheckpointError
 
-_SCALE = "_scale_inv"  # of `{name}.weight`: float32, one factor per block of the matrix
+_SCALE = "_scale_inv"  # suffix of a weight's scales: float32, one factor per block
 _EXPERT = re.compile(r"(?P<experts>.+\.experts)\.(?P<i>\d+)\.(?P<part>gate_proj|up_proj|down_proj)\.weight")
 
 
 class TargetTensors(Checkpoint):
-    """Some tensors of a checkpoint, under the names and shapes that transformers' layers have.
+    """Tensors of a checkpoint under the names and shapes of transformers' layers.
 
-    * A float8 matrix with block scales (`weight` and `weight_scale_inv`, DeepSeek-V3's 128 x 128 blocks) is one tensor in
-      `dtype`: the values times their block's factor.
-    * With `stacks_experts`, matrices `experts.{i}.gate_proj`, `.up_proj`, `.down_proj` are two tensors, `experts.gate_up_proj`
+    * A float8 matrix with block scales (`weight` and `weight_scale_inv`, DeepSeek-V3's 128 x 128 blocks) becomes one
+      tensor in `dtype`: each value times its block's factor.
+    * With `stacks_experts`, matrices `experts.{i}.gate_proj`, `.up_proj`, `.down_proj` become two tensors, `experts.gate_up_proj`
       [E, 2 I, H] and `experts.down_proj` [E, H, I].
 
     Args:
-        source: where they are stored; only those it `wanted` count.
-        dtype: of what was float8.
-        nothing: what the error says if there is none.
+        source: the checkpoint; only its `wanted` tensors are used.
+        dtype: for tensors stored as float8.
+        nothing: the error if there are no such tensors.
     """
 
     def __init__(self, source: Checkpoint, dtype: torch.dtype, stacks_experts: bool, nothing: str):
@@ -35,7 +35,7 @@ class TargetTensors(Checkpoint):
 
     @cached_property
     def files(self) -> dict[str, Path]:
-        """Which file each stored tensor is in."""
+        """The file of each stored tensor."""
         wanted: Callable[[str], bool] = self.wanted or (lambda name: True)
         files = {name: path for path in self._weight_files() for name in self._names_in(path) if wanted(name)}
         if not files:
@@ -44,12 +44,12 @@ class TargetTensors(Checkpoint):
 
     @cached_property
     def scales(self) -> set[str]:
-        """Names of the tensors that are block scales of others."""
+        """Names of the tensors that are block scales."""
         return {name for name in self.files if name.endswith(_SCALE) and name.removesuffix(_SCALE) in self.files}
 
     @cached_property
     def stacks(self) -> dict[str, list[list[str]]]:
-        """Stacked name → per expert, the stored matrices that stand below each other in its slice."""
+        """By stacked name: for each expert, the stored matrices to concatenate in its slice."""
         found: dict[str, dict[int, dict[str, str]]] = {}
         if self.stacks_experts:
             for name in self.files:
@@ -80,7 +80,7 @@ class TargetTensors(Checkpoint):
         """A tensor's shape, without reading it.
 
         Raises:
-            CheckpointError: experts whose matrices differ in shape.
+            CheckpointError: the experts' matrices differ in shape.
         """
         if name not in self.stacks:
             return super().shape(name)
@@ -93,7 +93,7 @@ class TargetTensors(Checkpoint):
         return (len(rows), len(rows[0]) * first[0], *first[1:])
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor, as its layer wants it."""
+        """A tensor in its layer's form."""
         if name not in self.stacks:
             return self._plain(name)
         rows = self.stacks[name]
@@ -132,7 +132,7 @@ def dequantized(
     """A matrix [m, n] in `dtype`: each block of `value` times its factor in `scale` [ceil(m / block), ceil(n / block)].
 
     Raises:
-        CheckpointError: the factors do not fit the matrix.
+        CheckpointError: `scale` does not fit the matrix.
     """
     (rows, columns), (high, wide) = value.shape, block
     blocks = (-(-rows // high), -(-columns // wide))

@@ -1,4 +1,4 @@
-"""A DFlash drafter's modules, and how its block runs over pages: context from the target's features, then all slots at once."""
+"""The network of DFlash, DSpark and Domino drafters, and how its block runs over pages."""
 
 from __future__ import annotations
 
@@ -18,7 +18,7 @@ from ...model.graphs import CapturedBatch, GraphRunner
 from ...model.packed_batch import PackedBatch
 from ...model.packed_head import PackedHead
 from ..checkpoints.layers import RotaryPositions
-from .heads import ConfidenceHead, DominoHead, MarkovHead, SequentialHead
+from .path_heads import ConfidenceHead, DominoHead, MarkovHead, SequentialHead
 
 if TYPE_CHECKING:
     from typing_extensions import Self
@@ -26,21 +26,21 @@ if TYPE_CHECKING:
 
 @dataclass
 class DFlashLayout:
-    """What a checkpoint's configuration says, whoever wrote it.
+    """A checkpoint's settings, in one form for all writers of the format.
 
     Attributes:
-        layers: of the decoder layers.
+        layers: configuration of the decoder layers.
         block_size: slots of the block it was trained with, the anchor (the last accepted token) in the first.
-        mask_token_id: what stands in the other slots.
+        mask_token_id: the token in the other slots.
         tapped: the target's hidden states it reads, as transformers counts them (0: embeddings, i: output of layer i - 1).
-        from_anchor: slot k predicts the token after it, so that the anchor's slot predicts too; otherwise mask slots
-            predict the token in their own place.
-        causal: whether slots see only slots before them, in full-attention layers and in sliding ones.
+        from_anchor: slot k predicts the token after it, the anchor's slot included; otherwise mask slots predict the token at
+            their own place.
+        causal: whether slots see only earlier slots, in full-attention layers and in sliding ones.
         window_from_anchor: sliding layers see this many context tokens before the anchor from every slot (speculators);
             otherwise each slot sees a window that ends with itself (SpecForge).
-        starts_in_anchor_slot: a recurrent head was trained to pass over the anchor's slot before the first that predicts
-            (speculators); otherwise its state is zero there (SpecForge).
-        heads: keys of the DSpark or Domino heads; `projector_type` says which.
+        starts_in_anchor_slot: a recurrent head runs on the anchor's slot before the first slot that predicts (speculators);
+            otherwise its state is zero there (SpecForge).
+        heads: keys of the DSpark or Domino heads; `projector_type` tells which.
     """
 
     layers: Qwen3Config
@@ -55,16 +55,16 @@ class DFlashLayout:
 
     @property
     def num_tokens(self) -> int:
-        """Tokens a whole block drafts."""
+        """Tokens that a whole block drafts."""
         return self.block_size - (not self.from_anchor)
 
 
 class DFlashDrafter(nn.Module):
-    """A checkpoint's modules; `BlockHead` runs them. Names are the files', but for Domino's, which are under `domino.`.
+    """A checkpoint's modules, run by `BlockHead`. Names are those of the files, with Domino's under `domino.`.
 
     Args:
         vocab: Vd, width of the logits.
-        owns: which of `embed_tokens` (with its V rows) and `lm_head` the checkpoint has; others are None, for the target's.
+        owns: shapes of `embed_tokens` and `lm_head` in the checkpoint; None: the target's is used.
     """
 
     def __init__(self, layout: DFlashLayout, feature_size: int, vocab: int, owns: dict[str, tuple[int, ...] | None]):
@@ -94,20 +94,19 @@ class DFlashDrafter(nn.Module):
         if kind == "dspark" and heads["enable_confidence_head"]:
             self.confidence_head = ConfidenceHead(size + (rank if self.confidence_reads_markov else 0))
         for layer in self.layers:
-            vars(layer.self_attn)["sliding_window"] = None  # the masks of `BlockHead` hold the windows
+            vars(layer.self_attn)["sliding_window"] = None  # windows are in the masks of `BlockHead`
 
     @property
     def sequential(self) -> SequentialHead | None:
-        """What corrects the logits along a path."""
+        """The head that corrects the logits along a path, if there is one."""
         return self.domino if self.markov_head is None else self.markov_head
 
 
 class BlockHead(PackedHead):
     """Runs a DFlash drafter: context keys and values from the target's features, then a block that attends to them.
 
-    A context token's keys and values are those each layer's projections make of its feature (no input norm), rotated to its
-    position; they are all that stays in the cache. The block's own are written behind them and overwritten by the next
-    round.
+    Each layer's projections make keys and values from the context features (without input norm), rotated to their
+    positions. Only these stay in the cache: the block's own are written after them, and overwritten in the next round.
     """
 
     module: DFlashDrafter
@@ -117,15 +116,15 @@ class BlockHead(PackedHead):
     ):
         super().__init__(module, layout.layers, layout.layers.num_hidden_layers, prepack_weights=prepack_weights)
         self.layout, self.rotary = layout, rotary
-        self.kinds = list(dict.fromkeys(self.config.layer_types))  # of attention, each once
+        self.kinds = list(dict.fromkeys(self.config.layer_types))  # of attention, without repetition
 
     @torch.no_grad()
     def context(self, features: torch.Tensor) -> torch.Tensor:
-        """What every layer's projections read: [n, H] from the target's hidden states side by side [n, layers * Ht]."""
+        """The context features [n, H] that all layers read, from the target's concatenated hidden states [n, layers * Ht]."""
         return self.module.hidden_norm(self.module.fc(features))
 
     def with_graphs(self, wanted: bool | None = True, rewritten: bool = True) -> Self:
-        """As PackedHead's; reading context and running a block are captured apart."""
+        """As in the base; reading context and running a block are captured separately."""
         own = super().with_graphs(wanted, rewritten)
         if own is not self:
             own.reading_graphs = GraphRunner(own, own.write_context)
@@ -138,7 +137,7 @@ class BlockHead(PackedHead):
             self.write_context(PackedBatch.pack(rows, cache, self.device, self.gather), context)
 
     def write_context(self, batch: PackedBatch | CapturedBatch, features: torch.Tensor) -> torch.Tensor:
-        """`read_context` of a batch that is packed; returns its context, `features`."""
+        """`read_context` for a packed batch; returns `features`."""
         cos, sin = (x[:, None] for x in self.rotary(batch.position_ids, features.dtype))  # [1, 1, T, D]
         cache = batch.cache
         cache.batch = batch
@@ -155,7 +154,7 @@ class BlockHead(PackedHead):
 
     @torch.no_grad()
     def block(self, rows: list[RowInput], embedded: torch.Tensor, cache: PagedStaticCache) -> torch.Tensor:
-        """Final hidden states [T, H] of the rows' blocks, whose embeddings are given [T, H]."""
+        """Final hidden states [T, H] of the rows' blocks, from their embeddings [T, H]."""
         views = [self._seen(rows, kind) for kind in self.kinds]
         if self.graphs is not None:
             hidden = self.graphs.run(views, cache, embedded)
@@ -168,7 +167,7 @@ class BlockHead(PackedHead):
     def forward_batch(
         self, batch: PackedBatch | CapturedBatch, *others: PackedBatch | CapturedBatch, features: torch.Tensor
     ) -> torch.Tensor:
-        """`block` of a batch that is packed: once for each kind of layer, in the order of `kinds`."""
+        """`block` for a batch that is packed once for each kind of attention, in the order of `kinds`."""
         by_kind = dict(zip(self.kinds, (batch, *others), strict=True))
         hidden = features[None]
         position_embeddings = self.rotary(batch.position_ids, hidden.dtype)
@@ -187,7 +186,7 @@ class BlockHead(PackedHead):
         return self.module.norm(hidden)[0]
 
     def _seen(self, rows: list[RowInput], kind: str) -> list[RowInput]:
-        """The blocks' rows, with what their slots see in layers of that kind."""
+        """The blocks' rows with the visibility of their slots in layers of that kind."""
         layout, masked = self.layout, []
         for row in rows:
             count = len(row.tokens)
@@ -202,11 +201,11 @@ class BlockHead(PackedHead):
 
 
 def sliding_visibility(context: int, count: int, window: int, causal: bool, from_anchor: bool) -> np.ndarray:
-    """bool [count, context + count]: what the slots of a block behind `context` tokens see in a sliding layer.
+    """bool [count, context + count]: what the slots of a block see in a sliding layer, after `context` tokens.
 
     Args:
-        causal: whether slots see only those before them in the block.
-        from_anchor: every slot sees the last `window` context tokens; otherwise those among the `window` that end with itself.
+        causal: slots see only earlier slots of the block.
+        from_anchor: every slot sees the last `window` context tokens; otherwise a window that ends with itself.
     """
     slots = np.arange(context, context + count)[:, None]
     keys = np.arange(context + count)

@@ -1,4 +1,4 @@
-"""What DSpark and Domino put on a DFlash block: heads that tell each token of a path what was chosen before it."""
+"""DSpark's and Domino's heads on a DFlash block, which correct logits for the tokens chosen earlier on a path."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ MARKOV_TYPES = ("vanilla", "gated", "rnn")
 class SequentialHead(nn.Module):
     """Corrects the block's logits along a path, left to right, without another forward of the drafter.
 
-    A path's state [n, S] is what the head carries from one token to the next.
+    A path's state [n, S] is carried from one token to the next.
     """
 
     state_size = 0
@@ -24,28 +24,28 @@ class SequentialHead(nn.Module):
     def forward(
         self, state: torch.Tensor, previous: torch.Tensor, hidden: torch.Tensor, embed: Embed, depth: int
     ) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """One token further on n paths.
+        """One more token on n paths.
 
         Args:
             state: [n, S].
-            previous: int64 [n], the token before the one that is predicted.
+            previous: int64 [n], the token before the predicted one.
             hidden: [n, H], the block's final hidden state in the slot that predicts.
             embed: the drafter's embedding of tokens, [n, H] from [n].
             depth: 1 for the first drafted token.
 
-        Returns: the new state [n, S]; what is added to the logits [n, Vd] (None: nothing at this depth).
+        Returns: the new state [n, S]; the correction of the logits [n, Vd] (None: no correction at this depth).
         """
 
     def summary(self, previous: torch.Tensor) -> torch.Tensor:
-        """What a confidence head reads of the previous token: [n, r]."""
+        """The features [n, r] of the previous token for a confidence head."""
         raise TypeError(f"{type(self).__name__} has nothing for a confidence head to read.")
 
 
 class MarkovHead(SequentialHead):
     """DSpark's low-rank bias B[previous] = W2 W1[previous].
 
-    `gated`: W1[previous] is multiplied by a gate that sees the hidden state. `rnn`: a recurrent state over the path
-    takes its place. Formulas: speculators 0.9 (models/dspark) and SpecForge (modeling/draft/dspark.py).
+    `gated`: W1[previous] is multiplied by a gate that depends on the hidden state. `rnn`: a recurrent state over the path
+    replaces it. Formulas: speculators 0.9 (models/dspark) and SpecForge (modeling/draft/dspark.py).
 
     Args:
         vocab_size: V of the target (rows of W1).
@@ -65,11 +65,11 @@ class MarkovHead(SequentialHead):
 
     def summary(self, previous: torch.Tensor) -> torch.Tensor:
         """W1[previous]: [n, r]."""
-        # The target's embeddings may be padded further than the head's.
+        # The target's embeddings may have more padding rows than the head's.
         return self.markov_w1(previous.clamp(max=self.markov_w1.num_embeddings - 1))
 
     def forward(self, state, previous, hidden, embed, depth):
-        """See SequentialHead."""
+        """See `SequentialHead`."""
         latent = self.summary(previous)
         if self.kind == "gated":
             latent = latent * torch.sigmoid(self.gate_proj(torch.cat([hidden, latent], dim=-1)))
@@ -82,7 +82,7 @@ class MarkovHead(SequentialHead):
 
 
 class DominoHead(SequentialHead):
-    """Domino's correction: a GRU reads the embeddings of the path, and with the hidden state gives logits through a
+    """Domino's correction: a GRU reads the path's embeddings; its state and the hidden state give logits through a
     bottleneck. The first `num_pure` tokens are not corrected. Formula: SpecForge (modeling/draft/domino.py)."""
 
     def __init__(self, draft_vocab_size: int, bottleneck: int, hidden_size: int, gru_size: int, num_pure: int):
@@ -96,14 +96,14 @@ class DominoHead(SequentialHead):
         )
 
     def forward(self, state, previous, hidden, embed, depth):
-        """See SequentialHead."""
+        """See `SequentialHead`."""
         _, state = self.prefix_gru(embed(previous)[:, None], state[None].contiguous())
         state = state[0]
         return state, self.embed_proj(torch.cat([hidden, state], dim=-1)) if depth > self.num_pure else None
 
 
 class ConfidenceHead(nn.Module):
-    """DSpark's estimate of the probability that the token predicted next is accepted, given that all before it were.
+    """DSpark's estimate of the probability that the token predicted next is accepted, given that all tokens before it were.
 
     Args:
         input_size: H, or H + r if it also reads the Markov head's summary of the previous token.

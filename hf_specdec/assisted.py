@@ -1,0 +1,161 @@
+"""assisted_loop(): our generators inside transformers' own assisted generation (one sequence, chains)."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+from transformers.generation.candidate_generator import CandidateGenerator as TransformersCandidateGenerator
+
+from .candidate_generators import CandidateGenerator, parse_config
+from .candidate_generators.base import DrafterContext
+from .core.draft_trees import DraftTrees
+from .core.outcome import StepOutcome
+from .core.output import PackedOutput
+from .core.sequence import Sequence
+from .integration import generator_for
+from .model.architectures import tapped
+
+
+@contextlib.contextmanager
+def assisted_loop(
+    model: PreTrainedModel,
+    speculative_config: Any,
+    assistant_model: PreTrainedModel | None = None,
+    tokenizer: Any = None,
+    assistant_tokenizer: Any = None,
+):
+    """Inside the context, transformers' assisted generation drafts with one of our methods. Yields the `AssistedDrafter`.
+
+        with hf_specdec.assisted_loop(model, {"method": "ngram"}):
+            model.generate(**inputs, prompt_lookup_num_tokens=1)  # any argument that turns assisted generation on
+
+    transformers has no argument for a candidate generator, so the model's `_get_candidate_generator` is replaced.
+    """
+    context = DrafterContext(assistant_model, tokenizer, assistant_tokenizer)
+    drafter = AssistedDrafter(generator_for(model, parse_config(speculative_config), context))
+    model._get_candidate_generator = lambda *args, **kwargs: drafter
+    try:
+        with tapped(model, drafter.generator.taps, drafter.features):
+            yield drafter
+    finally:
+        del model._get_candidate_generator
+        drafter.close()
+
+
+class AssistedDrafter(TransformersCandidateGenerator):
+    """One of our generators as a candidate generator of transformers, which verifies one chain of one sequence.
+
+    Attributes:
+        generator: the drafter.
+        sequence: the text that is being generated; None before the first call and after `close`.
+        features: the target's hidden states in its last forward, [T, H] by tap: filled from outside (see `tapped`).
+    """
+
+    def __init__(self, generator: CandidateGenerator):
+        generator.verifies_chains_only = True
+        self.generator = generator
+        self.sequence: Sequence | None = None
+        self.features: dict[Any, torch.Tensor] = {}
+        self._proposal: tuple[DraftTrees, list[int]] | None = None  # the last draft, and its nodes that were candidates
+        self._num_fed = 0  # tokens of the text when they were proposed
+
+    def get_candidates(self, input_ids: torch.LongTensor, **kwargs) -> tuple[torch.Tensor, None]:
+        """The text followed by one chain of drafted tokens: int64 [1, S + K]. Drafts are deterministic, so no logits.
+
+        Raises:
+            ValueError: more than one sequence.
+        """
+        seq = self._follow(input_ids)
+        with self.generator.active():
+            trees = self.generator.propose([seq], [self.generator.config.longest_draft])
+        path = _first_path(trees)
+        self._proposal, self._num_fed = (trees, path), len(seq.tokens)
+        tokens = trees.tokens[0, torch.tensor(path, dtype=torch.long, device=trees.tokens.device)]
+        return torch.cat([input_ids, tokens[None].to(input_ids.device)], dim=1), None
+
+    def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
+        """Report to the generator what the last forward made of the candidates.
+
+        Args:
+            scores: the target's processed scores [1, K + 1, V] after the text and after each candidate.
+        """
+        self._follow(input_ids, scores[0])
+
+    def close(self) -> None:
+        """Forget the text that was being generated."""
+        if self.sequence is not None:
+            self.generator.stop(self.sequence)
+            self.generator.release()
+        self.sequence = self._proposal = None
+        self.features.clear()
+
+    def _follow(self, input_ids: torch.LongTensor, scores: torch.Tensor | None = None) -> Sequence:
+        """The sequence with these tokens: the running one, extended, or a new one."""
+        if input_ids.shape[0] != 1:
+            raise ValueError(
+                "transformers' assisted decoding works on one sequence; use speculative_config for batches."
+            )
+        tokens = input_ids[0].tolist()
+        seq = self.sequence
+        if seq is None or tokens[: len(seq.tokens)] != seq.tokens or len(tokens) > seq.max_length:
+            return self._start(tokens)
+        new = tokens[len(seq.tokens) :]
+        if new:
+            seq.tokens = tokens
+            if self._proposal is not None:
+                with self.generator.active():
+                    self.generator.observe(self._outcome(seq, *self._proposal, new, scores))
+                self._proposal = None
+        return seq
+
+    def _start(self, tokens: list[int]) -> Sequence:
+        self.close()
+        generator = self.generator
+        # The final length is unknown: make room for twice the text, and start again when that is used up.
+        self.sequence = seq = Sequence(tokens, max_length=2 * len(tokens) + 256)
+        generator.allocate(seq.max_length + generator.max_draft_nodes, 1, generator.config.block_size)
+        generator.start(seq)
+        return seq
+
+    def _outcome(
+        self, seq: Sequence, trees: DraftTrees, path: list[int], new: list[int], scores: torch.Tensor | None
+    ) -> StepOutcome:
+        """The step that verified the candidates: one row, the text's tokens and then the chain.
+
+        Args:
+            trees, path: the proposal, and its nodes that were candidates.
+            new: the tokens that were appended.
+            scores: [K + 1, V]; None if unknown.
+        """
+        chain = [int(token) for token in trees.tokens[0, path]]
+        matched = 0
+        while matched < min(len(chain), len(new) - 1) and chain[matched] == new[matched]:
+            matched += 1
+        found = self.features
+        num_forwarded = next((len(states) for states in found.values()), len(chain) + 1)
+        verified = StepOutcome(
+            sequences=[seq],
+            trees=DraftTrees.from_lists([chain], device=trees.tokens.device),
+            accepted=[list(range(matched))],
+            new_tokens=[new],
+            output=PackedOutput(
+                logits=scores if scores is not None else torch.empty(0),
+                last_hidden=found.get("last_hidden"),
+                layers={index: found[index] for index in self.generator.taps.layers if index in found},
+            ),
+            starts=[0],
+            chunks=[(seq, self._num_fed)],
+            num_own=[num_forwarded - len(chain)],
+        )
+        return verified.for_proposal([path[:matched]])
+
+
+def _first_path(trees: DraftTrees) -> list[int]:
+    """The nodes of row 0 reached by always taking the first child."""
+    parents, path = trees.parent_index[0, : trees.lengths[0]].tolist(), []
+    while (path[-1] if path else -1) in parents:
+        path.append(parents.index(path[-1] if path else -1))
+    return path

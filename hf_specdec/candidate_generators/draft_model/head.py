@@ -1,0 +1,60 @@
+"""The drafter: a causal language model of transformers."""
+
+from __future__ import annotations
+
+import threading
+import weakref
+
+from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+
+from ...bundled import resolve_model
+from ...model.packed_model import PackedModel
+from ..base import DrafterContext
+from ..checkpoints.files import Checkpoint, register_format
+from .config import DraftModelConfig
+
+
+def _matches(checkpoint: Checkpoint) -> bool:
+    return checkpoint.config.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and checkpoint.any(
+        r"(model|transformer|gpt_neox|decoder|backbone)\."
+    )
+
+
+register_format("a causal language model of transformers", "draft_model", _matches, last=True)
+
+_loading = threading.Lock()
+_loaded = weakref.WeakKeyDictionary[PreTrainedModel, "weakref.WeakValueDictionary[tuple, PreTrainedModel]"]()
+
+
+def load_drafter(config: DraftModelConfig, target: PackedModel, context: DrafterContext) -> PreTrainedModel:
+    """The drafter: the target itself (early exit), `generate(assistant_model=)`, or the configured model.
+
+    A configured model is loaded once per target, so that configurations with other draft lengths share it.
+    """
+    if context.assistant_model is not None:
+        given = "model" if config.model is not None else "early_exit" if config.early_exit is not None else None
+        if given is not None:
+            raise config.fail(given, "and generate(assistant_model=...) both name a drafter: pass one of them.")
+        return context.assistant_model
+    if config.early_exit is not None:
+        return target.model
+    if config.model is None:
+        raise config.fail(
+            "model", "is missing: name a smaller model, pass assistant_model= to generate(), or set 'early_exit'."
+        )
+    name = resolve_model(config.model)
+    key = (name, config.revision, config.quantization, target.model.dtype, target.device)
+    # transformers patches its own classes while it loads: two loads at once would leave them patched.
+    with _loading:
+        loaded = _loaded.setdefault(target.model, weakref.WeakValueDictionary())
+        model = loaded.get(key)
+        if model is None:
+            try:
+                model = AutoModelForCausalLM.from_pretrained(
+                    name, revision=config.revision or "main", dtype=target.model.dtype
+                )
+            except (OSError, ValueError) as error:
+                raise config.fail("model", f"could not be loaded from {name!r}: {error}") from error
+            model = loaded[key] = model.to(target.device).eval()
+    return model

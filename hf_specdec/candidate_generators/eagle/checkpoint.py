@@ -1,0 +1,90 @@
+"""EAGLE-1/2 and HASS checkpoints: how they are recognised and loaded."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+
+from ...model.packed_head import PackedHead
+from ...model.packed_model import PackedModel
+from ..checkpoints.files import Checkpoint, Plan, load_module, register_format
+from ..checkpoints.layers import (
+    RotaryPositions,
+    check_flags,
+    own_embeddings,
+    read_layer_config,
+    shared_embeddings,
+    vocab_size_of,
+)
+from ..checkpoints.target_parts import DraftVocabulary, check_target, draft_vocabulary, place_of, target_head
+from .head import EagleHead
+
+_RENAMED = {
+    "fusion_fc.": "fc.",
+    "transformer.": "layers.0.",
+    "embedding_layernorm.": "enorm.",
+    "pre_lm_head_layernorm.": "norm.",
+}
+
+
+def _canonical(name: str) -> str:
+    """Names as in EAGLE's own files; speculators v0.1 has others, and some files have a prefix `model.`."""
+    name = name.removeprefix("model.")
+    for old, canonical in _RENAMED.items():
+        if name.startswith(old):
+            return canonical + name[len(old) :]
+    return name
+
+
+def is_eagle(checkpoint: Checkpoint) -> bool:
+    """True for an EAGLE-1/2 head."""
+    plan = Plan(checkpoint, _canonical)
+    if "fc.weight" not in plan or "layers.0.self_attn.q_proj.weight" not in plan or "hidden_norm.weight" in plan:
+        return False
+    rows, columns = plan.matrix("fc.weight")
+    return columns == 2 * rows == 2 * plan.matrix("layers.0.self_attn.q_proj.weight")[1]
+
+
+register_format("EAGLE-1/2, HASS (yuhuili/EAGLE-*: fc [H, 2H], layers.0; speculators: fusion_fc)", "eagle", is_eagle)
+
+
+@dataclass(eq=False)
+class LoadedEagle:
+    """A loaded head, its language-model head, and the vocabulary of the logits."""
+
+    head: PackedHead
+    lm_head: nn.Module
+    vocabulary: DraftVocabulary
+
+
+def load_eagle(checkpoint: Checkpoint, target: PackedModel, prepack_weights: bool | None = None) -> LoadedEagle:
+    """Load an EAGLE-1/2 head on the target's device, in its dtype."""
+    plan = Plan(checkpoint, _canonical)
+    check_flags(
+        checkpoint,
+        plan,
+        {"bias": "fc.bias", "fusion_bias": "fc.bias", "qkv_bias": "layers.0.self_attn.q_proj.bias",
+         "add_para_norm": "enorm.weight", "layernorms": "enorm.weight"},
+    )  # fmt: skip
+    config = read_layer_config(checkpoint, plan)
+    has_embeddings, has_lm_head = "embed_tokens.weight" in plan, "lm_head.weight" in plan
+    vocab_size = plan.shape("embed_tokens.weight")[0] if has_embeddings else vocab_size_of(checkpoint)
+    check_target(checkpoint, target, config.hidden_size, vocab_size)
+    vocabulary = DraftVocabulary(target.vocab_size)
+    if has_lm_head:
+        vocabulary = draft_vocabulary(checkpoint, target, None, plan.shape("lm_head.weight")[0])
+    device, dtype = place_of(target)
+    with torch.device("meta"):
+        module = EagleHead(config, plan)
+    load_module(module, plan, device, dtype)
+    module.rotary = RotaryPositions(checkpoint, config, device)
+    if has_embeddings:
+        module.embeddings = own_embeddings(module.embed_tokens, target)
+    else:
+        module.embeddings = shared_embeddings(checkpoint, target, config.hidden_size)
+    head = PackedHead(
+        module, config, config.num_hidden_layers, prepack_weights=prepack_weights, device=device, dtype=dtype
+    )
+    return LoadedEagle(head, module.lm_head if has_lm_head else target_head(target), vocabulary)

@@ -1,0 +1,121 @@
+"""Hydra and Hydra++ checkpoints: how they are recognised and loaded."""
+
+from __future__ import annotations
+
+import re
+
+import torch
+from transformers import LlamaConfig
+
+from ...model.packed_model import PackedModel
+from ..checkpoints.files import Checkpoint, Plan, counted, load_module, register_format
+from ..checkpoints.layers import RotaryPositions, fit_biases, shared_embeddings
+from ..checkpoints.target_parts import check_target, place_of
+from ..checkpoints.tied import share_equal
+from .head import HydraHeads
+
+_BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.(.+)$")
+_LM_HEAD = re.compile(r"hydra_lm_head\.(\d+)\.(?:\d+\.)?(weight|bias)$")
+_PREFIX = re.compile(r"prefix_embed+ing_layer\.(.+)$")  # the original code spells it with one d
+_LLAMA_LIKE = ("llama", "mistral", "qwen2")
+_LAYER_KEYS = (
+    "hidden_size", "num_attention_heads", "num_key_value_heads", "hidden_act", "rms_norm_eps", "max_position_embeddings",
+    "rope_parameters",
+)  # fmt: skip
+
+
+def is_hydra(checkpoint: Checkpoint) -> bool:
+    """True for Hydra heads."""
+    return checkpoint.any(r"hydra_mlp\.\d+\.\d+\.linear\.weight$")
+
+
+register_format("Hydra, Hydra++ (ankner/hydra-*: hydra_mlp.{head}.{block}, hydra_lm_head.{head})", "hydra", is_hydra)
+
+
+def _canonical(name: str, places: list[int]) -> str | None:
+    """The module's name of a tensor.
+
+    Args:
+        places: the blocks' indices in a head, ascending; dropout modules have indices too.
+    """
+    if match := _BLOCK.match(name):
+        return f"heads.{match[1]}.blocks.{places.index(int(match[2]))}.{match[3]}"
+    if match := _LM_HEAD.match(name):
+        return f"heads.{match[1]}.lm_head.{match[2]}"
+    if match := _PREFIX.match(name):  # stored as a whole one-layer model; its embeddings are not used
+        return None if match[1] == "embed_tokens.weight" else f"prefix.{match[1]}"
+    return name
+
+
+def _name_in_prefix(name: str) -> str | None:
+    match = _PREFIX.match(name)
+    return match[1] if match else None
+
+
+def load_hydra(checkpoint: Checkpoint, target: PackedModel) -> HydraHeads:
+    """Load the heads of a checkpoint on the target's device, in its dtype.
+
+    Raises:
+        CheckpointError: an architecture besides "mlp" and "prefix-mlp", tensors that do not fit, or heads for another target.
+    """
+    has_prefix = checkpoint.any(_PREFIX.pattern)
+    found = "prefix-mlp" if has_prefix else "mlp"
+    arch = checkpoint.config.get("hydra_head_arch", found)
+    if arch != found:
+        can_run = "'mlp' and 'prefix-mlp' can be run"
+        raise checkpoint.error(f"has hydra_head_arch = {arch!r} and tensors of {found!r}; {can_run}.")
+    if checkpoint.config.get("hidden_state_offset", 0) != 0:
+        raise checkpoint.error(
+            "reads an inner layer's hidden states (hidden_state_offset is not 0), which is not supported."
+        )
+    matches = [match for match in map(_BLOCK.match, checkpoint.names()) if match]
+    places = sorted({int(match[2]) for match in matches})
+    plan = Plan(checkpoint, lambda name: _canonical(name, places))
+    first, lm_head = "heads.0.blocks.0.linear.weight", "heads.0.lm_head.weight"
+    for canonical, name in ((first, f"hydra_mlp.0.{places[0]}.linear.weight"), (lm_head, "hydra_lm_head.0.weight")):
+        if canonical not in plan:
+            raise checkpoint.error(f"has no {name}.")
+    (hidden_size, width), vocab_size = plan.matrix(first), plan.shape(lm_head)[0]
+    check_target(checkpoint, target, hidden_size, vocab_size)
+    grounded = width > hidden_size
+    if checkpoint.config.get("grounded_heads", grounded) != grounded:
+        raise checkpoint.error(
+            f"config.json says grounded_heads = {not grounded}, but the first head reads width {width}."
+        )
+    with torch.device("meta"):
+        hydra = HydraHeads(
+            hidden_size,
+            num_heads=counted(checkpoint, (int(match[1]) for match in matches), "head"),
+            num_blocks=len(places),
+            vocab_size=vocab_size,
+            grounded=grounded,
+            embeddings=shared_embeddings(checkpoint, target, hidden_size),
+            prefix_config=_prefix_config(checkpoint, target, plan) if has_prefix else None,
+        )
+    if hydra.prefix is not None:
+        fit_biases(hydra.prefix, Plan(checkpoint, _name_in_prefix))
+    device, dtype = place_of(target)
+    load_module(hydra, plan, device, dtype)
+    share_equal(hydra)
+    if hydra.prefix is not None and hydra.prefix_config is not None:
+        hydra.prefix.rotary = RotaryPositions(checkpoint, hydra.prefix_config, device)
+    return hydra
+
+
+def _prefix_config(checkpoint: Checkpoint, target: PackedModel, plan: Plan) -> LlamaConfig:
+    """The prefix layer's configuration: a Llama layer with the target's settings, since checkpoints have none of their own."""
+    own, gate, queries = (
+        target.config,
+        "prefix.layers.0.mlp.gate_proj.weight",
+        "prefix.layers.0.self_attn.q_proj.weight",
+    )
+    if own.model_type not in _LLAMA_LIKE:
+        raise checkpoint.error(
+            f"has a prefix layer, which takes its settings from a target like Llama; this one's model_type is {own.model_type!r}."
+        )
+    for name in (gate, queries):
+        if name not in plan:
+            raise checkpoint.error(f"has no {name.replace('prefix.', 'prefix_embeding_layer.')}.")
+    values = {key: getattr(own, key) for key in _LAYER_KEYS}
+    head_dim = plan.shape(queries)[0] // own.num_attention_heads
+    return LlamaConfig(**values, head_dim=head_dim, intermediate_size=plan.shape(gate)[0], num_hidden_layers=1)

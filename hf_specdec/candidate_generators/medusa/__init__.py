@@ -1,0 +1,7 @@
+"""Medusa (Cai et al. 2024): one head per depth reads the target's last hidden state; heads do not see drafted tokens."""
+
+from .config import MedusaConfig
+from .generator import MedusaGenerator
+from .head import MedusaHeads
+
+__all__ = ["MedusaConfig", "MedusaGenerator", "MedusaHeads"]

@@ -1,0 +1,133 @@
+"""Medusa checkpoints, original, merged (Medusa-2) and converted for vLLM: how they are recognised and loaded."""
+
+from __future__ import annotations
+
+import logging
+import re
+from dataclasses import dataclass
+
+import torch
+
+from ...model.packed_model import PackedModel
+from ..checkpoints.files import Checkpoint, Plan, counted, load_module, register_format
+from ..checkpoints.target_parts import check_target, place_of, target_head
+from ..checkpoints.tied import one_copy, share_equal
+from .head import MedusaHeads
+
+logger = logging.getLogger(__name__)
+
+
+_PREFIX = re.compile(r"medusa_heads?\.")
+
+
+def is_original(checkpoint: Checkpoint) -> bool:
+    """True for FasterDecoding's layout: `{head}.{block}.linear`, alone or merged into the target's checkpoint."""
+    return checkpoint.any(r"(medusa_heads?\.)?\d+\.\d+\.linear\.weight$")
+
+
+def is_converted(checkpoint: Checkpoint) -> bool:
+    """True for vLLM's layout: `blocks.{head}.layers.{block}`."""
+    return checkpoint.any(r"(medusa_heads?\.)?blocks\.\d+\.layers\.\d+\.weight$")
+
+
+register_format(
+    "Medusa (FasterDecoding/medusa-*: {head}.{block}.linear; medusa-1.0-*: medusa_head.* merged with the target)",
+    "medusa",
+    is_original,
+)
+register_format(
+    "Medusa as converted for vLLM (abhigoyal/vllm-medusa-*: blocks.{head}.layers.{block})", "medusa", is_converted
+)
+
+
+def _converted(name: str) -> str:
+    """A tensor's name in vLLM's layout; original language-model heads (`{head}.{last}`) keep their names."""
+    return re.sub(r"^(\d+)\.(\d+)\.linear\.", r"blocks.\1.layers.\2.", _PREFIX.sub("", name, count=1))
+
+
+@dataclass
+class Layout:
+    """A checkpoint's tensors under the names of vLLM's layout, and the number of heads and blocks."""
+
+    plan: Plan
+    num_heads: int
+    num_blocks: int
+    num_lm_heads: int  # 0: the target's is used; 1: all heads share one
+
+    @classmethod
+    def of(cls, checkpoint: Checkpoint) -> Layout:
+        """Found from the tensors' names: original config.json files say 2 heads where there are 5."""
+        if checkpoint.any(_PREFIX.pattern) and not all(map(_PREFIX.match, checkpoint.names())):
+            checkpoint = Checkpoint(checkpoint.folder, checkpoint.name, wanted=lambda name: bool(_PREFIX.match(name)))
+        names = [_converted(name) for name in checkpoint.names()]
+        found = [match for match in (re.match(r"blocks\.(\d+)\.layers\.(\d+)\.", name) for name in names) if match]
+        num_heads, num_blocks = (
+            counted(checkpoint, (int(match[group]) for match in found), what)
+            for group, what in ((1, "head"), (2, "block"))
+        )
+        has_own = any(name.startswith("lm_heads.") for name in names)
+        one_for_all = checkpoint.config.get("original_lm_head") is True or ("lm_head.weight" in names and not has_own)
+
+        def canonical(name: str) -> str:
+            name = re.sub(rf"^(\d+)\.{num_blocks}\.weight$", r"lm_heads.\1.weight", _converted(name))
+            return re.sub(r"^lm_heads?\.(\d+\.)?weight$", "lm_heads.0.weight", name) if one_for_all else name
+
+        plan = Plan(checkpoint, one_copy(checkpoint, canonical) if one_for_all else canonical)
+        has_own = any(name.startswith("lm_heads.") for name in plan.sources)
+        return cls(plan, num_heads, num_blocks, 0 if not has_own else 1 if one_for_all else num_heads)
+
+
+def load_medusa(checkpoint: Checkpoint, target: PackedModel) -> MedusaHeads:
+    """Load the heads of a checkpoint in any layout, on the target's device, in its dtype.
+
+    Raises:
+        CheckpointError: tensors are missing, unused or of another shape, or the heads are for another target.
+    """
+    layout = Layout.of(checkpoint)
+    plan, first = layout.plan, "blocks.0.layers.0.weight"
+    stated = checkpoint.config.get("medusa_num_heads")
+    if stated not in (None, layout.num_heads):
+        logger.info("%s: config.json says %s heads; the file has %d.", checkpoint.name, stated, layout.num_heads)
+    is_own_config = (
+        checkpoint.config.get("model_type", "medusa") == "medusa"
+    )  # a merged checkpoint has the target's config.json
+    scale = checkpoint.config.get("logit_scale", 1.0) if is_own_config else 1.0
+    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
+        raise checkpoint.error(f"config.json has logit_scale = {scale!r}; it must be a number.")
+    if first not in plan:
+        raise checkpoint.error(f"has no {first} (0.0.linear.weight in the original layout).")
+    hidden_size = plan.matrix(first)[0]
+    sizes = [plan.shape(name)[0] for name in plan.sources if name.startswith("lm_heads.")]
+    vocab_size = sizes[0] if sizes else target.vocab_size
+    check_target(checkpoint, target, hidden_size, None if "token_map" in plan else vocab_size)
+    target_ids = _target_ids(checkpoint, target, plan, vocab_size)
+    with torch.device("meta"):
+        heads = MedusaHeads(
+            hidden_size,
+            layout.num_heads,
+            layout.num_blocks,
+            vocab_sizes=[vocab_size] * layout.num_lm_heads,
+            bias="blocks.0.layers.0.bias" in plan,
+            target_head=target_head(target),
+            scale=float(scale),
+        )
+    load_module(heads, plan, *place_of(target))
+    share_equal(heads)
+    heads.target_ids = target_ids
+    return heads
+
+
+def _target_ids(checkpoint: Checkpoint, target: PackedModel, plan: Plan, size: int) -> torch.Tensor | None:
+    """`token_map`, removed from the plan: the target's ids, int64 [size]; None if there is none."""
+    if "token_map" not in plan:
+        return None
+    ids = plan.tensor("token_map").long()
+    del plan.sources["token_map"]
+    if tuple(ids.shape) != (size,):
+        raise checkpoint.error(f"token_map has shape {list(ids.shape)}, for heads with {size} logits.")
+    if int(ids.min()) < 0 or int(ids.max()) >= target.vocab_size or len(torch.unique(ids)) < size:
+        raise checkpoint.error(
+            f"token_map holds ids from {int(ids.min())} to {int(ids.max())} or one of them twice; the target has "
+            f"{target.vocab_size} tokens."
+        )
+    return ids.to(place_of(target)[0])

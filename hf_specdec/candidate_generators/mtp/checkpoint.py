@@ -1,0 +1,187 @@
+"""MTP modules in targets' checkpoints and in their own: how they are found and loaded."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from transformers import AutoModelForCausalLM
+
+from ...model.packed_head import PackedHead
+from ...model.packed_model import PackedModel
+from ..checkpoints.config import proposed_length
+from ..checkpoints.files import Checkpoint, Plan, counted, load_module, register_format
+from ..checkpoints.target_parts import (
+    check_target,
+    check_vocabulary,
+    layer_config,
+    place_of,
+    section,
+    target_embeddings,
+    target_head,
+    trained_for,
+)
+from .head import Family, MtpModule, module_config
+from .layouts import LAYER_NAMES, LAYOUTS, MtpLayout, find_layout, holds_mtp_alone
+from .weights import TargetTensors
+
+
+def _matches(checkpoint: Checkpoint) -> bool:
+    return holds_mtp_alone(checkpoint.config, checkpoint.names())
+
+
+register_format(
+    "MTP layers without their target (speculators' mtp, or tensors as in a target's checkpoint)", "mtp", _matches
+)
+
+
+class MtpModules(nn.ModuleList):
+    """A list of MTP modules to load at once; errors show this class name."""
+
+
+@dataclass
+class LoadedMtp:
+    """Loaded MTP modules, in drafting order.
+
+    Attributes:
+        heads: runs each module over packed rows, with its layer of one cache.
+        proposed_length: the draft length the checkpoint proposes (speculators' format), or None.
+    """
+
+    layout: MtpLayout
+    modules: list[MtpModule]
+    heads: list[PackedHead]
+    proposed_length: int | None
+
+
+def load_mtp(source: Checkpoint, target: PackedModel, prepack_weights: bool | None = None) -> LoadedMtp:
+    """Load the MTP modules of a checkpoint, on the target's device and in its dtype.
+
+    Raises:
+        CheckpointError: it has no MTP modules, or they do not fit.
+    """
+    device, dtype = place_of(target)
+    family = _family(source, target)
+    stacks = any(name.endswith("experts.gate_up_proj") for name in _expert_names(family))
+    nothing = (
+        "holds no MTP tensors. transformers drops them when it saves a model: name the folder or Hub id of the original "
+        "weights as 'model'."
+    )
+    checkpoint = TargetTensors(source, dtype, stacks, nothing)
+    num_layers = target.config.num_hidden_layers
+    layout = find_layout(checkpoint.names(), num_layers)
+    if layout is None:
+        tried = "; ".join(each.name for each in LAYOUTS)
+        some = ", ".join(sorted(checkpoint.names())[:4])
+        raise checkpoint.error(f"holds MTP tensors in no known layout ({some}, ..). Tried: {tried}.")
+    plan = _planned(checkpoint, layout, num_layers)
+    own = _own_tables(plan, target)
+    numbers = (int(name.partition(".")[0]) for name in plan.sources if name[0].isdigit())
+    count = counted(checkpoint, numbers, "MTP module")
+    with torch.device("meta"):
+        modules = [
+            MtpModule(
+                family,
+                layout,
+                i,
+                sparse=any(name.startswith(f"{i}.layer.mlp.experts.") for name in plan.sources),
+                own={
+                    name: own[f"{i}.{name}.weight"]
+                    for name in ("embed_tokens", "lm_head")
+                    if f"{i}.{name}.weight" in own
+                },
+            )
+            for i in range(count)
+        ]
+        filled = MtpModules(modules)
+    _rename_parts(plan, set(filled.state_dict()))
+    load_module(filled, plan, device, dtype)
+    for name, value in filled.state_dict(keep_vars=True).items():
+        if any(part in name for part in family.float32):
+            value.data = plan.tensor(name).to(device, torch.float32)
+    for module in modules:
+        with torch.device(device):
+            module.add_rotary(family.rotary)
+        module.share(target_embeddings(target), target_head(target))
+    heads = [
+        PackedHead(module, module.config, count, family.gather, prepack_weights, device, dtype) for module in modules
+    ]
+    return LoadedMtp(layout, modules, heads, proposed_length(source))
+
+
+def _family(source: Checkpoint, target: PackedModel) -> Family:
+    kind = source.config.get("speculators_model_type")
+    if kind is None:
+        return Family.of(target.model, source)
+    if kind != "mtp":
+        raise source.error(f"is a speculators checkpoint of type {kind!r}, not of MTP layers.")
+    source.wanted = None  # a checkpoint of MTP layers only: load every tensor
+    values = section(source, "transformer_layer_config")
+    stated, own = values.get("num_hidden_layers"), target.config.num_hidden_layers
+    if isinstance(stated, int) and stated > own:
+        raise source.error(f"is for a target of {stated} layers; this one has {own}." + trained_for(source))
+    config = layer_config(source, values)
+    check_target(source, target, config.hidden_size, config.vocab_size)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)
+    return Family.of(model, source)
+
+
+def _expert_names(family: Family) -> list[str]:
+    with torch.device("meta"):
+        layer = family.new_layer(module_config(family.config, 0, "full_attention", sparse=True), 0)
+    return list(layer.state_dict())
+
+
+def _planned(checkpoint: TargetTensors, layout: MtpLayout, num_layers: int) -> Plan:
+    """A plan with the names `{module}.{part}`; shared tensors are assigned to every module."""
+
+    def rename(name: str) -> str | None:
+        found = layout.canonical(name, num_layers)
+        if found is None:
+            return name  # belongs to no module: reported as unused
+        module, canonical = found
+        return None if module < 0 else f"{module}.{canonical}"
+
+    plan = Plan(checkpoint, rename)
+    modules = {name.partition(".")[0] for name in plan.sources if re.match(r"\d+\.layer\.", name)}
+    for name, source in list(plan.sources.items()):
+        part = name.partition(".")[2]
+        if part.startswith(layout.shared) and layout.shared:
+            plan.sources.update({f"{module}.{part}": source for module in modules})
+    return plan
+
+
+def _own_tables(plan: Plan, target: PackedModel) -> dict[str, tuple[int, int]]:
+    """Shapes of the stored embeddings and heads that differ from the target's. Equal ones are removed from the plan."""
+    own = {}
+    for name in [name for name in plan.sources if name.endswith((".embed_tokens.weight", ".lm_head.weight"))]:
+        table = (target_embeddings if "embed_tokens" in name else target_head)(target).weight
+        assert isinstance(table, torch.Tensor)
+        rows, columns = plan.shape(name)
+        if (
+            table.device.type != "meta"
+            and (rows, columns) == table.shape
+            and torch.equal(plan.tensor(name).to(table), table)
+        ):
+            del plan.sources[name]
+        else:
+            check_vocabulary(plan.checkpoint, target, rows)
+            if rows < target.vocab_size:
+                raise plan.checkpoint.error(
+                    f"{plan.sources[name]} has {rows} tokens; the target has {target.vocab_size}. It is for another target."
+                )
+            own[name] = (rows, columns)
+    return own
+
+
+def _rename_parts(plan: Plan, expected: set[str]) -> None:
+    """Rename parts of the layer to transformers' names."""
+    for name in [name for name in plan.sources if name not in expected]:
+        for pattern, replacement in LAYER_NAMES:
+            renamed = re.sub(pattern, replacement, name)
+            if renamed in expected and renamed not in plan:
+                plan.sources[renamed] = plan.sources.pop(name)
+                break

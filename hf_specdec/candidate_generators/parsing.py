@@ -1,0 +1,102 @@
+"""parse_config: from what a user passes as `speculative_config` to a method's checked configuration."""
+
+from __future__ import annotations
+
+import functools
+import json
+import logging
+import os
+from typing import Any
+
+from ..bundled import resolve_model
+from ..config import SpeculativeConfig, SpeculativeConfigError, nearest_hint
+from .checkpoints.files import infer_format, open_checkpoint
+from .pasted import IGNORED_KEYS, METHOD_NAMES, renamed_method, translated
+from .registry import available_methods, broken_method, discover, imported_method
+
+logger = logging.getLogger(__name__)
+
+
+def parse_config(value: Any) -> SpeculativeConfig:
+    """Turn what a user passes as `speculative_config` into a checked configuration.
+
+    Names and keys of vLLM, vLLM-Ascend and FastDeploy are understood (see pasted.py). A method "package.module:Class" is
+    imported, so a method can be used without installing a package.
+
+    Args:
+        value: a `SpeculativeConfig`, a dict, JSON text, or the path of a JSON file. `{}` is an error.
+
+    Raises:
+        SpeculativeConfigError: unknown method or key (with the nearest valid one), bad value, unreadable text.
+    """
+    if isinstance(value, SpeculativeConfig):
+        return value
+    if isinstance(value, (str, os.PathLike)):
+        value = _read(os.fspath(value))
+    if not isinstance(value, dict):
+        raise SpeculativeConfigError(
+            f"speculative_config must be a dict, JSON text, a path to a JSON file or a SpeculativeConfig, not {type(value).__name__}."
+        )
+    methods = available_methods()
+    value = renamed_method(value)
+    method = value.get("method") or None
+    if isinstance(method, str) and ":" in method:
+        method = imported_method(method)
+        methods = available_methods()
+    if method is None and isinstance(value.get("model"), (str, os.PathLike)):
+        method = infer_method(os.fspath(value["model"]), value.get("revision"), value.get("token"))
+    if method is None:
+        raise SpeculativeConfigError(f"speculative_config needs a 'method': one of {', '.join(methods)}.")
+    if not isinstance(method, str) or method not in methods:
+        if isinstance(method, str) and (problem := broken_method(method)):
+            raise SpeculativeConfigError(problem)
+        raise SpeculativeConfigError(
+            f"Unknown speculative method {method!r}{nearest_hint(method, [*methods, *METHOD_NAMES])}. Available: "
+            f"{', '.join(methods)}."
+        )
+    return methods[method].from_dict(translated({**value, "method": method}, methods), IGNORED_KEYS)
+
+
+def infer_method(model: str, revision: str | None = None, token: str | None = None) -> str:
+    """Find a checkpoint's method from its config.json and tensor names.
+
+    Raises:
+        CheckpointError: it cannot be opened, or its format is unknown.
+    """
+    folder = resolve_model(model)
+    written = max((entry.stat().st_mtime_ns for entry in os.scandir(folder)), default=0) if os.path.isdir(folder) else 0
+    return _infer_method(model, revision, token, written)
+
+
+@functools.lru_cache(maxsize=64)
+def _infer_method(model: str, revision: str | None, token: str | None, written: int) -> str:
+    """`written` is the time of the folder's newest file: the cached answer does not hold for another head in the same place."""
+    discover()
+    form = infer_format(open_checkpoint(model, revision, token))
+    logger.info("%s: method %r, inferred from its format: %s.", model, form.method, form.name)
+    return form.method
+
+
+def _read(text: str) -> Any:
+    text = text.removeprefix("\ufeff")
+    source = text
+    if not text.lstrip().startswith("{"):
+        if not os.path.isfile(text):
+            raise SpeculativeConfigError(
+                f"speculative_config {_shown(text)} is neither JSON text nor an existing file."
+            )
+        with open(text, encoding="utf-8-sig", errors="replace") as f:
+            source = f.read()
+    try:
+        return json.loads(source)
+    except json.JSONDecodeError as error:
+        raise SpeculativeConfigError(f"speculative_config is not valid JSON ({error}): {_shown(source)}") from None
+    except RecursionError:
+        raise SpeculativeConfigError(
+            f"speculative_config is JSON that is nested too deeply: {_shown(source)}"
+        ) from None
+
+
+def _shown(text: str) -> str:
+    """A quoted text, or the beginning of a long one."""
+    return repr(text if len(text) <= 80 else text[:80] + "…")

@@ -1,0 +1,102 @@
+"""Methods from other packages: by entry point, by "package.module:Class", and what happens when they are broken."""
+
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from hf_specdec import SpeculativeConfigError, parse_config
+
+EXAMPLE = re.search(
+    r"```python\n(.*?)```", (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8"), flags=re.S
+)[1]
+# The same file outside the package: what it needs comes from `hf_specdec`.
+OUTSIDE = re.sub(r"from \.+[\w.]* import (\w+)", r"from hf_specdec import \1", EXAMPLE)
+RUN = """
+import hf_specdec, torch
+from oracle import ragged, tiny_llama
+model = tiny_llama()
+inputs = ragged([9, 4, 6])
+plain = model.generate(**inputs, max_new_tokens=12)
+for method in {methods}:
+    out = model.generate(
+        **inputs, max_new_tokens=12, speculative_config={{"method": method}}, return_dict_in_generate=True
+    )
+    assert torch.equal(out.sequences, plain) and out.speculation.num_draft_tokens > 0
+    print(method, hf_specdec.parse_config({{"method": method}}).to_dict())
+"""
+
+
+def install(site: Path, package: str, files: dict[str, str], entry_points: str = "") -> None:
+    """A package as pip leaves it in site-packages."""
+    (site / package).mkdir(parents=True)
+    for name, text in {"__init__.py": "", **files}.items():
+        (site / package / name).write_text(text, encoding="utf-8")
+    info = site / f"{package}-1.0.dist-info"
+    info.mkdir()
+    (info / "METADATA").write_text(f"Metadata-Version: 2.1\nName: {package}\nVersion: 1.0\n")
+    (info / "entry_points.txt").write_text(f"[hf_specdec.methods]\n{entry_points}\n")
+
+
+def run(site: Path, code: str) -> subprocess.CompletedProcess:
+    paths = [str(site), str(Path(__file__).parent), str(Path(__file__).parents[1])]
+    code = f"import sys; sys.path[:0] = {paths!r}\n{code}"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=300)
+    assert done.returncode == 0, done.stderr
+    return done
+
+
+def test_an_installed_package_and_a_class_by_its_path(tmp_path):
+    """The example of CONTRIBUTING.md, in a package of its own, used both ways; broken packages beside it change nothing."""
+    install(tmp_path, "copying", {"method.py": OUTSIDE}, "copy_last = copying.method:CopyLastGenerator")
+    install(tmp_path, "failing", {"method.py": "raise RuntimeError('mine')"}, "fails = failing.method:Generator")
+    install(tmp_path, "missing", {}, "is_missing = missing.nowhere:Generator")
+    install(tmp_path, "empty", {"method.py": "class Generator: pass"}, "registers_nothing = empty.method:Generator")
+    methods = ["copying.method:CopyLastGenerator", "copy_last"]
+    done = run(tmp_path, RUN.format(methods=methods))
+    assert done.stdout.count("{'method': 'copy_last'}") == 2
+    for package, problem in (
+        ("failing", "RuntimeError: mine"),
+        ("missing", "No module named 'missing.nowhere'"),
+        ("empty", "registers no method 'registers_nothing'"),
+    ):
+        (line,) = [line for line in done.stderr.splitlines() if f"package {package!r}" in line]
+        assert problem in line and "hf_specdec.methods" in line
+    code = """
+import hf_specdec
+try:
+    hf_specdec.parse_config({"method": "fails"})
+except hf_specdec.SpeculativeConfigError as error:
+    print(error)
+"""
+    assert "package 'failing' cannot be used: RuntimeError: mine" in run(tmp_path, code).stdout
+
+
+def test_a_class_by_its_path_in_a_process_without_the_package(tmp_path):
+    """No installation: a module on sys.path is enough."""
+    (tmp_path / "mine.py").write_text(OUTSIDE, encoding="utf-8")
+    run(tmp_path, RUN.format(methods=["mine:CopyLastGenerator"]))
+
+
+@pytest.mark.parametrize(
+    ("path", "message"),
+    [
+        ("no_such_module:Generator", "'no_such_module' cannot be imported: ModuleNotFoundError"),
+        (":Generator", "cannot be imported"),
+        ("json:Generator", "json has no generator class 'Generator'"),
+        ("json:JSONDecoder", "json has no generator class 'JSONDecoder'"),
+        ("hf_specdec:SpeculativeConfig", "registered with @hf_specdec.register"),
+        ("hf_specdec.candidate_generators.ngram:", "no generator class ''"),
+    ],
+)
+def test_paths_that_name_no_method(path, message):
+    with pytest.raises(SpeculativeConfigError, match=re.escape(message)):
+        parse_config({"method": path})
+
+
+def test_a_path_to_a_method_of_this_package():
+    assert parse_config({"method": "hf_specdec.candidate_generators.ngram:NGramGenerator"}) == parse_config(
+        {"method": "ngram"}
+    )

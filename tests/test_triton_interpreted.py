@@ -1,0 +1,32 @@
+"""The tests that need Triton, on a machine without a GPU: in the interpreter, a few files per process.
+
+A process imports torch and transformers once for all its files. Groups take about equally long.
+"""
+
+from pathlib import Path
+
+import pytest
+from triton_interpreter import run_interpreted
+
+TESTS = Path(__file__).parent
+GROUPS = {
+    "verification": (
+        "test_triton_verification",
+        "test_triton_cache_ops",
+        "test_triton_draft_ops",
+        "test_triton_layers",
+    ),
+    "attention": ("test_triton_attention", "test_triton_sampling", "test_gpu_checks"),
+    "generate": ("test_triton_generate", "test_triton_invariant", "test_graphs"),
+}
+
+
+@pytest.mark.parametrize("group", GROUPS)
+def test_interpreted(group):
+    run_interpreted([str(TESTS / f"{name}.py") for name in GROUPS[group]])
+
+
+def test_every_file_is_in_one_group():
+    need = {path.stem for path in TESTS.glob("test_*.py") if "\n@needs_triton\n" in path.read_text(encoding="utf-8")}
+    grouped = [name for names in GROUPS.values() for name in names]
+    assert sorted(grouped) == sorted(need)
