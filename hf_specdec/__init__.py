@@ -14,15 +14,18 @@ with held_back():
     from .core.sequence import Sequence
     from .integration import generate, install, release, uninstall
     from .model.packed_model import PackedModel
+    from .serve import LLM, SamplingParams
 
 __version__ = "0.1.0"
 
 __all__ = [
+    "LLM",
     "CandidateGenerator",
     "DraftTrees",
     "DrafterContext",
     "PackedModel",
     "PackedOutput",
+    "SamplingParams",
     "Sequence",
     "SpeculativeConfig",
     "SpeculativeConfigError",

@@ -290,6 +290,19 @@ def release(model: PreTrainedModel | None = None) -> None:
             _models_in_use.discard(each)
 
 
+def model_lock(model: PreTrainedModel) -> threading.RLock:
+    """Held by whoever runs a decoder on the model: its attention is switched then."""
+    return _kept(model).lock
+
+
+def make_decoder(
+    model: PreTrainedModel, config: SpeculativeConfig, context: DrafterContext | None = None
+) -> SpeculativeDecoder:
+    """A decoder of its own, which is not kept between calls of `generate()`."""
+    generator = generator_for(model, config, context or DrafterContext())
+    return SpeculativeDecoder(generator.target, generator, config)
+
+
 def get_decoder(
     model: PreTrainedModel, config: SpeculativeConfig, context: DrafterContext | None = None
 ) -> SpeculativeDecoder:

@@ -25,6 +25,7 @@ class Sequence:
         row: index of the row in the caller's batch.
         shown_prompt: the row's ids in the caller's batch, masked ones included. Logits processors and stopping criteria see
             them, as they do in transformers. None: the prompt itself.
+        wants_prompt_logits: keep the logits of the prompt's tokens (`StepTensors.prompt_logits`); no cached prefix is used.
         num_speculative_tokens: this row's own draft length; None: the method's, 0: no drafts.
     """
 
@@ -37,6 +38,7 @@ class Sequence:
     row: int = 0
     shown_prompt: list[int] | None = None
     num_speculative_tokens: int | None = None
+    wants_prompt_logits: bool = False
     id: int = field(default_factory=lambda: next(_ids))
     num_steps: int = 0  # verification rounds so far: part of the key of rejection sampling's noise
     finished: bool = False

@@ -205,7 +205,7 @@ class SpeculativeDecoder:
         trees = self._propose(decoding, limits)
         if self.policy.needs_observations:
             self.timer.proposed()
-        output, logit_rows, starts = self._forward(rows, trees, next_tokens)
+        output, logit_rows, starts, prompt_logits = self._forward(rows, trees, next_tokens)
         if any(map(calls_in_order, decoding)):  # found out while the drafter called the processors
             trees, output, logit_rows = _without_drafts(trees, output, logit_rows)
         scores, sampling = self._scores(decoding, trees, output.logits)
@@ -213,7 +213,7 @@ class SpeculativeDecoder:
             trees, output, logit_rows = _without_drafts(trees, output, logit_rows)
             scores, sampling = self._scores(decoding, trees, output.logits)
         verdict = begin_verification(trees, scores, decoding, self.config, sampling) if decoding else None
-        tensors = StepTensors(output, scores, sampling, logit_rows, starts)
+        tensors = StepTensors(output, scores, sampling, logit_rows, starts, prompt_logits)
         return PendingStep(rows, num_own, decoding, limits, trees, tensors, verdict)
 
     @torch.no_grad()
@@ -250,7 +250,10 @@ class SpeculativeDecoder:
         rows = []
         for i, seq in enumerate(sequences):
             table = self.cache.tables[seq.id]
-            matched = self.cache.match_prefix(seq.id, seq.tokens) if not table.blocks else 0
+            reads_all = seq.wants_prompt_logits and not seq.num_generated
+            matched = self.cache.match_prefix(seq.id, seq.tokens) if not (table.blocks or reads_all) else 0
+            if matched and not seq.num_generated:
+                self.statistics[seq.id].num_cached_tokens = matched
             end = len(seq.tokens) if num_tokens is None else min(len(seq.tokens), table.length + num_tokens[i])
             if end <= table.length:
                 raise ValueError(f"Sequence {seq.id} was scheduled with no token to feed.")
@@ -314,9 +317,10 @@ class SpeculativeDecoder:
 
     def _forward(
         self, rows: list[tuple[Sequence, int]], trees: DraftTrees, next_tokens: dict[int, torch.Tensor]
-    ) -> tuple[PackedOutput, np.ndarray, dict[int, int]]:
+    ) -> tuple[PackedOutput, np.ndarray, dict[int, int], dict[int, torch.Tensor]]:
         """Pack every row's own tokens, followed by its tree, and run the target."""
         inputs, logit_rows, starts, packed, drafted = [], [], {}, 0, 0
+        num_logits, prompts = 0, {}  # prompts: which rows of the logits are only for `prompt_logits`
         nodes = trees.tokens.unbind()
         for seq, end in rows:
             start = self.cache.tables[seq.id].length
@@ -328,13 +332,38 @@ class SpeculativeDecoder:
                 row.drafts = nodes[drafted] if count == nodes[drafted].shape[0] else nodes[drafted][:count]
                 if not trees.is_chain:
                     _place_tree(row, trees, drafted, end - start, count)
+            if seq.wants_prompt_logits and start < seq.prompt_length:
+                own_logits = min(end, seq.prompt_length) - start
+                prompts[seq.id] = np.arange(num_logits, num_logits + own_logits)
+                row.logits = end - start + count
+            num_logits += row.logits
             drafted += decoding
             starts[seq.id] = packed
             packed += end - start + count
             logit_rows.append(np.arange(packed - row.logits, packed))
             inputs.append(row)
-        output = self.target.forward(inputs, self.cache, self.all_hidden_states)
-        return output, np.concatenate(logit_rows), starts
+        output, rows_of = self.target.forward(inputs, self.cache, self.all_hidden_states), np.concatenate(logit_rows)
+        if not prompts:
+            return output, rows_of, starts, {}
+        logits, device = output.logits, output.logits.device
+        prompt_logits = {seq_id: logits[upload(index, device)] for seq_id, index in prompts.items()}
+        chosen = self._rows_that_choose(rows, inputs)
+        return (
+            dataclasses.replace(output, logits=logits[upload(chosen, device)]),
+            rows_of[chosen],
+            starts,
+            prompt_logits,
+        )
+
+    @staticmethod
+    def _rows_that_choose(rows: list[tuple[Sequence, int]], inputs: list[RowInput]) -> np.ndarray:
+        """Of all rows of logits, those of each decoding row's root and nodes."""
+        chosen, first = [], 0
+        for (seq, end), row in zip(rows, inputs, strict=True):
+            count = 0 if end < len(seq.tokens) else 1 + (0 if row.drafts is None else row.drafts.shape[0])
+            chosen.append(np.arange(first + row.logits - count, first + row.logits))
+            first += row.logits
+        return np.concatenate(chosen)
 
     def _scores(
         self, sequences: list[Sequence], trees: DraftTrees, logits: torch.Tensor

@@ -43,6 +43,7 @@ class RowStatistics:
     drafted)."""
 
     steps: list[tuple[int, int, int, int]] = field(default_factory=list)
+    num_cached_tokens: int = 0  # of its prompt, whose KV earlier sequences had left
 
     def record(self, num_nodes: int, num_new: int, num_accepted: int, depth: int) -> None:
         """Count one verified step."""

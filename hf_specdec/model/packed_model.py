@@ -9,6 +9,7 @@ import weakref
 from collections.abc import Callable
 from typing import Protocol
 
+import numpy as np
 import torch
 from transformers import PreTrainedModel
 
@@ -125,6 +126,16 @@ class PackedModel:
         num_layers = self.num_layers or self.config.num_hidden_layers
         weights = self.model.parameters() if grows else ()
         return PagedStaticCache(num_layers, num_blocks, block_size, share_prefixes, weights)
+
+    @torch.no_grad()
+    def bytes_per_token(self) -> int:
+        """Bytes of one token's keys and values in all layers, found by a forward over one token."""
+        cache = self.new_cache(1, 1, share_prefixes=False)
+        cache.add(0)
+        cache.reserve(0, 1)
+        with self.active():
+            self.forward([RowInput(0, np.zeros(1, dtype=np.int64), 0)], cache)
+        return cache.num_bytes
 
     @contextlib.contextmanager
     def active(self):

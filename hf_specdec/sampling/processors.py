@@ -15,6 +15,7 @@ from transformers.generation.logits_process import LogitsProcessorList
 from ..core.sequence import Sequence
 from .kept_state import KeptState
 from .parameters import SamplingParameters
+from .penalties import OutputPenaltyLogitsProcessor, TokenBiasLogitsProcessor
 from .warpers import FusedSamplingLogitsWarper
 
 logger = logging.getLogger(__name__)
@@ -29,13 +30,13 @@ _STATELESS = _known(
     "TemperatureLogitsWarper", "TopKLogitsWarper", "TopPLogitsWarper", "MinPLogitsWarper", "TopHLogitsWarper",
     "TypicalLogitsWarper", "EpsilonLogitsWarper", "EtaLogitsWarper", "LogitNormalization", "InfNanRemoveLogitsProcessor",
     "SuppressTokensLogitsProcessor",
-)  # fmt: skip
+) + (TokenBiasLogitsProcessor,)  # fmt: skip
 # These depend on a row's own prefix: run together over nodes of equal length.
 _ROW_WISE = _known(
     "RepetitionPenaltyLogitsProcessor", "NoRepeatNGramLogitsProcessor", "NoBadWordsLogitsProcessor",
     "SequenceBiasLogitsProcessor", "ForcedBOSTokenLogitsProcessor", "ForcedEOSTokenLogitsProcessor",
     "ExponentialDecayLengthPenalty", "SuppressTokensAtBeginLogitsProcessor", "WatermarkLogitsProcessor",
-)  # fmt: skip
+) + (OutputPenaltyLogitsProcessor,)  # fmt: skip
 # These act the same on every prefix shorter than a length, and not on longer ones. The values return this length.
 _SHORT_PREFIXES: dict[type, Callable[..., int]] = {
     hf.MinLengthLogitsProcessor: lambda processor: processor.min_length,

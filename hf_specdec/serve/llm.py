@@ -1,0 +1,282 @@
+"""LLM: continuous batching without a server. vLLM's offline interface on the same engine."""
+
+from __future__ import annotations
+
+import itertools
+import logging
+import os
+import warnings
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+
+from ..bundled import resolve_model
+from ..candidate_generators import parse_config
+from ..candidate_generators.base import DrafterContext
+from ..integration import make_decoder, model_lock
+from ..model.options.fingerprints import fingerprints
+from .engine import Engine
+from .outputs import RequestOutput
+from .params import SamplingParams
+
+logger = logging.getLogger(__name__)
+
+_MEMORY_SHARE = 0.5  # of the free memory on a CPU that the KV cache may take
+_SPELLED_BEFORE = {  # vLLM's arguments before `speculative_config`
+    "speculative_model": "model",
+    "num_speculative_tokens": "num_speculative_tokens",
+    "speculative_draft_tensor_parallel_size": "draft_tensor_parallel_size",
+    "ngram_prompt_lookup_max": "prompt_lookup_max",
+    "ngram_prompt_lookup_min": "prompt_lookup_min",
+}
+# vLLM's arguments for what is always so here, or has no counterpart.
+_WITHOUT_MEANING = (
+    "async_scheduling", "disable_log_stats", "enable_chunked_prefill", "enable_prefix_caching", "enforce_eager",
+    "gpu_memory_utilization", "swap_space",
+)  # fmt: skip
+
+
+class LLM:
+    """A model that answers many prompts at once, with speculation.
+
+        llm = LLM(model="Qwen/Qwen3-0.6B", speculative_config={"method": "ngram", "num_speculative_tokens": 4})
+        for output in llm.generate(["Once upon a time", "def fibonacci("], SamplingParams(temperature=0, max_tokens=64)):
+            print(output.outputs[0].text)
+
+    Args:
+        model: a name, a folder, a bundled model's name, or a loaded model.
+        tokenizer: a name, a folder or a tokenizer; None: the model's. With a loaded model and none, prompts are token ids.
+        speculative_config: as for `generate()`; None: plain decoding.
+        dtype: of the weights: "auto" (the checkpoint's) or one of torch's names.
+        device: where the model goes; None: a GPU if there is one.
+        max_model_len: tokens of a prompt and its answer, at most; None: the model's positions.
+        max_num_seqs: rows that run at once.
+        max_num_batched_tokens: tokens of a step.
+        kv_cache_memory_bytes: of the target's KV cache; None: half of the free memory, or what `max_num_seqs` texts of
+            `max_model_len` tokens take if that is less.
+        seed: of requests that have none.
+
+    Raises:
+        ValueError: an argument that cannot be served.
+    """
+
+    def __init__(
+        self,
+        model: str | os.PathLike | PreTrainedModel,
+        tokenizer: Any = None,
+        speculative_config: Any = None,
+        dtype: str | torch.dtype = "auto",
+        device: str | torch.device | None = None,
+        max_model_len: int | None = None,
+        max_num_seqs: int = 256,
+        max_num_batched_tokens: int = 2048,
+        kv_cache_memory_bytes: int | None = None,
+        seed: int | None = 0,
+        tensor_parallel_size: int = 1,
+        revision: str | None = None,
+        trust_remote_code: bool = False,
+        **others: Any,
+    ):
+        if tensor_parallel_size != 1:
+            raise ValueError(
+                "tensor_parallel_size must be 1: a model runs on one device here, or is spread by device_map."
+            )
+        speculative_config = _with_older_spellings(speculative_config, others)
+        _check_left_over(others)
+        if not isinstance(model, PreTrainedModel):
+            name = resolve_model(os.fspath(model))
+            loading = {"revision": revision, "trust_remote_code": trust_remote_code}
+            tokenizer = name if tokenizer is None else tokenizer
+            dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
+            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **loading).eval()
+            device = device or ("cuda" if torch.cuda.is_available() else "cpu")
+            model = model.to(device)
+        if isinstance(tokenizer, (str, Path)):
+            tokenizer = AutoTokenizer.from_pretrained(
+                resolve_model(os.fspath(tokenizer)), revision=revision, trust_remote_code=trust_remote_code
+            )
+        self.model, self.tokenizer = model, tokenizer
+        config = parse_config(speculative_config if speculative_config is not None else {"method": "none"})
+        decoder = make_decoder(model, config, DrafterContext(tokenizer=tokenizer))
+        positions = decoder.target.max_positions
+        self.max_model_len = max_model_len or positions or 4096
+        if positions is not None and self.max_model_len > positions:
+            raise ValueError(f"max_model_len is {max_model_len}; {type(model).__name__} has {positions} positions.")
+        num_blocks = config.num_blocks or _num_blocks(
+            decoder.target, self.max_model_len + decoder.generator.max_draft_nodes, max_num_seqs, config.block_size,
+            kv_cache_memory_bytes,
+        )  # fmt: skip
+        self.engine = Engine(
+            decoder, tokenizer, num_blocks, self.max_model_len, max_num_seqs, max_num_batched_tokens, seed
+        )
+        self._ids = itertools.count()
+        self._contents: list[bytes] = []
+
+    def generate(
+        self,
+        prompts: str | dict | list[int] | Iterable[str | dict | list[int]],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+    ) -> list[RequestOutput]:
+        """Answer prompts, in their order.
+
+        Args:
+            prompts: texts, lists of token ids, or {"prompt": text} and {"prompt_token_ids": ids}; one or many.
+            sampling_params: for all of them, or one each; None: the model's generation config (temperature, top-k, top-p).
+            use_tqdm: show a progress bar.
+
+        Raises:
+            ValueError: a prompt cannot be served. Nothing is generated.
+        """
+        texts = [prompts] if _is_one(prompts) else list(prompts)
+        each = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        params = list(each) if isinstance(each, (list, tuple)) else [each] * len(texts)
+        if len(params) != len(texts):
+            raise ValueError(
+                f"There are {len(texts)} prompts and {len(params)} sampling_params: pass one for all, or one each."
+            )
+        from tqdm.auto import tqdm
+
+        requests = []
+        with model_lock(self.model), tqdm(total=len(texts), desc="Prompts", disable=not use_tqdm) as bar:
+
+            def on_update(request):
+                if request.finished:
+                    bar.update()
+
+            self._check_weights()
+            try:
+                for text, own in zip(texts, params, strict=True):
+                    prompt, ids = self._read(text)
+                    requests.append(self.engine.add(str(next(self._ids)), prompt, ids, own, on_update))
+                self.engine.run()
+            finally:
+                for request in requests:
+                    self.engine.abort(request, request.error)
+        failed = next((request for request in requests if request.error is not None), None)
+        if failed is not None:
+            raise failed.error
+        return [request.result() for request in requests]
+
+    def chat(
+        self,
+        messages: list[dict] | list[list[dict]],
+        sampling_params: SamplingParams | list[SamplingParams] | None = None,
+        use_tqdm: bool = True,
+        chat_template: str | None = None,
+        add_generation_prompt: bool = True,
+        continue_final_message: bool = False,
+        tools: list[dict] | None = None,
+        chat_template_kwargs: dict[str, Any] | None = None,
+    ) -> list[RequestOutput]:
+        """Answer conversations: one (a list of messages) or many.
+
+        Raises:
+            ValueError: the tokenizer has no chat template and none is given.
+        """
+        if self.tokenizer is None:
+            raise ValueError("chat() needs a tokenizer: pass one to LLM(tokenizer=...).")
+        conversations = [messages] if messages and isinstance(messages[0], dict) else messages
+        if chat_template is None and self.tokenizer.chat_template is None:
+            raise ValueError("The tokenizer has no chat template: pass chat_template=, or use generate().")
+        prompts = [
+            self.tokenizer.apply_chat_template(
+                conversation, tools=tools, chat_template=chat_template, add_generation_prompt=add_generation_prompt,
+                continue_final_message=continue_final_message, tokenize=True, return_dict=False,
+                **(chat_template_kwargs or {}),
+            )
+            for conversation in conversations
+        ]  # fmt: skip
+        return self.generate(prompts, sampling_params, use_tqdm)
+
+    def get_tokenizer(self) -> Any:
+        """The tokenizer."""
+        return self.tokenizer
+
+    def get_default_sampling_params(self) -> SamplingParams:
+        """What the model's generation config says; greedy where it does not sample."""
+        found = self.model.generation_config
+        if not found.do_sample:
+            return SamplingParams(temperature=0.0)
+        given = {
+            name: getattr(found, name, None)
+            for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        }
+        return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+    def close(self) -> None:
+        """Give the KV cache back. The model is the caller's, or goes with this object."""
+        self.engine.close()
+
+    def _check_weights(self) -> None:
+        """Cached prefixes belong to the weights they were computed with, and those may have been written to since."""
+        contents = fingerprints([*self.model.parameters(), *self.model.buffers()])
+        if contents != self._contents:
+            self.engine.forget_prefixes()
+            self._contents = contents
+
+    def _read(self, prompt: Any) -> tuple[str | None, list[int]]:
+        """(text, ids) of a prompt."""
+        if isinstance(prompt, dict):
+            if "prompt_token_ids" in prompt:
+                return prompt.get("prompt"), list(prompt["prompt_token_ids"])
+            prompt = prompt.get("prompt")
+        if isinstance(prompt, str):
+            if self.tokenizer is None:
+                raise ValueError("Text prompts need a tokenizer: pass one to LLM(tokenizer=...), or token ids.")
+            return prompt, self.tokenizer(prompt)["input_ids"]
+        if isinstance(prompt, (list, tuple)) and all(isinstance(token, int) for token in prompt):
+            return None, list(prompt)
+        raise ValueError(
+            "A prompt is a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}, not "
+            f"{type(prompt).__name__}."
+        )
+
+
+def _is_one(prompts: Any) -> bool:
+    return isinstance(prompts, (str, dict)) or (
+        isinstance(prompts, (list, tuple)) and bool(prompts) and all(isinstance(token, int) for token in prompts)
+    )
+
+
+def _with_older_spellings(config: Any, others: dict[str, Any]) -> Any:
+    """`speculative_config`, made from the arguments that vLLM had before it where those are given."""
+    given = {key: others.pop(key) for key in _SPELLED_BEFORE if key in others}
+    if not given:
+        return config
+    if config is not None:
+        raise ValueError(f"{', '.join(given)} cannot be combined with speculative_config: put everything into that.")
+    found = {_SPELLED_BEFORE[key]: value for key, value in given.items()}
+    warnings.warn(f"{', '.join(given)}: pass speculative_config={found!r} instead.", FutureWarning, stacklevel=3)
+    return found
+
+
+def _check_left_over(others: dict[str, Any]) -> None:
+    ignored = [key for key in others if key in _WITHOUT_MEANING]
+    if ignored:
+        logger.warning("LLM(%s): ignored, it has no meaning here.", ", ".join(ignored))
+    unknown = [key for key in others if key not in _WITHOUT_MEANING]
+    if unknown:
+        raise TypeError(f"LLM() has no argument {unknown[0]!r}.")
+
+
+def _num_blocks(target, most_tokens: int, max_num_seqs: int, block_size: int, memory_bytes: int | None) -> int:
+    """KV blocks for `max_num_seqs` texts of `most_tokens`, within the memory there is."""
+    wanted = max_num_seqs * (-(-most_tokens // block_size) + 1)
+    per_block = target.bytes_per_token() * block_size
+    if memory_bytes is None:
+        if target.device.type == "cuda":
+            free, _ = torch.cuda.mem_get_info(target.device)
+            memory_bytes = int(0.8 * free)
+        else:
+            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
+            memory_bytes = int(_MEMORY_SHARE * free)
+    fitting = memory_bytes // per_block
+    if fitting < 1:
+        raise ValueError(
+            f"kv_cache_memory_bytes of {memory_bytes} holds no block of {block_size} tokens ({per_block} bytes)."
+        )
+    return min(wanted, fitting)

@@ -1,0 +1,95 @@
+"""Prometheus metrics: this library's own names, and those of vLLM's that tools look for."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from typing import Any
+
+from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
+
+from .worker import Load
+
+_SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+
+
+class Metrics:
+    """Everything that `/metrics` shows.
+
+    Args:
+        model: the label `model_name`.
+        load: what the engine is at now.
+    """
+
+    def __init__(self, model: str, load: Callable[[], Load]):
+        self.registry = CollectorRegistry()
+        self._model, self._load = model, load
+
+        def counter(name: str, text: str, labels: Iterable[str] = ()) -> Counter:
+            return Counter(f"hf_specdec_{name}", text, ["model_name", *labels], registry=self.registry)
+
+        def seconds(name: str, text: str) -> Any:
+            found = Histogram(
+                f"hf_specdec_{name}_seconds", text, ["model_name"], buckets=_SECONDS, registry=self.registry
+            )
+            return found.labels(model)
+
+        self._requests = counter("requests", "Requests that ended.", ["finish_reason"])
+        self._prompt_tokens = counter("prompt_tokens", "Prompt tokens read.").labels(model)
+        self._cached_tokens = counter("cached_prompt_tokens", "Prompt tokens whose KV was cached.").labels(model)
+        self._new_tokens = counter("generation_tokens", "Tokens written.").labels(model)
+        self._steps = counter("verification_steps", "Steps of all rows.").labels(model)
+        self.first_token = seconds("time_to_first_token", "From the request to its first token.")
+        self.whole = seconds("request_latency", "From the request to its end.")
+        self.per_token = seconds("time_per_output_token", "Between tokens, per request.")
+        self._drafts = self._drafted = self._accepted = 0
+        self._accepted_at: list[float] = []
+        self.registry.register(self)  # type: ignore[arg-type]
+
+    def request_ended(self, reason: str, num_prompt: int, num_cached: int, statistics: dict[str, Any] | None) -> None:
+        """Count a request."""
+        self._requests.labels(self._model, reason).inc()
+        self._prompt_tokens.inc(num_prompt)
+        self._cached_tokens.inc(num_cached)
+        if statistics is None:
+            return
+        self._new_tokens.inc(statistics["num_new_tokens"])
+        self._steps.inc(statistics["num_steps"])
+        self._drafts += statistics["num_drafts"]
+        self._drafted += statistics["num_draft_tokens"]
+        self._accepted += statistics["num_accepted_tokens"]
+        per_position = statistics["num_accepted_per_position"]
+        self._accepted_at += [0] * (len(per_position) - len(self._accepted_at))
+        for position, count in enumerate(per_position):
+            self._accepted_at[position] += count
+
+    def collect(self) -> Iterable[Any]:
+        """What is read off the engine, and vLLM's names for speculation; called by prometheus-client."""
+        load = self._load()
+        for name, text, value in (
+            ("requests_running", "Rows in the batch.", load.running),
+            ("requests_waiting", "Rows that wait.", load.waiting),
+            ("kv_cache_usage_ratio", "Used share of the KV cache.", load.kv_usage),
+        ):
+            gauge = GaugeMetricFamily(f"hf_specdec_{name}", text, labels=["model_name"])
+            gauge.add_metric([self._model], value)
+            yield gauge
+        for name, text, value in (
+            ("hf_specdec_preemptions", "Rows that lost their KV blocks for a while.", load.preemptions),
+            ("vllm:spec_decode_num_drafts", "Drafts verified.", self._drafts),
+            ("vllm:spec_decode_num_draft_tokens", "Tokens drafted.", self._drafted),
+            ("vllm:spec_decode_num_accepted_tokens", "Drafted tokens accepted.", self._accepted),
+        ):
+            counter = CounterMetricFamily(name, text, labels=["model_name"])
+            counter.add_metric([self._model], value)
+            yield counter
+        positions = CounterMetricFamily(
+            "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted by position.", labels=["model_name", "position"]
+        )
+        for position, count in enumerate(self._accepted_at):
+            positions.add_metric([self._model, str(position)], count)
+        yield positions
+
+    def text(self) -> bytes:
+        """In Prometheus' text format."""
+        return generate_latest(self.registry)

@@ -1,0 +1,133 @@
+"""SamplingParams: how one request is decoded. Names and meanings are vLLM's."""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from dataclasses import dataclass, field
+from typing import Any
+
+MOST_LOGPROBS = 20
+MOST_CHOICES = 128
+
+
+@dataclass
+class SamplingParams:
+    """How one request is decoded.
+
+    Attributes:
+        n: choices to write for the prompt.
+        temperature: 0 is greedy decoding.
+        top_k: 0 or -1 switches it off.
+        seed: of the request's random numbers. With the same seed a request gets the same tokens, whatever else runs. None: the
+            engine draws one.
+        stop: texts that end a choice; they are cut off unless `include_stop_str_in_output`.
+        stop_token_ids: ids that end a choice, besides the model's end-of-sequence tokens.
+        ignore_eos: go on after an end-of-sequence token.
+        max_tokens: new tokens at most; None: as many as the model has positions for.
+        min_tokens: new tokens before a choice may end.
+        logprobs: also return the log-probabilities of this many best tokens (and of the chosen one) at every position.
+        prompt_logprobs: the same for the prompt's tokens. The prompt is then read as a whole, without cached prefixes.
+        logit_bias: token id → number added to its logit.
+        allowed_token_ids: only these ids may be chosen.
+        bad_words: texts that may not be written.
+        num_speculative_tokens: this request's draft length: at most the engine's, 0 switches speculation off.
+        priority: requests with a lower number run first.
+
+    Raises:
+        ValueError: a value out of range; the message names the field.
+    """
+
+    n: int = 1
+    temperature: float = 1.0
+    top_p: float = 1.0
+    top_k: int = 0
+    min_p: float = 0.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float = 1.0
+    seed: int | None = None
+    stop: list[str] = field(default_factory=list)
+    stop_token_ids: list[int] = field(default_factory=list)
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    max_tokens: int | None = 16
+    min_tokens: int = 0
+    logprobs: int | None = None
+    prompt_logprobs: int | None = None
+    logit_bias: dict[int, float] | None = None
+    allowed_token_ids: list[int] | None = None
+    bad_words: list[str] = field(default_factory=list)
+    skip_special_tokens: bool = True
+    detokenize: bool = True
+    num_speculative_tokens: int | None = None
+    priority: int = 0
+
+    def __post_init__(self) -> None:
+        self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
+        self.stop_token_ids = list(self.stop_token_ids or [])
+        self.bad_words = list(self.bad_words or [])
+        self._check_integer("n", 1, MOST_CHOICES)
+        self._check_integer("top_k", -1)
+        self._check_integer("max_tokens", 1, optional=True)
+        self._check_integer("min_tokens", 0)
+        self._check_integer("logprobs", 0, MOST_LOGPROBS, optional=True)
+        self._check_integer("prompt_logprobs", 0, MOST_LOGPROBS, optional=True)
+        self._check_integer("num_speculative_tokens", 0, optional=True)
+        self._check_integer("priority", -(2**31), 2**31)
+        self._check_integer("seed", -(2**63), 2**64 - 1, optional=True)
+        self._check_number("temperature", 0, 100)
+        self._check_number("top_p", 0, 1)
+        self._check_number("min_p", 0, 1)
+        self._check_number("presence_penalty", -2, 2)
+        self._check_number("frequency_penalty", -2, 2)
+        self._check_number("repetition_penalty", 0, 100)
+        if self.top_p == 0:
+            raise ValueError("top_p must be above 0.")
+        if self.repetition_penalty == 0:
+            raise ValueError("repetition_penalty must be above 0.")
+        if self.max_tokens is not None and self.min_tokens > self.max_tokens:
+            raise ValueError(f"min_tokens ({self.min_tokens}) must be at most max_tokens ({self.max_tokens}).")
+        for name in ("stop", "bad_words"):
+            if any(not isinstance(each, str) or not each for each in getattr(self, name)):
+                raise ValueError(f"{name} must hold non-empty texts, not {getattr(self, name)!r}.")
+        if self.stop and not self.detokenize:
+            raise ValueError("stop needs text: leave out detokenize=False, or use stop_token_ids.")
+        if self.allowed_token_ids is not None and not self.allowed_token_ids:
+            raise ValueError("allowed_token_ids must name at least one id.")
+        if self.logit_bias is not None:
+            self.logit_bias = {int(token): float(bias) for token, bias in self.logit_bias.items()}
+            if any(not -100 <= bias <= 100 for bias in self.logit_bias.values()):
+                raise ValueError("logit_bias must hold numbers from -100 to 100.")
+
+    @property
+    def do_sample(self) -> bool:
+        """True if tokens are drawn; False for greedy decoding."""
+        return self.temperature > 0
+
+    def copy(self, **changes: Any) -> SamplingParams:
+        """The same parameters with some changed."""
+        return dataclasses.replace(self, **changes)
+
+    def _check_integer(self, name: str, least: int, most: int | None = None, optional: bool = False) -> None:
+        value = getattr(self, name)
+        if value is None and optional:
+            return
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, int)
+            or value < least
+            or (most is not None and value > most)
+        ):
+            bound = f"of at least {least}" + ("" if most is None else f" and at most {most}")
+            raise ValueError(f"{name} must be an integer {bound}, not {value!r}.")
+
+    def _check_number(self, name: str, least: float, most: float) -> None:
+        value = getattr(self, name)
+        if (
+            isinstance(value, bool)
+            or not isinstance(value, (int, float))
+            or not least <= value <= most
+            or math.isnan(value)
+        ):
+            raise ValueError(f"{name} must be a number from {least} to {most}, not {value!r}.")

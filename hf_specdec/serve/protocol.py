@@ -1,0 +1,179 @@
+"""Bodies of the HTTP API: OpenAI's fields, and vLLM's further sampling parameters."""
+
+from __future__ import annotations
+
+from typing import Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
+
+from .errors import bad_request
+from .params import SamplingParams
+
+_MOST_STOPS = 64
+_NOT_SERVED = (
+    "tools", "functions", "function_call", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
+    "guided_grammar", "suffix", "best_of", "use_beam_search", "audio", "modalities", "prompt_embeds",
+)  # fmt: skip
+
+
+class StreamOptions(BaseModel):
+    """What a stream carries besides text."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+
+class Speculation(BaseModel):
+    """A request's own speculation."""
+
+    model_config = ConfigDict(extra="forbid")
+    num_speculative_tokens: StrictInt | None = Field(None, ge=0)
+    enabled: bool = True
+
+
+class SamplingFields(BaseModel):
+    """What chat and completion requests have in common."""
+
+    model_config = ConfigDict(extra="allow")
+
+    model: str | None = None
+    n: StrictInt = Field(1, ge=1, le=128)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    seed: StrictInt | None = None
+    stop: str | list[str] | None = None
+    stop_token_ids: list[StrictInt] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: StrictInt = 0
+    logit_bias: dict[str, float] | None = None
+    allowed_token_ids: list[StrictInt] | None = None
+    bad_words: list[str] | None = None
+    skip_special_tokens: bool = True
+    priority: StrictInt = 0
+    user: str | None = None
+    speculative_config: Speculation | None = None
+    return_token_ids: bool = False
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_is_not_served(cls, values: Any) -> Any:
+        """A field that would change the answer is never dropped."""
+        for field in _NOT_SERVED:
+            if isinstance(values, dict) and values.get(field) not in (None, False, [], "none"):
+                raise ValueError(f"{field} is not served here")
+        return values
+
+    @property
+    def unknown_fields(self) -> list[str]:
+        """Fields of the request that mean nothing here."""
+        return sorted(self.model_extra or {})
+
+    def sampling_params(self, defaults: SamplingParams, max_tokens: int | None, **more: Any) -> SamplingParams:
+        """The engine's parameters; what the request leaves out is the model's own default.
+
+        Raises:
+            ApiError: a value out of range.
+        """
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stops) > _MOST_STOPS:
+            raise bad_request(f"stop may hold {_MOST_STOPS} texts, not {len(stops)}.", "stop")
+        speculation = self.speculative_config or Speculation()
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        given = {name: getattr(defaults if getattr(self, name) is None else self, name) for name in names}
+        try:
+            bias = None if self.logit_bias is None else {int(token): value for token, value in self.logit_bias.items()}
+        except ValueError:
+            raise bad_request("logit_bias must map token ids to numbers.", "logit_bias") from None
+        try:
+            return SamplingParams(
+                **given, n=self.n, presence_penalty=self.presence_penalty, frequency_penalty=self.frequency_penalty,
+                seed=self.seed, stop=stops, stop_token_ids=self.stop_token_ids or [], ignore_eos=self.ignore_eos,
+                include_stop_str_in_output=self.include_stop_str_in_output, max_tokens=max_tokens,
+                min_tokens=self.min_tokens, logit_bias=bias, allowed_token_ids=self.allowed_token_ids,
+                bad_words=self.bad_words or [], skip_special_tokens=self.skip_special_tokens, priority=self.priority,
+                num_speculative_tokens=speculation.num_speculative_tokens if speculation.enabled else 0, **more,
+            )  # fmt: skip
+        except ValueError as error:
+            raise bad_request(str(error), str(error).partition(" ")[0]) from None
+
+
+class CompletionRequest(SamplingFields):
+    """POST /v1/completions."""
+
+    prompt: str | list[str] | list[StrictInt] | list[list[StrictInt]]
+    max_tokens: StrictInt | None = Field(16, ge=0)
+    logprobs: StrictInt | None = Field(None, ge=0, le=20)
+    echo: bool = False
+
+    def prompts(self) -> list[str | list[int]]:
+        """One or several prompts, texts or ids.
+
+        Raises:
+            ApiError: there is none.
+        """
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if not prompt:
+            raise bad_request("prompt is empty.", "prompt")
+        return [list(prompt)] if isinstance(prompt[0], int) else list(prompt)  # type: ignore[list-item]
+
+
+class ChatMessage(BaseModel):
+    """One message."""
+
+    model_config = ConfigDict(extra="allow")
+    role: str
+    content: str | list[dict[str, Any]] | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """As chat templates read it: parts of text joined.
+
+        Raises:
+            ApiError: a part is not text.
+        """
+        found = self.model_dump(exclude_none=True)
+        if isinstance(self.content, list):
+            if any(part.get("type") != "text" for part in self.content):
+                raise bad_request("messages may hold text parts only: this model reads no images or audio.", "messages")
+            found["content"] = "".join(str(part.get("text", "")) for part in self.content)
+        return found
+
+
+class ChatRequest(SamplingFields):
+    """POST /v1/chat/completions."""
+
+    messages: list[ChatMessage] = Field(min_length=1)
+    max_tokens: StrictInt | None = Field(None, ge=1)
+    max_completion_tokens: StrictInt | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: StrictInt | None = Field(None, ge=0, le=20)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    response_format: dict[Literal["type"], Literal["text"]] | None = None
+
+
+class TokenizeRequest(BaseModel):
+    """POST /tokenize."""
+
+    model: str | None = None
+    prompt: str | None = None
+    messages: list[ChatMessage] | None = None
+    add_special_tokens: bool = True
+    add_generation_prompt: bool = True
+
+
+class DetokenizeRequest(BaseModel):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: list[StrictInt]

@@ -1,0 +1,426 @@
+"""LLM: continuous batching gives every request what it would get alone, and leaves nothing behind."""
+
+import random
+
+import pytest
+import torch
+from oracle import tiny_llama
+
+import hf_specdec
+from hf_specdec.serve import LLM, SamplingParams
+
+METHODS = [
+    None,
+    {"method": "ngram", "num_speculative_tokens": 4},
+    {"method": "eagle3", "model": "tiny-eagle3", "top_k": 3, "total_tokens": 8, "num_speculative_tokens": 3},
+    {"method": "draft_model", "model": "tiny-draft", "num_speculative_tokens": 3},
+]
+TEXTS = [
+    "Once upon a time", "Tom and Lily went to the park. Tom and Lily", "The dog was happy. The dog was", "One day, a",
+    "Once upon a time there was a little girl. Once upon a time there was a", "Lily",
+]  # fmt: skip
+GREEDY = SamplingParams(temperature=0, max_tokens=20)
+
+
+def generated(model, ids, params, config=None):
+    """What `generate()` writes after one prompt."""
+    out = model.generate(
+        torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long), max_new_tokens=params.max_tokens,
+        do_sample=params.do_sample, **({"temperature": params.temperature, "top_k": 0} if params.do_sample else {}),
+        speculative_config=config,
+    )  # fmt: skip
+    return out[0, len(ids) :].tolist()
+
+
+@pytest.fixture
+def make(tiny_model, tiny_tokenizer):
+    made = []
+
+    def make(config=None, **arguments):
+        made.append(LLM(tiny_model, tiny_tokenizer, config, **{"max_model_len": 256, **arguments}))
+        return made[-1]
+
+    yield make
+    for llm in made:
+        check_empty(llm)
+        llm.close()
+
+
+def check_empty(llm):
+    pool = llm.engine.decoder.cache.pool
+    pool.check()
+    assert pool.num_used == 0 and not llm.engine.has_work and not llm.engine._choices
+    assert not llm.engine.decoder.statistics and not llm.engine.decoder.cache.tables
+
+
+@pytest.mark.parametrize("config", METHODS, ids=lambda config: config["method"] if config else "plain")
+@pytest.mark.parametrize("tight", [False, True])
+def test_greedy_answers_are_those_of_generate(make, tiny_model, config, tight):
+    """Requests of all lengths beside one another; tight: few tokens a step, and blocks for about two texts."""
+    rng = random.Random(0)
+    limits = {"max_num_batched_tokens": 24, "max_num_seqs": 4} if tight else {}
+    config = config and {**config, "block_size": 4, **({"num_blocks": 14} if tight else {})}
+    llm = make(config or ({"method": "none", "block_size": 4, "num_blocks": 14} if tight else None), **limits)
+    prompts = [llm.tokenizer(rng.choice(TEXTS))["input_ids"] for _ in range(12)]
+    params = [GREEDY.copy(max_tokens=rng.randint(1, 24)) for _ in prompts]
+    outputs = llm.generate(prompts, params, use_tqdm=False)
+    for ids, own, output in zip(prompts, params, outputs, strict=True):
+        assert output.outputs[0].token_ids == generated(tiny_model, ids, own), output
+        assert output.finished and output.prompt_token_ids == ids
+    if tight:
+        assert llm.engine.scheduler.num_preemptions > 0
+
+
+@pytest.mark.parametrize("config", METHODS[:3], ids=["plain", "ngram", "eagle3"])
+def test_a_seed_gives_the_same_tokens_whatever_else_runs(make, tiny_model, config):
+    params = SamplingParams(temperature=0.8, seed=11, max_tokens=16, n=3)
+    llm = make(config)
+    (alone,) = llm.generate([TEXTS[0]], params, use_tqdm=False)
+    others = [SamplingParams(temperature=1.0, max_tokens=n, n=2) for n in (5, 9, 30)]
+    crowd = llm.generate([TEXTS[1], TEXTS[2], TEXTS[0], TEXTS[3]], [*others[:2], params, others[2]], use_tqdm=False)
+    written = [choice.token_ids for choice in alone.outputs]
+    assert [choice.token_ids for choice in crowd[2].outputs] == written
+    assert len({tuple(each) for each in written}) == 3
+    config = {**(config or {"method": "none"}), "seed": 11}
+    assert written[0] == generated(tiny_model, alone.prompt_token_ids, params, config)
+
+
+def test_logprobs_are_the_models_own(make, tiny_model):
+    llm = make(METHODS[1])
+    params = SamplingParams(temperature=0.7, seed=3, max_tokens=8, logprobs=4, repetition_penalty=1.3)
+    (output,) = llm.generate([TEXTS[1]], params, use_tqdm=False)
+    choice = output.outputs[0]
+    ids = torch.tensor([output.prompt_token_ids + choice.token_ids])
+    expected = tiny_model(ids).logits[0].float().log_softmax(-1)[len(output.prompt_token_ids) - 1 : -1]
+    assert len(choice.logprobs) == len(choice.token_ids)
+    total = 0.0
+    for row, token, found in zip(expected, choice.token_ids, choice.logprobs, strict=True):
+        best = row.topk(4)
+        assert set(best.indices.tolist()) | {token} == set(found)
+        assert all(abs(each.logprob - float(row[other])) < 1e-4 for other, each in found.items())
+        assert found[token].rank == 1 + int((row > row[token]).sum())
+        total += found[token].logprob
+    assert choice.cumulative_logprob == pytest.approx(total)
+
+
+def test_penalties_and_biases_by_their_definitions(make, tiny_model):
+    """Against a loop of plain forwards that applies each as OpenAI and vLLM define it."""
+    params = SamplingParams(
+        temperature=0, max_tokens=20, presence_penalty=0.6, frequency_penalty=0.4, repetition_penalty=1.2,
+        logit_bias={20: 1.5, 40: -3.0}, min_tokens=4,
+    )  # fmt: skip
+    llm = make(METHODS[1])
+    (output,) = llm.generate([TEXTS[1]], params, use_tqdm=False)
+    prompt, written = output.prompt_token_ids, []
+    while len(written) < params.max_tokens:
+        scores = tiny_model(torch.tensor([prompt + written])).logits[0, -1].float()
+        for token, bias in params.logit_bias.items():
+            scores[token] += bias
+        if len(written) < params.min_tokens:
+            scores[list(llm.engine.eos_token_ids)] = float("-inf")
+        for token in set(prompt + written):
+            scores[token] = scores[token] / 1.2 if scores[token] > 0 else scores[token] * 1.2
+        for token in set(written):
+            scores[token] -= 0.6 + 0.4 * written.count(token)
+        written.append(int(scores.argmax()))
+        if written[-1] in llm.engine.eos_token_ids:
+            break
+    assert output.outputs[0].token_ids == written
+
+
+def test_allowed_ids_and_bad_words(make):
+    llm = make(METHODS[1])
+    (plain,) = llm.generate([TEXTS[0]], GREEDY, use_tqdm=False)
+    allowed = sorted(set(plain.outputs[0].token_ids))[:5]
+    (few,) = llm.generate([TEXTS[0]], GREEDY.copy(allowed_token_ids=allowed, ignore_eos=True), use_tqdm=False)
+    assert set(few.outputs[0].token_ids) <= set(allowed) and len(few.outputs[0].token_ids) == 20
+    word = plain.outputs[0].text.split()[1]
+    (without,) = llm.generate([TEXTS[0]], GREEDY.copy(bad_words=[word]), use_tqdm=False)
+    assert word not in without.outputs[0].text.split()
+
+
+def test_stop_texts_and_ids(make):
+    llm = make(METHODS[1])
+    (plain,) = llm.generate([TEXTS[0]], GREEDY, use_tqdm=False)
+    text, ids = plain.outputs[0].text, plain.outputs[0].token_ids
+    assert plain.outputs[0].finish_reason == "length" and len(text) > 20
+    stop = text[8:11]
+    first = text.index(stop)
+    (cut,) = llm.generate([TEXTS[0]], GREEDY.copy(stop=[stop, "never written"]), use_tqdm=False)
+    choice = cut.outputs[0]
+    assert (choice.text, choice.finish_reason, choice.stop_reason) == (text[:first], "stop", stop)
+    assert choice.token_ids == ids[: len(choice.token_ids)]
+    (whole,) = llm.generate([TEXTS[0]], GREEDY.copy(stop=stop, include_stop_str_in_output=True), use_tqdm=False)
+    assert whole.outputs[0].text == text[: first + len(stop)]
+    end = ids.index(ids[6])
+    (by_id,) = llm.generate([TEXTS[0]], GREEDY.copy(stop_token_ids=[ids[6]]), use_tqdm=False)
+    assert by_id.outputs[0].token_ids == ids[: end + 1] and by_id.outputs[0].stop_reason == ids[6]
+
+
+@pytest.mark.parametrize("config", METHODS[:2], ids=["plain", "ngram"])
+def test_prefixes_are_read_once(make, config):
+    llm = make({**(config or {"method": "none"}), "block_size": 4})
+    long = TEXTS[4] + " " + TEXTS[1]
+    (first,) = llm.generate([long], GREEDY, use_tqdm=False)
+    (again,) = llm.generate([long], GREEDY, use_tqdm=False)
+    assert first.num_cached_tokens == 0
+    assert again.num_cached_tokens == (len(again.prompt_token_ids) - 1) // 4 * 4
+    assert again.outputs[0].token_ids == first.outputs[0].token_ids
+
+
+def test_prefixes_of_other_weights_are_forgotten():
+    model = tiny_llama()
+    llm = LLM(model, speculative_config={"method": "none", "block_size": 4}, max_model_len=64)
+    prompt = list(range(3, 23))
+    llm.generate([prompt], GREEDY, use_tqdm=False)
+    model.model.layers[0].mlp.up_proj.weight.data.mul_(-3)  # leaves no trace but the contents
+    (after,) = llm.generate([prompt], GREEDY, use_tqdm=False)
+    assert after.outputs[0].token_ids == generated(model, prompt, GREEDY) and after.num_cached_tokens == 0
+    (again,) = llm.generate([prompt], GREEDY, use_tqdm=False)
+    assert again.num_cached_tokens == 16
+    llm.close()
+
+
+def test_requests_may_draft_less_or_not_at_all(make):
+    llm = make(METHODS[3])
+    params = [GREEDY.copy(num_speculative_tokens=k) for k in (None, 1, 0)]
+    outputs = llm.generate([TEXTS[1]] * 3, params, use_tqdm=False)
+    assert len({tuple(each.outputs[0].token_ids) for each in outputs}) == 1
+    drafted = [each.speculation.num_draft_tokens for each in outputs]
+    assert drafted[0] > drafted[1] > drafted[2] == 0
+    assert len(outputs[0].speculation.acceptance_per_position) == 3
+    assert len(outputs[1].speculation.acceptance_per_position) == 1
+
+
+def test_lower_numbers_run_first(make):
+    llm = make(None, max_num_seqs=1)
+    ended = []
+    for name, priority in (("late", 5), ("first", -1), ("middle", 0)):
+        llm.engine.add(
+            name, None, [3, 4, 5], GREEDY.copy(priority=priority), lambda r: ended.append(r.id) if r.finished else None
+        )
+    llm.engine.run()
+    assert ended == ["first", "middle", "late"]
+
+
+def test_an_aborted_request_gives_its_blocks_back_at_once(make):
+    llm = make(METHODS[2])
+    with llm.engine.decoder.active():
+        kept = llm.engine.add("kept", None, [3, 4, 5], GREEDY)
+        gone = llm.engine.add("gone", None, [6, 7, 8, 9], GREEDY.copy(max_tokens=200))
+        for _ in range(3):
+            llm.engine.step()
+        llm.engine.abort(gone)
+        assert gone.finished and gone.choices[0].output.finish_reason == "abort"
+        assert set(llm.engine.decoder.cache.tables) == {kept.choices[0].sequence.id}
+    llm.engine.run()
+    assert kept.result().outputs[0].finish_reason in ("stop", "length")
+
+
+def test_a_step_that_raises_leaves_an_engine_that_works(make, tiny_model, monkeypatch):
+    llm = make(METHODS[1])
+    with monkeypatch.context() as patch:
+        patch.setattr(tiny_model.lm_head, "forward", lambda *a, **k: 1 / 0)
+        with pytest.raises(ZeroDivisionError):
+            llm.generate([TEXTS[0], TEXTS[1]], GREEDY, use_tqdm=False)
+    check_empty(llm)
+    (output,) = llm.generate([TEXTS[0]], GREEDY, use_tqdm=False)
+    assert output.outputs[0].token_ids == generated(tiny_model, output.prompt_token_ids, GREEDY)
+
+
+def test_the_model_generates_as_before_between_calls(make, tiny_model):
+    llm = make(METHODS[1])
+    ids = llm.tokenizer(TEXTS[0])["input_ids"]
+    before = generated(tiny_model, ids, GREEDY)
+    llm.generate([TEXTS[0]], GREEDY, use_tqdm=False)
+    assert generated(tiny_model, ids, GREEDY) == before == generated(tiny_model, ids, GREEDY, METHODS[1])
+
+
+def test_names_and_older_spellings():
+    with pytest.warns(FutureWarning, match="pass speculative_config="):
+        llm = LLM(
+            model="tiny", speculative_model="[ngram]", num_speculative_tokens=3, ngram_prompt_lookup_max=4,
+            dtype="float32", enforce_eager=True, max_model_len=128,
+        )  # fmt: skip
+    assert llm.engine.decoder.config.method == "ngram" and llm.engine.decoder.config.prompt_lookup_max == 4
+    outputs = llm.generate(["Once upon", {"prompt": "Lily"}, {"prompt_token_ids": [5, 6]}], GREEDY, use_tqdm=False)
+    assert [len(each.outputs) for each in outputs] == [1, 1, 1] and all(each.outputs[0].text for each in outputs)
+    template = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    (chat,) = llm.chat([{"role": "user", "content": "Once upon"}], GREEDY, False, chat_template=template)
+    assert chat.outputs[0].token_ids == outputs[0].outputs[0].token_ids
+    llm.tokenizer.chat_template = None
+    with pytest.raises(ValueError, match="no chat template"):
+        llm.chat([{"role": "user", "content": "Hi"}])
+    llm.close()
+
+
+@pytest.mark.parametrize(
+    ("prompts", "params", "message"),
+    [
+        ([""], None, "empty|at least one token"),
+        ([[]], GREEDY, "empty"),
+        ([[1, 2, 10**6]], GREEDY, "ids 0 to"),
+        ([list(range(3, 300))], GREEDY, "max_model_len 256"),
+        ([{"text": "x"}], GREEDY, "A prompt is a text"),
+        (["a", "b"], [GREEDY], "2 prompts and 1 sampling_params"),
+    ],
+)
+def test_bad_prompts_are_one_clear_error(make, prompts, params, message):
+    llm = make(METHODS[1])
+    prompts = [[]] if prompts == [""] else prompts
+    with pytest.raises(ValueError, match=message):
+        llm.generate(["Once", *prompts] if not isinstance(params, list) else prompts, params, use_tqdm=False)
+    check_empty(llm)
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"n": 0}, {"temperature": -1}, {"temperature": float("nan")}, {"top_p": 0}, {"top_k": 1.5}, {"min_p": 2},
+        {"max_tokens": 0}, {"min_tokens": 9, "max_tokens": 3}, {"stop": [""]}, {"logprobs": 21}, {"seed": "x"},
+        {"allowed_token_ids": []}, {"logit_bias": {3: 1000}}, {"presence_penalty": 3}, {"repetition_penalty": 0},
+        {"stop": ["x"], "detokenize": False},
+    ],
+)  # fmt: skip
+def test_bad_parameters_name_the_field(wrong):
+    with pytest.raises(ValueError, match=next(iter(wrong))):
+        SamplingParams(**wrong)
+
+
+def test_arguments_that_do_not_exist():
+    with pytest.raises(TypeError, match="no argument 'modle'"):
+        LLM(model="tiny", modle=1)
+    with pytest.raises(ValueError, match="tensor_parallel_size"):
+        LLM(model="tiny", tensor_parallel_size=2)
+
+
+def test_it_is_the_packages_own():
+    assert hf_specdec.LLM is LLM and hf_specdec.SamplingParams is SamplingParams
+
+
+def storm(llm, model, count, seed):
+    """Requests that arrive at random steps, some of which are cancelled; the others' answers are those of `generate()`."""
+    rng = random.Random(seed)
+    engine, expected, alive = llm.engine, {}, {}
+    arrivals = sorted(rng.randint(0, 2 * count) for _ in range(count))
+    with engine.decoder.active():
+        for step in range(10**6):
+            while arrivals and arrivals[0] <= step:
+                arrivals.pop(0)
+                ids = llm.tokenizer(rng.choice(TEXTS))["input_ids"][: rng.randint(1, 30)]
+                sampled = rng.random() < 0.5
+                params = SamplingParams(
+                    temperature=0.8 if sampled else 0, seed=rng.randint(0, 9), max_tokens=rng.randint(1, 24),
+                    priority=rng.randint(-1, 1), num_speculative_tokens=rng.choice([None, None, 0, 2]),
+                )  # fmt: skip
+                request = engine.add(str(len(expected)), None, ids, params)
+                alive[request.id] = request
+                expected[request.id] = (ids, params)
+            engine.step()
+            if rng.random() < 0.08 and alive:
+                engine.abort(alive[rng.choice(sorted(alive))])
+            for name in [name for name, request in alive.items() if request.finished]:
+                request = alive.pop(name)
+                if request.choices[0].output.finish_reason == "abort":
+                    del expected[name]
+                else:
+                    expected[name] = (*expected[name], request.choices[0].output.token_ids)
+            if not arrivals and not engine.has_work:
+                break
+    assert len(expected) > count // 2
+    for ids, params, written in expected.values():
+        config = {"method": "none", "seed": params.seed}
+        assert written == generated(model, ids, params, config)
+
+
+@pytest.mark.parametrize("config", METHODS[1:3], ids=["ngram", "eagle3"])
+def test_a_storm_of_requests(make, tiny_model, config):
+    storm(
+        make({**config, "block_size": 4, "num_blocks": 40}, max_num_batched_tokens=40, max_num_seqs=6),
+        tiny_model,
+        24,
+        0,
+    )
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("config", METHODS, ids=lambda config: config["method"] if config else "plain")
+def test_a_long_storm_of_requests(make, tiny_model, config):
+    config = {**(config or {"method": "none"}), "block_size": 4, "num_blocks": 60}
+    storm(make(config, max_num_batched_tokens=64, max_num_seqs=12), tiny_model, 500, 1)
+
+
+def test_text_grows_by_whole_characters():
+    """Byte by byte, against decoding everything at once; what ends inside a character becomes U+FFFD."""
+    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
+    from transformers import PreTrainedTokenizerFast
+
+    from hf_specdec.serve.text import Detokenizer
+
+    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
+    raw = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
+    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw)
+    text = "näive 🎉 数字 e\u0301 end"
+    ids = tokenizer(text)["input_ids"]
+    for cut in range(1, len(ids) + 1):
+        found, pieces = Detokenizer(tokenizer, ids[:0]), []
+        for token in ids[:cut]:
+            pieces.append(found.add(token))
+            assert "\ufffd" not in pieces[-1]
+        pieces.append(found.finish())
+        assert found.text == "".join(pieces) == tokenizer.decode(ids[:cut])
+
+
+def test_stop_texts_are_found_across_tokens():
+    from hf_specdec.serve.text import find_stop
+
+    assert find_stop("abcde", 1, ["de", "cde"]) == (2, "cde")
+    assert find_stop("abcde", 1, ["bc"]) is None  # found when its last character came
+    assert find_stop("abcbc", 2, ["bc"]) == (3, "bc")
+    assert find_stop("", 0, ["x"]) is None
+
+
+@pytest.mark.parametrize("config", METHODS[:2], ids=["plain", "ngram"])
+def test_logprobs_of_the_prompt(make, tiny_model, config):
+    """Also where it is read in chunks, beside other rows, and its prefix is cached."""
+    llm = make({**(config or {"method": "none"}), "block_size": 4}, max_num_batched_tokens=24)
+    llm.generate([TEXTS[4]], GREEDY, use_tqdm=False)
+    params = GREEDY.copy(prompt_logprobs=2, n=2)
+    outputs = llm.generate([TEXTS[1], TEXTS[4], TEXTS[0]], [GREEDY, params, GREEDY], use_tqdm=False)
+    prompt, found = outputs[1].prompt_token_ids, outputs[1].prompt_logprobs
+    expected = tiny_model(torch.tensor([prompt])).logits[0].detach().float().log_softmax(-1)
+    assert outputs[0].prompt_logprobs is None and found[0] is None and len(found) == len(prompt)
+    for row, token, each in zip(expected, prompt[1:], found[1:], strict=False):
+        assert set(row.topk(2).indices.tolist()) | {token} == set(each)
+        assert all(abs(logprob.logprob - float(row[other])) < 1e-4 for other, logprob in each.items())
+    for output in outputs:
+        assert output.outputs[0].token_ids == generated(tiny_model, output.prompt_token_ids, GREEDY)
+
+
+def test_only_the_request_that_makes_the_model_raise_ends(make, tiny_model, monkeypatch):
+    """Found among the rows of a step; the others' answers are what they would have been."""
+    llm = make({**METHODS[1], "block_size": 4})
+    ids = [llm.tokenizer(text)["input_ids"] for text in TEXTS]
+    poison = 4000
+    assert all(poison not in each for each in ids)
+    original = tiny_model.model.embed_tokens.forward
+
+    def raising(input_ids):
+        if (input_ids == poison).any():
+            raise RuntimeError("poisoned")
+        return original(input_ids)
+
+    monkeypatch.setattr(tiny_model.model.embed_tokens, "forward", raising)
+    engine = llm.engine
+    requests = [engine.add(str(i), None, each, GREEDY) for i, each in enumerate(ids)]
+    with engine.decoder.active():
+        for _ in range(3):
+            engine.step()
+        bad = engine.add("bad", None, [3, poison, 5], GREEDY)
+        while engine.has_work:
+            engine.step()
+    assert isinstance(bad.error, RuntimeError) and bad.choices[0].output.token_ids == []
+    for request in requests:
+        assert request.error is None
+        assert request.choices[0].output.token_ids == generated(tiny_model, request.prompt_token_ids, GREEDY)

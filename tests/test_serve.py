@@ -1,0 +1,355 @@
+"""`hf-specdec serve`: a real process on loopback, asked by the openai client and by plain HTTP."""
+
+import json
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+import torch
+
+pytest.importorskip("uvicorn")
+pytest.importorskip("fastapi")
+pytest.importorskip("prometheus_client")
+openai = pytest.importorskip("openai")
+
+ROOT = Path(__file__).parents[1]
+CONFIG = {"method": "eagle3", "model": "tiny-eagle3", "num_speculative_tokens": 3}
+STORY = "Once upon a time there was a little girl. Once upon a time"
+
+
+def free_port():
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+class Process:
+    """A server in a process of its own."""
+
+    def __init__(self, *flags):
+        self.port = free_port()
+        self.url = f"http://127.0.0.1:{self.port}"
+        code = "import sys; from hf_specdec.cli import main; sys.exit(main())"
+        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        arguments = ["serve", "tiny", "--dtype", "float32", "--port", str(self.port), *flags]
+        self.process = subprocess.Popen(
+            [sys.executable, "-c", code, *arguments], cwd=ROOT, env=environment, stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT, text=True,
+        )  # fmt: skip
+
+    def wait(self, seconds=120):
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            try:
+                with urllib.request.urlopen(self.url + "/health", timeout=5) as answer:
+                    assert answer.status == 200
+                    return self
+            except (urllib.error.URLError, ConnectionError):
+                if self.process.poll() is not None:
+                    raise AssertionError(self.process.stdout.read()) from None
+                time.sleep(0.1)
+        raise AssertionError("The server did not come up.")
+
+    def stop(self):
+        self.process.send_signal(signal.SIGTERM)
+        return self.process.wait(timeout=60)
+
+    def post(self, path, body, headers=None):
+        """(status, headers, body)."""
+        data = body if isinstance(body, bytes) else json.dumps(body).encode()
+        request = urllib.request.Request(
+            self.url + path, data, {"Content-Type": "application/json", **(headers or {})}, method="POST"
+        )
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.status, answer.headers, json.loads(answer.read())
+        except urllib.error.HTTPError as error:
+            return error.code, error.headers, json.loads(error.read())
+
+    def metrics(self):
+        with urllib.request.urlopen(self.url + "/metrics", timeout=60) as answer:
+            lines = answer.read().decode().splitlines()
+        return {
+            line.rpartition(" ")[0].partition("{")[0]: float(line.rpartition(" ")[2])
+            for line in lines
+            if line[0] != "#"
+        }
+
+
+@pytest.fixture(scope="module")
+def server():
+    process = Process(
+        "--speculative-config", json.dumps(CONFIG), "--max-model-len", "256", "--max-body-bytes", "100000"
+    )
+    try:
+        yield process.wait()
+        assert process.stop() == 0
+    finally:
+        process.process.kill()
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def written(model, ids, max_new_tokens, config=None, **sampling):
+    out = model.generate(
+        torch.tensor([ids]), attention_mask=torch.ones(1, len(ids), dtype=torch.long), max_new_tokens=max_new_tokens,
+        speculative_config=config, **{"do_sample": False, **sampling},
+    )  # fmt: skip
+    return out[0, len(ids) :].tolist()
+
+
+def test_completions_are_those_of_generate(client, tiny_model, tiny_tokenizer):
+    answer = client.completions.create(
+        model="tiny", prompt=[STORY, "Lily"], max_tokens=20, temperature=0, extra_body={"return_token_ids": True}
+    )
+    assert [choice.index for choice in answer.choices] == [0, 1] and answer.usage.completion_tokens <= 40
+    for prompt, choice in zip([STORY, "Lily"], answer.choices, strict=True):
+        expected = written(tiny_model, tiny_tokenizer(prompt)["input_ids"], 20)
+        assert choice.token_ids == expected
+        assert choice.text.strip() == tiny_tokenizer.decode(expected, skip_special_tokens=True).strip()
+        assert choice.finish_reason in ("length", "stop")
+
+
+def test_streams_hold_the_same_text(client):
+    arguments = {"model": "tiny", "prompt": STORY, "max_tokens": 24, "temperature": 0.8, "seed": 5, "n": 2}
+    whole = client.completions.create(**arguments)
+    texts, reasons, usage = ["", ""], [None, None], None
+    for frame in client.completions.create(**arguments, stream=True, stream_options={"include_usage": True}):
+        usage = frame.usage or usage
+        for choice in frame.choices:
+            texts[choice.index] += choice.text
+            assert reasons[choice.index] is None
+            reasons[choice.index] = choice.finish_reason
+    assert texts == [choice.text for choice in whole.choices] and texts[0] != texts[1]
+    assert reasons == [choice.finish_reason for choice in whole.choices]
+    assert usage.completion_tokens == whole.usage.completion_tokens
+
+
+def test_a_seed_is_that_of_generate(server, tiny_model, tiny_tokenizer):
+    body = {"prompt": STORY, "max_tokens": 16, "temperature": 0.7, "seed": 3, "return_token_ids": True}
+    _, _, answer = server.post("/v1/completions", body)
+    sampling = {"do_sample": True, "temperature": 0.7, "top_k": 0, "top_p": 1.0}
+    config = {"method": "none", "seed": 3}
+    assert answer["choices"][0]["token_ids"] == written(
+        tiny_model, tiny_tokenizer(STORY)["input_ids"], 16, config, **sampling
+    )
+
+
+def test_chat(client, tiny_model, tiny_tokenizer):
+    messages = [{"role": "user", "content": "Tell me a story about a dog."}]
+    answer = client.chat.completions.create(model="tiny", messages=messages, max_completion_tokens=20, temperature=0)
+    ids = tiny_tokenizer.apply_chat_template(messages, add_generation_prompt=True, tokenize=True, return_dict=False)
+    expected = tiny_tokenizer.decode(written(tiny_model, ids, 20), skip_special_tokens=True)
+    assert answer.choices[0].message.content.strip() == expected.strip() and answer.usage.prompt_tokens == len(ids)
+    deltas = list(
+        client.chat.completions.create(
+            model="tiny", messages=messages, max_completion_tokens=20, temperature=0, stream=True, logprobs=True,
+            top_logprobs=2,
+        )
+    )  # fmt: skip
+    assert deltas[0].choices[0].delta.role == "assistant"
+    assert "".join(d.choices[0].delta.content or "" for d in deltas) == answer.choices[0].message.content
+    entries = [entry for d in deltas if d.choices[0].logprobs for entry in d.choices[0].logprobs.content]
+    assert len(entries) == answer.usage.completion_tokens and all(len(entry.top_logprobs) == 2 for entry in entries)
+    assert all(entry.token == entry.top_logprobs[0].token for entry in entries)  # greedy
+    speculation = answer.metrics["speculative_decoding"]
+    assert sum(speculation["acceptance_histogram"]) == speculation["num_spec_steps"]
+    assert len(speculation["acceptance_histogram"]) == speculation["num_spec_tokens"] + 1 == 4
+
+
+def test_echo_with_logprobs_scores_a_text(server, tiny_model, tiny_tokenizer):
+    """As lm-eval asks: prompts as ids, max_tokens 0."""
+    ids = tiny_tokenizer(STORY)["input_ids"]
+    _, _, answer = server.post(
+        "/v1/completions", {"prompt": [ids], "echo": True, "logprobs": 1, "max_tokens": 0, "temperature": 0}
+    )
+    found = answer["choices"][0]["logprobs"]
+    expected = tiny_model(torch.tensor([ids])).logits[0].detach().log_softmax(-1)
+    assert found["token_logprobs"][0] is None and len(found["token_logprobs"]) == len(ids)
+    for row, token, value in zip(expected, ids[1:], found["token_logprobs"][1:], strict=False):
+        assert value == pytest.approx(float(row[token]), abs=1e-4)
+
+
+def test_stop_texts_are_never_shown(server):
+    _, _, whole = server.post("/v1/completions", {"prompt": STORY, "max_tokens": 30, "temperature": 0})
+    text = whole["choices"][0]["text"]
+    stop = text[10:16]
+    body = {"prompt": STORY, "max_tokens": 30, "temperature": 0, "stop": [stop]}
+    _, _, cut = server.post("/v1/completions", body)
+    assert cut["choices"][0]["text"] == text[: text.index(stop)] and cut["choices"][0]["finish_reason"] == "stop"
+    request = urllib.request.Request(
+        server.url + "/v1/completions",
+        json.dumps({**body, "stream": True}).encode(),
+        {"Content-Type": "application/json"},
+    )
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        assert answer.headers["Content-Type"].startswith("text/event-stream")
+        frames = [line[6:] for line in answer.read().decode().splitlines() if line.startswith("data: ")]
+    assert frames[-1] == "[DONE]"
+    assert "".join(json.loads(frame)["choices"][0]["text"] for frame in frames[:-1]) == text[: text.index(stop)]
+
+
+def test_prefixes_are_counted_as_cached(server):
+    body = {"prompt": STORY * 3, "max_tokens": 2, "temperature": 0, "speculative_config": {"enabled": False}}
+    server.post("/v1/completions", body)
+    _, _, again = server.post("/v1/completions", body)
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 0
+    assert again["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
+
+
+def test_other_endpoints(server, client, tiny_tokenizer):
+    assert [model.id for model in client.models.list()] == ["tiny"]
+    _, _, found = server.post("/tokenize", {"prompt": STORY})
+    assert found["tokens"] == tiny_tokenizer(STORY)["input_ids"] and found["count"] == len(found["tokens"])
+    assert server.post("/detokenize", {"tokens": found["tokens"]})[2]["prompt"] == tiny_tokenizer.decode(
+        found["tokens"]
+    )
+    server.post("/v1/completions", {"prompt": STORY, "max_tokens": 20, "temperature": 0})
+    metrics = server.metrics()
+    assert metrics["hf_specdec_requests_running"] == 0 and metrics["hf_specdec_generation_tokens_total"] > 0
+    assert (
+        metrics["vllm:spec_decode_num_draft_tokens_total"] >= metrics["vllm:spec_decode_num_accepted_tokens_total"] > 0
+    )
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "status", "message"),
+    [
+        ("/v1/completions", b"{", 400, "JSON"),
+        ("/v1/completions", b"[]", 400, "dictionary|object"),
+        ("/v1/completions", b"\xff\xfe", 400, "error|JSON|decode"),
+        ("/v1/completions", {}, 400, "prompt"),
+        ("/v1/completions", {"prompt": []}, 400, "empty"),
+        ("/v1/completions", {"prompt": [[]]}, 400, "at least one token"),
+        ("/v1/completions", {"prompt": [10**9]}, 400, "ids 0 to"),
+        ("/v1/completions", {"prompt": "x", "model": "gpt-5"}, 404, "does not exist"),
+        ("/v1/completions", {"prompt": "x", "temperature": -1}, 400, "temperature"),
+        ("/v1/completions", {"prompt": "x", "top_p": "high"}, 400, "top_p"),
+        ("/v1/completions", {"prompt": "x", "n": 0}, 400, "n: "),
+        ("/v1/completions", {"prompt": "x", "logprobs": 99}, 400, "logprobs"),
+        ("/v1/completions", {"prompt": "x", "stop": [str(i) for i in range(10000)]}, 400, "stop"),
+        ("/v1/completions", {"prompt": "x", "logit_bias": {"a": 1}}, 400, "logit_bias"),
+        ("/v1/completions", {"prompt": "x", "logit_bias": {"99999": 1}}, 400, "logit_bias"),
+        ("/v1/completions", {"prompt": "x", "speculative_config": {"method": "x"}}, 400, "speculative_config"),
+        ("/v1/completions", {"prompt": "word " * 2000}, 400, "max_model_len"),
+        ("/v1/completions", {"prompt": "x" * 200_000}, 413, "bytes"),
+        ("/v1/chat/completions", {"messages": []}, 400, "messages"),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
+            400,
+            "text parts",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x"}], "top_logprobs": 3},
+            400,
+            "needs logprobs",
+        ),
+        (
+            "/v1/chat/completions",
+            {"messages": [{"role": "user", "content": "x"}], "tools": [{}]},
+            400,
+            "tools is not served",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "x", "structured_outputs": {"regex": "a"}},
+            400,
+            "structured_outputs is not served",
+        ),
+        ("/v1/nothing", {}, 404, "no /v1/nothing"),
+        ("/health", {}, 405, "POST is not for"),
+        ("/tokenize", {}, 400, "prompt or messages"),
+    ],
+)
+def test_bad_requests_are_the_clients_errors(server, path, body, status, message):
+    code, _, answer = server.post(path, body)
+    assert (code, set(answer)) == (status, {"error"}), answer
+    assert set(answer["error"]) == {"message", "type", "param", "code"}
+    assert re.search(message, answer["error"]["message"]), answer["error"]
+
+
+def test_fields_that_mean_nothing_are_named(server):
+    status, headers, _ = server.post("/v1/completions", {"prompt": "x", "max_tokens": 1, "beam_width": 3, "foo": 1})
+    assert status == 200 and headers["x-ignored-fields"] == "beam_width, foo"
+
+
+def test_clients_that_leave_give_their_blocks_back(server):
+    """In the middle of a stream, and before an answer."""
+    body = json.dumps({"prompt": "Lily", "max_tokens": 200, "stream": True, "ignore_eos": True, "n": 4}).encode()
+    for stream in (True, False):
+        own = body if stream else body.replace(b'"stream": true', b'"stream": false')
+        with socket.create_connection(("127.0.0.1", server.port)) as sock:
+            head = f"POST /v1/completions HTTP/1.1\r\nHost: x\r\nContent-Type: application/json\r\nContent-Length: {len(own)}\r\n\r\n"
+            sock.sendall(head.encode() + own)
+            if stream:
+                sock.recv(2000)
+            else:
+                time.sleep(0.3)
+    deadline = time.monotonic() + 30
+    while server.metrics()["hf_specdec_requests_running"] and time.monotonic() < deadline:
+        time.sleep(0.05)
+    metrics = server.metrics()
+    assert metrics["hf_specdec_requests_running"] == 0 == metrics["hf_specdec_kv_cache_usage_ratio"]
+
+
+def test_many_clients_at_once(server, tiny_model, tiny_tokenizer):
+    """Each gets what it would alone."""
+    prompts = [f"{name} went to the park" for name in ("Tom", "Lily", "Ben", "Anna", "Max", "Sue", "Tim", "Mia")]
+    found = {}
+
+    def ask(prompt):
+        body = {"prompt": prompt, "max_tokens": 16, "temperature": 0, "return_token_ids": True}
+        found[prompt] = server.post("/v1/completions", body)[2]["choices"][0]["token_ids"]
+
+    threads = [threading.Thread(target=ask, args=(prompt,)) for prompt in prompts]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    for prompt in prompts:
+        assert found[prompt] == written(tiny_model, tiny_tokenizer(prompt)["input_ids"], 16)
+
+
+def test_keys_drain_and_a_full_queue():
+    process = Process("--api-key", "secret", "--api-key", "other", "--max-num-seqs", "1", "--max-num-queued-reqs", "1")
+    try:
+        process.wait()
+        status, _, answer = process.post("/v1/completions", {"prompt": "x"})
+        assert status == 401 and answer["error"]["code"] == "invalid_api_key"
+        key = {"Authorization": "Bearer other"}
+        assert process.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, key)[0] == 200
+        found = []
+        long = {"prompt": "Lily", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+        threads = [
+            threading.Thread(target=lambda: found.append(process.post("/v1/completions", long, key))) for _ in range(4)
+        ]
+        for thread in threads:
+            thread.start()
+            time.sleep(0.3)
+        time.sleep(0.2)
+        process.process.send_signal(signal.SIGTERM)
+        for thread in threads:
+            thread.join()
+        assert process.process.wait(timeout=60) == 0
+        statuses = sorted(status for status, _, _ in found)
+        assert statuses == [200, 200, 429, 429], found
+        refused = next(headers for status, headers, _ in found if status == 429)
+        assert refused["Retry-After"] == "1"
+        assert all(len(a["choices"][0]["text"]) > 100 for s, _, a in found if s == 200)  # drained, not cut
+    finally:
+        process.process.kill()
