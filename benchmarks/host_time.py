@@ -99,8 +99,9 @@ class FixedVerification:
         return verdict
 
 
-def attend_nowhere(query, *args, **kwargs):
-    """In place of attention [T, H, D]."""
+def attend_nowhere(query, key_pool, value_pool, batch, *args, **kwargs):
+    """In place of attention [T, H, D]: the host's part of it, and nothing for the device."""
+    batch.attention_inputs(query.device)
     return torch.zeros_like(query)
 
 
