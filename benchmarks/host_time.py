@@ -99,9 +99,8 @@ class FixedVerification:
         return verdict
 
 
-def attend_nowhere(query, key_pool, value_pool, batch, *args, **kwargs):
-    """In place of attention [T, H, D]: the host's part of it, and nothing for the device."""
-    batch.attention_inputs(query.device)
+def attend_nowhere(query, *args, **kwargs):
+    """In place of the attention kernel [T, H, D]."""
     return torch.zeros_like(query)
 
 
@@ -115,7 +114,10 @@ def without_work():
         patch(decoder, "begin_verification", fixed)
         if not torch.cuda.is_available():
             patch(graphs, "check_capturable", lambda model: None)
-            patch(attention, "_attend_by_definition", attend_nowhere)
+            from hf_specdec.kernels.attention import triton as attention_kernels
+
+            patch(attention, "uses_triton", lambda device: True)
+            patch(attention_kernels, "paged_attention", attend_nowhere)
             patch(cache_reference, "write_keys_values", lambda *args: None)
         yield fixed
 
