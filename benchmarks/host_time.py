@@ -101,7 +101,7 @@ class FixedVerification:
 
 
 def attend_nowhere(query, *args, **kwargs):
-    """In place of attention [T, H, D]."""
+    """In place of the attention kernel [T, H, D]."""
     return torch.zeros_like(query)
 
 
@@ -114,8 +114,11 @@ def without_work():
         patch(captures, "CudaGraphCapture", CaptureNothing)
         patch(decoder, "begin_verification", fixed)
         if not torch.cuda.is_available():
+            from hf_specdec.kernels.attention import triton as attention_kernels
+
             patch(capturable, "check_capturable", lambda model: None)
-            patch(attention, "_attend_by_definition", attend_nowhere)
+            patch(attention, "uses_triton", lambda device: True)
+            patch(attention_kernels, "paged_attention", attend_nowhere)
             patch(cache_reference, "write_keys_values", lambda *args: None)
         yield fixed
 

@@ -11,6 +11,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from hf_specdec.kernels import attention
 from hf_specdec.kernels.attention import reference
+from hf_specdec.kernels.attention import triton as attention_kernels
 from hf_specdec.kernels.cache import reference as cache_reference
 from hf_specdec.kernels.random_bits import reference as random_bits
 from hf_specdec.model import capturable, captures
@@ -243,11 +244,6 @@ def graphs_in_python(monkeypatch):
 @pytest.fixture
 def defined_attention(monkeypatch):
     """Attention and writing keys by their definitions, from what the Triton kernels would read."""
-
-    def attend(query, key_pool, value_pool, batch, *args, **options):
-        return attention_by_definition(
-            query, key_pool, value_pool, batch.attention_inputs(query.device), *args, **options
-        )
-
-    monkeypatch.setattr(attention, "_attend_by_definition", attend)
+    monkeypatch.setattr(attention, "uses_triton", lambda device: True)
+    monkeypatch.setattr(attention_kernels, "paged_attention", attention_by_definition)
     monkeypatch.setattr(cache_reference, "write_keys_values", write_by_definition)
