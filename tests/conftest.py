@@ -18,7 +18,7 @@ torch.set_num_threads(1)
 
 def pytest_collection_modifyitems(items):
     """The longest first, so that no worker is left alone with one at the end."""
-    long = ("test_triton_compile.py", "test_triton_interpreted.py", "test_demo_of_every_method")
+    long = ("test_triton_compile.py", "test_triton_interpreted.py")
     items.sort(key=lambda item: not any(name in item.nodeid for name in long))
 
 

@@ -118,6 +118,7 @@ def test_loss_on_unseen_problems(name, model, tokenizer):
 
 
 @torch.no_grad()
+@pytest.mark.slow
 def test_greedy_text_does_not_collapse():
     """Most held-out prompts get an answer of many distinct tokens, in which few groups of four tokens come again."""
     folder = FOLDER / "tiny"

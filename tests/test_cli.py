@@ -168,6 +168,7 @@ def test_demo_shows_text_and_table(capsys):
     assert "batch size 1: 8 of 8 runs" in err
 
 
+@pytest.mark.slow
 def test_demo_of_every_method(capsys):
     code, out, err = run(capsys, "demo", "--all", "--prompts", "2", "--max-new-tokens", "6")
     assert code == 0, (out, err)

@@ -146,6 +146,7 @@ def test_a_reader_that_has_seen_enough_is_no_error(argv):
         assert (command.stderr.read(), command.wait()) == ("", 0)
 
 
+@pytest.mark.slow
 def test_torchao_is_not_heard():
     pytest.importorskip("torchao")
     with process("generate", "tiny", "--prompt", PROMPT, "--max-new-tokens", "4") as command:

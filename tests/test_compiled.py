@@ -86,6 +86,7 @@ def test_ragged_lengths_compile_nothing_new(model, tiny_tokenizer, counter):
     assert counter.frame_count == warm
 
 
+@pytest.mark.slow
 def test_models_of_a_class_do_not_share_a_limit(counter):
     """Dynamo allows eight compilations of a function; five models of a class have ten between them."""
     ids = torch.tensor([[1, 2, 3]])

@@ -121,8 +121,7 @@ def decode_rows(target, config, texts, num_steps, samplings=()):
     return decoder, [seq.tokens[seq.prompt_length :] for seq in rows], steps
 
 
-@pytest.mark.parametrize("shape", SHAPES)
-@pytest.mark.parametrize("name", HEADS)
+@pytest.mark.parametrize(("name", "shape"), covering(list(HEADS), list(SHAPES)))
 def test_rounds_are_those_of_the_growing_path(
     tiny_model, prompts, graphs_in_python, defined_attention, compared, name, shape  # noqa: F811
 ):  # fmt: skip

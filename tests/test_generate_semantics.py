@@ -390,6 +390,7 @@ dist.destroy_process_group()  # or gloo's threads may still run when the interpr
 """
 
 
+@pytest.mark.slow
 def test_synced_gpus_on_two_ranks():
     """The rank that finishes first keeps calling forward until the other has finished too."""
     tests = Path(__file__).parent

@@ -89,7 +89,7 @@ def test_cache(context, monkeypatch):
 
 
 @needs_triton
-@pytest.mark.parametrize("chain", [True, False])
+@pytest.mark.parametrize("chain", [pytest.param(True, marks=pytest.mark.slow), False])
 def test_verification(context, monkeypatch, chain):
     def draw():
         return Drafts(context, 2, 2, 60, chain, torch.float32)

@@ -28,7 +28,9 @@ def captures(monkeypatch, pair, graphs_in_python):  # noqa: F811
 
 
 @needs_triton
-@pytest.mark.parametrize("name", ["chain", pytest.param("tree", marks=pytest.mark.slow), "dynamic tree"])
+@pytest.mark.parametrize(
+    "name", [*(pytest.param(name, marks=pytest.mark.slow) for name in ("chain", "tree")), "dynamic tree"]
+)
 def test_generate(pair, captures, name):  # noqa: F811
     """Layers run as they are; test_layers_of_captured_steps has traced ones."""
     plain = decode(pair, None, do_sample=False)

@@ -53,7 +53,7 @@ def holds_under(setting: dict[str, str], tests: dict[str, str], deselected: str 
 
 
 def test_on_an_old_processor():
-    holds_under(OLD, {"test_deterministic.py": "test_linear or (functions and bf16) or (batch and Mistral)"})
+    holds_under(OLD, {"test_deterministic.py": "test_linear or (batch and Mistral)"})
 
 
 @pytest.mark.slow

@@ -163,7 +163,7 @@ def test_subclasses_of_known_criteria_are_called(model, config):
 def test_several_eos_ids_inside_an_accepted_run(model, config):
     inputs = ragged([8, 3, 5])
     text = model.generate(**inputs, max_new_tokens=25)
-    for at in (1, 4, 7):
+    for at in (1, 7):
         eos = text[:, WIDTH + at].unique().tolist()
         assert_same(model, config, inputs, eos_token_id=eos)
         assert_same(model, config, inputs, eos_token_id=eos[0], max_length=WIDTH + 6)
@@ -186,9 +186,9 @@ def test_max_time(model, config):
 
 @pytest.mark.parametrize(
     ("lengths", "eos"),
-    [([8], 5), ([8, 3, 5], None)]
-    + [pytest.param(*each, marks=pytest.mark.slow) for each in (([8], None), ([8, 3, 5], 5))],
-    ids=["single with eos", "ragged", "single", "ragged with eos"],
+    [([8, 3, 5], None)]
+    + [pytest.param(*each, marks=pytest.mark.slow) for each in (([8], 5), ([8], None), ([8, 3, 5], 5))],
+    ids=["ragged", "single with eos", "single", "ragged with eos"],
 )
 def test_stop_strings(model, config, tokenizer, lengths, eos):
     """Strings that end at any place of the text, inside tokens too, and for some rows earlier than for others."""

@@ -313,7 +313,9 @@ def test_bundled_model(tiny_model, tiny_tokenizer):
     assert accepted_length_on_bundled(tiny_model, tiny_tokenizer, TREE) > 1.5
 
 
-@pytest.mark.parametrize("config", [TREE, {**CHAIN, "recycle_prompt": "logits"}], ids=json.dumps)
+@pytest.mark.parametrize(
+    "config", [TREE, pytest.param({**CHAIN, "recycle_prompt": "logits"}, marks=pytest.mark.slow)], ids=json.dumps
+)
 def test_transformers_own_loop(tiny_model, tiny_tokenizer, config):
     """It verifies one chain, and shows the scores behind it: some drafts are accepted, more in the second text."""
     inputs = tiny_tokenizer("<|user|>Write a story about a fox.<|end|><|assistant|>", return_tensors="pt")

@@ -57,7 +57,10 @@ def operators(graphs) -> set[str]:
 
 @pytest.mark.parametrize(
     "family",
-    [pytest.param(f, marks=pytest.mark.slow if f in ("Qwen2", "Mistral", "StarCoder2") else ()) for f in FAMILIES],
+    [
+        pytest.param(f, marks=pytest.mark.slow if f in ("Phi3", "Qwen2", "Qwen3", "Mistral", "StarCoder2") else ())
+        for f in FAMILIES
+    ],
 )
 def test_output_is_the_same(family, tiny_tokenizer, graphs):
     model = make_for_pages(family)
