@@ -5,6 +5,7 @@ import math
 
 import pytest
 import torch
+
 from hf_specdec.kernels.attention.reference import AttentionRow, paged_attention
 
 HEAD_WIDTH, VALUE_WIDTH = 16, 24
