@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+from collections.abc import Hashable
+from typing import Any
+
 import torch
 
 from ..core.sequence import Sequence
@@ -22,10 +25,10 @@ def process_logits(
         logits: float32 [R, V]; not modified.
         whole, drafted: see `NodeProcessors.apply`.
     """
-    groups: dict[int, list[int]] = {}
+    groups: dict[Hashable, list[int]] = {}
     for i, seq in enumerate(sequences):
         if seq.processors is not None:
-            groups.setdefault(id(seq.processors), []).append(i)
+            groups.setdefault(_group_of(seq.processors), []).append(i)
     if not groups:
         return logits
     if len(groups) == 1 and len(next(iter(groups.values()))) == len(sequences):
@@ -38,6 +41,11 @@ def process_logits(
             chosen, None if paths is None else [paths[i] for i in members], logits[index], whole, drafted
         )
     return scores
+
+
+def _group_of(processors: Any) -> Hashable:
+    """Rows of one group share a call. Requests of a server have processors of their own, but often the same parameters."""
+    return processors.sampling if processors.only_sampling else id(processors)
 
 
 def needs_prefix(sequences: list[Sequence]) -> bool:
