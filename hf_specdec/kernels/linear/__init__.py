@@ -8,10 +8,9 @@ import torch
 
 from ..dispatch import uses_triton
 from . import reference
+from .limits import DTYPES, MOST_ROWS
 
-MOST_ROWS = 16  # the narrow side of the kernel's tile; from 32 rows on cuBLAS was as fast
-MOST_WEIGHTS = 3  # of one launch: queries, keys and values
-DTYPES = (torch.bfloat16, torch.float16)
+__all__ = ["MOST_ROWS", "gated_linear", "has_few_rows_kernel", "linears"]
 
 
 def has_few_rows_kernel(device: torch.device) -> bool:

@@ -1,0 +1,3 @@
+"""What the kernel takes."""
+
+MOST_WIDTH = 16384  # one program of the kernel holds a whole row
