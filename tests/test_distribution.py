@@ -16,7 +16,7 @@ from helpers_markov import DRAFTER, TARGET, VOCAB, Drafts, cells, draw, joint
 from scipy import stats
 
 from hf_specdec.config import SpeculativeConfig
-from hf_specdec.kernels import random_bits
+from hf_specdec.kernels.random_bits import reference as random_bits
 from hf_specdec.kernels.rejection import block, reference
 from hf_specdec.verification import verify as verification
 from hf_specdec.verification.target_choice import follow_target
