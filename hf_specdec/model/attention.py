@@ -31,6 +31,8 @@ def paged_attention_forward(
     batch: PackedBatch = specdec
     batch.attention_calls += 1
     layer = batch.cache.layers[module.layer_idx]
+    if key.shape[1] != layer.keys.shape[1]:  # JetMoE repeats its keys per expert after they were cached
+        raise RuntimeError(f"attention reads {key.shape[1]} key heads, and the cache holds {layer.keys.shape[1]}")
     window = kwargs["sliding_window"] if "sliding_window" in kwargs else architectures.layer_window(module)
     options = {
         "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,

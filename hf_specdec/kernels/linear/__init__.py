@@ -24,24 +24,26 @@ def linears(
     biases: Sequence[torch.Tensor] | None = None,
     residual: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """[x @ weight^T (+ bias)] for x [M, K] and weights [N_i, K]; `residual` [M, N] is added to a single product."""
+    """[x @ weight^T (+ bias)] for x [.., K] and weights [N_i, K]; `residual` [.., N] is added to a single product."""
     if _takes_kernel(x, weights):
         from .triton import linears as by_kernel
 
-        return by_kernel(x, weights, biases, residual)
+        added = None if residual is None else residual.reshape(-1, residual.shape[-1])
+        outs = by_kernel(x.reshape(-1, x.shape[-1]), weights, biases, added)
+        return [out.view(*x.shape[:-1], out.shape[-1]) for out in outs]
     return reference.linears(x, weights, biases, residual)
 
 
 def gated_linear(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(x [M, K] @ gate^T) * (x @ up^T)."""
+    """silu(x [.., K] @ gate^T) * (x @ up^T)."""
     if _takes_kernel(x, (gate, up)):
         from .triton import gated_linear as by_kernel
 
-        return by_kernel(x, gate, up)
+        return by_kernel(x.reshape(-1, x.shape[-1]), gate, up).view(*x.shape[:-1], gate.shape[0])
     return reference.gated_linear(x, gate, up)
 
 
 def _takes_kernel(x: torch.Tensor, weights: Sequence[torch.Tensor]) -> bool:
     if not uses_triton(x.device):
         return False
-    return x.shape[0] <= MOST_ROWS and all(each.dtype in DTYPES for each in (x, *weights))
+    return x.numel() <= MOST_ROWS * x.shape[-1] and all(each.dtype in DTYPES for each in (x, *weights))

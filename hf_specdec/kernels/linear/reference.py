@@ -14,11 +14,11 @@ def linears(
     biases: Sequence[torch.Tensor] | None = None,
     residual: torch.Tensor | None = None,
 ) -> list[torch.Tensor]:
-    """[x @ weight^T (+ bias)] for x [M, K] and weights [N_i, K]; `residual` [M, N] is added to a single product."""
+    """[x @ weight^T (+ bias)] for x [.., K] and weights [N_i, K]; `residual` [.., N] is added to a single product."""
     outs = [F.linear(x, weight, bias) for weight, bias in zip(weights, biases or [None] * len(weights), strict=True)]
     return outs if residual is None else [residual + outs[0]]
 
 
 def gated_linear(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(x [M, K] @ gate^T) * (x @ up^T)."""
+    """silu(x [.., K] @ gate^T) * (x @ up^T)."""
     return F.silu(F.linear(x, gate)) * F.linear(x, up)

@@ -25,8 +25,7 @@ class FewRowsProduct(Product):
 
     def __call__(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
         """Outputs [..., N_i] of every layer for x [..., K]."""
-        outs = ops.linears(x.reshape(-1, x.shape[-1]), self.weights, self.biases)
-        return [out.view(*x.shape[:-1], out.shape[-1]) for out in outs]
+        return ops.linears(x, self.weights, self.biases)
 
     def serves(self, x: torch.Tensor) -> bool:
         """True for the few rows [..., K] of a decoding step, not for a prompt."""

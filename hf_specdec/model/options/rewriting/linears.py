@@ -28,8 +28,7 @@ _MOST = 3  # maximum number of layers in one operator: queries, keys and values
 @torch.library.custom_op("hf_specdec::linears", mutates_args=())
 def linears(x: torch.Tensor, weights: Sequence[torch.Tensor], biases: Sequence[torch.Tensor]) -> list[torch.Tensor]:
     """[x @ weight^T (+ bias)] for x [..., K] and weights [N_i, K]; `biases` is empty if the layers have none."""
-    outs = linear.linears(x.reshape(-1, x.shape[-1]), weights, biases or None)
-    return [out.view(*x.shape[:-1], out.shape[-1]) for out in outs]
+    return linear.linears(x, weights, biases or None)
 
 
 @torch.library.custom_op("hf_specdec::linear_and_residual", mutates_args=())
@@ -37,15 +36,13 @@ def linear_and_residual(
     x: torch.Tensor, weight: torch.Tensor, bias: torch.Tensor | None, residual: torch.Tensor
 ) -> torch.Tensor:
     """residual [..., N] + (x [..., K] @ weight^T (+ bias))."""
-    flat = residual.reshape(-1, residual.shape[-1])
-    out = linear.linears(x.reshape(-1, x.shape[-1]), [weight], None if bias is None else [bias], flat)[0]
-    return out.view(residual.shape)
+    return linear.linears(x, [weight], None if bias is None else [bias], residual)[0]
 
 
 @torch.library.custom_op("hf_specdec::gated_linear", mutates_args=())
 def gated_linear(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
     """silu(x [..., K] @ gate^T) * (x @ up^T)."""
-    return linear.gated_linear(x.reshape(-1, x.shape[-1]), gate, up).view(*x.shape[:-1], gate.shape[0])
+    return linear.gated_linear(x, gate, up)
 
 
 @linears.register_fake
