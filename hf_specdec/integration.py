@@ -95,7 +95,7 @@ def _patched():
 def generate(model: PreTrainedModel, *args, speculative_config: Any, **kwargs) -> Any:
     """`model.generate(...)` with speculation, whether or not the plugin is installed.
 
-    Takes and returns what `generate()` does; see README for `speculative_config`.
+    Takes and returns what `generate()` does; docs/usage.md explains `speculative_config`.
     """
     own = getattr(
         type(model), "generate", None

@@ -37,6 +37,7 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _UNKNOWN_HEADER = "x-ignored-fields"
+_LOOK_AFTER_SECONDS = 15.0  # of silence, whether the engine is still there
 
 
 @dataclass
@@ -125,7 +126,8 @@ class Server:
 
     def _route(self, updates: list[Update]) -> None:
         for update in updates:
-            answer = self.answers.get(update.id)
+            # The last update ends the entry here: a stream that nobody began to read would keep it.
+            answer = self.answers.pop(update.id, None) if update.request_finished else self.answers.get(update.id)
             if answer is not None:
                 answer.queue.put_nowait(update)
 
@@ -192,14 +194,15 @@ class Server:
         Raises:
             ApiError: what ended the request.
         """
-        finished, wait = False, self.limits.keep_alive_seconds or None
+        finished, silence = False, self.limits.keep_alive_seconds
         try:
             while not finished:
                 try:
-                    update = await asyncio.wait_for(answer.queue.get(), wait)
+                    update = await asyncio.wait_for(answer.queue.get(), silence or _LOOK_AFTER_SECONDS)
                 except asyncio.TimeoutError:
                     _ = self.engine  # raises if it has stopped
-                    yield None
+                    if silence:
+                        yield None
                     continue
                 finished = update.request_finished
                 self._note(answer, update)
@@ -209,7 +212,7 @@ class Server:
                     raise failed(f"The model raised {type(update.error).__name__} for this request.")
                 yield update
         finally:
-            del self.answers[answer.id]
+            self.answers.pop(answer.id, None)
             if not finished:
                 self.metrics.request_ended("abort", answer.num_prompt, answer.num_cached, None)
                 if self.worker is not None:
