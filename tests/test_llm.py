@@ -424,3 +424,20 @@ def test_only_the_request_that_makes_the_model_raise_ends(make, tiny_model, monk
     for request in requests:
         assert request.error is None
         assert request.choices[0].output.token_ids == generated(tiny_model, request.prompt_token_ids, GREEDY)
+
+
+def test_logprobs_of_a_prompt_that_is_preempted_while_it_is_read(make, tiny_model):
+    """Its tokens are read again from the first one; each gets its own log-probability, once."""
+    llm = make({"method": "none", "block_size": 4}, max_num_batched_tokens=8)
+    prompt = llm.tokenizer(TEXTS[4])["input_ids"]
+    request = llm.engine.add("it", None, prompt, GREEDY.copy(prompt_logprobs=0))
+    with llm.engine.decoder.active():
+        llm.engine.step()
+        llm.engine.step()
+        assert 1 < len(request.prompt_logprobs) < len(prompt)
+        llm.engine.scheduler.preempt(request.choices[0])
+    llm.engine.run()
+    expected = tiny_model(torch.tensor([prompt])).logits[0].detach().float().log_softmax(-1)
+    assert len(request.prompt_logprobs) == len(prompt)
+    for row, token, found in zip(expected, prompt[1:], request.prompt_logprobs[1:], strict=False):
+        assert found[token].logprob == pytest.approx(float(row[token]), abs=1e-4)

@@ -317,7 +317,7 @@ class SpeculativeDecoder:
 
     def _forward(
         self, rows: list[tuple[Sequence, int]], trees: DraftTrees, next_tokens: dict[int, torch.Tensor]
-    ) -> tuple[PackedOutput, np.ndarray, dict[int, int], dict[int, torch.Tensor]]:
+    ) -> tuple[PackedOutput, np.ndarray, dict[int, int], dict[int, tuple[int, torch.Tensor]]]:
         """Pack every row's own tokens, followed by its tree, and run the target."""
         inputs, logit_rows, starts, packed, drafted = [], [], {}, 0, 0
         num_logits, prompts = 0, {}  # prompts: which rows of the logits are only for `prompt_logits`
@@ -334,7 +334,7 @@ class SpeculativeDecoder:
                     _place_tree(row, trees, drafted, end - start, count)
             if seq.wants_prompt_logits and start < seq.prompt_length:
                 own_logits = min(end, seq.prompt_length) - start
-                prompts[seq.id] = np.arange(num_logits, num_logits + own_logits)
+                prompts[seq.id] = start, np.arange(num_logits, num_logits + own_logits)
                 row.logits = end - start + count
             num_logits += row.logits
             drafted += decoding
@@ -346,7 +346,7 @@ class SpeculativeDecoder:
         if not prompts:
             return output, rows_of, starts, {}
         logits, device = output.logits, output.logits.device
-        prompt_logits = {seq_id: logits[upload(index, device)] for seq_id, index in prompts.items()}
+        prompt_logits = {seq_id: (start, logits[upload(index, device)]) for seq_id, (start, index) in prompts.items()}
         chosen = self._rows_that_choose(rows, inputs)
         return (
             dataclasses.replace(output, logits=logits[upload(chosen, device)]),

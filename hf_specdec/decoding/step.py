@@ -40,7 +40,8 @@ class StepTensors:
         processed: logits [R, V] after all processors except `sampling`, which verification applied itself.
         logit_rows: for each of the R rows, the packed token it belongs to.
         starts: sequence id → index of its first packed token.
-        prompt_logits: sequence id → logits [n, V] of the n prompt tokens it fed, for sequences that want them.
+        prompt_logits: sequence id → (index of the first prompt token it fed, logits [n, V] after each of the n it fed), for sequences
+            that want them.
     """
 
     output: PackedOutput
@@ -48,7 +49,7 @@ class StepTensors:
     sampling: FusedSampling | None
     logit_rows: np.ndarray
     starts: dict[int, int]
-    prompt_logits: dict[int, torch.Tensor] = field(default_factory=dict)
+    prompt_logits: dict[int, tuple[int, torch.Tensor]] = field(default_factory=dict)
 
     @functools.cached_property
     def scores(self) -> torch.Tensor:

@@ -271,13 +271,17 @@ class Engine:
         """Log-probabilities of the prompt tokens that the last step has read."""
         last = self.decoder.last
         assert last is not None
-        for seq_id, logits in last.prompt_logits.items():
+        for seq_id, (start, logits) in last.prompt_logits.items():
             request = self._choices[seq_id].request
             found, prompt = request.prompt_logprobs, request.prompt_token_ids
-            if found is None or len(found) >= len(prompt):  # read again after a preemption
-                continue
-            following = prompt[len(found) : len(found) + len(logits)]
-            found += self._best(logits[: len(following)], following, request.params.prompt_logprobs or 0)
+            assert found is not None
+            # The logits after prompt[i] are about prompt[i + 1]. After a preemption tokens are read that were read before.
+            known = len(found) - (start + 1)
+            following = prompt[len(found) : start + 1 + len(logits)]
+            if following:
+                found += self._best(
+                    logits[known : known + len(following)], following, request.params.prompt_logprobs or 0
+                )
 
     def _logprobs(self, result: StepResult, count: int) -> list[dict[int, Logprob]]:
         """Per new token, the log-probabilities of the best `count` tokens and of itself."""

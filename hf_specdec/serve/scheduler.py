@@ -73,10 +73,11 @@ class Scheduler:
             left -= 0 if count == 1 else chunk
             rows.append(choice)
             counts.append(chunk)
-        for choice in [each for each in self.waiting if only is None or each in only]:
-            if left <= 0 or len(self.running) >= self.max_num_seqs or not self._fits(choice):
-                break
-            self.waiting.remove(choice)
+        waiting = self.waiting if only is None else [choice for choice in self.waiting if choice in only]
+        while waiting and left > 0 and len(self.running) < self.max_num_seqs and self._fits(waiting[0]):
+            choice = waiting.pop(0)
+            if only is not None:
+                self.waiting.remove(choice)
             if not choice.is_added:
                 self.decoder.add(choice.sequence)
                 choice.is_added = True

@@ -37,11 +37,17 @@ class LoopDrafter(NodeExpander, Protocol):
     target: PackedModel
     loop: LoopBuffers | None
 
-    def begin(self, *roots: torch.Tensor) -> torch.Tensor: ...
+    def begin(self, *roots: torch.Tensor) -> torch.Tensor:
+        """Logits [R, V] of the first drafted tokens."""
+        ...
 
-    def modules(self) -> list[nn.Module]: ...
+    def modules(self) -> list[nn.Module]:
+        """Modules whose weights the captured round reads."""
+        ...
 
-    def level_forwards(self, depth: int) -> list[LevelForward]: ...
+    def level_forwards(self, depth: int) -> list[LevelForward]:
+        """The forwards of a round that drafts to this depth."""
+        ...
 
 
 class CapturedRounds:
