@@ -78,8 +78,8 @@ def add_command(commands) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Carry out the subcommand; returns the exit code."""
     try:
-        from ..serve.api import Limits
         from ..serve.run import serve
+        from ..serve.server import Limits
     except ImportError as error:
         raise ImportError(f"serve needs {error.name}: pip install 'hf-specdec[serve]'") from error
     if args.speculative_config is not None:

@@ -15,8 +15,9 @@ import uvicorn
 from transformers import AutoTokenizer
 
 from ..bundled import resolve_model
-from .api import Limits, Server, make_app
+from .api import make_app
 from .llm import LLM
+from .server import Limits, Server
 
 logger = logging.getLogger(__name__)
 

@@ -1,0 +1,284 @@
+"""The endpoints that write text: their parts, whole answers and streams."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable
+from typing import Any
+
+from fastapi import Request
+from fastapi.responses import JSONResponse, Response, StreamingResponse
+
+from .errors import ApiError, bad_request, failed
+from .frames import chat_logprobs, completion_logprobs, usage
+from .protocol import ChatRequest, CompletionRequest, SamplingFields
+from .server import Answer, Server
+from .worker import Cancel, Update
+
+_UNKNOWN_HEADER = "x-ignored-fields"
+
+
+class Endpoint(ABC):
+    """One request of an endpoint that writes text: its parts, its whole answer, its stream."""
+
+    object: str
+    prefix: str
+
+    def __init__(self, server: Server, body: SamplingFields):
+        self.server, self.body = server, body
+        server.check_model(body.model)
+        self.answers: list[Answer] = []
+        self.base = {
+            "id": f"{self.prefix}-{uuid.uuid4().hex}", "object": self.object, "created": int(time.time()),
+            "model": body.model or server.names[0],
+        }  # fmt: skip
+
+    @abstractmethod
+    def submit(self) -> None:
+        """Send it to the engine.
+
+        Raises:
+            ApiError: it cannot be served.
+        """
+
+    def begin_frames(self, index: int) -> list[dict[str, Any]]:
+        """Choices of the frames before the first text."""
+        return []
+
+    @abstractmethod
+    def choice(self, number: int, update: Update) -> dict[str, Any]:
+        """A frame's choice, for an update of prompt `number`."""
+
+    @abstractmethod
+    def whole(self, number: int, index: int, updates: list[Update]) -> dict[str, Any]:
+        """A choice of the whole answer."""
+
+    async def respond(self, request: Request) -> Response:
+        """The answer, or the stream."""
+        headers = {_UNKNOWN_HEADER: ", ".join(self.body.unknown_fields)} if self.body.unknown_fields else {}
+        try:
+            self.submit()
+        except BaseException:
+            for answer in self.answers:
+                self.server.answers.pop(answer.id, None)
+                self.server.engine.send(Cancel(answer.id))
+            raise
+        if self.body.stream:
+            return StreamingResponse(self.stream(), media_type="text/event-stream", headers=headers)
+        return JSONResponse(await unless_gone(request, self.collect()), headers=headers)
+
+    def index(self, number: int, index: int) -> int:
+        """A choice's index in the answer."""
+        return number * self.body.n + index
+
+    async def collect(self) -> dict[str, Any]:
+        """The whole answer."""
+        results = await asyncio.gather(*(self._all(answer) for answer in self.answers))
+        choices = []
+        for number, updates in enumerate(results):
+            for index in range(self.body.n):
+                own = [update for update in updates if update.index == index]
+                choices.append({"index": self.index(number, index), **self.whole(number, index, own)})
+        body = {**self.base, "object": self.object.removesuffix(".chunk"), "choices": choices, "usage": self.usage()}
+        if len(self.answers) == 1 and self.body.n == 1:
+            body["metrics"] = self.server.timings(self.answers[0], results[0][-1])
+        return body
+
+    async def _all(self, answer: Answer) -> list[Update]:
+        return [update async for update in self.server.updates(answer) if update is not None]
+
+    def usage(self) -> dict[str, Any]:
+        """Tokens of all prompts and choices so far."""
+        return usage(
+            *(sum(getattr(each, name) for each in self.answers) for name in ("num_prompt", "num_new", "num_cached"))
+        )
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        """Server-sent events."""
+        options = self.body.stream_options
+        wants_usage, running = bool(options and options.include_usage), bool(options and options.continuous_usage_stats)
+        merged: asyncio.Queue = asyncio.Queue()
+        readers = [asyncio.create_task(self._read(i, answer, merged)) for i, answer in enumerate(self.answers)]
+        left, last = len(readers), None
+
+        def frame(choices: list[dict[str, Any]], **more: Any) -> bytes:
+            counts = {"usage": self.usage() if running else None} if wants_usage or running else {}
+            return sse({**self.base, "choices": choices, **counts, **more})
+
+        try:
+            for number in range(len(readers)):
+                for index in range(self.body.n):
+                    for choice in self.begin_frames(self.index(number, index)):
+                        yield frame([choice])
+            while left:
+                number, update = await merged.get()
+                if isinstance(update, BaseException):
+                    error = update if isinstance(update, ApiError) else failed("The server failed; its log says why.")
+                    yield sse(error.body)
+                    break
+                if update is None:
+                    yield b": ping\n\n"
+                    continue
+                left -= update.request_finished
+                last = update if update.request_finished else last
+                yield frame([{"index": self.index(number, update.index), **self.choice(number, update)}])
+            else:
+                if wants_usage:
+                    more = {"usage": self.usage()}
+                    if len(self.answers) == 1 and self.body.n == 1 and last is not None:
+                        more["metrics"] = self.server.timings(self.answers[0], last)
+                    yield sse({**self.base, "choices": [], **more})
+            yield b"data: [DONE]\n\n"
+        finally:
+            for reader in readers:
+                reader.cancel()
+            await asyncio.gather(*readers, return_exceptions=True)
+
+    async def _read(self, number: int, answer: Answer, merged: asyncio.Queue) -> None:
+        try:
+            async for update in self.server.updates(answer):
+                merged.put_nowait((number, update))
+        except Exception as error:
+            merged.put_nowait((number, error))
+
+
+class Completions(Endpoint):
+    """POST /v1/completions."""
+
+    object = "text_completion"
+    prefix = "cmpl"
+    body: CompletionRequest
+
+    def submit(self) -> None:
+        """Every prompt is a request."""
+        body = self.body
+        more: dict[str, Any] = {"logprobs": body.logprobs}
+        if body.echo and body.logprobs is not None:
+            more["prompt_logprobs"] = body.logprobs
+        self.prompts = body.prompts()
+        self.ids = [self.server.encode(prompt) for prompt in self.prompts]
+        self.shown: dict[tuple[int, int], int] = {}
+        tokens = body.max_tokens if body.max_tokens is None else max(body.max_tokens, 1)
+        for prompt, ids in zip(self.prompts, self.ids, strict=True):
+            params = body.sampling_params(self.server.defaults, tokens, **more)
+            self.answers.append(self.server.submit(prompt, ids, params))
+
+    def _echoed(self, number: int) -> str:
+        prompt = self.prompts[number]
+        return prompt if isinstance(prompt, str) else self.server.tokenizer.decode(prompt)
+
+    def _texts(self, tokens: list[int]) -> list[str]:
+        return [self.server.tokenizer.decode([token]) for token in tokens]
+
+    def _logprobs(self, number: int, update_tokens, entries, offset: int) -> dict[str, Any] | None:
+        if self.body.logprobs is None:
+            return None
+        return completion_logprobs(entries, update_tokens, self._texts(update_tokens), self.body.logprobs, offset)
+
+    def choice(self, number: int, update: Update) -> dict[str, Any]:
+        """Text since the last frame; the prompt's before the first, with `echo`."""
+        key = number, update.index
+        first = key not in self.shown
+        text = (self._echoed(number) if self.body.echo and first else "") + (
+            update.text if self.body.max_tokens != 0 else ""
+        )
+        offset = self.shown.get(key, 0)
+        self.shown[key] = offset + len(text)
+        found = {
+            "text": text, "logprobs": self._logprobs(number, update.token_ids, update.logprobs or [], offset),
+            "finish_reason": update.finish_reason,
+        }  # fmt: skip
+        return {**found, "token_ids": update.token_ids} if self.body.return_token_ids else found
+
+    def whole(self, number: int, index: int, updates: list[Update]) -> dict[str, Any]:
+        """All of it."""
+        tokens = [token for update in updates for token in update.token_ids]
+        entries: list = [entry for update in updates for entry in update.logprobs or []]
+        text, reason = "".join(update.text for update in updates), updates[-1].finish_reason
+        if self.body.max_tokens == 0:
+            tokens, entries, text, reason = [], [], "", "length"
+        echoed = self._echoed(number) if self.body.echo else ""
+        offset = len(echoed)
+        if self.body.echo and self.body.logprobs is not None:
+            prompt = next((u.prompt_logprobs for u in updates if u.prompt_logprobs is not None), None) or []
+            entries, tokens, offset = [*prompt, *entries], [*self.ids[number], *tokens], 0
+        found = {
+            "text": echoed + text, "logprobs": self._logprobs(number, tokens, entries, offset), "finish_reason": reason,
+            "stop_reason": updates[-1].stop_reason,
+        }  # fmt: skip
+        return {**found, "token_ids": tokens} if self.body.return_token_ids else found
+
+
+class Chat(Endpoint):
+    """POST /v1/chat/completions."""
+
+    object = "chat.completion.chunk"
+    prefix = "chatcmpl"
+    body: ChatRequest
+
+    def submit(self) -> None:
+        """The conversation is one request."""
+        body = self.body
+        if body.top_logprobs is not None and not body.logprobs:
+            raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs")
+        most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        params = body.sampling_params(
+            self.server.defaults, most, logprobs=(body.top_logprobs or 0) if body.logprobs else None
+        )
+        ids = self.server.chat_prompt(body)
+        self.answers.append(self.server.submit(ids, ids, params))
+
+    def _logprobs(self, entries, tokens) -> dict[str, Any] | None:
+        return chat_logprobs(entries, tokens, self.body.top_logprobs or 0) if self.body.logprobs else None
+
+    def begin_frames(self, index: int) -> list[dict[str, Any]]:
+        """The role."""
+        delta = {"role": "assistant", "content": ""}
+        return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
+
+    def choice(self, number: int, update: Update) -> dict[str, Any]:
+        """Text since the last frame."""
+        return {
+            "delta": {"content": update.text} if update.text or update.finish_reason is None else {},
+            "logprobs": self._logprobs(update.logprobs or [], update.token_ids),
+            "finish_reason": update.finish_reason,
+        }
+
+    def whole(self, number: int, index: int, updates: list[Update]) -> dict[str, Any]:
+        """The message."""
+        tokens = [token for update in updates for token in update.token_ids]
+        entries = [entry for update in updates for entry in update.logprobs or []]
+        return {
+            "message": {"role": "assistant", "content": "".join(update.text for update in updates), "refusal": None},
+            "logprobs": self._logprobs(entries, tokens),
+            "finish_reason": updates[-1].finish_reason,
+            "stop_reason": updates[-1].stop_reason,
+        }
+
+
+def sse(body: dict[str, Any]) -> bytes:
+    """One server-sent event. JSON in ASCII: some clients split lines at U+2028."""
+    return b"data: " + json.dumps(body, separators=(",", ":"), allow_nan=False).encode() + b"\n\n"
+
+
+async def unless_gone(request: Request, work: Awaitable[Any]) -> Any:
+    """The result of `work`, which is cancelled when the client leaves."""
+
+    async def gone() -> None:
+        while (await request.receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ApiError(499, "The client has left.")
+    finally:
+        for each in (task, watch):
+            each.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)

@@ -1,0 +1,231 @@
+"""Server: requests of all endpoints, on their way to the engine and back."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..integration import model_lock
+from .errors import ApiError, bad_request, failed, overloaded
+from .llm import LLM
+from .metrics import Metrics
+from .params import SamplingParams
+from .protocol import ChatRequest, TokenizeRequest
+from .worker import Cancel, EngineWorker, Load, Submit, Update
+
+logger = logging.getLogger(__name__)
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_LOOK_AFTER_SECONDS = 15.0  # of silence, whether the engine is still there
+
+
+@dataclass
+class Limits:
+    """What the server refuses.
+
+    Attributes:
+        max_body_bytes: of a request.
+        max_queued_requests: that wait for the engine; beyond them the answer is 429. None: no limit.
+        keep_alive_seconds: of silence, after which a stream sends a comment; 0: never.
+    """
+
+    max_body_bytes: int = 16 << 20
+    max_queued_requests: int | None = None
+    keep_alive_seconds: float = 15.0
+
+
+@dataclass
+class Answer:
+    """The updates of one request, as they come."""
+
+    id: str
+    num_prompt: int
+    params: SamplingParams
+    began: float = field(default_factory=time.monotonic)
+    first: float | None = None
+    num_new: int = 0
+    num_cached: int = 0
+    queue: asyncio.Queue[Update] = field(default_factory=asyncio.Queue)
+
+
+class Server:
+    """Requests of all endpoints, on their way to the engine and back.
+
+    Args:
+        tokenizer: of the model.
+        names: the model's; the first is what answers say.
+
+    Attributes:
+        worker: None until the model is loaded (`start`).
+        defaults: sampling parameters of requests that leave them out.
+    """
+
+    def __init__(self, tokenizer: Any, names: list[str], limits: Limits):
+        self.tokenizer, self.names, self.limits = tokenizer, names, limits
+        self.defaults, self.max_model_len = SamplingParams(), 0
+        self.worker: EngineWorker | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.answers: dict[str, Answer] = {}
+        self.created = int(time.time())
+        self.metrics = Metrics(names[0], lambda: Load() if self.worker is None else self.worker.load)
+        if tokenizer.chat_template is None:
+            logger.warning("The tokenizer has no chat template: /v1/chat/completions uses ChatML.")
+
+    def start(self, llm: LLM, loop: asyncio.AbstractEventLoop) -> None:
+        """Serve a model that has been loaded; updates go to `loop`."""
+        self.defaults, self.max_model_len, self.loop = llm.get_default_sampling_params(), llm.max_model_len, loop
+        self.worker = EngineWorker(llm.engine, self.deliver, model_lock(llm.model))
+        self.worker.start()
+
+    def stop(self) -> None:
+        """End the engine's thread; what runs is aborted."""
+        if self.worker is not None:
+            self.worker.stop()
+            self.worker.join()
+
+    @property
+    def engine(self) -> EngineWorker:
+        """The worker.
+
+        Raises:
+            ApiError: 503, while the model is being loaded or after the engine has stopped.
+        """
+        worker = self.worker
+        if worker is None:
+            raise ApiError(503, "The model is loading.", "service_unavailable", headers={"Retry-After": "5"})
+        if worker.failure is not None or not worker.is_alive():
+            raise ApiError(503, "The engine has stopped; the log says why.", "service_unavailable")
+        return worker
+
+    def deliver(self, updates: list[Update]) -> None:
+        """Hand a step's updates over to the event loop; called in the engine's thread."""
+        if self.loop is not None and not self.loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # the loop closed just now: nobody is left to read
+                self.loop.call_soon_threadsafe(self._route, updates)
+
+    def _route(self, updates: list[Update]) -> None:
+        for update in updates:
+            # The last update ends the entry here: a stream that nobody began to read would keep it.
+            answer = self.answers.pop(update.id, None) if update.request_finished else self.answers.get(update.id)
+            if answer is not None:
+                answer.queue.put_nowait(update)
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError if a request names another model."""
+        if name is not None and name not in self.names:
+            raise ApiError(
+                404, f"The model {name!r} does not exist here. Served: {', '.join(self.names)}.", param="model",
+                code="model_not_found",
+            )  # fmt: skip
+
+    def encode(self, prompt: str | list[int], add_special_tokens: bool = True) -> list[int]:
+        """Ids of a prompt."""
+        return (
+            list(prompt)
+            if isinstance(prompt, list)
+            else self.tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"]
+        )
+
+    def chat_prompt(self, body: ChatRequest | TokenizeRequest) -> list[int]:
+        """Ids of a conversation.
+
+        Raises:
+            ApiError: the template refuses it.
+        """
+        messages = [message.for_template() for message in body.messages or []]
+        more = getattr(body, "chat_template_kwargs", None) or {}
+        template = None if self.tokenizer.chat_template is not None else CHATML
+        final = getattr(body, "continue_final_message", False)
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, chat_template=template, add_generation_prompt=body.add_generation_prompt and not final,
+                continue_final_message=final, tokenize=True, return_dict=False, **more,
+            )  # fmt: skip
+        except Exception as error:  # templates are programs of the checkpoint's: they raise what they like
+            raise bad_request(f"The chat template refused the messages: {error}", "messages") from None
+
+    def submit(self, prompt: str | list[int], ids: list[int], params: SamplingParams) -> Answer:
+        """Send a request to the engine.
+
+        Raises:
+            ApiError: it is too long, or too many wait.
+        """
+        engine = self.engine
+        if not ids:
+            raise bad_request("The prompt is empty: it needs at least one token.", "prompt")
+        if len(ids) >= self.max_model_len:
+            raise ApiError(
+                400, f"The prompt has {len(ids)} tokens; with max_model_len {self.max_model_len} it may have {self.max_model_len - 1}.",
+                param="messages" if isinstance(prompt, list) else "prompt", code="context_length_exceeded",
+            )  # fmt: skip
+        most = self.limits.max_queued_requests
+        if most is not None and engine.load.waiting >= most:
+            raise overloaded(f"{most} requests are waiting already (--max-num-queued-reqs). Try again later.")
+        answer = Answer(uuid.uuid4().hex, len(ids), params)
+        self.answers[answer.id] = answer
+        engine.send(Submit(answer.id, prompt if isinstance(prompt, str) else None, ids, params))
+        return answer
+
+    async def updates(self, answer: Answer) -> AsyncIterator[Update | None]:
+        """The request's updates until its end; None after every `keep_alive_seconds` without one. If the reader leaves, the request is
+        cancelled.
+
+        Raises:
+            ApiError: what ended the request.
+        """
+        finished, silence = False, self.limits.keep_alive_seconds
+        try:
+            while not finished:
+                try:
+                    update = await asyncio.wait_for(answer.queue.get(), silence or _LOOK_AFTER_SECONDS)
+                except asyncio.TimeoutError:
+                    _ = self.engine  # raises if it has stopped
+                    if silence:
+                        yield None
+                    continue
+                finished = update.request_finished
+                self._note(answer, update)
+                if isinstance(update.error, ValueError):
+                    raise bad_request(str(update.error))
+                if update.error is not None:
+                    raise failed(f"The model raised {type(update.error).__name__} for this request.")
+                yield update
+        finally:
+            self.answers.pop(answer.id, None)
+            if not finished:
+                self.metrics.request_ended("abort", answer.num_prompt, answer.num_cached, None)
+                if self.worker is not None:
+                    self.worker.send(Cancel(answer.id))
+
+    def _note(self, answer: Answer, update: Update) -> None:
+        now = time.monotonic()
+        answer.num_new += len(update.token_ids)
+        answer.num_cached = max(answer.num_cached, update.num_cached_tokens)
+        if answer.first is None and update.token_ids:
+            answer.first = now
+            self.metrics.first_token.observe(now - answer.began)
+        if update.request_finished:
+            self.metrics.whole.observe(now - answer.began)
+            if answer.first is not None and answer.num_new > 1:
+                self.metrics.per_token.observe((now - answer.first) / (answer.num_new - 1))
+            reason = "error" if update.error is not None else update.finish_reason or "stop"
+            self.metrics.request_ended(reason, answer.num_prompt, answer.num_cached, update.statistics)
+
+    def timings(self, answer: Answer, update: Update) -> dict[str, Any]:
+        """The answer's `metrics`, with vLLM's statistics of speculation."""
+        found: dict[str, Any] = {}
+        if answer.first is not None:
+            found["time_to_first_token_ms"] = round(1e3 * (answer.first - answer.began), 3)
+            found["generation_time_ms"] = round(1e3 * (time.monotonic() - answer.first), 3)
+        if update.statistics is not None:
+            found["speculative_decoding"] = update.statistics["speculative_decoding"]
+        return found
