@@ -27,6 +27,7 @@ class Sequence:
             them, as they do in transformers. None: the prompt itself.
         wants_prompt_logits: keep the logits of the prompt's tokens (`StepTensors.prompt_logits`); no cached prefix is used.
         num_speculative_tokens: this row's own draft length; None: the method's, 0: no drafts.
+        drafter: with the method "per_request", the name of the drafter that drafts for this row; None: the first.
     """
 
     tokens: list[int]
@@ -38,6 +39,7 @@ class Sequence:
     row: int = 0
     shown_prompt: list[int] | None = None
     num_speculative_tokens: int | None = None
+    drafter: str | None = None
     wants_prompt_logits: bool = False
     id: int = field(default_factory=lambda: next(_ids))
     num_steps: int = 0  # verification rounds so far: part of the key of rejection sampling's noise
