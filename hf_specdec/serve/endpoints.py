@@ -17,6 +17,7 @@ from .errors import ApiError, bad_request, failed
 from .frames import chat_logprobs, completion_logprobs, usage
 from .protocol import ChatRequest, CompletionRequest, SamplingFields
 from .server import Answer, Server
+from .structured import StructuredOutputsParams
 from .worker import Cancel, Update
 
 _UNKNOWN_HEADER = "x-ignored-fields"
@@ -32,6 +33,7 @@ class Endpoint(ABC):
         self.server, self.body = server, body
         server.check_model(body.model)
         self.answers: list[Answer] = []
+        self.grammar: StructuredOutputsParams | None = None
         self.base = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}", "object": self.object, "created": int(time.time()),
             "model": body.model or server.names[0],
@@ -60,6 +62,8 @@ class Endpoint(ABC):
     async def respond(self, request: Request) -> Response:
         """The answer, or the stream."""
         headers = {_UNKNOWN_HEADER: ", ".join(self.body.unknown_fields)} if self.body.unknown_fields else {}
+        self.grammar = self.body.grammar()
+        await self.server.compile(self.grammar)
         try:
             self.submit()
         except BaseException:
@@ -156,7 +160,7 @@ class Completions(Endpoint):
     def submit(self) -> None:
         """Every prompt is a request."""
         body = self.body
-        more: dict[str, Any] = {"logprobs": body.logprobs}
+        more: dict[str, Any] = {"logprobs": body.logprobs, "structured_outputs": self.grammar}
         if body.echo and body.logprobs is not None:
             more["prompt_logprobs"] = body.logprobs
         self.prompts = body.prompts()
@@ -227,8 +231,9 @@ class Chat(Endpoint):
             raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs")
         most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         params = body.sampling_params(
-            self.server.defaults, most, logprobs=(body.top_logprobs or 0) if body.logprobs else None
-        )
+            self.server.defaults, most, logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            structured_outputs=self.grammar,
+        )  # fmt: skip
         ids = self.server.chat_prompt(body)
         self.answers.append(self.server.submit(ids, ids, params))
 

@@ -7,6 +7,8 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from .structured import StructuredOutputsParams
+
 MOST_LOGPROBS = 20
 MOST_CHOICES = 128
 
@@ -33,6 +35,7 @@ class SamplingParams:
         bad_words: texts that may not be written.
         num_speculative_tokens: this request's draft length: at most the engine's, 0 switches speculation off.
         priority: requests with a lower number run first.
+        structured_outputs: what the text has to be (a JSON schema, a regular expression, ...); a dictionary works too.
 
     Raises:
         ValueError: a value out of range; the message names the field.
@@ -62,11 +65,17 @@ class SamplingParams:
     detokenize: bool = True
     num_speculative_tokens: int | None = None
     priority: int = 0
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
         self.stop_token_ids = list(self.stop_token_ids or [])
         self.bad_words = list(self.bad_words or [])
+        if isinstance(self.structured_outputs, dict):
+            try:
+                self.structured_outputs = StructuredOutputsParams(**self.structured_outputs)
+            except TypeError as error:
+                raise ValueError(f"structured_outputs: {error}") from None
         self._check_integer("n", 1, MOST_CHOICES)
         self._check_integer("top_k", -1)
         self._check_integer("max_tokens", 1, optional=True)

@@ -8,11 +8,12 @@ from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 
 from .errors import bad_request
 from .params import SamplingParams
+from .structured import StructuredOutputsParams
 
 _MOST_STOPS = 64
 _NOT_SERVED = (
-    "tools", "functions", "function_call", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
-    "guided_grammar", "suffix", "best_of", "use_beam_search", "audio", "modalities", "prompt_embeds",
+    "tools", "functions", "function_call", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "suffix",
+    "best_of", "use_beam_search", "audio", "modalities", "prompt_embeds",
 )  # fmt: skip
 
 
@@ -29,6 +30,34 @@ class Speculation(BaseModel):
     model_config = ConfigDict(extra="forbid")
     num_speculative_tokens: StrictInt | None = Field(None, ge=0)
     enabled: bool = True
+
+
+class JsonSchema(BaseModel):
+    """The schema of a response format."""
+
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """What an answer has to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def structured_outputs(self) -> dict[str, Any] | None:
+        """The same as `StructuredOutputsParams`; None: any text.
+
+        Raises:
+            ApiError: the schema is missing.
+        """
+        if self.type == "json_schema":
+            if self.json_schema is None or self.json_schema.schema_ is None:
+                raise bad_request("response_format of type json_schema needs json_schema.schema.", "response_format")
+            return {"json": self.json_schema.schema_}
+        return {"json_object": True} if self.type == "json_object" else None
 
 
 class SamplingFields(BaseModel):
@@ -61,6 +90,8 @@ class SamplingFields(BaseModel):
     user: str | None = None
     speculative_config: Speculation | None = None
     return_token_ids: bool = False
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -68,13 +99,31 @@ class SamplingFields(BaseModel):
         """A field that would change the answer is never dropped."""
         for field in _NOT_SERVED:
             if isinstance(values, dict) and values.get(field) not in (None, False, [], "none"):
-                raise ValueError(f"{field} is not served here")
+                instead = ": use structured_outputs" if field.startswith("guided") else ""
+                raise ValueError(f"{field} is not served here{instead}")
         return values
 
     @property
     def unknown_fields(self) -> list[str]:
         """Fields of the request that mean nothing here."""
         return sorted(self.model_extra or {})
+
+    def grammar(self) -> StructuredOutputsParams | None:
+        """What the answer has to be; None: any text.
+
+        Raises:
+            ApiError: it is malformed, or said twice.
+        """
+        wanted = None if self.response_format is None else self.response_format.structured_outputs()
+        if wanted and self.structured_outputs:
+            raise bad_request("Give either response_format or structured_outputs.", "structured_outputs")
+        wanted = self.structured_outputs if wanted is None else wanted
+        if wanted is None:
+            return None
+        try:
+            return StructuredOutputsParams(**wanted)
+        except (TypeError, ValueError) as error:
+            raise bad_request(str(error), "structured_outputs") from None
 
     def sampling_params(self, defaults: SamplingParams, max_tokens: int | None, **more: Any) -> SamplingParams:
         """The engine's parameters; what the request leaves out is the model's own default.
@@ -159,7 +208,6 @@ class ChatRequest(SamplingFields):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
-    response_format: dict[Literal["type"], Literal["text"]] | None = None
 
 
 class TokenizeRequest(BaseModel):

@@ -17,6 +17,7 @@ from .llm import LLM
 from .metrics import Metrics
 from .params import SamplingParams
 from .protocol import ChatRequest, TokenizeRequest
+from .structured import StructuredOutputsParams
 from .worker import Cancel, EngineWorker, Load, Submit, Update
 
 logger = logging.getLogger(__name__)
@@ -152,6 +153,19 @@ class Server:
             )  # fmt: skip
         except Exception as error:  # templates are programs of the checkpoint's: they raise what they like
             raise bad_request(f"The chat template refused the messages: {error}", "messages") from None
+
+    async def compile(self, grammar: StructuredOutputsParams | None) -> None:
+        """Compile a grammar while the request waits, so that the engine finds it compiled.
+
+        Raises:
+            ApiError: it is malformed or too complex.
+        """
+        if grammar is None:
+            return
+        try:
+            await asyncio.to_thread(self.engine.engine.grammars.matcher, grammar)
+        except ValueError as error:
+            raise bad_request(str(error), "structured_outputs") from None
 
     def submit(self, prompt: str | list[int], ids: list[int], params: SamplingParams) -> Answer:
         """Send a request to the engine.
