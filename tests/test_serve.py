@@ -288,9 +288,12 @@ def test_other_endpoints(server, client, tiny_tokenizer):
         ),
         (
             "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "x"}], "tools": [{}]},
+            {
+                "messages": [{"role": "user", "content": "x"}],
+                "tools": [{"type": "function", "function": {"name": "f"}}],
+            },
             400,
-            "tools is not served",
+            "does not know how this model writes tool calls",
         ),
         (
             "/v1/completions",

@@ -256,6 +256,29 @@ def test_compiled_grammars_are_kept_but_not_all(compiler):
     assert first.consume_token(compiler.tokenizer("6")["input_ids"][-1]) and not second.is_stopped()
 
 
+@pytest.mark.parametrize("config", [METHODS[0], METHODS[3]], ids=lambda config: config["method"])
+def test_drafts_do_not_change_text_after_reasoning(make, config):
+    """The reasoning ends with the first full stop, wherever in a draft that is."""
+
+    def written(config):
+        llm = make(config)
+        params = SamplingParams(temperature=0, max_tokens=60, structured_outputs={"regex": "(yes|no)( [a-z]{1,7}){2}!"})
+        prompts = [*PROMPTS, "One day, Tom went to the park", "Ben and Mia", "The cat was happy and"]
+        ids = [llm.tokenizer(prompt)["input_ids"] for prompt in prompts]
+        requests = [
+            llm.engine.add(str(i), None, each, params, reasoning=Reasoning((), (".",))) for i, each in enumerate(ids)
+        ]
+        llm.engine.run()
+        return [request.choices[0].output for request in requests]
+
+    plain, drafted = written(None), written(config)
+    assert [each.token_ids for each in drafted] == [each.token_ids for each in plain]
+    whole = [each.text for each in plain if each.finish_reason == "stop"]
+    assert len(whole) >= 4 and all(re.fullmatch(r"[^.]*\.[^.]*?(yes|no)( [a-z]{1,7}){2}!", text) for text in whole), (
+        plain
+    )
+
+
 # ---- the state along a tree -----------------------------------------------------------------------------------------
 
 
@@ -298,9 +321,14 @@ def test_a_row_follows_tokens_that_were_taken_back(compiler, tiny_tokenizer):
 @pytest.mark.parametrize("opens", [False, True], ids=["begun", "may begin"])
 def test_reasoning_that_ends_inside_a_draft_starts_the_grammar_there(compiler, tiny_tokenizer, opens):
     a, b, x, y, less, slash, greater = ids_of(tiny_tokenizer, "abxy</>")
-    reasoning = Reasoning((x, y) if opens else (), "</>", lambda id: tiny_tokenizer.decode([id]))
+    reasoning = Reasoning((x, y) if opens else (), ("</>",))
     grammar = GrammarLogitsProcessor(
-        compiler.matcher(StructuredOutputsParams(regex="(a|c)b")), 4096, 1, frozenset({3}), reasoning
+        compiler.matcher(StructuredOutputsParams(regex="(a|c)b")),
+        4096,
+        1,
+        frozenset({3}),
+        reasoning,
+        lambda id: tiny_tokenizer.decode([id]),
     )
     begin = [x, y] if opens else []
     draft = [*begin, x, less, slash, greater, a, b]
@@ -309,7 +337,7 @@ def test_reasoning_that_ends_inside_a_draft_starts_the_grammar_there(compiler, t
     free = len(begin)
     if opens:
         assert x in found[0] and a in found[0] and b not in found[0] and found[1] == {y}
-    assert all(len(each) == 4096 for each in found[free : free + 4])
+    assert all(each == set(range(4096)) - {3} for each in found[free : free + 4])  # no end before the answer
     assert a in found[free + 4] and x not in found[free + 4] and b not in found[free + 4]
     assert found[free + 5] == {b} and found[free + 6] == {3}
     if opens:  # the answer may also begin at once

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 from pathlib import Path
 
@@ -37,6 +38,11 @@ def add_command(commands) -> argparse.ArgumentParser:
     group.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one, else cpu)")
     group.add_argument("--trust-remote-code", action="store_true", help="allow code that the checkpoint brings")
     group.add_argument("--chat-template", metavar="FILE", help="a Jinja file (default: the tokenizer's, else ChatML)")
+    group.add_argument(
+        "--response-template",
+        metavar="FILE",
+        help="JSON: how the model marks reasoning and tool calls (default: its own)",
+    )
     group = parser.add_argument_group("engine")
     group.add_argument(
         "--max-model-len", type=positive_int, metavar="N", help="tokens of a prompt and its answer, at most"
@@ -85,6 +91,9 @@ def run(args: argparse.Namespace) -> int:
     if args.speculative_config is not None:
         hf_specdec.parse_config(args.speculative_config)  # before the model is loaded
     template = None if args.chat_template is None else Path(args.chat_template).read_text(encoding="utf-8")
+    response = None
+    if args.response_template is not None:
+        response = json.loads(Path(args.response_template).read_text(encoding="utf-8"))
     serve(
         args.model,
         args.served_model_name or [args.model],
@@ -95,6 +104,7 @@ def run(args: argparse.Namespace) -> int:
         allowed_origins=args.allowed_origins,
         shutdown_timeout=args.shutdown_timeout,
         chat_template=template,
+        response_template=response,
         tokenizer=args.tokenizer,
         on_ready=lambda url: print(f"Serving {args.model} on {url}", file=sys.stderr, flush=True),
         speculative_config=args.speculative_config,

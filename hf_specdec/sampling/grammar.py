@@ -19,13 +19,11 @@ class Reasoning(NamedTuple):
 
     Attributes:
         opens: ids that begin it; a text that begins otherwise is an answer at once. Empty: the prompt has begun it.
-        closes: the text that ends it.
-        text_of: the text of one token.
+        closes: texts that end it.
     """
 
     opens: tuple[int, ...]
-    closes: str
-    text_of: Callable[[int], str]
+    closes: tuple[str, ...]
 
 
 @dataclass
@@ -60,6 +58,7 @@ class GrammarLogitsProcessor(LogitsProcessor):
         prompt_length: tokens of the sequence that are not the grammar's.
         ends: end-of-sequence ids, the only ones after a text that the grammar cannot continue.
         reasoning: what comes before the grammar; None: nothing does.
+        text_of: the text of one token; needed with `reasoning`.
     """
 
     def __init__(
@@ -69,8 +68,10 @@ class GrammarLogitsProcessor(LogitsProcessor):
         prompt_length: int,
         ends: frozenset[int] = frozenset(),
         reasoning: Reasoning | None = None,
+        text_of: Callable[[int], str] = str,
     ):
         self.prompt_length, self.ends, self.reasoning = prompt_length, sorted(ends), reasoning
+        self._text_of = text_of
         self._vocab_size = -(-vocab_size // 32) * 32  # masks are rows of 32-bit words
         begun = reasoning is not None and not reasoning.opens
         self._first = _State(matcher, thought="" if begun else None, answering=reasoning is None)
@@ -112,21 +113,17 @@ class GrammarLogitsProcessor(LogitsProcessor):
             return state
         if state.answering:
             return self._answer(state, token)
-        opens, thought = self.reasoning.opens, state.thought  # type: ignore[union-attr]
-        if thought is None:
+        assert self.reasoning is not None
+        opens, closes = self.reasoning
+        if state.thought is None:
             if token != opens[state.num_opened]:
                 return self._answer(replace(state, answering=True), token) if not state.num_opened else _dead(state)
             count = state.num_opened + 1
             return replace(state, num_opened=count, thought="" if count == len(opens) else None, bits=None)
-        closes = self.reasoning.closes  # type: ignore[union-attr]
-        thought += self.reasoning.text_of(token)  # type: ignore[union-attr]
-        over = closes in thought
-        return replace(
-            state,
-            thought=None if over else thought[1 - len(closes) :] if len(closes) > 1 else "",
-            answering=over,
-            bits=None,
-        )
+        thought = state.thought + self._text_of(token)
+        if any(each in thought for each in closes):
+            return replace(state, thought=None, answering=True, bits=None)
+        return replace(state, thought=thought[-max(map(len, closes)) :], bits=None)
 
     @staticmethod
     def _answer(state: _State, token: int) -> _State:
@@ -179,13 +176,15 @@ class GrammarLogitsProcessor(LogitsProcessor):
 
     def _bits(self, state: _State) -> np.ndarray | None:
         """The tokens that may follow; None: any, or nothing is known."""
-        if state.dead or state.thought is not None:
+        if state.dead:
             return None
         if state.bits is None:
             state.bits = self._allowed(state)
         return state.bits
 
     def _allowed(self, state: _State) -> np.ndarray | None:
+        if state.thought is not None:  # anything but the end: the answer is still to come
+            return ~self._only(self.ends)
         if state.num_opened and not state.answering:
             return self._only([self.reasoning.opens[state.num_opened]])  # type: ignore[union-attr]
         matcher = state.matcher

@@ -99,7 +99,8 @@ class Engine:
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.eos_token_ids))
         for index, stream in enumerate(stream_seeds(seed, [request.prompt_token_ids] * params.n)):
             grammar = None if matcher is None else GrammarLogitsProcessor(
-                matcher.deep_copy(), self.grammars.vocab_size, length, frozenset(ends), reasoning
+                matcher.deep_copy(), self.grammars.vocab_size, length, frozenset(ends), reasoning,
+                lambda token: self._token_text(token) or "",
             )  # fmt: skip
             sequence = Sequence(
                 list(prompt_token_ids), length + new_tokens, frozenset(ends), params.do_sample, stream,

@@ -2,17 +2,19 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 
 from .errors import bad_request
+from .messages import tool_grammar
 from .params import SamplingParams
 from .structured import StructuredOutputsParams
 
 _MOST_STOPS = 64
 _NOT_SERVED = (
-    "tools", "functions", "function_call", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "suffix",
+    "functions", "function_call", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "suffix",
     "best_of", "use_beam_search", "audio", "modalities", "prompt_embeds",
 )  # fmt: skip
 
@@ -182,6 +184,8 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
     role: str
     content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates read it: parts of text joined.
@@ -190,11 +194,47 @@ class ChatMessage(BaseModel):
             ApiError: a part is not text.
         """
         found = self.model_dump(exclude_none=True)
+        for call in found.get("tool_calls") or []:  # OpenAI's arguments are text, templates want what it says
+            function = call.get("function") if isinstance(call, dict) else None
+            if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+                try:
+                    function["arguments"] = json.loads(function["arguments"] or "{}")
+                except (ValueError, RecursionError):
+                    raise bad_request("messages: the arguments of a tool call must be JSON.", "messages") from None
         if isinstance(self.content, list):
             if any(part.get("type") != "text" for part in self.content):
                 raise bad_request("messages may hold text parts only: this model reads no images or audio.", "messages")
             found["content"] = "".join(str(part.get("text", "")) for part in self.content)
         return found
+
+
+class Function(BaseModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+    """A tool; there are functions only."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(BaseModel):
+    """Which function to call."""
+
+    name: str
+
+
+class NamedTool(BaseModel):
+    """The tool to call."""
+
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class ChatRequest(SamplingFields):
@@ -208,6 +248,55 @@ class ChatRequest(SamplingFields):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = Field(None, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]] | None:
+        """The tools that the model is told about."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        return [tool.model_dump(exclude_none=True) for tool in self.tools]
+
+    @property
+    def forced_tool(self) -> str | None:
+        """ "required", or the name of the function that has to be called; None: the model decides.
+
+        Raises:
+            ApiError: it is not among the tools.
+        """
+        choice = self.tool_choice
+        if choice in (None, "none", "auto"):
+            return None
+        if not self.tools:
+            raise bad_request("tool_choice needs tools.", "tool_choice")
+        if not isinstance(choice, NamedTool):
+            return "required"
+        if choice.function.name not in {tool.function.name for tool in self.tools}:
+            raise bad_request(
+                f"tool_choice names {choice.function.name!r}, which is not among the tools.", "tool_choice"
+            )
+        return choice.function.name
+
+    def grammar(self) -> StructuredOutputsParams | None:
+        """What the answer has to be, a forced call of a tool included; None: any text.
+
+        Raises:
+            ApiError: it is malformed, or said twice.
+        """
+        found, forced = super().grammar(), self.forced_tool
+        if forced is None:
+            return found
+        if found is not None:
+            raise bad_request(
+                "tool_choice cannot be combined with response_format or structured_outputs.", "tool_choice"
+            )
+        functions = {tool.function.name: tool.function.parameters or {"type": "object"} for tool in self.tools or []}
+        try:
+            return StructuredOutputsParams(json=tool_grammar(functions, forced, self.parallel_tool_calls))
+        except ValueError as error:
+            raise bad_request(str(error), "tools") from None
 
 
 class TokenizeRequest(BaseModel):

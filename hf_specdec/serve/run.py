@@ -33,6 +33,7 @@ def serve(
     shutdown_timeout: float = 30,
     chat_template: str | None = None,
     tokenizer: str | None = None,
+    response_template: dict | None = None,
     on_ready: Callable[[str], None] = lambda url: None,
     **arguments: Any,
 ) -> None:
@@ -40,7 +41,7 @@ def serve(
 
     Args:
         shutdown_timeout: seconds that running requests get then; no new ones are taken.
-        chat_template: instead of the tokenizer's.
+        chat_template, response_template: instead of the tokenizer's.
         arguments: of LLM.
 
     Raises:
@@ -51,7 +52,7 @@ def serve(
     own_tokenizer = AutoTokenizer.from_pretrained(name, **loading)
     if chat_template is not None:
         own_tokenizer.chat_template = chat_template
-    server = Server(own_tokenizer, names, limits)
+    server = Server(own_tokenizer, names, limits, response_template)
     failure: list[BaseException] = []
 
     def load(loop: asyncio.AbstractEventLoop) -> None:

@@ -12,8 +12,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..integration import model_lock
+from ..sampling.grammar import Reasoning
 from .errors import ApiError, bad_request, failed, overloaded
 from .llm import LLM
+from .messages import response_template_of
 from .metrics import Metrics
 from .params import SamplingParams
 from .protocol import ChatRequest, TokenizeRequest
@@ -63,6 +65,7 @@ class Server:
 
     Args:
         tokenizer: of the model.
+        response_template: how the model marks reasoning and tool calls; None: the tokenizer's, or transformers' for the model.
         names: the model's; the first is what answers say.
 
     Attributes:
@@ -70,7 +73,8 @@ class Server:
         defaults: sampling parameters of requests that leave them out.
     """
 
-    def __init__(self, tokenizer: Any, names: list[str], limits: Limits):
+    def __init__(self, tokenizer: Any, names: list[str], limits: Limits, response_template: dict | None = None):
+        self.response_template = response_template
         self.tokenizer, self.names, self.limits = tokenizer, names, limits
         self.defaults, self.max_model_len = SamplingParams(), 0
         self.worker: EngineWorker | None = None
@@ -84,6 +88,10 @@ class Server:
     def start(self, llm: LLM, loop: asyncio.AbstractEventLoop) -> None:
         """Serve a model that has been loaded; updates go to `loop`."""
         self.defaults, self.max_model_len, self.loop = llm.get_default_sampling_params(), llm.max_model_len, loop
+        if self.response_template is None:
+            self.response_template = response_template_of(self.tokenizer, llm.model)
+        if self.response_template is not None:
+            self.tokenizer.get_response_parser(self.response_template, prefix="")  # raises if it is malformed
         self.worker = EngineWorker(llm.engine, self.deliver, model_lock(llm.model))
         self.worker.start()
 
@@ -146,9 +154,10 @@ class Server:
         more = getattr(body, "chat_template_kwargs", None) or {}
         template = None if self.tokenizer.chat_template is not None else CHATML
         final = getattr(body, "continue_final_message", False)
+        tools = getattr(body, "offered_tools", None)
         try:
             return self.tokenizer.apply_chat_template(
-                messages, chat_template=template, add_generation_prompt=body.add_generation_prompt and not final,
+                messages, tools=tools, chat_template=template, add_generation_prompt=body.add_generation_prompt and not final,
                 continue_final_message=final, tokenize=True, return_dict=False, **more,
             )  # fmt: skip
         except Exception as error:  # templates are programs of the checkpoint's: they raise what they like
@@ -167,7 +176,9 @@ class Server:
         except ValueError as error:
             raise bad_request(str(error), "structured_outputs") from None
 
-    def submit(self, prompt: str | list[int], ids: list[int], params: SamplingParams) -> Answer:
+    def submit(
+        self, prompt: str | list[int], ids: list[int], params: SamplingParams, reasoning: Reasoning | None = None
+    ) -> Answer:
         """Send a request to the engine.
 
         Raises:
@@ -186,7 +197,7 @@ class Server:
             raise overloaded(f"{most} requests are waiting already (--max-num-queued-reqs). Try again later.")
         answer = Answer(uuid.uuid4().hex, len(ids), params)
         self.answers[answer.id] = answer
-        engine.send(Submit(answer.id, prompt if isinstance(prompt, str) else None, ids, params))
+        engine.send(Submit(answer.id, prompt if isinstance(prompt, str) else None, ids, params, reasoning))
         return answer
 
     async def updates(self, answer: Answer) -> AsyncIterator[Update | None]:
