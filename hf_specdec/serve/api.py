@@ -16,6 +16,7 @@ import hf_specdec
 from .endpoints import Chat, Completions
 from .errors import ApiError, bad_request, failed
 from .protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
+from .responses import Responses, ResponsesRequest
 from .server import Server
 
 
@@ -104,6 +105,10 @@ def make_app(
     @app.post("/v1/chat/completions")
     async def chat(body: ChatRequest, request: Request) -> Response:
         return await Chat(server, body).respond(request)
+
+    @app.post("/v1/responses")
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        return await Responses(server, body).respond(request)
 
     return app
 

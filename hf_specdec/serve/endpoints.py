@@ -62,9 +62,14 @@ class Endpoint(ABC):
     def whole(self, number: int, index: int, updates: list[Update]) -> dict[str, Any]:
         """A choice of the whole answer."""
 
+    @property
+    def ignored_fields(self) -> list[str]:
+        """Fields of the request that mean nothing here."""
+        return self.body.unknown_fields
+
     async def respond(self, request: Request) -> Response:
         """The answer, or the stream."""
-        headers = {_UNKNOWN_HEADER: ", ".join(self.body.unknown_fields)} if self.body.unknown_fields else {}
+        headers = {_UNKNOWN_HEADER: ", ".join(self.ignored_fields)} if self.ignored_fields else {}
         self.grammar = self.body.grammar()
         await self.server.compile(self.grammar)
         try:
