@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hmac
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -18,6 +21,9 @@ from .errors import ApiError, bad_request, failed
 from .protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .responses import Responses, ResponsesRequest
 from .server import Server
+
+_PAGE = Path(__file__).with_name("page.html").read_bytes()
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
 def make_app(
@@ -56,6 +62,11 @@ def make_app(
     @app.exception_handler(Exception)
     async def on_error(request: Request, error: Exception) -> Response:
         return JSONResponse(failed("The server failed; its log says why.").body, 500, {"x-should-retry": "false"})
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        """The page for people: one file, which loads nothing from elsewhere."""
+        return Response(_PAGE, media_type="text/html; charset=utf-8", headers={"Content-Security-Policy": _POLICY})
 
     @app.get("/health")
     async def health() -> Response:
@@ -134,7 +145,8 @@ class Guard:
             error = ApiError(
                 401, "The API key is missing or wrong: send 'Authorization: Bearer KEY'.", code="invalid_api_key"
             )
-            await JSONResponse(error.body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+            asks = "Basic realm=API-key-as-password" if scope["path"] == "/" else "Bearer"  # a browser asks for it then
+            await JSONResponse(error.body, 401, {"WWW-Authenticate": asks})(scope, receive, send)
             return
         too_large = ApiError(413, f"The body has more than {self.most} bytes.")
         length = headers.get(b"content-length", b"0")
@@ -154,5 +166,10 @@ class Guard:
         await self.app(scope, counted, send)
 
     def _opens(self, headers: dict[bytes, bytes]) -> bool:
-        given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        kind, _, given = headers.get(b"authorization", b"").partition(b" ")
+        if kind.lower() == b"basic":  # from the page: the key is the password
+            try:
+                given = base64.b64decode(given, validate=True).partition(b":")[2]
+            except binascii.Error:
+                return False
         return sum(hmac.compare_digest(given, key) for key in self.keys) > 0  # all are compared: time tells nothing

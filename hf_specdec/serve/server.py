@@ -235,6 +235,8 @@ class Server:
         now = time.monotonic()
         answer.num_new += len(update.token_ids)
         answer.num_cached = max(answer.num_cached, update.num_cached_tokens)
+        if update.token_ids:
+            self.metrics.tokens_written(len(update.token_ids))
         if answer.first is None and update.token_ids:
             answer.first = now
             self.metrics.first_token.observe(now - answer.began)
