@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from pathlib import Path
 
@@ -59,7 +60,12 @@ def add_command(commands) -> argparse.ArgumentParser:
     group = parser.add_argument_group("HTTP")
     group.add_argument("--host", default="127.0.0.1", help="default: %(default)s; 0.0.0.0 for all interfaces")
     group.add_argument("--port", type=int, default=8000, help="default: %(default)s")
-    group.add_argument("--api-key", action="append", metavar="KEY", help="guards everything but /health; repeatable")
+    group.add_argument(
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help="guards everything but /health; repeatable (default: HF_SPECDEC_API_KEY)",
+    )
     group.add_argument("--served-model-name", nargs="+", metavar="NAME", help="default: MODEL")
     group.add_argument(
         "--allowed-origins", nargs="+", metavar="URL", help="web pages that may call (CORS; default: none)"
@@ -100,7 +106,7 @@ def run(args: argparse.Namespace) -> int:
         Limits(args.max_body_bytes, args.max_num_queued_reqs, args.sse_keep_alive_interval),
         host=args.host,
         port=args.port,
-        api_keys=args.api_key,
+        api_keys=args.api_key or ([key] if (key := os.environ.get("HF_SPECDEC_API_KEY")) else None),
         allowed_origins=args.allowed_origins,
         shutdown_timeout=args.shutdown_timeout,
         chat_template=template,
