@@ -78,6 +78,10 @@ def add_command(commands) -> argparse.ArgumentParser:
         "--sse-keep-alive-interval", type=float, default=15.0, metavar="S", help="default: %(default)s; 0: off"
     )
     group.add_argument(
+        "--request-read-timeout", type=float, default=30.0, metavar="S",
+        help="for a request to come in (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument(
         "--shutdown-timeout",
         type=float,
         default=30.0,
@@ -103,7 +107,7 @@ def run(args: argparse.Namespace) -> int:
     serve(
         args.model,
         args.served_model_name or [args.model],
-        Limits(args.max_body_bytes, args.max_num_queued_reqs, args.sse_keep_alive_interval),
+        Limits(args.max_body_bytes, args.max_num_queued_reqs, args.sse_keep_alive_interval, args.request_read_timeout),
         host=args.host,
         port=args.port,
         api_keys=args.api_key or ([key] if (key := os.environ.get("HF_SPECDEC_API_KEY")) else None),

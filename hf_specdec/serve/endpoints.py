@@ -69,7 +69,8 @@ class Endpoint(ABC):
 
     async def respond(self, request: Request) -> Response:
         """The answer, or the stream."""
-        headers = {_UNKNOWN_HEADER: ", ".join(self.ignored_fields)} if self.ignored_fields else {}
+        ignored = ", ".join(self.ignored_fields)[:1000].encode("unicode_escape").decode()  # headers are ASCII
+        headers = {_UNKNOWN_HEADER: ignored} if ignored else {}
         self.grammar = self.body.grammar()
         await self.server.compile(self.grammar)
         try:

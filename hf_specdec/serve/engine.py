@@ -85,6 +85,9 @@ class Engine:
         wrong = next((token for token in prompt_token_ids if not 0 <= token < vocab_size), None)
         if wrong is not None:
             raise ValueError(f"The prompt holds the id {wrong}; the model has ids 0 to {vocab_size - 1}.")
+        wrong = next((token for token in params.stop_token_ids if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"stop_token_ids holds {wrong}; the model has ids 0 to {vocab_size - 1}.")
         pool = self.decoder.cache
         if -(-(length + 1) // pool.block_size) > pool.most_blocks:
             raise ValueError(

@@ -13,10 +13,34 @@ from .params import SamplingParams
 from .structured import StructuredOutputsParams
 
 _MOST_STOPS = 64
+_MOST_PROMPTS = 1024
 _NOT_SERVED = (
     "functions", "function_call", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "suffix",
     "best_of", "use_beam_search", "audio", "modalities", "prompt_embeds",
 )  # fmt: skip
+
+
+def _has_lone_surrogate(value: Any) -> bool:
+    """JSON may hold half a character, such as "\\ud800", which is no text."""
+    if isinstance(value, str):
+        return not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value)
+    if isinstance(value, dict):
+        return any(_has_lone_surrogate(each) for pair in value.items() for each in pair)
+    return isinstance(value, list) and any(_has_lone_surrogate(each) for each in value if type(each) is not int)
+
+
+class Body(BaseModel):
+    """What every request has in common."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_half_characters(cls, values: Any) -> Any:
+        try:
+            if _has_lone_surrogate(values):
+                raise ValueError("a text holds half a character (a lone surrogate)")
+        except RecursionError:
+            raise ValueError("it nests too deep") from None
+        return values
 
 
 class StreamOptions(BaseModel):
@@ -62,7 +86,7 @@ class ResponseFormat(BaseModel):
         return {"json_object": True} if self.type == "json_object" else None
 
 
-class SamplingFields(BaseModel):
+class SamplingFields(Body):
     """What chat and completion requests have in common."""
 
     model_config = ConfigDict(extra="allow")
@@ -175,7 +199,11 @@ class CompletionRequest(SamplingFields):
             return [prompt]
         if not prompt:
             raise bad_request("prompt is empty.", "prompt")
-        return [list(prompt)] if isinstance(prompt[0], int) else list(prompt)  # type: ignore[list-item]
+        if isinstance(prompt[0], int):
+            return [list(prompt)]  # type: ignore[list-item]
+        if len(prompt) > _MOST_PROMPTS:
+            raise bad_request(f"prompt may hold {_MOST_PROMPTS} prompts, not {len(prompt)}.", "prompt")
+        return list(prompt)  # type: ignore[list-item]
 
 
 class ChatMessage(BaseModel):
@@ -299,7 +327,7 @@ class ChatRequest(SamplingFields):
             raise bad_request(str(error), "tools") from None
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(Body):
     """POST /tokenize."""
 
     model: str | None = None
@@ -309,7 +337,7 @@ class TokenizeRequest(BaseModel):
     add_generation_prompt: bool = True
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     model: str | None = None

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 from ..bundled import resolve_model
 from .api import make_app
+from .connections import impatient
 from .llm import LLM
 from .server import Limits, Server
 
@@ -76,7 +77,7 @@ def serve(
 
     app = make_app(server, api_keys, allowed_origins, lifespan)
     config = uvicorn.Config(
-        app, host=host, port=port, log_level="warning", access_log=False, timeout_keep_alive=30,
+        app, http=impatient(limits.read_seconds), host=host, port=port, log_level="warning", access_log=False, timeout_keep_alive=30,
         timeout_graceful_shutdown=max(1, round(shutdown_timeout)), h11_max_incomplete_event_size=64 << 10,
     )  # fmt: skip
     before = signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn drains, then raises the signal once more

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import time
 import uuid
@@ -37,6 +38,7 @@ class Limits:
 
     Attributes:
         max_body_bytes: of a request.
+        read_seconds: for the headers of a request, and for its body (more for large ones).
         max_queued_requests: that wait for the engine; beyond them the answer is 429. None: no limit.
         keep_alive_seconds: of silence, after which a stream sends a comment; 0: never.
     """
@@ -44,6 +46,7 @@ class Limits:
     max_body_bytes: int = 16 << 20
     max_queued_requests: int | None = None
     keep_alive_seconds: float = 15.0
+    read_seconds: float = 30.0
 
 
 @dataclass
@@ -152,6 +155,9 @@ class Server:
         """
         messages = [message.for_template() for message in body.messages or []]
         more = getattr(body, "chat_template_kwargs", None) or {}
+        reserved = sorted(more.keys() & inspect.signature(self.tokenizer.apply_chat_template).parameters.keys())
+        if reserved and reserved != ["documents"]:
+            raise bad_request(f"chat_template_kwargs may not set {', '.join(reserved)}.", "chat_template_kwargs")
         template = None if self.tokenizer.chat_template is not None else CHATML
         final = getattr(body, "continue_final_message", False)
         tools = getattr(body, "offered_tools", None)
