@@ -20,6 +20,7 @@ from ..core.sequence import UNKNOWN, Sequence
 from ..kernels.transfer import upload
 from ..model.packed_model import PackedModel
 from ..sampling.fused import FusedSampling, fused_sampling, fuses_sampling
+from ..sampling.grammar import without_impossible_ends
 from ..sampling.logits import calls_in_order, needs_prefix, process_logits
 from ..verification.verify import begin_verification
 from .acceptance import DraftedStep
@@ -304,7 +305,8 @@ class SpeculativeDecoder:
         if not any(limits):
             return DraftTrees.empty(len(sequences), self.target.device)
         trees = self.generator.propose(sequences, limits)
-        fitting = [self._lookahead(seq, n) if n else 0 for seq, n in zip(sequences, trees.lengths, strict=True)]
+        lengths = without_impossible_ends(sequences, trees)
+        fitting = [self._lookahead(seq, n) if n else 0 for seq, n in zip(sequences, lengths, strict=True)]
         return trees if fitting == trees.lengths else dataclasses.replace(trees, lengths=fitting)
 
     def _draft_limit(self, seq: Sequence) -> int:
