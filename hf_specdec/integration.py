@@ -178,7 +178,7 @@ def _specdec_decoding(
     """The generation mode of `speculative_config`: `generate()` calls it instead of `_sample`."""
     config: SpeculativeConfig = generation_config.speculative_config  # parsed: see _validate_generation_mode
     input_ids = input_ids.long()
-    check_inputs(self, input_ids, generation_config, model_kwargs)
+    is_more_than_ids = check_inputs(self, input_ids, generation_config, model_kwargs)
     seed = config.seed
     if seed is None:
         seed = int(torch.randint(2**62, ()).item()) if generation_config.do_sample else 0
@@ -198,6 +198,7 @@ def _specdec_decoding(
             streamer=streamer,
             synced_gpus=synced_gpus,
             past_key_values=model_kwargs.get("past_key_values"),
+            prompt_inputs=model_kwargs if is_more_than_ids else None,
         )
 
 

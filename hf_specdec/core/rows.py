@@ -23,6 +23,7 @@ class RowInput:
         window_positions: numpy [t], positions of the new tokens for sliding windows only; None: `positions`.
         logits: how many of the last tokens need logits.
         drafts: ids [n] of the draft tokens that follow `tokens`, on the device; None: no drafts.
+        offset: added to the positions that the model is given; windows and masks go by `positions`.
     """
 
     seq_id: int
@@ -34,6 +35,7 @@ class RowInput:
     window_positions: np.ndarray | None = None
     logits: int = 1
     drafts: torch.Tensor | None = None
+    offset: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import weakref
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,6 +22,8 @@ _ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention"}
 _DROPS_ARGUMENTS = {"stablelm", "nemotron"}
 # Model types whose attention derives positions or masks from a key's place in memory, which is wrong for packed rows.
 _POSITION_BY_SLOT = {"mpt", "gpt_neo", "xglm", "ctrl", "codegen", "doge"}
+# Model types whose prompts are a prefix that attends both ways.
+_PREFIX_MODELS = {"paligemma"}
 # Model types with a sliding cache but full masks, so plain generate() depends on how many tokens each forward was given.
 _WINDOWED_BY_CACHE = {"moshi", "kyutai_speech_to_text"}
 
@@ -57,6 +60,26 @@ def check_supported(model: PreTrainedModel) -> None:
             f"{name} forgets old keys only while it generates token by token, so its outputs change when several tokens are fed "
             "at once. Call generate() without speculative_config."
         )
+
+
+def is_multimodal(model: PreTrainedModel) -> bool:
+    """True if a text model is only a part of the model: prompts may hold more than text."""
+    return model.config.get_text_config(decoder=True) is not model.config
+
+
+def reads_prompts_both_ways(model: PreTrainedModel) -> bool:
+    """True if the tokens of any prompt see later ones, so that only the model itself can read it."""
+    return model.config.model_type in _PREFIX_MODELS
+
+
+def takes_masks_by_kind(model: PreTrainedModel) -> bool:
+    """True if `attention_mask` may be a dict of masks, one for each kind of layer."""
+    return hasattr(model.config.get_text_config(decoder=True), "layer_types") and not reads_prompts_both_ways(model)
+
+
+def causal_inputs(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What makes the plain forward over `input_ids` [B, S] causal in a model that attends to prompts both ways."""
+    return {"token_type_ids": torch.ones_like(input_ids)} if reads_prompts_both_ways(model) else {}
 
 
 def reads_pages(model: PreTrainedModel) -> bool:
@@ -198,30 +221,40 @@ def tapped(model: PreTrainedModel, taps: Taps, found: dict[Any, torch.Tensor] | 
     Yields a dict (`found`, if given) with the states of the latest forward, [T, H] each, by layer index or "last_hidden".
     """
     found = {} if found is None else found
+
+    def keep(key: Any, hidden: torch.Tensor) -> None:
+        found[key] = hidden[0] if hidden.dim() == 3 else hidden
+
+    with tapping(model, taps, keep):
+        yield found
+
+
+@contextlib.contextmanager
+def tapping(model: PreTrainedModel, taps: Taps, keep: Callable[[Any, torch.Tensor], None]):
+    """Inside, every forward calls `keep` with each tapped layer's index, or "last_hidden", and its hidden states [B, S, H]."""
     handles = []
 
-    def keep(key):
+    def output_of(key):
         def hook(module, args, output):
-            hidden = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", output)
-            found[key] = hidden[0] if hidden.dim() == 3 else hidden
+            keep(key, output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", output))
 
         return hook
 
-    def keep_input(module, args, kwargs):
-        found[0] = (args[0] if args else kwargs["hidden_states"])[0]
+    def input_of_first(module, args, kwargs):
+        keep(0, args[0] if args else kwargs["hidden_states"])
 
     if taps.last_hidden:
-        handles.append(decoder_of(model).register_forward_hook(keep("last_hidden")))
+        handles.append(decoder_of(model).register_forward_hook(output_of("last_hidden")))
     if taps.layers:
         decoder, name = layer_list(model)
         layers = getattr(decoder, name)
         for index in taps.layers:
             if index == 0:  # the first layer's input, not the embeddings: some models scale them or add positions
-                handles.append(layers[0].register_forward_pre_hook(keep_input, with_kwargs=True))
+                handles.append(layers[0].register_forward_pre_hook(input_of_first, with_kwargs=True))
             else:
-                handles.append(layers[index - 1].register_forward_hook(keep(index)))
+                handles.append(layers[index - 1].register_forward_hook(output_of(index)))
     try:
-        yield found
+        yield
     finally:
         for handle in handles:
             handle.remove()

@@ -80,7 +80,8 @@ class PackedBatch:
         )
         positions = np.concatenate(
             [
-                np.arange(row.start, row.start + row.num_tokens) if row.positions is None else row.positions
+                (np.arange(row.start, row.start + row.num_tokens) if row.positions is None else row.positions)
+                + row.offset
                 for row in inputs
             ]
         )
