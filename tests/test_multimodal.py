@@ -9,6 +9,7 @@ from helpers_eagle import layer_shapes, save_checkpoint, weights
 from multimodal import IMAGE, MULTIMODAL, build_multimodal, image_prompts, token_types
 from oracle import assert_clean, ragged
 from PIL import Image
+from replayed_graphs import defined_attention, graphs_in_python  # noqa: F401
 from safetensors import safe_open
 from transformers import DynamicCache, LlavaProcessor, MllamaConfig, MllamaForConditionalGeneration, pipeline
 from transformers.models.clip import CLIPImageProcessorPil
@@ -514,3 +515,12 @@ def test_the_pipeline(tiny_tokenizer):
         )
         assert ours == plain
     assert hf_specdec.integration.kept_decoders(model)
+
+
+def test_shifted_positions_in_captured_steps(qwen, graphs_in_python, defined_attention):  # noqa: F811
+    inputs = image_prompts(qwen, [2, 0, 1], [9, 7, 12])
+    plain = qwen.generate(**inputs, **GREEDY)
+    for config in (NGRAM, TREE):
+        assert torch.equal(qwen.generate(**inputs, **GREEDY, speculative_config={**config, "cuda_graphs": True}), plain)
+    assert any(len(each) for each in graphs_in_python) and not any(each.refused for each in graphs_in_python)
+    hf_specdec.release(qwen)
