@@ -24,6 +24,8 @@ _DROPS_ARGUMENTS = {"stablelm", "nemotron"}
 _POSITION_BY_SLOT = {"mpt", "gpt_neo", "xglm", "ctrl", "codegen", "doge"}
 # Model types whose prompts are a prefix that attends both ways.
 _PREFIX_MODELS = {"paligemma"}
+# Model types that keep an image's keys before those of the ids, and take room for one in every padding mask.
+_IMAGES_WITHOUT_IDS = {"git"}
 # Model types with a sliding cache but full masks, so plain generate() depends on how many tokens each forward was given.
 _WINDOWED_BY_CACHE = {"moshi", "kyutai_speech_to_text"}
 
@@ -36,6 +38,7 @@ def check_supported(model: PreTrainedModel) -> None:
         raise UnsupportedModel(
             f"{name} is an encoder-decoder model; speculative_config works with decoder-only models."
         )
+    _check_cache_holds_ids(model)
     if model.get_output_embeddings() is None:
         raise UnsupportedModel(f"{name} has no language-model head.")
     kinds = set(getattr(text, "layer_types", None) or []) - _ATTENTION_LAYER_TYPES
@@ -59,6 +62,13 @@ def check_supported(model: PreTrainedModel) -> None:
         raise UnsupportedModel(
             f"{name} forgets old keys only while it generates token by token, so its outputs change when several tokens are fed "
             "at once. Call generate() without speculative_config."
+        )
+
+
+def _check_cache_holds_ids(model: PreTrainedModel) -> None:
+    if model.config.model_type in _IMAGES_WITHOUT_IDS:
+        raise UnsupportedModel(
+            f"{type(model).__name__} keeps keys of images that no ids stand for. Call generate() without speculative_config."
         )
 
 

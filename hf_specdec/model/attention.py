@@ -42,7 +42,8 @@ def paged_attention_forward(
     packed = query[0].transpose(0, 1)
     attend = batch.on(query.device).attend
     with contextlib.nullcontext() if batch.invariant is None else batch.invariant.direct():
-        return attend(packed, layer.keys, layer.values, batch, window=window, **options)[None], None
+        out = attend(packed, layer.keys, layer.values, batch, window=window, **options)
+    return out[None].contiguous(), None  # as transformers' own functions: layers reshape it, and some take views
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)
