@@ -8,6 +8,13 @@ import numpy as np
 import torch
 
 
+@dataclass(frozen=True)
+class Chunks:
+    """Attention within chunks of `size` positions (Llama 4), in place of a sliding window: a token sees none before its chunk."""
+
+    size: int
+
+
 @dataclass
 class RowInput:
     """The t new tokens of one sequence, `drafts` included.

@@ -10,7 +10,7 @@ import numpy as np
 import torch
 
 from ..cache import PagedStaticCache
-from ..core.rows import RowInput
+from ..core.rows import Chunks, RowInput
 from ..kernels.attention import (
     AttentionInputs,
     AttentionRow,
@@ -166,7 +166,7 @@ class PackedBatch:
             self._masks[key] = padded_rows(self.inputs, self.cache, window, dtype, device) if pays else None
         return self._masks[key]
 
-    def dense_mask(self, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def dense_mask(self, window: int | Chunks | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The additive mask [1, 1, T, S_total] of models that attend to gathered keys."""
         key = ("dense", window, dtype, device)
         if key not in self._masks:

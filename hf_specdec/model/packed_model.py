@@ -18,7 +18,7 @@ from ..core.errors import UnsupportedModel
 from ..core.names import ATTENTION_NAME
 from ..core.output import PackedOutput, Taps
 from ..core.rows import RowInput
-from . import architectures, attention  # noqa: F401  (importing `attention` registers it)
+from . import alibi, architectures, attention  # noqa: F401  (importing `attention` registers it)
 from .graphs import CapturedBatch, GraphRunner
 from .options.invariant_ops import InvariantOps
 from .options.quantized import QuantizedLinears
@@ -164,6 +164,7 @@ class PackedModel:
             for option in self.active_options:
                 stack.enter_context(option.active())
             stack.enter_context(architectures.without_checkpointing(self.model))
+            stack.enter_context(architectures.without_temperature(self.model))
             return stack.pop_all()
 
     @contextlib.contextmanager
@@ -217,7 +218,7 @@ class PackedModel:
             with (
                 architectures.first_layers(self.model, self.num_layers),
                 architectures.tapped(self.model, self.taps) as tapped,
-                architectures.alibi(self.model, batch),
+                alibi.packed(self.model, batch),
                 batch.invariant or contextlib.nullcontext(),
             ):
                 output = self.model(**kwargs)
