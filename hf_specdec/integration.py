@@ -21,7 +21,9 @@ from transformers.generation.logits_process import LogitsProcessorList
 from .candidate_generators import CandidateGenerator, make_generator, parse_config
 from .candidate_generators.base import DrafterContext, held_weakly
 from .config import PER_CALL_KEYS, SpeculativeConfig
+from .core.errors import UnsupportedModel
 from .decoding import SpeculativeDecoder, decode
+from .model.architectures import reads_prompts_both_ways
 from .model.prepare import ModelOptions, prepare
 from .refusals import check_inputs, check_mode, check_model
 
@@ -299,7 +301,16 @@ def model_lock(model: PreTrainedModel) -> threading.RLock:
 def make_decoder(
     model: PreTrainedModel, config: SpeculativeConfig, context: DrafterContext | None = None
 ) -> SpeculativeDecoder:
-    """A decoder of its own, which is not kept between calls of `generate()`."""
+    """A decoder of its own, which is not kept between calls of `generate()`. Its sequences read their prompts as ids.
+
+    Raises:
+        UnsupportedModel: the model's prompts are more than ids, even if they are text.
+    """
+    if reads_prompts_both_ways(model):
+        raise UnsupportedModel(
+            f"{type(model).__name__} attends to its prompts both ways, so that only its own generate() can read them, which takes "
+            "speculative_config."
+        )
     generator = generator_for(model, config, context or DrafterContext())
     return SpeculativeDecoder(generator.target, generator, config)
 

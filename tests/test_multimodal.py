@@ -254,16 +254,18 @@ def eagle_head(folder):
     return save_checkpoint(folder, weights(shapes), config)
 
 
-def test_features_are_those_of_the_prompt(either, tmp_path):
+@pytest.mark.parametrize("family", families(quick=("llava", "qwen3_vl")))
+def test_features_are_those_of_the_prompt(family, tmp_path):
     """Files of hidden states, of a prompt with images: those of the model's own forward."""
+    model = build_multimodal(family)
     config = {
         "method": "extract_hidden_states", "output_dir": str(tmp_path), "eagle_aux_hidden_state_layer_ids": [0, 1, 2, 3],
     }  # fmt: skip
-    inputs = image_prompts(either, [2, 1], [9, 12])
+    inputs = image_prompts(model, [2, 1], [9, 12])
     call = GREEDY | {"return_dict_in_generate": True, "output_hidden_states": True}
-    plain = either.generate(**inputs, **call)
-    assert torch.equal(either.generate(**inputs, **GREEDY, speculative_config=config), plain.sequences)
-    hf_specdec.release(either)
+    plain = model.generate(**inputs, **call)
+    assert torch.equal(model.generate(**inputs, **GREEDY, speculative_config=config), plain.sequences)
+    hf_specdec.release(model)
     for row, path in enumerate(sorted(tmp_path.iterdir())):
         with safe_open(path, framework="pt") as file:
             hidden = file.get_tensor("hidden_states")
@@ -433,6 +435,13 @@ def test_layers_that_attend_to_the_image_are_refused():
         UnsupportedModel, match=r"attends to images in layers with keys of their own .*cross_attention_mask"
     ):
         model.generate(**inputs, **GREEDY, speculative_config=NGRAM)
+
+
+def test_prompts_that_only_generate_can_read():
+    """A scheduler would read PaliGemma's text from left to right."""
+    model = build_multimodal("paligemma")
+    with pytest.raises(UnsupportedModel, match=r"attends to its prompts both ways"):
+        hf_specdec.integration.make_decoder(model, hf_specdec.parse_config(NGRAM))
 
 
 def test_determinism_is_not_promised(llava):
