@@ -99,6 +99,11 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "video_start_token_id": 124, "video_end_token_id": 125,
     }),
     "gemma4": ("gemma4", _GEMMA4),
+    "gemma4 shared": ("gemma4", {
+        **_GEMMA4,
+        "text_config": {**_GEMMA4["text_config"], "num_hidden_layers": 4, "layer_types": ["sliding_attention", "full_attention"] * 2,
+                        "num_kv_shared_layers": 2},
+    }),
     "gemma4 vision": ("gemma4", {**_GEMMA4, "text_config": {**_GEMMA4["text_config"], "use_bidirectional_attention": "vision"}}),
     "paligemma": ("paligemma", {
         "text_config": {**_TEXT, "model_type": "gemma"}, "vision_config": {**_SIGLIP, "projection_dim": 48}, "projection_dim": 48,

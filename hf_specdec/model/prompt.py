@@ -77,8 +77,12 @@ def read_prompt(
     cache = given if isinstance(given, DynamicCache) and given.get_seq_length() else DynamicCache()
     cached, end = int(cache.get_seq_length()), text.shape[1]
     inputs = {**inputs, "past_key_values": cache, "use_cache": True}
-    if packed.taps.logits and "logits_to_keep" in inputs:
-        inputs["logits_to_keep"] = 0  # logits of all tokens
+    if "logits_to_keep" in inputs:
+        if packed.taps.logits:
+            inputs["logits_to_keep"] = 0  # logits of all tokens
+        elif packed.taps.layers or packed.taps.last_hidden:
+            # With a number, Gemma 4's layers that read other layers' keys run over these last tokens only.
+            inputs["logits_to_keep"] = torch.tensor([-1], device=packed.device)
     if all_hidden_states:
         inputs["output_hidden_states"] = True
         generation_config.prefill_chunk_size = None  # they come from one forward
