@@ -27,8 +27,8 @@ _KNOWN_INPUTS = {
 # Caches that store the same numbers as ours in another layout.
 _SAME_TEXT_CACHES = ("static", "hybrid", "hybrid_chunked", "sliding_window")
 _TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids"}
-# Inputs of multimodal models from which only the positions of the prompt are computed.
-_FOR_POSITIONS = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts"}
+# Inputs of multimodal models that say where an image's patches and tokens are, which matters in the prompt only.
+_FOR_POSITIONS = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_position_ids", "video_position_ids"}
 # Substrings in the names of inputs other than text.
 _OTHER_THAN_TEXT = ("pixel", "image", "video", "audio", "input_features")
 

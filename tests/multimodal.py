@@ -139,6 +139,10 @@ def build_multimodal(family: str, seed: int = 0, vocab_size: int = VOCAB, **chan
     for name, weight in model.named_parameters():
         if id(weight) not in decoder and weight.dim() > 1 and "lm_head" not in name:
             weight.normal_(0, 0.3)
+    if (
+        model.config.get_text_config().model_type == "gemma2"
+    ):  # transformers 5.17's default, sdpa, leaves its soft-capping out
+        model.set_attn_implementation("eager")
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
     return model
@@ -194,7 +198,7 @@ def image_prompts(
     pixels = _pixels(model, images, seed)
     features = model.base_model.get_image_features(**pixels, return_dict=True).pooler_output
     sizes = [each.shape[0] for each in features]
-    if model.config.model_type in ("idefics3", "smolvlm"):  # one entry for all images of a row
+    if 0 in sizes or len(sizes) != sum(images):  # Idefics: one entry for all images of a row
         sizes = [size // own for size, own in zip(sizes, images, strict=True) for _ in range(own)]
     generator, rows = torch.Generator().manual_seed(text_seed), []
     for own, length in zip(images, lengths, strict=True):

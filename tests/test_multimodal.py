@@ -12,6 +12,7 @@ from PIL import Image
 from replayed_graphs import defined_attention, graphs_in_python  # noqa: F401
 from safetensors import safe_open
 from transformers import DynamicCache, LlavaProcessor, MllamaConfig, MllamaForConditionalGeneration, pipeline
+from transformers.generation import GenerationMixin
 from transformers.models.clip import CLIPImageProcessorPil
 
 import hf_specdec
@@ -26,6 +27,9 @@ METHODS = {
 }  # fmt: skip
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
 QUICK = ("gemma3", "qwen3_vl", "paligemma2")
+ENCODES_FIRST = hasattr(
+    GenerationMixin, "_expand_multimodal_outputs"
+)  # newer transformers run the tower before a mode begins
 MROPE = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v"}
 
 
@@ -266,6 +270,8 @@ def test_features_are_those_of_the_prompt(family, tmp_path):
     plain = model.generate(**inputs, **call)
     assert torch.equal(model.generate(**inputs, **GREEDY, speculative_config=config), plain.sequences)
     hf_specdec.release(model)
+    if len(plain.hidden_states[0]) < 4:
+        pytest.skip("this version of transformers does not return them")
     for row, path in enumerate(sorted(tmp_path.iterdir())):
         with safe_open(path, framework="pt") as file:
             hidden = file.get_tensor("hidden_states")
@@ -383,6 +389,8 @@ def test_rows_that_end_early(llava):
 )
 def test_sampling_does_not_depend_on_drafts(either, sampling):
     inputs = image_prompts(either, [1, 2], [9, 12])
+    if "image_grid_thw" in inputs and "num_return_sequences" in sampling and not ENCODES_FIRST:
+        pytest.skip("transformers' own copies of these prompts fail in this version")
     texts = [
         either.generate(
             **inputs, max_new_tokens=16, do_sample=True, **sampling, speculative_config={**config, "seed": 7}
@@ -426,7 +434,9 @@ def test_layers_that_attend_to_the_image_are_refused():
     model.generation_config.eos_token_id = None
     model = model.eval()
     inputs = ragged([9], vocab_size=100)
-    assert torch.equal(model.generate(**inputs, **GREEDY, speculative_config=NGRAM), model.generate(**inputs, **GREEDY))
+    if ENCODES_FIRST:  # older versions cannot run Mllama on packed rows of text, and say so
+        plain = model.generate(**inputs, **GREEDY)
+        assert torch.equal(model.generate(**inputs, **GREEDY, speculative_config=NGRAM), plain)
     inputs |= {
         "pixel_values": torch.randn(1, 1, 1, 3, 16, 16), "aspect_ratio_ids": torch.ones(1, 1, dtype=torch.long),
         "aspect_ratio_mask": torch.ones(1, 1, 1, dtype=torch.long), "cross_attention_mask": torch.ones(1, 9, 1, 1, dtype=torch.long),

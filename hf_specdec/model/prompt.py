@@ -85,7 +85,10 @@ def read_prompt(
             inputs["logits_to_keep"] = torch.tensor([-1], device=packed.device)
     if all_hidden_states:
         inputs["output_hidden_states"] = True
-        generation_config.prefill_chunk_size = None  # they come from one forward
+    if (
+        all_hidden_states or "mm_encoder_outputs" not in inputs
+    ):  # transformers cuts ids and features into chunks, nothing else
+        generation_config.prefill_chunk_size = None
     found: dict[Any, list[torch.Tensor]] = defaultdict(list)  # one piece for each of transformers' chunks
     positions: list[torch.Tensor | None] = []
 
