@@ -28,6 +28,9 @@ class Sequence:
         wants_prompt_logits: keep the logits of the prompt's tokens (`StepTensors.prompt_logits`); no cached prefix is used.
         num_speculative_tokens: this row's own draft length; None: the method's, 0: no drafts.
         drafter: with the method "per_request", the name of the drafter that drafts for this row; None: the first.
+        is_text: the prompt's ids alone determine its keys and values, so it may be read again and shared by equal ids. False: it has
+            images or embeddings, or ids that stand for unknown ones.
+        position_offset: what the model's positions of the tokens after the prompt exceed their indices by (M-RoPE: negative).
     """
 
     tokens: list[int]
@@ -41,6 +44,8 @@ class Sequence:
     num_speculative_tokens: int | None = None
     drafter: str | None = None
     wants_prompt_logits: bool = False
+    is_text: bool = True
+    position_offset: int = 0
     id: int = field(default_factory=lambda: next(_ids))
     num_steps: int = 0  # verification rounds so far: part of the key of rejection sampling's noise
     finished: bool = False

@@ -15,7 +15,8 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 
 from ..cache import OutOfBlocks
 from ..core.sequence import Sequence, stream_seeds
-from ..model.architectures import check_length
+from ..model.architectures import check_length, is_multimodal
+from ..model.prompt import ReadPrompt, read_prompt, row_of
 from ..sampling.processors import NodeProcessors
 from .decoder import PendingStep, SpeculativeDecoder, StepResult
 from .outputs import (
@@ -25,7 +26,6 @@ from .outputs import (
     at_step,
     fill_dynamic_cache,
     hidden_per_step,
-    read_cache,
     summarize,
 )
 from .stopping import LockstepObserver
@@ -68,6 +68,7 @@ def decode(
     streamer=None,
     synced_gpus: bool = False,
     past_key_values: Cache | None = None,
+    prompt_inputs: dict[str, Any] | None = None,
 ):
     """Decode a static batch to its end.
 
@@ -78,6 +79,8 @@ def decode(
         logits_processor, stopping_criteria, generation_config: as `generate()` prepared them.
         seed: the rows' random streams derive from it (if the config samples).
         past_key_values: KV of a prefix of the prompts to start from; the KV of the result is written back to it.
+        prompt_inputs: the arguments of the model's forward, as `generate()` prepared them, with which the model itself reads the
+            prompts (see `model.prompt`), because they are more than ids; None: they are read as ids.
 
     Returns: int64 [B, S + n], or SpeculativeDecoderOnlyOutput.
 
@@ -88,18 +91,21 @@ def decode(
     pad_token = generation_config._pad_token_tensor
     pad_token = 0 if pad_token is None else int(pad_token)
     unseen = text_length(input_ids, attention_mask, generation_config) - input_ids.shape[1]
-    if unseen and decoder.generator.needs_all_features:
-        raise ValueError(
-            f"Method {decoder.config.method!r} reads the whole text, and input_ids are only what follows past_key_values: pass the "
-            "whole text, or use a method that reads no hidden states of it, like 'ngram'."
-        )
-    whole = torch.nn.functional.pad(input_ids, (unseen, 0), value=pad_token)  # the ids of cached keys are never read
+    num_cached = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+    # Whether the ids say everything. Those that stand for something else are not read by the target, but drafters look at them.
+    is_text = not (unseen or prompt_inputs is not None or (num_cached and is_multimodal(model)))
+    whole = torch.nn.functional.pad(input_ids, (unseen, 0), value=pad_token)
+    if not is_text:
+        whole = whole.where(whole < decoder.target.vocab_size, pad_token)
+        _check_methods(decoder, num_cached, prompt_inputs)
     columns = prompt_columns(whole, attention_mask)
     sequences = _sequences(whole, unseen, columns, logits_processor, stopping_criteria, generation_config, seed)
     for seq in sequences:
         check_length(model, seq.prompt_length, seq.max_length)
-    num_cached = 0 if past_key_values is None else min(int(past_key_values.get_seq_length()), whole.shape[1] - 1)
-    if decoder.generator.needs_all_features:
+        seq.is_text = is_text
+    if prompt_inputs is None:
+        num_cached = min(num_cached, whole.shape[1] - 1)
+    if is_text and decoder.generator.needs_all_features:
         num_cached = 0  # the drafter needs features of the whole text, so it is read again
     tensors = [RowTensors() for _ in sequences]
     observer = LockstepObserver(
@@ -111,15 +117,20 @@ def decode(
     lookahead = decoder.generator.max_draft_nodes
     keep_cache = returns.as_dict or getattr(past_key_values, "_is_user_defined", False)
     export = past_key_values if keep_cache and isinstance(past_key_values, DynamicCache) else None
-    run = BatchRun(decoder, sequences, observer, tensors, returns, export is not None, can_preempt=not unseen)
+    run = BatchRun(decoder, sequences, observer, tensors, returns, export is not None)
     try:
         decoder.allocate(sum(seq.max_length + lookahead for seq in sequences), len(sequences))
-        if unseen:
-            decoder.cache.share_prefixes = False  # padding ids stand for unknown texts: equal ids are not equal texts
+        if prompt_inputs is not None:
+            inputs = {**prompt_inputs, "attention_mask": attention_mask, "past_key_values": past_key_values}
+            run.prompt = read_prompt(
+                decoder.target, input_ids, inputs, generation_config, whole, columns, returns.hidden
+            )
+            for seq, offset in zip(sequences, run.prompt.offsets, strict=True):
+                seq.position_offset = offset
         with decoder.active():
             for seq in sequences:
                 decoder.add(seq)
-            if num_cached:
+            if num_cached and prompt_inputs is None:
                 _load_cache(decoder, sequences, past_key_values, columns, num_cached)
             run.until_done(model, synced_gpus)
     except BaseException:
@@ -135,16 +146,15 @@ def decode(
 class BatchRun:
     """Runs a batch whose rows start together. Rows leave as they finish.
 
-    Args:
-        can_preempt: whether a row's text can be read again, so that its blocks may be given to another row.
+    Attributes:
+        prompt: what the model itself has read and the rows have not begun with; None: rows read their own ids.
     """
 
     def __init__(
-        self, decoder: SpeculativeDecoder, sequences, observer: LockstepObserver, tensors, returns: Returns, keep_cache,
-        can_preempt: bool = True,
-    ):  # fmt: skip
+        self, decoder: SpeculativeDecoder, sequences, observer: LockstepObserver, tensors, returns: Returns, keep_cache
+    ):
         self.decoder, self.sequences, self.observer = decoder, sequences, observer
-        self.can_preempt = can_preempt
+        self.prompt: ReadPrompt | None = None
         self.tensors, self.returns, self.keep_cache = tensors, returns, keep_cache
         self.running: list[Sequence] = list(sequences)
         self.statistics: dict[int, RowStatistics] = {}  # by row, after the row has left
@@ -194,6 +204,9 @@ class BatchRun:
         self._let_go(list(self.running), everything=True)
 
     def _begin(self) -> PendingStep:
+        if self.prompt is not None:
+            prompt, self.prompt = self.prompt, None
+            return self.decoder.begin_with(self.running, prompt)
         return self._making_room(lambda: self.decoder.begin(self.running, self._chunks()))
 
     def _begin_after(self, pending: PendingStep) -> PendingStep | None:
@@ -220,8 +233,6 @@ class BatchRun:
                 first, *others = self.running
                 waiting = [seq for seq in others if not seq.finished]
                 holders = [seq for seq in waiting if self.decoder.cache.tables[seq.id].blocks]
-                if not self.can_preempt:
-                    raise
                 if holders:
                     self.decoder.preempt(holders[-1])
                 elif not first.finished and any(seq.num_generated < first.num_generated for seq in waiting):
@@ -279,7 +290,7 @@ class BatchRun:
         for seq in leaving:
             self.running.remove(seq)
             if self.keep_cache:
-                self.tensors[seq.row].cache = read_cache(self.decoder.cache, seq)
+                self.tensors[seq.row].cache = self.decoder.read_cache(seq)
             self.statistics[seq.row] = self.decoder.remove(seq)
 
 
@@ -301,8 +312,7 @@ def prompt_columns(input_ids: torch.Tensor, attention_mask: torch.Tensor | None)
     """
     if input_ids.shape[0] == 0 or input_ids.shape[1] == 0:
         raise ValueError(
-            f"input_ids of shape {list(input_ids.shape)} hold no prompt. speculative_config needs token ids; prompts given "
-            "only as inputs_embeds are not supported."
+            f"input_ids of shape {list(input_ids.shape)} hold no prompt: pass at least one token, or inputs_embeds."
         )
     if attention_mask is None:
         return [np.arange(input_ids.shape[1])] * input_ids.shape[0]
@@ -316,6 +326,21 @@ def prompt_columns(input_ids: torch.Tensor, attention_mask: torch.Tensor | None)
                 "(tokenizer.padding_side = 'left')."
             )
     return columns
+
+
+def _check_methods(decoder: SpeculativeDecoder, num_cached: int, prompt_inputs: dict[str, Any] | None) -> None:
+    """Raise ValueError if a drafter or an option needs that the target reads the whole prompt as ids."""
+    if num_cached and decoder.generator.needs_all_features:
+        raise ValueError(
+            f"Method {decoder.config.method!r} reads hidden states of the whole text, and past_key_values may hold an image, or text "
+            "that input_ids leave out: pass the whole prompt without past_key_values, or use a method that reads no hidden "
+            "states of it, like 'ngram'."
+        )
+    if prompt_inputs is not None and decoder.target.deterministic:
+        raise ValueError(
+            "'deterministic' does not cover prompts with images or embeddings, which the model reads in its own way: leave one of "
+            "the two out."
+        )
 
 
 def _sequences(
@@ -357,19 +382,11 @@ def _sequences(
 
 
 def _load_cache(decoder: SpeculativeDecoder, sequences, cache: Any, columns: list[np.ndarray], length: int) -> None:
-    """Copy the KV of the prompts' first tokens from transformers' cache."""
+    """Start the rows with the KV of the prompts' first tokens from transformers' cache."""
     for i, seq in enumerate(sequences):
-        cached = torch.from_numpy(columns[i][columns[i] < length])
-        count = len(cached)
-        if not count:
-            continue
-        decoder.cache.reserve(seq.id, count)
-        for index, layer in enumerate(cache.layers):
-            if getattr(layer, "keys", None) is None:  # this layer reads another layer's keys
-                continue
-            keys, values = (s[i][:, cached.to(s.device)].transpose(0, 1) for s in (layer.keys, layer.values))
-            decoder.cache.load(seq.id, index, keys, values)
-        decoder.cache.tables[seq.id].length = count
+        own = columns[i][columns[i] < length]
+        if len(own):
+            decoder.keep_outside(seq, row_of(cache, i, own))
 
 
 def _result(run: BatchRun, returns: Returns, columns, num_fed: int, export: DynamicCache | None, unseen: int):
