@@ -23,6 +23,8 @@ class RowInput:
         window_positions: numpy [t], positions of the new tokens for sliding windows only; None: `positions`.
         logits: how many of the last tokens need logits.
         drafts: ids [n] of the draft tokens that follow `tokens`, on the device; None: no drafts.
+        prompt: how many of the first tokens belong to a prompt: layers with a recurrent state read these in their chunk form, as
+            plain generate() does, and all others token by token.
     """
 
     seq_id: int
@@ -34,6 +36,7 @@ class RowInput:
     window_positions: np.ndarray | None = None
     logits: int = 1
     drafts: torch.Tensor | None = None
+    prompt: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -18,6 +18,7 @@ from ..core.sequence import Sequence, stream_seeds
 from ..model.architectures import check_length
 from ..sampling.processors import NodeProcessors
 from .decoder import PendingStep, SpeculativeDecoder, StepResult
+from .kept_states import fill_states, load_states, read_states, read_text_again, stateful_layers
 from .outputs import (
     RowStatistics,
     RowTensors,
@@ -99,6 +100,8 @@ def decode(
     for seq in sequences:
         check_length(model, seq.prompt_length, seq.max_length)
     num_cached = 0 if past_key_values is None else min(int(past_key_values.get_seq_length()), whole.shape[1] - 1)
+    if num_cached and decoder.target.recurrent is not None:
+        _check_states(decoder, past_key_values, unseen, num_cached)
     if decoder.generator.needs_all_features:
         num_cached = 0  # the drafter needs features of the whole text, so it is read again
     tensors = [RowTensors() for _ in sequences]
@@ -110,7 +113,8 @@ def decode(
     lookahead = decoder.generator.max_draft_nodes
     keep_cache = returns.as_dict or getattr(past_key_values, "_is_user_defined", False)
     export = past_key_values if keep_cache and isinstance(past_key_values, DynamicCache) else None
-    run = BatchRun(decoder, sequences, observer, tensors, returns, export is not None, can_preempt=not unseen)
+    read_again = not unseen and not (num_cached and decoder.target.recurrent is not None)
+    run = BatchRun(decoder, sequences, observer, tensors, returns, export is not None, can_preempt=read_again)
     try:
         decoder.allocate(sum(seq.max_length + lookahead for seq in sequences), len(sequences))
         if unseen:
@@ -121,6 +125,8 @@ def decode(
             if num_cached:
                 _load_cache(decoder, sequences, past_key_values, columns, num_cached)
             run.until_done(model, synced_gpus)
+            if export is not None and decoder.cache.states is not None:
+                run.settle_states()
     except BaseException:
         decoder.abort(sequences)
         raise
@@ -272,6 +278,24 @@ class BatchRun:
             packed = packed[1:]
         row.hidden.append([h[packed.to(h.device)] for h in step.output.hidden_states])
 
+    def num_fed(self, seq: Sequence) -> int:
+        """How many of the row's tokens a cache for the output stands for, when the batch has stopped."""
+        return min(len(seq.tokens), seq.prompt_length + self.observer.num_steps - 1)
+
+    def _may_be_needed(self, seq: Sequence) -> list[int]:
+        """Numbers of tokens after which a leaving row's states may belong to the output, which can end where the row does, one token
+        later, or, by a criterion, at the step that is shown now."""
+        return sorted({len(seq.tokens) - 1, len(seq.tokens), self.num_fed(seq)})
+
+    def settle_states(self) -> None:
+        """Rows that were ahead of the batch when it stopped: read their texts again, up to where the states are needed."""
+        decoder = self.decoder
+        for seq in self.sequences:
+            needed = self.num_fed(seq)
+            if needed not in self.tensors[seq.row].states:
+                chunk = decoder.config.prefill_chunk_size
+                self.tensors[seq.row].states = read_text_again(decoder.target, decoder.cache, seq, needed, chunk)
+
     def _let_go(self, leaving: list[Sequence], everything: bool = False) -> None:
         if leaving and self.keep_cache and not everything:  # transformers feeds the end token while other rows continue
             self._making_room(lambda: self.decoder.read_last(leaving))
@@ -279,6 +303,7 @@ class BatchRun:
             self.running.remove(seq)
             if self.keep_cache:
                 self.tensors[seq.row].cache = read_cache(self.decoder.cache, seq)
+                self.tensors[seq.row].states = read_states(self.decoder.cache, seq, self._may_be_needed(seq))
             self.statistics[seq.row] = self.decoder.remove(seq)
 
 
@@ -368,7 +393,28 @@ def _load_cache(decoder: SpeculativeDecoder, sequences, cache: Any, columns: lis
                 continue
             keys, values = (s[i][:, cached.to(s.device)].transpose(0, 1) for s in (layer.keys, layer.values))
             decoder.cache.load(seq.id, index, keys, values)
+        load_states(decoder.cache, seq, cache, i, count)
+        if count == seq.prompt_length - 1:  # generate() reads one token after a state by the one-token rule
+            seq.chunked_length = count
         decoder.cache.tables[seq.id].length = count
+
+
+def _check_states(decoder: SpeculativeDecoder, cache: Cache, unseen: int, num_cached: int) -> None:
+    """Raise ValueError unless rows can start from the states in transformers' cache, which cannot be cut."""
+    family, wrong = decoder.target.recurrent.family, None
+    if unseen:
+        wrong = "input_ids are only what follows past_key_values"
+    elif num_cached < int(cache.get_seq_length()):
+        wrong = "past_key_values holds the whole text, so the recurrent state is one token too far"
+    elif len(stateful_layers(cache)) != len(decoder.target.recurrent.mixers):
+        wrong = "past_key_values lacks recurrent states"
+    elif family.two_rules or decoder.generator.needs_all_features:
+        wrong = "this model and method would have to read again what past_key_values stands for, by another rule"
+    if wrong:
+        raise ValueError(
+            f"{type(decoder.target.model).__name__} has recurrent layers, and {wrong}: pass the whole text as input_ids, without "
+            "past_key_values."
+        )
 
 
 def _result(run: BatchRun, returns: Returns, columns, num_fed: int, export: DynamicCache | None, unseen: int):
@@ -382,6 +428,8 @@ def _result(run: BatchRun, returns: Returns, columns, num_fed: int, export: Dyna
     ids, steps = observer.output_ids(), observer.num_steps
     if export is not None:
         fill_dynamic_cache(export, tensors, columns, unseen + ids.shape[1] - 1)
+        if run.decoder.target.recurrent is not None:
+            fill_states(export, [tensors[seq.row].states[run.num_fed(seq)] for seq in run.sequences])
     if not returns.as_dict:
         return ids
     for seq in run.sequences:

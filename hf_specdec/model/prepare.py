@@ -61,6 +61,8 @@ def prepare(
         UnsupportedModel: the model or one of its options cannot run correctly here; the message says why.
     """
     packed = PackedModel(model, taps, num_layers, borrowed)
+    if packed.recurrent is not None:
+        _check_options_of_recurrent(packed, options)
     # Prepacked products depend on the number of rows, which determinism forbids; and they cannot be compiled.
     wants_prepacked = False if options.deterministic or options.compile else options.prepack_weights
     linears: Activated | None = None if options.quantization is not None else prepack(model, wants_prepacked)
@@ -97,6 +99,19 @@ def _quantize(model: PreTrainedModel, options: ModelOptions) -> QuantizedLinears
         quantize_for_good(model, options.quantization)
         return None
     return quantized_linears(model, options.quantization)
+
+
+def _check_options_of_recurrent(packed: PackedModel, options: ModelOptions) -> None:
+    """Raise UnsupportedModel for options that are not shown to be right with recurrent layers."""
+    wanted = {
+        "early_exit": packed.num_layers is not None, "deterministic": options.deterministic, "compile": bool(options.compile),
+        "target_quantization or quantization": options.quantization is not None,
+    }  # fmt: skip
+    for name, is_set in wanted.items():
+        if is_set:
+            raise UnsupportedModel(
+                f"{name} cannot be used with {type(packed.model).__name__}, whose layers have a recurrent state. Leave the key out."
+            )
 
 
 def _compiled_layers(packed: PackedModel) -> CompiledLayers:

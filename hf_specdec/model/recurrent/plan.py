@@ -1,0 +1,255 @@
+"""StatePlan: how the layers with a state read the rows of one forward, made once and used by every such layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ...cache import PagedStaticCache
+from ...cache.state_pool import StatePool
+from ...core.rows import RowInput
+from ...kernels.transfer import upload
+
+
+@dataclass
+class Prompt:
+    """A part of a prompt, which is read in chunk form.
+
+    Attributes:
+        first, end: its packed tokens.
+        base: slot of the state before it; None: the text begins here.
+        slot: where the state after it goes.
+    """
+
+    first: int
+    end: int
+    base: int | None
+    slot: int
+
+
+@dataclass
+class Level:
+    """Tokens that are read together, one rule call for all: each one's parent was read by the level before.
+
+    Attributes:
+        lines, columns: numpy [n], the tokens' places among the lines.
+        parents: numpy [n], the parents' indices in the level before; in the first level, lines.
+        kept, slots: numpy [m], indices of the tokens whose states are kept, and where.
+    """
+
+    lines: np.ndarray
+    columns: np.ndarray
+    parents: np.ndarray
+    kept: np.ndarray
+    slots: np.ndarray
+
+
+@dataclass
+class Lines:
+    """All tokens that are read one by one after a kept state, as lines [n, T] of tokens that descend from one state each.
+
+    Lines are padded on the right, which no real token sees, and T is at least 2: for one token the layers would take another way.
+
+    Attributes:
+        packed: numpy [n, T], each token's packed index (padding: 0).
+        lengths: numpy [n].
+        bases: numpy [n], slots of the states before the lines.
+        parents: numpy [n, T], the column of each token's parent; -1: the state before the line.
+        levels: the tokens by depth.
+    """
+
+    packed: np.ndarray
+    lengths: np.ndarray
+    bases: np.ndarray
+    parents: np.ndarray
+    levels: list[Level]
+    _on_device: dict = field(default_factory=dict)
+
+    @property
+    def is_chain(self) -> bool:
+        """True if each token follows the one before it."""
+        return bool((self.parents == np.arange(self.parents.shape[1]) - 1).all())
+
+    def windows(self, size: int) -> np.ndarray:
+        """The last `size` inputs of the convolution at each token: columns [n, T, size] of (those before the line, the line)."""
+        count, length = self.parents.shape
+        if self.is_chain:
+            one = np.arange(length)[:, None] + 1 + np.arange(size)
+            return np.broadcast_to(one, (count, length, size))
+        windows = np.empty((count, length + 1, size), dtype=np.int64)
+        windows[:, 0] = np.arange(size)  # before the line
+        lines = np.arange(count)
+        for column in range(length):
+            windows[:, column + 1, :-1] = windows[lines, self.parents[:, column] + 1, 1:]
+            windows[:, column + 1, -1] = size + column
+        return windows[:, 1:]
+
+    def on(self, device: torch.device) -> LinesOnDevice:
+        """The same as tensors; made once per step, not per layer."""
+        if device not in self._on_device:
+            self._on_device[device] = LinesOnDevice(self, device)
+        return self._on_device[device]
+
+
+class LinesOnDevice:
+    """Index tensors of `Lines`.
+
+    Attributes:
+        packed, bases: see Lines.
+        real: (lines, columns) of the tokens that are no padding, and `targets`, their packed indices.
+        levels: per level, lines, columns, parents (None: all tokens in order), kept (None: all tokens), slots.
+        kept: (lines, columns, slots) of all tokens whose states are kept.
+    """
+
+    def __init__(self, lines: Lines, device: torch.device):
+        def send(array: np.ndarray) -> torch.Tensor:
+            return upload(np.ascontiguousarray(array, dtype=np.int64), device)
+
+        self.of, self.device = lines, device
+        self.packed, self.bases = send(lines.packed), send(lines.bases)
+        real = np.nonzero(np.arange(lines.packed.shape[1]) < lines.lengths[:, None])
+        self.real, self.targets = (send(real[0]), send(real[1])), send(lines.packed[real])
+        self.levels, before = [], len(lines.bases)
+        for level in lines.levels:
+            same = len(level.parents) == before and bool((level.parents == np.arange(before)).all())
+            everything = len(level.kept) == len(level.lines)
+            self.levels.append((
+                (send(level.lines), send(level.columns)), None if same else send(level.parents),
+                None if everything else send(level.kept), send(level.slots),
+            ))  # fmt: skip
+            before = len(level.lines)
+        kept = [(level.lines[level.kept], level.columns[level.kept], level.slots) for level in lines.levels]
+        self.kept = tuple(send(np.concatenate(each)) for each in zip(*kept, strict=True))
+        self._windows: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+
+    def windows(self, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`Lines.windows` [m, size] of the kept tokens, and [n, T, size] of all tokens (None for chains)."""
+        if size not in self._windows:
+            windows = self.of.windows(size)
+            levels = self.of.levels
+            lines = np.concatenate([level.lines[level.kept] for level in levels])
+            columns = np.concatenate([level.columns[level.kept] for level in levels])
+            kept = upload(np.ascontiguousarray(windows[lines, columns]), self.device)
+            everything = None if self.of.is_chain else upload(np.ascontiguousarray(windows), self.device)
+            self._windows[size] = kept, everything
+        return self._windows[size]
+
+
+@dataclass
+class StatePlan:
+    """The prompts' parts and the other tokens of a forward. `num_calls`: how many layers have followed it."""
+
+    prompts: list[Prompt]
+    lines: Lines | None
+    num_calls: int = 0
+
+
+def make_plan(inputs: list[RowInput], starts: np.ndarray, cache: PagedStaticCache, chunks_continue: bool) -> StatePlan:
+    """Take slots for the states that this forward writes, and find the states it starts from.
+
+    Args:
+        starts: numpy [B + 1], each row's first packed token.
+        chunks_continue: the layers' chunk form can start from a state. If not, only a text's beginning is read in it.
+
+    Raises:
+        RuntimeError: a row starts where no state was kept.
+    """
+    prompts, pieces, states = [], [], cache.states
+    assert states is not None
+    for row, first in zip(inputs, starts[:-1].tolist(), strict=True):
+        count = row.num_tokens
+        own = min(row.prompt, count) if chunks_continue or row.start == 0 else 0
+        # States that a later step may start from: after the row's last token, and after each token with logits of its own.
+        kept = np.arange(max(count - max(row.logits, 1), own), count)
+        if own:  # the others follow the prompt
+            kept = np.concatenate([[own - 1], kept])
+        bases = _bases(row, own)
+        for base in np.unique(bases[bases <= row.start]).tolist():
+            states.slot(row.seq_id, base)  # raises before anything has changed
+        length = min(cache.tables[row.seq_id].length, row.start)
+        slots = np.full(count, -1)
+        slots[kept] = states.take(row.seq_id, row.start, length, (row.start + kept + 1).tolist())
+        if own:
+            before = states.slot(row.seq_id, row.start) if row.start else None
+            prompts.append(Prompt(first, first + own, before, int(slots[own - 1])))
+        if own < count:
+            pieces.append(_Piece(row, own, first + own, slots[own:], bases))
+    return StatePlan(prompts, _lines(pieces, states) if pieces else None)
+
+
+@dataclass
+class _Piece:
+    """The tokens of a row after its first `own`; their slots (-1: not kept) and base states (see `_bases`)."""
+
+    row: RowInput
+    own: int
+    first: int
+    slots: np.ndarray
+    bases: np.ndarray
+
+
+def _inner(row: RowInput, own: int) -> np.ndarray | None:
+    """bool [t, t]: which of the row's t tokens after its first `own` each of them descends from, itself excluded."""
+    if row.visibility is None:
+        return None
+    seen = row.visibility[own:, row.visibility.shape[1] - (row.num_tokens - own) :]
+    return np.tril(seen, -1)
+
+
+def _bases(row: RowInput, own: int) -> np.ndarray:
+    """For each token after the row's first `own`: the number of tokens in the state from which its line starts."""
+    count = row.num_tokens - own
+    inner = _inner(row, own)
+    if inner is None or row.visibility is None:
+        return np.full(count, row.start + own)
+    region = row.visibility.shape[1]
+    outer = row.visibility[own:, : region - count]
+    # The last visible token before these, as a number of tokens read; none: the text before the region.
+    last = np.where(outer.any(1), outer.shape[1] - np.argmax(outer[:, ::-1], axis=1), 0) if outer.shape[1] else 0
+    bases = np.broadcast_to(row.start + row.num_tokens - region + last, (count,))
+    roots = np.where(inner.any(1), np.argmax(inner, axis=1), np.arange(count))  # the first ancestor among these
+    return bases[roots]
+
+
+def _lines(pieces: list[_Piece], states: StatePool) -> Lines:
+    """Put the pieces into lines, one for each row and base state, and sort their tokens into levels."""
+    packed, parents, depths, slots, base_slots = [], [], [], [], []
+    for piece in pieces:
+        inner = _inner(piece.row, piece.own)
+        count = len(piece.slots)
+        if inner is None:
+            above, depth = np.arange(count) - 1, np.arange(count)
+        else:
+            above = np.where(inner.any(1), count - 1 - np.argmax(inner[:, ::-1], axis=1), -1)
+            depth = inner.sum(1)
+        for base in np.unique(piece.bases).tolist():
+            members = np.flatnonzero(piece.bases == base)
+            column = np.full(count + 1, -1)  # the last entry: the parent -1
+            column[members] = np.arange(len(members))
+            packed.append(piece.first + members)
+            parents.append(column[above[members]])
+            depths.append(depth[members])
+            slots.append(piece.slots[members])
+            base_slots.append(states.slot(piece.row.seq_id, base))
+    lengths = np.array([len(each) for each in packed])
+    width = max(int(lengths.max()), 2)
+
+    def padded(arrays: list[np.ndarray], value: int | None) -> np.ndarray:
+        out = np.empty((len(arrays), width), dtype=np.int64)
+        out[:] = np.arange(width) - 1 if value is None else value
+        for own, array in zip(out, arrays, strict=True):
+            own[: len(array)] = array
+        return out
+
+    above, depth, slot = padded(parents, None), padded(depths, -1), padded(slots, -1)
+    levels, places = [], np.zeros_like(depth)  # places: a token's index in its level
+    for level in range(int(depth.max()) + 1):
+        lines, columns = np.nonzero(depth == level)
+        places[lines, columns] = np.arange(len(lines))
+        own = slot[lines, columns]
+        kept = np.flatnonzero(own >= 0)
+        ancestors = lines if level == 0 else places[lines, above[lines, columns]]
+        levels.append(Level(lines, columns, ancestors, kept, own[kept]))
+    return Lines(padded(packed, 0), lengths, np.array(base_slots), above, levels)
