@@ -12,7 +12,7 @@ from hf_specdec import CandidateGenerator, DraftTrees
 
 VOCAB = 128
 _LINEAR, _FULL = "linear_attention", "full_attention"
-_COMMON = {
+COMMON = {
     "vocab_size": VOCAB, "hidden_size": 48, "intermediate_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4,
     "num_key_value_heads": 2, "max_position_embeddings": 512, "bos_token_id": 0, "eos_token_id": None, "pad_token_id": 0,
     "tie_word_embeddings": False,
@@ -40,7 +40,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "Nemotron-H": (
         "nemotron_h",
         {"layer_types": [_LINEAR, "mlp", _FULL, _LINEAR], "num_hidden_layers": 4, "head_dim": 12, "ssm_state_size": 8,
-         "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "chunk_size": 16, "time_step_limit": (0.001, float("inf"))},
+         "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "chunk_size": 16, "time_step_limit": (0.2, float("inf"))},
     ),
     "Granite-hybrid": (
         "granitemoehybrid",
@@ -58,7 +58,8 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "Zamba2": (
         "zamba2",
         {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_hidden_layers": 4, "num_key_value_heads": 4,
-         "mamba_d_state": 8, "n_mamba_heads": 6, "mamba_ngroups": 1, "chunk_size": 16, "num_mem_blocks": 1, "use_mem_rope": True},
+         "time_step_min": 0.2, "mamba_d_state": 8, "n_mamba_heads": 6, "mamba_ngroups": 1, "chunk_size": 16,
+         "num_mem_blocks": 1, "use_mem_rope": True},
     ),
 }  # fmt: skip
 
@@ -67,12 +68,17 @@ def make(family: str, seed: int = 0) -> PreTrainedModel:
     """A small model of the family in float32, whose text varies and depends on its states."""
     model_type, settings = FAMILIES[family]
     torch.manual_seed(seed)
-    config = AutoConfig.for_model(model_type, **{**_COMMON, **settings})
+    config = AutoConfig.for_model(model_type, **{**COMMON, **settings})
     model = AutoModelForCausalLM.from_config(config, dtype=torch.float32).eval()
-    with torch.no_grad():
-        for name, weight in model.named_parameters():
-            if weight.dim() > 1:  # norms, decays and biases keep their initial values
-                weight.normal_(0, 0.3 if "conv" in name or "embed" in name else 0.2)
+    return drawn(model)
+
+
+@torch.no_grad()
+def drawn(model: PreTrainedModel) -> PreTrainedModel:
+    """The model with matrices drawn widely; norms, decays and biases keep their initial values."""
+    for name, weight in model.named_parameters():
+        if weight.dim() > 1:
+            weight.normal_(0, 0.3 if "conv" in name or "embed" in name else 0.2)
     model.generation_config.eos_token_id = None
     return model
 

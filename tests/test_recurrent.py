@@ -1,7 +1,9 @@
 """Targets and drafters whose layers have a recurrent or convolutional state."""
 
 import copy
+import inspect
 import random
+import types
 
 import pytest
 import recurrent_families
@@ -9,7 +11,13 @@ import torch
 from oracle import assert_clean
 from recurrent_families import FAMILIES, VOCAB, WrongAt, WrongAtInTrees, make, perturbed
 from test_scheduling import Scheduler, make_decoder
-from transformers import AutoConfig, AutoModelForCausalLM, StoppingCriteria, StoppingCriteriaList
+from transformers import (
+    AutoConfig,
+    AutoModelForCausalLM,
+    AutoModelForImageTextToText,
+    StoppingCriteria,
+    StoppingCriteriaList,
+)
 
 import hf_specdec
 from hf_specdec import LLM, SamplingParams, integration
@@ -303,6 +311,29 @@ def test_the_returned_cache_continues(name, end, models):
 # ---- serving ----------------------------------------------------------------------------------------------------------------
 
 
+def test_an_image_text_class_with_a_hybrid_text_model():
+    """As Qwen3.5 is published: text alone, with the positions of its class."""
+    _, settings = FAMILIES["Qwen3.5"]
+    vision = {
+        "depth": 1,
+        "hidden_size": 32,
+        "intermediate_size": 48,
+        "num_heads": 2,
+        "out_hidden_size": 48,
+        "num_position_embeddings": 16,
+    }
+    config = AutoConfig.for_model(
+        "qwen3_5", text_config={**recurrent_families.COMMON, **settings}, vision_config=vision
+    )
+    torch.manual_seed(0)
+    model = recurrent_families.drawn(AutoModelForImageTextToText.from_config(config, dtype=torch.float32).eval())
+    inputs = batch()
+    expected = plain(model, inputs)
+    for config in (CHAIN, TREE):
+        assert torch.equal(speculative(model, perturbed(model), inputs, config), expected)
+    assert len(set(expected[0, -NEW:].tolist())) > NEW // 2
+
+
 def test_the_engine_serves_a_hybrid(models):
     model, _ = models("Qwen3-Next")
     rng = random.Random(1)
@@ -317,6 +348,45 @@ def test_the_engine_serves_a_hybrid(models):
     llm.engine.decoder.cache.check()
     assert llm.engine.decoder.cache.states.num_used == 0
     llm.close()
+
+
+def test_states_leave_less_memory_for_blocks(models):
+    model, _ = models("Qwen3-Next")
+    packed = prepare(model)
+    state, block = packed.bytes_per_state(), packed.bytes_per_token() * 16
+    cache = packed.new_cache(2, 16)
+    cache.add(0)
+    cache.reserve(0, 4)
+    with packed.active():
+        packed.forward([RowInput(0, torch.arange(4).numpy(), 0, prompt=4)], cache)
+    assert cache.states.bytes_per_slot == state > 0
+    config = {"method": "ngram", "num_speculative_tokens": 3, "block_size": 16}
+    llm = LLM(
+        model,
+        speculative_config=config,
+        max_model_len=512,
+        max_num_seqs=2,
+        kv_cache_memory_bytes=2 * 5 * state + 9 * block,
+    )
+    assert llm.engine.decoder.cache.most_blocks == 9
+    llm.close()
+    with pytest.raises(ValueError, match="recurrent states of 2 texts"):
+        LLM(model, speculative_config=config, max_model_len=512, max_num_seqs=2, kv_cache_memory_bytes=2 * 5 * state)
+
+
+def test_layers_that_compute_without_their_modules_functions_are_refused(models):
+    """As kernels from the Hub do, which take the place of a whole layer."""
+    model = copy.deepcopy(models("Qwen3-Next")[0])
+    mixer = model.model.layers[0].linear_attn
+    plain_forward = inspect.unwrap(type(mixer).forward)
+    names = plain_forward.__globals__
+    others = {**names, "torch_chunk_gated_delta_rule": inspect.unwrap(names["torch_chunk_gated_delta_rule"])}
+    own = types.FunctionType(
+        plain_forward.__code__, others, argdefs=plain_forward.__defaults__, closure=plain_forward.__closure__
+    )
+    mixer.forward = types.MethodType(own, mixer)
+    with pytest.raises(UnsupportedModel, match="without its module's functions"):
+        plain(model, batch(), speculative_config={"method": "ngram"})
 
 
 # ---- refused ----------------------------------------------------------------------------------------------------------------

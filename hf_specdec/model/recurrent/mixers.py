@@ -15,6 +15,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ...cache.state_pool import StatePool
+from ...core.errors import UnsupportedModel
 from .families import CONVOLUTION, Family, mixers_of
 from .plan import LinesOnDevice, Prompt
 from .rules import Rule
@@ -70,7 +71,10 @@ class RecurrentLayers:
                 return own(*args, **kwargs)
 
             def run(hidden: torch.Tensor, view: _View) -> torch.Tensor:
-                return own(hidden, **{name: view, "attention_mask": None})
+                out = own(hidden, **{name: view, "attention_mask": None})
+                if view.size == 0 or (view.state is None) != (self.family.rule is None):
+                    raise UnsupportedModel(f"{type(mixer).__name__} did not give its states to the cache.")
+                return out
 
             batch.states.num_calls += 1
             return self._forward(layer, run, given["hidden_states"], batch)
@@ -117,7 +121,7 @@ class RecurrentLayers:
             if count > 1:
                 out[:, prompt.first : prompt.end] = run(lines, view)
             else:  # one token after a state would be read by the one-token rule
-                with self._functions.replaced(chunk=_of_first_token):
+                with self._functions.replaced(**({} if self.family.rule is None else {"chunk": _of_first_token})):
                     out[:, prompt.first : prompt.end] = run(lines.expand(-1, 2, -1), view)[:, :1]
         pool.conv[layer][prompt.slot] = view.windows_at(count)[0]
         if view.state is not None:
@@ -264,6 +268,7 @@ class _Functions:
             return cls._found[source.__name__]
 
     def __init__(self, source: Any, family: Family):
+        self.source = f"functions in {source.__name__}"
         self._current = threading.local()
         names = {"convolution": CONVOLUTION}
         if family.rule is not None:
@@ -278,13 +283,19 @@ class _Functions:
             replacement = getattr(self._current, role, None)
             if replacement is None:
                 return original(*args, **kwargs)
+            self._current.called.add(role)
             return replacement(original, *args, **kwargs)
 
         return call
 
     @contextlib.contextmanager
     def replaced(self, **replacements: Callable):
-        """Inside, the functions named by role call these: replacement(original, *args, **kwargs)."""
+        """Inside, the functions named by role call these: replacement(original, *args, **kwargs).
+
+        Raises:
+            UnsupportedModel: the module has not called one of them, so something else computes in its place.
+        """
+        self._current.called = set()
         for role, replacement in replacements.items():
             setattr(self._current, role, replacement)
         try:
@@ -292,3 +303,8 @@ class _Functions:
         finally:
             for role in replacements:
                 setattr(self._current, role, None)
+        if self._current.called != set(replacements):
+            raise UnsupportedModel(
+                f"A layer with a recurrent state computes without its module's {self.source}: kernels from the Hub replace it. Load the "
+                "model without use_kernels, or call generate() without speculative_config."
+            )
