@@ -40,7 +40,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "Nemotron-H": (
         "nemotron_h",
         {"layer_types": [_LINEAR, "mlp", _FULL, _LINEAR], "num_hidden_layers": 4, "head_dim": 12, "ssm_state_size": 8,
-         "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "chunk_size": 16, "time_step_limit": (0.2, float("inf"))},
+         "mamba_num_heads": 4, "mamba_head_dim": 16, "n_groups": 2, "chunk_size": 16, "time_step_min": 1.0},
     ),
     "Granite-hybrid": (
         "granitemoehybrid",
@@ -58,7 +58,7 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "Zamba2": (
         "zamba2",
         {"layers_block_type": ["mamba", "hybrid", "mamba", "hybrid"], "num_hidden_layers": 4, "num_key_value_heads": 4,
-         "time_step_min": 0.2, "mamba_d_state": 8, "n_mamba_heads": 6, "mamba_ngroups": 1, "chunk_size": 16,
+         "time_step_min": 1.0, "mamba_d_state": 8, "n_mamba_heads": 6, "mamba_ngroups": 1, "chunk_size": 16,
          "num_mem_blocks": 1, "use_mem_rope": True},
     ),
 }  # fmt: skip
@@ -75,9 +75,13 @@ def make(family: str, seed: int = 0) -> PreTrainedModel:
 
 @torch.no_grad()
 def drawn(model: PreTrainedModel) -> PreTrainedModel:
-    """The model with matrices drawn widely; norms, decays and biases keep their initial values."""
+    """The model with matrices drawn widely, and states that last: their decay and their step (dt) are near one."""
     for name, weight in model.named_parameters():
-        if weight.dim() > 1:
+        if name.endswith("A_log"):
+            weight.uniform_(-2.5, 0)
+        elif name.endswith(("dt_bias", "dt_proj.bias")):
+            weight.normal_(0, 0.5)
+        elif weight.dim() > 1:  # norms and other biases keep their initial values
             weight.normal_(0, 0.3 if "conv" in name or "embed" in name else 0.2)
     model.generation_config.eos_token_id = None
     return model
