@@ -32,9 +32,11 @@ from hf_specdec.model.prepare import ModelOptions, prepare
 SHORT = ("Qwen3-Next", "Nemotron-H")  # a delta rule; a rule that differs between prompt and text
 ALL = [pytest.param(name, marks=() if name in SHORT else pytest.mark.slow) for name in FAMILIES]
 CHAIN = {"method": "draft_model", "num_speculative_tokens": 4}
+REPLAYED = {"recurrent_states": "replayed"}
 TREE = {"method": "draft_model", "branching_factors": [3, 2, 1]}
 METHODS = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 1}, "chain": CHAIN, "tree": TREE, "token_recycling": {"method": "token_recycling"},
+    "replayed chain": {**CHAIN, **REPLAYED}, "replayed tree": {**TREE, **REPLAYED},
 }  # fmt: skip
 LENGTHS = (14, 1, 2, 13, 4)
 NEW = 24
@@ -100,14 +102,15 @@ def test_greedy_text_is_plain_text(name, models):
     assert_clean(model)
 
 
+@pytest.mark.parametrize("states", ["kept", "replayed"])
 @pytest.mark.parametrize("name", ALL)
 @pytest.mark.parametrize("drafter", [WrongAt, WrongAtInTrees])
-def test_rejections_at_every_position(name, drafter, models, monkeypatch):
+def test_rejections_at_every_position(name, states, drafter, models, monkeypatch):
     model, _ = models(name)
     inputs = batch()
     WrongAt.texts = texts_of(model, inputs, NEW + 5)
     config = {"method": "ngram", "num_speculative_tokens": 3}
-    packed = prepare(model)
+    packed = prepare(model, ModelOptions(recurrent_states=states))
     decoder = SpeculativeDecoder(packed, drafter(parse_config(config), packed), parse_config(config))
     monkeypatch.setattr(integration, "get_decoder", lambda *_: decoder)
     out = speculative(model, None, inputs, config, return_dict_in_generate=True)
@@ -116,41 +119,46 @@ def test_rejections_at_every_position(name, drafter, models, monkeypatch):
     assert len(depths) == 3 and 0 < depths[2] < depths[0] < 1  # some rounds accept none, some all
 
 
+@pytest.mark.parametrize("states", ["kept", "replayed"])
 @pytest.mark.parametrize("name", ALL)
-def test_only_written_states_are_read(name, models, monkeypatch):
+def test_only_written_states_are_read(name, states, models, monkeypatch):
     """Every slot that is not the beginning of a line holds NaN before the forward."""
     model, drafter = models(name)
     made, filled = packed_model.make_plan, []
 
     def poisoned(rows, starts, cache, chunks_continue):
-        plan = made(rows, starts, cache, chunks_continue)
-        bases = (
-            {0}
-            | {prompt.base for prompt in plan.prompts}
-            | set([] if plan.lines is None else plan.lines.bases.tolist())
+        plan, pool = made(rows, starts, cache, chunks_continue), cache.states
+        bases = [prompt.base for prompt in plan.prompts if prompt.base] + (
+            [] if plan.lines is None else plan.lines.bases
         )
-        bases -= {prompt.slot for prompt in plan.prompts}  # lines that follow a prompt of this forward
-        others = [slot for slot in range(cache.states.num_slots) if slot not in bases]
-        for pools in (cache.states.conv, cache.states.recurrent):
-            for pool in pools.values():
-                pool[[slot for slot in others if slot < len(pool)]] = float("nan")
+        in_this_forward = {prompt.slot for prompt in plan.prompts}, {prompt.state for prompt in plan.prompts}
+        read_slots = {0} | {base.slot for base in bases} - in_this_forward[0]
+        states = {0} | {base.state for base in bases} - in_this_forward[1]
+        states |= {prompt.base.state for prompt in plan.prompts if prompt.base}
+        replayed = {slot for base in bases for slot in base.replayed}
+        inputs = {(layer, i): each for layer, pools in pool.inputs.items() for i, each in enumerate(pools)}
+        for pools, read in ((pool.conv, read_slots), (pool.recurrent, states), (inputs, replayed)):
+            for each in pools.values():
+                others = [slot for slot in range(len(each)) if slot not in read]
+                each[others] = float("nan")
                 filled.append(len(others))
         return plan
 
     monkeypatch.setattr(packed_model, "make_plan", poisoned)
     inputs = batch()
-    assert torch.equal(speculative(model, drafter, inputs, TREE), plain(model, inputs))
+    assert torch.equal(speculative(model, drafter, inputs, {**TREE, "recurrent_states": states}), plain(model, inputs))
     assert max(filled) > 5
 
 
+@pytest.mark.parametrize("states", ["kept", "replayed"])
 @pytest.mark.parametrize("name", ALL)
-def test_prompts_in_parts_and_rows_that_are_read_again(name, models, monkeypatch):
+def test_prompts_in_parts_and_rows_that_are_read_again(name, states, models, monkeypatch):
     model, drafter = models(name)
     inputs = batch()
     expected = plain(model, inputs)
-    parts = {**CHAIN, "prefill_chunk_size": 5, "block_size": 4}
+    parts = {**CHAIN, "recurrent_states": states, "prefill_chunk_size": 5, "block_size": 4}
     assert torch.equal(speculative(model, drafter, inputs, parts), expected)
-    few_blocks = {**CHAIN, "num_blocks": 16, "block_size": 4}
+    few_blocks = {**CHAIN, "recurrent_states": states, "num_blocks": 16, "block_size": 4}
     preempted, preempt = [], SpeculativeDecoder.preempt
 
     def watched(decoder, seq):
@@ -162,11 +170,13 @@ def test_prompts_in_parts_and_rows_that_are_read_again(name, models, monkeypatch
     assert max(preempted) > 0  # a row that had written text of its own
 
 
+@pytest.mark.parametrize("states", ["kept", "replayed"])
 @pytest.mark.parametrize("name", ALL)
-def test_rows_join_and_leave(name, models):
+def test_rows_join_and_leave(name, states, models):
     """A scheduler that preempts, cancels and reads prompts in parts beside decoding rows."""
     model, drafter = models(name)
     decoder = make_decoder(model, drafter, {**CHAIN, "num_blocks": 12, "block_size": 4})
+    decoder.target.replays_drafts = states == "replayed"
     decoder.allocate(0, 4)
     rng = random.Random(0)
     scheduler = Scheduler(decoder, max_rows=4, chunk=6, rng=rng)
@@ -250,7 +260,7 @@ def test_a_state_that_was_not_kept_raises(models):
         packed.forward([RowInput(0, tokens[:1], 10)], cache)
     cache.truncate(0, 4)
     assert cache.tables[0].length == 0  # read from the beginning
-    assert cache.num_bytes > cache.states.num_bytes >= 2 * cache.states.bytes_per_slot > 0
+    assert cache.num_bytes > cache.states.num_bytes >= cache.states.bytes_of_row(0) > 0
     cache.remove(0)
     cache.check()
 
@@ -277,7 +287,8 @@ def test_the_returned_cache_continues(name, end, models):
     if end == "eos":
         options["eos_token_id"] = int(expected.sequences[1, 14 + 6])
     expected = plain(model, inputs, **options)
-    out = speculative(model, drafter, inputs, CHAIN, **options)
+    config = CHAIN if end != "criterion" else {**CHAIN, **REPLAYED}
+    out = speculative(model, drafter, inputs, config, **options)
     assert torch.equal(out.sequences, expected.sequences)
     going_on = [
         i for i in range(3) if 0 not in expected.sequences[i, 14:].tolist()
@@ -305,7 +316,9 @@ def test_the_returned_cache_continues(name, end, models):
         with pytest.raises(ValueError, match="pass the whole text"):
             speculative(model, drafter, longer, CHAIN, 8, past_key_values=out.past_key_values)
     else:
-        assert torch.equal(speculative(model, drafter, longer, CHAIN, 8, past_key_values=out.past_key_values), again)
+        for config in ({**CHAIN, **REPLAYED}, CHAIN):
+            cache = copy.deepcopy(out.past_key_values)
+            assert torch.equal(speculative(model, drafter, longer, config, 8, past_key_values=cache), again)
 
 
 # ---- serving ----------------------------------------------------------------------------------------------------------------
@@ -338,7 +351,7 @@ def test_the_engine_serves_a_hybrid(models):
     model, _ = models("Qwen3-Next")
     rng = random.Random(1)
     prompts = [[rng.randrange(5, 120) for _ in range(n)] for n in (30, 1, 2, 9, 17, 6)]
-    config = {"method": "token_recycling", "num_blocks": 18, "block_size": 4}
+    config = {"method": "token_recycling", "num_blocks": 18, "block_size": 4, **REPLAYED}
     llm = LLM(model, speculative_config=config, max_model_len=64, max_num_seqs=3, max_num_batched_tokens=12)
     outputs = llm.generate(prompts, SamplingParams(max_tokens=12, temperature=0), use_tqdm=False)
     for prompt, output in zip(prompts, outputs, strict=True):
@@ -353,25 +366,26 @@ def test_the_engine_serves_a_hybrid(models):
 def test_states_leave_less_memory_for_blocks(models):
     model, _ = models("Qwen3-Next")
     packed = prepare(model)
-    state, block = packed.bytes_per_state(), packed.bytes_per_token() * 16
+    row, block = packed.bytes_of_states(3), packed.bytes_per_token() * 16
     cache = packed.new_cache(2, 16)
     cache.add(0)
     cache.reserve(0, 4)
     with packed.active():
         packed.forward([RowInput(0, torch.arange(4).numpy(), 0, prompt=4)], cache)
-    assert cache.states.bytes_per_slot == state > 0
+    pools = [*cache.states.conv.values(), *cache.states.recurrent.values()]
+    assert sum(pool[0].nbytes for pool in pools) * 5 == row > 0
     config = {"method": "ngram", "num_speculative_tokens": 3, "block_size": 16}
     llm = LLM(
         model,
         speculative_config=config,
         max_model_len=512,
         max_num_seqs=2,
-        kv_cache_memory_bytes=2 * 5 * state + 9 * block,
+        kv_cache_memory_bytes=2 * row + 9 * block,
     )
     assert llm.engine.decoder.cache.most_blocks == 9
     llm.close()
     with pytest.raises(ValueError, match="recurrent states of 2 texts"):
-        LLM(model, speculative_config=config, max_model_len=512, max_num_seqs=2, kv_cache_memory_bytes=2 * 5 * state)
+        LLM(model, speculative_config=config, max_model_len=512, max_num_seqs=2, kv_cache_memory_bytes=2 * row)
 
 
 def test_layers_that_compute_without_their_modules_functions_are_refused(models):
@@ -387,6 +401,16 @@ def test_layers_that_compute_without_their_modules_functions_are_refused(models)
     mixer.forward = types.MethodType(own, mixer)
     with pytest.raises(UnsupportedModel, match="without its module's functions"):
         plain(model, batch(), speculative_config={"method": "ngram"})
+
+
+def test_replayed_drafts_take_less_memory():
+    kind, settings = FAMILIES["Qwen3.5"]
+    wide = {**settings, "linear_key_head_dim": 64, "linear_value_head_dim": 64}
+    model = AutoModelForCausalLM.from_config(AutoConfig.for_model(kind, **{**recurrent_families.COMMON, **wide})).eval()
+    kept, replayed = (
+        prepare(model, ModelOptions(recurrent_states=each)).bytes_of_states(4) for each in ("kept", "replayed")
+    )
+    assert replayed < kept / 3
 
 
 # ---- refused ----------------------------------------------------------------------------------------------------------------
@@ -406,6 +430,11 @@ def test_options_that_are_not_shown_to_be_right_are_refused(config, words, model
         speculative(model, None, batch(), config) if "early_exit" not in config else plain(
             model, batch(), speculative_config=config
         )
+
+
+def test_the_key_for_states_needs_states(model):
+    with pytest.raises(UnsupportedModel, match="LlamaForCausalLM has none"):
+        plain(model, {"input_ids": torch.tensor([[5, 6, 7]])}, 3, speculative_config={"method": "ngram", **REPLAYED})
 
 
 UNKNOWN = {

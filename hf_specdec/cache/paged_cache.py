@@ -60,10 +60,8 @@ class PagedStaticCache(Cache):
         num_blocks: the most blocks.
         weights: the weights of the model that this cache serves; empty: allocate all blocks at the start.
         keyless: layers that have no keys and values.
-        has_states: some layers have a recurrent or convolutional state. Prefixes are not shared then: blocks hold no states.
-
-    Attributes:
-        states: the states of sequences; None: no layer has any.
+        states: of the layers that have recurrent or convolutional states; None: no layer has any. With states, prefixes are not
+            shared, because blocks hold no states.
     """
 
     def __init__(
@@ -74,7 +72,7 @@ class PagedStaticCache(Cache):
         share_prefixes: bool = True,
         weights: Iterable[torch.Tensor] = (),
         keyless: frozenset[int] = frozenset(),
-        has_states: bool = False,
+        states: StatePool | None = None,
     ):
         super().__init__(layers=[PagedLayer(self) for _ in range(num_layers)])
         weights = list(weights)
@@ -83,7 +81,7 @@ class PagedStaticCache(Cache):
         self._bytes_beside = sum(weight.nbytes for weight in weights)
         at_once = num_blocks if not weights else min(num_blocks, MOST_AT_ONCE) if self.is_lazy else min(num_blocks, 1)
         self.pool = BlockPool(at_once)
-        self.states = StatePool() if has_states else None
+        self.states = states
         self._with_keys = [layer for index, layer in enumerate(self.layers) if index not in keyless]
         self.share_prefixes = share_prefixes
         self.tables: dict[int, BlockTable] = {}

@@ -27,10 +27,11 @@ def read_states(cache: PagedStaticCache, seq: Sequence, counts: list[int]) -> di
     """Copies of a row's states after each of these numbers of tokens, where they were kept."""
     states, found = cache.states, {}
     for count in counts if states is not None else []:
-        if states.holds(seq.id, count):
-            slot = states.slot(seq.id, count)
-            pools = (states.conv, states.recurrent)
-            found[count] = KeptStates(*({layer: pool[slot].clone() for layer, pool in each.items()} for each in pools))
+        state = states.state(seq.id, count)
+        if state is not None:
+            pools = ((states.conv, states.base(seq.id, count).slot), (states.recurrent, state))
+            copies = ({layer: pool[slot].clone() for layer, pool in each.items()} for each, slot in pools)
+            found[count] = KeptStates(*copies)
     return found
 
 
@@ -67,14 +68,14 @@ def load_states(cache: PagedStaticCache, seq: Sequence, source: Cache, row: int,
     states = cache.states
     if states is None:
         return
-    (slot,) = states.take(seq.id, 0, 0, [num_tokens])
+    (slot,), (state,) = states.take(seq.id, 0, 0, [num_tokens], num_tokens)
     for index, layer in stateful_layers(source):
         conv, recurrent = layer.conv_states[0], layer.recurrent_states[0]
         if not states.is_allocated(index):
             states.allocate(index, conv, recurrent)
         states.conv[index][slot] = conv[row]
         if recurrent is not None:
-            states.recurrent[index][slot] = recurrent[row]
+            states.recurrent[index][state] = recurrent[row]
 
 
 def fill_states(cache: DynamicCache, rows: list[KeptStates]) -> None:

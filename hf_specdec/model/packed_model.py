@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..cache import PagedStaticCache
+from ..cache.state_pool import StatePool
 from ..core.errors import UnsupportedModel
 from ..core.names import ATTENTION_NAME
 from ..core.output import PackedOutput, Taps
@@ -49,6 +50,7 @@ class PackedModel:
     Attributes:
         gather: attend to gathered keys instead of pages. `self_test.check` may set it.
         recurrent: its layers with a recurrent or convolutional state; None: it has none.
+        replays_drafts: keep the inputs of its recurrences for drafts, not the states (see StatePool).
         deterministic: a token's logits have the same bits whatever else is in the batch (see InvariantOps).
         graphs: runs decoding steps as CUDA graphs; None: kernels are launched one by one.
         active_options: entered while the model is active: quantized, prepacked or compiled layers.
@@ -70,6 +72,7 @@ class PackedModel:
         recurrent = None if family is None else RecurrentLayers(model, family)
         self.recurrent = recurrent if recurrent is not None and recurrent.mixers else None
         self.gather = not architectures.reads_pages(model)
+        self.replays_drafts = False
         self.deterministic = False
         self.graphs: GraphRunner | None = None
         self.active_options: list[Activated] = []
@@ -130,16 +133,18 @@ class PackedModel:
             self.graphs.captures.clear()
         num_layers = self.num_layers or self.config.num_hidden_layers
         weights = self.model.parameters() if grows else ()
-        keyless, has_states = layers_without_keys(self.config), self.recurrent is not None
-        return PagedStaticCache(num_layers, num_blocks, block_size, share_prefixes, weights, keyless, has_states)
+        keyless = layers_without_keys(self.config)
+        states = None if self.recurrent is None else StatePool(self.replays_drafts)
+        return PagedStaticCache(num_layers, num_blocks, block_size, share_prefixes, weights, keyless, states)
 
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in all layers, found by a forward over one token."""
         return self._cache_of_one_token().bytes_per_token
 
-    def bytes_per_state(self) -> int:
-        """Bytes of one recurrent state of all layers, found in the same way; 0 if no layer has one."""
-        return 0 if self.recurrent is None else self._cache_of_one_token().states.bytes_per_slot
+    def bytes_of_states(self, num_drafts: int) -> int:
+        """Bytes of the recurrent states of a row with a draft of so many nodes, found in the same way; 0 if no layer has one."""
+        states = self._cache_of_one_token().states
+        return 0 if states is None else states.bytes_of_row(num_drafts)
 
     @torch.no_grad()
     def _cache_of_one_token(self) -> PagedStaticCache:

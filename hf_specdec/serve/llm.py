@@ -269,7 +269,7 @@ def _num_blocks(
     """KV blocks for `max_num_seqs` texts of `most_tokens`, within the memory there is.
 
     Args:
-        num_drafts: nodes of a row's draft. A recurrent state may be kept for each, one for the text, and the one before it.
+        num_drafts: nodes of a row's draft, for each of which layers with a recurrent state keep something.
     """
     wanted = max_num_seqs * (-(-most_tokens // block_size) + 1)
     per_block = target.bytes_per_token() * block_size
@@ -280,7 +280,7 @@ def _num_blocks(
         else:
             free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             memory_bytes = int(_MEMORY_SHARE * free)
-    states = target.bytes_per_state() * (num_drafts + 2) * max_num_seqs
+    states = target.bytes_of_states(num_drafts) * max_num_seqs
     fitting = (memory_bytes - states) // per_block
     if fitting < 1:
         beside = f" beside {states} bytes of recurrent states of {max_num_seqs} texts" if states else ""

@@ -18,7 +18,7 @@ from ...cache.state_pool import StatePool
 from ...core.errors import UnsupportedModel
 from .families import CONVOLUTION, Family, mixers_of
 from .plan import LinesOnDevice, Prompt
-from .rules import Rule
+from .rules import Inputs, Rule
 
 
 class RecurrentLayers:
@@ -36,7 +36,7 @@ class RecurrentLayers:
             self._functions = _Functions.of(source, family)
         # Gated DeltaNet's chunks are 64 tokens, and its modules do not say so.
         self._chunk = max(64, *(getattr(mixer, "chunk_size", 0) for mixer in self.mixers), 0)
-        self._examples: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+        self._examples: dict[int, tuple[torch.Tensor, torch.Tensor | None, Inputs]] = {}
 
     @property
     def chunks_continue(self) -> bool:
@@ -100,12 +100,21 @@ class RecurrentLayers:
             self._read_lines(layer, run, hidden, pool, batch.states.lines.on(hidden.device), out)
         return out
 
-    def _example(self, layer: int, run: Callable, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor | None]:
-        """A layer's states after one token, for their shapes and types."""
+    def _example(
+        self, layer: int, run: Callable, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Inputs]:
+        """A layer's states after one token and this token's inputs, for their shapes and types."""
         if layer not in self._examples:
-            view = _View(None, None)
-            run(hidden[:, :1], view)
-            self._examples[layer] = view.windows_at(1), view.state
+            view, inputs, rule = _View(None, None), [], self.family.rule
+
+            def record(chunk: Callable, *args: Any, **kwargs: Any):
+                assert rule is not None
+                inputs.extend(each[:, 0] for each in rule.bind(self._functions.one_token, *args, **kwargs)[0])
+                return chunk(*args, **kwargs)
+
+            with self._functions.replaced(**({} if rule is None else {"chunk": record})):
+                run(hidden[:, :1], view)
+            self._examples[layer] = view.windows_at(1), view.state, tuple(inputs)
         return self._examples[layer]
 
     def _read_prompt(self, layer, run, hidden, pool: StatePool, prompt: Prompt, out: torch.Tensor) -> None:
@@ -115,9 +124,11 @@ class RecurrentLayers:
             view = _View(None, None)
             out[:, prompt.first : prompt.end] = run(lines, view)
         else:
-            states = pool.recurrent.get(layer)
-            base = slice(prompt.base, prompt.base + 1)
-            view = _View(pool.conv[layer][base], None if states is None else states[base].clone())
+            assert not prompt.base.replayed  # drafts come after prompts
+            states, slot, state = pool.recurrent.get(layer), prompt.base.slot, prompt.base.state
+            view = _View(
+                pool.conv[layer][slot : slot + 1], None if states is None else states[state : state + 1].clone()
+            )
             if count > 1:
                 out[:, prompt.first : prompt.end] = run(lines, view)
             else:  # one token after a state would be read by the one-token rule
@@ -125,26 +136,25 @@ class RecurrentLayers:
                     out[:, prompt.first : prompt.end] = run(lines.expand(-1, 2, -1), view)[:, :1]
         pool.conv[layer][prompt.slot] = view.windows_at(count)[0]
         if view.state is not None:
-            pool.recurrent[layer][prompt.slot] = view.state[0]
+            pool.recurrent[layer][prompt.state] = view.state[0]
 
     def _read_lines(self, layer, run, hidden, pool: StatePool, lines: LinesOnDevice, out: torch.Tensor) -> None:
         """Read tokens after kept states, one by one, and keep the states that may be needed."""
         states = pool.recurrent.get(layer)
-        base = None if states is None else states.index_select(0, lines.bases)
+        base = None if states is None else states.index_select(0, lines.states)
         inputs = pool.conv[layer].index_select(0, lines.bases)
         view = _View(inputs, base)
         kept_windows, windows = lines.windows(inputs.shape[-1])
         replaced: dict[str, Any] = {}
         if self.family.rule is not None and base is not None:
-            replaced["chunk"] = _token_by_token(self.family.rule, self._functions.one_token, lines, base, states)
+            replaced["chunk"] = _token_by_token(self.family.rule, self._functions.one_token, lines, base, pool, layer)
         if windows is not None:
             replaced["convolution"] = _over_windows(windows)
         with self._functions.replaced(**replaced):
             read = run(hidden[0, lines.packed], view)
         out[0].index_copy_(0, lines.targets, read[lines.real])
-        own, _, slots = lines.kept
-        kept = view.inputs.transpose(1, 2)[own[:, None], kept_windows]  # [m, k, channels]
-        pool.conv[layer].index_copy_(0, slots, kept.transpose(1, 2))
+        kept = view.inputs.transpose(1, 2)[lines.kept[0][:, None], kept_windows]  # [m, k, channels]
+        pool.conv[layer].index_copy_(0, lines.slots, kept.transpose(1, 2))
 
 
 class _View:
@@ -213,21 +223,33 @@ def _of_first_token(chunk: Callable, *args: Any, **kwargs: Any):
     return torch.cat([out, torch.zeros_like(out)], dim=1), state
 
 
-def _token_by_token(rule: Rule, one_token: Callable, lines: LinesOnDevice, base: torch.Tensor, pool: torch.Tensor):
-    """The rule over lines, level by level, as a replacement of the chunk form. Writes kept states to `pool`."""
+def _token_by_token(
+    rule: Rule, one_token: Callable, lines: LinesOnDevice, base: torch.Tensor, pool: StatePool, layer: int
+):
+    """The rule over lines, level by level, as a replacement of the chunk form.
+
+    Tokens that the states `base` [n, ..] have not read come first. Writes kept states and inputs to the pool.
+    """
+    kept_states, kept_inputs = pool.recurrent[layer], pool.inputs.get(layer, ())
 
     def replacement(chunk: Callable, first: torch.Tensor, *args: Any, **kwargs: Any):
-        step = rule.bind(one_token, first, *args, **kwargs)
+        inputs, step = rule.bind(one_token, first, *args, **kwargs)
         out, state = torch.empty(0), base
-        for depth, (at, parents, kept, slots) in enumerate(lines.levels):
+        for has, slots in lines.replays:
+            before = state if has is None else state.index_select(0, has)
+            _, after = step(tuple(each.index_select(0, slots) for each in kept_inputs), before)
+            state = after if has is None else state.index_copy(0, has, after.to(state.dtype))
+        for depth, (at, parents, kept, into) in enumerate(lines.levels):
             state = state if parents is None else state.index_select(0, parents)
-            read, state = step(at, state)
-            state = state.to(pool.dtype)
-            pool.index_copy_(0, slots, state if kept is None else state.index_select(0, kept))
+            read, state = step(tuple(each[at] for each in inputs), state)
+            state = state.to(kept_states.dtype)
+            kept_states.index_copy_(0, into, state if kept is None else state.index_select(0, kept))
             if depth == 0:
                 shape = (first.shape[0], first.shape[2], first.shape[1]) if rule.tokens_last else first.shape[:2]
                 out = read.new_zeros(*shape, *(() if rule.tokens_last else read.shape[1:]))
             out[at] = read
+        for pool_of_input, each in zip(kept_inputs, inputs, strict=bool(kept_inputs)):
+            pool_of_input.index_copy_(0, lines.slots, each[lines.kept])
         return (out.transpose(1, 2) if rule.tokens_last else out), state
 
     return replacement

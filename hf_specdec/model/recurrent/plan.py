@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ...cache import PagedStaticCache
-from ...cache.state_pool import StatePool
+from ...cache.state_pool import Base
 from ...core.rows import RowInput
 from ...kernels.transfer import upload
 
@@ -19,14 +19,15 @@ class Prompt:
 
     Attributes:
         first, end: its packed tokens.
-        base: slot of the state before it; None: the text begins here.
-        slot: where the state after it goes.
+        base: what is before it; None: the text begins here.
+        slot, state: where the last inputs of the convolution and the recurrent state after it go.
     """
 
     first: int
     end: int
-    base: int | None
+    base: Base | None
     slot: int
+    state: int
 
 
 @dataclass
@@ -36,14 +37,14 @@ class Level:
     Attributes:
         lines, columns: numpy [n], the tokens' places among the lines.
         parents: numpy [n], the parents' indices in the level before; in the first level, lines.
-        kept, slots: numpy [m], indices of the tokens whose states are kept, and where.
+        kept, states: numpy [m], indices of the tokens after which the recurrent state is kept, and where.
     """
 
     lines: np.ndarray
     columns: np.ndarray
     parents: np.ndarray
     kept: np.ndarray
-    slots: np.ndarray
+    states: np.ndarray
 
 
 @dataclass
@@ -55,14 +56,16 @@ class Lines:
     Attributes:
         packed: numpy [n, T], each token's packed index (padding: 0).
         lengths: numpy [n].
-        bases: numpy [n], slots of the states before the lines.
+        bases: where each line starts.
+        slots: numpy [n, T], each token's slot; -1: not kept.
         parents: numpy [n, T], the column of each token's parent; -1: the state before the line.
         levels: the tokens by depth.
     """
 
     packed: np.ndarray
     lengths: np.ndarray
-    bases: np.ndarray
+    bases: list[Base]
+    slots: np.ndarray
     parents: np.ndarray
     levels: list[Level]
     _on_device: dict = field(default_factory=dict)
@@ -97,10 +100,12 @@ class LinesOnDevice:
     """Index tensors of `Lines`.
 
     Attributes:
-        packed, bases: see Lines.
+        packed: see Lines.
+        bases, states: slots [n] of the lines' bases.
+        replays: for the first, second, .. token that the states have not read: the lines that have one (None: all), and their slots.
         real: (lines, columns) of the tokens that are no padding, and `targets`, their packed indices.
-        levels: per level, lines, columns, parents (None: all tokens in order), kept (None: all tokens), slots.
-        kept: (lines, columns, slots) of all tokens whose states are kept.
+        levels: per level, (lines, columns), parents (None: all tokens in order), kept (None: all tokens), states.
+        kept: (lines, columns) of all tokens that have slots, and `slots`.
     """
 
     def __init__(self, lines: Lines, device: torch.device):
@@ -108,7 +113,12 @@ class LinesOnDevice:
             return upload(np.ascontiguousarray(array, dtype=np.int64), device)
 
         self.of, self.device = lines, device
-        self.packed, self.bases = send(lines.packed), send(lines.bases)
+        self.packed, self.bases = send(lines.packed), send(np.array([base.slot for base in lines.bases]))
+        self.states, self.replays = send(np.array([base.state for base in lines.bases])), []
+        for index in range(max(len(base.replayed) for base in lines.bases)):
+            has = [i for i, base in enumerate(lines.bases) if len(base.replayed) > index]
+            slots = send(np.array([lines.bases[i].replayed[index] for i in has]))
+            self.replays.append((None if len(has) == len(lines.bases) else send(np.array(has)), slots))
         real = np.nonzero(np.arange(lines.packed.shape[1]) < lines.lengths[:, None])
         self.real, self.targets = (send(real[0]), send(real[1])), send(lines.packed[real])
         self.levels, before = [], len(lines.bases)
@@ -117,21 +127,18 @@ class LinesOnDevice:
             everything = len(level.kept) == len(level.lines)
             self.levels.append((
                 (send(level.lines), send(level.columns)), None if same else send(level.parents),
-                None if everything else send(level.kept), send(level.slots),
+                None if everything else send(level.kept), send(level.states),
             ))  # fmt: skip
             before = len(level.lines)
-        kept = [(level.lines[level.kept], level.columns[level.kept], level.slots) for level in lines.levels]
-        self.kept = tuple(send(np.concatenate(each)) for each in zip(*kept, strict=True))
+        self._kept = np.nonzero(lines.slots >= 0)
+        self.kept, self.slots = (send(self._kept[0]), send(self._kept[1])), send(lines.slots[self._kept])
         self._windows: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
 
     def windows(self, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`Lines.windows` [m, size] of the kept tokens, and [n, T, size] of all tokens (None for chains)."""
         if size not in self._windows:
             windows = self.of.windows(size)
-            levels = self.of.levels
-            lines = np.concatenate([level.lines[level.kept] for level in levels])
-            columns = np.concatenate([level.columns[level.kept] for level in levels])
-            kept = upload(np.ascontiguousarray(windows[lines, columns]), self.device)
+            kept = upload(np.ascontiguousarray(windows[self._kept]), self.device)
             everything = None if self.of.is_chain else upload(np.ascontiguousarray(windows), self.device)
             self._windows[size] = kept, everything
         return self._windows[size]
@@ -165,29 +172,42 @@ def make_plan(inputs: list[RowInput], starts: np.ndarray, cache: PagedStaticCach
         kept = np.arange(max(count - max(row.logits, 1), own), count)
         if own:  # the others follow the prompt
             kept = np.concatenate([[own - 1], kept])
-        bases = _bases(row, own)
-        for base in np.unique(bases[bases <= row.start]).tolist():
-            states.slot(row.seq_id, base)  # raises before anything has changed
+        after = _bases(row, own)
+        # These raise, before anything has changed, if a state was not kept.
+        bases = {each: states.base(row.seq_id, each) for each in {row.start, *after.tolist()} if each <= row.start}
         length = min(cache.tables[row.seq_id].length, row.start)
-        slots = np.full(count, -1)
-        slots[kept] = states.take(row.seq_id, row.start, length, (row.start + kept + 1).tolist())
+        slots, into = np.full(count, -1), np.full(count, -1)
+        counts, last = (row.start + kept + 1).tolist(), row.start + row.tokens.shape[0]
+        slots[kept], into[kept] = states.take(row.seq_id, row.start, length, counts, last)
         if own:
-            before = states.slot(row.seq_id, row.start) if row.start else None
-            prompts.append(Prompt(first, first + own, before, int(slots[own - 1])))
+            # The state after the prompt may only be on its way to the row's one state, after its last own token.
+            state = into[own - 1] if into[own - 1] >= 0 else into.max()
+            base = bases[row.start] if row.start else None
+            prompts.append(Prompt(first, first + own, base, int(slots[own - 1]), int(state)))
+            bases[row.start + own] = Base(int(slots[own - 1]), int(state), [])
         if own < count:
-            pieces.append(_Piece(row, own, first + own, slots[own:], bases))
-    return StatePlan(prompts, _lines(pieces, states) if pieces else None)
+            pieces.append(_Piece(row, own, first + own, slots[own:], into[own:], after, bases))
+    return StatePlan(prompts, _lines(pieces) if pieces else None)
 
 
 @dataclass
 class _Piece:
-    """The tokens of a row after its first `own`; their slots (-1: not kept) and base states (see `_bases`)."""
+    """The tokens of a row after its first `own`.
+
+    Attributes:
+        first: packed index of the first one.
+        slots, into: numpy [t], their slots, and where the recurrent states after them go; -1: not kept.
+        after: numpy [t], how many tokens have been read where each one's line starts (see `_bases`).
+        bases: number of tokens read → where to go on.
+    """
 
     row: RowInput
     own: int
     first: int
     slots: np.ndarray
-    bases: np.ndarray
+    into: np.ndarray
+    after: np.ndarray
+    bases: dict[int, Base]
 
 
 def _inner(row: RowInput, own: int) -> np.ndarray | None:
@@ -213,9 +233,9 @@ def _bases(row: RowInput, own: int) -> np.ndarray:
     return bases[roots]
 
 
-def _lines(pieces: list[_Piece], states: StatePool) -> Lines:
+def _lines(pieces: list[_Piece]) -> Lines:
     """Put the pieces into lines, one for each row and base state, and sort their tokens into levels."""
-    packed, parents, depths, slots, base_slots = [], [], [], [], []
+    packed, parents, depths, slots, states, bases = [], [], [], [], [], []
     for piece in pieces:
         inner = _inner(piece.row, piece.own)
         count = len(piece.slots)
@@ -224,15 +244,16 @@ def _lines(pieces: list[_Piece], states: StatePool) -> Lines:
         else:
             above = np.where(inner.any(1), count - 1 - np.argmax(inner[:, ::-1], axis=1), -1)
             depth = inner.sum(1)
-        for base in np.unique(piece.bases).tolist():
-            members = np.flatnonzero(piece.bases == base)
+        for start in np.unique(piece.after).tolist():
+            members = np.flatnonzero(piece.after == start)
             column = np.full(count + 1, -1)  # the last entry: the parent -1
             column[members] = np.arange(len(members))
             packed.append(piece.first + members)
             parents.append(column[above[members]])
             depths.append(depth[members])
             slots.append(piece.slots[members])
-            base_slots.append(states.slot(piece.row.seq_id, base))
+            states.append(piece.into[members])
+            bases.append(piece.bases[start])
     lengths = np.array([len(each) for each in packed])
     width = max(int(lengths.max()), 2)
 
@@ -243,13 +264,13 @@ def _lines(pieces: list[_Piece], states: StatePool) -> Lines:
             own[: len(array)] = array
         return out
 
-    above, depth, slot = padded(parents, None), padded(depths, -1), padded(slots, -1)
+    above, depth, into = padded(parents, None), padded(depths, -1), padded(states, -1)
     levels, places = [], np.zeros_like(depth)  # places: a token's index in its level
     for level in range(int(depth.max()) + 1):
         lines, columns = np.nonzero(depth == level)
         places[lines, columns] = np.arange(len(lines))
-        own = slot[lines, columns]
+        own = into[lines, columns]
         kept = np.flatnonzero(own >= 0)
         ancestors = lines if level == 0 else places[lines, above[lines, columns]]
         levels.append(Level(lines, columns, ancestors, kept, own[kept]))
-    return Lines(padded(packed, 0), lengths, np.array(base_slots), above, levels)
+    return Lines(padded(packed, 0), lengths, bases, padded(slots, -1), above, levels)

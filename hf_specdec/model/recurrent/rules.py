@@ -12,9 +12,10 @@ from dataclasses import dataclass
 
 import torch
 
-At = tuple[torch.Tensor, torch.Tensor]  # lines [n] and tokens [n]
-# Reads n tokens, each after its own state [n, ..]: (outputs [n, ..], the states after them). May write to the states it is given.
-Step = Callable[[At, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
+Inputs = tuple[torch.Tensor, ...]
+# Reads n tokens, given their inputs [n, ..], each after its own state [n, ..]: (outputs [n, ..], the states after them). May write
+# to the states it is given.
+Step = Callable[[Inputs, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
 
 
 @dataclass(frozen=True)
@@ -24,56 +25,56 @@ class Rule:
     Attributes:
         chunk: name of the module's function over many tokens.
         one_token: name of its function over one token.
-        bind: (the one-token function, the arguments of the chunk function) → Step.
-        tokens_last: inputs and outputs are [B, channels, T]; otherwise [B, T, ..].
+        bind: (the one-token function, the arguments of the chunk function) → the tokens' inputs [B, T, ..], and how to read them.
+        tokens_last: the chunk function returns [B, channels, T]; otherwise [B, T, ..].
         continues: the chunk function can start from a state.
     """
 
     chunk: str
     one_token: str
-    bind: Callable[..., Step]
+    bind: Callable[..., tuple[Inputs, Step]]
     tokens_last: bool = False
     continues: bool = True
 
 
-def _delta(one_token, query, key, value, *, g, beta, **_) -> Step:
+def _delta(one_token, query, key, value, *, g, beta, **_) -> tuple[Inputs, Step]:
     """Gated DeltaNet and Kimi delta attention: query, key, value [B, T, heads, width], state [B, heads, dk, dv]."""
 
-    def step(at: At, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        q, k, v, decay, rate = (each[at].unsqueeze(1) for each in (query, key, value, g, beta))
+    def step(inputs: Inputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        q, k, v, decay, rate = (each.unsqueeze(1) for each in inputs)
         out, state = one_token(
             q, k, v, g=decay, beta=rate, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
         )
         return out[:, 0], state
 
-    return step
+    return (query, key, value, g, beta), step
 
 
-def _mamba2(one_token, x, dt, A, B, C, *, D, dt_bias, **_) -> Step:
+def _mamba2(one_token, x, dt, A, B, C, *, D, dt_bias, **_) -> tuple[Inputs, Step]:
     """Mamba-2: x [B, T, heads, p], dt [B, T, heads], A and D [heads], B and C [B, T, groups, n], state [B, heads, p, n]."""
     width, size = x.shape[-1], B.shape[-1]
     A = A[:, None, None].expand(-1, width, size)
     D, dt_bias = (each[:, None].expand(-1, width) for each in (D, dt_bias))
 
-    def step(at: At, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        spread = dt[at][..., None].expand(-1, -1, width)
-        out = one_token(state, x[at], spread, A, B[at], C[at], D, z=None, dt_bias=dt_bias, dt_softplus=True)
+    def step(inputs: Inputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        own_x, own_dt, own_b, own_c = inputs
+        spread = own_dt[..., None].expand(-1, -1, width)
+        out = one_token(state, own_x, spread, A, own_b, own_c, D, z=None, dt_bias=dt_bias, dt_softplus=True)
         return out, state
 
-    return step
+    return (x, dt, B, C), step
 
 
-def _mamba1(one_token, x, dt, A, B, C, *, D, z, delta_bias, **_) -> Step:
+def _mamba1(one_token, x, dt, A, B, C, *, D, z, delta_bias, **_) -> tuple[Inputs, Step]:
     """Mamba-1: x, dt, z [B, channels, T], A [channels, n], B and C [B, n, T], D [channels], state [B, channels, n]."""
     D = D.to(x.dtype)  # the scan is given a float32 copy
 
-    def step(at: At, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        lines, tokens = at
-        own_x, own_dt, own_b, own_c, own_z = (each[lines, :, tokens] for each in (x, dt, B, C, z))
+    def step(inputs: Inputs, state: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        own_x, own_dt, own_b, own_c, own_z = inputs
         out = one_token(state, own_x, own_dt, A, own_b, own_c, D, z=own_z, dt_bias=delta_bias, dt_softplus=True)
         return out, state
 
-    return step
+    return tuple(each.transpose(1, 2) for each in (x, dt, B, C, z)), step
 
 
 GATED_DELTA = Rule("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", _delta)
