@@ -256,7 +256,7 @@ def _check_cache(cache: Any, num_rows: int, text_length: int) -> None:
             "past_key_values has sliding-window layers, which no longer hold the whole text, so speculative_config cannot "
             "continue from it. Pass the whole text without past_key_values."
         )
-    batch = cache.layers[0].keys.shape[0]
+    batch = next(layer.keys for layer in cache.layers if getattr(layer, "keys", None) is not None).shape[0]
     if batch != num_rows or length > text_length:
         raise ValueError(
             f"past_key_values holds {length} tokens of {batch} sequences, which cannot be the beginning of {num_rows} "

@@ -17,6 +17,7 @@ from ..kernels.cache import SlotMover
 from . import memory
 from .block_pool import BlockPool
 from .paged_layer import PagedLayer
+from .state_pool import StatePool
 
 logger = logging.getLogger(__name__)
 
@@ -60,6 +61,9 @@ class PagedStaticCache(Cache):
         weights: the weights of the model that this cache serves; empty: allocate all blocks at the start.
         ahead: how many tokens after a slot its keys and values depend on, beside those up to it: 1 for heads that read each token
             with the feature before it. Blocks are shared only where these tokens are equal, too.
+        keyless: layers that have no keys and values.
+        states: of the layers that have recurrent or convolutional states; None: no layer has any. With states, prefixes are not
+            shared, because blocks hold no states.
     """
 
     def __init__(
@@ -70,6 +74,8 @@ class PagedStaticCache(Cache):
         share_prefixes: bool = True,
         weights: Iterable[torch.Tensor] = (),
         ahead: int = 0,
+        keyless: frozenset[int] = frozenset(),
+        states: StatePool | None = None,
     ):
         super().__init__(layers=[PagedLayer(self) for _ in range(num_layers)])
         weights = list(weights)
@@ -78,6 +84,8 @@ class PagedStaticCache(Cache):
         self._bytes_beside = sum(weight.nbytes for weight in weights)
         at_once = num_blocks if not weights else min(num_blocks, MOST_AT_ONCE) if self.is_lazy else min(num_blocks, 1)
         self.pool = BlockPool(at_once)
+        self.states = states
+        self._with_keys = [layer for index, layer in enumerate(self.layers) if index not in keyless]
         self.share_prefixes, self.ahead = share_prefixes, ahead
         self.tables: dict[int, BlockTable] = {}
         self.batch: Any = None  # the PackedBatch of the running forward
@@ -93,15 +101,36 @@ class PagedStaticCache(Cache):
         return self.pool.num_blocks * self.block_size
 
     @property
+    def share_prefixes(self) -> bool:
+        """True if equal prefixes share blocks; never with states."""
+        return self._share_prefixes and self.states is None
+
+    @share_prefixes.setter
+    def share_prefixes(self, wanted: bool) -> None:
+        self._share_prefixes = wanted
+
+    @property
     def is_allocated(self) -> bool:
-        """True if every layer has its pools."""
-        return all(layer.is_initialized for layer in self.layers)
+        """True if every layer with keys has its pools."""
+        return all(layer.is_initialized for layer in self._with_keys)
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the pools; on a CPU, of the most blocks that were used at one time."""
+        """Memory of the pools, on a CPU of the most blocks that were used at one time, and of the states."""
         blocks = self.pool.most_used if self.is_lazy else self.pool.num_blocks
-        return blocks * self.block_size * self._bytes_per_slot
+        states = 0 if self.states is None else self.states.num_bytes
+        return blocks * self.block_size * self._bytes_per_slot + states
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Memory of one token's keys and values in all layers that have pools."""
+        return self._bytes_per_slot
+
+    def check(self) -> None:
+        """Raise AssertionError unless the records of blocks and states agree."""
+        self.pool.check()
+        if self.states is not None:
+            self.states.check()
 
     def can_serve(self, block_size: int) -> bool:
         """True if the pools exist and have blocks of this size."""
@@ -140,7 +169,7 @@ class PagedStaticCache(Cache):
     def slots_at_first(self, bytes_per_slot: int) -> int:
         """Number of slots to allocate for a layer without pools; `bytes_per_slot`: in this layer."""
         if not self.is_lazy and not any(layer.is_initialized for layer in self.layers):
-            self.pool.grow(self._size_with(self._extent(bytes_per_slot * len(self.layers))))
+            self.pool.grow(self._size_with(self._extent(bytes_per_slot * len(self._with_keys))))
         return self.num_slots
 
     def _make_available(self, count: int) -> None:
@@ -197,10 +226,14 @@ class PagedStaticCache(Cache):
         table = self.tables[seq_id]
         self.pool.release(table.blocks)
         self.tables[seq_id] = BlockTable(table.place)
+        if self.states is not None:
+            self.states.drop(seq_id)
 
     def remove(self, seq_id: int) -> None:
         """Release a sequence's blocks. An unknown id raises KeyError."""
         self.pool.release(self.tables.pop(seq_id).blocks)
+        if self.states is not None:
+            self.states.drop(seq_id)
 
     def clear(self) -> None:
         """Release every sequence and forget all prefixes, because contents cannot be trusted after an error."""
@@ -321,6 +354,8 @@ class PagedStaticCache(Cache):
                 moved = own != index
                 moves.append((table.slots[start + own[moved]], table.slots[start + index[moved]]))
             table.length = start + len(offsets)
+            if self.states is not None:
+                self.states.commit(seq_id, start, offsets)
         if moves:
             self._move(moves)
 
@@ -334,7 +369,8 @@ class PagedStaticCache(Cache):
             self._movers[device].move(moves)
 
     def truncate(self, seq_id: int, length: int) -> None:
-        """Roll back to the first `length` tokens. This changes only records.
+        """Roll back to the first `length` tokens, or to the text's beginning if there is no state after so many. This changes only
+        records.
 
         Raises:
             ValueError: this would reopen blocks whose content was declared and may be shared.
@@ -342,7 +378,8 @@ class PagedStaticCache(Cache):
         table = self.tables[seq_id]
         if length < len(table.hashes) * self.block_size:
             raise ValueError(f"Sequence {seq_id} cannot be rolled back to {length} tokens: later blocks may be shared.")
-        table.length = min(table.length, length)
+        length = min(table.length, length)
+        table.length = length if self.states is None or self.states.holds(seq_id, length) else 0
 
     # ---- to and from transformers' own caches -----------------------------------------------------------------------
 

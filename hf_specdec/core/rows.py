@@ -31,6 +31,8 @@ class RowInput:
         logits: how many of the last tokens need logits.
         drafts: ids [n] of the draft tokens that follow `tokens`, on the device; None: no drafts.
         offset: added to the positions that the model is given; windows and masks go by `positions`.
+        prompt: how many of the first tokens belong to a prompt: layers with a recurrent state read these in their chunk form, as
+            plain generate() does, and all others token by token.
     """
 
     seq_id: int
@@ -43,6 +45,7 @@ class RowInput:
     logits: int = 1
     drafts: torch.Tensor | None = None
     offset: int = 0
+    prompt: int = 0
 
     @property
     def num_tokens(self) -> int:

@@ -303,6 +303,8 @@ class SpeculativeDecoder:
             if matched and not seq.num_generated:
                 self.statistics[seq.id].num_cached_tokens = matched
             end = len(seq.tokens) if num_tokens is None else min(len(seq.tokens), table.length + num_tokens[i])
+            if end < seq.prompt_length and self.target.recurrent is not None:
+                end = self.target.recurrent.cut(table.length, end)
             if end <= table.length:
                 raise ValueError(f"Sequence {seq.id} was scheduled with no token to feed.")
             try:
@@ -391,7 +393,10 @@ class SpeculativeDecoder:
             own = next_tokens[seq.id] if seq.id in next_tokens else np.asarray(seq.tokens[start:end], dtype=np.int64)
             decoding = end == len(seq.tokens)
             count = trees.lengths[drafted] if decoding else 0
-            row = RowInput(seq.id, own, start, logits=count + 1 if decoding else 0, offset=seq.position_offset)
+            logits = count + 1 if decoding else 0
+            row = RowInput(
+                seq.id, own, start, logits=logits, offset=seq.position_offset, prompt=seq.num_chunked(start, end)
+            )
             if count:
                 row.drafts = nodes[drafted] if count == nodes[drafted].shape[0] else nodes[drafted][:count]
                 if not trees.is_chain:

@@ -14,11 +14,13 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from ..cache import OutOfBlocks
+from ..core.errors import UnsupportedModel
 from ..core.sequence import Sequence, stream_seeds
 from ..model.architectures import check_length, is_multimodal
 from ..model.prompt import ReadPrompt, read_prompt, row_of
 from ..sampling.processors import NodeProcessors
 from .decoder import PendingStep, SpeculativeDecoder, StepResult
+from .kept_states import fill_states, load_states, read_states, read_text_again, stateful_layers
 from .outputs import (
     RowStatistics,
     RowTensors,
@@ -105,6 +107,9 @@ def decode(
         seq.is_text = is_text
     if prompt_inputs is None:
         num_cached = min(num_cached, whole.shape[1] - 1)
+    has_states = decoder.target.recurrent is not None
+    if num_cached and has_states:
+        _check_states(decoder, past_key_values, unseen, num_cached)
     if is_text and decoder.generator.needs_all_features:
         num_cached = 0  # the drafter needs features of the whole text, so it is read again
     tensors = [RowTensors() for _ in sequences]
@@ -117,7 +122,8 @@ def decode(
     lookahead = decoder.generator.max_draft_nodes
     keep_cache = returns.as_dict or getattr(past_key_values, "_is_user_defined", False)
     export = past_key_values if keep_cache and isinstance(past_key_values, DynamicCache) else None
-    run = BatchRun(decoder, sequences, observer, tensors, returns, export is not None)
+    can_preempt = not (num_cached and has_states)  # a state that the caller passed is not kept
+    run = BatchRun(decoder, sequences, observer, tensors, returns, export is not None, can_preempt)
     try:
         decoder.allocate(sum(seq.max_length + lookahead for seq in sequences), len(sequences))
         if prompt_inputs is not None:
@@ -133,6 +139,8 @@ def decode(
             if num_cached and prompt_inputs is None:
                 _load_cache(decoder, sequences, past_key_values, columns, num_cached)
             run.until_done(model, synced_gpus)
+            if export is not None and decoder.cache.states is not None:
+                run.settle_states()
     except BaseException:
         decoder.abort(sequences)
         raise
@@ -146,14 +154,19 @@ def decode(
 class BatchRun:
     """Runs a batch whose rows start together. Rows leave as they finish.
 
+    Args:
+        can_preempt: whether a row's blocks may be given to another row for a while.
+
     Attributes:
         prompt: what the model itself has read and the rows have not begun with; None: rows read their own ids.
     """
 
     def __init__(
-        self, decoder: SpeculativeDecoder, sequences, observer: LockstepObserver, tensors, returns: Returns, keep_cache
-    ):
+        self, decoder: SpeculativeDecoder, sequences, observer: LockstepObserver, tensors, returns: Returns, keep_cache,
+        can_preempt: bool,
+    ):  # fmt: skip
         self.decoder, self.sequences, self.observer = decoder, sequences, observer
+        self.can_preempt = can_preempt
         self.prompt: ReadPrompt | None = None
         self.tensors, self.returns, self.keep_cache = tensors, returns, keep_cache
         self.running: list[Sequence] = list(sequences)
@@ -233,6 +246,8 @@ class BatchRun:
                 first, *others = self.running
                 waiting = [seq for seq in others if not seq.finished]
                 holders = [seq for seq in waiting if self.decoder.cache.tables[seq.id].blocks]
+                if not self.can_preempt:
+                    raise
                 if holders:
                     self.decoder.preempt(holders[-1])
                 elif not first.finished and any(seq.num_generated < first.num_generated for seq in waiting):
@@ -284,6 +299,24 @@ class BatchRun:
             packed = packed[1:]
         row.hidden.append([h[packed.to(h.device)] for h in step.output.hidden_states])
 
+    def num_fed(self, seq: Sequence) -> int:
+        """How many of the row's tokens a cache for the output stands for, when the batch has stopped."""
+        return min(len(seq.tokens), seq.prompt_length + self.observer.num_steps - 1)
+
+    def _may_be_needed(self, seq: Sequence) -> list[int]:
+        """Numbers of tokens after which a leaving row's states may belong to the output, which can end where the row does, one token
+        later, or, by a criterion, at the step that is shown now."""
+        return sorted({len(seq.tokens) - 1, len(seq.tokens), self.num_fed(seq)})
+
+    def settle_states(self) -> None:
+        """Rows that were ahead of the batch when it stopped: read their texts again, up to where the states are needed."""
+        decoder = self.decoder
+        for seq in self.sequences:
+            needed = self.num_fed(seq)
+            if needed not in self.tensors[seq.row].states:
+                chunk = decoder.config.prefill_chunk_size
+                self.tensors[seq.row].states = read_text_again(decoder.target, decoder.cache, seq, needed, chunk)
+
     def _let_go(self, leaving: list[Sequence], everything: bool = False) -> None:
         if leaving and self.keep_cache and not everything:  # transformers feeds the end token while other rows continue
             self._making_room(lambda: self.decoder.read_last(leaving))
@@ -291,6 +324,7 @@ class BatchRun:
             self.running.remove(seq)
             if self.keep_cache:
                 self.tensors[seq.row].cache = self.decoder.read_cache(seq)
+                self.tensors[seq.row].states = read_states(self.decoder.cache, seq, self._may_be_needed(seq))
             self.statistics[seq.row] = self.decoder.remove(seq)
 
 
@@ -335,6 +369,11 @@ def _check_methods(decoder: SpeculativeDecoder, num_cached: int, prompt_inputs: 
             f"Method {decoder.config.method!r} reads hidden states of the whole text, and past_key_values may hold an image, or text "
             "that input_ids leave out: pass the whole prompt without past_key_values, or use a method that reads no hidden "
             "states of it, like 'ngram'."
+        )
+    if prompt_inputs is not None and decoder.target.recurrent is not None:
+        raise UnsupportedModel(
+            f"{type(decoder.target.model).__name__} has layers with a state, which is not taken over from a prompt that the model reads in "
+            "its own way: images, embeddings or other positions. Call generate() without speculative_config."
         )
     if prompt_inputs is not None and decoder.target.deterministic:
         raise ValueError(
@@ -385,8 +424,30 @@ def _load_cache(decoder: SpeculativeDecoder, sequences, cache: Any, columns: lis
     """Start the rows with the KV of the prompts' first tokens from transformers' cache."""
     for i, seq in enumerate(sequences):
         own = columns[i][columns[i] < length]
-        if len(own):
-            decoder.keep_outside(seq, row_of(cache, i, own))
+        if not len(own):
+            continue
+        decoder.keep_outside(seq, row_of(cache, i, own))
+        load_states(decoder.cache, seq, cache, i, len(own))
+        if len(own) == seq.prompt_length - 1:  # generate() reads one token after a state by the one-token rule
+            seq.chunked_length = len(own)
+
+
+def _check_states(decoder: SpeculativeDecoder, cache: Cache, unseen: int, num_cached: int) -> None:
+    """Raise ValueError unless rows can start from the states in transformers' cache, which cannot be cut."""
+    family, wrong = decoder.target.recurrent.family, None
+    if unseen:
+        wrong = "input_ids are only what follows past_key_values"
+    elif num_cached < int(cache.get_seq_length()):
+        wrong = "past_key_values holds the whole text, so the recurrent state is one token too far"
+    elif len(stateful_layers(cache)) != len(decoder.target.recurrent.mixers):
+        wrong = "past_key_values lacks recurrent states"
+    elif family.two_rules or decoder.generator.needs_all_features:
+        wrong = "this model and method would have to read again what past_key_values stands for, by another rule"
+    if wrong:
+        raise ValueError(
+            f"{type(decoder.target.model).__name__} has recurrent layers, and {wrong}: pass the whole text as input_ids, without "
+            "past_key_values."
+        )
 
 
 def _result(run: BatchRun, returns: Returns, columns, num_fed: int, export: DynamicCache | None, unseen: int):
@@ -400,6 +461,8 @@ def _result(run: BatchRun, returns: Returns, columns, num_fed: int, export: Dyna
     ids, steps = observer.output_ids(), observer.num_steps
     if export is not None:
         fill_dynamic_cache(export, tensors, columns, unseen + ids.shape[1] - 1)
+        if run.decoder.target.recurrent is not None:
+            fill_states(export, [tensors[seq.row].states[run.num_fed(seq)] for seq in run.sequences])
     if not returns.as_dict:
         return ids
     for seq in run.sequences:

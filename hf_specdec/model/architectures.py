@@ -12,6 +12,7 @@ from transformers import PreTrainedModel
 
 from ..core.errors import UnsupportedModel
 from ..core.rows import Chunks
+from .recurrent.families import family_of, mixers_of
 
 if TYPE_CHECKING:
     from ..core.output import Taps
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
 _ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 # Model types whose layers do not pass the forward's keyword arguments on to the attention function.
 _DROPS_ARGUMENTS = {"stablelm", "nemotron"}
+# Model types in which several layers share one attention module, which then does not know whose keys it should read.
+_SHARES_ATTENTION = {"zamba2"}
 # Model types whose attention derives positions or masks from a key's place in memory, which is wrong for packed rows.
 _POSITION_BY_SLOT = {"gpt_neo", "xglm", "ctrl", "codegen", "doge"}
 # Model types whose prompts are a prefix that attends both ways.
@@ -42,10 +45,14 @@ def check_supported(model: PreTrainedModel) -> None:
         raise UnsupportedModel(f"{name} has no language-model head.")
     kinds = set(getattr(text, "layer_types", None) or []) - _ATTENTION_LAYER_TYPES
     masks = {kind for kind in kinds if kind.endswith("attention") and kind != "linear_attention"}
-    if getattr(model, "_is_stateful", False) or kinds - masks:
+    family = family_of(text)
+    if family is not None:
+        mixers_of(model, family)
+    elif getattr(model, "_is_stateful", False) or kinds - masks:
         what = f"{', '.join(sorted(kinds - masks))} layers" if kinds - masks else "a recurrent state"
         raise UnsupportedModel(
-            f"{name} has {what}, which cannot be rolled back after a rejected draft. Call generate() without speculative_config."
+            f"{name} has {what}, and how its state changes from token to token is not known to this library, so it could not be "
+            "rolled back after a rejected draft. Call generate() without speculative_config."
         )
     if masks:
         raise UnsupportedModel(
@@ -103,7 +110,9 @@ def reads_pages(model: PreTrainedModel) -> bool:
     shared = bool(getattr(text, "num_kv_shared_layers", 0))
     # torch's sdpa cannot soft-cap, so transformers 5.17 runs Gemma 2 uncapped with it. We must match plain generate().
     uncapped = getattr(text, "attn_logit_softcapping", None) is not None and text._attn_implementation == "sdpa"
-    reaches_attention = model._can_set_attn_implementation() and text.model_type not in _DROPS_ARGUMENTS
+    reaches_attention = (
+        model._can_set_attn_implementation() and text.model_type not in _DROPS_ARGUMENTS | _SHARES_ATTENTION
+    )
     return reaches_attention and not (latent or shared or uncapped or _has_chunks(text))
 
 
@@ -159,7 +168,8 @@ def layer_windows(config) -> dict[str, int | Chunks | None]:
     if _has_chunks(config):
         return {"full_attention": None, "chunked_attention": Chunks(config.attention_chunk_size)}
     if hasattr(config, "layer_types"):
-        return {"full_attention": None, "sliding_attention": window}
+        stateful = {} if family_of(config) is None else dict.fromkeys({"linear_attention", *config.layer_types})
+        return {"full_attention": None, "sliding_attention": window, **stateful}
     return {"attention": window}
 
 

@@ -23,6 +23,7 @@ from ..kernels.cache import writer_for
 from ..kernels.transfer import upload
 from .attention_masks import additive_masks, block_diagonal_mask, is_worth_padding, padded_rows
 from .options.invariant_ops import InvariantOps
+from .recurrent.plan import StatePlan
 from .row_descriptions import describe, describe_lines
 
 
@@ -49,6 +50,7 @@ class PackedBatch:
         write_slots: int64 [T], where each token's keys and values are written.
         num_keys: number of keys of all rows together (S_total).
         attention_calls: how often our attention has been called in this forward.
+        states: how layers with a recurrent state read the rows; None: there are none.
         invariant: the mode the forward runs in if its results must not depend on the batch; None: no such mode.
     """
 
@@ -63,6 +65,7 @@ class PackedBatch:
     num_keys: int
     attention_calls: int = 0
     invariant: InvariantOps | None = None
+    states: StatePlan | None = None
     _on_device: dict = field(default_factory=dict)
     _inputs: dict = field(default_factory=dict)
     _lines: dict = field(default_factory=dict)

@@ -14,6 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..cache import PagedStaticCache
+from ..cache.state_pool import StatePool
 from ..core.errors import UnsupportedModel
 from ..core.names import ATTENTION_NAME
 from ..core.output import PackedOutput, Taps
@@ -23,6 +24,7 @@ from .graphs import CapturedBatch, GraphRunner
 from .options.invariant_ops import InvariantOps
 from .options.quantized import QuantizedLinears
 from .packed_batch import PackedBatch
+from .recurrent import RecurrentLayers, family_of, layers_without_keys, make_plan
 
 
 class Activated(Protocol):
@@ -48,6 +50,8 @@ class PackedModel:
 
     Attributes:
         gather: attend to gathered keys instead of pages. `self_test.check` may set it.
+        recurrent: its layers with a recurrent or convolutional state; None: it has none.
+        replays_drafts: keep the inputs of its recurrences for drafts, not the states (see StatePool).
         deterministic: a token's logits have the same bits whatever else is in the batch (see InvariantOps).
         graphs: runs decoding steps as CUDA graphs; None: kernels are launched one by one.
         active_options: entered while the model is active: quantized, prepacked or compiled layers.
@@ -65,7 +69,11 @@ class PackedModel:
         self.config = model.config.get_text_config(decoder=True)
         self.taps = taps or Taps()
         self.num_layers = num_layers
+        family = family_of(self.config)
+        recurrent = None if family is None else RecurrentLayers(model, family)
+        self.recurrent = recurrent if recurrent is not None and recurrent.mixers else None
         self.gather = not architectures.reads_pages(model)
+        self.replays_drafts = False
         self.deterministic = False
         self.graphs: GraphRunner | None = None
         self.active_options: list[Activated] = []
@@ -128,17 +136,29 @@ class PackedModel:
             self.graphs.captures.clear()
         num_layers = self.num_layers or self.config.num_hidden_layers
         weights = architectures.all_parameters(self.model) if grows else ()
-        return PagedStaticCache(num_layers, num_blocks, block_size, share_prefixes, weights)
+        keyless = layers_without_keys(self.config)
+        states = None if self.recurrent is None else StatePool(self.replays_drafts)
+        return PagedStaticCache(
+            num_layers, num_blocks, block_size, share_prefixes, weights, keyless=keyless, states=states
+        )
 
-    @torch.no_grad()
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in all layers, found by a forward over one token."""
+        return self._cache_of_one_token().bytes_per_token
+
+    def bytes_of_states(self, num_drafts: int) -> int:
+        """Bytes of the recurrent states of a row with a draft of so many nodes, found in the same way; 0 if no layer has one."""
+        states = self._cache_of_one_token().states
+        return 0 if states is None else states.bytes_of_row(num_drafts)
+
+    @torch.no_grad()
+    def _cache_of_one_token(self) -> PagedStaticCache:
         cache = self.new_cache(1, 1, share_prefixes=False)
         cache.add(0)
         cache.reserve(0, 1)
         with self.active():
             self.forward([RowInput(0, np.zeros(1, dtype=np.int64), 0)], cache)
-        return cache.num_bytes
+        return cache
 
     @contextlib.contextmanager
     def active(self):
@@ -162,6 +182,8 @@ class PackedModel:
             if not self.gather:
                 stack.callback(self.model.set_attn_implementation, self.config._attn_implementation)
                 self.model.set_attn_implementation(ATTENTION_NAME)
+            if self.recurrent is not None:
+                stack.enter_context(self.recurrent.active())
             for option in self.active_options:
                 stack.enter_context(option.active())
             stack.enter_context(architectures.without_checkpointing(self.model))
@@ -188,6 +210,8 @@ class PackedModel:
             if output is not None:
                 return output
         batch = PackedBatch.pack(rows, cache, self.device, self.gather)
+        if self.recurrent is not None:
+            batch.states = make_plan(rows, batch.starts, cache, self.recurrent.chunks_continue)
         return self.forward_batch(batch, batch.logit_index, all_hidden_states)
 
     def forward_batch(
@@ -226,6 +250,11 @@ class PackedModel:
         if not self.gather and batch.attention_calls == 0:
             raise UnsupportedModel(
                 f"{type(model).__name__} did not call transformers' attention interface, so its outputs cannot be trusted."
+            )
+        if self.recurrent is not None and batch.states.num_calls != len(self.recurrent.mixers):
+            raise UnsupportedModel(
+                f"{type(model).__name__} ran {batch.states.num_calls} of its {len(self.recurrent.mixers)} recurrent layers, so "
+                "their states cannot be trusted."
             )
         returned = output.logits[0]
         logits = returned if model_selects or logit_index is None else returned.index_select(0, logit_index)

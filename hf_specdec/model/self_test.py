@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 # Two texts are read in two forwards, so that the second one attends to cached keys: first _READ tokens of each text, then the
 # rest, with a tree after the second text. In memory the tree's siblings lie between parents and children.
+# To layers with a recurrent state the first _READ tokens are the prompt.
 _READ = 2
 _LENGTHS = (3, 3)
 _PARENTS = np.array([-1, -1, 1, 0])
@@ -133,6 +134,8 @@ def _problem(packed: PackedModel, expected: _Expected) -> str | None:
 
 class _Expected:
     """The logits of every packed token from the model's plain forward: no cache, its own attention, one line per tree path.
+    A model with a recurrent state reads the first _READ tokens at once and the others one by one with its own cache, because what
+    it computes for many tokens may differ by more than rounding.
 
     Raises:
         UnsupportedModel: the plain forward fails on token ids alone, or attends to later tokens.
@@ -177,9 +180,25 @@ class _Expected:
         return relative_error(self._in_packed_order(lines), self.logits)
 
     def _plain_forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.packed.recurrent is not None:
+            return self._token_by_token(ids)
         with architectures.first_layers(self.packed.model, self.packed.num_layers):
             more = architectures.causal_inputs(self.packed.model, ids)
             return self.packed.model(input_ids=ids, use_cache=False, return_dict=True, **more).logits.float()
+
+    def _token_by_token(self, ids: torch.Tensor) -> torch.Tensor:
+        positions, cache, logits = torch.arange(ids.shape[1], device=ids.device)[None].expand(ids.shape), None, []
+        for piece in (slice(0, _READ), *(slice(i, i + 1) for i in range(_READ, ids.shape[1]))):
+            output = self.packed.model(
+                input_ids=ids[:, piece],
+                position_ids=positions[:, piece],
+                past_key_values=cache,
+                use_cache=True,
+                return_dict=True,
+            )
+            cache = output.past_key_values
+            logits.append(output.logits.float())
+        return torch.cat(logits, dim=1)
 
     @staticmethod
     def _in_packed_order(lines) -> torch.Tensor:
@@ -200,7 +219,7 @@ def _packed_logits(packed: PackedModel) -> torch.Tensor:
     for row in (0, 1):
         cache.add(row)
         cache.reserve(row, 16)
-        rows.append(RowInput(row, texts[row][:_READ], 0, logits=_READ))
+        rows.append(RowInput(row, texts[row][:_READ], 0, logits=_READ, prompt=_READ))
     rest = RowInput(0, texts[0][_READ:], _READ, logits=_LENGTHS[0] - _READ)
     with packed.active():
         beginnings = packed.forward(rows, cache).logits
