@@ -23,6 +23,10 @@ openai = pytest.importorskip("openai")
 
 ROOT = Path(__file__).parents[1]
 CONFIG = {"method": "eagle3", "model": "tiny-eagle3", "num_speculative_tokens": 3}
+SERVED = {
+    "method": "per_request",
+    "methods": {"head": CONFIG, "copy": {"method": "ngram", "num_speculative_tokens": 2, "prompt_lookup_min": 1}},
+}
 STORY = "Once upon a time there was a little girl. Once upon a time"
 
 
@@ -88,7 +92,7 @@ class Process:
 @pytest.fixture(scope="module")
 def server():
     process = Process(
-        "--speculative-config", json.dumps(CONFIG), "--max-model-len", "256", "--max-body-bytes", "100000"
+        "--speculative-config", json.dumps(SERVED), "--max-model-len", "256", "--max-body-bytes", "100000"
     )
     try:
         yield process.wait()
@@ -233,8 +237,23 @@ def test_prefixes_are_counted_as_cached(server):
     body = {"prompt": STORY * 3, "max_tokens": 2, "temperature": 0, "speculative_config": {"enabled": False}}
     server.post("/v1/completions", body)
     _, _, again = server.post("/v1/completions", body)
-    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] >= 0
+    assert again["usage"]["prompt_tokens_details"]["cached_tokens"] > 0
     assert again["metrics"]["speculative_decoding"]["num_draft_tokens"] == 0
+
+
+def test_a_request_chooses_its_drafter(server):
+    """All write the same text; the copying one drafts at most two tokens a step."""
+    texts = set()
+    for method in (None, "head", "copy"):
+        body = {"prompt": STORY * 2, "max_tokens": 16, "temperature": 0, "speculative_config": {"method": method}}
+        _, _, answer = server.post("/v1/completions", body)
+        texts.add(answer["choices"][0]["text"])
+        drafted = answer["metrics"]["speculative_decoding"]
+        per_round = drafted["num_draft_tokens"] / drafted["num_spec_steps"]
+        assert 0 < per_round <= 2 if method == "copy" else 2 < per_round <= 3, drafted
+    assert len(texts) == 1
+    status, _, answer = server.post("/v1/completions", {"prompt": "x", "speculative_config": {"method": "nosuch"}})
+    assert status == 400 and "head, copy" in answer["error"]["message"]
 
 
 def test_other_endpoints(server, client, tiny_tokenizer):

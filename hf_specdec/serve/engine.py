@@ -94,11 +94,11 @@ class Engine:
             raise ValueError(
                 f"The prompt has {length} tokens; the KV cache holds {pool.most_blocks * pool.block_size}. Give it more memory."
             )
-        drafters = getattr(self.decoder.config, "methods", {})
+        drafters = getattr(self.decoder.config, "methods", {})  # of the method "per_request"
         if params.drafter is not None and params.drafter not in drafters:
+            known = f"it has {', '.join(drafters)}" if drafters else "it has one method, for every request"
             raise ValueError(
-                f"There is no drafter {params.drafter!r}"
-                + (f": choose one of {', '.join(drafters)}." if drafters else ", only the engine's own method.")
+                f"drafter {params.drafter!r} (speculative_config's 'method') is not one of this engine's: {known}."
             )
         matcher = self._matcher(params)
         request = Request(request_id, next(self._numbers), prompt, list(prompt_token_ids), params, on_update)

@@ -54,6 +54,7 @@ class Speculation(BaseModel):
     """A request's own speculation."""
 
     model_config = ConfigDict(extra="forbid")
+    method: str | None = None
     num_speculative_tokens: StrictInt | None = Field(None, ge=0)
     enabled: bool = True
 
@@ -174,7 +175,8 @@ class SamplingFields(Body):
                 include_stop_str_in_output=self.include_stop_str_in_output, max_tokens=max_tokens,
                 min_tokens=self.min_tokens, logit_bias=bias, allowed_token_ids=self.allowed_token_ids,
                 bad_words=self.bad_words or [], skip_special_tokens=self.skip_special_tokens, priority=self.priority,
-                num_speculative_tokens=speculation.num_speculative_tokens if speculation.enabled else 0, **more,
+                num_speculative_tokens=speculation.num_speculative_tokens if speculation.enabled else 0,
+                drafter=speculation.method, **more,
             )  # fmt: skip
         except ValueError as error:
             raise bad_request(str(error), str(error).partition(" ")[0]) from None
