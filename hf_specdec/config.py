@@ -22,6 +22,7 @@ _RULE_OF_KEY = {
 PER_CALL_KEYS = ("seed", "rejection_sample_method", "async_scheduling", *_RULE_OF_KEY)
 DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
 QUANTIZATIONS = ("wint8", "wint4")
+RECURRENT_STATES = ("kept", "replayed")
 DRAFT_LENGTHS = ("fixed", "auto")
 MOST_DRAFT_TOKENS, MOST_DRAFT_NODES = 1024, 4096  # per row and round: longer paths are cut, larger trees are refused
 
@@ -143,6 +144,13 @@ class SpeculativeConfig:
             "except for models that cannot attend to pages and mixtures of experts whose routing the host waits for"
         },
     )
+    recurrent_states: str = field(
+        default="kept",
+        metadata={
+            "help": "for targets with recurrent layers: 'kept' keeps the state after each draft; 'replayed' keeps one state and what each "
+            "draft adds to it, which is read again once accepted: the same output, less memory, more time"
+        },
+    )
     deterministic: bool = field(
         default=False,
         metadata={
@@ -171,6 +179,7 @@ class SpeculativeConfig:
             self.check_bool(key, optional=True)
         self.check_choice("quantization", QUANTIZATIONS, optional=True)
         self.check_choice("target_quantization", QUANTIZATIONS, optional=True)
+        self.check_choice("recurrent_states", RECURRENT_STATES)
         if self.quantization is not None and not self.has_weights:
             raise self.fail("quantization", "is for drafters with weights, and this method has none: leave it out.")
         self.check_bool("compile", optional=True)

@@ -117,6 +117,7 @@ KINDS = {
         "qwen3_next", {**_MOE, **_FULL, "shared_expert_intermediate_size": 32, "decoder_sparse_step": 1}, _qwen
     ),
     "Qwen3.5": Kind("qwen3_5_text", _FULL, _qwen),
+    "Qwen3.5-MoE": Kind("qwen3_5_moe_text", {**_MOE, **_FULL, "shared_expert_intermediate_size": 32}, _qwen),
     "EXAONE-MoE": Kind(
         "exaone_moe", {**_MOE, "num_shared_experts": 1, "sliding_window": WINDOW, "layer_types": _KINDS,
                        "mtp_layer_types": ["sliding_attention"]},
@@ -372,7 +373,22 @@ def llama_block(layer, config):
     return run
 
 
-def gated_block(layer, config):
+def sparse(x, w, config):
+    """Qwen's experts: the best of a softmax, weighted to one in sum, and a shared expert behind a gate."""
+    scores, chosen = torch.softmax(x @ w["mlp.gate.weight"].T, -1).topk(config.num_experts_per_tok)
+    scores = scores / scores.sum(-1, keepdim=True)
+    shared = {
+        f"mlp.{part}.weight": w[f"mlp.shared_expert.{part}.weight"] for part in ("gate_proj", "up_proj", "down_proj")
+    }
+    out = torch.sigmoid(x @ w["mlp.shared_expert_gate.weight"].T) * _swiglu(x, shared)
+    for t in range(len(x)):
+        for score, expert in zip(scores[t], chosen[t], strict=True):
+            gate, up = (w["mlp.experts.gate_up_proj"][expert] @ x[t]).chunk(2)
+            out[t] += score * (w["mlp.experts.down_proj"][expert] @ (gate * torch.sigmoid(gate) * up))
+    return out
+
+
+def gated_block(layer, config, mlp=None):
     """Qwen3.5's full attention: queries and gates side by side per head, norms of queries and keys, partial rotary
     embeddings, norms that scale by one plus their weight."""
     w = {name: value.double() + (1 if "norm" in name else 0) for name, value in layer.state_dict().items()}
@@ -390,6 +406,7 @@ def gated_block(layer, config):
             for each, part in ((q, "q"), (k, "k"))
         )
         x = x + (_attend(q, k, v) * torch.sigmoid(gate.flatten(1))) @ w["self_attn.o_proj.weight"].T
-        return x + _swiglu(_rms(x, w["post_attention_layernorm.weight"], eps), w)
+        y = _rms(x, w["post_attention_layernorm.weight"], eps)
+        return x + (_swiglu(y, w) if mlp is None else mlp(y, w, config))
 
     return run

@@ -119,7 +119,7 @@ COMPANIONS = {
     "prompt_lookup_max": {"prompt_lookup_min": 1},
     "n_candidates": {"top_k_tokens_per_head": [2, 1]},
 }
-NEEDED = {"hybrid": {"first": NGRAM, "second": {"method": "suffix"}}}
+NEEDED = {"hybrid": {"first": NGRAM, "second": {"method": "suffix"}}, "per_request": {"methods": {"it": NGRAM}}}
 SAMPLES = {
     "bool": True,
     "int": 17,
@@ -132,8 +132,8 @@ SPECIAL = {
     "rejection_sample_method": "rejection", "draft_sample_method": "greedy", "vocabulary_bridge": "text",
     "draft_length": "auto", "num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 8, 0]],
     "synthetic_acceptance_rates": [0.9, 0.5], "synthetic_acceptance_length": 1.5, "strategy": "extend",
-    "first": {"method": "suffix"}, "second": NGRAM, "total_tokens": 5, "mtp_strategy": "with_ngram",
-    "quantization": "wint8", "target_quantization": "wint4",
+    "first": {"method": "suffix"}, "second": NGRAM, "methods": {"it": NGRAM}, "total_tokens": 5, "mtp_strategy": "with_ngram",
+    "quantization": "wint8", "target_quantization": "wint4", "recurrent_states": "replayed",
 }  # fmt: skip
 SPECIAL_OF = {
     ("lookahead", "num_speculative_tokens"): 3, ("token_recycling", "num_speculative_tokens"): 3,
@@ -233,6 +233,7 @@ BAD = [
     *(("draft_model", "draft_sample_method", value) for value in ("sampled", 5, ["greedy"])),
     *(("ngram", "prepack_weights", value) for value in (1, "yes")),
     *(("ngram", "async_scheduling", value) for value in (0, "on")),
+    ("ngram", "recurrent_states", "both"),
     *(("suffix", "suffix_decoding_max_tree_depth", value) for value in (1, 0, "24", 3.5, True, None)),
     *(("suffix", "suffix_decoding_max_cached_requests", value) for value in (-2, 1.5, "all")),
     *(("suffix", "suffix_decoding_max_spec_factor", value) for value in (-0.1, "1", None, True, float("nan"))),

@@ -17,6 +17,7 @@ from ..kernels.cache import SlotMover
 from . import memory
 from .block_pool import BlockPool
 from .paged_layer import PagedLayer
+from .state_pool import StatePool
 
 logger = logging.getLogger(__name__)
 
@@ -58,6 +59,11 @@ class PagedStaticCache(Cache):
         num_layers: layers with keys and values.
         num_blocks: the most blocks.
         weights: the weights of the model that this cache serves; empty: allocate all blocks at the start.
+        ahead: how many tokens after a slot its keys and values depend on, beside those up to it: 1 for heads that read each token
+            with the feature before it. Blocks are shared only where these tokens are equal, too.
+        keyless: layers that have no keys and values.
+        states: of the layers that have recurrent or convolutional states; None: no layer has any. With states, prefixes are not
+            shared, because blocks hold no states.
     """
 
     def __init__(
@@ -67,6 +73,9 @@ class PagedStaticCache(Cache):
         block_size: int,
         share_prefixes: bool = True,
         weights: Iterable[torch.Tensor] = (),
+        ahead: int = 0,
+        keyless: frozenset[int] = frozenset(),
+        states: StatePool | None = None,
     ):
         super().__init__(layers=[PagedLayer(self) for _ in range(num_layers)])
         weights = list(weights)
@@ -75,9 +84,12 @@ class PagedStaticCache(Cache):
         self._bytes_beside = sum(weight.nbytes for weight in weights)
         at_once = num_blocks if not weights else min(num_blocks, MOST_AT_ONCE) if self.is_lazy else min(num_blocks, 1)
         self.pool = BlockPool(at_once)
-        self.share_prefixes = share_prefixes
+        self.states = states
+        self._with_keys = [layer for index, layer in enumerate(self.layers) if index not in keyless]
+        self.share_prefixes, self.ahead = share_prefixes, ahead
         self.tables: dict[int, BlockTable] = {}
         self.batch: Any = None  # the PackedBatch of the running forward
+        self.windows: dict[int, int | None] = {}  # sliding windows by layer, as attention finds them
         self._next_place = 0
         self._movers: dict[torch.device, SlotMover] = {}  # until pools are added or grow
         self._identity: tuple[int, ...] | None = None  # until pools are added or grow
@@ -89,15 +101,36 @@ class PagedStaticCache(Cache):
         return self.pool.num_blocks * self.block_size
 
     @property
+    def share_prefixes(self) -> bool:
+        """True if equal prefixes share blocks; never with states."""
+        return self._share_prefixes and self.states is None
+
+    @share_prefixes.setter
+    def share_prefixes(self, wanted: bool) -> None:
+        self._share_prefixes = wanted
+
+    @property
     def is_allocated(self) -> bool:
-        """True if every layer has its pools."""
-        return all(layer.is_initialized for layer in self.layers)
+        """True if every layer with keys has its pools."""
+        return all(layer.is_initialized for layer in self._with_keys)
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the pools; on a CPU, of the most blocks that were used at one time."""
+        """Memory of the pools, on a CPU of the most blocks that were used at one time, and of the states."""
         blocks = self.pool.most_used if self.is_lazy else self.pool.num_blocks
-        return blocks * self.block_size * self._bytes_per_slot
+        states = 0 if self.states is None else self.states.num_bytes
+        return blocks * self.block_size * self._bytes_per_slot + states
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Memory of one token's keys and values in all layers that have pools."""
+        return self._bytes_per_slot
+
+    def check(self) -> None:
+        """Raise AssertionError unless the records of blocks and states agree."""
+        self.pool.check()
+        if self.states is not None:
+            self.states.check()
 
     def can_serve(self, block_size: int) -> bool:
         """True if the pools exist and have blocks of this size."""
@@ -136,7 +169,7 @@ class PagedStaticCache(Cache):
     def slots_at_first(self, bytes_per_slot: int) -> int:
         """Number of slots to allocate for a layer without pools; `bytes_per_slot`: in this layer."""
         if not self.is_lazy and not any(layer.is_initialized for layer in self.layers):
-            self.pool.grow(self._size_with(self._extent(bytes_per_slot * len(self.layers))))
+            self.pool.grow(self._size_with(self._extent(bytes_per_slot * len(self._with_keys))))
         return self.num_slots
 
     def _make_available(self, count: int) -> None:
@@ -193,10 +226,14 @@ class PagedStaticCache(Cache):
         table = self.tables[seq_id]
         self.pool.release(table.blocks)
         self.tables[seq_id] = BlockTable(table.place)
+        if self.states is not None:
+            self.states.drop(seq_id)
 
     def remove(self, seq_id: int) -> None:
         """Release a sequence's blocks. An unknown id raises KeyError."""
         self.pool.release(self.tables.pop(seq_id).blocks)
+        if self.states is not None:
+            self.states.drop(seq_id)
 
     def clear(self) -> None:
         """Release every sequence and forget all prefixes, because contents cannot be trusted after an error."""
@@ -205,28 +242,40 @@ class PagedStaticCache(Cache):
         self.pool.forget()
         self.batch = None
 
-    def match_prefix(self, seq_id: int, tokens: list[int]) -> int:
-        """Let an empty sequence share the blocks that already hold a prefix of `tokens`.
+    def known_prefix(self, tokens: list[int]) -> int:
+        """How many of `tokens` an empty sequence could share. The last token is never among them, because its logits are needed."""
+        return len(self._known_blocks(tokens)) * self.block_size
 
-        The last token is never covered, because its logits are needed. Returns the number of covered tokens.
+    def match_prefix(self, seq_id: int, tokens: list[int], most: int | None = None) -> int:
+        """Let an empty sequence share the blocks that already hold a prefix of `tokens`, of at most `most` tokens.
+
+        Returns the number of covered tokens; see `known_prefix`.
         """
         table = self.tables[seq_id]
-        if not self.share_prefixes or table.blocks:
+        if table.blocks:
             return 0
-        shared = []
-        for content in self._block_hashes(tokens, (len(tokens) - 1) // self.block_size, []):
-            block = self.pool.lookup(content)
-            if block is None:
-                break
-            shared.append(block)
-            table.hashes.append(content)
+        known = self._known_blocks(tokens)[: None if most is None else most // self.block_size]
+        shared = [block for _, block in known]
+        table.hashes += [content for content, _ in known]
         self.pool.retain(shared)
         self._append(table, shared)
         table.length = len(shared) * self.block_size
         return table.length
 
+    def _known_blocks(self, tokens: list[int]) -> list[tuple[bytes, int]]:
+        """(hash, block) of each leading block whose contents are in the pool."""
+        found = []
+        if self.share_prefixes:
+            for content in self._block_hashes(tokens, (len(tokens) - max(self.ahead, 1)) // self.block_size, []):
+                block = self.pool.lookup(content)
+                if block is None:
+                    break
+                found.append((content, block))
+        return found
+
     def register_prefix(self, seq_id: int, tokens: list[int], length: int) -> None:
-        """Declare that the KV of `tokens[:length]` are written or being written, so that full blocks can be shared."""
+        """Declare that the KV of `tokens[:length]` are written or being written, so that full blocks can be shared. `tokens` go on for
+        at least `ahead` more."""
         if not self.share_prefixes:
             return
         table = self.tables[seq_id]
@@ -241,7 +290,8 @@ class PagedStaticCache(Cache):
         hashes = []
         parent = known[-1] if known else b""
         for i in range(len(known), count):
-            chunk = np.asarray(tokens[i * self.block_size : (i + 1) * self.block_size], dtype=np.int64).tobytes()
+            read = tokens[i * self.block_size : (i + 1) * self.block_size + self.ahead]
+            chunk = np.asarray(read, dtype=np.int64).tobytes()
             parent = hashlib.blake2b(parent + chunk, digest_size=16).digest()
             hashes.append(parent)
         return hashes
@@ -304,6 +354,8 @@ class PagedStaticCache(Cache):
                 moved = own != index
                 moves.append((table.slots[start + own[moved]], table.slots[start + index[moved]]))
             table.length = start + len(offsets)
+            if self.states is not None:
+                self.states.commit(seq_id, start, offsets)
         if moves:
             self._move(moves)
 
@@ -317,7 +369,8 @@ class PagedStaticCache(Cache):
             self._movers[device].move(moves)
 
     def truncate(self, seq_id: int, length: int) -> None:
-        """Roll back to the first `length` tokens. This changes only records.
+        """Roll back to the first `length` tokens, or to the text's beginning if there is no state after so many. This changes only
+        records.
 
         Raises:
             ValueError: this would reopen blocks whose content was declared and may be shared.
@@ -325,7 +378,8 @@ class PagedStaticCache(Cache):
         table = self.tables[seq_id]
         if length < len(table.hashes) * self.block_size:
             raise ValueError(f"Sequence {seq_id} cannot be rolled back to {length} tokens: later blocks may be shared.")
-        table.length = min(table.length, length)
+        length = min(table.length, length)
+        table.length = length if self.states is None or self.states.holds(seq_id, length) else 0
 
     # ---- to and from transformers' own caches -----------------------------------------------------------------------
 
@@ -336,10 +390,17 @@ class PagedStaticCache(Cache):
         slots = torch.from_numpy(table.slots[: table.length]).to(pools.keys.device)
         return pools.keys.index_select(0, slots), pools.values.index_select(0, slots)
 
+    def load_all(self, seq_id: int, layers: list[tuple[torch.Tensor, torch.Tensor] | None]) -> None:
+        """`load` every layer's keys and values [n, heads, width]; None: the layer reads another's. The length becomes n."""
+        for index, pair in enumerate(layers):
+            if pair is not None:
+                self.load(seq_id, index, *pair)
+                self.tables[seq_id].length = pair[0].shape[0]
+
     def load(self, seq_id: int, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write keys and values [n, heads, width] of a sequence's first n tokens. Its slots must be reserved."""
         pools = self.layers[layer]
         if not pools.is_initialized:
             pools.lazy_initialization(keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
         slots = torch.from_numpy(self.tables[seq_id].slots[: keys.shape[0]]).to(pools.keys.device)
-        pools.write(slots, keys, values)
+        pools.write(slots, keys.to(pools.keys.device), values.to(pools.values.device))

@@ -26,7 +26,12 @@ class Sequence:
         shown_prompt: the row's ids in the caller's batch, masked ones included. Logits processors and stopping criteria see
             them, as they do in transformers. None: the prompt itself.
         wants_prompt_logits: keep the logits of the prompt's tokens (`StepTensors.prompt_logits`); no cached prefix is used.
+        chunked_length: how many of the first tokens layers with a recurrent state read in chunk form; None: the prompt.
         num_speculative_tokens: this row's own draft length; None: the method's, 0: no drafts.
+        drafter: with the method "per_request", the name of the drafter that drafts for this row; None: the first.
+        is_text: the prompt's ids alone determine its keys and values, so it may be read again and shared by equal ids. False: it has
+            images or embeddings, or ids that stand for unknown ones.
+        position_offset: what the model's positions of the tokens after the prompt exceed their indices by (M-RoPE: negative).
     """
 
     tokens: list[int]
@@ -38,7 +43,11 @@ class Sequence:
     row: int = 0
     shown_prompt: list[int] | None = None
     num_speculative_tokens: int | None = None
+    drafter: str | None = None
     wants_prompt_logits: bool = False
+    is_text: bool = True
+    position_offset: int = 0
+    chunked_length: int | None = None
     id: int = field(default_factory=lambda: next(_ids))
     num_steps: int = 0  # verification rounds so far: part of the key of rejection sampling's noise
     finished: bool = False
@@ -58,6 +67,11 @@ class Sequence:
     def num_generated(self) -> int:
         """Number of tokens after the prompt."""
         return len(self.tokens) - self.prompt_length
+
+    def num_chunked(self, start: int, end: int) -> int:
+        """How many of the tokens from `start` to `end` layers with a recurrent state read in chunk form: the first ones."""
+        chunked = self.prompt_length if self.chunked_length is None else self.chunked_length
+        return max(0, min(end, chunked) - start)
 
     def accept(self, new_tokens: list[int]) -> list[int]:
         """Append verified tokens up to the first end-of-sequence token or `max_length`; returns those appended."""

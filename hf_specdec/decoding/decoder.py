@@ -19,13 +19,14 @@ from ..core.rows import RowInput
 from ..core.sequence import UNKNOWN, Sequence
 from ..kernels.transfer import upload
 from ..model.packed_model import PackedModel
+from ..model.prompt import KeysValues, ReadPrompt
 from ..sampling.fused import FusedSampling, fused_sampling, fuses_sampling
 from ..sampling.grammar import without_impossible_ends
 from ..sampling.logits import calls_in_order, needs_prefix, process_logits
 from ..verification.verify import begin_verification
 from .acceptance import DraftedStep
 from .draft_length import DraftLengthPolicy, make_policy, nodes_by_depth
-from .outputs import RowStatistics
+from .outputs import RowStatistics, read_cache
 from .step import PendingStep, StepResult, StepTensors
 from .step_cost import StepTimer
 
@@ -52,6 +53,7 @@ class SpeculativeDecoder:
         self.timer = StepTimer(target.device)
         self.cache = target.new_cache(1, config.block_size)
         self.statistics: dict[int, RowStatistics] = {}
+        self.outside: dict[int, KeysValues] = {}  # per sequence: keys and values that wait for blocks
         self.last: StepTensors | None = None
         self.all_hidden_states = False
         self._num_sequences = 1
@@ -70,14 +72,12 @@ class SpeculativeDecoder:
             raise RuntimeError("The KV pool cannot be replaced while sequences are running.")
         size, bound = self.config.block_size, self.config.num_blocks
         num_blocks = bound or -(-num_tokens // size) + num_sequences
-        # A drafter that needs features of every token cannot skip a prefix that the target has cached.
-        share = not (self.generator.needs_all_features or self.all_hidden_states)
         kept = self.target.graphs is not None and self.cache.can_serve(size)
         if kept and (bound is None or self.cache.pool.num_blocks <= bound):
             self.cache.grow_up_to(num_blocks)
         else:
             self.cache = self.target.new_cache(num_blocks, size, grows=True)
-        self.cache.share_prefixes = share
+        self.cache.share_prefixes = not self.all_hidden_states
         self._num_sequences = num_sequences
         self.generator.allocate(num_blocks * size, num_sequences, size)
 
@@ -114,14 +114,37 @@ class SpeculativeDecoder:
     def remove(self, seq: Sequence) -> RowStatistics:
         """A sequence leaves, finished or not. Frees its blocks and returns its statistics."""
         self.cache.remove(seq.id)
+        self.outside.pop(seq.id, None)
         self.generator.stop(seq)
         self.policy.forget(seq)
         return self.statistics.pop(seq.id)
 
     def preempt(self, seq: Sequence) -> None:
-        """Free a running sequence's blocks. Its tokens are read again when it is next scheduled."""
-        self.cache.evict(seq.id)
-        self.generator.evict(seq)
+        """Free a running sequence's blocks. Its tokens are read again when it is next scheduled; a prompt that cannot be read
+        again leaves its keys and values in host memory."""
+        if seq.is_text:
+            self.outside.pop(seq.id, None)
+            self.cache.evict(seq.id)
+        elif seq.id not in self.outside:
+            layers = self.read_cache(seq)
+            self.cache.evict(seq.id)
+            self.keep_outside(seq, [None if pair is None else (pair[0].cpu(), pair[1].cpu()) for pair in layers])
+        if seq.is_text or not self.generator.needs_all_features:  # else its features would not come again
+            self.generator.evict(seq)
+
+    def keep_outside(self, seq: Sequence, layers: KeysValues) -> None:
+        """Let keys and values of a sequence's first tokens wait until it has blocks. It holds none now."""
+        self.outside[seq.id] = layers
+        self.cache.tables[seq.id].length = next(pair[0].shape[0] for pair in layers if pair is not None)
+
+    def read_cache(self, seq: Sequence) -> KeysValues:
+        """Per layer, keys and values [n, heads, width] of the tokens that were fed; None for a layer that reads another's."""
+        return self.outside[seq.id] if seq.id in self.outside else read_cache(self.cache, seq)
+
+    def forget_prefixes(self) -> None:
+        """Drop what is kept of texts that have ended, because the model has changed or a step has raised."""
+        self.cache.pool.forget()
+        self.generator.forget_prefixes()
 
     def abort(self, sequences: list[Sequence]) -> None:
         """After an error: remove the sequences and drop everything that is cached."""
@@ -134,8 +157,8 @@ class SpeculativeDecoder:
 
     @contextlib.contextmanager
     def active(self):
-        """A context in which `step` may run. Inside, the models read our pages; on exit they are restored."""
-        with self.target.active(), self.generator.active():
+        """A context in which `step` may run, without gradients. Inside, the models read our pages; on exit they are restored."""
+        with torch.no_grad(), self.target.active(), self.generator.active():
             yield self
 
     def read_last(self, sequences: list[Sequence]) -> None:
@@ -145,8 +168,13 @@ class SpeculativeDecoder:
             OutOfBlocks: one of the tokens does not fit; nothing was fed.
         """
         for seq in sequences:
-            self.cache.reserve(seq.id, len(seq.tokens))
-        rows = [RowInput(seq.id, np.asarray(seq.tokens[-1:], dtype=np.int64), len(seq.tokens) - 1) for seq in sequences]
+            self._reserve(seq, len(seq.tokens))
+        rows = [
+            RowInput(
+                seq.id, np.asarray(seq.tokens[-1:], dtype=np.int64), len(seq.tokens) - 1, offset=seq.position_offset
+            )
+            for seq in sequences
+        ]
         self.target.forward(rows, self.cache)
         for seq in sequences:
             self.cache.tables[seq.id].length = len(seq.tokens)
@@ -167,7 +195,6 @@ class SpeculativeDecoder:
         with pending.as_if_finished():
             return not any(self._draft_limits(sequences))
 
-    @torch.no_grad()
     def begin(
         self, sequences: list[Sequence], num_tokens: list[int] | None = None, after: PendingStep | None = None
     ) -> PendingStep:
@@ -217,9 +244,29 @@ class SpeculativeDecoder:
         tensors = StepTensors(output, scores, sampling, logit_rows, starts, prompt_logits)
         return PendingStep(rows, num_own, decoding, limits, trees, tensors, verdict)
 
-    @torch.no_grad()
+    def begin_with(self, sequences: list[Sequence], prompt: ReadPrompt) -> PendingStep:
+        """A step whose forward the model has made itself: choose the token after each prompt. Call inside `active()`.
+
+        The rows' keys and values wait outside the pool until the rows are next scheduled.
+        """
+        if self.policy.needs_observations:
+            self.timer.start()
+        for seq, layers in zip(sequences, prompt.keys_values, strict=True):
+            self.keep_outside(seq, layers)
+        trees = DraftTrees.empty(len(sequences), self.target.device)
+        if self.policy.needs_observations:
+            self.timer.proposed()
+        output, ends = prompt.output, np.cumsum(prompt.counts)
+        scores, sampling = self._scores(sequences, trees, output.logits)
+        verdict = begin_verification(trees, scores, sequences, self.config, sampling)
+        starts = {seq.id: int(end) - count for seq, end, count in zip(sequences, ends, prompt.counts, strict=True)}
+        tensors = StepTensors(output, scores, sampling, ends - 1, starts)
+        rows = [(seq, len(seq.tokens)) for seq in sequences]
+        return PendingStep(rows, prompt.counts, sequences, [0] * len(sequences), trees, tensors, verdict)
+
     def finish(self, pending: PendingStep) -> list[StepResult]:
-        """Wait for the verdict, keep the KV of accepted tokens, append the tokens, count them, and tell the drafter.
+        """Wait for the verdict, keep the KV of accepted tokens, append the tokens, count them, and tell the drafter. Call inside
+        `active()`.
 
         Sequences that were finished or removed in the meantime get nothing.
         """
@@ -251,15 +298,17 @@ class SpeculativeDecoder:
         rows = []
         for i, seq in enumerate(sequences):
             table = self.cache.tables[seq.id]
-            reads_all = seq.wants_prompt_logits and not seq.num_generated
-            matched = self.cache.match_prefix(seq.id, seq.tokens) if not (table.blocks or reads_all) else 0
+            own = (seq.wants_prompt_logits and not seq.num_generated) or not seq.is_text or seq.id in self.outside
+            matched = 0 if table.blocks or own else self._share_prefix(seq)
             if matched and not seq.num_generated:
                 self.statistics[seq.id].num_cached_tokens = matched
             end = len(seq.tokens) if num_tokens is None else min(len(seq.tokens), table.length + num_tokens[i])
+            if end < seq.prompt_length and self.target.recurrent is not None:
+                end = self.target.recurrent.cut(table.length, end)
             if end <= table.length:
                 raise ValueError(f"Sequence {seq.id} was scheduled with no token to feed.")
             try:
-                self.cache.reserve(seq.id, end)
+                self._reserve(seq, end)
             except OutOfBlocks:
                 if matched:  # do not hold a shared prefix while waiting
                     self.preempt(seq)
@@ -267,13 +316,28 @@ class SpeculativeDecoder:
                     raise
                 break
             # In one forward every layer writes all keys before it attends, so later rows can share these blocks at once.
-            self.cache.register_prefix(seq.id, seq.tokens, end - (seq.tokens[end - 1] == UNKNOWN))
+            if seq.is_text:
+                self.cache.register_prefix(seq.id, seq.tokens, end - (seq.tokens[end - 1] == UNKNOWN))
             rows.append((seq, end))
         return rows
 
+    def _share_prefix(self, seq: Sequence) -> int:
+        """Use the KV of earlier texts, as far as the target and the drafter both have them. Returns the number of tokens covered."""
+        known = min(self.cache.known_prefix(seq.tokens), self.generator.known_prefix(seq))
+        matched = self.cache.match_prefix(seq.id, seq.tokens, known)
+        if matched:
+            self.generator.share_prefix(seq, matched)
+        return matched
+
+    def _reserve(self, seq: Sequence, end: int) -> None:
+        """Give the sequence slots for its first `end` tokens, and bring in keys and values that waited for them."""
+        self.cache.reserve(seq.id, end)
+        if seq.id in self.outside:
+            self.cache.load_all(seq.id, self.outside.pop(seq.id))
+
     def _draft_limits(self, sequences: list[Sequence]) -> list[int]:
         """Draft depth of each row: the policy's choice, capped by what the row can use."""
-        if not self._drafts:
+        if not self._drafts or self.policy.is_plain(sequences):
             return [0] * len(sequences)
         return self.policy.limits(sequences, [self._draft_limit(seq) for seq in sequences])
 
@@ -329,7 +393,10 @@ class SpeculativeDecoder:
             own = next_tokens[seq.id] if seq.id in next_tokens else np.asarray(seq.tokens[start:end], dtype=np.int64)
             decoding = end == len(seq.tokens)
             count = trees.lengths[drafted] if decoding else 0
-            row = RowInput(seq.id, own, start, logits=count + 1 if decoding else 0)
+            logits = count + 1 if decoding else 0
+            row = RowInput(
+                seq.id, own, start, logits=logits, offset=seq.position_offset, prompt=seq.num_chunked(start, end)
+            )
             if count:
                 row.drafts = nodes[drafted] if count == nodes[drafted].shape[0] else nodes[drafted][:count]
                 if not trees.is_chain:

@@ -14,10 +14,13 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from ..cache import OutOfBlocks
+from ..core.errors import UnsupportedModel
 from ..core.sequence import Sequence, stream_seeds
-from ..model.architectures import check_length
+from ..model.architectures import check_length, is_multimodal
+from ..model.prompt import ReadPrompt, read_prompt, row_of
 from ..sampling.processors import NodeProcessors
 from .decoder import PendingStep, SpeculativeDecoder, StepResult
+from .kept_states import fill_states, load_states, read_states, read_text_again, stateful_layers
 from .outputs import (
     RowStatistics,
     RowTensors,
@@ -25,7 +28,6 @@ from .outputs import (
     at_step,
     fill_dynamic_cache,
     hidden_per_step,
-    read_cache,
     summarize,
 )
 from .stopping import LockstepObserver
@@ -68,6 +70,7 @@ def decode(
     streamer=None,
     synced_gpus: bool = False,
     past_key_values: Cache | None = None,
+    prompt_inputs: dict[str, Any] | None = None,
 ):
     """Decode a static batch to its end.
 
@@ -78,6 +81,8 @@ def decode(
         logits_processor, stopping_criteria, generation_config: as `generate()` prepared them.
         seed: the rows' random streams derive from it (if the config samples).
         past_key_values: KV of a prefix of the prompts to start from; the KV of the result is written back to it.
+        prompt_inputs: the arguments of the model's forward, as `generate()` prepared them, with which the model itself reads the
+            prompts (see `model.prompt`), because they are more than ids; None: they are read as ids.
 
     Returns: int64 [B, S + n], or SpeculativeDecoderOnlyOutput.
 
@@ -88,18 +93,24 @@ def decode(
     pad_token = generation_config._pad_token_tensor
     pad_token = 0 if pad_token is None else int(pad_token)
     unseen = text_length(input_ids, attention_mask, generation_config) - input_ids.shape[1]
-    if unseen and decoder.generator.needs_all_features:
-        raise ValueError(
-            f"Method {decoder.config.method!r} reads the whole text, and input_ids are only what follows past_key_values: pass the "
-            "whole text, or use a method that reads no hidden states of it, like 'ngram'."
-        )
-    whole = torch.nn.functional.pad(input_ids, (unseen, 0), value=pad_token)  # the ids of cached keys are never read
+    num_cached = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+    # Whether the ids say everything. Those that stand for something else are not read by the target, but drafters look at them.
+    is_text = not (unseen or prompt_inputs is not None or (num_cached and is_multimodal(model)))
+    whole = torch.nn.functional.pad(input_ids, (unseen, 0), value=pad_token)
+    if not is_text:
+        whole = whole.where(whole < decoder.target.vocab_size, pad_token)
+        _check_methods(decoder, num_cached, prompt_inputs)
     columns = prompt_columns(whole, attention_mask)
     sequences = _sequences(whole, unseen, columns, logits_processor, stopping_criteria, generation_config, seed)
     for seq in sequences:
         check_length(model, seq.prompt_length, seq.max_length)
-    num_cached = 0 if past_key_values is None else min(int(past_key_values.get_seq_length()), whole.shape[1] - 1)
-    if decoder.generator.needs_all_features:
+        seq.is_text = is_text
+    if prompt_inputs is None:
+        num_cached = min(num_cached, whole.shape[1] - 1)
+    has_states = decoder.target.recurrent is not None
+    if num_cached and has_states:
+        _check_states(decoder, past_key_values, unseen, num_cached)
+    if is_text and decoder.generator.needs_all_features:
         num_cached = 0  # the drafter needs features of the whole text, so it is read again
     tensors = [RowTensors() for _ in sequences]
     observer = LockstepObserver(
@@ -107,20 +118,29 @@ def decode(
         (lambda step: at_step([t.scores for t in tensors], step)) if returns.scores else None,
     )  # fmt: skip
     decoder.all_hidden_states, decoder.rows_have_places = returns.hidden, True
+    decoder.policy.begin_batch()
     lookahead = decoder.generator.max_draft_nodes
     keep_cache = returns.as_dict or getattr(past_key_values, "_is_user_defined", False)
     export = past_key_values if keep_cache and isinstance(past_key_values, DynamicCache) else None
-    run = BatchRun(decoder, sequences, observer, tensors, returns, export is not None, can_preempt=not unseen)
+    can_preempt = not (num_cached and has_states)  # a state that the caller passed is not kept
+    run = BatchRun(decoder, sequences, observer, tensors, returns, export is not None, can_preempt)
     try:
         decoder.allocate(sum(seq.max_length + lookahead for seq in sequences), len(sequences))
-        if unseen:
-            decoder.cache.share_prefixes = False  # padding ids stand for unknown texts: equal ids are not equal texts
+        if prompt_inputs is not None:
+            inputs = {**prompt_inputs, "attention_mask": attention_mask, "past_key_values": past_key_values}
+            run.prompt = read_prompt(
+                decoder.target, input_ids, inputs, generation_config, whole, columns, returns.hidden
+            )
+            for seq, offset in zip(sequences, run.prompt.offsets, strict=True):
+                seq.position_offset = offset
         with decoder.active():
             for seq in sequences:
                 decoder.add(seq)
-            if num_cached:
+            if num_cached and prompt_inputs is None:
                 _load_cache(decoder, sequences, past_key_values, columns, num_cached)
             run.until_done(model, synced_gpus)
+            if export is not None and decoder.cache.states is not None:
+                run.settle_states()
     except BaseException:
         decoder.abort(sequences)
         raise
@@ -135,15 +155,19 @@ class BatchRun:
     """Runs a batch whose rows start together. Rows leave as they finish.
 
     Args:
-        can_preempt: whether a row's text can be read again, so that its blocks may be given to another row.
+        can_preempt: whether a row's blocks may be given to another row for a while.
+
+    Attributes:
+        prompt: what the model itself has read and the rows have not begun with; None: rows read their own ids.
     """
 
     def __init__(
         self, decoder: SpeculativeDecoder, sequences, observer: LockstepObserver, tensors, returns: Returns, keep_cache,
-        can_preempt: bool = True,
+        can_preempt: bool,
     ):  # fmt: skip
         self.decoder, self.sequences, self.observer = decoder, sequences, observer
         self.can_preempt = can_preempt
+        self.prompt: ReadPrompt | None = None
         self.tensors, self.returns, self.keep_cache = tensors, returns, keep_cache
         self.running: list[Sequence] = list(sequences)
         self.statistics: dict[int, RowStatistics] = {}  # by row, after the row has left
@@ -155,9 +179,9 @@ class BatchRun:
             self._until_done_overlapping()
             return
         finished = False
-        while model._has_unfinished_sequences(finished, synced_gpus, device=self.observer.ids.device):
+        while model._has_unfinished_sequences(finished, synced_gpus, device=self.observer.device):
             if finished:  # ZeRO-3 and FSDP gather weights in forward, so idle ranks must take part
-                model(input_ids=self.observer.ids[:1, :1], use_cache=False)
+                model(input_ids=self.observer.output_ids()[:1, :1], use_cache=False)
                 continue
             for result in self.decoder.finish(self._begin()):
                 self._collect(result)
@@ -193,6 +217,9 @@ class BatchRun:
         self._let_go(list(self.running), everything=True)
 
     def _begin(self) -> PendingStep:
+        if self.prompt is not None:
+            prompt, self.prompt = self.prompt, None
+            return self.decoder.begin_with(self.running, prompt)
         return self._making_room(lambda: self.decoder.begin(self.running, self._chunks()))
 
     def _begin_after(self, pending: PendingStep) -> PendingStep | None:
@@ -272,13 +299,32 @@ class BatchRun:
             packed = packed[1:]
         row.hidden.append([h[packed.to(h.device)] for h in step.output.hidden_states])
 
+    def num_fed(self, seq: Sequence) -> int:
+        """How many of the row's tokens a cache for the output stands for, when the batch has stopped."""
+        return min(len(seq.tokens), seq.prompt_length + self.observer.num_steps - 1)
+
+    def _may_be_needed(self, seq: Sequence) -> list[int]:
+        """Numbers of tokens after which a leaving row's states may belong to the output, which can end where the row does, one token
+        later, or, by a criterion, at the step that is shown now."""
+        return sorted({len(seq.tokens) - 1, len(seq.tokens), self.num_fed(seq)})
+
+    def settle_states(self) -> None:
+        """Rows that were ahead of the batch when it stopped: read their texts again, up to where the states are needed."""
+        decoder = self.decoder
+        for seq in self.sequences:
+            needed = self.num_fed(seq)
+            if needed not in self.tensors[seq.row].states:
+                chunk = decoder.config.prefill_chunk_size
+                self.tensors[seq.row].states = read_text_again(decoder.target, decoder.cache, seq, needed, chunk)
+
     def _let_go(self, leaving: list[Sequence], everything: bool = False) -> None:
         if leaving and self.keep_cache and not everything:  # transformers feeds the end token while other rows continue
             self._making_room(lambda: self.decoder.read_last(leaving))
         for seq in leaving:
             self.running.remove(seq)
             if self.keep_cache:
-                self.tensors[seq.row].cache = read_cache(self.decoder.cache, seq)
+                self.tensors[seq.row].cache = self.decoder.read_cache(seq)
+                self.tensors[seq.row].states = read_states(self.decoder.cache, seq, self._may_be_needed(seq))
             self.statistics[seq.row] = self.decoder.remove(seq)
 
 
@@ -300,8 +346,7 @@ def prompt_columns(input_ids: torch.Tensor, attention_mask: torch.Tensor | None)
     """
     if input_ids.shape[0] == 0 or input_ids.shape[1] == 0:
         raise ValueError(
-            f"input_ids of shape {list(input_ids.shape)} hold no prompt. speculative_config needs token ids; prompts given "
-            "only as inputs_embeds are not supported."
+            f"input_ids of shape {list(input_ids.shape)} hold no prompt: pass at least one token, or inputs_embeds."
         )
     if attention_mask is None:
         return [np.arange(input_ids.shape[1])] * input_ids.shape[0]
@@ -315,6 +360,26 @@ def prompt_columns(input_ids: torch.Tensor, attention_mask: torch.Tensor | None)
                 "(tokenizer.padding_side = 'left')."
             )
     return columns
+
+
+def _check_methods(decoder: SpeculativeDecoder, num_cached: int, prompt_inputs: dict[str, Any] | None) -> None:
+    """Raise ValueError if a drafter or an option needs that the target reads the whole prompt as ids."""
+    if num_cached and decoder.generator.needs_all_features:
+        raise ValueError(
+            f"Method {decoder.config.method!r} reads hidden states of the whole text, and past_key_values may hold an image, or text "
+            "that input_ids leave out: pass the whole prompt without past_key_values, or use a method that reads no hidden "
+            "states of it, like 'ngram'."
+        )
+    if prompt_inputs is not None and decoder.target.recurrent is not None:
+        raise UnsupportedModel(
+            f"{type(decoder.target.model).__name__} has layers with a state, which is not taken over from a prompt that the model reads in "
+            "its own way: images, embeddings or other positions. Call generate() without speculative_config."
+        )
+    if prompt_inputs is not None and decoder.target.deterministic:
+        raise ValueError(
+            "'deterministic' does not cover prompts with images or embeddings, which the model reads in its own way: leave one of "
+            "the two out."
+        )
 
 
 def _sequences(
@@ -356,19 +421,33 @@ def _sequences(
 
 
 def _load_cache(decoder: SpeculativeDecoder, sequences, cache: Any, columns: list[np.ndarray], length: int) -> None:
-    """Copy the KV of the prompts' first tokens from transformers' cache."""
+    """Start the rows with the KV of the prompts' first tokens from transformers' cache."""
     for i, seq in enumerate(sequences):
-        cached = torch.from_numpy(columns[i][columns[i] < length])
-        count = len(cached)
-        if not count:
+        own = columns[i][columns[i] < length]
+        if not len(own):
             continue
-        decoder.cache.reserve(seq.id, count)
-        for index, layer in enumerate(cache.layers):
-            if getattr(layer, "keys", None) is None:  # this layer reads another layer's keys
-                continue
-            keys, values = (s[i][:, cached.to(s.device)].transpose(0, 1) for s in (layer.keys, layer.values))
-            decoder.cache.load(seq.id, index, keys, values)
-        decoder.cache.tables[seq.id].length = count
+        decoder.keep_outside(seq, row_of(cache, i, own))
+        load_states(decoder.cache, seq, cache, i, len(own))
+        if len(own) == seq.prompt_length - 1:  # generate() reads one token after a state by the one-token rule
+            seq.chunked_length = len(own)
+
+
+def _check_states(decoder: SpeculativeDecoder, cache: Cache, unseen: int, num_cached: int) -> None:
+    """Raise ValueError unless rows can start from the states in transformers' cache, which cannot be cut."""
+    family, wrong = decoder.target.recurrent.family, None
+    if unseen:
+        wrong = "input_ids are only what follows past_key_values"
+    elif num_cached < int(cache.get_seq_length()):
+        wrong = "past_key_values holds the whole text, so the recurrent state is one token too far"
+    elif len(stateful_layers(cache)) != len(decoder.target.recurrent.mixers):
+        wrong = "past_key_values lacks recurrent states"
+    elif family.two_rules or decoder.generator.needs_all_features:
+        wrong = "this model and method would have to read again what past_key_values stands for, by another rule"
+    if wrong:
+        raise ValueError(
+            f"{type(decoder.target.model).__name__} has recurrent layers, and {wrong}: pass the whole text as input_ids, without "
+            "past_key_values."
+        )
 
 
 def _result(run: BatchRun, returns: Returns, columns, num_fed: int, export: DynamicCache | None, unseen: int):
@@ -382,6 +461,8 @@ def _result(run: BatchRun, returns: Returns, columns, num_fed: int, export: Dyna
     ids, steps = observer.output_ids(), observer.num_steps
     if export is not None:
         fill_dynamic_cache(export, tensors, columns, unseen + ids.shape[1] - 1)
+        if run.decoder.target.recurrent is not None:
+            fill_states(export, [tensors[seq.row].states[run.num_fed(seq)] for seq in run.sequences])
     if not returns.as_dict:
         return ids
     for seq in run.sequences:

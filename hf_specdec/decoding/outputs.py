@@ -12,6 +12,7 @@ from transformers.generation.utils import GenerateDecoderOnlyOutput
 
 from ..cache import PagedStaticCache
 from ..core.sequence import Sequence
+from .kept_states import KeptStates
 
 
 @dataclass
@@ -27,7 +28,7 @@ class Speculation(dict):
     Keys: `num_steps` (target forwards a row took part in, summed over rows), `num_draft_tokens`, `num_accepted_tokens`,
     `num_new_tokens`, `mean_accepted_length` (τ: tokens emitted per target forward), `acceptance_rate` (accepted / drafted
     tokens), `acceptance_per_position` (of the rounds that drafted this deep, the share in which the token at this depth was
-    accepted), `kv_cache_bytes` (peak memory of the target's KV) and `rows`: the same figures for each row.
+    accepted), `kv_cache_bytes` (peak memory of the target's KV and states) and `rows`: the same figures for each row.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -94,7 +95,8 @@ class RowTensors:
             in). Gemma 3n: [fed, A, H].
         hidden: for each step, per layer, the hidden states [n, H] of the n tokens fed in it.
         cache: per layer, keys and values [length, heads, width], taken when the row left; None for a layer that reads another
-            layer's.
+            layer's, or has none.
+        states: for models whose layers have a state, those after the last tokens of the row; by number of tokens.
     """
 
     scores: list[torch.Tensor] = field(default_factory=list)
@@ -102,6 +104,7 @@ class RowTensors:
     prompt_hidden: list[torch.Tensor] | None = None
     hidden: list[list[torch.Tensor]] = field(default_factory=list)
     cache: list[tuple[torch.Tensor, torch.Tensor] | None] | None = None
+    states: dict[int, KeptStates] = field(default_factory=dict)
 
 
 def at_step(rows: list[list[torch.Tensor]], step: int) -> torch.Tensor:

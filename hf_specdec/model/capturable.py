@@ -71,13 +71,18 @@ def experts_wait(module: nn.Module, device: torch.device) -> bool:
 
 def is_capturable(model: Capturable) -> bool:
     """True if forwards of a model or head can run as CUDA graphs."""
-    if model.gather or not can_capture_steps(model.device):
+    if model.gather or getattr(model, "recurrent", None) is not None or not can_capture_steps(model.device):
         return False
     return len({parameter.device for parameter in model.module.parameters()}) == 1
 
 
 def check_capturable(model: Capturable) -> None:
     """Raise UnsupportedModel unless forwards of a model or head can run as CUDA graphs; the message says what to do."""
+    if getattr(model, "recurrent", None) is not None:
+        raise UnsupportedModel(
+            f"'cuda_graphs' cannot be used with {type(model.module).__name__}: its recurrent layers are run token by token, outside of "
+            "graphs. Leave the key out."
+        )
     if not is_capturable(model):
         spread = {parameter.device for parameter in model.module.parameters()}
         raise UnsupportedModel(

@@ -7,21 +7,24 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
 from transformers import PreTrainedModel
 
 from ..cache import PagedStaticCache
+from ..cache.state_pool import StatePool
 from ..core.errors import UnsupportedModel
 from ..core.names import ATTENTION_NAME
 from ..core.output import PackedOutput, Taps
 from ..core.rows import RowInput
-from . import architectures, attention  # noqa: F401  (importing `attention` registers it)
+from . import alibi, architectures, attention  # noqa: F401  (importing `attention` registers it)
 from .graphs import CapturedBatch, GraphRunner
 from .options.invariant_ops import InvariantOps
+from .options.quantized import QuantizedLinears
 from .packed_batch import PackedBatch
+from .recurrent import RecurrentLayers, family_of, layers_without_keys, make_plan
 
 
 class Activated(Protocol):
@@ -47,6 +50,8 @@ class PackedModel:
 
     Attributes:
         gather: attend to gathered keys instead of pages. `self_test.check` may set it.
+        recurrent: its layers with a recurrent or convolutional state; None: it has none.
+        replays_drafts: keep the inputs of its recurrences for drafts, not the states (see StatePool).
         deterministic: a token's logits have the same bits whatever else is in the batch (see InvariantOps).
         graphs: runs decoding steps as CUDA graphs; None: kernels are launched one by one.
         active_options: entered while the model is active: quantized, prepacked or compiled layers.
@@ -64,13 +69,19 @@ class PackedModel:
         self.config = model.config.get_text_config(decoder=True)
         self.taps = taps or Taps()
         self.num_layers = num_layers
+        family = family_of(self.config)
+        recurrent = None if family is None else RecurrentLayers(model, family)
+        self.recurrent = recurrent if recurrent is not None and recurrent.mixers else None
         self.gather = not architectures.reads_pages(model)
+        self.replays_drafts = False
         self.deterministic = False
         self.graphs: GraphRunner | None = None
         self.active_options: list[Activated] = []
         self.forward_parameters = inspect.signature(model.forward).parameters
         self._windows = architectures.layer_windows(self.config)
-        self._wants_masks_by_kind = hasattr(self.config, "layer_types")
+        self._wants_masks_by_kind = architectures.takes_masks_by_kind(model)
+        self._has_alibi = alibi.is_needed(model)
+        self.checked_prompts: set[frozenset[str]] = set()  # kinds of prompts that `prompt.read_prompt` has checked
         self._lock = threading.RLock()
         self._active = 0
 
@@ -124,18 +135,30 @@ class PackedModel:
         if self.graphs is not None:
             self.graphs.captures.clear()
         num_layers = self.num_layers or self.config.num_hidden_layers
-        weights = self.model.parameters() if grows else ()
-        return PagedStaticCache(num_layers, num_blocks, block_size, share_prefixes, weights)
+        weights = architectures.all_parameters(self.model) if grows else ()
+        keyless = layers_without_keys(self.config)
+        states = None if self.recurrent is None else StatePool(self.replays_drafts)
+        return PagedStaticCache(
+            num_layers, num_blocks, block_size, share_prefixes, weights, keyless=keyless, states=states
+        )
 
-    @torch.no_grad()
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in all layers, found by a forward over one token."""
+        return self._cache_of_one_token().bytes_per_token
+
+    def bytes_of_states(self, num_drafts: int) -> int:
+        """Bytes of the recurrent states of a row with a draft of so many nodes, found in the same way; 0 if no layer has one."""
+        states = self._cache_of_one_token().states
+        return 0 if states is None else states.bytes_of_row(num_drafts)
+
+    @torch.no_grad()
+    def _cache_of_one_token(self) -> PagedStaticCache:
         cache = self.new_cache(1, 1, share_prefixes=False)
         cache.add(0)
         cache.reserve(0, 1)
         with self.active():
             self.forward([RowInput(0, np.zeros(1, dtype=np.int64), 0)], cache)
-        return cache.num_bytes
+        return cache
 
     @contextlib.contextmanager
     def active(self):
@@ -159,10 +182,23 @@ class PackedModel:
             if not self.gather:
                 stack.callback(self.model.set_attn_implementation, self.config._attn_implementation)
                 self.model.set_attn_implementation(ATTENTION_NAME)
+            if self.recurrent is not None:
+                stack.enter_context(self.recurrent.active())
             for option in self.active_options:
                 stack.enter_context(option.active())
             stack.enter_context(architectures.without_checkpointing(self.model))
+            stack.enter_context(architectures.without_temperature(self.model))
             return stack.pop_all()
+
+    @contextlib.contextmanager
+    def reading(self):
+        """While inside, the model reads prompts in its own way, with the weights that it decodes with."""
+        with contextlib.ExitStack() as stack:
+            for option in self.active_options:
+                if isinstance(option, QuantizedLinears):
+                    stack.enter_context(option.active())
+            stack.enter_context(architectures.without_checkpointing(self.model))
+            yield
 
     def forward(self, rows: list[RowInput], cache: PagedStaticCache, all_hidden_states: bool = False) -> PackedOutput:
         """One forward over the new tokens of `rows`. Writes their keys and values to their slots.
@@ -174,6 +210,8 @@ class PackedModel:
             if output is not None:
                 return output
         batch = PackedBatch.pack(rows, cache, self.device, self.gather)
+        if self.recurrent is not None:
+            batch.states = make_plan(rows, batch.starts, cache, self.recurrent.chunks_continue)
         return self.forward_batch(batch, batch.logit_index, all_hidden_states)
 
     def forward_batch(
@@ -199,21 +237,24 @@ class PackedModel:
             kwargs["output_hidden_states"] = True
         if not self.gather:
             kwargs["specdec"] = batch
+        model, tapped = self.model, {}
         batch.cache.batch = batch
-        batch.invariant = InvariantOps(type(self.model).__name__) if self.deterministic else None
+        batch.invariant = InvariantOps(type(model).__name__) if self.deterministic else None
         try:
-            with (
-                architectures.first_layers(self.model, self.num_layers),
-                architectures.tapped(self.model, self.taps) as tapped,
-                architectures.alibi(self.model, batch),
-                batch.invariant or contextlib.nullcontext(),
-            ):
-                output = self.model(**kwargs)
+            with contextlib.ExitStack() as stack:
+                for change in self._changes(model, batch, tapped):
+                    stack.enter_context(change)
+                output = model(**kwargs)
         finally:
             batch.cache.batch = None
         if not self.gather and batch.attention_calls == 0:
             raise UnsupportedModel(
-                f"{type(self.model).__name__} did not call transformers' attention interface, so its outputs cannot be trusted."
+                f"{type(model).__name__} did not call transformers' attention interface, so its outputs cannot be trusted."
+            )
+        if self.recurrent is not None and batch.states.num_calls != len(self.recurrent.mixers):
+            raise UnsupportedModel(
+                f"{type(model).__name__} ran {batch.states.num_calls} of its {len(self.recurrent.mixers)} recurrent layers, so "
+                "their states cannot be trusted."
             )
         returned = output.logits[0]
         logits = returned if model_selects or logit_index is None else returned.index_select(0, logit_index)
@@ -226,6 +267,21 @@ class PackedModel:
             all_logits=returned if self.taps.logits else None,
         )
 
+    def _changes(
+        self, model: PreTrainedModel, batch: PackedBatch | CapturedBatch, tapped: dict[Any, torch.Tensor]
+    ) -> list[contextlib.AbstractContextManager]:
+        """Contexts for one forward. They change what the model computes, or collect hidden states in `tapped`; most forwards need none."""
+        changes = []
+        if self.num_layers is not None:
+            changes.append(architectures.first_layers(model, self.num_layers))
+        if self.taps.last_hidden or self.taps.layers:
+            changes.append(architectures.tapped(model, self.taps, tapped))
+        if self._has_alibi:
+            changes.append(alibi.packed(model, batch))
+        if batch.invariant is not None:
+            changes.append(batch.invariant)
+        return changes
+
     def _masks(self, batch: PackedBatch | CapturedBatch):
         """The model's `attention_mask` argument. It is 4-D, so that transformers passes it on unchanged."""
         if self.gather:
@@ -234,7 +290,14 @@ class PackedModel:
             }
         else:
             masks = dict.fromkeys(self._windows, self._unread_mask)
-        return masks if self._wants_masks_by_kind else next(iter(masks.values()))
+        if self._wants_masks_by_kind:
+            return masks
+        if self.gather and len(set(self._windows.values())) > 1:
+            raise UnsupportedModel(
+                f"{type(self.model).__name__} has layers with different windows and takes one mask for all, so it can only attend "
+                "through pages, which its configuration does not allow (attn_implementation='eager' may)."
+            )
+        return next(iter(masks.values()))
 
 
 def _of_one_line(states: torch.Tensor) -> torch.Tensor:

@@ -31,6 +31,7 @@ class ModelOptions:
         deterministic: give a token's logits the same bits whatever else is in the batch.
         quantization: "wint8" or "wint4" weights in the linear layers; None: the model's own weights.
         owned: the model is ours, so quantized weights may replace its own. Otherwise they are swapped in while it is active.
+        recurrent_states: "kept" or "replayed": what is kept of each draft by layers with a recurrent state.
         compile: compile the decoder layers. None: only trace and rewrite them, where they run as CUDA graphs.
     """
 
@@ -40,6 +41,7 @@ class ModelOptions:
     quantization: str | None = None
     owned: bool = False
     compile: bool | None = False
+    recurrent_states: str = "kept"
 
 
 DEFAULTS = ModelOptions()
@@ -61,6 +63,13 @@ def prepare(
         UnsupportedModel: the model or one of its options cannot run correctly here; the message says why.
     """
     packed = PackedModel(model, taps, num_layers, borrowed)
+    if packed.recurrent is not None:
+        _check_options_of_recurrent(packed, options)
+        packed.replays_drafts = options.recurrent_states == "replayed"
+    elif options.recurrent_states != "kept":
+        raise UnsupportedModel(
+            f"'recurrent_states' is for models with recurrent layers; {type(model).__name__} has none. Leave it out."
+        )
     # Prepacked products depend on the number of rows, which determinism forbids; and they cannot be compiled.
     wants_prepacked = False if options.deterministic or options.compile else options.prepack_weights
     linears: Activated | None = None if options.quantization is not None else prepack(model, wants_prepacked)
@@ -97,6 +106,19 @@ def _quantize(model: PreTrainedModel, options: ModelOptions) -> QuantizedLinears
         quantize_for_good(model, options.quantization)
         return None
     return quantized_linears(model, options.quantization)
+
+
+def _check_options_of_recurrent(packed: PackedModel, options: ModelOptions) -> None:
+    """Raise UnsupportedModel for options that are not shown to be right with recurrent layers."""
+    wanted = {
+        "early_exit": packed.num_layers is not None, "deterministic": options.deterministic, "compile": bool(options.compile),
+        "target_quantization or quantization": options.quantization is not None,
+    }  # fmt: skip
+    for name, is_set in wanted.items():
+        if is_set:
+            raise UnsupportedModel(
+                f"{name} cannot be used with {type(packed.model).__name__}, whose layers have a recurrent state. Leave the key out."
+            )
 
 
 def _compiled_layers(packed: PackedModel) -> CompiledLayers:

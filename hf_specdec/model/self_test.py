@@ -27,6 +27,7 @@ logger = logging.getLogger(__name__)
 
 # Two texts are read in two forwards, so that the second one attends to cached keys: first _READ tokens of each text, then the
 # rest, with a tree after the second text. In memory the tree's siblings lie between parents and children.
+# To layers with a recurrent state the first _READ tokens are the prompt.
 _READ = 2
 _LENGTHS = (3, 3)
 _PARENTS = np.array([-1, -1, 1, 0])
@@ -112,7 +113,7 @@ def problem_of(packed: PackedModel) -> str | None:
 
 def _problem(packed: PackedModel, expected: _Expected) -> str | None:
     try:
-        error = _relative_error(_packed_logits(packed), expected.logits)
+        error = relative_error(_packed_logits(packed), expected.logits)
     except torch.OutOfMemoryError:
         raise
     except Exception as failure:  # an unknown model may raise anything, and the other way may still work
@@ -133,6 +134,8 @@ def _problem(packed: PackedModel, expected: _Expected) -> str | None:
 
 class _Expected:
     """The logits of every packed token from the model's plain forward: no cache, its own attention, one line per tree path.
+    A model with a recurrent state reads the first _READ tokens at once and the others one by one with its own cache, because what
+    it computes for many tokens may differ by more than rounding.
 
     Raises:
         UnsupportedModel: the plain forward fails on token ids alone, or attends to later tokens.
@@ -162,7 +165,7 @@ class _Expected:
         No other comparison can find attention to later tokens.
         """
         texts = lines[1:, : _LENGTHS[1]]
-        error = max(_relative_error(text, texts[0]) for text in texts[1:])
+        error = max(relative_error(text, texts[0]) for text in texts[1:])
         if error > _TOLERANCES.get(self.packed.model.dtype, 5e-2):
             name = type(self.packed.model).__name__
             raise UnsupportedModel(
@@ -174,11 +177,28 @@ class _Expected:
     def noise(self) -> float:
         """Relative difference between the logits of the lines run as one batch and one by one."""
         lines = [self._plain_forward(path[None])[0] for path in self.paths]
-        return _relative_error(self._in_packed_order(lines), self.logits)
+        return relative_error(self._in_packed_order(lines), self.logits)
 
     def _plain_forward(self, ids: torch.Tensor) -> torch.Tensor:
+        if self.packed.recurrent is not None:
+            return self._token_by_token(ids)
         with architectures.first_layers(self.packed.model, self.packed.num_layers):
-            return self.packed.model(input_ids=ids, use_cache=False, return_dict=True).logits.float()
+            more = architectures.causal_inputs(self.packed.model, ids)
+            return self.packed.model(input_ids=ids, use_cache=False, return_dict=True, **more).logits.float()
+
+    def _token_by_token(self, ids: torch.Tensor) -> torch.Tensor:
+        positions, cache, logits = torch.arange(ids.shape[1], device=ids.device)[None].expand(ids.shape), None, []
+        for piece in (slice(0, _READ), *(slice(i, i + 1) for i in range(_READ, ids.shape[1]))):
+            output = self.packed.model(
+                input_ids=ids[:, piece],
+                position_ids=positions[:, piece],
+                past_key_values=cache,
+                use_cache=True,
+                return_dict=True,
+            )
+            cache = output.past_key_values
+            logits.append(output.logits.float())
+        return torch.cat(logits, dim=1)
 
     @staticmethod
     def _in_packed_order(lines) -> torch.Tensor:
@@ -199,7 +219,7 @@ def _packed_logits(packed: PackedModel) -> torch.Tensor:
     for row in (0, 1):
         cache.add(row)
         cache.reserve(row, 16)
-        rows.append(RowInput(row, texts[row][:_READ], 0, logits=_READ))
+        rows.append(RowInput(row, texts[row][:_READ], 0, logits=_READ, prompt=_READ))
     rest = RowInput(0, texts[0][_READ:], _READ, logits=_LENGTHS[0] - _READ)
     with packed.active():
         beginnings = packed.forward(rows, cache).logits
@@ -242,7 +262,7 @@ def _leaf_paths() -> list[list[int]]:
     return [_path_to(node) for node in range(len(_PARENTS)) if node not in _PARENTS]
 
 
-def _relative_error(logits: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_error(logits: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest distance of a token's logits from the expected ones, both [T, V], in units of these logits' spread.
 
     NaN counts as infinite. Entries that are not finite in `expected` are ignored.

@@ -107,7 +107,7 @@ class LLM:
             raise ValueError(f"max_model_len is {max_model_len}; {type(model).__name__} has {positions} positions.")
         num_blocks = config.num_blocks or _num_blocks(
             decoder.target, self.max_model_len + decoder.generator.max_draft_nodes, max_num_seqs, config.block_size,
-            kv_cache_memory_bytes,
+            kv_cache_memory_bytes, decoder.generator.max_draft_nodes,
         )  # fmt: skip
         self.engine = Engine(
             decoder, tokenizer, num_blocks, self.max_model_len, max_num_seqs, max_num_batched_tokens, seed
@@ -263,8 +263,14 @@ def _check_left_over(others: dict[str, Any]) -> None:
         raise TypeError(f"LLM() has no argument {unknown[0]!r}.")
 
 
-def _num_blocks(target, most_tokens: int, max_num_seqs: int, block_size: int, memory_bytes: int | None) -> int:
-    """KV blocks for `max_num_seqs` texts of `most_tokens`, within the memory there is."""
+def _num_blocks(
+    target, most_tokens: int, max_num_seqs: int, block_size: int, memory_bytes: int | None, num_drafts: int
+) -> int:
+    """KV blocks for `max_num_seqs` texts of `most_tokens`, within the memory there is.
+
+    Args:
+        num_drafts: nodes of a row's draft, for each of which layers with a recurrent state keep something.
+    """
     wanted = max_num_seqs * (-(-most_tokens // block_size) + 1)
     per_block = target.bytes_per_token() * block_size
     if memory_bytes is None:
@@ -274,9 +280,11 @@ def _num_blocks(target, most_tokens: int, max_num_seqs: int, block_size: int, me
         else:
             free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
             memory_bytes = int(_MEMORY_SHARE * free)
-    fitting = memory_bytes // per_block
+    states = target.bytes_of_states(num_drafts) * max_num_seqs
+    fitting = (memory_bytes - states) // per_block
     if fitting < 1:
+        beside = f" beside {states} bytes of recurrent states of {max_num_seqs} texts" if states else ""
         raise ValueError(
-            f"kv_cache_memory_bytes of {memory_bytes} holds no block of {block_size} tokens ({per_block} bytes)."
+            f"kv_cache_memory_bytes of {memory_bytes} holds no block of {block_size} tokens ({per_block} bytes){beside}."
         )
     return min(wanted, fitting)

@@ -139,7 +139,8 @@ class DraftModelGenerator(CachedGenerator):
         inputs = []
         for seq, text in rows:
             start = self.cache.tables[seq.id].length
-            inputs.append(RowInput(seq.id, np.asarray(text[start : start + chunk], dtype=np.int64), start))
+            tokens = np.asarray(text[start : start + chunk], dtype=np.int64)
+            inputs.append(RowInput(seq.id, tokens, start, prompt=seq.num_chunked(start, start + len(tokens))))
         logits = self.drafter.forward(inputs, self.cache).logits
         for row in inputs:
             self.cache.tables[row.seq_id].length = row.start + len(row.tokens)

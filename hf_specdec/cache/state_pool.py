@@ -1,0 +1,208 @@
+"""StatePool: convolutional and recurrent states of many sequences, in slots that are shared by all layers."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+ZERO_SLOT = 0  # what is before the first token; never written
+
+
+class Base(NamedTuple):
+    """From where a sequence goes on: slots of its convolution's inputs and of a recurrent state, and of the tokens that this state
+    has not read yet."""
+
+    slot: int
+    state: int
+    replayed: list[int]
+
+
+class StatePool:
+    """States of layers with a recurrence or a short convolution. One slot belongs to one token and holds something of every such layer.
+
+    A sequence has a slot for each token that may turn out to be its last one: for its own last token and for each draft. A slot
+    holds the last inputs of the convolutions, and the recurrent states after the token. With `replays` it holds the token's inputs of
+    the recurrences instead, and each sequence has one state, after its last own token: accepted drafts are read again, by the same
+    rule, when the sequence goes on. That takes a fraction of the memory and more time.
+
+    Slots are found by the number of tokens read. What is not there raises; it is never guessed. The pool grows when slots run
+    out, and is freed with the cache.
+
+    Attributes:
+        conv: per layer, the last inputs of its convolution [slots, channels, k].
+        recurrent: per layer, its recurrent states [slots, ..], with `replays` [states, ..]; no entry for layers that only convolve.
+        inputs: with `replays`, per layer, the inputs of its recurrence [slots, ..] each.
+    """
+
+    def __init__(self, replays: bool = False) -> None:
+        self.replays = replays
+        self.conv: dict[int, torch.Tensor] = {}
+        self.recurrent: dict[int, torch.Tensor] = {}
+        self.inputs: dict[int, tuple[torch.Tensor, ...]] = {}
+        self.num_slots = self.num_states = 1
+        self._free: list[int] = []
+        self._free_states: list[int] = []
+        self._slots: dict[int, dict[int, int]] = {}  # sequence id → number of tokens read → slot
+        self._states: dict[int, tuple[int, int]] = {}  # with `replays`: sequence id → (number of tokens read, state)
+
+    @property
+    def num_used(self) -> int:
+        """Slots that belong to a sequence's token."""
+        return self.num_slots - 1 - len(self._free)
+
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all slots."""
+        return sum(pool.nbytes for pool in self._pools())
+
+    def bytes_of_row(self, num_drafts: int) -> int:
+        """Memory of a sequence with a draft of so many nodes: its slots for them, for its last token and for the token before it."""
+        states = sum(pool[0].nbytes for pool in self.recurrent.values())
+        others = sum(pool[0].nbytes for pool in self._pools()) - states
+        return others * (num_drafts + 2) + states * (1 if self.replays else num_drafts + 2)
+
+    def _pools(self) -> list[torch.Tensor]:
+        inputs = [each for layer in self.inputs.values() for each in layer]
+        return [*self.conv.values(), *self.recurrent.values(), *inputs]
+
+    # ---- records ----------------------------------------------------------------------------------------------------
+
+    def holds(self, seq_id: int, num_tokens: int) -> bool:
+        """True if the sequence can go on after that many tokens."""
+        own = self._slots.get(seq_id, {})
+        if num_tokens == 0 or not self.replays:
+            return num_tokens == 0 or num_tokens in own
+        first = self._states.get(seq_id, (num_tokens + 1, 0))[0]
+        return first <= num_tokens and all(count in own for count in range(first, num_tokens + 1))
+
+    def base(self, seq_id: int, num_tokens: int) -> Base:
+        """From where a sequence goes on after its first `num_tokens` tokens.
+
+        Raises:
+            RuntimeError: its state there was not kept.
+        """
+        if num_tokens == 0:
+            return Base(ZERO_SLOT, ZERO_SLOT, [])
+        own = self._slots.get(seq_id, {})
+        if not self.holds(seq_id, num_tokens):
+            raise RuntimeError(
+                f"The recurrent state of sequence {seq_id} after {num_tokens} tokens was not kept; there are states after "
+                f"{sorted(own) or 'no'} tokens. preempt() the sequence, so that its text is read again."
+            )
+        if not self.replays:
+            return Base(own[num_tokens], own[num_tokens], [])
+        first, state = self._states[seq_id]
+        return Base(own[num_tokens], state, [own[count] for count in range(first + 1, num_tokens + 1)])
+
+    def state(self, seq_id: int, num_tokens: int) -> int | None:
+        """The slot or state whose tensors are the recurrent states after that many tokens; None if there is none."""
+        if not self.holds(seq_id, num_tokens):
+            return None
+        base = self.base(seq_id, num_tokens)
+        return None if base.replayed else base.state
+
+    def take(
+        self, seq_id: int, start: int, first_kept: int, counts: list[int], num_own: int
+    ) -> tuple[list[int], list[int]]:
+        """Slots for the tokens after which `counts` tokens, all more than `start`, have been read; a forward will write them.
+
+        Slots after more than `start` tokens were guesses and are dropped; so are those after fewer than `first_kept`.
+
+        Args:
+            num_own: how many tokens have been read after the last of the sequence's own.
+
+        Returns: the slots, and where the recurrent state after each token goes (-1: nowhere).
+        """
+        own = self._slots.setdefault(seq_id, {})
+        if self.replays and seq_id in self._states:
+            first_kept = min(first_kept, self._states[seq_id][0])  # this forward may still replay them
+        for count in [count for count in own if count > start or count < first_kept]:
+            self._free.append(own.pop(count))
+        missing = len(counts) - len(self._free)
+        if missing > 0:
+            more = max(missing, self.num_slots // 4)
+            self._free += range(self.num_slots + more - 1, self.num_slots - 1, -1)
+            self.num_slots += more
+        for count in counts:
+            own[count] = self._free.pop()
+        slots = [own[count] for count in counts]
+        if not self.replays:
+            self.num_states = self.num_slots
+            return slots, slots
+        state = self._states[seq_id][1] if seq_id in self._states else self._new_state()
+        self._states[seq_id] = num_own, state
+        return slots, [state if count == num_own else -1 for count in counts]
+
+    def _new_state(self) -> int:
+        if not self._free_states:
+            more = max(1, self.num_states // 4)
+            self._free_states += range(self.num_states + more - 1, self.num_states - 1, -1)
+            self.num_states += more
+        return self._free_states.pop()
+
+    def commit(self, seq_id: int, start: int, offsets: list[int]) -> None:
+        """Of the tokens from index `start` on, those at `start + offset` (ascending) stay and become `start`, `start + 1`, ..
+
+        As for keys and values in `PagedStaticCache.commit`; here only records change.
+        """
+        if not offsets:
+            return
+        own = self._slots.get(seq_id, {})
+        kept = {count: slot for count, slot in own.items() if count <= start}
+        for index, offset in enumerate(offsets):
+            if start + offset + 1 in own:
+                kept[start + index + 1] = own[start + offset + 1]
+        self._free += sorted(set(own.values()) - set(kept.values()))
+        self._slots[seq_id] = kept
+
+    def drop(self, seq_id: int) -> None:
+        """Forget a sequence's states."""
+        self._free += self._slots.pop(seq_id, {}).values()
+        if seq_id in self._states:
+            self._free_states.append(self._states.pop(seq_id)[1])
+
+    def check(self) -> None:
+        """Raise AssertionError unless each slot and each state is free or in use exactly once."""
+        used = [slot for own in self._slots.values() for slot in own.values()]
+        assert sorted([*used, *self._free]) == list(range(1, self.num_slots)), "a state slot is lost or used twice"
+        if self.replays:
+            states = [state for _, state in self._states.values()]
+            assert sorted([*states, *self._free_states]) == list(range(1, self.num_states)), (
+                "a state is lost or used twice"
+            )
+
+    # ---- tensors ----------------------------------------------------------------------------------------------------
+
+    def allocate(
+        self, layer: int, conv: torch.Tensor, recurrent: torch.Tensor | None, inputs: tuple[torch.Tensor, ...] = ()
+    ) -> None:
+        """Make a layer's pools as large as the pool is now.
+
+        Args:
+            conv, recurrent, inputs: examples [.., channels, k] and [.., ..].
+        """
+        self.conv[layer] = _grown(self.conv.get(layer), conv, self.num_slots)
+        if recurrent is not None:
+            self.recurrent[layer] = _grown(self.recurrent.get(layer), recurrent, self.num_states)
+        if self.replays:
+            before = self.inputs.get(layer) or (None,) * len(inputs)
+            self.inputs[layer] = tuple(_grown(b, each, self.num_slots) for b, each in zip(before, inputs, strict=True))
+
+    def is_allocated(self, layer: int) -> bool:
+        """True if a layer's pools have all slots and states."""
+        if layer not in self.conv or self.conv[layer].shape[0] < self.num_slots:
+            return False
+        if layer not in self.recurrent:
+            return True
+        has_inputs = not self.replays or bool(
+            self.inputs.get(layer)
+        )  # states may come from elsewhere before any input is known
+        return has_inputs and self.recurrent[layer].shape[0] >= self.num_states
+
+
+def _grown(pool: torch.Tensor | None, example: torch.Tensor, size: int) -> torch.Tensor:
+    larger = example.new_zeros(size, *example.shape[1:])
+    if pool is not None:
+        larger[: pool.shape[0]] = pool
+    return larger

@@ -1,0 +1,7 @@
+"""Layers with a state: recurrences and short convolutions over packed rows."""
+
+from .families import FAMILIES, Family, family_of, layers_without_keys
+from .mixers import RecurrentLayers
+from .plan import StatePlan, make_plan
+
+__all__ = ["FAMILIES", "Family", "RecurrentLayers", "StatePlan", "family_of", "layers_without_keys", "make_plan"]

@@ -1,0 +1,88 @@
+"""Which model families have layers with a state that we can keep, and how their layers compute."""
+
+from __future__ import annotations
+
+import sys
+from dataclasses import dataclass
+
+import transformers
+from torch import nn
+from transformers import PretrainedConfig, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from ...core.errors import UnsupportedModel
+from .rules import GATED_DELTA, KIMI_DELTA, MAMBA1, MAMBA2, Rule
+
+CONVOLUTION = "causal_conv1d_fn"  # each module's short convolution: channels [B, C, L] → [B, C, L]
+
+
+@dataclass(frozen=True)
+class Family:
+    """One family.
+
+    Attributes:
+        mixer: class name of its layers' part with a state.
+        rule: its recurrence; None: it only convolves.
+        two_rules: its one-token function computes something else than its chunk form, which clamps dt from below.
+    """
+
+    mixer: str
+    rule: Rule | None
+    two_rules: bool = False
+
+
+# By model_type of the text configuration. Each of them gave the text of plain generate() (tests/test_recurrent.py).
+FAMILIES = {
+    "qwen3_next": Family("Qwen3NextGatedDeltaNet", GATED_DELTA),
+    "qwen3_5_text": Family("Qwen3_5GatedDeltaNet", GATED_DELTA),
+    "qwen3_5_moe_text": Family("Qwen3_5MoeGatedDeltaNet", GATED_DELTA),
+    "olmo_hybrid": Family("OlmoHybridGatedDeltaNet", GATED_DELTA),
+    "kimi_linear": Family("KimiLinearDeltaAttention", KIMI_DELTA),
+    "granitemoehybrid": Family("GraniteMoeHybridMambaLayer", MAMBA2),
+    "bamba": Family("BambaMixer", MAMBA2),
+    "falcon_h1": Family("FalconH1Mixer", MAMBA2),
+    "nemotron_h": Family("NemotronHMamba2Mixer", MAMBA2, two_rules=True),
+    "zamba2": Family("Zamba2MambaMixer", MAMBA2, two_rules=True),
+    "jamba": Family("JambaMambaMixer", MAMBA1),
+    "lfm2": Family("Lfm2ShortConv", None),
+    "lfm2_moe": Family("Lfm2MoeShortConv", None),
+}
+_KEYLESS = {"linear_attention", "conv", "mamba", "mlp", "moe"}  # layer types without keys and values
+
+
+def family_of(config: PretrainedConfig) -> Family | None:
+    """The family of a text configuration; None if its layers are not known to have a state."""
+    return FAMILIES.get(config.model_type)
+
+
+def mixers_of(model: PreTrainedModel, family: Family) -> list[nn.Module]:
+    """The modules with a state, one per layer that has one.
+
+    Raises:
+        UnsupportedModel: they are not transformers' own, so what they compute is unknown; or transformers is too old.
+    """
+    mixers = [module for module in model.modules() if type(module).__name__ == family.mixer]
+    if mixers and not hasattr(Cache, "get_conv_state"):
+        raise UnsupportedModel(
+            f"{type(model).__name__} has recurrent layers, whose states transformers {transformers.__version__} keeps in another way: "
+            "install transformers 5.23, or call generate() without speculative_config."
+        )
+    needed = [CONVOLUTION] + ([] if family.rule is None else [family.rule.chunk, family.rule.one_token])
+    for module in mixers:
+        source = sys.modules[type(module).__module__]
+        missing = [name for name in needed if not callable(getattr(source, name, None))]
+        if missing or not source.__name__.startswith("transformers."):
+            raise UnsupportedModel(
+                f"{type(model).__name__} has recurrent layers that are not transformers' own ({type(module).__name__} in "
+                f"{source.__name__}), so their states cannot be kept. Call generate() without speculative_config."
+            )
+    if len({module.layer_idx for module in mixers}) != len(mixers):
+        raise UnsupportedModel(f"{type(model).__name__} uses one recurrent layer twice, which cannot be served.")
+    return mixers
+
+
+def layers_without_keys(config: PretrainedConfig) -> frozenset[int]:
+    """Indices of the layers that have no keys and values."""
+    if family_of(config) is None:
+        return frozenset()
+    return frozenset(index for index, kind in enumerate(config.layer_types) if kind in _KEYLESS)

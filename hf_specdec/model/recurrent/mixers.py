@@ -1,0 +1,332 @@
+"""Runs a model's layers with a state over packed rows: their forward is given the rows as lines, their states come from the pool."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import inspect
+import sys
+import threading
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import PreTrainedModel
+
+from ...cache.state_pool import StatePool
+from ...core.errors import UnsupportedModel
+from .families import CONVOLUTION, Family, mixers_of
+from .plan import LinesOnDevice, Prompt
+from .rules import Inputs, Rule
+
+
+class RecurrentLayers:
+    """The layers of a model that have a state: each keeps its own forward, which is called with what it should see.
+
+    Args:
+        model: its mixers are transformers' own modules (see `mixers_of`).
+    """
+
+    def __init__(self, model: PreTrainedModel, family: Family):
+        self.family = family
+        self.mixers = mixers_of(model, family)
+        if self.mixers:
+            source = sys.modules[type(self.mixers[0]).__module__]
+            self._functions = _Functions.of(source, family)
+        # Gated DeltaNet's chunks are 64 tokens, and its modules do not say so.
+        self._chunk = max(64, *(getattr(mixer, "chunk_size", 0) for mixer in self.mixers), 0)
+        self._examples: dict[int, tuple[torch.Tensor, torch.Tensor | None, Inputs]] = {}
+
+    @property
+    def chunks_continue(self) -> bool:
+        """True if the chunk form can start from a state."""
+        return self.family.rule is None or self.family.rule.continues
+
+    def cut(self, start: int, end: int) -> int:
+        """Where to end a part of a prompt that may end at `end`: at a multiple of the chunk form's chunk if possible, because parts
+        that end elsewhere differ more in rounding."""
+        aligned = end // self._chunk * self._chunk
+        return aligned if aligned > start else end
+
+    @contextlib.contextmanager
+    def active(self):
+        """Inside, the mixers read packed rows when they are given a paged cache that is running a batch."""
+        with contextlib.ExitStack() as stack:
+            for mixer in self.mixers:
+                stack.enter_context(self._replaced_forward(mixer))
+            yield
+
+    @contextlib.contextmanager
+    def _replaced_forward(self, mixer: nn.Module):
+        before, own, layer = vars(mixer).get("forward"), mixer.forward, int(mixer.layer_idx)
+        signature = inspect.signature(own)
+        name = "cache_params" if "cache_params" in signature.parameters else "past_key_values"
+
+        @functools.wraps(own)
+        def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
+            given = signature.bind(*args, **kwargs).arguments
+            batch = getattr(given.get(name), "batch", None)
+            if batch is None:
+                return own(*args, **kwargs)
+
+            def run(hidden: torch.Tensor, view: _View) -> torch.Tensor:
+                out = own(hidden, **{name: view, "attention_mask": None})
+                if view.size == 0 or (view.state is None) != (self.family.rule is None):
+                    raise UnsupportedModel(f"{type(mixer).__name__} did not give its states to the cache.")
+                return out
+
+            batch.states.num_calls += 1
+            return self._forward(layer, run, given["hidden_states"], batch)
+
+        mixer.forward = forward
+        try:
+            yield
+        finally:
+            if before is None:
+                del mixer.forward
+            else:
+                mixer.forward = before
+
+    def _forward(self, layer: int, run: Callable, hidden: torch.Tensor, batch: Any) -> torch.Tensor:
+        """The mixer's outputs [1, T, H] from packed hidden states [1, T, H]. `run`: calls the mixer on lines and a view."""
+        pool: StatePool = batch.cache.states
+        if not pool.is_allocated(layer):
+            pool.allocate(layer, *self._example(layer, run, hidden))
+        out = torch.empty_like(hidden)
+        for prompt in batch.states.prompts:
+            self._read_prompt(layer, run, hidden, pool, prompt, out)
+        if batch.states.lines is not None:
+            self._read_lines(layer, run, hidden, pool, batch.states.lines.on(hidden.device), out)
+        return out
+
+    def _example(
+        self, layer: int, run: Callable, hidden: torch.Tensor
+    ) -> tuple[torch.Tensor, torch.Tensor | None, Inputs]:
+        """A layer's states after one token and this token's inputs, for their shapes and types."""
+        if layer not in self._examples:
+            view, inputs, rule = _View(None, None), [], self.family.rule
+
+            def record(chunk: Callable, *args: Any, **kwargs: Any):
+                assert rule is not None
+                inputs.extend(each[:, 0] for each in rule.bind(self._functions.one_token, *args, **kwargs)[0])
+                return chunk(*args, **kwargs)
+
+            with self._functions.replaced(**({} if rule is None else {"chunk": record})):
+                run(hidden[:, :1], view)
+            self._examples[layer] = view.windows_at(1), view.state, tuple(inputs)
+        return self._examples[layer]
+
+    def _read_prompt(self, layer, run, hidden, pool: StatePool, prompt: Prompt, out: torch.Tensor) -> None:
+        """Read a part of a prompt in chunk form, as plain generate() does."""
+        count, lines = prompt.end - prompt.first, hidden[:, prompt.first : prompt.end]
+        if prompt.base is None:
+            view = _View(None, None)
+            out[:, prompt.first : prompt.end] = run(lines, view)
+        else:
+            assert not prompt.base.replayed  # drafts come after prompts
+            states, slot, state = pool.recurrent.get(layer), prompt.base.slot, prompt.base.state
+            view = _View(
+                pool.conv[layer][slot : slot + 1], None if states is None else states[state : state + 1].clone()
+            )
+            if count > 1:
+                out[:, prompt.first : prompt.end] = run(lines, view)
+            else:  # one token after a state would be read by the one-token rule
+                with self._functions.replaced(**({} if self.family.rule is None else {"chunk": _of_first_token})):
+                    out[:, prompt.first : prompt.end] = run(lines.expand(-1, 2, -1), view)[:, :1]
+        pool.conv[layer][prompt.slot] = view.windows_at(count)[0]
+        if view.state is not None:
+            pool.recurrent[layer][prompt.state] = view.state[0]
+
+    def _read_lines(self, layer, run, hidden, pool: StatePool, lines: LinesOnDevice, out: torch.Tensor) -> None:
+        """Read tokens after kept states, one by one, and keep the states that may be needed."""
+        states = pool.recurrent.get(layer)
+        base = None if states is None else states.index_select(0, lines.states)
+        inputs = pool.conv[layer].index_select(0, lines.bases)
+        view = _View(inputs, base)
+        kept_windows, windows = lines.windows(inputs.shape[-1])
+        replaced: dict[str, Any] = {}
+        if self.family.rule is not None and base is not None:
+            replaced["chunk"] = _token_by_token(self.family.rule, self._functions.one_token, lines, base, pool, layer)
+        if windows is not None:
+            replaced["convolution"] = _over_windows(windows)
+        with self._functions.replaced(**replaced):
+            read = run(hidden[0, lines.packed], view)
+        out[0].index_copy_(0, lines.targets, read[lines.real])
+        kept = view.inputs.transpose(1, 2)[lines.kept[0][:, None], kept_windows]  # [m, k, channels]
+        pool.conv[layer].index_copy_(0, lines.slots, kept.transpose(1, 2))
+
+
+class _View:
+    """What a mixer sees as its cache: n lines' states.
+
+    Attributes:
+        conv, recurrent: the states before the lines; None: the text begins here.
+        inputs: after the call, the convolution's inputs [n, channels, k + T], those before the lines first.
+        state: after the call, the recurrent state that the mixer returned.
+    """
+
+    def __init__(self, conv: torch.Tensor | None, recurrent: torch.Tensor | None):
+        self.conv, self.recurrent = conv, recurrent
+        self.inputs: torch.Tensor = torch.empty(0)
+        self.state: torch.Tensor | None = None
+        self.size = 0
+
+    def windows_at(self, count: int) -> torch.Tensor:
+        """The convolution's last k inputs [n, channels, k] after `count` tokens."""
+        return self.inputs[..., count : count + self.size].clone()
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """As transformers' Cache."""
+        return self.conv
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """As transformers' Cache."""
+        return self.recurrent
+
+    def is_recording_past(self, layer_idx: int) -> bool:
+        """True: the convolution takes the way for many tokens, which changes no state in place."""
+        return True
+
+    def update_conv_state(
+        self, conv_states: torch.Tensor, layer_idx: int, state_idx: int = 0, conv_kernel_size: int | None = None
+    ) -> torch.Tensor:
+        """The inputs of the convolution: the new ones [n, channels, T], after those before the lines."""
+        assert conv_kernel_size is not None
+        self.size = conv_kernel_size
+        if self.conv is None:
+            self.inputs = torch.nn.functional.pad(conv_states, (conv_kernel_size, 0))
+            return conv_states
+        self.inputs = torch.cat([self.conv, conv_states], dim=-1)
+        return self.inputs
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int = 0, state_idx: int = 0
+    ) -> torch.Tensor:
+        """Keep the state; it is not written in place, because the caller may still read the one before."""
+        self.state = recurrent_states
+        return recurrent_states
+
+
+# ---- what takes the place of a module's functions during a call ----------------------------------------------------------
+
+
+def _of_first_token(chunk: Callable, *args: Any, **kwargs: Any):
+    """The chunk form of the first of two tokens [1, 2, ..]; the second one is padding."""
+
+    def first(each: Any) -> Any:
+        return each[:, :1] if isinstance(each, torch.Tensor) and each.dim() > 2 and each.shape[:2] == (1, 2) else each
+
+    kept = {"initial_state", "initial_states"}
+    given = {name: value if name in kept else first(value) for name, value in kwargs.items()}
+    out, state = chunk(*map(first, args), **given)
+    return torch.cat([out, torch.zeros_like(out)], dim=1), state
+
+
+def _token_by_token(
+    rule: Rule, one_token: Callable, lines: LinesOnDevice, base: torch.Tensor, pool: StatePool, layer: int
+):
+    """The rule over lines, level by level, as a replacement of the chunk form.
+
+    Tokens that the states `base` [n, ..] have not read come first. Writes kept states and inputs to the pool.
+    """
+    kept_states, kept_inputs = pool.recurrent[layer], pool.inputs.get(layer, ())
+
+    def replacement(chunk: Callable, first: torch.Tensor, *args: Any, **kwargs: Any):
+        inputs, step = rule.bind(one_token, first, *args, **kwargs)
+        out, state = torch.empty(0), base
+        for has, slots in lines.replays:
+            before = state if has is None else state.index_select(0, has)
+            _, after = step(tuple(each.index_select(0, slots) for each in kept_inputs), before)
+            state = after if has is None else state.index_copy(0, has, after.to(state.dtype))
+        for depth, (at, parents, kept, into) in enumerate(lines.levels):
+            state = state if parents is None else state.index_select(0, parents)
+            read, state = step(tuple(each[at] for each in inputs), state)
+            state = state.to(kept_states.dtype)
+            kept_states.index_copy_(0, into, state if kept is None else state.index_select(0, kept))
+            if depth == 0:
+                shape = (first.shape[0], first.shape[2], first.shape[1]) if rule.tokens_last else first.shape[:2]
+                out = read.new_zeros(*shape, *(() if rule.tokens_last else read.shape[1:]))
+            out[at] = read
+        for pool_of_input, each in zip(kept_inputs, inputs, strict=bool(kept_inputs)):
+            pool_of_input.index_copy_(0, lines.slots, each[lines.kept])
+        return (out.transpose(1, 2) if rule.tokens_last else out), state
+
+    return replacement
+
+
+def _over_windows(windows: torch.Tensor):
+    """The convolution of tokens whose last inputs are not beside each other: each token is a line of its own.
+
+    Args:
+        windows: int64 [n, T, k], the columns of each token's last k inputs.
+    """
+    count, length, _ = windows.shape
+
+    def replacement(convolution: Callable, x: torch.Tensor, *args: Any, **kwargs: Any) -> torch.Tensor:
+        own = torch.arange(count, device=x.device)[:, None, None]
+        each = x.transpose(1, 2)[own, windows]  # [n, T, k, channels]
+        out = convolution(each.flatten(0, 1).transpose(1, 2).contiguous(), *args, **kwargs)[..., -1]
+        return out.view(count, length, -1).transpose(1, 2)
+
+    return replacement
+
+
+class _Functions:
+    """A modeling module's functions, which call a replacement instead while one is set in the same thread.
+
+    The module's names are bound to these once and stay so: other models of the class may run in other threads.
+    """
+
+    _found: dict[str, _Functions] = {}
+    _lock = threading.Lock()
+
+    @classmethod
+    def of(cls, source: Any, family: Family) -> _Functions:
+        """Those of a module, made at its first use."""
+        with cls._lock:
+            if source.__name__ not in cls._found:
+                cls._found[source.__name__] = cls(source, family)
+            return cls._found[source.__name__]
+
+    def __init__(self, source: Any, family: Family):
+        self.source = f"functions in {source.__name__}"
+        self._current = threading.local()
+        names = {"convolution": CONVOLUTION}
+        if family.rule is not None:
+            names["chunk"] = family.rule.chunk
+            self.one_token = getattr(source, family.rule.one_token)
+        for role, name in names.items():
+            setattr(source, name, self._dispatching(role, getattr(source, name)))
+
+    def _dispatching(self, role: str, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            replacement = getattr(self._current, role, None)
+            if replacement is None:
+                return original(*args, **kwargs)
+            self._current.called.add(role)
+            return replacement(original, *args, **kwargs)
+
+        return call
+
+    @contextlib.contextmanager
+    def replaced(self, **replacements: Callable):
+        """Inside, the functions named by role call these: replacement(original, *args, **kwargs).
+
+        Raises:
+            UnsupportedModel: the module has not called one of them, so something else computes in its place.
+        """
+        self._current.called = set()
+        for role, replacement in replacements.items():
+            setattr(self._current, role, replacement)
+        try:
+            yield
+        finally:
+            for role in replacements:
+                setattr(self._current, role, None)
+        if self._current.called != set(replacements):
+            raise UnsupportedModel(
+                f"A layer with a recurrent state computes without its module's {self.source}: kernels from the Hub replace it. Load the "
+                "model without use_kernels, or call generate() without speculative_config."
+            )

@@ -1,0 +1,276 @@
+"""StatePlan: how the layers with a state read the rows of one forward, made once and used by every such layer."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+import numpy as np
+import torch
+
+from ...cache import PagedStaticCache
+from ...cache.state_pool import Base
+from ...core.rows import RowInput
+from ...kernels.transfer import upload
+
+
+@dataclass
+class Prompt:
+    """A part of a prompt, which is read in chunk form.
+
+    Attributes:
+        first, end: its packed tokens.
+        base: what is before it; None: the text begins here.
+        slot, state: where the last inputs of the convolution and the recurrent state after it go.
+    """
+
+    first: int
+    end: int
+    base: Base | None
+    slot: int
+    state: int
+
+
+@dataclass
+class Level:
+    """Tokens that are read together, one rule call for all: each one's parent was read by the level before.
+
+    Attributes:
+        lines, columns: numpy [n], the tokens' places among the lines.
+        parents: numpy [n], the parents' indices in the level before; in the first level, lines.
+        kept, states: numpy [m], indices of the tokens after which the recurrent state is kept, and where.
+    """
+
+    lines: np.ndarray
+    columns: np.ndarray
+    parents: np.ndarray
+    kept: np.ndarray
+    states: np.ndarray
+
+
+@dataclass
+class Lines:
+    """All tokens that are read one by one after a kept state, as lines [n, T] of tokens that descend from one state each.
+
+    Lines are padded on the right, which no real token sees, and T is at least 2: for one token the layers would take another way.
+
+    Attributes:
+        packed: numpy [n, T], each token's packed index (padding: 0).
+        lengths: numpy [n].
+        bases: where each line starts.
+        slots: numpy [n, T], each token's slot; -1: not kept.
+        parents: numpy [n, T], the column of each token's parent; -1: the state before the line.
+        levels: the tokens by depth.
+    """
+
+    packed: np.ndarray
+    lengths: np.ndarray
+    bases: list[Base]
+    slots: np.ndarray
+    parents: np.ndarray
+    levels: list[Level]
+    _on_device: dict = field(default_factory=dict)
+
+    @property
+    def is_chain(self) -> bool:
+        """True if each token follows the one before it."""
+        return bool((self.parents == np.arange(self.parents.shape[1]) - 1).all())
+
+    def windows(self, size: int) -> np.ndarray:
+        """The last `size` inputs of the convolution at each token: columns [n, T, size] of (those before the line, the line)."""
+        count, length = self.parents.shape
+        if self.is_chain:
+            one = np.arange(length)[:, None] + 1 + np.arange(size)
+            return np.broadcast_to(one, (count, length, size))
+        windows = np.empty((count, length + 1, size), dtype=np.int64)
+        windows[:, 0] = np.arange(size)  # before the line
+        lines = np.arange(count)
+        for column in range(length):
+            windows[:, column + 1, :-1] = windows[lines, self.parents[:, column] + 1, 1:]
+            windows[:, column + 1, -1] = size + column
+        return windows[:, 1:]
+
+    def on(self, device: torch.device) -> LinesOnDevice:
+        """The same as tensors; made once per step, not per layer."""
+        if device not in self._on_device:
+            self._on_device[device] = LinesOnDevice(self, device)
+        return self._on_device[device]
+
+
+class LinesOnDevice:
+    """Index tensors of `Lines`.
+
+    Attributes:
+        packed: see Lines.
+        bases, states: slots [n] of the lines' bases.
+        replays: for the first, second, .. token that the states have not read: the lines that have one (None: all), and their slots.
+        real: (lines, columns) of the tokens that are no padding, and `targets`, their packed indices.
+        levels: per level, (lines, columns), parents (None: all tokens in order), kept (None: all tokens), states.
+        kept: (lines, columns) of all tokens that have slots, and `slots`.
+    """
+
+    def __init__(self, lines: Lines, device: torch.device):
+        def send(array: np.ndarray) -> torch.Tensor:
+            return upload(np.ascontiguousarray(array, dtype=np.int64), device)
+
+        self.of, self.device = lines, device
+        self.packed, self.bases = send(lines.packed), send(np.array([base.slot for base in lines.bases]))
+        self.states, self.replays = send(np.array([base.state for base in lines.bases])), []
+        for index in range(max(len(base.replayed) for base in lines.bases)):
+            has = [i for i, base in enumerate(lines.bases) if len(base.replayed) > index]
+            slots = send(np.array([lines.bases[i].replayed[index] for i in has]))
+            self.replays.append((None if len(has) == len(lines.bases) else send(np.array(has)), slots))
+        real = np.nonzero(np.arange(lines.packed.shape[1]) < lines.lengths[:, None])
+        self.real, self.targets = (send(real[0]), send(real[1])), send(lines.packed[real])
+        self.levels, before = [], len(lines.bases)
+        for level in lines.levels:
+            same = len(level.parents) == before and bool((level.parents == np.arange(before)).all())
+            everything = len(level.kept) == len(level.lines)
+            self.levels.append((
+                (send(level.lines), send(level.columns)), None if same else send(level.parents),
+                None if everything else send(level.kept), send(level.states),
+            ))  # fmt: skip
+            before = len(level.lines)
+        self._kept = np.nonzero(lines.slots >= 0)
+        self.kept, self.slots = (send(self._kept[0]), send(self._kept[1])), send(lines.slots[self._kept])
+        self._windows: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
+
+    def windows(self, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
+        """`Lines.windows` [m, size] of the kept tokens, and [n, T, size] of all tokens (None for chains)."""
+        if size not in self._windows:
+            windows = self.of.windows(size)
+            kept = upload(np.ascontiguousarray(windows[self._kept]), self.device)
+            everything = None if self.of.is_chain else upload(np.ascontiguousarray(windows), self.device)
+            self._windows[size] = kept, everything
+        return self._windows[size]
+
+
+@dataclass
+class StatePlan:
+    """The prompts' parts and the other tokens of a forward. `num_calls`: how many layers have followed it."""
+
+    prompts: list[Prompt]
+    lines: Lines | None
+    num_calls: int = 0
+
+
+def make_plan(inputs: list[RowInput], starts: list[int], cache: PagedStaticCache, chunks_continue: bool) -> StatePlan:
+    """Take slots for the states that this forward writes, and find the states it starts from.
+
+    Args:
+        starts: B + 1 numbers, each row's first packed token.
+        chunks_continue: the layers' chunk form can start from a state. If not, only a text's beginning is read in it.
+
+    Raises:
+        RuntimeError: a row starts where no state was kept.
+    """
+    prompts, pieces, states = [], [], cache.states
+    assert states is not None
+    for row, first in zip(inputs, starts[:-1], strict=True):
+        count = row.num_tokens
+        own = min(row.prompt, count) if chunks_continue or row.start == 0 else 0
+        # States that a later step may start from: after the row's last token, and after each token with logits of its own.
+        kept = np.arange(max(count - max(row.logits, 1), own), count)
+        if own:  # the others follow the prompt
+            kept = np.concatenate([[own - 1], kept])
+        after = _bases(row, own)
+        # These raise, before anything has changed, if a state was not kept.
+        bases = {each: states.base(row.seq_id, each) for each in {row.start, *after.tolist()} if each <= row.start}
+        length = min(cache.tables[row.seq_id].length, row.start)
+        slots, into = np.full(count, -1), np.full(count, -1)
+        counts, last = (row.start + kept + 1).tolist(), row.start + row.tokens.shape[0]
+        slots[kept], into[kept] = states.take(row.seq_id, row.start, length, counts, last)
+        if own:
+            # The state after the prompt may only be on its way to the row's one state, after its last own token.
+            state = into[own - 1] if into[own - 1] >= 0 else into.max()
+            base = bases[row.start] if row.start else None
+            prompts.append(Prompt(first, first + own, base, int(slots[own - 1]), int(state)))
+            bases[row.start + own] = Base(int(slots[own - 1]), int(state), [])
+        if own < count:
+            pieces.append(_Piece(row, own, first + own, slots[own:], into[own:], after, bases))
+    return StatePlan(prompts, _lines(pieces) if pieces else None)
+
+
+@dataclass
+class _Piece:
+    """The tokens of a row after its first `own`.
+
+    Attributes:
+        first: packed index of the first one.
+        slots, into: numpy [t], their slots, and where the recurrent states after them go; -1: not kept.
+        after: numpy [t], how many tokens have been read where each one's line starts (see `_bases`).
+        bases: number of tokens read → where to go on.
+    """
+
+    row: RowInput
+    own: int
+    first: int
+    slots: np.ndarray
+    into: np.ndarray
+    after: np.ndarray
+    bases: dict[int, Base]
+
+
+def _inner(row: RowInput, own: int) -> np.ndarray | None:
+    """bool [t, t]: which of the row's t tokens after its first `own` each of them descends from, itself excluded."""
+    if row.visibility is None:
+        return None
+    seen = row.visibility[own:, row.visibility.shape[1] - (row.num_tokens - own) :]
+    return np.tril(seen, -1)
+
+
+def _bases(row: RowInput, own: int) -> np.ndarray:
+    """For each token after the row's first `own`: the number of tokens in the state from which its line starts."""
+    count = row.num_tokens - own
+    inner = _inner(row, own)
+    if inner is None or row.visibility is None:
+        return np.full(count, row.start + own)
+    region = row.visibility.shape[1]
+    outer = row.visibility[own:, : region - count]
+    # The last visible token before these, as a number of tokens read; none: the text before the region.
+    last = np.where(outer.any(1), outer.shape[1] - np.argmax(outer[:, ::-1], axis=1), 0) if outer.shape[1] else 0
+    bases = np.broadcast_to(row.start + row.num_tokens - region + last, (count,))
+    roots = np.where(inner.any(1), np.argmax(inner, axis=1), np.arange(count))  # the first ancestor among these
+    return bases[roots]
+
+
+def _lines(pieces: list[_Piece]) -> Lines:
+    """Put the pieces into lines, one for each row and base state, and sort their tokens into levels."""
+    packed, parents, depths, slots, states, bases = [], [], [], [], [], []
+    for piece in pieces:
+        inner = _inner(piece.row, piece.own)
+        count = len(piece.slots)
+        if inner is None:
+            above, depth = np.arange(count) - 1, np.arange(count)
+        else:
+            above = np.where(inner.any(1), count - 1 - np.argmax(inner[:, ::-1], axis=1), -1)
+            depth = inner.sum(1)
+        for start in np.unique(piece.after).tolist():
+            members = np.flatnonzero(piece.after == start)
+            column = np.full(count + 1, -1)  # the last entry: the parent -1
+            column[members] = np.arange(len(members))
+            packed.append(piece.first + members)
+            parents.append(column[above[members]])
+            depths.append(depth[members])
+            slots.append(piece.slots[members])
+            states.append(piece.into[members])
+            bases.append(piece.bases[start])
+    lengths = np.array([len(each) for each in packed])
+    width = max(int(lengths.max()), 2)
+
+    def padded(arrays: list[np.ndarray], value: int | None) -> np.ndarray:
+        out = np.empty((len(arrays), width), dtype=np.int64)
+        out[:] = np.arange(width) - 1 if value is None else value
+        for own, array in zip(out, arrays, strict=True):
+            own[: len(array)] = array
+        return out
+
+    above, depth, into = padded(parents, None), padded(depths, -1), padded(states, -1)
+    levels, places = [], np.zeros_like(depth)  # places: a token's index in its level
+    for level in range(int(depth.max()) + 1):
+        lines, columns = np.nonzero(depth == level)
+        places[lines, columns] = np.arange(len(lines))
+        own = into[lines, columns]
+        kept = np.flatnonzero(own >= 0)
+        ancestors = lines if level == 0 else places[lines, above[lines, columns]]
+        levels.append(Level(lines, columns, ancestors, kept, own[kept]))
+    return Lines(padded(packed, 0), lengths, bases, padded(slots, -1), above, levels)
