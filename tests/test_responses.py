@@ -126,18 +126,15 @@ def test_schemas(client):
 
 
 def test_forced_calls(client):
-    for choice in ({"type": "function", "name": "weather"}, "required"):
-        answer = both(
-            client,
-            input="Rome?",
-            tools=FUNCTIONS[:1],
-            tool_choice=choice,
-            max_output_tokens=300,
-            parallel_tool_calls=False,
-        )
-        (call,) = answer.output
-        assert call.type == "function_call" and call.name == "weather" and call.call_id.startswith("call_")
-        assert set(json.loads(call.arguments)) == {"city", "days"}
+    arguments = {
+        "tools": FUNCTIONS[:1],
+        "tool_choice": "required",
+        "parallel_tool_calls": False,
+        "max_output_tokens": 300,
+    }
+    (call,) = both(client, input="Rome?", **arguments).output
+    assert call.type == "function_call" and call.name == "weather" and call.call_id.startswith("call_")
+    assert set(json.loads(call.arguments)) == {"city", "days"}
 
 
 @pytest.mark.parametrize(

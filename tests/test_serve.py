@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import tempfile
 import threading
 import time
 import urllib.error
@@ -45,8 +46,9 @@ class Process:
         code = "import sys; from hf_specdec.cli import main; sys.exit(main())"
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         arguments = ["serve", "tiny", "--dtype", "float32", "--port", str(self.port), *flags]
+        self.log = tempfile.TemporaryFile("w+")  # a pipe that nobody reads would stop a server that says much  # noqa: SIM115
         self.process = subprocess.Popen(
-            [sys.executable, "-c", code, *arguments], cwd=ROOT, env=environment, stdout=subprocess.PIPE,
+            [sys.executable, "-c", code, *arguments], cwd=ROOT, env=environment, stdout=self.log,
             stderr=subprocess.STDOUT, text=True,
         )  # fmt: skip
 
@@ -59,7 +61,8 @@ class Process:
                     return self
             except (urllib.error.URLError, ConnectionError):
                 if self.process.poll() is not None:
-                    raise AssertionError(self.process.stdout.read()) from None
+                    self.log.seek(0)
+                    raise AssertionError(self.log.read()) from None
                 time.sleep(0.1)
         raise AssertionError("The server did not come up.")
 

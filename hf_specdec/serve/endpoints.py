@@ -69,7 +69,9 @@ class Endpoint(ABC):
 
     async def respond(self, request: Request) -> Response:
         """The answer, or the stream."""
-        ignored = ", ".join(self.ignored_fields)[:1000].encode("unicode_escape").decode()  # headers are ASCII
+        ignored = (
+            ", ".join(self.ignored_fields)[:1000].encode("unicode_escape").decode().strip()
+        )  # as headers have to be
         headers = {_UNKNOWN_HEADER: ignored} if ignored else {}
         self.grammar = self.body.grammar()
         await self.server.compile(self.grammar)
