@@ -197,8 +197,8 @@ def write_by_definition(keys, values, key_pool, value_pool, slots):
     """As the kernel: tokens with a negative slot are not written."""
     there = slots >= 0
     assert len(slots[there].unique()) == int(there.sum())
-    cache_reference.write_slots(key_pool, slots[there], keys[there])
-    cache_reference.write_slots(value_pool, slots[there], values[there])
+    key_pool.index_copy_(0, slots[there], keys[there])
+    value_pool.index_copy_(0, slots[there], values[there])
 
 
 _SERVES = compiled.RewrittenLayers.serves

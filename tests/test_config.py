@@ -119,7 +119,7 @@ COMPANIONS = {
     "prompt_lookup_max": {"prompt_lookup_min": 1},
     "n_candidates": {"top_k_tokens_per_head": [2, 1]},
 }
-NEEDED = {"hybrid": {"first": NGRAM, "second": {"method": "suffix"}}}
+NEEDED = {"hybrid": {"first": NGRAM, "second": {"method": "suffix"}}, "per_request": {"methods": {"it": NGRAM}}}
 SAMPLES = {
     "bool": True,
     "int": 17,
@@ -132,7 +132,7 @@ SPECIAL = {
     "rejection_sample_method": "rejection", "draft_sample_method": "greedy", "vocabulary_bridge": "text",
     "draft_length": "auto", "num_speculative_tokens_per_batch_size": [[1, 4, 3], [5, 8, 0]],
     "synthetic_acceptance_rates": [0.9, 0.5], "synthetic_acceptance_length": 1.5, "strategy": "extend",
-    "first": {"method": "suffix"}, "second": NGRAM, "total_tokens": 5, "mtp_strategy": "with_ngram",
+    "first": {"method": "suffix"}, "second": NGRAM, "methods": {"it": NGRAM}, "total_tokens": 5, "mtp_strategy": "with_ngram",
     "quantization": "wint8", "target_quantization": "wint4", "recurrent_states": "replayed",
 }  # fmt: skip
 SPECIAL_OF = {

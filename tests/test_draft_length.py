@@ -320,6 +320,79 @@ def test_a_policy_that_always_drafts_would_fail_that():
     assert world.run(DraftLengthPolicy(), 128)[0] < world.plain() / 1.5
 
 
+class StaticBatch(World):
+    """A world whose rows all end at `length` tokens, and nothing takes their place."""
+
+    def seconds_to_end(self, policy, length):
+        """Seconds until the last row has `length` tokens."""
+        policy.begin_batch()
+        for seq in self.sequences:
+            seq.max_length = length
+        seconds = 0.0
+        while self.sequences:
+            caps = [max(min(self.longest, length - len(seq.tokens) - 1), 0) for seq in self.sequences]
+            seen, took = self.step(policy.limits(self.sequences, caps))
+            policy.observe(seen)
+            seconds += took
+            running = [i for i, seq in enumerate(self.sequences) if len(seq.tokens) < length]
+            for name in ("sequences", "chances", "behind"):
+                setattr(self, name, [getattr(self, name)[i] for i in running])
+        return seconds
+
+
+@pytest.mark.parametrize(("machine", "drafter"), list(itertools.product(MACHINES, DRAFTERS)))
+def test_a_static_batch_is_never_slower_than_its_slowest_row(machine, drafter):
+    """Easy rows that finish early end nothing sooner: drafts for them must not slow down the hard row beside them."""
+    for seed in range(3):
+        world = StaticBatch([0.9] * 7 + [0.0], MACHINES[machine], DRAFTERS[drafter], noise=0.05, seed=seed)
+        policy = AutoLength(8)
+        length = len(world.sequences[0].tokens) + 512
+        plain = 512 * world.target(8, 8)
+        assert world.seconds_to_end(policy, length) <= 1.03 * plain
+
+
+def test_a_static_batch_of_easy_rows_ends_sooner():
+    world = StaticBatch([0.9] * 8, cpu, lookup, noise=0.05)
+    length = len(world.sequences[0].tokens) + 512
+    plain = 512 * cpu(8, 8)
+    assert world.seconds_to_end(AutoLength(8), length) < 0.75 * plain
+
+
+def test_the_soonest_end_is_the_best_of_all_lengths():
+    """`_soonest` against every choice of lengths, for exact costs."""
+    random, num_rows, longest = np.random.default_rng(0), 3, 4
+    for _ in range(40):
+        policy = AutoLength(longest)
+        policy.cost.target.observe((1, 1), np.eye(14)[0], 0.02)  # the first is dropped
+        for tokens in (1, 2, 4, 8, 16) * 3:
+            policy.cost.observe_target(num_rows, tokens, cpu(num_rows, tokens))
+        gains = random.random((num_rows, 1)) ** np.arange(1, longest + 1)
+        nodes, backlogs = np.ones((num_rows, longest)), np.zeros(num_rows, dtype=np.int64)
+        left, room = random.integers(20, 40, num_rows), np.full(num_rows, longest)
+        policy.account = 100.0
+
+        def time(depths, gains=gains, left=left, policy=policy):
+            won = np.array([gains[i, :d].sum() for i, d in enumerate(depths)])
+            extra = policy._extra(num_rows, num_rows + sum(depths), max(depths), sum(depths), 0.0)
+            return float((1 + extra) * (left / (1 + won)).max())
+
+        best = min(time(depths) for depths in itertools.product(range(longest + 1), repeat=num_rows))
+        assert time(policy._soonest(gains, nodes, backlogs, room, left)) <= 1.001 * best
+
+
+def test_rows_that_end_early_show_that_a_static_batch_does_not_end_together():
+    policy = AutoLength(4)
+    policy.begin_batch()
+    row = Sequence([0] * 4, 8, eos_token_ids=frozenset({9}))
+    assert not policy._end_together([row])  # it may end at any token
+    assert policy._end_together([Sequence([0] * 4, 8)])
+    for _ in range(20):
+        ended = Sequence([0] * 4, 8, eos_token_ids=frozenset({9}))
+        ended.accept([1, 1, 1, 1])
+        policy.forget(ended)
+    assert policy._end_together([row])  # its predecessors all ran to their limit
+
+
 def test_rows_that_turn_easy_are_noticed_and_rows_that_turn_hard_cost_little():
     world = World([0.0] * 4, cpu, lookup, noise=0.05)
     policy = AutoLength(8)

@@ -139,7 +139,7 @@ def test_rejection_has_the_targets_distribution(strategy):
     [
         ({}, "'first'.* is missing"),
         ({"first": NGRAM}, "'second'.* is missing"),
-        ({"first": NGRAM, "second": {"method": "hybrid", "first": NGRAM, "second": NGRAM}}, "is a hybrid itself"),
+        ({"first": NGRAM, "second": {"method": "hybrid", "first": NGRAM, "second": NGRAM}}, "has parts itself"),
         ({"first": NGRAM, "second": {"method": "ngrm"}}, "did you mean 'ngram'"),
         ({"first": NGRAM, "second": NGRAM, "strategy": "extended"}, "did you mean 'extend'"),
         ({"first": NGRAM, "second": NGRAM, "score_threshold": -1}, "at least 0"),

@@ -301,7 +301,7 @@ def test_it_is_the_packages_own():
 def storm(llm, model, count, seed):
     """Requests that arrive at random steps, some of which are cancelled; the others' answers are those of `generate()`."""
     rng = random.Random(seed)
-    engine, expected, alive = llm.engine, {}, {}
+    engine, expected, alive, number = llm.engine, {}, {}, 0
     arrivals = sorted(rng.randint(0, 2 * count) for _ in range(count))
     with engine.decoder.active():
         for step in range(10**6):
@@ -313,7 +313,8 @@ def storm(llm, model, count, seed):
                     temperature=0.8 if sampled else 0, seed=rng.randint(0, 9), max_tokens=rng.randint(1, 24),
                     priority=rng.randint(-1, 1), num_speculative_tokens=rng.choice([None, None, 0, 2]),
                 )  # fmt: skip
-                request = engine.add(str(len(expected)), None, ids, params)
+                number += 1
+                request = engine.add(str(number), None, ids, params)
                 alive[request.id] = request
                 expected[request.id] = (ids, params)
             engine.step()
@@ -441,3 +442,26 @@ def test_logprobs_of_a_prompt_that_is_preempted_while_it_is_read(make, tiny_mode
     assert len(request.prompt_logprobs) == len(prompt)
     for row, token, found in zip(expected, prompt[1:], request.prompt_logprobs[1:], strict=False):
         assert found[token].logprob == pytest.approx(float(row[token]), abs=1e-4)
+
+
+@pytest.mark.slow
+def test_memory_is_flat_over_ten_thousand_requests(make):
+    """After the first 2,000, which fill the pools and every cache once, 8,000 more add nothing that stays."""
+    resource = pytest.importorskip("resource")
+    from pathlib import Path
+
+    llm = make({**METHODS[2], "block_size": 4, "num_blocks": 400}, max_num_seqs=64)
+    rng = random.Random(0)
+
+    def answered(count):
+        prompts = [[rng.randrange(5, 2000) for _ in range(rng.randint(1, 24))] for _ in range(count)]
+        params = [GREEDY.copy(max_tokens=rng.randint(1, 4)) for _ in prompts]
+        llm.generate(prompts, params, use_tqdm=False)
+        resident = int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize()
+        return resident, len(list(Path("/proc/self/fd").iterdir())), len(list(Path("/proc/self/task").iterdir()))
+
+    before, *held = answered(2000)
+    for _ in range(4):
+        after, *found = answered(2000)
+        assert found == held
+    assert after - before < 16 << 20, f"{(after - before) / 2**20:.1f} MiB more"

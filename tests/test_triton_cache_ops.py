@@ -46,8 +46,7 @@ def test_write(tokens, heads, widths, dtype, seed):
     slots[torch.rand(tokens) < 0.2] = -1
     written = slots >= 0
     wanted = key_pool.clone(), value_pool.clone()
-    reference.write_slots(wanted[0], slots[written], keys[written])
-    reference.write_slots(wanted[1], slots[written], values[written])
+    reference.write_keys_values(keys[written], values[written], wanted[0], wanted[1], slots[written])
     assert write_keys_values(keys, values, key_pool, value_pool, slots) is None
     assert torch.equal(key_pool, wanted[0]) and torch.equal(value_pool, wanted[1])
 

@@ -30,8 +30,7 @@ def write_errors(context: Context, dtype: torch.dtype, tokens: int, heads: int, 
     slots = torch.randperm(2 * tokens, generator=context.generator, device=context.device)[:tokens]
     slots[context.randint(0, 5, tokens) == 0] = -1
     wanted = [pool.clone() for pool in pools]
-    for pool, states in zip(wanted, (keys, values), strict=True):
-        reference.write_slots(pool, slots[slots >= 0], states[slots >= 0])
+    reference.write_keys_values(*(states[slots >= 0] for states in (keys, values)), *wanted, slots[slots >= 0])
     write_keys_values(keys, values, pools[0], pools[1], slots)
     return sum(wrong_elements(pool, each) for pool, each in zip(pools, wanted, strict=True))
 

@@ -59,6 +59,8 @@ class PagedStaticCache(Cache):
         num_layers: layers with keys and values.
         num_blocks: the most blocks.
         weights: the weights of the model that this cache serves; empty: allocate all blocks at the start.
+        ahead: how many tokens after a slot its keys and values depend on, beside those up to it: 1 for heads that read each token
+            with the feature before it. Blocks are shared only where these tokens are equal, too.
         keyless: layers that have no keys and values.
         states: of the layers that have recurrent or convolutional states; None: no layer has any. With states, prefixes are not
             shared, because blocks hold no states.
@@ -71,6 +73,7 @@ class PagedStaticCache(Cache):
         block_size: int,
         share_prefixes: bool = True,
         weights: Iterable[torch.Tensor] = (),
+        ahead: int = 0,
         keyless: frozenset[int] = frozenset(),
         states: StatePool | None = None,
     ):
@@ -83,9 +86,10 @@ class PagedStaticCache(Cache):
         self.pool = BlockPool(at_once)
         self.states = states
         self._with_keys = [layer for index, layer in enumerate(self.layers) if index not in keyless]
-        self.share_prefixes = share_prefixes
+        self.share_prefixes, self.ahead = share_prefixes, ahead
         self.tables: dict[int, BlockTable] = {}
         self.batch: Any = None  # the PackedBatch of the running forward
+        self.windows: dict[int, int | None] = {}  # sliding windows by layer, as attention finds them
         self._next_place = 0
         self._movers: dict[torch.device, SlotMover] = {}  # until pools are added or grow
         self._identity: tuple[int, ...] | None = None  # until pools are added or grow
@@ -238,28 +242,40 @@ class PagedStaticCache(Cache):
         self.pool.forget()
         self.batch = None
 
-    def match_prefix(self, seq_id: int, tokens: list[int]) -> int:
-        """Let an empty sequence share the blocks that already hold a prefix of `tokens`.
+    def known_prefix(self, tokens: list[int]) -> int:
+        """How many of `tokens` an empty sequence could share. The last token is never among them, because its logits are needed."""
+        return len(self._known_blocks(tokens)) * self.block_size
 
-        The last token is never covered, because its logits are needed. Returns the number of covered tokens.
+    def match_prefix(self, seq_id: int, tokens: list[int], most: int | None = None) -> int:
+        """Let an empty sequence share the blocks that already hold a prefix of `tokens`, of at most `most` tokens.
+
+        Returns the number of covered tokens; see `known_prefix`.
         """
         table = self.tables[seq_id]
-        if not self.share_prefixes or table.blocks:
+        if table.blocks:
             return 0
-        shared = []
-        for content in self._block_hashes(tokens, (len(tokens) - 1) // self.block_size, []):
-            block = self.pool.lookup(content)
-            if block is None:
-                break
-            shared.append(block)
-            table.hashes.append(content)
+        known = self._known_blocks(tokens)[: None if most is None else most // self.block_size]
+        shared = [block for _, block in known]
+        table.hashes += [content for content, _ in known]
         self.pool.retain(shared)
         self._append(table, shared)
         table.length = len(shared) * self.block_size
         return table.length
 
+    def _known_blocks(self, tokens: list[int]) -> list[tuple[bytes, int]]:
+        """(hash, block) of each leading block whose contents are in the pool."""
+        found = []
+        if self.share_prefixes:
+            for content in self._block_hashes(tokens, (len(tokens) - max(self.ahead, 1)) // self.block_size, []):
+                block = self.pool.lookup(content)
+                if block is None:
+                    break
+                found.append((content, block))
+        return found
+
     def register_prefix(self, seq_id: int, tokens: list[int], length: int) -> None:
-        """Declare that the KV of `tokens[:length]` are written or being written, so that full blocks can be shared."""
+        """Declare that the KV of `tokens[:length]` are written or being written, so that full blocks can be shared. `tokens` go on for
+        at least `ahead` more."""
         if not self.share_prefixes:
             return
         table = self.tables[seq_id]
@@ -274,7 +290,8 @@ class PagedStaticCache(Cache):
         hashes = []
         parent = known[-1] if known else b""
         for i in range(len(known), count):
-            chunk = np.asarray(tokens[i * self.block_size : (i + 1) * self.block_size], dtype=np.int64).tobytes()
+            read = tokens[i * self.block_size : (i + 1) * self.block_size + self.ahead]
+            chunk = np.asarray(read, dtype=np.int64).tobytes()
             parent = hashlib.blake2b(parent + chunk, digest_size=16).digest()
             hashes.append(parent)
         return hashes

@@ -51,7 +51,7 @@ class PagedLayer(CacheLayerMixin):
             self.lazy_initialization(key_states, value_states)
         batch = self.owner.batch
         there = batch.on(key_states.device)
-        keys, values = key_states[0].transpose(0, 1), value_states[0].transpose(0, 1)
+        keys, values = tokens_first(key_states), tokens_first(value_states)
         there.write(keys, values, self.keys, self.values, there.write_slots)
         if not batch.gather:
             return key_states, value_states
@@ -65,7 +65,7 @@ class PagedLayer(CacheLayerMixin):
         """As `update`, but first rotate keys [1, Hk, T, D] and queries [1, H, T, D] by angles [1, T, D]. Returns the queries."""
         if not self.is_initialized:
             self.lazy_initialization(keys, values)
-        packed = [states[0].transpose(0, 1) for states in (query, keys, values)]
+        packed = [tokens_first(states) for states in (query, keys, values)]
         slots = self.owner.batch.on(keys.device).write_slots
         return rotate_and_write(*packed, self.keys, self.values, slots, cos[0], sin[0]).transpose(0, 1)[None]
 
@@ -86,6 +86,11 @@ class PagedLayer(CacheLayerMixin):
         return self.owner.num_slots
 
     get_max_cache_shape = get_max_length  # its name before transformers 5.20
+
+
+def tokens_first(states: torch.Tensor) -> torch.Tensor:
+    """[T, heads, width] from states [1, heads, T, width]: a view."""
+    return states.squeeze(2) if states.shape[2] == 1 else states[0].transpose(0, 1)  # one operation, not two
 
 
 def _grown(pool: torch.Tensor, num_slots: int, runs: list[tuple[int, int]]) -> torch.Tensor:

@@ -83,6 +83,7 @@ class CandidateGenerator(ABC):
     continues_drafts: ClassVar[bool] = False  # whether `continue_drafts` is implemented
     taps: Taps = Taps()
     verifies_chains_only: bool = False  # True in loops that verify only the first path of a tree
+    outlives_texts: bool = False  # see `outlive_texts`
     taps_whole_text: bool = True  # whether tapped features of every token are needed, not only the newest
 
     def __init__(self, config: SpeculativeConfig, target: PackedModel, context: DrafterContext | None = None):
@@ -102,7 +103,7 @@ class CandidateGenerator(ABC):
 
     @property
     def needs_all_features(self) -> bool:
-        """Whether the target must compute every token itself, so that cached prefixes cannot be reused."""
+        """Whether the drafter reads the target's features of every token, except of those that `known_prefix` covers."""
         return self.taps_whole_text and bool(self.taps.last_hidden or self.taps.layers)
 
     @property
@@ -122,6 +123,21 @@ class CandidateGenerator(ABC):
 
     def start(self, seq: Sequence) -> None:
         """Called when a sequence joins; its prompt is in `seq.tokens`."""
+
+    def known_prefix(self, seq: Sequence) -> int:
+        """How many of the first tokens of a started sequence the drafter needs no features of, because it keeps what it read of them
+        in an earlier text. All, for drafters that need none."""
+        return 0 if self.needs_all_features else len(seq.tokens)
+
+    def share_prefix(self, seq: Sequence, num_tokens: int) -> None:
+        """The target will not compute the first `num_tokens` tokens: use what is kept of them. At most `known_prefix`, whole blocks."""
+
+    def outlive_texts(self) -> None:
+        """From now on, keep what later texts may share of a text that has ended."""
+        self.outlives_texts = True
+
+    def forget_prefixes(self) -> None:
+        """What is kept of earlier texts can no longer be trusted: the target's weights have changed, or a step has raised."""
 
     @abstractmethod
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:

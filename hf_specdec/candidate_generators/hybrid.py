@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -11,9 +10,10 @@ from ..core.draft_trees import DraftTrees
 from ..core.outcome import StepOutcome
 from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
-from .base import CandidateGenerator, DrafterContext
+from .base import DrafterContext
+from .combined import CombinedGenerator, checked_part, with_common_keys
 from .parsing import parse_config
-from .registry import generator_class, make_generator, register
+from .registry import register
 
 STRATEGIES = ("fallback", "extend")
 
@@ -58,53 +58,29 @@ class HybridConfig(SpeculativeConfig):
         part = getattr(self, key)
         if part is None:
             raise self.fail(key, "is missing: give the configuration of a drafter, e.g. {'method': 'ngram'}.")
-        config = parse_config(part)
-        if config.method == self.name:
-            raise self.fail(key, "is a hybrid itself; two drafters are what can be combined.")
-        if config.target_quantization is not None:
-            raise self.fail(key, "has 'target_quantization', which is a key of the hybrid: move it there.")
-        setattr(self, key, config.to_dict())
+        setattr(self, key, checked_part(self, key, part))
 
     def part(self, key: str) -> SpeculativeConfig:
         """The configuration `first` or `second`, with common keys taken from this one."""
-        common = (
-            "rejection_sample_method",
-            "draft_sample_method",
-            "block_size",
-            "prefill_chunk_size",
-            "prepack_weights",
-            "cuda_graphs",
-            "compile",
-        )
-        own = getattr(self, key)
-        shared = {name: getattr(self, name) for name in common}
-        return parse_config({**{k: v for k, v in shared.items() if v is not None}, **own})
+        return with_common_keys(getattr(self, key), self)
 
 
 @register(HybridConfig)
-class HybridGenerator(CandidateGenerator):
+class HybridGenerator(CombinedGenerator):
     """Runs both drafters. Each observes every step, and which part of its own proposal was accepted."""
 
     config: HybridConfig
 
     def __init__(self, config: HybridConfig, target: PackedModel, context: DrafterContext | None = None):
         super().__init__(config, target, context)
-        made = []
-        for key in ("first", "second"):
-            part = config.part(key)
-            cls = generator_class(part.method)
-            if not cls.can_be_combined:
-                raise config.fail(key, f"cannot be {part.method!r}: its drafts serve other ends than being accepted.")
-            made.append(make_generator(part, target, context))
-        self.first, self.second = self.parts = made
+        self.first, self.second = [self.made(key, config.part(key), context) for key in ("first", "second")]
+        self.combine([self.first, self.second])
         self.extends = config.strategy == "extend"
         if self.extends and not self.second.continues_drafts:
             raise config.fail(
                 "second",
                 f"cannot be {self.second.config.method!r}, which does not continue another's drafts: use 'fallback'.",
             )
-        self.taps = self.first.taps | self.second.taps
-        self.taps_whole_text = any(part.needs_all_features for part in self.parts)
         default = min(part.config.num_speculative_tokens or 0 for part in self.parts)
         self.threshold = default if config.score_threshold is None else config.score_threshold
         self.proposed: list[dict[int, tuple[DraftTrees, int]]] = [{}, {}]  # per part: sequence id → its trees and row
@@ -115,44 +91,19 @@ class HybridGenerator(CandidateGenerator):
         nodes = [part.max_draft_nodes for part in self.parts]
         return max(sum(nodes), self.config.longest_draft) if self.extends else max(nodes)
 
-    # ---- both parts -------------------------------------------------------------------------------------------------
-
-    def allocate(self, num_tokens: int, num_sequences: int, block_size: int) -> None:
-        """Allocate both."""
-        for part in self.parts:
-            part.allocate(num_tokens, num_sequences, block_size)
-
-    def release(self) -> None:
-        """Release both."""
-        for part in self.parts:
-            part.release()
-
-    @contextlib.contextmanager
-    def active(self):
-        """A context in which both may run."""
-        with self.first.active(), self.second.active():
-            yield
-
-    def start(self, seq: Sequence) -> None:
-        """Start both, or neither."""
-        self.first.start(seq)
-        try:
-            self.second.start(seq)
-        except BaseException:
-            self.first.stop(seq)
-            raise
-
     def evict(self, seq: Sequence) -> None:
         """Evict from both."""
-        for part, proposed in zip(self.parts, self.proposed, strict=True):
-            part.evict(seq)
-            proposed.pop(seq.id, None)
+        super().evict(seq)
+        self._forget_proposals(seq)
 
     def stop(self, seq: Sequence) -> None:
         """Stop both."""
-        for part, proposed in zip(self.parts, self.proposed, strict=True):
+        self._forget_proposals(seq)
+        super().stop(seq)
+
+    def _forget_proposals(self, seq: Sequence) -> None:
+        for proposed in self.proposed:
             proposed.pop(seq.id, None)
-            part.stop(seq)
 
     # ---- drafting ---------------------------------------------------------------------------------------------------
 

@@ -6,7 +6,6 @@ from dataclasses import dataclass, field
 
 from ..config import SpeculativeConfig
 from ..core.draft_trees import DraftTrees
-from ..core.outcome import StepOutcome
 from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
 from .base import CandidateGenerator, DrafterContext
@@ -86,31 +85,25 @@ class NGramGenerator(CandidateGenerator):
         self.indices: dict[int, NGramIndex] = {}
 
     def start(self, seq: Sequence) -> None:
-        """Index the prompt."""
-        self.indices[seq.id] = index = NGramIndex(*self.config.ngram_range)
-        index.extend(seq.tokens)
+        """Begin an empty index."""
+        self.indices[seq.id] = NGramIndex(*self.config.ngram_range)
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
         """A copied chain per row, empty where nothing matches."""
-        drafts = [
-            self.indices[seq.id].continuation(seq.tokens, limit) if limit else []
-            for seq, limit in zip(sequences, limits, strict=True)
-        ]
+        drafts = self.continue_drafts(sequences, [[] for _ in sequences], limits)
         return DraftTrees.from_lists(drafts, device=self.target.device)
 
     continues_drafts = True
 
     def continue_drafts(self, sequences: list[Sequence], drafts: list[list[int]], limits: list[int]) -> list[list[int]]:
         """The tokens that followed an earlier occurrence of each draft's end."""
-        return [
-            self.indices[seq.id].continuation(seq.tokens, limit, draft) if limit > 0 else []
-            for seq, draft, limit in zip(sequences, drafts, limits, strict=True)
-        ]
-
-    def observe(self, outcome: StepOutcome) -> None:
-        """Index the new tokens."""
-        for seq in outcome.sequences:
-            self.indices[seq.id].extend(seq.tokens)
+        found: list[list[int]] = [[] for _ in sequences]
+        for i, (seq, draft, limit) in enumerate(zip(sequences, drafts, limits, strict=True)):
+            if limit > 0:
+                index = self.indices[seq.id]
+                index.extend(seq.tokens)  # only now: rows that do not draft need no index
+                found[i] = index.continuation(seq.tokens, limit, draft)
+        return found
 
     def stop(self, seq: Sequence) -> None:
         """Drop the index."""

@@ -153,6 +153,8 @@ class DraftTrees:
     def paths(self, accepted: np.ndarray) -> list[list[int]]:
         """Node indices on each row's accepted path, root to leaf, from a mask bool [B, N] of accepted nodes."""
         paths: list[list[int]] = [[] for _ in accepted]
+        if not accepted.shape[1]:
+            return paths
         for row, node in np.argwhere(accepted).tolist():
             paths[row].append(node)
         return paths
@@ -172,6 +174,26 @@ class DraftTrees:
             drawn = torch.from_numpy(np.arange(count) < np.asarray(self.lengths)[:, None]).to(points.device)
             points[:, :count] = torch.where(drawn[:, :, None], self.probs[:, :count], points[:, :count])
             out.probs = points
+        return out
+
+    def spread(self, rows: list[int], batch_size: int) -> DraftTrees:
+        """These trees as the given rows of a batch, whose other rows have none."""
+        at = torch.as_tensor(rows, dtype=torch.long, device=self.tokens.device)
+
+        def placed(values: torch.Tensor) -> torch.Tensor:
+            return values.new_zeros(batch_size, *values.shape[1:]).index_copy_(0, at, values)
+
+        out = DraftTrees(
+            placed(self.tokens), [0] * batch_size, probs=None if self.probs is None else placed(self.probs)
+        )
+        for row, length in zip(rows, self.lengths, strict=True):
+            out.lengths[row] = length
+        for name in ("parents", "prob_index"):
+            own = getattr(self, name)
+            if own is not None:
+                values = np.zeros((batch_size, own.shape[1]), dtype=own.dtype)
+                values[rows] = own
+                setattr(out, name, values)
         return out
 
     def select(self, rows: list[int]) -> DraftTrees:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -47,6 +48,22 @@ class StepOutcome:
             accepted: per row, the accepted nodes of its own proposal, root to leaf.
         """
         return _ProposalOutcome(**{**vars(self), "accepted": accepted}, verified=self)
+
+    def of(self, belongs: Callable[[Sequence], bool]) -> StepOutcome:
+        """The same step, as if it had only the sequences for which `belongs` is true."""
+        verified = [i for i, seq in enumerate(self.sequences) if belongs(seq)]
+        forwarded = [i for i, (seq, _) in enumerate(self.chunks or []) if belongs(seq)]
+        counts = np.asarray(self.trees.lengths, dtype=np.int64) + 1
+        roots = (np.cumsum(counts) - counts).tolist() if self.root_rows is None else self.root_rows
+
+        def picked(values: list | None, rows: list[int]) -> list | None:
+            return None if values is None else [values[i] for i in rows]
+
+        return StepOutcome(
+            [self.sequences[i] for i in verified], self.trees.select(verified), [self.accepted[i] for i in verified],
+            [self.new_tokens[i] for i in verified], self.output, picked(self.starts, forwarded), picked(self.chunks, forwarded),
+            picked(self.num_own, forwarded), picked(roots, verified),
+        )  # fmt: skip
 
     def read_rows(self) -> tuple[list[Sequence], np.ndarray, list[int]]:
         """The packed tokens of `output` that are now part of a text: each row's fed tokens, then its accepted nodes.

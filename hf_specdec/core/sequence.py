@@ -28,6 +28,7 @@ class Sequence:
         wants_prompt_logits: keep the logits of the prompt's tokens (`StepTensors.prompt_logits`); no cached prefix is used.
         chunked_length: how many of the first tokens layers with a recurrent state read in chunk form; None: the prompt.
         num_speculative_tokens: this row's own draft length; None: the method's, 0: no drafts.
+        drafter: with the method "per_request", the name of the drafter that drafts for this row; None: the first.
     """
 
     tokens: list[int]
@@ -39,6 +40,7 @@ class Sequence:
     row: int = 0
     shown_prompt: list[int] | None = None
     num_speculative_tokens: int | None = None
+    drafter: str | None = None
     wants_prompt_logits: bool = False
     chunked_length: int | None = None
     id: int = field(default_factory=lambda: next(_ids))

@@ -69,14 +69,12 @@ class SpeculativeDecoder:
             raise RuntimeError("The KV pool cannot be replaced while sequences are running.")
         size, bound = self.config.block_size, self.config.num_blocks
         num_blocks = bound or -(-num_tokens // size) + num_sequences
-        # A drafter that needs features of every token cannot skip a prefix that the target has cached.
-        share = not (self.generator.needs_all_features or self.all_hidden_states)
         kept = self.target.graphs is not None and self.cache.can_serve(size)
         if kept and (bound is None or self.cache.pool.num_blocks <= bound):
             self.cache.grow_up_to(num_blocks)
         else:
             self.cache = self.target.new_cache(num_blocks, size, grows=True)
-        self.cache.share_prefixes = share
+        self.cache.share_prefixes = not self.all_hidden_states
         self._num_sequences = num_sequences
         self.generator.allocate(num_blocks * size, num_sequences, size)
 
@@ -122,6 +120,11 @@ class SpeculativeDecoder:
         self.cache.evict(seq.id)
         self.generator.evict(seq)
 
+    def forget_prefixes(self) -> None:
+        """Drop what is kept of texts that have ended, because the model has changed or a step has raised."""
+        self.cache.pool.forget()
+        self.generator.forget_prefixes()
+
     def abort(self, sequences: list[Sequence]) -> None:
         """After an error: remove the sequences and drop everything that is cached."""
         for seq in sequences:
@@ -133,8 +136,8 @@ class SpeculativeDecoder:
 
     @contextlib.contextmanager
     def active(self):
-        """A context in which `step` may run. Inside, the models read our pages; on exit they are restored."""
-        with self.target.active(), self.generator.active():
+        """A context in which `step` may run, without gradients. Inside, the models read our pages; on exit they are restored."""
+        with torch.no_grad(), self.target.active(), self.generator.active():
             yield self
 
     def read_last(self, sequences: list[Sequence]) -> None:
@@ -166,7 +169,6 @@ class SpeculativeDecoder:
         with pending.as_if_finished():
             return not any(self._draft_limits(sequences))
 
-    @torch.no_grad()
     def begin(
         self, sequences: list[Sequence], num_tokens: list[int] | None = None, after: PendingStep | None = None
     ) -> PendingStep:
@@ -216,9 +218,9 @@ class SpeculativeDecoder:
         tensors = StepTensors(output, scores, sampling, logit_rows, starts, prompt_logits)
         return PendingStep(rows, num_own, decoding, limits, trees, tensors, verdict)
 
-    @torch.no_grad()
     def finish(self, pending: PendingStep) -> list[StepResult]:
-        """Wait for the verdict, keep the KV of accepted tokens, append the tokens, count them, and tell the drafter.
+        """Wait for the verdict, keep the KV of accepted tokens, append the tokens, count them, and tell the drafter. Call inside
+        `active()`.
 
         Sequences that were finished or removed in the meantime get nothing.
         """
@@ -251,7 +253,7 @@ class SpeculativeDecoder:
         for i, seq in enumerate(sequences):
             table = self.cache.tables[seq.id]
             reads_all = seq.wants_prompt_logits and not seq.num_generated
-            matched = self.cache.match_prefix(seq.id, seq.tokens) if not (table.blocks or reads_all) else 0
+            matched = 0 if table.blocks or reads_all else self._share_prefix(seq)
             if matched and not seq.num_generated:
                 self.statistics[seq.id].num_cached_tokens = matched
             end = len(seq.tokens) if num_tokens is None else min(len(seq.tokens), table.length + num_tokens[i])
@@ -272,9 +274,17 @@ class SpeculativeDecoder:
             rows.append((seq, end))
         return rows
 
+    def _share_prefix(self, seq: Sequence) -> int:
+        """Use the KV of earlier texts, as far as the target and the drafter both have them. Returns the number of tokens covered."""
+        known = min(self.cache.known_prefix(seq.tokens), self.generator.known_prefix(seq))
+        matched = self.cache.match_prefix(seq.id, seq.tokens, known)
+        if matched:
+            self.generator.share_prefix(seq, matched)
+        return matched
+
     def _draft_limits(self, sequences: list[Sequence]) -> list[int]:
         """Draft depth of each row: the policy's choice, capped by what the row can use."""
-        if not self._drafts:
+        if not self._drafts or self.policy.is_plain(sequences):
             return [0] * len(sequences)
         return self.policy.limits(sequences, [self._draft_limit(seq) for seq in sequences])
 

@@ -22,6 +22,13 @@ class DraftLengthPolicy:
 
     needs_observations: ClassVar[bool] = False
 
+    def begin_batch(self) -> None:
+        """The sequences that are added next are a static batch: they start together, and no others take the place of those that end."""
+
+    def is_plain(self, sequences: list[Sequence]) -> bool:
+        """True if `limits` would be 0 for every row, whatever the caps: known without looking at them."""
+        return False
+
     def limits(self, sequences: list[Sequence], caps: list[int]) -> list[int]:
         """Depth of each row's next draft, between 0 and its cap: the most that the row can use."""
         return caps
@@ -56,6 +63,7 @@ class UpToBatchSize(DraftLengthPolicy):
     def __init__(self, lengths: DraftLengthPolicy, most_rows: int):
         self.lengths, self.most_rows = lengths, most_rows
         self.needs_observations = lengths.needs_observations  # pyright: ignore[reportAttributeAccessIssue]
+        self.begin_batch, self.is_plain = lengths.begin_batch, lengths.is_plain
         self.observe, self.forget = lengths.observe, lengths.forget
 
     def limits(self, sequences: list[Sequence], caps: list[int]) -> list[int]:
@@ -64,11 +72,15 @@ class UpToBatchSize(DraftLengthPolicy):
 
 
 class AutoLength(DraftLengthPolicy):
-    """Lengths with the most expected tokens per second for the whole batch, by measured step costs and acceptance.
+    """The fastest lengths, by measured step costs and acceptance.
 
-    Each further draft token of a row has a gain (the probability that it and all tokens before it are accepted) and a cost.
-    Tokens are sorted by gain per packed token; of all prefixes of that order, at each depth of drafting, the one with the most
-    expected tokens per second is chosen. So an easy row drafts far while a hard row beside it does not draft.
+    Where other sequences take the place of those that end, the fastest lengths give the most expected tokens per second. Each
+    further draft token of a row has a gain (the probability that it and all tokens before it are accepted) and a cost. Tokens are
+    sorted by gain per packed token; of all prefixes of that order, at each depth of drafting, the one with the most expected
+    tokens per second is chosen. So an easy row drafts far while a hard row beside it does not draft.
+
+    A static batch whose rows end together, at their maximum length, takes as long as its slowest row. There the fastest lengths
+    make the product of the remaining steps and the time of a step smallest: a row ahead of the slowest one does not draft.
 
     A row that is not worth drafting for is probed with one token now and then; each failed probe doubles the pause before the
     next. Time lost against plain decoding is charged to an account, which earns `ALLOWANCE` of the time spent and is credited
@@ -83,11 +95,13 @@ class AutoLength(DraftLengthPolicy):
     CREDIT = 0.75  # plain steps that may be wasted at the start
     MOST_SAVED = 8.0  # plain steps; upper limit of the account
     LONGEST_PAUSE = 64  # steps between two probes of a row
+    SPEEDS = 256  # how many speeds of a static batch are compared
     PREFIXES = 256  # how many prefixes of the order are compared
     HORIZON = 32  # steps over which the cost of the drafter catching up is spread
     FIRST_DRAFT = 1  # draft length in the prompt's step, before any cost is known
     DOUBT = 64  # steps without drafting after which the estimated extra cost is halved
     EVERY_PLAIN = 8  # every 8th step without drafts is timed
+    ENDED_MEMORY = 0.9  # decay of the counts of how rows ended
     LONGEST_STALE = 256  # steps between two measurements of a plain step while drafting pays
 
     def __init__(self, longest: int):
@@ -97,14 +111,26 @@ class AutoLength(DraftLengthPolicy):
         self.num_steps = 0
         self._last_drafted, self._plain_due, self._plain_pause = 0, 0, 1
         self._quiet_until, self._quiet_rows = 0, frozenset()
+        self._static = False
+        self._ended = np.array([1.0, 0.0])  # how rows that could end early ended: early, at their maximum length
         # Candidate depths of the deepest draft: every depth at first, then with growing gaps.
         self._depths = np.unique(np.minimum(longest, [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, longest]))
 
     # ---- choosing ---------------------------------------------------------------------------------------------------
 
+    def begin_batch(self) -> None:
+        """See DraftLengthPolicy."""
+        self._static = True
+
+    def _end_together(self, sequences: list[Sequence]) -> bool:
+        """True if the rows of a static batch are expected to end at their maximum length: as they must, or as earlier ones did."""
+        if not self._static:
+            return False
+        return self._ended[1] > self._ended[0] or not any(seq.eos_token_ids for seq in sequences)
+
     def limits(self, sequences: list[Sequence], caps: list[int]) -> list[int]:
         """Depths that maximise the expected tokens per second, plus the probes that are due and affordable."""
-        if not any(caps) or self._must_be_plain() or self._is_quiet(sequences):
+        if not any(caps) or self.is_plain(sequences):
             return [0] * len(sequences)
         rows = self.acceptance.rows(sequences)
         gains, nodes = self.acceptance.expected(rows)
@@ -113,12 +139,24 @@ class AutoLength(DraftLengthPolicy):
         if not self.cost.target:  # in a step that reads prompts, drafts cost little
             begins = [seq.num_generated == 0 for seq in sequences]
             return np.where(begins, np.minimum(room, self.FIRST_DRAFT), 0).tolist()
-        chosen = self._fastest(gains, nodes, backlogs, room)
+        if self._end_together(sequences):
+            left = _tokens_left(sequences)
+            chosen = self._soonest(gains, nodes, backlogs, room, left)
+            room = np.where(left == left.max(), room, 0)  # another row's probe would gain nothing
+        else:
+            chosen = self._fastest(gains, nodes, backlogs, room)
         return self._with_probes(chosen, rows, nodes, backlogs - self._unread(rows, sequences), room).tolist()
 
+    def is_plain(self, sequences: list[Sequence]) -> bool:
+        """True if the account is empty, a plain step is due, or these rows wait for a probe."""
+        return self._must_be_plain() or self._is_quiet(sequences)
+
     def _must_be_plain(self) -> bool:
-        """True if the account is empty, or a plain step is due so that its cost stays known."""
-        return self.account <= 0 or (bool(self.cost.target) and self.num_steps >= self._plain_due)
+        return self.account <= 0 or self._plain_is_due()
+
+    def _plain_is_due(self) -> bool:
+        """True if a plain step is to be measured, so that its cost stays known."""
+        return bool(self.cost.target) and self.num_steps >= self._plain_due
 
     def _is_quiet(self, sequences: list[Sequence]) -> bool:
         """True if these rows did not draft in the last step and no probe is due: the choice would be the same."""
@@ -151,6 +189,35 @@ class AutoLength(DraftLengthPolicy):
             return np.zeros(num_rows, dtype=np.int64)
         prefix = slice(ends[end] + 1)
         return np.bincount(row[prefix][taken[which, prefix]], minlength=num_rows)
+
+    def _soonest(
+        self, gains: np.ndarray, nodes: np.ndarray, backlogs: np.ndarray, room: np.ndarray, left: np.ndarray
+    ) -> np.ndarray:
+        """int [B]: the depths with which the row that ends last ends soonest.
+
+        Args:
+            gains, nodes, backlogs, room: see `_fastest`.
+            left: [B], tokens that each row still has to write.
+        """
+        num_rows, longest = gains.shape
+        won = np.concatenate([np.zeros((num_rows, 1)), gains.cumsum(1)], axis=1)  # [B, K + 1], by depth
+        packed = np.concatenate([np.zeros((num_rows, 1)), nodes.cumsum(1)], axis=1)
+        slowest = int(left.argmax())
+        # Candidates: the speeds, in tokens of the slowest row a step, at which one of the rows ends last. Each of the others then
+        # drafts just deep enough to end with it or before.
+        rates = np.unique(left[slowest] / np.maximum(left, 1)[:, None] * (1.0 + won))
+        rates = np.append(1.0, rates[rates > 1.0])
+        rates = rates[np.linspace(0, len(rates) - 1, min(len(rates), self.SPEEDS)).astype(np.int64)]
+        needed = left / left[slowest] * rates[:, None] - 1.0  # [C, B], accepted tokens a step
+        depth = (won[None, :, :] < needed[:, :, None] - 1e-9).sum(2)  # [C, B]
+        reached = (depth <= np.minimum(room, longest)).all(1)
+        depth = np.minimum(depth, longest)
+        drafts = depth > 0
+        added = np.take_along_axis(packed[None], depth[:, :, None], 2)[:, :, 0].sum(1)
+        missed = (drafts * backlogs).sum(1) / self.HORIZON
+        extra = self._extra(num_rows, num_rows + added, depth.max(1), depth.sum(1), missed)
+        times = np.where(reached & ((extra <= self.account) | ~drafts.any(1)), (1.0 + extra) / rates, np.inf)
+        return depth[times.argmin()]
 
     def _with_probes(self, chosen: np.ndarray, rows: np.ndarray, nodes, backlogs, room) -> np.ndarray:
         """`chosen`, plus one token for rows whose pause is over, as far as the account allows."""
@@ -195,7 +262,7 @@ class AutoLength(DraftLengthPolicy):
 
     def _observe_plain(self, num_rows: int, seconds: float) -> None:
         self._settle(1.0, 1.0)
-        if not self.cost.target or self._must_be_plain() or self.num_steps % self.EVERY_PLAIN == 0:
+        if not self.cost.target or self._plain_is_due() or self.num_steps % self.EVERY_PLAIN == 0:
             self.cost.observe_target(num_rows, num_rows, seconds)
             self._schedule_plain()
 
@@ -214,10 +281,17 @@ class AutoLength(DraftLengthPolicy):
             if self.cost.target:
                 plain, spent = self.cost.of_target(num_rows, np.array([num_rows, packed]))
                 spent += self.cost.of_drafting(depth, num_asked, backlog - unread)
-                self._settle(float(spent / plain), float(new_tokens.mean()))
+                self._settle(float(spent / plain), self._progress(step))
             if packed == num_rows:
                 self._schedule_plain()
         self.acceptance.observe(rows, step, self.num_steps, self.LONGEST_PAUSE)
+
+    def _progress(self, step: DraftedStep) -> float:
+        """The plain steps that a step with drafts stands for."""
+        if not self._end_together(step.sequences):
+            return float(np.mean(step.num_new))
+        left, num_new = _tokens_left(step.sequences), np.asarray(step.num_new)
+        return float((left + num_new).max() - left.max())
 
     def _settle_quiet(self, sequences: list[Sequence], chose_none: bool) -> None:
         """If no row was worth drafting for, skip the choice until a probe is due."""
@@ -243,8 +317,16 @@ class AutoLength(DraftLengthPolicy):
         self._plain_due = self.num_steps + self._plain_pause
 
     def forget(self, seq: Sequence) -> None:
-        """Drop the row's estimates."""
+        """Drop the row's estimates, and note how it ended."""
         self.acceptance.forget(seq)
+        if seq.finished and seq.eos_token_ids:
+            self._ended *= self.ENDED_MEMORY
+            self._ended[int(len(seq.tokens) >= seq.max_length)] += 1.0
+
+
+def _tokens_left(sequences: list[Sequence]) -> np.ndarray:
+    """int [B]: tokens that each row may still write."""
+    return np.array([seq.max_length - len(seq.tokens) for seq in sequences])
 
 
 def make_policy(config: SpeculativeConfig) -> DraftLengthPolicy:

@@ -110,6 +110,7 @@ def decode(
         (lambda step: at_step([t.scores for t in tensors], step)) if returns.scores else None,
     )  # fmt: skip
     decoder.all_hidden_states, decoder.rows_have_places = returns.hidden, True
+    decoder.policy.begin_batch()
     lookahead = decoder.generator.max_draft_nodes
     keep_cache = returns.as_dict or getattr(past_key_values, "_is_user_defined", False)
     export = past_key_values if keep_cache and isinstance(past_key_values, DynamicCache) else None
@@ -161,9 +162,9 @@ class BatchRun:
             self._until_done_overlapping()
             return
         finished = False
-        while model._has_unfinished_sequences(finished, synced_gpus, device=self.observer.ids.device):
+        while model._has_unfinished_sequences(finished, synced_gpus, device=self.observer.device):
             if finished:  # ZeRO-3 and FSDP gather weights in forward, so idle ranks must take part
-                model(input_ids=self.observer.ids[:1, :1], use_cache=False)
+                model(input_ids=self.observer.output_ids()[:1, :1], use_cache=False)
                 continue
             for result in self.decoder.finish(self._begin()):
                 self._collect(result)

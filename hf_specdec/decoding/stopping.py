@@ -52,13 +52,14 @@ class LockstepObserver:
         self.scores: tuple[torch.Tensor, ...] | None = None if scores is None else ()
         self.stopped: list[int | None] = [None] * len(sequences)  # number of new tokens at which each row stopped
         self.pad_token_id = 0 if pad_token_id is None else pad_token_id
-        self.ids = prompt_ids  # with spare columns at the end, which are filled as steps are shown
+        self._ids = prompt_ids
+        self._unwritten: list[list[int]] = []  # tokens [B] of each step that is shown but not in `_ids` yet
 
     def row_advanced(self, seq: Sequence, num_new: int) -> None:
         """Check the criteria that depend on this row alone, for each new prefix."""
         if not self.row_criteria:
             return
-        prefix = torch.tensor([seq.shown_tokens], device=self.ids.device)
+        prefix = torch.tensor([seq.shown_tokens], device=self._ids.device)
         for length in range(prefix.shape[1] - num_new + 1, prefix.shape[1] + 1):
             if any(bool(each(prefix[:, :length], None).all()) for each in self.row_criteria):
                 self._stop(seq, length - self.width)
@@ -80,19 +81,14 @@ class LockstepObserver:
 
     def _show(self, step: int, alive: list[int]) -> None:
         self.num_steps = step
-        column = self.width + step - 1
         shown = [self.pad_token_id] * len(self.sequences)
         for i in alive:
             seq = self.sequences[i]
             shown[i] = seq.tokens[seq.prompt_length + step - 1]
-        if column == self.ids.shape[1]:
-            room = self.ids.new_empty(self.ids.shape[0], max(step, 64))
-            self.ids = torch.cat([self.ids, room], dim=1)
-        tokens = torch.tensor(shown)  # on the host, where streamers expect it
-        self.ids[:, column] = tokens.to(self.ids.device)
+        self._unwritten.append(shown)
         if self.score_step is not None and self.scores is not None:
             self.scores += (self.score_step(step - 1),)
-        hit = self.others(self.ids[:, : column + 1], self.scores) if self.others else None
+        hit = self.others(self.output_ids(), self.scores) if self.others else None
         for i in alive:
             seq = self.sequences[i]
             ended = seq.finished and seq.num_generated == step
@@ -101,7 +97,7 @@ class LockstepObserver:
                 if self.rows_can_stop:
                     self._stop(seq, step)
         if self.streamer is not None:
-            self.streamer.put(tokens)
+            self.streamer.put(torch.tensor(shown))  # on the host, where streamers expect it
 
     @property
     def done(self) -> bool:
@@ -112,6 +108,18 @@ class LockstepObserver:
         """How many of the row's new tokens are in the output."""
         return min(seq.num_generated, self.num_steps)
 
+    @property
+    def device(self) -> torch.device:
+        """Where `output_ids` are."""
+        return self._ids.device
+
     def output_ids(self) -> torch.Tensor:
         """int64 [B, S + steps shown]."""
-        return self.ids[:, : self.width + self.num_steps]
+        end = self.width + self.num_steps
+        if self._unwritten:
+            if end > self._ids.shape[1]:  # with spare columns, so that criteria do not copy the text every step
+                room = self._ids.new_empty(self._ids.shape[0], max(self.num_steps, 64))
+                self._ids = torch.cat([self._ids, room], dim=1)
+            self._ids[:, end - len(self._unwritten) : end] = torch.tensor(self._unwritten, device=self.device).T
+            self._unwritten = []
+        return self._ids[:, :end]

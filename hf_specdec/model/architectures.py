@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-import weakref
+from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -129,20 +129,28 @@ def layer_windows(config) -> dict[str, int | None]:
     return {"attention": window}
 
 
-_layer_windows = weakref.WeakKeyDictionary[nn.Module, "int | None"]()
-
-
 def layer_window(module: nn.Module) -> int | None:
-    """The sliding window of one attention module, for models that do not pass it to the attention function.
+    """The sliding window of one attention module, for models that do not pass it to the attention function."""
+    kinds = getattr(module.config, "layer_types", None)
+    slides = kinds[module.layer_idx] == "sliding_attention" if kinds else True
+    return getattr(module.config, "sliding_window", None) if slides else None
 
-    Remembered, because reading a configuration's attributes is slow and every layer of every step asks.
-    """
-    if module not in _layer_windows:
-        config = module.config
-        kinds = getattr(config, "layer_types", None)
-        slides = kinds[module.layer_idx] == "sliding_attention" if kinds else True
-        _layer_windows[module] = getattr(config, "sliding_window", None) if slides else None
-    return _layer_windows[module]
+
+def all_modules(module: nn.Module) -> Iterator[nn.Module]:
+    """`module` and every module inside it, once each. `module.modules()` takes several times as long, because it makes names."""
+    known, waiting = set(), [module]
+    while waiting:
+        module = waiting.pop()
+        if id(module) not in known:
+            known.add(id(module))
+            yield module
+            waiting += [child for child in reversed(module._modules.values()) if child is not None]
+
+
+def all_parameters(module: nn.Module) -> list[torch.Tensor]:
+    """Every parameter once: `module.parameters()`, faster."""
+    found = {id(each): each for inner in all_modules(module) for each in inner._parameters.values() if each is not None}
+    return list(found.values())
 
 
 def decoder_of(model: PreTrainedModel) -> nn.Module:
@@ -237,13 +245,15 @@ def tapped(model: PreTrainedModel, taps: Taps, found: dict[Any, torch.Tensor] | 
             handle.remove()
 
 
+def has_alibi(model: PreTrainedModel) -> bool:
+    """True if the model needs `alibi`."""
+    return model.config.model_type == "bloom" and hasattr(model, "transformer")
+
+
 @contextlib.contextmanager
 def alibi(model: PreTrainedModel, batch: PackedBatch):
     """Inside, BLOOM's ALiBi biases follow the packed keys' real positions; its own code derives them from a padding mask."""
-    inner = getattr(model, "transformer", None)
-    if model.config.model_type != "bloom" or inner is None:
-        yield
-        return
+    inner: Any = model.transformer
     original = inner.build_alibi_tensor
     positions = torch.from_numpy(batch.key_positions())
 

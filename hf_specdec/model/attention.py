@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
-
 from transformers import AttentionInterface
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
+from ..cache.paged_layer import tokens_first
 from ..core.names import ATTENTION_NAME
-from . import architectures
+from .architectures import layer_window
 from .options.compiled import TRACED, traced_attention
 from .packed_batch import PackedBatch
 
@@ -33,16 +32,21 @@ def paged_attention_forward(
     layer = batch.cache.layers[module.layer_idx]
     if key.shape[1] != layer.keys.shape[1]:  # JetMoE repeats its keys per expert after they were cached
         raise RuntimeError(f"attention reads {key.shape[1]} key heads, and the cache holds {layer.keys.shape[1]}")
-    window = kwargs["sliding_window"] if "sliding_window" in kwargs else architectures.layer_window(module)
-    options = {
-        "scaling": query.shape[-1] ** -0.5 if scaling is None else scaling,
-        "softcap": kwargs.get("softcap"),
-        "sinks": kwargs.get("s_aux"),
-    }
-    packed = query[0].transpose(0, 1)
-    attend = batch.on(query.device).attend
-    with contextlib.nullcontext() if batch.invariant is None else batch.invariant.direct():
-        return attend(packed, layer.keys, layer.values, batch, window=window, **options)[None], None
+    window = kwargs["sliding_window"] if "sliding_window" in kwargs else _window_of(module, batch.cache.windows)
+    scaling = query.shape[-1] ** -0.5 if scaling is None else scaling
+    attend, packed = batch.on(query.device).attend, tokens_first(query)
+    options = {"window": window, "softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
+    if batch.invariant is None:
+        return attend(packed, layer.keys, layer.values, batch, scaling, **options)[None], None
+    with batch.invariant.direct():
+        return attend(packed, layer.keys, layer.values, batch, scaling, **options)[None], None
+
+
+def _window_of(module, known: dict[int, int | None]) -> int | None:
+    """The layer's sliding window, from `known` (by layer) if it is there: every layer of every step asks."""
+    if module.layer_idx not in known:
+        known[module.layer_idx] = layer_window(module)
+    return known[module.layer_idx]
 
 
 AttentionInterface.register(ATTENTION_NAME, paged_attention_forward)

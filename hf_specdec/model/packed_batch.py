@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
@@ -13,9 +14,8 @@ from ..cache import PagedStaticCache
 from ..core.rows import RowInput
 from ..kernels.attention import (
     AttentionInputs,
-    AttentionRow,
+    AttentionPlan,
     LinearRow,
-    PaddedRows,
     attention_for,
     attention_inputs,
 )
@@ -44,10 +44,10 @@ class PackedBatch:
     Attributes:
         input_ids, position_ids: int64 [1, T].
         inputs: the B rows.
-        starts: numpy [B + 1], index of each row's first token among the T tokens.
-        logit_index: int64 [R], indices of the tokens that need logits, in order.
+        starts: B + 1 numbers, index of each row's first token among the T tokens.
+        logit_index: int64 [R], indices of the tokens that need logits, in order; None: all of them.
         gather: layers return the keys and values of every row's whole context (see PagedLayer.update).
-        slots: int64 numpy [T], where each token's keys and values are written.
+        write_slots: int64 [T], where each token's keys and values are written.
         num_keys: number of keys of all rows together (S_total).
         attention_calls: how often our attention has been called in this forward.
         states: how layers with a recurrent state read the rows; None: there are none.
@@ -57,18 +57,19 @@ class PackedBatch:
     input_ids: torch.Tensor
     position_ids: torch.Tensor
     inputs: list[RowInput]
-    starts: np.ndarray
-    logit_index: torch.Tensor
+    starts: list[int]
+    logit_index: torch.Tensor | None
     cache: PagedStaticCache
     gather: bool
-    slots: np.ndarray
+    write_slots: torch.Tensor
     num_keys: int
     attention_calls: int = 0
     invariant: InvariantOps | None = None
     states: StatePlan | None = None
     _on_device: dict = field(default_factory=dict)
     _inputs: dict = field(default_factory=dict)
-    _rows: dict = field(default_factory=dict)
+    _lines: dict = field(default_factory=dict)
+    _plans: dict = field(default_factory=dict)
     _masks: dict = field(default_factory=dict)
 
     captured = False  # the forward is not part of a CUDA graph
@@ -76,32 +77,27 @@ class PackedBatch:
     @classmethod
     def pack(cls, inputs: list[RowInput], cache: PagedStaticCache, device: torch.device, gather: bool) -> PackedBatch:
         """Pack rows whose slots are already reserved."""
-        counts = np.array([row.num_tokens for row in inputs])
-        starts = np.concatenate([[0], np.cumsum(counts)])
-        slots = np.concatenate(
-            [cache.tables[row.seq_id].slots[row.start : row.start + row.num_tokens] for row in inputs]
-        )
-        positions = np.concatenate(
-            [
-                np.arange(row.start, row.start + row.num_tokens) if row.positions is None else row.positions
-                for row in inputs
-            ]
-        )
-        on_host = np.zeros(starts[-1], dtype=np.int64)
-        pieces = write_ids(inputs, on_host)
-        ids = upload(on_host, device)
-        copy_ids(pieces, ids)
-        wanted = np.concatenate([np.arange(end - row.logits, end) for row, end in zip(inputs, starts[1:], strict=True)])
+        starts = [0, *itertools.accumulate(row.num_tokens for row in inputs)]
+        slots, ids, positions = on_host = np.zeros((3, starts[-1]), dtype=np.int64)
+        wanted = []
+        for row, start, end in zip(inputs, starts[:-1], starts[1:], strict=True):
+            last = row.start + end - start
+            positions[start:end] = np.arange(row.start, last) if row.positions is None else row.positions
+            slots[start:end] = cache.tables[row.seq_id].slots[row.start : last]
+            wanted += range(end - row.logits, end)
+        pieces = write_ids(inputs, ids)
+        there = upload(on_host, device)
+        copy_ids(pieces, there[1])
         return cls(
-            input_ids=ids[None],
-            position_ids=upload(positions, device)[None],
+            input_ids=there[1:2],
+            position_ids=there[2:],
             inputs=inputs,
             starts=starts,
-            logit_index=upload(wanted, device),
+            logit_index=None if len(wanted) == starts[-1] else upload(np.array(wanted, dtype=np.int64), device),
             cache=cache,
             gather=gather,
-            slots=slots,
-            num_keys=sum(row.start + row.num_tokens for row in inputs),
+            write_slots=there[0],  # the first, so that kernels find it aligned
+            num_keys=sum(row.start for row in inputs) + starts[-1],
         )
 
     def on(self, device: torch.device) -> _OnDevice:
@@ -113,7 +109,7 @@ class PackedBatch:
                 read = np.concatenate([tables[r.seq_id].slots[: r.start + r.num_tokens] for r in self.inputs])
                 read = upload(read, device)
             self._on_device[device] = _OnDevice(
-                upload(self.slots, device), read, writer_for(device), attention_for(device, self.invariant is not None)
+                self.write_slots.to(device), read, writer_for(device), attention_for(device, self.invariant is not None)
             )
         return self._on_device[device]
 
@@ -129,48 +125,38 @@ class PackedBatch:
 
     def lines(self, device: torch.device) -> list[LinearRow]:
         """The rows as `attention.invariant.paged_attention` reads them; made once per step, not per layer."""
-        key = ("lines", device)
-        if key not in self._rows:
+        if device not in self._lines:
             lines, start = [], 0
             for line in describe_lines(self.inputs, self.cache):
                 slots = upload(np.asarray(line.blocks), device)
                 lines.append(LinearRow(start, start + line.query_length, slots))
                 start += line.query_length
-            self._rows[key] = lines
-        return self._rows[key]
+            self._lines[device] = lines
+        return self._lines[device]
 
-    def rows(self, device: torch.device) -> list[AttentionRow]:
-        """The rows as `reference.paged_attention` reads them; made once per step, not per layer."""
-        if device not in self._rows:
-            self._rows[device] = [
+    def plan(
+        self, window: int | None, query: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor
+    ) -> AttentionPlan:
+        """How `reference.paged_attention` reads the rows; made once per step and kind of layer, not per layer."""
+        num_heads, num_kv_heads = query.shape[1], key_pool.shape[1]
+        key = (window, num_heads, num_kv_heads, key_pool.shape[2], value_pool.shape[2], query.dtype, query.device)
+        if key not in self._plans:
+            device, dtype = query.device, query.dtype
+            slot_bytes = (key_pool.stride(0) + value_pool.stride(0)) * query.element_size()
+            # Not measured in bfloat16: its single queries have their own path (`attention.reference._attention_query_by_query`).
+            pays = dtype == torch.float32 and is_worth_padding(self.inputs, slot_bytes)
+            rows = [
                 self.cache.row(row.seq_id, int(start), int(end), row.start + row.num_tokens, device)
                 for row, start, end in zip(self.inputs, self.starts[:-1], self.starts[1:], strict=True)
             ]
-        return self._rows[device]
-
-    def masks(
-        self, window: int | None, group: int, dtype: torch.dtype, device: torch.device
-    ) -> list[torch.Tensor | None]:
-        """See `additive_masks`; made once per step, not per layer."""
-        key = (window, group, dtype, device)
-        if key not in self._masks:
-            self._masks[key] = additive_masks(self.inputs, window, group, dtype, device)
-        return self._masks[key]
-
-    def padded(
-        self, window: int | None, slot_bytes: int, dtype: torch.dtype, device: torch.device
-    ) -> PaddedRows | None:
-        """The rows with keys padded to one length; None if attending row by row is faster (see `is_worth_padding`)."""
-        key = ("padded", window, slot_bytes, dtype, device)
-        if key not in self._masks:
-            # Not measured in bfloat16: its single queries have their own path (`attention.reference._attention_query_by_query`).
-            pays = dtype == torch.float32 and is_worth_padding(self.inputs, slot_bytes)
-            self._masks[key] = padded_rows(self.inputs, self.cache, window, dtype, device) if pays else None
-        return self._masks[key]
+            masks = additive_masks(self.inputs, window, num_heads // num_kv_heads, dtype, device)
+            padded = padded_rows(self.inputs, self.cache, window, dtype, device) if pays else None
+            self._plans[key] = AttentionPlan(rows, masks, padded)
+        return self._plans[key]
 
     def dense_mask(self, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The additive mask [1, 1, T, S_total] of models that attend to gathered keys."""
-        key = ("dense", window, dtype, device)
+        key = (window, dtype, device)
         if key not in self._masks:
             self._masks[key] = block_diagonal_mask(self.inputs, window, dtype)[None, None].to(device)
         return self._masks[key]

@@ -79,13 +79,13 @@ class PackedHead:
         self.device, self.dtype = device or weight.device, dtype or weight.dtype
 
     def new_cache(self, num_blocks: int, block_size: int) -> PagedStaticCache:
-        """A paged cache for the head's layers, which grows up to `num_blocks`. Equal prefixes are not shared: the cache
-        compares token ids, but a token's keys also depend on its features."""
+        """A paged cache for the head's layers, which grows up to `num_blocks`. Equal texts give equal features, so a row's keys depend
+        on the tokens up to its own, which is the one after its slot."""
         for graphs in (self.graphs, self.reading_graphs):
             if graphs is not None:
                 graphs.captures.clear()
-        weights = self.module.parameters()
-        return PagedStaticCache(self.num_layers, num_blocks, block_size, share_prefixes=False, weights=weights)
+        weights = architectures.all_parameters(self.module)
+        return PagedStaticCache(self.num_layers, num_blocks, block_size, weights=weights, ahead=1)
 
     def with_graphs(self, wanted: bool | None = True, rewritten: bool = True) -> Self:
         """A copy of this head, with the same weights, that runs its forwards as CUDA graphs; or this head, without graphs.

@@ -7,7 +7,7 @@ import inspect
 import threading
 import weakref
 from collections.abc import Callable
-from typing import Protocol
+from typing import Any, Protocol
 
 import numpy as np
 import torch
@@ -79,6 +79,7 @@ class PackedModel:
         self.forward_parameters = inspect.signature(model.forward).parameters
         self._windows = architectures.layer_windows(self.config)
         self._wants_masks_by_kind = hasattr(self.config, "layer_types")
+        self._has_alibi = architectures.has_alibi(model)
         self._lock = threading.RLock()
         self._active = 0
 
@@ -132,10 +133,12 @@ class PackedModel:
         if self.graphs is not None:
             self.graphs.captures.clear()
         num_layers = self.num_layers or self.config.num_hidden_layers
-        weights = self.model.parameters() if grows else ()
+        weights = architectures.all_parameters(self.model) if grows else ()
         keyless = layers_without_keys(self.config)
         states = None if self.recurrent is None else StatePool(self.replays_drafts)
-        return PagedStaticCache(num_layers, num_blocks, block_size, share_prefixes, weights, keyless, states)
+        return PagedStaticCache(
+            num_layers, num_blocks, block_size, share_prefixes, weights, keyless=keyless, states=states
+        )
 
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in all layers, found by a forward over one token."""
@@ -221,21 +224,19 @@ class PackedModel:
             kwargs["output_hidden_states"] = True
         if not self.gather:
             kwargs["specdec"] = batch
+        model, tapped = self.model, {}
         batch.cache.batch = batch
-        batch.invariant = InvariantOps(type(self.model).__name__) if self.deterministic else None
+        batch.invariant = InvariantOps(type(model).__name__) if self.deterministic else None
         try:
-            with (
-                architectures.first_layers(self.model, self.num_layers),
-                architectures.tapped(self.model, self.taps) as tapped,
-                architectures.alibi(self.model, batch),
-                batch.invariant or contextlib.nullcontext(),
-            ):
-                output = self.model(**kwargs)
+            with contextlib.ExitStack() as stack:
+                for change in self._changes(model, batch, tapped):
+                    stack.enter_context(change)
+                output = model(**kwargs)
         finally:
             batch.cache.batch = None
         if not self.gather and batch.attention_calls == 0:
             raise UnsupportedModel(
-                f"{type(self.model).__name__} did not call transformers' attention interface, so its outputs cannot be trusted."
+                f"{type(model).__name__} did not call transformers' attention interface, so its outputs cannot be trusted."
             )
         if self.recurrent is not None and batch.states.num_calls != len(self.recurrent.mixers):
             raise UnsupportedModel(
@@ -252,6 +253,21 @@ class PackedModel:
             input_ids=batch.input_ids[0],
             all_logits=returned if self.taps.logits else None,
         )
+
+    def _changes(
+        self, model: PreTrainedModel, batch: PackedBatch | CapturedBatch, tapped: dict[Any, torch.Tensor]
+    ) -> list[contextlib.AbstractContextManager]:
+        """Contexts for one forward. They change what the model computes, or collect hidden states in `tapped`; most forwards need none."""
+        changes = []
+        if self.num_layers is not None:
+            changes.append(architectures.first_layers(model, self.num_layers))
+        if self.taps.last_hidden or self.taps.layers:
+            changes.append(architectures.tapped(model, self.taps, tapped))
+        if self._has_alibi:
+            changes.append(architectures.alibi(model, batch))
+        if batch.invariant is not None:
+            changes.append(batch.invariant)
+        return changes
 
     def _masks(self, batch: PackedBatch | CapturedBatch):
         """The model's `attention_mask` argument. It is 4-D, so that transformers passes it on unchanged."""

@@ -47,6 +47,7 @@ class Engine:
         self.decoder, self.tokenizer, self.max_model_len = decoder, tokenizer, max_model_len
         self.eos_token_ids = _eos_token_ids(decoder.target.model)
         decoder.allocate(num_blocks * decoder.config.block_size, 0)
+        decoder.generator.outlive_texts()
         self.scheduler = Scheduler(decoder, max_num_seqs, max_num_batched_tokens)
         self._choices: dict[int, Choice] = {}  # by sequence
         self._numbers = itertools.count()
@@ -78,6 +79,12 @@ class Engine:
             raise ValueError(
                 f"The prompt has {length} tokens; the KV cache holds {pool.most_blocks * pool.block_size}. Give it more memory."
             )
+        drafters = getattr(self.decoder.config, "methods", {})
+        if params.drafter is not None and params.drafter not in drafters:
+            raise ValueError(
+                f"There is no drafter {params.drafter!r}"
+                + (f": choose one of {', '.join(drafters)}." if drafters else ", only the engine's own method.")
+            )
         request = Request(request_id, next(self._numbers), prompt, list(prompt_token_ids), params, on_update)
         request.prompt_logprobs = None if params.prompt_logprobs is None else [None]
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed % 2**63
@@ -88,7 +95,7 @@ class Engine:
             sequence = Sequence(
                 list(prompt_token_ids), length + new_tokens, frozenset(ends), params.do_sample, stream,
                 row_processors(params, request.prompt_token_ids, ends, self.tokenizer, vocab_size),
-                num_speculative_tokens=params.num_speculative_tokens,
+                num_speculative_tokens=params.num_speculative_tokens, drafter=params.drafter,
                 wants_prompt_logits=params.prompt_logprobs is not None and index == 0,
             )  # fmt: skip
             wants_text = params.detokenize and self.tokenizer is not None
@@ -208,7 +215,7 @@ class Engine:
 
     def forget_prefixes(self) -> None:
         """Drop the KV of earlier prompts, because the model has changed."""
-        self.decoder.cache.pool.forget()
+        self.decoder.forget_prefixes()
 
     def close(self) -> None:
         """End what is running and give the KV pools back."""

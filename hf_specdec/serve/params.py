@@ -32,6 +32,7 @@ class SamplingParams:
         allowed_token_ids: only these ids may be chosen.
         bad_words: texts that may not be written.
         num_speculative_tokens: this request's draft length: at most the engine's, 0 switches speculation off.
+        drafter: name of the drafter that drafts for this request, of those the engine has (method "per_request"); None: the first.
         priority: requests with a lower number run first.
 
     Raises:
@@ -61,6 +62,7 @@ class SamplingParams:
     skip_special_tokens: bool = True
     detokenize: bool = True
     num_speculative_tokens: int | None = None
+    drafter: str | None = None
     priority: int = 0
 
     def __post_init__(self) -> None:

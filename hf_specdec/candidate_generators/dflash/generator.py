@@ -100,8 +100,8 @@ class DFlashGenerator(FeatureGenerator):
             inputs.append(RowInput(seq.id, np.asarray(seq.tokens[start : start + len(own)], dtype=np.int64), start))
             context.append(own)
         self.head.read_context(inputs, torch.cat(context), self.cache)
-        for row in inputs:
-            self.cache.tables[row.seq_id].length = row.start + len(row.tokens)
+        for seq, row in zip(sequences, inputs, strict=True):
+            self.has_read(seq, row.start + len(row.tokens))
 
     # ---- drafting ---------------------------------------------------------------------------------------------------
 

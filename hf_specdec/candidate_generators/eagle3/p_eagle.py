@@ -82,8 +82,8 @@ class PEagleGenerator(FeatureGenerator):
             self.first_logits[row.seq_id] = offset
             packed, offset = end + limit - 1, offset + limit
         hidden = self.head.forward(inputs, torch.cat(features), self.cache)
-        for row, own in zip(inputs, text_features, strict=True):
-            self.cache.tables[row.seq_id].length = row.start + len(own)
+        for seq, row, own in zip(sequences, inputs, text_features, strict=True):
+            self.has_read(seq, row.start + len(own))
         self.parallel_logits = self.logits(hidden[upload(np.concatenate(wanted), hidden.device)])
         return (self._at_depth(sequences, 0),)
 

@@ -84,6 +84,23 @@ class FeatureGenerator(CachedGenerator):
         super().start(seq)
         self.unread[seq.id] = []
 
+    def known_prefix(self, seq: Sequence) -> int:
+        """Tokens whose rows the head has in its cache."""
+        return self.cache.known_prefix(seq.tokens)
+
+    def share_prefix(self, seq: Sequence, num_tokens: int) -> None:
+        """Take these rows over."""
+        self.cache.match_prefix(seq.id, seq.tokens, num_tokens)
+
+    def forget_prefixes(self) -> None:
+        """The head's rows come from the target's features."""
+        self.cache.pool.forget()
+
+    def has_read(self, seq: Sequence, end: int) -> None:
+        """The rows of the text up to `end` are in the cache, with the target's own features: they stay, and others may share them."""
+        self.cache.tables[seq.id].length = end
+        self.cache.register_prefix(seq.id, seq.tokens, end)
+
     def evict(self, seq: Sequence) -> None:
         """Drop KV and features; the target will read the text again."""
         super().evict(seq)
@@ -108,6 +125,9 @@ class FeatureGenerator(CachedGenerator):
         for seq, own in zip(sequences, taken.split(counts), strict=True):
             if not seq.finished:
                 self.unread[seq.id].append(own)
+            elif self.outlives_texts:  # a row needs the token after it, so those after the text's end have none
+                room = len(seq.tokens) - 1 - self.cache.tables[seq.id].length - self.num_unread(seq)
+                self.unread[seq.id].append(own[: max(room, 0)])
         chunk = self.config.prefill_chunk_size
         long = [seq for seq in sequences if self.num_unread(seq) > chunk]
         while long:
@@ -115,6 +135,18 @@ class FeatureGenerator(CachedGenerator):
                 break  # no free blocks: keep the features
             self.read(long, chunk)
             long = [seq for seq in long if self.num_unread(seq) > chunk]
+        if self.outlives_texts:
+            self._read_ended([seq for seq in sequences if seq.finished])
+
+    def _read_ended(self, sequences: list[Sequence]) -> None:
+        """Read what was not read of texts that end before they were drafted for, if whole blocks of it can be shared."""
+        ended = []
+        for seq in sequences:
+            unread, end = self.num_unread(seq), self.cache.tables[seq.id].length + self.num_unread(seq)
+            if unread >= self.config.block_size and self.try_reserve(seq, end):
+                ended.append(seq)
+        if ended:
+            self.read_all(ended)
 
     def num_unread(self, seq: Sequence) -> int:
         """Rows of the text whose features are known and not read yet."""
@@ -139,8 +171,8 @@ class FeatureGenerator(CachedGenerator):
         """Read up to `chunk` rows of each text into the cache, whose slots are reserved; returns each text's last hidden state [R, H]."""
         inputs, features = self.take(sequences, chunk)
         hidden = self.head.read(inputs, _joined(features), self.cache)
-        for row in inputs:
-            self.cache.tables[row.seq_id].length = row.start + len(row.tokens)
+        for seq, row in zip(sequences, inputs, strict=True):
+            self.has_read(seq, row.start + len(row.tokens))
         if len(inputs) == 1:
             return hidden[-1:]
         last = np.cumsum([len(row.tokens) for row in inputs]) - 1

@@ -9,7 +9,6 @@ import torch
 
 from ...cache import PagedStaticCache
 from ...core.draft_trees import DraftTrees
-from ...core.outcome import StepOutcome
 from ...core.sequence import Sequence
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext
@@ -53,12 +52,13 @@ class MtpGenerator(ModulesInTurn):
         return config.with_default_length(self.loaded.proposed_length or len(self.loaded.modules))
 
     def new_cache(self, num_blocks: int, block_size: int) -> PagedStaticCache:
-        """A cache with one layer per module in use, which grows up to `num_blocks`."""
+        """A cache with one layer per module in use, which grows up to `num_blocks`. Several modules share no prefixes: they also need
+        the states that each had reached (see `ModulesInTurn.reached`)."""
         for head in self.heads:
             if head.graphs is not None:
                 head.graphs.captures.clear()
         weights = [weight for head in self.heads for weight in head.module.parameters()]
-        return PagedStaticCache(len(self.heads), num_blocks, block_size, share_prefixes=False, weights=weights)
+        return PagedStaticCache(len(self.heads), num_blocks, block_size, len(self.heads) == 1, weights, ahead=1)
 
     def state_of(self, module: int, hidden: torch.Tensor) -> torch.Tensor:
         """The module's output, after its last norm if `hands_on_normed`."""
@@ -77,16 +77,10 @@ class MtpGenerator(ModulesInTurn):
         return self.config.longest_draft if self.config.continues_by_ngram else super().max_draft_nodes
 
     def start(self, seq: Sequence) -> None:
-        """As in the base; also index the prompt's n-grams."""
+        """As in the base; also begin an index of n-grams."""
         super().start(seq)
         if self.ngrams is not None:
             self.ngrams.start(seq)
-
-    def observe(self, outcome: StepOutcome) -> None:
-        """As in the base; also index new tokens."""
-        super().observe(outcome)
-        if self.ngrams is not None:
-            self.ngrams.observe(outcome)
 
     def stop(self, seq: Sequence) -> None:
         """As in the base; also drop the n-grams."""

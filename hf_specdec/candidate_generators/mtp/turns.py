@@ -127,7 +127,7 @@ class ModulesInTurn(FeatureGenerator):
             for i, state in zip(rows, last.unbind(), strict=True):
                 self.reached[sequences[i].id][j] = state
         for seq, end in zip(sequences, ends, strict=True):
-            self.cache.tables[seq.id].length = end
+            self.has_read(seq, end)
         assert first_states is not None
         return first_states
 

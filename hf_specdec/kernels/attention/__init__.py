@@ -24,11 +24,12 @@ from .inputs import (
     visibility_words,
 )
 from .invariant import LinearRow
-from .reference import AttentionRow, PaddedRows
+from .reference import AttentionPlan, AttentionRow, PaddedRows
 
 __all__ = [
     "AttentionBatch",
     "AttentionInputs",
+    "AttentionPlan",
     "AttentionRow",
     "InputSizes",
     "LinearRow",
@@ -50,20 +51,10 @@ class AttentionBatch(Protocol):
         """The rows as the Triton kernel reads them."""
         ...
 
-    def rows(self, device: torch.device) -> list[AttentionRow]:
-        """The rows as the definition reads them."""
-        ...
-
-    def masks(
-        self, window: int | None, group: int, dtype: torch.dtype, device: torch.device
-    ) -> list[torch.Tensor | None]:
-        """One additive mask per row (see `reference.paged_attention`)."""
-        ...
-
-    def padded(
-        self, window: int | None, slot_bytes: int, dtype: torch.dtype, device: torch.device
-    ) -> PaddedRows | None:
-        """The rows with keys padded to one length, if that is faster; `slot_bytes`: keys and values of one slot."""
+    def plan(
+        self, window: int | None, query: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor
+    ) -> AttentionPlan:
+        """The rows and masks as the definition reads them, for layers with this window, these pools and queries [T, H, D]."""
         ...
 
     def lines(self, device: torch.device) -> list[LinearRow]:
@@ -105,12 +96,10 @@ def _attend_invariant_by_kernel(query, key_pool, value_pool, batch: AttentionBat
 
 
 def _attend_by_definition(query, key_pool, value_pool, batch: AttentionBatch, scaling, *, window, softcap, sinks):
-    group = query.shape[1] // key_pool.shape[1]
-    masks = batch.masks(window, group, query.dtype, query.device)
-    slot_bytes = (key_pool.stride(0) + value_pool.stride(0)) * query.element_size()
-    padded = batch.padded(window, slot_bytes, query.dtype, query.device)
-    rows = batch.rows(query.device)
-    return reference.paged_attention(query, key_pool, value_pool, rows, masks, scaling, softcap, sinks, padded)
+    plan = batch.plan(window, query, key_pool, value_pool)
+    return reference.paged_attention(
+        query, key_pool, value_pool, plan.rows, plan.masks, scaling, softcap, sinks, plan.padded
+    )
 
 
 def _attend_query_by_query(query, key_pool, value_pool, batch: AttentionBatch, scaling, *, window, softcap, sinks):

@@ -33,6 +33,20 @@ class PaddedRows(NamedTuple):
     mask: torch.Tensor | None
 
 
+class AttentionPlan(NamedTuple):
+    """A batch as the definition reads it. Layers with the same window and sizes share one.
+
+    Attributes:
+        rows, masks: per row, the places of its queries and keys, and an additive float mask [G * t, S] for its t queries,
+            repeated for the G = H / Hkv heads of a group (None: every query sees every key).
+        padded: the same rows padded, if they are short and have one query each: one product is then faster than one per row.
+    """
+
+    rows: list[AttentionRow]
+    masks: list[torch.Tensor | None]
+    padded: PaddedRows | None = None
+
+
 def paged_attention(
     query: torch.Tensor,
     key_pool: torch.Tensor,
@@ -49,11 +63,9 @@ def paged_attention(
     Args:
         query: [T, H, D], the queries of all rows, packed.
         key_pool, value_pool: [slots, Hkv, D] and [slots, Hkv, Dv]; the batch's own keys must already be written.
-        rows, masks: per row, the places of its queries and keys, and an additive float mask [G * t, S] for its t queries,
-            repeated for the G = H / Hkv heads of a group (None: every query sees every key).
+        rows, masks, padded: see AttentionPlan.
         softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2).
         sinks: [H], one more logit per head in the softmax, without a value (gpt-oss).
-        padded: the same rows padded, if they are short and have one query each: one product is then faster than one per row.
 
     Returns: [T, H, Dv].
     """
@@ -88,10 +100,8 @@ def paged_attention(
 def _attention_of_short_rows(query, key_pool, value_pool, padded: PaddedRows, scaling):
     """query [B, H, D], one per row → [B, H, Dv]."""
     batch, num_heads, width = query.shape
-    k, v = (
-        pool.index_select(0, padded.slots).view(batch, -1, pool.shape[1], pool.shape[2]).transpose(1, 2)
-        for pool in (key_pool, value_pool)
-    )
+    k = key_pool.index_select(0, padded.slots).view(batch, -1, *key_pool.shape[1:]).transpose(1, 2)
+    v = value_pool.index_select(0, padded.slots).view(batch, -1, *value_pool.shape[1:]).transpose(1, 2)
     q = query.reshape(batch, k.shape[1], -1, width)
     attended = F.scaled_dot_product_attention(q, k, v, attn_mask=padded.mask, scale=scaling)
     return attended.reshape(batch, num_heads, -1)

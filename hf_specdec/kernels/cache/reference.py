@@ -5,17 +5,12 @@ from __future__ import annotations
 import torch
 
 
-def write_slots(pool: torch.Tensor, slots: torch.Tensor, values: torch.Tensor) -> None:
-    """Write `values` [T, heads, width] into `pool` [slots, heads, width] at `slots` [T]."""
-    pool.index_copy_(0, slots, values)
-
-
 def write_keys_values(
     keys: torch.Tensor, values: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor, slots: torch.Tensor
 ) -> None:
     """Write the keys and values of T new tokens to their slots: [T, heads, width] each, `slots` [T]."""
-    write_slots(key_pool, slots, keys)
-    write_slots(value_pool, slots, values)
+    key_pool.index_copy_(0, slots, keys)
+    value_pool.index_copy_(0, slots, values)
 
 
 def move_slots(pool: torch.Tensor, source: torch.Tensor, target: torch.Tensor) -> None:

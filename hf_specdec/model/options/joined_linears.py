@@ -11,6 +11,7 @@ import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ..architectures import all_modules
 from .fingerprints import fingerprints
 
 # Sibling layers of these names usually have the same input; then one product serves them all. Every call checks the input.
@@ -140,10 +141,12 @@ class JoinedLinears:
 
     def _fed_together(self, model: nn.Module) -> Iterator[list[nn.Linear]]:
         """Groups of layers that are served: layers that share their input, and single layers."""
-        for parent in model.modules():
-            if parent in self._left_out:
+        for parent in all_modules(model):
+            if self._left_out and parent in self._left_out:
                 continue
-            served = {name: child for name, child in parent.named_children() if self._is_served(child)}
+            served = {
+                name: child for name, child in parent._modules.items() if child is not None and self._is_served(child)
+            }
             for names in _SAME_INPUT:
                 linears = [served[name] for name in names if name in served]
                 if len(linears) == len(names) and self._can_join(linears):

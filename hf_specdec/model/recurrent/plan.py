@@ -153,11 +153,11 @@ class StatePlan:
     num_calls: int = 0
 
 
-def make_plan(inputs: list[RowInput], starts: np.ndarray, cache: PagedStaticCache, chunks_continue: bool) -> StatePlan:
+def make_plan(inputs: list[RowInput], starts: list[int], cache: PagedStaticCache, chunks_continue: bool) -> StatePlan:
     """Take slots for the states that this forward writes, and find the states it starts from.
 
     Args:
-        starts: numpy [B + 1], each row's first packed token.
+        starts: [B + 1], each row's first packed token.
         chunks_continue: the layers' chunk form can start from a state. If not, only a text's beginning is read in it.
 
     Raises:
@@ -165,7 +165,7 @@ def make_plan(inputs: list[RowInput], starts: np.ndarray, cache: PagedStaticCach
     """
     prompts, pieces, states = [], [], cache.states
     assert states is not None
-    for row, first in zip(inputs, starts[:-1].tolist(), strict=True):
+    for row, first in zip(inputs, starts[:-1], strict=True):
         count = row.num_tokens
         own = min(row.prompt, count) if chunks_continue or row.start == 0 else 0
         # States that a later step may start from: after the row's last token, and after each token with logits of its own.

@@ -1,0 +1,135 @@
+"""CombinedGenerator: base of drafters that are made of other drafters."""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+from ..config import SpeculativeConfig
+from ..core.sequence import Sequence
+from .base import CandidateGenerator, DrafterContext
+from .parsing import parse_config
+from .registry import generator_class, make_generator
+
+# Keys of the whole, which its parts take over where they do not set them.
+_COMMON = (
+    "rejection_sample_method", "draft_sample_method", "block_size", "prefill_chunk_size", "prepack_weights", "cuda_graphs", "compile",
+)  # fmt: skip
+
+
+def checked_part(whole: SpeculativeConfig, key: str, part: Any) -> dict[str, Any]:
+    """The configuration of one part, checked, as a dict.
+
+    Raises:
+        SpeculativeConfigError: it is wrong, or is itself made of parts.
+    """
+    config = parse_config(part)
+    if issubclass(generator_class(config.method), CombinedGenerator):
+        raise whole.fail(
+            key, f"is {config.method!r}, which has parts itself: only drafters without parts can be combined."
+        )
+    if config.target_quantization is not None:
+        raise whole.fail(
+            key, f"has 'target_quantization', which is a key of the {whole.method!r} itself: move it there."
+        )
+    return config.to_dict()
+
+
+def with_common_keys(part: dict[str, Any], whole: SpeculativeConfig) -> SpeculativeConfig:
+    """The configuration of a part, with common keys taken from the whole."""
+    shared = {name: getattr(whole, name) for name in _COMMON}
+    return parse_config({**{key: value for key, value in shared.items() if value is not None}, **part})
+
+
+class CombinedGenerator(CandidateGenerator):
+    """Drafters that run side by side. A subclass makes them (`made`), hands them to `combine`, and says whom it asks.
+
+    Attributes:
+        parts: the drafters.
+    """
+
+    parts: list[CandidateGenerator]
+
+    def made(self, key: str, config: SpeculativeConfig, context: DrafterContext | None) -> CandidateGenerator:
+        """The drafter of one part.
+
+        Raises:
+            SpeculativeConfigError: its method cannot be a part.
+        """
+        if not generator_class(config.method).can_be_combined:
+            raise self.config.fail(
+                key, f"cannot be {config.method!r}: its drafts serve other ends than being accepted."
+            )
+        return make_generator(config, self.target, context)
+
+    def combine(self, parts: list[CandidateGenerator]) -> None:
+        """Set the parts, and what they need of the target together."""
+        self.parts = parts
+        for part in parts:
+            self.taps = self.taps | part.taps
+        self.taps_whole_text = any(part.needs_all_features for part in parts)
+
+    def parts_of(self, seq: Sequence) -> list[CandidateGenerator]:
+        """The parts that follow a sequence."""
+        return self.parts
+
+    # ---- memory -----------------------------------------------------------------------------------------------------
+
+    def allocate(self, num_tokens: int, num_sequences: int, block_size: int) -> None:
+        """Allocate all."""
+        for part in self.parts:
+            part.allocate(num_tokens, num_sequences, block_size)
+
+    def release(self) -> None:
+        """Release all."""
+        for part in self.parts:
+            part.release()
+
+    def known_prefix(self, seq: Sequence) -> int:
+        """What all of the sequence's parts know."""
+        return min(part.known_prefix(seq) for part in self.parts_of(seq))
+
+    def share_prefix(self, seq: Sequence, num_tokens: int) -> None:
+        """All use what they keep."""
+        for part in self.parts_of(seq):
+            part.share_prefix(seq, num_tokens)
+
+    def outlive_texts(self) -> None:
+        """All do."""
+        for part in self.parts:
+            part.outlive_texts()
+
+    def forget_prefixes(self) -> None:
+        """All forget."""
+        for part in self.parts:
+            part.forget_prefixes()
+
+    @contextlib.contextmanager
+    def active(self):
+        """A context in which all may run."""
+        with contextlib.ExitStack() as stack:
+            for part in self.parts:
+                stack.enter_context(part.active())
+            yield
+
+    def start(self, seq: Sequence) -> None:
+        """Start the sequence's parts, or none."""
+        started: list[CandidateGenerator] = []
+        try:
+            for part in self.parts_of(seq):
+                part.start(seq)
+                started.append(part)
+        except BaseException:
+            for part in started:
+                part.stop(seq)
+            raise
+
+    def evict(self, seq: Sequence) -> None:
+        """Evict from the sequence's parts."""
+        for part in self.parts_of(seq):
+            part.evict(seq)
+
+    def stop(self, seq: Sequence) -> None:
+        """Stop the sequence's parts."""
+        for part in self.parts_of(seq):
+            part.stop(seq)

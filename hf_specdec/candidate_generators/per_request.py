@@ -1,0 +1,112 @@
+"""Several drafters side by side: each sequence chooses one of them by name."""
+
+from __future__ import annotations
+
+import dataclasses
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..config import SpeculativeConfig
+from ..core.draft_trees import DraftTrees
+from ..core.outcome import StepOutcome
+from ..core.sequence import Sequence
+from ..model.packed_model import PackedModel
+from .base import CandidateGenerator, DrafterContext
+from .combined import CombinedGenerator, checked_part, with_common_keys
+from .registry import register
+
+
+@dataclass
+class PerRequestConfig(SpeculativeConfig):
+    """Drafters of any methods, by name. Each request to the server chooses one (`speculative_config: {"method": name}`); the
+    first is for those that do not choose, and for `generate()`."""
+
+    name = "per_request"
+    requires = ("'methods': names and their configurations",)
+
+    methods: dict[str, Any] | None = field(
+        default=None,
+        metadata={
+            "help": "{name: configuration}, or a list of configurations, which are then named after their methods"
+        },
+    )
+
+    def __post_init__(self) -> None:
+        self.method = self.method or self.name
+        given = self.methods
+        if isinstance(given, (list, tuple)):
+            checked = [checked_part(self, "methods", part) for part in given]
+            given = {part["method"]: part for part in checked}
+            if len(given) < len(checked):
+                raise self.fail("methods", "has a method twice: give a dict, with a name for each.")
+        if not isinstance(given, dict) or not given or not all(isinstance(name, str) and name for name in given):
+            raise self.fail("methods", "must name at least one drafter, e.g. {'fast': {'method': 'ngram'}}.")
+        self.methods = {name: checked_part(self, "methods", part) for name, part in given.items()}
+        self.length_given = self.num_speculative_tokens is not None or self.draft_length == "auto"
+        super().__post_init__()
+
+    def to_dict(self) -> dict[str, Any]:
+        """As in the base, without a length that comes from the parts."""
+        out = super().to_dict()
+        if not self.length_given:
+            out.pop("num_speculative_tokens", None)
+        return out
+
+
+@register(PerRequestConfig)
+class PerRequestGenerator(CombinedGenerator):
+    """Asks each sequence's own drafter, which follows no other sequence."""
+
+    config: PerRequestConfig
+
+    def __init__(self, config: PerRequestConfig, target: PackedModel, context: DrafterContext | None = None):
+        super().__init__(config, target, context)
+        assert config.methods is not None
+        self.by_name = {
+            name: self.made("methods", with_common_keys(part, config), context) for name, part in config.methods.items()
+        }
+        self.combine(list(self.by_name.values()))
+        self.longest = [min(part.config.longest_draft, part.max_draft_nodes) for part in self.parts]
+
+    def with_checkpoint_defaults(self, config: PerRequestConfig) -> PerRequestConfig:
+        """The configuration with the longest draft of a part, where the user gave none."""
+        return config if config.length_given else dataclasses.replace(config, num_speculative_tokens=max(self.longest))
+
+    @property
+    def max_draft_nodes(self) -> int:
+        """The nodes of the largest tree."""
+        return max(part.max_draft_nodes for part in self.parts)
+
+    def part_of(self, seq: Sequence) -> CandidateGenerator:
+        """The drafter of a sequence.
+
+        Raises:
+            ValueError: there is none of this name.
+        """
+        if seq.drafter is None:
+            return self.parts[0]
+        if seq.drafter not in self.by_name:
+            raise ValueError(f"There is no drafter {seq.drafter!r}: choose one of {', '.join(self.by_name)}.")
+        return self.by_name[seq.drafter]
+
+    def parts_of(self, seq: Sequence) -> list[CandidateGenerator]:
+        """Its own drafter."""
+        return [self.part_of(seq)]
+
+    def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
+        """Each drafter's trees for its own rows."""
+        trees = DraftTrees.empty(len(sequences), self.target.device)
+        for part, longest in zip(self.parts, self.longest, strict=True):
+            rows = [i for i, seq in enumerate(sequences) if limits[i] and self.part_of(seq) is part]
+            if rows:
+                own = part.propose([sequences[i] for i in rows], [min(limits[i], longest) for i in rows])
+                asked = [i in rows for i in range(len(sequences))]
+                trees = own if all(asked) else DraftTrees.choose(trees, own.spread(rows, len(sequences)), asked)
+        return trees
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Each drafter sees the rows that follow it."""
+        for part in self.parts:
+            own = outcome.of(lambda seq, part=part: self.part_of(seq) is part)
+            if own.chunks or own.sequences:
+                part.observe(own)

@@ -1,0 +1,114 @@
+"""Heads keep their own keys and values of a prefix beside the target's, so that both read a shared prefix once."""
+
+import pytest
+import torch
+from helpers_mtp import store as mtp_checkpoint
+from oracle import VOCAB, tiny_llama
+from test_scheduling_heads import made
+
+from hf_specdec import parse_config
+from hf_specdec.candidate_generators.base import CandidateGenerator
+from hf_specdec.integration import make_decoder
+from hf_specdec.serve.engine import Engine
+from hf_specdec.serve.params import SamplingParams
+
+BLOCK = 8
+METHODS = ["eagle", "eagle3", "hydra++", "dflash", "hybrid", "mtp"]
+PREFIX = torch.randint(3, VOCAB, (43,), generator=torch.Generator().manual_seed(1)).tolist()
+
+
+@pytest.fixture(scope="module")
+def target():
+    return tiny_llama(max_position_embeddings=512)
+
+
+def target_and_config(name, target, folder):
+    if name == "mtp":
+        stored = mtp_checkpoint(folder / "target", "GLM-4.5", num_modules=1)
+        return stored.model, {"method": "mtp", "model": str(stored.folder), "num_speculative_tokens": 3}
+    return target, made(name, target, folder)
+
+
+class Run:
+    """One engine that answers requests one after another, and what its drafter proposed."""
+
+    def __init__(self, model, config, shares=True):
+        decoder = make_decoder(model, parse_config({**config, "block_size": BLOCK}))
+        self.engine = Engine(decoder, None, num_blocks=64, max_model_len=256)
+        decoder.cache.share_prefixes = shares
+        self.drafts, propose = [], decoder.generator.propose
+
+        def noting(*args):
+            trees = propose(*args)
+            self.drafts.append([trees.tokens.tolist(), trees.lengths])
+            return trees
+
+        decoder.generator.propose = noting
+
+    def answer(self, prompt, max_tokens=8):
+        """(new tokens, cached tokens)"""
+        request = self.engine.add(
+            "r", None, prompt, SamplingParams(temperature=0, max_tokens=max_tokens, ignore_eos=True)
+        )
+        self.engine.run()
+        return request.choices[0].output.token_ids, request.num_cached_tokens
+
+
+def prompts(count, vocab_size=VOCAB):
+    random = torch.Generator().manual_seed(2)
+    return [
+        [token % vocab_size for token in PREFIX] + torch.randint(3, vocab_size, (3 + i,), generator=random).tolist()
+        for i in range(count)
+    ]
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_a_shared_prefix_is_read_once(target, name, tmp_path):
+    """As many tokens come from the cache as without a drafter, the drafts are the same as without a cache, and so is the text."""
+    model, config = target_and_config(name, target, tmp_path)
+    ours, without, plain = Run(model, config), Run(model, config, shares=False), Run(model, {"method": "none"})
+    for prompt in prompts(3, model.config.vocab_size):
+        answer, cached = ours.answer(prompt)
+        assert (answer, 0) == without.answer(prompt)
+        assert (answer, cached) == plain.answer(prompt)
+    assert cached == 40
+    assert ours.drafts == without.drafts and any(any(lengths) for _, lengths in ours.drafts)
+    again, all_of_it = ours.answer(prompt + answer)  # a later turn: the answer's tokens are cached, too
+    assert all_of_it == (len(prompt) + len(answer) - 1) // BLOCK * BLOCK
+    assert again == without.answer(prompt + answer)[0]
+    for run in (ours, without, plain):
+        run.engine.decoder.cache.pool.check()
+        run.engine.close()
+
+
+@pytest.mark.parametrize("name", ["eagle3", "dflash"])
+def test_a_text_that_ends_before_it_is_drafted_for_is_kept(target, name, tmp_path):
+    run = Run(*target_and_config(name, target, tmp_path))
+    assert [run.answer(prompt, max_tokens=1)[1] for prompt in prompts(3)] == [0, 40, 40]
+
+
+def test_the_head_decides_where_it_knows_less(target, tmp_path):
+    """The prefix ends with a block. The head's last row of it has read the token after it, which differs."""
+    run = Run(*target_and_config("eagle", target, tmp_path))
+    first, second = ([*PREFIX[: 4 * BLOCK], *tail] for tail in ([5, 6, 7], [8, 9]))
+    assert run.answer(first)[1] == 0
+    assert run.answer(second) == (Run(target, {"method": "none"}).answer(second)[0], 3 * BLOCK)
+
+
+def test_a_changed_model_forgets_what_the_head_read(target, tmp_path):
+    run = Run(*target_and_config("eagle3", target, tmp_path))
+    (prompt,) = prompts(1)
+    assert [run.answer(prompt)[1] for _ in range(2)] == [0, 40]
+    run.engine.forget_prefixes()
+    assert run.engine.decoder.generator.cache.known_prefix(prompt) == 0
+    assert run.answer(prompt)[1] == 0
+
+
+def test_a_drafter_that_keeps_nothing_reads_every_token(target):
+    """The default for a method of one's own that taps features of the whole text."""
+    run = Run(target, {"method": "ngram"})
+    generator = run.engine.decoder.generator
+    generator.known_prefix = lambda seq: CandidateGenerator.known_prefix(generator, seq)
+    generator.taps = generator.taps.__class__(last_hidden=True)
+    (prompt,) = prompts(1)
+    assert [run.answer(prompt)[1] for _ in range(2)] == [0, 0]
