@@ -14,7 +14,7 @@ with held_back():
     from .core.sequence import Sequence
     from .integration import generate, install, release, uninstall
     from .model.packed_model import PackedModel
-    from .serve import LLM, SamplingParams
+    from .serve import LLM, SamplingParams, StructuredOutputsParams
 
 __version__ = "0.1.0"
 
@@ -30,6 +30,7 @@ __all__ = [
     "SpeculativeConfig",
     "SpeculativeConfigError",
     "StepOutcome",
+    "StructuredOutputsParams",
     "Taps",
     "assisted_loop",
     "available_methods",

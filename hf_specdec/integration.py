@@ -21,7 +21,9 @@ from transformers.generation.logits_process import LogitsProcessorList
 from .candidate_generators import CandidateGenerator, make_generator, parse_config
 from .candidate_generators.base import DrafterContext, held_weakly
 from .config import PER_CALL_KEYS, SpeculativeConfig
+from .core.errors import UnsupportedModel
 from .decoding import SpeculativeDecoder, decode
+from .model.architectures import reads_prompts_both_ways
 from .model.prepare import ModelOptions, prepare
 from .refusals import check_inputs, check_mode, check_model
 
@@ -178,7 +180,7 @@ def _specdec_decoding(
     """The generation mode of `speculative_config`: `generate()` calls it instead of `_sample`."""
     config: SpeculativeConfig = generation_config.speculative_config  # parsed: see _validate_generation_mode
     input_ids = input_ids.long()
-    check_inputs(self, input_ids, generation_config, model_kwargs)
+    is_more_than_ids = check_inputs(self, input_ids, generation_config, model_kwargs)
     seed = config.seed
     if seed is None:
         seed = int(torch.randint(2**62, ()).item()) if generation_config.do_sample else 0
@@ -198,6 +200,7 @@ def _specdec_decoding(
             streamer=streamer,
             synced_gpus=synced_gpus,
             past_key_values=model_kwargs.get("past_key_values"),
+            prompt_inputs=model_kwargs if is_more_than_ids else None,
         )
 
 
@@ -298,7 +301,16 @@ def model_lock(model: PreTrainedModel) -> threading.RLock:
 def make_decoder(
     model: PreTrainedModel, config: SpeculativeConfig, context: DrafterContext | None = None
 ) -> SpeculativeDecoder:
-    """A decoder of its own, which is not kept between calls of `generate()`."""
+    """A decoder of its own, which is not kept between calls of `generate()`. Its sequences read their prompts as ids.
+
+    Raises:
+        UnsupportedModel: the model's prompts are more than ids, even if they are text.
+    """
+    if reads_prompts_both_ways(model):
+        raise UnsupportedModel(
+            f"{type(model).__name__} attends to its prompts both ways, so that only its own generate() can read them, which takes "
+            "speculative_config."
+        )
     generator = generator_for(model, config, context or DrafterContext())
     return SpeculativeDecoder(generator.target, generator, config)
 

@@ -7,12 +7,13 @@ from typing import Any
 import torch
 from transformers import GenerationConfig, PreTrainedModel, SynthIDTextWatermarkingConfig
 from transformers.cache_utils import DynamicCache
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
 
 from .candidate_generators import generator_class
 from .config import SpeculativeConfig, SpeculativeConfigError
 from .core.errors import UnsupportedModel
 from .decoding.generate import text_length
-from .model.architectures import check_supported
+from .model.architectures import check_supported, is_multimodal, reads_prompts_both_ways
 
 _COMPATIBLE_MODES = ("greedy_search", "sample", "assisted_generation")
 _OTHER_SPECULATION = (
@@ -26,8 +27,10 @@ _KNOWN_INPUTS = {
 # Caches that store the same numbers as ours in another layout.
 _SAME_TEXT_CACHES = ("static", "hybrid", "hybrid_chunked", "sliding_window")
 _TOKEN_TYPES = {"token_type_ids", "mm_token_type_ids"}
-# Substrings in the names of inputs other than text; generate() turns such inputs into `mm_encoder_outputs`.
-_OTHER_THAN_TEXT = ("pixel", "image", "video", "audio", "mm_encoder", "input_features", "cross_attention")
+# Inputs of multimodal models that say where an image's patches and tokens are, which matters in the prompt only.
+_FOR_POSITIONS = {"image_grid_thw", "video_grid_thw", "second_per_grid_ts", "image_position_ids", "video_position_ids"}
+# Substrings in the names of inputs other than text.
+_OTHER_THAN_TEXT = ("pixel", "image", "video", "audio", "input_features")
 
 
 def check_mode(generation_config: GenerationConfig, mode: Any) -> None:
@@ -122,55 +125,76 @@ def _check_processors(generation_config: GenerationConfig) -> None:
 
 def check_inputs(
     model: PreTrainedModel, input_ids: torch.Tensor, generation_config: GenerationConfig, model_kwargs: dict
-) -> None:
-    """Raise ValueError for inputs other than token ids, a left-padding mask and a cache to continue from.
+) -> bool:
+    """Raise ValueError for inputs that cannot be served.
 
     Args:
         input_ids: int64 [B, S].
         model_kwargs: the arguments that `generate()` prepared for the model's forward.
+
+    Returns: True if the prompt is more than token ids at counted positions (images, embeddings), so that the model must read it
+        itself (`model.prompt`).
     """
-    unknown = sorted(k for k, v in model_kwargs.items() if k not in _KNOWN_INPUTS and not _is_neutral(model, k, v))
-    if any(part in name for name in unknown for part in _OTHER_THAN_TEXT):
+    given = {k for k, v in model_kwargs.items() if k not in _KNOWN_INPUTS and not _is_neutral(model, k, v)}
+    in_prompt = {k for k in given if k in MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL}
+    if is_multimodal(model):
+        in_prompt |= given & (_TOKEN_TYPES | _FOR_POSITIONS)
+    _check_known(model, sorted(given - in_prompt))
+    embeds = model_kwargs.get("inputs_embeds")
+    embedded = embeds is not None and not _are_of_ids(model, input_ids, embeds, model_kwargs.get("attention_mask"))
+    mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
+    length = text_length(input_ids, mask, generation_config)
+    _check_cache(cache, input_ids.shape[0], length)
+    cached = int(cache.get_seq_length()) if getattr(cache, "_is_user_defined", False) else 0
+    allowed = {0, length} if embedded else {length, length - cached}
+    if (embeds is not None and embeds.shape[1] != length) or input_ids.shape[1] not in allowed:
+        raise ValueError(
+            f"attention_mask covers {length} tokens and {_what(input_ids, embeds)}: they must have the same length, or "
+            f"the mask must be longer by the length of past_key_values, which is {cached} tokens."
+        )
+    counted = _counts_positions(input_ids, length, mask, model_kwargs.get("position_ids"))
+    if not counted and not is_multimodal(model):
+        raise ValueError(
+            "speculative_config counts positions from the first unmasked token; other position_ids are not supported."
+        )
+    more_than_ids = bool(in_prompt) or embedded or not counted or reads_prompts_both_ways(model)
+    _check_continuation(model, input_ids, cached, length, more_than_ids)
+    return more_than_ids
+
+
+def _check_known(model: PreTrainedModel, unknown: list[str]) -> None:
+    """Raise UnsupportedModel if there are inputs that no part of this library makes or passes on."""
+    name = type(model).__name__
+    if any("cross_attention" in each for each in unknown):
         raise UnsupportedModel(
-            f"speculative_config serves prompts of text only; this one has images, video or audio ({', '.join(unknown)}). Call "
-            "generate() without speculative_config."
+            f"{name} attends to images in layers with keys of their own ({', '.join(unknown)}), which are not kept in pages: only "
+            "prompts of text run with speculative_config. Call generate() without it."
+        )
+    if any(part in each for each in unknown for part in _OTHER_THAN_TEXT):
+        raise UnsupportedModel(
+            f"{name} reads images, video or audio from inputs that are needed after the prompt too ({', '.join(unknown)}); "
+            "speculative_config decodes from token ids after the prompt. Call generate() without it."
         )
     if unknown:
         raise UnsupportedModel(
             f"speculative_config decodes from token ids; these inputs of generate() are not supported with it: {', '.join(unknown)}."
         )
-    _check_embeddings(model, input_ids, model_kwargs)
-    mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
-    length = text_length(input_ids, mask, generation_config)
-    _check_cache(cache, input_ids.shape[0], length)
-    cached = int(cache.get_seq_length()) if getattr(cache, "_is_user_defined", False) else 0
-    if length not in (input_ids.shape[1], input_ids.shape[1] + cached):
-        raise ValueError(
-            f"attention_mask covers {length} tokens and input_ids has {input_ids.shape[1]}: they must have the same length, or "
-            f"the mask must be longer by the length of past_key_values, which is {cached} tokens."
-        )
-    if mask is None:
-        mask = torch.ones(input_ids.shape[0], length, dtype=torch.long, device=input_ids.device)
-    _check_positions(model, input_ids, mask, model_kwargs.get("position_ids"))
 
 
-def _check_embeddings(model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict) -> None:
-    """Raise UnsupportedModel unless `inputs_embeds`, which transformers reads instead of the ids, are the ids' embeddings."""
-    embeds = model_kwargs.get("inputs_embeds")
-    if embeds is None:
-        return
-    if input_ids.shape[1] == 0:
-        raise UnsupportedModel(
-            "speculative_config decodes from token ids: prompts given only as inputs_embeds are not supported; pass input_ids."
-        )
+def _what(input_ids: torch.Tensor, embeds: torch.Tensor | None) -> str:
+    ids = f"input_ids has {input_ids.shape[1]}"
+    return ids if embeds is None else f"inputs_embeds has {embeds.shape[1]} and {ids}"
+
+
+def _are_of_ids(
+    model: PreTrainedModel, input_ids: torch.Tensor, embeds: torch.Tensor, mask: torch.Tensor | None
+) -> bool:
+    """Whether embeddings [B, S, H], which transformers reads instead of the ids, are the ids' own."""
+    if input_ids.shape[1] != embeds.shape[1]:
+        return False
     own = model.get_input_embeddings()(input_ids.to(embeds.device)).to(embeds.device)
-    mask = model_kwargs.get("attention_mask")
     real = (torch.ones_like(input_ids) if mask is None else mask).to(embeds.device) != 0
-    if own.shape != embeds.shape or not torch.equal(own[real], embeds[real]):
-        raise UnsupportedModel(
-            "speculative_config decodes from token ids, but these inputs_embeds are not the embeddings of input_ids: leave them "
-            "out, or call generate() without speculative_config."
-        )
+    return own.shape == embeds.shape and torch.equal(own[real], embeds[real])
 
 
 def _is_neutral(model: PreTrainedModel, name: str, value: Any) -> bool:
@@ -178,24 +202,40 @@ def _is_neutral(model: PreTrainedModel, name: str, value: Any) -> bool:
 
     Token types of zeros mean "text" to such a model. Other models (GPT-2) add an embedding for them, even for zeros.
     """
-    if value is None or (isinstance(value, (dict, list, tuple)) and not value):
+    if isinstance(value, dict):
+        return all(each is None for each in value.values())
+    if value is None or (isinstance(value, (list, tuple)) and not value):
         return True
     if not isinstance(value, torch.Tensor):
         return False
-    sees_images = model.config.get_text_config(decoder=True) is not model.config
-    return value.numel() == 0 or (name in _TOKEN_TYPES and sees_images and not bool(value.any()))
+    return value.numel() == 0 or (name in _TOKEN_TYPES and is_multimodal(model) and not bool(value.any()))
 
 
-def _check_positions(model: PreTrainedModel, input_ids: torch.Tensor, mask: torch.Tensor, position_ids) -> None:
-    if position_ids is None or not hasattr(model, "_prepare_position_ids_for_generation"):
+def _counts_positions(input_ids: torch.Tensor, length: int, mask: torch.Tensor | None, positions) -> bool:
+    """Whether every axis of `position_ids` counts the unmasked tokens of a row."""
+    if positions is None:
+        return True
+    if mask is None:
+        mask = torch.ones(input_ids.shape[0], length, dtype=torch.long, device=input_ids.device)
+    counted = mask.cumsum(-1) - 1
+    width = min(positions.shape[-1], length)
+    differ = (positions[..., -width:].to(mask.device) != counted[:, -width:]) & (mask[:, -width:] != 0)
+    return not bool(differ.any())
+
+
+def _check_continuation(
+    model: PreTrainedModel, input_ids: torch.Tensor, cached: int, length: int, more_than_ids: bool
+) -> None:
+    """Raise ValueError if a prompt that may end in an image is already in the cache, whole: its last token would be read again."""
+    if cached < length or input_ids.shape[1] == 0:
         return
-    real = mask.to(input_ids.device)
-    expected = model._prepare_position_ids_for_generation(input_ids, {"attention_mask": real})
-    width = min(position_ids.shape[-1], expected.shape[-1])
-    differ = (position_ids[..., -width:].to(expected.device) != expected[..., -width:]) & (real[:, -width:] != 0)
-    if bool(differ.any()):
+    names = ("image_token_id", "video_token_id", "audio_token_id")
+    placeholders = [each for each in (getattr(model.config, name, None) for name in names) if isinstance(each, int)]
+    last = input_ids[:, -1]
+    if more_than_ids or bool(torch.isin(last, torch.tensor(placeholders, device=last.device)).any()):
         raise ValueError(
-            "speculative_config counts positions from the first unmasked token; other position_ids are not supported."
+            f"past_key_values holds all {length} tokens of a prompt that is more than token ids, so no logits follow from it: crop it "
+            "by one token of text, or leave it out."
         )
 
 

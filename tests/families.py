@@ -48,6 +48,8 @@ FAMILIES: dict[str, tuple[str, dict]] = {
     "OPT": ("opt", {"ffn_dim": 64, "word_embed_proj_dim": 48, "init_std": 0.3}),
     "Falcon": ("falcon", {"alibi": False, "new_decoder_architecture": False, "multi_query": True}),
     "BLOOM": ("bloom", {"n_layer": 3, "n_head": 4}),
+    "Falcon ALiBi": ("falcon", {"alibi": True, "new_decoder_architecture": False, "multi_query": True}),
+    "MPT": ("mpt", {**_GPT2, **_IDS, "d_model": 48, "n_heads": 4, "n_layers": 3, "max_seq_len": 256}),
     "Granite": ("granite", {}),
     "OLMo2": ("olmo2", {}),
     "Cohere2": ("cohere2", {"sliding_window": WINDOW, "layer_types": _ALTERNATING}),
@@ -61,6 +63,12 @@ FAMILIES: dict[str, tuple[str, dict]] = {
          "v_head_dim": 12, "head_dim": 8},
     ),
     "GLM4": ("glm4", {}),
+    "Llama4": (
+        "llama4_text",
+        {"num_local_experts": 4, "num_experts_per_tok": 1, "intermediate_size_mlp": 64, "moe_layers": [0, 2],
+         "layer_types": ["chunked_attention", "full_attention", "chunked_attention"], "no_rope_layers": [1, 0, 1],
+         "attention_chunk_size": 8},
+    ),
     "SmolLM3": ("smollm3", {"no_rope_layers": [1, 0, 1], "sliding_window": None}),
 }  # fmt: skip
 

@@ -67,13 +67,6 @@ def test_the_ids_own_embeddings(model, drafter, config):
     assert torch.equal(model.generate(**inputs, max_new_tokens=12, **more, speculative_config=CONFIGS[config]), plain)
 
 
-def test_other_embeddings(model):
-    inputs = ragged([9, 5])
-    inputs["inputs_embeds"] = model.get_input_embeddings()(inputs["input_ids"].flip(1))
-    with pytest.raises(ValueError, match="inputs_embeds are not the embeddings of input_ids"):
-        model.generate(**inputs, max_new_tokens=4, speculative_config=NGRAM)
-
-
 # ---- a cache, and only what follows it ------------------------------------------------------------------------------
 
 
@@ -151,12 +144,18 @@ def test_lengths_count_the_new_ids(model):
         streamers = Recorder(), Recorder()
 
 
+def test_rows_of_unknown_text_wait(model):
+    """With their keys: nobody could read them again."""
+    new_ids = ragged([5], seed=3)["input_ids"].expand(2, -1)
+    plain = model.generate(**following(model, [20, 13], new_ids), max_new_tokens=30)
+    few = NGRAM | {"num_blocks": 4, "block_size": 16}
+    both = following(model, [20, 13], new_ids)
+    assert torch.equal(model.generate(**both, max_new_tokens=30, speculative_config=few), plain)
+    assert_clean(model)
+
+
 def test_what_new_ids_alone_cannot_do(model, tmp_path):
     new_ids = ragged([5], seed=3)["input_ids"]
-    few = NGRAM | {"num_blocks": 4, "block_size": 16}
-    with pytest.raises(RuntimeError, match="KV blocks needed"):  # rows cannot wait: nobody knows their text
-        both = following(model, [20, 13], new_ids.expand(2, -1))
-        model.generate(**both, max_new_tokens=30, speculative_config=few)
     wrong = following(model, [20], new_ids)
     wrong["attention_mask"] = wrong["attention_mask"][:, 3:]
     with pytest.raises(ValueError, match=r"attention_mask covers 22 tokens and input_ids has 5.*which is 20 tokens"):
@@ -166,6 +165,6 @@ def test_what_new_ids_alone_cannot_do(model, tmp_path):
     with pytest.raises(ValueError, match="with the attention_mask of the whole"):
         model.generate(**wrong, max_new_tokens=4, speculative_config=NGRAM)
     config = {"method": "extract_hidden_states", "output_dir": str(tmp_path)}
-    with pytest.raises(ValueError, match="reads the whole text, and input_ids are only what follows"):
+    with pytest.raises(ValueError, match="reads hidden states of the whole text, and past_key_values may hold"):
         model.generate(**following(model, [20], new_ids), max_new_tokens=4, speculative_config=config)
     assert_clean(model)

@@ -183,6 +183,33 @@ def test_echo_with_logprobs_scores_a_text(server, tiny_model, tiny_tokenizer):
         assert value == pytest.approx(float(row[token]), abs=1e-4)
 
 
+def test_structured_output(server, client):
+    """By OpenAI's field and by vLLM's, whole and streamed."""
+    schema = {
+        "type": "object",
+        "properties": {"dog": {"enum": ["big", "small"]}},
+        "required": ["dog"],
+        "additionalProperties": False,
+    }
+    messages = [{"role": "user", "content": "Which dog?"}]
+    wanted = {"type": "json_schema", "json_schema": {"name": "dog", "schema": schema}}
+    arguments = {
+        "model": "tiny",
+        "messages": messages,
+        "temperature": 0,
+        "response_format": wanted,
+        "max_completion_tokens": 120,
+    }
+    answer = client.chat.completions.create(**arguments)
+    assert json.loads(answer.choices[0].message.content)["dog"] in ("big", "small")
+    assert answer.choices[0].finish_reason == "stop"
+    frames = list(client.chat.completions.create(**arguments, stream=True))
+    assert "".join(f.choices[0].delta.content or "" for f in frames) == answer.choices[0].message.content
+    body = {"prompt": [STORY, "Tom"], "max_tokens": 30, "structured_outputs": {"regex": "(yes|no), [a-z]{3,9}"}, "n": 2}
+    _, _, found = server.post("/v1/completions", body)
+    assert all(re.fullmatch("(yes|no), [a-z]{3,9}", choice["text"]) for choice in found["choices"]), found
+
+
 def test_stop_texts_are_never_shown(server):
     _, _, whole = server.post("/v1/completions", {"prompt": STORY, "max_tokens": 30, "temperature": 0})
     text = whole["choices"][0]["text"]
@@ -261,15 +288,36 @@ def test_other_endpoints(server, client, tiny_tokenizer):
         ),
         (
             "/v1/chat/completions",
-            {"messages": [{"role": "user", "content": "x"}], "tools": [{}]},
+            {
+                "messages": [{"role": "user", "content": "x"}],
+                "tools": [{"type": "function", "function": {"name": "f"}}],
+            },
             400,
-            "tools is not served",
+            "does not know how this model writes tool calls",
         ),
         (
             "/v1/completions",
-            {"prompt": "x", "structured_outputs": {"regex": "a"}},
+            {"prompt": "x", "structured_outputs": {"regex": "(a"}},
             400,
-            "structured_outputs is not served",
+            "unclosed group",
+        ),
+        ("/v1/completions", {"prompt": "x", "structured_outputs": {}}, 400, "exactly one of"),
+        ("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "a", "choice": ["a"]}}, 400, "2 are given"),
+        ("/v1/completions", {"prompt": "x", "structured_outputs": {"regex": "(" * 40000}}, 400, "are allowed"),
+        ("/v1/completions", {"prompt": "x", "guided_regex": "a"}, 400, "use structured_outputs"),
+        ("/v1/completions", {"prompt": "x", "response_format": {"type": "xml"}}, 400, "response_format"),
+        ("/v1/completions", {"prompt": "x", "response_format": {"type": "json_schema"}}, 400, "json_schema.schema"),
+        (
+            "/v1/completions",
+            {"prompt": "x", "response_format": {"type": "json_schema", "json_schema": {"schema": {"not": {}}}}},
+            400,
+            "Unimplemented keys",
+        ),
+        (
+            "/v1/completions",
+            {"prompt": "x", "structured_outputs": {"choice": ["a"]}, "allowed_token_ids": [5], "temperature": 0},
+            400,
+            "none of the tokens",
         ),
         ("/v1/nothing", {}, 404, "no /v1/nothing"),
         ("/health", {}, 405, "POST is not for"),

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import functools
 import logging
+import threading
 
 import numpy as np
 import pytest
@@ -13,6 +14,7 @@ from families import FAMILIES, VOCAB, WINDOW, build, make, perturbed
 from near_ties import TIE
 from torch import nn
 from transformers import AutoConfig, AutoModelForSeq2SeqLM, LlamaForCausalLM
+from transformers.models.falcon import modeling_falcon
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, repeat_kv
 
 import hf_specdec
@@ -26,7 +28,7 @@ from hf_specdec.model.prepare import prepare
 NEW_TOKENS = 32
 CHAIN, TREE = {"method": "draft_model"}, {"method": "draft_model", "branching_factors": [3, 2, 1]}
 NGRAM, EARLY_EXIT = {"method": "ngram", "prompt_lookup_min": 1}, {"method": "draft_model", "early_exit": 1}
-GATHERED = {"Falcon", "BLOOM", "StableLM", "DeepSeek-V3"}
+GATHERED = {"Falcon", "Falcon ALiBi", "MPT", "BLOOM", "StableLM", "DeepSeek-V3", "Llama4"}
 SLIDING = {"Mistral", "Gemma2", "Gemma3 text", "Cohere2", "StarCoder2", "gpt-oss"}
 
 near_ties: list[str] = []
@@ -236,10 +238,7 @@ def test_model_without_optional_arguments():
 
 REFUSED = {
     "mamba2": ({"head_dim": 12, "num_heads": 8, "n_groups": 1, "state_size": 8, "expand": 2}, "linear_attention|recurrent"),
-    "llama4_text": ({"layer_types": ["chunked_attention", "full_attention", "chunked_attention"], "attention_chunk_size": 8,
-                     "num_local_experts": 2, "intermediate_size_mlp": 64}, "chunked_attention.*masks"),
-    "mpt": ({"n_embd": 48, "d_model": 48, "n_heads": 4, "n_layers": 3, "vocab_size": VOCAB}, "memory order"),
-    "falcon": ({"alibi": True}, "memory order"),
+    "xglm": ({"d_model": 48, "attention_heads": 4, "num_layers": 3, "ffn_dim": 64}, "memory order"),
 }  # fmt: skip
 
 
@@ -266,6 +265,44 @@ def test_refused_before_any_work(model_type, family_models):
     assert not calls
     llama, _ = family_models("Llama")
     assert_same_tokens(speculative(llama, prompts(1), NGRAM), plain(llama, prompts(1)), "after a refusal")
+
+
+def test_texts_that_a_target_would_read_in_another_way():
+    """Llama 4 scales queries by their place from `floor_scale` tokens on; MPT has biases for so many tokens. Shorter texts run."""
+    for family, changes, message in (
+        ("Llama4", {"attn_temperature_tuning": True, "floor_scale": 24}, "must have fewer tokens, not 25"),
+        ("MPT", {"max_seq_len": 24}, "25 tokens .* has 24 positions"),
+    ):
+        model = make(family, **changes)
+        ids = torch.arange(1, 6)[None].repeat(1, 3)
+        assert torch.equal(
+            model.generate(ids, max_new_tokens=8, do_sample=False, speculative_config=NGRAM),
+            model.generate(ids, max_new_tokens=8, do_sample=False),
+        )
+        with pytest.raises(ValueError, match=message):
+            model.generate(ids, max_new_tokens=10, do_sample=False, speculative_config=NGRAM)
+
+
+def test_falcon_has_its_own_biases_again():
+    """A function of its module is replaced while packed rows run, for this thread's rows only."""
+    original, seen = modeling_falcon.build_alibi_tensor, []
+    model = make("Falcon ALiBi")
+    mask = torch.ones(1, 5, dtype=torch.long)
+
+    def from_another_thread(*_):
+        thread = threading.Thread(
+            target=lambda: seen.append(modeling_falcon.build_alibi_tensor(mask, 4, torch.float32))
+        )
+        thread.start()
+        thread.join()
+        assert modeling_falcon.build_alibi_tensor is not original
+
+    prepare(model)
+    hook = model.transformer.h[0].register_forward_pre_hook(from_another_thread)
+    model.generate(torch.arange(1, 6)[None], max_new_tokens=2, do_sample=False, speculative_config=NGRAM)
+    hook.remove()
+    assert modeling_falcon.build_alibi_tensor is original
+    assert seen and all(torch.equal(each, original(mask, 4, torch.float32)) for each in seen)
 
 
 def test_encoder_decoder_is_refused():

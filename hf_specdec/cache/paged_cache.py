@@ -390,10 +390,17 @@ class PagedStaticCache(Cache):
         slots = torch.from_numpy(table.slots[: table.length]).to(pools.keys.device)
         return pools.keys.index_select(0, slots), pools.values.index_select(0, slots)
 
+    def load_all(self, seq_id: int, layers: list[tuple[torch.Tensor, torch.Tensor] | None]) -> None:
+        """`load` every layer's keys and values [n, heads, width]; None: the layer reads another's. The length becomes n."""
+        for index, pair in enumerate(layers):
+            if pair is not None:
+                self.load(seq_id, index, *pair)
+                self.tables[seq_id].length = pair[0].shape[0]
+
     def load(self, seq_id: int, layer: int, keys: torch.Tensor, values: torch.Tensor) -> None:
         """Write keys and values [n, heads, width] of a sequence's first n tokens. Its slots must be reserved."""
         pools = self.layers[layer]
         if not pools.is_initialized:
             pools.lazy_initialization(keys.transpose(0, 1)[None], values.transpose(0, 1)[None])
         slots = torch.from_numpy(self.tables[seq_id].slots[: keys.shape[0]]).to(pools.keys.device)
-        pools.write(slots, keys, values)
+        pools.write(slots, keys.to(pools.keys.device), values.to(pools.values.device))

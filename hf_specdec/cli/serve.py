@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import argparse
+import json
+import os
 import sys
 from pathlib import Path
 
@@ -37,6 +39,11 @@ def add_command(commands) -> argparse.ArgumentParser:
     group.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one, else cpu)")
     group.add_argument("--trust-remote-code", action="store_true", help="allow code that the checkpoint brings")
     group.add_argument("--chat-template", metavar="FILE", help="a Jinja file (default: the tokenizer's, else ChatML)")
+    group.add_argument(
+        "--response-template",
+        metavar="FILE",
+        help="JSON: how the model marks reasoning and tool calls (default: its own)",
+    )
     group = parser.add_argument_group("engine")
     group.add_argument(
         "--max-model-len", type=positive_int, metavar="N", help="tokens of a prompt and its answer, at most"
@@ -53,7 +60,12 @@ def add_command(commands) -> argparse.ArgumentParser:
     group = parser.add_argument_group("HTTP")
     group.add_argument("--host", default="127.0.0.1", help="default: %(default)s; 0.0.0.0 for all interfaces")
     group.add_argument("--port", type=int, default=8000, help="default: %(default)s")
-    group.add_argument("--api-key", action="append", metavar="KEY", help="guards everything but /health; repeatable")
+    group.add_argument(
+        "--api-key",
+        action="append",
+        metavar="KEY",
+        help="guards everything but /health; repeatable (default: HF_SPECDEC_API_KEY)",
+    )
     group.add_argument("--served-model-name", nargs="+", metavar="NAME", help="default: MODEL")
     group.add_argument(
         "--allowed-origins", nargs="+", metavar="URL", help="web pages that may call (CORS; default: none)"
@@ -65,6 +77,10 @@ def add_command(commands) -> argparse.ArgumentParser:
     group.add_argument(
         "--sse-keep-alive-interval", type=float, default=15.0, metavar="S", help="default: %(default)s; 0: off"
     )
+    group.add_argument(
+        "--request-read-timeout", type=float, default=30.0, metavar="S",
+        help="for a request to come in (default: %(default)s)",
+    )  # fmt: skip
     group.add_argument(
         "--shutdown-timeout",
         type=float,
@@ -85,16 +101,20 @@ def run(args: argparse.Namespace) -> int:
     if args.speculative_config is not None:
         hf_specdec.parse_config(args.speculative_config)  # before the model is loaded
     template = None if args.chat_template is None else Path(args.chat_template).read_text(encoding="utf-8")
+    response = None
+    if args.response_template is not None:
+        response = json.loads(Path(args.response_template).read_text(encoding="utf-8"))
     serve(
         args.model,
         args.served_model_name or [args.model],
-        Limits(args.max_body_bytes, args.max_num_queued_reqs, args.sse_keep_alive_interval),
+        Limits(args.max_body_bytes, args.max_num_queued_reqs, args.sse_keep_alive_interval, args.request_read_timeout),
         host=args.host,
         port=args.port,
-        api_keys=args.api_key,
+        api_keys=args.api_key or ([key] if (key := os.environ.get("HF_SPECDEC_API_KEY")) else None),
         allowed_origins=args.allowed_origins,
         shutdown_timeout=args.shutdown_timeout,
         chat_template=template,
+        response_template=response,
         tokenizer=args.tokenizer,
         on_ready=lambda url: print(f"Serving {args.model} on {url}", file=sys.stderr, flush=True),
         speculative_config=args.speculative_config,

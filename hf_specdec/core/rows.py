@@ -8,6 +8,13 @@ import numpy as np
 import torch
 
 
+@dataclass(frozen=True)
+class Chunks:
+    """Attention within chunks of `size` positions (Llama 4), in place of a sliding window: a token sees none before its chunk."""
+
+    size: int
+
+
 @dataclass
 class RowInput:
     """The t new tokens of one sequence, `drafts` included.
@@ -23,6 +30,7 @@ class RowInput:
         window_positions: numpy [t], positions of the new tokens for sliding windows only; None: `positions`.
         logits: how many of the last tokens need logits.
         drafts: ids [n] of the draft tokens that follow `tokens`, on the device; None: no drafts.
+        offset: added to the positions that the model is given; windows and masks go by `positions`.
         prompt: how many of the first tokens belong to a prompt: layers with a recurrent state read these in their chunk form, as
             plain generate() does, and all others token by token.
     """
@@ -36,6 +44,7 @@ class RowInput:
     window_positions: np.ndarray | None = None
     logits: int = 1
     drafts: torch.Tensor | None = None
+    offset: int = 0
     prompt: int = 0
 
     @property

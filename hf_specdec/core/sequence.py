@@ -29,6 +29,9 @@ class Sequence:
         chunked_length: how many of the first tokens layers with a recurrent state read in chunk form; None: the prompt.
         num_speculative_tokens: this row's own draft length; None: the method's, 0: no drafts.
         drafter: with the method "per_request", the name of the drafter that drafts for this row; None: the first.
+        is_text: the prompt's ids alone determine its keys and values, so it may be read again and shared by equal ids. False: it has
+            images or embeddings, or ids that stand for unknown ones.
+        position_offset: what the model's positions of the tokens after the prompt exceed their indices by (M-RoPE: negative).
     """
 
     tokens: list[int]
@@ -42,6 +45,8 @@ class Sequence:
     num_speculative_tokens: int | None = None
     drafter: str | None = None
     wants_prompt_logits: bool = False
+    is_text: bool = True
+    position_offset: int = 0
     chunked_length: int | None = None
     id: int = field(default_factory=lambda: next(_ids))
     num_steps: int = 0  # verification rounds so far: part of the key of rejection sampling's noise

@@ -19,12 +19,14 @@ from ..core.rows import RowInput
 from ..core.sequence import UNKNOWN, Sequence
 from ..kernels.transfer import upload
 from ..model.packed_model import PackedModel
+from ..model.prompt import KeysValues, ReadPrompt
 from ..sampling.fused import FusedSampling, fused_sampling, fuses_sampling
+from ..sampling.grammar import without_impossible_ends
 from ..sampling.logits import calls_in_order, needs_prefix, process_logits
 from ..verification.verify import begin_verification
 from .acceptance import DraftedStep
 from .draft_length import DraftLengthPolicy, make_policy, nodes_by_depth
-from .outputs import RowStatistics
+from .outputs import RowStatistics, read_cache
 from .step import PendingStep, StepResult, StepTensors
 from .step_cost import StepTimer
 
@@ -51,6 +53,7 @@ class SpeculativeDecoder:
         self.timer = StepTimer(target.device)
         self.cache = target.new_cache(1, config.block_size)
         self.statistics: dict[int, RowStatistics] = {}
+        self.outside: dict[int, KeysValues] = {}  # per sequence: keys and values that wait for blocks
         self.last: StepTensors | None = None
         self.all_hidden_states = False
         self._num_sequences = 1
@@ -111,14 +114,32 @@ class SpeculativeDecoder:
     def remove(self, seq: Sequence) -> RowStatistics:
         """A sequence leaves, finished or not. Frees its blocks and returns its statistics."""
         self.cache.remove(seq.id)
+        self.outside.pop(seq.id, None)
         self.generator.stop(seq)
         self.policy.forget(seq)
         return self.statistics.pop(seq.id)
 
     def preempt(self, seq: Sequence) -> None:
-        """Free a running sequence's blocks. Its tokens are read again when it is next scheduled."""
-        self.cache.evict(seq.id)
-        self.generator.evict(seq)
+        """Free a running sequence's blocks. Its tokens are read again when it is next scheduled; a prompt that cannot be read
+        again leaves its keys and values in host memory."""
+        if seq.is_text:
+            self.outside.pop(seq.id, None)
+            self.cache.evict(seq.id)
+        elif seq.id not in self.outside:
+            layers = self.read_cache(seq)
+            self.cache.evict(seq.id)
+            self.keep_outside(seq, [None if pair is None else (pair[0].cpu(), pair[1].cpu()) for pair in layers])
+        if seq.is_text or not self.generator.needs_all_features:  # else its features would not come again
+            self.generator.evict(seq)
+
+    def keep_outside(self, seq: Sequence, layers: KeysValues) -> None:
+        """Let keys and values of a sequence's first tokens wait until it has blocks. It holds none now."""
+        self.outside[seq.id] = layers
+        self.cache.tables[seq.id].length = next(pair[0].shape[0] for pair in layers if pair is not None)
+
+    def read_cache(self, seq: Sequence) -> KeysValues:
+        """Per layer, keys and values [n, heads, width] of the tokens that were fed; None for a layer that reads another's."""
+        return self.outside[seq.id] if seq.id in self.outside else read_cache(self.cache, seq)
 
     def forget_prefixes(self) -> None:
         """Drop what is kept of texts that have ended, because the model has changed or a step has raised."""
@@ -147,8 +168,13 @@ class SpeculativeDecoder:
             OutOfBlocks: one of the tokens does not fit; nothing was fed.
         """
         for seq in sequences:
-            self.cache.reserve(seq.id, len(seq.tokens))
-        rows = [RowInput(seq.id, np.asarray(seq.tokens[-1:], dtype=np.int64), len(seq.tokens) - 1) for seq in sequences]
+            self._reserve(seq, len(seq.tokens))
+        rows = [
+            RowInput(
+                seq.id, np.asarray(seq.tokens[-1:], dtype=np.int64), len(seq.tokens) - 1, offset=seq.position_offset
+            )
+            for seq in sequences
+        ]
         self.target.forward(rows, self.cache)
         for seq in sequences:
             self.cache.tables[seq.id].length = len(seq.tokens)
@@ -218,6 +244,26 @@ class SpeculativeDecoder:
         tensors = StepTensors(output, scores, sampling, logit_rows, starts, prompt_logits)
         return PendingStep(rows, num_own, decoding, limits, trees, tensors, verdict)
 
+    def begin_with(self, sequences: list[Sequence], prompt: ReadPrompt) -> PendingStep:
+        """A step whose forward the model has made itself: choose the token after each prompt. Call inside `active()`.
+
+        The rows' keys and values wait outside the pool until the rows are next scheduled.
+        """
+        if self.policy.needs_observations:
+            self.timer.start()
+        for seq, layers in zip(sequences, prompt.keys_values, strict=True):
+            self.keep_outside(seq, layers)
+        trees = DraftTrees.empty(len(sequences), self.target.device)
+        if self.policy.needs_observations:
+            self.timer.proposed()
+        output, ends = prompt.output, np.cumsum(prompt.counts)
+        scores, sampling = self._scores(sequences, trees, output.logits)
+        verdict = begin_verification(trees, scores, sequences, self.config, sampling)
+        starts = {seq.id: int(end) - count for seq, end, count in zip(sequences, ends, prompt.counts, strict=True)}
+        tensors = StepTensors(output, scores, sampling, ends - 1, starts)
+        rows = [(seq, len(seq.tokens)) for seq in sequences]
+        return PendingStep(rows, prompt.counts, sequences, [0] * len(sequences), trees, tensors, verdict)
+
     def finish(self, pending: PendingStep) -> list[StepResult]:
         """Wait for the verdict, keep the KV of accepted tokens, append the tokens, count them, and tell the drafter. Call inside
         `active()`.
@@ -252,8 +298,8 @@ class SpeculativeDecoder:
         rows = []
         for i, seq in enumerate(sequences):
             table = self.cache.tables[seq.id]
-            reads_all = seq.wants_prompt_logits and not seq.num_generated
-            matched = 0 if table.blocks or reads_all else self._share_prefix(seq)
+            own = (seq.wants_prompt_logits and not seq.num_generated) or not seq.is_text or seq.id in self.outside
+            matched = 0 if table.blocks or own else self._share_prefix(seq)
             if matched and not seq.num_generated:
                 self.statistics[seq.id].num_cached_tokens = matched
             end = len(seq.tokens) if num_tokens is None else min(len(seq.tokens), table.length + num_tokens[i])
@@ -262,7 +308,7 @@ class SpeculativeDecoder:
             if end <= table.length:
                 raise ValueError(f"Sequence {seq.id} was scheduled with no token to feed.")
             try:
-                self.cache.reserve(seq.id, end)
+                self._reserve(seq, end)
             except OutOfBlocks:
                 if matched:  # do not hold a shared prefix while waiting
                     self.preempt(seq)
@@ -270,7 +316,8 @@ class SpeculativeDecoder:
                     raise
                 break
             # In one forward every layer writes all keys before it attends, so later rows can share these blocks at once.
-            self.cache.register_prefix(seq.id, seq.tokens, end - (seq.tokens[end - 1] == UNKNOWN))
+            if seq.is_text:
+                self.cache.register_prefix(seq.id, seq.tokens, end - (seq.tokens[end - 1] == UNKNOWN))
             rows.append((seq, end))
         return rows
 
@@ -281,6 +328,12 @@ class SpeculativeDecoder:
         if matched:
             self.generator.share_prefix(seq, matched)
         return matched
+
+    def _reserve(self, seq: Sequence, end: int) -> None:
+        """Give the sequence slots for its first `end` tokens, and bring in keys and values that waited for them."""
+        self.cache.reserve(seq.id, end)
+        if seq.id in self.outside:
+            self.cache.load_all(seq.id, self.outside.pop(seq.id))
 
     def _draft_limits(self, sequences: list[Sequence]) -> list[int]:
         """Draft depth of each row: the policy's choice, capped by what the row can use."""
@@ -306,7 +359,8 @@ class SpeculativeDecoder:
         if not any(limits):
             return DraftTrees.empty(len(sequences), self.target.device)
         trees = self.generator.propose(sequences, limits)
-        fitting = [self._lookahead(seq, n) if n else 0 for seq, n in zip(sequences, trees.lengths, strict=True)]
+        lengths = without_impossible_ends(sequences, trees)
+        fitting = [self._lookahead(seq, n) if n else 0 for seq, n in zip(sequences, lengths, strict=True)]
         return trees if fitting == trees.lengths else dataclasses.replace(trees, lengths=fitting)
 
     def _draft_limit(self, seq: Sequence) -> int:
@@ -340,7 +394,9 @@ class SpeculativeDecoder:
             decoding = end == len(seq.tokens)
             count = trees.lengths[drafted] if decoding else 0
             logits = count + 1 if decoding else 0
-            row = RowInput(seq.id, own, start, logits=logits, prompt=seq.num_chunked(start, end))
+            row = RowInput(
+                seq.id, own, start, logits=logits, offset=seq.position_offset, prompt=seq.num_chunked(start, end)
+            )
             if count:
                 row.drafts = nodes[drafted] if count == nodes[drafted].shape[0] else nodes[drafted][:count]
                 if not trees.is_chain:

@@ -14,8 +14,10 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengthCriteria, StoppingCriteriaList
 
 from ..cache import OutOfBlocks
+from ..core.errors import UnsupportedModel
 from ..core.sequence import Sequence, stream_seeds
-from ..model.architectures import check_length
+from ..model.architectures import check_length, is_multimodal
+from ..model.prompt import ReadPrompt, read_prompt, row_of
 from ..sampling.processors import NodeProcessors
 from .decoder import PendingStep, SpeculativeDecoder, StepResult
 from .kept_states import fill_states, load_states, read_states, read_text_again, stateful_layers
@@ -26,7 +28,6 @@ from .outputs import (
     at_step,
     fill_dynamic_cache,
     hidden_per_step,
-    read_cache,
     summarize,
 )
 from .stopping import LockstepObserver
@@ -69,6 +70,7 @@ def decode(
     streamer=None,
     synced_gpus: bool = False,
     past_key_values: Cache | None = None,
+    prompt_inputs: dict[str, Any] | None = None,
 ):
     """Decode a static batch to its end.
 
@@ -79,6 +81,8 @@ def decode(
         logits_processor, stopping_criteria, generation_config: as `generate()` prepared them.
         seed: the rows' random streams derive from it (if the config samples).
         past_key_values: KV of a prefix of the prompts to start from; the KV of the result is written back to it.
+        prompt_inputs: the arguments of the model's forward, as `generate()` prepared them, with which the model itself reads the
+            prompts (see `model.prompt`), because they are more than ids; None: they are read as ids.
 
     Returns: int64 [B, S + n], or SpeculativeDecoderOnlyOutput.
 
@@ -89,20 +93,24 @@ def decode(
     pad_token = generation_config._pad_token_tensor
     pad_token = 0 if pad_token is None else int(pad_token)
     unseen = text_length(input_ids, attention_mask, generation_config) - input_ids.shape[1]
-    if unseen and decoder.generator.needs_all_features:
-        raise ValueError(
-            f"Method {decoder.config.method!r} reads the whole text, and input_ids are only what follows past_key_values: pass the "
-            "whole text, or use a method that reads no hidden states of it, like 'ngram'."
-        )
-    whole = torch.nn.functional.pad(input_ids, (unseen, 0), value=pad_token)  # the ids of cached keys are never read
+    num_cached = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+    # Whether the ids say everything. Those that stand for something else are not read by the target, but drafters look at them.
+    is_text = not (unseen or prompt_inputs is not None or (num_cached and is_multimodal(model)))
+    whole = torch.nn.functional.pad(input_ids, (unseen, 0), value=pad_token)
+    if not is_text:
+        whole = whole.where(whole < decoder.target.vocab_size, pad_token)
+        _check_methods(decoder, num_cached, prompt_inputs)
     columns = prompt_columns(whole, attention_mask)
     sequences = _sequences(whole, unseen, columns, logits_processor, stopping_criteria, generation_config, seed)
     for seq in sequences:
         check_length(model, seq.prompt_length, seq.max_length)
-    num_cached = 0 if past_key_values is None else min(int(past_key_values.get_seq_length()), whole.shape[1] - 1)
-    if num_cached and decoder.target.recurrent is not None:
+        seq.is_text = is_text
+    if prompt_inputs is None:
+        num_cached = min(num_cached, whole.shape[1] - 1)
+    has_states = decoder.target.recurrent is not None
+    if num_cached and has_states:
         _check_states(decoder, past_key_values, unseen, num_cached)
-    if decoder.generator.needs_all_features:
+    if is_text and decoder.generator.needs_all_features:
         num_cached = 0  # the drafter needs features of the whole text, so it is read again
     tensors = [RowTensors() for _ in sequences]
     observer = LockstepObserver(
@@ -114,16 +122,21 @@ def decode(
     lookahead = decoder.generator.max_draft_nodes
     keep_cache = returns.as_dict or getattr(past_key_values, "_is_user_defined", False)
     export = past_key_values if keep_cache and isinstance(past_key_values, DynamicCache) else None
-    read_again = not unseen and not (num_cached and decoder.target.recurrent is not None)
-    run = BatchRun(decoder, sequences, observer, tensors, returns, export is not None, can_preempt=read_again)
+    can_preempt = not (num_cached and has_states)  # a state that the caller passed is not kept
+    run = BatchRun(decoder, sequences, observer, tensors, returns, export is not None, can_preempt)
     try:
         decoder.allocate(sum(seq.max_length + lookahead for seq in sequences), len(sequences))
-        if unseen:
-            decoder.cache.share_prefixes = False  # padding ids stand for unknown texts: equal ids are not equal texts
+        if prompt_inputs is not None:
+            inputs = {**prompt_inputs, "attention_mask": attention_mask, "past_key_values": past_key_values}
+            run.prompt = read_prompt(
+                decoder.target, input_ids, inputs, generation_config, whole, columns, returns.hidden
+            )
+            for seq, offset in zip(sequences, run.prompt.offsets, strict=True):
+                seq.position_offset = offset
         with decoder.active():
             for seq in sequences:
                 decoder.add(seq)
-            if num_cached:
+            if num_cached and prompt_inputs is None:
                 _load_cache(decoder, sequences, past_key_values, columns, num_cached)
             run.until_done(model, synced_gpus)
             if export is not None and decoder.cache.states is not None:
@@ -142,15 +155,19 @@ class BatchRun:
     """Runs a batch whose rows start together. Rows leave as they finish.
 
     Args:
-        can_preempt: whether a row's text can be read again, so that its blocks may be given to another row.
+        can_preempt: whether a row's blocks may be given to another row for a while.
+
+    Attributes:
+        prompt: what the model itself has read and the rows have not begun with; None: rows read their own ids.
     """
 
     def __init__(
         self, decoder: SpeculativeDecoder, sequences, observer: LockstepObserver, tensors, returns: Returns, keep_cache,
-        can_preempt: bool = True,
+        can_preempt: bool,
     ):  # fmt: skip
         self.decoder, self.sequences, self.observer = decoder, sequences, observer
         self.can_preempt = can_preempt
+        self.prompt: ReadPrompt | None = None
         self.tensors, self.returns, self.keep_cache = tensors, returns, keep_cache
         self.running: list[Sequence] = list(sequences)
         self.statistics: dict[int, RowStatistics] = {}  # by row, after the row has left
@@ -200,6 +217,9 @@ class BatchRun:
         self._let_go(list(self.running), everything=True)
 
     def _begin(self) -> PendingStep:
+        if self.prompt is not None:
+            prompt, self.prompt = self.prompt, None
+            return self.decoder.begin_with(self.running, prompt)
         return self._making_room(lambda: self.decoder.begin(self.running, self._chunks()))
 
     def _begin_after(self, pending: PendingStep) -> PendingStep | None:
@@ -303,7 +323,7 @@ class BatchRun:
         for seq in leaving:
             self.running.remove(seq)
             if self.keep_cache:
-                self.tensors[seq.row].cache = read_cache(self.decoder.cache, seq)
+                self.tensors[seq.row].cache = self.decoder.read_cache(seq)
                 self.tensors[seq.row].states = read_states(self.decoder.cache, seq, self._may_be_needed(seq))
             self.statistics[seq.row] = self.decoder.remove(seq)
 
@@ -326,8 +346,7 @@ def prompt_columns(input_ids: torch.Tensor, attention_mask: torch.Tensor | None)
     """
     if input_ids.shape[0] == 0 or input_ids.shape[1] == 0:
         raise ValueError(
-            f"input_ids of shape {list(input_ids.shape)} hold no prompt. speculative_config needs token ids; prompts given "
-            "only as inputs_embeds are not supported."
+            f"input_ids of shape {list(input_ids.shape)} hold no prompt: pass at least one token, or inputs_embeds."
         )
     if attention_mask is None:
         return [np.arange(input_ids.shape[1])] * input_ids.shape[0]
@@ -341,6 +360,26 @@ def prompt_columns(input_ids: torch.Tensor, attention_mask: torch.Tensor | None)
                 "(tokenizer.padding_side = 'left')."
             )
     return columns
+
+
+def _check_methods(decoder: SpeculativeDecoder, num_cached: int, prompt_inputs: dict[str, Any] | None) -> None:
+    """Raise ValueError if a drafter or an option needs that the target reads the whole prompt as ids."""
+    if num_cached and decoder.generator.needs_all_features:
+        raise ValueError(
+            f"Method {decoder.config.method!r} reads hidden states of the whole text, and past_key_values may hold an image, or text "
+            "that input_ids leave out: pass the whole prompt without past_key_values, or use a method that reads no hidden "
+            "states of it, like 'ngram'."
+        )
+    if prompt_inputs is not None and decoder.target.recurrent is not None:
+        raise UnsupportedModel(
+            f"{type(decoder.target.model).__name__} has layers with a state, which is not taken over from a prompt that the model reads in "
+            "its own way: images, embeddings or other positions. Call generate() without speculative_config."
+        )
+    if prompt_inputs is not None and decoder.target.deterministic:
+        raise ValueError(
+            "'deterministic' does not cover prompts with images or embeddings, which the model reads in its own way: leave one of "
+            "the two out."
+        )
 
 
 def _sequences(
@@ -382,22 +421,15 @@ def _sequences(
 
 
 def _load_cache(decoder: SpeculativeDecoder, sequences, cache: Any, columns: list[np.ndarray], length: int) -> None:
-    """Copy the KV of the prompts' first tokens from transformers' cache."""
+    """Start the rows with the KV of the prompts' first tokens from transformers' cache."""
     for i, seq in enumerate(sequences):
-        cached = torch.from_numpy(columns[i][columns[i] < length])
-        count = len(cached)
-        if not count:
+        own = columns[i][columns[i] < length]
+        if not len(own):
             continue
-        decoder.cache.reserve(seq.id, count)
-        for index, layer in enumerate(cache.layers):
-            if getattr(layer, "keys", None) is None:  # this layer reads another layer's keys
-                continue
-            keys, values = (s[i][:, cached.to(s.device)].transpose(0, 1) for s in (layer.keys, layer.values))
-            decoder.cache.load(seq.id, index, keys, values)
-        load_states(decoder.cache, seq, cache, i, count)
-        if count == seq.prompt_length - 1:  # generate() reads one token after a state by the one-token rule
-            seq.chunked_length = count
-        decoder.cache.tables[seq.id].length = count
+        decoder.keep_outside(seq, row_of(cache, i, own))
+        load_states(decoder.cache, seq, cache, i, len(own))
+        if len(own) == seq.prompt_length - 1:  # generate() reads one token after a state by the one-token rule
+            seq.chunked_length = len(own)
 
 
 def _check_states(decoder: SpeculativeDecoder, cache: Cache, unseen: int, num_cached: int) -> None:

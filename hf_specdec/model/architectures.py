@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -11,19 +11,23 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from ..core.errors import UnsupportedModel
+from ..core.rows import Chunks
 from .recurrent.families import family_of, mixers_of
 
 if TYPE_CHECKING:
     from ..core.output import Taps
-    from .packed_batch import PackedBatch
 
-_ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention"}
+_ATTENTION_LAYER_TYPES = {"full_attention", "sliding_attention", "chunked_attention"}
 # Model types whose layers do not pass the forward's keyword arguments on to the attention function.
 _DROPS_ARGUMENTS = {"stablelm", "nemotron"}
 # Model types in which several layers share one attention module, which then does not know whose keys it should read.
 _SHARES_ATTENTION = {"zamba2"}
 # Model types whose attention derives positions or masks from a key's place in memory, which is wrong for packed rows.
-_POSITION_BY_SLOT = {"mpt", "gpt_neo", "xglm", "ctrl", "codegen", "doge"}
+_POSITION_BY_SLOT = {"gpt_neo", "xglm", "ctrl", "codegen", "doge"}
+# Model types whose prompts are a prefix that attends both ways.
+_PREFIX_MODELS = {"paligemma"}
+# Model types that keep an image's keys before those of the ids, and take room for one in every padding mask.
+_IMAGES_WITHOUT_IDS = {"git"}
 # Model types with a sliding cache but full masks, so plain generate() depends on how many tokens each forward was given.
 _WINDOWED_BY_CACHE = {"moshi", "kyutai_speech_to_text"}
 
@@ -36,6 +40,7 @@ def check_supported(model: PreTrainedModel) -> None:
         raise UnsupportedModel(
             f"{name} is an encoder-decoder model; speculative_config works with decoder-only models."
         )
+    _check_cache_holds_ids(model)
     if model.get_output_embeddings() is None:
         raise UnsupportedModel(f"{name} has no language-model head.")
     kinds = set(getattr(text, "layer_types", None) or []) - _ATTENTION_LAYER_TYPES
@@ -54,10 +59,10 @@ def check_supported(model: PreTrainedModel) -> None:
             f"{name} has {', '.join(sorted(masks))} layers, whose masks are not made for packed rows and draft trees. "
             "Call generate() without speculative_config."
         )
-    if text.model_type in _POSITION_BY_SLOT or (text.model_type == "falcon" and getattr(text, "alibi", False)):
+    if text.model_type in _POSITION_BY_SLOT:
         raise UnsupportedModel(
-            f"{name} computes attention biases from memory order, not from positions, so packed rows would be wrong. "
-            "Call generate() without speculative_config."
+            f"{name} computes positions, masks or biases from memory order inside its layers, so packed rows would be wrong: its "
+            "layers would have to take position_ids. Call generate() without speculative_config."
         )
     if text.model_type in _WINDOWED_BY_CACHE and getattr(text, "sliding_window", None) is not None:
         raise UnsupportedModel(
@@ -66,12 +71,39 @@ def check_supported(model: PreTrainedModel) -> None:
         )
 
 
+def _check_cache_holds_ids(model: PreTrainedModel) -> None:
+    if model.config.model_type in _IMAGES_WITHOUT_IDS:
+        raise UnsupportedModel(
+            f"{type(model).__name__} keeps keys of images that no ids stand for. Call generate() without speculative_config."
+        )
+
+
+def is_multimodal(model: PreTrainedModel) -> bool:
+    """True if a text model is only a part of the model: prompts may hold more than text."""
+    return model.config.get_text_config(decoder=True) is not model.config
+
+
+def reads_prompts_both_ways(model: PreTrainedModel) -> bool:
+    """True if the tokens of any prompt see later ones, so that only the model itself can read it."""
+    return model.config.model_type in _PREFIX_MODELS
+
+
+def takes_masks_by_kind(model: PreTrainedModel) -> bool:
+    """True if `attention_mask` may be a dict of masks, one for each kind of layer."""
+    return hasattr(model.config.get_text_config(decoder=True), "layer_types") and not reads_prompts_both_ways(model)
+
+
+def causal_inputs(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
+    """What makes the plain forward over `input_ids` [B, S] causal in a model that attends to prompts both ways."""
+    return {"token_type_ids": torch.ones_like(input_ids)} if reads_prompts_both_ways(model) else {}
+
+
 def reads_pages(model: PreTrainedModel) -> bool:
     """True if the model can attend through a registered attention function that reads pages.
 
     False for models that do not use transformers' attention interface or do not pass our arguments to it, for latent
-    attention (its cache holds compressed keys), for layers that reuse another layer's keys, and where the model is
-    configured with soft-capping that its own attention leaves out.
+    attention (its cache holds compressed keys), for layers that reuse another layer's keys or attend within chunks, and where
+    the model is configured with soft-capping that its own attention leaves out.
     """
     text = model.config.get_text_config(decoder=True)
     latent = getattr(text, "kv_lora_rank", None) is not None
@@ -81,7 +113,12 @@ def reads_pages(model: PreTrainedModel) -> bool:
     reaches_attention = (
         model._can_set_attn_implementation() and text.model_type not in _DROPS_ARGUMENTS | _SHARES_ATTENTION
     )
-    return reaches_attention and not (latent or shared or uncapped)
+    return reaches_attention and not (latent or shared or uncapped or _has_chunks(text))
+
+
+def _has_chunks(text: Any) -> bool:
+    """True if some layers attend within chunks, which only masks can say."""
+    return "chunked_attention" in (getattr(text, "layer_types", None) or [])
 
 
 def check_length(model: PreTrainedModel, prompt_length: int, max_length: int) -> None:
@@ -91,7 +128,7 @@ def check_length(model: PreTrainedModel, prompt_length: int, max_length: int) ->
         prompt_length, max_length: tokens of the prompt, and of prompt and output together.
     """
     text = model.config.get_text_config(decoder=True)
-    limit = getattr(text, "max_position_embeddings", None)
+    limit = getattr(text, "max_seq_len" if text.model_type == "mpt" else "max_position_embeddings", None)
     rope = getattr(text, "rope_parameters", None)
     if limit is not None and prompt_length >= limit:
         raise ValueError(
@@ -99,8 +136,13 @@ def check_length(model: PreTrainedModel, prompt_length: int, max_length: int) ->
         )
     if limit is not None and not rope and getattr(text, "model_type", "") != "bloom" and max_length > limit:
         raise ValueError(
-            f"{max_length} tokens (prompt and output) were requested from {type(model).__name__}, which has {limit} learned "
+            f"{max_length} tokens (prompt and output) were requested from {type(model).__name__}, which has {limit} "
             "positions. Lower max_new_tokens or max_length."
+        )
+    if _tempers(text) and max_length >= text.floor_scale:
+        raise ValueError(
+            f"{type(model).__name__} scales its queries by their place in memory from token {text.floor_scale} on, which packed rows "
+            f"do not have: prompt and output together must have fewer tokens, not {max_length}."
         )
     for kind in _rope_parameters(rope):
         changes_at = kind.get("original_max_position_embeddings") or limit
@@ -120,9 +162,11 @@ def _rope_parameters(rope: Any) -> list[dict]:
     return nested or [rope]
 
 
-def layer_windows(config) -> dict[str, int | None]:
+def layer_windows(config) -> dict[str, int | Chunks | None]:
     """Sliding window in tokens for each kind of layer (None: full attention)."""
     window = getattr(config, "sliding_window", None)
+    if _has_chunks(config):
+        return {"full_attention": None, "chunked_attention": Chunks(config.attention_chunk_size)}
     if hasattr(config, "layer_types"):
         stateful = {} if family_of(config) is None else dict.fromkeys({"linear_attention", *config.layer_types})
         return {"full_attention": None, "sliding_attention": window, **stateful}
@@ -195,6 +239,26 @@ def first_layers(model: PreTrainedModel, count: int | None):
         decoder._modules[name] = layers
 
 
+def _tempers(text: Any) -> bool:
+    """True if layers without rotary embeddings scale queries (Llama 4's temperature tuning): by 1 before `floor_scale` tokens."""
+    return bool(getattr(text, "attn_temperature_tuning", False)) and text.model_type == "llama4_text"
+
+
+@contextlib.contextmanager
+def without_temperature(model: PreTrainedModel):
+    """Inside, Llama 4 does not scale queries. It would count all rows' tokens as one text; see `check_length` for the limit."""
+    tuned = []
+    if _tempers(model.config.get_text_config(decoder=True)):
+        tuned = [module for module in model.modules() if vars(module).get("attn_temperature_tuning")]
+    for module in tuned:
+        module.attn_temperature_tuning = False
+    try:
+        yield
+    finally:
+        for module in tuned:
+            module.attn_temperature_tuning = True
+
+
 @contextlib.contextmanager
 def without_checkpointing(model: PreTrainedModel):
     """Inside, gradient checkpointing is off: in training mode, a checkpointed layer is not given the cache."""
@@ -216,54 +280,40 @@ def tapped(model: PreTrainedModel, taps: Taps, found: dict[Any, torch.Tensor] | 
     Yields a dict (`found`, if given) with the states of the latest forward, [T, H] each, by layer index or "last_hidden".
     """
     found = {} if found is None else found
+
+    def keep(key: Any, hidden: torch.Tensor) -> None:
+        found[key] = hidden[0] if hidden.dim() == 3 else hidden
+
+    with tapping(model, taps, keep):
+        yield found
+
+
+@contextlib.contextmanager
+def tapping(model: PreTrainedModel, taps: Taps, keep: Callable[[Any, torch.Tensor], None]):
+    """Inside, every forward calls `keep` with each tapped layer's index, or "last_hidden", and its hidden states [B, S, H]."""
     handles = []
 
-    def keep(key):
+    def output_of(key):
         def hook(module, args, output):
-            hidden = output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", output)
-            found[key] = hidden[0] if hidden.dim() == 3 else hidden
+            keep(key, output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", output))
 
         return hook
 
-    def keep_input(module, args, kwargs):
-        found[0] = (args[0] if args else kwargs["hidden_states"])[0]
+    def input_of_first(module, args, kwargs):
+        keep(0, args[0] if args else kwargs["hidden_states"])
 
     if taps.last_hidden:
-        handles.append(decoder_of(model).register_forward_hook(keep("last_hidden")))
+        handles.append(decoder_of(model).register_forward_hook(output_of("last_hidden")))
     if taps.layers:
         decoder, name = layer_list(model)
         layers = getattr(decoder, name)
         for index in taps.layers:
             if index == 0:  # the first layer's input, not the embeddings: some models scale them or add positions
-                handles.append(layers[0].register_forward_pre_hook(keep_input, with_kwargs=True))
+                handles.append(layers[0].register_forward_pre_hook(input_of_first, with_kwargs=True))
             else:
-                handles.append(layers[index - 1].register_forward_hook(keep(index)))
-    try:
-        yield found
-    finally:
-        for handle in handles:
-            handle.remove()
-
-
-def has_alibi(model: PreTrainedModel) -> bool:
-    """True if the model needs `alibi`."""
-    return model.config.model_type == "bloom" and hasattr(model, "transformer")
-
-
-@contextlib.contextmanager
-def alibi(model: PreTrainedModel, batch: PackedBatch):
-    """Inside, BLOOM's ALiBi biases follow the packed keys' real positions; its own code derives them from a padding mask."""
-    inner: Any = model.transformer
-    original = inner.build_alibi_tensor
-    positions = torch.from_numpy(batch.key_positions())
-
-    def from_positions(attention_mask, num_heads, dtype):
-        two_keys = original(torch.ones(1, 2, device=attention_mask.device), num_heads, torch.float32)
-        slopes = two_keys[:, :, 1:] - two_keys[:, :, :1]  # [heads, 1, 1]
-        return (slopes * positions.to(slopes.device)).to(dtype)
-
-    inner.build_alibi_tensor = from_positions
+                handles.append(layers[index - 1].register_forward_hook(output_of(index)))
     try:
         yield
     finally:
-        del inner.build_alibi_tensor
+        for handle in handles:
+            handle.remove()

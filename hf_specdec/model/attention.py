@@ -37,9 +37,11 @@ def paged_attention_forward(
     attend, packed = batch.on(query.device).attend, tokens_first(query)
     options = {"window": window, "softcap": kwargs.get("softcap"), "sinks": kwargs.get("s_aux")}
     if batch.invariant is None:
-        return attend(packed, layer.keys, layer.values, batch, scaling, **options)[None], None
-    with batch.invariant.direct():
-        return attend(packed, layer.keys, layer.values, batch, scaling, **options)[None], None
+        out = attend(packed, layer.keys, layer.values, batch, scaling, **options)
+    else:
+        with batch.invariant.direct():
+            out = attend(packed, layer.keys, layer.values, batch, scaling, **options)
+    return out[None].contiguous(), None  # as transformers' own functions: layers reshape it, and some take views
 
 
 def _window_of(module, known: dict[int, int | None]) -> int | None:

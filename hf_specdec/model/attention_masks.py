@@ -8,7 +8,7 @@ import numpy as np
 import torch
 
 from ..cache import PagedStaticCache
-from ..core.rows import RowInput
+from ..core.rows import Chunks, RowInput
 from ..kernels.attention import PaddedRows
 from ..kernels.transfer import upload
 
@@ -16,15 +16,16 @@ from ..kernels.transfer import upload
 PADDED_BYTES = 256 << 10
 
 
-def visible(row: RowInput, window: int | None) -> np.ndarray | None:
+def visible(row: RowInput, window: int | Chunks | None) -> np.ndarray | None:
     """bool [t, S]: which of the row's S keys each of its t new tokens sees; None if all see all keys."""
+    size = window.size if isinstance(window, Chunks) else window
     count = row.num_tokens
     length = row.start + count
     keys = np.arange(length)
     queries = np.arange(row.start, length) if row.positions is None else row.positions
     queries = queries if row.window_positions is None else row.window_positions
     if row.visibility is None:
-        if count == 1 and (window is None or int(queries[0]) < window):
+        if count == 1 and (size is None or int(queries[0]) < size):
             return None
         allowed = keys[None, :] <= np.arange(row.start, length)[:, None]
     else:
@@ -33,7 +34,9 @@ def visible(row: RowInput, window: int | None) -> np.ndarray | None:
         allowed[:, length - region :] = row.visibility
         if row.region_positions is not None:
             keys[length - region :] = row.region_positions
-    if window is not None:
+    if isinstance(window, Chunks):
+        allowed = allowed & (queries[:, None] // size == keys[None, :] // size)
+    elif window is not None:
         allowed = allowed & (queries[:, None] - keys[None, :] < window)
     return allowed
 
@@ -67,7 +70,7 @@ def _minus_infinity_where(hidden: np.ndarray, dtype: torch.dtype) -> torch.Tenso
     return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))
 
 
-def block_diagonal_mask(rows: Sequence[RowInput], window: int | None, dtype: torch.dtype) -> torch.Tensor:
+def block_diagonal_mask(rows: Sequence[RowInput], window: int | Chunks | None, dtype: torch.dtype) -> torch.Tensor:
     """One additive mask [T, S_total] over the gathered keys of all rows: a token sees keys of its own row only."""
     num_tokens, num_keys = sum(row.num_tokens for row in rows), sum(row.start + row.num_tokens for row in rows)
     mask = torch.full((num_tokens, num_keys), torch.finfo(dtype).min, dtype=dtype)

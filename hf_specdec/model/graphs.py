@@ -144,7 +144,7 @@ class StepBuffers:
         for row, count in zip(rows, counts, strict=True):
             slots[first : first + count] = self.cache.tables[row.seq_id].slots[row.start : row.start + count]
             first += count
-        positions[:first] = parts["positions"][:first]
+        positions[:first] = parts["positions"][:first] + np.repeat([row.offset for row in rows], counts)
         slots[first:] = -1
         self._staging.send()
         copy_ids(pieces, self.batch.input_ids[0])

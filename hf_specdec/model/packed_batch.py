@@ -11,7 +11,7 @@ import numpy as np
 import torch
 
 from ..cache import PagedStaticCache
-from ..core.rows import RowInput
+from ..core.rows import Chunks, RowInput
 from ..kernels.attention import (
     AttentionInputs,
     AttentionPlan,
@@ -83,6 +83,7 @@ class PackedBatch:
         for row, start, end in zip(inputs, starts[:-1], starts[1:], strict=True):
             last = row.start + end - start
             positions[start:end] = np.arange(row.start, last) if row.positions is None else row.positions
+            positions[start:end] += row.offset
             slots[start:end] = cache.tables[row.seq_id].slots[row.start : last]
             wanted += range(end - row.logits, end)
         pieces = write_ids(inputs, ids)
@@ -154,7 +155,7 @@ class PackedBatch:
             self._plans[key] = AttentionPlan(rows, masks, padded)
         return self._plans[key]
 
-    def dense_mask(self, window: int | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    def dense_mask(self, window: int | Chunks | None, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
         """The additive mask [1, 1, T, S_total] of models that attend to gathered keys."""
         key = (window, dtype, device)
         if key not in self._masks:

@@ -19,9 +19,10 @@ from ..core.errors import UnsupportedModel
 from ..core.names import ATTENTION_NAME
 from ..core.output import PackedOutput, Taps
 from ..core.rows import RowInput
-from . import architectures, attention  # noqa: F401  (importing `attention` registers it)
+from . import alibi, architectures, attention  # noqa: F401  (importing `attention` registers it)
 from .graphs import CapturedBatch, GraphRunner
 from .options.invariant_ops import InvariantOps
+from .options.quantized import QuantizedLinears
 from .packed_batch import PackedBatch
 from .recurrent import RecurrentLayers, family_of, layers_without_keys, make_plan
 
@@ -78,8 +79,9 @@ class PackedModel:
         self.active_options: list[Activated] = []
         self.forward_parameters = inspect.signature(model.forward).parameters
         self._windows = architectures.layer_windows(self.config)
-        self._wants_masks_by_kind = hasattr(self.config, "layer_types")
-        self._has_alibi = architectures.has_alibi(model)
+        self._wants_masks_by_kind = architectures.takes_masks_by_kind(model)
+        self._has_alibi = alibi.is_needed(model)
+        self.checked_prompts: set[frozenset[str]] = set()  # kinds of prompts that `prompt.read_prompt` has checked
         self._lock = threading.RLock()
         self._active = 0
 
@@ -185,7 +187,18 @@ class PackedModel:
             for option in self.active_options:
                 stack.enter_context(option.active())
             stack.enter_context(architectures.without_checkpointing(self.model))
+            stack.enter_context(architectures.without_temperature(self.model))
             return stack.pop_all()
+
+    @contextlib.contextmanager
+    def reading(self):
+        """While inside, the model reads prompts in its own way, with the weights that it decodes with."""
+        with contextlib.ExitStack() as stack:
+            for option in self.active_options:
+                if isinstance(option, QuantizedLinears):
+                    stack.enter_context(option.active())
+            stack.enter_context(architectures.without_checkpointing(self.model))
+            yield
 
     def forward(self, rows: list[RowInput], cache: PagedStaticCache, all_hidden_states: bool = False) -> PackedOutput:
         """One forward over the new tokens of `rows`. Writes their keys and values to their slots.
@@ -240,7 +253,7 @@ class PackedModel:
             )
         if self.recurrent is not None and batch.states.num_calls != len(self.recurrent.mixers):
             raise UnsupportedModel(
-                f"{type(self.model).__name__} ran {batch.states.num_calls} of its {len(self.recurrent.mixers)} recurrent layers, so "
+                f"{type(model).__name__} ran {batch.states.num_calls} of its {len(self.recurrent.mixers)} recurrent layers, so "
                 "their states cannot be trusted."
             )
         returned = output.logits[0]
@@ -264,7 +277,7 @@ class PackedModel:
         if self.taps.last_hidden or self.taps.layers:
             changes.append(architectures.tapped(model, self.taps, tapped))
         if self._has_alibi:
-            changes.append(architectures.alibi(model, batch))
+            changes.append(alibi.packed(model, batch))
         if batch.invariant is not None:
             changes.append(batch.invariant)
         return changes
@@ -277,7 +290,14 @@ class PackedModel:
             }
         else:
             masks = dict.fromkeys(self._windows, self._unread_mask)
-        return masks if self._wants_masks_by_kind else next(iter(masks.values()))
+        if self._wants_masks_by_kind:
+            return masks
+        if self.gather and len(set(self._windows.values())) > 1:
+            raise UnsupportedModel(
+                f"{type(self.model).__name__} has layers with different windows and takes one mask for all, so it can only attend "
+                "through pages, which its configuration does not allow (attn_implementation='eager' may)."
+            )
+        return next(iter(masks.values()))
 
 
 def _of_one_line(states: torch.Tensor) -> torch.Tensor:

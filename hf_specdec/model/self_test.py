@@ -113,7 +113,7 @@ def problem_of(packed: PackedModel) -> str | None:
 
 def _problem(packed: PackedModel, expected: _Expected) -> str | None:
     try:
-        error = _relative_error(_packed_logits(packed), expected.logits)
+        error = relative_error(_packed_logits(packed), expected.logits)
     except torch.OutOfMemoryError:
         raise
     except Exception as failure:  # an unknown model may raise anything, and the other way may still work
@@ -165,7 +165,7 @@ class _Expected:
         No other comparison can find attention to later tokens.
         """
         texts = lines[1:, : _LENGTHS[1]]
-        error = max(_relative_error(text, texts[0]) for text in texts[1:])
+        error = max(relative_error(text, texts[0]) for text in texts[1:])
         if error > _TOLERANCES.get(self.packed.model.dtype, 5e-2):
             name = type(self.packed.model).__name__
             raise UnsupportedModel(
@@ -177,13 +177,14 @@ class _Expected:
     def noise(self) -> float:
         """Relative difference between the logits of the lines run as one batch and one by one."""
         lines = [self._plain_forward(path[None])[0] for path in self.paths]
-        return _relative_error(self._in_packed_order(lines), self.logits)
+        return relative_error(self._in_packed_order(lines), self.logits)
 
     def _plain_forward(self, ids: torch.Tensor) -> torch.Tensor:
         if self.packed.recurrent is not None:
             return self._token_by_token(ids)
         with architectures.first_layers(self.packed.model, self.packed.num_layers):
-            return self.packed.model(input_ids=ids, use_cache=False, return_dict=True).logits.float()
+            more = architectures.causal_inputs(self.packed.model, ids)
+            return self.packed.model(input_ids=ids, use_cache=False, return_dict=True, **more).logits.float()
 
     def _token_by_token(self, ids: torch.Tensor) -> torch.Tensor:
         positions, cache, logits = torch.arange(ids.shape[1], device=ids.device)[None].expand(ids.shape), None, []
@@ -261,7 +262,7 @@ def _leaf_paths() -> list[list[int]]:
     return [_path_to(node) for node in range(len(_PARENTS)) if node not in _PARENTS]
 
 
-def _relative_error(logits: torch.Tensor, expected: torch.Tensor) -> float:
+def relative_error(logits: torch.Tensor, expected: torch.Tensor) -> float:
     """The largest distance of a token's logits from the expected ones, both [T, V], in units of these logits' spread.
 
     NaN counts as infinite. Entries that are not finite in `expected` are ignored.

@@ -13,6 +13,7 @@ from transformers.generation import logits_process as hf
 from transformers.generation.logits_process import LogitsProcessorList
 
 from ..core.sequence import Sequence
+from .grammar import GrammarLogitsProcessor
 from .kept_state import KeptState
 from .parameters import SamplingParameters
 from .penalties import OutputPenaltyLogitsProcessor, TokenBiasLogitsProcessor
@@ -46,7 +47,7 @@ _SHORT_PREFIXES: dict[type, Callable[..., int]] = {
 _STATEFUL = _known("SynthIDTextWatermarkLogitsProcessor", "UnbatchedClassifierFreeGuidanceLogitsProcessor")
 
 
-_KNOWN = {*_STATELESS, *_ROW_WISE, *_SHORT_PREFIXES, *_STATEFUL, FusedSamplingLogitsWarper}
+_KNOWN = {*_STATELESS, *_ROW_WISE, *_SHORT_PREFIXES, *_STATEFUL, FusedSamplingLogitsWarper, GrammarLogitsProcessor}
 
 _SAMPLING = {  # in the order of transformers
     hf.TemperatureLogitsWarper: "temperature",
@@ -87,6 +88,7 @@ class NodeProcessors:
     Attributes:
         sampling: the temperature, top-k, top-p and min-p that the list ends with; `apply` can leave them out.
         only_sampling: the list holds nothing else.
+        grammar: the grammar that the only row of the batch follows, or None.
         needs_prefix: some processor looks at the prefix.
         in_step: the list holds unknown processors, so all rows of the batch must begin together.
         calls_in_order: nothing may be drafted, because a processor keeps state from call to call, or may do so because it has not
@@ -116,6 +118,7 @@ class NodeProcessors:
                 self._note_state(state.owner)
         self._first, self.sampling = split_sampling(self.processors)
         self.only_sampling = not self._first
+        self.grammar = next((each for each in self.processors if isinstance(each, GrammarLogitsProcessor)), None)
 
     @staticmethod
     def _is_stateless(processor) -> bool:
@@ -170,6 +173,9 @@ class NodeProcessors:
                 continue
             if type(processor) in _SHORT_PREFIXES:
                 scores = self._while_short(processor, sequences, paths, scores)
+                continue
+            if isinstance(processor, GrammarLogitsProcessor):
+                scores = processor.along(sequences[0].shown_tokens, paths, scores)
                 continue
             if prefixes is None:
                 prefixes = self._prefixes(sequences, paths, logits.device)

@@ -3,5 +3,6 @@
 from .llm import LLM
 from .outputs import CompletionOutput, Logprob, RequestOutput
 from .params import SamplingParams
+from .structured import StructuredOutputsParams
 
-__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams"]
+__all__ = ["LLM", "CompletionOutput", "Logprob", "RequestOutput", "SamplingParams", "StructuredOutputsParams"]

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import asyncio
+import base64
+import binascii
 import hmac
+import time
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
@@ -16,7 +21,12 @@ import hf_specdec
 from .endpoints import Chat, Completions
 from .errors import ApiError, bad_request, failed
 from .protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from .server import Server
+from .responses import Responses, ResponsesRequest
+from .server import Limits, Server
+
+_SLOWEST = 10_000  # bytes of a body that each further second is allowed for
+_PAGE = Path(__file__).with_name("page.html").read_bytes()
+_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
 
 
 def make_app(
@@ -34,7 +44,7 @@ def make_app(
         from fastapi.middleware.cors import CORSMiddleware
 
         app.add_middleware(CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"])
-    app.add_middleware(Guard, keys=[key.encode() for key in api_keys or []], most=server.limits.max_body_bytes)  # type: ignore[arg-type]
+    app.add_middleware(Guard, keys=[key.encode() for key in api_keys or []], limits=server.limits)  # type: ignore[arg-type]
 
     @app.exception_handler(ApiError)
     async def on_api_error(request: Request, error: ApiError) -> Response:
@@ -55,6 +65,11 @@ def make_app(
     @app.exception_handler(Exception)
     async def on_error(request: Request, error: Exception) -> Response:
         return JSONResponse(failed("The server failed; its log says why.").body, 500, {"x-should-retry": "false"})
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        """The page for people: one file, which loads nothing from elsewhere."""
+        return Response(_PAGE, media_type="text/html; charset=utf-8", headers={"Content-Security-Policy": _POLICY})
 
     @app.get("/health")
     async def health() -> Response:
@@ -105,19 +120,23 @@ def make_app(
     async def chat(body: ChatRequest, request: Request) -> Response:
         return await Chat(server, body).respond(request)
 
+    @app.post("/v1/responses")
+    async def responses(body: ResponsesRequest, request: Request) -> Response:
+        return await Responses(server, body).respond(request)
+
     return app
 
 
 class Guard:
-    """ASGI middleware: keys, and the size of bodies.
+    """ASGI middleware: keys, and the size and speed of bodies.
 
     Args:
         keys: none: everything is open.
-        most: bytes of a body.
+        limits: of bodies.
     """
 
-    def __init__(self, app: Callable, keys: list[bytes], most: int):
-        self.app, self.keys, self.most = app, keys, most
+    def __init__(self, app: Callable, keys: list[bytes], limits: Limits):
+        self.app, self.keys, self.limits = app, keys, limits
 
     async def __call__(self, scope, receive, send) -> None:
         """Pass a request on, or answer it with an error."""
@@ -129,25 +148,54 @@ class Guard:
             error = ApiError(
                 401, "The API key is missing or wrong: send 'Authorization: Bearer KEY'.", code="invalid_api_key"
             )
-            await JSONResponse(error.body, 401, {"WWW-Authenticate": "Bearer"})(scope, receive, send)
+            asks = "Basic realm=API-key-as-password" if scope["path"] == "/" else "Bearer"  # a browser asks for it then
+            await JSONResponse(error.body, 401, {"WWW-Authenticate": asks})(scope, receive, send)
             return
-        too_large = ApiError(413, f"The body has more than {self.most} bytes.")
+        try:
+            body = await self._body(headers, receive)
+        except ApiError as error:
+            await JSONResponse(error.body, error.status, {"Connection": "close"})(scope, receive, send)
+            return
+        if body is None:  # the client has left
+            return
+        unread = [{"type": "http.request", "body": body, "more_body": False}]
+
+        async def replayed():
+            return unread.pop() if unread else await receive()
+
+        await self.app(scope, replayed, send)
+
+    async def _body(self, headers: dict[bytes, bytes], receive) -> bytes | None:
+        """The whole body; None if the client leaves before.
+
+        Raises:
+            ApiError: it is too large, or comes too slowly.
+        """
+        too_large = ApiError(413, f"The body has more than {self.limits.max_body_bytes} bytes.")
         length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self.most:
-            await JSONResponse(too_large.body, 413)(scope, receive, send)
-            return
-        seen = 0
-
-        async def counted():
-            nonlocal seen
-            message = await receive()
-            seen += len(message.get("body", b""))
-            if seen > self.most:
+        if length.isdigit() and int(length) > self.limits.max_body_bytes:
+            raise too_large
+        pieces, seen, began, more = [], 0, time.monotonic(), True
+        while more:
+            left = began + self.limits.read_seconds + seen / _SLOWEST - time.monotonic()
+            try:
+                message = await asyncio.wait_for(receive(), max(left, 0))
+            except asyncio.TimeoutError:
+                raise ApiError(408, "The body did not come in time.") from None
+            if message["type"] == "http.disconnect":
+                return None
+            pieces.append(message.get("body", b""))
+            seen += len(pieces[-1])
+            if seen > self.limits.max_body_bytes:
                 raise too_large
-            return message
-
-        await self.app(scope, counted, send)
+            more = message.get("more_body", False)
+        return b"".join(pieces)
 
     def _opens(self, headers: dict[bytes, bytes]) -> bool:
-        given = headers.get(b"authorization", b"").removeprefix(b"Bearer ")
+        kind, _, given = headers.get(b"authorization", b"").partition(b" ")
+        if kind.lower() == b"basic":  # from the page: the key is the password
+            try:
+                given = base64.b64decode(given, validate=True).partition(b":")[2]
+            except binascii.Error:
+                return False
         return sum(hmac.compare_digest(given, key) for key in self.keys) > 0  # all are compared: time tells nothing

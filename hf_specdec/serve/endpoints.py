@@ -8,15 +8,19 @@ import time
 import uuid
 from abc import ABC, abstractmethod
 from collections.abc import AsyncIterator, Awaitable
+from functools import partial
 from typing import Any
 
 from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
+from ..sampling.grammar import Reasoning
 from .errors import ApiError, bad_request, failed
 from .frames import chat_logprobs, completion_logprobs, usage
+from .messages import MessageParser, joined_calls, reasoning_before, without_tools
 from .protocol import ChatRequest, CompletionRequest, SamplingFields
 from .server import Answer, Server
+from .structured import StructuredOutputsParams
 from .worker import Cancel, Update
 
 _UNKNOWN_HEADER = "x-ignored-fields"
@@ -32,6 +36,7 @@ class Endpoint(ABC):
         self.server, self.body = server, body
         server.check_model(body.model)
         self.answers: list[Answer] = []
+        self.grammar: StructuredOutputsParams | None = None
         self.base = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}", "object": self.object, "created": int(time.time()),
             "model": body.model or server.names[0],
@@ -57,9 +62,17 @@ class Endpoint(ABC):
     def whole(self, number: int, index: int, updates: list[Update]) -> dict[str, Any]:
         """A choice of the whole answer."""
 
+    @property
+    def ignored_fields(self) -> list[str]:
+        """Fields of the request that mean nothing here."""
+        return self.body.unknown_fields
+
     async def respond(self, request: Request) -> Response:
         """The answer, or the stream."""
-        headers = {_UNKNOWN_HEADER: ", ".join(self.body.unknown_fields)} if self.body.unknown_fields else {}
+        ignored = ", ".join(self.ignored_fields)[:1000].encode("unicode_escape").decode()  # headers are ASCII
+        headers = {_UNKNOWN_HEADER: ignored} if ignored else {}
+        self.grammar = self.body.grammar()
+        await self.server.compile(self.grammar)
         try:
             self.submit()
         except BaseException:
@@ -156,7 +169,7 @@ class Completions(Endpoint):
     def submit(self) -> None:
         """Every prompt is a request."""
         body = self.body
-        more: dict[str, Any] = {"logprobs": body.logprobs}
+        more: dict[str, Any] = {"logprobs": body.logprobs, "structured_outputs": self.grammar}
         if body.echo and body.logprobs is not None:
             more["prompt_logprobs"] = body.logprobs
         self.prompts = body.prompts()
@@ -219,6 +232,8 @@ class Chat(Endpoint):
     object = "chat.completion.chunk"
     prefix = "chatcmpl"
     body: ChatRequest
+    template: dict | None  # by which answers are parsed; None: they are content as they are
+    parsers: list[MessageParser]  # by choice
 
     def submit(self) -> None:
         """The conversation is one request."""
@@ -227,10 +242,36 @@ class Chat(Endpoint):
             raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs")
         most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         params = body.sampling_params(
-            self.server.defaults, most, logprobs=(body.top_logprobs or 0) if body.logprobs else None
-        )
+            self.server.defaults, most, logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            structured_outputs=self.grammar,
+        )  # fmt: skip
         ids = self.server.chat_prompt(body)
-        self.answers.append(self.server.submit(ids, ids, params))
+        reasoning = self._prepare_parsers(ids)
+        if self.template is not None:  # its marks may be special tokens
+            params = params.copy(skip_special_tokens=False)
+        self.answers.append(self.server.submit(ids, ids, params, reasoning))
+
+    def _prepare_parsers(self, ids: list[int]) -> Reasoning | None:
+        """Set up a parser per choice. Returns what comes before the answer that a grammar describes."""
+        body, tokenizer, forced = self.body, self.server.tokenizer, self.body.forced_tool
+        template, tools = self.server.response_template, body.offered_tools
+        if tools and forced is None and "tool_calls" not in (template or {"fields": ()})["fields"]:
+            raise bad_request(
+                "The server does not know how this model writes tool calls (--response-template): set tool_choice to "
+                "'required', a function, or 'none'.", "tools",
+            )  # fmt: skip
+        template = self.template = template if tools and self.grammar is None else without_tools(template)
+        prefix = "" if template is None else tokenizer.decode(ids)
+        make = (
+            None if template is None else partial(tokenizer.get_response_parser, template, prefix=prefix, tools=tools)
+        )
+        self.parsers = [MessageParser(make, forced, body.parallel_tool_calls) for _ in range(body.n)]
+        return None if self.grammar is None else reasoning_before(tokenizer, template, prefix)
+
+    def _finish_reason(self, parser: MessageParser, update: Update) -> str | None:
+        """A call that the model chose to make is a reason of its own; one of a named function is not, as in vLLM."""
+        chosen = parser.num_calls and self.body.forced_tool in (None, "required")
+        return "tool_calls" if chosen and update.finish_reason == "stop" else update.finish_reason
 
     def _logprobs(self, entries, tokens) -> dict[str, Any] | None:
         return chat_logprobs(entries, tokens, self.body.top_logprobs or 0) if self.body.logprobs else None
@@ -241,23 +282,40 @@ class Chat(Endpoint):
         return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
 
     def choice(self, number: int, update: Update) -> dict[str, Any]:
-        """Text since the last frame."""
+        """What was written since the last frame."""
+        parser = self.parsers[update.index]
+        found = parser.feed(update.text, last=update.finish_reason is not None)
+        delta = {**_reasoning(found.reasoning), **({"content": found.content} if found.content else {})}
+        if found.tool_calls:
+            delta["tool_calls"] = found.tool_calls
+        if not delta and update.finish_reason is None:
+            delta["content"] = ""
         return {
-            "delta": {"content": update.text} if update.text or update.finish_reason is None else {},
+            "delta": delta,
             "logprobs": self._logprobs(update.logprobs or [], update.token_ids),
-            "finish_reason": update.finish_reason,
+            "finish_reason": self._finish_reason(parser, update),
         }
 
     def whole(self, number: int, index: int, updates: list[Update]) -> dict[str, Any]:
         """The message."""
         tokens = [token for update in updates for token in update.token_ids]
         entries = [entry for update in updates for entry in update.logprobs or []]
+        parser = self.parsers[index]
+        found = [parser.feed(update.text, last=update is updates[-1]) for update in updates]
+        content, calls = "".join(each.content for each in found), joined_calls(found)
+        message = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
+        message |= _reasoning("".join(each.reasoning for each in found))
         return {
-            "message": {"role": "assistant", "content": "".join(update.text for update in updates), "refusal": None},
+            "message": {**message, "tool_calls": calls} if calls else message,
             "logprobs": self._logprobs(entries, tokens),
-            "finish_reason": updates[-1].finish_reason,
+            "finish_reason": self._finish_reason(parser, updates[-1]),
             "stop_reason": updates[-1].stop_reason,
         }
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """Under both names that clients look for: transformers' and DeepSeek's, and vLLM's."""
+    return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
 def sse(body: dict[str, Any]) -> bytes:

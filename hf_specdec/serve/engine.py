@@ -12,11 +12,13 @@ import torch
 from ..cache import OutOfBlocks
 from ..core.sequence import Sequence, stream_seeds
 from ..decoding.decoder import SpeculativeDecoder, StepResult
+from ..sampling.grammar import GrammarLogitsProcessor, Reasoning
 from .outputs import CompletionOutput, Logprob
 from .params import SamplingParams
 from .processors import row_processors
 from .request import Choice, Request
 from .scheduler import Scheduler
+from .structured import GrammarCompiler
 from .text import Detokenizer, find_stop
 
 logger = logging.getLogger(__name__)
@@ -53,13 +55,23 @@ class Engine:
         self._numbers = itertools.count()
         self._seeds = random.Random(seed)
         self._apart: list[list[Choice]] = []  # groups that run by themselves, see `_after_failure`
+        self.grammars = GrammarCompiler(tokenizer, decoder.target.vocab_size, self.eos_token_ids)
 
     # ---- requests ---------------------------------------------------------------------------------------------------
 
     def add(
-        self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams, on_update=None
+        self,
+        request_id: str,
+        prompt: str | None,
+        prompt_token_ids: list[int],
+        params: SamplingParams,
+        on_update=None,
+        reasoning: Reasoning | None = None,
     ) -> Request:
         """A request joins.
+
+        Args:
+            reasoning: what the model writes before the text that `structured_outputs` describes.
 
         Raises:
             ValueError: it cannot be served; the message says why.
@@ -74,6 +86,9 @@ class Engine:
         wrong = next((token for token in prompt_token_ids if not 0 <= token < vocab_size), None)
         if wrong is not None:
             raise ValueError(f"The prompt holds the id {wrong}; the model has ids 0 to {vocab_size - 1}.")
+        wrong = next((token for token in params.stop_token_ids if not 0 <= token < vocab_size), None)
+        if wrong is not None:
+            raise ValueError(f"stop_token_ids holds {wrong}; the model has ids 0 to {vocab_size - 1}.")
         pool = self.decoder.cache
         if -(-(length + 1) // pool.block_size) > pool.most_blocks:
             raise ValueError(
@@ -85,6 +100,7 @@ class Engine:
                 f"There is no drafter {params.drafter!r}"
                 + (f": choose one of {', '.join(drafters)}." if drafters else ", only the engine's own method.")
             )
+        matcher = self._matcher(params)
         request = Request(request_id, next(self._numbers), prompt, list(prompt_token_ids), params, on_update)
         request.prompt_logprobs = None if params.prompt_logprobs is None else [None]
         seed = self._seeds.getrandbits(62) if params.seed is None else params.seed % 2**63
@@ -92,9 +108,13 @@ class Engine:
         new_tokens = room if params.max_tokens is None else min(params.max_tokens, room)
         ends = set(params.stop_token_ids) | (set() if params.ignore_eos else set(self.eos_token_ids))
         for index, stream in enumerate(stream_seeds(seed, [request.prompt_token_ids] * params.n)):
+            grammar = None if matcher is None else GrammarLogitsProcessor(
+                matcher.deep_copy(), self.grammars.vocab_size, length, frozenset(ends), reasoning,
+                lambda token: self._token_text(token) or "",
+            )  # fmt: skip
             sequence = Sequence(
                 list(prompt_token_ids), length + new_tokens, frozenset(ends), params.do_sample, stream,
-                row_processors(params, request.prompt_token_ids, ends, self.tokenizer, vocab_size),
+                row_processors(params, request.prompt_token_ids, ends, self.tokenizer, vocab_size, grammar),
                 num_speculative_tokens=params.num_speculative_tokens, drafter=params.drafter,
                 wants_prompt_logits=params.prompt_logprobs is not None and index == 0,
             )  # fmt: skip
@@ -106,11 +126,21 @@ class Engine:
             )
             output = CompletionOutput(index, logprobs=None if params.logprobs is None else [])
             output.cumulative_logprob = None if params.logprobs is None else 0.0
-            choice = Choice(request, output, sequence, text)
+            choice = Choice(request, output, sequence, text, grammar)
             request.choices.append(choice)
             self._choices[sequence.id] = choice
             self.scheduler.add(choice)
         return request
+
+    def _matcher(self, params: SamplingParams) -> Any:
+        """The request's grammar, which was compiled before if the request came over HTTP; None if it has none."""
+        if params.structured_outputs is None:
+            return None
+        if self.decoder.config.verification_rule == "synthetic":
+            raise ValueError(
+                "structured_outputs: the rule 'synthetic' accepts drafts whatever they are. Use another rule."
+            )
+        return self.grammars.matcher(params.structured_outputs)
 
     def abort(self, request: Request, error: BaseException | None = None) -> None:
         """End a request now. Its blocks are free before the next step."""
@@ -146,8 +176,8 @@ class Engine:
         self._read_prompt_logits()
         touched: dict[int, Request] = {}
         for result in results:
-            choice = self._choices[result.sequence.id]
-            if result.new_tokens:
+            choice = self._choices.get(result.sequence.id)  # None: another choice of its request has just ended it
+            if choice is not None and result.new_tokens:
                 self._accept(choice, result)
                 touched[choice.request.number] = choice.request
         if len(results) < len(rows):  # blocks ran out for the last rows
@@ -221,6 +251,7 @@ class Engine:
         """End what is running and give the KV pools back."""
         for choice in list(self._choices.values()):
             self.abort(choice.request)
+        self.grammars.close()
         self.decoder.release()
 
     # ---- tokens -----------------------------------------------------------------------------------------------------
@@ -230,6 +261,9 @@ class Engine:
         output, params, seq = choice.output, choice.request.params, choice.sequence
         logprobs = self._logprobs(result, params.logprobs) if params.logprobs is not None else None
         for i, token in enumerate(result.new_tokens):
+            if choice.grammar is not None and not choice.grammar.accept(token):
+                self.abort(choice.request, ValueError(choice.grammar.error))
+                return
             output.token_ids.append(token)
             if logprobs is not None and output.logprobs is not None:
                 output.logprobs.append(logprobs[i])
@@ -242,6 +276,9 @@ class Engine:
                 return
             if choice.text is not None and self._stops_at(choice, choice.text.add(token)):
                 self._end(choice, "stop", text_is_whole=True)
+                return
+            if choice.grammar is not None and choice.grammar.finished:
+                self._end(choice, "stop")
                 return
         if seq.finished:
             self._end(choice, "length")

@@ -46,6 +46,11 @@ class Metrics:
         self._accepted_at: list[float] = []
         self.registry.register(self)  # type: ignore[arg-type]
 
+    def tokens_written(self, count: int) -> None:
+        """Count the tokens that a step gave a row."""
+        self._new_tokens.inc(count)
+        self._steps.inc()
+
     def request_ended(self, reason: str, num_prompt: int, num_cached: int, statistics: dict[str, Any] | None) -> None:
         """Count a request."""
         self._requests.labels(self._model, reason).inc()
@@ -53,8 +58,6 @@ class Metrics:
         self._cached_tokens.inc(num_cached)
         if statistics is None:
             return
-        self._new_tokens.inc(statistics["num_new_tokens"])
-        self._steps.inc(statistics["num_steps"])
         self._drafts += statistics["num_drafts"]
         self._drafted += statistics["num_draft_tokens"]
         self._accepted += statistics["num_accepted_tokens"]

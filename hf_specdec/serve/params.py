@@ -7,8 +7,13 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from .structured import StructuredOutputsParams
+
 MOST_LOGPROBS = 20
 MOST_CHOICES = 128
+# Logits divided by less could become infinite.
+_LEAST_TEMPERATURE = 1e-20
+_LEAST_PENALTY = 1e-3
 
 
 @dataclass
@@ -34,6 +39,7 @@ class SamplingParams:
         num_speculative_tokens: this request's draft length: at most the engine's, 0 switches speculation off.
         drafter: name of the drafter that drafts for this request, of those the engine has (method "per_request"); None: the first.
         priority: requests with a lower number run first.
+        structured_outputs: what the text has to be (a JSON schema, a regular expression, ...); a dictionary works too.
 
     Raises:
         ValueError: a value out of range; the message names the field.
@@ -64,15 +70,21 @@ class SamplingParams:
     num_speculative_tokens: int | None = None
     drafter: str | None = None
     priority: int = 0
+    structured_outputs: StructuredOutputsParams | None = None
 
     def __post_init__(self) -> None:
         self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])
         self.stop_token_ids = list(self.stop_token_ids or [])
         self.bad_words = list(self.bad_words or [])
+        if isinstance(self.structured_outputs, dict):
+            try:
+                self.structured_outputs = StructuredOutputsParams(**self.structured_outputs)
+            except TypeError as error:
+                raise ValueError(f"structured_outputs: {error}") from None
         self._check_integer("n", 1, MOST_CHOICES)
-        self._check_integer("top_k", -1)
+        self._check_integer("top_k", -1, 2**31 - 1)
         self._check_integer("max_tokens", 1, optional=True)
-        self._check_integer("min_tokens", 0)
+        self._check_integer("min_tokens", 0, 2**31 - 1)
         self._check_integer("logprobs", 0, MOST_LOGPROBS, optional=True)
         self._check_integer("prompt_logprobs", 0, MOST_LOGPROBS, optional=True)
         self._check_integer("num_speculative_tokens", 0, optional=True)
@@ -86,8 +98,10 @@ class SamplingParams:
         self._check_number("repetition_penalty", 0, 100)
         if self.top_p == 0:
             raise ValueError("top_p must be above 0.")
-        if self.repetition_penalty == 0:
-            raise ValueError("repetition_penalty must be above 0.")
+        if self.repetition_penalty < _LEAST_PENALTY:
+            raise ValueError(f"repetition_penalty must be at least {_LEAST_PENALTY}.")
+        if 0 < self.temperature < _LEAST_TEMPERATURE:
+            raise ValueError(f"temperature must be 0 (greedy) or at least {_LEAST_TEMPERATURE}.")
         if self.max_tokens is not None and self.min_tokens > self.max_tokens:
             raise ValueError(f"min_tokens ({self.min_tokens}) must be at most max_tokens ({self.max_tokens}).")
         for name in ("stop", "bad_words"):

@@ -13,6 +13,7 @@ from transformers.generation.logits_process import (
     RepetitionPenaltyLogitsProcessor,
 )
 
+from ..sampling.grammar import GrammarLogitsProcessor
 from ..sampling.penalties import OutputPenaltyLogitsProcessor, TokenBiasLogitsProcessor
 from ..sampling.processors import NodeProcessors
 from ..sampling.warpers import FusedSamplingLogitsWarper
@@ -20,13 +21,19 @@ from .params import SamplingParams
 
 
 def row_processors(
-    params: SamplingParams, prompt: list[int], ends: set[int], tokenizer: Any, vocab_size: int
+    params: SamplingParams,
+    prompt: list[int],
+    ends: set[int],
+    tokenizer: Any,
+    vocab_size: int,
+    grammar: GrammarLogitsProcessor | None = None,
 ) -> NodeProcessors | None:
     """What the logits of a row pass through, in vLLM's order; None if nothing changes them.
 
     Args:
         prompt: the row's prompt ids.
         ends: ids that end the row, which `min_tokens` forbids at first.
+        grammar: what the row's text has to be. After everything else that forbids tokens, so that it sees whether any is left.
 
     Raises:
         ValueError: an id outside the vocabulary; bad words without a tokenizer.
@@ -38,6 +45,8 @@ def row_processors(
         found.append(NoBadWordsLogitsProcessor(_spellings(params.bad_words, tokenizer)))
     if params.min_tokens and ends:
         found.append(MinNewTokensLengthLogitsProcessor(len(prompt), params.min_tokens, sorted(ends)))
+    if grammar is not None:
+        found.append(grammar)
     if params.repetition_penalty != 1.0:
         found.append(RepetitionPenaltyLogitsProcessor(params.repetition_penalty))
     if params.presence_penalty or params.frequency_penalty:

@@ -2,18 +2,45 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
 
 from .errors import bad_request
+from .messages import tool_grammar
 from .params import SamplingParams
+from .structured import StructuredOutputsParams
 
 _MOST_STOPS = 64
+_MOST_PROMPTS = 1024
 _NOT_SERVED = (
-    "tools", "functions", "function_call", "structured_outputs", "guided_json", "guided_regex", "guided_choice",
-    "guided_grammar", "suffix", "best_of", "use_beam_search", "audio", "modalities", "prompt_embeds",
+    "functions", "function_call", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "suffix",
+    "best_of", "use_beam_search", "audio", "modalities", "prompt_embeds",
 )  # fmt: skip
+
+
+def _has_lone_surrogate(value: Any) -> bool:
+    """JSON may hold half a character, such as "\\ud800", which is no text."""
+    if isinstance(value, str):
+        return not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value)
+    if isinstance(value, dict):
+        return any(_has_lone_surrogate(each) for pair in value.items() for each in pair)
+    return isinstance(value, list) and any(_has_lone_surrogate(each) for each in value if type(each) is not int)
+
+
+class Body(BaseModel):
+    """What every request has in common."""
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_half_characters(cls, values: Any) -> Any:
+        try:
+            if _has_lone_surrogate(values):
+                raise ValueError("a text holds half a character (a lone surrogate)")
+        except RecursionError:
+            raise ValueError("it nests too deep") from None
+        return values
 
 
 class StreamOptions(BaseModel):
@@ -31,7 +58,35 @@ class Speculation(BaseModel):
     enabled: bool = True
 
 
-class SamplingFields(BaseModel):
+class JsonSchema(BaseModel):
+    """The schema of a response format."""
+
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+
+class ResponseFormat(BaseModel):
+    """What an answer has to be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def structured_outputs(self) -> dict[str, Any] | None:
+        """The same as `StructuredOutputsParams`; None: any text.
+
+        Raises:
+            ApiError: the schema is missing.
+        """
+        if self.type == "json_schema":
+            if self.json_schema is None or self.json_schema.schema_ is None:
+                raise bad_request("response_format of type json_schema needs json_schema.schema.", "response_format")
+            return {"json": self.json_schema.schema_}
+        return {"json_object": True} if self.type == "json_object" else None
+
+
+class SamplingFields(Body):
     """What chat and completion requests have in common."""
 
     model_config = ConfigDict(extra="allow")
@@ -61,6 +116,8 @@ class SamplingFields(BaseModel):
     user: str | None = None
     speculative_config: Speculation | None = None
     return_token_ids: bool = False
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
 
     @model_validator(mode="before")
     @classmethod
@@ -68,13 +125,31 @@ class SamplingFields(BaseModel):
         """A field that would change the answer is never dropped."""
         for field in _NOT_SERVED:
             if isinstance(values, dict) and values.get(field) not in (None, False, [], "none"):
-                raise ValueError(f"{field} is not served here")
+                instead = ": use structured_outputs" if field.startswith("guided") else ""
+                raise ValueError(f"{field} is not served here{instead}")
         return values
 
     @property
     def unknown_fields(self) -> list[str]:
         """Fields of the request that mean nothing here."""
         return sorted(self.model_extra or {})
+
+    def grammar(self) -> StructuredOutputsParams | None:
+        """What the answer has to be; None: any text.
+
+        Raises:
+            ApiError: it is malformed, or said twice.
+        """
+        wanted = None if self.response_format is None else self.response_format.structured_outputs()
+        if wanted and self.structured_outputs:
+            raise bad_request("Give either response_format or structured_outputs.", "structured_outputs")
+        wanted = self.structured_outputs if wanted is None else wanted
+        if wanted is None:
+            return None
+        try:
+            return StructuredOutputsParams(**wanted)
+        except (TypeError, ValueError) as error:
+            raise bad_request(str(error), "structured_outputs") from None
 
     def sampling_params(self, defaults: SamplingParams, max_tokens: int | None, **more: Any) -> SamplingParams:
         """The engine's parameters; what the request leaves out is the model's own default.
@@ -124,7 +199,11 @@ class CompletionRequest(SamplingFields):
             return [prompt]
         if not prompt:
             raise bad_request("prompt is empty.", "prompt")
-        return [list(prompt)] if isinstance(prompt[0], int) else list(prompt)  # type: ignore[list-item]
+        if isinstance(prompt[0], int):
+            return [list(prompt)]  # type: ignore[list-item]
+        if len(prompt) > _MOST_PROMPTS:
+            raise bad_request(f"prompt may hold {_MOST_PROMPTS} prompts, not {len(prompt)}.", "prompt")
+        return list(prompt)  # type: ignore[list-item]
 
 
 class ChatMessage(BaseModel):
@@ -133,6 +212,8 @@ class ChatMessage(BaseModel):
     model_config = ConfigDict(extra="allow")
     role: str
     content: str | list[dict[str, Any]] | None = None
+    tool_calls: list[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
 
     def for_template(self) -> dict[str, Any]:
         """As chat templates read it: parts of text joined.
@@ -141,11 +222,47 @@ class ChatMessage(BaseModel):
             ApiError: a part is not text.
         """
         found = self.model_dump(exclude_none=True)
+        for call in found.get("tool_calls") or []:  # OpenAI's arguments are text, templates want what it says
+            function = call.get("function") if isinstance(call, dict) else None
+            if isinstance(function, dict) and isinstance(function.get("arguments"), str):
+                try:
+                    function["arguments"] = json.loads(function["arguments"] or "{}")
+                except (ValueError, RecursionError):
+                    raise bad_request("messages: the arguments of a tool call must be JSON.", "messages") from None
         if isinstance(self.content, list):
             if any(part.get("type") != "text" for part in self.content):
                 raise bad_request("messages may hold text parts only: this model reads no images or audio.", "messages")
             found["content"] = "".join(str(part.get("text", "")) for part in self.content)
         return found
+
+
+class Function(BaseModel):
+    """A function that the model may call."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(BaseModel):
+    """A tool; there are functions only."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(BaseModel):
+    """Which function to call."""
+
+    name: str
+
+
+class NamedTool(BaseModel):
+    """The tool to call."""
+
+    type: Literal["function"]
+    function: NamedFunction
 
 
 class ChatRequest(SamplingFields):
@@ -159,10 +276,58 @@ class ChatRequest(SamplingFields):
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
-    response_format: dict[Literal["type"], Literal["text"]] | None = None
+    tools: list[Tool] | None = Field(None, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+    parallel_tool_calls: bool = True
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]] | None:
+        """The tools that the model is told about."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        return [tool.model_dump(exclude_none=True) for tool in self.tools]
+
+    @property
+    def forced_tool(self) -> str | None:
+        """ "required", or the name of the function that has to be called; None: the model decides.
+
+        Raises:
+            ApiError: it is not among the tools.
+        """
+        choice = self.tool_choice
+        if choice in (None, "none", "auto"):
+            return None
+        if not self.tools:
+            raise bad_request("tool_choice needs tools.", "tool_choice")
+        if not isinstance(choice, NamedTool):
+            return "required"
+        if choice.function.name not in {tool.function.name for tool in self.tools}:
+            raise bad_request(
+                f"tool_choice names {choice.function.name!r}, which is not among the tools.", "tool_choice"
+            )
+        return choice.function.name
+
+    def grammar(self) -> StructuredOutputsParams | None:
+        """What the answer has to be, a forced call of a tool included; None: any text.
+
+        Raises:
+            ApiError: it is malformed, or said twice.
+        """
+        found, forced = super().grammar(), self.forced_tool
+        if forced is None:
+            return found
+        if found is not None:
+            raise bad_request(
+                "tool_choice cannot be combined with response_format or structured_outputs.", "tool_choice"
+            )
+        functions = {tool.function.name: tool.function.parameters or {"type": "object"} for tool in self.tools or []}
+        try:
+            return StructuredOutputsParams(json=tool_grammar(functions, forced, self.parallel_tool_calls))
+        except ValueError as error:
+            raise bad_request(str(error), "tools") from None
 
 
-class TokenizeRequest(BaseModel):
+class TokenizeRequest(Body):
     """POST /tokenize."""
 
     model: str | None = None
@@ -172,7 +337,7 @@ class TokenizeRequest(BaseModel):
     add_generation_prompt: bool = True
 
 
-class DetokenizeRequest(BaseModel):
+class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     model: str | None = None

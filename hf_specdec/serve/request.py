@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 
 from ..core.sequence import Sequence
+from ..sampling.grammar import GrammarLogitsProcessor
 from .outputs import CompletionOutput, Logprob, RequestOutput
 from .params import SamplingParams
 from .text import Detokenizer
@@ -18,6 +19,7 @@ class Choice:
     Attributes:
         sequence: its row in the decoder.
         text: None if no text is wanted.
+        grammar: what the text has to be; None: anything.
         is_added: the decoder knows the sequence.
     """
 
@@ -25,6 +27,7 @@ class Choice:
     output: CompletionOutput
     sequence: Sequence
     text: Detokenizer | None
+    grammar: GrammarLogitsProcessor | None = None
     is_added: bool = False
 
     @property

@@ -16,6 +16,7 @@ from transformers import AutoTokenizer
 
 from ..bundled import resolve_model
 from .api import make_app
+from .connections import impatient
 from .llm import LLM
 from .server import Limits, Server
 
@@ -33,6 +34,7 @@ def serve(
     shutdown_timeout: float = 30,
     chat_template: str | None = None,
     tokenizer: str | None = None,
+    response_template: dict | None = None,
     on_ready: Callable[[str], None] = lambda url: None,
     **arguments: Any,
 ) -> None:
@@ -40,7 +42,7 @@ def serve(
 
     Args:
         shutdown_timeout: seconds that running requests get then; no new ones are taken.
-        chat_template: instead of the tokenizer's.
+        chat_template, response_template: instead of the tokenizer's.
         arguments: of LLM.
 
     Raises:
@@ -51,7 +53,7 @@ def serve(
     own_tokenizer = AutoTokenizer.from_pretrained(name, **loading)
     if chat_template is not None:
         own_tokenizer.chat_template = chat_template
-    server = Server(own_tokenizer, names, limits)
+    server = Server(own_tokenizer, names, limits, response_template)
     failure: list[BaseException] = []
 
     def load(loop: asyncio.AbstractEventLoop) -> None:
@@ -75,7 +77,7 @@ def serve(
 
     app = make_app(server, api_keys, allowed_origins, lifespan)
     config = uvicorn.Config(
-        app, host=host, port=port, log_level="warning", access_log=False, timeout_keep_alive=30,
+        app, http=impatient(limits.read_seconds), host=host, port=port, log_level="warning", access_log=False, timeout_keep_alive=30,
         timeout_graceful_shutdown=max(1, round(shutdown_timeout)), h11_max_incomplete_event_size=64 << 10,
     )  # fmt: skip
     before = signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn drains, then raises the signal once more

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import inspect
 import logging
 import time
 import uuid
@@ -12,11 +13,14 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..integration import model_lock
+from ..sampling.grammar import Reasoning
 from .errors import ApiError, bad_request, failed, overloaded
 from .llm import LLM
+from .messages import response_template_of
 from .metrics import Metrics
 from .params import SamplingParams
 from .protocol import ChatRequest, TokenizeRequest
+from .structured import StructuredOutputsParams
 from .worker import Cancel, EngineWorker, Load, Submit, Update
 
 logger = logging.getLogger(__name__)
@@ -34,6 +38,7 @@ class Limits:
 
     Attributes:
         max_body_bytes: of a request.
+        read_seconds: for the headers of a request, and for its body (more for large ones).
         max_queued_requests: that wait for the engine; beyond them the answer is 429. None: no limit.
         keep_alive_seconds: of silence, after which a stream sends a comment; 0: never.
     """
@@ -41,6 +46,7 @@ class Limits:
     max_body_bytes: int = 16 << 20
     max_queued_requests: int | None = None
     keep_alive_seconds: float = 15.0
+    read_seconds: float = 30.0
 
 
 @dataclass
@@ -62,6 +68,7 @@ class Server:
 
     Args:
         tokenizer: of the model.
+        response_template: how the model marks reasoning and tool calls; None: the tokenizer's, or transformers' for the model.
         names: the model's; the first is what answers say.
 
     Attributes:
@@ -69,7 +76,8 @@ class Server:
         defaults: sampling parameters of requests that leave them out.
     """
 
-    def __init__(self, tokenizer: Any, names: list[str], limits: Limits):
+    def __init__(self, tokenizer: Any, names: list[str], limits: Limits, response_template: dict | None = None):
+        self.response_template = response_template
         self.tokenizer, self.names, self.limits = tokenizer, names, limits
         self.defaults, self.max_model_len = SamplingParams(), 0
         self.worker: EngineWorker | None = None
@@ -83,6 +91,10 @@ class Server:
     def start(self, llm: LLM, loop: asyncio.AbstractEventLoop) -> None:
         """Serve a model that has been loaded; updates go to `loop`."""
         self.defaults, self.max_model_len, self.loop = llm.get_default_sampling_params(), llm.max_model_len, loop
+        if self.response_template is None:
+            self.response_template = response_template_of(self.tokenizer, llm.model)
+        if self.response_template is not None:
+            self.tokenizer.get_response_parser(self.response_template, prefix="")  # raises if it is malformed
         self.worker = EngineWorker(llm.engine, self.deliver, model_lock(llm.model))
         self.worker.start()
 
@@ -143,17 +155,36 @@ class Server:
         """
         messages = [message.for_template() for message in body.messages or []]
         more = getattr(body, "chat_template_kwargs", None) or {}
+        reserved = sorted(more.keys() & inspect.signature(self.tokenizer.apply_chat_template).parameters.keys())
+        if reserved and reserved != ["documents"]:
+            raise bad_request(f"chat_template_kwargs may not set {', '.join(reserved)}.", "chat_template_kwargs")
         template = None if self.tokenizer.chat_template is not None else CHATML
         final = getattr(body, "continue_final_message", False)
+        tools = getattr(body, "offered_tools", None)
         try:
             return self.tokenizer.apply_chat_template(
-                messages, chat_template=template, add_generation_prompt=body.add_generation_prompt and not final,
+                messages, tools=tools, chat_template=template, add_generation_prompt=body.add_generation_prompt and not final,
                 continue_final_message=final, tokenize=True, return_dict=False, **more,
             )  # fmt: skip
         except Exception as error:  # templates are programs of the checkpoint's: they raise what they like
             raise bad_request(f"The chat template refused the messages: {error}", "messages") from None
 
-    def submit(self, prompt: str | list[int], ids: list[int], params: SamplingParams) -> Answer:
+    async def compile(self, grammar: StructuredOutputsParams | None) -> None:
+        """Compile a grammar while the request waits, so that the engine finds it compiled.
+
+        Raises:
+            ApiError: it is malformed or too complex.
+        """
+        if grammar is None:
+            return
+        try:
+            await asyncio.to_thread(self.engine.engine.grammars.matcher, grammar)
+        except ValueError as error:
+            raise bad_request(str(error), "structured_outputs") from None
+
+    def submit(
+        self, prompt: str | list[int], ids: list[int], params: SamplingParams, reasoning: Reasoning | None = None
+    ) -> Answer:
         """Send a request to the engine.
 
         Raises:
@@ -172,7 +203,7 @@ class Server:
             raise overloaded(f"{most} requests are waiting already (--max-num-queued-reqs). Try again later.")
         answer = Answer(uuid.uuid4().hex, len(ids), params)
         self.answers[answer.id] = answer
-        engine.send(Submit(answer.id, prompt if isinstance(prompt, str) else None, ids, params))
+        engine.send(Submit(answer.id, prompt if isinstance(prompt, str) else None, ids, params, reasoning))
         return answer
 
     async def updates(self, answer: Answer) -> AsyncIterator[Update | None]:
@@ -210,6 +241,8 @@ class Server:
         now = time.monotonic()
         answer.num_new += len(update.token_ids)
         answer.num_cached = max(answer.num_cached, update.num_cached_tokens)
+        if update.token_ids:
+            self.metrics.tokens_written(len(update.token_ids))
         if answer.first is None and update.token_ids:
             answer.first = now
             self.metrics.first_token.observe(now - answer.began)

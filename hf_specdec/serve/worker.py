@@ -10,6 +10,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from ..decoding.outputs import summarize
+from ..sampling.grammar import Reasoning
 from .engine import Engine
 from .outputs import Logprob
 from .params import SamplingParams
@@ -26,6 +27,7 @@ class Submit:
     prompt: str | None
     prompt_token_ids: list[int]
     params: SamplingParams
+    reasoning: Reasoning | None = None
 
 
 @dataclass
@@ -143,7 +145,9 @@ class EngineWorker(threading.Thread):
 
     def _submit(self, message: Submit) -> None:
         try:
-            request = self.engine.add(message.id, message.prompt, message.prompt_token_ids, message.params)
+            request = self.engine.add(
+                message.id, message.prompt, message.prompt_token_ids, message.params, reasoning=message.reasoning
+            )
         except Exception as error:
             self.deliver([Update(message.id, request_finished=True, error=error)])
             return

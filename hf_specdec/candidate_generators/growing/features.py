@@ -86,7 +86,7 @@ class FeatureGenerator(CachedGenerator):
 
     def known_prefix(self, seq: Sequence) -> int:
         """Tokens whose rows the head has in its cache."""
-        return self.cache.known_prefix(seq.tokens)
+        return self.cache.known_prefix(seq.tokens) if seq.is_text else 0
 
     def share_prefix(self, seq: Sequence, num_tokens: int) -> None:
         """Take these rows over."""
@@ -99,7 +99,8 @@ class FeatureGenerator(CachedGenerator):
     def has_read(self, seq: Sequence, end: int) -> None:
         """The rows of the text up to `end` are in the cache, with the target's own features: they stay, and others may share them."""
         self.cache.tables[seq.id].length = end
-        self.cache.register_prefix(seq.id, seq.tokens, end)
+        if seq.is_text:  # else equal ids do not mean equal texts
+            self.cache.register_prefix(seq.id, seq.tokens, end)
 
     def evict(self, seq: Sequence) -> None:
         """Drop KV and features; the target will read the text again."""

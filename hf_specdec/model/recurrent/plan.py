@@ -157,7 +157,7 @@ def make_plan(inputs: list[RowInput], starts: list[int], cache: PagedStaticCache
     """Take slots for the states that this forward writes, and find the states it starts from.
 
     Args:
-        starts: [B + 1], each row's first packed token.
+        starts: B + 1 numbers, each row's first packed token.
         chunks_continue: the layers' chunk form can start from a state. If not, only a text's beginning is read in it.
 
     Raises:

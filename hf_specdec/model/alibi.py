@@ -1,0 +1,106 @@
+"""ALiBi over packed rows: attention biases that follow each key's position in its own text, not its place in memory."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Callable, Iterator
+from contextvars import ContextVar
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from transformers import PreTrainedModel
+from transformers.models.falcon import modeling_falcon
+
+if TYPE_CHECKING:
+    from .packed_batch import PackedBatch
+
+_positions: ContextVar[torch.Tensor | None] = ContextVar("positions of packed keys", default=None)
+_lock = threading.Lock()
+_num_falcons = 0  # running forwards, which need `_falcon_biases` until they return
+_of_falcon = modeling_falcon.build_alibi_tensor
+
+
+def is_needed(model: PreTrainedModel) -> bool:
+    """True if `packed` changes anything for the model."""
+    kind = model.config.model_type
+    return bool(kind == "falcon" and model.config.alibi) or (kind in _BUILDERS and hasattr(model, "transformer"))
+
+
+@contextlib.contextmanager
+def packed(model: PreTrainedModel, batch: PackedBatch) -> Iterator[None]:
+    """Inside, a model's ALiBi biases follow the packed keys' real positions. Other models are left alone."""
+    kind, inner = model.config.model_type, getattr(model, "transformer", None)
+    if kind == "falcon" and model.config.alibi:
+        with _patched_falcon(torch.from_numpy(batch.key_positions())):
+            yield
+    elif kind in _BUILDERS and inner is not None:
+        name, make = _BUILDERS[kind]
+        setattr(inner, name, make(getattr(inner, name), batch))
+        try:
+            yield
+        finally:
+            delattr(inner, name)
+    else:
+        yield
+
+
+def _bloom(original: Callable[..., torch.Tensor], batch: PackedBatch) -> Callable[..., torch.Tensor]:
+    """Biases [heads, 1, S_total]; BLOOM derives positions from a padding mask."""
+    positions = torch.from_numpy(batch.key_positions())
+
+    def biases(attention_mask, num_heads, dtype):
+        two_keys = original(torch.ones(1, 2, device=attention_mask.device), num_heads, torch.float32)
+        slopes = two_keys[:, :, 1:] - two_keys[:, :, :1]  # [heads, 1, 1]
+        return (slopes * positions.to(slopes.device)).to(dtype)
+
+    return biases
+
+
+def _mpt(original: Callable[..., torch.Tensor], batch: PackedBatch) -> Callable[..., torch.Tensor]:
+    """Biases [heads, 1, S_total]; MPT counts back from the last key, which is here the last of each row."""
+    ends = np.cumsum([row.start + row.num_tokens for row in batch.inputs])
+    rows = np.split(batch.key_positions(), ends[:-1])
+    positions = torch.from_numpy(np.concatenate([own - own.max() for own in rows]))
+
+    def biases(num_heads, sequence_length, alibi_bias_max=8, device=None):
+        two_keys = original(num_heads, 2, alibi_bias_max, device)
+        slopes = two_keys[:, :, 1:] - two_keys[:, :, :1]  # [heads, 1, 1]
+        return slopes * positions.to(slopes.device)
+
+    return biases
+
+
+_BUILDERS: dict[str, tuple[str, Any]] = {
+    "bloom": ("build_alibi_tensor", _bloom),
+    "mpt": ("build_mpt_alibi_tensor", _mpt),
+}
+
+
+@contextlib.contextmanager
+def _patched_falcon(positions: torch.Tensor) -> Iterator[None]:
+    """Falcon's biases are a function of its module, so it is replaced for everybody; other contexts get what it returned before."""
+    global _num_falcons
+    token = _positions.set(positions)
+    with _lock:
+        _num_falcons += 1
+        modeling_falcon.build_alibi_tensor = _falcon_biases
+    try:
+        yield
+    finally:
+        _positions.reset(token)
+        with _lock:
+            _num_falcons -= 1
+            if not _num_falcons:
+                modeling_falcon.build_alibi_tensor = _of_falcon
+
+
+def _falcon_biases(attention_mask: torch.Tensor, num_heads: int, dtype: torch.dtype) -> torch.Tensor:
+    """Biases [heads, 1, S_total], in bfloat16's precision as Falcon computes them."""
+    positions = _positions.get()
+    if positions is None:
+        return _of_falcon(attention_mask, num_heads, dtype)
+    length = int(positions.max()) + 1
+    every = _of_falcon(torch.ones(1, length, dtype=torch.long, device=attention_mask.device), num_heads, dtype)
+    return every.index_select(2, positions.to(every.device))

@@ -1,0 +1,233 @@
+"""read_prompt(): the model itself reads a prompt that is more than token ids. The text after it is ids again.
+
+Images, embeddings and prefixes that attend both ways go through the model's own forward, as in plain `generate()`, so that its
+masks, merging of features and positions are its own. From there on a token's position is its index plus an offset of the row.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+import torch
+from transformers.cache_utils import DynamicCache
+
+from ..cache import PagedStaticCache
+from ..core.errors import UnsupportedModel
+from ..core.output import PackedOutput
+from ..core.rows import RowInput
+from . import architectures
+from .packed_batch import PackedBatch
+from .packed_model import PackedModel
+from .self_test import evaluating, relative_error
+
+KeysValues = list[
+    "tuple[torch.Tensor, torch.Tensor] | None"
+]  # per layer [n, heads, width] each; None: it reads another's
+
+# Largest difference between our step and the model's own after the prompt, relative to the spread of the logits.
+_TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
+_TOLERANCE_LOW_PRECISION = 0.25
+
+
+@dataclass
+class ReadPrompt:
+    """A prompt that the model has read, of B rows.
+
+    Attributes:
+        output: logits [B, V] after each row's last token; features and hidden states of the tokens read, row after row.
+        counts: per row, how many tokens were read: those that no cache held.
+        offsets: per row, what positions exceed indices by.
+        keys_values: per row, keys and values of the whole prompt.
+    """
+
+    output: PackedOutput
+    counts: list[int]
+    offsets: list[int]
+    keys_values: list[KeysValues]
+
+
+@torch.no_grad()
+def read_prompt(
+    packed: PackedModel,
+    input_ids: torch.Tensor,
+    inputs: dict[str, Any],
+    generation_config: Any,
+    text: torch.Tensor,
+    columns: list[np.ndarray],
+    all_hidden_states: bool = False,
+) -> ReadPrompt:
+    """Let the model read a batch of prompts. Call outside `active()`: the model attends in its own way.
+
+    Args:
+        input_ids: int64 [B, S]; S is 0 if only embeddings are given.
+        inputs: the arguments that `generate()` prepared for the model's forward, with the vision tower's features. A filled
+            `past_key_values` is continued, and holds the whole prompt afterwards.
+        text: int64 [B, W], the whole padded text as drafters see it.
+        columns: per row, the columns of `text` that hold its tokens.
+        all_hidden_states: return the hidden states of all layers too.
+
+    Raises:
+        UnsupportedModel: what follows the prompt is not decided by token ids, positions and these keys and values.
+    """
+    model = packed.model
+    given = inputs.get("past_key_values")
+    cache = given if isinstance(given, DynamicCache) and given.get_seq_length() else DynamicCache()
+    cached, end = int(cache.get_seq_length()), text.shape[1]
+    inputs = {**inputs, "past_key_values": cache, "use_cache": True}
+    if "logits_to_keep" in inputs:
+        if packed.taps.logits:
+            inputs["logits_to_keep"] = 0  # logits of all tokens
+        elif packed.taps.layers or packed.taps.last_hidden:
+            # With a number, Gemma 4's layers that read other layers' keys run over these last tokens only.
+            inputs["logits_to_keep"] = torch.tensor([-1], device=packed.device)
+    if all_hidden_states:
+        inputs["output_hidden_states"] = True
+    if (
+        all_hidden_states or "mm_encoder_outputs" not in inputs
+    ):  # transformers cuts ids and features into chunks, nothing else
+        generation_config.prefill_chunk_size = None
+    found: dict[Any, list[torch.Tensor]] = defaultdict(list)  # one piece for each of transformers' chunks
+    positions: list[torch.Tensor | None] = []
+
+    def note_positions(module, args, kwargs):
+        positions.append(kwargs.get("position_ids"))
+
+    hook = model.register_forward_pre_hook(note_positions, with_kwargs=True)
+    try:
+        with packed.reading(), architectures.tapping(model, packed.taps, lambda key, states: found[key].append(states)):
+            output = model._prefill(input_ids, generation_config, dict(inputs))
+    finally:
+        hook.remove()
+    offsets = _offsets(packed, positions[-1], columns)
+    _check_keys(packed, cache, end)
+    keys_values = [row_of(cache, i, own) for i, own in enumerate(columns)]
+    read = [own[own >= cached] for own in columns]
+    rows = np.repeat(np.arange(len(read)), [len(own) for own in read])
+    at = torch.from_numpy(rows), torch.from_numpy(np.concatenate(read) - cached)
+
+    def of_tokens(states: torch.Tensor) -> torch.Tensor:
+        """[T, ..] from states [B, S, ..] of one forward, or [T, A, ..] from [A, B, S, ..]."""
+        places = tuple(index.to(states.device) for index in at)
+        return states[places] if states.dim() == 3 else states[:, places[0], places[1]].transpose(0, 1)
+
+    features = {key: of_tokens(torch.cat(pieces, dim=-2)) for key, pieces in found.items()}
+    prompt = ReadPrompt(
+        PackedOutput(
+            logits=output.logits[:, -1].to(torch.float32, copy=True),
+            last_hidden=features.get("last_hidden"),
+            layers={index: features[index] for index in packed.taps.layers},
+            hidden_states=tuple(map(of_tokens, output.hidden_states)) if all_hidden_states else None,
+            input_ids=text[at[0].to(text.device), at[1].to(text.device) + cached],
+            all_logits=of_tokens(output.logits) if packed.taps.logits else None,
+        ),
+        [len(own) for own in read],
+        offsets,
+        keys_values,
+    )
+    kind = _kind(inputs)
+    if kind not in packed.checked_prompts:
+        _check_next_step(packed, prompt, input_ids, inputs, output, [len(own) for own in columns])
+        cache.crop(-1)
+        packed.checked_prompts.add(kind)
+    return prompt
+
+
+def _offsets(packed: PackedModel, positions: torch.Tensor | None, columns: list[np.ndarray]) -> list[int]:
+    """Per row, what the position of its last token exceeds its index by.
+
+    Args:
+        positions: the last forward's `position_ids`: [B, S], or with several axes [A, B, S]. Four axes begin with the text's.
+    """
+    name = type(packed.model).__name__
+    if positions is None:
+        if "position_ids" in packed.forward_parameters:
+            raise UnsupportedModel(
+                f"{name} counts the positions of this prompt itself, so those of the text after it are not known. "
+                "Call generate() without speculative_config."
+            )
+        return [0] * len(columns)
+    axes = positions[None] if positions.dim() == 2 else positions[1:] if positions.shape[0] == 4 else positions
+    last = axes[..., -1].expand(-1, len(columns)).cpu()  # [A, B]
+    if bool((last != last[0]).any()):
+        raise UnsupportedModel(
+            f"{name} gave the last token of this prompt the positions {last.T.tolist()}: text can only follow where all axes "
+            "of a position are equal. Let the prompt end in text."
+        )
+    return [int(position) - len(own) + 1 for position, own in zip(last[0], columns, strict=True)]
+
+
+def row_of(cache: DynamicCache, index: int, columns: np.ndarray) -> KeysValues:
+    """Keys and values of a row's tokens at `columns` of transformers' cache: views where these stand together."""
+    adjacent = int(columns[-1] - columns[0]) + 1 == len(columns)
+    pairs: KeysValues = []
+    for layer in cache.layers:
+        states = getattr(layer, "keys", None), getattr(layer, "values", None)
+        if states[0] is None:  # this layer reads another layer's keys
+            pairs.append(None)
+            continue
+        place: Any = slice(int(columns[0]), int(columns[-1]) + 1)
+        if not adjacent:
+            place = torch.from_numpy(columns).to(states[0].device)
+        keys, values = (each[index][:, place].transpose(0, 1) for each in states)
+        pairs.append((keys, values))
+    return pairs
+
+
+def _check_keys(packed: PackedModel, cache: DynamicCache, length: int) -> None:
+    """Raise UnsupportedModel unless every layer has keys of all `length` tokens."""
+    for layer in cache.layers:
+        keys = getattr(layer, "keys", None)
+        if keys is not None and keys.shape[-2] != length:
+            raise UnsupportedModel(
+                f"{type(packed.model).__name__} keeps keys of {keys.shape[-2]} tokens in a layer, for a prompt of {length}: layers "
+                "that attend to an image, or forget, cannot go on from token ids. Call generate() without speculative_config."
+            )
+
+
+def _kind(inputs: dict[str, Any]) -> frozenset[str]:
+    """The names of the inputs, and of the modalities in them."""
+    names = {name for name, value in inputs.items() if value is not None}
+    nested = (value for value in inputs.values() if isinstance(value, dict))
+    return frozenset(
+        names | {f"{name} features" for each in nested for name, value in each.items() if value is not None}
+    )
+
+
+def _check_next_step(
+    packed: PackedModel,
+    prompt: ReadPrompt,
+    input_ids: torch.Tensor,
+    inputs: dict[str, Any],
+    output: Any,
+    lengths: list[int],
+) -> None:
+    """Raise UnsupportedModel unless the token after the prompt has the same logits in the model's own step and in ours.
+
+    Done once for each kind of input. It costs one step of the model, and one of ours for the row whose positions are shifted most.
+    """
+    model, row = packed.model, int(np.argmax(np.abs(prompt.offsets)))
+    tokens = prompt.output.logits.argmax(1)
+    following = model._update_model_kwargs_for_generation(output, dict(inputs), is_encoder_decoder=False)
+    ids = torch.cat([input_ids, tokens[:, None].to(input_ids)], dim=1)
+    with evaluating(model), packed.reading():
+        step = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **following)
+        expected = model(**step, return_dict=True).logits[row, -1:].float()
+    length = lengths[row]
+    cache = PagedStaticCache(packed.config.num_hidden_layers, length // 16 + 1, 16, share_prefixes=False)
+    cache.add(0)
+    cache.reserve(0, length + 1)
+    cache.load_all(0, prompt.keys_values[row])
+    token = RowInput(0, tokens[row : row + 1].cpu().numpy(), length, offset=prompt.offsets[row])
+    with evaluating(model), packed.active():
+        batch = PackedBatch.pack([token], cache, packed.device, packed.gather)
+        logits = packed.forward_batch(batch, batch.logit_index).logits
+    error = relative_error(logits, expected)
+    tolerance = _TOLERANCES.get(model.dtype, _TOLERANCE_LOW_PRECISION)
+    if not error <= tolerance:
+        raise UnsupportedModel(
+            f"{type(model).__name__} does not go on from this prompt as from token ids: its next logits differ by {error:.2g} of their "
+            f"spread (rounding explains {tolerance:.2g}). Call generate() without speculative_config."
+        )

@@ -1,0 +1,229 @@
+"""A grammar that a text has to follow: which tokens may come next, after the text and after every node of its draft."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from dataclasses import dataclass, replace
+from typing import Any, NamedTuple
+
+import numpy as np
+import torch
+from transformers.generation.logits_process import LogitsProcessor
+
+from ..core.draft_trees import DraftTrees
+
+
+class Reasoning(NamedTuple):
+    """How a model thinks before it answers. The grammar begins after that.
+
+    Attributes:
+        opens: ids that begin it; a text that begins otherwise is an answer at once. Empty: the prompt has begun it.
+        closes: texts that end it.
+    """
+
+    opens: tuple[int, ...]
+    closes: tuple[str, ...]
+
+
+@dataclass
+class _State:
+    """After one prefix. Nothing is known (`dead`) after a token that the grammar does not allow.
+
+    Attributes:
+        matcher: llguidance's; it may be shared, and is copied before it reads a token.
+        num_opened: how many ids of `Reasoning.opens` have been read.
+        thought: the end of the reasoning so far; None: it has not begun, or is over.
+        answering: reasoning is over, or there is none.
+        bits: uint8 [V / 8], the tokens that may follow; None: not computed yet.
+    """
+
+    matcher: Any
+    num_opened: int = 0
+    thought: str | None = None
+    answering: bool = True
+    dead: bool = False
+    bits: np.ndarray | None = None
+
+
+class GrammarLogitsProcessor(LogitsProcessor):
+    """Leaves one sequence the tokens that its grammar allows.
+
+    The state after every node of a draft is a copy of its parent's, so trees are masked node by node. Rows that nothing is known about,
+    and rows in which the mask leaves no token, stay as they are: whoever appends the token finds out with `accept`.
+
+    Args:
+        matcher: llguidance's `LLMatcher` at the beginning of the grammar.
+        vocab_size: of the matcher's masks; at least that of the logits.
+        prompt_length: tokens of the sequence that are not the grammar's.
+        ends: end-of-sequence ids, the only ones after a text that the grammar cannot continue.
+        reasoning: what comes before the grammar; None: nothing does.
+        text_of: the text of one token; needed with `reasoning`.
+    """
+
+    def __init__(
+        self,
+        matcher: Any,
+        vocab_size: int,
+        prompt_length: int,
+        ends: frozenset[int] = frozenset(),
+        reasoning: Reasoning | None = None,
+        text_of: Callable[[int], str] = str,
+    ):
+        self.prompt_length, self.ends, self.reasoning = prompt_length, sorted(ends), reasoning
+        self._text_of = text_of
+        self._vocab_size = -(-vocab_size // 32) * 32  # masks are rows of 32-bit words
+        begun = reasoning is not None and not reasoning.opens
+        self._first = _State(matcher, thought="" if begun else None, answering=reasoning is None)
+        self._state, self._num_read = self._first, 0
+        self._after: dict[tuple[int, ...], _State] = {(): self._first}
+
+    # ---- the text ---------------------------------------------------------------------------------------------------
+
+    def accept(self, token: int) -> bool:
+        """Append a token to the text. False: the grammar does not allow it (see `error`)."""
+        self._state, self._num_read = self._next(self._state, token), self._num_read + 1
+        self._after = {(): self._state}
+        return not self._state.dead
+
+    @property
+    def finished(self) -> bool:
+        """True if nothing may follow."""
+        return not self._state.dead and self._state.answering and self._state.matcher.is_stopped()
+
+    @property
+    def error(self) -> str:
+        """Why the last token was not accepted."""
+        matcher = self._state.matcher
+        if matcher.is_error():
+            return f"The grammar is too complex to follow: {shortened(matcher.get_error())}"
+        return "The grammar allows none of the tokens that the other options leave (logit_bias, allowed_token_ids, bad_words)."
+
+    def _read(self, tokens: list[int]) -> None:
+        """Catch up with the sequence."""
+        new = tokens[self.prompt_length :]
+        if len(new) < self._num_read:  # the last tokens were taken back
+            self._state, self._num_read = self._first, 0
+            self._after = {(): self._state}
+        for token in new[self._num_read :]:
+            self.accept(token)
+
+    def _next(self, state: _State, token: int) -> _State:
+        if state.dead:
+            return state
+        if state.answering:
+            return self._answer(state, token)
+        assert self.reasoning is not None
+        opens, closes = self.reasoning
+        if state.thought is None:
+            if token != opens[state.num_opened]:
+                return self._answer(replace(state, answering=True), token) if not state.num_opened else _dead(state)
+            count = state.num_opened + 1
+            return replace(state, num_opened=count, thought="" if count == len(opens) else None, bits=None)
+        thought = state.thought + self._text_of(token)
+        if any(each in thought for each in closes):
+            return replace(state, thought=None, answering=True, bits=None)
+        return replace(state, thought=thought[-max(map(len, closes)) :], bits=None)
+
+    @staticmethod
+    def _answer(state: _State, token: int) -> _State:
+        if state.matcher.is_stopped() or state.matcher.validate_tokens([token]) != 1:
+            return _dead(state)
+        matcher = state.matcher.deep_copy()
+        return _State(matcher, dead=not matcher.consume_token(token))
+
+    # ---- masks ------------------------------------------------------------------------------------------------------
+
+    def __call__(self, input_ids: torch.LongTensor, scores: torch.FloatTensor) -> torch.FloatTensor:
+        """The scores [1, V] after one prefix [1, S]."""
+        return self.along(input_ids[0].tolist(), None, scores)  # type: ignore[return-value]
+
+    def along(self, tokens: list[int], paths: list[torch.Tensor] | None, scores: torch.Tensor) -> torch.Tensor:
+        """Scores [R, V] of R nodes; node r's prefix is the sequence's `tokens` and the drafted ids `paths[r]` (None: no draft)."""
+        self._read(tokens)
+        rows = np.full((len(scores), -(-scores.shape[1] // 8)), 255, dtype=np.uint8)
+        for row, path in zip(rows, [()] * len(scores) if paths is None else _on_host(paths), strict=True):
+            bits = self._bits(self._state_after(path))
+            if bits is not None:
+                row[:] = bits[: len(row)]
+        allowed = np.unpackbits(rows, axis=1, count=scores.shape[1], bitorder="little").view(bool)
+        masked = scores.masked_fill(~torch.from_numpy(allowed).to(scores.device), -math.inf)
+        return torch.where(masked.amax(1, keepdim=True) > -math.inf, masked, scores)
+
+    def num_possible(self, tokens: list[int], drafted: list[int], parents: list[int]) -> int:
+        """How many nodes of a draft are left without those at its end that the grammar forbids.
+
+        Args:
+            drafted, parents: ids and parents of the nodes (-1: the last of `tokens`).
+        """
+        self._read(tokens)
+        paths: list[tuple[int, ...]] = []
+        count = 0
+        for i, (token, parent) in enumerate(zip(drafted, parents, strict=True)):
+            paths.append((*(() if parent < 0 else paths[parent]), token))
+            if not self._state_after(paths[i]).dead:
+                count = i + 1
+        return count
+
+    def _state_after(self, path: tuple[int, ...]) -> _State:
+        known = len(path)
+        while path[:known] not in self._after:
+            known -= 1
+        state = self._after[path[:known]]
+        for i in range(known, len(path)):
+            state = self._after[path[: i + 1]] = self._next(state, path[i])
+        return state
+
+    def _bits(self, state: _State) -> np.ndarray | None:
+        """The tokens that may follow; None: any, or nothing is known."""
+        if state.dead:
+            return None
+        if state.bits is None:
+            state.bits = self._allowed(state)
+        return state.bits
+
+    def _allowed(self, state: _State) -> np.ndarray | None:
+        if state.thought is not None:  # anything but the end: the answer is still to come
+            return ~self._only(self.ends)
+        if state.num_opened and not state.answering:
+            return self._only([self.reasoning.opens[state.num_opened]])  # type: ignore[union-attr]
+        matcher = state.matcher
+        if matcher.is_stopped():
+            return self._only(self.ends) if self.ends else None
+        bits = np.frombuffer(matcher.compute_bitmask(), dtype=np.uint8)[: self._vocab_size // 8]
+        if matcher.is_error():
+            state.dead = True
+            return None
+        return bits if state.answering else bits | self._only([self.reasoning.opens[0]])  # type: ignore[union-attr]
+
+    def _only(self, ids: list[int]) -> np.ndarray:
+        allowed = np.zeros(self._vocab_size, dtype=bool)
+        allowed[ids] = True
+        return np.packbits(allowed, bitorder="little")
+
+
+def without_impossible_ends(sequences: list[Any], trees: DraftTrees) -> list[int]:
+    """Lengths of drafts without the nodes at their ends that the rows' grammars forbid: such nodes would be verified in vain."""
+    lengths = list(trees.lengths)
+    for i, seq in enumerate(sequences):
+        grammar = None if seq.processors is None else seq.processors.grammar
+        if grammar is not None and lengths[i]:
+            drafted, parents = trees.tokens[i, : lengths[i]].tolist(), trees.parent_index[i, : lengths[i]].tolist()
+            lengths[i] = grammar.num_possible(seq.shown_tokens, drafted, parents)
+    return lengths
+
+
+def shortened(text: str) -> str:
+    """The beginning of an error of llguidance's, which shows its whole state."""
+    return " ".join(text.partition("<state>")[0].split())[:300]
+
+
+def _dead(state: _State) -> _State:
+    return replace(state, dead=True, bits=None)
+
+
+def _on_host(paths: list[torch.Tensor]) -> list[tuple[int, ...]]:
+    """Paths as tuples, copied to the host at once."""
+    ids = torch.cat(paths).tolist()
+    ends = np.cumsum([len(path) for path in paths]).tolist()
+    return [tuple(ids[end - len(path) : end]) for path, end in zip(paths, ends, strict=True)]

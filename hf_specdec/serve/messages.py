@@ -1,0 +1,228 @@
+"""What a model writes in a conversation, sorted into content, reasoning and tool calls by transformers' response templates."""
+
+from __future__ import annotations
+
+import json
+import logging
+import uuid
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from typing import Any
+
+from ..sampling.grammar import Reasoning
+
+logger = logging.getLogger(__name__)
+
+_NOT_AS_DESCRIBED = (
+    ValueError,
+    KeyError,
+    TypeError,
+)  # what transformers' parser raises for a region that it cannot read
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the field in templates
+
+
+@dataclass
+class Delta:
+    """What a piece of text adds to a message. Tool calls are in OpenAI's shape for streams."""
+
+    content: str = ""
+    reasoning: str = ""
+    tool_calls: list[dict[str, Any]] = field(default_factory=list)
+
+
+def response_template_of(tokenizer: Any, model: Any) -> dict | None:
+    """The tokenizer's response template, or the one that transformers knows for this family of models."""
+    found = getattr(tokenizer, "response_template", None)
+    if found is not None or not hasattr(tokenizer, "get_response_parser"):
+        return found
+    try:
+        from transformers.cli.serving.utils import get_response_template
+    except ImportError:  # this version keeps it elsewhere, or has none
+        return None
+    return get_response_template(tokenizer, model)
+
+
+def without_tools(template: dict | None) -> dict | None:
+    """A template that leaves what looks like a tool call where it is."""
+    if template is None or "tool_calls" not in template["fields"]:
+        return template
+    return {**template, "fields": {name: each for name, each in template["fields"].items() if name != "tool_calls"}}
+
+
+def reasoning_before(tokenizer: Any, template: dict | None, prefix: str) -> Reasoning | None:
+    """What comes between a prompt and the answer itself; None: nothing, or the template does not say how it begins and ends."""
+    fields = {} if template is None else template["fields"]
+    name = next((each for each in _REASONING if each in fields), None)
+    if name is None or not {"open", "close"} <= fields[name].keys():
+        return None
+    opens, closes = fields[name]["open"], fields[name]["close"]
+    closes = (closes,) if isinstance(closes, str) else tuple(closes)
+    state = None
+    for event in tokenizer.get_response_parser(template, prefix=prefix).initial_events:
+        if event["field"] == name and event["type"] != "region_chunk":
+            state = event["type"]
+    if state == "region_close":
+        return None
+    begins = opens if isinstance(opens, str) else opens[0]
+    if state == "region_open":
+        return Reasoning((), closes)
+    ids = tuple(tokenizer.encode(begins, add_special_tokens=False))
+    # An ordinary token, such as "<", would compete with the answer's own tokens.
+    return Reasoning(ids, closes) if ids and ids[0] in tokenizer.added_tokens_decoder else None
+
+
+class MessageParser:
+    """Sorts one choice's text as it comes.
+
+    Args:
+        make_parser: a new `ResponseParser` of transformers; None: the text is the content.
+        forced: "required" or a function's name: the text (after the reasoning) is JSON that a grammar has forced, see `tool_grammar`.
+            None: the model decides.
+        parallel: more than one call may be made.
+    """
+
+    def __init__(
+        self,
+        make_parser: Callable[[], Any] | None,
+        forced: str | None = None,
+        parallel: bool = True,
+    ):
+        self._make, self._fed = make_parser, ""
+        self._parser = None if make_parser is None else make_parser()
+        self._forced, self._parallel = forced, parallel
+        self._body = ""  # of the structured region that is open
+        self._calls = ""  # with "required": the list of calls so far
+        self._space: str | None = None  # white space that is shown if text follows; None: no text came before it
+        self.num_calls = 0
+
+    def feed(self, text: str, last: bool = False) -> Delta:
+        """What new text adds; `last`: no more will come."""
+        delta = Delta()
+        if self._parser is None:
+            self._content(delta, text)
+        else:
+            self._parse(delta, text, last)
+            self._fed += text
+        if last and self._forced == "required":
+            self._required(delta)
+        return delta
+
+    def _parse(self, delta: Delta, text: str, last: bool) -> None:
+        rest = ""
+        try:
+            events = self._parser.feed(text)
+        except _NOT_AS_DESCRIBED as error:
+            events, rest = self._events_before_failure(text, error)
+        for event in events:
+            self._take(delta, event)
+        if last and self._parser is not None:
+            try:
+                events = self._parser.finalize()[1]
+            except _NOT_AS_DESCRIBED as error:
+                self._give_up(error)
+            else:
+                for event in events:
+                    self._take(delta, event)
+        if self._parser is None:  # what it could not read is shown as it is
+            delta.content, self._body = delta.content + self._body + rest, ""
+
+    def _events_before_failure(self, text: str, error: Exception) -> tuple[list[dict[str, Any]], str]:
+        """The events of a piece of text that a parser fails in, which it does not return, and the text after that place."""
+        assert self._make is not None
+        again, events = self._make(), []
+        again.feed(self._fed)
+        self._give_up(error)
+        for i, character in enumerate(text):
+            try:
+                events += again.feed(character)
+            except _NOT_AS_DESCRIBED:
+                return events, text[i + 1 :]
+        raise error
+
+    def _give_up(self, error: Exception) -> None:
+        logger.warning("The model's text does not follow its response template: %s", error)
+        self._parser = None
+
+    def _take(self, delta: Delta, event: dict[str, Any]) -> None:
+        kind, name = event["type"], event["field"]
+        if kind == "region_open":
+            self._body, self._space = "", None
+        elif kind == "region_close":
+            calls = event["value"] if isinstance(event.get("value"), list) else [event.get("value")]
+            for call in calls if name == "tool_calls" else ():
+                self._call(delta, call["function"]["name"], call["function"]["arguments"])
+            self._body, self._space = "", None
+        elif event.get("dirty") or name == "tool_calls":
+            self._body += event["text"]
+        elif name in _REASONING:
+            delta.reasoning += self._stripped(event["text"])
+        elif name == "content":
+            self._content(delta, self._stripped(event["text"]))
+
+    def _stripped(self, text: str) -> str:
+        """A region's text without white space at its ends, as transformers returns it whole."""
+        text = text.lstrip() if self._space is None else self._space + text
+        kept = text.rstrip()
+        if kept or self._space is not None:
+            self._space = text[len(kept) :]
+        return kept
+
+    def _content(self, delta: Delta, text: str) -> None:
+        if self._forced is None:
+            delta.content += text
+        elif self._forced == "required":
+            self._calls += text
+        elif text:
+            if not self.num_calls:
+                self._call(delta, self._forced, "")
+            delta.tool_calls.append({"index": 0, "function": {"arguments": text}})
+
+    def _required(self, delta: Delta) -> None:
+        try:
+            calls = json.loads(self._calls)
+        except ValueError:  # cut off by max_tokens
+            delta.content += self._calls
+            return
+        for call in calls:
+            self._call(delta, call["name"], call["parameters"])
+
+    def _call(self, delta: Delta, name: str, arguments: Any) -> None:
+        if self.num_calls and not self._parallel:
+            return
+        arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
+        function = {"name": name, "arguments": arguments}
+        delta.tool_calls.append(
+            {"index": self.num_calls, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
+        )
+        self.num_calls += 1
+
+
+def joined_calls(deltas: list[Delta]) -> list[dict[str, Any]]:
+    """The tool calls of a whole message."""
+    found: dict[int, dict[str, Any]] = {}
+    for call in (call for delta in deltas for call in delta.tool_calls):
+        if "id" in call:
+            found[call["index"]] = {"id": call["id"], "type": "function", "function": dict(call["function"])}
+        else:
+            found[call["index"]]["function"]["arguments"] += call["function"]["arguments"]
+    return list(found.values())
+
+
+def tool_grammar(functions: dict[str, dict[str, Any]], forced: str, parallel: bool) -> dict[str, Any]:
+    """The JSON schema of forced calls: the arguments of a named function, or with "required" a list of calls.
+
+    Args:
+        functions: name → JSON schema of the parameters.
+    """
+    if forced != "required":
+        return functions[forced]
+    each: list[dict[str, Any]] = [
+        {
+            "type": "object",
+            "properties": {"name": {"const": name}, "parameters": parameters},
+            "required": ["name", "parameters"],
+            "additionalProperties": False,
+        }
+        for name, parameters in functions.items()
+    ]
+    return {"type": "array", "items": {"anyOf": each}, "minItems": 1, **({} if parallel else {"maxItems": 1})}

@@ -1,0 +1,186 @@
+"""Structured output: what a text may be, compiled by llguidance away from the engine's steps."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections import OrderedDict
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from typing import Any
+
+from ..sampling.grammar import shortened
+
+MOST_BYTES = (
+    32 << 10
+)  # of a grammar: compiling takes at most a few seconds then, and no nesting that fits overflows the stack
+_STACK_BYTES = 256 << 20  # of the thread that compiles, which recurses as deep as the grammar nests
+_MOST_KEPT = 64  # compiled grammars
+# Without a bound a model that has nothing more to say can write spaces until its tokens are used up.
+_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,16}"
+
+
+@dataclass
+class StructuredOutputsParams:
+    """What a text has to be. Give exactly one of the first five; names are vLLM's.
+
+    Attributes:
+        json: a JSON schema, as a dictionary or text.
+        json_object: any JSON object.
+        regex: a regular expression for the whole text.
+        choice: one of these texts.
+        grammar: a context-free grammar, in Lark's or GBNF's notation.
+        disable_any_whitespace: JSON without white space between its parts.
+        whitespace_pattern: a regular expression for that white space.
+
+    Raises:
+        ValueError: none or several are given, or one is empty, of the wrong type, or too large.
+    """
+
+    json: str | dict | None = None
+    json_object: bool | None = None
+    regex: str | None = None
+    choice: list[str] | None = None
+    grammar: str | None = None
+    disable_any_whitespace: bool = False
+    whitespace_pattern: str | None = None
+
+    def __post_init__(self) -> None:
+        names = ("json", "json_object", "regex", "choice", "grammar")
+        given = [name for name in names if getattr(self, name) not in (None, False)]
+        if len(given) != 1:
+            raise ValueError(f"structured_outputs needs exactly one of {', '.join(names)}; {len(given)} are given.")
+        for name, kind in (("regex", str), ("grammar", str), ("json", (str, dict)), ("whitespace_pattern", str)):
+            if getattr(self, name) is not None and not isinstance(getattr(self, name), kind):
+                raise ValueError(
+                    f"structured_outputs: {name} has the wrong type, {type(getattr(self, name)).__name__}."
+                )
+        if self.choice is not None and not (
+            isinstance(self.choice, list)
+            and self.choice
+            and all(isinstance(each, str) and each for each in self.choice)
+        ):
+            raise ValueError("structured_outputs: choice must be a list of texts that are not empty.")
+        try:
+            size = len(self.source.encode())
+        except (RecursionError, TypeError, UnicodeEncodeError) as error:
+            raise ValueError(
+                f"structured_outputs: {given[0]} is no JSON that can be written as text: {error}"
+            ) from None
+        if size > MOST_BYTES:
+            raise ValueError(f"structured_outputs: {given[0]} has {size} bytes; {MOST_BYTES} are allowed.")
+
+    @property
+    def source(self) -> str:
+        """What tells grammars apart, as text."""
+        json_text = self.json if self.json is None or isinstance(self.json, str) else json.dumps(self.json)
+        return json.dumps(
+            [json_text, self.json_object, self.regex, self.choice, self.grammar, self.disable_any_whitespace, self.whitespace_pattern],
+            ensure_ascii=False,
+        )  # fmt: skip
+
+    def to_llguidance(self) -> str:
+        """The grammar in llguidance's notation.
+
+        Raises:
+            ValueError: it is malformed.
+        """
+        from llguidance import LLMatcher
+        from llguidance.gbnf_to_lark import any_to_lark
+
+        if self.regex is not None:
+            return LLMatcher.grammar_from_regex(self.regex)
+        if self.choice is not None:
+            return LLMatcher.grammar_from_lark("start: " + " | ".join(map(json.dumps, self.choice)))
+        if self.grammar is not None:
+            try:
+                return LLMatcher.grammar_from_lark(any_to_lark(self.grammar))
+            except Exception as error:  # its parser raises whatever it stumbles over
+                raise ValueError(f"structured_outputs: the grammar cannot be read: {shortened(str(error))}") from None
+        schema = '{"type": "object"}' if self.json is None else self.json
+        spaces = {"whitespace_flexible": False} if self.disable_any_whitespace else {
+            "whitespace_flexible": True, "whitespace_pattern": self.whitespace_pattern or _WHITESPACE,
+        }  # fmt: skip
+        try:
+            return LLMatcher.grammar_from_json_schema(schema, defaults=spaces)  # type: ignore[arg-type]
+        except (ValueError, RecursionError) as error:
+            raise ValueError(f"structured_outputs: the schema is no JSON: {shortened(str(error))}") from None
+
+
+class GrammarCompiler:
+    """Compiled grammars of one model. Any thread may call it; one thread of its own compiles.
+
+    Args:
+        tokenizer: of the model; has to be a fast one.
+        vocab_size: columns of the logits.
+        ends: end-of-sequence ids, which may follow a complete text.
+    """
+
+    def __init__(self, tokenizer: Any, vocab_size: int, ends: frozenset[int]):
+        self.tokenizer, self.ends = tokenizer, ends
+        self.vocab_size = vocab_size if tokenizer is None else max(vocab_size, len(tokenizer))
+        self._llguidance: Any = None  # its tokenizer, which takes a second to make
+        self._kept: OrderedDict[str, Any] = OrderedDict()
+        self._lock = threading.Lock()
+        self._thread: ThreadPoolExecutor | None = None
+
+    def matcher(self, params: StructuredOutputsParams) -> Any:
+        """A matcher at the beginning of a grammar. Takes milliseconds to seconds the first time, then microseconds.
+
+        Raises:
+            ValueError: the grammar is malformed or too complex, or llguidance or a fast tokenizer is missing.
+        """
+        with self._lock:
+            found = self._kept.get(params.source)
+            if found is not None:
+                self._kept.move_to_end(params.source)
+                return found.deep_copy()
+            if self._thread is None:
+                self._thread = _thread_with_stack(_STACK_BYTES)
+        compiled = self._thread.submit(self._compile, params).result()
+        with self._lock:
+            self._kept[params.source] = compiled
+            while len(self._kept) > _MOST_KEPT:
+                self._kept.popitem(last=False)
+        return compiled.deep_copy()
+
+    def close(self) -> None:
+        """End the thread."""
+        with self._lock:
+            if self._thread is not None:
+                self._thread.shutdown(wait=False)
+                self._thread = None
+
+    def _compile(self, params: StructuredOutputsParams) -> Any:
+        if self._llguidance is None:
+            self._llguidance = _llguidance_tokenizer(self.tokenizer, self.vocab_size, self.ends)
+        from llguidance import LLMatcher
+
+        matcher = LLMatcher(self._llguidance, params.to_llguidance(), log_level=0)
+        used = matcher.deep_copy()
+        if not used.is_error():
+            used.compute_bitmask()  # some grammars fail only now
+        if used.is_error():
+            raise ValueError(f"structured_outputs: {shortened(used.get_error())}")
+        return matcher
+
+
+def _llguidance_tokenizer(tokenizer: Any, vocab_size: int, ends: frozenset[int]) -> Any:
+    try:
+        import llguidance.hf
+    except ImportError:
+        raise ValueError("structured_outputs need llguidance: pip install 'hf-specdec[serve]'.") from None
+    if tokenizer is None or not getattr(tokenizer, "is_fast", False):
+        raise ValueError("structured_outputs need a fast tokenizer (one with a tokenizer.json).")
+    return llguidance.hf.from_tokenizer(tokenizer, n_vocab=vocab_size, eos_token=sorted(ends) or None)
+
+
+def _thread_with_stack(size: int) -> ThreadPoolExecutor:
+    """An executor with one thread, whose stack has `size` bytes."""
+    before = threading.stack_size(size)
+    try:
+        executor = ThreadPoolExecutor(1, thread_name_prefix="hf-specdec-grammar")
+        executor.submit(int).result()  # starts the thread
+    finally:
+        threading.stack_size(before)
+    return executor

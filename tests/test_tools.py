@@ -1,0 +1,233 @@
+"""Tool calls and reasoning: parsed by transformers' response templates, streamed, and forced by grammars."""
+
+import json
+
+import pytest
+from test_serve import Process
+
+from hf_specdec.serve.messages import MessageParser, joined_calls, reasoning_before, response_template_of, without_tools
+
+openai = pytest.importorskip("openai")
+pytest.importorskip("llguidance")
+pytest.importorskip("uvicorn")
+
+TEMPLATE = {
+    "defaults": {"role": "assistant"},
+    "start_anchor": "<|assistant|>",
+    "fields": {
+        "reasoning_content": {"open": "<think>", "close": "</think>", "content": "text"},
+        "tool_calls": {
+            "open_pattern": r"\s*<tool_call>",
+            "close": "</tool_call>",
+            "repeats": True,
+            "content": "json",
+            "transform": {"type": "function", "function": "{content}"},
+        },
+        "content": {"close": "<|end|>", "content": "text"},
+    },
+}
+WEATHER = {
+    "type": "object",
+    "properties": {"city": {"enum": ["Rome", "Oslo"]}, "days": {"type": "integer", "minimum": 1, "maximum": 9}},
+    "required": ["city", "days"],
+    "additionalProperties": False,
+}
+TOOLS = [
+    {"type": "function", "function": {"name": "weather", "description": "Tells the weather.", "parameters": WEATHER}},
+    {
+        "type": "function",
+        "function": {"name": "clock", "parameters": {"type": "object", "additionalProperties": False}},
+    },
+]
+ASK = [{"role": "user", "content": "What is the weather?"}]
+CALL = r'<tool_call>\{"name": "weather", "arguments": \{"city": "Oslo", "days": [1-9]\}\}</tool_call>'
+
+
+def parser_of(tokenizer, prefix="<|assistant|>", tools=None, forced=None, template=TEMPLATE, parallel=True):
+    return MessageParser(lambda: tokenizer.get_response_parser(template, prefix=prefix, tools=tools), forced, parallel)
+
+
+def fed(parser, text, size):
+    pieces = [text[i : i + size] for i in range(0, len(text), size)]
+    return [parser.feed(piece, last=i == len(pieces) - 1) for i, piece in enumerate(pieces)]
+
+
+@pytest.mark.parametrize("size", [1, 3, 7, 1000])
+def test_text_is_sorted_however_it_is_cut(tiny_tokenizer, size):
+    text = (
+        '<think>\nIs it warm? \n</think>\n\nI will look. <tool_call>{"name": "weather", "arguments": {"city": "Oslo"}}'
+        '</tool_call>\n<tool_call>{"name": "clock", "arguments": {}}</tool_call>'
+    )
+    parser = parser_of(tiny_tokenizer)
+    found = fed(parser, text, size)
+    assert "".join(each.reasoning for each in found) == "Is it warm?"
+    assert "".join(each.content for each in found) == "I will look."
+    calls = joined_calls(found)
+    assert [call["function"] for call in calls] == [
+        {"name": "weather", "arguments": '{"city": "Oslo"}'},
+        {"name": "clock", "arguments": "{}"},
+    ]
+    assert len({call["id"] for call in calls}) == 2 and parser.num_calls == 2
+    parsed = tiny_tokenizer.parse_response(text, TEMPLATE, prefix="<|assistant|>")  # transformers' own answer
+    assert parsed["reasoning_content"] == "Is it warm?"
+    assert [call["function"]["name"] for call in parsed["tool_calls"]] == ["weather", "clock"]
+    only_one = parser_of(tiny_tokenizer, parallel=False)
+    assert len(joined_calls(fed(only_one, text, size))) == 1
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+def test_what_no_template_describes_is_shown(tiny_tokenizer, size):
+    found = fed(parser_of(tiny_tokenizer), 'Well. <tool_call>{"name": weather</tool_call> Done.', size)
+    assert "".join(each.content for each in found) == 'Well.{"name": weather Done.' and not joined_calls(found)
+    cut = fed(parser_of(tiny_tokenizer), 'Well. <tool_call>{"name": wea', size)
+    assert "".join(each.content for each in cut) == 'Well.{"name": wea' and not joined_calls(cut)
+    plain = fed(parser_of(tiny_tokenizer, template=without_tools(TEMPLATE)), "A <tool_call>x</tool_call>", size)
+    assert "".join(each.content for each in plain) == "A <tool_call>x</tool_call>"
+
+
+def test_reasoning_that_the_prompt_began(tiny_tokenizer):
+    found = fed(parser_of(tiny_tokenizer, prefix="<|assistant|><think>\n"), "hm</think> yes", 2)
+    assert "".join(each.reasoning for each in found) == "hm" and "".join(each.content for each in found) == "yes"
+    begun = reasoning_before(tiny_tokenizer, TEMPLATE, "<|user|>x<|assistant|><think>\n")
+    assert begun.opens == () and begun.closes == ("</think>",)
+    assert reasoning_before(tiny_tokenizer, TEMPLATE, "<|assistant|><think>\n\n</think>\n\n") is None
+    assert reasoning_before(tiny_tokenizer, TEMPLATE, "<|assistant|>") is None  # "<" is an ordinary token
+    fields = {"reasoning_content": {"open": "<|system|>", "close": "x"}, "content": {}}
+    may = reasoning_before(
+        tiny_tokenizer, {"start_anchor": "<|assistant|>", "fields": fields}, "<|user|>x<|assistant|>"
+    )
+    assert tiny_tokenizer.decode(may.opens) == "<|system|>"
+    assert reasoning_before(tiny_tokenizer, None, "") is None
+
+
+def test_templates_that_transformers_knows(tiny_tokenizer, tiny_model):
+    class Model:
+        class config:
+            model_type = "qwen3"
+
+    found = response_template_of(tiny_tokenizer, Model)
+    assert found is None or "tool_calls" in found["fields"]  # None: this version of transformers keeps none
+    assert response_template_of(tiny_tokenizer, tiny_model) is None
+
+
+# ---- over HTTP ------------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def server(tmp_path_factory):
+    path = tmp_path_factory.mktemp("template") / "template.json"
+    fields = {
+        **TEMPLATE["fields"],
+        "reasoning_content": {"open": "<think>", "close": [".", "</think>"]},
+    }  # the model writes "."
+    path.write_text(json.dumps({**TEMPLATE, "fields": fields}))
+    config = json.dumps({"method": "draft_model", "model": "tiny-draft", "num_speculative_tokens": 3})
+    process = Process("--response-template", str(path), "--speculative-config", config, "--max-model-len", "512")
+    try:
+        yield process.wait()
+        assert process.stop() == 0
+    finally:
+        process.process.kill()
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as made:
+        yield made
+
+
+def both(client, **arguments):
+    """The message and finish reason, after checking that the stream has the same."""
+    arguments = {"model": "tiny", "messages": ASK, "temperature": 0, "max_completion_tokens": 300, **arguments}
+    whole = client.chat.completions.create(**arguments).choices[0]
+    content, reasoning, reasons, calls = "", "", [], {}
+    for frame in client.chat.completions.create(**arguments, stream=True):
+        delta = frame.choices[0].delta
+        content += delta.content or ""
+        reasoning += getattr(delta, "reasoning_content", None) or ""
+        for call in delta.tool_calls or []:
+            if call.id:
+                assert call.index not in calls and call.type == "function"
+                calls[call.index] = [call.function.name, ""]
+            calls[call.index][1] += call.function.arguments
+        reasons.append(frame.choices[0].finish_reason)
+    assert reasons[-1] == whole.finish_reason and not any(reasons[:-1])
+    assert content == (whole.message.content or "")
+    assert reasoning == (getattr(whole.message, "reasoning_content", None) or "")
+    written = [[call.function.name, call.function.arguments] for call in whole.message.tool_calls or []]
+    assert [calls[i] for i in sorted(calls)] == written
+    return whole.message, whole.finish_reason
+
+
+def test_the_model_chooses_to_call(client):
+    """The text is forced, as a trained model would write it. A grammar of the client's is about the text, so calls are text too."""
+    text = f"<think>[a-z ]{{3,20}}</think>I look\\.{CALL}"
+    message, reason = both(client, tools=TOOLS, extra_body={"structured_outputs": {"regex": text}})
+    assert message.content.startswith("I look.<tool_call>") and reason == "stop" and not message.tool_calls
+    assert message.reasoning_content
+
+
+def test_calls_that_the_model_makes(client, tiny_tokenizer):
+    """The call is begun for the model, and its turn ends there."""
+    begun = '<tool_call>{"name": "weather", "arguments": {"city": "Oslo", "days": 2}}'
+    space = tiny_tokenizer.convert_tokens_to_ids("Ġ")
+    more = {"continue_final_message": True, "add_generation_prompt": False, "allowed_token_ids": [space]}
+    messages = [*ASK, {"role": "assistant", "content": begun}]
+    message, reason = both(client, messages=messages, tools=TOOLS, stop=[" "], extra_body=more)
+    (call,) = message.tool_calls
+    assert (reason, call.function.name, message.content) == ("tool_calls", "weather", None)
+    assert json.loads(call.function.arguments) == {"city": "Oslo", "days": 2}
+    message, reason = both(client, messages=messages, tools=TOOLS, tool_choice="none", stop=[" "], extra_body=more)
+    assert not message.tool_calls and reason == "stop"
+
+
+def test_forced_calls(client):
+    message, reason = both(client, tools=TOOLS, tool_choice={"type": "function", "function": {"name": "weather"}})
+    assert reason == "stop" and message.content is None
+    (call,) = message.tool_calls
+    assert call.function.name == "weather" and json.loads(call.function.arguments)["city"] in ("Rome", "Oslo")
+    message, reason = both(client, tools=TOOLS, tool_choice="required", parallel_tool_calls=False)
+    assert reason == "tool_calls" and len(message.tool_calls) == 1
+    arguments = json.loads(message.tool_calls[0].function.arguments)
+    assert set(arguments) == (set(WEATHER["required"]) if message.tool_calls[0].function.name == "weather" else set())
+
+
+def test_the_answer_after_the_reasoning_is_constrained(client):
+    story = {"role": "user", "content": "Tell me a story about a dog."}
+    messages = [story, {"role": "assistant", "content": "<think>Once upon a time"}]
+    wanted = {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER}}
+    more = {"continue_final_message": True, "add_generation_prompt": False}
+    message, reason = both(client, messages=messages, response_format=wanted, extra_body=more)
+    assert message.reasoning_content and set(json.loads(message.content)) == {"city", "days"} and reason == "stop"
+    message, _ = both(client, messages=messages, tools=TOOLS, tool_choice="required", extra_body=more)
+    assert message.reasoning_content and message.tool_calls and message.content is None
+
+
+def test_a_conversation_with_calls_goes_on(server):
+    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
+    messages = [*ASK, {"role": "assistant", "content": None, "tool_calls": [call]},
+                {"role": "tool", "tool_call_id": "call_1", "content": "It rains."}]  # fmt: skip
+    status, _, answer = server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 4, "tools": TOOLS})
+    assert status == 200, answer
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"tools": [{}]}, "tools"),
+        ({"tools": [{"type": "function", "function": {"name": ""}}]}, "tools"),
+        ({"tools": TOOLS * 100}, "tools"),
+        ({"tool_choice": "required"}, "needs tools"),
+        ({"tools": TOOLS, "tool_choice": "always"}, "tool_choice"),
+        ({"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "x"}}}, "not among the tools"),
+        ({"tools": TOOLS, "tool_choice": "required", "response_format": {"type": "json_object"}}, "cannot be combined"),
+        (
+            {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}], "tool_choice": "required"},
+            "Unimplemented",
+        ),
+        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, "must be JSON"),
+    ],
+)  # fmt: skip
+def test_bad_tools_are_the_clients_errors(server, more, message):
+    status, _, answer = server.post("/v1/chat/completions", {"messages": ASK, **more})
+    assert status == 400 and message in answer["error"]["message"], answer

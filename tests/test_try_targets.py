@@ -1,0 +1,51 @@
+"""scripts/try_targets.py: it tries the classes it should, and says what became of them."""
+
+import importlib.util
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from transformers import BartForCausalLM, LlamaForCausalLM, Mamba2ForCausalLM
+
+from hf_specdec.decoding import decoder
+
+ROOT = Path(__file__).resolve().parents[1]
+
+
+@pytest.fixture(scope="module")
+def script():
+    spec = importlib.util.spec_from_file_location("try_targets", ROOT / "scripts" / "try_targets.py")
+    module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_what_becomes_of_classes(script):
+    assert script.attempt("llama", LlamaForCausalLM) == script.Trial("llama", "LlamaForCausalLM", "paged")
+    trial = script.attempt("bart", BartForCausalLM)
+    assert trial.way == "refused" and "does not compute the same logits" in trial.why
+    assert script.attempt("mamba2", Mamba2ForCausalLM).way in ("refused", "state")
+
+
+def test_wrong_texts_and_errors_are_found(script, monkeypatch):
+    """A model that reads other positions than it should, and an exception that is no refusal."""
+    real = decoder.RowInput
+    monkeypatch.setattr(
+        decoder, "RowInput", lambda *args, **kwargs: real(*args, **(kwargs | {"offset": 3 * (args[2] > 13)}))
+    )
+    trial = script.attempt("llama", LlamaForCausalLM)
+    assert trial.way == "WRONG" and "ngram" in trial.why
+    monkeypatch.setattr(decoder, "RowInput", lambda *args, **kwargs: torch.zeros(2).view(3))
+    trial = script.attempt("llama", LlamaForCausalLM)
+    assert trial.way == "ERROR" and trial.why.startswith("RuntimeError")
+
+
+def test_the_page_has_every_class(script):
+    page = (ROOT / "docs" / "targets.md").read_text(encoding="utf-8")
+    listed = [line.split(" | ")[1] for line in page.splitlines() if line.startswith("| ")][1:]
+    tried = [line for line in page.splitlines() if line.startswith("| ") and "| not tried |" not in line]
+    assert len(tried) - 1 >= 150 and "| WRONG |" not in page and "| ERROR |" not in page
+    if f"transformers {transformers.__version__}:" in page:
+        assert {cls.__name__ for _, cls in script.classes()} == set(listed)
