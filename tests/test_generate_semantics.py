@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from oracle import VOCAB, RecentTokensPenalty, Recorder, assert_clean, ragged
+from oracle import VOCAB, RecentTokensPenalty, Recorder, assert_clean, ragged, tiny_llama
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -415,3 +415,37 @@ def test_generation_config_instead_of_arguments(model, config, inputs):
     settings = GenerationConfig(max_new_tokens=11, eos_token_id=[5, 9, 11], repetition_penalty=1.2, min_new_tokens=4)
     plain = model.generate(**inputs, generation_config=settings)
     assert torch.equal(model.generate(**inputs, generation_config=settings, speculative_config=config), plain)
+
+
+class EndsAt(StoppingCriteria):
+    """Ends the whole batch at a length."""
+
+    def __init__(self, length):
+        self.length = length
+
+    def __call__(self, input_ids, scores, **kwargs):
+        return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length, dtype=torch.bool)
+
+
+@pytest.mark.parametrize("stop", [3, 8, 11])
+@pytest.mark.parametrize(
+    "config", [{"method": "none"}, {"method": "ngram", "prompt_lookup_min": 1}], ids=["none", "ngram"]
+)
+def test_the_cache_of_a_row_that_is_preempted_when_the_batch_ends(config, stop):
+    """It was ahead, lost its blocks to rows that caught up, and a criterion ended the batch before it had them again."""
+    model, inputs = tiny_llama(), ragged([9, 7, 8])
+    criteria = StoppingCriteriaList([EndsAt(inputs["input_ids"].shape[1] + stop)])
+    call = {"max_new_tokens": 20, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    plain = model.generate(**inputs, **call, stopping_criteria=criteria)
+    for num_blocks in (5, 6):
+        small = {**config, "block_size": 4, "num_blocks": num_blocks}
+        out = model.generate(**inputs, **call, stopping_criteria=criteria, speculative_config=small)
+        assert torch.equal(out.sequences, plain.sequences)
+        for row, length in enumerate(inputs["attention_mask"].sum(1).tolist()):
+            for ours, theirs in zip(out.past_key_values.layers, plain.past_key_values.layers, strict=True):
+                first = -(length + stop - 1)  # left padding is not compared
+                torch.testing.assert_close(ours.keys[row, :, first:], theirs.keys[row, :, first:], atol=1e-4, rtol=1e-4)
+                torch.testing.assert_close(
+                    ours.values[row, :, first:], theirs.values[row, :, first:], atol=1e-4, rtol=1e-4
+                )
+    assert_clean(model)

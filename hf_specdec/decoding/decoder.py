@@ -161,6 +161,27 @@ class SpeculativeDecoder:
         with torch.no_grad(), self.target.active(), self.generator.active():
             yield self
 
+    def lacks_text(self, seq: Sequence) -> bool:
+        """True if the KV of some tokens before the last one are gone: the sequence was preempted."""
+        return seq.id not in self.outside and self.cache.tables[seq.id].length < len(seq.tokens) - 1
+
+    def read_again(self, seq: Sequence) -> None:
+        """Feed a preempted sequence's text but for its last token, in chunks, without decoding. Call inside `active()`.
+
+        Raises:
+            OutOfBlocks: a chunk does not fit. Those before it stay fed.
+        """
+        while self.lacks_text(seq):
+            start = self.cache.tables[seq.id].length
+            end = min(start + self.config.prefill_chunk_size, len(seq.tokens) - 1)
+            if end < seq.prompt_length and self.target.recurrent is not None:
+                end = self.target.recurrent.cut(start, end)
+            self._reserve(seq, end)
+            tokens = np.asarray(seq.tokens[start:end], dtype=np.int64)
+            row = RowInput(seq.id, tokens, start, offset=seq.position_offset, prompt=seq.num_chunked(start, end))
+            self.target.forward([row], self.cache)
+            self.cache.tables[seq.id].length = end
+
     def read_last(self, sequences: list[Sequence]) -> None:
         """Feed each finished sequence's last token too, so that generation can continue from its KV. Call inside `active()`.
 

@@ -318,14 +318,37 @@ class BatchRun:
                 self.tensors[seq.row].states = read_text_again(decoder.target, decoder.cache, seq, needed, chunk)
 
     def _let_go(self, leaving: list[Sequence], everything: bool = False) -> None:
-        if leaving and self.keep_cache and not everything:  # transformers feeds the end token while other rows continue
-            self._making_room(lambda: self.decoder.read_last(leaving))
-        for seq in leaving:
-            self.running.remove(seq)
-            if self.keep_cache:
-                self.tensors[seq.row].cache = self.decoder.read_cache(seq)
-                self.tensors[seq.row].states = read_states(self.decoder.cache, seq, self._may_be_needed(seq))
-            self.statistics[seq.row] = self.decoder.remove(seq)
+        """Rows leave; with `keep_cache`, after their KV were copied. A row that was ahead may have been preempted since."""
+        preempted = [seq for seq in leaving if self.keep_cache and self.decoder.lacks_text(seq)]
+        present = [seq for seq in leaving if seq not in preempted]
+        if present and self.keep_cache and not everything:  # transformers feeds the end token while other rows continue
+            self._making_room(lambda: self.decoder.read_last(present))
+        for seq in present:
+            self._remove(seq)
+        for seq in preempted:
+            self._read_again(seq)
+            if not everything:
+                self._making_room(lambda seq=seq: self.decoder.read_last([seq]))
+            self._remove(seq)
+
+    def _read_again(self, seq: Sequence) -> None:
+        """Read a preempted row's text into the cache, in place of other rows where blocks are few."""
+        while True:
+            try:
+                return self.decoder.read_again(seq)
+            except OutOfBlocks:
+                tables = self.decoder.cache.tables
+                holders = [each for each in self.running if each is not seq and tables[each.id].blocks]
+                if not holders:
+                    raise
+                self.decoder.preempt(holders[-1])
+
+    def _remove(self, seq: Sequence) -> None:
+        self.running.remove(seq)
+        if self.keep_cache:
+            self.tensors[seq.row].cache = self.decoder.read_cache(seq)
+            self.tensors[seq.row].states = read_states(self.decoder.cache, seq, self._may_be_needed(seq))
+        self.statistics[seq.row] = self.decoder.remove(seq)
 
 
 def text_length(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, generation_config) -> int:
