@@ -280,9 +280,3 @@ def test_a_missing_shared_norm_and_another_methods_head(tmp_path):
     rewrite(target.folder, speculators_model_type="eagle3")
     with pytest.raises(hf_specdec.SpeculativeConfigError, match="speculators checkpoint of type 'eagle3', not of MTP"):
         drafted(target.model)
-
-
-def test_recurrent_targets_stay_refused(tmp_path):
-    target = build("qwen3_next", 0, **KINDS["Qwen3-Next"].options)
-    with pytest.raises(ValueError, match=r"recurrent state.*cannot be rolled back"):
-        drafted(target)
