@@ -346,9 +346,11 @@ def _make_lengths(config: SpeculativeConfig) -> DraftLengthPolicy:
 
 def nodes_by_depth(trees: DraftTrees) -> np.ndarray:
     """int [B, D]: number of nodes of each row's tree at depth 1, 2, .. D."""
+    if not any(trees.lengths):
+        return np.zeros((len(trees.lengths), 0), dtype=np.int64)
     lengths = np.asarray(trees.lengths, dtype=np.int64)
-    width = int(lengths.max(initial=0))
-    if trees.is_chain or not width:
+    if trees.is_chain:
+        width = int(lengths.max())
         return (np.arange(width) < lengths[:, None]).astype(np.int64)
     depths = np.where(trees.valid, trees.depths, 0)
     counts = np.zeros((len(lengths), int(depths.max()) + 1), dtype=np.int64)
