@@ -18,6 +18,7 @@ from transformers import (
     StoppingCriteria,
     StoppingCriteriaList,
 )
+from transformers.cache_utils import Cache
 
 import hf_specdec
 from hf_specdec import LLM, SamplingParams, integration
@@ -29,6 +30,9 @@ from hf_specdec.decoding import SpeculativeDecoder
 from hf_specdec.model import packed_model, recurrent
 from hf_specdec.model.prepare import ModelOptions, prepare
 
+pytestmark = pytest.mark.skipif(
+    not hasattr(Cache, "get_conv_state"), reason="needs transformers 5.23, as the models do"
+)
 SHORT = ("Qwen3-Next", "Nemotron-H")  # a delta rule; a rule that differs between prompt and text
 ALL = [pytest.param(name, marks=() if name in SHORT else pytest.mark.slow) for name in FAMILIES]
 CHAIN = {"method": "draft_model", "num_speculative_tokens": 4}
@@ -471,3 +475,10 @@ def test_the_families_of_the_tests_are_those_that_are_served():
     assert {kind for kind, _ in recurrent_families.FAMILIES.values()} == set(recurrent.FAMILIES)
     with pytest.raises(UnsupportedModel, match="compile"):
         prepare(make("LFM2"), ModelOptions(compile=True))
+
+
+def test_an_older_transformers_is_refused(monkeypatch):
+    """5.17 keeps states in another way."""
+    monkeypatch.delattr(Cache, "get_conv_state")
+    with pytest.raises(UnsupportedModel, match=r"install transformers 5\.23"):
+        prepare(make("Qwen3-Next"))

@@ -9,10 +9,14 @@ from oracle import VOCAB, assert_clean, ragged
 from test_eagle3 import SHAPES as EAGLE_SHAPES
 from test_eagle3 import check_numerics_and_cache, write
 from test_mtp import SHAPES, check_caches, drafted
+from transformers.cache_utils import Cache
 
 from hf_specdec.candidate_generators import parse_config
 from hf_specdec.candidate_generators.mtp import MtpGenerator
 
+pytestmark = pytest.mark.skipif(
+    not hasattr(Cache, "get_conv_state"), reason="needs transformers 5.23, as the models do"
+)
 STATES = {
     "layer_types": ["linear_attention", "linear_attention", "full_attention"], "linear_num_key_heads": 2,
     "linear_num_value_heads": 4, "linear_key_head_dim": 8, "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4, "head_dim": 16,

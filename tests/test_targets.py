@@ -485,7 +485,13 @@ def test_self_test_catches_attention_to_later_tokens(name, no_verdicts):
     model = model_class(kind(is_decoder=False, **settings)).eval()
     with pytest.raises(UnsupportedModel, match="attends to later tokens"):
         model.generate(torch.arange(4, 12)[None], max_new_tokens=3, speculative_config=NGRAM)
-    prepare(model_class(kind(is_decoder=True, **settings)).eval())
+    decoder = model_class(kind(is_decoder=True, **settings)).eval()
+    ids, other = torch.arange(4, 12)[None], torch.tensor([[4, 5, 6, 7, 8, 9, 10, 50]])
+    if torch.allclose(decoder(ids).logits[:, :-1], decoder(other).logits[:, :-1], atol=1e-4):
+        prepare(decoder)
+    else:  # BigBird in transformers 5.17
+        with pytest.raises(UnsupportedModel, match="attends to later tokens"):
+            prepare(decoder)
 
 
 # ---- taps -----------------------------------------------------------------------------------------------------------
