@@ -21,12 +21,8 @@ browsing = pytest.mark.skipif(find_browser() is None, reason="no Chromium is ins
 @pytest.fixture(scope="module")
 def server():
     config = json.dumps({"method": "eagle3", "model": "tiny-eagle3", "num_speculative_tokens": 3})
-    process = Process("--speculative-config", config, "--api-key", "secret", "--max-model-len", "512")
-    try:
-        yield process.wait()
-        assert process.stop() == 0
-    finally:
-        process.process.kill()
+    with Process.running("--speculative-config", config, "--api-key", "secret", "--max-model-len", "512") as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -21,12 +21,10 @@ def server(tmp_path_factory):
     fields = {**TEMPLATE["fields"], "reasoning_content": {"open": "Once", "close": "."}}  # so that the model reasons
     path.write_text(json.dumps({**TEMPLATE, "fields": fields}))
     config = json.dumps({"method": "ngram", "num_speculative_tokens": 3})
-    process = Process("--speculative-config", config, "--response-template", str(path), "--max-model-len", "512")
-    try:
-        yield process.wait()
-        assert process.stop() == 0
-    finally:
-        process.process.kill()
+    with Process.running(
+        "--speculative-config", config, "--response-template", str(path), "--max-model-len", "512"
+    ) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,6 @@
 """`hf-specdec serve`: a real process on loopback, asked by the openai client and by plain HTTP."""
 
+import contextlib
 import json
 import os
 import re
@@ -66,6 +67,17 @@ class Process:
                 time.sleep(0.1)
         raise AssertionError("The server did not come up.")
 
+    @classmethod
+    @contextlib.contextmanager
+    def running(cls, *flags):
+        """A server that is up; it must end well."""
+        made = cls(*flags)
+        try:
+            yield made.wait()
+            assert made.stop() == 0
+        finally:
+            made.process.kill()
+
     def stop(self):
         self.process.send_signal(signal.SIGTERM)
         return self.process.wait(timeout=60)
@@ -94,14 +106,10 @@ class Process:
 
 @pytest.fixture(scope="module")
 def server():
-    process = Process(
+    with Process.running(
         "--speculative-config", json.dumps(SERVED), "--max-model-len", "256", "--max-body-bytes", "100000"
-    )
-    try:
-        yield process.wait()
-        assert process.stop() == 0
-    finally:
-        process.process.kill()
+    ) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -122,12 +122,10 @@ def server(tmp_path_factory):
     }  # the model writes "."
     path.write_text(json.dumps({**TEMPLATE, "fields": fields}))
     config = json.dumps({"method": "draft_model", "model": "tiny-draft", "num_speculative_tokens": 3})
-    process = Process("--response-template", str(path), "--speculative-config", config, "--max-model-len", "512")
-    try:
-        yield process.wait()
-        assert process.stop() == 0
-    finally:
-        process.process.kill()
+    with Process.running(
+        "--response-template", str(path), "--speculative-config", config, "--max-model-len", "512"
+    ) as made:
+        yield made
 
 
 @pytest.fixture(scope="module")

@@ -107,6 +107,7 @@ class PagedStaticCache(Cache):
 
     @share_prefixes.setter
     def share_prefixes(self, wanted: bool) -> None:
+        """Ask for sharing, or forbid it."""
         self._share_prefixes = wanted
 
     @property

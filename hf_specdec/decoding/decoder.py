@@ -165,15 +165,15 @@ class SpeculativeDecoder:
         """True if the KV of some tokens before the last one are gone: the sequence was preempted."""
         return seq.id not in self.outside and self.cache.tables[seq.id].length < len(seq.tokens) - 1
 
-    def read_again(self, seq: Sequence) -> None:
-        """Feed a preempted sequence's text but for its last token, in chunks, without decoding. Call inside `active()`.
+    def read_again(self, seq: Sequence, length: int) -> None:
+        """Feed the sequence's text up to `length` tokens, in chunks, without decoding. Call inside `active()`.
 
         Raises:
             OutOfBlocks: a chunk does not fit. Those before it stay fed.
         """
-        while self.lacks_text(seq):
+        while self.cache.tables[seq.id].length < length:
             start = self.cache.tables[seq.id].length
-            end = min(start + self.config.prefill_chunk_size, len(seq.tokens) - 1)
+            end = min(start + self.config.prefill_chunk_size, length)
             if end < seq.prompt_length and self.target.recurrent is not None:
                 end = self.target.recurrent.cut(start, end)
             self._reserve(seq, end)

@@ -20,7 +20,7 @@ from ..model.architectures import check_length, is_multimodal
 from ..model.prompt import ReadPrompt, read_prompt, row_of
 from ..sampling.processors import NodeProcessors
 from .decoder import PendingStep, SpeculativeDecoder, StepResult
-from .kept_states import fill_states, load_states, read_states, read_text_again, stateful_layers
+from .kept_states import fill_states, load_states, read_states, stateful_layers
 from .outputs import (
     RowStatistics,
     RowTensors,
@@ -310,12 +310,16 @@ class BatchRun:
 
     def settle_states(self) -> None:
         """Rows that were ahead of the batch when it stopped: read their texts again, up to where the states are needed."""
-        decoder = self.decoder
+        cache = self.decoder.cache
         for seq in self.sequences:
             needed = self.num_fed(seq)
             if needed not in self.tensors[seq.row].states:
-                chunk = decoder.config.prefill_chunk_size
-                self.tensors[seq.row].states = read_text_again(decoder.target, decoder.cache, seq, needed, chunk)
+                cache.add(seq.id)
+                try:
+                    self.decoder.read_again(seq, needed)
+                    self.tensors[seq.row].states = read_states(cache, seq, [needed])
+                finally:
+                    cache.remove(seq.id)
 
     def _let_go(self, leaving: list[Sequence], everything: bool = False) -> None:
         """Rows leave; with `keep_cache`, after their KV were copied. A row that was ahead may have been preempted since."""
@@ -335,7 +339,7 @@ class BatchRun:
         """Read a preempted row's text into the cache, in place of other rows where blocks are few."""
         while True:
             try:
-                return self.decoder.read_again(seq)
+                return self.decoder.read_again(seq, len(seq.tokens) - 1)
             except OutOfBlocks:
                 tables = self.decoder.cache.tables
                 holders = [each for each in self.running if each is not seq and tables[each.id].blocks]

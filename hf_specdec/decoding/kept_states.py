@@ -4,14 +4,11 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import numpy as np
 import torch
 from transformers.cache_utils import Cache, DynamicCache, LinearAttentionCacheLayerMixin
 
 from ..cache import PagedStaticCache
-from ..core.rows import RowInput
 from ..core.sequence import Sequence
-from ..model.packed_model import PackedModel
 
 
 @dataclass
@@ -33,24 +30,6 @@ def read_states(cache: PagedStaticCache, seq: Sequence, counts: list[int]) -> di
             copies = ({layer: pool[slot].clone() for layer, pool in each.items()} for each, slot in pools)
             found[count] = KeptStates(*copies)
     return found
-
-
-def read_text_again(
-    target: PackedModel, cache: PagedStaticCache, seq: Sequence, num_tokens: int, chunk: int
-) -> dict[int, KeptStates]:
-    """The states of a row that has left, after its first `num_tokens` tokens. Reads them again, `chunk` tokens at a time; call inside
-    `active()`."""
-    cache.add(seq.id)
-    try:
-        cache.reserve(seq.id, num_tokens)
-        for start in range(0, num_tokens, chunk):
-            tokens = np.asarray(seq.tokens[start : min(start + chunk, num_tokens)], dtype=np.int64)
-            end = start + len(tokens)
-            target.forward([RowInput(seq.id, tokens, start, prompt=seq.num_chunked(start, end))], cache)
-            cache.tables[seq.id].length = end
-        return read_states(cache, seq, [num_tokens])
-    finally:
-        cache.remove(seq.id)
 
 
 def stateful_layers(cache: Cache) -> list[tuple[int, LinearAttentionCacheLayerMixin]]:

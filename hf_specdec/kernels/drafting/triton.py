@@ -22,6 +22,7 @@ def frontier_kernel(
     frontier_values, log_probs, tokens, limits, children, best_values, best_indices, best_tokens, best_parents, depth,
     frontier, width, keep, HAS_LIMITS: tl.constexpr, BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """`reference.next_frontier` for one row. A program is a row."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     count = frontier * width
@@ -76,6 +77,7 @@ def prune_kernel(
     tokens, values, parents, expanded, out_tokens, out_parents, out_expanded, out_nodes, lengths, size, count,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """`reference.prune_tree` for one row. A program is a row."""
     row = tl.program_id(0).to(tl.int64)
     lanes = tl.arange(0, BLOCK)
     exists = lanes < size
@@ -148,6 +150,7 @@ def draft_places(target_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
 
 @triton.jit
 def widen_kernel(scores, places, out, draft_size, vocab, fill, BLOCK: tl.constexpr):
+    """Scores [R, draft vocabulary] as scores [R, V]; ids without a place get `fill`. A program is a row and BLOCK ids."""
     row = tl.program_id(0).to(tl.int64)
     ids = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
     place = tl.load(places + ids, mask=ids < vocab, other=-1)
@@ -180,6 +183,7 @@ def to_target_vocabulary(
 
 @triton.jit
 def gather_kernel(layer0, layer1, layer2, layer3, index, out, hidden, out_stride, BLOCK: tl.constexpr):
+    """Copies the rows `index` of up to four layers side by side into `out`. A program is a row, BLOCK columns and a layer."""
     row, which = tl.program_id(0).to(tl.int64), tl.program_id(2)
     layer = layer0
     if which == 1:

@@ -56,6 +56,7 @@ def tile_of(dtype: torch.dtype) -> dict[str, int]:
 
 
 def stages_of(dtype: torch.dtype) -> int:
+    """Stages of the software pipeline of a product in this dtype."""
     return 3 if dtype == torch.float32 else 4
 
 

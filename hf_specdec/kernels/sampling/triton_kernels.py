@@ -216,6 +216,7 @@ def scores_kernel(
     HAS_OWNERS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_THRESHOLDS: tl.constexpr, STREAM: tl.constexpr,
     BLOCK: tl.constexpr,
 ):  # fmt: skip
+    """Processed scores of one row of logits, with Gumbel noise where the row samples. A program is a row and BLOCK ids."""
     place = tl.program_id(0).to(tl.int64)
     owner = place
     if HAS_OWNERS:

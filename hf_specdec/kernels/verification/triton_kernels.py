@@ -17,6 +17,7 @@ def choices_kernel(
     TREE: tl.constexpr, SAMPLE: tl.constexpr, GREEDY_ONLY: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
     HAS_THRESHOLDS: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
+    """The best token of one part of a row's vocabulary, with the noise of its position. A program is a node and a part."""
     place = tl.program_id(0)
     split = tl.program_id(1)
     row = place // (num_nodes + 1)
@@ -65,6 +66,7 @@ def walk_kernel(
     best_scores, best_ids, tokens, parents, valid, do_sample, choices_out, path, lengths, next_tokens, num_nodes,
     SPLITS: tl.constexpr, TREE: tl.constexpr, GREEDY_ONLY: tl.constexpr, WALK: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
+    """Joins the parts of each node's choice, then walks one row's tree along the choices. A program is a row."""
     row = tl.program_id(0).to(tl.int64)
     slots = tl.arange(0, BLOCK_N)
     exists = slots <= num_nodes
