@@ -22,9 +22,10 @@ from ..sampling.grammar import without_impossible_ends
 from ..sampling.logits import calls_in_order, needs_prefix
 from ..verification.verify import begin_verification
 from .acceptance import DraftedStep
-from .draft_length import DraftLengthPolicy, make_policy, nodes_by_depth
+from .draft_length import DraftLengthPolicy
 from .fed_rows import FedRows
 from .outputs import RowStatistics, read_cache
+from .policies import make_policy
 from .scoring import node_scores
 from .step import PendingStep, StepResult, StepTensors
 from .step_cost import StepTimer
@@ -364,7 +365,7 @@ class SpeculativeDecoder:
         """Tell the policy what its draft lengths led to. Steps that also read prompts are not timed: they say nothing about
         decoding."""
         seconds, drafting_seconds = self.timer.stop()
-        nodes, accepted = nodes_by_depth(outcome.trees), [len(path) for path in outcome.accepted]
+        nodes, accepted = outcome.trees.nodes_by_depth, [len(path) for path in outcome.accepted]
         num_new = [len(new) for new in outcome.new_tokens]
         chosen = dict(zip([seq.id for seq in pending.decoding], pending.limits, strict=True))
         limits = [chosen[seq.id] for seq in outcome.sequences]
