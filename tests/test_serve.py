@@ -1,5 +1,6 @@
 """`hf-specdec serve`: a real process on loopback, asked by the openai client and by plain HTTP."""
 
+import asyncio
 import json
 import re
 import signal
@@ -8,6 +9,7 @@ import threading
 import time
 import urllib.error
 import urllib.request
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -347,3 +349,36 @@ def test_keys_drain_and_a_full_queue():
         assert all(len(a["choices"][0]["text"]) > 100 for s, _, a in found if s == 200)  # drained, not cut
     finally:
         process.process.kill()
+
+
+def test_silence_in_a_stream_and_readers_that_leave(tiny_tokenizer):
+    """None after every so many seconds without an update, not before; who leaves before the end cancels what has not ended."""
+    from hf_specdec.serve.server import Limits, Server
+    from hf_specdec.serve.worker import Cancel, Load, Submit, Update
+
+    async def read():
+        sent, silence = [], 0.05
+        server = Server(tiny_tokenizer, ["tiny"], Limits(keep_alive_seconds=silence))
+        server.max_model_len = 256
+        server.worker = SimpleNamespace(failure=None, is_alive=lambda: True, send=sent.append, load=Load())
+        answers = []
+        for prompt in ([5], [6]):
+            answers.append(server.submit(prompt, prompt, server.defaults, among=answers))
+        updates = server.updates(answers)
+        began = time.monotonic()
+        assert await anext(updates) is None and await anext(updates) is None
+        assert time.monotonic() - began >= 2 * silence
+        await asyncio.sleep(0.7 * silence)
+        server._route(
+            [Update(answers[1].id, token_ids=[7], request_finished=True), Update(answers[0].id, token_ids=[8])]
+        )
+        assert [(await anext(updates))[0].number for _ in range(2)] == [1, 0]
+        began = time.monotonic()
+        assert await anext(updates) is None and time.monotonic() - began >= 0.9 * silence
+        server.leave(answers)
+        server.leave(answers)
+        assert [type(each) for each in sent] == [Submit, Submit, Cancel] and sent[2].id == answers[0].id
+        assert not server.answers and all(answer.inbox._timer.cancelled() for answer in answers)
+        assert server.metrics.text().count(b'hf_specdec_generation_tokens_total{model_name="tiny"} 2.0') == 1
+
+    asyncio.run(read())
