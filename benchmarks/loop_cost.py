@@ -20,14 +20,11 @@ import sys
 import time
 from pathlib import Path
 
+from loads import SIZES
+
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 ROOT = Path(__file__).resolve().parents[1]
-SIZES = {  # of the bundled model inflated: hidden size, layers, heads, KV heads, intermediate size
-    "bundled": None,
-    "50m": dict(hidden_size=512, num_hidden_layers=12, num_attention_heads=16, num_key_value_heads=4, intermediate_size=1536),
-    "100m": dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=24, num_key_value_heads=6, intermediate_size=2304),
-}  # fmt: skip
 
 
 def parse() -> argparse.Namespace:

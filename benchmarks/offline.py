@@ -33,7 +33,7 @@ CONFIGS = {
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", default="100m", help="see loop_cost.py (default: %(default)s)")
+    parser.add_argument("--size", default="100m", help="see loads.py (default: %(default)s)")
     parser.add_argument("--prompts", type=int, default=32)
     parser.add_argument("--new-tokens", type=int, default=48)
     parser.add_argument("--turns", type=int, default=3)
@@ -41,20 +41,13 @@ def main() -> None:
     options = parser.parse_args()
     import torch
     from decode import machine
-    from loop_cost import SIZES
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from loads import larger, prompts
 
     import hf_specdec
-    from hf_specdec.inflation import inflate
 
     torch.set_num_threads(1)
-    folder = hf_specdec.bundled("tiny")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    if SIZES[options.size] is not None:
-        model = inflate(model, **SIZES[options.size]).eval()
-    rows = (Path(folder).parent / "prompts.jsonl").read_text(encoding="utf-8").splitlines()
-    ids = [tokenizer(json.loads(row)["prompt"])["input_ids"][:200] for row in rows[: options.prompts]]
+    model, tokenizer = larger(options.size)
+    ids = [tokenizer(prompt)["input_ids"][:200] for prompt in prompts()[: options.prompts]]
     params = hf_specdec.SamplingParams(temperature=0, max_tokens=options.new_tokens, ignore_eos=True)
     engines = {name: hf_specdec.LLM(model, tokenizer, config, max_model_len=512) for name, config in CONFIGS.items()}
 

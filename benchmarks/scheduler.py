@@ -25,7 +25,7 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 def main() -> None:
     """Measure and print."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--size", default="50m", help="see loop_cost.py (default: %(default)s)")
+    parser.add_argument("--size", default="50m", help="see loads.py (default: %(default)s)")
     parser.add_argument("--requests", type=int, default=256)
     parser.add_argument("--new-tokens", type=int, default=16)
     parser.add_argument("--method", choices=["none", "ngram"], default="none")
@@ -33,18 +33,12 @@ def main() -> None:
     options = parser.parse_args()
     import torch
     from decode import machine
-    from loop_cost import SIZES
-    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from loads import larger
 
     import hf_specdec
-    from hf_specdec.inflation import inflate
 
     torch.set_num_threads(1)
-    folder = hf_specdec.bundled("tiny")
-    tokenizer = AutoTokenizer.from_pretrained(folder)
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
-    if SIZES[options.size] is not None:
-        model = inflate(model, **SIZES[options.size]).eval()
+    model, tokenizer = larger(options.size)
     config = None if options.method == "none" else {"method": "ngram", "num_speculative_tokens": 4}
     llm = hf_specdec.LLM(model, tokenizer, config, max_model_len=256, max_num_batched_tokens=8192)
     engine = llm.engine

@@ -76,3 +76,11 @@ def tiny_draft():
 def tiny_tokenizer():
     """The tokenizer both bundled models use."""
     return AutoTokenizer.from_pretrained(hf_specdec.bundled("tiny"), padding_side="left")
+
+
+@pytest.fixture(scope="module")
+def client(server):
+    """The openai client of the module's `server` (see helpers_server.Process)."""
+    openai = pytest.importorskip("openai")
+    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as made:
+        yield made

@@ -20,7 +20,7 @@ DEPLOY = Path(__file__).parents[1] / "deploy"
 def metric_names():
     """Every name in what /metrics says after a request with drafts."""
     metrics = Metrics("tiny", lambda: Load(running=1))
-    metrics.tokens_written(3)
+    metrics.tokens_written(3, 2)
     for histogram in (metrics.first_token, metrics.whole, metrics.per_token):
         histogram.observe(0.1)
     statistics = {"num_drafts": 2, "num_draft_tokens": 6, "num_accepted_tokens": 3, "num_accepted_per_position": [2, 1]}

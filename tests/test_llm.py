@@ -298,59 +298,6 @@ def test_it_is_the_packages_own():
     assert hf_specdec.LLM is LLM and hf_specdec.SamplingParams is SamplingParams
 
 
-def storm(llm, model, count, seed):
-    """Requests that arrive at random steps, some of which are cancelled; the others' answers are those of `generate()`."""
-    rng = random.Random(seed)
-    engine, expected, alive, number = llm.engine, {}, {}, 0
-    arrivals = sorted(rng.randint(0, 2 * count) for _ in range(count))
-    with engine.decoder.active():
-        for step in range(10**6):
-            while arrivals and arrivals[0] <= step:
-                arrivals.pop(0)
-                ids = llm.tokenizer(rng.choice(TEXTS))["input_ids"][: rng.randint(1, 30)]
-                sampled = rng.random() < 0.5
-                params = SamplingParams(
-                    temperature=0.8 if sampled else 0, seed=rng.randint(0, 9), max_tokens=rng.randint(1, 24),
-                    priority=rng.randint(-1, 1), num_speculative_tokens=rng.choice([None, None, 0, 2]),
-                )  # fmt: skip
-                number += 1
-                request = engine.add(str(number), None, ids, params)
-                alive[request.id] = request
-                expected[request.id] = (ids, params)
-            engine.step()
-            if rng.random() < 0.08 and alive:
-                engine.abort(alive[rng.choice(sorted(alive))])
-            for name in [name for name, request in alive.items() if request.finished]:
-                request = alive.pop(name)
-                if request.choices[0].output.finish_reason == "abort":
-                    del expected[name]
-                else:
-                    expected[name] = (*expected[name], request.choices[0].output.token_ids)
-            if not arrivals and not engine.has_work:
-                break
-    assert len(expected) > count // 2
-    for ids, params, written in expected.values():
-        config = {"method": "none", "seed": params.seed}
-        assert written == generated(model, ids, params, config)
-
-
-@pytest.mark.parametrize("config", METHODS[1:3], ids=["ngram", "eagle3"])
-def test_a_storm_of_requests(make, tiny_model, config):
-    storm(
-        make({**config, "block_size": 4, "num_blocks": 40}, max_num_batched_tokens=40, max_num_seqs=6),
-        tiny_model,
-        24,
-        0,
-    )
-
-
-@pytest.mark.slow
-@pytest.mark.parametrize("config", METHODS, ids=lambda config: config["method"] if config else "plain")
-def test_a_long_storm_of_requests(make, tiny_model, config):
-    config = {**(config or {"method": "none"}), "block_size": 4, "num_blocks": 60}
-    storm(make(config, max_num_batched_tokens=64, max_num_seqs=12), tiny_model, 500, 1)
-
-
 def test_text_grows_by_whole_characters():
     """Byte by byte, against decoding everything at once; what ends inside a character becomes U+FFFD."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers

@@ -8,7 +8,7 @@ import subprocess
 import time
 
 import pytest
-from test_serve import Process
+from helpers_server import Process
 
 pytest.importorskip("uvicorn")
 

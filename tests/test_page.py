@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from helpers_browser import Browser, find_browser
-from test_serve import Process
+from helpers_server import Process
 
 pytest.importorskip("uvicorn")
 

@@ -3,11 +3,11 @@
 import json
 
 import pytest
+from helpers_server import Process
 from pydantic import BaseModel
-from test_serve import Process
 from test_tools import TEMPLATE, TOOLS, WEATHER
 
-openai = pytest.importorskip("openai")
+pytest.importorskip("openai")
 pytest.importorskip("llguidance")
 pytest.importorskip("uvicorn")
 
@@ -24,12 +24,6 @@ def server(tmp_path_factory):
     with Process.running(
         "--speculative-config", config, "--response-template", str(path), "--max-model-len", "512"
     ) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as made:
         yield made
 
 

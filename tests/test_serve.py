@@ -1,29 +1,25 @@
 """`hf-specdec serve`: a real process on loopback, asked by the openai client and by plain HTTP."""
 
-import contextlib
+import asyncio
 import json
-import os
 import re
 import signal
 import socket
-import subprocess
-import sys
-import tempfile
 import threading
 import time
 import urllib.error
 import urllib.request
-from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers_server import Process
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
-openai = pytest.importorskip("openai")
+pytest.importorskip("openai")
 
-ROOT = Path(__file__).parents[1]
 CONFIG = {"method": "eagle3", "model": "tiny-eagle3", "num_speculative_tokens": 3}
 SERVED = {
     "method": "per_request",
@@ -32,89 +28,11 @@ SERVED = {
 STORY = "Once upon a time there was a little girl. Once upon a time"
 
 
-def free_port():
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        return probe.getsockname()[1]
-
-
-class Process:
-    """A server in a process of its own."""
-
-    def __init__(self, *flags):
-        self.port = free_port()
-        self.url = f"http://127.0.0.1:{self.port}"
-        code = "import sys; from hf_specdec.cli import main; sys.exit(main())"
-        environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
-        arguments = ["serve", "tiny", "--dtype", "float32", "--port", str(self.port), *flags]
-        self.log = tempfile.TemporaryFile("w+")  # a pipe that nobody reads would stop a server that says much  # noqa: SIM115
-        self.process = subprocess.Popen(
-            [sys.executable, "-c", code, *arguments], cwd=ROOT, env=environment, stdout=self.log,
-            stderr=subprocess.STDOUT, text=True,
-        )  # fmt: skip
-
-    def wait(self, seconds=120):
-        deadline = time.monotonic() + seconds
-        while time.monotonic() < deadline:
-            try:
-                with urllib.request.urlopen(self.url + "/health", timeout=5) as answer:
-                    assert answer.status == 200
-                    return self
-            except (urllib.error.URLError, ConnectionError):
-                if self.process.poll() is not None:
-                    self.log.seek(0)
-                    raise AssertionError(self.log.read()) from None
-                time.sleep(0.1)
-        raise AssertionError("The server did not come up.")
-
-    @classmethod
-    @contextlib.contextmanager
-    def running(cls, *flags):
-        """A server that is up; it must end well."""
-        made = cls(*flags)
-        try:
-            yield made.wait()
-            assert made.stop() == 0
-        finally:
-            made.process.kill()
-
-    def stop(self):
-        self.process.send_signal(signal.SIGTERM)
-        return self.process.wait(timeout=60)
-
-    def post(self, path, body, headers=None):
-        """(status, headers, body)."""
-        data = body if isinstance(body, bytes) else json.dumps(body).encode()
-        request = urllib.request.Request(
-            self.url + path, data, {"Content-Type": "application/json", **(headers or {})}, method="POST"
-        )
-        try:
-            with urllib.request.urlopen(request, timeout=60) as answer:
-                return answer.status, answer.headers, json.loads(answer.read())
-        except urllib.error.HTTPError as error:
-            return error.code, error.headers, json.loads(error.read())
-
-    def metrics(self):
-        with urllib.request.urlopen(self.url + "/metrics", timeout=60) as answer:
-            lines = answer.read().decode().splitlines()
-        return {
-            line.rpartition(" ")[0].partition("{")[0]: float(line.rpartition(" ")[2])
-            for line in lines
-            if line[0] != "#"
-        }
-
-
 @pytest.fixture(scope="module")
 def server():
     with Process.running(
         "--speculative-config", json.dumps(SERVED), "--max-model-len", "256", "--max-body-bytes", "100000"
     ) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as made:
         yield made
 
 
@@ -431,3 +349,36 @@ def test_keys_drain_and_a_full_queue():
         assert all(len(a["choices"][0]["text"]) > 100 for s, _, a in found if s == 200)  # drained, not cut
     finally:
         process.process.kill()
+
+
+def test_silence_in_a_stream_and_readers_that_leave(tiny_tokenizer):
+    """None after every so many seconds without an update, not before; who leaves before the end cancels what has not ended."""
+    from hf_specdec.serve.server import Limits, Server
+    from hf_specdec.serve.worker import Cancel, Load, Submit, Update
+
+    async def read():
+        sent, silence = [], 0.05
+        server = Server(tiny_tokenizer, ["tiny"], Limits(keep_alive_seconds=silence))
+        server.max_model_len = 256
+        server.worker = SimpleNamespace(failure=None, is_alive=lambda: True, send=sent.append, load=Load())
+        answers = []
+        for prompt in ([5], [6]):
+            answers.append(server.submit(prompt, prompt, server.defaults, among=answers))
+        updates = server.updates(answers)
+        began = time.monotonic()
+        assert await anext(updates) is None and await anext(updates) is None
+        assert time.monotonic() - began >= 2 * silence
+        await asyncio.sleep(0.7 * silence)
+        server._route(
+            [Update(answers[1].id, token_ids=[7], request_finished=True), Update(answers[0].id, token_ids=[8])]
+        )
+        assert [(await anext(updates))[0].number for _ in range(2)] == [1, 0]
+        began = time.monotonic()
+        assert await anext(updates) is None and time.monotonic() - began >= 0.9 * silence
+        server.leave(answers)
+        server.leave(answers)
+        assert [type(each) for each in sent] == [Submit, Submit, Cancel] and sent[2].id == answers[0].id
+        assert not server.answers and all(answer.inbox._timer.cancelled() for answer in answers)
+        assert server.metrics.text().count(b'hf_specdec_generation_tokens_total{model_name="tiny"} 2.0') == 1
+
+    asyncio.run(read())

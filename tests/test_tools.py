@@ -3,11 +3,11 @@
 import json
 
 import pytest
-from test_serve import Process
+from helpers_server import Process
 
 from hf_specdec.serve.messages import MessageParser, joined_calls, reasoning_before, response_template_of, without_tools
 
-openai = pytest.importorskip("openai")
+pytest.importorskip("openai")
 pytest.importorskip("llguidance")
 pytest.importorskip("uvicorn")
 
@@ -125,12 +125,6 @@ def server(tmp_path_factory):
     with Process.running(
         "--response-template", str(path), "--speculative-config", config, "--max-model-len", "512"
     ) as made:
-        yield made
-
-
-@pytest.fixture(scope="module")
-def client(server):
-    with openai.OpenAI(base_url=server.url + "/v1", api_key="none", max_retries=0) as made:
         yield made
 
 

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import json
 import time
 import uuid
 from abc import ABC, abstractmethod
-from collections.abc import AsyncIterator, Awaitable
+from collections.abc import AsyncIterator, Awaitable, Callable
 from functools import partial
 from typing import Any
 
@@ -21,9 +22,10 @@ from .messages import MessageParser, joined_calls, reasoning_before, without_too
 from .protocol import ChatRequest, CompletionRequest, SamplingFields
 from .server import Answer, Server
 from .structured import StructuredOutputsParams
-from .worker import Cancel, Update
+from .worker import Update
 
 _UNKNOWN_HEADER = "x-ignored-fields"
+_to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 class Endpoint(ABC):
@@ -75,16 +77,12 @@ class Endpoint(ABC):
         headers = {_UNKNOWN_HEADER: ignored} if ignored else {}
         self.grammar = self.body.grammar()
         await self.server.compile(self.grammar)
-        try:
+        with contextlib.ExitStack() as at_end:
+            at_end.callback(self.server.leave, self.answers)
             self.submit()
-        except BaseException:
-            for answer in self.answers:
-                self.server.answers.pop(answer.id, None)
-                self.server.engine.send(Cancel(answer.id))
-            raise
-        if self.body.stream:
-            return StreamingResponse(self.stream(), media_type="text/event-stream", headers=headers)
-        return JSONResponse(await unless_gone(request, self.collect()), headers=headers)
+            if self.body.stream:
+                return EventStream(self.stream(), at_end.pop_all().close, headers)
+            return JSONResponse(await unless_gone(request, self.collect()), headers=headers)
 
     def index(self, number: int, index: int) -> int:
         """A choice's index in the answer."""
@@ -92,7 +90,7 @@ class Endpoint(ABC):
 
     async def collect(self) -> dict[str, Any]:
         """The whole answer."""
-        results = await asyncio.gather(*(self._all(answer) for answer in self.answers))
+        results = await self.all_updates()
         choices = []
         for number, updates in enumerate(results):
             for index in range(self.body.n):
@@ -103,8 +101,13 @@ class Endpoint(ABC):
             body["metrics"] = self.server.timings(self.answers[0], results[0][-1])
         return body
 
-    async def _all(self, answer: Answer) -> list[Update]:
-        return [update async for update in self.server.updates(answer) if update is not None]
+    async def all_updates(self) -> list[list[Update]]:
+        """The updates of every answer."""
+        found: list[list[Update]] = [[] for _ in self.answers]
+        async for each in self.server.updates(self.answers):
+            if each is not None:
+                found[each[0].number].append(each[1])
+        return found
 
     def usage(self) -> dict[str, Any]:
         """Tokens of all prompts and choices so far."""
@@ -116,49 +119,33 @@ class Endpoint(ABC):
         """Server-sent events."""
         options = self.body.stream_options
         wants_usage, running = bool(options and options.include_usage), bool(options and options.continuous_usage_stats)
-        merged: asyncio.Queue = asyncio.Queue()
-        readers = [asyncio.create_task(self._read(i, answer, merged)) for i, answer in enumerate(self.answers)]
-        left, last = len(readers), None
+        last = None
 
         def frame(choices: list[dict[str, Any]], **more: Any) -> bytes:
             counts = {"usage": self.usage() if running else None} if wants_usage or running else {}
             return sse({**self.base, "choices": choices, **counts, **more})
 
+        for number in range(len(self.answers)):
+            for index in range(self.body.n):
+                for choice in self.begin_frames(self.index(number, index)):
+                    yield frame([choice])
         try:
-            for number in range(len(readers)):
-                for index in range(self.body.n):
-                    for choice in self.begin_frames(self.index(number, index)):
-                        yield frame([choice])
-            while left:
-                number, update = await merged.get()
-                if isinstance(update, BaseException):
-                    error = update if isinstance(update, ApiError) else failed("The server failed; its log says why.")
-                    yield sse(error.body)
-                    break
-                if update is None:
+            async for found in self.server.updates(self.answers):
+                if found is None:
                     yield b": ping\n\n"
                     continue
-                left -= update.request_finished
+                answer, update = found
                 last = update if update.request_finished else last
-                yield frame([{"index": self.index(number, update.index), **self.choice(number, update)}])
-            else:
-                if wants_usage:
-                    more = {"usage": self.usage()}
-                    if len(self.answers) == 1 and self.body.n == 1 and last is not None:
-                        more["metrics"] = self.server.timings(self.answers[0], last)
-                    yield sse({**self.base, "choices": [], **more})
-            yield b"data: [DONE]\n\n"
-        finally:
-            for reader in readers:
-                reader.cancel()
-            await asyncio.gather(*readers, return_exceptions=True)
-
-    async def _read(self, number: int, answer: Answer, merged: asyncio.Queue) -> None:
-        try:
-            async for update in self.server.updates(answer):
-                merged.put_nowait((number, update))
+                index = self.index(answer.number, update.index)
+                yield frame([{"index": index, **self.choice(answer.number, update)}])
+            if wants_usage:
+                more = {"usage": self.usage()}
+                if len(self.answers) == 1 and self.body.n == 1 and last is not None:
+                    more["metrics"] = self.server.timings(self.answers[0], last)
+                yield sse({**self.base, "choices": [], **more})
         except Exception as error:
-            merged.put_nowait((number, error))
+            yield sse((error if isinstance(error, ApiError) else failed("The server failed; its log says why.")).body)
+        yield b"data: [DONE]\n\n"
 
 
 class Completions(Endpoint):
@@ -180,7 +167,7 @@ class Completions(Endpoint):
         tokens = body.max_tokens if body.max_tokens is None else max(body.max_tokens, 1)
         for prompt, ids in zip(self.prompts, self.ids, strict=True):
             params = body.sampling_params(self.server.defaults, tokens, **more)
-            self.answers.append(self.server.submit(prompt, ids, params))
+            self.answers.append(self.server.submit(prompt, ids, params, among=self.answers))
 
     def _echoed(self, number: int) -> str:
         prompt = self.prompts[number]
@@ -320,9 +307,24 @@ def _reasoning(text: str) -> dict[str, str]:
     return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
+class EventStream(StreamingResponse):
+    """Server-sent events. `leave` is called once nobody reads them any more: at their end, or when the client has left."""
+
+    def __init__(self, events: AsyncIterator[bytes], leave: Callable[[], None], headers: dict[str, str]):
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self.leave = leave
+
+    async def __call__(self, scope, receive, send) -> None:
+        """Send them."""
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.leave()
+
+
 def sse(body: dict[str, Any]) -> bytes:
     """One server-sent event. JSON in ASCII: some clients split lines at U+2028."""
-    return b"data: " + json.dumps(body, separators=(",", ":"), allow_nan=False).encode() + b"\n\n"
+    return b"data: " + _to_json(body).encode() + b"\n\n"
 
 
 async def unless_gone(request: Request, work: Awaitable[Any]) -> Any:

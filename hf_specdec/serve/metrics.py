@@ -46,10 +46,10 @@ class Metrics:
         self._accepted_at: list[float] = []
         self.registry.register(self)  # type: ignore[arg-type]
 
-    def tokens_written(self, count: int) -> None:
-        """Count the tokens that a step gave a row."""
+    def tokens_written(self, count: int, num_rows: int) -> None:
+        """Count the tokens that a step gave its rows."""
         self._new_tokens.inc(count)
-        self._steps.inc()
+        self._steps.inc(num_rows)
 
     def request_ended(self, reason: str, num_prompt: int, num_cached: int, statistics: dict[str, Any] | None) -> None:
         """Count a request."""

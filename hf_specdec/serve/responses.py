@@ -255,7 +255,7 @@ class Responses(Chat):
 
     async def collect(self) -> dict[str, Any]:
         """The whole response."""
-        updates = await self._all(self.answers[0])
+        (updates,) = await self.all_updates()
         for update in updates:
             self._add(update)
         return self._response(updates[-1])
@@ -273,10 +273,11 @@ class Responses(Chat):
         yield frame({"type": "response.created", "response": self._response(None)})
         yield frame({"type": "response.in_progress", "response": self._response(None)})
         try:
-            async for update in self.server.updates(self.answers[0]):
-                if update is None:
+            async for found in self.server.updates(self.answers):
+                if found is None:
                     yield b": ping\n\n"
                     continue
+                _, update = found
                 for event in self._add(update):
                     yield frame(event)
                 if update.request_finished:

@@ -8,6 +8,7 @@ import inspect
 import logging
 import time
 import uuid
+from collections import deque
 from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -49,18 +50,63 @@ class Limits:
     read_seconds: float = 30.0
 
 
+class Inbox:
+    """Updates of one client's request, in the event loop; None after every `seconds` in which none came.
+
+    Frames are many: this is cheaper than asyncio.Queue, and one timer does whatever comes.
+    """
+
+    def __init__(self, seconds: float):
+        self.seconds, self.loop = seconds, asyncio.get_running_loop()
+        self._found: deque[tuple[Answer, Update] | None] = deque()
+        self._awaited: asyncio.Future[None] | None = None
+        self._last = self.loop.time()
+        self._timer = self.loop.call_later(seconds, self._look)
+
+    def put(self, found: tuple[Answer, Update] | None) -> None:
+        """Something has come."""
+        self._last = self.loop.time()
+        self._found.append(found)
+        if self._awaited is not None and not self._awaited.done():
+            self._awaited.set_result(None)
+
+    async def get(self) -> tuple[Answer, Update] | None:
+        """What comes next, for one reader."""
+        while not self._found:
+            self._awaited = self.loop.create_future()
+            await self._awaited
+        return self._found.popleft()
+
+    def close(self) -> None:
+        """Nobody reads it any more."""
+        self._timer.cancel()
+
+    def _look(self) -> None:
+        if self.loop.time() >= self._last + self.seconds:
+            self.put(None)
+        self._timer = self.loop.call_at(self._last + self.seconds, self._look)
+
+
 @dataclass
 class Answer:
-    """The updates of one request, as they come."""
+    """One request's updates, as they come.
+
+    Attributes:
+        number: of the prompt within the client's request.
+        inbox: where updates go, with those of the other prompts.
+        ended: by its last update, or because the client has left.
+    """
 
     id: str
+    number: int
+    inbox: Inbox
     num_prompt: int
     params: SamplingParams
     began: float = field(default_factory=time.monotonic)
     first: float | None = None
+    ended: bool = False
     num_new: int = 0
     num_cached: int = 0
-    queue: asyncio.Queue[Update] = field(default_factory=asyncio.Queue)
 
 
 class Server:
@@ -129,7 +175,9 @@ class Server:
             # The last update ends the entry here: a stream that nobody began to read would keep it.
             answer = self.answers.pop(update.id, None) if update.request_finished else self.answers.get(update.id)
             if answer is not None:
-                answer.queue.put_nowait(update)
+                answer.inbox.put((answer, update))
+        written = [len(update.token_ids) for update in updates if update.token_ids]
+        self.metrics.tokens_written(sum(written), len(written))
 
     def check_model(self, name: str | None) -> None:
         """Raise ApiError if a request names another model."""
@@ -183,9 +231,17 @@ class Server:
             raise bad_request(str(error), "structured_outputs") from None
 
     def submit(
-        self, prompt: str | list[int], ids: list[int], params: SamplingParams, reasoning: Reasoning | None = None
+        self,
+        prompt: str | list[int],
+        ids: list[int],
+        params: SamplingParams,
+        reasoning: Reasoning | None = None,
+        among: list[Answer] | None = None,
     ) -> Answer:
         """Send a request to the engine.
+
+        Args:
+            among: answers to the same client's request, which this one joins.
 
         Raises:
             ApiError: it is too long, or too many wait.
@@ -201,38 +257,44 @@ class Server:
         most = self.limits.max_queued_requests
         if most is not None and engine.load.waiting >= most:
             raise overloaded(f"{most} requests are waiting already (--max-num-queued-reqs). Try again later.")
-        answer = Answer(uuid.uuid4().hex, len(ids), params)
+        silence = self.limits.keep_alive_seconds or _LOOK_AFTER_SECONDS
+        number, inbox = (len(among), among[0].inbox) if among else (0, Inbox(silence))
+        answer = Answer(uuid.uuid4().hex, number, inbox, len(ids), params)
         self.answers[answer.id] = answer
         engine.send(Submit(answer.id, prompt if isinstance(prompt, str) else None, ids, params, reasoning))
         return answer
 
-    async def updates(self, answer: Answer) -> AsyncIterator[Update | None]:
-        """The request's updates until its end; None after every `keep_alive_seconds` without one. If the reader leaves, the request is
-        cancelled.
+    async def updates(self, answers: list[Answer]) -> AsyncIterator[tuple[Answer, Update] | None]:
+        """Updates of a client's answers, until all have ended; None after every `keep_alive_seconds` without one. Call `leave` at the end.
 
         Raises:
-            ApiError: what ended the request.
+            ApiError: what ended one of them.
         """
-        finished, silence = False, self.limits.keep_alive_seconds
-        try:
-            while not finished:
-                try:
-                    update = await asyncio.wait_for(answer.queue.get(), silence or _LOOK_AFTER_SECONDS)
-                except asyncio.TimeoutError:
-                    _ = self.engine  # raises if it has stopped
-                    if silence:
-                        yield None
-                    continue
-                finished = update.request_finished
-                self._note(answer, update)
-                if isinstance(update.error, ValueError):
-                    raise bad_request(str(update.error))
-                if update.error is not None:
-                    raise failed(f"The model raised {type(update.error).__name__} for this request.")
-                yield update
-        finally:
+        left, inbox = len(answers), answers[0].inbox
+        while left:
+            found = await inbox.get()
+            if found is None:
+                _ = self.engine  # raises if it has stopped
+                if self.limits.keep_alive_seconds:
+                    yield None
+                continue
+            answer, update = found
+            left -= update.request_finished
+            answer.ended = update.request_finished
+            self._note(answer, update)
+            if isinstance(update.error, ValueError):
+                raise bad_request(str(update.error))
+            if update.error is not None:
+                raise failed(f"The model raised {type(update.error).__name__} for this request.")
+            yield found
+
+    def leave(self, answers: list[Answer]) -> None:
+        """Nobody reads these answers any more: those that have not ended are cancelled."""
+        for answer in answers:
+            answer.inbox.close()
             self.answers.pop(answer.id, None)
-            if not finished:
+            if not answer.ended:
+                answer.ended = True
                 self.metrics.request_ended("abort", answer.num_prompt, answer.num_cached, None)
                 if self.worker is not None:
                     self.worker.send(Cancel(answer.id))
@@ -241,8 +303,6 @@ class Server:
         now = time.monotonic()
         answer.num_new += len(update.token_ids)
         answer.num_cached = max(answer.num_cached, update.num_cached_tokens)
-        if update.token_ids:
-            self.metrics.tokens_written(len(update.token_ids))
         if answer.first is None and update.token_ids:
             answer.first = now
             self.metrics.first_token.observe(now - answer.began)
