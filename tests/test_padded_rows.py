@@ -6,6 +6,7 @@ import torch
 from families import make
 
 from hf_specdec.core.rows import RowInput
+from hf_specdec.kernels import dispatch
 from hf_specdec.model import attention_masks, packed_batch
 from hf_specdec.model.attention_masks import is_worth_padding, padded_rows
 from hf_specdec.model.prepare import ModelOptions, prepare
@@ -16,6 +17,7 @@ from hf_specdec.model.prepare import ModelOptions, prepare
 @torch.no_grad()
 def test_logits_are_those_of_rows_one_by_one(family, lengths, monkeypatch):
     """Ragged rows, equal ones, and (Mistral) windows shorter than the rows."""
+    monkeypatch.setenv(dispatch.VARIABLE, "reference")
     model = prepare(make(family), ModelOptions(prepack_weights=False))
     taken = []
     monkeypatch.setattr(packed_batch, "padded_rows", lambda *args: taken.append(padded_rows(*args)) or taken[-1])

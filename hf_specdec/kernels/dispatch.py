@@ -1,4 +1,4 @@
-"""Choose the implementation of an operation for a device: the plain torch definition or the Triton kernels."""
+"""Choose the implementation of an operation for a device: the plain torch definition, the Triton kernels or the native library."""
 
 from __future__ import annotations
 
@@ -9,15 +9,17 @@ import os
 
 import torch
 
+from .native import library, why_not_loaded
+
 VARIABLE = "HF_SPECDEC_KERNELS"
-CHOICES = ("reference", "triton")
+CHOICES = ("reference", "triton", "native")
 
 
 def uses_triton(device: torch.device) -> bool:
     """True if the operations run as Triton kernels on `device`.
 
     The default is True on CUDA devices of compute capability 8.0 or above if Triton is installed. The environment variable
-    HF_SPECDEC_KERNELS overrides it: "triton" or "reference". On a CPU, Triton also needs TRITON_INTERPRET=1 (for tests).
+    HF_SPECDEC_KERNELS overrides it: "triton", "reference" or "native". On a CPU, Triton also needs TRITON_INTERPRET=1 (for tests).
 
     Raises:
         ValueError: HF_SPECDEC_KERNELS has another value.
@@ -26,13 +28,29 @@ def uses_triton(device: torch.device) -> bool:
     choice = os.environ.get(VARIABLE)
     if choice is None:
         return device.type == "cuda" and _is_served(device.index)
-    if choice == "reference":
+    if choice in ("reference", "native"):
         return False
     if choice not in CHOICES:
         raise ValueError(f"{VARIABLE} must be one of {', '.join(CHOICES)}, not {choice!r}.")
     if importlib.util.find_spec("triton") is None:
         raise ImportError(f"{VARIABLE}=triton needs Triton: pip install 'hf-specdec[gpu]'")
     return device.type == "cuda" or os.environ.get("TRITON_INTERPRET") == "1"
+
+
+def uses_native(device: torch.device) -> bool:
+    """True if operations run in the native library on `device`: on CPUs, where it was compiled.
+
+    HF_SPECDEC_KERNELS overrides it: "native" needs the library, and the other values do without it.
+
+    Raises:
+        ImportError: HF_SPECDEC_KERNELS asks for the library, which is not there or does not load.
+    """
+    if device.type != "cpu":
+        return False
+    choice = os.environ.get(VARIABLE)
+    if choice == "native" and library() is None:
+        raise ImportError(f"{VARIABLE}=native: {why_not_loaded()}.")
+    return choice in (None, "native") and library() is not None
 
 
 @functools.cache

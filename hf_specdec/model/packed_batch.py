@@ -16,6 +16,7 @@ from ..kernels.attention import (
     AttentionInputs,
     AttentionPlan,
     LinearRow,
+    NativeRows,
     attention_for,
     attention_inputs,
 )
@@ -24,7 +25,7 @@ from ..kernels.transfer import upload
 from .attention_masks import additive_masks, block_diagonal_mask, is_worth_padding, padded_rows
 from .options.invariant_ops import InvariantOps
 from .recurrent.plan import StatePlan
-from .row_descriptions import describe, describe_lines
+from .row_descriptions import describe, describe_lines, describe_natively
 
 
 @dataclass
@@ -50,6 +51,7 @@ class PackedBatch:
         write_slots: int64 [T], where each token's keys and values are written.
         num_keys: number of keys of all rows together (S_total).
         attention_calls: how often our attention has been called in this forward.
+        with_native: the native library may be used.
         states: how layers with a recurrent state read the rows; None: there are none.
         invariant: the mode the forward runs in if its results must not depend on the batch; None: no such mode.
     """
@@ -66,6 +68,8 @@ class PackedBatch:
     attention_calls: int = 0
     invariant: InvariantOps | None = None
     states: StatePlan | None = None
+    with_native: bool = True
+    _native_rows: NativeRows | None = None
     _on_device: dict = field(default_factory=dict)
     _inputs: dict = field(default_factory=dict)
     _lines: dict = field(default_factory=dict)
@@ -110,7 +114,10 @@ class PackedBatch:
                 read = np.concatenate([tables[r.seq_id].slots[: r.start + r.num_tokens] for r in self.inputs])
                 read = upload(read, device)
             self._on_device[device] = _OnDevice(
-                self.write_slots.to(device), read, writer_for(device), attention_for(device, self.invariant is not None)
+                self.write_slots.to(device),
+                read,
+                writer_for(device),
+                attention_for(device, self.invariant is not None, self.with_native),
             )
         return self._on_device[device]
 
@@ -123,6 +130,12 @@ class PackedBatch:
                 rows, block_size = describe_lines(self.inputs, self.cache), 1
             self._inputs[device] = attention_inputs(rows, block_size, device)
         return self._inputs[device]
+
+    def native_rows(self) -> NativeRows:
+        """The rows as `attention.native.paged_attention` reads them; made once per step."""
+        if self._native_rows is None:
+            self._native_rows = describe_natively(self.inputs, self.starts, self.cache)
+        return self._native_rows
 
     def lines(self, device: torch.device) -> list[LinearRow]:
         """The rows as `attention.invariant.paged_attention` reads them; made once per step, not per layer."""

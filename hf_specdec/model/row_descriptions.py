@@ -6,7 +6,7 @@ import numpy as np
 
 from ..cache import PagedStaticCache
 from ..core.rows import RowInput
-from ..kernels.attention import RowDescription
+from ..kernels.attention import NativeRow, NativeRows, RowDescription
 
 
 def describe(rows: list[RowInput], cache: PagedStaticCache) -> list[RowDescription]:
@@ -21,6 +21,17 @@ def describe(rows: list[RowInput], cache: PagedStaticCache) -> list[RowDescripti
             RowDescription(blocks, row.num_tokens, length, row.visibility, positions, row.region_positions)
         )
     return described
+
+
+def describe_natively(rows: list[RowInput], starts: list[int], cache: PagedStaticCache) -> NativeRows:
+    """The rows as the native library reads them; `starts`: each row's first packed token, and the end."""
+    return NativeRows.of(
+        NativeRow(
+            start, end, row.start + row.num_tokens, cache.tables[row.seq_id].slots, row.visibility, row.region_positions,
+            row.positions if row.window_positions is None else row.window_positions,
+        )
+        for row, start, end in zip(rows, starts[:-1], starts[1:], strict=True)
+    )  # fmt: skip
 
 
 def describe_lines(rows: list[RowInput], cache: PagedStaticCache) -> list[RowDescription]:

@@ -10,9 +10,9 @@ from typing import Protocol
 
 import torch
 
-from ..dispatch import uses_triton
+from ..dispatch import uses_native, uses_triton
 from . import invariant as _invariant
-from . import reference
+from . import native, reference
 from .inputs import (
     AttentionInputs,
     InputSizes,
@@ -24,6 +24,7 @@ from .inputs import (
     visibility_words,
 )
 from .invariant import LinearRow
+from .native import NativeRow, NativeRows
 from .reference import AttentionPlan, AttentionRow, PaddedRows
 
 __all__ = [
@@ -33,6 +34,8 @@ __all__ = [
     "AttentionRow",
     "InputSizes",
     "LinearRow",
+    "NativeRow",
+    "NativeRows",
     "PaddedRows",
     "RowDescription",
     "attention_for",
@@ -57,6 +60,10 @@ class AttentionBatch(Protocol):
         """The rows and masks as the definition reads them, for layers with this window, these pools and queries [T, H, D]."""
         ...
 
+    def native_rows(self) -> NativeRows:
+        """The rows as the native library reads them."""
+        ...
+
     def lines(self, device: torch.device) -> list[LinearRow]:
         """The rows as invariant attention reads them: every path of a tree is a row of its own."""
         ...
@@ -66,15 +73,18 @@ class AttentionBatch(Protocol):
 Attend = Callable[..., torch.Tensor]
 
 
-def attention_for(device: torch.device, invariant: bool = False) -> Attend:
+def attention_for(device: torch.device, invariant: bool = False, with_native: bool = True) -> Attend:
     """The implementation for a device. Ask once per step: asking costs more than a small layer's views.
 
     Args:
+        with_native: the native library may be used.
         invariant: each query's result must not depend, bit for bit, on the rest of the batch.
     """
     if uses_triton(device):
         return _attend_invariant_by_kernel if invariant else _attend_by_kernel
-    return _attend_query_by_query if invariant else _attend_by_definition
+    if invariant:
+        return _attend_query_by_query
+    return _attend_natively if with_native and uses_native(device) else _attend_by_definition
 
 
 def _attend_by_kernel(query, key_pool, value_pool, batch: AttentionBatch, scaling, *, window, softcap, sinks):
@@ -100,6 +110,15 @@ def _attend_by_definition(query, key_pool, value_pool, batch: AttentionBatch, sc
     return reference.paged_attention(
         query, key_pool, value_pool, plan.rows, plan.masks, scaling, softcap, sinks, plan.padded
     )
+
+
+def _attend_natively(query, key_pool, value_pool, batch: AttentionBatch, scaling, *, window, softcap, sinks):
+    rows = batch.native_rows()
+    if not native.serves(query, key_pool, value_pool, rows):
+        return _attend_by_definition(
+            query, key_pool, value_pool, batch, scaling, window=window, softcap=softcap, sinks=sinks
+        )
+    return native.paged_attention(query, key_pool, value_pool, rows, scaling, window, softcap, sinks)
 
 
 def _attend_query_by_query(query, key_pool, value_pool, batch: AttentionBatch, scaling, *, window, softcap, sinks):

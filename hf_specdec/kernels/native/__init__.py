@@ -1,0 +1,95 @@
+"""The native library for CPUs: loading it, and the structures it reads.
+
+It is compiled when the package is installed (`setup.py`), for several instruction sets, and chooses among them at run time. Without it
+every operation runs as plain torch. Structures are those of `source/abi.h` and `source/program.h`; every field is 8 bytes wide.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import logging
+from pathlib import Path
+
+import torch
+
+logger = logging.getLogger(__name__)
+
+VERSION = 1  # of the structures; the library says which one it was compiled with
+PATH = Path(__file__).with_name("library.so")
+TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
+
+_Pointer, _Integer, _Number = ctypes.c_void_p, ctypes.c_int64, ctypes.c_double
+
+
+def _fields(kind: type, names: str) -> list[tuple[str, type]]:
+    return [(name, kind) for name in names.split()]
+
+
+class Attention(ctypes.Structure):
+    """See `source/abi.h`."""
+
+    _fields_ = [
+        ("rows", _Pointer),
+        ("num_rows", _Integer),
+        *_fields(_Pointer, "query keys values sinks out"),
+        *_fields(_Integer, "type sinks_type heads kv_heads width value_width"),
+        *_fields(_Integer, "query_token query_head key_slot key_head value_slot value_head window"),
+        *_fields(_Number, "scaling softcap"),
+    ]
+
+
+class Linear(ctypes.Structure):
+    """See `source/abi.h`."""
+
+    _fields_ = [*_fields(_Pointer, "x w bias y"), *_fields(_Integer, "type rows n k ldx ldw ldy")]
+
+
+class Step(ctypes.Structure):
+    """See `source/program.h`."""
+
+    _fields_ = [
+        *_fields(_Integer, "num_tokens num_selected"),
+        *_fields(_Pointer, "ids positions selected write_slots rows"),
+        ("num_rows", _Integer),
+        ("pools", _Pointer),
+    ]
+
+
+@functools.cache
+def library() -> ctypes.CDLL | None:
+    """The loaded library, or None if this installation has none that works; the reason is logged once."""
+    reason = why_not_loaded()
+    if reason is not None:
+        logger.info("The native library for CPUs is not used: %s. Plain torch runs in its place.", reason)
+        return None
+    loaded = ctypes.CDLL(str(PATH))
+    loaded.specdec_instruction_set.restype = ctypes.c_char_p
+    loaded.specdec_use.argtypes = [ctypes.c_char_p]
+    loaded.specdec_use.restype = _Integer
+    loaded.specdec_attention.argtypes = loaded.specdec_linear.argtypes = [_Pointer, _Integer]
+    loaded.specdec_run.argtypes = [_Pointer, _Integer, _Pointer, _Pointer, _Integer]
+    loaded.specdec_run.restype = _Integer
+    logger.info("The native library for CPUs runs with %s.", instruction_set(loaded))
+    return loaded
+
+
+def why_not_loaded() -> str | None:
+    """What is wrong with the library; None: nothing."""
+    if not PATH.exists():
+        return (
+            "it was not compiled when the package was installed (install g++ or clang++ and install hf-specdec again)"
+        )
+    try:
+        loaded = ctypes.CDLL(str(PATH))
+    except OSError as error:
+        return f"it does not load ({error})"
+    loaded.specdec_version.restype = _Integer
+    if loaded.specdec_version() != VERSION:
+        return "it was compiled from other sources (install hf-specdec again)"
+    return None
+
+
+def instruction_set(loaded: ctypes.CDLL) -> str:
+    """The instruction set that a loaded library uses on this CPU, such as "avx512_bf16"."""
+    return loaded.specdec_instruction_set().decode()

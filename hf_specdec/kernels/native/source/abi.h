@@ -1,0 +1,65 @@
+// The structures that Python fills (all fields are 8 bytes wide), and the kernels that exist once per instruction set.
+#pragma once
+#include <cstdint>
+
+typedef int64_t i64;
+
+enum Type : i64 { FLOAT32, BFLOAT16, FLOAT16 };
+
+// One row of a ragged batch. Its queries are the packed tokens start .. end; its keys are the first `length` entries of `slots`.
+struct Row {
+  i64 start, end, length;
+  const i64* slots;
+  const uint8_t* visibility;      // [end - start, region]: which of the last `region` keys a query sees; null: causal
+  i64 region;
+  const i64* region_positions;    // [region], for windows; null: a key's position is its index
+  const i64* positions;           // [end - start], of the queries, for windows; null: length - (end - start), ..
+};
+
+// Attention of all rows of a batch over the pools of one layer. Strides count elements.
+struct Attention {
+  const Row* rows;
+  i64 num_rows;
+  const void *query, *keys, *values, *sinks;  // [T, H, D], [slots, Hkv, D], [slots, Hkv, Dv], [H] or null
+  void* out;                                  // [T, H, Dv], contiguous
+  i64 type, sinks_type, heads, kv_heads, width, value_width;
+  i64 query_token, query_head, key_slot, key_head, value_slot, value_head;
+  i64 window;  // a query sees keys less than so many positions before it; 0: all
+  double scaling, softcap;  // softcap 0: none
+};
+
+// y [rows, n] = x [rows, k] w^T + bias, with w [n, k]. Strides count elements.
+struct Linear {
+  const void *x, *w, *bias;
+  void* y;
+  i64 type, rows, n, k, ldx, ldw, ldy;
+};
+
+// A tensor [rows, size[0], size[1], size[2]] in memory.
+struct View {
+  char* data;
+  i64 type, token, stride[3];
+};
+
+// An operation on tensors whose rows are tokens, element by element or along the last dimension.
+struct Elementwise {
+  i64 kind, function, rows, size[3];
+  double scalar, scalar2;
+  View out, a, b, c;
+};
+
+// What each instruction set provides.
+struct Kernels {
+  const char* name;
+  void (*linear)(const Linear&, i64 first, i64 last);               // outputs first .. last
+  void (*attention)(const Attention&, i64 part, i64 parts);
+  void (*elementwise)(const Elementwise&);
+};
+
+// Memory of the calling thread, kept from call to call; `which` 0 .. 3.
+void* scratch(i64 which, i64 bytes);
+
+const Kernels* baseline_kernels();
+const Kernels* avx2_kernels();
+const Kernels* avx512_kernels();
+const Kernels* avx512_bf16_kernels();

@@ -1,0 +1,81 @@
+// What Python calls.
+#include <cstring>
+#include "program.h"
+#include "threads.h"
+
+namespace {
+
+const Kernels* choose() {
+#if defined(__x86_64__)
+  __builtin_cpu_init();
+#if defined(HAS_AVX512_BF16)
+  if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq"))
+    return avx512_bf16_kernels();
+#endif
+#if defined(HAS_AVX512)
+  if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+      __builtin_cpu_supports("avx512dq"))
+    return avx512_kernels();
+#endif
+#if defined(HAS_AVX2)
+  if (__builtin_cpu_supports("avx2") && __builtin_cpu_supports("fma") && __builtin_cpu_supports("f16c")) return avx2_kernels();
+#endif
+#endif
+  return baseline_kernels();
+}
+
+const Kernels* kernels = choose();
+
+}  // namespace
+
+#pragma GCC visibility push(default)
+extern "C" {
+
+// The version of the structures; Python refuses another one.
+i64 specdec_version() { return 1; }
+
+// The instruction set in use.
+const char* specdec_instruction_set() { return kernels->name; }
+
+// Use the kernels of another instruction set, for tests; 0: this build or this CPU does not have it.
+i64 specdec_use(const char* name) {
+  const Kernels* best = choose();
+  const Kernels* known[] = {
+    baseline_kernels(),
+#if defined(HAS_AVX2)
+    avx2_kernels(),
+#endif
+#if defined(HAS_AVX512)
+    avx512_kernels(),
+#endif
+#if defined(HAS_AVX512_BF16)
+    avx512_bf16_kernels(),
+#endif
+  };
+  for (const Kernels* each : known) {  // in ascending order: a CPU has all sets before its best one
+    if (!strcmp(each->name, name)) { kernels = each; return 1; }
+    if (each == best) return 0;
+  }
+  return 0;
+}
+
+void specdec_linear(const Linear* call, i64 threads) {
+  run_together(threads, [&](i64 part, i64 parts) {
+    kernels->linear(*call, share_of(call->n, part, parts), share_of(call->n, part + 1, parts));
+  });
+}
+
+void specdec_attention(const Attention* call, i64 threads) {
+  run_together(threads, [&](i64 part, i64 parts) { kernels->attention(*call, part, parts); });
+}
+
+i64 specdec_run(const Op* ops, i64 num_ops, char* const* slots, const Step* step, i64 threads) {
+  i64 problem = check_ids(ops, num_ops, *step);
+  if (problem >= 0) return problem;
+  run_together(threads, [&](i64 part, i64 parts) { run_program(*kernels, ops, num_ops, slots, *step, part, parts); });
+  return -1;
+}
+
+}
+#pragma GCC visibility pop

@@ -1,0 +1,145 @@
+// Attention of the rows of a ragged batch over a paged cache.
+#pragma once
+#include "products.h"
+
+namespace {
+
+// The slots of the keys that one query of a row sees, in order; returns their number.
+inline i64 visible_slots(const Row& row, i64 query, i64 window, i64* out) {
+  i64 count = row.end - row.start, before = row.length - row.region;
+  i64 position = row.positions ? row.positions[query] : row.length - count + query;
+  i64 end = row.visibility ? before : row.length - count + query + 1;
+  i64 begin = window ? larger(0, position - window + 1) : 0;
+  i64 found = 0;
+  for (i64 key = begin; key < end; key++) out[found++] = row.slots[key];
+  if (!row.visibility) return found;
+  const uint8_t* seen = row.visibility + query * row.region;
+  for (i64 i = 0; i < row.region; i++) {
+    i64 place = row.region_positions ? row.region_positions[i] : before + i;
+    if (seen[i] && (!window || position - place < window)) out[found++] = row.slots[before + i];
+  }
+  return found;
+}
+
+// Weights [n] of a softmax over scores [n], in place. `padded` is n rounded up to whole vectors: the scores have room for it.
+inline void softmax(float* scores, i64 n, i64 padded, float scaling, float softcap, const float* sink) {
+  for (i64 i = n; i < padded; i++) scores[i] = 0;
+  Floats most = splat(-INFINITY);
+  for (i64 i = 0; i < padded; i += LANES) {
+    Floats x = load(scores + i) * scaling;
+    if (softcap != 0) x = tanh_of(x / softcap) * softcap;
+    store(scores + i, x);
+  }
+  for (i64 i = n; i < padded; i++) scores[i] = -INFINITY;
+  for (i64 i = 0; i < padded; i += LANES) {
+    Floats x = load(scores + i);
+    most = x > most ? x : most;
+  }
+  float top = sink ? *sink : -INFINITY;
+  for (int i = 0; i < LANES; i++) top = most[i] > top ? most[i] : top;
+  Floats total = {};
+  for (i64 i = 0; i < padded; i += LANES) {
+    Floats x = exp_of(load(scores + i) - top);
+    store(scores + i, x);
+    total += x;
+  }
+  float out[4];
+  sums_of_four(total, total, total, total, out);
+  if (sink) out[0] += exp_of(splat(*sink - top))[0];
+  Floats share = splat(1.0f / out[0]);
+  for (i64 i = 0; i < padded; i += LANES) store(scores + i, load(scores + i) * share);
+}
+
+// out[h][d] = sum of weights[h][j] * values[slots[j]][d] for HEADS heads and VECTORS * LANES columns.
+template <int HEADS, int VECTORS, class E>
+inline void weighted_sum(const float* weights, i64 stride, const E* values, i64 slot, const i64* slots, i64 n, E* out, i64 ldo) {
+  Floats total[HEADS][VECTORS] = {};
+  for (i64 j = 0; j < n; j++) {
+    const E* value = values + slots[j] * slot;
+    Floats own[VECTORS];
+    for (int v = 0; v < VECTORS; v++) own[v] = load(value + v * LANES);
+    for (int h = 0; h < HEADS; h++)
+      for (int v = 0; v < VECTORS; v++) total[h][v] += own[v] * weights[h * stride + j];
+  }
+  for (int h = 0; h < HEADS; h++)
+    for (int v = 0; v < VECTORS; v++) store(out + h * ldo + v * LANES, total[h][v]);
+}
+
+template <int HEADS, class E>
+inline void weighted_sums(const float* weights, i64 stride, const E* values, i64 slot, const i64* slots, i64 n, i64 width, E* out) {
+  i64 d = 0;
+  for (; d + 4 * LANES <= width; d += 4 * LANES)
+    weighted_sum<HEADS, 4>(weights, stride, values + d, slot, slots, n, out + d, width);
+  for (; d + 2 * LANES <= width; d += 2 * LANES)
+    weighted_sum<HEADS, 2>(weights, stride, values + d, slot, slots, n, out + d, width);
+  for (; d + LANES <= width; d += LANES)
+    weighted_sum<HEADS, 1>(weights, stride, values + d, slot, slots, n, out + d, width);
+  for (; d < width; d++)
+    for (int h = 0; h < HEADS; h++) {
+      float total = 0;
+      for (i64 j = 0; j < n; j++) total += weights[h * stride + j] * to_float(values[slots[j] * slot + d]);
+      store(out + h * width + d, total);
+    }
+}
+
+// One query token, the heads that share one key head.
+template <class E> void attend(const Attention& call, const Row& row, i64 query, i64 kv_head) {
+  typedef typename Met<E>::type X;
+  i64 group = call.heads / call.kv_heads, token = row.start + query;
+  i64 padded = (row.length + LANES - 1) / LANES * LANES + LANES;
+  i64* slots = (i64*)scratch(1, (row.length + 4) * 8);
+  float* scores = (float*)scratch(2, group * padded * 4);
+  X* queries = (X*)scratch(3, group * call.width * sizeof(X));
+  i64 n = visible_slots(row, query, call.window, slots);
+  const E* q = (const E*)call.query + token * call.query_token + kv_head * group * call.query_head;
+  for (i64 h = 0; h < group; h++)
+    for (i64 d = 0; d < call.width; d++) {
+      if constexpr (sizeof(X) == sizeof(E)) memcpy(queries + h * call.width + d, q + h * call.query_head + d, sizeof(E));
+      else queries[h * call.width + d] = to_float(q[h * call.query_head + d]);
+    }
+  const E* keys = (const E*)call.keys + kv_head * call.key_head;
+  for (i64 j = 0; j < n; j += 4) {
+    const E* four[4];
+    for (int i = 0; i < 4; i++) four[i] = keys + slots[smaller(j + i, n - 1)] * call.key_slot;
+    for (i64 h = 0; h < group; h += MOST_TOKENS) {
+      int count = (int)smaller(MOST_TOKENS, group - h);
+      float sums[MOST_TOKENS][4];
+      dots(count, four, queries + h * call.width, call.width, call.width, 0, sums);
+      for (int i = 0; i < count; i++) memcpy(scores + (h + i) * padded + j, sums[i], 16);
+    }
+  }
+  i64 used = (n + LANES - 1) / LANES * LANES;
+  for (i64 h = 0; h < group; h++) {
+    i64 head = kv_head * group + h;
+    float sink = 0;
+    if (call.sinks) sink = call.sinks_type == FLOAT32 ? ((const float*)call.sinks)[head]
+                         : call.sinks_type == BFLOAT16 ? to_float(((const bf16*)call.sinks)[head])
+                         : to_float(((const f16*)call.sinks)[head]);
+    softmax(scores + h * padded, n, used, (float)call.scaling, (float)call.softcap, call.sinks ? &sink : nullptr);
+  }
+  const E* values = (const E*)call.values + kv_head * call.value_head;
+  E* out = (E*)call.out + (token * call.heads + kv_head * group) * call.value_width;
+  for (i64 h = 0; h < group;) {
+    E* there = out + h * call.value_width;
+    const float* own = scores + h * padded;
+    if (group - h >= 4) weighted_sums<4>(own, padded, values, call.value_slot, slots, n, call.value_width, there), h += 4;
+    else if (group - h >= 2) weighted_sums<2>(own, padded, values, call.value_slot, slots, n, call.value_width, there), h += 2;
+    else weighted_sums<1>(own, padded, values, call.value_slot, slots, n, call.value_width, there), h += 1;
+  }
+}
+
+void attention(const Attention& call, i64 part, i64 parts) {
+  i64 item = 0;
+  for (i64 r = 0; r < call.num_rows; r++) {
+    const Row& row = call.rows[r];
+    for (i64 kv_head = 0; kv_head < call.kv_heads; kv_head++)
+      for (i64 query = 0; query < row.end - row.start; query++) {
+        if (item++ % parts != part) continue;
+        if (call.type == FLOAT32) attend<float>(call, row, query, kv_head);
+        else if (call.type == BFLOAT16) attend<bf16>(call, row, query, kv_head);
+        else attend<f16>(call, row, query, kv_head);
+      }
+  }
+}
+
+}  // namespace

@@ -1,0 +1,7 @@
+// The kernels, compiled for avx2.
+#include "kernels.inc"
+
+const Kernels* avx2_kernels() {
+  static const Kernels kernels = {"avx2", linear, attention, elementwise};
+  return &kernels;
+}

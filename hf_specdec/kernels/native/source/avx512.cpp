@@ -1,0 +1,7 @@
+// The kernels, compiled for avx512.
+#include "kernels.inc"
+
+const Kernels* avx512_kernels() {
+  static const Kernels kernels = {"avx512", linear, attention, elementwise};
+  return &kernels;
+}

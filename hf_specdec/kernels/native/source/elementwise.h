@@ -1,0 +1,167 @@
+// Operations element by element, and means and norms along the last dimension. All compute in float32 and round once.
+#pragma once
+#include "vectors.h"
+
+namespace {
+
+enum Kind : i64 { UNARY, BINARY, MEAN, LAYER_NORM };
+enum Unary : i64 {
+  COPY, NEGATE, RSQRT, SQRT, EXP, SILU, GELU, GELU_TANH, RELU, TANH, SIGMOID, SQUARE, POWER, RECIPROCAL, ABSOLUTE,
+  PLUS, TIMES, OVER, MINUS_FROM, CLAMP
+};
+enum Binary : i64 { ADD, SUBTRACT, MULTIPLY, DIVIDE, MAXIMUM, MINIMUM };
+
+constexpr i64 CHUNK = 256;
+struct alignas(64) Chunk { float x[CHUNK]; };
+
+template <class E> inline void read(const E* from, i64 stride, i64 n, float* to) {
+  i64 i = 0;
+  if (stride == 1)
+    for (; i + LANES <= n; i += LANES) store(to + i, load(from + i));
+  else if (stride == 0) {
+    float x = to_float(*from);
+    for (; i < n; i++) to[i] = x;
+  }
+  for (; i < n; i++) to[i] = to_float(from[i * stride]);
+}
+
+template <class E> inline void write(E* to, i64 stride, i64 n, const float* from) {
+  i64 i = 0;
+  if (stride == 1)
+    for (; i + LANES <= n; i += LANES) store(to + i, load(from + i));
+  for (; i < n; i++) store(to + i * stride, from[i]);
+}
+
+inline void read(const View& view, i64 place, i64 n, float* to) {
+  if (view.type == FLOAT32) read((const float*)view.data + place, view.stride[2], n, to);
+  else if (view.type == BFLOAT16) read((const bf16*)view.data + place, view.stride[2], n, to);
+  else read((const f16*)view.data + place, view.stride[2], n, to);
+}
+
+inline void write(const View& view, i64 place, i64 n, const float* from) {
+  if (view.type == FLOAT32) write((float*)view.data + place, view.stride[2], n, from);
+  else if (view.type == BFLOAT16) write((bf16*)view.data + place, view.stride[2], n, from);
+  else write((f16*)view.data + place, view.stride[2], n, from);
+}
+
+template <class F> inline void each(float* x, i64 n, F f) {
+  for (i64 i = 0; i < n; i += LANES) store(x + i, f(load(x + i)));
+}
+
+template <class F> inline void each_scalar(float* x, i64 n, F f) {
+  for (i64 i = 0; i < n; i++) x[i] = f(x[i]);
+}
+
+inline Floats root(Floats x) {
+  for (int i = 0; i < LANES; i++) x[i] = sqrtf(x[i]);
+  return x;
+}
+
+// `n` is rounded up to whole vectors by `each`; chunks have room for it.
+inline void unary(i64 function, float* x, i64 n, float s, float s2) {
+  switch (function) {
+    case COPY: return;
+    case NEGATE: return each(x, n, [](Floats v) { return -v; });
+    case RSQRT: return each(x, n, [](Floats v) { return 1.0f / root(v); });
+    case SQRT: return each(x, n, [](Floats v) { return root(v); });
+    case EXP: return each(x, n, [](Floats v) { return exp_of(v); });
+    case SILU: return each(x, n, [](Floats v) { return v / (1.0f + exp_of(-v)); });
+    case GELU: return each_scalar(x, n, [](float v) { return 0.5f * v * (1.0f + erff(v * 0.70710678118654752f)); });
+    case GELU_TANH: return each(x, n, [](Floats v) {
+      return 0.5f * v * (1.0f + tanh_of(0.79788456080286536f * (v + 0.044715f * v * v * v)));
+    });
+    case RELU: return each(x, n, [](Floats v) { return v < 0.0f ? (Floats){} : v; });
+    case TANH: return each(x, n, [](Floats v) { return tanh_of(v); });
+    case SIGMOID: return each(x, n, [](Floats v) { return 1.0f / (1.0f + exp_of(-v)); });
+    case SQUARE: return each(x, n, [](Floats v) { return v * v; });
+    case POWER: return each_scalar(x, n, [s](float v) { return powf(v, s); });
+    case RECIPROCAL: return each(x, n, [](Floats v) { return 1.0f / v; });
+    case ABSOLUTE: return each(x, n, [](Floats v) { return v < 0.0f ? -v : v; });
+    case PLUS: return each(x, n, [s](Floats v) { return v + s; });
+    case TIMES: return each(x, n, [s](Floats v) { return v * s; });
+    case OVER: return each(x, n, [s](Floats v) { return v / s; });
+    case MINUS_FROM: return each(x, n, [s](Floats v) { return s - v; });
+    default: return each(x, n, [s, s2](Floats v) {  // CLAMP
+      v = v < s ? splat(s) : v;
+      return v > s2 ? splat(s2) : v;
+    });
+  }
+}
+
+template <class F> inline void both(float* a, const float* b, i64 n, F f) {
+  for (i64 i = 0; i < n; i += LANES) store(a + i, f(load(a + i), load(b + i)));
+}
+
+inline void binary(i64 function, float* a, const float* b, i64 n) {
+  switch (function) {
+    case ADD: return both(a, b, n, [](Floats x, Floats y) { return x + y; });
+    case SUBTRACT: return both(a, b, n, [](Floats x, Floats y) { return x - y; });
+    case MULTIPLY: return both(a, b, n, [](Floats x, Floats y) { return x * y; });
+    case DIVIDE: return both(a, b, n, [](Floats x, Floats y) { return x / y; });
+    case MAXIMUM: return both(a, b, n, [](Floats x, Floats y) { return x != x ? x : x > y ? x : y; });
+    default: return both(a, b, n, [](Floats x, Floats y) { return x != x ? x : x < y ? x : y; });
+  }
+}
+
+// Places of line (t, i, j): the first element of its last dimension.
+inline i64 place(const View& view, i64 t, i64 i, i64 j) { return t * view.token + i * view.stride[0] + j * view.stride[1]; }
+
+inline void line_by_element(const Elementwise& op, i64 t, i64 i, i64 j) {
+  Chunk a = {}, b = {};
+  for (i64 first = 0; first < op.size[2]; first += CHUNK) {
+    i64 n = op.size[2] - first < CHUNK ? op.size[2] - first : CHUNK;
+    read(op.a, place(op.a, t, i, j) + first * op.a.stride[2], n, a.x);
+    if (op.kind == BINARY) {
+      read(op.b, place(op.b, t, i, j) + first * op.b.stride[2], n, b.x);
+      binary(op.function, a.x, b.x, n);
+    } else {
+      unary(op.function, a.x, n, (float)op.scalar, (float)op.scalar2);
+    }
+    write(op.out, place(op.out, t, i, j) + first * op.out.stride[2], n, a.x);
+  }
+}
+
+inline float sum_of_line(const View& view, i64 t, i64 i, i64 j, i64 n, float minus, bool squared) {
+  Chunk a;
+  float total = 0;
+  for (i64 first = 0; first < n; first += CHUNK) {
+    i64 count = n - first < CHUNK ? n - first : CHUNK;
+    read(view, place(view, t, i, j) + first * view.stride[2], count, a.x);
+    if (squared) for (i64 k = 0; k < count; k++) a.x[k] = (a.x[k] - minus) * (a.x[k] - minus);
+    total += sum(a.x, count);
+  }
+  return total;
+}
+
+inline void layer_norm(const Elementwise& op, i64 t, i64 i, i64 j) {
+  i64 n = op.size[2];
+  float mean = sum_of_line(op.a, t, i, j, n, 0, false) / n;
+  float factor = 1 / sqrtf(sum_of_line(op.a, t, i, j, n, mean, true) / n + (float)op.scalar);
+  Chunk a, weight, bias;
+  for (i64 first = 0; first < n; first += CHUNK) {
+    i64 count = n - first < CHUNK ? n - first : CHUNK;
+    read(op.a, place(op.a, t, i, j) + first * op.a.stride[2], count, a.x);
+    for (i64 k = 0; k < count; k++) weight.x[k] = 1, bias.x[k] = 0;
+    if (op.b.data) read(op.b, first, count, weight.x);
+    if (op.c.data) read(op.c, first, count, bias.x);
+    for (i64 k = 0; k < count; k++) a.x[k] = (a.x[k] - mean) * factor * weight.x[k] + bias.x[k];
+    write(op.out, place(op.out, t, i, j) + first * op.out.stride[2], count, a.x);
+  }
+}
+
+void elementwise(const Elementwise& op) {
+  for (i64 t = 0; t < op.rows; t++)
+    for (i64 i = 0; i < op.size[0]; i++)
+      for (i64 j = 0; j < op.size[1]; j++) {
+        if (op.kind == MEAN) {
+          float mean = sum_of_line(op.a, t, i, j, op.size[2], 0, false) / (float)op.size[2];
+          write(op.out, place(op.out, t, i, j), 1, &mean);
+        } else if (op.kind == LAYER_NORM) {
+          layer_norm(op, t, i, j);
+        } else {
+          line_by_element(op, t, i, j);
+        }
+      }
+}
+
+}  // namespace

@@ -1,0 +1,96 @@
+#include "program.h"
+#include "threads.h"
+
+namespace {
+
+constexpr i64 BYTES[] = {4, 2, 2};
+
+char* address(const Place& place, char* const* slots) {
+  return place.slot < 0 ? nullptr : slots[place.slot] + place.offset * BYTES[place.type];
+}
+
+View view(const Place& place, char* const* slots) {
+  return {address(place, slots), place.type, place.token, {place.stride[0], place.stride[1], place.stride[2]}};
+}
+
+i64 count(const Op& op, const Step& step) {
+  return op.rows == ONE ? 1 : op.rows == TOKENS ? step.num_tokens : step.num_selected;
+}
+
+// The ids that an embedding reads: 0: of tokens, 1: positions.
+const i64* ids(const Op& op, const Step& step) { return op.kind == 0 ? step.ids : step.positions; }
+
+// EMBED: out[t] = a[id + function]; SELECT: out[r] = a[selected[r]].
+void move_rows(const Op& op, char* const* slots, const Step& step) {
+  i64 bytes = BYTES[op.a.type], width = op.size[2] * bytes;
+  char *out = address(op.out, slots), *from = address(op.a, slots);
+  for (i64 t = 0; t < count(op, step); t++) {
+    i64 row = op.operation == SELECT ? step.selected[t] : ids(op, step)[t] + op.function;
+    memcpy(out + t * op.out.token * bytes, from + row * op.a.token * bytes, width);
+  }
+}
+
+// Copy heads [size[1], size[2]] of every token to its slot of a pool.
+void write_pool(const Place& from, i64 heads, i64 width, char* pool, char* const* slots, const Step& step) {
+  i64 bytes = BYTES[from.type];
+  char* data = address(from, slots);
+  for (i64 t = 0; t < step.num_tokens; t++)
+    for (i64 h = 0; h < heads; h++)
+      memcpy(pool + ((step.write_slots[t] * heads + h) * width) * bytes, data + (t * from.token + h * from.stride[1]) * bytes,
+             width * bytes);
+}
+
+void attend(const Kernels& kernels, const Op& op, char* const* slots, const Step& step, i64 part, i64 parts) {
+  Attention call = {};
+  call.rows = step.rows, call.num_rows = step.num_rows;
+  call.query = address(op.a, slots), call.query_token = op.a.token, call.query_head = op.a.stride[1];
+  call.keys = step.pools[2 * op.layer], call.values = step.pools[2 * op.layer + 1];
+  call.key_head = op.width, call.key_slot = op.kv_heads * op.width;
+  call.value_head = op.value_width, call.value_slot = op.kv_heads * op.value_width;
+  call.sinks = address(op.c, slots), call.sinks_type = op.c.type;
+  call.out = address(op.out, slots);
+  call.type = op.a.type, call.heads = op.heads, call.kv_heads = op.kv_heads;
+  call.width = op.width, call.value_width = op.value_width, call.window = op.window;
+  call.scaling = op.scalar, call.softcap = op.scalar2;
+  kernels.attention(call, part, parts);
+}
+
+void multiply(const Kernels& kernels, const Op& op, char* const* slots, const Step& step, i64 part, i64 parts) {
+  Linear call = {address(op.a, slots), address(op.b, slots), address(op.c, slots), address(op.out, slots),
+                 op.a.type, count(op, step), op.size[1], op.size[2], op.a.token, op.b.token, op.out.token};
+  kernels.linear(call, share_of(call.n, part, parts), share_of(call.n, part + 1, parts));
+}
+
+void run_alone(const Kernels& kernels, const Op& op, char* const* slots, const Step& step) {
+  if (op.operation == EMBED || op.operation == SELECT) return move_rows(op, slots, step);
+  if (op.operation == WRITE) {
+    write_pool(op.a, op.kv_heads, op.width, step.pools[2 * op.layer], slots, step);
+    return write_pool(op.b, op.kv_heads, op.value_width, step.pools[2 * op.layer + 1], slots, step);
+  }
+  Elementwise call = {op.kind, op.function, count(op, step), {op.size[0], op.size[1], op.size[2]}, op.scalar, op.scalar2,
+                      view(op.out, slots), view(op.a, slots), view(op.b, slots), view(op.c, slots)};
+  kernels.elementwise(call);
+}
+
+}  // namespace
+
+i64 check_ids(const Op* ops, i64 num_ops, const Step& step) {
+  for (i64 i = 0; i < num_ops; i++) {
+    if (ops[i].operation != EMBED) continue;
+    for (i64 t = 0; t < step.num_tokens; t++) {
+      i64 id = ids(ops[i], step)[t] + ops[i].function;
+      if (id < 0 || id >= ops[i].size[0]) return i;
+    }
+  }
+  return -1;
+}
+
+void run_program(const Kernels& kernels, const Op* ops, i64 num_ops, char* const* slots, const Step& step, i64 part, i64 parts) {
+  for (i64 i = 0; i < num_ops; i++) {
+    const Op& op = ops[i];
+    if (op.waits) barrier(parts);
+    if (op.operation == LINEAR) multiply(kernels, op, slots, step, part, parts);
+    else if (op.operation == ATTEND) attend(kernels, op, slots, step, part, parts);
+    else if (part == 0) run_alone(kernels, op, slots, step);
+  }
+}

@@ -1,0 +1,36 @@
+// A forward pass as a list of operations over buffers.
+#pragma once
+#include <cstring>
+#include "abi.h"
+
+enum Operation : i64 { EMBED, ELEMENTWISE, LINEAR, SELECT, WRITE, ATTEND };
+enum Rows : i64 { ONE, TOKENS, SELECTED };
+
+// A tensor [rows, size..] in the memory of slot `slot`; offset and strides count elements. Slot -1: absent.
+struct Place { i64 slot, offset, type, token, stride[3]; };
+
+struct Op {
+  i64 operation, kind, function, rows, size[3];
+  i64 waits;  // it needs what other threads computed since the last barrier
+  double scalar, scalar2;
+  Place out, a, b, c;
+  // ATTEND: a: query, b: keys, c: sinks; WRITE: a: keys, b: values
+  i64 layer, heads, kv_heads, width, value_width, window;
+};
+
+// The inputs of one forward.
+struct Step {
+  i64 num_tokens, num_selected;
+  const i64 *ids, *positions, *selected, *write_slots;
+  const Row* rows;
+  i64 num_rows;
+  char* const* pools;  // keys and values of layer 0, of layer 1, ..
+};
+
+// The share of `part` among `parts` begins here; multiples of 4.
+inline i64 share_of(i64 n, i64 part, i64 parts) { return part == parts ? n : (n / 4 * part / parts) * 4; }
+
+// The index of the first operation that would read an embedding which does not exist; -1: there is none.
+i64 check_ids(const Op* ops, i64 num_ops, const Step& step);
+
+void run_program(const Kernels& kernels, const Op* ops, i64 num_ops, char* const* slots, const Step& step, i64 part, i64 parts);

@@ -1,0 +1,152 @@
+"""Attention in the native library against the definition in float64, over random ragged batches."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from hf_specdec.kernels.attention import NativeRow, NativeRows, native, reference
+from hf_specdec.kernels.native import library
+
+pytestmark = pytest.mark.skipif(library() is None, reason="the native library is not compiled")
+SETS = ["baseline", "avx2", "avx512", "avx512_bf16"]
+BOUNDS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}
+
+
+@pytest.fixture(params=SETS)
+def instruction_set(request):
+    """Each instruction set that this CPU has, in turn."""
+    loaded = library()
+    best = loaded.specdec_instruction_set()
+    if not loaded.specdec_use(request.param.encode()):
+        pytest.skip(f"this CPU or build has no {request.param}")
+    yield request.param
+    loaded.specdec_use(best)
+
+
+@st.composite
+def problems(draw):
+    """Shapes, options and rows (queries, keys before them, region or None) of a batch."""
+    group, kv_heads = draw(st.sampled_from([1, 2, 3, 4, 7, 8])), draw(st.integers(1, 3))
+    rows = draw(st.lists(st.tuples(st.integers(1, 7), st.integers(0, 70), st.booleans()), min_size=1, max_size=4))
+    return {
+        "heads": group * kv_heads, "kv_heads": kv_heads, "rows": rows,
+        "width": draw(st.sampled_from([8, 20, 32, 64, 80, 128])), "value_width": draw(st.sampled_from([4, 16, 33, 64, 96])),
+        "window": draw(st.sampled_from([None, 1, 4, 30])), "softcap": draw(st.sampled_from([None, 2.0])),
+        "sinks": draw(st.booleans()), "seed": draw(st.integers(0, 2**20)),
+        "dtype": draw(st.sampled_from([torch.float32, torch.bfloat16, torch.float16])),
+    }  # fmt: skip
+
+
+def batch(problem):
+    """(query, pools, native rows, allowed per row, slots per row): slots that no row owns hold big numbers."""
+    random = np.random.default_rng(problem["seed"])
+    draw = torch.Generator().manual_seed(problem["seed"])
+    num_slots = sum(count + before for count, before, _ in problem["rows"]) + 9
+    order, rows, allowed, own, start, used = random.permutation(num_slots), [], [], [], 0, 0
+    pools = [
+        torch.full((num_slots, problem["kv_heads"], problem[name]), 3e4).to(problem["dtype"])
+        for name in ("width", "value_width")
+    ]
+    for count, before, is_tree in problem["rows"]:
+        length, slots = count + before, order[used : used + count + before].copy()
+        for pool in pools:
+            pool[torch.from_numpy(slots)] = torch.randn(length, *pool.shape[1:], generator=draw).to(pool.dtype)
+        visibility = places = positions = None
+        seen, keys, queries = np.tri(count, length, before, dtype=bool), np.arange(length), np.arange(before, length)
+        if is_tree:
+            region = int(random.integers(count, length + 1))
+            visibility = random.random((count, region)) < 0.5
+            visibility[np.arange(count), np.arange(region - count, region)] = True
+            places = np.sort(random.integers(0, length, region))
+            positions = queries = np.maximum(random.integers(0, length, count), places[region - count :])
+            seen = np.ones((count, length), dtype=bool)
+            seen[:, length - region :] = visibility
+            keys = np.concatenate([keys[: length - region], places])
+        if problem["window"] is not None:
+            seen = seen & (queries[:, None] - keys[None] < problem["window"])
+            seen[np.arange(count), np.arange(before, length)] |= not is_tree
+        if not seen.any(axis=1).all():
+            positions = queries = keys[length - count :]  # a token always sees itself
+            seen = np.ones((count, length), dtype=bool)
+            seen[:, length - visibility.shape[1] :] = visibility
+            seen &= queries[:, None] - keys[None] < problem["window"]
+        rows.append(NativeRow(start, start + count, length, slots, visibility, places, positions))
+        allowed.append(seen)
+        own.append(torch.from_numpy(slots))
+        start, used = start + count, used + length
+    query = torch.randn(problem["heads"], start, problem["width"], generator=draw).to(problem["dtype"]).transpose(0, 1)
+    return query, *pools, NativeRows.of(rows), rows, allowed, own
+
+
+def by_definition(problem, query, keys, values, rows, allowed, own, sinks):
+    """The same attention by `reference.paged_attention`, in float64."""
+    group = problem["heads"] // problem["kv_heads"]
+    masks = [
+        torch.zeros(seen.shape).double().masked_fill_(torch.from_numpy(~seen), -math.inf).repeat(group, 1)
+        for seen in allowed
+    ]
+    described = [
+        reference.AttentionRow(row.start, row.end, row.length, -1, slots)
+        for row, slots in zip(rows, own, strict=True)
+    ]  # fmt: skip
+    sinks = None if sinks is None else sinks.double()
+    return reference.paged_attention(
+        query.double().contiguous(), keys.double(), values.double(), described, masks, 0.3, problem["softcap"], sinks
+    )
+
+
+@settings(max_examples=40, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(problem=problems())
+def test_equals_the_definition(instruction_set, problem):
+    query, keys, values, table, rows, allowed, own = batch(problem)
+    sinks = torch.linspace(-1, 1, problem["heads"]).to(problem["dtype"]) if problem["sinks"] else None
+    wanted = by_definition(problem, query, keys, values, rows, allowed, own, sinks)
+    assert native.serves(query, keys, values, table)
+    found = native.paged_attention(query, keys, values, table, 0.3, problem["window"], problem["softcap"], sinks)
+    assert found.dtype == problem["dtype"] and found.is_contiguous() and found.shape == wanted.shape
+    error = (found.double() - wanted).abs().max() / wanted.abs().max()
+    assert error < BOUNDS[problem["dtype"]] * (10 if problem["softcap"] and problem["dtype"] == torch.float32 else 1)
+
+
+def test_a_query_does_not_depend_on_its_batch(instruction_set):
+    problem = {
+        "heads": 8, "kv_heads": 2, "rows": [(3, 40, True), (1, 17, False), (5, 0, False), (6, 33, True)], "width": 64,
+        "value_width": 64, "window": None, "softcap": None, "seed": 3, "dtype": torch.bfloat16,
+    }  # fmt: skip
+    query, keys, values, table, rows, _, _ = batch(problem)
+    together = native.paged_attention(query, keys, values, table, 0.125)
+    for row in rows:
+        alone = NativeRows.of([row._replace(start=0, end=row.end - row.start)])
+        found = native.paged_attention(query[row.start : row.end], keys, values, alone, 0.125)
+        assert torch.equal(found, together[row.start : row.end])
+
+
+def test_threads_share_the_work(instruction_set):
+    problem = {
+        "heads": 6, "kv_heads": 3, "rows": [(3, 40, True), (1, 17, False), (5, 0, False)], "width": 32, "value_width": 32,
+        "window": 9, "softcap": None, "seed": 4, "dtype": torch.float32,
+    }  # fmt: skip
+    query, keys, values, table, *_ = batch(problem)
+    alone = native.paged_attention(query, keys, values, table, 0.2, 9)
+    threads = torch.get_num_threads()
+    torch.set_num_threads(3)
+    try:
+        for _ in range(20):
+            assert torch.equal(native.paged_attention(query, keys, values, table, 0.2, 9), alone)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_prompts_and_other_dtypes_are_left_to_the_definition():
+    query = torch.zeros(100, 2, 8)
+    pool = torch.zeros(100, 2, 8)
+    row = NativeRow(0, 100, 100, np.arange(100))
+    assert not native.serves(query, pool, pool, NativeRows.of([row]))
+    short = NativeRows.of([row._replace(end=4)])
+    assert native.serves(query, pool, pool, short)
+    assert not native.serves(query.double(), pool.double(), pool.double(), short)
+    assert not native.serves(query, pool.bfloat16(), pool.bfloat16(), short)
