@@ -22,7 +22,7 @@ _RULE_OF_KEY = {
 PER_CALL_KEYS = ("seed", "rejection_sample_method", "async_scheduling", *_RULE_OF_KEY)
 DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
 QUANTIZATIONS = ("wint8", "wint4")
-RECURRENT_STATES = ("kept", "replayed")
+RECURRENT_STATES = ("auto", "kept", "replayed")
 DRAFT_LENGTHS = ("fixed", "auto")
 MOST_DRAFT_TOKENS, MOST_DRAFT_NODES = 1024, 4096  # per row and round: longer paths are cut, larger trees are refused
 
@@ -145,10 +145,11 @@ class SpeculativeConfig:
         },
     )
     recurrent_states: str = field(
-        default="kept",
+        default="auto",
         metadata={
             "help": "for targets with recurrent layers: 'kept' keeps the state after each draft; 'replayed' keeps one state and what each "
-            "draft adds to it, which is read again once accepted: the same output, less memory, more time"
+            "draft adds to it, which is read again once accepted: the same output, less memory, more time; 'auto' keeps them if those of "
+            "all rows take at most a quarter of the memory there is"
         },
     )
     deterministic: bool = field(

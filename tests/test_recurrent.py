@@ -2,6 +2,7 @@
 
 import copy
 import inspect
+import logging
 import random
 import types
 
@@ -264,7 +265,7 @@ def test_a_state_that_was_not_kept_raises(models):
         packed.forward([RowInput(0, tokens[:1], 10)], cache)
     cache.truncate(0, 4)
     assert cache.tables[0].length == 0  # read from the beginning
-    assert cache.num_bytes > cache.states.num_bytes >= cache.states.bytes_of_row(0) > 0
+    assert cache.num_bytes > cache.states.num_bytes >= packed.bytes_of_states(0) > 0
     cache.remove(0)
     cache.check()
 
@@ -378,7 +379,7 @@ def test_states_leave_less_memory_for_blocks(models):
         packed.forward([RowInput(0, torch.arange(4).numpy(), 0, prompt=4)], cache)
     pools = [*cache.states.conv.values(), *cache.states.recurrent.values()]
     assert sum(pool[0].nbytes for pool in pools) * 5 == row > 0
-    config = {"method": "ngram", "num_speculative_tokens": 3, "block_size": 16}
+    config = {"method": "ngram", "num_speculative_tokens": 3, "block_size": 16, "recurrent_states": "kept"}
     llm = LLM(
         model,
         speculative_config=config,
@@ -415,6 +416,36 @@ def test_replayed_drafts_take_less_memory():
         prepare(model, ModelOptions(recurrent_states=each)).bytes_of_states(4) for each in ("kept", "replayed")
     )
     assert replayed < kept / 3
+
+
+def test_drafts_are_replayed_where_kept_states_would_take_too_much(models, monkeypatch, caplog):
+    """The choice follows the memory, is logged once, and does not change the text."""
+    model, _ = models("Qwen3-Next")
+    inputs, config = batch(), {"method": "token_recycling", "recurrent_states": "auto"}
+    expected = plain(model, inputs)
+    packed = prepare(model)
+    kept, replayed = (packed.bytes_of_states(60, replays) * len(LENGTHS) for replays in (False, True))
+    assert replayed < kept
+    hf_specdec.release(model)
+    for memory, words in ((10**12, "are kept"), (0, "are replayed"), (10**12, "are kept"), (None, None)):
+        monkeypatch.setattr(packed_model, "free_bytes", lambda _, memory=memory: memory)
+        caplog.clear()
+        with caplog.at_level(logging.INFO, "hf_specdec.model.packed_model"):
+            outputs = [speculative(model, None, inputs, config) for _ in range(2)]
+        assert all(torch.equal(each, expected) for each in outputs)
+        logged = [each.getMessage() for each in caplog.records if "Recurrent states" in each.getMessage()]
+        assert len(logged) == (words is not None) and all(words in each for each in logged)
+
+
+def test_a_server_chooses_states_by_its_own_memory(models):
+    model, _ = models("Qwen3-Next")
+    packed = prepare(model)
+    row, block = packed.bytes_of_states(3, replays=False), packed.bytes_per_token() * 16
+    config = {"method": "ngram", "num_speculative_tokens": 3, "block_size": 16}
+    for memory, replays in ((8 * row + 20 * block, False), (2 * row + 20 * block, True)):
+        llm = LLM(model, speculative_config=config, max_model_len=64, max_num_seqs=2, kv_cache_memory_bytes=memory)
+        assert llm.engine.decoder.target.replays_drafts == llm.engine.decoder.cache.states.replays == replays
+        llm.close()
 
 
 # ---- refused ----------------------------------------------------------------------------------------------------------------

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import mmap
+import os
 import sys
 from collections.abc import Iterable
 from pathlib import Path
@@ -31,6 +32,15 @@ def _address_space_is_free() -> bool:
     if resource.getrlimit(resource.RLIMIT_AS)[0] != resource.RLIM_INFINITY:
         return False
     return not (_OVERCOMMIT.exists() and _OVERCOMMIT.read_text().strip() == "2")
+
+
+def free_bytes(device: torch.device) -> int | None:
+    """Free memory of a device; None if the system does not say."""
+    if device.type == "cuda":
+        return torch.cuda.mem_get_info(device)[0]
+    if device.type != "cpu" or "SC_AVPHYS_PAGES" not in getattr(os, "sysconf_names", ()):
+        return None
+    return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
 
 
 def zeros(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:

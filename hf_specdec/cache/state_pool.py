@@ -56,12 +56,6 @@ class StatePool:
         """Memory of all slots."""
         return sum(pool.nbytes for pool in self._pools())
 
-    def bytes_of_row(self, num_drafts: int) -> int:
-        """Memory of a sequence with a draft of so many nodes: its slots for them, for its last token and for the token before it."""
-        states = sum(pool[0].nbytes for pool in self.recurrent.values())
-        others = sum(pool[0].nbytes for pool in self._pools()) - states
-        return others * (num_drafts + 2) + states * (1 if self.replays else num_drafts + 2)
-
     def _pools(self) -> list[torch.Tensor]:
         inputs = [each for layer in self.inputs.values() for each in layer]
         return [*self.conv.values(), *self.recurrent.values(), *inputs]

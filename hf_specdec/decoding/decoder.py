@@ -64,7 +64,7 @@ class SpeculativeDecoder:
     # ---- memory and membership --------------------------------------------------------------------------------------
 
     def allocate(self, num_tokens: int, num_sequences: int) -> None:
-        """Size the KV pools for `num_tokens` (drafts included) in `num_sequences`. No sequence may be running.
+        """Size the KV pools for `num_tokens` (drafts included) in `num_sequences` (0: not known yet). No sequence may be running.
 
         Memory is taken as it is used. If `config.num_blocks` is set, it is the limit instead.
         """
@@ -76,6 +76,8 @@ class SpeculativeDecoder:
         if kept and (bound is None or self.cache.pool.num_blocks <= bound):
             self.cache.grow_up_to(num_blocks)
         else:
+            if num_sequences:
+                self.target.choose_states(num_sequences, self.generator.max_draft_nodes)
             self.cache = self.target.new_cache(num_blocks, size, grows=True)
         self.cache.share_prefixes = not self.all_hidden_states
         self._num_sequences = num_sequences

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import inspect
+import logging
 import threading
 import weakref
 from collections.abc import Callable
@@ -14,6 +15,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..cache import PagedStaticCache
+from ..cache.memory import free_bytes
 from ..cache.state_pool import StatePool
 from ..core.errors import UnsupportedModel
 from ..core.names import ATTENTION_NAME
@@ -25,6 +27,12 @@ from .options.invariant_ops import InvariantOps
 from .options.quantized import QuantizedLinears
 from .packed_batch import PackedBatch
 from .recurrent import RecurrentLayers, family_of, layers_without_keys, make_plan
+
+logger = logging.getLogger(__name__)
+
+STATES_SHARE = (
+    0.25  # of the memory for keys, values and states: above it, drafts are replayed (see `PackedModel.choose_states`)
+)
 
 
 class Activated(Protocol):
@@ -52,6 +60,8 @@ class PackedModel:
         gather: attend to gathered keys instead of pages. `self_test.check` may set it.
         recurrent: its layers with a recurrent or convolutional state; None: it has none.
         replays_drafts: keep the inputs of its recurrences for drafts, not the states (see StatePool).
+        chooses_states: `choose_states` may change that.
+        cache_bytes: memory for keys, values and states; None: what is free.
         deterministic: a token's logits have the same bits whatever else is in the batch (see InvariantOps).
         graphs: runs decoding steps as CUDA graphs; None: kernels are launched one by one.
         active_options: entered while the model is active: quantized, prepacked or compiled layers.
@@ -73,7 +83,8 @@ class PackedModel:
         recurrent = None if family is None else RecurrentLayers(model, family)
         self.recurrent = recurrent if recurrent is not None and recurrent.mixers else None
         self.gather = not architectures.reads_pages(model)
-        self.replays_drafts = False
+        self.replays_drafts, self.chooses_states = False, False
+        self.cache_bytes: int | None = None
         self.deterministic = False
         self.graphs: GraphRunner | None = None
         self.active_options: list[Activated] = []
@@ -82,6 +93,7 @@ class PackedModel:
         self._wants_masks_by_kind = architectures.takes_masks_by_kind(model)
         self._has_alibi = alibi.is_needed(model)
         self.checked_prompts: set[frozenset[str]] = set()  # kinds of prompts that `prompt.read_prompt` has checked
+        self._logged_choice: bool | None = None
         self._lock = threading.RLock()
         self._active = 0
 
@@ -146,10 +158,35 @@ class PackedModel:
         """Bytes of one token's keys and values in all layers, found by a forward over one token."""
         return self._cache_of_one_token().bytes_per_token
 
-    def bytes_of_states(self, num_drafts: int) -> int:
-        """Bytes of the recurrent states of a row with a draft of so many nodes, found in the same way; 0 if no layer has one."""
-        states = self._cache_of_one_token().states
-        return 0 if states is None else states.bytes_of_row(num_drafts)
+    def bytes_of_states(self, num_drafts: int, replays: bool | None = None) -> int:
+        """Bytes of the recurrent states of a row with a draft of so many nodes, found in the same way; 0 if no layer has one.
+
+        Args:
+            replays: with the inputs of drafts in place of their states; None: as this model runs.
+        """
+        if self.recurrent is None:
+            return 0
+        if not self.recurrent.is_measured:
+            self._cache_of_one_token()
+        return self.recurrent.bytes_of_row(num_drafts, self.replays_drafts if replays is None else replays)
+
+    def choose_states(self, num_rows: int, num_drafts: int) -> None:
+        """Keep the states of drafts if those of so many rows, with drafts of so many nodes each, take at most STATES_SHARE of the
+        memory; otherwise replay the drafts. Does nothing if the model has no states or its user has chosen.
+        """
+        memory = free_bytes(self.device) if self.cache_bytes is None else self.cache_bytes
+        if not self.chooses_states or memory is None:
+            return
+        kept, replayed = (num_rows * self.bytes_of_states(num_drafts, replays) for replays in (False, True))
+        before, self.replays_drafts = self._logged_choice, STATES_SHARE * memory < kept and replayed < kept
+        if before != self.replays_drafts:
+            self._logged_choice = self.replays_drafts
+            logger.info(
+                "Recurrent states of drafts are %s: for %d rows of %d draft tokens, kept ones take %.1f MiB and replayed ones %.1f MiB; "
+                "the limit is %.1f MiB.",
+                "replayed" if self.replays_drafts else "kept", num_rows, num_drafts, kept / 2**20, replayed / 2**20,
+                STATES_SHARE * memory / 2**20,
+            )  # fmt: skip
 
     @torch.no_grad()
     def _cache_of_one_token(self) -> PagedStaticCache:

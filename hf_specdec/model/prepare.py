@@ -31,7 +31,8 @@ class ModelOptions:
         deterministic: give a token's logits the same bits whatever else is in the batch.
         quantization: "wint8" or "wint4" weights in the linear layers; None: the model's own weights.
         owned: the model is ours, so quantized weights may replace its own. Otherwise they are swapped in while it is active.
-        recurrent_states: "kept" or "replayed": what is kept of each draft by layers with a recurrent state.
+        recurrent_states: "kept" or "replayed": what is kept of each draft by layers with a recurrent state. "auto": see
+            `PackedModel.choose_states`.
         compile: compile the decoder layers. None: only trace and rewrite them, where they run as CUDA graphs.
     """
 
@@ -41,7 +42,7 @@ class ModelOptions:
     quantization: str | None = None
     owned: bool = False
     compile: bool | None = False
-    recurrent_states: str = "kept"
+    recurrent_states: str = "auto"
 
 
 DEFAULTS = ModelOptions()
@@ -65,8 +66,9 @@ def prepare(
     packed = PackedModel(model, taps, num_layers, borrowed)
     if packed.recurrent is not None:
         _check_options_of_recurrent(packed, options)
+        packed.chooses_states = options.recurrent_states == "auto"
         packed.replays_drafts = options.recurrent_states == "replayed"
-    elif options.recurrent_states != "kept":
+    elif options.recurrent_states != "auto":
         raise UnsupportedModel(
             f"'recurrent_states' is for models with recurrent layers; {type(model).__name__} has none. Leave it out."
         )

@@ -48,6 +48,7 @@ class Engine:
     ):
         self.decoder, self.tokenizer, self.max_model_len = decoder, tokenizer, max_model_len
         self.eos_token_ids = _eos_token_ids(decoder.target.model)
+        decoder.target.choose_states(max_num_seqs, decoder.generator.max_draft_nodes)
         decoder.allocate(num_blocks * decoder.config.block_size, 0)
         decoder.generator.outlive_texts()
         self.scheduler = Scheduler(decoder, max_num_seqs, max_num_batched_tokens)

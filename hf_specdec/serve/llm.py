@@ -14,6 +14,7 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ..bundled import resolve_model
+from ..cache.memory import free_bytes
 from ..candidate_generators import parse_config
 from ..candidate_generators.base import DrafterContext
 from ..integration import make_decoder, model_lock
@@ -24,7 +25,7 @@ from .params import SamplingParams
 
 logger = logging.getLogger(__name__)
 
-_MEMORY_SHARE = 0.5  # of the free memory on a CPU that the KV cache may take
+_MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.8}  # of the free memory that the KV cache may take
 _SPELLED_BEFORE = {  # vLLM's arguments before `speculative_config`
     "speculative_model": "model",
     "num_speculative_tokens": "num_speculative_tokens",
@@ -274,12 +275,12 @@ def _num_blocks(
     wanted = max_num_seqs * (-(-most_tokens // block_size) + 1)
     per_block = target.bytes_per_token() * block_size
     if memory_bytes is None:
-        if target.device.type == "cuda":
-            free, _ = torch.cuda.mem_get_info(target.device)
-            memory_bytes = int(0.8 * free)
-        else:
-            free = os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-            memory_bytes = int(_MEMORY_SHARE * free)
+        free = free_bytes(target.device)
+        if free is None:
+            raise ValueError("This system does not say how much memory is free: pass kv_cache_memory_bytes.")
+        memory_bytes = int(_MEMORY_SHARE[target.device.type] * free)
+    target.cache_bytes = memory_bytes
+    target.choose_states(max_num_seqs, num_drafts)
     states = target.bytes_of_states(num_drafts) * max_num_seqs
     fitting = (memory_bytes - states) // per_block
     if fitting < 1:

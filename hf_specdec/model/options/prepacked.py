@@ -9,13 +9,13 @@ product. Results differ from `torch.nn.functional.linear` only by float rounding
 from __future__ import annotations
 
 import logging
-import os
 from collections.abc import Sequence
 from typing import TypeGuard
 
 import torch
 from torch import nn
 
+from ...cache.memory import free_bytes
 from .joined_linears import JoinedLinears, Product, is_untouched
 
 logger = logging.getLogger(__name__)
@@ -88,7 +88,7 @@ def prepack(model: nn.Module, wanted: bool | None) -> JoinedLinears | None:
     num_bytes = sum(m.weight.nbytes for m in model.modules() if _is_plain(m))
     if num_bytes == 0:
         return None
-    free = _free_memory()
+    free = free_bytes(torch.device("cpu"))
     if wanted is None and (free is None or num_bytes > _MEMORY_SHARE * free):
         logger.info(
             "Weights are not prepacked: a second copy of %.1f GiB would take too large a share of the free memory.",
@@ -96,10 +96,3 @@ def prepack(model: nn.Module, wanted: bool | None) -> JoinedLinears | None:
         )
         return None
     return JoinedLinears(model, PackedProduct, _is_plain)
-
-
-def _free_memory() -> int | None:
-    try:
-        return os.sysconf("SC_AVPHYS_PAGES") * os.sysconf("SC_PAGE_SIZE")
-    except (AttributeError, ValueError, OSError):  # not on this platform
-        return None

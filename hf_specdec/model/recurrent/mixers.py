@@ -49,6 +49,20 @@ class RecurrentLayers:
         aligned = end // self._chunk * self._chunk
         return aligned if aligned > start else end
 
+    @property
+    def is_measured(self) -> bool:
+        """True once every layer has run, so that the sizes of the states are known."""
+        return len(self._examples) == len(self.mixers)
+
+    def bytes_of_row(self, num_drafts: int, replays: bool) -> int:
+        """Memory of a sequence with a draft of so many nodes: its slots in a StatePool for them, for its last token and for the token
+        before it."""
+        slots, total = num_drafts + 2, 0
+        for conv, recurrent, inputs in self._examples.values():
+            total += slots * conv.nbytes + (0 if recurrent is None else recurrent.nbytes * (1 if replays else slots))
+            total += slots * sum(each.nbytes for each in inputs) if replays else 0
+        return total
+
     @contextlib.contextmanager
     def active(self):
         """Inside, the mixers read packed rows when they are given a paged cache that is running a batch."""
