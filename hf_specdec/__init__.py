@@ -16,7 +16,7 @@ with held_back():
     from .model.packed_model import PackedModel
     from .serve import LLM, SamplingParams, StructuredOutputsParams
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "LLM",
