@@ -147,19 +147,6 @@ class HybridGenerator(CombinedGenerator):
     def _as_seen(self, outcome: StepOutcome, proposed: dict[int, tuple[DraftTrees, int]]) -> StepOutcome:
         accepted = []
         for seq, new in zip(outcome.sequences, outcome.new_tokens, strict=True):
-            own = proposed.get(seq.id)
-            accepted.append(_matching_path(*own, new) if own is not None else [])
+            trees, row = proposed.get(seq.id, (None, 0))
+            accepted.append([] if trees is None else trees.matching_path(row, new[:-1]))  # the last was not fed
         return outcome.for_proposal(accepted)
-
-
-def _matching_path(trees: DraftTrees, row: int, new_tokens: list[int]) -> list[int]:
-    """The path of a row's tree that equals the appended tokens; the last token was not fed, so it is not matched."""
-    count = trees.lengths[row]
-    tokens, parents = trees.tokens[row, :count].tolist(), trees.parent_index[row, :count].tolist()
-    path, at = [], -1
-    for token in new_tokens[:-1]:
-        at = next((n for n in range(at + 1, count) if parents[n] == at and tokens[n] == token), -1)
-        if at < 0:
-            break
-        path.append(at)
-    return path

@@ -1,0 +1,22 @@
+"""make_policy: the policy of draft lengths that a configuration asks for."""
+
+from __future__ import annotations
+
+from ..config import SpeculativeConfig
+from .auto_length import AutoLength
+from .draft_length import DraftLengthPolicy, LengthPerBatchSize, UpToBatchSize
+
+
+def make_policy(config: SpeculativeConfig) -> DraftLengthPolicy:
+    """The policy that the configuration asks for."""
+    policy = _make_lengths(config)
+    most_rows = config.disable_by_batch_size
+    return policy if most_rows is None else UpToBatchSize(policy, most_rows)
+
+
+def _make_lengths(config: SpeculativeConfig) -> DraftLengthPolicy:
+    if config.num_speculative_tokens_per_batch_size is not None:
+        return LengthPerBatchSize(config.num_speculative_tokens_per_batch_size)
+    if config.draft_length == "auto":
+        return AutoLength(config.longest_draft or 1)
+    return DraftLengthPolicy()
