@@ -9,7 +9,7 @@ PYTHON ?=
 TORCH_VERSION ?= 2.13.0
 export PYTHON TORCH_VERSION
 
-.PHONY: demo test lint format clean suffix install-demo install-dev
+.PHONY: demo test lint format docs clean suffix install-demo install-dev install-docs
 .DEFAULT_GOAL := demo
 
 demo: install-demo
@@ -28,11 +28,15 @@ format: install-dev
 	"$(VENV)/bin/ruff" format .
 
 # The script itself sees whether there is anything to do: make cannot name a file whose path has a space.
-install-demo install-dev:
+install-demo install-dev install-docs:
 	bash scripts/setup_venv.sh "$(VENV)" $(@:install-%=%)
+
+# The site in site/. Fails on a warning: a dead link or anchor, a page that is in no menu, a docstring that does not fit its function.
+docs: install-docs
+	NO_MKDOCS_2_WARNING=1 "$(VENV)/bin/python" -m mkdocs build --strict
 
 suffix:
 	bash scripts/setup_venv.sh "$(VENV)" suffix
 
 clean:
-	rm -rf "$(VENV)" build dist *.egg-info .pytest_cache .ruff_cache
+	rm -rf "$(VENV)" build dist site *.egg-info .pytest_cache .ruff_cache

@@ -1,22 +1,25 @@
 """Speculative decoding for Hugging Face transformers: `model.generate(..., speculative_config={"method": "ngram"})`."""
 
-from .foreign_messages import held_back
+import importlib
+from typing import TYPE_CHECKING, Any
 
-with held_back():
+from . import foreign_messages
+from .bundled import bundled, bundled_names, resolve_model
+from .config import SpeculativeConfig, SpeculativeConfigError
+from .plugin import generate, install, release, uninstall
+
+if TYPE_CHECKING:
     from .assisted import assisted_loop
-    from .bundled import bundled, bundled_names, resolve_model
     from .candidate_generators import CandidateGenerator, available_methods, parse_config, register
     from .candidate_generators.base import DrafterContext
-    from .config import SpeculativeConfig, SpeculativeConfigError
     from .core.draft_trees import DraftTrees
     from .core.outcome import StepOutcome
     from .core.output import PackedOutput, Taps
     from .core.sequence import Sequence
-    from .integration import generate, install, release, uninstall
     from .model.packed_model import PackedModel
     from .serve import LLM, SamplingParams, StructuredOutputsParams
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = [
     "LLM",
@@ -45,4 +48,36 @@ __all__ = [
     "uninstall",
 ]
 
+# Imported when they are first asked for: `import hf_specdec` loads no more than the plugin.
+_MODULE_OF = {
+    "LLM": ".serve",
+    "SamplingParams": ".serve.params",
+    "StructuredOutputsParams": ".serve.structured",
+    "CandidateGenerator": ".candidate_generators",
+    "available_methods": ".candidate_generators",
+    "parse_config": ".candidate_generators",
+    "register": ".candidate_generators",
+    "DrafterContext": ".candidate_generators.base",
+    "DraftTrees": ".core.draft_trees",
+    "PackedModel": ".model.packed_model",
+    "PackedOutput": ".core.output",
+    "Sequence": ".core.sequence",
+    "StepOutcome": ".core.outcome",
+    "Taps": ".core.output",
+    "assisted_loop": ".assisted",
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(_MODULE_OF[name], __name__), name)
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})
+
+
+foreign_messages.hold_back()
 install()

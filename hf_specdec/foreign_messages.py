@@ -6,10 +6,8 @@ its CUDA libraries did not load; and with any torch, that it uses a deprecated f
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import re
-from collections.abc import Iterator
 
 import torch
 
@@ -33,21 +31,16 @@ def _keep(record: logging.LogRecord) -> bool:
     return False
 
 
-@contextlib.contextmanager
-def held_back() -> Iterator[None]:
-    """Inside, irrelevant messages go to `kept` instead of their handlers; all others are logged as usual."""
-    loggers = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
-    for logger in loggers:
-        logger.addFilter(_keep)
-    try:
-        yield
-    finally:
-        for logger in loggers:
-            logger.removeFilter(_keep)
+def hold_back() -> None:
+    """From now on irrelevant messages go to `kept` instead of their handlers; all others are logged as usual. Idempotent."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).addFilter(_keep)
 
 
 def show() -> None:
-    """Log the messages in `kept` after all."""
+    """Log the messages in `kept` after all, and no longer hold any back."""
+    for name in ("torchao", "torch.utils._pytree"):
+        logging.getLogger(name).removeFilter(_keep)
     for record in kept:
         logging.getLogger(record.name).handle(record)
     kept.clear()

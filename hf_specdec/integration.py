@@ -1,9 +1,8 @@
-"""install()/uninstall(): `speculative_config=` on every `GenerationMixin.generate()`, as a registered generation mode."""
+"""The generation mode behind `speculative_config=`, and what a model keeps between calls. `plugin.py` leads to it."""
 
 from __future__ import annotations
 
 import contextlib
-import functools
 import json
 import threading
 import weakref
@@ -12,10 +11,7 @@ from dataclasses import dataclass
 from typing import Any
 
 import torch
-import transformers.generation.utils as generation_utils
 from transformers import GenerationConfig, PreTrainedModel
-from transformers.generation import GenerationMixin
-from transformers.generation.continuous_batching import ContinuousMixin
 from transformers.generation.logits_process import LogitsProcessorList
 
 from .candidate_generators import CandidateGenerator, make_generator, parse_config
@@ -27,144 +23,32 @@ from .model.architectures import reads_prompts_both_ways
 from .model.prepare import ModelOptions, prepare
 from .refusals import check_inputs, check_mode, check_model
 
-MODE = "specdec"
-_METHOD = "_specdec_decoding"
-
 _lock = threading.RLock()
-_originals: dict[str, Any] = {}  # transformers' own functions, while ours replace them
-_installed = False
-_explicit_calls = 0  # running calls of our generate(), which need the plugin until they return
 _models_in_use: weakref.WeakSet[PreTrainedModel] = weakref.WeakSet()
 
 
-def install() -> None:
-    """Make `speculative_config=` an argument of every `generate()`. Idempotent; `import hf_specdec` calls it."""
-    global _installed
-    with _lock:
-        _installed = True
-        _patch()
+def checked_config(generation_config: GenerationConfig, mode: Any) -> SpeculativeConfig:
+    """The parsed configuration of a call whose mode without speculation would be `mode`.
 
-
-def uninstall() -> None:
-    """Restore transformers' own functions and drop all decoders."""
-    global _installed
-    with _lock:
-        _installed = False
-        if not _explicit_calls:
-            _unpatch()
-    release()
-
-
-def _patch() -> None:
-    if _originals:
-        return
-    _originals["mode"] = GenerationConfig.get_generation_mode
-    _originals["validate"] = GenerationMixin._validate_generation_mode
-    GenerationConfig.speculative_config = _CarriedConfig()  # accepted as argument, in configs, in request bodies
-    GenerationConfig.get_generation_mode = _get_generation_mode
-    GenerationMixin._validate_generation_mode = _validate_generation_mode
-    GenerationMixin.generate_batch = _generate_batch
-    setattr(GenerationMixin, _METHOD, _specdec_decoding)
-    generation_utils.GENERATION_MODES_MAPPING[MODE] = _METHOD
-
-
-def _unpatch() -> None:
-    if not _originals:
-        return
-    GenerationConfig.get_generation_mode = _originals.pop("mode")
-    GenerationMixin._validate_generation_mode = _originals.pop("validate")
-    del GenerationConfig.speculative_config, GenerationMixin.generate_batch
-    delattr(GenerationMixin, _METHOD)
-    del generation_utils.GENERATION_MODES_MAPPING[MODE]
-
-
-@contextlib.contextmanager
-def _patched():
-    """Patched while inside. On exit unpatched again, unless the plugin was installed."""
-    global _explicit_calls
-    with _lock:
-        _explicit_calls += 1
-        _patch()
-    try:
-        yield
-    finally:
-        with _lock:
-            _explicit_calls -= 1
-            if not _installed and not _explicit_calls:
-                _unpatch()
-
-
-def generate(model: PreTrainedModel, *args, speculative_config: Any, **kwargs) -> Any:
-    """`model.generate(...)` with speculation, whether or not the plugin is installed.
-
-    Takes and returns what `generate()` does; docs/usage.md explains `speculative_config`.
+    Raises:
+        SpeculativeConfigError: a bad configuration.
+        ValueError: the mode cannot be sped up.
     """
-    own = getattr(
-        type(model), "generate", None
-    )  # the instance may carry a repository's custom_generate, which calls this function
-    call = model.generate if own is None else functools.partial(own, model)
-    with _patched():
-        return call(*args, speculative_config=speculative_config, **kwargs)
+    config = parse_config(generation_config.speculative_config)
+    check_mode(generation_config, mode)
+    return config
 
 
-class _CarriedConfig:
-    """`GenerationConfig.speculative_config`, None unless set."""
-
-    def __get__(self, generation_config: GenerationConfig | None, owner: type | None = None) -> Any:
-        return None if generation_config is None else vars(generation_config).get("speculative_config")
-
-    def __set__(self, generation_config: GenerationConfig, value: Any) -> None:
-        vars(generation_config)["speculative_config"] = value
-        if value is not None:
-            # Otherwise a config derived from the model's would be derived again when it is loaded, and lose this key.
-            generation_config._from_model_config = False
+def check_call(
+    model: PreTrainedModel, config: SpeculativeConfig, generation_config: GenerationConfig, assistant_model: Any
+) -> None:
+    """Refuse what would not be exact, before any work is done."""
+    generation_config.speculative_config = config  # of the call's own copy; `specdec_decoding` reads it there
+    return check_model(model, config, generation_config, assistant_model)
 
 
-# ---- the generation mode --------------------------------------------------------------------------------------------
-
-
-class _Mode(str):
-    """MODE, with the call's parsed configuration: `generate()` hands the mode on to `_validate_generation_mode`."""
-
-    config: SpeculativeConfig
-
-    def __new__(cls, config: SpeculativeConfig) -> _Mode:
-        mode = super().__new__(cls, MODE)
-        mode.config = config
-        return mode
-
-
-def _get_generation_mode(self: GenerationConfig, assistant_model: PreTrainedModel | None = None):
-    mode = _originals["mode"](self, assistant_model)
-    # transformers gives an assistant model a copy of this config, marked `is_assistant`.
-    if self.speculative_config is None or getattr(self, "is_assistant", False):
-        return mode
-    config = parse_config(self.speculative_config)
-    check_mode(self, mode)
-    return _Mode(config)
-
-
-def _validate_generation_mode(self, generation_mode, generation_config, generation_mode_kwargs):
-    if generation_mode != MODE:
-        return _originals["validate"](self, generation_mode, generation_config, generation_mode_kwargs)
-    config = generation_mode.config
-    generation_config.speculative_config = config  # of the call's own copy; `_specdec_decoding` reads it there
-    return check_model(self, config, generation_config, generation_mode_kwargs.get("assistant_model"))
-
-
-@functools.wraps(ContinuousMixin.generate_batch)
-def _generate_batch(self, inputs, generation_config=None, *args, **kwargs):
-    carried = (generation_config or self.generation_config).speculative_config
-    if kwargs.get("speculative_config", carried) is not None:
-        raise ValueError(
-            "speculative_config cannot be combined with transformers' continuous batching (generate_batch, "
-            "cache_implementation='paged'): pass the batch to generate()."
-        )
-    return ContinuousMixin.generate_batch(self, inputs, generation_config, *args, **kwargs)
-
-
-def _specdec_decoding(
-    self: PreTrainedModel,
+def specdec_decoding(
+    model: PreTrainedModel,
     input_ids: torch.LongTensor,
     logits_processor: LogitsProcessorList,
     stopping_criteria,
@@ -178,17 +62,17 @@ def _specdec_decoding(
     **model_kwargs,
 ):
     """The generation mode of `speculative_config`: `generate()` calls it instead of `_sample`."""
-    config: SpeculativeConfig = generation_config.speculative_config  # parsed: see _validate_generation_mode
+    config: SpeculativeConfig = generation_config.speculative_config  # parsed: see check_call
     input_ids = input_ids.long()
-    is_more_than_ids = check_inputs(self, input_ids, generation_config, model_kwargs)
+    is_more_than_ids = check_inputs(model, input_ids, generation_config, model_kwargs)
     seed = config.seed
     if seed is None:
         seed = int(torch.randint(2**62, ()).item()) if generation_config.do_sample else 0
     with contextlib.ExitStack() as stack:
         # A decoder runs one batch at a time, and switches the models' attention while it runs.
-        for model in sorted({self, assistant_model} - {None}, key=id):
-            stack.enter_context(_kept(model).lock)
-        decoder = get_decoder(self, config, DrafterContext(assistant_model, tokenizer, assistant_tokenizer))
+        for each in sorted({model, assistant_model} - {None}, key=id):
+            stack.enter_context(_kept(each).lock)
+        decoder = get_decoder(model, config, DrafterContext(assistant_model, tokenizer, assistant_tokenizer))
         return decode(
             decoder,
             input_ids,

@@ -3,12 +3,13 @@
 # (editable). WHAT is one of
 #   demo     the package, and suffix decoding where it can be built
 #   dev      the same with the tools that the tests need
+#   docs     the same as demo with the tools that build the documentation's site
 #   suffix   suffix decoding or an error: builds it again where it could not be built
 # Torch comes first, in the build that suits the machine, and is then held by a constraint: no later step, nor an isolated
 # build, may replace it with another one. What is installed already and still fits pyproject.toml is left alone.
 set -euo pipefail
 
-if [ $# -ne 2 ]; then echo "usage: setup_venv.sh FOLDER demo|dev|suffix" >&2; exit 2; fi
+if [ $# -ne 2 ]; then echo "usage: setup_venv.sh FOLDER demo|dev|docs|suffix" >&2; exit 2; fi
 # Absolute before anything else: tools below change their folder. All of these may contain spaces.
 mkdir -p "$1"
 venv=$(cd "$1" && pwd)
@@ -106,8 +107,8 @@ is_current() {
 
 case $what in
     demo | suffix) extra= ;;
-    dev) extra=dev ;;
-    *) die "nothing is called $what: demo, dev or suffix." ;;
+    dev | docs) extra=$what ;;
+    *) die "nothing is called $what: demo, dev, docs or suffix." ;;
 esac
 if is_current && [ "$what" != suffix ]; then exit 0; fi
 [ -x "$venv/bin/python" ] || make_venv

@@ -1,39 +1,223 @@
-"""What the documentation shows is valid: every example configuration parses, every method has its section."""
+"""What the documentation shows is valid: code runs, configurations work, commands and keys exist, links lead somewhere."""
 
 import ast
 import importlib.util
 import json
 import re
+import shlex
+import xml.etree.ElementTree as ElementTree
+from functools import cache
 from pathlib import Path
 
 import pytest
+import torch
+import transformers
 
+import hf_specdec
 from hf_specdec import available_methods, parse_config
+from hf_specdec.cli import build_parser
+from hf_specdec.cli.models import shared_fields, tree_fields
 
-DOCS = Path(__file__).resolve().parents[1] / "docs"
+ROOT = Path(__file__).resolve().parents[1]
+DOCS = ROOT / "docs"
+PAGES = sorted(DOCS.rglob("*.md"))
+TEXTS = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+REPOSITORY = "https://github.com/hf-specdec/hf-specdec"
+# Heads on the Hub, and the bundled ones that stand in for them here.
+STAND_INS = {
+    '"yuhuili/EAGLE-LLaMA3-Instruct-8B"': '"tiny-eagle"',
+    '"yuhuili/EAGLE3-LLaMA3.1-Instruct-8B"': '"tiny-eagle3"',
+    '"ibm-fms/llama3-8b-accelerator"': '"tiny-mlp_speculator"',
+    '"Snowflake/Arctic-LSTM-Speculator-Llama-3.1-8B-Instruct"': '"tiny-mlp_speculator"',
+    '"FasterDecoding/medusa-vicuna-7b-v1.3"': '"tiny-medusa"',
+    '"ankner/hydra-vicuna-7b-v1.3",\n    "speculative_token_tree": "medusa_mc_sim_7b_63"': '"tiny-hydra", "branching_factors": [4, 2, 1]',
+    '"z-lab/Qwen3-8B-DFlash-b16"': '"tiny-dflash"',
+    '"amd/PARD-Llama-3.2-1B"': '"tiny-draft", "mask_token_id": 0',
+    '"model": "..."': '"model": "tiny-draft"',
+}
+NOT_RUN = {"image-text-to-text": "needs a vision model of several GB; tests/test_multimodal.py has small ones"}
+HAS_SUFFIX = importlib.util.find_spec("arctic_inference") is not None
 
 
-def examples():
-    """Every dict literal assigned or passed as `speculative_config` in a Python block of the methods page."""
-    text = (DOCS / "methods.md").read_text(encoding="utf-8")
-    for block in re.findall(r"```python\n(.*?)```", text, flags=re.S):
+def blocks(path, language):
+    """The code blocks of a page in a language."""
+    return re.findall(rf"^```{language}\n(.*?)^```", path.read_text(encoding="utf-8"), flags=re.S | re.M)
+
+
+def name_of(path):
+    return str(path.relative_to(ROOT))
+
+
+def examples(path):
+    """Every dict that a page assigns to `speculative_config` or passes as it."""
+    for block in blocks(path, "python"):
         for node in ast.walk(ast.parse(block)):
             named = isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "speculative_config"
-            if named or (isinstance(node, ast.keyword) and node.arg == "speculative_config"):
+            if (named or (isinstance(node, ast.keyword) and node.arg == "speculative_config")) and isinstance(
+                node.value, ast.Dict
+            ):
                 yield ast.literal_eval(node.value)
 
 
-@pytest.mark.parametrize("values", list(examples()), ids=str)
-def test_example_parses(values):
-    if "method" in values:
-        assert parse_config(values).method == values["method"]
-    else:
-        assert set(values) >= {"model"}, "the method can only be inferred from a checkpoint"
+# ---- code -----------------------------------------------------------------------------------------------------------
 
 
-def test_every_method_has_an_example():
-    shown = {values.get("method") for values in examples()}
-    assert set(available_methods()) <= shown
+def runnable(block):
+    """The block with bundled heads in place of those on the Hub, or None if it cannot run here."""
+    if any(word in block for word in NOT_RUN) or ('"suffix"' in block and not HAS_SUFFIX):
+        return None
+    for hub, bundled in STAND_INS.items():
+        block = block.replace(hub, bundled)
+    return block
+
+
+def assigned_configs(block):
+    """What a block assigns to `speculative_config`: each is used once."""
+    for node in ast.parse(block).body:
+        if isinstance(node, ast.Assign) and getattr(node.targets[0], "id", "") == "speculative_config":
+            yield ast.literal_eval(node.value)
+
+
+@pytest.mark.parametrize("path", [path for path in TEXTS[:-1] if blocks(path, "python")], ids=name_of)
+def test_the_code_of_a_page_runs(path, tiny_model, tiny_tokenizer, tmp_path, monkeypatch):
+    """Block after block in one namespace, as a reader would; a `speculative_config` that is only assigned decodes a few tokens."""
+    monkeypatch.chdir(tmp_path)
+    inputs = tiny_tokenizer("Once upon a time there was a dog. Once upon", return_tensors="pt")
+    known = {
+        "hf_specdec": hf_specdec, "torch": torch, "model": tiny_model, "tokenizer": tiny_tokenizer, "inputs": inputs,
+        "ids": inputs["input_ids"], "mask": inputs["attention_mask"],
+        **{name: getattr(transformers, name) for name in ("AutoModelForCausalLM", "AutoTokenizer", "LogitsProcessorList", "pipeline")},
+    }  # fmt: skip
+    plain = tiny_model.generate(**inputs, max_new_tokens=8)
+    ran = 0
+    for block in blocks(path, "python"):
+        compile(block, name_of(path), "exec")
+        code = runnable(block)
+        if code is None:
+            continue
+        exec(compile(code, name_of(path), "exec"), known)
+        for values in assigned_configs(code):
+            output = tiny_model.generate(**inputs, max_new_tokens=8, speculative_config=values)
+            assert torch.equal(output, plain), values
+        ran += 1
+    for each in list(known.values()):
+        if isinstance(each, hf_specdec.LLM):
+            each.close()
+    hf_specdec.release()
+    if not ran:
+        pytest.skip("arctic-inference is not installed")
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=name_of)
+def test_commands_exist(path):
+    """Every `hf-specdec` command of a shell block is one that the command line accepts."""
+    for block in blocks(path, "bash"):
+        for line in block.replace("\\\n", " ").splitlines():
+            for part in re.split(r"&&|\||;", line) if "hf-specdec " in line else []:
+                words = shlex.split(part, comments=True)
+                words = words[: words.index("&")] if "&" in words else words
+                if words[:1] == ["hf-specdec"] and "..." not in words:
+                    build_parser().parse_args(words[1:])
+
+
+# ---- configurations, keys, methods ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("path", [path for path in PAGES if list(examples(path))], ids=name_of)
+def test_example_parses(path):
+    for values in examples(path):
+        if "method" in values:
+            assert parse_config(values).method in (values["method"], "mlp_speculator")
+        else:
+            assert set(values) >= {"model"}, "the method can only be inferred from a checkpoint"
+
+
+def test_every_method_has_a_page_with_an_example_and_a_figure():
+    for method in available_methods():
+        page = DOCS / "methods" / ("mlp_speculator.md" if method == "arctic" else f"{method}.md")
+        text = page.read_text(encoding="utf-8")
+        assert method in {values.get("method") for values in examples(page)}, method
+        assert "../figures/step-" in text or "```mermaid" in text, method
+        assert "**Choose it**" in text and "**It costs**" in text and "**Keys:**" in text, method
+        assert f"methods/{page.name}" in (DOCS / "methods.md").read_text(encoding="utf-8"), method
+
+
+@cache
+def known_names():
+    """Keys of any configuration, fields of a request, flags of the server and arguments of generate()."""
+    fields = [f.name for f in [*shared_fields(), *tree_fields()]]
+    for config in available_methods().values():
+        fields += [f.name for f in config.__dataclass_fields__.values()]
+    fields += list(hf_specdec.SamplingParams.__dataclass_fields__)
+    return {*fields, "MODEL", "assistant_model=model", "metrics.speculative_decoding"}
+
+
+@cache
+def server_flags():
+    serve = build_parser()._subparsers._group_actions[0].choices["serve"]  # argparse has no public way to its own flags
+    return set(serve._option_string_actions)
+
+
+@pytest.mark.parametrize("path", sorted((DOCS / "coming-from").glob("*.md")), ids=name_of)
+def test_what_a_table_translates_to_exists(path):
+    """The second column of the tables "coming from": every key, method and flag of ours."""
+    rows = [line.split("|") for line in path.read_text(encoding="utf-8").splitlines() if line.startswith("| ")]
+    rows = [row for row in rows if row[2].strip() != "here" and not row[1].strip().startswith("`vllm serve")]
+    ours = [name for row in rows for name in re.findall(r"`([^`]+)`", row[2]) if name != "hf-specdec serve"]
+    assert len(ours) > 8
+    rules = {"rejection", "block", "coupled", "typical", "ngram"}
+    for name in ours:
+        if name.startswith("--"):
+            assert name in server_flags(), name
+        elif name.startswith('"method"'):
+            assert json.loads("{" + name + "}")["method"] in available_methods(), name
+        elif name == '"num_speculative_tokens": "auto"':
+            assert parse_config({"method": "ngram", "num_speculative_tokens": "auto"}).draft_length == "auto"
+        elif name.startswith('"model"'):
+            continue
+        elif name.startswith('"'):
+            assert name.strip('"') in rules, name
+        else:
+            assert name in known_names(), name
+
+
+# ---- links and figures ----------------------------------------------------------------------------------------------
+
+
+def anchors(path):
+    """Anchors of a page's headings, as GitHub and the site make them."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.S | re.M)
+    found = set()
+    for heading in re.findall(r"^#+ (.+)$", text, flags=re.M):
+        plain = re.sub(r"\[([^\]]*)\]\([^)]*\)", r"\1", heading)
+        found.add(re.sub(r"[^\w\- ]", "", plain.lower()).strip().replace(" ", "-"))
+    return found
+
+
+@pytest.mark.parametrize("path", TEXTS, ids=name_of)
+def test_links_lead_somewhere(path):
+    """Files and anchors that a page links to exist; addresses of the repository name files of it."""
+    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.S | re.M)
+    for target in re.findall(r"\]\(([^)\s]+)\)", text):
+        if target.startswith(f"{REPOSITORY}/blob/main/"):
+            assert (ROOT / target.removeprefix(f"{REPOSITORY}/blob/main/")).exists(), target
+        elif not target.startswith(("http://", "https://", "mailto:")):
+            file, _, anchor = target.partition("#")
+            page = (path.parent / file) if file else path
+            assert page.exists(), target
+            assert not anchor or anchor in anchors(page), target
+
+
+def test_every_page_is_in_the_menu():
+    menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
+    assert sorted(re.findall(r"[\w/-]+\.md", menu)) == sorted(str(path.relative_to(DOCS)) for path in PAGES)
+
+
+def test_figures_are_drawings():
+    figures = sorted((DOCS / "figures").glob("step-*.svg"))
+    assert len(figures) >= 14
+    for figure in figures:
+        assert ElementTree.parse(figure).getroot().tag.endswith("svg")
 
 
 def test_the_acceptance_table_shows_the_kept_figures():

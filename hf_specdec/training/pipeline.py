@@ -71,14 +71,17 @@ def train_head(
 
     Args:
         method: see `available_trainers`.
-        model, tokenizer: the target, on its device.
+        model: the target, on its device.
+        tokenizer: the target's.
         data: see data.py.
         output: the head's folder; the run's own files are in its folder `training`.
         options: an instance of the method's options class.
         target_name: for config.json and the model card (default: where the model was loaded from).
         regeneration: let the target write the answers first.
         cache_dir: keep the target's hidden states in this folder instead of computing them for every batch.
-        form, dtype, license: of the exported head.
+        form: the exported head's layout (default: the method's own).
+        dtype: of its tensors.
+        license: named in its card.
         quiet: no progress bars.
         say: called with progress messages, one line each.
 

@@ -14,7 +14,7 @@ import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from ..integration import generate
+from ..plugin import generate
 from .chat import conversation_of, render
 from .data import PROMPT_KEYS, text_of
 from .errors import TrainingError

@@ -1,0 +1,169 @@
+"""`hf-specdec env`: versions, devices and settings, as a bug report needs them."""
+
+from __future__ import annotations
+
+import argparse
+import importlib.util
+import json
+import os
+import platform
+import sys
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub import constants
+
+import hf_specdec
+from hf_specdec.kernels.dispatch import uses_triton
+
+from .measure import device_name
+
+EPILOG = """\
+examples:
+  hf-specdec env                      lines for people; put them into a bug report
+  hf-specdec env --json               the same as JSON
+
+It prints no tokens, keys or prompts: of variables that may hold a secret, only whether they are set.
+"""
+
+# Versions that decide what a report is about; the first are always there.
+PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "accelerate", "numpy")
+# What each extra brings: the modules that have to be there.
+EXTRAS = {
+    "suffix": ("arctic_inference",),
+    "gpu": ("triton", "torchao"),
+    "serve": ("fastapi", "llguidance", "openai", "prometheus_client", "uvicorn"),
+    "train": ("accelerate", "matplotlib"),
+}
+OTHERS = (
+    "arctic-inference",
+    "triton",
+    "torchao",
+    "flash-attn",
+    "llguidance",
+    "fastapi",
+    "peft",
+    "bitsandbytes",
+    "vllm",
+)
+CPU_FEATURES = (
+    "avx2",
+    "avx512f",
+    "avx512_bf16",
+    "avx512_vnni",
+    "amx_tile",
+    "amx_bf16",
+    "amx_int8",
+    "asimd",
+    "bf16",
+    "sve",
+)
+VARIABLES = (
+    "HF_SPECDEC_KERNELS", "HF_SPECDEC_FLASH_ATTENTION", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HF_HOME",
+    "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "TRITON_INTERPRET", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_CUDA_ALLOC_CONF",
+)  # fmt: skip
+SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_SPECDEC_API_KEY")
+
+
+def add_command(commands) -> argparse.ArgumentParser:
+    """Register the subcommand."""
+    parser = commands.add_parser("env", help="what a bug report needs", description=__doc__, epilog=EPILOG)
+    parser.add_argument("--json", action="store_true", help="print JSON")
+    return parser
+
+
+def run(args: argparse.Namespace) -> int:
+    """Carry out the subcommand; returns the exit code."""
+    found = environment()
+    print(json.dumps(found, indent=2) if args.json else text(found))
+    return 0
+
+
+def environment() -> dict[str, Any]:
+    """Versions, devices, extras and settings; JSON-serialisable and without secrets."""
+    return {
+        "hf-specdec": hf_specdec.__version__,
+        "installed in": str(Path(hf_specdec.__file__).parent),
+        "python": f"{platform.python_version()} ({sys.executable})",
+        "platform": platform.platform(),
+        "packages": {name: installed(name) or "missing" for name in PACKAGES} | optional_versions(),
+        "extras": {extra: missing_of(modules) for extra, modules in EXTRAS.items()},
+        "cpu": cpu(),
+        "gpus": gpus(),
+        "kernels": kernels(),
+        "bundled models": hf_specdec.bundled_names(),
+        "methods": list(hf_specdec.available_methods()),
+        "hub cache": constants.HF_HUB_CACHE,
+        "variables": {name: os.environ[name] for name in VARIABLES if name in os.environ}
+        | {name: "set" for name in SECRETS if name in os.environ},
+    }
+
+
+def kernels() -> str:
+    """Which implementation of the operations serves the first GPU, or the CPU without one."""
+    device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
+    return "triton" if uses_triton(device) else "reference"
+
+
+def installed(package: str) -> str | None:
+    """A package's version, None without it."""
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return None
+
+
+def optional_versions() -> dict[str, str]:
+    """Versions of optional packages that are installed."""
+    return {name: found for name in OTHERS if (found := installed(name)) is not None}
+
+
+def missing_of(modules: tuple[str, ...]) -> str:
+    """ "complete", or which modules of an extra are missing."""
+    missing = [name for name in modules if importlib.util.find_spec(name) is None]
+    return f"without {', '.join(missing)}" if missing else "complete"
+
+
+def cpu() -> dict[str, Any]:
+    """The processor, what it can, and how many threads torch uses of the cores this process may run on."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text().splitlines() if info.exists() else []
+    flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features"))), [])
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    return {
+        "name": device_name(torch.device("cpu")),
+        "features": [name for name in CPU_FEATURES if name in flags],
+        "torch uses": torch.backends.cpu.get_cpu_capability(),
+        "cores": cores,
+        "threads": torch.get_num_threads(),
+    }
+
+
+def gpus() -> list[dict[str, Any]]:
+    """Every GPU that torch sees."""
+    properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
+    return [
+        {
+            "name": each.name,
+            "capability": f"{each.major}.{each.minor}",
+            "memory": f"{each.total_memory / 2**30:.0f} GiB",
+            "cuda": torch.version.cuda or torch.version.hip,
+        }
+        for each in properties
+    ]
+
+
+def text(found: dict[str, Any]) -> str:
+    """`environment` as lines."""
+    lines = []
+    for name, value in found.items():
+        if isinstance(value, dict):
+            value = ", ".join(
+                f"{key} {' '.join(item) if isinstance(item, list) else item}" for key, item in value.items()
+            )
+        elif isinstance(value, list):
+            value = "; ".join(" ".join(map(str, item.values())) if isinstance(item, dict) else item for item in value)
+        lines.append(f"{name + ':':<16}{value or 'none'}")
+    return "\n".join(lines)

@@ -1,0 +1,51 @@
+"""`hf-specdec env`: what a bug report needs is there, and nothing that should stay secret."""
+
+import json
+
+import torch
+import transformers
+
+import hf_specdec
+from hf_specdec.cli import env, main
+
+
+def test_it_says_what_a_report_needs(capsys):
+    assert main(["env", "--json"]) == 0
+    found = json.loads(capsys.readouterr().out)
+    assert found["hf-specdec"] == hf_specdec.__version__
+    assert found["packages"]["torch"] == torch.__version__
+    assert found["packages"]["transformers"] == transformers.__version__
+    assert found["cpu"]["threads"] == torch.get_num_threads()
+    assert len(found["gpus"]) == torch.cuda.device_count()
+    assert "tiny" in found["bundled models"] and "eagle3" in found["methods"]
+    assert set(found["extras"]) == {"suffix", "gpu", "serve", "train"}
+
+
+def test_lines_for_people_have_every_entry(capsys):
+    assert main(["env"]) == 0
+    shown = capsys.readouterr().out
+    for name in env.environment():
+        assert f"{name}:" in shown
+
+
+def test_secrets_are_not_printed(capsys, monkeypatch):
+    for name in env.SECRETS:
+        monkeypatch.setenv(name, "do-not-tell")
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    for flags in ([], ["--json"]):
+        assert main(["env", *flags]) == 0
+        shown = capsys.readouterr().out
+        assert "do-not-tell" not in shown
+        assert "OMP_NUM_THREADS" in shown
+    assert env.environment()["variables"]["HF_TOKEN"] == "set"
+
+
+def test_what_an_extra_lacks_is_named():
+    assert env.missing_of(("json", "no_such_module_here")) == "without no_such_module_here"
+    assert env.missing_of(("json",)) == "complete"
+
+
+def test_a_wrong_setting_is_one_line(capsys, monkeypatch):
+    monkeypatch.setenv("HF_SPECDEC_KERNELS", "fast")
+    assert main(["env"]) == 2
+    assert "HF_SPECDEC_KERNELS" in capsys.readouterr().err
