@@ -138,7 +138,12 @@ SPECIAL = {
 SPECIAL_OF = {
     ("lookahead", "num_speculative_tokens"): 3, ("token_recycling", "num_speculative_tokens"): 3,
     ("token_recycling", "use_tree"): False, ("token_recycling", "recycle_prompt"): "logits",
-    ("mtp", "prompt_lookup_min"): 3,
+    ("mtp", "prompt_lookup_min"): 3, ("auto", "methods"): [{"method": "ngram", "num_speculative_tokens": 4}],
+}  # fmt: skip
+
+
+INHERITED_AND_REFUSED = {
+    ("pard", "early_exit"), ("auto", "draft_length"), ("auto", "num_speculative_tokens_per_batch_size"),
 }  # fmt: skip
 
 
@@ -148,7 +153,7 @@ def fields():
             (method, field)
             for field in dataclasses.fields(config_class)
             if field.name != "method"
-            and (method, field.name) != ("pard", "early_exit")  # inherited, and refused
+            and (method, field.name) not in INHERITED_AND_REFUSED
             and (field.name != "quantization" or config_class.has_weights)  # likewise
         )
 

@@ -11,7 +11,7 @@ from collections.abc import Sequence
 import hf_specdec
 from hf_specdec import foreign_messages
 
-from . import bench, calibrate, demo, env, eval, generate, models, serve, train
+from . import bench, calibrate, demo, env, eval, explain, generate, models, serve, train
 
 DESCRIPTION = "Speculative decoding for Hugging Face transformers: the same output, several tokens per forward."
 
@@ -49,7 +49,7 @@ def build_parser() -> argparse.ArgumentParser:
     )
     parser.add_argument("--version", action="version", version=f"hf-specdec {hf_specdec.__version__}")
     commands = parser.add_subparsers(title="commands", metavar="COMMAND", dest="command")
-    for module in (generate, serve, demo, models, bench, calibrate, train, eval, env):
+    for module in (generate, serve, demo, models, bench, calibrate, train, eval, explain, env):
         command = module.add_command(commands)
         command.formatter_class = argparse.RawDescriptionHelpFormatter
         command.add_argument("--debug", action="store_true", help="show the traceback of an error and all log messages")

@@ -42,7 +42,7 @@ class AutoMethod(AutoLength):
         generator: the drafters. This policy becomes its chooser.
     """
 
-    RECHECK = 32  # steps after which a drafter is tried again on a row that another one serves
+    RECHECKS = 32, 256  # steps after which a drafter is tried again on a row that another one serves: at first, at most
     CHEAP = 0.005  # look-ups that take less than this share of a plain step never pause
 
     def __init__(self, generator: AutoGenerator):
@@ -54,6 +54,9 @@ class AutoMethod(AutoLength):
         self.acceptance = self.estimates[self.num_lookups if len(self.names) > self.num_lookups else 0]
         self.drafting = [FittedCost(np.zeros(4)) for _ in self.names]  # of drafters with weights: see StepCost.drafting
         self.looking_up = FittedCost(np.zeros(2))
+        self._recheck = np.full(
+            len(self.names), self.RECHECKS[0]
+        )  # doubles with each try, until the drafter is chosen again
         self.steps = Counter[str]()  # row-steps by drafter
         self._asked: _Asked | None = None
         generator.chooser = self
@@ -126,7 +129,8 @@ class AutoMethod(AutoLength):
         menus = [(Menu(gains, nodes, nothing, room, nobody), drafter)] if offers else []
         for index in self._models:
             won, own = self.estimates[index].expected(rows[index])
-            within = np.minimum(room, self.longest[index])
+            # Until its time is known, one token at most.
+            within = np.minimum(room, self.longest[index] if self.drafting[index] else 1)
             asks = _worth(won, own, price, within) > value
             if asks.any():
                 menu = Menu(
@@ -145,18 +149,20 @@ class AutoMethod(AutoLength):
         for index in self._models:
             estimates, mine = self.estimates[index], rows[index]
             idle = (best.depth == 0) & (self.num_steps % estimates.pauses[mine] == 0)
-            elsewhere = (best.depth > 0) & (self.num_steps - estimates.last_drafted[mine] >= self.RECHECK)
-            due = (idle | (elsewhere & (best.drafter != index))) & (room > 0)
+            served = (best.depth > 0) & (best.drafter != index)
+            if ((best.depth > 0) & ~served).any():
+                self._recheck[index] = self.RECHECKS[0]
+            long_ago = self.num_steps - estimates.last_drafted[mine] >= self._recheck[index]
+            due = (idle | (served & long_ago)) & (room > 0)
             waiting = np.flatnonzero(due)
             waiting = waiting[np.argsort(estimates.last_drafted[mine[waiting]], kind="stable")]
             backlogs = estimates.backlogs(mine, sequences) - self._unread_by(estimates, mine, sequences)
             while len(waiting):
-                depth = len(waiting) > 0
-                lost = float((best.depth[waiting] > 0).mean()) if len(waiting) else 0.0
-                extra = self._extra(
-                    len(room), len(room) + len(waiting), int(depth), len(waiting), backlogs[waiting].sum(), index
-                )
-                if extra + lost <= self.account:
+                packed, backlog = len(room) + len(waiting), backlogs[waiting].sum()
+                lost = float(served[waiting].mean())  # what the other drafter would have gained, roughly
+                if self._extra(len(room), packed, 1, len(waiting), backlog, index) + lost <= self.account:
+                    if served[waiting].any():
+                        self._recheck[index] = min(2 * self._recheck[index], self.RECHECKS[1])
                     best = Choice(best.drafter.copy(), best.depth.copy())
                     best.drafter[waiting], best.depth[waiting] = index, 1
                     break

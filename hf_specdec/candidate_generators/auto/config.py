@@ -17,6 +17,7 @@ class AutoConfig(SpeculativeConfig):
     name = "auto"
     default_num_speculative_tokens: ClassVar[int] = 16
 
+    draft_length: str = field(default="auto", metadata={"help": "'auto': this method always measures"})
     methods: Any = field(
         default=None,
         metadata={"help": "drafters to choose among, by name or configuration; by default all that are found"},
@@ -32,7 +33,7 @@ class AutoConfig(SpeculativeConfig):
     def __post_init__(self) -> None:
         self.method = self.method or self.name
         self.read_auto()
-        self.draft_length = "auto"
+        self.check_choice("draft_length", ("auto",))
         super().__post_init__()
         self.check_text("model")
         self.check_number("max_download_gb", minimum=0)

@@ -26,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Choice:
-    """What each row drafts in this step.
+    """What each row drafts in this step. A row that names its drafter gets that one, whatever was chosen.
 
     Attributes:
         drafter: int [B], index among the parts.
@@ -149,6 +149,9 @@ class AutoGenerator(CombinedGenerator):
         lookups = list(zip(self.parts[: self.num_lookups], self.longest, strict=False))
         offers = [part.propose(sequences, np.minimum(limits, longest).tolist()) for part, longest in lookups]
         choice = self.chooser.choose(sequences, limits, offers, time.perf_counter() - began)
+        for i, seq in enumerate(sequences):
+            if seq.drafter is not None:
+                choice.drafter[i], choice.depth[i] = self.names.index(seq.drafter), limits[i]
         trees = DraftTrees.empty(len(sequences), self.target.device)
         for index in np.unique(choice.drafter[choice.depth > 0]).tolist():
             chosen = (choice.drafter == index) & (choice.depth > 0)

@@ -1,0 +1,359 @@
+"""Method "auto": it finds what can draft, never fails for what it found, and never changes what is written."""
+
+import json
+import shutil
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+import torch
+from huggingface_hub.errors import GatedRepoError
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from oracle import ragged
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import hf_specdec
+from hf_specdec import LLM, SamplingParams, SpeculativeConfigError, parse_config
+from hf_specdec.candidate_generators.auto import discovery, hub, local
+from hf_specdec.candidate_generators.auto.generator import Choice
+from hf_specdec.candidate_generators.base import DrafterContext
+from hf_specdec.decoding.draft_length import DraftLengthPolicy
+from hf_specdec.integration import get_decoder
+
+PARTS = [
+    {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 4},
+    "token_recycling",
+    {"method": "eagle3", "model": "tiny-eagle3", "num_speculative_tokens": 3},
+    {"method": "eagle3", "model": "tiny-eagle3", "top_k": 3, "total_tokens": 8, "num_speculative_tokens": 3},
+    {"method": "draft_model", "model": "tiny-draft", "num_speculative_tokens": 3},
+]
+
+
+def chooser(seed):
+    """Chooses at random."""
+    random = np.random.default_rng(seed)
+
+    def choose(sequences, limits, offers, seconds):
+        drafter, depth = random.integers(0, len(PARTS), len(limits)), random.integers(0, 5, len(limits))
+        return Choice(drafter, np.minimum(depth, limits))
+
+    return SimpleNamespace(choose=choose)
+
+
+# ---- what is written ------------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=12, deadline=None)
+@given(seed=st.integers(0, 2**31), do_sample=st.booleans())
+def test_text_does_not_depend_on_the_choice(tiny_model, seed, do_sample):
+    """Five drafters, chains and trees, chosen at random for each row and step, against no drafter."""
+    config = {"method": "auto", "methods": PARTS, "seed": 5}
+    decoder = get_decoder(tiny_model, parse_config(config), DrafterContext())
+    decoder.generator.chooser, decoder.policy = chooser(seed), DraftLengthPolicy()
+    inputs = ragged([9, 4, 17], seed=seed % 7)
+    arguments = {
+        "max_new_tokens": 20,
+        "do_sample": do_sample,
+        **({"temperature": 0.8, "top_k": 30} if do_sample else {}),
+    }
+    auto = tiny_model.generate(**inputs, **arguments, speculative_config=config, return_dict_in_generate=True)
+    none = tiny_model.generate(**inputs, **arguments, speculative_config={"method": "none", "seed": 5})
+    assert auto.sequences.tolist() == none.tolist()
+    if not do_sample:
+        assert auto.sequences.tolist() == tiny_model.generate(**inputs, **arguments).tolist()
+    drafters = auto.speculation["drafters"]
+    assert len(drafters) >= 3 and set(drafters) <= {"ngram", "token_recycling", "eagle3", "eagle3-2", "draft_model"}
+    assert sum(each["num_new_tokens"] for each in drafters.values()) <= auto.speculation["num_new_tokens"]
+    hf_specdec.release(tiny_model)
+
+
+def test_one_word(tiny_model):
+    inputs = ragged([12, 5], seed=2)
+    plain = tiny_model.generate(**inputs, max_new_tokens=40, do_sample=False)
+    auto = tiny_model.generate(**inputs, max_new_tokens=40, do_sample=False, speculative_config="auto")
+    assert auto.tolist() == plain.tolist()
+    (decoder,) = [each for each in hf_specdec.integration.kept_decoders(tiny_model) if each.config.method == "auto"]
+    report = decoder.policy.report(2)
+    assert report["plain_ms"] > 0 and set(report["drafters"]) == set(decoder.generator.names)
+    hf_specdec.release(tiny_model)
+
+
+def test_requests_name_a_drafter_of_auto(tiny_model, tiny_tokenizer):
+    llm = LLM(tiny_model, tiny_tokenizer, {"method": "auto", "methods": PARTS[:3]}, max_model_len=96)
+    params = [SamplingParams(temperature=0, max_tokens=12, drafter=name) for name in ("ngram", "eagle3", None)]
+    first, *others = [
+        each.outputs[0].token_ids for each in llm.generate(["The dog. The dog."] * 3, params, use_tqdm=False)
+    ]
+    assert all(each == first for each in others)
+    with pytest.raises(ValueError, match="ngram, token_recycling, eagle3"):
+        llm.generate(["x"], SamplingParams(drafter="medusa"), use_tqdm=False)
+    llm.close()
+
+
+# ---- configuration --------------------------------------------------------------------------------------------------
+
+
+def test_forms():
+    assert parse_config("auto") == parse_config({"method": "auto"})
+    config = parse_config({"method": "auto", "methods": ["ngram", {"method": "suffix"}]})
+    assert [part["method"] for part in config.methods] == ["ngram", "suffix"] and config.draft_length == "auto"
+    assert parse_config(config.to_json()) == config
+
+
+@pytest.mark.parametrize(
+    ("values", "message"),
+    [
+        ({"methods": []}, "must be a list of methods"),
+        ({"methods": "ngram"}, "must be a list of methods"),
+        ({"methods": ["ngrm"]}, "did you mean 'ngram'"),
+        (
+            {"methods": [{"method": "hybrid", "first": {"method": "ngram"}, "second": {"method": "ngram"}}]},
+            "has parts itself",
+        ),
+        ({"max_download_gb": -1}, "at least 0"),
+        ({"model": 5}, "must be text"),
+    ],
+    ids=str,
+)
+def test_bad_values(values, message):
+    with pytest.raises(SpeculativeConfigError, match=message):
+        parse_config({"method": "auto", **values})
+
+
+def test_a_drafter_that_was_asked_for_must_work(tiny_model):
+    with pytest.raises(SpeculativeConfigError, match="neither a bundled name nor a folder"):
+        tiny_model.generate(torch.tensor([[1, 2]]), speculative_config={"method": "auto", "model": "no/such-head"})
+
+
+# ---- what is found --------------------------------------------------------------------------------------------------
+
+
+@pytest.fixture
+def cache(tmp_path, monkeypatch):
+    """An empty local cache; `add(repo, source, ...)` puts a folder into it as the Hub's client would."""
+    root = tmp_path / "hub"
+    root.mkdir()
+    monkeypatch.setattr(local, "scan_cache_dir", lambda scan=local.scan_cache_dir: scan(root))
+
+    def add(repo, source, card=None, config=None):
+        folder = root / f"models--{repo.replace('/', '--')}"
+        snapshot = folder / "snapshots" / "0123"
+        shutil.copytree(source, snapshot)
+        (folder / "refs").mkdir()
+        (folder / "refs" / "main").write_text("0123")
+        (folder / "blobs").mkdir()
+        if card is not None:
+            (snapshot / "README.md").write_text(card)
+        if config:
+            values = json.loads((snapshot / "config.json").read_text())
+            (snapshot / "config.json").write_text(json.dumps({**values, **config}))
+        return snapshot
+
+    return add
+
+
+def target(folder, **values):
+    """A model that was loaded from a folder, which may have had the name of a Hub model."""
+    model = AutoModelForCausalLM.from_pretrained(folder).eval()
+    for name, value in values.items():
+        setattr(model.config, name, value)
+    return model
+
+
+def found_for(model, **values):
+    decoder = get_decoder(model, parse_config({"method": "auto", **values}), DrafterContext())
+    return decoder.generator
+
+
+TINY = Path(hf_specdec.bundled("tiny"))
+CARD = "---\nbase_model: {}\n---\n"
+
+
+def test_a_bundled_head(tiny_model):
+    generator = found_for(target(TINY))
+    assert generator.names[-1] == "eagle3" and "the bundled tiny-eagle3" in str(generator.found)
+    assert {"ngram", "token_recycling"} < set(generator.names[: generator.num_lookups])
+
+
+def test_look_ups_where_there_is_nothing_else(cache, tmp_path):
+    shutil.copytree(TINY, tmp_path / "mine")
+    generator = found_for(target(tmp_path / "mine"))
+    assert len(generator.names) == generator.num_lookups and "needs no model" in str(generator.found)
+
+
+def test_own_mtp_layers_come_first(cache, tmp_path):
+    """The target's folder with the bundled MTP module in it, as DeepSeek-V3's checkpoints have theirs."""
+    folder = tmp_path / "mine"
+    shutil.copytree(TINY, folder)
+    tensors = load_file(TINY / "model.safetensors")
+    module = load_file(Path(hf_specdec.bundled("tiny-mtp")) / "model.safetensors")
+    save_file({**tensors, **module}, folder / "model.safetensors")
+    generator = found_for(target(folder))
+    assert "mtp (the target's own MTP layers)" in str(generator.found) and generator.names[-1] == "mtp"
+
+
+def test_a_head_in_the_local_cache_by_its_card(cache):
+    snapshot = cache("org/target", TINY)
+    cache("org/target-eagle", hf_specdec.bundled("tiny-eagle"), CARD.format("org/target"))
+    cache("org/target-medusa", hf_specdec.bundled("tiny-medusa"), CARD.format("[org/target, org/other]"))
+    cache("org/others-eagle3", hf_specdec.bundled("tiny-eagle3"), CARD.format("org/other"))
+    cache("org/broken-card", hf_specdec.bundled("tiny-eagle3"), "---\n: [\n---\n")
+    generator = found_for(target(snapshot))
+    assert generator.names[-1] == "eagle" and "org/target-eagle, in the local cache" in str(generator.found)
+
+
+def test_a_head_that_does_not_fit_is_left_out_with_its_reason(cache):
+    snapshot = cache("org/target", TINY)
+    cache("org/broken", hf_specdec.bundled("tiny-eagle3"), CARD.format("org/target"), {"hidden_size": 128})
+    generator = found_for(target(snapshot))
+    assert len(generator.names) == generator.num_lookups
+    (note,) = [note for note in generator.found.notes if "org/broken" in note]
+    assert "hidden" in note or "shape" in note
+    out = generator.target.model.generate(torch.tensor([[5, 6, 7]]), max_new_tokens=5, speculative_config="auto")
+    assert out.shape[1] > 3
+
+
+def test_a_small_model_with_the_same_vocabulary(cache):
+    snapshot = cache("org/target", TINY)
+    cache("org/small", hf_specdec.bundled("tiny-draft"), CARD.format("org/elsewhere"))
+    other = cache("org/other-words", hf_specdec.bundled("tiny-draft"), CARD.format("org/elsewhere"))
+    tokenizer = json.loads((TINY / "tokenizer.json").read_text())
+    (snapshot.parent.parent.parent / "models--org--small" / "snapshots" / "0123" / "tokenizer.json").write_text(
+        json.dumps(tokenizer)
+    )
+    words = tokenizer["model"]["vocab"]
+    first, second = list(words)[300:302]
+    words[first], words[second] = words[second], words[first]
+    (other / "tokenizer.json").write_text(json.dumps(tokenizer))
+    generator = found_for(target(snapshot))
+    assert generator.names[-1] == "draft_model" and "draft_model (org/small, in the local cache)" in str(
+        generator.found
+    )
+
+
+class Hub:
+    """Answers as the Hub would."""
+
+    def __init__(self, models, error=None):
+        self.models, self.error = models, error
+
+    def list_models(self, filter, **others):
+        if self.error:
+            raise self.error
+        wanted = filter.removeprefix("base_model:")
+        return [
+            SimpleNamespace(id=id, tags=each.get("tags", []))
+            for id, each in self.models.items()
+            if each["of"] == wanted
+        ]
+
+    def model_info(self, repo, files_metadata):
+        each = self.models[repo]
+        files = [SimpleNamespace(rfilename=name, size=size) for name, size in each.get("files", {}).items()]
+        return SimpleNamespace(gated=each.get("gated", False), siblings=files)
+
+
+@pytest.fixture
+def online(monkeypatch, cache):
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", False)
+    monkeypatch.setattr(hub, "published_heads", lambda target_id: [])
+
+    def answering(models, error=None):
+        monkeypatch.setattr(hub, "HfApi", lambda: Hub(models, error))
+        return cache("org/target", TINY)
+
+    return answering
+
+
+HEAD = {"of": "org/target", "tags": ["eagle3"], "files": {"model.safetensors": 10**8}}
+
+
+def downloads_to(monkeypatch, folder):
+    """Hub ids of heads resolve to a folder, as if they had been downloaded."""
+    taken = []
+
+    def drafting_with(model, real=discovery._drafting_with):
+        if "/" in model and not Path(model).exists():
+            taken.append(model)
+            model = folder
+        return real(model)
+
+    monkeypatch.setattr(discovery, "_drafting_with", drafting_with)
+    return taken
+
+
+def test_a_head_on_the_hub(online, monkeypatch):
+    taken = downloads_to(monkeypatch, hf_specdec.bundled("tiny-eagle3"))
+    models = {
+        "some/quantized": {**HEAD, "tags": ["eagle3", "base_model:quantized:org/target"]},
+        "some/head-eagle3": HEAD,
+    }
+    generator = found_for(target(online(models)))
+    assert taken == ["some/head-eagle3"] and "some/head-eagle3 (eagle3, 0.1 GB), from the Hub" in str(generator.found)
+
+
+@pytest.mark.parametrize(
+    ("models", "error", "values", "line"),
+    [
+        ({"some/head": {**HEAD, "gated": "auto"}}, None, {}, "some/head: gated"),
+        (
+            {"some/head": {**HEAD, "files": {"model.safetensors": 5 * 10**9}}},
+            None,
+            {},
+            "some/head (eagle3, 5.0 GB): set max_download_gb",
+        ),
+        ({"some/head": HEAD}, None, {"max_download_gb": 0}, "0.1 GB): set max_download_gb"),
+        ({"some/head": {**HEAD, "files": {"pytorch_model.bin": 10**8}}}, None, {}, "some/head: no safetensors"),
+        ({}, ConnectionError("no route"), {}, "heads on the Hub: it cannot be reached (ConnectionError)"),
+        ({"some/model": {**HEAD, "tags": ["text-generation"]}}, None, {}, "auto: drafting with"),
+    ],
+    ids=["gated", "too big", "no downloads", "pickles", "unreachable", "no head"],
+)
+def test_heads_that_cannot_be_had(online, monkeypatch, models, error, values, line):
+    taken = downloads_to(monkeypatch, "nowhere")
+    generator = found_for(target(online(models, error)), **values)
+    assert not taken and len(generator.names) == generator.num_lookups
+    assert line in str(generator.found) and len(str(generator.found).splitlines()) == 1
+
+
+def test_known_heads_offline(cache, monkeypatch):
+    monkeypatch.setattr(hub.constants, "HF_HUB_OFFLINE", True)
+    generator = found_for(target(cache("Qwen/Qwen3-8B", TINY)))
+    assert "AngelSlim/Qwen3-8B_eagle3 (eagle3, published τ 1.97 on MT-bench): offline" in str(generator.found)
+
+
+def test_the_table_of_published_heads():
+    """Every row names a method that loads heads; Llama 3's two spellings are one."""
+    table = hub._table()
+    assert sum(map(len, table.values())) > 60
+    assert all(head.method in hub._KINDS and "/" in head.repo for heads in table.values() for head in heads)
+    new, old = (hub.published_heads(f"meta-llama/{name}-8B-Instruct") for name in ("Llama-3.1", "Meta-Llama-3.1"))
+    assert new == old and new[0].method == "eagle3"
+
+
+def test_gated_errors_are_http_errors():
+    """`_sized` relies on it."""
+    assert issubclass(GatedRepoError, hub.HfHubHTTPError)
+
+
+# ---- the command ----------------------------------------------------------------------------------------------------
+
+
+def test_explain(capsys):
+    from hf_specdec.cli import main
+
+    assert main(["explain", "tiny", "--limit", "3", "--max-new-tokens", "24", "--json"]) == 0
+    report = json.loads(capsys.readouterr().out)
+    assert {"method": "eagle3", "from": "the bundled tiny-eagle3"} in report["drafters"]
+    assert (
+        report["plain_ms"] > 0
+        and report["mean_accepted_length"] >= 1
+        and set(report["measured"]) >= {"ngram", "eagle3"}
+    )
+    assert main(["explain", "tiny", "--no-measurement"]) == 0
+    assert "drafts with eagle3: the bundled tiny-eagle3" in capsys.readouterr().out
+    assert main(["explain", "tiny", "--speculative-config", '{"method": "ngram"}']) == 2
+    assert "explain is for 'auto'" in capsys.readouterr().err

@@ -1,0 +1,212 @@
+"""The policy of method "auto" in simulated worlds: near the best fixed drafter and length, never much slower than plain."""
+
+import itertools
+from dataclasses import dataclass, field
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from combinations import covering
+
+from hf_specdec.core.draft_trees import DraftTrees
+from hf_specdec.core.sequence import Sequence
+from hf_specdec.decoding.acceptance import DraftedStep
+from hf_specdec.decoding.auto_method import AutoMethod
+
+LONGEST = 8
+
+
+@dataclass
+class Drafter:
+    """Finds a draft in a share of the steps; each of its tokens is right with a probability, which differs between rows."""
+
+    chances: list[float]
+    found: float = 1.0
+    has_weights: bool = False
+
+
+@dataclass
+class World:
+    """Rows that write random tokens, drafters that guess them, and what a step costs."""
+
+    drafters: dict[str, Drafter]
+    target: object
+    noise: float = 0.0
+    seed: int = 0
+    per_depth: float = 0.001
+    lookup_seconds: float = 20e-6
+    behind: list[int] = field(default_factory=list)
+
+    def __post_init__(self):
+        self.random = np.random.default_rng(self.seed)
+        lookups = {name: each for name, each in self.drafters.items() if not each.has_weights}
+        models = {name: each for name, each in self.drafters.items() if each.has_weights}
+        self.drafters = {**lookups, **models}
+        self.names, self.num_lookups = list(self.drafters), len(lookups)
+        self.num_rows = len(next(iter(self.drafters.values())).chances)
+        self.sequences = [Sequence([1] * 16, 10**9) for _ in range(self.num_rows)]
+        self.behind = [16] * self.num_rows
+        self.future = [list(self.random.integers(10, 1000, 2 * LONGEST)) for _ in self.sequences]
+        config = SimpleNamespace(longest_draft=LONGEST)
+        longest = np.full(len(self.names), LONGEST)
+        self.generator = SimpleNamespace(
+            names=self.names, num_lookups=self.num_lookups, longest=longest, config=config, chooser=None
+        )
+        self.begun = False
+
+    def guess(self, name, row, depth):
+        """A draft of the drafter for the row."""
+        drafter = self.drafters[name]
+        if self.random.random() >= drafter.found:
+            return []
+        right = self.random.random(depth) < drafter.chances[row]
+        first_wrong = depth if right.all() else int((~right).argmax())
+        return [int(self.future[row][d]) if d < first_wrong else 1 for d in range(depth)]
+
+    def jitter(self):
+        return float(np.exp(self.noise * self.random.standard_normal()))
+
+    def step(self, policy, forced=None):
+        """One step; returns (tokens, true seconds). `forced`: (drafter, depth) of all rows in place of the policy's choice."""
+        limits = [LONGEST] * self.num_rows if forced else policy.limits(self.sequences, [LONGEST] * self.num_rows)
+        drafts, drafting, lookups = [[] for _ in self.sequences], 0.0, 0.0
+        if any(limits):
+            offers = [
+                DraftTrees.from_lists([self.guess(name, row, LONGEST) for row in range(self.num_rows)])
+                for name in self.names[: self.num_lookups]
+            ]
+            lookups = self.lookup_seconds * len(offers)
+            if forced:
+                which, depth = np.full(self.num_rows, self.names.index(forced[0])), np.full(self.num_rows, forced[1])
+            else:
+                choice = policy.choose(self.sequences, limits, offers, lookups * self.jitter())
+                which, depth = choice.drafter, choice.depth
+            asked = [row for row in range(self.num_rows) if depth[row] and which[row] >= self.num_lookups]
+            for row in range(self.num_rows):
+                if depth[row] and which[row] < self.num_lookups:
+                    offer = offers[which[row]]
+                    drafts[row] = offer.tokens[row, : min(offer.lengths[row], depth[row])].tolist()
+                elif depth[row]:
+                    drafts[row] = self.guess(self.names[which[row]], row, int(depth[row]))
+            if asked:
+                drafting = self.per_depth * max(depth[asked]) + 5e-5 * sum(self.behind[row] for row in asked)
+                for row in asked:
+                    self.behind[row] = 0
+        accepted = []
+        for row, seq in enumerate(self.sequences):
+            path = next((d for d, token in enumerate(drafts[row]) if token != self.future[row][d]), len(drafts[row]))
+            accepted.append(path)
+            seq.tokens += [int(token) for token in self.future[row][: path + 1]]
+            self.behind[row] += path + 1
+            self.future[row] = self.future[row][path + 1 :] + list(self.random.integers(10, 1000, path + 1))
+        lengths = np.array([len(draft) for draft in drafts])
+        nodes = (np.arange(LONGEST) < lengths[:, None]).astype(np.int64)
+        seconds = self.target(self.num_rows, self.num_rows + int(lengths.sum()))
+        new = [path + 1 for path in accepted]
+        if not forced:
+            shown = (drafting + lookups) * self.jitter()
+            whole = seconds * self.jitter() + shown if self.begun else None
+            policy.observe(DraftedStep(self.sequences, limits, nodes, accepted, new, whole, shown))
+        self.begun = True
+        return sum(new), seconds + drafting + lookups
+
+    def rate(self, policy, num_steps, forced=None):
+        """Tokens per second."""
+        steps = [self.step(policy, forced) for _ in range(num_steps)]
+        return sum(tokens for tokens, _ in steps) / sum(seconds for _, seconds in steps)
+
+    def plain(self):
+        return self.num_rows / self.target(self.num_rows, self.num_rows)
+
+
+def cpu(num_rows, num_tokens):
+    """Each token costs something."""
+    return 0.02 + 0.0005 * num_rows + 0.002 * num_tokens
+
+
+def gpu(num_rows, num_tokens):
+    """64 tokens cost as much as one."""
+    return 0.01 + 0.0001 * max(0, num_tokens - 64)
+
+
+def drafters(lookup, model, found=1.0):
+    return {
+        "ngram": Drafter(lookup, found),
+        "suffix": Drafter([0.1] * len(lookup)),
+        "head": Drafter(model, has_weights=True),
+    }
+
+
+TEXTS = {
+    "a head": drafters([0.0], [0.8]),
+    "copies": drafters([0.95], [0.5]),
+    "copies now and then": drafters([0.95], [0.6], found=0.3),
+    "eight rows": drafters([0.0] * 8, [0.7] * 8),
+    "rows of two kinds": drafters([0.95] * 4 + [0.0] * 4, [0.4] * 4 + [0.8] * 4),
+    "no head": {"ngram": Drafter([0.8] * 2, found=0.5), "suffix": Drafter([0.3] * 2)},
+}
+
+
+@pytest.mark.parametrize(("machine", "text", "noise"), covering([cpu, gpu], list(TEXTS), [0.0, 0.1], strength=1))
+def test_near_the_best_fixed_drafter_and_length(machine, text, noise):
+    """At least 0.95 of the best of all drafters and lengths, each used for all rows in every step."""
+    ratios = []
+    for seed in range(2):
+        world = World(TEXTS[text], machine, noise, seed)
+        policy = AutoMethod(world.generator)
+        world.rate(policy, 150)
+        found = world.rate(policy, 500)
+        fixed = [
+            World(TEXTS[text], machine, 0.0, seed).rate(None, 500, forced)
+            for forced in itertools.product(world.names, (1, 2, 4, 8))
+        ]
+        ratios.append(found / max(*fixed, world.plain()))
+    assert np.mean(ratios) > 0.95, ratios
+
+
+def test_better_than_any_fixed_drafter_where_rows_differ():
+    world = World(TEXTS["rows of two kinds"], cpu, 0.05)
+    policy = AutoMethod(world.generator)
+    world.rate(policy, 150)
+    found = world.rate(policy, 300)
+    fixed = [
+        World(TEXTS["rows of two kinds"], cpu).rate(None, 150, (name, k)) for name in world.names for k in (2, 4, 8)
+    ]
+    assert found > 1.1 * max(fixed)
+    assert policy.steps["ngram"] > 500 and policy.steps["head"] > 500
+
+
+@pytest.mark.parametrize(("machine", "num_rows", "noise"), covering([cpu, gpu], [1, 8], [0.0, 0.1], strength=2))
+def test_costs_little_where_nothing_is_accepted(machine, num_rows, noise):
+    """At most 3 per cent more time than plain decoding, from the first step on."""
+    for seed, num_steps in itertools.product(range(2), (128, 600)):
+        world = World(drafters([0.0] * num_rows, [0.0] * num_rows), machine, noise, seed)
+        world.drafters["suffix"].chances = [0.0] * num_rows
+        policy = AutoMethod(world.generator)
+        world.step(policy)  # reads the prompts
+        rate = world.rate(policy, num_steps)
+        assert sum(policy.steps.values()) > 0, "it never tried"
+        assert rate >= world.plain() / 1.03, (seed, num_steps, rate / world.plain())
+
+
+def test_a_text_that_changes_half_way():
+    """From what a head knows to what is copied, and back."""
+    world = World(drafters([0.0], [0.8]), cpu, 0.05)
+    policy = AutoMethod(world.generator)
+    world.rate(policy, 150)
+    for lookup, head, expected in (([0.95], [0.0], "ngram"), ([0.0], [0.8], "head")):
+        world.drafters["ngram"].chances, world.drafters["head"].chances = lookup, head
+        world.rate(policy, 200)
+        before = policy.steps.copy()
+        world.rate(policy, 100)
+        used = policy.steps - before
+        assert used[expected] > 0.8 * sum(used.values()) > 0, used
+
+
+def test_rows_that_leave_free_their_estimates():
+    world = World(TEXTS["eight rows"], cpu)
+    policy = AutoMethod(world.generator)
+    world.rate(policy, 20)
+    for seq in world.sequences:
+        policy.forget(seq)
+    assert not any(estimates._slot for estimates in policy.estimates)
