@@ -291,7 +291,7 @@ def test_arguments_that_do_not_exist():
     with pytest.raises(TypeError, match="no argument 'modle'"):
         LLM(model="tiny", modle=1)
     with pytest.raises(ValueError, match="tensor_parallel_size"):
-        LLM(model="tiny", tensor_parallel_size=2)
+        LLM(model="tiny", tensor_parallel_size=0)
 
 
 def test_it_is_the_packages_own():

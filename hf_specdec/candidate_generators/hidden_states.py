@@ -133,3 +133,4 @@ class HiddenStatesWriter(CandidateGenerator):
             },
         )
         unfinished.replace(path)  # so a file with its final name is complete
+        seq.files["hidden_states_path"] = str(path)

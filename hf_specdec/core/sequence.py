@@ -32,6 +32,7 @@ class Sequence:
         is_text: the prompt's ids alone determine its keys and values, so it may be read again and shared by equal ids. False: it has
             images or embeddings, or ids that stand for unknown ones.
         position_offset: what the model's positions of the tokens after the prompt exceed their indices by (M-RoPE: negative).
+        files: paths of what the drafter has written about it, by what they hold; complete once the sequence has left the decoder.
     """
 
     tokens: list[int]
@@ -48,6 +49,7 @@ class Sequence:
     is_text: bool = True
     position_offset: int = 0
     chunked_length: int | None = None
+    files: dict[str, str] = field(default_factory=dict)
     id: int = field(default_factory=lambda: next(_ids))
     num_steps: int = 0  # verification rounds so far: part of the key of rejection sampling's noise
     finished: bool = False

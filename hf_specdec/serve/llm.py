@@ -20,6 +20,7 @@ from ..candidate_generators.base import DrafterContext
 from ..integration import make_decoder, model_lock
 from ..model.options.fingerprints import fingerprints
 from .engine import Engine
+from .hidden_states import KVTransferConfig, with_storage
 from .outputs import RequestOutput
 from .params import SamplingParams
 
@@ -35,8 +36,9 @@ _SPELLED_BEFORE = {  # vLLM's arguments before `speculative_config`
 }
 # vLLM's arguments for what is always so here, or has no counterpart.
 _WITHOUT_MEANING = (
-    "async_scheduling", "disable_log_stats", "enable_chunked_prefill", "enable_prefix_caching", "enforce_eager",
-    "gpu_memory_utilization", "swap_space",
+    "async_scheduling", "compilation_config", "disable_log_stats", "distributed_executor_backend", "enable_chunked_prefill",
+    "enable_expert_parallel", "enable_prefix_caching", "enforce_eager", "gpu_memory_utilization", "swap_space",
+    "use_v2_block_manager",
 )  # fmt: skip
 
 
@@ -59,6 +61,8 @@ class LLM:
         kv_cache_memory_bytes: of the target's KV cache; None: half of the free memory, or what `max_num_seqs` texts of
             `max_model_len` tokens take if that is less.
         seed: of requests that have none.
+        tensor_parallel_size: vLLM's; the model is not split, and a warning says so.
+        kv_transfer_config: vLLM's, for where the method `extract_hidden_states` writes.
 
     Raises:
         ValueError: an argument that cannot be served.
@@ -79,13 +83,17 @@ class LLM:
         tensor_parallel_size: int = 1,
         revision: str | None = None,
         trust_remote_code: bool = False,
+        kv_transfer_config: KVTransferConfig | dict[str, Any] | None = None,
         **others: Any,
     ):
-        if tensor_parallel_size != 1:
-            raise ValueError(
-                "tensor_parallel_size must be 1: a model runs on one device here, or is spread by device_map."
+        if type(tensor_parallel_size) is not int or tensor_parallel_size < 1:
+            raise ValueError(f"tensor_parallel_size must be an integer of at least 1, not {tensor_parallel_size!r}.")
+        if tensor_parallel_size > 1:
+            logger.warning(
+                "LLM(tensor_parallel_size=%d): the model is not split: it runs on one device here. Load it with device_map to spread it.",
+                tensor_parallel_size,
             )
-        speculative_config = _with_older_spellings(speculative_config, others)
+        speculative_config = with_storage(_with_older_spellings(speculative_config, others), kv_transfer_config)
         _check_left_over(others)
         if not isinstance(model, PreTrainedModel):
             name = resolve_model(os.fspath(model))

@@ -53,6 +53,7 @@ class RequestOutput:
         prompt_logprobs: per prompt token {id: Logprob}, None for the first; None unless asked for.
         num_cached_tokens: prompt tokens whose KV came from earlier requests.
         speculation: statistics of speculation over all choices (see `Speculation`).
+        kv_transfer_params: {"hidden_states_path": the first choice's file} with the method `extract_hidden_states`, else None.
     """
 
     request_id: str
@@ -63,3 +64,4 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     speculation: dict[str, Any] | None = None
+    kv_transfer_params: dict[str, str] | None = None

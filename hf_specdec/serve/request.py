@@ -77,4 +77,5 @@ class Request:
             prompt_logprobs=self.prompt_logprobs,
             num_cached_tokens=self.num_cached_tokens,
             speculation=summarize(self.statistics, 0) if self.finished and self.error is None else None,
+            kv_transfer_params=self.choices[0].sequence.files or None,
         )

@@ -1,0 +1,331 @@
+"""Servers under the same load: ours, `transformers serve --continuous-batching` and vLLM's CPU build.
+
+    scripts/peers_venv.sh ~/peers vllm
+    python benchmarks/serve.py --vllm-python ~/peers/vllm/bin/python --json benchmarks/results/serve-cpu-bf16-85M.json
+    python benchmarks/serve.py --servers plain n-gram transformers --clients 1 8 --rounds 1
+
+One model for all: the bundled one at the cost of a larger one (loads.py), bfloat16, one thread, greedy, answers of equal length.
+Prompts have a shared beginning: GSM8K-like questions for 1 to 64 clients that ask one request after the other, code edits for 8
+clients, and questions that arrive at random times (Poisson). Servers take turns within each round, and those whose turn it is not are
+stopped. Every request's text is its own but for the beginning, so that prefix caches help with that and nothing else.
+
+Per server and load: output tokens per second of wall time and per second of the server's CPU time (all its processes), the median time
+to the first token (TTFT), the median time per further token (TPOT), and goodput: requests per second with TTFT and TPOT within limits.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+import urllib.error
+import urllib.request
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+os.environ.setdefault("OMP_NUM_THREADS", "1")
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+NGRAM = {"method": "ngram", "num_speculative_tokens": 4, "prompt_lookup_max": 4, "prompt_lookup_min": 2}
+OURS = {
+    "plain": None,
+    "n-gram": {**NGRAM, "num_speculative_tokens": "auto"},
+    "draft model": {"method": "draft_model", "model": "tiny-draft", "num_speculative_tokens": "auto"},
+}
+SERVERS = [*OURS, "transformers", "vLLM", "vLLM n-gram"]
+BEGINNING = (
+    "You are a careful assistant. Read the task, think step by step, and then answer in a few short sentences. "
+    "Do not repeat the task. If something is missing, say what it is, and go on with what you know.\n\n"
+)
+
+
+def parse() -> argparse.Namespace:
+    """The command line."""
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--size", default="100m", help="see loads.py (default: %(default)s, of 85 M parameters)")
+    parser.add_argument("--servers", nargs="+", choices=SERVERS, default=SERVERS)
+    parser.add_argument("--clients", type=int, nargs="+", default=[1, 8, 32, 64])
+    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--rate", type=float, default=2.0, help="requests per second that arrive at random times")
+    parser.add_argument(
+        "--goodput", type=float, nargs=2, default=[5.0, 0.25], metavar=("TTFT", "TPOT"), help="limits in seconds"
+    )
+    parser.add_argument("--vllm-python", help="the interpreter of vLLM's environment; without it vLLM is left out")
+    parser.add_argument("--json", type=Path)
+    return parser.parse_args()
+
+
+@dataclass
+class Server:
+    """A server in processes of its own."""
+
+    name: str
+    command: list[str]
+    port: int
+    environment: dict[str, str] = field(default_factory=dict)
+
+    def __post_init__(self) -> None:
+        self.log = tempfile.NamedTemporaryFile("w+", prefix="server-", suffix=".log", delete=False)  # noqa: SIM115
+        self.process = subprocess.Popen(
+            self.command,
+            env={**os.environ, **self.environment},
+            stdout=self.log,
+            stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+
+    def wait(self, seconds: float = 300) -> None:
+        """Until it answers.
+
+        Raises:
+            RuntimeError: it has ended, or is not up in time.
+        """
+        deadline = time.monotonic() + seconds
+        while time.monotonic() < deadline:
+            try:
+                with urllib.request.urlopen(f"http://127.0.0.1:{self.port}/health", timeout=5):
+                    return
+            except (urllib.error.URLError, OSError):
+                if self.process.poll() is not None:
+                    break
+                time.sleep(0.5)
+        raise RuntimeError(f"{self.name} is not up: {Path(self.log.name).read_text()[-3000:]}")
+
+    def send(self, number: signal.Signals) -> None:
+        """A signal for all its processes."""
+        os.killpg(self.process.pid, number)
+
+    def cpu_seconds(self) -> float:
+        """CPU time of all its processes so far."""
+        ticks = 0
+        for path in Path("/proc").glob("[0-9]*/stat"):
+            try:
+                fields = path.read_text().rpartition(")")[2].split()
+            except OSError:  # it has just ended
+                continue
+            if int(fields[3]) == self.process.pid:  # its session
+                ticks += int(fields[11]) + int(fields[12])
+        return ticks / os.sysconf("SC_CLK_TCK")
+
+    def stop(self) -> None:
+        """End it."""
+        self.send(signal.SIGCONT)
+        self.process.terminate()
+        try:
+            self.process.wait(20)
+        except subprocess.TimeoutExpired:
+            self.send(signal.SIGKILL)
+            self.process.wait()
+
+
+def free_port() -> int:
+    """A port that nobody uses."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return probe.getsockname()[1]
+
+
+def make_server(name: str, model: str, vllm_python: str | None) -> Server:
+    """Start a server of the list."""
+    port = free_port()
+    if name in OURS:
+        code = f"import sys; sys.path.insert(0, {str(ROOT)!r}); from hf_specdec.cli import main; sys.exit(main())"
+        command = [
+            sys.executable,
+            "-c",
+            code,
+            "serve",
+            model,
+            "--port",
+            str(port),
+            "--max-model-len",
+            "512",
+            "--max-num-seqs",
+            "64",
+        ]
+        config = OURS[name]
+        return Server(name, command if config is None else [*command, "--speculative-config", json.dumps(config)], port)
+    if name == "transformers":
+        command = [
+            str(Path(sys.executable).with_name("transformers")),
+            "serve",
+            model,
+            "--continuous-batching",
+            "--port",
+            str(port),
+        ]
+        # 512 pages of 64 tokens hold what 64 texts of this benchmark take; on a CPU it finds no bound of its own.
+        pages = ["--cb-block-size", "64", "--cb-num-blocks", "512", "--cb-max-batch-tokens", "2048"]
+        return Server(name, [*command, *pages, "--device", "cpu", "--dtype", "bfloat16", "--log-level", "error"], port)
+    assert vllm_python is not None
+    command = [
+        vllm_python,
+        "-m",
+        "vllm.entrypoints.openai.api_server",
+        "--model",
+        model,
+        "--port",
+        str(port),
+        "--dtype",
+        "bfloat16",
+    ]
+    command += ["--max-model-len", "512", "--max-num-seqs", "64", "--disable-log-stats"]
+    if name == "vLLM n-gram":
+        command += ["--speculative-config", json.dumps(NGRAM)]
+    environment = {
+        "VLLM_CPU_KVCACHE_SPACE": "1", "VLLM_NO_USAGE_STATS": "1", "VLLM_LOGGING_LEVEL": "ERROR",
+        "VLLM_CPU_OMP_THREADS_BIND": "nobind", "PYTHONPATH": "",
+    }  # fmt: skip
+    return Server(name, command, port, environment)
+
+
+def loads(options: argparse.Namespace, round_: int) -> dict[str, dict[str, Any]]:
+    """Load → what streams.py is to do. Every round has other texts; all servers of a round have the same."""
+    from loads import prompts
+
+    rng = random.Random(round_)
+    questions, edits = prompts("math"), prompts("edit")
+
+    def texts(kind: str, count: int, own: list[str]) -> list[str]:
+        return [f"{BEGINNING}{kind} {rng.randint(1000, 9999)}: {rng.choice(own)}\nAnswer:" for _ in range(count)]
+
+    found: dict[str, dict[str, Any]] = {}
+    for clients in options.clients:
+        found[f"{clients} clients" if clients > 1 else "1 client"] = {
+            "clients": clients, "texts": texts("Question", max(clients, 4), questions)
+        }  # fmt: skip
+    found["8 clients, edits"] = {"clients": 8, "texts": texts("Change", 8, edits)}
+    times, now = [], 0.0
+    for _ in range(16):
+        now += rng.expovariate(options.rate)
+        times.append(now)
+    found[f"Poisson, {options.rate:g}/s"] = {"arrivals": times, "texts": texts("Question", 16, questions)}
+    return found
+
+
+def measure(server: Server, model: str, load: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
+    """One load on one server."""
+    body = {"model": model, "max_tokens": options.new_tokens, "temperature": 0}
+    if (
+        server.name != "transformers"
+    ):  # its answers end with usage, and go on after the end-of-sequence token by their config
+        body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
+    wanted = {key: value for key, value in load.items() if key != "texts"}
+    wanted |= {
+        "port": server.port,
+        "path": "/v1/completions",
+        "bodies": [{**body, "prompt": text} for text in load["texts"]],
+    }
+    spent = server.cpu_seconds()
+    done = subprocess.run(
+        [sys.executable, str(ROOT / "benchmarks" / "streams.py")],
+        input=json.dumps(wanted),
+        capture_output=True,
+        text=True,
+    )
+    spent = server.cpu_seconds() - spent
+    if done.returncode:
+        raise RuntimeError(f"{server.name}: {done.stderr[-2000:]}")
+    answers = json.loads(done.stdout)
+    tokens = sum(answer["tokens"] for answer in answers)
+    if tokens != options.new_tokens * len(answers):
+        raise RuntimeError(f"{server.name} wrote {tokens} tokens instead of {len(answers)} × {options.new_tokens}.")
+    seconds = max(answer["last"] for answer in answers) - min(answer["began"] for answer in answers)
+    first = [answer["first"] - answer["began"] for answer in answers]
+    each = [(answer["last"] - answer["first"]) / (options.new_tokens - 1) for answer in answers]
+    most_first, most_each = options.goodput
+    good = sum(a <= most_first and b <= most_each for a, b in zip(first, each, strict=True))
+    return {
+        "tokens_per_second": tokens / seconds, "tokens_per_cpu_second": tokens / spent, "ttft_ms": 1e3 * statistics.median(first),
+        "tpot_ms": 1e3 * statistics.median(each), "goodput_per_second": good / seconds,
+    }  # fmt: skip
+
+
+def save_model(size: str, folder: str) -> int:
+    """Write the model for all servers; its number of parameters. No token ends a text."""
+    from loads import larger
+
+    model, tokenizer = larger(size, "bfloat16")
+    model.generation_config.eos_token_id = -1
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    return sum(parameter.numel() for parameter in model.parameters())
+
+
+def show(load: str, results: dict[str, list[dict[str, float]]]) -> dict[str, dict[str, float]]:
+    """Medians over rounds, and of ratios to transformers within a round; printed."""
+    found: dict[str, dict[str, float]] = {}
+    for name, rounds in results.items():
+        found[name] = {key: round(statistics.median(each[key] for each in rounds), 2) for key in rounds[0]}
+        for key in ("tokens_per_second", "tokens_per_cpu_second"):
+            base = results.get("transformers")
+            if base is not None:
+                ratios = [own[key] / other[key] for own, other in zip(rounds, base, strict=True)]
+                found[name][f"{key}_ratio"] = round(statistics.median(ratios), 2)
+        shown = "  ".join(f"{key} {value:g}" for key, value in found[name].items())
+        print(f"{load:18} {name:14} {shown}", flush=True)
+    return found
+
+
+def main() -> None:
+    """Measure and print."""
+    options = parse()
+    from decode import machine
+
+    names = [name for name in options.servers if options.vllm_python or not name.startswith("vLLM")]
+    results: dict[str, dict[str, list[dict[str, float]]]] = {}
+    servers: list[Server] = []
+    with tempfile.TemporaryDirectory() as folder:
+        parameters = save_model(options.size, folder)
+        try:
+            for name in names:
+                servers.append(make_server(name, folder, options.vllm_python))
+                servers[-1].wait()
+                warm = {"clients": 2, "texts": [BEGINNING + "One.", BEGINNING + "Two, two, two."]}
+                measure(servers[-1], folder, warm, options)
+                servers[-1].send(signal.SIGSTOP)
+                print(f"{name} is up", flush=True)
+            for round_ in range(options.rounds):
+                for load, what in loads(options, round_).items():
+                    for server in servers[round_ % len(servers) :] + servers[: round_ % len(servers)]:
+                        server.send(signal.SIGCONT)
+                        found = measure(server, folder, what, options)
+                        server.send(signal.SIGSTOP)
+                        results.setdefault(load, {}).setdefault(server.name, []).append(found)
+                        print(
+                            round_,
+                            load,
+                            server.name,
+                            {key: round(value, 2) for key, value in found.items()},
+                            flush=True,
+                        )
+        finally:
+            for server in servers:
+                server.stop()
+    report = {load: show(load, {name: own[name] for name in names}) for load, own in results.items()}
+    if options.json:
+        settings = {
+            "parameters": parameters,
+            "new_tokens": options.new_tokens,
+            "rounds": options.rounds,
+            "goodput": options.goodput,
+        }
+        options.json.write_text(
+            json.dumps({"machine": machine(), **settings, "loads": report}, indent=1) + "\n", encoding="utf-8"
+        )
+
+
+if __name__ == "__main__":
+    main()
