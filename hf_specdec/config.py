@@ -144,6 +144,13 @@ class SpeculativeConfig:
             "except for models that cannot attend to pages and mixtures of experts whose routing the host waits for"
         },
     )
+    native: bool | None = field(
+        default=None,
+        metadata={
+            "help": "on a CPU, run decoding steps as one call of the compiled library, which reads the model's own weights; by default "
+            "where it was compiled and computes what the model computes. False: torch's operators only; True: or else an error"
+        },
+    )
     recurrent_states: str = field(
         default="auto",
         metadata={
@@ -176,7 +183,7 @@ class SpeculativeConfig:
         self.check_int("seed", minimum=0, maximum=2**63 - 1, optional=True)
         self.check_choice("rejection_sample_method", VERIFICATION_RULES, optional=True)
         self.check_choice("draft_sample_method", DRAFT_SAMPLE_METHODS, optional=True)
-        for key in ("prepack_weights", "async_scheduling", "cuda_graphs"):
+        for key in ("prepack_weights", "async_scheduling", "cuda_graphs", "native"):
             self.check_bool(key, optional=True)
         self.check_choice("quantization", QUANTIZATIONS, optional=True)
         self.check_choice("target_quantization", QUANTIZATIONS, optional=True)
@@ -186,8 +193,11 @@ class SpeculativeConfig:
         self.check_bool("compile", optional=True)
         if self.compile and self.prepack_weights:
             raise self.fail("prepack_weights", "cannot be combined with 'compile': leave one of them out.")
+        for key in ("compile", "prepack_weights"):
+            if self.native and getattr(self, key):
+                raise self.fail(key, "cannot be combined with 'native': leave one of them out.")
         self.check_bool("deterministic")
-        for key in ("prepack_weights", "target_quantization", "compile"):
+        for key in ("prepack_weights", "target_quantization", "compile", "native"):
             if self.deterministic and getattr(self, key):
                 raise self.fail(key, "cannot be combined with 'deterministic': leave one of them out.")
         self._check_rule_keys()

@@ -230,6 +230,7 @@ def generator_for(model: PreTrainedModel, config: SpeculativeConfig, context: Dr
         deterministic=config.deterministic,
         quantization=config.target_quantization,
         compile=config.compile,
+        native=config.native,
         recurrent_states=config.recurrent_states,
     )
     target = prepare(model, options)

@@ -16,6 +16,7 @@ from .registry import generator_class, make_generator
 # Keys of the whole, which its parts take over where they do not set them.
 _COMMON = (
     "rejection_sample_method", "draft_sample_method", "block_size", "prefill_chunk_size", "prepack_weights", "cuda_graphs", "compile",
+    "native",
 )  # fmt: skip
 
 

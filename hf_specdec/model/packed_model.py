@@ -23,6 +23,7 @@ from ..core.output import PackedOutput, Taps
 from ..core.rows import RowInput
 from . import alibi, architectures, attention  # noqa: F401  (importing `attention` registers it)
 from .graphs import CapturedBatch, GraphRunner
+from .native import NativeRunner
 from .options.invariant_ops import InvariantOps
 from .options.quantized import QuantizedLinears
 from .packed_batch import PackedBatch
@@ -63,6 +64,8 @@ class PackedModel:
         chooses_states: `choose_states` may change that.
         cache_bytes: memory for keys, values and states; None: what is free.
         deterministic: a token's logits have the same bits whatever else is in the batch (see InvariantOps).
+        native: runs small forward passes as one call of the native library on a CPU; None: operators are called one by one.
+        with_native: single operations may run in that library.
         graphs: runs decoding steps as CUDA graphs; None: kernels are launched one by one.
         active_options: entered while the model is active: quantized, prepacked or compiled layers.
     """
@@ -87,6 +90,8 @@ class PackedModel:
         self.cache_bytes: int | None = None
         self.deterministic = False
         self.graphs: GraphRunner | None = None
+        self.native: NativeRunner | None = None
+        self.with_native = True
         self.active_options: list[Activated] = []
         self.forward_parameters = inspect.signature(model.forward).parameters
         self._windows = architectures.layer_windows(self.config)
@@ -225,6 +230,8 @@ class PackedModel:
                 stack.enter_context(option.active())
             stack.enter_context(architectures.without_checkpointing(self.model))
             stack.enter_context(architectures.without_temperature(self.model))
+            if self.native is not None:
+                stack.enter_context(self.native.active())
             return stack.pop_all()
 
     @contextlib.contextmanager
@@ -246,7 +253,12 @@ class PackedModel:
             output = self.graphs.run([rows], cache)
             if output is not None:
                 return output
+        if self.native is not None and not all_hidden_states:
+            output = self.native.run(rows, cache)
+            if output is not None:
+                return output
         batch = PackedBatch.pack(rows, cache, self.device, self.gather)
+        batch.with_native = self.with_native
         if self.recurrent is not None:
             batch.states = make_plan(rows, batch.starts, cache, self.recurrent.chunks_continue)
         return self.forward_batch(batch, batch.logit_index, all_hidden_states)

@@ -13,6 +13,7 @@ from . import architectures, self_test
 from .attention import paged_attention_forward
 from .capturable import uses_graphs
 from .graphs import GraphRunner
+from .native import NativeRunner, can_try
 from .options import invariant_check
 from .options.compiled import CompiledLayers, RewrittenLayers, layers_of
 from .options.few_row_linears import few_row_linears
@@ -33,6 +34,8 @@ class ModelOptions:
         owned: the model is ours, so quantized weights may replace its own. Otherwise they are swapped in while it is active.
         recurrent_states: "kept" or "replayed": what is kept of each draft by layers with a recurrent state. "auto": see
             `PackedModel.choose_states`.
+        native: run small forward passes in the native library on a CPU. None: where it is compiled and can run the model; False: use
+            none of it.
         compile: compile the decoder layers. None: only trace and rewrite them, where they run as CUDA graphs.
     """
 
@@ -43,6 +46,7 @@ class ModelOptions:
     owned: bool = False
     compile: bool | None = False
     recurrent_states: str = "auto"
+    native: bool | None = None
 
 
 DEFAULTS = ModelOptions()
@@ -75,7 +79,9 @@ def prepare(
     # Prepacked products depend on the number of rows, which determinism forbids; and they cannot be compiled.
     wants_prepacked = False if options.deterministic or options.compile else options.prepack_weights
     linears: Activated | None = None if options.quantization is not None else prepack(model, wants_prepacked)
-    packed.active_options = [each for each in (linears,) if each is not None]
+    packed.with_native = options.native is not False
+    tries_native = _wants_program(options) and can_try(packed)
+    packed.active_options = [each for each in (linears,) if each is not None and not tries_native]
     self_test.check(packed)
 
     quantized = _quantize(model, options)
@@ -96,7 +102,21 @@ def prepare(
                 layers = layers_of(model, paged_attention_forward, RewrittenLayers)
     # Quantized weights come first, so that the options entered after them compute with these weights.
     packed.active_options = [each for each in (quantized, linears, layers) if each is not None]
+    if tries_native and can_try(packed):
+        packed.native = NativeRunner(packed, otherwise=linears, required=bool(options.native))
+        packed.active_options = []
+    elif options.native:
+        raise UnsupportedModel(
+            f"'native' cannot run {type(model).__name__} here: it needs the compiled library (`hf-specdec models` says whether it is "
+            "there), a model on the CPU that attends to pages, and no quantization. Leave the key out."
+        )
     return packed
+
+
+def _wants_program(options: ModelOptions) -> bool:
+    """True if nothing is asked for that a program of the native library does not have."""
+    others = options.deterministic, options.compile, options.quantization, options.prepack_weights
+    return options.native is not False and not any(others)
 
 
 def _quantize(model: PreTrainedModel, options: ModelOptions) -> QuantizedLinears | None:

@@ -33,7 +33,7 @@ _LENGTHS = (3, 3)
 _PARENTS = np.array([-1, -1, 1, 0])
 _NUM_TOKENS = sum(_LENGTHS) + len(_PARENTS)
 # Largest error of the logits, relative to their spread, that rounding explains.
-_TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
+TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 # If a model's own logits vary more from batch to batch, this many times their variation is tolerated, up to a limit. The
 # limit is high only for low precision, where one rounding can choose other experts. A wrong mask costs about the whole spread.
 _NOISE_FACTOR = 10
@@ -118,7 +118,7 @@ def _problem(packed: PackedModel, expected: _Expected) -> str | None:
         raise
     except Exception as failure:  # an unknown model may raise anything, and the other way may still work
         return f"its forward raised {type(failure).__name__} ({failure})"
-    tolerance = _TOLERANCES.get(packed.model.dtype, 5e-2)
+    tolerance = TOLERANCES.get(packed.model.dtype, 5e-2)
     if error <= tolerance:
         return None
     # Low precision and sparse experts can be noisier: measure how much the model itself varies from batch to batch.
@@ -166,7 +166,7 @@ class _Expected:
         """
         texts = lines[1:, : _LENGTHS[1]]
         error = max(relative_error(text, texts[0]) for text in texts[1:])
-        if error > _TOLERANCES.get(self.packed.model.dtype, 5e-2):
+        if error > TOLERANCES.get(self.packed.model.dtype, 5e-2):
             name = type(self.packed.model).__name__
             raise UnsupportedModel(
                 f"{name} attends to later tokens: its logits at a token change by {error:.2g} of their spread with the tokens "

@@ -48,6 +48,7 @@ class DraftModelGenerator(CachedGenerator):
             quantization=config.quantization,
             owned=config.model is not None,
             compile=config.compile,
+            native=config.native,
         )
         borrowed = model is context.assistant_model
         self.drafter = prepare(model, options, num_layers=config.early_exit, borrowed=borrowed)

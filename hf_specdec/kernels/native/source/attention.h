@@ -21,8 +21,17 @@ inline i64 visible_slots(const Row& row, i64 query, i64 window, i64* out) {
   return found;
 }
 
-// Weights [n] of a softmax over scores [n], in place. `padded` is n rounded up to whole vectors: the scores have room for it.
-inline void softmax(float* scores, i64 n, i64 padded, float scaling, float softcap, const float* sink) {
+inline Floats rounded_to(float, Floats x) { return x; }
+template <class E> inline Floats rounded_to(E, Floats x) {
+  E bits[LANES];
+  store(bits, x);
+  return load(bits);
+}
+
+// Weights [n] of a softmax over scores [n], in place, not yet divided by their sum; returns its inverse. The weights are rounded to E,
+// but not in the sum, as in torch's attention: so texts in low precision are more often the same. `padded` is n rounded up to whole
+// vectors: the scores have room for it.
+template <class E> inline float softmax(float* scores, i64 n, i64 padded, float scaling, float softcap, const float* sink) {
   for (i64 i = n; i < padded; i++) scores[i] = 0;
   Floats most = splat(-INFINITY);
   for (i64 i = 0; i < padded; i += LANES) {
@@ -40,19 +49,19 @@ inline void softmax(float* scores, i64 n, i64 padded, float scaling, float softc
   Floats total = {};
   for (i64 i = 0; i < padded; i += LANES) {
     Floats x = exp_of(load(scores + i) - top);
-    store(scores + i, x);
+    store(scores + i, rounded_to(E(), x));
     total += x;
   }
   float out[4];
   sums_of_four(total, total, total, total, out);
   if (sink) out[0] += exp_of(splat(*sink - top))[0];
-  Floats share = splat(1.0f / out[0]);
-  for (i64 i = 0; i < padded; i += LANES) store(scores + i, load(scores + i) * share);
+  return 1.0f / out[0];
 }
 
-// out[h][d] = sum of weights[h][j] * values[slots[j]][d] for HEADS heads and VECTORS * LANES columns.
+// out[h][d] = factors[h] * sum of weights[h][j] * values[slots[j]][d] for HEADS heads and VECTORS * LANES columns.
 template <int HEADS, int VECTORS, class E>
-inline void weighted_sum(const float* weights, i64 stride, const E* values, i64 slot, const i64* slots, i64 n, E* out, i64 ldo) {
+inline void weighted_sum(const float* weights, i64 stride, const E* values, i64 slot, const i64* slots, i64 n, const float* factors, E* out,
+                         i64 ldo) {
   Floats total[HEADS][VECTORS] = {};
   for (i64 j = 0; j < n; j++) {
     const E* value = values + slots[j] * slot;
@@ -62,23 +71,24 @@ inline void weighted_sum(const float* weights, i64 stride, const E* values, i64 
       for (int v = 0; v < VECTORS; v++) total[h][v] += own[v] * weights[h * stride + j];
   }
   for (int h = 0; h < HEADS; h++)
-    for (int v = 0; v < VECTORS; v++) store(out + h * ldo + v * LANES, total[h][v]);
+    for (int v = 0; v < VECTORS; v++) store(out + h * ldo + v * LANES, total[h][v] * factors[h]);
 }
 
 template <int HEADS, class E>
-inline void weighted_sums(const float* weights, i64 stride, const E* values, i64 slot, const i64* slots, i64 n, i64 width, E* out) {
+inline void weighted_sums(const float* weights, i64 stride, const E* values, i64 slot, const i64* slots, i64 n, i64 width,
+                          const float* factors, E* out) {
   i64 d = 0;
   for (; d + 4 * LANES <= width; d += 4 * LANES)
-    weighted_sum<HEADS, 4>(weights, stride, values + d, slot, slots, n, out + d, width);
+    weighted_sum<HEADS, 4>(weights, stride, values + d, slot, slots, n, factors, out + d, width);
   for (; d + 2 * LANES <= width; d += 2 * LANES)
-    weighted_sum<HEADS, 2>(weights, stride, values + d, slot, slots, n, out + d, width);
+    weighted_sum<HEADS, 2>(weights, stride, values + d, slot, slots, n, factors, out + d, width);
   for (; d + LANES <= width; d += LANES)
-    weighted_sum<HEADS, 1>(weights, stride, values + d, slot, slots, n, out + d, width);
+    weighted_sum<HEADS, 1>(weights, stride, values + d, slot, slots, n, factors, out + d, width);
   for (; d < width; d++)
     for (int h = 0; h < HEADS; h++) {
       float total = 0;
       for (i64 j = 0; j < n; j++) total += weights[h * stride + j] * to_float(values[slots[j] * slot + d]);
-      store(out + h * width + d, total);
+      store(out + h * width + d, total * factors[h]);
     }
 }
 
@@ -88,7 +98,8 @@ template <class E> void attend(const Attention& call, const Row& row, i64 query,
   i64 group = call.heads / call.kv_heads, token = row.start + query;
   i64 padded = (row.length + LANES - 1) / LANES * LANES + LANES;
   i64* slots = (i64*)scratch(1, (row.length + 4) * 8);
-  float* scores = (float*)scratch(2, group * padded * 4);
+  float* scores = (float*)scratch(2, group * (padded + 1) * 4);
+  float* factors = scores + group * padded;
   X* queries = (X*)scratch(3, group * call.width * sizeof(X));
   i64 n = visible_slots(row, query, call.window, slots);
   const E* q = (const E*)call.query + token * call.query_token + kv_head * group * call.query_head;
@@ -115,16 +126,16 @@ template <class E> void attend(const Attention& call, const Row& row, i64 query,
     if (call.sinks) sink = call.sinks_type == FLOAT32 ? ((const float*)call.sinks)[head]
                          : call.sinks_type == BFLOAT16 ? to_float(((const bf16*)call.sinks)[head])
                          : to_float(((const f16*)call.sinks)[head]);
-    softmax(scores + h * padded, n, used, (float)call.scaling, (float)call.softcap, call.sinks ? &sink : nullptr);
+    factors[h] = softmax<E>(scores + h * padded, n, used, (float)call.scaling, (float)call.softcap, call.sinks ? &sink : nullptr);
   }
   const E* values = (const E*)call.values + kv_head * call.value_head;
   E* out = (E*)call.out + (token * call.heads + kv_head * group) * call.value_width;
   for (i64 h = 0; h < group;) {
     E* there = out + h * call.value_width;
     const float* own = scores + h * padded;
-    if (group - h >= 4) weighted_sums<4>(own, padded, values, call.value_slot, slots, n, call.value_width, there), h += 4;
-    else if (group - h >= 2) weighted_sums<2>(own, padded, values, call.value_slot, slots, n, call.value_width, there), h += 2;
-    else weighted_sums<1>(own, padded, values, call.value_slot, slots, n, call.value_width, there), h += 1;
+    if (group - h >= 4) weighted_sums<4>(own, padded, values, call.value_slot, slots, n, call.value_width, factors + h, there), h += 4;
+    else if (group - h >= 2) weighted_sums<2>(own, padded, values, call.value_slot, slots, n, call.value_width, factors + h, there), h += 2;
+    else weighted_sums<1>(own, padded, values, call.value_slot, slots, n, call.value_width, factors + h, there), h += 1;
   }
 }
 

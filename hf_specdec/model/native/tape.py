@@ -1,0 +1,332 @@
+"""A forward pass as a list of operations of the native library, while it is being recorded.
+
+Tensors of the recorded forward are followed as `Value`s: which register (or weight) holds them, and in which layout. In a register
+the tokens come first and a token's elements are contiguous. Every view is applied to a `shadow`, a tensor without data that has the
+register's strides; so the layout after any chain of views is known without a rule for each of them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from ...kernels.native import TYPES
+from ...kernels.native.operations import BINARY, BINARY_FUNCTIONS, UNARY, UNARY_FUNCTIONS, Operation, Rows
+
+
+class NotLowered(Exception):
+    """The library has no equivalent; the message says of what."""
+
+
+@dataclass(eq=False)
+class Register:
+    """Memory for one tensor: of the program (`elements` per row), of a weight, of a table by position, or of an output.
+
+    `tensor` is the weight. `table` makes the rows of a table for positions 0 .. n - 1.
+    """
+
+    dtype: torch.dtype
+    elements: int = 0
+    tensor: torch.Tensor | None = None
+    table: Table | None = None
+    output: bool = False
+
+
+@dataclass(eq=False)
+class Table:
+    """Angles by position: output `part` of a rotary module. `rows(n)` computes the module's outputs for n positions."""
+
+    rows: object
+    part: int
+
+
+@dataclass(frozen=True, eq=False)
+class Value:
+    """What a tensor of the recorded forward holds.
+
+    Attributes:
+        register: where it is; None for the ids of tokens and their positions.
+        shadow: a meta tensor with its shape, and with the strides and offset it has in the register.
+        rows: whether it has one row, or one per token or selected token.
+        ids: 0: the ids of the tokens, 1: their positions; only without a register.
+        shift: a number added to the ids.
+    """
+
+    register: Register | None
+    shadow: torch.Tensor
+    rows: Rows
+    ids: int = 0
+    shift: int = 0
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """Element type."""
+        assert self.register is not None
+        return self.register.dtype
+
+
+@dataclass(eq=False)
+class Step:
+    """One operation: places are (register, offset, row stride, three strides), sizes are three."""
+
+    operation: Operation
+    rows: Rows
+    size: tuple[int, int, int]
+    out: Place | None = None
+    a: Place | None = None
+    b: Place | None = None
+    c: Place | None = None
+    kind: int = 0
+    function: int = 0
+    scalar: float = 0.0
+    scalar2: float = 0.0
+    attention: dict[str, int] = field(default_factory=dict)  # layer, heads, kv_heads, width, value_width, window
+
+    @property
+    def inputs(self) -> list[Register]:
+        """The registers it reads."""
+        return [place.register for place in (self.a, self.b, self.c) if place is not None]
+
+
+@dataclass(frozen=True, eq=False)
+class Place:
+    """Part of a register: see `Place` in `program.h`."""
+
+    register: Register
+    offset: int = 0
+    token: int = 0
+    strides: tuple[int, int, int] = (0, 0, 0)
+
+
+class Tape:
+    """The operations so far.
+
+    Args:
+        num_tokens, num_selected: sizes that no other dimension of the recorded forward has, so that they mark the rows.
+    """
+
+    def __init__(self, num_tokens: int, num_selected: int):
+        self.sizes = {Rows.TOKENS: num_tokens, Rows.SELECTED: num_selected}
+        self.steps: list[Step] = []
+        self.weights: dict[int, Register] = {}  # by id of the tensor
+
+    # ---- layouts ----------------------------------------------------------------------------------------------------
+
+    def axis(self, shape: Sequence[int], rows: Rows) -> int | None:
+        """The dimension of a shape that counts its rows; None: it has one row."""
+        if rows == Rows.ONE:
+            return None
+        found = [i for i, size in enumerate(shape) if size == self.sizes[rows]]
+        if len(found) != 1:
+            raise NotLowered(f"a tensor of shape {tuple(shape)} whose tokens are not one dimension")
+        return found[0]
+
+    def row_axis(self, value: Value) -> int | None:
+        """The dimension of a value that counts its rows, if these are all its rows and in order."""
+        axis = self.axis(value.shadow.shape, value.rows)
+        if axis is not None:
+            pitch = 1 if value.register is None else value.register.elements
+            if value.shadow.stride(axis) != pitch or value.shadow.storage_offset() >= max(pitch, 1):
+                raise NotLowered("a tensor that mixes tokens")
+        return axis
+
+    def new(self, shape: Sequence[int], dtype: torch.dtype, rows: Rows) -> Value:
+        """A value in a register of its own."""
+        if dtype not in TYPES:
+            raise NotLowered(f"{dtype}")
+        axis, elements, strides = self.axis(shape, rows), 1, [0] * len(shape)
+        for i in reversed(range(len(shape))):
+            if i != axis:
+                strides[i], elements = elements, elements * shape[i]
+        if axis is not None:
+            strides[axis] = elements
+        shadow = torch.empty_strided(tuple(shape), strides, device="meta", dtype=dtype)
+        return Value(Register(dtype, elements), shadow, rows)
+
+    def weight(self, tensor: torch.Tensor) -> Value:
+        """A parameter, buffer or constant, read where it is."""
+        if tensor.dtype not in TYPES:
+            raise NotLowered(f"a weight in {tensor.dtype}")
+        register = self.weights.setdefault(id(tensor), Register(tensor.dtype, tensor=tensor))
+        shadow = torch.empty_strided(tensor.shape, tensor.stride(), device="meta", dtype=tensor.dtype)
+        return Value(register, shadow, Rows.ONE)
+
+    def place(self, value: Value, shape: Sequence[int], axis: int | None, dims: Sequence[Sequence[int]]) -> Place:
+        """Where the elements of a value broadcast to `shape` are; `dims`: which dimensions form each of the three sizes."""
+        assert value.register is not None
+        self.row_axis(value)  # broadcasting keeps it
+        shadow = value.shadow.expand(tuple(shape))
+        strides = tuple(shadow.stride(own[-1]) if own else 0 for own in dims)
+        token = 0 if axis is None or value.rows == Rows.ONE else shadow.stride(axis)
+        return Place(value.register, shadow.storage_offset(), token, strides)  # pyright: ignore[reportArgumentType]
+
+    def dims(self, values: Sequence[Value], shape: Sequence[int], axis: int | None) -> list[list[int]]:
+        """The dimensions of `shape` but its rows, grouped to three such that each group has one stride in every value."""
+        shadows = [value.shadow.expand(tuple(shape)) for value in values]
+        groups: list[list[int]] = []
+        for i, size in enumerate(shape):
+            if i == axis or size == 1:
+                continue
+            last = groups[-1][-1] if groups else None
+            if last is not None and all(each.stride(last) == each.stride(i) * size for each in shadows):
+                groups[-1].append(i)
+            else:
+                groups.append([i])
+        if len(groups) > 3:
+            raise NotLowered(f"a tensor of shape {tuple(shape)} in a scattered layout")
+        return [[]] * (3 - len(groups)) + groups
+
+    # ---- operations -------------------------------------------------------------------------------------------------
+
+    def elementwise(self, kind: int, function: int, inputs: Sequence[Value], shape, dtype, scalars=(0.0, 0.0)) -> Value:
+        """A new value from the elements of one or two values, which are broadcast to `shape`."""
+        kinds = {value.rows for value in inputs} - {Rows.ONE}
+        if len(kinds) > 1:
+            raise NotLowered("an operation on all tokens and selected ones")
+        out = self.new(shape, dtype, kinds.pop() if kinds else Rows.ONE)
+        self._emit(kind, function, inputs, out, scalars)
+        return out
+
+    def _emit(self, kind: int, function: int, inputs: Sequence[Value], out: Value, scalars=(0.0, 0.0)) -> None:
+        shape = out.shadow.shape
+        axis = self.axis(shape, out.rows)
+        dims = self.dims([*inputs, out], shape, axis)
+        size = tuple(torch.Size([shape[i] for i in own]).numel() for own in dims)
+        places = [self.place(value, shape, axis, dims) for value in (out, *inputs)]
+        self.steps.append(
+            Step(
+                Operation.ELEMENTWISE, out.rows, size, *places, kind=kind, function=function,  # pyright: ignore[reportArgumentType]
+                scalar=scalars[0], scalar2=scalars[1],
+            )
+        )  # fmt: skip
+
+    def unary(self, name: str, value: Value, shape, dtype, scalar: float = 0.0, scalar2: float = 0.0) -> Value:
+        """A function of each element."""
+        return self.elementwise(UNARY, UNARY_FUNCTIONS.index(name), [value], shape, dtype, (scalar, scalar2))
+
+    def binary(self, name: str, a: Value, b: Value, shape, dtype) -> Value:
+        """A function of two values' elements."""
+        return self.elementwise(BINARY, BINARY_FUNCTIONS.index(name), [a, b], shape, dtype)
+
+    def copied(self, value: Value) -> Value:
+        """The same tensor in a register of its own, its elements in the order of its dimensions."""
+        return self.unary("copy", value, value.shadow.shape, value.dtype)
+
+    def concatenated(self, parts: Sequence[Value], dim: int, shape, dtype) -> Value:
+        """Values one after the other along a dimension that is not their rows."""
+        rows = {value.rows for value in parts}
+        if len(rows) > 1:
+            raise NotLowered("a concatenation of tensors with different rows")
+        out = self.new(shape, dtype, rows.pop())
+        dim %= len(shape)
+        if dim == self.axis(shape, out.rows):
+            raise NotLowered("a concatenation of tokens")
+        first = 0
+        for value in parts:
+            size = value.shadow.shape[dim]
+            own = replace(out, shadow=out.shadow.narrow(dim, first, size))
+            self._emit(UNARY, UNARY_FUNCTIONS.index("copy"), [value], own)
+            first += size
+        return out
+
+    def along_last(
+        self, kind: int, value: Value, out: Value, places: Sequence[Place | None] = (), scalar: float = 0.0
+    ) -> Value:
+        """A mean or a norm over the last dimension of `value`, into `out`."""
+        shape = value.shadow.shape
+        axis = self.row_axis(value)
+        if axis == len(shape) - 1:
+            raise NotLowered("a mean over tokens")
+        outer = [i for i in range(len(shape) - 1) if i != axis and shape[i] != 1]
+        if len(outer) > 2:
+            raise NotLowered(f"a mean over the last of {len(shape)} dimensions")
+        dims = [[]] * (2 - len(outer)) + [[i] for i in outer] + [[len(shape) - 1]]
+        size = (*(shape[own[0]] if own else 1 for own in dims[:2]), shape[-1])
+        a, there = self.place(value, shape, axis, dims), self.place(out, out.shadow.shape, axis, dims)
+        more = [*places, None, None][:2]
+        self.steps.append(Step(Operation.ELEMENTWISE, value.rows, size, there, a, *more, kind=kind, scalar=scalar))
+        return out
+
+    def linear(self, x: Value, weight: Value, bias: Value | None, shape, dtype) -> Value:
+        """x [T, K] times weight [N, K] transposed, plus bias [N]; `shape` [T, N]."""
+        if x.rows == Rows.ONE or weight.rows != Rows.ONE or (bias is not None and bias.rows != Rows.ONE):
+            raise NotLowered("a product of weights")
+        if not x.dtype == weight.dtype == dtype or (bias is not None and bias.dtype != dtype):
+            raise NotLowered(f"a product of {x.dtype} with {weight.dtype}")
+        if weight.shadow.stride(1) != 1 or (bias is not None and bias.shadow.stride() != (1,)):
+            raise NotLowered("a product with weights of another layout than nn.Linear's")
+        if self.row_axis(x) != 0 or x.shadow.stride(1) != 1:
+            x = self.copied(x)
+        out = self.new(shape, dtype, x.rows)
+        assert x.register and weight.register and out.register
+        self.steps.append(
+            Step(
+                Operation.LINEAR, x.rows, (1, weight.shadow.shape[0], weight.shadow.shape[1]),
+                Place(out.register, 0, out.shadow.stride(0)), Place(x.register, x.shadow.storage_offset(), x.shadow.stride(0)),
+                Place(weight.register, weight.shadow.storage_offset(), weight.shadow.stride(0)),
+                None if bias is None or bias.register is None else Place(bias.register, bias.shadow.storage_offset()),
+            )
+        )  # fmt: skip
+        return out
+
+    def embedding(self, weight: Value, ids: Value, shape) -> Value:
+        """Rows of weight [V, H] at ids, which are the tokens' ids or positions."""
+        if (
+            ids.register is not None
+            or weight.rows != Rows.ONE
+            or weight.shadow.dim() != 2
+            or weight.shadow.stride(1) != 1
+        ):
+            raise NotLowered("an embedding of other numbers than ids and positions")
+        self.row_axis(ids)
+        out = self.new(shape, weight.dtype, ids.rows)
+        assert weight.register and out.register
+        count, width = weight.shadow.shape
+        self.steps.append(
+            Step(
+                Operation.EMBED, ids.rows, (count, 1, width), Place(out.register, 0, width),
+                Place(weight.register, weight.shadow.storage_offset(), weight.shadow.stride(0)), kind=ids.ids, function=ids.shift,
+            )
+        )  # fmt: skip
+        return out
+
+    def looked_up(self, table: Table, like: torch.Tensor) -> Value:
+        """Angles like [1, T, R] by position, from a table that the model's own module fills."""
+        out, width = self.new(like.shape, like.dtype, Rows.TOKENS), like.shape[-1]
+        register = Register(like.dtype, width, table=table)
+        assert out.register
+        place = Place(register, 0, width)
+        self.steps.append(
+            Step(Operation.EMBED, Rows.TOKENS, (2**62, 1, width), Place(out.register, 0, width), place, kind=1)
+        )
+        return out
+
+    def selected(self, value: Value, dim: int, shape) -> Value:
+        """The tokens whose logits are wanted."""
+        if value.rows != Rows.TOKENS or self.row_axis(value) != dim % value.shadow.dim():
+            raise NotLowered("a selection of something else than tokens")
+        shape = list(shape)
+        flat = value.shadow.movedim(dim, 0).flatten(1) if value.shadow.numel() else value.shadow
+        if flat.stride(1) != 1:
+            raise NotLowered("a selection of tokens in a scattered layout")
+        out = self.new(shape, value.dtype, Rows.SELECTED)
+        assert value.register and out.register
+        width = flat.shape[1]
+        self.steps.append(
+            Step(
+                Operation.SELECT, Rows.SELECTED, (1, 1, width), Place(out.register, 0, width),
+                Place(value.register, value.shadow.storage_offset(), flat.stride(0)),
+            )
+        )  # fmt: skip
+        return out
+
+    def heads(self, value: Value) -> Place:
+        """A place of [T, heads, width] whose width is contiguous."""
+        if value.rows != Rows.TOKENS or self.row_axis(value) != 0 or value.shadow.stride(2) != 1:
+            raise NotLowered("heads in a scattered layout")
+        assert value.register
+        return Place(
+            value.register, value.shadow.storage_offset(), value.shadow.stride(0), (0, value.shadow.stride(1), 1)
+        )

@@ -1,0 +1,246 @@
+"""Forward passes as one call of the native library: they compute what the model computes, and follow its changes."""
+
+import numpy as np
+import pytest
+import torch
+from families import make
+from torch import nn
+
+from hf_specdec.core.errors import UnsupportedModel
+from hf_specdec.core.output import Taps
+from hf_specdec.core.rows import RowInput
+from hf_specdec.kernels.native import library
+from hf_specdec.model.prepare import ModelOptions, prepare
+
+pytestmark = pytest.mark.skipif(library() is None, reason="the native library is not compiled")
+RUN = [
+    "Cohere2", "GLM4", "GPT-NeoX", "Gemma2", "Gemma3 text", "Granite", "Llama", "Mistral", "OLMo2", "OPT", "Phi3", "Qwen2", "Qwen3",
+    "SmolLM3", "StarCoder2",
+]  # fmt: skip
+BY_TORCH = ["Qwen3-MoE", "gpt-oss"]
+
+
+def steps(seed: int = 0) -> list[list[RowInput]]:
+    """Rows of three texts: their beginnings, single tokens and chains, then trees; longer than the windows."""
+    random = np.random.default_rng(seed)
+
+    def ids(count):
+        return random.integers(1, 128, count)
+
+    visibility = np.array([[1, 0, 0, 0], [1, 1, 0, 0], [1, 0, 1, 0], [1, 1, 0, 1]], dtype=bool)
+
+    def tree(row, start):
+        positions = start + np.array([0, 1, 1, 2])
+        return RowInput(row, ids(4), start, positions, visibility, positions, logits=4)
+
+    return [
+        [RowInput(0, ids(19), 0), RowInput(1, ids(5), 0, logits=5), RowInput(2, ids(33), 0)],
+        [RowInput(0, ids(1), 19), RowInput(1, ids(4), 5, logits=2), RowInput(2, ids(1), 33)],
+        [RowInput(1, ids(1), 9)],
+        [tree(0, 20), RowInput(1, ids(2), 10, logits=2), tree(2, 34)],
+    ]
+
+
+def outputs(packed, batches, num_steps=4):
+    """The output of every step."""
+    cache = packed.new_cache(num_blocks=40, block_size=4, share_prefixes=False)
+    for row in range(3):
+        cache.add(row)
+    for size in (8, 24, 44):  # in turns, so that blocks are scattered
+        for row in (2, 0, 1):
+            cache.reserve(row, size if row != 1 else size // 2)
+    found = []
+    with torch.no_grad(), packed.active():
+        for rows in batches[:num_steps]:
+            found.append(packed.forward(rows, cache))
+    return found
+
+
+def is_close(found, wanted, dtype=torch.float32) -> bool:
+    bound = {torch.float32: 2e-5, torch.float16: 2e-2, torch.bfloat16: 0.12}[dtype]
+    return bool((found.float() - wanted.float()).norm() <= bound * wanted.float().norm())
+
+
+@pytest.mark.parametrize("family", RUN)
+def test_a_program_computes_what_the_model_computes(family):
+    model = make(family)
+    native, plain = prepare(model), prepare(model, ModelOptions(native=False))
+    assert plain.native is None and native.native is not None
+    found, wanted = outputs(native, steps()), outputs(plain, steps())
+    assert native.native.refused is None
+    for ours, own in zip(found, wanted, strict=True):
+        assert ours.logits.shape == own.logits.shape and ours.logits.dtype == torch.float32
+        assert is_close(ours.logits, own.logits)
+        assert torch.equal(ours.input_ids, own.input_ids)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("family", ["Llama", "Gemma2", "Phi3"])
+def test_other_dtypes(family, dtype):
+    model = make(family).to(dtype)
+    native, plain = prepare(model), prepare(model, ModelOptions(native=False, prepack_weights=False))
+    found, wanted = outputs(native, steps()), outputs(plain, steps())
+    assert native.native.refused is None
+    assert all(is_close(ours.logits, own.logits, dtype) for ours, own in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma3 text", "OPT"])
+def test_tapped_states(family):
+    model, taps = make(family), Taps(last_hidden=True, layers=(0, 2, 1), logits=True)
+    native, plain = prepare(model, taps=taps), prepare(model, ModelOptions(native=False), taps=taps)
+    found, wanted = outputs(native, steps()), outputs(plain, steps())
+    assert native.native.refused is None
+    for ours, own in zip(found, wanted, strict=True):
+        assert is_close(ours.last_hidden, own.last_hidden) and ours.last_hidden.shape == own.last_hidden.shape
+        assert list(ours.layers) == list(own.layers)
+        assert all(is_close(ours.layers[i], own.layers[i]) for i in own.layers)
+        assert is_close(ours.all_logits, own.all_logits) and ours.all_logits.shape == own.all_logits.shape
+
+
+@pytest.mark.parametrize("family", BY_TORCH)
+def test_other_models_run_operator_by_operator(family):
+    model = make(family)
+    native, plain = prepare(model), prepare(model, ModelOptions(native=False))
+    found, wanted = outputs(native, steps()), outputs(plain, steps())
+    assert native.native.refused is not None
+    assert all(is_close(ours.logits, own.logits) for ours, own in zip(found, wanted, strict=True))
+    with (
+        pytest.raises(UnsupportedModel, match="'native' cannot run"),
+        prepare(model, ModelOptions(native=True)).active(),
+    ):
+        pass
+
+
+def test_early_exit_runs_the_first_layers():
+    model = make("Llama")
+    native, plain = prepare(model, num_layers=2), prepare(model, ModelOptions(native=False), num_layers=2)
+    found, wanted = outputs(native, steps()), outputs(plain, steps())
+    assert native.native.refused is None
+    assert all(is_close(ours.logits, own.logits) for ours, own in zip(found, wanted, strict=True))
+
+
+def in_place(model):
+    model.model.layers[1].mlp.up_proj.weight.data.mul_(1.7)
+
+
+def by_numpy(model):
+    model.model.layers[0].self_attn.v_proj.weight.detach().numpy()[:] *= 1.5
+
+
+def by_another_tensor(model):
+    layer = model.model.layers[2].self_attn.o_proj
+    layer.weight = nn.Parameter(layer.weight.detach() * 2)
+
+
+def by_a_setting(model):
+    model.model.layers[0].self_attn.scaling *= 2
+
+
+def by_the_angles(model):
+    model.model.rotary_emb.inv_freq.mul_(0.5)
+
+
+def by_a_hook(model):
+    model.model.layers[1].mlp.register_forward_hook(lambda module, args, output: output * 1.5)
+
+
+def by_a_wrapper(model):
+    layer = model.model.layers[1].mlp
+    own = layer.forward
+    layer.forward = lambda x: own(x) * 1.5
+
+
+def by_another_module(model):
+    class Doubled(nn.Module):
+        def __init__(self, inner):
+            super().__init__()
+            self.inner = inner
+
+        def forward(self, x):
+            return self.inner(x) * 2
+
+    model.model.layers[1].mlp.down_proj = Doubled(model.model.layers[1].mlp.down_proj)
+
+
+def by_an_activation(model):
+    model.model.layers[1].mlp.act_fn = nn.ReLU()
+
+
+CHANGES = [
+    in_place, by_numpy, by_another_tensor, by_a_setting, by_the_angles, by_a_hook, by_a_wrapper, by_another_module, by_an_activation,
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_changes_of_the_model_take_effect(change):
+    model = make("Llama")
+    native = prepare(model)
+    before = outputs(native, steps())
+    assert native.native.refused is None
+    change(model)
+    wanted = outputs(prepare(model, ModelOptions(native=False, prepack_weights=False)), steps())
+    found = outputs(native, steps())
+    assert not is_close(before[1].logits, wanted[1].logits)
+    for ours, own in zip(found, wanted, strict=True):
+        assert is_close(ours.logits, own.logits)
+
+
+def test_a_write_during_a_call_takes_effect():
+    model, batches = make("Llama"), steps()
+    wanted = outputs(prepare(make("Llama"), ModelOptions(native=False)), batches)
+    native = prepare(model)
+    cache = native.new_cache(num_blocks=40, block_size=4, share_prefixes=False)
+    for row in range(3):
+        cache.add(row)
+        cache.reserve(row, 44)
+    with torch.no_grad(), native.active():
+        first = native.forward(batches[0], cache).logits
+        model.lm_head.weight.data.mul_(2)
+        second = native.forward(batches[1], cache).logits
+    assert is_close(first, wanted[0].logits) and is_close(second, 2 * wanted[1].logits)
+
+
+def test_adapters_run_operator_by_operator():
+    peft = pytest.importorskip("peft")
+    model = make("Llama")
+    native = prepare(model)
+    outputs(native, steps(), 1)
+    adapted = peft.inject_adapter_in_model(
+        peft.LoraConfig(target_modules=["q_proj", "down_proj"], init_lora_weights=False), model
+    ).eval()
+    found = outputs(native, steps())
+    assert "neither torch's nor transformers'" in native.native.refused
+    wanted = outputs(prepare(adapted, ModelOptions(native=False)), steps())
+    assert all(is_close(ours.logits, own.logits) for ours, own in zip(found, wanted, strict=True))
+
+
+def test_an_id_outside_the_vocabulary_is_an_error():
+    native = prepare(make("Llama"))
+    with pytest.raises(IndexError, match="no embedding"):
+        outputs(native, [[RowInput(0, np.array([5, 128]), 0)]], 1)
+
+
+def test_threads_compute_the_same_bits():
+    native, threads = prepare(make("Qwen3")), torch.get_num_threads()
+    alone = outputs(native, steps())
+    torch.set_num_threads(3)
+    try:
+        for _ in range(5):
+            for ours, own in zip(outputs(native, steps()), alone, strict=True):
+                assert torch.equal(ours.logits, own.logits)
+    finally:
+        torch.set_num_threads(threads)
+
+
+def test_logits_do_not_depend_on_the_batch():
+    native = prepare(make("Llama"))
+    together = outputs(native, steps())[0].logits
+    alone = outputs(native, [[row] for row in steps()[0]], 3)
+    assert torch.equal(torch.cat([each.logits for each in alone]), together)
+
+
+def test_key_is_checked_against_others():
+    model = make("Llama")
+    for options in (ModelOptions(native=True, quantization="wint8"), ModelOptions(native=True, prepack_weights=True)):
+        with pytest.raises(UnsupportedModel, match="'native' cannot run"):
+            prepare(model, options)
