@@ -22,9 +22,10 @@ from ..sampling.grammar import without_impossible_ends
 from ..sampling.logits import calls_in_order, needs_prefix
 from ..verification.verify import begin_verification
 from .acceptance import DraftedStep
-from .draft_length import DraftLengthPolicy, make_policy, nodes_by_depth
+from .draft_length import DraftLengthPolicy
 from .fed_rows import FedRows
 from .outputs import RowStatistics, read_cache
+from .policies import make_policy
 from .scoring import node_scores
 from .step import PendingStep, StepResult, StepTensors
 from .step_cost import StepTimer
@@ -48,7 +49,7 @@ class SpeculativeDecoder:
         self._max_drafted = min((each for each in (target.max_positions, config.max_model_len) if each), default=None)
         self._drafts = generator.max_draft_nodes > 0
         self._observes = type(generator).observe is not CandidateGenerator.observe
-        self.policy = make_policy(config) if self._drafts else DraftLengthPolicy()
+        self.policy = make_policy(config, generator) if self._drafts else DraftLengthPolicy()
         self.timer = StepTimer(target.device)
         self.cache = target.new_cache(1, config.block_size)
         self.statistics: dict[int, RowStatistics] = {}
@@ -366,7 +367,7 @@ class SpeculativeDecoder:
         """Tell the policy what its draft lengths led to. Steps that also read prompts are not timed: they say nothing about
         decoding."""
         seconds, drafting_seconds = self.timer.stop()
-        nodes, accepted = nodes_by_depth(outcome.trees), [len(path) for path in outcome.accepted]
+        nodes, accepted = outcome.trees.nodes_by_depth, [len(path) for path in outcome.accepted]
         num_new = [len(new) for new in outcome.new_tokens]
         chosen = dict(zip([seq.id for seq in pending.decoding], pending.limits, strict=True))
         limits = [chosen[seq.id] for seq in outcome.sequences]
@@ -411,7 +412,7 @@ class SpeculativeDecoder:
             verdict = pending.verdict.wait()
             roots = [0, *itertools.accumulate(length + 1 for length in trees.lengths)]  # each row's first score row
             accepted, next_tokens = trees.paths(verdict.accepted), verdict.next_tokens.tolist()
-            deepest = _deepest(trees)
+            deepest, several = _deepest(trees), bool(self.generator.drafters)
             for i, seq in zip(going_on, sequences, strict=True):
                 path, first = accepted[i], roots[i]
                 drafted = verdict.tokens[i, path].tolist() if path else []
@@ -419,7 +420,8 @@ class SpeculativeDecoder:
                 new = seq.accept([*drafted, next_tokens[i]])
                 path = path[: len(new)]
                 seq.num_steps += 1
-                self.statistics[seq.id].record(trees.lengths[i], len(new), len(path), deepest[i])
+                drafter = self.generator.drafter_of(seq) if several else None
+                self.statistics[seq.id].record(trees.lengths[i], len(new), len(path), deepest[i], drafter)
                 results[seq.id].new_tokens = new
                 results[seq.id].nodes = [first, *(first + 1 + node for node in path)][: len(new)]
                 paths.append(path)
