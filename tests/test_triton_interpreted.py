@@ -15,6 +15,7 @@ GROUPS = {
         "test_triton_cache_ops",
         "test_triton_draft_ops",
         "test_triton_layers",
+        "test_triton_recurrent",
     ),
     "attention": ("test_triton_attention", "test_triton_sampling", "test_gpu_checks"),
     "generate": ("test_triton_generate", "test_triton_invariant", "test_graphs"),

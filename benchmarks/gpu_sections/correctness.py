@@ -13,6 +13,7 @@ from . import (
     check_drafting,
     check_invariant,
     check_layers,
+    check_recurrent,
     check_sampling,
     check_verification,
 )
@@ -27,6 +28,7 @@ CHECKS = (
     check_drafting,
     check_invariant,
     check_layers,
+    check_recurrent,
 )
 
 

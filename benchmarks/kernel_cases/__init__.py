@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from . import attention, cache, drafting, invariant, linear, norms, rejection, sampling, verification
+from . import attention, cache, drafting, invariant, linear, norms, recurrent, rejection, sampling, verification
 from .compiling import CompileCase
 
-OPERATIONS = (attention, cache, drafting, invariant, linear, norms, rejection, sampling, verification)
+OPERATIONS = (attention, cache, drafting, invariant, linear, norms, recurrent, rejection, sampling, verification)
 
 
 def all_cases() -> list[CompileCase]:

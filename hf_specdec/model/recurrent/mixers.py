@@ -6,7 +6,6 @@ import contextlib
 import functools
 import inspect
 import sys
-import threading
 from collections.abc import Callable
 from typing import Any
 
@@ -16,8 +15,12 @@ from transformers import PreTrainedModel
 
 from ...cache.state_pool import StatePool
 from ...core.errors import UnsupportedModel
-from .families import CONVOLUTION, Family, mixers_of
-from .plan import LinesOnDevice, Prompt
+from ...kernels.dispatch import uses_triton
+from .by_kernels import convolution_over_lines, rule_over_lines
+from .families import Family, mixers_of
+from .functions import ModuleFunctions
+from .lines import LinesOnDevice
+from .plan import Prompt
 from .rules import Inputs, Rule
 
 
@@ -33,7 +36,7 @@ class RecurrentLayers:
         self.mixers = mixers_of(model, family)
         if self.mixers:
             source = sys.modules[type(self.mixers[0]).__module__]
-            self._functions = _Functions.of(source, family)
+            self._functions = ModuleFunctions.of(source, family)
         # Gated DeltaNet's chunks are 64 tokens, and its modules do not say so.
         self._chunk = max(64, *(getattr(mixer, "chunk_size", 0) for mixer in self.mixers), 0)
         self._examples: dict[int, tuple[torch.Tensor, torch.Tensor | None, Inputs]] = {}
@@ -157,16 +160,25 @@ class RecurrentLayers:
         states = pool.recurrent.get(layer)
         base = None if states is None else states.index_select(0, lines.states)
         inputs = pool.conv[layer].index_select(0, lines.bases)
-        view = _View(inputs, base)
-        kept_windows, windows = lines.windows(inputs.shape[-1])
-        replaced: dict[str, Any] = {}
-        if self.family.rule is not None and base is not None:
-            replaced["chunk"] = _token_by_token(self.family.rule, self._functions.one_token, lines, base, pool, layer)
-        if windows is not None:
+        view, rule = _View(inputs, base), self.family.rule
+        by_kernels, replaced = uses_triton(hidden.device), {}
+        kept_windows, windows = (None, None) if by_kernels else lines.windows(inputs.shape[-1])
+        if rule is not None and base is not None:
+            of_rule = rule, self._functions.one_token
+            if by_kernels and rule.over_lines is not None:
+                kept = lines.kept, lines.slots
+                replaced["chunk"] = rule_over_lines(*of_rule, lines.walk, base, pool, layer, kept)
+            else:
+                replaced["chunk"] = _token_by_token(*of_rule, lines, base, pool, layer)
+        if by_kernels:
+            replaced["convolution"] = convolution_over_lines(lines.walk, pool.conv[layer])
+        elif windows is not None:
             replaced["convolution"] = _over_windows(windows)
         with self._functions.replaced(**replaced):
             read = run(hidden[0, lines.packed], view)
         out[0].index_copy_(0, lines.targets, read[lines.real])
+        if kept_windows is None:  # the kernel has kept the convolution's inputs
+            return
         kept = view.inputs.transpose(1, 2)[lines.kept[0][:, None], kept_windows]  # [m, k, channels]
         pool.conv[layer].index_copy_(0, lines.slots, kept.transpose(1, 2))
 
@@ -284,63 +296,3 @@ def _over_windows(windows: torch.Tensor):
         return out.view(count, length, -1).transpose(1, 2)
 
     return replacement
-
-
-class _Functions:
-    """A modeling module's functions, which call a replacement instead while one is set in the same thread.
-
-    The module's names are bound to these once and stay so: other models of the class may run in other threads.
-    """
-
-    _found: dict[str, _Functions] = {}
-    _lock = threading.Lock()
-
-    @classmethod
-    def of(cls, source: Any, family: Family) -> _Functions:
-        """Those of a module, made at its first use."""
-        with cls._lock:
-            if source.__name__ not in cls._found:
-                cls._found[source.__name__] = cls(source, family)
-            return cls._found[source.__name__]
-
-    def __init__(self, source: Any, family: Family):
-        self.source = f"functions in {source.__name__}"
-        self._current = threading.local()
-        names = {"convolution": CONVOLUTION}
-        if family.rule is not None:
-            names["chunk"] = family.rule.chunk
-            self.one_token = getattr(source, family.rule.one_token)
-        for role, name in names.items():
-            setattr(source, name, self._dispatching(role, getattr(source, name)))
-
-    def _dispatching(self, role: str, original: Callable) -> Callable:
-        @functools.wraps(original)
-        def call(*args: Any, **kwargs: Any) -> Any:
-            replacement = getattr(self._current, role, None)
-            if replacement is None:
-                return original(*args, **kwargs)
-            self._current.called.add(role)
-            return replacement(original, *args, **kwargs)
-
-        return call
-
-    @contextlib.contextmanager
-    def replaced(self, **replacements: Callable):
-        """Inside, the functions named by role call these: replacement(original, *args, **kwargs).
-
-        Raises:
-            UnsupportedModel: the module has not called one of them, so something else computes in its place.
-        """
-        self._current.called = set()
-        for role, replacement in replacements.items():
-            setattr(self._current, role, replacement)
-        try:
-            yield
-        finally:
-            for role in replacements:
-                setattr(self._current, role, None)
-        if self._current.called != set(replacements):
-            raise UnsupportedModel(
-                f"A layer with a recurrent state computes without its module's {self.source}: kernels from the Hub replace it. Load the "
-                "model without use_kernels, or call generate() without speculative_config."
-            )

@@ -9,8 +9,12 @@ from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from ...kernels import recurrent
+from ...kernels.recurrent import Walk
 
 Inputs = tuple[torch.Tensor, ...]
 # Reads n tokens, given their inputs [n, ..], each after its own state [n, ..]: (outputs [n, ..], the states after them). May write
@@ -26,6 +30,8 @@ class Rule:
         chunk: name of the module's function over many tokens.
         one_token: name of its function over one token.
         bind: (the one-token function, the arguments of the chunk function) → the tokens' inputs [B, T, ..], and how to read them.
+        over_lines: the arguments of the chunk function → our kernel of this rule: (inputs, states before the lines, walk, pool) →
+            outputs (see `kernels.recurrent`); None: there is none.
         tokens_last: the chunk function returns [B, channels, T]; otherwise [B, T, ..].
         continues: the chunk function can start from a state.
     """
@@ -33,6 +39,7 @@ class Rule:
     chunk: str
     one_token: str
     bind: Callable[..., tuple[Inputs, Step]]
+    over_lines: Callable[..., Callable[[Inputs, torch.Tensor, Walk, torch.Tensor], torch.Tensor]] | None = None
     tokens_last: bool = False
     continues: bool = True
 
@@ -65,6 +72,16 @@ def _mamba2(one_token, x, dt, A, B, C, *, D, dt_bias, **_) -> tuple[Inputs, Step
     return (x, dt, B, C), step
 
 
+def _delta_lines(*_: Any, **__: Any) -> Callable[[Inputs, torch.Tensor, Walk, torch.Tensor], torch.Tensor]:
+    return recurrent.gated_delta
+
+
+def _mamba2_lines(
+    x, dt, A, B, C, *, D, dt_bias, **_
+) -> Callable[[Inputs, torch.Tensor, Walk, torch.Tensor], torch.Tensor]:
+    return lambda inputs, before, walk, pool: recurrent.mamba2(inputs, (A, D, dt_bias), before, walk, pool)
+
+
 def _mamba1(one_token, x, dt, A, B, C, *, D, z, delta_bias, **_) -> tuple[Inputs, Step]:
     """Mamba-1: x, dt, z [B, channels, T], A [channels, n], B and C [B, n, T], D [channels], state [B, channels, n]."""
     D = D.to(x.dtype)  # the scan is given a float32 copy
@@ -77,7 +94,7 @@ def _mamba1(one_token, x, dt, A, B, C, *, D, z, delta_bias, **_) -> tuple[Inputs
     return tuple(each.transpose(1, 2) for each in (x, dt, B, C, z)), step
 
 
-GATED_DELTA = Rule("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", _delta)
-KIMI_DELTA = Rule("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention", _delta)
-MAMBA2 = Rule("mamba2_chunk_scan", "mamba2_selective_state_update", _mamba2)
+GATED_DELTA = Rule("torch_chunk_gated_delta_rule", "torch_recurrent_gated_delta_rule", _delta, _delta_lines)
+KIMI_DELTA = Rule("chunk_kimi_delta_attention", "recurrent_kimi_delta_attention", _delta, _delta_lines)
+MAMBA2 = Rule("mamba2_chunk_scan", "mamba2_selective_state_update", _mamba2, _mamba2_lines)
 MAMBA1 = Rule("mamba_selective_scan", "mamba_selective_state_update", _mamba1, tokens_last=True, continues=False)

@@ -1,0 +1,24 @@
+"""Walk: the order in which a recurrence reads the tokens of lines."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import torch
+
+
+class Walk(NamedTuple):
+    """How lines of T tokens are read, column after column. A token's parent stands in a column before its own.
+
+    Attributes:
+        parents: int32 [n, T], the column of the token whose state each token starts from; -1: the state before the line; -2: no
+            token, skipped.
+        into: int32 [n, T], the place in a pool of states for the state after each token; -1: it is not kept.
+        saved: int32 [n, T], places for states that are needed again by a token which is not the next one; -1: none.
+        num_saved: how many places `saved` names.
+    """
+
+    parents: torch.Tensor
+    into: torch.Tensor
+    saved: torch.Tensor
+    num_saved: int

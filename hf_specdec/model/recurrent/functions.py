@@ -1,0 +1,72 @@
+"""A modeling module's functions, which can be replaced for a call."""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import threading
+from collections.abc import Callable
+from typing import Any
+
+from ...core.errors import UnsupportedModel
+from .families import CONVOLUTION, Family
+
+
+class ModuleFunctions:
+    """A modeling module's functions, which call a replacement instead while one is set in the same thread.
+
+    The module's names are bound to these once and stay so: other models of the class may run in other threads.
+    """
+
+    _found: dict[str, ModuleFunctions] = {}
+    _lock = threading.Lock()
+
+    @classmethod
+    def of(cls, source: Any, family: Family) -> ModuleFunctions:
+        """Those of a module, made at its first use."""
+        with cls._lock:
+            if source.__name__ not in cls._found:
+                cls._found[source.__name__] = cls(source, family)
+            return cls._found[source.__name__]
+
+    def __init__(self, source: Any, family: Family):
+        self.source = f"functions in {source.__name__}"
+        self._current = threading.local()
+        names = {"convolution": CONVOLUTION}
+        if family.rule is not None:
+            names["chunk"] = family.rule.chunk
+            self.one_token = getattr(source, family.rule.one_token)
+        for role, name in names.items():
+            setattr(source, name, self._dispatching(role, getattr(source, name)))
+
+    def _dispatching(self, role: str, original: Callable) -> Callable:
+        @functools.wraps(original)
+        def call(*args: Any, **kwargs: Any) -> Any:
+            replacement = getattr(self._current, role, None)
+            if replacement is None:
+                return original(*args, **kwargs)
+            self._current.called.add(role)
+            return replacement(original, *args, **kwargs)
+
+        return call
+
+    @contextlib.contextmanager
+    def replaced(self, **replacements: Callable):
+        """Inside, the functions named by role call these: replacement(original, *args, **kwargs).
+
+        Raises:
+            UnsupportedModel: the module has not called one of them, so something else computes in its place.
+        """
+        self._current.called = set()
+        for role, replacement in replacements.items():
+            setattr(self._current, role, replacement)
+        try:
+            yield
+        finally:
+            for role in replacements:
+                setattr(self._current, role, None)
+        if self._current.called != set(replacements):
+            raise UnsupportedModel(
+                f"A layer with a recurrent state computes without its module's {self.source}: kernels from the Hub replace it. Load the "
+                "model without use_kernels, or call generate() without speculative_config."
+            )
