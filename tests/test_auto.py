@@ -40,7 +40,7 @@ def chooser(seed):
         drafter, depth = random.integers(0, len(PARTS), len(limits)), random.integers(0, 5, len(limits))
         return Choice(drafter, np.minimum(depth, limits))
 
-    return SimpleNamespace(choose=choose)
+    return SimpleNamespace(choose=choose, is_awake=lambda index: True)
 
 
 # ---- what is written ------------------------------------------------------------------------------------------------

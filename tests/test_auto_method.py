@@ -71,15 +71,17 @@ class World:
         limits = [LONGEST] * self.num_rows if forced else policy.limits(self.sequences, [LONGEST] * self.num_rows)
         drafts, drafting, lookups = [[] for _ in self.sequences], 0.0, 0.0
         if any(limits):
+            awake = [forced or policy.is_awake(index) for index in range(self.num_lookups)]
             offers = [
-                DraftTrees.from_lists([self.guess(name, row, LONGEST) for row in range(self.num_rows)])
-                for name in self.names[: self.num_lookups]
+                DraftTrees.from_lists([self.guess(name, row, LONGEST) if asked else [] for row in range(self.num_rows)])
+                for name, asked in zip(self.names, awake, strict=False)
             ]
-            lookups = self.lookup_seconds * len(offers)
+            seconds = [self.lookup_seconds * asked for asked in awake]
+            lookups = sum(seconds)
             if forced:
                 which, depth = np.full(self.num_rows, self.names.index(forced[0])), np.full(self.num_rows, forced[1])
             else:
-                choice = policy.choose(self.sequences, limits, offers, lookups * self.jitter())
+                choice = policy.choose(self.sequences, limits, offers, [each * self.jitter() for each in seconds])
                 which, depth = choice.drafter, choice.depth
             asked = [row for row in range(self.num_rows) if depth[row] and which[row] >= self.num_lookups]
             for row in range(self.num_rows):

@@ -82,6 +82,9 @@ class CandidateGenerator(ABC):
     can_be_combined: ClassVar[bool] = True  # whether it may be part of a hybrid
     continues_drafts: ClassVar[bool] = False  # whether `continue_drafts` is implemented
     taps: Taps = Taps()
+    may_miss_steps: ClassVar[bool] = (
+        False  # whether it may be left without some calls of `observe`, and only knows less then
+    )
     verifies_chains_only: bool = False  # True in loops that verify only the first path of a tree
     outlives_texts: bool = False  # see `outlive_texts`
     taps_whole_text: bool = True  # whether tapped features of every token are needed, not only the newest

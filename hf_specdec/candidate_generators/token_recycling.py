@@ -170,6 +170,7 @@ class TokenRecyclingGenerator(CandidateGenerator):
     """Fills the tree depth by depth, all rows at once, and stores the target's best successors of every verified token."""
 
     config: TokenRecyclingConfig
+    may_miss_steps = True
 
     def __init__(self, config: TokenRecyclingConfig, target: PackedModel, context: DrafterContext | None = None):
         super().__init__(config, target, context)
@@ -345,6 +346,8 @@ def _verified_tokens(outcome: StepOutcome) -> torch.Tensor:
     trees = outcome.trees
     roots = [seq.tokens[-len(new) - 1] for seq, new in zip(outcome.sequences, outcome.new_tokens, strict=True)]
     device = trees.tokens.device
+    if not any(trees.lengths):
+        return torch.tensor(roots, device=device)
     tokens = torch.cat([torch.tensor(roots, device=device)[:, None], trees.tokens], dim=1)
     fed = np.concatenate([np.ones((len(roots), 1), dtype=bool), trees.valid], axis=1)
     return tokens.view(-1).index_select(0, torch.from_numpy(np.flatnonzero(fed)).to(device))

@@ -41,6 +41,7 @@ class AcceptanceEstimates:
 
     Args:
         longest: K, the deepest possible draft.
+        guess: the rate that is assumed before anything is known.
     """
 
     MEMORY = 0.95  # decay of a count per round of drafting
@@ -48,13 +49,13 @@ class AcceptanceEstimates:
     FIRST_ROUNDS = 8  # a row's first rounds, from which the prior of new rows is learnt
     FIRST_GUESS = 0.6
 
-    def __init__(self, longest: int):
+    def __init__(self, longest: int, guess: float = FIRST_GUESS):
         self.longest = longest
         self._slot: dict[int, int] = {}
         self._free: list[int] = []
         self._allocate(16)
         # Priors of new rows: accepted and judged tokens [2] of first rounds; nodes and rounds [2, K] that asked for each depth.
-        self._begin = np.array([self.FIRST_GUESS, 1.0]) * self.PRIOR_ROUNDS
+        self._begin = np.array([guess, 1.0]) * self.PRIOR_ROUNDS
         self._shape = np.ones((2, longest))
 
     def _allocate(self, size: int) -> None:

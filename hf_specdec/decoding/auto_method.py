@@ -18,19 +18,20 @@ from .step_cost import FittedCost
 
 @dataclass
 class _Asked:
-    """One round of choosing: what the look-ups offered, how long they took, and what was chosen, by sequence id."""
+    """One round of choosing: what the look-ups offered, how long each took, and what was chosen, by sequence id."""
 
     order: dict[int, int]
     offers: list[DraftTrees]
-    seconds: float
+    seconds: list[float]
     choice: Choice
 
 
 class AutoMethod(AutoLength):
     """Chooses among an AutoGenerator's drafters as AutoLength chooses among lengths.
 
-    Look-ups are asked in every step, so their drafts are known when the choice is made, and what they offer is compared with the
-    text that is written, whichever draft was verified. Drafters with weights are judged by their past drafts. Each row gets the
+    Look-ups are asked first, so their drafts are known when the choice is made, and what they offer is compared with the text that
+    is written, whichever draft was verified. One that takes longer than it saves rests, for longer and longer. Drafters with weights
+    are judged by their past drafts. Each row gets the
     offer of the look-up that it is expected to gain most from; then, for each drafter with weights, the rows that it serves better
     are given to it, and the fastest of these divisions is taken. A drafter with weights that a row does not use is tried on it now
     and then.
@@ -43,21 +44,33 @@ class AutoMethod(AutoLength):
     """
 
     RECHECKS = 32, 256  # steps after which a drafter is tried again on a row that another one serves: at first, at most
-    CHEAP = 0.005  # look-ups that take less than this share of a plain step never pause
+    MODEL_GUESS = 0.75  # acceptance of a drafter with weights before it has drafted: it is tried first
+    TRIAL = 8  # steps in which a look-up is asked before it is judged
+    RESTS = 16, 256  # steps for which a look-up rests: at first, at most
+    VALUE_MEMORY = 0.9  # decay of what a look-up is worth, per step
 
     def __init__(self, generator: AutoGenerator):
         longest = generator.config.longest_draft or 1
         super().__init__(longest)
         self.names, self.num_lookups = generator.names, generator.num_lookups
         self.longest = generator.longest
-        self.estimates = [AcceptanceEstimates(longest) for _ in self.names]
+        lookups, models = range(self.num_lookups), range(self.num_lookups, len(self.names))
+        self.estimates = [
+            *(AcceptanceEstimates(longest) for _ in lookups),
+            *(AcceptanceEstimates(longest, self.MODEL_GUESS) for _ in models),
+        ]
         self.acceptance = self.estimates[self.num_lookups if len(self.names) > self.num_lookups else 0]
-        self.drafting = [FittedCost(np.zeros(4)) for _ in self.names]  # of drafters with weights: see StepCost.drafting
-        self.looking_up = FittedCost(np.zeros(2))
+        self.drafting = [FittedCost(np.zeros(4), dropped=2) for _ in self.names]  # of drafters with weights: see StepCost.drafting
+        self.looking_up = [FittedCost(np.zeros(2)) for _ in lookups]
+        self._value = np.zeros(self.num_lookups)  # tokens per row that each look-up is expected to save in a step
+        self._asked_for = np.zeros(self.num_lookups, dtype=np.int64)  # steps since it last rested
+        self._rests_until = np.zeros(self.num_lookups, dtype=np.int64)
+        self._rest = np.full(self.num_lookups, self.RESTS[0])
         self._recheck = np.full(
             len(self.names), self.RECHECKS[0]
         )  # doubles with each try, until the drafter is chosen again
         self.steps = Counter[str]()  # row-steps by drafter
+        self._knows_price = False  # whether a step with drafts has been timed
         self._asked: _Asked | None = None
         generator.chooser = self
 
@@ -73,14 +86,16 @@ class AutoMethod(AutoLength):
         return caps if any(caps) and not self.is_plain(sequences) else [0] * len(sequences)
 
     def _is_quiet(self, sequences: list[Sequence]) -> bool:
-        """As in the base. Look-ups that cost next to nothing do not pause, since a match may come at any step."""
-        if self.num_lookups and self.cost.target and self.looking_up:
-            plain = self.cost.of_target(len(sequences), len(sequences))
-            if self._seconds_of_lookups(len(sequences)) < self.CHEAP * plain:
-                return False
-        return super()._is_quiet(sequences)
+        """As in the base, once all look-ups rest: a match may come at any step."""
+        return not any(map(self.is_awake, range(self.num_lookups))) and super()._is_quiet(sequences)
 
-    def choose(self, sequences: list[Sequence], limits: list[int], offers: list[DraftTrees], seconds: float) -> Choice:
+    def is_awake(self, index: int) -> bool:
+        """See Chooser."""
+        return self.num_steps >= self._rests_until[index]
+
+    def choose(
+        self, sequences: list[Sequence], limits: list[int], offers: list[DraftTrees], seconds: list[float]
+    ) -> Choice:
         """See `candidate_generators.auto.generator.Chooser`."""
         room, rows = np.asarray(limits), [each.rows(sequences) for each in self.estimates]
         if not self.cost.target:  # in a step that reads prompts, drafts cost little
@@ -120,24 +135,28 @@ class AutoMethod(AutoLength):
             own = np.zeros((num_rows, longest))
             counts = offer.nodes_by_depth[:, :longest]
             own[:, : counts.shape[1]] = counts
+            within = room if self._knows_price else np.minimum(room, 1)
             won = self.estimates[index].probabilities(rows[index]).cumprod(1) * (own > 0)
-            worth = _worth(won, own, price, room)
+            worth = _worth(won, own, price, within)
+            self._value[index] *= self.VALUE_MEMORY
+            self._value[index] += (1.0 - self.VALUE_MEMORY) * float(worth.mean())
             better = worth > value
             drafter, value = np.where(better, index, drafter), np.where(better, worth, value)
             gains, nodes = np.where(better[:, None], won, gains), np.where(better[:, None], own, nodes)
         nobody, nothing = np.zeros(num_rows, dtype=bool), np.zeros(num_rows)
-        menus = [(Menu(gains, nodes, nothing, room, nobody), drafter)] if offers else []
+        within = room if self._knows_price else np.minimum(room, 1)
+        menus = [(Menu(gains, nodes, nothing, within, nobody), drafter)] if offers else []
         for index in self._models:
             won, own = self.estimates[index].expected(rows[index])
-            # Until its time is known, one token at most.
-            within = np.minimum(room, self.longest[index] if self.drafting[index] else 1)
+            known = self._knows_price and self.drafting[index]
+            within = np.minimum(room, self.longest[index] if known else 1)  # one token at most until costs are known
             asks = _worth(won, own, price, within) > value
             if asks.any():
                 menu = Menu(
                     np.where(asks[:, None], won, gains),
                     np.where(asks[:, None], own, nodes),
                     self.estimates[index].backlogs(rows[index], sequences) * asks,
-                    np.where(asks, within, room),
+                    np.where(asks, within, room if self._knows_price else np.minimum(room, 1)),
                     asks,
                     index,
                 )
@@ -179,8 +198,8 @@ class AutoMethod(AutoLength):
         fixed, per_depth, per_token, per_backlog = self.drafting[drafter].coefficients
         return (num_asked > 0) * (fixed + per_depth * depth + per_backlog * backlog) + per_token * num_asked
 
-    def _seconds_of_lookups(self, num_rows: int) -> float:
-        return float(self.looking_up.coefficients @ np.array([1.0, num_rows]))
+    def _seconds_of_lookup(self, index: int, num_rows: int) -> float:
+        return float(self.looking_up[index].coefficients @ np.array([1.0, num_rows]))
 
     # ---- learning ---------------------------------------------------------------------------------------------------
 
@@ -200,13 +219,13 @@ class AutoMethod(AutoLength):
     def _observe_choice(self, step: DraftedStep, asked: _Asked) -> bool:
         """Learn from a step in which drafters were asked. Returns whether any of them was chosen."""
         at = np.array([asked.order[seq.id] for seq in step.sequences])
-        drafter, depth = asked.choice.drafter[at], asked.choice.depth[at]
+        drafter, depth = asked.choice.drafter[at], np.where(np.asarray(step.limits) > 0, asked.choice.depth[at], 0)
         for index in range(self.num_lookups):
             self._observe_offer(step, index, asked.offers[index], at)
         num_rows, drafted = len(at), depth > 0
         drafting = 0.0
         for index in np.unique(drafter[drafted & (drafter >= self.num_lookups)]).tolist():
-            drafting += self._observe_model(step, index, np.where(drafter == index, depth, 0), asked.seconds)
+            drafting += self._observe_model(step, index, np.where(drafter == index, depth, 0), sum(asked.seconds))
         for index, count in zip(*np.unique(drafter[drafted], return_counts=True), strict=True):
             self.steps[self.names[index]] += int(count)
         if drafted.any():
@@ -214,16 +233,36 @@ class AutoMethod(AutoLength):
         if step.seconds is None:
             return bool(drafted.any())
         packed = num_rows + int(step.nodes.sum())
-        self.looking_up.observe((num_rows.bit_length(),), np.array([1.0, num_rows]), asked.seconds)
+        self._knows_price |= packed > num_rows
         if drafted.any() or self._plain_is_due() or self.num_steps % self.EVERY_PLAIN == 0 or not self.cost.target:
             self.cost.observe_target(num_rows, packed, step.seconds - step.drafting_seconds)
             if packed == num_rows:
                 self._schedule_plain()
         if self.cost.target:
             plain, spent = self.cost.of_target(num_rows, np.array([num_rows, packed]))
-            spent += drafting + self._seconds_of_lookups(num_rows)
+            spent += drafting + self._settle_lookups(num_rows, asked.seconds, float(plain))
             self._settle(float(spent / plain), self._progress(step))
         return bool(drafted.any())
+
+    def _settle_lookups(self, num_rows: int, seconds: list[float], plain: float) -> float:
+        """Let look-ups rest that are worth less than their time. Returns the seconds of those that were asked."""
+        spent = 0.0
+        for index, own in enumerate(seconds):
+            if not self.is_awake(index):
+                continue
+            self.looking_up[index].observe((num_rows.bit_length(),), np.array([1.0, num_rows]), own)
+            takes = self._seconds_of_lookup(index, num_rows)
+            spent += takes
+            self._asked_for[index] += 1
+            if self._asked_for[index] < self.TRIAL:
+                continue
+            if self._value[index] >= takes / plain:
+                self._rest[index] = self.RESTS[0]
+            else:
+                self._rests_until[index] = self.num_steps + 1 + self._rest[index]
+                self._rest[index] = min(2 * self._rest[index], self.RESTS[1])
+                self._asked_for[index] = 0
+        return spent
 
     def _observe_offer(self, step: DraftedStep, index: int, offer: DraftTrees, at: np.ndarray) -> None:
         """Judge what a look-up offered by the text that was written."""
@@ -271,7 +310,7 @@ class AutoMethod(AutoLength):
         drafters = {}
         for index, name in enumerate(self.names):
             if index < self.num_lookups:
-                milliseconds = 1e3 * self._seconds_of_lookups(num_rows)
+                milliseconds = 1e3 * self._seconds_of_lookup(index, num_rows)
             else:
                 milliseconds = 1e3 * float(self.of_drafting(index, num_rows, 1, num_rows, 0))
             begin = self.estimates[index]._begin

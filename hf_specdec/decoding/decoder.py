@@ -365,12 +365,16 @@ class SpeculativeDecoder:
 
     def _inform_policy(self, outcome: StepOutcome, pending: PendingStep, timed: bool) -> None:
         """Tell the policy what its draft lengths led to. Steps that also read prompts are not timed: they say nothing about
-        decoding."""
+        decoding. Nor does an empty draft after a prompt that this step has read: a drafter of hidden states could not begin."""
         seconds, drafting_seconds = self.timer.stop()
         nodes, accepted = outcome.trees.nodes_by_depth, [len(path) for path in outcome.accepted]
         num_new = [len(new) for new in outcome.new_tokens]
         chosen = dict(zip([seq.id for seq in pending.decoding], pending.limits, strict=True))
-        limits = [chosen[seq.id] for seq in outcome.sequences]
+        read = {seq.id for (seq, _), own in zip(pending.rows, pending.num_own, strict=True) if own > 1}
+        limits = [
+            chosen[seq.id] if count or seq.id not in read else 0
+            for seq, count in zip(outcome.sequences, outcome.trees.lengths, strict=True)
+        ]
         self.policy.observe(
             DraftedStep(
                 outcome.sequences, limits, nodes, accepted, num_new, seconds if timed else None, drafting_seconds

@@ -2,32 +2,34 @@
 
 from __future__ import annotations
 
-import time
 from collections import OrderedDict, deque
 
 import numpy as np
 import torch
+
+from ..core.clock import clock_for
 
 
 class FittedCost:
     """Seconds as a non-negative combination of features, fitted to recent measurements.
 
     Each size is represented by the lower median of its last few measurements, so a step delayed by a busy machine changes
-    nothing. The very first measurement is dropped: it may have compiled kernels. The fit minimises relative errors over the
+    nothing. The first measurements are dropped: they may have compiled kernels or packed weights. The fit minimises relative errors over the
     sizes seen (large errors count linearly, not squared), with decaying weights and a weak pull towards `prior`.
 
     Args:
         prior: float [F], initial coefficients, relative to a typical measurement.
         memory: number of sizes kept.
+        dropped: how many measurements are dropped.
     """
 
     _SAMPLES, _HALF_LIFE, _PULL, _OUTLIER, _REFIT, _ROUNDS = 7, 200, 0.03, 2.0, 4, 4
 
-    def __init__(self, prior: np.ndarray, memory: int = 64):
+    def __init__(self, prior: np.ndarray, memory: int = 64, dropped: int = 1):
         self.prior, self.memory = prior, memory
         self._sizes: OrderedDict[tuple, deque[tuple[float, np.ndarray]]] = OrderedDict()
         self._last: dict[tuple, int] = {}
-        self._count, self._fitted_at = -1, 0
+        self._count, self._fitted_at = -dropped, 0
         self._coefficients: np.ndarray | None = None
 
     def __bool__(self) -> bool:
@@ -36,7 +38,7 @@ class FittedCost:
     def observe(self, size: tuple, features: np.ndarray, seconds: float) -> None:
         """Record the time of a step of this size, with these features [F]."""
         self._count += 1
-        if self._count == 0:
+        if self._count <= 0:
             return
         if self._sizes:  # caps the first step of a size, which may have captured a graph
             seconds = min(seconds, self._OUTLIER * max(float(features @ self.coefficients), 1e-9))
@@ -130,31 +132,31 @@ class StepCost:
 class StepTimer:
     """Times a step and the drafting in it, without waiting for the device.
 
-    A step ends when the verification result has reached the host, so the host's clock measures all of it on every device. On
-    CUDA drafting runs asynchronously; two events in the stream time it, and are read after the result has arrived.
+    A step ends when the verification result has reached the host, so the clock measures all of it on every device. On CUDA
+    drafting runs asynchronously; two events in the stream time it, and are read after the result has arrived.
     """
 
     def __init__(self, device: torch.device):
-        self._events = None
+        self._events, self._clock = None, clock_for(device)
         if device.type == "cuda":
             self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self._begin = self._proposed = 0.0
 
     def start(self) -> None:
         """Start timing, before drafting."""
-        self._begin = time.perf_counter()
+        self._begin = self._clock()
         if self._events:
             self._events[0].record()
 
     def proposed(self) -> None:
         """Mark the end of drafting (or of queueing it)."""
-        self._proposed = time.perf_counter()
+        self._proposed = self._clock()
         if self._events:
             self._events[1].record()
 
     def stop(self) -> tuple[float, float]:
         """(seconds of the step, seconds of its drafting). Call after the step's result has reached the host."""
-        total, drafting = time.perf_counter() - self._begin, self._proposed - self._begin
+        total, drafting = self._clock() - self._begin, self._proposed - self._begin
         if self._events:
             drafting = max(drafting, self._events[0].elapsed_time(self._events[1]) / 1e3)
         return total, min(drafting, total)

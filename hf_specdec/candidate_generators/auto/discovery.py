@@ -84,8 +84,10 @@ def find_drafters(config: AutoConfig, target: PackedModel, context: DrafterConte
 
 
 def _lookup(method: str, target: PackedModel) -> SpeculativeConfig:
-    """A look-up. On a CPU, where every packed token costs time, Token Recycling drafts a chain."""
-    keys: dict[str, Any] = {"use_tree": False} if method == "token_recycling" and target.device.type == "cpu" else {}
+    """A look-up. Token Recycling learns in one place for all rows; on a CPU, where every packed token costs time, it drafts chains."""
+    keys: dict[str, Any] = {}
+    if method == "token_recycling":
+        keys = {"matrix_per_sequence": False, "use_tree": target.device.type != "cpu"}
     return parse_config({"method": method, "num_speculative_tokens": "auto", **keys})
 
 

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-import time
 from dataclasses import dataclass
 from typing import Protocol
 
 import numpy as np
 
 from ...config import SpeculativeConfig
+from ...core.clock import clock_for
 from ...core.draft_trees import DraftTrees
 from ...core.outcome import StepOutcome
 from ...core.sequence import Sequence
@@ -40,12 +40,19 @@ class Choice:
 class Chooser(Protocol):
     """Chooses drafters and depths: `decoding.auto_method.AutoMethod`."""
 
-    def choose(self, sequences: list[Sequence], limits: list[int], offers: list[DraftTrees], seconds: float) -> Choice:
+    def is_awake(self, index: int) -> bool:
+        """Whether a look-up is asked in this step."""
+        ...
+
+    def choose(
+        self, sequences: list[Sequence], limits: list[int], offers: list[DraftTrees], seconds: list[float]
+    ) -> Choice:
         """The choice for each row.
 
         Args:
             limits: how deep each row may draft.
-            offers: what each look-up has found; `seconds`: how long they took together.
+            offers: what each look-up has found, nothing if it is not awake.
+            seconds: how long each of them took.
         """
         ...
 
@@ -56,7 +63,13 @@ class FirstChoice:
     def __init__(self, num_lookups: int, num_parts: int):
         self.num_lookups, self.num_parts = num_lookups, num_parts
 
-    def choose(self, sequences: list[Sequence], limits: list[int], offers: list[DraftTrees], seconds: float) -> Choice:
+    def is_awake(self, index: int) -> bool:
+        """Always."""
+        return True
+
+    def choose(
+        self, sequences: list[Sequence], limits: list[int], offers: list[DraftTrees], seconds: list[float]
+    ) -> Choice:
         """See Chooser."""
         if self.num_parts > self.num_lookups:
             return Choice(np.full(len(limits), self.num_lookups), np.asarray(limits))
@@ -66,7 +79,8 @@ class FirstChoice:
 
 @register(AutoConfig)
 class AutoGenerator(CombinedGenerator):
-    """Look-ups are asked in every step, since that costs little. Then `chooser` picks a drafter and a depth for each row.
+    """Look-ups are asked first, except those that rest because they did not pay. Then `chooser` picks a drafter and a depth for each
+    row.
 
     Attributes:
         found: what was found to draft with, and what was not.
@@ -79,6 +93,7 @@ class AutoGenerator(CombinedGenerator):
 
     def __init__(self, config: AutoConfig, target: PackedModel, context: DrafterContext | None = None):
         super().__init__(config, target, context)
+        self.clock = clock_for(target.device)
         self.found = find_drafters(config, target, context)
         made = self._make_parts(self.found, context)
         lookups = {name: part for name, part in made.items() if not part.config.has_weights}
@@ -88,6 +103,10 @@ class AutoGenerator(CombinedGenerator):
         self.longest = np.array([min(part.config.longest_draft, part.max_draft_nodes) for part in self.parts])
         self.chooser: Chooser = FirstChoice(self.num_lookups, len(self.parts))
         self.proposed: list[dict[int, tuple[DraftTrees, int]]] = [{} for _ in self.parts]
+        self.asked = [False] * len(self.parts)  # look-ups that were asked in this step
+        self.observing = [0.0] * len(
+            self.parts
+        )  # seconds that a look-up which may rest took to learn from the last step
         self.chosen: dict[int, str] = {}  # sequence id → name of the drafter of its last draft
         logger.info("%s", self.found)
 
@@ -145,14 +164,19 @@ class AutoGenerator(CombinedGenerator):
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
         """The drafts of the chosen drafters."""
-        began = time.perf_counter()
-        lookups = list(zip(self.parts[: self.num_lookups], self.longest, strict=False))
-        offers = [part.propose(sequences, np.minimum(limits, longest).tolist()) for part, longest in lookups]
-        choice = self.chooser.choose(sequences, limits, offers, time.perf_counter() - began)
+        nothing = DraftTrees.empty(len(sequences), self.target.device)
+        offers, seconds = [], []
+        for index, (part, longest) in enumerate(zip(self.parts[: self.num_lookups], self.longest, strict=False)):
+            began = self.clock()
+            self.asked[index] = self.chooser.is_awake(index)
+            limited = np.minimum(limits, longest).tolist()
+            offers.append(part.propose(sequences, limited) if self.asked[index] else nothing)
+            seconds.append(self.clock() - began + self.observing[index])
+        choice = self.chooser.choose(sequences, limits, offers, seconds)
         for i, seq in enumerate(sequences):
             if seq.drafter is not None:
                 choice.drafter[i], choice.depth[i] = self.names.index(seq.drafter), limits[i]
-        trees = DraftTrees.empty(len(sequences), self.target.device)
+        trees = nothing
         for index in np.unique(choice.drafter[choice.depth > 0]).tolist():
             chosen = (choice.drafter == index) & (choice.depth > 0)
             depths = np.where(chosen, np.minimum(choice.depth, self.longest[index]), 0)
@@ -176,8 +200,12 @@ class AutoGenerator(CombinedGenerator):
 
     def observe(self, outcome: StepOutcome) -> None:
         """Report to each drafter which part of its own proposal became text, whichever draft was verified."""
-        for part, proposed in zip(self.parts, self.proposed, strict=True):
-            part.observe(as_proposed(outcome, proposed))
+        for index, (part, proposed) in enumerate(zip(self.parts, self.proposed, strict=True)):
+            if self.asked[index] or not part.may_miss_steps:
+                began = self.clock()
+                part.observe(as_proposed(outcome, proposed))
+                self.observing[index] = self.clock() - began if part.may_miss_steps else 0.0
+            self.asked[index] = False
             proposed.clear()
 
     def drafter_of(self, seq: Sequence) -> str | None:
