@@ -282,6 +282,7 @@ def show(load: str, results: dict[str, list[dict[str, float]]]) -> dict[str, dic
 def main() -> None:
     """Measure and print."""
     options = parse()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # so that the servers end with it
     from decode import machine
 
     names = [name for name in options.servers if options.vllm_python or not name.startswith("vLLM")]

@@ -13,7 +13,7 @@ from hf_specdec.serve.engine import Engine
 from hf_specdec.serve.params import SamplingParams
 
 BLOCK = 8
-METHODS = ["eagle", "eagle3", "hydra++", "dflash", "hybrid", "mtp"]
+METHODS = ["eagle", "eagle3", "hydra++", "dflash", "hybrid", "mtp", "mtp in turn"]
 PREFIX = torch.randint(3, VOCAB, (43,), generator=torch.Generator().manual_seed(1)).tolist()
 
 
@@ -23,8 +23,8 @@ def target():
 
 
 def target_and_config(name, target, folder):
-    if name == "mtp":
-        stored = mtp_checkpoint(folder / "target", "GLM-4.5", num_modules=1)
+    if name.startswith("mtp"):
+        stored = mtp_checkpoint(folder / "target", "GLM-4.5", num_modules=3 if name == "mtp in turn" else 1)
         return stored.model, {"method": "mtp", "model": str(stored.folder), "num_speculative_tokens": 3}
     return target, made(name, target, folder)
 
@@ -32,9 +32,9 @@ def target_and_config(name, target, folder):
 class Run:
     """One engine that answers requests one after another, and what its drafter proposed."""
 
-    def __init__(self, model, config, shares=True):
-        decoder = make_decoder(model, parse_config({**config, "block_size": BLOCK}))
-        self.engine = Engine(decoder, None, num_blocks=64, max_model_len=256)
+    def __init__(self, model, config, shares=True, block_size=BLOCK):
+        decoder = make_decoder(model, parse_config({**config, "block_size": block_size}))
+        self.engine = Engine(decoder, None, num_blocks=512 // block_size, max_model_len=256)
         decoder.cache.share_prefixes = shares
         self.drafts, propose = [], decoder.generator.propose
 
@@ -112,3 +112,33 @@ def test_a_drafter_that_keeps_nothing_reads_every_token(target):
     generator.taps = generator.taps.__class__(last_hidden=True)
     (prompt,) = prompts(1)
     assert [run.answer(prompt)[1] for _ in range(2)] == [0, 0]
+
+
+@pytest.mark.parametrize("block_size", [1, 2, 16])
+def test_modules_in_turn_share_blocks_of_any_size(tmp_path, block_size):
+    """Blocks that end before the last module has begun, and prefixes of all lengths; what the modules reached is let go with the text."""
+    model, config = target_and_config("mtp in turn", None, tmp_path)
+    run, without = (Run(model, config, shares, block_size) for shares in (True, False))
+    base = prompts(1, model.config.vocab_size)[0]
+    for length in (40, 1, 2, 3, 5, 18, 33, 34, 40, 40):
+        prompt = [*base[:length], 7, 11]
+        assert run.answer(prompt)[0] == without.answer(prompt)[0]
+    assert run.drafts == without.drafts and run.answer(prompt)[1] > 30
+    boundaries = run.engine.decoder.generator.boundaries
+    assert not boundaries._waiting and boundaries._kept
+    run.engine.forget_prefixes()
+    assert not boundaries._kept
+    run.engine.close(), without.engine.close()
+
+
+def test_states_at_the_ends_of_blocks_go_with_the_blocks(tmp_path):
+    """Many texts in a small pool: states are kept for about as many blocks as there are."""
+    model, config = target_and_config("mtp in turn", None, tmp_path)
+    run = Run(model, config)
+    random = torch.Generator().manual_seed(3)
+    for _ in range(40):
+        run.answer(torch.randint(3, model.config.vocab_size, (50,), generator=random).tolist(), max_tokens=2)
+    generator = run.engine.decoder.generator
+    kept, blocks = len(generator.boundaries._kept), generator.cache.pool.num_blocks
+    assert 0 < kept <= 2 * blocks + 8 and 2 * blocks + 8 < 40 * 6, (kept, blocks)
+    run.engine.close()

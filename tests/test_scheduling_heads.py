@@ -71,4 +71,4 @@ def test_mtp(tmp_path):
     """Its target is one of the families that have such layers."""
     stored = mtp_checkpoint(tmp_path / "target", "GLM-4.5", num_modules=2)
     config = {"method": "mtp", "model": str(stored.folder), "num_speculative_tokens": 3}
-    run_scenario(stored.model, None, config, num_requests=20, vocab_size=stored.model.config.vocab_size)
+    run_scenario(stored.model, None, config, num_requests=34, vocab_size=stored.model.config.vocab_size)

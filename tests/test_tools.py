@@ -5,7 +5,15 @@ import json
 import pytest
 from helpers_server import Process
 
-from hf_specdec.serve.messages import MessageParser, joined_calls, reasoning_before, response_template_of, without_tools
+from hf_specdec.serve.messages import (
+    MessageParser,
+    joined_calls,
+    reasoning_before,
+    response_template_of,
+    tool_grammar,
+    without_tools,
+)
+from hf_specdec.serve.structured import GrammarCompiler, StructuredOutputsParams
 
 pytest.importorskip("openai")
 pytest.importorskip("llguidance")
@@ -223,3 +231,65 @@ def test_a_conversation_with_calls_goes_on(server):
 def test_bad_tools_are_the_clients_errors(server, more, message):
     status, _, answer = server.post("/v1/chat/completions", {"messages": ASK, **more})
     assert status == 400 and message in answer["error"]["message"], answer
+
+
+PLACE = {
+    "type": "object",
+    "properties": {"city": {"$ref": "#/$defs/City"}, "next": {"anyOf": [{"type": "null"}, {"$ref": "#"}]}},
+    "required": ["city", "next"],
+    "additionalProperties": False,
+    "$defs": {"City": {"enum": ["Rome", "Oslo"]}},
+}
+TRIP = {
+    "type": "object",
+    "properties": {"by": {"$ref": "#/$defs/City"}},
+    "required": ["by"],
+    "additionalProperties": False,
+    "$defs": {"City": {"$ref": "#/$defs/Way"}, "Way": {"enum": ["bus", "ship"]}},  # the name means something else here
+}
+
+
+def accepts(tokenizer, schema, text):
+    """True if the whole text is what a schema describes."""
+    compiler = GrammarCompiler(tokenizer, len(tokenizer), frozenset({3}))
+    matcher = compiler.matcher(StructuredOutputsParams(json=schema))
+    compiler.close()
+    ids = [tokenizer.convert_tokens_to_ids({" ": "Ġ"}.get(character, character)) for character in text]
+    return matcher.validate_tokens(ids) == len(ids) and matcher.consume_tokens(ids) and matcher.is_accepting()
+
+
+def test_schemas_of_functions_may_have_definitions(tiny_tokenizer):
+    """As pydantic writes them. Each function's references are to its own schema, wherever that stands in the grammar."""
+    rome = {"city": "Rome", "next": {"city": "Oslo", "next": None}}
+    for forced in ("required", "place"):
+        schema = tool_grammar({"place": PLACE, "trip": TRIP}, forced, parallel=True)
+
+        def fits(*calls, schema=schema, forced=forced):
+            wanted = [{"name": name, "parameters": own} for name, own in calls] if forced == "required" else calls[0][1]
+            return accepts(tiny_tokenizer, schema, json.dumps(wanted, separators=(",", ":")))
+
+        assert fits(("place", rome))
+        assert not fits(("place", {"city": "bus", "next": None})) and not fits(("place", {"city": "Rome"}))
+        assert not fits(("place", {"city": "Rome", "next": {"city": "ship", "next": None}}))
+    schema = tool_grammar({"place": PLACE, "trip": TRIP}, "required", parallel=True)
+    both = [{"name": "trip", "parameters": {"by": "ship"}}, {"name": "place", "parameters": rome}]
+    assert accepts(tiny_tokenizer, schema, json.dumps(both, separators=(",", ":")))
+    assert not accepts(tiny_tokenizer, schema, '[{"name":"trip","parameters":{"by":"Rome"}}]')
+    assert PLACE["properties"]["next"]["anyOf"][1] == {"$ref": "#"}  # the client's schema is as it was
+
+
+def test_a_text_that_looks_like_a_reference_is_none(tiny_tokenizer):
+    properties = {"$ref": {"const": "#/x"}, "a": {"enum": [{"$ref": "#"}]}, "default": {"$ref": "#/$defs/One"}}
+    odd = {"type": "object", "properties": properties, "required": list(properties), "additionalProperties": False}
+    schema = tool_grammar({"odd": {**odd, "$defs": {"One": {"const": 1}}}}, "required", parallel=False)
+    assert accepts(tiny_tokenizer, schema, '[{"name":"odd","parameters":{"$ref":"#/x","a":{"$ref":"#"},"default":1}}]')
+    assert not accepts(
+        tiny_tokenizer, schema, '[{"name":"odd","parameters":{"$ref":"#/x","a":{"$ref":"#"},"default":2}}]'
+    )
+
+
+def test_forced_calls_with_definitions(client):
+    tools = [{"type": "function", "function": {"name": name, "parameters": TRIP}} for name in ("trip", "journey")]
+    message, reason = both(client, tools=tools, tool_choice="required", parallel_tool_calls=False)
+    (call,) = message.tool_calls
+    assert reason == "tool_calls" and json.loads(call.function.arguments)["by"] in ("bus", "ship")

@@ -245,7 +245,7 @@ class PagedStaticCache(Cache):
 
     def known_prefix(self, tokens: list[int]) -> int:
         """How many of `tokens` an empty sequence could share. The last token is never among them, because its logits are needed."""
-        return len(self._known_blocks(tokens)) * self.block_size
+        return len(self.known_blocks(tokens)) * self.block_size
 
     def match_prefix(self, seq_id: int, tokens: list[int], most: int | None = None) -> int:
         """Let an empty sequence share the blocks that already hold a prefix of `tokens`, of at most `most` tokens.
@@ -255,7 +255,7 @@ class PagedStaticCache(Cache):
         table = self.tables[seq_id]
         if table.blocks:
             return 0
-        known = self._known_blocks(tokens)[: None if most is None else most // self.block_size]
+        known = self.known_blocks(tokens)[: None if most is None else most // self.block_size]
         shared = [block for _, block in known]
         table.hashes += [content for content, _ in known]
         self.pool.retain(shared)
@@ -263,7 +263,7 @@ class PagedStaticCache(Cache):
         table.length = len(shared) * self.block_size
         return table.length
 
-    def _known_blocks(self, tokens: list[int]) -> list[tuple[bytes, int]]:
+    def known_blocks(self, tokens: list[int]) -> list[tuple[bytes, int]]:
         """(hash, block) of each leading block whose contents are in the pool."""
         found = []
         if self.share_prefixes:

@@ -219,10 +219,33 @@ def tool_grammar(functions: dict[str, dict[str, Any]], forced: str, parallel: bo
     each: list[dict[str, Any]] = [
         {
             "type": "object",
-            "properties": {"name": {"const": name}, "parameters": parameters},
+            "properties": {"name": {"const": name}, "parameters": {"$ref": f"#/$defs/{i}"}},
             "required": ["name", "parameters"],
             "additionalProperties": False,
         }
-        for name, parameters in functions.items()
+        for i, name in enumerate(functions)
     ]
-    return {"type": "array", "items": {"anyOf": each}, "minItems": 1, **({} if parallel else {"maxItems": 1})}
+    schemas = {str(i): _moved(parameters, f"#/$defs/{i}") for i, parameters in enumerate(functions.values())}
+    most = {} if parallel else {"maxItems": 1}
+    return {"type": "array", "items": {"anyOf": each}, "minItems": 1, **most, "$defs": schemas}
+
+
+def _moved(schema: Any, place: str) -> Any:
+    """A copy of a JSON schema that stands at `place` of another one: references to its own parts lead there."""
+    if isinstance(schema, list):
+        return [_moved(each, place) for each in schema]
+    if not isinstance(schema, dict):
+        return schema
+    found = {}
+    for key, value in schema.items():
+        if key == "$ref" and isinstance(value, str) and (value == "#" or value.startswith("#/")):
+            found[key] = place + value[1:]
+        elif key in ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas") and isinstance(
+            value, dict
+        ):
+            found[key] = {name: _moved(each, place) for name, each in value.items()}  # any name is one
+        elif key in ("const", "enum", "default", "examples"):  # these hold values, not schemas
+            found[key] = value
+        else:
+            found[key] = _moved(value, place)
+    return found

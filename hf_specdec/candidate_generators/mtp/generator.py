@@ -15,6 +15,7 @@ from ..base import DrafterContext
 from ..checkpoints.target_parts import DraftVocabulary, load_once
 from ..ngram import NGramGenerator
 from ..registry import register
+from .block_ends import BlockEnds
 from .checkpoint import load_mtp
 from .config import MtpConfig
 from .turns import ModulesInTurn
@@ -52,13 +53,14 @@ class MtpGenerator(ModulesInTurn):
         return config.with_default_length(self.loaded.proposed_length or len(self.loaded.modules))
 
     def new_cache(self, num_blocks: int, block_size: int) -> PagedStaticCache:
-        """A cache with one layer per module in use, which grows up to `num_blocks`. Several modules share no prefixes: they also need
-        the states that each had reached (see `ModulesInTurn.reached`)."""
+        """A cache with one layer per module in use, which grows up to `num_blocks`. Slot s of module j holds token s + 1 + j, so all
+        modules together look as many tokens ahead as they are."""
         for head in self.heads:
             if head.graphs is not None:
                 head.graphs.captures.clear()
+        self.boundaries = BlockEnds()
         weights = [weight for head in self.heads for weight in head.module.parameters()]
-        return PagedStaticCache(len(self.heads), num_blocks, block_size, len(self.heads) == 1, weights, ahead=1)
+        return PagedStaticCache(len(self.heads), num_blocks, block_size, weights=weights, ahead=len(self.heads))
 
     def state_of(self, module: int, hidden: torch.Tensor) -> torch.Tensor:
         """The module's output, after its last norm if `hands_on_normed`."""

@@ -20,6 +20,7 @@ from ..growing.captured_rounds import expanded_nodes
 from ..growing.features import FeatureGenerator
 from ..growing.levels import Level
 from ..growing.tree_shapes import TreeDraftingConfig
+from .block_ends import BlockEnds
 
 
 class ModulesInTurn(FeatureGenerator):
@@ -40,12 +41,14 @@ class ModulesInTurn(FeatureGenerator):
     recomputes the rows of rejected drafts, while here every round reads the text's new rows again. Steps beyond N (transformers
     has none) start again with module 0, which then reads the nodes with drafted hidden states.
 
-    The modules share block tables: module j keeps the KV of token t in logical slot t - 1 - j of its layer, at that position.
+    The modules share block tables: module j keeps the KV of token t in logical slot t - 1 - j of its layer, at that position. A text
+    that takes over n rows of another reads tokens n + 1, .. with all modules, and writes what slots n - j, .. n - 1 hold already.
 
     A subclass sets `heads`, one per module over the same cache, and implements `state_of` and `logits_of`.
     """
 
     heads: list[PackedHead]
+    boundaries: BlockEnds  # new with every cache
 
     def __init__(self, config: TreeDraftingConfig, target: PackedModel, context: DrafterContext | None = None):
         super().__init__(config, target, context)
@@ -77,14 +80,44 @@ class ModulesInTurn(FeatureGenerator):
         super().start(seq)
         self.reached[seq.id] = [None] * len(self.heads)
 
+    def known_prefix(self, seq: Sequence) -> int:
+        """Tokens whose rows are in the cache, as far as the modules' states at the ends of blocks are known."""
+        if not seq.is_text:
+            return 0
+        hashes = [content for content, _ in self.cache.known_blocks(seq.tokens)]
+        known = len(hashes) if len(self.heads) == 1 else self.boundaries.num_known(hashes)
+        return known * self.cache.block_size
+
+    def share_prefix(self, seq: Sequence, num_tokens: int) -> None:
+        """Take these rows over, and the states at their end."""
+        super().share_prefix(seq, num_tokens)
+        hashes = self.cache.tables[seq.id].hashes
+        if hashes and len(self.heads) > 1:
+            states = self.boundaries.at(hashes[-1])
+            self.reached[seq.id] = [*states, *[None] * (len(self.heads) - len(states))]
+
+    def forget_prefixes(self) -> None:
+        """As in the base, with the states at the ends of blocks."""
+        super().forget_prefixes()
+        self.boundaries.forget()
+
+    def has_read(self, seq: Sequence, end: int) -> None:
+        """As in the base; blocks can be shared once the tokens are known that all modules have read for them."""
+        self.cache.tables[seq.id].length = end
+        if seq.is_text:
+            self.cache.register_prefix(seq.id, seq.tokens, end + 1 - len(self.heads))
+            self.boundaries.keep(seq.id, self.cache)
+
     def evict(self, seq: Sequence) -> None:
         """As in the base; all modules will read the text again."""
         super().evict(seq)
+        self.boundaries.drop(seq.id)
         self.reached[seq.id] = [None] * len(self.heads)
 
     def stop(self, seq: Sequence) -> None:
         """Free the cache entry."""
         super().stop(seq)
+        self.boundaries.drop(seq.id)
         del self.reached[seq.id]
 
     @contextlib.contextmanager
@@ -123,7 +156,11 @@ class ModulesInTurn(FeatureGenerator):
             last = hidden[upload(np.cumsum(counts) - 1, hidden.device)]
             first_states = last if j == 0 else first_states
             if j + 1 < len(self.heads):
-                below = self._below_next(sequences, rows, hidden.split(counts), j)
+                made = hidden.split(counts)
+                below = self._below_next(sequences, rows, made, j)
+                for i, row, own in zip(rows, inputs, made, strict=True):
+                    if self.cache.share_prefixes and sequences[i].is_text:
+                        self.boundaries.note(row.seq_id, row.start + 1 + j, own, self.cache.block_size)
             for i, state in zip(rows, last.unbind(), strict=True):
                 self.reached[sequences[i].id][j] = state
         for seq, end in zip(sequences, ends, strict=True):
