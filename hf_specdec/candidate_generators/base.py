@@ -111,6 +111,10 @@ class CandidateGenerator(ABC):
         """The names that `Sequence.drafter` may have, if sequences choose among drafters."""
         return []
 
+    def drafter_of(self, seq: Sequence) -> str | None:
+        """The name of the drafter of the sequence's last draft, if there are several."""
+        return None
+
     @property
     def max_draft_nodes(self) -> int:
         """The most nodes in one row's tree."""

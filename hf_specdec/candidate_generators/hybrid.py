@@ -11,7 +11,7 @@ from ..core.outcome import StepOutcome
 from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
 from .base import DrafterContext
-from .combined import CombinedGenerator, checked_part, with_common_keys
+from .combined import CombinedGenerator, as_proposed, checked_part, with_common_keys
 from .parsing import parse_config
 from .registry import register
 
@@ -141,12 +141,5 @@ class HybridGenerator(CombinedGenerator):
     def observe(self, outcome: StepOutcome) -> None:
         """Report to each drafter which part of its own proposal became text, whichever draft was verified."""
         for part, proposed in zip(self.parts, self.proposed, strict=True):
-            part.observe(self._as_seen(outcome, proposed))
+            part.observe(as_proposed(outcome, proposed))
             proposed.clear()
-
-    def _as_seen(self, outcome: StepOutcome, proposed: dict[int, tuple[DraftTrees, int]]) -> StepOutcome:
-        accepted = []
-        for seq, new in zip(outcome.sequences, outcome.new_tokens, strict=True):
-            trees, row = proposed.get(seq.id, (None, 0))
-            accepted.append([] if trees is None else trees.matching_path(row, new[:-1]))  # the last was not fed
-        return outcome.for_proposal(accepted)

@@ -49,7 +49,7 @@ class SpeculativeDecoder:
         self._max_drafted = min((each for each in (target.max_positions, config.max_model_len) if each), default=None)
         self._drafts = generator.max_draft_nodes > 0
         self._observes = type(generator).observe is not CandidateGenerator.observe
-        self.policy = make_policy(config) if self._drafts else DraftLengthPolicy()
+        self.policy = make_policy(config, generator) if self._drafts else DraftLengthPolicy()
         self.timer = StepTimer(target.device)
         self.cache = target.new_cache(1, config.block_size)
         self.statistics: dict[int, RowStatistics] = {}
@@ -410,7 +410,7 @@ class SpeculativeDecoder:
             verdict = pending.verdict.wait()
             roots = [0, *itertools.accumulate(length + 1 for length in trees.lengths)]  # each row's first score row
             accepted, next_tokens = trees.paths(verdict.accepted), verdict.next_tokens.tolist()
-            deepest = _deepest(trees)
+            deepest, several = _deepest(trees), bool(self.generator.drafters)
             for i, seq in zip(going_on, sequences, strict=True):
                 path, first = accepted[i], roots[i]
                 drafted = verdict.tokens[i, path].tolist() if path else []
@@ -418,7 +418,8 @@ class SpeculativeDecoder:
                 new = seq.accept([*drafted, next_tokens[i]])
                 path = path[: len(new)]
                 seq.num_steps += 1
-                self.statistics[seq.id].record(trees.lengths[i], len(new), len(path), deepest[i])
+                drafter = self.generator.drafter_of(seq) if several else None
+                self.statistics[seq.id].record(trees.lengths[i], len(new), len(path), deepest[i], drafter)
                 results[seq.id].new_tokens = new
                 results[seq.id].nodes = [first, *(first + 1 + node for node in path)][: len(new)]
                 paths.append(path)
