@@ -1,4 +1,7 @@
-"""Runs notebooks from top to bottom and saves them with their outputs: `python scripts/run_notebooks.py [notebooks/1-quickstart.ipynb ..]`."""
+"""Runs notebooks from top to bottom and saves them with their outputs.
+
+python scripts/run_notebooks.py [notebooks/1-quickstart.ipynb ..]
+"""
 
 from __future__ import annotations
 
@@ -16,7 +19,8 @@ def run(path: Path, save: bool = True) -> float:
     """Execute a notebook in its folder. Returns the seconds it took; raises nbclient's error of the first cell that fails."""
     notebook = nbformat.read(path, as_version=4)
     start = time.perf_counter()
-    client = NotebookClient(notebook, timeout=600, kernel_name="python3", record_timing=False, resources={"metadata": {"path": path.parent}})
+    where = {"metadata": {"path": str(path.parent)}}
+    client = NotebookClient(notebook, timeout=600, kernel_name="python3", record_timing=False, resources=where)
     client.execute()
     if save:
         nbformat.write(notebook, path)
