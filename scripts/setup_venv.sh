@@ -3,7 +3,7 @@
 # (editable). WHAT is one of
 #   demo     the package, and suffix decoding where it can be built
 #   dev      the same with the tools that the tests need
-#   docs     the same as demo with the tools that build the documentation's site
+#   docs     the tools that build the documentation's site; they read the sources and need neither torch nor the package
 #   suffix   suffix decoding or an error: builds it again where it could not be built
 # Torch comes first, in the build that suits the machine, and is then held by a constraint: no later step, nor an isolated
 # build, may replace it with another one. What is installed already and still fits pyproject.toml is left alone.
@@ -105,13 +105,31 @@ is_current() {
         [ "$(cat "$installed_mark")" = "$PWD" ]
 }
 
+docs_requirements() {
+    "$venv/bin/python" - <<'EOF'
+try:
+    import tomllib
+except ImportError:  # Python 3.10
+    from pip._vendor import tomli as tomllib
+with open("pyproject.toml", "rb") as file:
+    print("\n".join(tomllib.load(file)["project"]["optional-dependencies"]["docs"]))
+EOF
+}
+
 case $what in
-    demo | suffix) extra= ;;
-    dev | docs) extra=$what ;;
+    demo | docs | suffix) extra= ;;
+    dev) extra=dev ;;
     *) die "nothing is called $what: demo, dev, docs or suffix." ;;
 esac
 if is_current && [ "$what" != suffix ]; then exit 0; fi
 [ -x "$venv/bin/python" ] || make_venv
+if [ "$what" = docs ]; then
+    say "installing the tools for the documentation"
+    docs_requirements >"$venv/docs-requirements.txt"
+    pip install -qq -r "$venv/docs-requirements.txt"
+    pwd >"$installed_mark"
+    exit 0
+fi
 installed torch || install_torch
 write_constraints
 pip install -qq torch  # what a wheel installed with --no-deps still lacks

@@ -1,7 +1,9 @@
 """`hf-specdec env`: what a bug report needs is there, and nothing that should stay secret."""
 
 import json
+import runpy
 
+import pytest
 import torch
 import transformers
 
@@ -49,3 +51,12 @@ def test_a_wrong_setting_is_one_line(capsys, monkeypatch):
     monkeypatch.setenv("HF_SPECDEC_KERNELS", "fast")
     assert main(["env"]) == 2
     assert "HF_SPECDEC_KERNELS" in capsys.readouterr().err
+
+
+def test_the_package_runs_as_a_module(capsys, monkeypatch):
+    """`python -m hf_specdec` is the command."""
+    monkeypatch.setattr("sys.argv", ["hf-specdec", "env", "--json"])
+    with pytest.raises(SystemExit) as stop:
+        runpy.run_module("hf_specdec", run_name="__main__")
+    assert stop.value.code == 0
+    assert json.loads(capsys.readouterr().out)["hf-specdec"] == hf_specdec.__version__
