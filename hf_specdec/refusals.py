@@ -12,7 +12,7 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from .candidate_generators import generator_class
 from .config import SpeculativeConfig, SpeculativeConfigError
 from .core.errors import UnsupportedModel
-from .decoding.generate import text_length
+from .decoding.prompts import text_length
 from .model.architectures import check_supported, is_multimodal, reads_prompts_both_ways
 
 _COMPATIBLE_MODES = ("greedy_search", "sample", "assisted_generation")

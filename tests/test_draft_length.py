@@ -19,8 +19,11 @@ from hf_specdec.candidate_generators import generator_class
 from hf_specdec.candidate_generators.base import DrafterContext
 from hf_specdec.core.draft_trees import DraftTrees
 from hf_specdec.core.sequence import Sequence
-from hf_specdec.decoding import SpeculativeDecoder, draft_length, step_cost
-from hf_specdec.decoding.draft_length import AutoLength, DraftedStep, DraftLengthPolicy, LengthPerBatchSize, make_policy
+from hf_specdec.decoding import SpeculativeDecoder, step_cost
+from hf_specdec.decoding.acceptance import DraftedStep
+from hf_specdec.decoding.auto_length import AutoLength, Menu
+from hf_specdec.decoding.draft_length import DraftLengthPolicy, LengthPerBatchSize
+from hf_specdec.decoding.policies import make_policy
 from hf_specdec.decoding.step_cost import FittedCost, StepCost, StepTimer
 from hf_specdec.model.prepare import prepare
 
@@ -377,7 +380,7 @@ def test_the_soonest_end_is_the_best_of_all_lengths():
             return float((1 + extra) * (left / (1 + won)).max())
 
         best = min(time(depths) for depths in itertools.product(range(longest + 1), repeat=num_rows))
-        assert time(policy._soonest(gains, nodes, backlogs, room, left)) <= 1.001 * best
+        assert time(policy._soonest(Menu.of_one(gains, nodes, backlogs, room), left)[0]) <= 1.001 * best
 
 
 def test_rows_that_end_early_show_that_a_static_batch_does_not_end_together():
@@ -493,10 +496,10 @@ def test_rows_that_leave_are_forgotten():
 
 def test_nodes_by_depth():
     chains = DraftTrees.from_lists([[1, 2, 3], [], [4]])
-    assert draft_length.nodes_by_depth(chains).tolist() == [[1, 1, 1], [0, 0, 0], [1, 0, 0]]
+    assert chains.nodes_by_depth.tolist() == [[1, 1, 1], [0, 0, 0], [1, 0, 0]]
     trees = DraftTrees.from_lists([[1, 2, 3, 4, 5], [], [6]], [[-1, -1, 0, 0, 2], [], [-1]])
-    assert draft_length.nodes_by_depth(trees).tolist() == [[2, 2, 1], [0, 0, 0], [1, 0, 0]]
-    assert draft_length.nodes_by_depth(DraftTrees.empty(2)).shape == (2, 0)
+    assert trees.nodes_by_depth.tolist() == [[2, 2, 1], [0, 0, 0], [1, 0, 0]]
+    assert DraftTrees.empty(2).nodes_by_depth.shape == (2, 0)
 
 
 # ---- costs ----------------------------------------------------------------------------------------------------------

@@ -12,7 +12,7 @@ from test_config import error
 import hf_specdec
 from hf_specdec import parse_config
 from hf_specdec.candidate_generators import pasted
-from hf_specdec.decoding.draft_length import make_policy
+from hf_specdec.decoding.policies import make_policy
 
 # The page's configuration → our method. Heads and drafters are bundled ones in place of the page's.
 PAGES = {

@@ -107,6 +107,15 @@ class CandidateGenerator(ABC):
         return self.taps_whole_text and bool(self.taps.last_hidden or self.taps.layers)
 
     @property
+    def drafters(self) -> list[str]:
+        """The names that `Sequence.drafter` may have, if sequences choose among drafters."""
+        return []
+
+    def drafter_of(self, seq: Sequence) -> str | None:
+        """The name of the drafter of the sequence's last draft, if there are several."""
+        return None
+
+    @property
     def max_draft_nodes(self) -> int:
         """The most nodes in one row's tree."""
         return self.config.longest_draft

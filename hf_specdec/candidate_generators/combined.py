@@ -6,6 +6,8 @@ import contextlib
 from typing import Any
 
 from ..config import SpeculativeConfig
+from ..core.draft_trees import DraftTrees
+from ..core.outcome import StepOutcome
 from ..core.sequence import Sequence
 from .base import CandidateGenerator, DrafterContext
 from .parsing import parse_config
@@ -40,6 +42,20 @@ def with_common_keys(part: dict[str, Any], whole: SpeculativeConfig) -> Speculat
     """The configuration of a part, with common keys taken from the whole."""
     shared = {name: getattr(whole, name) for name in _COMMON}
     return parse_config({**{key: value for key, value in shared.items() if value is not None}, **part})
+
+
+def as_proposed(outcome: StepOutcome, proposed: dict[int, tuple[DraftTrees, int]]) -> StepOutcome:
+    """The outcome as a drafter sees it whose own proposals were perhaps not verified: what it proposed and became text counts as
+    accepted.
+
+    Args:
+        proposed: sequence id → the drafter's trees and the row in them.
+    """
+    accepted = []
+    for seq, new in zip(outcome.sequences, outcome.new_tokens, strict=True):
+        trees, row = proposed.get(seq.id, (None, 0))
+        accepted.append([] if trees is None else trees.matching_path(row, new[:-1]))  # the last was not fed
+    return outcome.for_proposal(accepted)
 
 
 class CombinedGenerator(CandidateGenerator):

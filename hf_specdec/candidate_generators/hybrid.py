@@ -11,7 +11,7 @@ from ..core.outcome import StepOutcome
 from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
 from .base import DrafterContext
-from .combined import CombinedGenerator, checked_part, with_common_keys
+from .combined import CombinedGenerator, as_proposed, checked_part, with_common_keys
 from .parsing import parse_config
 from .registry import register
 
@@ -141,25 +141,5 @@ class HybridGenerator(CombinedGenerator):
     def observe(self, outcome: StepOutcome) -> None:
         """Report to each drafter which part of its own proposal became text, whichever draft was verified."""
         for part, proposed in zip(self.parts, self.proposed, strict=True):
-            part.observe(self._as_seen(outcome, proposed))
+            part.observe(as_proposed(outcome, proposed))
             proposed.clear()
-
-    def _as_seen(self, outcome: StepOutcome, proposed: dict[int, tuple[DraftTrees, int]]) -> StepOutcome:
-        accepted = []
-        for seq, new in zip(outcome.sequences, outcome.new_tokens, strict=True):
-            own = proposed.get(seq.id)
-            accepted.append(_matching_path(*own, new) if own is not None else [])
-        return outcome.for_proposal(accepted)
-
-
-def _matching_path(trees: DraftTrees, row: int, new_tokens: list[int]) -> list[int]:
-    """The path of a row's tree that equals the appended tokens; the last token was not fed, so it is not matched."""
-    count = trees.lengths[row]
-    tokens, parents = trees.tokens[row, :count].tolist(), trees.parent_index[row, :count].tolist()
-    path, at = [], -1
-    for token in new_tokens[:-1]:
-        at = next((n for n in range(at + 1, count) if parents[n] == at and tokens[n] == token), -1)
-        if at < 0:
-            break
-        path.append(at)
-    return path

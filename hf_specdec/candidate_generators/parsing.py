@@ -24,7 +24,7 @@ def parse_config(value: Any) -> SpeculativeConfig:
     imported, so a method can be used without installing a package.
 
     Args:
-        value: a `SpeculativeConfig`, a dict, JSON text, or the path of a JSON file. `{}` is an error.
+        value: a `SpeculativeConfig`, a dict, JSON text, the path of a JSON file, or "auto". `{}` is an error.
 
     Raises:
         SpeculativeConfigError: unknown method or key (with the nearest valid one), bad value, unreadable text.
@@ -79,6 +79,8 @@ def _infer_method(model: str, revision: str | None, token: str | None, written: 
 
 def _read(text: str) -> Any:
     text = text.removeprefix("\ufeff")
+    if text == "auto":
+        return {"method": "auto"}
     source = text
     if not text.lstrip().startswith("{"):
         if not os.path.isfile(text):

@@ -77,6 +77,11 @@ class PerRequestGenerator(CombinedGenerator):
         """The nodes of the largest tree."""
         return max(part.max_draft_nodes for part in self.parts)
 
+    @property
+    def drafters(self) -> list[str]:
+        """The drafters' names."""
+        return list(self.by_name)
+
     def part_of(self, seq: Sequence) -> CandidateGenerator:
         """The drafter of a sequence.
 

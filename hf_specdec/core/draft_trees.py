@@ -116,6 +116,31 @@ class DraftTrees:
         return sum(self.lengths)
 
     @cached_property
+    def nodes_by_depth(self) -> np.ndarray:
+        """int [B, D]: number of nodes of each row's tree at depth 1, 2, .. D."""
+        if not any(self.lengths):
+            return np.zeros((len(self.lengths), 0), dtype=np.int64)
+        lengths = np.asarray(self.lengths, dtype=np.int64)
+        if self.is_chain:
+            return (np.arange(lengths.max()) < lengths[:, None]).astype(np.int64)
+        depths = np.where(self.valid, self.depths, 0)
+        counts = np.zeros((len(lengths), int(depths.max()) + 1), dtype=np.int64)
+        np.add.at(counts, (np.arange(len(lengths))[:, None], depths), 1)
+        return counts[:, 1:]
+
+    def matching_path(self, row: int, tokens: list[int]) -> list[int]:
+        """The nodes of a row's tree on the longest path from its root that `tokens` begin with."""
+        count = self.lengths[row]
+        ids, parents = self.tokens[row, :count].tolist(), self.parent_index[row, :count].tolist()
+        path, at = [], -1
+        for token in tokens:
+            at = next((node for node in range(at + 1, count) if parents[node] == at and ids[node] == token), -1)
+            if at < 0:
+                break
+            path.append(at)
+        return path
+
+    @cached_property
     def valid(self) -> np.ndarray:
         """bool [B, N]: which entries are nodes and not padding."""
         return np.arange(self.tokens.shape[1])[None, :] < np.asarray(self.lengths, dtype=np.int64)[:, None]

@@ -14,19 +14,19 @@ from ..candidate_generators import CandidateGenerator
 from ..config import MOST_DRAFT_TOKENS, SpeculativeConfig
 from ..core.draft_trees import DraftTrees
 from ..core.outcome import StepOutcome
-from ..core.output import PackedOutput
 from ..core.rows import RowInput
 from ..core.sequence import UNKNOWN, Sequence
-from ..kernels.transfer import upload
 from ..model.packed_model import PackedModel
 from ..model.prompt import KeysValues, ReadPrompt
-from ..sampling.fused import FusedSampling, fused_sampling, fuses_sampling
 from ..sampling.grammar import without_impossible_ends
-from ..sampling.logits import calls_in_order, needs_prefix, process_logits
+from ..sampling.logits import calls_in_order, needs_prefix
 from ..verification.verify import begin_verification
 from .acceptance import DraftedStep
-from .draft_length import DraftLengthPolicy, make_policy, nodes_by_depth
+from .draft_length import DraftLengthPolicy
+from .fed_rows import FedRows
 from .outputs import RowStatistics, read_cache
+from .policies import make_policy
+from .scoring import node_scores
 from .step import PendingStep, StepResult, StepTensors
 from .step_cost import StepTimer
 
@@ -49,7 +49,7 @@ class SpeculativeDecoder:
         self._max_drafted = min((each for each in (target.max_positions, config.max_model_len) if each), default=None)
         self._drafts = generator.max_draft_nodes > 0
         self._observes = type(generator).observe is not CandidateGenerator.observe
-        self.policy = make_policy(config) if self._drafts else DraftLengthPolicy()
+        self.policy = make_policy(config, generator) if self._drafts else DraftLengthPolicy()
         self.timer = StepTimer(target.device)
         self.cache = target.new_cache(1, config.block_size)
         self.statistics: dict[int, RowStatistics] = {}
@@ -254,15 +254,17 @@ class SpeculativeDecoder:
         trees = self._propose(decoding, limits)
         if self.policy.needs_observations:
             self.timer.proposed()
-        output, logit_rows, starts, prompt_logits = self._forward(rows, trees, next_tokens)
+        fed = FedRows.of(rows, [self.cache.tables[seq.id].length for seq, _ in rows], trees, next_tokens)
+        tensors = fed.results(self.target.forward(fed.inputs, self.cache, self.all_hidden_states))
         if any(map(calls_in_order, decoding)):  # found out while the drafter called the processors
-            trees, output, logit_rows = _without_drafts(trees, output, logit_rows)
-        scores, sampling = self._scores(decoding, trees, output.logits)
+            trees, tensors = tensors.without_drafts(trees)
+        tensors.processed, tensors.sampling = node_scores(decoding, trees, tensors.processed, self.config)
         if any(trees.lengths) and any(map(calls_in_order, decoding)):  # found out by these calls, which were undone
-            trees, output, logit_rows = _without_drafts(trees, output, logit_rows)
-            scores, sampling = self._scores(decoding, trees, output.logits)
-        verdict = begin_verification(trees, scores, decoding, self.config, sampling) if decoding else None
-        tensors = StepTensors(output, scores, sampling, logit_rows, starts, prompt_logits)
+            trees, tensors = tensors.without_drafts(trees)
+            tensors.processed, tensors.sampling = node_scores(decoding, trees, tensors.processed, self.config)
+        verdict = None
+        if decoding:
+            verdict = begin_verification(trees, tensors.processed, decoding, self.config, tensors.sampling)
         return PendingStep(rows, num_own, decoding, limits, trees, tensors, verdict)
 
     def begin_with(self, sequences: list[Sequence], prompt: ReadPrompt) -> PendingStep:
@@ -278,7 +280,7 @@ class SpeculativeDecoder:
         if self.policy.needs_observations:
             self.timer.proposed()
         output, ends = prompt.output, np.cumsum(prompt.counts)
-        scores, sampling = self._scores(sequences, trees, output.logits)
+        scores, sampling = node_scores(sequences, trees, output.logits, self.config)
         verdict = begin_verification(trees, scores, sequences, self.config, sampling)
         starts = {seq.id: int(end) - count for seq, end, count in zip(sequences, ends, prompt.counts, strict=True)}
         tensors = StepTensors(output, scores, sampling, ends - 1, starts)
@@ -292,8 +294,8 @@ class SpeculativeDecoder:
         Sequences that were finished or removed in the meantime get nothing.
         """
         results = {seq.id: StepResult(seq) for seq, _ in pending.rows}
-        there = [i for i, (seq, _) in enumerate(pending.rows) if self._goes_on(seq)]
-        outcome = self._commit(pending, results)
+        there = [i for i, (seq, _) in enumerate(pending.rows) if not seq.finished and seq.id in self.statistics]
+        outcome = self._commit(pending, {pending.rows[i][0].id for i in there}, results)
         outcome.output = pending.tensors.output
         outcome.chunks = [pending.rows[i] for i in there]
         outcome.num_own = [pending.num_own[i] for i in there]
@@ -310,9 +312,6 @@ class SpeculativeDecoder:
         """Wait for a pending step and discard it. The caller removes its sequences."""
         if pending.verdict is not None:
             pending.verdict.wait()
-
-    def _goes_on(self, seq: Sequence) -> bool:
-        return not seq.finished and seq.id in self.statistics
 
     def _admit(self, sequences: list[Sequence], num_tokens: list[int] | None) -> list[tuple[Sequence, int]]:
         """The rows that fit, as (sequence, end): this step feeds the sequence's tokens up to `end`."""
@@ -366,7 +365,7 @@ class SpeculativeDecoder:
         """Tell the policy what its draft lengths led to. Steps that also read prompts are not timed: they say nothing about
         decoding."""
         seconds, drafting_seconds = self.timer.stop()
-        nodes, accepted = nodes_by_depth(outcome.trees), [len(path) for path in outcome.accepted]
+        nodes, accepted = outcome.trees.nodes_by_depth, [len(path) for path in outcome.accepted]
         num_new = [len(new) for new in outcome.new_tokens]
         chosen = dict(zip([seq.id for seq in pending.decoding], pending.limits, strict=True))
         limits = [chosen[seq.id] for seq in outcome.sequences]
@@ -402,94 +401,16 @@ class SpeculativeDecoder:
             return min(num_nodes, len(self.cache.tables[seq.id].slots) - len(seq.tokens))
         return num_nodes
 
-    def _forward(
-        self, rows: list[tuple[Sequence, int]], trees: DraftTrees, next_tokens: dict[int, torch.Tensor]
-    ) -> tuple[PackedOutput, np.ndarray, dict[int, int], dict[int, tuple[int, torch.Tensor]]]:
-        """Pack every row's own tokens, followed by its tree, and run the target."""
-        inputs, logit_rows, starts, packed, drafted = [], [], {}, 0, 0
-        num_logits, prompts = 0, {}  # prompts: which rows of the logits are only for `prompt_logits`
-        nodes = trees.tokens.unbind()
-        for seq, end in rows:
-            start = self.cache.tables[seq.id].length
-            own = next_tokens[seq.id] if seq.id in next_tokens else np.asarray(seq.tokens[start:end], dtype=np.int64)
-            decoding = end == len(seq.tokens)
-            count = trees.lengths[drafted] if decoding else 0
-            logits = count + 1 if decoding else 0
-            row = RowInput(
-                seq.id, own, start, logits=logits, offset=seq.position_offset, prompt=seq.num_chunked(start, end)
-            )
-            if count:
-                row.drafts = nodes[drafted] if count == nodes[drafted].shape[0] else nodes[drafted][:count]
-                if not trees.is_chain:
-                    _place_tree(row, trees, drafted, end - start, count)
-            if seq.wants_prompt_logits and start < seq.prompt_length:
-                own_logits = min(end, seq.prompt_length) - start
-                prompts[seq.id] = start, np.arange(num_logits, num_logits + own_logits)
-                row.logits = end - start + count
-            num_logits += row.logits
-            drafted += decoding
-            starts[seq.id] = packed
-            packed += end - start + count
-            logit_rows.append(np.arange(packed - row.logits, packed))
-            inputs.append(row)
-        output, rows_of = self.target.forward(inputs, self.cache, self.all_hidden_states), np.concatenate(logit_rows)
-        if not prompts:
-            return output, rows_of, starts, {}
-        logits, device = output.logits, output.logits.device
-        prompt_logits = {seq_id: (start, logits[upload(index, device)]) for seq_id, (start, index) in prompts.items()}
-        chosen = self._rows_that_choose(rows, inputs)
-        return (
-            dataclasses.replace(output, logits=logits[upload(chosen, device)]),
-            rows_of[chosen],
-            starts,
-            prompt_logits,
-        )
-
-    @staticmethod
-    def _rows_that_choose(rows: list[tuple[Sequence, int]], inputs: list[RowInput]) -> np.ndarray:
-        """Of all rows of logits, those of each decoding row's root and nodes."""
-        chosen, first = [], 0
-        for (seq, end), row in zip(rows, inputs, strict=True):
-            count = 0 if end < len(seq.tokens) else 1 + (0 if row.drafts is None else row.drafts.shape[0])
-            chosen.append(np.arange(first + row.logits - count, first + row.logits))
-            first += row.logits
-        return np.concatenate(chosen)
-
-    def _scores(
-        self, sequences: list[Sequence], trees: DraftTrees, logits: torch.Tensor
-    ) -> tuple[torch.Tensor, FusedSampling | None]:
-        """Logits of every node after its row's processors, which see the node's own prefix; and the sampling parameters that
-        the verification kernels apply themselves (None: they are applied already)."""
-        if all(seq.processors is None for seq in sequences):
-            return logits, None
-        owners = [seq for seq, count in zip(sequences, trees.lengths, strict=True) for _ in range(count + 1)]
-        paths = self._paths(trees) if needs_prefix(sequences) else None
-        if not fuses_sampling(sequences, self.config, logits.device):
-            return process_logits(owners, paths, logits, drafted=any(trees.lengths)), None
-        scores = process_logits(owners, paths, logits, whole=False, drafted=any(trees.lengths))
-        return scores, fused_sampling(trees, scores, sequences)
-
-    @staticmethod
-    def _paths(trees: DraftTrees) -> list[torch.Tensor]:
-        """For each row's root and each of its nodes, the drafted ids on the path from the row's text to it."""
-        paths = []
-        for i, count in enumerate(trees.lengths):
-            paths.append(trees.tokens[i, :0])
-            for node in range(count):
-                nodes = np.flatnonzero(trees.ancestors[i, node + 1, 1:]) if not trees.is_chain else np.arange(node + 1)
-                paths.append(trees.tokens[i, upload(nodes, trees.tokens.device)])
-        return paths
-
-    def _commit(self, pending: PendingStep, results: dict[int, StepResult]) -> StepOutcome:
-        """Keep the KV of accepted tokens, append the tokens and count them."""
-        trees, going_on = pending.trees, [i for i, seq in enumerate(pending.decoding) if self._goes_on(seq)]
+    def _commit(self, pending: PendingStep, there: set[int], results: dict[int, StepResult]) -> StepOutcome:
+        """Keep the KV of accepted tokens, append the tokens and count them, for the sequences whose ids are in `there`."""
+        trees, going_on = pending.trees, [i for i, seq in enumerate(pending.decoding) if seq.id in there]
         sequences = [pending.decoding[i] for i in going_on]
         kept, paths, emitted, first_logits = [], [], [], []
         if pending.verdict is not None:
             verdict = pending.verdict.wait()
             roots = [0, *itertools.accumulate(length + 1 for length in trees.lengths)]  # each row's first score row
             accepted, next_tokens = trees.paths(verdict.accepted), verdict.next_tokens.tolist()
-            deepest = _deepest(trees)
+            deepest, several = _deepest(trees), bool(self.generator.drafters)
             for i, seq in zip(going_on, sequences, strict=True):
                 path, first = accepted[i], roots[i]
                 drafted = verdict.tokens[i, path].tolist() if path else []
@@ -497,38 +418,18 @@ class SpeculativeDecoder:
                 new = seq.accept([*drafted, next_tokens[i]])
                 path = path[: len(new)]
                 seq.num_steps += 1
-                self.statistics[seq.id].record(trees.lengths[i], len(new), len(path), deepest[i])
+                drafter = self.generator.drafter_of(seq) if several else None
+                self.statistics[seq.id].record(trees.lengths[i], len(new), len(path), deepest[i], drafter)
                 results[seq.id].new_tokens = new
                 results[seq.id].nodes = [first, *(first + 1 + node for node in path)][: len(new)]
                 paths.append(path)
                 emitted.append(new)
                 first_logits.append(first)
-        verified = {seq.id for seq in sequences}
-        kept += [(seq.id, end, []) for seq, end in pending.rows if seq.id not in verified and self._goes_on(seq)]
+        reading = there - {seq.id for seq in sequences}
+        kept += [(seq.id, end, []) for seq, end in pending.rows if seq.id in reading]
         self.cache.commit(kept)
         trees = trees if len(going_on) == len(pending.decoding) else trees.select(going_on)
         return StepOutcome(sequences, trees, paths, emitted, root_rows=first_logits)
-
-
-def _place_tree(row: RowInput, trees: DraftTrees, index: int, num_own: int, count: int) -> None:
-    """Set positions and visibility of a row: its own tokens (causal), followed by the tree."""
-    positions = row.start + np.arange(num_own + count)
-    positions[num_own:] = positions[num_own - 1] + trees.depths[index, :count]
-    visibility = np.tri(num_own + count, dtype=bool)
-    visibility[num_own:, num_own:] = trees.ancestors[index, 1 : count + 1, 1 : count + 1]
-    row.positions, row.visibility, row.region_positions = positions, visibility, positions
-
-
-def _without_drafts(
-    trees: DraftTrees, output: PackedOutput, logit_rows: np.ndarray
-) -> tuple[DraftTrees, PackedOutput, np.ndarray]:
-    """The step reduced to each row's root, as if nothing had been drafted."""
-    if not any(trees.lengths):
-        return trees, output, logit_rows
-    counts = np.asarray(trees.lengths, dtype=np.int64) + 1
-    roots = np.cumsum(counts) - counts
-    output = dataclasses.replace(output, logits=output.logits[upload(roots, output.logits.device)])
-    return dataclasses.replace(trees, lengths=[0] * len(trees.lengths)), output, logit_rows[roots]
 
 
 def _deepest(trees: DraftTrees) -> list[int]:

@@ -28,7 +28,8 @@ class Speculation(dict):
     Keys: `num_steps` (target forwards a row took part in, summed over rows), `num_draft_tokens`, `num_accepted_tokens`,
     `num_new_tokens`, `mean_accepted_length` (τ: tokens emitted per target forward), `acceptance_rate` (accepted / drafted
     tokens), `acceptance_per_position` (of the rounds that drafted this deep, the share in which the token at this depth was
-    accepted), `kv_cache_bytes` (peak memory of the target's KV and states) and `rows`: the same figures for each row.
+    accepted), `drafters` (method "auto": the same figures, by drafter, of the steps it drafted for), `kv_cache_bytes` (peak memory
+    of the target's KV and states) and `rows`: the same figures for each row.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -41,14 +42,16 @@ class Speculation(dict):
 @dataclass
 class RowStatistics:
     """Statistics of one row: per verified step (nodes drafted, depth of the tree, tokens emitted, how many of them were
-    drafted)."""
+    drafted), and the names of the drafters where there are several."""
 
     steps: list[tuple[int, int, int, int]] = field(default_factory=list)
+    drafters: list[str | None] = field(default_factory=list)
     num_cached_tokens: int = 0  # of its prompt, whose KV earlier sequences had left
 
-    def record(self, num_nodes: int, num_new: int, num_accepted: int, depth: int) -> None:
+    def record(self, num_nodes: int, num_new: int, num_accepted: int, depth: int, drafter: str | None = None) -> None:
         """Count one verified step."""
         self.steps.append((num_nodes, depth, num_new, num_accepted))
+        self.drafters.append(drafter if num_nodes else None)
 
     def keep(self, num_new: int) -> None:
         """Count only the first `num_new` tokens as emitted, because a stopping criterion dropped the rest."""
@@ -66,7 +69,7 @@ class RowStatistics:
         deepest = max((depth for _, depth, _, _ in self.steps), default=0)
         drafted_at = [sum(depth > position for _, depth, _, _ in self.steps) for position in range(deepest)]
         accepted_at = [sum(accepted > position for _, _, _, accepted in self.steps) for position in range(deepest)]
-        return Speculation(
+        out = Speculation(
             num_steps=num_steps,
             num_draft_tokens=num_drafted,
             num_accepted_tokens=num_accepted,
@@ -75,11 +78,18 @@ class RowStatistics:
             acceptance_rate=num_accepted / num_drafted if num_drafted else 0.0,
             acceptance_per_position=[a / d for a, d in zip(accepted_at, drafted_at, strict=True)],
         )
+        names = dict.fromkeys(name for name in self.drafters if name is not None)
+        if names:
+            steps = list(zip(self.steps, self.drafters, strict=True))
+            by_name = {name: RowStatistics([step for step, own in steps if own == name]) for name in names}
+            out["drafters"] = {name: own.summary() for name, own in by_name.items()}
+        return out
 
 
 def summarize(rows: list[RowStatistics], kv_cache_bytes: int) -> Speculation:
     """Figures over all rows, and each row's own under `rows`."""
-    total = RowStatistics([step for row in rows for step in row.steps]).summary()
+    steps, drafters = [step for row in rows for step in row.steps], [name for row in rows for name in row.drafters]
+    total = RowStatistics(steps, drafters).summary()
     total["kv_cache_bytes"] = kv_cache_bytes
     total["rows"] = [row.summary() for row in rows]
     return total

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import functools
 from dataclasses import dataclass, field
 
@@ -12,6 +13,7 @@ import torch
 from ..core.draft_trees import DraftTrees
 from ..core.output import PackedOutput
 from ..core.sequence import UNKNOWN, Sequence
+from ..kernels.transfer import upload
 from ..sampling.fused import FusedSampling
 from ..verification.verify import PendingVerdict
 
@@ -55,6 +57,17 @@ class StepTensors:
     def scores(self) -> torch.Tensor:
         """Processed logits [R, V]."""
         return self.processed if self.sampling is None else self.sampling.applied_to(self.processed)
+
+    def without_drafts(self, trees: DraftTrees) -> tuple[DraftTrees, StepTensors]:
+        """The trees and the unprocessed tensors reduced to each row's root, as if nothing had been drafted."""
+        if not any(trees.lengths):
+            return trees, self
+        counts = np.asarray(trees.lengths, dtype=np.int64) + 1
+        roots = np.cumsum(counts) - counts
+        logits = self.output.logits[upload(roots, self.output.logits.device)]
+        output, logit_rows = dataclasses.replace(self.output, logits=logits), self.logit_rows[roots]
+        tensors = dataclasses.replace(self, output=output, processed=logits, sampling=None, logit_rows=logit_rows)
+        return dataclasses.replace(trees, lengths=[0] * len(trees.lengths)), tensors
 
 
 @dataclass

@@ -94,7 +94,7 @@ class Engine:
             raise ValueError(
                 f"The prompt has {length} tokens; the KV cache holds {pool.most_blocks * pool.block_size}. Give it more memory."
             )
-        drafters = getattr(self.decoder.config, "methods", {})  # of the method "per_request"
+        drafters = self.decoder.generator.drafters
         if params.drafter is not None and params.drafter not in drafters:
             known = f"it has {', '.join(drafters)}" if drafters else "it has one method, for every request"
             raise ValueError(

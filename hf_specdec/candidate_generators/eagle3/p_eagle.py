@@ -10,13 +10,13 @@ from ...core.sequence import Sequence
 from ...kernels.transfer import upload
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext
-from ..growing.features import FeatureGenerator
 from ..growing.levels import Level
+from .base import Eagle3Base
 from .checkpoint import LoadedEagle3
 from .config import Eagle3Config
 
 
-class PEagleGenerator(FeatureGenerator):
+class PEagleGenerator(Eagle3Base):
     """Drafts with a P-EAGLE head. The method is `eagle3`: its generator chooses this class for such heads.
 
     After each text the head reads one row for every further depth: the mask token's embedding, with the head's `mask_hidden`
@@ -25,7 +25,6 @@ class PEagleGenerator(FeatureGenerator):
     """
 
     has_loop = False  # one forward has drafted all depths before any token is chosen
-    config: Eagle3Config
 
     def __init__(
         self,
@@ -35,33 +34,19 @@ class PEagleGenerator(FeatureGenerator):
         loaded: LoadedEagle3,
         default_length: int | None,
     ):
-        self.default_length = default_length
-        super().__init__(self.with_checkpoint_defaults(config), target, context)
+        super().__init__(config, target, context, loaded, default_length)
         if config.parallel_drafting is False:
             raise config.fail("parallel_drafting", "is False, but this head drafts all depths at once: leave it out.")
         assert loaded.mask_features is not None and loaded.options.mask_token is not None
-        self.loaded, self.vocabulary, self.taps = loaded, loaded.vocabulary, loaded.options.taps
         self.mask_features, self.mask_token = loaded.mask_features, loaded.options.mask_token
-        self.window_stays = loaded.options.window_stays
-        # Graphs have one position per token, used for rotation and window.
-        self.head = loaded.head if self.window_stays else self.captured(loaded.head)
-        self.cache = self.new_cache(1, config.block_size)
         self.limits: dict[int, int] = {}  # per sequence of the current round, its draft length
         self.first_logits: dict[int, int] = {}  # where each sequence's logits begin in `parallel_logits`
         self.parallel_logits: torch.Tensor | None = None  # [sum of limits, Vd]
-
-    def with_checkpoint_defaults(self, config: Eagle3Config) -> Eagle3Config:
-        """The configuration with the checkpoint's draft length, where the user gave none."""
-        return config.with_default_length(self.default_length)
 
     def features(self, output: PackedOutput, index: torch.Tensor) -> torch.Tensor:
         """The target's hidden states, joined and projected to the head's width: [n, H]."""
         with torch.no_grad():
             return self.loaded.module.fuse(self.loaded.joined_states(output, index))
-
-    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
-        """The head's logits over its draft vocabulary."""
-        return self.loaded.logits(hidden)
 
     def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
         """As in the base; also keeps the limits."""

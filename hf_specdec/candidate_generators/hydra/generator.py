@@ -13,6 +13,7 @@ from ...model.packed_model import PackedModel
 from ..base import CandidateGenerator, DrafterContext
 from ..checkpoints.target_parts import DraftVocabulary, load_once
 from ..growing.features import FeatureGenerator
+from ..growing.grower import GrowingGenerator
 from ..growing.last_hidden import LastHiddenGenerator, bounded_shape
 from ..growing.levels import Level
 from ..registry import register
@@ -21,8 +22,27 @@ from .config import HydraConfig
 from .head import HydraHeads
 
 
+class HydraDrafting(GrowingGenerator):
+    """Growing a draft with the heads: what both kinds of Hydra do alike. `state` are the states of the newest nodes."""
+
+    heads: HydraHeads
+    state: torch.Tensor
+
+    def begin(self, *roots: torch.Tensor) -> torch.Tensor:
+        """The first head's logits."""
+        hidden, tokens = roots
+        state = self.heads.with_tokens(hidden, tokens)
+        self.state = state[:, None]
+        return self.heads.heads[0](state)
+
+    def expand(self, level: Level) -> torch.Tensor:
+        """The next head's logits after each node [R, F, V]."""
+        self.state = self.heads.with_tokens(self.carried(level), level.tokens)
+        return self.heads.heads[level.depth](self.state)
+
+
 @register(HydraConfig)
-class HydraGenerator(LastHiddenGenerator):
+class HydraGenerator(HydraDrafting, LastHiddenGenerator):
     """Drafts with Hydra heads: a node's state is the target's last hidden state and the embeddings of the node's path."""
 
     config: HydraConfig
@@ -42,20 +62,8 @@ class HydraGenerator(LastHiddenGenerator):
         self.vocabulary = DraftVocabulary(target.vocab_size)
         self.set_heads(heads, len(heads.heads))
 
-    def begin(self, *roots: torch.Tensor) -> torch.Tensor:
-        """The first head's logits."""
-        hidden, tokens = roots
-        state = self.heads.with_tokens(hidden, tokens)
-        self.state = state[:, None]
-        return self.heads.heads[0](state)
 
-    def expand(self, level: Level) -> torch.Tensor:
-        """The next head's logits after each node [R, F, V]."""
-        self.state = self.heads.with_tokens(self.carried(level), level.tokens)
-        return self.heads.heads[level.depth](self.state)
-
-
-class HydraPrefixGenerator(FeatureGenerator):
+class HydraPrefixGenerator(HydraDrafting, FeatureGenerator):
     """Drafts with Hydra++ heads: the prefix layer reads the text with a KV cache; drafting itself needs none."""
 
     config: HydraConfig
@@ -88,15 +96,3 @@ class HydraPrefixGenerator(FeatureGenerator):
         """Read all unread rows of each text: the prefix layer's outputs [R, H] at the ends, and the newest tokens [R]."""
         hidden = self.read_all(sequences)
         return hidden, upload([seq.tokens[-1] for seq in sequences], hidden.device)
-
-    def begin(self, *roots: torch.Tensor) -> torch.Tensor:
-        """The first head's logits after the newest token."""
-        hidden, tokens = roots
-        state = self.heads.with_tokens(hidden, tokens)
-        self.state = state[:, None]
-        return self.heads.heads[0](state)
-
-    def expand(self, level: Level) -> torch.Tensor:
-        """The next head's logits after each node [R, F, V]."""
-        self.state = self.heads.with_tokens(self.carried(level), level.tokens)
-        return self.heads.heads[level.depth](self.state)

@@ -1,0 +1,52 @@
+"""Keys of method `auto`."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any, ClassVar
+
+from ...config import SpeculativeConfig
+from ..combined import checked_part
+
+
+@dataclass
+class AutoConfig(SpeculativeConfig):
+    """Drafts with whatever is fastest, row by row and step by step, by measured costs and acceptance. What can draft for the
+    target is found: its own MTP layers, a head or a small model on this machine or the Hub, and look-ups, which need no model."""
+
+    name = "auto"
+    default_num_speculative_tokens: ClassVar[int] = 16
+
+    methods: Any = field(
+        default=None,
+        metadata={"help": "drafters to choose among, by name or configuration; by default all that are found"},
+    )
+    model: str | None = field(
+        default=None,
+        metadata={"help": "a head or a small model to draft with, besides the look-ups; by default one is searched"},
+    )
+    max_download_gb: float = field(
+        default=2.0, metadata={"help": "largest head that may be downloaded from the Hub; 0: none"}
+    )
+
+    def __post_init__(self) -> None:
+        self.method = self.method or self.name
+        self.read_auto()
+        self.draft_length = "auto"
+        super().__post_init__()
+        self.check_text("model")
+        self.check_number("max_download_gb", minimum=0)
+        if self.methods is not None:
+            if not isinstance(self.methods, (list, tuple)) or not self.methods:
+                raise self.fail(
+                    "methods",
+                    f"must be a list of methods or configurations, e.g. ['ngram', 'mtp'], not {self.methods!r}.",
+                )
+            self.methods = [self._checked(part) for part in self.methods]
+
+    def _checked(self, part: Any) -> dict[str, Any]:
+        """One of `methods` as a checked configuration, which drafts as far as pays unless it says how far."""
+        given = {"method": part} if isinstance(part, str) else part
+        if isinstance(given, dict):
+            given = {"num_speculative_tokens": "auto", **given}
+        return checked_part(self, "methods", given)

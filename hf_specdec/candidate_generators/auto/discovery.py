@@ -1,0 +1,187 @@
+"""What can draft for a target: found in the order in which it is preferred."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from ...bundled import bundled, bundled_names
+from ...config import SpeculativeConfig
+from ...model.packed_model import PackedModel
+from ..base import DrafterContext
+from ..checkpoints.files import Checkpoint, CheckpointError, infer_format
+from ..mtp.layouts import find_layout, is_mtp_tensor
+from ..parsing import parse_config
+from .config import AutoConfig
+from .hub import heads_on_hub, published_heads, rank
+from .local import base_models, cached_models, folder_of, hub_id_of, is_language_model, same_vocabulary, weight_bytes
+
+LOOKUPS = ("suffix", "ngram", "token_recycling")
+SMALL_ENOUGH = 0.25  # a draft model has at most this share of the target's bytes
+BEST_SHARE = 1 / 16  # of several, the one whose share is nearest to this is taken
+
+
+@dataclass(eq=False)
+class Candidate:
+    """A drafter that can be made.
+
+    Attributes:
+        config: its configuration.
+        why: where it comes from, for people.
+        is_given: the user named it, so a failure is an error.
+    """
+
+    config: SpeculativeConfig
+    why: str
+    is_given: bool = False
+
+
+@dataclass
+class Found:
+    """What was found.
+
+    Attributes:
+        taken: the drafters to make.
+        notes: what was not taken, and why.
+        downloads: what a download would bring.
+    """
+
+    taken: list[Candidate] = field(default_factory=list)
+    notes: list[str] = field(default_factory=list)
+    downloads: list[str] = field(default_factory=list)
+
+    def drop(self, candidate: Candidate, why: str) -> None:
+        """A candidate turned out not to work."""
+        self.taken.remove(candidate)
+        self.notes.append(f"{candidate.why}: {why.strip().splitlines()[0] if why.strip() else 'failed'}")
+
+    def __str__(self) -> str:
+        taken = ", ".join(f"{each.config.method} ({each.why})" for each in self.taken) or "nothing"
+        parts = [f"auto: drafting with {taken}"]
+        if self.notes:
+            parts.append(f"not taken: {'; '.join(self.notes)}")
+        if self.downloads:
+            parts.append(f"to download: {'; '.join(self.downloads)}")
+        return ". ".join(parts) + "."
+
+
+def find_drafters(config: AutoConfig, target: PackedModel, context: DrafterContext | None) -> Found:
+    """The drafters to choose among: those the configuration names, or one with weights and all look-ups."""
+    found = Found()
+    if config.methods is not None:
+        found.taken = [Candidate(parse_config(part), "given", is_given=True) for part in config.methods]
+    named = _named(config, context)
+    if named is not None:
+        found.taken.insert(0, named)
+    if config.methods is None:
+        if named is None:
+            found.taken += _with_weights(config, target, found)
+        found.taken += [Candidate(_lookup(method, target), "needs no model") for method in LOOKUPS]
+    return found
+
+
+def _lookup(method: str, target: PackedModel) -> SpeculativeConfig:
+    """A look-up. On a CPU, where every packed token costs time, Token Recycling drafts a chain."""
+    keys: dict[str, Any] = {"use_tree": False} if method == "token_recycling" and target.device.type == "cpu" else {}
+    return parse_config({"method": method, "num_speculative_tokens": "auto", **keys})
+
+
+def _named(config: AutoConfig, context: DrafterContext | None) -> Candidate | None:
+    """The drafter that `model` or `generate(assistant_model=)` names."""
+    if config.model is not None:
+        part = parse_config({"model": config.model, "num_speculative_tokens": "auto"})
+        return Candidate(part, config.model, is_given=True)
+    if context is not None and context.assistant_model is not None:
+        part = parse_config({"method": "draft_model", "num_speculative_tokens": "auto"})
+        return Candidate(part, "assistant_model", is_given=True)
+    return None
+
+
+def _with_weights(config: AutoConfig, target: PackedModel, found: Found) -> list[Candidate]:
+    """The best drafter with weights, or none: own MTP layers, a head made for the target, a small model of its vocabulary."""
+    searches = (_own_layers(target), _bundled_heads(target), _heads(config, target, found), _small_models(target))
+    for search in searches:
+        for candidate in search:
+            return [candidate]
+    return []
+
+
+def _own_layers(target: PackedModel) -> Iterator[Candidate]:
+    """MTP layers in the files that the target was loaded from."""
+    folder = folder_of(target.model)
+    if folder is None or not any(folder.glob("*.safetensors")):
+        return
+    checkpoint = Checkpoint(folder, wanted=is_mtp_tensor(target.config.num_hidden_layers))
+    try:
+        names = checkpoint.names()
+    except CheckpointError:  # it holds no such tensors
+        return
+    if find_layout(names, target.config.num_hidden_layers) is not None:
+        config = parse_config({"method": "mtp", "model": str(folder), "num_speculative_tokens": "auto"})
+        yield Candidate(config, "the target's own MTP layers")
+
+
+def _bundled_heads(target: PackedModel) -> Iterator[Candidate]:
+    """Heads that come with this package, for a target that does."""
+    folder = folder_of(target.model)
+    names = [
+        name for name in bundled_names() if folder is not None and Path(bundled(name)).resolve() == folder.resolve()
+    ]
+    heads = [head for head in bundled_names() if set(base_models(Path(bundled(head)))) & set(names)]
+    for head in sorted(heads, key=lambda head: rank(_method_of(Path(bundled(head))))):
+        yield Candidate(_drafting_with(head), f"the bundled {head}")
+
+
+def _heads(config: AutoConfig, target: PackedModel, found: Found) -> Iterator[Candidate]:
+    """Heads made for the target: in the local cache, then on the Hub."""
+    target_id = hub_id_of(target.model)
+    if target_id is None:
+        return
+    published = {head.repo: head for head in published_heads(target_id)}
+    cached = []
+    for repo, folder in cached_models():
+        if repo in published or target_id in base_models(folder):
+            try:
+                cached.append((rank(_method_of(folder)), repo, folder))
+            except CheckpointError:  # another kind of model that was made from the target
+                continue
+    for _, repo, folder in sorted(cached):
+        yield Candidate(_drafting_with(str(folder)), f"{repo}, in the local cache")
+    for head in heads_on_hub(target_id, list(published.values()), found.notes):
+        size = f"{head.repo} ({head.method}, {head.gigabytes:.1f} GB{head.about})"
+        if head.gigabytes > config.max_download_gb:
+            found.downloads.append(f"{size}: set max_download_gb")
+        else:
+            yield Candidate(_drafting_with(head.repo), f"{size}, from the Hub")
+
+
+def _small_models(target: PackedModel) -> Iterator[Candidate]:
+    """A small model in the local cache with the target's vocabulary."""
+    folder = folder_of(target.model)
+    if folder is None:
+        return
+    target_bytes = sum(p.numel() * p.element_size() for p in target.model.parameters())
+    sized = []
+    for repo, other in cached_models():
+        share = weight_bytes(other) / target_bytes
+        if 0 < share <= SMALL_ENOUGH and is_language_model(other) and same_vocabulary(folder, other):
+            sized.append((abs(math.log(share / BEST_SHARE)), repo, other))
+    for _, repo, other in sorted(sized):
+        config = parse_config({"method": "draft_model", "model": str(other), "num_speculative_tokens": "auto"})
+        yield Candidate(config, f"{repo}, in the local cache")
+
+
+def _method_of(folder: Path) -> str:
+    """The method of a head.
+
+    Raises:
+        CheckpointError: it is no head.
+    """
+    return infer_format(Checkpoint(folder)).method
+
+
+def _drafting_with(model: str) -> SpeculativeConfig:
+    return parse_config({"model": model, "num_speculative_tokens": "auto"})

@@ -1,0 +1,182 @@
+"""AutoGenerator: several drafters, of which measurements choose one for each row and step."""
+
+from __future__ import annotations
+
+import dataclasses
+import logging
+import time
+from dataclasses import dataclass
+from typing import Protocol
+
+import numpy as np
+
+from ...config import SpeculativeConfig
+from ...core.draft_trees import DraftTrees
+from ...core.outcome import StepOutcome
+from ...core.sequence import Sequence
+from ...model.packed_model import PackedModel
+from ..base import CandidateGenerator, DrafterContext
+from ..combined import CombinedGenerator, as_proposed, with_common_keys
+from ..registry import register
+from .config import AutoConfig
+from .discovery import Found, find_drafters
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Choice:
+    """What each row drafts in this step.
+
+    Attributes:
+        drafter: int [B], index among the parts.
+        depth: int [B]; 0: nothing.
+    """
+
+    drafter: np.ndarray
+    depth: np.ndarray
+
+
+class Chooser(Protocol):
+    """Chooses drafters and depths: `decoding.auto_method.AutoMethod`."""
+
+    def choose(self, sequences: list[Sequence], limits: list[int], offers: list[DraftTrees], seconds: float) -> Choice:
+        """The choice for each row.
+
+        Args:
+            limits: how deep each row may draft.
+            offers: what each look-up has found; `seconds`: how long they took together.
+        """
+        ...
+
+
+class FirstChoice:
+    """Without measurements: the first drafter with weights, otherwise the first look-up that found something."""
+
+    def __init__(self, num_lookups: int, num_parts: int):
+        self.num_lookups, self.num_parts = num_lookups, num_parts
+
+    def choose(self, sequences: list[Sequence], limits: list[int], offers: list[DraftTrees], seconds: float) -> Choice:
+        """See Chooser."""
+        if self.num_parts > self.num_lookups:
+            return Choice(np.full(len(limits), self.num_lookups), np.asarray(limits))
+        found = np.array([offer.lengths for offer in offers]) > 0
+        return Choice(found.argmax(0), np.where(found.any(0), limits, 0))
+
+
+@register(AutoConfig)
+class AutoGenerator(CombinedGenerator):
+    """Look-ups are asked in every step, since that costs little. Then `chooser` picks a drafter and a depth for each row.
+
+    Attributes:
+        found: what was found to draft with, and what was not.
+        names: of the parts; look-ups come first.
+        num_lookups: how many parts are look-ups.
+        chooser: chooses; the decoder's policy sets it.
+    """
+
+    config: AutoConfig
+
+    def __init__(self, config: AutoConfig, target: PackedModel, context: DrafterContext | None = None):
+        super().__init__(config, target, context)
+        self.found = find_drafters(config, target, context)
+        made = self._make_parts(self.found, context)
+        lookups = {name: part for name, part in made.items() if not part.config.has_weights}
+        self.by_name = {**lookups, **{name: part for name, part in made.items() if name not in lookups}}
+        self.names, self.num_lookups = list(self.by_name), len(lookups)
+        self.combine(list(self.by_name.values()))
+        self.longest = np.array([min(part.config.longest_draft, part.max_draft_nodes) for part in self.parts])
+        self.chooser: Chooser = FirstChoice(self.num_lookups, len(self.parts))
+        self.proposed: list[dict[int, tuple[DraftTrees, int]]] = [{} for _ in self.parts]
+        self.chosen: dict[int, str] = {}  # sequence id → name of the drafter of its last draft
+        logger.info("%s", self.found)
+
+    def _make_parts(self, found: Found, context: DrafterContext | None) -> dict[str, CandidateGenerator]:
+        """The drafters by name. One that was found but cannot be made is noted; one that was asked for raises."""
+        made: dict[str, CandidateGenerator] = {}
+        for candidate in list(found.taken):
+            config = with_common_keys(candidate.config.to_dict(), self.config)
+            try:
+                part = self.made("methods", config, context)
+            except (ValueError, ImportError, OSError, RuntimeError) as error:
+                if candidate.is_given:
+                    raise
+                found.drop(candidate, str(error))
+                continue
+            name, number = config.method, 2
+            while name in made:
+                name, number = f"{config.method}-{number}", number + 1
+            made[name] = part
+        return made
+
+    def with_checkpoint_defaults(self, config: SpeculativeConfig) -> SpeculativeConfig:
+        """The configuration, with no longer drafts than a part can make."""
+        longest = int(max(self.longest, default=0)) if len(self.longest) else 0
+        if config.longest_draft <= longest or not longest:
+            return config
+        return dataclasses.replace(config, num_speculative_tokens=longest)
+
+    @property
+    def drafters(self) -> list[str]:
+        """The drafters' names."""
+        return self.names
+
+    @property
+    def max_draft_nodes(self) -> int:
+        """The nodes of the largest tree."""
+        return max((part.max_draft_nodes for part in self.parts), default=0)
+
+    def evict(self, seq: Sequence) -> None:
+        """Evict from all."""
+        super().evict(seq)
+        self._forget_proposals(seq)
+
+    def stop(self, seq: Sequence) -> None:
+        """Stop all."""
+        self._forget_proposals(seq)
+        super().stop(seq)
+
+    def _forget_proposals(self, seq: Sequence) -> None:
+        self.chosen.pop(seq.id, None)
+        for proposed in self.proposed:
+            proposed.pop(seq.id, None)
+
+    # ---- drafting ---------------------------------------------------------------------------------------------------
+
+    def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
+        """The drafts of the chosen drafters."""
+        began = time.perf_counter()
+        lookups = list(zip(self.parts[: self.num_lookups], self.longest, strict=False))
+        offers = [part.propose(sequences, np.minimum(limits, longest).tolist()) for part, longest in lookups]
+        choice = self.chooser.choose(sequences, limits, offers, time.perf_counter() - began)
+        trees = DraftTrees.empty(len(sequences), self.target.device)
+        for index in np.unique(choice.drafter[choice.depth > 0]).tolist():
+            chosen = (choice.drafter == index) & (choice.depth > 0)
+            depths = np.where(chosen, np.minimum(choice.depth, self.longest[index]), 0)
+            own = self._drafts_of(index, sequences, depths, offers[index] if index < self.num_lookups else None)
+            self.proposed[index] = {seq.id: (own, i) for i, seq in enumerate(sequences) if own.lengths[i]}
+            self.chosen.update((seq.id, self.names[index]) for seq, mine in zip(sequences, chosen, strict=True) if mine)
+            trees = own if chosen.all() else DraftTrees.choose(trees, own, chosen.tolist())
+        return trees
+
+    def _drafts_of(
+        self, index: int, sequences: list[Sequence], depths: np.ndarray, offer: DraftTrees | None
+    ) -> DraftTrees:
+        """One part's trees for the rows whose depth is not 0."""
+        if offer is not None and offer.is_chain:
+            return dataclasses.replace(offer, lengths=np.minimum(offer.lengths, depths).tolist())
+        rows = np.flatnonzero(depths).tolist()
+        own = self.parts[index].propose([sequences[i] for i in rows], depths[rows].tolist())
+        return own if len(rows) == len(sequences) else own.spread(rows, len(sequences))
+
+    # ---- learning ---------------------------------------------------------------------------------------------------
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Report to each drafter which part of its own proposal became text, whichever draft was verified."""
+        for part, proposed in zip(self.parts, self.proposed, strict=True):
+            part.observe(as_proposed(outcome, proposed))
+            proposed.clear()
+
+    def drafter_of(self, seq: Sequence) -> str | None:
+        """The name of the drafter of the sequence's last draft."""
+        return self.chosen.get(seq.id)

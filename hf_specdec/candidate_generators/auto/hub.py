@@ -1,0 +1,130 @@
+"""Draft heads that are known or published for a target."""
+
+from __future__ import annotations
+
+import functools
+import json
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from huggingface_hub import HfApi, constants
+from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
+
+# The methods of heads, best first where nothing else is known, and what their repositories are called or tagged.
+_KINDS = {
+    "eagle3": ("eagle3", "eagle-3"),
+    "dflash": ("dflash",),
+    "eagle": ("eagle",),
+    "hydra": ("hydra",),
+    "arctic": ("arctic-lstm-speculator", "arctic-speculator"),
+    "mtp": ("-mtp",),
+    "mlp_speculator": ("accelerator", "mlp_speculator", "mlp-speculator"),
+    "medusa": ("medusa",),
+}
+_HTTP_ERROR: Any = HfHubHTTPError.__bases__[
+    0
+]  # of the library that the Hub's client uses, which its versions have changed
+_MOST_LISTED = 50  # models of the Hub's answer that are looked at
+
+
+@dataclass(frozen=True)
+class PublishedHead:
+    """A head on the Hub.
+
+    Attributes:
+        repo: its Hub id.
+        method: the method that drafts with it.
+        licence: as its publisher states it.
+        tau: tokens per step that its publisher measured, on `task`.
+        gigabytes: size of its weights; 0: unknown.
+    """
+
+    repo: str
+    method: str
+    licence: str | None = None
+    tau: float | None = None
+    task: str | None = None
+    gigabytes: float = 0.0
+
+    @property
+    def about(self) -> str:
+        """What its publisher says, for people."""
+        tau = "" if self.tau is None else f", published τ {self.tau}{f' on {self.task}' if self.task else ''}"
+        return tau + (f", {self.licence}" if self.licence else "")
+
+
+def rank(method: str) -> int:
+    """Which of several heads is preferred: the lowest."""
+    return list(_KINDS).index(method) if method in _KINDS else len(_KINDS)
+
+
+@functools.cache
+def _table() -> dict[str, list[PublishedHead]]:
+    text = Path(__file__).with_name("published_heads.json").read_text(encoding="utf-8")
+    heads: dict[str, list[PublishedHead]] = {}
+    for row in json.loads(text):
+        head = PublishedHead(row["head"], row["method"], row.get("licence"), row.get("tau"), row.get("task"))
+        heads.setdefault(_name(row["target"]), []).append(head)
+    return heads
+
+
+def _name(target_id: str) -> str:
+    """The id as the table knows it: Llama 3's repositories have been renamed."""
+    return target_id.lower().replace("/meta-llama-3", "/llama-3")
+
+
+def published_heads(target_id: str) -> list[PublishedHead]:
+    """The heads that the package knows for a target, best first."""
+    return sorted(_table().get(_name(target_id), []), key=lambda head: (rank(head.method), -(head.tau or 0.0)))
+
+
+def heads_on_hub(target_id: str, known: list[PublishedHead], notes: list[str]) -> Iterator[PublishedHead]:
+    """The heads that the Hub has for a target, known ones first, with their sizes.
+
+    Args:
+        notes: gets a line for each head that cannot be had, or one if the Hub cannot be asked.
+    """
+    if constants.HF_HUB_OFFLINE:
+        notes += [f"{head.repo} ({head.method}{head.about}): offline, and not in the local cache" for head in known]
+        return
+    api, seen = HfApi(), set()
+    try:
+        for head in [*known, *_by_metadata(api, target_id)]:
+            if head.repo in seen:
+                continue
+            seen.add(head.repo)
+            sized = _sized(api, head, notes)
+            if sized is not None:
+                yield sized
+    except (OfflineModeIsEnabled, _HTTP_ERROR, OSError) as error:
+        notes.append(f"heads on the Hub: it cannot be reached ({type(error).__name__})")
+
+
+def _by_metadata(api: HfApi, target_id: str) -> list[PublishedHead]:
+    """Models whose card names the target as `base_model` and whose name or tags name a method; the most used first."""
+    heads = []
+    for model in api.list_models(filter=f"base_model:{target_id}", sort="downloads", limit=_MOST_LISTED):
+        words = " ".join([model.id, *(model.tags or [])]).lower()
+        method = next((method for method, names in _KINDS.items() if any(name in words for name in names)), None)
+        if method is not None and "quantized" not in words:
+            heads.append(PublishedHead(model.id, method))
+    return sorted(heads, key=lambda head: rank(head.method))
+
+
+def _sized(api: HfApi, head: PublishedHead, notes: list[str]) -> PublishedHead | None:
+    """The head with its size; None, with a note, if it cannot be had."""
+    try:
+        info = api.model_info(head.repo, files_metadata=True)
+    except HfHubHTTPError as error:
+        notes.append(f"{head.repo}: {type(error).__name__}")
+        return None
+    if info.gated:
+        notes.append(f"{head.repo}: gated; accept its terms on the Hub, then name it as 'model'")
+        return None
+    sizes = [each.size or 0 for each in info.siblings or [] if each.rfilename.endswith(".safetensors")]
+    if not sizes:
+        notes.append(f"{head.repo}: no safetensors; name it as 'model' to read other files")
+        return None
+    return PublishedHead(head.repo, head.method, head.licence, head.tau, head.task, sum(sizes) / 1e9)

@@ -1,0 +1,47 @@
+"""Eagle3Base: what the generators of EAGLE-3 and P-EAGLE heads share."""
+
+from __future__ import annotations
+
+import torch
+
+from ...model.packed_model import PackedModel
+from ..base import DrafterContext
+from ..growing.features import FeatureGenerator
+from .checkpoint import LoadedEagle3
+from .config import Eagle3Config
+
+
+class Eagle3Base(FeatureGenerator):
+    """A generator around a loaded head.
+
+    Args:
+        default_length: the checkpoint's own draft length, if it names one.
+    """
+
+    config: Eagle3Config
+
+    def __init__(
+        self,
+        config: Eagle3Config,
+        target: PackedModel,
+        context: DrafterContext | None,
+        loaded: LoadedEagle3,
+        default_length: int | None,
+    ):
+        self.default_length = default_length
+        super().__init__(self.with_checkpoint_defaults(config), target, context)
+        self.loaded, self.vocabulary, self.taps = loaded, loaded.vocabulary, loaded.options.taps
+        self.window_stays = loaded.options.window_stays
+        if self.window_stays:  # graphs have one position per token, used for rotation and window
+            self.head, self.rounds = loaded.head, None
+        else:
+            self.head = self.captured(loaded.head)
+        self.cache = self.new_cache(1, config.block_size)
+
+    def with_checkpoint_defaults(self, config: Eagle3Config) -> Eagle3Config:
+        """The configuration with the checkpoint's draft length, where the user gave none."""
+        return config.with_default_length(self.default_length)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        """The head's logits over its draft vocabulary."""
+        return self.loaded.logits(hidden)

@@ -1,0 +1,281 @@
+"""AutoMethod: the fastest drafter and draft length for each row and step, by measured costs and acceptance."""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from ..candidate_generators.auto.generator import AutoGenerator, Choice
+from ..core.draft_trees import DraftTrees
+from ..core.sequence import Sequence
+from .acceptance import AcceptanceEstimates, DraftedStep
+from .auto_length import AutoLength, Menu, tokens_left
+from .step_cost import FittedCost
+
+
+@dataclass
+class _Asked:
+    """One round of choosing: what the look-ups offered, how long they took, and what was chosen, by sequence id."""
+
+    order: dict[int, int]
+    offers: list[DraftTrees]
+    seconds: float
+    choice: Choice
+
+
+class AutoMethod(AutoLength):
+    """Chooses among an AutoGenerator's drafters as AutoLength chooses among lengths.
+
+    Look-ups are asked in every step, so their drafts are known when the choice is made, and what they offer is compared with the
+    text that is written, whichever draft was verified. Drafters with weights are judged by their past drafts. Each row gets the
+    offer of the look-up that it is expected to gain most from; then, for each drafter with weights, the rows that it serves better
+    are given to it, and the fastest of these divisions is taken. A drafter with weights that a row does not use is tried on it now
+    and then.
+
+    The account of AutoLength bounds what all of this may cost: on text that no drafter guesses it is not slower than plain decoding
+    by more than `ALLOWANCE`.
+
+    Args:
+        generator: the drafters. This policy becomes its chooser.
+    """
+
+    RECHECK = 32  # steps after which a drafter is tried again on a row that another one serves
+    CHEAP = 0.005  # look-ups that take less than this share of a plain step never pause
+
+    def __init__(self, generator: AutoGenerator):
+        longest = generator.config.longest_draft or 1
+        super().__init__(longest)
+        self.names, self.num_lookups = generator.names, generator.num_lookups
+        self.longest = generator.longest
+        self.estimates = [AcceptanceEstimates(longest) for _ in self.names]
+        self.acceptance = self.estimates[self.num_lookups if len(self.names) > self.num_lookups else 0]
+        self.drafting = [FittedCost(np.zeros(4)) for _ in self.names]  # of drafters with weights: see StepCost.drafting
+        self.looking_up = FittedCost(np.zeros(2))
+        self.steps = Counter[str]()  # row-steps by drafter
+        self._asked: _Asked | None = None
+        generator.chooser = self
+
+    @property
+    def _models(self) -> range:
+        """Indices of the drafters with weights."""
+        return range(self.num_lookups, len(self.names))
+
+    # ---- choosing ---------------------------------------------------------------------------------------------------
+
+    def limits(self, sequences: list[Sequence], caps: list[int]) -> list[int]:
+        """The caps, within which `choose` chooses; 0 for all rows while drafting must pause."""
+        return caps if any(caps) and not self.is_plain(sequences) else [0] * len(sequences)
+
+    def _is_quiet(self, sequences: list[Sequence]) -> bool:
+        """As in the base. Look-ups that cost next to nothing do not pause, since a match may come at any step."""
+        if self.num_lookups and self.cost.target and self.looking_up:
+            plain = self.cost.of_target(len(sequences), len(sequences))
+            if self._seconds_of_lookups(len(sequences)) < self.CHEAP * plain:
+                return False
+        return super()._is_quiet(sequences)
+
+    def choose(self, sequences: list[Sequence], limits: list[int], offers: list[DraftTrees], seconds: float) -> Choice:
+        """See `candidate_generators.auto.generator.Chooser`."""
+        room, rows = np.asarray(limits), [each.rows(sequences) for each in self.estimates]
+        if not self.cost.target:  # in a step that reads prompts, drafts cost little
+            begins = np.array([seq.num_generated == 0 for seq in sequences])
+            first = self.num_lookups if self._models else 0
+            choice = Choice(np.full(len(room), first), np.where(begins, np.minimum(room, self.FIRST_DRAFT), 0))
+        else:
+            choice = self._best(sequences, rows, offers, room)
+        self._asked = _Asked({seq.id: i for i, seq in enumerate(sequences)}, offers, seconds, choice)
+        return choice
+
+    def _best(
+        self, sequences: list[Sequence], rows: list[np.ndarray], offers: list[DraftTrees], room: np.ndarray
+    ) -> Choice:
+        """The fastest division of the rows among the drafters, and the probes that are due and affordable."""
+        together = self._end_together(sequences)
+        left = tokens_left(sequences)
+        best, speed = Choice(np.zeros(len(room), dtype=np.int64), np.zeros(len(room), dtype=np.int64)), 1.0
+        for menu, drafter in self._menus(sequences, rows, offers, room):
+            depth, faster = self._soonest(menu, left) if together else self._fastest(menu)
+            if faster > speed:
+                best, speed = Choice(drafter, depth), faster
+        if together:
+            room = np.where(left == left.max(), room, 0)  # another row's probe would gain nothing
+        return self._probed(best, sequences, rows, room)
+
+    def _menus(
+        self, sequences: list[Sequence], rows: list[np.ndarray], offers: list[DraftTrees], room: np.ndarray
+    ) -> list[tuple[Menu, np.ndarray]]:
+        """Ways to divide the rows, as (menu, index of each row's drafter): all look up, or some ask a drafter with weights."""
+        num_rows, longest = len(room), self.acceptance.longest
+        plain, double = self.cost.of_target(num_rows, np.array([num_rows, 2 * num_rows]))
+        price = max(float(double - plain), 0.0) / float(plain)  # of a packed token, in tokens
+        gains, nodes = np.zeros((2, num_rows, longest))
+        drafter, value = np.zeros(num_rows, dtype=np.int64), np.zeros(num_rows)
+        for index, offer in enumerate(offers):
+            own = np.zeros((num_rows, longest))
+            counts = offer.nodes_by_depth[:, :longest]
+            own[:, : counts.shape[1]] = counts
+            won = self.estimates[index].probabilities(rows[index]).cumprod(1) * (own > 0)
+            worth = _worth(won, own, price, room)
+            better = worth > value
+            drafter, value = np.where(better, index, drafter), np.where(better, worth, value)
+            gains, nodes = np.where(better[:, None], won, gains), np.where(better[:, None], own, nodes)
+        nobody, nothing = np.zeros(num_rows, dtype=bool), np.zeros(num_rows)
+        menus = [(Menu(gains, nodes, nothing, room, nobody), drafter)] if offers else []
+        for index in self._models:
+            won, own = self.estimates[index].expected(rows[index])
+            within = np.minimum(room, self.longest[index])
+            asks = _worth(won, own, price, within) > value
+            if asks.any():
+                menu = Menu(
+                    np.where(asks[:, None], won, gains),
+                    np.where(asks[:, None], own, nodes),
+                    self.estimates[index].backlogs(rows[index], sequences) * asks,
+                    np.where(asks, within, room),
+                    asks,
+                    index,
+                )
+                menus.append((menu, np.where(asks, index, drafter)))
+        return menus
+
+    def _probed(self, best: Choice, sequences: list[Sequence], rows: list[np.ndarray], room: np.ndarray) -> Choice:
+        """`best`, with one token of a drafter with weights for rows on which it is due, as far as the account allows."""
+        for index in self._models:
+            estimates, mine = self.estimates[index], rows[index]
+            idle = (best.depth == 0) & (self.num_steps % estimates.pauses[mine] == 0)
+            elsewhere = (best.depth > 0) & (self.num_steps - estimates.last_drafted[mine] >= self.RECHECK)
+            due = (idle | (elsewhere & (best.drafter != index))) & (room > 0)
+            waiting = np.flatnonzero(due)
+            waiting = waiting[np.argsort(estimates.last_drafted[mine[waiting]], kind="stable")]
+            backlogs = estimates.backlogs(mine, sequences) - self._unread_by(estimates, mine, sequences)
+            while len(waiting):
+                depth = len(waiting) > 0
+                lost = float((best.depth[waiting] > 0).mean()) if len(waiting) else 0.0
+                extra = self._extra(
+                    len(room), len(room) + len(waiting), int(depth), len(waiting), backlogs[waiting].sum(), index
+                )
+                if extra + lost <= self.account:
+                    best = Choice(best.drafter.copy(), best.depth.copy())
+                    best.drafter[waiting], best.depth[waiting] = index, 1
+                    break
+                waiting = waiting[: len(waiting) // 2]
+        return best
+
+    @staticmethod
+    def _unread_by(estimates: AcceptanceEstimates, rows: np.ndarray, sequences: list[Sequence]) -> np.ndarray:
+        """As `_unread`, for one of the drafters."""
+        return np.where(estimates.last_drafted[rows] < 0, [seq.prompt_length for seq in sequences], 0)
+
+    def of_drafting(self, drafter: int, num_rows: int, depth, num_asked, backlog):
+        """Seconds that a drafter with weights takes. The look-ups have been asked already."""
+        fixed, per_depth, per_token, per_backlog = self.drafting[drafter].coefficients
+        return (num_asked > 0) * (fixed + per_depth * depth + per_backlog * backlog) + per_token * num_asked
+
+    def _seconds_of_lookups(self, num_rows: int) -> float:
+        return float(self.looking_up.coefficients @ np.array([1.0, num_rows]))
+
+    # ---- learning ---------------------------------------------------------------------------------------------------
+
+    def observe(self, step: DraftedStep) -> None:
+        """Update acceptance, costs and the account."""
+        asked, self._asked, was_free = self._asked, None, not self._must_be_plain()
+        drafted = False
+        if asked is None or not step.sequences:
+            if step.seconds is not None and step.sequences:
+                self._observe_plain(len(step.sequences), step.seconds)
+        else:
+            drafted = self._observe_choice(step, asked)
+        if step.sequences and (drafted or not self._is_quiet(step.sequences)):
+            self._settle_quiet(step.sequences, was_free and not drafted)
+        self.num_steps += 1
+
+    def _observe_choice(self, step: DraftedStep, asked: _Asked) -> bool:
+        """Learn from a step in which drafters were asked. Returns whether any of them was chosen."""
+        at = np.array([asked.order[seq.id] for seq in step.sequences])
+        drafter, depth = asked.choice.drafter[at], asked.choice.depth[at]
+        for index in range(self.num_lookups):
+            self._observe_offer(step, index, asked.offers[index], at)
+        num_rows, drafted = len(at), depth > 0
+        drafting = 0.0
+        for index in np.unique(drafter[drafted & (drafter >= self.num_lookups)]).tolist():
+            drafting += self._observe_model(step, index, np.where(drafter == index, depth, 0), asked.seconds)
+        for index, count in zip(*np.unique(drafter[drafted], return_counts=True), strict=True):
+            self.steps[self.names[index]] += int(count)
+        if drafted.any():
+            self._last_drafted = self.num_steps
+        if step.seconds is None:
+            return bool(drafted.any())
+        packed = num_rows + int(step.nodes.sum())
+        self.looking_up.observe((num_rows.bit_length(),), np.array([1.0, num_rows]), asked.seconds)
+        if drafted.any() or self._plain_is_due() or self.num_steps % self.EVERY_PLAIN == 0 or not self.cost.target:
+            self.cost.observe_target(num_rows, packed, step.seconds - step.drafting_seconds)
+            if packed == num_rows:
+                self._schedule_plain()
+        if self.cost.target:
+            plain, spent = self.cost.of_target(num_rows, np.array([num_rows, packed]))
+            spent += drafting + self._seconds_of_lookups(num_rows)
+            self._settle(float(spent / plain), self._progress(step))
+        return bool(drafted.any())
+
+    def _observe_offer(self, step: DraftedStep, index: int, offer: DraftTrees, at: np.ndarray) -> None:
+        """Judge what a look-up offered by the text that was written."""
+        counts = offer.nodes_by_depth[at]
+        if not counts.shape[1]:
+            return
+        written = np.asarray(step.num_new)
+        nodes = np.where(np.arange(counts.shape[1]) < written[:, None], counts, 0)  # deeper ones are not judged
+        accepted = [
+            len(offer.matching_path(row, seq.tokens[len(seq.tokens) - new :])) if offer.lengths[row] else 0
+            for row, seq, new in zip(at.tolist(), step.sequences, step.num_new, strict=True)
+        ]
+        seen = DraftedStep(step.sequences, (nodes > 0).sum(1).tolist(), nodes, accepted, step.num_new)
+        estimates = self.estimates[index]
+        estimates.observe(estimates.rows(step.sequences), seen, self.num_steps, self.LONGEST_PAUSE)
+
+    def _observe_model(self, step: DraftedStep, index: int, limits: np.ndarray, lookup_seconds: float) -> float:
+        """Learn from the drafts of a drafter with weights. Returns its estimated seconds, reading prompts left out."""
+        estimates = self.estimates[index]
+        rows, asks = estimates.rows(step.sequences), limits > 0
+        backlogs = estimates.backlogs(rows, step.sequences) - np.asarray(step.num_new)  # as it was when drafting began
+        unread = int(self._unread_by(estimates, rows, step.sequences)[asks].sum())
+        depth, num_asked, backlog = int(limits.max()), int(limits.sum()), int(backlogs[asks].sum())
+        features = np.array([1.0, depth, num_asked, backlog])
+        seconds = max(step.drafting_seconds - lookup_seconds, 0.0)
+        self.drafting[index].observe((depth, num_asked, backlog.bit_length()), features, seconds)
+        nodes = np.where(asks[:, None], step.nodes, 0)
+        accepted = np.where(asks, step.accepted, 0).tolist()
+        own = DraftedStep(step.sequences, limits.tolist(), nodes, accepted, step.num_new)
+        estimates.observe(rows, own, self.num_steps, self.LONGEST_PAUSE)
+        return float(self.of_drafting(index, len(rows), depth, num_asked, backlog - unread))
+
+    def forget(self, seq: Sequence) -> None:
+        """Drop the row's estimates, and note how it ended."""
+        super().forget(seq)
+        for estimates in self.estimates:
+            estimates.forget(seq)
+
+    # ---- for people -------------------------------------------------------------------------------------------------
+
+    def report(self, num_rows: int = 1) -> dict[str, Any]:
+        """What was measured: milliseconds of a plain step, of each further packed token and of each drafter; P(accepted) of a
+        draft's first token; and how many drafts of rows each drafter made."""
+        plain, double = 1e3 * self.cost.of_target(num_rows, np.array([num_rows, 2 * num_rows]))
+        drafters = {}
+        for index, name in enumerate(self.names):
+            if index < self.num_lookups:
+                milliseconds = 1e3 * self._seconds_of_lookups(num_rows)
+            else:
+                milliseconds = 1e3 * float(self.of_drafting(index, num_rows, 1, num_rows, 0))
+            begin = self.estimates[index]._begin
+            drafters[name] = {
+                "milliseconds": milliseconds, "acceptance": float(begin[0] / begin[1]), "steps": self.steps[name],
+            }  # fmt: skip
+        return {"plain_ms": float(plain), "token_ms": float(double - plain) / num_rows, "drafters": drafters}
+
+
+def _worth(gains: np.ndarray, nodes: np.ndarray, price: float, room: np.ndarray) -> np.ndarray:
+    """[B]: the most that a row's draft is expected to gain, its packed tokens paid, at any depth within its room; at least 0."""
+    allowed = np.arange(gains.shape[1]) < room[:, None]
+    return np.where(allowed, (gains - price * nodes).cumsum(1), 0.0).max(1, initial=0.0)

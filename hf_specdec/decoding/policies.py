@@ -1,0 +1,29 @@
+"""make_policy: the policy of draft lengths that a configuration asks for."""
+
+from __future__ import annotations
+
+from ..candidate_generators import CandidateGenerator
+from ..candidate_generators.auto import AutoGenerator
+from ..config import SpeculativeConfig
+from .auto_length import AutoLength
+from .auto_method import AutoMethod
+from .draft_length import DraftLengthPolicy, LengthPerBatchSize, UpToBatchSize
+
+
+def make_policy(config: SpeculativeConfig, generator: CandidateGenerator | None = None) -> DraftLengthPolicy:
+    """The policy that the configuration asks for.
+
+    Args:
+        generator: the drafter. Where it is several, the policy also chooses among them.
+    """
+    policy = AutoMethod(generator) if isinstance(generator, AutoGenerator) else _make_lengths(config)
+    most_rows = config.disable_by_batch_size
+    return policy if most_rows is None else UpToBatchSize(policy, most_rows)
+
+
+def _make_lengths(config: SpeculativeConfig) -> DraftLengthPolicy:
+    if config.num_speculative_tokens_per_batch_size is not None:
+        return LengthPerBatchSize(config.num_speculative_tokens_per_batch_size)
+    if config.draft_length == "auto":
+        return AutoLength(config.longest_draft or 1)
+    return DraftLengthPolicy()
