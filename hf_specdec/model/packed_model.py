@@ -21,7 +21,6 @@ from ..core.output import PackedOutput, Taps
 from ..core.rows import RowInput
 from . import alibi, architectures, attention  # noqa: F401  (importing `attention` registers it)
 from .graphs import CapturedBatch, GraphRunner
-from .native import NativeRunner
 from .options.invariant_ops import InvariantOps
 from .options.quantized import QuantizedLinears
 from .packed_batch import PackedBatch
@@ -33,6 +32,22 @@ class Activated(Protocol):
 
     def active(self) -> contextlib.AbstractContextManager:
         """A context; the layers are restored on exit."""
+        ...
+
+
+class SmallForwards(Activated, Protocol):
+    """Runs small forward passes in place of the model while its context is entered (see `native`).
+
+    Attributes:
+        is_on: it can run some.
+        refused: why it runs none; None: it can, or nothing has been tried.
+    """
+
+    is_on: bool
+    refused: str | None
+
+    def run(self, rows: list[RowInput], cache: PagedStaticCache) -> PackedOutput | None:
+        """The outputs of a forward over `rows`; None if the model must run it itself."""
         ...
 
 
@@ -79,7 +94,7 @@ class PackedModel:
         self.replays_drafts = False
         self.deterministic = False
         self.graphs: GraphRunner | None = None
-        self.native: NativeRunner | None = None
+        self.native: SmallForwards | None = None
         self.with_native = True
         self.active_options: list[Activated] = []
         self.forward_parameters = inspect.signature(model.forward).parameters

@@ -9,7 +9,7 @@ import torch
 
 from ...kernels.native import TYPES
 from ...kernels.native.operations import OP, UNARY_FUNCTIONS, Operation, Rows
-from .program import Output, Program
+from .program import Output, Program, most_tokens_for
 from .tape import NotLowered, Place, Register, Step, Tape, Value
 
 _KEEPS = {Operation.WRITE, Operation.ATTEND}
@@ -18,7 +18,7 @@ _ALIGNMENT = 64
 
 
 def assemble(tape: Tape, outputs: Sequence[Value], pools: dict[int, tuple[int, ...]], dtype: torch.dtype) -> Program:
-    """The program of a tape, with buffers for at most `Program.MOST_TOKENS` tokens.
+    """The program of a tape, with buffers for at most `most_tokens_for` its dtype.
 
     Args:
         outputs: the values to return, each [T or R, width] after dimensions of size 1.
@@ -32,10 +32,11 @@ def assemble(tape: Tape, outputs: Sequence[Value], pools: dict[int, tuple[int, .
     steps = _needed([*tape.steps, *(_copy(tape, *each) for each in zip(outputs, returned, strict=True))])
     registers = list({id(each): each for step in steps for each in _registers(step)}.values())
     slot_of = {id(each): slot for slot, each in enumerate(registers)}
-    slots, memory = _allocated(steps, registers)
+    most_tokens = most_tokens_for(dtype)
+    slots, memory = _allocated(steps, registers, most_tokens)
     weights = [each.tensor for each in registers if each.tensor is not None]
     return Program(
-        _encoded(steps, slot_of), slots, memory, weights,
+        most_tokens, _encoded(steps, slot_of), slots, memory, weights,
         [(slot_of[id(each)], each.table) for each in registers if each.table is not None],
         [
             Output(slot_of[id(each)], each.dtype, each.elements, value.rows)
@@ -65,7 +66,7 @@ def _copy(tape: Tape, value: Value, output: Register) -> Step:
     )
 
 
-def _allocated(steps: list[Step], registers: list[Register]) -> tuple[np.ndarray, torch.Tensor]:
+def _allocated(steps: list[Step], registers: list[Register], most_tokens: int) -> tuple[np.ndarray, torch.Tensor]:
     """The address of every register, int64, and the buffer with those of the program; a place is used again after the last step that
     reads it."""
     last = {}
@@ -81,7 +82,7 @@ def _allocated(steps: list[Step], registers: list[Register]) -> tuple[np.ndarray
         for key, register in own.items():
             if key in places:
                 continue
-            size = -(-register.elements * register.dtype.itemsize * Program.MOST_TOKENS // _ALIGNMENT) * _ALIGNMENT
+            size = -(-register.elements * register.dtype.itemsize * most_tokens // _ALIGNMENT) * _ALIGNMENT
             if free.get(size):
                 places[key] = (free[size].pop(), size)
             else:

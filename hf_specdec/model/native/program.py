@@ -19,6 +19,12 @@ from .tape import Table
 _POSITIONS_AT_FIRST = 1024
 
 
+def most_tokens_for(dtype: torch.dtype) -> int:
+    """The most tokens of a forward that runs as a program, measured: torch's products are faster for more (in float32 not even then, but
+    its attention is)."""
+    return 256 if dtype == torch.float32 else 128
+
+
 class Output(NamedTuple):
     """A tensor that a program returns: its slot, dtype, elements per row, and what its rows are."""
 
@@ -34,6 +40,7 @@ class Program:
     One call runs at a time, because all calls use the same buffers.
 
     Args:
+        most_tokens: for which there are buffers.
         ops: the operations, an array of `OP`.
         slots: int64, the address of each register.
         memory: the buffers.
@@ -44,10 +51,9 @@ class Program:
         dtype: of keys and values.
     """
 
-    MOST_TOKENS = 64  # of a forward; for more (prompts), torch's products are faster
-
     def __init__(
         self,
+        most_tokens: int,
         ops: np.ndarray,
         slots: np.ndarray,
         memory: torch.Tensor,
@@ -57,6 +63,7 @@ class Program:
         pools: dict[int, tuple[int, ...]],
         dtype: torch.dtype,
     ):
+        self.most_tokens = most_tokens
         self.ops, self.slots, self.memory, self.weights = ops, slots, memory, weights
         self.tables, self.outputs, self.pools, self.dtype = tables, outputs, pools, dtype
         self.num_positions = 0  # that the tables have; 0: they are computed again before the next run
@@ -75,7 +82,7 @@ class Program:
         self.num_positions = num_positions
 
     def run(self, batch: PackedBatch, pools: np.ndarray) -> list[torch.Tensor]:
-        """The outputs for a batch of at most MOST_TOKENS tokens. Writes its keys and values to their slots.
+        """The outputs for a batch of at most `most_tokens` tokens. Writes its keys and values to their slots.
 
         Args:
             pools: int64, the addresses of keys and values of layer 0, of layer 1, ..

@@ -89,9 +89,9 @@ class NativeRunner:
         """The outputs of a forward over `rows`; None if the model must run it itself."""
         if not self.is_on or torch.is_autocast_enabled("cpu"):
             return None
-        if not 0 < sum(row.num_tokens for row in rows) <= Program.MOST_TOKENS:
-            return None
         assert self._program is not None
+        if not 0 < sum(row.num_tokens for row in rows) <= self._program.most_tokens:
+            return None
         batch = PackedBatch.pack(rows, cache, self._packed.device, gather=False)
         return output_of(self._packed, batch, self._program.run(batch, addresses(self._program, cache)))
 
