@@ -37,6 +37,8 @@ def build(packed: PackedModel) -> Program:
     output, recorder, batch = _record(packed, tape, rows, cache)
     if recorder.problem is not None:
         raise NotLowered(recorder.problem)
+    if any(cache.layers[layer].keys.dtype != packed.model.dtype for layer in recorder.pools):
+        raise NotLowered("keys in another dtype than the model's")
     values = [recorder.value_of(each) for each in outputs_of(packed, output)]
     program = assemble(tape, values, recorder.pools, packed.model.dtype)
     _check(packed, program, ours, rows, output)

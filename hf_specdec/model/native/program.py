@@ -17,6 +17,7 @@ from ..packed_batch import PackedBatch
 from .tape import Table
 
 _POSITIONS_AT_FIRST = 1024
+_BYTES_PER_THREAD = 2 << 20  # of weights: a thread that reads fewer costs more at the barriers than it saves
 
 
 def most_tokens_for(dtype: torch.dtype) -> int:
@@ -66,6 +67,7 @@ class Program:
         self.most_tokens = most_tokens
         self.ops, self.slots, self.memory, self.weights = ops, slots, memory, weights
         self.tables, self.outputs, self.pools, self.dtype = tables, outputs, pools, dtype
+        self._most_threads = max(1, sum(each.nbytes for each in weights) // _BYTES_PER_THREAD)
         self.num_positions = 0  # that the tables have; 0: they are computed again before the next run
         self._filled: list[torch.Tensor] = []
         self._lock = threading.Lock()
