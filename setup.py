@@ -17,7 +17,7 @@ from setuptools.errors import CCompilerError, CompileError
 
 SOURCE = Path("hf_specdec/kernels/native/source")
 NAME = "hf_specdec.kernels.native.library"
-COMMON = ["-std=c++17", "-O3", "-g0", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-w"]
+COMMON = ["-std=c++17", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-w"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
 # Each file is compiled for its instruction set; the CPU is asked at run time.

@@ -10,6 +10,7 @@ SIZES = {  # of the bundled model inflated: hidden size, layers, heads, KV heads
     "bundled": None,
     "50m": dict(hidden_size=512, num_hidden_layers=12, num_attention_heads=16, num_key_value_heads=4, intermediate_size=1536),
     "100m": dict(hidden_size=768, num_hidden_layers=12, num_attention_heads=24, num_key_value_heads=6, intermediate_size=2304),
+    "300m": dict(hidden_size=1024, num_hidden_layers=24, num_attention_heads=16, num_key_value_heads=8, intermediate_size=2816),
 }  # fmt: skip
 
 

@@ -102,6 +102,7 @@ installed() { "$venv/bin/python" -c "from importlib.metadata import version; ver
 
 is_current() {
     [ "$installed_mark" -nt pyproject.toml ] && [ "$installed_mark" -nt scripts/setup_venv.sh ] &&
+        [ -z "$(find setup.py hf_specdec/kernels/native/source -newer "$installed_mark")" ] &&
         [ "$(cat "$installed_mark")" = "$PWD" ]
 }
 

@@ -283,6 +283,7 @@ def test_rows_of_a_batch_are_read_in_place(model, drafter_path, monkeypatch, nam
         return row(self, seq_id, *args)
 
     monkeypatch.setattr(PagedStaticCache, "row", asking)
+    monkeypatch.setenv("HF_SPECDEC_KERNELS", "reference")  # which asks for rows
     config = {**method_configs(drafter_path)[name], "block_size": 4}
     model.generate(**ragged([6, 13, 2, 9]), max_new_tokens=60, do_sample=False, speculative_config=config)
     assert len(apart) > 100 and not any(apart)

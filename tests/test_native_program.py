@@ -10,6 +10,7 @@ from hf_specdec.core.errors import UnsupportedModel
 from hf_specdec.core.output import Taps
 from hf_specdec.core.rows import RowInput
 from hf_specdec.kernels.native import library
+from hf_specdec.model.native import program
 from hf_specdec.model.prepare import ModelOptions, prepare
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native library is not compiled")
@@ -220,7 +221,8 @@ def test_an_id_outside_the_vocabulary_is_an_error():
         outputs(native, [[RowInput(0, np.array([5, 128]), 0)]], 1)
 
 
-def test_threads_compute_the_same_bits():
+def test_threads_compute_the_same_bits(monkeypatch):
+    monkeypatch.setattr(program, "_BYTES_PER_THREAD", 1)
     native, threads = prepare(make("Qwen3")), torch.get_num_threads()
     alone = outputs(native, steps())
     torch.set_num_threads(3)

@@ -15,6 +15,7 @@ from transformers import AutoConfig
 import hf_specdec
 from hf_specdec import SpeculativeConfig, SpeculativeConfigError
 from hf_specdec.candidate_generators.growing.tree_shapes import TreeDraftingConfig
+from hf_specdec.kernels import native
 
 from .options import Output
 
@@ -51,6 +52,7 @@ def run(args: argparse.Namespace) -> int:
         console.print("[bold]bundled models[/bold]")
         for name in hf_specdec.bundled_names():
             console.print(bundled_line(name), soft_wrap=True, markup=False)
+        console.print(f"\n[bold]native library[/bold] for CPUs {native.description()}", soft_wrap=True)
         console.print("\n[bold]methods[/bold]")
     for name, config in methods.items():
         console.print(f"[bold]{name}[/bold] – {escape(description(config))}")

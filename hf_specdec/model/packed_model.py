@@ -23,7 +23,6 @@ from ..core.output import PackedOutput, Taps
 from ..core.rows import RowInput
 from . import alibi, architectures, attention  # noqa: F401  (importing `attention` registers it)
 from .graphs import CapturedBatch, GraphRunner
-from .native import NativeRunner
 from .options.invariant_ops import InvariantOps
 from .options.quantized import QuantizedLinears
 from .packed_batch import PackedBatch
@@ -41,6 +40,22 @@ class Activated(Protocol):
 
     def active(self) -> contextlib.AbstractContextManager:
         """A context; the layers are restored on exit."""
+        ...
+
+
+class SmallForwards(Activated, Protocol):
+    """Runs small forward passes in place of the model while its context is entered (see `native`).
+
+    Attributes:
+        is_on: it can run some.
+        refused: why it runs none; None: it can, or nothing has been tried.
+    """
+
+    is_on: bool
+    refused: str | None
+
+    def run(self, rows: list[RowInput], cache: PagedStaticCache) -> PackedOutput | None:
+        """The outputs of a forward over `rows`; None if the model must run it itself."""
         ...
 
 
@@ -90,7 +105,7 @@ class PackedModel:
         self.cache_bytes: int | None = None
         self.deterministic = False
         self.graphs: GraphRunner | None = None
-        self.native: NativeRunner | None = None
+        self.native: SmallForwards | None = None
         self.with_native = True
         self.active_options: list[Activated] = []
         self.forward_parameters = inspect.signature(model.forward).parameters

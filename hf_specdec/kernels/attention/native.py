@@ -18,6 +18,7 @@ from ..native import TYPES, Attention, library
 
 # Rows with more new tokens (prompts) are matrix products, which torch does faster.
 MOST_QUERIES = 64
+_BYTES_PER_THREAD = 1 << 20  # of keys and values: waking a thread takes as long as reading some 100 KiB
 
 
 class NativeRow(NamedTuple):
@@ -107,5 +108,7 @@ def paged_attention(
         0 if sinks is None else TYPES[sinks.dtype], num_heads, kv_heads, width, value_width, *query.stride()[:2],
         *key_pool.stride()[:2], *value_pool.stride()[:2], window or 0, scaling, softcap or 0.0,
     )  # fmt: skip
-    loaded.specdec_attention(ctypes.byref(call), torch.get_num_threads())
+    num_bytes = int(rows.table[:, 2].sum()) * (key_pool.stride(0) + value_pool.stride(0)) * query.element_size()
+    threads = min(torch.get_num_threads(), 1 + num_bytes // _BYTES_PER_THREAD)
+    loaded.specdec_attention(ctypes.byref(call), threads)
     return out

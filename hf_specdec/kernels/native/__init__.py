@@ -90,6 +90,12 @@ def why_not_loaded() -> str | None:
     return None
 
 
+def description() -> str:
+    """Whether the library runs here, and with what; or why not."""
+    loaded = library()
+    return f"runs with {instruction_set(loaded)}" if loaded is not None else f"is not used: {why_not_loaded()}"
+
+
 def instruction_set(loaded: ctypes.CDLL) -> str:
     """The instruction set that a loaded library uses on this CPU, such as "avx512_bf16"."""
     return loaded.specdec_instruction_set().decode()

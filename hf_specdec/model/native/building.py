@@ -12,6 +12,7 @@ from ...core.rows import RowInput
 from ...kernels.cache import writer_for
 from ..packed_batch import PackedBatch, _OnDevice
 from ..self_test import TOLERANCES, relative_error
+from .assembly import assemble
 from .program import Program, addresses
 from .recording import Recorder
 from .tape import NotLowered, Tape
@@ -23,7 +24,7 @@ _SIZES = (29, 31, 37, 41, 43, 47, 53, 59)  # of the recorded batch: numbers of t
 
 
 @torch.no_grad()
-def build(packed: PackedModel, most_tokens: int) -> Program:
+def build(packed: PackedModel) -> Program:
     """The program of an active PackedModel.
 
     Raises:
@@ -36,8 +37,10 @@ def build(packed: PackedModel, most_tokens: int) -> Program:
     output, recorder, batch = _record(packed, tape, rows, cache)
     if recorder.problem is not None:
         raise NotLowered(recorder.problem)
+    if any(cache.layers[layer].keys.dtype != packed.model.dtype for layer in recorder.pools):
+        raise NotLowered("keys in another dtype than the model's")
     values = [recorder.value_of(each) for each in outputs_of(packed, output)]
-    program = Program(tape, values, recorder.pools, max(most_tokens, num_tokens), packed.model.dtype)
+    program = assemble(tape, values, recorder.pools, packed.model.dtype)
     _check(packed, program, ours, rows, output)
     for more in _further_rows(rows, packed.vocab_size):
         batch = PackedBatch.pack(more, cache, packed.device, gather=False)
@@ -118,7 +121,6 @@ def _check(packed: PackedModel, program: Program, cache, rows: list[RowInput], w
         NotLowered: they differ by more than rounding explains.
     """
     batch = PackedBatch.pack(rows, cache, packed.device, gather=False)
-    program.fill_tables(int(batch.position_ids.max()) + 1)
     found = program.run(batch, addresses(program, cache))
     for ours, own in zip(found, outputs_of(packed, wanted), strict=True):
         error = relative_error(ours, own.reshape(ours.shape))

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import logging
+import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -27,8 +28,8 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-MOST_TOKENS = 64  # of a forward pass; for more (prompts), torch's products are faster
-_POSITIONS_AT_FIRST = 1024
+# Programs of a model by what is tapped and how many layers run: the state they were made for, and the program or why there is none.
+_made = weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple[tuple, Program | str]]]()
 
 
 class NativeRunner:
@@ -45,7 +46,6 @@ class NativeRunner:
     def __init__(self, packed: PackedModel, otherwise: Activated | None = None, required: bool = False):
         self._packed, self._otherwise, self._required = packed, otherwise, required
         self._program: Program | None = None
-        self._made_for: tuple | None = None
         self.refused: str | None = None
         self.is_on = False
 
@@ -62,39 +62,37 @@ class NativeRunner:
 
     def _prepare(self) -> None:
         model = self._packed.model
-        state = state_of(model), self._packed.taps, self._packed.num_layers
-        if state == self._made_for:
-            if self._program is not None:
-                self._program.num_positions = 0  # tables are made again: a module's frequencies may have changed
-            return
-        self._made_for, self._program, self.refused = state, None, None
+        made, key, state = _made.setdefault(model, {}), (self._packed.taps, self._packed.num_layers), state_of(model)
+        if key not in made or made[key][0] != state:
+            made[key] = state, self._built(model)
+        found = made[key][1]
+        self._program = found if isinstance(found, Program) else None
+        self.refused = found if isinstance(found, str) else None
+        if self._program is not None:
+            self._program.num_positions = 0  # a module's frequencies may have changed
+        elif self._required:
+            raise UnsupportedModel(
+                f"'native' cannot run {type(model).__name__}, because of {found}. Leave the key out."
+            )
+
+    def _built(self, model: nn.Module) -> Program | str:
         problem = obstacle(model)
         try:
             if problem is not None:
                 raise NotLowered(problem)
-            self._program = build(self._packed, MOST_TOKENS)
+            return build(self._packed)
         except NotLowered as error:
-            self.refused = str(error)
-            if self._required:
-                self._made_for = None
-                raise UnsupportedModel(
-                    f"'native' cannot run {type(model).__name__}, because of {error}. Leave the key out."
-                ) from error
             logger.info("%s runs operator by operator on the CPU: %s.", type(model).__name__, error)
+            return str(error)
 
     def run(self, rows: list[RowInput], cache: PagedStaticCache) -> PackedOutput | None:
         """The outputs of a forward over `rows`; None if the model must run it itself."""
-        if (
-            not self.is_on
-            or not 0 < sum(row.num_tokens for row in rows) <= MOST_TOKENS
-            or torch.is_autocast_enabled("cpu")
-        ):
+        if not self.is_on or torch.is_autocast_enabled("cpu"):
             return None
         assert self._program is not None
+        if not 0 < sum(row.num_tokens for row in rows) <= self._program.most_tokens:
+            return None
         batch = PackedBatch.pack(rows, cache, self._packed.device, gather=False)
-        highest = int(batch.position_ids.max())
-        if highest >= self._program.num_positions:
-            self._program.fill_tables(max(_POSITIONS_AT_FIRST, 2 * (highest + 1)))
         return output_of(self._packed, batch, self._program.run(batch, addresses(self._program, cache)))
 
 

@@ -7,7 +7,7 @@ register's strides; so the layout after any chain of views is known without a ru
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 import torch
@@ -38,7 +38,7 @@ class Register:
 class Table:
     """Angles by position: output `part` of a rotary module. `rows(n)` computes the module's outputs for n positions."""
 
-    rows: object
+    rows: Callable[[int], list[torch.Tensor]]
     part: int
 
 

@@ -28,18 +28,19 @@ template <class E> inline Floats rounded_to(E, Floats x) {
   return load(bits);
 }
 
-// Weights [n] of a softmax over scores [n], in place, not yet divided by their sum; returns its inverse. The weights are rounded to E,
-// but not in the sum, as in torch's attention: so texts in low precision are more often the same. `padded` is n rounded up to whole
-// vectors: the scores have room for it.
+// Weights [n] of a softmax over scores [n], in place; returns the factor that is still to be applied. `padded` is n rounded up to whole
+// vectors: the scores have room for it. Rounding to E follows torch, so that texts in low precision are more often the same: its fused
+// attention rounds weights before they are divided by their sum; with softcap or sinks the definition rounds scores and weights.
 template <class E> inline float softmax(float* scores, i64 n, i64 padded, float scaling, float softcap, const float* sink) {
+  bool in_steps = softcap != 0 || sink;
   for (i64 i = n; i < padded; i++) scores[i] = 0;
-  Floats most = splat(-INFINITY);
   for (i64 i = 0; i < padded; i += LANES) {
-    Floats x = load(scores + i) * scaling;
-    if (softcap != 0) x = tanh_of(x / softcap) * softcap;
+    Floats x = in_steps ? rounded_to(E(), rounded_to(E(), load(scores + i)) * scaling) : load(scores + i) * scaling;
+    if (softcap != 0) x = rounded_to(E(), rounded_to(E(), tanh_of(rounded_to(E(), x / softcap))) * softcap);
     store(scores + i, x);
   }
   for (i64 i = n; i < padded; i++) scores[i] = -INFINITY;
+  Floats most = splat(-INFINITY);
   for (i64 i = 0; i < padded; i += LANES) {
     Floats x = load(scores + i);
     most = x > most ? x : most;
@@ -49,13 +50,15 @@ template <class E> inline float softmax(float* scores, i64 n, i64 padded, float 
   Floats total = {};
   for (i64 i = 0; i < padded; i += LANES) {
     Floats x = exp_of(load(scores + i) - top);
-    store(scores + i, rounded_to(E(), x));
+    store(scores + i, in_steps ? x : rounded_to(E(), x));
     total += x;
   }
   float out[4];
   sums_of_four(total, total, total, total, out);
   if (sink) out[0] += exp_of(splat(*sink - top))[0];
-  return 1.0f / out[0];
+  if (!in_steps) return 1.0f / out[0];
+  for (i64 i = 0; i < padded; i += LANES) store(scores + i, rounded_to(E(), load(scores + i) / out[0]));
+  return 1;
 }
 
 // out[h][d] = factors[h] * sum of weights[h][j] * values[slots[j]][d] for HEADS heads and VECTORS * LANES columns.
@@ -66,12 +69,12 @@ inline void weighted_sum(const float* weights, i64 stride, const E* values, i64 
   for (i64 j = 0; j < n; j++) {
     const E* value = values + slots[j] * slot;
     Floats own[VECTORS];
-    for (int v = 0; v < VECTORS; v++) own[v] = load(value + v * LANES);
-    for (int h = 0; h < HEADS; h++)
-      for (int v = 0; v < VECTORS; v++) total[h][v] += own[v] * weights[h * stride + j];
+    UNROLLED for (int v = 0; v < VECTORS; v++) own[v] = load(value + v * LANES);
+    UNROLLED for (int h = 0; h < HEADS; h++)
+      UNROLLED for (int v = 0; v < VECTORS; v++) total[h][v] += own[v] * weights[h * stride + j];
   }
-  for (int h = 0; h < HEADS; h++)
-    for (int v = 0; v < VECTORS; v++) store(out + h * ldo + v * LANES, total[h][v] * factors[h]);
+  UNROLLED for (int h = 0; h < HEADS; h++)
+    UNROLLED for (int v = 0; v < VECTORS; v++) store(out + h * ldo + v * LANES, total[h][v] * factors[h]);
 }
 
 template <int HEADS, class E>

@@ -14,8 +14,10 @@ enum Binary : i64 { ADD, SUBTRACT, MULTIPLY, DIVIDE, MAXIMUM, MINIMUM };
 constexpr i64 CHUNK = 256;
 struct alignas(64) Chunk { float x[CHUNK]; };
 
+// Reads n elements, and zeros up to a whole vector.
 template <class E> inline void read(const E* from, i64 stride, i64 n, float* to) {
   i64 i = 0;
+  if (n % LANES) store(to + n / LANES * LANES, Floats{});
   if (stride == 1)
     for (; i + LANES <= n; i += LANES) store(to + i, load(from + i));
   else if (stride == 0) {
@@ -57,7 +59,7 @@ inline Floats root(Floats x) {
   return x;
 }
 
-// `n` is rounded up to whole vectors by `each`; chunks have room for it.
+// `n` is rounded up to whole vectors by `each`; `read` fills them.
 inline void unary(i64 function, float* x, i64 n, float s, float s2) {
   switch (function) {
     case COPY: return;
@@ -107,7 +109,7 @@ inline void binary(i64 function, float* a, const float* b, i64 n) {
 inline i64 place(const View& view, i64 t, i64 i, i64 j) { return t * view.token + i * view.stride[0] + j * view.stride[1]; }
 
 inline void line_by_element(const Elementwise& op, i64 t, i64 i, i64 j) {
-  Chunk a = {}, b = {};
+  Chunk a, b;
   for (i64 first = 0; first < op.size[2]; first += CHUNK) {
     i64 n = op.size[2] - first < CHUNK ? op.size[2] - first : CHUNK;
     read(op.a, place(op.a, t, i, j) + first * op.a.stride[2], n, a.x);

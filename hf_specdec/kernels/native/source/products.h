@@ -20,16 +20,16 @@ inline void dots(const E* const w[4], const float* x, i64 ldx, i64 k, i64 ahead,
   i64 i = 0;
   for (; i + LANES <= k; i += LANES) {
     Floats weights[4];
-    for (int j = 0; j < 4; j++) {
+    UNROLLED for (int j = 0; j < 4; j++) {
       weights[j] = load(w[j] + i);
       if (ahead) __builtin_prefetch(w[j] + i + ahead);
     }
-    for (int t = 0; t < COUNT; t++) {
+    UNROLLED for (int t = 0; t < COUNT; t++) {
       Floats own = load(x + t * ldx + i);
-      for (int j = 0; j < 4; j++) total[t][j] += weights[j] * own;
+      UNROLLED for (int j = 0; j < 4; j++) total[t][j] += weights[j] * own;
     }
   }
-  for (int t = 0; t < COUNT; t++) {
+  UNROLLED for (int t = 0; t < COUNT; t++) {
     sums_of_four(total[t][0], total[t][1], total[t][2], total[t][3], sums[t]);
     for (i64 rest = i; rest < k; rest++)
       for (int j = 0; j < 4; j++) sums[t][j] += to_float(w[j][rest]) * x[t * ldx + rest];
@@ -42,21 +42,29 @@ template <> struct Met<bf16> { typedef bf16 type; };
 template <int COUNT>
 inline void dots(const bf16* const w[4], const bf16* x, i64 ldx, i64 k, i64 ahead, float (*sums)[4]) {
   __m512 total[COUNT][4];
-  for (int t = 0; t < COUNT; t++)
-    for (int j = 0; j < 4; j++) total[t][j] = _mm512_setzero_ps();
-  for (i64 i = 0; i < k; i += 32) {
-    __mmask32 inside = k - i >= 32 ? 0xffffffffu : (1u << (k - i)) - 1;
+  UNROLLED for (int t = 0; t < COUNT; t++)
+    UNROLLED for (int j = 0; j < 4; j++) total[t][j] = _mm512_setzero_ps();
+  i64 i = 0;
+  for (; i + 32 <= k; i += 32) {
     __m512bh weights[4];
-    for (int j = 0; j < 4; j++) {
-      weights[j] = (__m512bh)_mm512_maskz_loadu_epi16(inside, w[j] + i);
+    UNROLLED for (int j = 0; j < 4; j++) {
+      weights[j] = (__m512bh)_mm512_loadu_si512(w[j] + i);
       if (ahead) __builtin_prefetch(w[j] + i + ahead);
     }
-    for (int t = 0; t < COUNT; t++) {
-      __m512bh own = (__m512bh)_mm512_maskz_loadu_epi16(inside, x + t * ldx + i);
-      for (int j = 0; j < 4; j++) total[t][j] = _mm512_dpbf16_ps(total[t][j], weights[j], own);
+    UNROLLED for (int t = 0; t < COUNT; t++) {
+      __m512bh own = (__m512bh)_mm512_loadu_si512(x + t * ldx + i);
+      UNROLLED for (int j = 0; j < 4; j++) total[t][j] = _mm512_dpbf16_ps(total[t][j], weights[j], own);
     }
   }
-  for (int t = 0; t < COUNT; t++)
+  if (i < k) {
+    __mmask32 inside = (1u << (k - i)) - 1;
+    UNROLLED for (int t = 0; t < COUNT; t++) {
+      __m512bh own = (__m512bh)_mm512_maskz_loadu_epi16(inside, x + t * ldx + i);
+      UNROLLED for (int j = 0; j < 4; j++)
+        total[t][j] = _mm512_dpbf16_ps(total[t][j], (__m512bh)_mm512_maskz_loadu_epi16(inside, w[j] + i), own);
+    }
+  }
+  UNROLLED for (int t = 0; t < COUNT; t++)
     sums_of_four((Floats)total[t][0], (Floats)total[t][1], (Floats)total[t][2], (Floats)total[t][3], sums[t]);
 }
 #endif
@@ -111,9 +119,14 @@ template <class E> void linear_of(const Linear& call, i64 first, i64 last) {
       i64 t = call.rows * tile / tiles, end = call.rows * (tile + 1) / tiles;
       float sums[MOST_TOKENS][4];
       dots((int)(end - t), w, x + t * ldx, ldx, call.k, tile ? 0 : ahead, sums);
-      for (i64 i = t; i < end; i++)
-        for (int j = 0; j < 4 && n + j < last; j++)
-          store(y + i * call.ldy + n + j, sums[i - t][j] + (bias ? to_float(bias[n + j]) : 0.0f));
+      for (i64 i = t; i < end; i++) {
+        float* own = sums[i - t];
+        if (bias)
+          for (int j = 0; j < 4 && n + j < last; j++) own[j] += to_float(bias[n + j]);
+        if (n + 4 <= last) store_four(y + i * call.ldy + n, own);
+        else
+          for (i64 j = 0; j < last - n; j++) store(y + i * call.ldy + n + j, own[j]);
+      }
     }
   }
 }

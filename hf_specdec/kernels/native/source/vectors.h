@@ -4,6 +4,12 @@
 #include <cstring>
 #include <cmath>
 #include "abi.h"
+// Loops over sums that must stay in registers.
+#if defined(__clang__)
+#define UNROLLED _Pragma("unroll")
+#else
+#define UNROLLED _Pragma("GCC unroll 8")
+#endif
 #if defined(__AVX2__)
 #include <immintrin.h>
 #endif
@@ -85,6 +91,20 @@ inline void store(f16* p, Floats x) {
 #else
   for (int i = 0; i < LANES; i++) store(p + i, x[i]);
 #endif
+}
+
+inline void store_four(float* p, const float* x) { memcpy(p, x, 16); }
+inline void store_four(bf16* p, const float* x) {
+  typedef uint32_t Four __attribute__((vector_size(16)));
+  typedef uint16_t LooseFour __attribute__((vector_size(8), aligned(2), may_alias));
+  Four bits;
+  memcpy(&bits, x, 16);
+  Four rounded = (bits + 0x7fff + (bits >> 16 & 1)) >> 16;
+  rounded = (bits & 0x7fffffff) > 0x7f800000 ? (Four){} + 0x7fc0 : rounded;
+  *(LooseFour*)p = __builtin_convertvector(rounded, LooseFour);
+}
+inline void store_four(f16* p, const float* x) {
+  for (int i = 0; i < 4; i++) store(p + i, x[i]);
 }
 
 inline Floats splat(float x) { return (Floats){} + x; }

@@ -1,0 +1,161 @@
+"""Assembles a recorded tape into a Program: which steps are needed, where registers are in memory, and the encoded operations."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import numpy as np
+import torch
+
+from ...kernels.native import TYPES
+from ...kernels.native.operations import OP, UNARY_FUNCTIONS, Operation, Rows
+from .program import Output, Program, most_tokens_for
+from .tape import NotLowered, Place, Register, Step, Tape, Value
+
+_KEEPS = {Operation.WRITE, Operation.ATTEND}
+_SHARED = {Operation.LINEAR, Operation.ATTEND}  # the threads share their work; one thread does the others
+_ALIGNMENT = 64
+
+
+def assemble(tape: Tape, outputs: Sequence[Value], pools: dict[int, tuple[int, ...]], dtype: torch.dtype) -> Program:
+    """The program of a tape, with buffers for at most `most_tokens_for` its dtype.
+
+    Args:
+        outputs: the values to return, each [T or R, width] after dimensions of size 1.
+        pools: by layer: key heads, width, value heads, value width.
+        dtype: of keys and values.
+
+    Raises:
+        NotLowered: an output has another shape.
+    """
+    returned = [Register(value.dtype, _width(tape, value), output=True) for value in outputs]
+    steps = _needed([*tape.steps, *(_copy(tape, *each) for each in zip(outputs, returned, strict=True))])
+    registers = list({id(each): each for step in steps for each in _registers(step)}.values())
+    slot_of = {id(each): slot for slot, each in enumerate(registers)}
+    most_tokens = most_tokens_for(dtype)
+    slots, memory = _allocated(steps, registers, most_tokens)
+    weights = [each.tensor for each in registers if each.tensor is not None]
+    return Program(
+        most_tokens, _encoded(steps, slot_of), slots, memory, weights,
+        [(slot_of[id(each)], each.table) for each in registers if each.table is not None],
+        [
+            Output(slot_of[id(each)], each.dtype, each.elements, value.rows)
+            for each, value in zip(returned, outputs, strict=True)
+        ],
+        pools, dtype,
+    )  # fmt: skip
+
+
+def _copy(tape: Tape, value: Value, output: Register) -> Step:
+    """The step that copies a value to an output."""
+    shape = value.shadow.shape
+    axis = tape.row_axis(value)
+    dims = tape.dims([value], shape, axis)
+    size = tuple(torch.Size([shape[i] for i in own]).numel() for own in dims)
+    if value.rows == Rows.ONE or size[:2] != (1, 1):
+        raise NotLowered("an output that is not one line per token")
+    there = Place(output, 0, size[2], (0, 0, 1))
+    copy = UNARY_FUNCTIONS.index("copy")
+    return Step(
+        Operation.ELEMENTWISE,
+        value.rows,
+        (1, 1, size[2]),
+        there,
+        tape.place(value, shape, axis, dims),
+        function=copy,
+    )
+
+
+def _allocated(steps: list[Step], registers: list[Register], most_tokens: int) -> tuple[np.ndarray, torch.Tensor]:
+    """The address of every register, int64, and the buffer with those of the program; a place is used again after the last step that
+    reads it."""
+    last = {}
+    for index, step in enumerate(steps):
+        last |= {id(each): index for each in _registers(step)}
+    free: dict[int, list[int]] = {}  # places by size
+    places: dict[int, tuple[int, int]] = {}
+    used = 0
+    for index, step in enumerate(steps):
+        own = {
+            id(each): each for each in _registers(step) if not (each.tensor is not None or each.table or each.output)
+        }
+        for key, register in own.items():
+            if key in places:
+                continue
+            size = -(-register.elements * register.dtype.itemsize * most_tokens // _ALIGNMENT) * _ALIGNMENT
+            if free.get(size):
+                places[key] = (free[size].pop(), size)
+            else:
+                places[key], used = (used, size), used + size
+        for key in own:
+            if last[key] == index:
+                free.setdefault(places[key][1], []).append(places[key][0])
+    memory = torch.empty(used + _ALIGNMENT, dtype=torch.uint8)
+    start = -(-memory.data_ptr() // _ALIGNMENT) * _ALIGNMENT
+    slots = np.zeros(len(registers), dtype=np.int64)
+    for slot, register in enumerate(registers):
+        if id(register) in places:
+            slots[slot] = start + places[id(register)][0]
+        elif register.tensor is not None:
+            slots[slot] = register.tensor.data_ptr()
+    return slots, memory
+
+
+def _encoded(steps: list[Step], slot_of: dict[int, int]) -> np.ndarray:
+    ops = np.zeros(len(steps), dtype=OP)
+    for op, step in zip(ops, steps, strict=True):
+        for name in ("operation", "kind", "function", "rows", "size", "scalar", "scalar2"):
+            op[name] = getattr(step, name)
+        for name in ("out", "a", "b", "c"):
+            place = getattr(step, name)
+            if place is None:
+                op[name]["slot"] = -1
+                continue
+            slot = slot_of[id(place.register)]
+            op[name] = (slot, place.offset, TYPES[place.register.dtype], place.token, place.strides)
+        for name, number in step.attention.items():
+            op[name] = number
+    ops["waits"] = _waits(steps)
+    return ops
+
+
+def _registers(step: Step) -> list[Register]:
+    return step.inputs if step.out is None else [*step.inputs, step.out.register]
+
+
+def _width(tape: Tape, value: Value) -> int:
+    """Elements of a value's row."""
+    axis = tape.row_axis(value)
+    return torch.Size([size for i, size in enumerate(value.shadow.shape) if i != axis]).numel()
+
+
+def _needed(steps: list[Step]) -> list[Step]:
+    """The steps that outputs depend on, and those that write or read the cache."""
+    wanted: set[int] = set()
+    kept = []
+    for step in reversed(steps):
+        makes = step.out is not None and (step.out.register.output or id(step.out.register) in wanted)
+        if makes or step.operation in _KEEPS:
+            wanted |= {id(each) for each in step.inputs}
+            kept.append(step)
+    return kept[::-1]
+
+
+def _waits(steps: list[Step]) -> list[bool]:
+    """Before which steps all threads must have done the steps before."""
+    waits, written, shared, alone = [], set(), False, False
+    for step in steps:
+        if step.operation in _SHARED:
+            wait = alone or any(id(each) in written for each in step.inputs)
+        else:
+            wait = shared
+        if wait:
+            written, shared, alone = set(), False, False
+        if step.operation in _SHARED:
+            shared = True
+            assert step.out is not None
+            written.add(id(step.out.register))
+        else:
+            alone = True
+        waits.append(wait)
+    return waits
