@@ -246,6 +246,12 @@ class PackedModel:
             output = self.graphs.run([rows], cache)
             if output is not None:
                 return output
+        return self.forward_eagerly(rows, cache, all_hidden_states)
+
+    def forward_eagerly(
+        self, rows: list[RowInput], cache: PagedStaticCache, all_hidden_states: bool = False
+    ) -> PackedOutput:
+        """`forward` without CUDA graphs."""
         batch = PackedBatch.pack(rows, cache, self.device, self.gather)
         if self.recurrent is not None:
             batch.states = make_plan(rows, batch.starts, cache, self.recurrent.chunks_continue)
