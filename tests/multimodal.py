@@ -122,7 +122,7 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "vocab_size": VOCAB,
     }),
 }  # fmt: skip
-HYBRID = "qwen3_5"  # its text model has recurrent layers: tests/test_recurrent.py
+HYBRID = "qwen3_5"  # its text model has recurrent layers: tests/test_recurrent_prompts.py
 MULTIMODAL = tuple(family for family in _FAMILIES if family != HYBRID)
 _TYPES = {"gemma3": "token_type_ids", "paligemma": "token_type_ids", **dict.fromkeys(
     ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "gemma4"), "mm_token_type_ids"
