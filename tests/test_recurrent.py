@@ -181,8 +181,9 @@ def test_rows_join_and_leave(name, states, models):
     """A scheduler that preempts, cancels and reads prompts in parts beside decoding rows."""
     model, drafter = models(name)
     decoder = make_decoder(model, drafter, {**CHAIN, "num_blocks": 12, "block_size": 4})
-    decoder.target.replays_drafts = states == "replayed"
+    decoder.target.replays_drafts, decoder.target.chooses_states = states == "replayed", False
     decoder.allocate(0, 4)
+    assert decoder.cache.states.replays == (states == "replayed")
     rng = random.Random(0)
     scheduler = Scheduler(decoder, max_rows=4, chunk=6, rng=rng)
     prompts = [[rng.randrange(5, 120) for _ in range(n)] for n in (3, 17, 1, 9, 26, 2, 12)]
