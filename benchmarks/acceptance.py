@@ -1,14 +1,17 @@
 """τ of every method with the bundled heads, chain and tree, on the held-out prompts that come with them.
 
     python benchmarks/acceptance.py [--json benchmarks/results/acceptance.json] [--readme docs/acceptance.md] [--only eagle3 ..]
+    python benchmarks/acceptance.py --target tiny-hybrid [..]    # the target with recurrent layers, and the time too
 
-Greedy, float32, batch 1. τ is tokens per forward of the target; every output must equal plain generate()'s.
+Greedy, float32, batch 1. τ is tokens per forward of the target; every output must equal plain generate()'s. For the hybrid, tokens per
+second of CPU time beside plain generate()'s: each prompt with every configuration and without any in turn, one thread.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
+import time
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +25,10 @@ from hf_specdec.cli.measure import Variant, environment, timed_generate, warm_up
 from hf_specdec.cli.options import BUNDLED_PROMPTS, encode_prompts, read_prompts
 
 K = 5
-BEGIN, END = "<!-- acceptance: benchmarks/acceptance.py -->", "<!-- end of acceptance -->"
+MARKERS = {  # of the targets' tables
+    "tiny": ("<!-- acceptance: benchmarks/acceptance.py -->", "<!-- end of acceptance -->"),
+    "tiny-hybrid": ("<!-- hybrid: benchmarks/acceptance.py -->", "<!-- end of hybrid -->"),
+}
 CHAIN = {"num_speculative_tokens": K}
 DYNAMIC = {"depth": K, "top_k": 4, "total_tokens": 24}
 STATIC = {"branching_factors": [3, 2, 1, 1, 1]}
@@ -58,6 +64,14 @@ CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
         }
     },
 }
+HYBRID_CONFIGS: dict[str, dict[str, dict[str, Any]]] = {
+    "mtp": {
+        "chain": {"method": "mtp", "num_speculative_tokens": 3},
+        "tree": {"method": "mtp", "branching_factors": [3, 2, 1]},
+    },
+    "ngram": {"chain": {"method": "ngram", "num_speculative_tokens": 3}},
+    "suffix": {"chain": {"method": "suffix"}},
+}
 
 
 def measure(model: Any, tokenizer: Any, tasks: dict[str, list[str]], config: dict[str, Any], plain: dict) -> dict:
@@ -82,6 +96,53 @@ def measure(model: Any, tokenizer: Any, tasks: dict[str, list[str]], config: dic
     return {"speculative_config": config, "tasks": out, "equal": equal, "prompts": sum(map(len, tasks.values()))}
 
 
+def measure_in_turns(model: Any, tokenizer: Any, tasks: dict[str, list[str]], configs: dict) -> list[dict[str, Any]]:
+    """`measure` for several configurations, prompt by prompt, with tokens per second of CPU time beside plain generate()'s."""
+    arguments = {"max_new_tokens": 128, "do_sample": False}
+    runs = [(method, shape, config) for method, shapes in configs.items() for shape, config in shapes.items()]
+    figures = {(method, shape): {task: TaskFigures() for task in tasks} for method, shape, _ in runs}
+    equal = dict.fromkeys(figures, 0)
+
+    def timed(inputs: Any, config: dict[str, Any] | None) -> tuple[Any, float, Any]:
+        began = time.process_time()
+        rows, _, speculation = timed_generate(model, inputs, Variant("", config), arguments, 0)
+        return rows, time.process_time() - began, speculation
+
+    for *_, config in runs:
+        warm_up(model, encode_prompts(tokenizer, tasks["math"][:1], None, model.device), Variant("", config), arguments)
+    for task, prompt in track([(t, prompt) for t, own in tasks.items() for prompt in own], "measuring", transient=True):
+        inputs = encode_prompts(tokenizer, [prompt], None, model.device)
+        plain, plain_seconds, _ = timed(inputs, None)
+        for method, shape, config in runs:
+            rows, seconds, speculation = timed(inputs, config)
+            own = figures[method, shape][task]
+            own.count(speculation, seconds, len(rows[0]))
+            own.plain_tokens, own.plain_seconds = own.plain_tokens + len(plain[0]), own.plain_seconds + plain_seconds
+            equal[method, shape] += rows == plain
+    results = []
+    for method, shape, config in runs:
+        own, whole = figures[method, shape], TaskFigures()
+        for each in own.values():
+            whole.add(each)
+        kept, summary = {task: {"tau": each.summary()["tau"]} for task, each in own.items()}, whole.summary()
+        names = (
+            "tau",
+            "acceptance_rate",
+            "acceptance_per_position",
+            "tokens_per_second",
+            "plain_tokens_per_second",
+            "speed_up",
+        )
+        kept["all"] = {name: summary[name] for name in names}
+        result = {"method": method, "shape": shape, "speculative_config": config, "tasks": kept}
+        results.append({**result, "equal": equal[method, shape], "prompts": sum(map(len, tasks.values()))})
+        print(
+            f"{method:16} {shape:6} τ {summary['tau']:.3f}  × {summary['speed_up']:.2f}  equal {equal[method, shape]}",
+            flush=True,
+        )
+    return results
+
+
 def with_others(results: list[dict[str, Any]], earlier: list[dict[str, Any]]) -> list[dict[str, Any]]:
     """New results among earlier ones, in the order of CONFIGS."""
     found = {(each["method"], each["shape"]): each for each in [*earlier, *results]}
@@ -90,23 +151,29 @@ def with_others(results: list[dict[str, Any]], earlier: list[dict[str, Any]]) ->
 
 def markdown(report: dict[str, Any]) -> str:
     """The table of docs/acceptance.md."""
-    tasks = list(next(iter(report["results"]))["tasks"])
-    lines = [
-        "| method | draft | " + " | ".join(tasks) + " |",
-        "|---|---|" + "---|" * len(tasks),
-    ]
+    tasks = list(report["results"][0]["tasks"])
+    timed = "speed_up" in report["results"][0]["tasks"]["all"]
+    heads = [*tasks, *(["tokens/s", "× plain"] if timed else [])]
+    lines = ["| method | draft | " + " | ".join(heads) + " |", "|---|---|" + "---|" * len(heads)]
+    if timed:
+        speed = report["results"][0]["tasks"]["all"]["plain_tokens_per_second"]
+        lines.append(f"| plain `generate()` | – | {'– | ' * (len(tasks) - 1)}1.00 | {speed:.0f} | 1.00 |")
     for result in report["results"]:
         keys = {
             k: v for k, v in result["speculative_config"].items() if k not in ("method", "model", "first", "second")
         }
         shape = f"{result['shape']} `{json.dumps(keys)}`" if keys else result["shape"]
         taus = " | ".join(f"{result['tasks'][task]['tau']:.2f}" for task in tasks)
+        if timed:
+            whole = result["tasks"]["all"]
+            taus += f" | {whole['tokens_per_second']:.0f} | {whole['speed_up']:.2f}"
         lines.append(f"| `{result['method']}` | {shape} | {taus} |")
     return "\n".join(lines)
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--target", choices=MARKERS, default="tiny", help="the bundled target")
     parser.add_argument("--json", type=Path, help="write the figures here")
     parser.add_argument("--readme", type=Path, help="put the table into this file, between its markers")
     parser.add_argument(
@@ -115,15 +182,17 @@ def main() -> None:
     parser.add_argument("--limit", type=int, help="at most so many prompts of each task")
     args = parser.parse_args()
     torch.set_num_threads(1)
-    folder = hf_specdec.bundled("tiny")
+    folder = hf_specdec.bundled(args.target)
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
     tasks: dict[str, list[str]] = {}
     for row in read_prompts(str(BUNDLED_PROMPTS)):
         tasks.setdefault(row["task"], []).append(row["prompt"])
     tasks = {task: prompts[: args.limit] for task, prompts in tasks.items()}
-    runs = [(method, shape) for method in args.only for shape in CONFIGS[method]]
     results, plain = [], {}
+    runs = [(method, shape) for method in args.only for shape in CONFIGS[method]] if args.target == "tiny" else []
+    if args.target == "tiny-hybrid":
+        results = measure_in_turns(model, tokenizer, tasks, HYBRID_CONFIGS)
     for method, shape in track(runs, "measuring", transient=True):
         found = measure(model, tokenizer, tasks, CONFIGS[method][shape], plain)
         results.append({"method": method, "shape": shape, **found})
@@ -139,9 +208,10 @@ def main() -> None:
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
     if args.readme:
         text = args.readme.read_text(encoding="utf-8")
-        head, rest = text.split(BEGIN)
-        tail = rest.split(END)[1]
-        args.readme.write_text(f"{head}{BEGIN}\n{markdown(report)}\n{END}{tail}", encoding="utf-8")
+        begin, end = MARKERS[args.target]
+        head, rest = text.split(begin)
+        tail = rest.split(end)[1]
+        args.readme.write_text(f"{head}{begin}\n{markdown(report)}\n{end}{tail}", encoding="utf-8")
 
 
 if __name__ == "__main__":

@@ -91,6 +91,12 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
     }),
     "qwen3_vl": ("qwen3_vl", {"text_config": {**_TEXT, **_MROPE}, "vision_config": _QWEN3_TOWER, **_QWEN_IDS}),
     "qwen3_vl_moe": ("qwen3_vl_moe", {"text_config": {**_TEXT, **_MROPE, **_MOE}, "vision_config": _QWEN3_TOWER, **_QWEN_IDS}),
+    "qwen3_5": ("qwen3_5", {
+        "text_config": {**_TEXT, **_MROPE, "layer_types": ["linear_attention", "full_attention", "linear_attention"],
+                        "linear_num_key_heads": 2, "linear_num_value_heads": 4, "linear_key_head_dim": 8,
+                        "linear_value_head_dim": 8, "linear_conv_kernel_dim": 4},
+        "vision_config": {**_QWEN3_TOWER, "depth": 1}, **_QWEN_IDS,
+    }),
     "glm4v": ("glm4v", {
         "text_config": {**_TEXT, **_MROPE},
         "vision_config": {"depth": 1, "hidden_size": 16, "intermediate_size": 16, "num_heads": 2, "patch_size": 8, "image_size": 32,
@@ -116,9 +122,10 @@ _FAMILIES: dict[str, tuple[str, dict[str, Any]]] = {
         "vocab_size": VOCAB,
     }),
 }  # fmt: skip
-MULTIMODAL = tuple(_FAMILIES)
+HYBRID = "qwen3_5"  # its text model has recurrent layers: tests/test_recurrent_prompts.py
+MULTIMODAL = tuple(family for family in _FAMILIES if family != HYBRID)
 _TYPES = {"gemma3": "token_type_ids", "paligemma": "token_type_ids", **dict.fromkeys(
-    ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", "gemma4"), "mm_token_type_ids"
+    ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "qwen3_5", "glm4v", "gemma4"), "mm_token_type_ids"
 )}  # fmt: skip
 
 
@@ -159,7 +166,7 @@ def _pixels(model: PreTrainedModel, rows: list[int], seed: int) -> dict[str, Any
         return torch.randn(shape, generator=generator)
 
     count, kind = sum(rows), model.config.model_type
-    if kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v"):
+    if kind in ("qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v", HYBRID):
         grids = torch.tensor([[1, 4, 4], [1, 4, 6], [1, 6, 4]] * count)[:count]
         return {"pixel_values": draw(int(grids.prod(1).sum()), 3 * 2 * 64), "image_grid_thw": grids}
     if kind in ("llava_next", "llava_onevision"):

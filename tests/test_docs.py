@@ -220,14 +220,16 @@ def test_figures_are_drawings():
         assert ElementTree.parse(figure).getroot().tag.endswith("svg")
 
 
-def test_the_acceptance_table_shows_the_kept_figures():
-    """docs/acceptance.md's table of τ is what benchmarks/acceptance.py makes of benchmarks/results/acceptance.json."""
+@pytest.mark.parametrize(("target", "file"), [("tiny", "acceptance"), ("tiny-hybrid", "acceptance-hybrid")])
+def test_the_acceptance_tables_show_the_kept_figures(target, file):
+    """docs/acceptance.md's tables are what benchmarks/acceptance.py makes of its kept results."""
     path = DOCS.parent / "benchmarks" / "acceptance.py"
     spec = importlib.util.spec_from_file_location("acceptance", path)
     acceptance = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(acceptance)
-    report = json.loads((path.parent / "results" / "acceptance.json").read_text(encoding="utf-8"))
+    report = json.loads((path.parent / "results" / f"{file}.json").read_text(encoding="utf-8"))
     text = (DOCS / "acceptance.md").read_text(encoding="utf-8")
-    shown = text.split(acceptance.BEGIN)[1].split(acceptance.END)[0]
+    begin, end = acceptance.MARKERS[target]
+    shown = text.split(begin)[1].split(end)[0]
     assert shown.strip() == acceptance.markdown(report)
     assert all(result["equal"] == result["prompts"] for result in report["results"])

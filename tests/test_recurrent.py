@@ -101,7 +101,7 @@ def test_greedy_text_is_plain_text(name, models):
         out = speculative(model, drafter, inputs, config, return_dict_in_generate=True)
         assert torch.equal(out.sequences, expected), method
         assert method not in ("chain", "tree") or 1.2 < out.speculation.mean_accepted_length < 4
-        if method == "tree":
+        if method in ("ngram", "chain", "tree"):
             one = {key: value[3:4, 1:] for key, value in inputs.items()}
             assert torch.equal(speculative(model, drafter, one, config)[0], expected[3, 1:])
     assert_clean(model)
@@ -181,8 +181,9 @@ def test_rows_join_and_leave(name, states, models):
     """A scheduler that preempts, cancels and reads prompts in parts beside decoding rows."""
     model, drafter = models(name)
     decoder = make_decoder(model, drafter, {**CHAIN, "num_blocks": 12, "block_size": 4})
-    decoder.target.replays_drafts = states == "replayed"
+    decoder.target.replays_drafts, decoder.target.chooses_states = states == "replayed", False
     decoder.allocate(0, 4)
+    assert decoder.cache.states.replays == (states == "replayed")
     rng = random.Random(0)
     scheduler = Scheduler(decoder, max_rows=4, chunk=6, rng=rng)
     prompts = [[rng.randrange(5, 120) for _ in range(n)] for n in (3, 17, 1, 9, 26, 2, 12)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import NamedTuple
 
 import torch
@@ -16,6 +17,15 @@ class Base(NamedTuple):
     slot: int
     state: int
     replayed: list[int]
+
+
+@dataclass
+class KeptStates:
+    """A row's states after some tokens: per layer, the convolution's last inputs [channels, k], and the recurrent state where the
+    layer has one."""
+
+    conv: dict[int, torch.Tensor]
+    recurrent: dict[int, torch.Tensor]
 
 
 class StatePool:
@@ -182,6 +192,17 @@ class StatePool:
         if self.replays:
             before = self.inputs.get(layer) or (None,) * len(inputs)
             self.inputs[layer] = tuple(_grown(b, each, self.num_slots) for b, each in zip(before, inputs, strict=True))
+
+    def load(self, seq_id: int, kept: KeptStates, num_tokens: int) -> None:
+        """Let a sequence go on after its first `num_tokens` tokens from states that were made elsewhere."""
+        (slot,), (state,) = self.take(seq_id, 0, 0, [num_tokens], num_tokens)
+        for layer, conv in kept.conv.items():
+            recurrent = kept.recurrent.get(layer)
+            if not self.is_allocated(layer):
+                self.allocate(layer, conv[None], None if recurrent is None else recurrent[None])
+            self.conv[layer][slot] = conv
+            if recurrent is not None:
+                self.recurrent[layer][state] = recurrent
 
     def is_allocated(self, layer: int) -> bool:
         """True if a layer's pools have all slots and states."""

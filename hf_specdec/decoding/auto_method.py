@@ -60,7 +60,9 @@ class AutoMethod(AutoLength):
             *(AcceptanceEstimates(longest, self.MODEL_GUESS) for _ in models),
         ]
         self.acceptance = self.estimates[self.num_lookups if len(self.names) > self.num_lookups else 0]
-        self.drafting = [FittedCost(np.zeros(4), dropped=2) for _ in self.names]  # of drafters with weights: see StepCost.drafting
+        self.drafting = [
+            FittedCost(np.zeros(4), dropped=2) for _ in self.names
+        ]  # of drafters with weights: see StepCost.drafting
         self.looking_up = [FittedCost(np.zeros(2)) for _ in lookups]
         self._value = np.zeros(self.num_lookups)  # tokens per row that each look-up is expected to save in a step
         self._asked_for = np.zeros(self.num_lookups, dtype=np.int64)  # steps since it last rested

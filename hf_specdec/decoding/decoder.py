@@ -276,8 +276,11 @@ class SpeculativeDecoder:
         """
         if self.policy.needs_observations:
             self.timer.start()
-        for seq, layers in zip(sequences, prompt.keys_values, strict=True):
+        for i, (seq, layers) in enumerate(zip(sequences, prompt.keys_values, strict=True)):
             self.keep_outside(seq, layers)
+            if prompt.states is not None:
+                assert self.cache.states is not None
+                self.cache.states.load(seq.id, prompt.states[i], self.cache.tables[seq.id].length)
         trees = DraftTrees.empty(len(sequences), self.target.device)
         if self.policy.needs_observations:
             self.timer.proposed()

@@ -12,9 +12,10 @@ from transformers.generation.stopping_criteria import StoppingCriteriaList
 from ..core.errors import UnsupportedModel
 from ..model.architectures import check_length, is_multimodal
 from ..model.prompt import read_prompt, row_of
+from ..model.recurrent import stateful_layers, states_of
 from .batch_run import BatchRun, Returns
 from .decoder import SpeculativeDecoder
-from .kept_states import fill_states, load_states, stateful_layers
+from .kept_states import fill_states
 from .outputs import (
     RowTensors,
     SpeculativeDecoderOnlyOutput,
@@ -84,9 +85,8 @@ def decode(
     )  # fmt: skip
     keep_cache = returns.as_dict or getattr(past_key_values, "_is_user_defined", False)
     export = past_key_values if keep_cache and isinstance(past_key_values, DynamicCache) else None
-    can_preempt = not (
-        num_cached and decoder.target.recurrent is not None
-    )  # a state that the caller passed is not kept
+    # A state that comes from the caller's cache or from the model's own reading of a prompt is not kept.
+    can_preempt = not ((num_cached or prompt_inputs is not None) and decoder.target.recurrent is not None)
     run = BatchRun(decoder, sequences, observer, tensors, returns, export is not None, can_preempt)
     decoder.all_hidden_states, decoder.rows_have_places = returns.hidden, True
     decoder.policy.begin_batch()
@@ -145,10 +145,10 @@ def _check_methods(decoder: SpeculativeDecoder, num_cached: int, prompt_inputs: 
             "that input_ids leave out: pass the whole prompt without past_key_values, or use a method that reads no hidden "
             "states of it, like 'ngram'."
         )
-    if prompt_inputs is not None and decoder.target.recurrent is not None:
+    if num_cached and prompt_inputs is not None and decoder.target.recurrent is not None:
         raise UnsupportedModel(
-            f"{type(decoder.target.model).__name__} has layers with a state, which is not taken over from a prompt that the model reads in "
-            "its own way: images, embeddings or other positions. Call generate() without speculative_config."
+            f"{type(decoder.target.model).__name__} has layers with a state, so a prompt with images, embeddings or other positions cannot "
+            "continue past_key_values: pass the whole prompt without them."
         )
     if prompt_inputs is not None and decoder.target.deterministic:
         raise ValueError(
@@ -164,7 +164,8 @@ def _load_cache(decoder: SpeculativeDecoder, sequences, cache: Any, columns: lis
         if not len(own):
             continue
         decoder.keep_outside(seq, row_of(cache, i, own))
-        load_states(decoder.cache, seq, cache, i, len(own))
+        if decoder.cache.states is not None:
+            decoder.cache.states.load(seq.id, states_of(cache, i), len(own))
         if len(own) == seq.prompt_length - 1:  # generate() reads one token after a state by the one-token rule
             seq.chunked_length = len(own)
 

@@ -272,6 +272,12 @@ class PackedModel:
             output = self.native.run(rows, cache)
             if output is not None:
                 return output
+        return self.forward_eagerly(rows, cache, all_hidden_states)
+
+    def forward_eagerly(
+        self, rows: list[RowInput], cache: PagedStaticCache, all_hidden_states: bool = False
+    ) -> PackedOutput:
+        """`forward`, operator by operator."""
         batch = PackedBatch.pack(rows, cache, self.device, self.gather)
         batch.with_native = self.with_native
         if self.recurrent is not None:

@@ -15,12 +15,13 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from ..cache import PagedStaticCache
+from ..cache.state_pool import KeptStates, StatePool
 from ..core.errors import UnsupportedModel
 from ..core.output import PackedOutput
 from ..core.rows import RowInput
 from . import architectures
-from .packed_batch import PackedBatch
 from .packed_model import PackedModel
+from .recurrent import states_of
 from .self_test import evaluating, relative_error
 
 KeysValues = list[
@@ -41,12 +42,14 @@ class ReadPrompt:
         counts: per row, how many tokens were read: those that no cache held.
         offsets: per row, what positions exceed indices by.
         keys_values: per row, keys and values of the whole prompt.
+        states: per row, the states of recurrent layers after it; None: there are none.
     """
 
     output: PackedOutput
     counts: list[int]
     offsets: list[int]
     keys_values: list[KeysValues]
+    states: list[KeptStates] | None = None
 
 
 @torch.no_grad()
@@ -74,7 +77,7 @@ def read_prompt(
     """
     model = packed.model
     given = inputs.get("past_key_values")
-    cache = given if isinstance(given, DynamicCache) and given.get_seq_length() else DynamicCache()
+    cache = given if isinstance(given, DynamicCache) and given.get_seq_length() else _new_cache(packed)
     cached, end = int(cache.get_seq_length()), text.shape[1]
     inputs = {**inputs, "past_key_values": cache, "use_cache": True}
     if "logits_to_keep" in inputs:
@@ -104,6 +107,7 @@ def read_prompt(
     offsets = _offsets(packed, positions[-1], columns)
     _check_keys(packed, cache, end)
     keys_values = [row_of(cache, i, own) for i, own in enumerate(columns)]
+    states = None if packed.recurrent is None else [states_of(cache, i) for i in range(len(columns))]
     read = [own[own >= cached] for own in columns]
     rows = np.repeat(np.arange(len(read)), [len(own) for own in read])
     at = torch.from_numpy(rows), torch.from_numpy(np.concatenate(read) - cached)
@@ -126,13 +130,20 @@ def read_prompt(
         [len(own) for own in read],
         offsets,
         keys_values,
+        states,
     )
     kind = _kind(inputs)
     if kind not in packed.checked_prompts:
         _check_next_step(packed, prompt, input_ids, inputs, output, [len(own) for own in columns])
-        cache.crop(-1)
+        if states is None:
+            cache.crop(-1)
         packed.checked_prompts.add(kind)
     return prompt
+
+
+def _new_cache(packed: PackedModel) -> DynamicCache:
+    """An empty cache of transformers', with a layer of its kind for each recurrent layer."""
+    return DynamicCache() if packed.recurrent is None else DynamicCache(config=packed.config)
 
 
 def _offsets(packed: PackedModel, positions: torch.Tensor | None, columns: list[np.ndarray]) -> list[int]:
@@ -216,14 +227,17 @@ def _check_next_step(
         step = model.prepare_inputs_for_generation(ids, next_sequence_length=1, **following)
         expected = model(**step, return_dict=True).logits[row, -1:].float()
     length = lengths[row]
-    cache = PagedStaticCache(packed.config.num_hidden_layers, length // 16 + 1, 16, share_prefixes=False)
+    states = None if prompt.states is None else StatePool()
+    num_layers = packed.config.num_hidden_layers
+    cache = PagedStaticCache(num_layers, length // 16 + 1, 16, share_prefixes=False, states=states)
     cache.add(0)
     cache.reserve(0, length + 1)
     cache.load_all(0, prompt.keys_values[row])
+    if states is not None and prompt.states is not None:
+        states.load(0, prompt.states[row], length)
     token = RowInput(0, tokens[row : row + 1].cpu().numpy(), length, offset=prompt.offsets[row])
     with evaluating(model), packed.active():
-        batch = PackedBatch.pack([token], cache, packed.device, packed.gather)
-        logits = packed.forward_batch(batch, batch.logit_index).logits
+        logits = packed.forward_eagerly([token], cache).logits
     error = relative_error(logits, expected)
     tolerance = _TOLERANCES.get(model.dtype, _TOLERANCE_LOW_PRECISION)
     if not error <= tolerance:

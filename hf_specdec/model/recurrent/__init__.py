@@ -1,7 +1,11 @@
 """Layers with a state: recurrences and short convolutions over packed rows."""
 
 from .families import FAMILIES, Family, family_of, layers_without_keys
+from .foreign import stateful_layers, states_of
 from .mixers import RecurrentLayers
 from .plan import StatePlan, make_plan
 
-__all__ = ["FAMILIES", "Family", "RecurrentLayers", "StatePlan", "family_of", "layers_without_keys", "make_plan"]
+__all__ = [
+    "FAMILIES", "Family", "RecurrentLayers", "StatePlan", "family_of", "layers_without_keys", "make_plan", "stateful_layers",
+    "states_of",
+]  # fmt: skip
