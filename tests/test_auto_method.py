@@ -71,7 +71,7 @@ class World:
         limits = [LONGEST] * self.num_rows if forced else policy.limits(self.sequences, [LONGEST] * self.num_rows)
         drafts, drafting, lookups = [[] for _ in self.sequences], 0.0, 0.0
         if any(limits):
-            awake = [forced or policy.is_awake(index) for index in range(self.num_lookups)]
+            awake = [forced is not None or policy.is_awake(index) for index in range(self.num_lookups)]
             offers = [
                 DraftTrees.from_lists([self.guess(name, row, LONGEST) if asked else [] for row in range(self.num_rows)])
                 for name, asked in zip(self.names, awake, strict=False)

@@ -9,7 +9,7 @@ import torch
 import transformers
 from transformers import BartForCausalLM, LlamaForCausalLM, Mamba2ForCausalLM
 
-from hf_specdec.decoding import decoder
+from hf_specdec.decoding import fed_rows
 
 ROOT = Path(__file__).resolve().parents[1]
 
@@ -31,13 +31,13 @@ def test_what_becomes_of_classes(script):
 
 def test_wrong_texts_and_errors_are_found(script, monkeypatch):
     """A model that reads other positions than it should, and an exception that is no refusal."""
-    real = decoder.RowInput
+    real = fed_rows.RowInput
     monkeypatch.setattr(
-        decoder, "RowInput", lambda *args, **kwargs: real(*args, **(kwargs | {"offset": 3 * (args[2] > 13)}))
+        fed_rows, "RowInput", lambda *args, **kwargs: real(*args, **(kwargs | {"offset": 3 * (args[2] > 13)}))
     )
     trial = script.attempt("llama", LlamaForCausalLM)
     assert trial.way == "WRONG" and "ngram" in trial.why
-    monkeypatch.setattr(decoder, "RowInput", lambda *args, **kwargs: torch.zeros(2).view(3))
+    monkeypatch.setattr(fed_rows, "RowInput", lambda *args, **kwargs: torch.zeros(2).view(3))
     trial = script.attempt("llama", LlamaForCausalLM)
     assert trial.way == "ERROR" and trial.why.startswith("RuntimeError")
 

@@ -14,8 +14,8 @@ class FittedCost:
     """Seconds as a non-negative combination of features, fitted to recent measurements.
 
     Each size is represented by the lower median of its last few measurements, so a step delayed by a busy machine changes
-    nothing. The first measurements are dropped: they may have compiled kernels or packed weights. The fit minimises relative errors over the
-    sizes seen (large errors count linearly, not squared), with decaying weights and a weak pull towards `prior`.
+    nothing. The first measurements are dropped: they may have compiled kernels or packed weights. The fit minimises relative
+    errors over the sizes seen (large errors count linearly, not squared), with decaying weights and a weak pull towards `prior`.
 
     Args:
         prior: float [F], initial coefficients, relative to a typical measurement.
