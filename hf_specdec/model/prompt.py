@@ -79,15 +79,7 @@ def read_prompt(
     given = inputs.get("past_key_values")
     cache = given if isinstance(given, DynamicCache) and given.get_seq_length() else _new_cache(packed)
     cached, end = int(cache.get_seq_length()), text.shape[1]
-    inputs = {**inputs, "past_key_values": cache, "use_cache": True}
-    if "logits_to_keep" in inputs:
-        if packed.taps.logits:
-            inputs["logits_to_keep"] = 0  # logits of all tokens
-        elif packed.taps.layers or packed.taps.last_hidden:
-            # With a number, Gemma 4's layers that read other layers' keys run over these last tokens only.
-            inputs["logits_to_keep"] = torch.tensor([-1], device=packed.device)
-    if all_hidden_states:
-        inputs["output_hidden_states"] = True
+    inputs = {**inputs, "past_key_values": cache, "use_cache": True, **_wanted(packed, inputs, all_hidden_states)}
     if (
         all_hidden_states or "mm_encoder_outputs" not in inputs
     ):  # transformers cuts ids and features into chunks, nothing else
@@ -139,6 +131,18 @@ def read_prompt(
             cache.crop(-1)
         packed.checked_prompts.add(kind)
     return prompt
+
+
+def _wanted(packed: PackedModel, inputs: dict[str, Any], all_hidden_states: bool) -> dict[str, Any]:
+    """The arguments that say what the forward returns."""
+    wanted: dict[str, Any] = {"output_hidden_states": True} if all_hidden_states else {}
+    if "logits_to_keep" in inputs:
+        if packed.taps.logits:
+            wanted["logits_to_keep"] = 0  # logits of all tokens
+        elif packed.taps.layers or packed.taps.last_hidden:
+            # With a number, Gemma 4's layers that read other layers' keys run over these last tokens only.
+            wanted["logits_to_keep"] = torch.tensor([-1], device=packed.device)
+    return wanted
 
 
 def _new_cache(packed: PackedModel) -> DynamicCache:
