@@ -250,7 +250,8 @@ def test_prefix_layer_with_qwen2_s_biases(tmp_path):
     config = write(tmp_path, tensors)
     with recorded(HydraPrefixGenerator) as recording:
         target.generate(**RAGGED, max_new_tokens=12, speculative_config=config)
-    check_against(PlainPrefix(tensors, target, theta=500.0), recording, target)
+    # Both sides read float32 features, summed in different orders.
+    check_against(PlainPrefix(tensors, target, theta=500.0), recording, target, tolerance=3e-4)
 
 
 @pytest.mark.parametrize("prefix", [False, True])

@@ -196,7 +196,7 @@ def test_a_bad_choice_is_one_clear_error(monkeypatch):
     from hf_specdec.kernels.dispatch import uses_triton
 
     monkeypatch.setenv("HF_SPECDEC_KERNELS", "tritn")
-    with pytest.raises(ValueError, match="HF_SPECDEC_KERNELS must be one of reference, triton, not 'tritn'"):
+    with pytest.raises(ValueError, match="HF_SPECDEC_KERNELS must be one of reference, triton, native, not 'tritn'"):
         uses_triton(torch.device("cpu"))
     monkeypatch.delenv("HF_SPECDEC_KERNELS")
     assert not uses_triton(torch.device("cpu"))
