@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -50,11 +51,12 @@ class AutoLength(DraftLengthPolicy):
     make the product of the remaining steps and the time of a step smallest: a row ahead of the slowest one does not draft.
 
     A row that is not worth drafting for is probed with one token now and then; each failed probe doubles the pause before the
-    next. Time lost against plain decoding is charged to an account, which earns `ALLOWANCE` of the time spent and is credited
-    with time saved. No step may cost more than the account holds, which bounds the loss on text where nothing is accepted.
+    next. Time lost against plain decoding, that of choosing included, is charged to an account, which earns `ALLOWANCE` of the time spent
+    and is credited with time saved. No step may cost more than the account holds, which bounds the loss on text where nothing is accepted.
 
     Args:
         longest: deepest draft there can be.
+        clock: seconds, to charge the time of choosing; None: it is not charged.
     """
 
     needs_observations = True
@@ -71,8 +73,8 @@ class AutoLength(DraftLengthPolicy):
     ENDED_MEMORY = 0.9  # decay of the counts of how rows ended
     LONGEST_STALE = 256  # steps between two measurements of a plain step while drafting pays
 
-    def __init__(self, longest: int):
-        self.cost = StepCost()
+    def __init__(self, longest: int, clock: Callable[[], float] | None = None):
+        self.cost, self.clock = StepCost(), clock or (lambda: 0.0)
         self.acceptance = AcceptanceEstimates(longest)
         self.account = self.CREDIT
         self.num_steps = 0
@@ -99,6 +101,18 @@ class AutoLength(DraftLengthPolicy):
         """Depths that maximise the expected tokens per second, plus the probes that are due and affordable."""
         if not any(caps) or self.is_plain(sequences):
             return [0] * len(sequences)
+        began = self.clock()
+        chosen = self._chosen(sequences, caps)
+        self._charge(self.clock() - began, len(sequences))
+        return chosen
+
+    def _charge(self, seconds: float, num_rows: int) -> None:
+        """Charge the time of choosing."""
+        if self.cost.target:
+            self.account -= seconds / float(self.cost.of_target(num_rows, num_rows))
+
+    def _chosen(self, sequences: list[Sequence], caps: list[int]) -> list[int]:
+        """`limits` of rows that may draft."""
         rows = self.acceptance.rows(sequences)
         gains, nodes = self.acceptance.expected(rows)
         backlogs = self.acceptance.backlogs(rows, sequences)

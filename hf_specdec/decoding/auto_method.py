@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
@@ -41,6 +42,7 @@ class AutoMethod(AutoLength):
 
     Args:
         generator: the drafters. This policy becomes its chooser.
+        clock: see AutoLength.
     """
 
     RECHECKS = 32, 256  # steps after which a drafter is tried again on a row that another one serves: at first, at most
@@ -49,9 +51,9 @@ class AutoMethod(AutoLength):
     RESTS = 16, 256  # steps for which a look-up rests: at first, at most
     VALUE_MEMORY = 0.9  # decay of what a look-up is worth, per step
 
-    def __init__(self, generator: AutoGenerator):
+    def __init__(self, generator: AutoGenerator, clock: Callable[[], float] | None = None):
         longest = generator.config.longest_draft or 1
-        super().__init__(longest)
+        super().__init__(longest, clock)
         self.names, self.num_lookups = generator.names, generator.num_lookups
         self.longest = generator.longest
         lookups, models = range(self.num_lookups), range(self.num_lookups, len(self.names))
@@ -99,6 +101,7 @@ class AutoMethod(AutoLength):
         self, sequences: list[Sequence], limits: list[int], offers: list[DraftTrees], seconds: list[float]
     ) -> Choice:
         """See `candidate_generators.auto.generator.Chooser`."""
+        began = self.clock()
         room, rows = np.asarray(limits), [each.rows(sequences) for each in self.estimates]
         if not self.cost.target:  # in a step that reads prompts, drafts cost little
             begins = np.array([seq.num_generated == 0 for seq in sequences])
@@ -107,6 +110,7 @@ class AutoMethod(AutoLength):
         else:
             choice = self._best(sequences, rows, offers, room)
         self._asked = _Asked({seq.id: i for i, seq in enumerate(sequences)}, offers, seconds, choice)
+        self._charge(self.clock() - began, len(sequences))
         return choice
 
     def _best(
