@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from hf_specdec.kernels import dispatch
+from hf_specdec.kernels import dispatch, native
 
 
 @pytest.mark.parametrize(("capability", "served"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
@@ -25,3 +25,29 @@ def test_without_triton_gpus_have_the_definitions(monkeypatch):
     dispatch._is_served.cache_clear()
     assert not dispatch.uses_triton(torch.device("cuda", 0))
     dispatch._is_served.cache_clear()
+
+
+def test_the_native_library_serves_cpus_where_it_is(monkeypatch):
+    monkeypatch.delenv(dispatch.VARIABLE, raising=False)
+    monkeypatch.setattr(dispatch, "library", lambda: object())
+    assert dispatch.uses_native(torch.device("cpu")) and not dispatch.uses_native(torch.device("cuda", 0))
+    for choice, used in (("native", True), ("reference", False), ("triton", False)):
+        monkeypatch.setenv(dispatch.VARIABLE, choice)
+        assert dispatch.uses_native(torch.device("cpu")) is used
+    monkeypatch.setattr(dispatch, "library", lambda: None)
+    monkeypatch.setattr(dispatch, "why_not_loaded", lambda: "it was not compiled")
+    monkeypatch.setenv(dispatch.VARIABLE, "native")
+    with pytest.raises(ImportError, match="HF_SPECDEC_KERNELS=native: it was not compiled"):
+        dispatch.uses_native(torch.device("cpu"))
+    monkeypatch.delenv(dispatch.VARIABLE)
+    assert not dispatch.uses_native(torch.device("cpu"))
+
+
+def test_a_library_that_does_not_fit_is_not_used(monkeypatch, tmp_path):
+    monkeypatch.setattr(native, "PATH", tmp_path / "library.so")
+    assert "not compiled" in native.why_not_loaded()
+    (tmp_path / "library.so").write_bytes(b"no library")
+    assert "does not load" in native.why_not_loaded()
+    native.library.cache_clear()
+    assert native.library() is None and "is not used" in native.description()
+    native.library.cache_clear()

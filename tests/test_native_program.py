@@ -112,6 +112,15 @@ def test_other_models_run_operator_by_operator(family):
         pass
 
 
+def test_a_model_with_few_positions_runs_operator_by_operator():
+    model = make("OPT", max_position_embeddings=24)
+    native, plain = prepare(model), prepare(model, ModelOptions(native=False))
+    rows = [[RowInput(0, np.arange(1, 12), 0)], [RowInput(0, np.array([7]), 11)]]
+    found, wanted = outputs(native, rows, 2), outputs(plain, rows, 2)
+    assert "positions" in native.native.refused
+    assert all(is_close(ours.logits, own.logits) for ours, own in zip(found, wanted, strict=True))
+
+
 def test_early_exit_runs_the_first_layers():
     model = make("Llama")
     native, plain = prepare(model, num_layers=2), prepare(model, ModelOptions(native=False), num_layers=2)

@@ -330,13 +330,13 @@ def test_keys_drain_and_a_full_queue():
         key = {"Authorization": "Bearer other"}
         assert process.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, key)[0] == 200
         found = []
-        long = {"prompt": "Lily", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
+        long = {"prompt": "Lily", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
         threads = [
             threading.Thread(target=lambda: found.append(process.post("/v1/completions", long, key))) for _ in range(4)
         ]
         for thread in threads:
             thread.start()
-            time.sleep(0.3)
+            time.sleep(0.15)
         time.sleep(0.2)
         process.process.send_signal(signal.SIGTERM)
         for thread in threads:

@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from ..packed_model import PackedModel
 
 _SIZES = (29, 31, 37, 41, 43, 47, 53, 59)  # of the recorded batch: numbers of tokens that no dimension of a model has
+_MORE = 8  # room for the tokens of the further batches
 
 
 @torch.no_grad()
@@ -31,6 +32,8 @@ def build(packed: PackedModel) -> Program:
         NotLowered: the library cannot run the model, or computes something else than it; the message says why.
     """
     num_selected, num_tokens = _sizes(packed)
+    if packed.max_positions is not None and packed.max_positions < num_tokens + _MORE:
+        raise NotLowered(f"its {packed.max_positions} positions, too few to record a forward")
     tape = Tape(num_tokens, num_selected)
     rows = _first_rows(num_tokens, num_selected, packed.vocab_size)
     cache, ours = _cache(packed, rows), _cache(packed, rows)
@@ -99,7 +102,7 @@ def _cache(packed: PackedModel, rows: list[RowInput]):
     for row in rows:
         cache.add(row.seq_id)
     for row in reversed(rows):
-        cache.reserve(row.seq_id, row.num_tokens + 8)
+        cache.reserve(row.seq_id, row.num_tokens + _MORE)
     return cache
 
 
@@ -110,8 +113,13 @@ def _record(packed: PackedModel, tape: Tape, rows: list[RowInput], cache) -> tup
     recorder = Recorder(model, batch, tape)
     batch._on_device[packed.device] = _OnDevice(batch.write_slots, None, writer_for(packed.device), recorder.attend)
     batch._on_device[packed.device].write = recorder.write
-    with recorder.angles_by_position(model), recorder:
-        return packed.forward_batch(batch, batch.logit_index), recorder, batch
+    try:
+        with recorder.angles_by_position(model), recorder:
+            return packed.forward_batch(batch, batch.logit_index), recorder, batch
+    except (NotLowered, torch.OutOfMemoryError):
+        raise
+    except Exception as failure:  # an unknown model may do anything with the recorded tensors
+        raise NotLowered(f"its recorded forward raised {type(failure).__name__} ({failure})") from failure
 
 
 def _check(packed: PackedModel, program: Program, cache, rows: list[RowInput], wanted: PackedOutput) -> None:
