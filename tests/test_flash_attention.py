@@ -189,7 +189,7 @@ def test_a_build_from_the_hub(installed, monkeypatch):
 def test_generate(installed, defined_attention, graphs_in_python, method, cuda_graphs):  # noqa: F811
     """A whole generation: prompts, decoding and chains by the stand-in, trees by ours."""
     target, inputs = tiny_llama().to(torch.bfloat16), ragged([70, 5, 12])
-    config = {"method": method, "num_speculative_tokens": 3, "cuda_graphs": cuda_graphs}
+    config = {"method": method, "num_speculative_tokens": 3, "cuda_graphs": cuda_graphs, "native": False}
     config |= {"prompt_lookup_min": 1} if method == "ngram" else {"use_tree": True}
     stand_in = installed(3, "never")
     plain = target.generate(**inputs, max_new_tokens=12, do_sample=False, speculative_config=config)

@@ -100,7 +100,8 @@ class DraftTrees:
     def check(self) -> None:
         """Raise ValueError if a parent does not come before its child, or if a length is out of range."""
         width = self.tokens.shape[1]
-        if any(not 0 <= n <= width for n in self.lengths) or len(self.lengths) != self.tokens.shape[0]:
+        least, most = min(self.lengths, default=0), max(self.lengths, default=0)
+        if least < 0 or most > width or len(self.lengths) != self.tokens.shape[0]:
             raise ValueError(f"Draft lengths {self.lengths} do not fit tokens of shape {tuple(self.tokens.shape)}.")
         if self.parents is not None and ((self.parents < -1) | (self.parents >= np.arange(width))).any():
             raise ValueError("A draft tree's parents must come before their children (-1 is the root).")

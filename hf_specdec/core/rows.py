@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 
 import numpy as np
 import torch
@@ -33,6 +33,7 @@ class RowInput:
         offset: added to the positions that the model is given; windows and masks go by `positions`.
         prompt: how many of the first tokens belong to a prompt: layers with a recurrent state read these in their chunk form, as
             plain generate() does, and all others token by token.
+        num_tokens: t. Whoever changes `tokens` or `drafts` changes it too.
     """
 
     seq_id: int
@@ -46,8 +47,7 @@ class RowInput:
     drafts: torch.Tensor | None = None
     offset: int = 0
     prompt: int = 0
+    num_tokens: int = field(init=False)
 
-    @property
-    def num_tokens(self) -> int:
-        """t: the tokens and the drafts after them."""
-        return self.tokens.shape[0] + (0 if self.drafts is None else self.drafts.shape[0])
+    def __post_init__(self) -> None:
+        self.num_tokens = self.tokens.shape[0] + (0 if self.drafts is None else self.drafts.shape[0])

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-import itertools
 
 import numpy as np
 import torch
@@ -417,11 +416,11 @@ class SpeculativeDecoder:
         kept, paths, emitted, first_logits = [], [], [], []
         if pending.verdict is not None:
             verdict = pending.verdict.wait()
-            roots = [0, *itertools.accumulate(length + 1 for length in trees.lengths)]  # each row's first score row
+            roots = np.cumsum([0, *trees.lengths]) + np.arange(len(trees.lengths) + 1)  # each row's first score row
             accepted, next_tokens = trees.paths(verdict.accepted), verdict.next_tokens.tolist()
             deepest, several = _deepest(trees), bool(self.generator.drafters)
             for i, seq in zip(going_on, sequences, strict=True):
-                path, first = accepted[i], roots[i]
+                path, first = accepted[i], int(roots[i])
                 drafted = verdict.tokens[i, path].tolist() if path else []
                 kept.append((seq.id, len(seq.tokens), path))
                 new = seq.accept([*drafted, next_tokens[i]])

@@ -88,6 +88,7 @@ def _append_tree(row: RowInput, trees: DraftTrees, index: int) -> None:
     if not count:
         return
     row.drafts = nodes if count == nodes.shape[0] else nodes[:count]
+    row.num_tokens += count
     if trees.is_chain:
         return
     positions = row.start + np.arange(num_own + count)

@@ -62,6 +62,7 @@ class PEagleGenerator(Eagle3Base):
         for row, own in zip(inputs, text_features, strict=True):
             limit, end = self.limits[row.seq_id], packed + len(own)
             row.tokens = np.concatenate([row.tokens, np.full(limit - 1, self.mask_token)])
+            row.num_tokens += limit - 1
             features += [own, self.mask_features.expand(limit - 1, -1)]
             wanted.append(np.arange(end - 1, end - 1 + limit))
             self.first_logits[row.seq_id] = offset

@@ -49,24 +49,30 @@ class NativeRows:
     @classmethod
     def of(cls, rows: Iterable[NativeRow]) -> NativeRows:
         """Describe the rows."""
-        lines, kept = [], []
-
-        def address(array: np.ndarray | None, dtype: type) -> int:
-            if array is None:
-                return 0
-            own = np.ascontiguousarray(array, dtype=dtype)
-            kept.append(own)
-            return own.__array_interface__["data"][0]  # `.ctypes` takes several times as long
-
+        lines, kept, most = [], [], 0
         for row in rows:
-            region = 0 if row.visibility is None else row.visibility.shape[1]
-            lines.append(
-                (
-                    row.start, row.end, row.length, address(row.slots, np.int64), address(row.visibility, np.uint8), region,
-                    address(row.region_positions, np.int64), address(row.positions, np.int64),
-                )
-            )  # fmt: skip
-        most = max((row[1] - row[0] for row in lines), default=0)
+            line = [
+                row.start,
+                row.end,
+                row.length,
+                0,
+                0,
+                0 if row.visibility is None else row.visibility.shape[1],
+                0,
+                0,
+            ]
+            for place, array, dtype in (
+                (3, row.slots, np.int64),
+                (4, row.visibility, np.uint8),
+                (6, row.region_positions, np.int64),
+                (7, row.positions, np.int64),
+            ):
+                if array is not None:
+                    own = np.ascontiguousarray(array, dtype=dtype)
+                    kept.append(own)
+                    line[place] = own.__array_interface__["data"][0]  # `.ctypes` takes several times as long
+            lines.append(line)
+            most = max(most, row.end - row.start)
         return cls(np.array(lines, dtype=np.int64).reshape(-1, 8), most, kept)
 
 
