@@ -109,7 +109,8 @@ def test_equals_the_definition(instruction_set, problem):
     assert native.serves(query, keys, values, table)
     found = native.paged_attention(query, keys, values, table, 0.3, problem["window"], problem["softcap"], sinks)
     assert found.dtype == problem["dtype"] and found.is_contiguous() and found.shape == wanted.shape
-    error = (found.double() - wanted).abs().max() / wanted.abs().max()
+    # Rounded weights leave an error in proportion to the values they weigh, which are about 1, however small their mean is.
+    error = (found.double() - wanted).abs().max() / wanted.abs().max().clamp(min=1.0)
     assert error < BOUNDS[problem["dtype"]] * (10 if problem["softcap"] and problem["dtype"] == torch.float32 else 1)
 
 
