@@ -14,7 +14,8 @@ from hf_specdec.kernels.native import library
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native library is not compiled")
 SETS = ["baseline", "avx2", "avx512", "avx512_bf16"]
-BOUNDS = {torch.float32: 2e-6, torch.float16: 2e-3, torch.bfloat16: 1.6e-2}  # weights are rounded, as in torch
+# Scores and weights are rounded as in torch. Scores reach 10 here, so one rounding changes a weight by up to 2 per cent in bfloat16.
+BOUNDS = {torch.float32: 2e-6, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 
 
 @pytest.fixture(params=SETS)
