@@ -23,7 +23,7 @@ class FittedCost:
         dropped: how many measurements are dropped.
     """
 
-    _SAMPLES, _HALF_LIFE, _PULL, _OUTLIER, _REFIT, _ROUNDS = 7, 200, 0.03, 2.0, 4, 4
+    _SAMPLES, _HALF_LIFE, _PULL, _OUTLIER, _REFIT, _ROUNDS = 7, 200, 0.03, 2.0, 16, 4
 
     def __init__(self, prior: np.ndarray, memory: int = 64, dropped: int = 1):
         self.prior, self.memory = prior, memory
