@@ -36,7 +36,7 @@ def chooser(seed):
     """Chooses at random."""
     random = np.random.default_rng(seed)
 
-    def choose(sequences, limits, offers, seconds):
+    def choose(sequences, limits, offers, seconds, scores):
         drafter, depth = random.integers(0, len(PARTS), len(limits)), random.integers(0, 5, len(limits))
         return Choice(drafter, np.minimum(depth, limits))
 

@@ -11,7 +11,7 @@ from combinations import covering
 from hf_specdec.core.draft_trees import DraftTrees
 from hf_specdec.core.sequence import Sequence
 from hf_specdec.decoding.acceptance import DraftedStep
-from hf_specdec.decoding.auto_method import AutoMethod
+from hf_specdec.decoding.auto_method import AutoMethod, promised_rates
 
 LONGEST = 8
 
@@ -203,6 +203,39 @@ def test_a_text_that_changes_half_way():
         world.rate(policy, 100)
         used = policy.steps - before
         assert used[expected] > 0.8 * sum(used.values()) > 0, used
+
+
+def test_promised_rates():
+    lengths = np.array([1, 4, 8, 0, 3])
+    scores = np.array([0.5, sum(0.9**d for d in range(1, 5)), 8.0, 0.0, 5.0])
+    assert promised_rates(scores, lengths) == pytest.approx([0.5, 0.9, 1.0, 0.0, 1.0], abs=1e-3)
+
+
+def test_a_look_up_that_says_what_it_expects_is_believed_as_far_as_it_was_right():
+    """The first draft of a new row goes as deep as the look-up is sure; one that promises too much is cut."""
+    for truth, deep in ((0.95, True), (0.1, False)):
+        world = World({"suffix": Drafter([truth])}, cpu)
+        policy = AutoMethod(world.generator)
+        honest, chosen = policy.choose, []
+
+        def choose(sequences, limits, offers, seconds, honest=honest, chosen=chosen):
+            scores = [[sum(0.95**d for d in range(1, n + 1)) for n in offer.lengths] for offer in offers]
+            found = honest(sequences, limits, offers, seconds, scores)
+            chosen.append(int(found.depth[0]))
+            return found
+
+        policy.choose = choose
+        world.rate(policy, 60)
+        assert (np.mean(chosen[-20:]) > 6) == deep and max(chosen[:8]) > 6, chosen
+
+
+def test_a_new_text_wakes_look_ups():
+    world = World({"ngram": Drafter([0.0]), "head": Drafter([0.8], has_weights=True)}, cpu)
+    policy = AutoMethod(world.generator)
+    world.rate(policy, 60)
+    assert not policy.is_awake(0)
+    policy.limits([*world.sequences, Sequence([1, 2, 3], 100)], [8, 8])
+    assert policy.is_awake(0)
 
 
 def test_rows_that_leave_free_their_estimates():

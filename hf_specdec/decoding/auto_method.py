@@ -19,11 +19,13 @@ from .step_cost import FittedCost
 
 @dataclass
 class _Asked:
-    """One round of choosing: what the look-ups offered, how long each took, and what was chosen, by sequence id."""
+    """One round of choosing: what the look-ups offered, how long each took, the rates of acceptance they
+    expect, and what was chosen, by sequence id."""
 
     order: dict[int, int]
     offers: list[DraftTrees]
     seconds: list[float]
+    rates: list[np.ndarray | None]
     choice: Choice
 
 
@@ -74,6 +76,9 @@ class AutoMethod(AutoLength):
             len(self.names), self.RECHECKS[0]
         )  # doubles with each try, until the drafter is chosen again
         self.steps = Counter[str]()  # row-steps by drafter
+        self._rows: set[int] = set()  # ids of the sequences that have been asked for
+        # Tokens that were accepted, and that a look-up expected, of the offers of those that say what they expect.
+        self._kept_promises = np.ones((self.num_lookups, 2))
         self._knows_price = False  # whether a step with drafts has been timed
         self._asked: _Asked | None = None
         generator.chooser = self
@@ -86,7 +91,11 @@ class AutoMethod(AutoLength):
     # ---- choosing ---------------------------------------------------------------------------------------------------
 
     def limits(self, sequences: list[Sequence], caps: list[int]) -> list[int]:
-        """The caps, within which `choose` chooses; 0 for all rows while drafting must pause."""
+        """The caps, within which `choose` chooses; 0 for all rows while drafting must pause. A row that begins wakes all look-ups."""
+        begins = [seq.id for seq in sequences if seq.id not in self._rows]
+        if begins:
+            self._rows.update(begins)
+            self._rests_until[:] = self._asked_for[:] = 0
         return caps if any(caps) and not self.is_plain(sequences) else [0] * len(sequences)
 
     def _is_quiet(self, sequences: list[Sequence]) -> bool:
@@ -98,29 +107,35 @@ class AutoMethod(AutoLength):
         return self.num_steps >= self._rests_until[index]
 
     def choose(
-        self, sequences: list[Sequence], limits: list[int], offers: list[DraftTrees], seconds: list[float]
-    ) -> Choice:
+        self, sequences: list[Sequence], limits: list[int], offers: list[DraftTrees], seconds: list[float],
+        scores: list[list[float] | None] | None = None,
+    ) -> Choice:  # fmt: skip
         """See `candidate_generators.auto.generator.Chooser`."""
         began = self.clock()
         room, rows = np.asarray(limits), [each.rows(sequences) for each in self.estimates]
+        rates = [
+            None if own is None else promised_rates(np.asarray(own), np.asarray(offer.lengths))
+            for own, offer in zip(scores or [None] * len(offers), offers, strict=True)
+        ]
         if not self.cost.target:  # in a step that reads prompts, drafts cost little
             begins = np.array([seq.num_generated == 0 for seq in sequences])
             first = self.num_lookups if self._models else 0
             choice = Choice(np.full(len(room), first), np.where(begins, np.minimum(room, self.FIRST_DRAFT), 0))
         else:
-            choice = self._best(sequences, rows, offers, room)
-        self._asked = _Asked({seq.id: i for i, seq in enumerate(sequences)}, offers, seconds, choice)
+            choice = self._best(sequences, rows, offers, rates, room)
+        self._asked = _Asked({seq.id: i for i, seq in enumerate(sequences)}, offers, seconds, rates, choice)
         self._charge(self.clock() - began, len(sequences))
         return choice
 
     def _best(
-        self, sequences: list[Sequence], rows: list[np.ndarray], offers: list[DraftTrees], room: np.ndarray
-    ) -> Choice:
+        self, sequences: list[Sequence], rows: list[np.ndarray], offers: list[DraftTrees], rates: list[np.ndarray | None],
+        room: np.ndarray,
+    ) -> Choice:  # fmt: skip
         """The fastest division of the rows among the drafters, and the probes that are due and affordable."""
         together = self._end_together(sequences)
         left = tokens_left(sequences)
         best, speed = Choice(np.zeros(len(room), dtype=np.int64), np.zeros(len(room), dtype=np.int64)), 1.0
-        for menu, drafter in self._menus(sequences, rows, offers, room):
+        for menu, drafter in self._menus(sequences, rows, offers, rates, room):
             depth, faster = self._soonest(menu, left) if together else self._fastest(menu)
             if faster > speed:
                 best, speed = Choice(drafter, depth), faster
@@ -129,8 +144,9 @@ class AutoMethod(AutoLength):
         return self._probed(best, sequences, rows, room)
 
     def _menus(
-        self, sequences: list[Sequence], rows: list[np.ndarray], offers: list[DraftTrees], room: np.ndarray
-    ) -> list[tuple[Menu, np.ndarray]]:
+        self, sequences: list[Sequence], rows: list[np.ndarray], offers: list[DraftTrees], rates: list[np.ndarray | None],
+        room: np.ndarray,
+    ) -> list[tuple[Menu, np.ndarray]]:  # fmt: skip
         """Ways to divide the rows, as (menu, index of each row's drafter): all look up, or some ask a drafter with weights."""
         num_rows, longest = len(room), self.acceptance.longest
         plain, double = self.cost.of_target(num_rows, np.array([num_rows, 2 * num_rows]))
@@ -142,7 +158,7 @@ class AutoMethod(AutoLength):
             counts = offer.nodes_by_depth[:, :longest]
             own[:, : counts.shape[1]] = counts
             within = room if self._knows_price else np.minimum(room, 1)
-            won = self.estimates[index].probabilities(rows[index]).cumprod(1) * (own > 0)
+            won = self._gains(index, rows[index], rates[index]) * (own > 0)
             worth = _worth(won, own, price, within)
             self._value[index] *= self.VALUE_MEMORY
             self._value[index] += (1.0 - self.VALUE_MEMORY) * float(worth.mean())
@@ -168,6 +184,13 @@ class AutoMethod(AutoLength):
                 )
                 menus.append((menu, np.where(asks, index, drafter)))
         return menus
+
+    def _gains(self, index: int, rows: np.ndarray, rates: np.ndarray | None) -> np.ndarray:
+        """[B, K]: the tokens that each depth of a look-up's offer is expected to add, by what the look-up says or by past offers."""
+        if rates is None:
+            return self.estimates[index].probabilities(rows).cumprod(1)
+        kept, promised = self._kept_promises[index]
+        return np.minimum(kept / promised, 1.0) * rates[:, None] ** np.arange(1, self.acceptance.longest + 1)
 
     def _probed(self, best: Choice, sequences: list[Sequence], rows: list[np.ndarray], room: np.ndarray) -> Choice:
         """`best`, with one token of a drafter with weights for rows on which it is due, as far as the account allows."""
@@ -227,7 +250,7 @@ class AutoMethod(AutoLength):
         at = np.array([asked.order[seq.id] for seq in step.sequences])
         drafter, depth = asked.choice.drafter[at], np.where(np.asarray(step.limits) > 0, asked.choice.depth[at], 0)
         for index in range(self.num_lookups):
-            self._observe_offer(step, index, asked.offers[index], at)
+            self._observe_offer(step, index, asked, at)
         num_rows, drafted = len(at), depth > 0
         drafting = 0.0
         for index in np.unique(drafter[drafted & (drafter >= self.num_lookups)]).tolist():
@@ -270,8 +293,9 @@ class AutoMethod(AutoLength):
                 self._asked_for[index] = 0
         return spent
 
-    def _observe_offer(self, step: DraftedStep, index: int, offer: DraftTrees, at: np.ndarray) -> None:
+    def _observe_offer(self, step: DraftedStep, index: int, asked: _Asked, at: np.ndarray) -> None:
         """Judge what a look-up offered by the text that was written."""
+        offer, rates = asked.offers[index], asked.rates[index]
         counts = offer.nodes_by_depth[at]
         if not counts.shape[1]:
             return
@@ -281,6 +305,9 @@ class AutoMethod(AutoLength):
             len(offer.matching_path(row, seq.tokens[len(seq.tokens) - new :])) if offer.lengths[row] else 0
             for row, seq, new in zip(at.tolist(), step.sequences, step.num_new, strict=True)
         ]
+        if rates is not None:
+            promised = (rates[at][:, None] ** np.arange(1, nodes.shape[1] + 1) * (nodes > 0)).sum()
+            self._kept_promises[index] = self.VALUE_MEMORY * self._kept_promises[index] + [sum(accepted), promised]
         seen = DraftedStep(step.sequences, (nodes > 0).sum(1).tolist(), nodes, accepted, step.num_new)
         estimates = self.estimates[index]
         estimates.observe(estimates.rows(step.sequences), seen, self.num_steps, self.LONGEST_PAUSE)
@@ -304,6 +331,7 @@ class AutoMethod(AutoLength):
     def forget(self, seq: Sequence) -> None:
         """Drop the row's estimates, and note how it ended."""
         super().forget(seq)
+        self._rows.discard(seq.id)
         for estimates in self.estimates:
             estimates.forget(seq)
 
@@ -324,6 +352,22 @@ class AutoMethod(AutoLength):
                 "milliseconds": milliseconds, "acceptance": float(begin[0] / begin[1]), "steps": self.steps[name],
             }  # fmt: skip
         return {"plain_ms": float(plain), "token_ms": float(double - plain) / num_rows, "drafters": drafters}
+
+
+def promised_rates(scores: np.ndarray, lengths: np.ndarray) -> np.ndarray:
+    """[B]: the rate a of acceptance per token with which a + a^2 + .. + a^n is the score; 0 without a draft.
+
+    Args:
+        scores: [B], how many tokens of each draft are expected to be accepted.
+        lengths: [B], n.
+    """
+    depths = np.arange(1, max(int(lengths.max(initial=0)), 1) + 1)
+    low, high = np.zeros(len(lengths)), np.ones(len(lengths))
+    for _ in range(12):
+        middle = (low + high) / 2
+        enough = (middle[:, None] ** depths * (depths <= lengths[:, None])).sum(1) >= scores
+        low, high = np.where(enough, low, middle), np.where(enough, middle, high)
+    return np.where(lengths > 0, high, 0.0)
 
 
 def _worth(gains: np.ndarray, nodes: np.ndarray, price: float, room: np.ndarray) -> np.ndarray:

@@ -45,14 +45,16 @@ class Chooser(Protocol):
         ...
 
     def choose(
-        self, sequences: list[Sequence], limits: list[int], offers: list[DraftTrees], seconds: list[float]
-    ) -> Choice:
+        self, sequences: list[Sequence], limits: list[int], offers: list[DraftTrees], seconds: list[float],
+        scores: list[list[float] | None] | None = None,
+    ) -> Choice:  # fmt: skip
         """The choice for each row.
 
         Args:
             limits: how deep each row may draft.
             offers: what each look-up has found, nothing if it is not awake.
             seconds: how long each of them took.
+            scores: how many tokens of each row's offer a look-up expects to be accepted; None: it does not say.
         """
         ...
 
@@ -68,8 +70,9 @@ class FirstChoice:
         return True
 
     def choose(
-        self, sequences: list[Sequence], limits: list[int], offers: list[DraftTrees], seconds: list[float]
-    ) -> Choice:
+        self, sequences: list[Sequence], limits: list[int], offers: list[DraftTrees], seconds: list[float],
+        scores: list[list[float] | None] | None = None,
+    ) -> Choice:  # fmt: skip
         """See Chooser."""
         if self.num_parts > self.num_lookups:
             return Choice(np.full(len(limits), self.num_lookups), np.asarray(limits))
@@ -165,14 +168,16 @@ class AutoGenerator(CombinedGenerator):
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
         """The drafts of the chosen drafters."""
         nothing = DraftTrees.empty(len(sequences), self.target.device)
-        offers, seconds = [], []
+        offers, seconds, scores = [], [], []
         for index, (part, longest) in enumerate(zip(self.parts[: self.num_lookups], self.longest, strict=False)):
             began = self.clock()
             self.asked[index] = self.chooser.is_awake(index)
             limited = np.minimum(limits, longest).tolist()
             offers.append(part.propose(sequences, limited) if self.asked[index] else nothing)
+            says = type(part).draft_scores is not CandidateGenerator.draft_scores
+            scores.append(part.draft_scores(offers[-1]) if says else None)
             seconds.append(self.clock() - began + self.observing[index])
-        choice = self.chooser.choose(sequences, limits, offers, seconds)
+        choice = self.chooser.choose(sequences, limits, offers, seconds, scores)
         for i, seq in enumerate(sequences):
             if seq.drafter is not None:
                 choice.drafter[i], choice.depth[i] = self.names.index(seq.drafter), limits[i]
