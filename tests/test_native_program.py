@@ -3,9 +3,10 @@
 import numpy as np
 import pytest
 import torch
-from families import make
+from families import make, make_for_pages
 from torch import nn
 
+import hf_specdec
 from hf_specdec.core.errors import UnsupportedModel
 from hf_specdec.core.output import Taps
 from hf_specdec.core.rows import RowInput
@@ -255,3 +256,25 @@ def test_key_is_checked_against_others():
     for options in (ModelOptions(native=True, quantization="wint8"), ModelOptions(native=True, prepack_weights=True)):
         with pytest.raises(UnsupportedModel, match="'native' cannot run"):
             prepare(model, options)
+
+
+def test_hidden_states_once_asked_for_do_not_slow_later_calls():
+    """transformers leaves its recording hooks on the model for good; they do nothing unless hidden states are wanted."""
+    model = make_for_pages("Llama")
+    inputs, none = (
+        {"input_ids": torch.tensor([[5, 6, 7, 8]]), "max_new_tokens": 6, "do_sample": False},
+        {"method": "none"},
+    )
+    model.generate(**inputs, speculative_config=none)
+    decoder = hf_specdec.integration.kept_decoders(model)[-1]
+    assert decoder.target.native.refused is None
+    wanted = model.generate(**inputs, output_hidden_states=True, return_dict_in_generate=True)
+    assert any(module._forward_hooks for module in model.modules()), "then this test shows nothing"
+    assert torch.equal(model.generate(**inputs, speculative_config=none), wanted.sequences)
+    assert decoder.target.native.refused is None and decoder.target.native._program is not None
+    out = model.generate(**inputs, speculative_config=none, output_hidden_states=True, return_dict_in_generate=True)
+    for ours, theirs in zip(out.hidden_states, wanted.hidden_states, strict=True):
+        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, theirs, strict=True))
+    model.model.layers[0].register_forward_hook(lambda module, args, output: None)
+    model.generate(**inputs, speculative_config=none)
+    assert "hooked" in decoder.target.native.refused

@@ -121,7 +121,7 @@ def state_of(model: nn.Module) -> tuple:
     for module in architectures.all_modules(model):
         kind = type(module)
         settings = tuple(value for value in vars(module).values() if type(value) in _SETTINGS)
-        hooks = len(module._forward_hooks), len(module._forward_pre_hooks), "forward" in vars(module)
+        hooks = len(_hooks_of(module)), len(module._forward_pre_hooks), "forward" in vars(module)
         found.append((kind, kind.forward, settings, hooks))
         for tensors in (module._parameters, module._buffers):
             found += [
@@ -133,6 +133,13 @@ def state_of(model: nn.Module) -> tuple:
 
 
 _SETTINGS = {int, float, bool, str, type(None)}
+
+
+def _hooks_of(module: nn.Module) -> list[Any]:
+    """A module's forward hooks, without those by which transformers records hidden states. These stay on a model after a call that
+    wanted hidden states, and do nothing in other calls."""
+    hooks = module._forward_hooks.values()
+    return [each for each in hooks if getattr(each, "__module__", None) != "transformers.utils.output_capturing"]
 
 
 def obstacle(model: nn.Module) -> str | None:
@@ -149,7 +156,7 @@ def obstacle(model: nn.Module) -> str | None:
         name = type(module).__name__
         if not type(module).__module__.startswith(("torch.nn.modules.", "transformers.")):
             return f"{name} is neither torch's nor transformers'"
-        if module._forward_hooks or module._forward_pre_hooks or "forward" in vars(module):
+        if _hooks_of(module) or module._forward_pre_hooks or "forward" in vars(module):
             return f"its {name} is hooked or wrapped"
         for each in (*module._parameters.values(), *module._buffers.values()):
             if each is not None and (
