@@ -44,20 +44,6 @@ def with_common_keys(part: dict[str, Any], whole: SpeculativeConfig) -> Speculat
     return parse_config({**{key: value for key, value in shared.items() if value is not None}, **part})
 
 
-def as_proposed(outcome: StepOutcome, proposed: dict[int, tuple[DraftTrees, int]]) -> StepOutcome:
-    """The outcome as a drafter sees it whose own proposals were perhaps not verified: what it proposed and became text counts as
-    accepted.
-
-    Args:
-        proposed: sequence id → the drafter's trees and the row in them.
-    """
-    accepted = []
-    for seq, new in zip(outcome.sequences, outcome.new_tokens, strict=True):
-        trees, row = proposed.get(seq.id, (None, 0))
-        accepted.append([] if trees is None else trees.matching_path(row, new[:-1]))  # the last was not fed
-    return outcome.for_proposal(accepted)
-
-
 class CombinedGenerator(CandidateGenerator):
     """Drafters that run side by side. A subclass makes them (`made`), hands them to `combine`, and says whom it asks.
 
@@ -150,3 +136,50 @@ class CombinedGenerator(CandidateGenerator):
         """Stop the sequence's parts."""
         for part in self.parts_of(seq):
             part.stop(seq)
+
+
+class RivalGenerator(CombinedGenerator):
+    """All parts follow every sequence, but in a step only one of their drafts for a row is verified.
+
+    Attributes:
+        proposed: per part, sequence id → its trees of this step and the row in them.
+    """
+
+    proposed: list[dict[int, tuple[DraftTrees, int]]]
+
+    def combine(self, parts: list[CandidateGenerator]) -> None:
+        """Set the parts."""
+        super().combine(parts)
+        self.proposed = [{} for _ in parts]
+
+    def evict(self, seq: Sequence) -> None:
+        """Evict from all."""
+        super().evict(seq)
+        self._forget_proposals(seq)
+
+    def stop(self, seq: Sequence) -> None:
+        """Stop all."""
+        self._forget_proposals(seq)
+        super().stop(seq)
+
+    def _forget_proposals(self, seq: Sequence) -> None:
+        for proposed in self.proposed:
+            proposed.pop(seq.id, None)
+
+    def note(self, index: int, sequences: list[Sequence], trees: DraftTrees) -> None:
+        """Remember what a part has proposed in this step."""
+        self.proposed[index] = {seq.id: (trees, i) for i, seq in enumerate(sequences) if trees.lengths[i]}
+
+    def as_seen_by(self, index: int, outcome: StepOutcome) -> StepOutcome:
+        """The outcome as a part sees it: what it proposed and became text counts as accepted, whichever draft was verified."""
+        accepted = []
+        for seq, new in zip(outcome.sequences, outcome.new_tokens, strict=True):
+            trees, row = self.proposed[index].get(seq.id, (None, 0))
+            accepted.append([] if trees is None else trees.matching_path(row, new[:-1]))  # the last was not fed
+        return outcome.for_proposal(accepted)
+
+    def observe(self, outcome: StepOutcome) -> None:
+        """Report to each part which of its own proposal became text."""
+        for index, part in enumerate(self.parts):
+            part.observe(self.as_seen_by(index, outcome))
+            self.proposed[index].clear()

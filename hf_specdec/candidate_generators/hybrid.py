@@ -7,11 +7,10 @@ from typing import Any
 
 from ..config import SpeculativeConfig
 from ..core.draft_trees import DraftTrees
-from ..core.outcome import StepOutcome
 from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
 from .base import DrafterContext
-from .combined import CombinedGenerator, as_proposed, checked_part, with_common_keys
+from .combined import RivalGenerator, checked_part, with_common_keys
 from .parsing import parse_config
 from .registry import register
 
@@ -66,7 +65,7 @@ class HybridConfig(SpeculativeConfig):
 
 
 @register(HybridConfig)
-class HybridGenerator(CombinedGenerator):
+class HybridGenerator(RivalGenerator):
     """Runs both drafters. Each observes every step, and which part of its own proposal was accepted."""
 
     config: HybridConfig
@@ -83,27 +82,12 @@ class HybridGenerator(CombinedGenerator):
             )
         default = min(part.config.num_speculative_tokens or 0 for part in self.parts)
         self.threshold = default if config.score_threshold is None else config.score_threshold
-        self.proposed: list[dict[int, tuple[DraftTrees, int]]] = [{}, {}]  # per part: sequence id → its trees and row
 
     @property
     def max_draft_nodes(self) -> int:
         """The nodes of the larger tree, or of both together."""
         nodes = [part.max_draft_nodes for part in self.parts]
         return max(sum(nodes), self.config.longest_draft) if self.extends else max(nodes)
-
-    def evict(self, seq: Sequence) -> None:
-        """Evict from both."""
-        super().evict(seq)
-        self._forget_proposals(seq)
-
-    def stop(self, seq: Sequence) -> None:
-        """Stop both."""
-        self._forget_proposals(seq)
-        super().stop(seq)
-
-    def _forget_proposals(self, seq: Sequence) -> None:
-        for proposed in self.proposed:
-            proposed.pop(seq.id, None)
 
     # ---- drafting ---------------------------------------------------------------------------------------------------
 
@@ -126,7 +110,7 @@ class HybridGenerator(CombinedGenerator):
         if not any(limits):
             return DraftTrees.empty(len(sequences), self.target.device)
         trees = self.parts[which].propose(sequences, limits)
-        self.proposed[which] = {seq.id: (trees, i) for i, seq in enumerate(sequences) if trees.lengths[i]}
+        self.note(which, sequences, trees)
         return trees
 
     def _extended(self, sequences: list[Sequence], limits: list[int], first: DraftTrees) -> DraftTrees:
@@ -135,11 +119,3 @@ class HybridGenerator(CombinedGenerator):
                 "first", "drafts trees, which cannot be extended: give it a chain, or use 'fallback'."
             )
         return self.second.continued(first, sequences, limits)
-
-    # ---- learning ---------------------------------------------------------------------------------------------------
-
-    def observe(self, outcome: StepOutcome) -> None:
-        """Report to each drafter which part of its own proposal became text, whichever draft was verified."""
-        for part, proposed in zip(self.parts, self.proposed, strict=True):
-            part.observe(as_proposed(outcome, proposed))
-            proposed.clear()

@@ -16,7 +16,7 @@ from ...core.outcome import StepOutcome
 from ...core.sequence import Sequence
 from ...model.packed_model import PackedModel
 from ..base import CandidateGenerator, DrafterContext
-from ..combined import CombinedGenerator, as_proposed, with_common_keys
+from ..combined import RivalGenerator, with_common_keys
 from ..registry import register
 from .config import AutoConfig
 from .discovery import Found, find_drafters
@@ -81,7 +81,7 @@ class FirstChoice:
 
 
 @register(AutoConfig)
-class AutoGenerator(CombinedGenerator):
+class AutoGenerator(RivalGenerator):
     """Look-ups are asked first, except those that rest because they did not pay. Then `chooser` picks a drafter and a depth for each
     row.
 
@@ -105,7 +105,6 @@ class AutoGenerator(CombinedGenerator):
         self.combine(list(self.by_name.values()))
         self.longest = np.array([min(part.config.longest_draft, part.max_draft_nodes) for part in self.parts])
         self.chooser: Chooser = FirstChoice(self.num_lookups, len(self.parts))
-        self.proposed: list[dict[int, tuple[DraftTrees, int]]] = [{} for _ in self.parts]
         self.asked = [False] * len(self.parts)  # look-ups that were asked in this step
         self.observing = [0.0] * len(
             self.parts
@@ -148,20 +147,10 @@ class AutoGenerator(CombinedGenerator):
         """The nodes of the largest tree."""
         return max((part.max_draft_nodes for part in self.parts), default=0)
 
-    def evict(self, seq: Sequence) -> None:
-        """Evict from all."""
-        super().evict(seq)
-        self._forget_proposals(seq)
-
     def stop(self, seq: Sequence) -> None:
         """Stop all."""
-        self._forget_proposals(seq)
-        super().stop(seq)
-
-    def _forget_proposals(self, seq: Sequence) -> None:
         self.chosen.pop(seq.id, None)
-        for proposed in self.proposed:
-            proposed.pop(seq.id, None)
+        super().stop(seq)
 
     # ---- drafting ---------------------------------------------------------------------------------------------------
 
@@ -186,7 +175,7 @@ class AutoGenerator(CombinedGenerator):
             chosen = (choice.drafter == index) & (choice.depth > 0)
             depths = np.where(chosen, np.minimum(choice.depth, self.longest[index]), 0)
             own = self._drafts_of(index, sequences, depths, offers[index] if index < self.num_lookups else None)
-            self.proposed[index] = {seq.id: (own, i) for i, seq in enumerate(sequences) if own.lengths[i]}
+            self.note(index, sequences, own)
             self.chosen.update((seq.id, self.names[index]) for seq, mine in zip(sequences, chosen, strict=True) if mine)
             trees = own if chosen.all() else DraftTrees.choose(trees, own, chosen.tolist())
         return trees
@@ -204,14 +193,14 @@ class AutoGenerator(CombinedGenerator):
     # ---- learning ---------------------------------------------------------------------------------------------------
 
     def observe(self, outcome: StepOutcome) -> None:
-        """Report to each drafter which part of its own proposal became text, whichever draft was verified."""
-        for index, (part, proposed) in enumerate(zip(self.parts, self.proposed, strict=True)):
+        """As in the base. Look-ups that rest and may miss steps are not told; the time of learning is kept for the choice."""
+        for index, part in enumerate(self.parts):
             if self.asked[index] or not part.may_miss_steps:
                 began = self.clock()
-                part.observe(as_proposed(outcome, proposed))
+                part.observe(self.as_seen_by(index, outcome))
                 self.observing[index] = self.clock() - began if part.may_miss_steps else 0.0
             self.asked[index] = False
-            proposed.clear()
+            self.proposed[index].clear()
 
     def drafter_of(self, seq: Sequence) -> str | None:
         """The name of the drafter of the sequence's last draft."""
