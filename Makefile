@@ -16,11 +16,8 @@ demo: install-demo
 	"$(VENV)/bin/hf-specdec" demo $(DEMO_ARGS)
 
 # Two threads of one process fight with the neighbours for the cores; one thread in each of several processes does not.
-# Tests of traced layers have a process of their own: after some other tests Dynamo traces again where nothing may be traced.
-TRACED := tests/test_traced_layers.py
 test: install-dev
-	OMP_NUM_THREADS=1 "$(VENV)/bin/python" -m pytest -n auto --maxprocesses=8 --dist worksteal $(or $(PYTEST_ARGS),--ignore=$(TRACED))
-	$(if $(PYTEST_ARGS),,OMP_NUM_THREADS=1 "$(VENV)/bin/python" -m pytest $(TRACED))
+	OMP_NUM_THREADS=1 "$(VENV)/bin/python" -m pytest -n auto --maxprocesses=8 --dist worksteal $(PYTEST_ARGS)
 
 lint: install-dev
 	"$(VENV)/bin/ruff" check .

@@ -1,6 +1,7 @@
 """`"deterministic": true`: logits are the same bits token by token, together, in a tree, in chunks and beside other rows."""
 
 import threading
+import time
 
 import families
 import numpy as np
@@ -10,13 +11,16 @@ from conftest import load_bundled
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_lossless import bundled_prompts
+from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import hf_specdec
 from hf_specdec import SpeculativeConfigError
+from hf_specdec.core.dispatch_mode import ExclusiveMode
 from hf_specdec.core.errors import UnsupportedModel
 from hf_specdec.core.rows import RowInput
 from hf_specdec.kernels.invariant import reference as ops
 from hf_specdec.model.architectures import reads_pages
+from hf_specdec.model.native.recording import Recorder
 from hf_specdec.model.options.invariant_ops import InvariantOps
 from hf_specdec.model.packed_model import PackedModel
 from hf_specdec.model.prepare import ModelOptions, prepare
@@ -450,3 +454,27 @@ def test_positions_must_count_what_a_token_sees():
     cache.reserve(0, 4)
     with pytest.raises(ValueError, match="position must be the number of tokens before it"):
         describe_lines([RowInput(0, np.arange(3), 0, positions=np.array([0, 1, 5]))], cache)
+
+
+def test_modes_of_two_threads_leave_nothing_behind():
+    """torch's notes on active modes are global: overlapping modes would leave them set, and torch.compile would compile at every call."""
+    entered, left = threading.Event(), threading.Event()
+
+    def first():
+        with InvariantOps("first"):
+            entered.set()
+            left.wait(timeout=0.3)  # time for the second to enter, if it can
+
+    def second():
+        entered.wait()
+        with InvariantOps("second"):
+            left.set()
+            time.sleep(0.3)  # time for the first to leave
+
+    threads = [threading.Thread(target=each) for each in (first, second)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(timeout=10)
+    assert not any(thread.is_alive() for thread in threads) and not is_in_torch_dispatch_mode()
+    assert issubclass(Recorder, ExclusiveMode), "as the mode above"

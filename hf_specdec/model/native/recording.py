@@ -9,8 +9,8 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...core.dispatch_mode import ExclusiveMode
 from ...kernels.attention import attention_for
 from ...kernels.cache import write_keys_values
 from ...kernels.native.operations import Operation, Rows
@@ -24,7 +24,7 @@ aten = torch.ops.aten
 _TELLS_PYTHON = {aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default}
 
 
-class Recorder(TorchDispatchMode):
+class Recorder(ExclusiveMode):
     """Inside, operators of this thread are recorded.
 
     A tensor that the library cannot compute has no value and is an obstacle only where a result depends on it.

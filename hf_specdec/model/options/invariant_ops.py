@@ -12,8 +12,8 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import torch
-from torch.utils._python_dispatch import TorchDispatchMode
 
+from ...core.dispatch_mode import ExclusiveMode
 from ...core.errors import UnsupportedModel
 from ...kernels import invariant
 
@@ -39,8 +39,8 @@ _MOVING = {
 }  # fmt: skip
 
 
-class InvariantOps(TorchDispatchMode):
-    """A mode for one forward, in the thread that runs it.
+class InvariantOps(ExclusiveMode):
+    """A mode for one forward, in the thread that runs it. Deterministic forwards of several threads take turns.
 
     Attributes:
         what: name of the model, for errors.
