@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from typing import Any
 
 import torch
@@ -137,7 +138,7 @@ def token_types(model: PreTrainedModel) -> str | None:
 @torch.no_grad()
 def build_multimodal(family: str, seed: int = 0, vocab_size: int = VOCAB, **changes: Any) -> PreTrainedModel:
     """A model with a vision tower, in float32. Its images are as loud as its text."""
-    model_type, settings = _FAMILIES[family]
+    model_type, settings = copy.deepcopy(_FAMILIES[family])  # configurations write to what they are given
     settings = {**settings, "text_config": {**settings["text_config"], "vocab_size": vocab_size}}
     torch.manual_seed(seed)
     config = AutoConfig.for_model(model_type, tie_word_embeddings=False, **{**settings, **changes})

@@ -7,13 +7,17 @@ import recurrent_families
 import torch
 from multimodal import HYBRID, build_multimodal, image_prompts
 from oracle import assert_clean
-from recurrent_families import FAMILIES, make
-from test_recurrent import METHODS, NEW, batch, plain
+from recurrent_families import FAMILIES, WrongAt, make
+from test_recurrent import METHODS, NEW, AtStep, batch, plain
+from transformers import StoppingCriteriaList
 from transformers.cache_utils import Cache
 
 import hf_specdec
-from hf_specdec.cache import OutOfBlocks
+from hf_specdec import integration
+from hf_specdec.candidate_generators import parse_config
 from hf_specdec.core.errors import UnsupportedModel
+from hf_specdec.decoding import SpeculativeDecoder
+from hf_specdec.model.prepare import ModelOptions, prepare
 
 pytestmark = pytest.mark.skipif(
     not hasattr(Cache, "get_conv_state"), reason="needs transformers 5.23, as the models do"
@@ -72,9 +76,53 @@ def test_prompts_of_embeddings(name):
     assert torch.equal(plain(model, inputs, speculative_config=METHODS["token_recycling"]), expected)
 
 
-def test_a_pool_too_small_for_images_says_so(with_vision):
-    """Their states are not kept while a row waits."""
-    inputs = image_prompts(with_vision, [2, 1], [9, 12])
+@pytest.mark.parametrize("states", ["kept", "replayed"])
+@pytest.mark.parametrize("method", ["ngram", "token_recycling"])
+def test_rows_with_images_that_do_not_fit_together(method, states, with_vision, monkeypatch):
+    """A row that gives way keeps its states: nothing of an image is read again as ids."""
+    inputs = image_prompts(with_vision, [2, 0, 1], [9, 14, 12])
+    expected = plain(with_vision, inputs)
     blocks = -(-(inputs["input_ids"].shape[1] + NEW) // 4) + 2
-    with pytest.raises(OutOfBlocks):
-        plain(with_vision, inputs, speculative_config={"method": "ngram", "block_size": 4, "num_blocks": blocks})
+    preempt, preempted = SpeculativeDecoder.preempt, []
+    monkeypatch.setattr(
+        SpeculativeDecoder, "preempt", lambda self, seq: preempted.append(seq.num_generated) or preempt(self, seq)
+    )
+    config = {**METHODS[method], "recurrent_states": states, "block_size": 4, "num_blocks": blocks}
+    for options in ({}, {"return_dict_in_generate": True}):
+        out = plain(with_vision, inputs, speculative_config=config, **options)
+        assert torch.equal(getattr(out, "sequences", out), expected)
+    assert max(preempted) > 0
+    assert_clean(with_vision)
+
+
+@pytest.mark.parametrize("states", ["kept", "replayed"])
+def test_states_of_a_batch_with_images_that_a_criterion_ends(states, with_vision, monkeypatch):
+    """A row that was ahead begins again where the model had read its image, so that the returned states are plain generate()'s."""
+    inputs = image_prompts(with_vision, [2, 0, 1], [9, 7, 12])
+    length = inputs["input_ids"].shape[1]
+    options = {"return_dict_in_generate": True, "stopping_criteria": StoppingCriteriaList([AtStep(length + 9)])}
+    expected = plain(with_vision, inputs, **options)
+    longer = plain(with_vision, inputs, NEW + 5)
+    WrongAt.texts = [
+        ids[length - int(mask.sum()) :].tolist() for ids, mask in zip(longer, inputs["attention_mask"], strict=True)
+    ]
+    config = {"method": "ngram", "num_speculative_tokens": 3}
+    packed = prepare(with_vision, ModelOptions(recurrent_states=states))
+    decoder = SpeculativeDecoder(packed, WrongAt(parse_config(config), packed), parse_config(config))
+    monkeypatch.setattr(integration, "get_decoder", lambda *_: decoder)
+    again, read = [], SpeculativeDecoder.read_again
+    monkeypatch.setattr(
+        SpeculativeDecoder, "read_again", lambda self, seq, n: again.append(seq.row) or read(self, seq, n)
+    )
+    out = plain(with_vision, inputs, speculative_config=config, **options)
+    assert torch.equal(out.sequences, expected.sequences)
+    assert 0 in again or 2 in again  # a row with an image
+    compared = 0
+    for own, theirs in zip(out.past_key_values.layers, expected.past_key_values.layers, strict=True):
+        if getattr(theirs, "conv_states", None) is not None and theirs.conv_states[0] is not None:
+            torch.testing.assert_close(own.conv_states[0], theirs.conv_states[0], rtol=1e-3, atol=2e-4)
+            torch.testing.assert_close(own.recurrent_states[0], theirs.recurrent_states[0], rtol=1e-3, atol=2e-4)
+            compared += 1
+        else:
+            torch.testing.assert_close(own.keys[0], theirs.keys[0], rtol=1e-3, atol=2e-4)  # a row without padding
+    assert compared == 2

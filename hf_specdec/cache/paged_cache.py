@@ -222,12 +222,12 @@ class PagedStaticCache(Cache):
             place, self._next_place = (self._next_place, end), end
         self.tables[seq_id] = BlockTable(place)
 
-    def evict(self, seq_id: int) -> None:
-        """Release the blocks of a sequence that will be read again later."""
+    def evict(self, seq_id: int, keep_states: bool = False) -> None:
+        """Release the blocks of a sequence that will be read again later, and its states, unless they cannot be computed again."""
         table = self.tables[seq_id]
         self.pool.release(table.blocks)
         self.tables[seq_id] = BlockTable(table.place)
-        if self.states is not None:
+        if self.states is not None and not keep_states:
             self.states.drop(seq_id)
 
     def remove(self, seq_id: int) -> None:

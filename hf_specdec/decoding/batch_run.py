@@ -9,6 +9,7 @@ from typing import Any
 import torch
 
 from ..cache import OutOfBlocks
+from ..cache.state_pool import KeptStates
 from ..core.sequence import Sequence
 from ..model.prompt import ReadPrompt
 from .decoder import PendingStep, SpeculativeDecoder, StepResult
@@ -40,20 +41,17 @@ class Returns:
 class BatchRun:
     """Runs a batch whose rows start together. Rows leave as they finish.
 
-    Args:
-        can_preempt: whether a row's blocks may be given to another row for a while.
-
     Attributes:
         prompt: what the model itself has read and the rows have not begun with; None: rows read their own ids.
+        states_of_prompts: per row, the states of recurrent layers after a prompt that the model itself has read; None: there are none.
     """
 
     def __init__(
         self, decoder: SpeculativeDecoder, sequences, observer: LockstepObserver, tensors, returns: Returns, keep_cache,
-        can_preempt: bool,
     ):  # fmt: skip
         self.decoder, self.sequences, self.observer = decoder, sequences, observer
-        self.can_preempt = can_preempt
         self.prompt: ReadPrompt | None = None
+        self.states_of_prompts: list[KeptStates] | None = None
         self.tensors, self.returns, self.keep_cache = tensors, returns, keep_cache
         self.running: list[Sequence] = list(sequences)
         self.statistics: dict[int, RowStatistics] = {}  # by row, after the row has left
@@ -62,6 +60,7 @@ class BatchRun:
     def begin_with(self, prompt: ReadPrompt) -> None:
         """Let the rows begin with prompts that the model itself has read."""
         self.prompt = prompt
+        self.states_of_prompts = prompt.states if self.keep_cache else None
         for seq, offset in zip(self.sequences, prompt.offsets, strict=True):
             seq.position_offset = offset
 
@@ -139,8 +138,6 @@ class BatchRun:
                 first, *others = self.running
                 waiting = [seq for seq in others if not seq.finished]
                 holders = [seq for seq in waiting if self.decoder.cache.tables[seq.id].blocks]
-                if not self.can_preempt:
-                    raise
                 if holders:
                     self.decoder.preempt(holders[-1])
                 elif not first.finished and any(seq.num_generated < first.num_generated for seq in waiting):
@@ -209,10 +206,22 @@ class BatchRun:
             if needed not in self.tensors[seq.row].states:
                 cache.add(seq.id)
                 try:
+                    if self.states_of_prompts is not None:
+                        self._restore_prompt(seq, self.states_of_prompts[seq.row])
                     self.decoder.read_again(seq, needed)
                     self.tensors[seq.row].states = read_states(cache, seq, [needed])
                 finally:
                     cache.remove(seq.id)
+
+    def _restore_prompt(self, seq: Sequence, states: KeptStates) -> None:
+        """Let a row that has left begin again where the model itself had read its prompt."""
+        kept = self.tensors[seq.row].cache
+        assert kept is not None and self.decoder.cache.states is not None
+        length = seq.prompt_length
+        self.decoder.keep_outside(
+            seq, [None if pair is None else (pair[0][:length], pair[1][:length]) for pair in kept]
+        )
+        self.decoder.cache.states.load(seq.id, states, length)
 
     def _let_go(self, leaving: list[Sequence], everything: bool = False) -> None:
         """Rows leave; with `keep_cache`, after their KV were copied. A row that was ahead may have been preempted since."""

@@ -122,13 +122,13 @@ class SpeculativeDecoder:
 
     def preempt(self, seq: Sequence) -> None:
         """Free a running sequence's blocks. Its tokens are read again when it is next scheduled; a prompt that cannot be read
-        again leaves its keys and values in host memory."""
+        again leaves its keys and values in host memory, and its recurrent states where they are."""
         if seq.is_text:
             self.outside.pop(seq.id, None)
             self.cache.evict(seq.id)
         elif seq.id not in self.outside:
             layers = self.read_cache(seq)
-            self.cache.evict(seq.id)
+            self.cache.evict(seq.id, keep_states=True)
             self.keep_outside(seq, [None if pair is None else (pair[0].cpu(), pair[1].cpu()) for pair in layers])
         if seq.is_text or not self.generator.needs_all_features:  # else its features would not come again
             self.generator.evict(seq)

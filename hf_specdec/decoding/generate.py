@@ -85,9 +85,10 @@ def decode(
     )  # fmt: skip
     keep_cache = returns.as_dict or getattr(past_key_values, "_is_user_defined", False)
     export = past_key_values if keep_cache and isinstance(past_key_values, DynamicCache) else None
-    # A state that comes from the caller's cache or from the model's own reading of a prompt is not kept.
-    can_preempt = not ((num_cached or prompt_inputs is not None) and decoder.target.recurrent is not None)
-    run = BatchRun(decoder, sequences, observer, tensors, returns, export is not None, can_preempt)
+    if num_cached and decoder.target.recurrent is not None:
+        for seq in sequences:
+            seq.is_text = False  # the caller's states are where its text begins, so they are kept when it gives way
+    run = BatchRun(decoder, sequences, observer, tensors, returns, export is not None)
     decoder.all_hidden_states, decoder.rows_have_places = returns.hidden, True
     decoder.policy.begin_batch()
     try:
