@@ -17,6 +17,7 @@ from ..kernels.cache import SlotMover
 from . import memory
 from .block_pool import BlockPool
 from .paged_layer import PagedLayer
+from .prefix_states import PrefixStates
 from .state_pool import StatePool
 
 logger = logging.getLogger(__name__)
@@ -41,6 +42,7 @@ class BlockTable:
     contiguous: bool = True
     hashes: list[bytes] = field(default_factory=list)  # content of the leading full blocks
     device_slots: torch.Tensor | None = None  # `slots` as a tensor, built when first needed
+    branch: int = 0  # end of the part that it has in common with another text, if no state was kept there
 
 
 class PagedStaticCache(Cache):
@@ -62,8 +64,8 @@ class PagedStaticCache(Cache):
         ahead: how many tokens after a slot its keys and values depend on, beside those up to it: 1 for heads that read each token
             with the feature before it. Blocks are shared only where these tokens are equal, too.
         keyless: layers that have no keys and values.
-        states: of the layers that have recurrent or convolutional states; None: no layer has any. With states, prefixes are not
-            shared, because blocks hold no states.
+        states: of the layers that have recurrent or convolutional states; None: no layer has any. With states, prefixes are
+            shared only where `prefix_states` has the states after them, because blocks hold none.
     """
 
     def __init__(
@@ -85,6 +87,7 @@ class PagedStaticCache(Cache):
         at_once = num_blocks if not weights else min(num_blocks, MOST_AT_ONCE) if self.is_lazy else min(num_blocks, 1)
         self.pool = BlockPool(at_once)
         self.states = states
+        self.prefix_states: PrefixStates | None = None
         self._with_keys = [layer for index, layer in enumerate(self.layers) if index not in keyless]
         self.share_prefixes, self.ahead = share_prefixes, ahead
         self.tables: dict[int, BlockTable] = {}
@@ -102,8 +105,8 @@ class PagedStaticCache(Cache):
 
     @property
     def share_prefixes(self) -> bool:
-        """True if equal prefixes share blocks; never with states."""
-        return self._share_prefixes and self.states is None
+        """True if equal prefixes share blocks."""
+        return self._share_prefixes and (self.states is None or self.prefix_states is not None)
 
     @share_prefixes.setter
     def share_prefixes(self, wanted: bool) -> None:
@@ -120,6 +123,7 @@ class PagedStaticCache(Cache):
         """Memory of the pools, on a CPU of the most blocks that were used at one time, and of the states."""
         blocks = self.pool.most_used if self.is_lazy else self.pool.num_blocks
         states = 0 if self.states is None else self.states.num_bytes
+        states += 0 if self.prefix_states is None else self.prefix_states.num_bytes
         return blocks * self.block_size * self._bytes_per_slot + states
 
     @property
@@ -132,6 +136,8 @@ class PagedStaticCache(Cache):
         self.pool.check()
         if self.states is not None:
             self.states.check()
+        if self.prefix_states is not None:
+            self.prefix_states.check()
 
     def can_serve(self, block_size: int) -> bool:
         """True if the pools exist and have blocks of this size."""
@@ -240,15 +246,22 @@ class PagedStaticCache(Cache):
         """Release every sequence and forget all prefixes, because contents cannot be trusted after an error."""
         for seq_id in list(self.tables):
             self.remove(seq_id)
-        self.pool.forget()
+        self.forget_prefixes()
         self.batch = None
+
+    def forget_prefixes(self) -> None:
+        """Drop what is known of the contents of blocks, and the states of prefixes, because they can no longer be trusted."""
+        self.pool.forget()
+        if self.prefix_states is not None:
+            self.prefix_states.forget()
 
     def known_prefix(self, tokens: list[int]) -> int:
         """How many of `tokens` an empty sequence could share. The last token is never among them, because its logits are needed."""
         return len(self.known_blocks(tokens)) * self.block_size
 
     def match_prefix(self, seq_id: int, tokens: list[int], most: int | None = None) -> int:
-        """Let an empty sequence share the blocks that already hold a prefix of `tokens`, of at most `most` tokens.
+        """Let an empty sequence share the blocks that already hold a prefix of `tokens`, of at most `most` tokens, and go on from the
+        states after it.
 
         Returns the number of covered tokens; see `known_prefix`.
         """
@@ -256,12 +269,36 @@ class PagedStaticCache(Cache):
         if table.blocks:
             return 0
         known = self.known_blocks(tokens)[: None if most is None else most // self.block_size]
+        in_common = len(known) * self.block_size
+        if self.prefix_states is not None:
+            known = known[: self.prefix_states.longest([content for content, _ in known])]
         shared = [block for _, block in known]
         table.hashes += [content for content, _ in known]
         self.pool.retain(shared)
         self._append(table, shared)
         table.length = len(shared) * self.block_size
+        if self.prefix_states is not None and self.states is not None:
+            if known:
+                self.states.load(seq_id, self.prefix_states.get(known[-1][0]), table.length)
+            table.branch = in_common // self.prefix_states.every * self.prefix_states.every
         return table.length
+
+    def end_of_part(self, seq_id: int, end: int) -> int:
+        """Where to stop reading a prompt that could be read up to `end`: where another text branched off, so that its states can be
+        kept there (`keep_states`)."""
+        table = self.tables[seq_id]
+        return table.branch if table.length < table.branch < end else end
+
+    def keep_states(self, seq_id: int, length: int) -> None:
+        """Keep the states after a sequence's first `length` tokens, all read in chunk form, for texts that begin alike."""
+        prefixes, hashes = self.prefix_states, self.tables[seq_id].hashes
+        if prefixes is None or self.states is None or not self.share_prefixes or length % prefixes.every:
+            return
+        count = length // self.block_size
+        if 0 < count <= len(hashes) and hashes[count - 1] not in prefixes:
+            states = self.states.copy(seq_id, length)
+            if states is not None:
+                prefixes.put(hashes[count - 1], states)
 
     def known_blocks(self, tokens: list[int]) -> list[tuple[bytes, int]]:
         """(hash, block) of each leading block whose contents are in the pool."""

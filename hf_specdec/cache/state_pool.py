@@ -27,6 +27,11 @@ class KeptStates:
     conv: dict[int, torch.Tensor]
     recurrent: dict[int, torch.Tensor]
 
+    @property
+    def num_bytes(self) -> int:
+        """Memory of all of them."""
+        return sum(each.nbytes for each in (*self.conv.values(), *self.recurrent.values()))
+
 
 class StatePool:
     """States of layers with a recurrence or a short convolution. One slot belongs to one token and holds something of every such layer.
@@ -105,6 +110,14 @@ class StatePool:
             return None
         base = self.base(seq_id, num_tokens)
         return None if base.replayed else base.state
+
+    def copy(self, seq_id: int, num_tokens: int) -> KeptStates | None:
+        """Copies of a sequence's states after that many tokens; None if they are not there as tensors."""
+        state = self.state(seq_id, num_tokens)
+        if state is None:
+            return None
+        pools = ((self.conv, self.base(seq_id, num_tokens).slot), (self.recurrent, state))
+        return KeptStates(*({layer: pool[slot].clone() for layer, pool in each.items()} for each, slot in pools))
 
     def take(
         self, seq_id: int, start: int, first_kept: int, counts: list[int], num_own: int
@@ -199,7 +212,8 @@ class StatePool:
         for layer, conv in kept.conv.items():
             recurrent = kept.recurrent.get(layer)
             if not self.is_allocated(layer):
-                self.allocate(layer, conv[None], None if recurrent is None else recurrent[None])
+                inputs = tuple(each[:1] for each in self.inputs.get(layer, ()))
+                self.allocate(layer, conv[None], None if recurrent is None else recurrent[None], inputs)
             self.conv[layer][slot] = conv
             if recurrent is not None:
                 self.recurrent[layer][state] = recurrent

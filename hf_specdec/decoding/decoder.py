@@ -79,6 +79,8 @@ class SpeculativeDecoder:
                 self.target.choose_states(num_sequences, self.generator.max_draft_nodes)
             self.cache = self.target.new_cache(num_blocks, size, grows=True)
         self.cache.share_prefixes = not self.all_hidden_states
+        if not num_sequences:  # texts that come one after another
+            self.target.keep_prefix_states(self.cache)
         self._num_sequences = num_sequences
         self.generator.allocate(num_blocks * size, num_sequences, size)
 
@@ -144,7 +146,7 @@ class SpeculativeDecoder:
 
     def forget_prefixes(self) -> None:
         """Drop what is kept of texts that have ended, because the model has changed or a step has raised."""
-        self.cache.pool.forget()
+        self.cache.forget_prefixes()
         self.generator.forget_prefixes()
 
     def abort(self, sequences: list[Sequence]) -> None:
@@ -327,6 +329,7 @@ class SpeculativeDecoder:
             if matched and not seq.num_generated:
                 self.statistics[seq.id].num_cached_tokens = matched
             end = len(seq.tokens) if num_tokens is None else min(len(seq.tokens), table.length + num_tokens[i])
+            end = self.cache.end_of_part(seq.id, end)
             if end < seq.prompt_length and self.target.recurrent is not None:
                 end = self.target.recurrent.cut(table.length, end)
             if end <= table.length:
@@ -341,13 +344,18 @@ class SpeculativeDecoder:
                 break
             # In one forward every layer writes all keys before it attends, so later rows can share these blocks at once.
             if seq.is_text:
-                self.cache.register_prefix(seq.id, seq.tokens, end - (seq.tokens[end - 1] == UNKNOWN))
+                known = end - (seq.tokens[end - 1] == UNKNOWN)
+                if self.target.recurrent is not None:  # a prompt's tokens are read by another rule than those after it
+                    known = seq.num_chunked(0, known)
+                self.cache.register_prefix(seq.id, seq.tokens, known)
             rows.append((seq, end))
         return rows
 
     def _share_prefix(self, seq: Sequence) -> int:
         """Use the KV of earlier texts, as far as the target and the drafter both have them. Returns the number of tokens covered."""
         known = min(self.cache.known_prefix(seq.tokens), self.generator.known_prefix(seq))
+        if self.target.recurrent is not None:  # what is shared was read as a prompt
+            known = min(known, seq.num_chunked(0, len(seq.tokens)))
         matched = self.cache.match_prefix(seq.id, seq.tokens, known)
         if matched:
             self.generator.share_prefix(seq, matched)
@@ -436,6 +444,9 @@ class SpeculativeDecoder:
         reading = there - {seq.id for seq in sequences}
         kept += [(seq.id, end, []) for seq, end in pending.rows if seq.id in reading]
         self.cache.commit(kept)
+        for seq, end in pending.rows if self.cache.prefix_states is not None else []:
+            if seq.id in reading and seq.is_text and end < seq.prompt_length:
+                self.cache.keep_states(seq.id, end)
         trees = trees if len(going_on) == len(pending.decoding) else trees.select(going_on)
         return StepOutcome(sequences, trees, paths, emitted, root_rows=first_logits)
 

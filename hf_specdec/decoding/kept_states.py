@@ -12,14 +12,10 @@ from ..core.sequence import Sequence
 
 def read_states(cache: PagedStaticCache, seq: Sequence, counts: list[int]) -> dict[int, KeptStates]:
     """Copies of a row's states after each of these numbers of tokens, where they were kept."""
-    states, found = cache.states, {}
-    for count in counts if states is not None else []:
-        state = states.state(seq.id, count)
-        if state is not None:
-            pools = ((states.conv, states.base(seq.id, count).slot), (states.recurrent, state))
-            copies = ({layer: pool[slot].clone() for layer, pool in each.items()} for each, slot in pools)
-            found[count] = KeptStates(*copies)
-    return found
+    if cache.states is None:
+        return {}
+    found = {count: cache.states.copy(seq.id, count) for count in counts}
+    return {count: states for count, states in found.items() if states is not None}
 
 
 def fill_states(cache: DynamicCache, rows: list[KeptStates]) -> None:

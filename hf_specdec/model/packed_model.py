@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import inspect
 import logging
+import math
 import threading
 import weakref
 from collections.abc import Callable
@@ -16,6 +17,7 @@ from transformers import PreTrainedModel
 
 from ..cache import PagedStaticCache
 from ..cache.memory import free_bytes
+from ..cache.prefix_states import PrefixStates
 from ..cache.state_pool import StatePool
 from ..core.errors import UnsupportedModel
 from ..core.names import ATTENTION_NAME
@@ -33,6 +35,7 @@ logger = logging.getLogger(__name__)
 STATES_SHARE = (
     0.25  # of the memory for keys, values and states: above it, drafts are replayed (see `PackedModel.choose_states`)
 )
+PREFIX_STATES_SHARE = 0.05  # of that memory: states after texts' beginnings, for others that begin alike
 
 
 class Activated(Protocol):
@@ -207,6 +210,20 @@ class PackedModel:
                 "replayed" if self.replays_drafts else "kept", num_rows, num_drafts, kept / 2**20, replayed / 2**20,
                 STATES_SHARE * memory / 2**20,
             )  # fmt: skip
+
+    def bytes_of_prefix_states(self) -> int:
+        """Memory for states after the beginnings of texts that others may share; 0 if no layer has one, or a prompt cannot go on
+        from a state in chunk form."""
+        memory = free_bytes(self.device) if self.cache_bytes is None else self.cache_bytes
+        if self.recurrent is None or not self.recurrent.chunks_continue or memory is None:
+            return 0
+        return int(PREFIX_STATES_SHARE * memory)
+
+    def keep_prefix_states(self, cache: PagedStaticCache) -> None:
+        """Let texts share their beginnings although layers have states. Does nothing for models without states."""
+        num_bytes = self.bytes_of_prefix_states()
+        if num_bytes and self.recurrent is not None and cache.prefix_states is None:
+            cache.prefix_states = PrefixStates(math.lcm(self.recurrent.chunk_size, cache.block_size), num_bytes)
 
     @torch.no_grad()
     def _cache_of_one_token(self) -> PagedStaticCache:

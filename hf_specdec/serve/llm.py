@@ -289,7 +289,7 @@ def _num_blocks(
         memory_bytes = int(_MEMORY_SHARE[target.device.type] * free)
     target.cache_bytes = memory_bytes
     target.choose_states(max_num_seqs, num_drafts)
-    states = target.bytes_of_states(num_drafts) * max_num_seqs
+    states = target.bytes_of_states(num_drafts) * max_num_seqs + target.bytes_of_prefix_states()
     fitting = (memory_bytes - states) // per_block
     if fitting < 1:
         beside = f" beside {states} bytes of recurrent states of {max_num_seqs} texts" if states else ""

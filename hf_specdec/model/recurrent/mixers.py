@@ -29,6 +29,9 @@ class RecurrentLayers:
 
     Args:
         model: its mixers are transformers' own modules (see `mixers_of`).
+
+    Attributes:
+        chunk_size: tokens that the chunk form reads at once.
     """
 
     def __init__(self, model: PreTrainedModel, family: Family):
@@ -38,7 +41,7 @@ class RecurrentLayers:
             source = sys.modules[type(self.mixers[0]).__module__]
             self._functions = ModuleFunctions.of(source, family)
         # Gated DeltaNet's chunks are 64 tokens, and its modules do not say so.
-        self._chunk = max(64, *(getattr(mixer, "chunk_size", 0) for mixer in self.mixers), 0)
+        self.chunk_size = max(64, *(getattr(mixer, "chunk_size", 0) for mixer in self.mixers), 0)
         self._examples: dict[int, tuple[torch.Tensor, torch.Tensor | None, Inputs]] = {}
 
     @property
@@ -49,7 +52,7 @@ class RecurrentLayers:
     def cut(self, start: int, end: int) -> int:
         """Where to end a part of a prompt that may end at `end`: at a multiple of the chunk form's chunk if possible, because parts
         that end elsewhere differ more in rounding."""
-        aligned = end // self._chunk * self._chunk
+        aligned = end // self.chunk_size * self.chunk_size
         return aligned if aligned > start else end
 
     @property
