@@ -39,6 +39,35 @@ class HeadModule(Protocol):
         """
         ...
 
+    def borrowed(self) -> list[nn.Module]:
+        """Modules that it calls and does not own, such as the target's embeddings."""
+        ...
+
+
+class SmallHeadForwards(Protocol):
+    """Runs small forwards in place of the head while its context is entered (see `native`)."""
+
+    def active(self) -> contextlib.AbstractContextManager[None]:
+        """A context in which `run` serves forwards."""
+        ...
+
+    def run(
+        self,
+        head: PackedHead,
+        rows: list[RowInput],
+        features: torch.Tensor,
+        cache: PagedStaticCache,
+        reads: bool = False,
+    ) -> torch.Tensor | None:
+        """What `PackedHead.forward` or, with `reads`, `PackedHead.read` returns; None if the head must compute it."""
+        ...
+
+    def apply(
+        self, function: Callable[[torch.Tensor], torch.Tensor], called: list[nn.Module], hidden: torch.Tensor
+    ) -> torch.Tensor:
+        """`function(hidden)` of hidden states [n, F], which calls these modules; always the same function."""
+        ...
+
 
 class PackedHead:
     """Runs a head over packed rows.
@@ -53,11 +82,14 @@ class PackedHead:
         device, dtype: device and dtype of the head's inputs; by default those of its first parameter.
 
     Attributes:
+        linears: faster linear layers; None: the head's own.
         graphs, reading_graphs: run forwards without and with `fuse` as CUDA graphs; None: kernels are launched one by one.
+        native: runs small forwards as one call of the native library on a CPU; None: operators are called one by one.
     """
 
     graphs: GraphRunner | None = None
     reading_graphs: GraphRunner | None = None
+    native: SmallHeadForwards | None = None
     _layers: RewrittenLayers | None = None
 
     def __init__(
@@ -74,7 +106,7 @@ class PackedHead:
         self.fuse = fuse
         self.module, self.config, self.num_layers, self.gather = module.eval(), config, num_layers, gather
         config._attn_implementation = "eager" if gather else ATTENTION_NAME
-        self._linears = prepack(module, prepack_weights)
+        self.linears = prepack(module, prepack_weights)
         weight = next(module.parameters())
         self.device, self.dtype = device or weight.device, dtype or weight.dtype
 
@@ -103,17 +135,24 @@ class PackedHead:
             return self
         own = copy.copy(self)
         own.graphs = GraphRunner(own)
-        own._linears = few_row_linears(own.module)
+        own.linears = few_row_linears(own.module)
         if rewritten:
             own._layers = layers_of(own.module, paged_attention_forward, RewrittenLayers)
         if own.fuse is not None:
             own.reading_graphs = GraphRunner(own, own.read_batch, name="{} (reading texts)")
         return own
 
+    def borrowed(self) -> list[nn.Module]:
+        """Modules of others that the head calls."""
+        return self.module.borrowed()  # pyright: ignore[reportCallIssue]
+
     def active(self) -> contextlib.AbstractContextManager:
-        """A context in which `forward` uses the faster linear layers and, in captured forwards, the rewritten layers."""
+        """A context in which `forward` uses the native library or the faster linear layers and, in captured forwards, the rewritten
+        layers."""
+        if self.native is not None:
+            return self.native.active()
         with contextlib.ExitStack() as stack:
-            for each in (self._linears, self._layers):
+            for each in (self.linears, self._layers):
                 if each is not None:
                     stack.enter_context(each.active())
             return stack.pop_all()
@@ -129,6 +168,10 @@ class PackedHead:
             hidden = self.graphs.run([rows], cache, features)
             if hidden is not None:
                 return hidden
+        if self.native is not None:
+            hidden = self.native.run(self, rows, features, cache)
+            if hidden is not None:
+                return hidden
         return self.forward_batch(PackedBatch.pack(rows, cache, self.device, self.gather), features=features)
 
     @torch.no_grad()
@@ -142,6 +185,10 @@ class PackedHead:
             return self.forward(rows, features, cache)
         if self.reading_graphs is not None:
             hidden = self.reading_graphs.run([rows], cache, features)
+            if hidden is not None:
+                return hidden
+        if self.native is not None:
+            hidden = self.native.run(self, rows, features, cache, reads=True)
             if hidden is not None:
                 return hidden
         return self.read_batch(PackedBatch.pack(rows, cache, self.device, self.gather), features=features)

@@ -137,8 +137,8 @@ def check_flags(checkpoint: Checkpoint, plan: Plan, tensors: dict[str, str]) -> 
             raise checkpoint.error(f"config.json says {key} = {str(given).lower()}, but the file {has} {tensor}.")
 
 
-class RotaryPositions:
-    """cos and sin of rotary position embeddings, computed for any position.
+class RotaryPositions(nn.Module):
+    """cos and sin of rotary position embeddings, computed for any position. The frequencies are in no checkpoint and stay in float32.
 
     Scalings whose frequencies change with the length of the text ("dynamic", "longrope") keep those of the original length,
     since cached keys cannot change.
@@ -148,6 +148,7 @@ class RotaryPositions:
     """
 
     def __init__(self, checkpoint: Checkpoint, config: PretrainedConfig, device: torch.device):
+        super().__init__()
         try:
             rope = LlamaRotaryEmbedding(config)  # pyright: ignore[reportArgumentType]
         except (KeyError, ValueError, TypeError) as error:
@@ -157,7 +158,7 @@ class RotaryPositions:
         self.inv_freq = torch.cat([rope.inv_freq, rope.inv_freq]).to(device, torch.float32)
         self.scaling = rope.attention_scaling
 
-    def __call__(self, position_ids: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    def forward(self, position_ids: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
         """cos and sin [1, T, D] at positions [1, T]."""
         angles = position_ids[..., None] * self.inv_freq
         cos, sin = angles.cos(), angles.sin()

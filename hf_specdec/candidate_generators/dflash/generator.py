@@ -48,7 +48,7 @@ class DFlashGenerator(FeatureGenerator):
             config, target, lambda: load_dflash(checkpoint, self.layout, target, config.prepack_weights)
         )
         self.vocabulary, self.lm_head = self.loaded.vocabulary, self.loaded.lm_head
-        self.head = self.captured(self.loaded.head)
+        self.head = self.captured(self.loaded.head, native=False)  # its blocks are packed once per kind of attention
         self.sequential, self.confidence = self.head.module.sequential, self.head.module.confidence_head
         self.taps = Taps(layers=tuple(dict.fromkeys(self.layout.tapped)))
         self.num_slots = self.shape.depth + (not self.layout.from_anchor)

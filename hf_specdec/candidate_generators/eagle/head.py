@@ -43,6 +43,10 @@ class EagleHead(nn.Module):
             self.lm_head = nn.Linear(width, plan.shape("lm_head.weight")[0])
         fit_biases(self, plan)
 
+    def borrowed(self) -> list[nn.Module]:
+        """The embeddings, which may be the target's."""
+        return [self.embeddings.table]
+
     def forward(self, input_ids, features, position_ids, **attention) -> torch.Tensor:
         """The feature after each token, [1, T, H]: a prediction of the target's final hidden state."""
         embedded = self.enorm(self.embeddings(input_ids, features))

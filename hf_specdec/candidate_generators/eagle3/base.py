@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
+from ...model.native import natively
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext
 from ..growing.features import FeatureGenerator
@@ -33,7 +35,7 @@ class Eagle3Base(FeatureGenerator):
         self.loaded, self.vocabulary, self.taps = loaded, loaded.vocabulary, loaded.options.taps
         self.window_stays = loaded.options.window_stays
         if self.window_stays:  # graphs have one position per token, used for rotation and window
-            self.head, self.rounds = loaded.head, None
+            self.head, self.rounds = natively(loaded.head, config.native), None
         else:
             self.head = self.captured(loaded.head)
         self.cache = self.new_cache(1, config.block_size)
@@ -45,3 +47,7 @@ class Eagle3Base(FeatureGenerator):
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The head's logits over its draft vocabulary."""
         return self.loaded.logits(hidden)
+
+    def scoring_modules(self) -> list[nn.Module]:
+        """The head's last norm and its language-model head."""
+        return [self.loaded.module.norm, self.loaded.lm_head]

@@ -100,6 +100,10 @@ class Eagle3Head(nn.Module):
             states = self.input_norm(states)
         return states if self.fc is None else self.fc(states)
 
+    def borrowed(self) -> list[nn.Module]:
+        """The embeddings, which may be the target's."""
+        return [self.embeddings.table]
+
     def forward(self, input_ids, features, position_ids, **attention) -> torch.Tensor:
         """The output that is fed back, [1, T, H]: before the last norm, or after it with `norm_output`."""
         attention["position_embeddings"] = self.rotary(position_ids, features.dtype)

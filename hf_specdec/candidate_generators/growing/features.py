@@ -14,6 +14,7 @@ from ...core.output import PackedOutput, Taps
 from ...core.rows import RowInput
 from ...core.sequence import Sequence
 from ...kernels.transfer import upload
+from ...model.native import natively
 from ...model.packed_head import PackedHead
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext
@@ -31,8 +32,8 @@ class FeatureGenerator(CachedGenerator):
     text is read once with the target's own features, accepted drafts included: this overwrites the keys and values
     written while drafting. While drafting, the head's own output takes the place of the feature.
 
-    A subclass sets `vocabulary`, `head` (see `captured`) and `lm_head` in its `__init__`, and overrides `logits`, `fed_back`
-    and (with `taps`) `features` where it differs from EAGLE-1.
+    A subclass sets `vocabulary`, `head` (see `captured`) and `lm_head` in its `__init__`, and overrides `logits` (with
+    `scoring_modules`), `fed_back` and (with `taps`) `features` where it differs from EAGLE-1.
     """
 
     has_loop = True
@@ -56,16 +57,30 @@ class FeatureGenerator(CachedGenerator):
         """Logits [n, Vd] from the head's hidden states [n, H]."""
         return self.lm_head(hidden)
 
+    def scoring_modules(self) -> list[nn.Module]:
+        """The modules that `logits` calls."""
+        return [self.lm_head]
+
+    def score(self, hidden: torch.Tensor) -> torch.Tensor:
+        """`logits`, computed by the native library where the head is."""
+        native = self.head.native
+        return self.logits(hidden) if native is None else native.apply(self.logits, self.scoring_modules(), hidden)
+
     def fed_back(self, hidden: torch.Tensor) -> torch.Tensor:
         """The feature [n, F] used in place of the target's while drafting, from the head's hidden states [n, H]."""
         return hidden
 
-    def captured(self, head: Head) -> Head:
-        """The head with CUDA graphs, if the configuration asks for them or, when it does not say, if the head supports them."""
+    def captured(self, head: Head, native: bool = True) -> Head:
+        """The head with CUDA graphs, if the configuration asks for them or, when it does not say, if the head supports them; otherwise
+        in the native library where that can run it.
+
+        Args:
+            native: False: not in the native library.
+        """
         rewritten = self.config.compile is not False and self.config.quantization is None
         head = head.with_graphs(self.config.cuda_graphs, rewritten)
         self.run_as_graphs(head.graphs is not None)
-        return head
+        return natively(head, self.config.native) if native else head
 
     def modules(self) -> list[nn.Module]:
         """The head's layers, and modules it may share with the target."""
@@ -211,7 +226,7 @@ class FeatureGenerator(CachedGenerator):
         """Logits [R, Vd] of what follows the last token."""
         (hidden,) = roots
         self.state = self.fed_back(hidden)[:, None]
-        return self.logits(hidden)
+        return self.score(hidden)
 
     def expand(self, level: Level) -> torch.Tensor:
         """Run the head over the nodes of one depth: logits [R, F, Vd]."""
@@ -227,7 +242,7 @@ class FeatureGenerator(CachedGenerator):
             inputs = self.level_inputs(level, level.tokens, seq_ids, positions)
             hidden = self.head.forward(inputs, features, self.cache)
         self.state = self.fed_back(hidden).view(rows, count, -1)
-        return self.logits(hidden).view(rows, count, -1)
+        return self.score(hidden).view(rows, count, -1)
 
 
 def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:

@@ -74,7 +74,8 @@ class HydraPrefixGenerator(HydraDrafting, FeatureGenerator):
         self.heads = heads
         self.vocabulary = DraftVocabulary(target.vocab_size)
         self.head = self.captured(
-            PackedHead(heads, heads.prefix_config, num_layers=1, prepack_weights=config.prepack_weights)
+            PackedHead(heads, heads.prefix_config, num_layers=1, prepack_weights=config.prepack_weights),
+            native=False,  # most of the work is in the heads, which prepacked weights serve
         )
         self.shape = bounded_shape(config, self.shape, len(heads.heads))
         self.config = self.with_checkpoint_defaults(config)

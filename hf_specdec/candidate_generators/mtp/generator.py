@@ -6,6 +6,7 @@ Gloeckle et al. 2024; DeepSeek-V3 report, section 2.2; FastDeploy's continuation
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from ...cache import PagedStaticCache
 from ...core.draft_trees import DraftTrees
@@ -70,6 +71,11 @@ class MtpGenerator(ModulesInTurn):
         """Logits [n, Vd] from the module's normed output."""
         own = self.mtp_modules[module]
         return own.logits(state if self.hands_on_normed else own.norm(state))
+
+    def scorers_of(self, module: int) -> list[nn.Module]:
+        """The module's last norm and its language-model head."""
+        own = self.mtp_modules[module]
+        return [own.shared["lm_head"], own.norm]
 
     # ---- continuation by n-gram -------------------------------------------------------------------------------------
 

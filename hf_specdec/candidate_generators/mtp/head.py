@@ -80,6 +80,10 @@ class MtpModule(nn.Module):
         """Set the target's embeddings and head, for parts that the module does not have."""
         self.shared = {"embed_tokens": embed_tokens, "lm_head": lm_head} | dict(self.named_children())
 
+    def borrowed(self) -> list[nn.Module]:
+        """The embeddings and the head, which may be the target's."""
+        return [self.shared["embed_tokens"], self.shared["lm_head"]]
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """Logits [n, V] from outputs of `forward` [n, H], after `norm`."""
         return self.shared["lm_head"](hidden)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 from abc import abstractmethod
+from functools import partial
 
 import numpy as np
 import torch
@@ -64,6 +65,15 @@ class ModulesInTurn(FeatureGenerator):
     @abstractmethod
     def logits_of(self, module: int, state: torch.Tensor) -> torch.Tensor:
         """Logits [n, Vd] from x [n, H]."""
+
+    @abstractmethod
+    def scorers_of(self, module: int) -> list[nn.Module]:
+        """The modules that `logits_of` calls."""
+
+    def score_of(self, module: int, state: torch.Tensor) -> torch.Tensor:
+        """`logits_of`, computed by the native library where the module is."""
+        native, function = self.heads[module].native, partial(self.logits_of, module)
+        return function(state) if native is None else native.apply(function, self.scorers_of(module), state)
 
     def modules(self) -> list[nn.Module]:
         """All modules in use, and modules they may share with the target."""
@@ -209,7 +219,7 @@ class ModulesInTurn(FeatureGenerator):
     def begin(self, *roots: torch.Tensor) -> torch.Tensor:
         """Logits [R, Vd] of the token after each text."""
         self.draft = _DraftNodes(list(roots))
-        return self.logits(roots[0])
+        return self.score_of(0, roots[0])
 
     def expand(self, level: Level) -> torch.Tensor:
         """Let the module whose turn it is read the nodes it has not read; logits [R, F, Vd] of the tokens after this level's nodes."""
@@ -229,7 +239,7 @@ class ModulesInTurn(FeatureGenerator):
             hidden = head.forward(self._inputs(level, draft, module), features, self.cache)
         hidden = self.state_of(module, hidden).view(rows, tokens.shape[1], -1)
         draft.made(module, hidden, width)
-        return self.logits_of(module, hidden[:, -width:].flatten(0, 1)).view(rows, width, -1)
+        return self.score_of(module, hidden[:, -width:].flatten(0, 1)).view(rows, width, -1)
 
     def _inputs(self, level: Level, draft: _DraftNodes, module: int) -> list[RowInput]:
         """The input rows of a module's forward over the nodes it has not read."""

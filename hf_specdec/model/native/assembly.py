@@ -38,6 +38,7 @@ def assemble(tape: Tape, outputs: Sequence[Value], pools: dict[int, tuple[int, .
     return Program(
         most_tokens, _encoded(steps, slot_of), slots, memory, weights,
         [(slot_of[id(each)], each.table) for each in registers if each.table is not None],
+        next((slot_of[id(each)] for each in registers if each.features), None),
         [
             Output(slot_of[id(each)], each.dtype, each.elements, value.rows)
             for each, value in zip(returned, outputs, strict=True)
@@ -77,7 +78,9 @@ def _allocated(steps: list[Step], registers: list[Register], most_tokens: int) -
     used = 0
     for index, step in enumerate(steps):
         own = {
-            id(each): each for each in _registers(step) if not (each.tensor is not None or each.table or each.output)
+            id(each): each
+            for each in _registers(step)
+            if not (each.tensor is not None or each.table or each.features or each.output)
         }
         for key, register in own.items():
             if key in places:

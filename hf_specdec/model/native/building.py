@@ -1,79 +1,89 @@
-"""Makes a model's program: records one forward, and compares the program with the model on other batches before it is used."""
+"""Makes a program: records one forward, and compares the program with it on other batches before it is used."""
 
 from __future__ import annotations
-
-from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 
-from ...core.output import PackedOutput
 from ...core.rows import RowInput
-from ...kernels.cache import writer_for
 from ..packed_batch import PackedBatch, _OnDevice
 from ..self_test import TOLERANCES, relative_error
 from .assembly import assemble
 from .program import Program, addresses
 from .recording import Recorder
+from .subjects import Subject
 from .tape import NotLowered, Tape
-
-if TYPE_CHECKING:
-    from ..packed_model import PackedModel
 
 _SIZES = (29, 31, 37, 41, 43, 47, 53, 59)  # of the recorded batch: numbers of tokens that no dimension of a model has
 _MORE = 8  # room for the tokens of the further batches
 
 
 @torch.no_grad()
-def build(packed: PackedModel) -> Program:
-    """The program of an active PackedModel.
+def build(subject: Subject) -> Program:
+    """The program of a subject.
 
     Raises:
-        NotLowered: the library cannot run the model, or computes something else than it; the message says why.
+        NotLowered: the library cannot run it, or computes something else; the message says why.
     """
-    num_selected, num_tokens = _sizes(packed)
-    if packed.max_positions is not None and packed.max_positions < num_tokens + _MORE:
-        raise NotLowered(f"its {packed.max_positions} positions, too few to record a forward")
+    num_selected, num_tokens = _sizes(subject)
     tape = Tape(num_tokens, num_selected)
-    rows = _first_rows(num_tokens, num_selected, packed.vocab_size)
-    cache, ours = _cache(packed, rows), _cache(packed, rows)
-    output, recorder, batch = _record(packed, tape, rows, cache)
-    if recorder.problem is not None:
-        raise NotLowered(recorder.problem)
-    if any(cache.layers[layer].keys.dtype != packed.model.dtype for layer in recorder.pools):
+    if not subject.reads_ids:
+        return _build_on_rows(subject, tape, num_tokens, num_selected)
+    if subject.max_positions is not None and subject.max_positions < num_tokens + _MORE:
+        raise NotLowered(f"its {subject.max_positions} positions, too few to record a forward")
+    rows = _first_rows(num_tokens, num_selected, subject.vocab_size)
+    cache, ours = _cache(subject, rows), _cache(subject, rows)
+    batch, features = _batch(subject, rows, cache), _features(subject, num_tokens)
+    recorder = Recorder(subject.modules(), tape, batch, features)
+    batch._on_device[subject.device] = _OnDevice(batch.write_slots, None, recorder.write, recorder.attend)
+    outputs = _recorded(subject, recorder, batch, features)
+    if any(cache.layers[layer].keys.dtype != subject.dtype for layer in recorder.pools):
         raise NotLowered("keys in another dtype than the model's")
-    values = [recorder.value_of(each) for each in outputs_of(packed, output)]
-    program = assemble(tape, values, recorder.pools, packed.model.dtype)
-    _check(packed, program, ours, rows, output)
-    for more in _further_rows(rows, packed.vocab_size):
-        batch = PackedBatch.pack(more, cache, packed.device, gather=False)
-        batch.with_native = False
-        _check(packed, program, ours, more, packed.forward_batch(batch, batch.logit_index))
+    values = [recorder.value_of(each) for each in outputs]
+    program = assemble(tape, values, recorder.pools, subject.dtype)
+    _check(subject, program, ours, rows, features, outputs)
+    for more in _further_rows(rows, subject.vocab_size):
+        features = _features(subject, sum(row.num_tokens for row in more))
+        _check(subject, program, ours, more, features, subject.compute(_batch(subject, more, cache), features))
     return program
 
 
-def outputs_of(packed: PackedModel, output: PackedOutput) -> list[torch.Tensor]:
-    """The tensors that a forward of this model returns."""
-    taps = packed.taps
-    found = [output.logits, *([output.last_hidden] if taps.last_hidden else []), *output.layers.values()]
-    return [*found, *([output.all_logits] if taps.logits else [])]  # pyright: ignore[reportReturnType]
+def _build_on_rows(subject: Subject, tape: Tape, num_rows: int, num_more: int) -> Program:
+    """The program of a function of features alone."""
+    features = _features(subject, num_rows)
+    recorder = Recorder(subject.modules(), tape, None, features)
+    outputs = _recorded(subject, recorder, None, features)
+    program = assemble(tape, [recorder.value_of(each) for each in outputs], {}, subject.dtype)
+    for count in (num_rows, num_more, 1):
+        features = _features(subject, count)
+        assert features is not None
+        _compare(subject, program.run_rows(features), subject.compute(None, features))
+    return program
 
 
-def _sizes(packed: PackedModel) -> tuple[int, int]:
-    """Two numbers of tokens that no dimension of the model's tensors is, the smaller first."""
-    config = packed.config.to_dict()
-    taken = {value for value in config.values() if type(value) is int}
-    for each in packed.model.parameters():
-        taken |= set(each.shape)
-    heads, groups = (
-        getattr(packed.config, "num_attention_heads", 0),
-        getattr(packed.config, "num_key_value_heads", 0) or 1,
-    )
-    taken |= {heads // groups, getattr(packed.config, "hidden_size", 0) // max(heads, 1)}
+def _sizes(subject: Subject) -> tuple[int, int]:
+    """Two numbers of tokens that no dimension of the subject's tensors is, the smaller first."""
+    config = subject.config()
+    taken = {subject.features_width}
+    if config is not None:
+        config = config.get_text_config(decoder=True)
+        taken |= {value for value in config.to_dict().values() if type(value) is int}
+        heads, groups = getattr(config, "num_attention_heads", 0), getattr(config, "num_key_value_heads", 0) or 1
+        taken |= {heads // groups, getattr(config, "hidden_size", 0) // max(heads, 1)}
+    for module in subject.modules():
+        taken |= {size for each in module._parameters.values() if each is not None for size in each.shape}
     free = [size for size in _SIZES if size not in taken]
     if len(free) < 2:
         raise NotLowered("its dimensions")
     return free[0], free[1]
+
+
+def _features(subject: Subject, num_tokens: int) -> torch.Tensor | None:
+    """Random features [T, F], the same in every process."""
+    if not subject.features_width:
+        return None
+    random = torch.Generator().manual_seed(num_tokens)
+    return torch.randn(num_tokens, subject.features_width, generator=random).to(subject.dtype)
 
 
 def _first_rows(num_tokens: int, num_selected: int, vocab_size: int) -> list[RowInput]:
@@ -97,8 +107,8 @@ def _further_rows(rows: list[RowInput], vocab_size: int) -> list[list[RowInput]]
     ]
 
 
-def _cache(packed: PackedModel, rows: list[RowInput]):
-    cache = packed.new_cache(num_blocks=16, block_size=16, share_prefixes=False)
+def _cache(subject: Subject, rows: list[RowInput]):
+    cache = subject.new_cache()
     for row in rows:
         cache.add(row.seq_id)
     for row in reversed(rows):
@@ -106,33 +116,50 @@ def _cache(packed: PackedModel, rows: list[RowInput]):
     return cache
 
 
-def _record(packed: PackedModel, tape: Tape, rows: list[RowInput], cache) -> tuple[PackedOutput, Recorder, PackedBatch]:
-    model = packed.model
-    batch = PackedBatch.pack(rows, cache, packed.device, gather=False)
+def _batch(subject: Subject, rows: list[RowInput], cache) -> PackedBatch:
+    batch = PackedBatch.pack(rows, cache, subject.device, gather=False)
     batch.with_native = False
-    recorder = Recorder(model, batch, tape)
-    batch._on_device[packed.device] = _OnDevice(batch.write_slots, None, writer_for(packed.device), recorder.attend)
-    batch._on_device[packed.device].write = recorder.write
+    return batch
+
+
+def _recorded(
+    subject: Subject, recorder: Recorder, batch: PackedBatch | None, features: torch.Tensor | None
+) -> list[torch.Tensor]:
+    """What the subject returns, computed under the recorder."""
     try:
-        with recorder.angles_by_position(model), recorder:
-            return packed.forward_batch(batch, batch.logit_index), recorder, batch
+        with recorder.angles_by_position(), recorder:
+            outputs = subject.compute(batch, features)
     except (NotLowered, torch.OutOfMemoryError):
         raise
     except Exception as failure:  # an unknown model may do anything with the recorded tensors
         raise NotLowered(f"its recorded forward raised {type(failure).__name__} ({failure})") from failure
+    if recorder.problem is not None:
+        raise NotLowered(recorder.problem)
+    return outputs
 
 
-def _check(packed: PackedModel, program: Program, cache, rows: list[RowInput], wanted: PackedOutput) -> None:
-    """Compare the program's outputs with those of the model.
+def _check(
+    subject: Subject,
+    program: Program,
+    cache,
+    rows: list[RowInput],
+    features: torch.Tensor | None,
+    wanted: list[torch.Tensor],
+) -> None:
+    """Compare the program's outputs over `rows` with those of the subject."""
+    batch = PackedBatch.pack(rows, cache, subject.device, gather=False)
+    _compare(subject, program.run(batch, addresses(program, cache), features), wanted)
+
+
+def _compare(subject: Subject, found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    """Compare outputs.
 
     Raises:
         NotLowered: they differ by more than rounding explains.
     """
-    batch = PackedBatch.pack(rows, cache, packed.device, gather=False)
-    found = program.run(batch, addresses(program, cache))
-    for ours, own in zip(found, outputs_of(packed, wanted), strict=True):
+    for ours, own in zip(found, wanted, strict=True):
         error = relative_error(ours, own.reshape(ours.shape))
-        if not error <= TOLERANCES.get(packed.model.dtype, 5e-2):
+        if not error <= TOLERANCES.get(subject.dtype, 5e-2):
             raise NotLowered(
                 f"its program computes other values: they differ by {error:.2g} of their spread. Please report it"
             )

@@ -47,6 +47,7 @@ class Program:
         memory: the buffers.
         weights: the weights, kept so that their addresses stay theirs.
         tables: slot and table of each table by position.
+        features: slot of the features that a call brings; None: it reads none.
         outputs: what is returned.
         pools: by layer: key heads, width, value heads, value width.
         dtype: of keys and values.
@@ -60,13 +61,14 @@ class Program:
         memory: torch.Tensor,
         weights: list[torch.Tensor],
         tables: list[tuple[int, Table]],
+        features: int | None,
         outputs: list[Output],
         pools: dict[int, tuple[int, ...]],
         dtype: torch.dtype,
     ):
         self.most_tokens = most_tokens
         self.ops, self.slots, self.memory, self.weights = ops, slots, memory, weights
-        self.tables, self.outputs, self.pools, self.dtype = tables, outputs, pools, dtype
+        self.tables, self.features, self.outputs, self.pools, self.dtype = tables, features, outputs, pools, dtype
         self._most_threads = max(1, sum(each.nbytes for each in weights) // _BYTES_PER_THREAD)
         self.num_positions = 0  # that the tables have; 0: they are computed again before the next run
         self._filled: list[torch.Tensor] = []
@@ -83,21 +85,18 @@ class Program:
             self.slots[slot] = self._filled[-1].data_ptr()
         self.num_positions = num_positions
 
-    def run(self, batch: PackedBatch, pools: np.ndarray) -> list[torch.Tensor]:
+    def run(self, batch: PackedBatch, pools: np.ndarray, features: torch.Tensor | None = None) -> list[torch.Tensor]:
         """The outputs for a batch of at most `most_tokens` tokens. Writes its keys and values to their slots.
 
         Args:
             pools: int64, the addresses of keys and values of layer 0, of layer 1, ..
+            features: [T, F], for programs that read them.
 
         Raises:
             IndexError: an id or a position has no embedding.
         """
-        loaded = library()
-        assert loaded is not None
         num_tokens = batch.input_ids.shape[1]
         selected = torch.arange(num_tokens) if batch.logit_index is None else batch.logit_index
-        counts = {Rows.TOKENS: num_tokens, Rows.SELECTED: selected.shape[0]}
-        results = [torch.empty(counts[each.rows], each.elements, dtype=each.dtype) for each in self.outputs]
         rows = batch.native_rows()
         inputs = StepInputs(
             num_tokens, selected.shape[0], batch.input_ids.data_ptr(), batch.position_ids.data_ptr(), selected.data_ptr(),
@@ -107,15 +106,33 @@ class Program:
             highest = int(batch.position_ids.max())
             if highest >= self.num_positions:
                 self._fill_tables(max(_POSITIONS_AT_FIRST, 2 * (highest + 1)))
-            for each, result in zip(self.outputs, results, strict=True):
-                self.slots[each.slot] = result.data_ptr()
-            failed = loaded.specdec_run(
-                self.ops.ctypes.data,
-                len(self.ops),
-                self.slots.ctypes.data,
-                ctypes.byref(inputs),
-                torch.get_num_threads(),
-            )
+            return self._call(inputs, features)
+
+    def run_rows(self, features: torch.Tensor) -> list[torch.Tensor]:
+        """The outputs for features [n, F] of at most `most_tokens` rows, for programs that read nothing else."""
+        inputs = StepInputs()
+        inputs.num_tokens = features.shape[0]
+        with self._lock:
+            return self._call(inputs, features)
+
+    def _call(self, inputs: StepInputs, features: torch.Tensor | None) -> list[torch.Tensor]:
+        loaded = library()
+        assert loaded is not None
+        counts = {Rows.TOKENS: inputs.num_tokens, Rows.SELECTED: inputs.num_selected}
+        results = [torch.empty(counts[each.rows], each.elements, dtype=each.dtype) for each in self.outputs]
+        for each, result in zip(self.outputs, results, strict=True):
+            self.slots[each.slot] = result.data_ptr()
+        if self.features is not None:
+            assert features is not None
+            features = features.contiguous()
+            self.slots[self.features] = features.data_ptr()
+        failed = loaded.specdec_run(
+            self.ops.ctypes.data,
+            len(self.ops),
+            self.slots.ctypes.data,
+            ctypes.byref(inputs),
+            min(torch.get_num_threads(), self._most_threads),
+        )
         if failed >= 0:
             raise IndexError("index out of range: an id or a position that the model has no embedding for")
         return results

@@ -14,7 +14,6 @@ from ...core.dispatch_mode import ExclusiveMode
 from ...kernels.attention import attention_for
 from ...kernels.cache import write_keys_values
 from ...kernels.native.operations import Operation, Rows
-from ..architectures import all_modules
 from ..packed_batch import PackedBatch
 from .lowering import lower
 from .tape import NotLowered, Place, Step, Table, Tape, Value
@@ -22,6 +21,7 @@ from .tape import NotLowered, Place, Step, Table, Tape, Value
 aten = torch.ops.aten
 # These give Python a number that depends on tensors, so another batch might take another path through the model's code.
 _TELLS_PYTHON = {aten._local_scalar_dense.default, aten.equal.default, aten.nonzero.default}
+_ROTARY = ("RotaryEmbedding", "RotaryPositions")  # in the names of modules whose outputs depend on positions alone
 
 
 class Recorder(ExclusiveMode):
@@ -30,21 +30,27 @@ class Recorder(ExclusiveMode):
     A tensor that the library cannot compute has no value and is an obstacle only where a result depends on it.
 
     Args:
-        batch: the packed batch that the model reads.
+        modules: whose weights the forward reads.
+        batch: the packed batch that it reads; None: it reads only features.
+        features: [T, F], which each call brings; None: it reads none.
     """
 
-    def __init__(self, model: nn.Module, batch: PackedBatch, tape: Tape):
+    def __init__(
+        self, modules: list[nn.Module], tape: Tape, batch: PackedBatch | None, features: torch.Tensor | None = None
+    ):
         super().__init__()
-        self.tape, self.batch = tape, batch
+        self.modules, self.tape, self.batch = modules, tape, batch
         self.values: dict[int, Value] = {}  # by id of the tensor
         self.kept: list[torch.Tensor] = []  # so that ids stay theirs
         self.reasons: dict[int, str] = {}  # why a tensor has no value
         self.pools: dict[int, tuple[int, int, int, int]] = {}  # by layer: key heads, width, value heads, width
         self.problem: str | None = None
         self._paused = 0
-        self._own = {
-            id(each) for inner in all_modules(model) for each in (*inner._parameters.values(), *inner._buffers.values())
-        }
+        self._own = {id(each) for inner in modules for each in (*inner._parameters.values(), *inner._buffers.values())}
+        if features is not None:
+            self._follow(features, tape.features(features.shape[1], features.dtype))
+        if batch is None:
+            return
         for kind, ids in enumerate((batch.input_ids, batch.position_ids)):
             shadow = torch.empty_strided(ids.shape, (ids.shape[1], 1), device="meta", dtype=ids.dtype)
             self._follow(ids, Value(None, shadow, Rows.TOKENS, kind))
@@ -131,7 +137,7 @@ class Recorder(ExclusiveMode):
         else:
             found = [(args[1], args[2])]
         ((dim, index),) = found if len(found) == 1 else (((0, None)),)
-        if index is not self.batch.logit_index:
+        if self.batch is None or index is None or index is not self.batch.logit_index:
             raise NotLowered("an index that is not that of the wanted logits")
         return self.tape.selected(self.value_of(args[0]), dim, result.shape)
 
@@ -189,17 +195,18 @@ class Recorder(ExclusiveMode):
         return {"layer": layer, "kv_heads": heads, "width": width, "value_width": value_width}
 
     def _layer_of(self, key_pool: torch.Tensor) -> int:
+        assert self.batch is not None
         layers = self.batch.cache.layers
         return next(i for i, layer in enumerate(layers) if layer.is_initialized and layer.keys is key_pool)
 
     # ---- rotary modules ---------------------------------------------------------------------------------------------
 
     @contextlib.contextmanager
-    def angles_by_position(self, model: nn.Module) -> Iterator[None]:
+    def angles_by_position(self) -> Iterator[None]:
         """Inside, the outputs of rotary modules are recorded as rows of tables that the same module computes by position."""
         handles = []
-        for module in all_modules(model):
-            if "RotaryEmbedding" in type(module).__name__:
+        for module in self.modules:
+            if any(name in type(module).__name__ for name in _ROTARY):
                 handles.append(module.register_forward_pre_hook(self._enter_rotary, with_kwargs=True, prepend=True))
                 handles.append(module.register_forward_hook(self._leave_rotary, with_kwargs=True))
         try:
@@ -213,6 +220,7 @@ class Recorder(ExclusiveMode):
 
     def _leave_rotary(self, module: nn.Module, args: tuple, kwargs: dict, output: Any) -> None:
         self._paused -= 1
+        assert self.batch is not None
         own = self.batch.position_ids
         known = [
             each is own or (torch.is_tensor(each) and _same_memory(each, own)) for each in (*args, *kwargs.values())

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import logging
 import weakref
 from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
@@ -17,19 +16,16 @@ from ...core.output import PackedOutput
 from ...core.rows import RowInput
 from ...kernels.dispatch import uses_native
 from ...kernels.native import TYPES
-from .. import architectures
 from ..packed_batch import PackedBatch
-from .building import build
+from .current import Made, current_program
 from .program import Program, addresses
-from .tape import NotLowered
+from .subjects import ModelForward
 
 if TYPE_CHECKING:
     from ..packed_model import Activated, PackedModel
 
-logger = logging.getLogger(__name__)
-
-# Programs of a model by what is tapped and how many layers run: the state they were made for, and the program or why there is none.
-_made = weakref.WeakKeyDictionary[nn.Module, dict[Any, tuple[tuple, Program | str]]]()
+# Programs of a model by what is tapped and how many layers run.
+_made = weakref.WeakKeyDictionary[nn.Module, dict[Any, Made]]()
 
 
 class NativeRunner:
@@ -61,29 +57,12 @@ class NativeRunner:
             self.is_on = False
 
     def _prepare(self) -> None:
-        model = self._packed.model
-        made, key, state = _made.setdefault(model, {}), (self._packed.taps, self._packed.num_layers), state_of(model)
-        if key not in made or made[key][0] != state:
-            made[key] = state, self._built(model)
-        found = made[key][1]
+        subject = ModelForward(self._packed)
+        found = current_program(subject, _made.setdefault(subject.model, {}))
         self._program = found if isinstance(found, Program) else None
         self.refused = found if isinstance(found, str) else None
-        if self._program is not None:
-            self._program.num_positions = 0  # a module's frequencies may have changed
-        elif self._required:
-            raise UnsupportedModel(
-                f"'native' cannot run {type(model).__name__}, because of {found}. Leave the key out."
-            )
-
-    def _built(self, model: nn.Module) -> Program | str:
-        problem = obstacle(model)
-        try:
-            if problem is not None:
-                raise NotLowered(problem)
-            return build(self._packed)
-        except NotLowered as error:
-            logger.info("%s runs operator by operator on the CPU: %s.", type(model).__name__, error)
-            return str(error)
+        if self._program is None and self._required:
+            raise UnsupportedModel(f"'native' cannot run {subject.name}, because of {found}. Leave the key out.")
 
     def run(self, rows: list[RowInput], cache: PagedStaticCache) -> PackedOutput | None:
         """The outputs of a forward over `rows`; None if the model must run it itself."""
@@ -97,7 +76,7 @@ class NativeRunner:
 
 
 def output_of(packed: PackedModel, batch: PackedBatch, results: list[torch.Tensor]) -> PackedOutput:
-    """The outputs of a forward from those of the program, in the order of `building.outputs_of`."""
+    """The outputs of a forward from those of the program, in the order of `subjects.outputs_of`."""
     remaining = iter(results)
     taps = packed.taps
     return PackedOutput(
@@ -113,54 +92,3 @@ def can_try(packed: PackedModel) -> bool:
     """True if a program might run this model: on a CPU with the library, reading pages, with rows that are only text."""
     plain = packed.recurrent is None and not packed.gather and not packed.deterministic and packed.graphs is None
     return plain and uses_native(packed.device) and packed.model.dtype in TYPES
-
-
-def state_of(model: nn.Module) -> tuple:
-    """What a program depends on besides the contents of weights: modules, their settings, where weights are."""
-    found: list[Any] = []
-    for module in architectures.all_modules(model):
-        kind = type(module)
-        settings = tuple(value for value in vars(module).values() if type(value) in _SETTINGS)
-        hooks = len(_hooks_of(module)), len(module._forward_pre_hooks), "forward" in vars(module)
-        found.append((kind, kind.forward, settings, hooks))
-        for tensors in (module._parameters, module._buffers):
-            found += [
-                None if each is None else (each.data_ptr(), each.shape, each.stride(), each.dtype, each.device)
-                for each in tensors.values()
-            ]
-    config = getattr(model, "config", None)
-    return tuple(found), repr(sorted((name, repr(value)) for name, value in vars(config).items())) if config else ""
-
-
-_SETTINGS = {int, float, bool, str, type(None)}
-
-
-def _hooks_of(module: nn.Module) -> list[Any]:
-    """A module's forward hooks, without those by which transformers records hidden states. These stay on a model after a call that
-    wanted hidden states, and do nothing in other calls."""
-    hooks = module._forward_hooks.values()
-    return [each for each in hooks if getattr(each, "__module__", None) != "transformers.utils.output_capturing"]
-
-
-def obstacle(model: nn.Module) -> str | None:
-    """Why a model's forward cannot stand for all its forwards; None: it can.
-
-    Modules must be torch's or transformers' own, unhooked and unwrapped: adapters and quantized layers keep settings where a
-    comparison does not find them.
-    """
-    text = model.config.get_text_config(decoder=True)  # pyright: ignore
-    kinds = {each.get("rope_type") for each in architectures._rope_parameters(getattr(text, "rope_parameters", None))}
-    if kinds & {"dynamic", "longrope"}:
-        return "its rotary frequencies depend on the length of the text"
-    for module in architectures.all_modules(model):
-        name = type(module).__name__
-        if not type(module).__module__.startswith(("torch.nn.modules.", "transformers.")):
-            return f"{name} is neither torch's nor transformers'"
-        if _hooks_of(module) or module._forward_pre_hooks or "forward" in vars(module):
-            return f"its {name} is hooked or wrapped"
-        for each in (*module._parameters.values(), *module._buffers.values()):
-            if each is not None and (
-                each.device.type != "cpu" or type(each) not in (nn.Parameter, torch.Tensor, nn.Buffer)
-            ):
-                return f"weights of its {name} are not plain tensors on the CPU"
-    return None

@@ -22,7 +22,8 @@ class NotLowered(Exception):
 
 @dataclass(eq=False)
 class Register:
-    """Memory for one tensor: of the program (`elements` per row), of a weight, of a table by position, or of an output.
+    """Memory for one tensor: of the program (`elements` per row), of a weight, of a table by position, of the features that a call
+    brings, or of an output.
 
     `tensor` is the weight. `table` makes the rows of a table for positions 0 .. n - 1.
     """
@@ -31,6 +32,7 @@ class Register:
     elements: int = 0
     tensor: torch.Tensor | None = None
     table: Table | None = None
+    features: bool = False
     output: bool = False
 
 
@@ -111,6 +113,11 @@ class Tape:
         self.sizes = {Rows.TOKENS: num_tokens, Rows.SELECTED: num_selected}
         self.steps: list[Step] = []
         self.weights: dict[int, Register] = {}  # by id of the tensor
+
+    def features(self, width: int, dtype: torch.dtype) -> Value:
+        """The features [T, width] that a call brings."""
+        shadow = torch.empty(self.sizes[Rows.TOKENS], width, device="meta", dtype=dtype)
+        return Value(Register(dtype, width, features=True), shadow, Rows.TOKENS)
 
     # ---- layouts ----------------------------------------------------------------------------------------------------
 

@@ -1,0 +1,98 @@
+"""A subject's program as long as the subject is what the program was made of."""
+
+from __future__ import annotations
+
+import logging
+from typing import Any
+
+import torch
+from torch import nn
+
+from ..architectures import _rope_parameters
+from .building import build
+from .program import Program
+from .subjects import Subject
+from .tape import NotLowered
+
+logger = logging.getLogger(__name__)
+
+Made = tuple[tuple, Program | str]  # the state of the subject it was made for, and the program or why there is none
+
+
+def current_program(subject: Subject, made: dict[Any, Made]) -> Program | str:
+    """The program of a subject, or why it has none.
+
+    Args:
+        made: by the subject's key, what was made before. It is used again if nothing has changed since.
+    """
+    state = state_of(subject)
+    if subject.key not in made or made[subject.key][0] != state:
+        made[subject.key] = state, _built(subject)
+    found = made[subject.key][1]
+    if isinstance(found, Program):
+        found.num_positions = 0  # a module's frequencies may have changed
+    return found
+
+
+def _built(subject: Subject) -> Program | str:
+    try:
+        problem = obstacle(subject)
+        if problem is not None:
+            raise NotLowered(problem)
+        return build(subject)
+    except NotLowered as error:
+        logger.info("%s runs operator by operator on the CPU: %s.", subject.name, error)
+        return str(error)
+
+
+def state_of(subject: Subject) -> tuple:
+    """What a program depends on besides the contents of weights: modules, their settings, where weights are."""
+    found: list[Any] = []
+    for module in subject.modules():
+        kind = type(module)
+        settings = tuple(value for value in vars(module).values() if type(value) in _SETTINGS)
+        hooks = len(_hooks_of(module)), len(module._forward_pre_hooks), "forward" in vars(module)
+        found.append((kind, kind.forward, settings, hooks))
+        for tensors in (module._parameters, module._buffers):
+            found += [
+                None if each is None else (each.data_ptr(), each.shape, each.stride(), each.dtype, each.device)
+                for each in tensors.values()
+            ]
+    config = subject.config()
+    return tuple(found), repr(sorted((name, repr(value)) for name, value in vars(config).items())) if config else ""
+
+
+_SETTINGS = {int, float, bool, str, type(None)}
+
+
+def _hooks_of(module: nn.Module) -> list[Any]:
+    """A module's forward hooks, without those by which transformers records hidden states. These stay on a model after a call that
+    wanted hidden states, and do nothing in other calls."""
+    hooks = module._forward_hooks.values()
+    return [each for each in hooks if getattr(each, "__module__", None) != "transformers.utils.output_capturing"]
+
+
+def obstacle(subject: Subject) -> str | None:
+    """Why one recorded forward cannot stand for all; None: it can.
+
+    Modules must be torch's or transformers' own (of a drafter also ours), unhooked and unwrapped: adapters and quantized layers keep
+    settings where a comparison does not find them.
+    """
+    config = subject.config()
+    text = None if config is None else config.get_text_config(decoder=True)
+    kinds = {each.get("rope_type") for each in _rope_parameters(getattr(text, "rope_parameters", None))}
+    if kinds & {"dynamic", "longrope"} and not subject.ours:
+        return "its rotary frequencies depend on the length of the text"
+    known = ("torch.nn.modules.", "transformers.", *(("hf_specdec.",) if subject.ours else ()))
+    for module in subject.modules():
+        name = type(module).__name__
+        if not type(module).__module__.startswith(known):
+            return f"{name} is neither torch's nor transformers'"
+        if _hooks_of(module) or module._forward_pre_hooks or "forward" in vars(module):
+            return f"its {name} is hooked or wrapped"
+        for each in (*module._parameters.values(), *module._buffers.values()):
+            if each is not None and (
+                each.device.type != "cpu" or type(each) not in (nn.Parameter, torch.Tensor, nn.Buffer)
+            ):
+                return f"weights of its {name} are not plain tensors on the CPU"
+    return None
