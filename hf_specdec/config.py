@@ -151,6 +151,13 @@ class SpeculativeConfig:
             "where it was compiled and computes what the model computes. False: torch's operators only; True: or else an error"
         },
     )
+    draft_tensor_parallel_size: int | None = field(
+        default=None,
+        metadata={
+            "help": "for targets that are sharded over ranks: 1 (default) keeps a whole drafter on every rank; the target's own size "
+            "shards a draft model as the target is"
+        },
+    )
     recurrent_states: str = field(
         default="auto",
         metadata={
@@ -176,7 +183,7 @@ class SpeculativeConfig:
         self._settle_draft_length()
         if isinstance(self.rejection_sample_method, str):
             self.rejection_sample_method = _RULE_ALIASES.get(self.rejection_sample_method, self.rejection_sample_method)
-        for key in ("num_blocks", "disable_by_batch_size", "max_model_len"):
+        for key in ("num_blocks", "disable_by_batch_size", "max_model_len", "draft_tensor_parallel_size"):
             self.check_int(key, minimum=1, optional=True)
         self.check_int("block_size", minimum=1)
         self.check_int("prefill_chunk_size", minimum=1)

@@ -18,7 +18,9 @@ from .candidate_generators import CandidateGenerator, make_generator, parse_conf
 from .candidate_generators.base import DrafterContext, held_weakly
 from .config import PER_CALL_KEYS, SpeculativeConfig
 from .core.errors import UnsupportedModel
+from .core.ranks import ranks_of
 from .decoding import SpeculativeDecoder, decode
+from .decoding.ranked import agreed_call, decoder_of
 from .model.architectures import reads_prompts_both_ways
 from .model.prepare import ModelOptions, prepare
 from .refusals import check_inputs, check_mode, check_model
@@ -69,6 +71,11 @@ def specdec_decoding(
     if seed is None:
         seed = int(torch.randint(2**62, ()).item()) if generation_config.do_sample else 0
     with contextlib.ExitStack() as stack:
+        ranks = ranks_of(model)
+        if ranks is not None:
+            seed = stack.enter_context(
+                agreed_call(ranks, seed, config, generation_config, input_ids, model_kwargs.get("attention_mask"))
+            )
         # A decoder runs one batch at a time, and switches the models' attention while it runs.
         for each in sorted({model, assistant_model} - {None}, key=id):
             stack.enter_context(_kept(each).lock)
@@ -196,7 +203,7 @@ def make_decoder(
             "speculative_config."
         )
     generator = generator_for(model, config, context or DrafterContext())
-    return SpeculativeDecoder(generator.target, generator, config)
+    return decoder_of(generator.target, generator, config)
 
 
 def get_decoder(
@@ -215,7 +222,7 @@ def get_decoder(
     found = decoder = kept.find(key, context)
     if decoder is None or decoder.statistics:
         generator = generator_for(model, config, context)
-        decoder = SpeculativeDecoder(generator.target, generator, config)
+        decoder = decoder_of(generator.target, generator, config)
         if found is None:
             kept.keep(key, context, decoder)
     decoder.config = decoder.generator.config = decoder.generator.with_checkpoint_defaults(config)

@@ -43,7 +43,6 @@ _SERVER = "it concerns a server's memory and workers"
 # Keys without a meaning here, and what to use instead.
 IGNORED_KEYS = {
     # vLLM, vLLM-Ascend
-    "draft_tensor_parallel_size": _SHARDS,
     "disable_padded_drafter_batch": _BATCHES,
     "enforce_eager": _GRAPHS,
     "code_revision": _LOADING,
@@ -124,7 +123,6 @@ def translated(values: dict[str, Any], methods: dict[str, type[SpeculativeConfig
     quantization = values.get("quantization")
     if isinstance(quantization, str):
         values["quantization"] = quantization.lower()  # FastDeploy writes WINT4
-    _check_shards(values)
     _leave_out(values, own, methods)
     return values
 
@@ -194,16 +192,6 @@ def _translate_hidden_states(values: dict[str, Any], method: str) -> None:
         _say(
             "output_dir", f"is not given (vLLM's stands in its kv_transfer_config): files go to {values['output_dir']}."
         )
-
-
-def _check_shards(values: dict[str, Any]) -> None:
-    size = values.get("draft_tensor_parallel_size")
-    if size is not None and (type(size) is not int or size < 1):
-        raise SpeculativeConfigError(
-            f"speculative_config['draft_tensor_parallel_size'] must be an integer of at least 1, not {size!r}."
-        )
-    if size in (None, 1):  # the only size here
-        values.pop("draft_tensor_parallel_size", None)
 
 
 def _leave_out(values: dict[str, Any], own: dict[str, str], methods: dict[str, type[SpeculativeConfig]]) -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import importlib
 import logging
 import pkgutil
@@ -124,7 +125,35 @@ def generator_class(method: str) -> type[CandidateGenerator]:
 def make_generator(
     config: SpeculativeConfig, target: PackedModel, context: DrafterContext | None = None
 ) -> CandidateGenerator:
-    """The drafter of a configuration, its weights quantized if the configuration says so."""
+    """The drafter of a configuration, its weights quantized if the configuration says so.
+
+    Raises:
+        SpeculativeConfigError: its size does not fit the target's.
+    """
+    _check_size(config, target)
     made = generator_class(config.method).create(config, target, context)
     quantize_head(made)
     return made
+
+
+def _check_size(config: SpeculativeConfig, target: PackedModel) -> None:
+    size, ranks = config.draft_tensor_parallel_size, target.ranks
+    if size in (None, 1):
+        return None
+    if ranks is None:
+        return _say_once(
+            f"draft_tensor_parallel_size={size} means nothing here: the target is whole, and so is its drafter."
+        )
+    if size != ranks.size:
+        raise config.fail(
+            "draft_tensor_parallel_size",
+            f"is {size}, and the target has {ranks.size} ranks: it can be 1 (a whole drafter on every rank) or {ranks.size}.",
+        )
+    if config.method != "draft_model":
+        _say_once(f"draft_tensor_parallel_size={size}: drafters of method {config.method!r} are whole on every rank.")
+    return None
+
+
+@functools.cache  # once per process
+def _say_once(what: str) -> None:
+    logger.warning("%s", what)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -41,6 +42,8 @@ class SpeculativeDecoder:
         generator: the drafter.
         config: the configuration that both were built from.
     """
+
+    agree_on_verdict: Callable[[torch.Tensor], torch.Tensor] | None = None  # see `ranked`
 
     def __init__(self, target: PackedModel, generator: CandidateGenerator, config: SpeculativeConfig):
         self.target, self.generator, self.config = target, generator, generator.with_checkpoint_defaults(config)
@@ -267,7 +270,9 @@ class SpeculativeDecoder:
             tensors.processed, tensors.sampling = node_scores(decoding, trees, tensors.processed, self.config)
         verdict = None
         if decoding:
-            verdict = begin_verification(trees, tensors.processed, decoding, self.config, tensors.sampling)
+            verdict = begin_verification(
+                trees, tensors.processed, decoding, self.config, tensors.sampling, self.agree_on_verdict
+            )
         return PendingStep(rows, num_own, decoding, limits, trees, tensors, verdict)
 
     def begin_with(self, sequences: list[Sequence], prompt: ReadPrompt) -> PendingStep:
@@ -287,7 +292,7 @@ class SpeculativeDecoder:
             self.timer.proposed()
         output, ends = prompt.output, np.cumsum(prompt.counts)
         scores, sampling = node_scores(sequences, trees, output.logits, self.config)
-        verdict = begin_verification(trees, scores, sequences, self.config, sampling)
+        verdict = begin_verification(trees, scores, sequences, self.config, sampling, self.agree_on_verdict)
         starts = {seq.id: int(end) - count for seq, end, count in zip(sequences, ends, prompt.counts, strict=True)}
         tensors = StepTensors(output, scores, sampling, ends - 1, starts)
         rows = [(seq, len(seq.tokens)) for seq in sequences]
@@ -308,11 +313,15 @@ class SpeculativeDecoder:
         outcome.starts = [pending.tensors.starts[seq.id] for seq, _ in outcome.chunks]
         self.last = pending.tensors
         if outcome.chunks:
-            self.generator.observe(outcome)
+            self.generator.observe(self.outcome_for_drafter(outcome))
         if self.policy.needs_observations and outcome.sequences:
             whole = len(outcome.sequences) == len(pending.rows) == sum(pending.num_own)
             self._inform_policy(outcome, pending, timed=whole)
         return list(results.values())
+
+    def outcome_for_drafter(self, outcome: StepOutcome) -> StepOutcome:
+        """The outcome as the drafter is told it (see `ranked`)."""
+        return outcome
 
     def cancel(self, pending: PendingStep) -> None:
         """Wait for a pending step and discard it. The caller removes its sequences."""
@@ -394,9 +403,17 @@ class SpeculativeDecoder:
     def _propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
         if not any(limits):
             return DraftTrees.empty(len(sequences), self.target.device)
+        return self._with_slots(sequences, self._drafted(sequences, limits))
+
+    def _drafted(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
+        """What the drafter proposes, cut where a text can only end."""
         trees = self.generator.propose(sequences, limits)
         lengths = without_impossible_ends(sequences, trees)
-        fitting = [self._lookahead(seq, n) if n else 0 for seq, n in zip(sequences, lengths, strict=True)]
+        return trees if lengths == trees.lengths else dataclasses.replace(trees, lengths=lengths)
+
+    def _with_slots(self, sequences: list[Sequence], trees: DraftTrees) -> DraftTrees:
+        """The drafts, as far as blocks are left for their nodes."""
+        fitting = [self._lookahead(seq, n) if n else 0 for seq, n in zip(sequences, trees.lengths, strict=True)]
         return trees if fitting == trees.lengths else dataclasses.replace(trees, lengths=fitting)
 
     def _draft_limit(self, seq: Sequence) -> int:

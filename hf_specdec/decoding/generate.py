@@ -25,7 +25,7 @@ from .outputs import (
     summarize,
 )
 from .prompts import prompt_columns, sequences_of, text_length
-from .stopping import LockstepObserver
+from .ranked import observer_for
 
 
 # Tensors kept for later calls must not be inference tensors: only inference mode may change those.
@@ -79,8 +79,8 @@ def decode(
         seq.is_text = is_text
     num_cached = _num_reused(decoder, past_key_values, num_cached, whole.shape[1], unseen, prompt_inputs, is_text)
     tensors = [RowTensors() for _ in sequences]
-    observer = LockstepObserver(
-        input_ids, sequences, stopping_criteria, streamer, pad_token,
+    observer = observer_for(
+        decoder, input_ids, sequences, stopping_criteria, streamer, pad_token,
         (lambda step: at_step([t.scores for t in tensors], step)) if returns.scores else None,
     )  # fmt: skip
     keep_cache = returns.as_dict or getattr(past_key_values, "_is_user_defined", False)

@@ -48,6 +48,8 @@ def uses_graphs(wanted: bool | None, model: Capturable) -> bool:
         check_capturable(model)
     if wanted is not None:
         return wanted
+    if getattr(model, "ranks", None) is not None:  # collectives inside graphs have never been run with this library
+        return False
     return is_capturable(model) and not experts_wait(model.module, model.device)
 
 

@@ -29,6 +29,7 @@ from .options.invariant_ops import InvariantOps
 from .options.quantized import QuantizedLinears
 from .packed_batch import PackedBatch
 from .recurrent import RecurrentLayers, family_of, layers_without_keys, make_plan
+from .sharding import checked_ranks
 
 logger = logging.getLogger(__name__)
 
@@ -81,6 +82,7 @@ class PackedModel:
         replays_drafts: keep the inputs of its recurrences for drafts, not the states (see StatePool).
         chooses_states: `choose_states` may change that.
         cache_bytes: memory for keys, values and states; None: what is free.
+        ranks: the processes that hold the model's shards; None: this one holds all of it.
         deterministic: a token's logits have the same bits whatever else is in the batch (see InvariantOps).
         native: runs small forward passes as one call of the native library on a CPU; None: operators are called one by one.
         with_native: single operations may run in that library.
@@ -96,6 +98,7 @@ class PackedModel:
         borrowed: bool = False,
     ):
         architectures.check_supported(model)
+        self.ranks = checked_ranks(model)
         self._model: Callable[[], PreTrainedModel | None] = weakref.ref(model) if borrowed else lambda: model
         self.config = model.config.get_text_config(decoder=True)
         self.taps = taps or Taps()
@@ -177,6 +180,11 @@ class PackedModel:
             num_layers, num_blocks, block_size, share_prefixes, weights, keyless=keyless, states=states
         )
 
+    def free_bytes(self) -> int | None:
+        """Free memory of the device, the least of all ranks; None if the system does not say."""
+        free = free_bytes(self.device)
+        return free if self.ranks is None or free is None else self.ranks.least(free)
+
     def bytes_per_token(self) -> int:
         """Bytes of one token's keys and values in all layers, found by a forward over one token."""
         return self._cache_of_one_token().bytes_per_token
@@ -197,7 +205,7 @@ class PackedModel:
         """Keep the states of drafts if those of so many rows, with drafts of so many nodes each, take at most STATES_SHARE of the
         memory; otherwise replay the drafts. Does nothing if the model has no states or its user has chosen.
         """
-        memory = free_bytes(self.device) if self.cache_bytes is None else self.cache_bytes
+        memory = self.free_bytes() if self.cache_bytes is None else self.cache_bytes
         if not self.chooses_states or memory is None:
             return
         kept, replayed = (num_rows * self.bytes_of_states(num_drafts, replays) for replays in (False, True))

@@ -90,6 +90,11 @@ def prepare(
             linears = prepack(model, wants_prepacked)
     packed.active_options = [each for each in (quantized, linears) if each is not None]
     if options.deterministic:
+        if packed.ranks is not None and packed.ranks.size > 2:
+            raise UnsupportedModel(
+                f"'deterministic': {type(model).__name__} is sharded over {packed.ranks.size} ranks, whose sums are added in an order that "
+                "depends on an element's place. It works with 2 ranks. Leave the key out, or use tp_size=2."
+            )
         packed.deterministic = True
         invariant_check.check(packed)
     layers: Activated | None = _compiled_layers(packed) if options.compile else None
@@ -108,7 +113,7 @@ def prepare(
     elif options.native:
         raise UnsupportedModel(
             f"'native' cannot run {type(model).__name__} here: it needs the compiled library (`hf-specdec models` says whether it is "
-            "there), a model on the CPU that attends to pages, and no quantization. Leave the key out."
+            "there), a whole model on the CPU that attends to pages, and no quantization. Leave the key out."
         )
     return packed
 

@@ -78,7 +78,8 @@ def signature(packed: PackedModel, whole: bool = False) -> tuple:
     fields = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
     config = json.dumps(fields, sort_keys=True, default=str)
     layers = None if whole else packed.num_layers
-    return type(model), packed.config._attn_implementation, model.dtype, layers, packed.gather, config
+    size = 1 if packed.ranks is None else packed.ranks.size  # ranks must agree on whether there is a verdict
+    return type(model), size, packed.config._attn_implementation, model.dtype, layers, packed.gather, config
 
 
 def _judge(packed: PackedModel) -> tuple[str | None, str]:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import logging
 import os
+import random
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
@@ -14,9 +16,9 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 from ..bundled import resolve_model
-from ..cache.memory import free_bytes
 from ..candidate_generators import parse_config
 from ..candidate_generators.base import DrafterContext
+from ..core.ranks import digest
 from ..integration import make_decoder, model_lock
 from ..model.options.fingerprints import fingerprints
 from .engine import Engine
@@ -118,6 +120,11 @@ class LLM:
             decoder.target, self.max_model_len + decoder.generator.max_draft_nodes, max_num_seqs, config.block_size,
             kv_cache_memory_bytes, decoder.generator.max_draft_nodes,
         )  # fmt: skip
+        self.ranks = decoder.target.ranks
+        if self.ranks is not None:
+            chosen = -1 if seed is None else seed
+            (chosen,) = self.ranks.same([random.getrandbits(62) if seed is None else seed], digest(chosen, num_blocks))
+            seed = chosen
         self.engine = Engine(
             decoder, tokenizer, num_blocks, self.max_model_len, max_num_seqs, max_num_batched_tokens, seed
         )
@@ -150,7 +157,13 @@ class LLM:
         from tqdm.auto import tqdm
 
         requests = []
-        with model_lock(self.model), tqdm(total=len(texts), desc="Prompts", disable=not use_tqdm) as bar:
+        ranks = self.ranks
+        with (
+            contextlib.nullcontext() if ranks is None else ranks.watched(),
+            contextlib.nullcontext() if ranks is None else ranks.agreed(),
+            model_lock(self.model),
+            tqdm(total=len(texts), desc="Prompts", disable=not use_tqdm or not (ranks is None or ranks.leads)) as bar,
+        ):
 
             def on_update(request):
                 if request.finished:
@@ -223,7 +236,10 @@ class LLM:
     def _check_weights(self) -> None:
         """Cached prefixes belong to the weights they were computed with, and those may have been written to since."""
         contents = fingerprints([*self.model.parameters(), *self.model.buffers()])
-        if contents != self._contents:
+        changed = contents != self._contents
+        if self.ranks is not None:
+            changed = self.ranks.least(int(not changed)) == 0
+        if changed:
             self.engine.forget_prefixes()
             self._contents = contents
 
@@ -283,7 +299,7 @@ def _num_blocks(
     wanted = max_num_seqs * (-(-most_tokens // block_size) + 1)
     per_block = target.bytes_per_token() * block_size
     if memory_bytes is None:
-        free = free_bytes(target.device)
+        free = target.free_bytes()
         if free is None:
             raise ValueError("This system does not say how much memory is free: pass kv_cache_memory_bytes.")
         memory_bytes = int(_MEMORY_SHARE[target.device.type] * free)

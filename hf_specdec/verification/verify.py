@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import numpy as np
@@ -95,6 +96,7 @@ def begin_verification(
     sequences: list[Sequence],
     config: SpeculativeConfig,
     sampling: FusedSampling | None = None,
+    agree: Callable[[torch.Tensor], torch.Tensor] | None = None,
 ) -> PendingVerdict:
     """Verify every row's tree by `config.verification_rule` (docs/verification.md compares the rules).
 
@@ -104,12 +106,14 @@ def begin_verification(
         sequences: the B rows, not extended yet. Greedy rows follow the argmax under every rule except "synthetic".
         config: the rule, and the rule's own keys.
         sampling: sampling parameters that the rule's kernel still has to apply; None: they are applied already.
+        agree: applied to the verdict's table (see PendingVerdict), before it is copied to the host.
     """
     rule = config.verification_rule
     sampled = any(seq.do_sample for seq in sequences)
     if not (sampled or trees.tokens.shape[1] or sampling):  # plain greedy decoding: the same under every rule
         with current(scores.device):
-            return PendingVerdict(greedy_tokens(scores)[:, None])
+            table = greedy_tokens(scores)[:, None]
+            return PendingVerdict(table if agree is None else agree(table))
     score_rows = _score_rows(trees)
     tokens = trees.tokens.to(scores.device)
     groups = _rows_by_rule(sequences, rule)
@@ -129,7 +133,8 @@ def begin_verification(
     columns.append(next_tokens[:, None])
     if sampled:
         columns.append(_nothing_to_sample(scores, score_rows, accepted, sequences)[:, None])
-    return PendingVerdict(torch.cat(columns, dim=1) if len(columns) > 1 else columns[0], sampled)
+    table = torch.cat(columns, dim=1) if len(columns) > 1 else columns[0]
+    return PendingVerdict(table if agree is None else agree(table), sampled)
 
 
 def _nothing_to_sample(

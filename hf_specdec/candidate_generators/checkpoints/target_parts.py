@@ -16,6 +16,7 @@ from transformers.activations import ACT2FN
 from ...config import nearest_hint
 from ...kernels import drafting
 from ...model.packed_model import PackedModel
+from ...model.sharding import whole
 from ..growing.tree_shapes import TreeDraftingConfig
 from .files import Checkpoint, open_checkpoint
 
@@ -165,12 +166,16 @@ def number_of(checkpoint: Checkpoint, key: str, default: float) -> float:
 
 
 def target_embeddings(target: PackedModel) -> nn.Module:
-    """The target's input embeddings."""
-    return target.model.get_input_embeddings()
+    """The target's input embeddings; a whole copy of them if they are sharded (see `model.sharding.whole`)."""
+    return whole(target.model.get_input_embeddings())
 
 
 def target_head(target: PackedModel) -> nn.Module:
-    """The target's language-model head; every supported target has one."""
+    """The target's language-model head; every supported target has one. As `target_embeddings`."""
+    return whole(_own_head(target))
+
+
+def _own_head(target: PackedModel) -> nn.Module:
     head = target.model.get_output_embeddings()
     assert head is not None
     return head
@@ -178,7 +183,7 @@ def target_head(target: PackedModel) -> nn.Module:
 
 def place_of(target: PackedModel) -> tuple[torch.device, torch.dtype]:
     """Device and dtype for heads: those of the target's language-model head, where its features are."""
-    weight = target_head(target).weight
+    weight = _own_head(target).weight
     assert isinstance(weight, torch.Tensor)
     device = target.device if weight.device.type == "meta" else weight.device
     return device, target.model.dtype

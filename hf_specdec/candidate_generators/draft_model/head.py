@@ -6,6 +6,7 @@ import threading
 import weakref
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers.distributed import DistributedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ...bundled import resolve_model
@@ -44,7 +45,11 @@ def load_drafter(config: DraftModelConfig, target: PackedModel, context: Drafter
             "model", "is missing: name a smaller model, pass assistant_model= to generate(), or set 'early_exit'."
         )
     name = resolve_model(config.model)
-    key = (name, config.revision, config.quantization, target.model.dtype, target.device)
+    shards = config.draft_tensor_parallel_size or 1
+    sharding = {}
+    if shards > 1 and target.ranks is not None:  # as the target is, over the same ranks
+        sharding["distributed_config"] = DistributedConfig(tp_size=shards)
+    key = (name, config.revision, config.quantization, target.model.dtype, target.device, len(sharding))
     # transformers patches its own classes while it loads: two loads at once would leave them patched.
     with _loading:
         loaded = _loaded.setdefault(target.model, weakref.WeakValueDictionary())
@@ -52,9 +57,9 @@ def load_drafter(config: DraftModelConfig, target: PackedModel, context: Drafter
         if model is None:
             try:
                 model = AutoModelForCausalLM.from_pretrained(
-                    name, revision=config.revision or "main", dtype=target.model.dtype
+                    name, revision=config.revision or "main", dtype=target.model.dtype, **sharding
                 )
             except (OSError, ValueError) as error:
                 raise config.fail("model", f"could not be loaded from {name!r}: {error}") from error
-            model = loaded[key] = model.to(target.device).eval()
+            model = loaded[key] = (model if sharding else model.to(target.device)).eval()
     return model

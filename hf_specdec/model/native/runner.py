@@ -89,6 +89,13 @@ def output_of(packed: PackedModel, batch: PackedBatch, results: list[torch.Tenso
 
 
 def can_try(packed: PackedModel) -> bool:
-    """True if a program might run this model: on a CPU with the library, reading pages, with rows that are only text."""
-    plain = packed.recurrent is None and not packed.gather and not packed.deterministic and packed.graphs is None
+    """True if a program might run this model: on a CPU with the library, reading pages, with rows that are only text. A program has no
+    collectives, so a sharded model never gets one."""
+    plain = (
+        packed.ranks is None
+        and packed.recurrent is None
+        and not packed.gather
+        and not packed.deterministic
+        and packed.graphs is None
+    )
     return plain and uses_native(packed.device) and packed.model.dtype in TYPES

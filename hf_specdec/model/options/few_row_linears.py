@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ...kernels import linear as ops
+from ..sharding import bias_of, weight_of
 from .joined_linears import JoinedLinears, Product, is_untouched
 
 _LEAST_WEIGHTS = 1024 * 1024  # smaller weights are read in the time of a launch
@@ -19,8 +20,8 @@ class FewRowsProduct(Product):
 
     def __init__(self, linears: Sequence[nn.Linear]):
         super().__init__(linears)
-        self.weights = [linear.weight.detach() for linear in linears]
-        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+        self.weights = [weight_of(linear).detach() for linear in linears]
+        biases = [bias.detach() for bias in map(bias_of, linears) if bias is not None]
         self.biases = biases or None
 
     def __call__(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -36,8 +37,7 @@ def _is_large(module: nn.Module) -> TypeGuard[nn.Linear]:
     """True for an unmodified linear layer on a GPU whose weights take longer to read than a launch."""
     if not is_untouched(module):
         return False
-    weight = module.weight
-    assert isinstance(weight, torch.Tensor)
+    weight = weight_of(module)
     return (
         weight.device.type == "cuda"
         and weight.dtype in (torch.bfloat16, torch.float16)

@@ -14,6 +14,8 @@ from concurrent.futures import ThreadPoolExecutor
 import torch
 import xxhash
 
+from ..sharding import local
+
 _CHUNK_BYTES = 4 << 20  # bytes that one thread hashes at a time
 _WIDTH = 1 << 20  # words per row, which share a row key, on devices other than CPUs
 
@@ -22,8 +24,10 @@ def fingerprints(tensors: Sequence[torch.Tensor]) -> list[bytes]:
     """A hash of each tensor's contents, computed in as many threads as torch uses.
 
     Args:
-        tensors: of any shape and dtype, on any device but "meta". Shapes and dtypes do not enter the hash.
+        tensors: of any shape and dtype, on any device but "meta"; of a sharded one, this rank's shard. Shapes and dtypes do not enter
+            the hash.
     """
+    tensors = [local(tensor) for tensor in tensors]
     if all(tensor.device.type == "cpu" for tensor in tensors):
         return _on_cpu(tensors)
     return [_on_cpu([tensor])[0] if tensor.device.type == "cpu" else _on_device(tensor) for tensor in tensors]

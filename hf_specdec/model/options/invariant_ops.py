@@ -37,6 +37,8 @@ _MOVING = {
     "histc",  # counts elements
     "index_add",  # mixtures of experts: the experts add to a token in a fixed order, each at most once
 }  # fmt: skip
+# Sums over ranks. Two summands have one order; see `prepare` for more.
+_COLLECTIVES = {"c10d", "_c10d_functional", "_dtensor"}
 
 
 class InvariantOps(ExclusiveMode):
@@ -62,7 +64,11 @@ class InvariantOps(ExclusiveMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
-        if self._direct or (_passes(func) and not (kwargs and kwargs.get("alpha", 1) != 1)):
+        if (
+            self._direct
+            or func.namespace in _COLLECTIVES
+            or (_passes(func) and not (kwargs and kwargs.get("alpha", 1) != 1))
+        ):
             return func(*args, **kwargs)
         tensors = _tensors(args, kwargs)
         floats = [each for each in tensors if each.is_floating_point() or each.is_complex()]

@@ -6,12 +6,14 @@ import abc
 import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
+from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
 from ..architectures import all_modules
+from ..sharding import bias_of, is_sharded, sharded_forward, weight_of
 from .fingerprints import fingerprints
 
 # Sibling layers of these names usually have the same input; then one product serves them all. Every call checks the input.
@@ -97,6 +99,7 @@ class JoinedLinears:
         self._left_out = weakref.WeakSet(inner for module in left_out for inner in module.modules())
         self._model = weakref.ref(model)
         self._in_use: list[tuple[Product, list[nn.Linear]]] = []
+        self._replaced: list[tuple[nn.Linear, Any]] = []  # layers, and the forward that each had of its own
         self.is_fresh = False  # True: the copies have been compared with the weights since `active()` was entered
 
     @contextlib.contextmanager
@@ -112,13 +115,19 @@ class JoinedLinears:
                 for index, linear in enumerate(linears):
                     # A bound method, because dynamo shares traces by function; it would trace callable objects one by one.
                     joined = _JoinedForward(self, linear, product, index)
-                    linear.forward = joined.forward  # pyright: ignore[reportAttributeAccessIssue]
+                    sharded = sharded_forward(linear)
+                    forward = joined.forward if sharded is None else sharded.around(linear, joined.forward)
+                    self._replaced.append((linear, vars(linear).get("forward")))
+                    linear.forward = forward  # pyright: ignore[reportAttributeAccessIssue]
             yield
         finally:
-            for _, linears in self._in_use:
-                for linear in linears:
+            for linear, own in self._replaced:
+                if own is None:
                     vars(linear).pop("forward", None)
+                else:
+                    vars(linear)["forward"] = own
             self._in_use.clear()
+            self._replaced.clear()
 
     def refresh(self) -> None:
         """Compare the contents of the copied weights with the layers' weights, by hash, and copy those that differ."""
@@ -160,7 +169,7 @@ class JoinedLinears:
         product = self._products.get(linears[0])
         if product is not None and product.fed_apart:
             self._fed_apart.update(linears)
-        kinds = {(linear.in_features, linear.weight.dtype, linear.bias is None) for linear in linears}
+        kinds = {(linear.in_features, linear.weight.dtype, bias_of(linear) is None) for linear in linears}
         return len(kinds) == 1 and not any(linear in self._fed_apart for linear in linears)
 
 
@@ -169,8 +178,9 @@ class _JoinedForward:
 
     def __init__(self, owner: JoinedLinears, linear: nn.Linear, product: Product, index: int):
         self.owner = owner
-        self.weight = linear.weight.detach()
-        self.bias = None if linear.bias is None else linear.bias.detach()
+        bias = bias_of(linear)
+        self.weight = weight_of(linear).detach()
+        self.bias = None if bias is None else bias.detach()
         self.product, self.index = product, index
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -188,12 +198,16 @@ class _JoinedForward:
 
 
 def is_untouched(module: nn.Module) -> bool:
-    """True for an unmodified `nn.Linear`: no subclass (quantized, LoRA), no replaced forward, ordinary weights."""
-    return type(module) is nn.Linear and "forward" not in vars(module) and type(module.weight) is nn.Parameter
+    """True for an unmodified `nn.Linear`: no subclass (quantized, LoRA), no replaced forward, ordinary weights, or a shard of them."""
+    if type(module) is not nn.Linear:
+        return False
+    if "forward" in vars(module):
+        return is_sharded(module) and sharded_forward(module) is not None
+    return type(module.weight) is nn.Parameter
 
 
 def _tensors(linear: nn.Linear) -> list[torch.Tensor]:
-    return [each for each in (linear.weight, linear.bias) if each is not None]
+    return [each for each in (weight_of(linear), bias_of(linear)) if each is not None]
 
 
 def _place(linear: nn.Linear) -> list:

@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from ...cache.memory import free_bytes
+from ..sharding import bias_of, weight_of
 from .joined_linears import JoinedLinears, Product, is_untouched
 
 logger = logging.getLogger(__name__)
@@ -35,14 +36,16 @@ class PackedProduct(Product):
 
     def __init__(self, linears: Sequence[nn.Linear]):
         super().__init__(linears)
-        self.sizes = [linear.weight.shape[0] for linear in linears]
+        self.sizes = [weight_of(linear).shape[0] for linear in linears]
         self.rows = _ANY_ROWS if linears[0].weight.dtype == torch.bfloat16 else _FLOAT32_ROWS
         self.linear = torch.ops.mkldnn._linear_pointwise.default
 
     def copy_weights(self, linears: Sequence[nn.Linear]) -> None:
         """Pack the weights."""
-        self.weight = torch.ops.mkldnn._reorder_linear_weight(_join([each.weight.detach() for each in linears]), _ROWS)
-        biases = [linear.bias.detach() for linear in linears if linear.bias is not None]
+        self.weight = torch.ops.mkldnn._reorder_linear_weight(
+            _join([weight_of(each).detach() for each in linears]), _ROWS
+        )
+        biases = [bias.detach() for bias in map(bias_of, linears) if bias is not None]
         self.bias = _join(biases).clone() if biases else None
 
     def __call__(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
@@ -63,8 +66,7 @@ def _is_plain(module: nn.Module) -> TypeGuard[nn.Linear]:
     """True for an unmodified linear layer on the CPU that packing speeds up."""
     if not is_untouched(module):
         return False
-    weight = module.weight
-    assert isinstance(weight, torch.Tensor)
+    weight = weight_of(module)
     if weight.device.type != "cpu":
         return False
     if weight.dtype == torch.bfloat16:
@@ -85,7 +87,7 @@ def prepack(model: nn.Module, wanted: bool | None) -> JoinedLinears | None:
     """
     if wanted is False or not torch.backends.mkldnn.is_available():
         return None
-    num_bytes = sum(m.weight.nbytes for m in model.modules() if _is_plain(m))
+    num_bytes = sum(weight_of(m).nbytes for m in model.modules() if _is_plain(m))
     if num_bytes == 0:
         return None
     free = free_bytes(torch.device("cpu"))

@@ -17,6 +17,7 @@ import torch
 from torch import nn
 
 from ...core.errors import UnsupportedModel
+from ..sharding import is_sharded, local, sharded_forward, weight_of
 from .fingerprints import fingerprints
 
 logger = logging.getLogger(__name__)
@@ -103,24 +104,27 @@ class QuantizedLinears:
         if any(linear.weight.device.type == "meta" for linear in linears):
             raise UnsupportedModel(f"{self.kind!r} cannot quantize weights that are offloaded. Leave the key out.")
         copied = []
-        for linear, contents in zip(linears, fingerprints([linear.weight for linear in linears]), strict=True):
-            made_from = contents, linear.weight.shape, linear.weight.dtype, linear.weight.device
+        for linear, contents in zip(linears, fingerprints([weight_of(linear) for linear in linears]), strict=True):
+            weight = weight_of(linear)
+            made_from = contents, weight.shape, weight.dtype, weight.device
             if self._made_from.get(linear) != made_from:
                 self._copies.pop(linear, None)
-                config = _config(self.kind, linear.weight)
+                config = _config(self.kind, weight)
                 if config is not None:
-                    self._copies[linear] = _quantize(linear.weight, config)
+                    self._copies[linear] = _quantize(weight, config)
                 self._made_from[linear] = made_from
             if linear in self._copies:
                 copied.append((linear, self._copies[linear]))
         return copied
 
     def _linears(self, module: nn.Module) -> Iterator[nn.Linear]:
-        """The layers to quantize: plain `nn.Linear` (no subclass) with ordinary floating-point weights."""
+        """The layers to quantize: plain `nn.Linear` (no subclass) with ordinary floating-point weights, or a shard of them."""
         embeddings = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
         output = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
         for each in module.modules():
-            plain = type(each) is nn.Linear and type(each.weight) is nn.Parameter and each.weight.is_floating_point()
+            if type(each) is not nn.Linear or not each.weight.is_floating_point():
+                continue
+            plain = type(each.weight) is nn.Parameter or (is_sharded(each) and sharded_forward(each) is not None)
             if plain and each is not output and each not in self._kept and id(each.weight) not in embeddings:
                 yield each
 
@@ -154,6 +158,7 @@ def num_bytes(module: nn.Module) -> int:
 
 
 def _stored_bytes(tensor: torch.Tensor) -> int:
+    tensor = local(tensor)
     if not hasattr(tensor, "__tensor_flatten__"):
         return tensor.nbytes
     names, _ = tensor.__tensor_flatten__()
@@ -170,7 +175,7 @@ def _check_installed(kind: str) -> None:
         raise ImportError(f"{kind!r} weights need torchao: {_INSTALL}") from error
 
 
-def _quantize(weight: nn.Parameter, config: Any) -> nn.Parameter:
+def _quantize(weight: torch.Tensor, config: Any) -> nn.Parameter:
     """torchao's quantized version of a weight [out, in]. Made in a temporary layer, because torchao marks the layers it
     quantizes."""
     from torchao.quantization import quantize_

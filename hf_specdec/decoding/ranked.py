@@ -1,0 +1,268 @@
+"""Decoding with a model whose shards are on several ranks: every rank takes the same steps, and rank 0 decides what they are.
+
+Of each step rank 0 decides the draft lengths, the drafts and the verdict, and whether a criterion ends a row. Drafters are whole on
+every rank and draft without collectives; what the other ranks drafted is replaced.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+import torch
+
+from ..cache import OutOfBlocks
+from ..candidate_generators import CandidateGenerator
+from ..candidate_generators.auto import AutoGenerator
+from ..candidate_generators.auto.generator import Choice, Chooser
+from ..config import SpeculativeConfig
+from ..core.draft_trees import DraftTrees
+from ..core.outcome import StepOutcome
+from ..core.ranks import Ranks, digest
+from ..core.sequence import Sequence
+from ..model.packed_model import PackedModel
+from .acceptance import DraftedStep
+from .decoder import SpeculativeDecoder
+from .draft_length import DraftLengthPolicy
+from .step import PendingStep, StepResult
+from .stopping import LockstepObserver
+
+_READS_PROBS = ("rejection", "block")  # rules that need the distributions that drafts were drawn from
+
+
+def decoder_of(target: PackedModel, generator: CandidateGenerator, config: SpeculativeConfig) -> SpeculativeDecoder:
+    """The decoder for a target, whole or sharded."""
+    if target.ranks is None:
+        return SpeculativeDecoder(target, generator, config)
+    return RankedDecoder(target, generator, config, target.ranks)
+
+
+@contextlib.contextmanager
+def agreed_call(
+    ranks: Ranks, seed: int, config: SpeculativeConfig, generation_config: Any, input_ids: torch.Tensor, mask: Any
+) -> Iterator[int]:
+    """A call of `generate()` that the ranks make together. Yields rank 0's seed.
+
+    Raises:
+        RankError: the ranks were given unlike arguments, or another rank has failed.
+    """
+    settings = {
+        name: getattr(generation_config, name, None)
+        for name in ("max_length", "do_sample", "temperature", "top_k", "top_p", "min_p", "repetition_penalty", "return_dict_in_generate")
+    }  # fmt: skip
+    own = json.dumps({**config.to_dict(), "token": None}, sort_keys=True, default=str)
+    with ranks.watched(), ranks.agreed():
+        believed = digest(
+            own, sorted(settings.items()), tuple(input_ids.shape), input_ids, *([] if mask is None else [mask])
+        )
+        (seed,) = ranks.same([seed], believed)
+        yield seed
+
+
+class _Followed(DraftLengthPolicy):
+    """On the other ranks: lengths come from rank 0, which measures."""
+
+    needs_observations = True
+
+    def observe(self, step: DraftedStep) -> None:
+        """Nothing to learn."""
+
+
+class _AgreedChoice:
+    """The choice of drafters that rank 0 makes.
+
+    Args:
+        chooser: rank 0's; on the other ranks it is not asked.
+    """
+
+    def __init__(self, ranks: Ranks, chooser: Chooser):
+        self.ranks, self.chooser = ranks, chooser
+
+    def is_awake(self, index: int) -> bool:
+        """Rank 0's look-ups rest; the others ask all of theirs, because they learn from being asked."""
+        return not self.ranks.leads or self.chooser.is_awake(index)
+
+    def choose(self, sequences, limits, offers, seconds, scores=None) -> Choice:
+        """Rank 0's choice."""
+        numbers: list[int] = []
+        if self.ranks.leads:
+            choice = self.chooser.choose(sequences, limits, offers, seconds, scores)
+            numbers = [*np.asarray(choice.drafter).tolist(), *np.asarray(choice.depth).tolist()]
+        found = np.asarray(self.ranks.same(numbers), dtype=np.int64)
+        return Choice(found[: len(limits)], found[len(limits) :])
+
+
+class RankedDecoder(SpeculativeDecoder):
+    """A SpeculativeDecoder of which every rank runs one, step by step together."""
+
+    def __init__(self, target: PackedModel, generator: CandidateGenerator, config: SpeculativeConfig, ranks: Ranks):
+        super().__init__(target, generator, config)
+        self.ranks = ranks
+        self.agree_on_verdict = ranks.same_tensor
+        self._measures = self._drafts and self.policy.needs_observations
+        self._own_drafts: dict[
+            int, tuple[DraftTrees, int]
+        ] = {}  # sequence id → what this rank drafted, where it differs
+        if self._measures and not ranks.leads:
+            self.policy = _Followed()
+        if isinstance(generator, AutoGenerator):
+            generator.chooser = _AgreedChoice(ranks, generator.chooser)
+
+    # ---- the loop ---------------------------------------------------------------------------------------------------
+
+    def step(self, sequences: list[Sequence], num_tokens: list[int] | None = None) -> list[StepResult]:
+        """See the base. An exception on one rank is one on all of them, in this step."""
+        with self.ranks.agreed(OutOfBlocks):
+            return super().step(sequences, num_tokens)
+
+    def _draft_limits(self, sequences: list[Sequence]) -> list[int]:
+        limits = super()._draft_limits(sequences)
+        return self.ranks.same(limits) if self._measures else limits
+
+    def _propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
+        """Rank 0's drafts; limits that do not depend on measurements are the same everywhere, so a row drafts on all ranks or on none."""
+        believed = digest(
+            limits, [(len(seq.tokens), seq.tokens[-4:], self.cache.tables[seq.id].length) for seq in sequences]
+        )
+        if not any(limits):
+            self.ranks.same((), believed)
+            return super()._propose(sequences, limits)
+        own = self._drafted(sequences, limits)
+        trees = self._same_trees(own, believed)
+        if not self.ranks.leads:
+            self._own_drafts = {seq.id: (own, row) for row, seq in enumerate(sequences) if own.lengths[row]}
+        return self._with_slots(sequences, trees)
+
+    def _same_trees(self, own: DraftTrees, believed: int) -> DraftTrees:
+        """Rank 0's trees."""
+        reads = own.probs is not None and self.config.verification_rule in _READS_PROBS
+        shape = own.probs.shape[1:] if reads and own.probs is not None else (0, 0)
+        width, device = own.tokens.shape[1], self.target.device
+        on_host = device.type == "cpu"
+        numbers = [width, own.is_chain, own.prob_index is not None, *shape, *own.lengths]
+        if self.ranks.leads:
+            if on_host:
+                numbers += own.tokens.flatten().tolist()
+            if own.parents is not None:
+                numbers += own.parents.flatten().tolist()
+            if own.prob_index is not None:
+                numbers += own.prob_index.flatten().tolist()
+        found = self.ranks.same([int(each) for each in numbers], believed)
+        width, is_chain, is_indexed, count, vocab = found[:5]
+        batch, rest = len(own.lengths), found[5:]
+        lengths, rest = rest[:batch], rest[batch:]
+        if self.ranks.leads:
+            trees = own
+        else:
+            tables = []
+            for is_there in (on_host, not is_chain, is_indexed):
+                size = batch * width if is_there else 0
+                tables.append(np.asarray(rest[:size], dtype=np.int64).reshape(batch, -1) if is_there else None)
+                rest = rest[size:]
+            tokens = torch.empty(batch, width, dtype=torch.int64, device=device)
+            if tables[0] is not None:
+                tokens = torch.from_numpy(tables[0]).view(batch, width)
+            trees = DraftTrees(tokens, lengths, tables[1], None, tables[2])
+        if not on_host and width:
+            trees.tokens = self.ranks.same_tensor(trees.tokens)
+        if vocab:
+            mine = (
+                own.probs
+                if self.ranks.leads and own.probs is not None
+                else torch.empty(batch, count, vocab, device=device)
+            )
+            trees.probs = self.ranks.same_tensor(mine)
+        return trees
+
+    def finish(self, pending: PendingStep) -> list[StepResult]:
+        """See the base."""
+        results = super().finish(pending)
+        self._own_drafts = {}
+        return results
+
+    def outcome_for_drafter(self, outcome: StepOutcome) -> StepOutcome:
+        """The outcome as this rank's drafter sees it: of its own draft, what became text."""
+        trees, own = outcome.trees, self._own_drafts
+        differs = any(
+            (seq.id in own and not _is_same(trees, row, *own[seq.id])) or (trees.lengths[row] and seq.id not in own)
+            for row, seq in enumerate(outcome.sequences)
+        )
+        if self.ranks.leads or not differs:
+            return outcome
+        accepted = []
+        for seq, new in zip(outcome.sequences, outcome.new_tokens, strict=True):
+            drafted, row = own.get(seq.id, (None, 0))
+            accepted.append([] if drafted is None else drafted.matching_path(row, new[:-1]))
+        return outcome.for_proposal(accepted)
+
+
+def _is_same(trees: DraftTrees, row: int, own: DraftTrees, own_row: int) -> bool:
+    count = trees.lengths[row]
+    if count != own.lengths[own_row] or not torch.equal(trees.tokens[row, :count], own.tokens[own_row, :count]):
+        return False
+    return bool((trees.parent_index[row, :count] == own.parent_index[own_row, :count]).all())
+
+
+# ---- stopping -------------------------------------------------------------------------------------------------------
+
+
+def observer_for(decoder: SpeculativeDecoder, *args: Any) -> LockstepObserver:
+    """A LockstepObserver for the decoder's batch. `args`: its arguments."""
+    if not isinstance(decoder, RankedDecoder):
+        return LockstepObserver(*args)
+    return (_LeadingObserver if decoder.ranks.leads else _FollowingObserver)(decoder.ranks, *args)
+
+
+class _LeadingObserver(LockstepObserver):
+    """Asks the criteria, and tells the other ranks what ended."""
+
+    def __init__(self, ranks: Ranks, *args: Any):
+        super().__init__(*args)
+        self.ranks = ranks
+
+    def advance(self) -> bool:
+        """See the base."""
+        done = super().advance()
+        stopped = [-1 if at is None else at for at in self.stopped]
+        self.ranks.same(
+            [
+                self.num_steps,
+                *stopped,
+                *(len(seq.tokens) for seq in self.sequences),
+                *(seq.finished for seq in self.sequences),
+            ]
+        )
+        return done
+
+
+class _FollowingObserver(LockstepObserver):
+    """Shows what rank 0 shows. It asks no criteria: a clock or a random number would answer otherwise here."""
+
+    def __init__(self, ranks: Ranks, *args: Any):
+        super().__init__(*args)
+        self.ranks = ranks
+
+    def row_advanced(self, seq: Sequence, num_new: int) -> None:
+        """Rank 0 looks at the row."""
+
+    def advance(self) -> bool:
+        """See the base."""
+        count, (num_steps, *found) = len(self.sequences), self.ranks.same()
+        stopped, lengths, finished = found[:count], found[count : 2 * count], found[2 * count :]
+        for step in range(self.num_steps + 1, num_steps + 1):
+            shown = [self.pad_token_id] * count
+            for i, seq in enumerate(self.sequences):
+                if not self.rows_can_stop or stopped[i] < 0 or stopped[i] >= step:
+                    shown[i] = seq.tokens[seq.prompt_length + step - 1]
+            self._unwritten.append(shown)
+            self.num_steps = step
+            if self.streamer is not None:
+                self.streamer.put(torch.tensor(shown))
+        self.stopped = [None if at < 0 else at for at in stopped]
+        for seq, length, is_finished in zip(self.sequences, lengths, finished, strict=True):
+            del seq.tokens[length:]
+            seq.finished = bool(is_finished)
+        return self.done

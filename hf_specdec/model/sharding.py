@@ -1,0 +1,170 @@
+"""Models whose weights are sharded over ranks by transformers (tensor and expert parallel): what is refused, and whole copies."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import nn
+from torch.distributed.tensor import DTensor
+from torch.utils.weak import WeakTensorKeyDictionary
+from transformers import PreTrainedModel
+from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
+from transformers.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel, TensorParallelLayer
+
+from ..core.errors import UnsupportedModel
+from ..core.ranks import Ranks, ranks_of
+
+_whole = weakref.WeakKeyDictionary[nn.Module, nn.Module]()
+_whole_parameters = WeakTensorKeyDictionary()
+
+
+def checked_ranks(model: PreTrainedModel) -> Ranks | None:
+    """The ranks that hold the model's shards; None: it is whole.
+
+    Raises:
+        UnsupportedModel: it is sharded in a way in which its text would not be right.
+    """
+    mesh = getattr(model, "_device_mesh", None)
+    sizes = {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    name = type(model).__name__
+    if sizes.get("pp", 1) > 1:
+        raise UnsupportedModel(
+            f"{name} is split into {sizes['pp']} pipeline stages (pp_size), and a rank that holds some of the layers has neither the "
+            "hidden states nor the keys of the others. Use tp_size, or a device_map in one process."
+        )
+    ranks = ranks_of(model)
+    if ranks is None:
+        return None
+    if sizes.get("fsdp", 1) > 1 or sizes.get("dp_replicate", 1) > 1:
+        raise UnsupportedModel(
+            f"{name} is sharded by tp_size and by fsdp_size: ranks with batches of their own would have to take equally many steps. Use "
+            "tp_size (and ep_size) alone, and one process group per replica."
+        )
+    _check_heads(model, ranks.size)
+    note_linears(model)
+    return ranks
+
+
+def _check_heads(model: PreTrainedModel, size: int) -> None:
+    """Raise UnsupportedModel unless every rank holds whole KV heads, and those that its query heads read."""
+    config = model.config.get_text_config(decoder=True)
+    if getattr(config, "kv_lora_rank", None) is not None:  # keys are expanded from what every rank computes
+        return
+    heads = getattr(config, "num_key_value_heads", None) or getattr(config, "num_attention_heads", None)
+    plan = model.tp_plan or {}
+    styles = {key.rsplit(".", 1)[-1]: style for key, style in plan.items()}
+    queries, keys = styles.get("q_proj"), styles.get("k_proj", styles.get("qkv_proj"))
+    each = [count for count in (heads if isinstance(heads, (list, tuple)) else [heads]) if count]
+    if keys == "colwise" and any(count % size for count in each):
+        raise UnsupportedModel(
+            f"{type(model).__name__} has {heads} KV heads, which {size} ranks cannot share: each rank would hold a part of a head. Use a "
+            "tp_size that divides them."
+        )
+    if queries == "colwise" and keys not in (None, "colwise") and any(count > 1 for count in each):
+        raise UnsupportedModel(
+            f"{type(model).__name__} has its query heads split over {size} ranks and all {heads} KV heads on each (the tp_plan says "
+            f"{keys!r}), so that queries would read the keys of other heads. Split both, or neither."
+        )
+
+
+def is_sharded(module: nn.Module) -> bool:
+    """True if one of the module's own parameters is a shard."""
+    return any(isinstance(each, DTensor) for each in module._parameters.values())
+
+
+def whole(module: nn.Module) -> nn.Module:
+    """The module with whole weights: itself, or for a sharded one a copy, made once, whose forward takes part in no collective.
+
+    The first call for a sharded module is a collective: every rank must make it. A later change of the weights is not seen.
+    """
+    if not is_sharded(module):
+        return module
+    found = _whole.get(module)
+    if found is None:
+        found = module.__class__.__new__(module.__class__)
+        own = {
+            key: value for key, value in vars(module).items() if key != "forward"
+        }  # the class's, not the sharded one
+        vars(found).update(own)
+        vars(found)["_parameters"] = {
+            key: None if each is None else _whole_parameter(each) for key, each in module._parameters.items()
+        }
+        _whole[module] = found
+    return found
+
+
+def _whole_parameter(parameter: nn.Parameter) -> nn.Parameter:
+    """One copy for tied weights."""
+    if not isinstance(parameter, DTensor):
+        return parameter
+    found = _whole_parameters.get(parameter)
+    if found is None:
+        with torch.no_grad():
+            full: Any = parameter.full_tensor()
+        found = _whole_parameters[parameter] = nn.Parameter(full.detach().clone(), requires_grad=False)
+    return found
+
+
+def local(tensor: torch.Tensor) -> torch.Tensor:
+    """This rank's shard of a weight, or the whole weight."""
+    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+
+
+# ---- linear layers, as this rank computes them -----------------------------------------------------------------------
+
+
+class ShardedForward:
+    """What transformers does around the product of a linear layer's shard: a layer split by outputs is fed whole rows, one split by
+    inputs adds up the ranks' outputs, and the head gathers them.
+
+    Args:
+        style: of transformers' plan.
+        mesh: of the ranks.
+    """
+
+    def __init__(self, style: TensorParallelLayer, mesh: Any):
+        self.style, self.mesh = style, mesh
+
+    def around(self, linear: nn.Linear, product: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
+        """A forward for the layer that uses `product` in place of its own. Without gradients only."""
+        style, mesh = self.style, self.mesh
+
+        def forward(x: torch.Tensor) -> torch.Tensor:
+            (x,), _ = style.transform_inputs_pre_forward(linear, (x,), {}, mesh)
+            return style.transform_output_post_forward(linear, product(x), mesh)
+
+        return forward
+
+
+_forwards = weakref.WeakKeyDictionary[nn.Module, ShardedForward]()
+
+
+def note_linears(model: PreTrainedModel) -> None:
+    """Find the sharded linear layers of a model, and how each is split, for `sharded_forward`."""
+    mesh: Any = model._device_mesh
+    for name, module in model.named_modules():
+        style = ALL_PARALLEL_STYLES.get((model.tp_plan or {}).get(replace_layer_number_by_wildcard(name)))
+        if type(module) is nn.Linear and type(style) in (ColwiseParallel, RowwiseParallel) and is_sharded(module):
+            _forwards[module] = ShardedForward(style, mesh["tp"])
+
+
+def sharded_forward(module: nn.Module) -> ShardedForward | None:
+    """How a sharded linear layer is computed; None if it is whole, or its forward is not transformers' own."""
+    own = getattr(vars(module).get("forward"), "__qualname__", None)
+    return _forwards.get(module) if own == "TensorParallelLayer.install_forward.<locals>.tp_forward" else None
+
+
+def weight_of(linear: nn.Linear) -> torch.Tensor:
+    """The weight [out, in] that this rank multiplies by."""
+    return local(linear.weight)
+
+
+def bias_of(linear: nn.Linear) -> torch.Tensor | None:
+    """The bias that belongs to this rank's product. A layer that is split by inputs adds its bias once, after the sum."""
+    weight = linear.weight
+    if linear.bias is None or (isinstance(weight, DTensor) and weight.placements[0].is_shard(1)):
+        return None
+    return local(linear.bias)
