@@ -64,6 +64,10 @@ _ROPE = {"rope_type": "default", "rope_theta": 1e4}
 _TOWER = {
     "hidden_size": 16, "intermediate_size": 16, "num_hidden_layers": 1, "num_attention_heads": 2, "image_size": 16, "patch_size": 8,
 }  # fmt: skip
+_TEXT: dict[str, Any] = {
+    "vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}  # fmt: skip
 _SHARED = ["sliding_attention", "full_attention"] * 2
 # What a type needs besides or instead.
 OTHERWISE: dict[str, dict[str, Any]] = {
@@ -73,14 +77,18 @@ OTHERWISE: dict[str, dict[str, Any]] = {
     ),
     "bailing_hybrid": {"layer_group_size": 2, "head_dim": 16, "num_key_value_heads": 4},
     "bamba": {"attn_layer_indices": [1, 3]},
-    "cohere_compass_text": {"layer_types": ["full_attention"] * 4},
+    "blt": {"encoder_hash_byte_group_vocab": 500},
+    "cohere_compass_text": {
+        "layer_types": ["full_attention"] * 4, "rope_parameters": {"full_attention": {**_ROPE, "mrope_section": [2, 3, 3]}},
+    },
     "dbrx": {
         "d_model": 64, "n_heads": 4, "n_layers": 4, "max_seq_len": 256, "rope_parameters": _ROPE,
-        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0},
+        "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
         "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
     },
-    "dots3_note_text": {"num_key_value_heads": 4},
+    "dots3_note_text": {"num_key_value_heads": 4, "layer_types": ["full_attention"] * 4},
     "falcon_h1": {"mamba_d_ssm": 128},
+    "fuyu": {"text_config": {"model_type": "persimmon", **_TEXT}, "hidden_size": 64, "num_hidden_layers": 4, "image_token_id": 90},
     "gemma3": {
         "text_config": {"vocab_size": VOCAB, "hidden_size": 64, "intermediate_size": 64, "num_hidden_layers": 4, "head_dim": 16,
                         "num_attention_heads": 4, "num_key_value_heads": 2, "sliding_window": 12, "layer_types": _SHARED},
@@ -93,7 +101,9 @@ OTHERWISE: dict[str, dict[str, Any]] = {
         "image_token_index": 90,
     },
     "gemma3n_text": {"layer_types": _SHARED, "num_kv_shared_layers": 2, "intermediate_size": 64},
+    "gemma4_unified": {"vision_config": {"mm_embed_dim": 16, "output_proj_dims": 16, "mm_posemb_size": 16}},
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 12},
+    "moss_transcribe_diarize": {"text_config": {**_TEXT, "model_type": "qwen3", "head_dim": 16}},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "kimi_linear": {
@@ -109,6 +119,7 @@ OTHERWISE: dict[str, dict[str, Any]] = {
         "hc_lowrank": 8, "ngram_vocab_size_base": 64, "split_ngram_parts": 1, "ple_layer_ids": [],
     },
     "reformer": {"axial_pos_embds": False, "attention_head_size": 16, "feed_forward_size": 64},
+    "xlstm": {"qk_dim_factor": 1.0},
     "xmod": {"default_language": "en_XX"},
     "zamba": {
         "head_dim": LEFT_OUT, "attention_hidden_size": LEFT_OUT, "num_key_value_heads": 4,
@@ -117,6 +128,16 @@ OTHERWISE: dict[str, dict[str, Any]] = {
     "zamba2": {"layers_block_type": ["mamba", "hybrid"] * 2, "layer_types": ["mamba", "hybrid"] * 2},
     "zaya": {"num_experts_per_tok": 1},
 }  # fmt: skip
+
+
+# Why some types cannot be tried alone, in front of what transformers says.
+ALONE: dict[str, str] = {
+    "blt": "reads bytes in patches; plain generate() fails",
+    "csm_depth_decoder_model": "goes on from another model's hidden states",
+    "gemma3n": "its vision tower needs timm (its text model is below)",
+    **dict.fromkeys(("gemma4_assistant", "gemma4_unified_assistant"), "drafts for Gemma 4 from its keys and values"),
+    **dict.fromkeys(("musicgen_decoder", "musicgen_melody_decoder"), "writes several codebooks at once, no text"),
+}
 
 
 @dataclass
@@ -228,7 +249,8 @@ def attempt(model_type: str, cls: type[PreTrainedModel]) -> Trial:
             call = {"max_new_tokens": NEW_TOKENS, "do_sample": False}
             plain = [model.generate(**copy.deepcopy(batch), **call) for batch in batches]
     except Exception as error:  # whatever a class raises about its configuration is what the table says of it
-        trial.why = f"{type(error).__name__}: {one_line(error)}"
+        reason = f"{ALONE[model_type]}: " if model_type in ALONE else ""
+        trial.why = f"{reason}{type(error).__name__}: {one_line(error)}"
         return trial
     try:
         with at_most(SECONDS):

@@ -415,5 +415,5 @@ def test_memory_is_flat_over_ten_thousand_requests(make):
     before, *held = answered(2000)
     for _ in range(4):
         after, *found = answered(2000)
-        assert found == held
+        assert all(now <= then for now, then in zip(found, held, strict=True))  # an earlier test's engine may end now
     assert after - before < 16 << 20, f"{(after - before) / 2**20:.1f} MiB more"
