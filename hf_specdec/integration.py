@@ -1,4 +1,4 @@
-"""The generation mode behind `speculative_config=`, and what a model keeps between calls. `plugin.py` leads to it."""
+"""The generation mode of `speculative_config=`, and what a model keeps between calls. `plugin.py` imports it at the first call."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ from .core.errors import UnsupportedModel
 from .core.ranks import ranks_of
 from .decoding import SpeculativeDecoder, decode
 from .decoding.ranked import agreed_call, decoder_of
-from .model.architectures import reads_prompts_both_ways
+from .model.architectures import has_bidirectional_prompts
 from .model.prepare import ModelOptions, prepare
 from .refusals import check_inputs, check_mode, check_model
 
@@ -185,22 +185,22 @@ def release(model: PreTrainedModel | None = None) -> None:
 
 
 def model_lock(model: PreTrainedModel) -> threading.RLock:
-    """Held by whoever runs a decoder on the model: its attention is switched then."""
+    """The lock to hold while a decoder runs on the model, because the model's attention is replaced meanwhile."""
     return _kept(model).lock
 
 
 def make_decoder(
     model: PreTrainedModel, config: SpeculativeConfig, context: DrafterContext | None = None
 ) -> SpeculativeDecoder:
-    """A decoder of its own, which is not kept between calls of `generate()`. Its sequences read their prompts as ids.
+    """A new decoder, which is not kept between calls of `generate()`. The prompts of its sequences are token ids.
 
     Raises:
-        UnsupportedModel: the model's prompts are more than ids, even if they are text.
+        UnsupportedModel: the model attends to prompts bidirectionally, so only `generate()` can read them.
     """
-    if reads_prompts_both_ways(model):
+    if has_bidirectional_prompts(model):
         raise UnsupportedModel(
-            f"{type(model).__name__} attends to its prompts both ways, so that only its own generate() can read them, which takes "
-            "speculative_config."
+            f"{type(model).__name__} attends to its prompts bidirectionally, so only its own generate() can read them: call "
+            "generate(..., speculative_config=...) instead."
         )
     generator = generator_for(model, config, context or DrafterContext())
     return decoder_of(generator.target, generator, config)

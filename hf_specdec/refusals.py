@@ -13,7 +13,7 @@ from .candidate_generators import generator_class
 from .config import SpeculativeConfig, SpeculativeConfigError
 from .core.errors import UnsupportedModel
 from .decoding.prompts import text_length
-from .model.architectures import check_supported, is_multimodal, reads_prompts_both_ways
+from .model.architectures import check_supported, has_bidirectional_prompts, is_multimodal
 
 _COMPATIBLE_MODES = ("greedy_search", "sample", "assisted_generation")
 _OTHER_SPECULATION = (
@@ -157,7 +157,7 @@ def check_inputs(
         raise ValueError(
             "speculative_config counts positions from the first unmasked token; other position_ids are not supported."
         )
-    more_than_ids = bool(in_prompt) or embedded or not counted or reads_prompts_both_ways(model)
+    more_than_ids = bool(in_prompt) or embedded or not counted or has_bidirectional_prompts(model)
     _check_continuation(model, input_ids, cached, length, more_than_ids)
     return more_than_ids
 

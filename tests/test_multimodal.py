@@ -450,7 +450,7 @@ def test_layers_that_attend_to_the_image_are_refused():
 def test_prompts_that_only_generate_can_read():
     """A scheduler would read PaliGemma's text from left to right."""
     model = build_multimodal("paligemma")
-    with pytest.raises(UnsupportedModel, match=r"attends to its prompts both ways"):
+    with pytest.raises(UnsupportedModel, match=r"attends to its prompts bidirectionally"):
         hf_specdec.integration.make_decoder(model, hf_specdec.parse_config(NGRAM))
 
 

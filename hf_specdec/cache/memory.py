@@ -47,7 +47,7 @@ def zeros(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
     """Zeros with the dtype and device of `like`. On a CPU, pages that are never written take no memory.
 
     Raises:
-        MemoryError: the system denies so much address space. The message says what to do.
+        MemoryError: the system refuses this much address space. The message says what to do.
     """
     count = torch.Size(shape).numel()
     if like.device.type != "cpu" or sys.platform not in _PROMISES_NOTHING or not count:
@@ -62,7 +62,7 @@ def _address_space(num_bytes: int) -> mmap.mmap:
         memory = mmap.mmap(-1, num_bytes, flags=flags)
     except OSError as error:
         raise MemoryError(
-            f"The system gives no {num_bytes / 2**30:.1f} GiB of address space for a layer's keys or values ({error.strerror}). "
+            f"The system refused {num_bytes / 2**30:.1f} GiB of address space for a layer's keys or values ({error.strerror}). "
             "Bound the KV pool with num_blocks, or lower max_new_tokens."
         ) from error
     if hasattr(mmap, "MADV_NOHUGEPAGE"):  # otherwise a row's first token could take 2 MiB in every layer

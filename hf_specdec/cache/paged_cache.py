@@ -42,7 +42,7 @@ class BlockTable:
     contiguous: bool = True
     hashes: list[bytes] = field(default_factory=list)  # content of the leading full blocks
     device_slots: torch.Tensor | None = None  # `slots` as a tensor, built when first needed
-    branch: int = 0  # end of the part that it has in common with another text, if no state was kept there
+    branch: int = 0  # end of the prefix that it has in common with another text, if no state was kept there
 
 
 class PagedStaticCache(Cache):
@@ -64,8 +64,8 @@ class PagedStaticCache(Cache):
         ahead: how many tokens after a slot its keys and values depend on, beside those up to it: 1 for heads that read each token
             with the feature before it. Blocks are shared only where these tokens are equal, too.
         keyless: layers that have no keys and values.
-        states: of the layers that have recurrent or convolutional states; None: no layer has any. With states, prefixes are
-            shared only where `prefix_states` has the states after them, because blocks hold none.
+        states: the pool of recurrent and convolutional states; None: no layer has a state. With states, a prefix is shared only if
+            `prefix_states` has the states after it, because blocks hold no states.
     """
 
     def __init__(
@@ -120,7 +120,7 @@ class PagedStaticCache(Cache):
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the pools, on a CPU of the most blocks that were used at one time, and of the states."""
+        """Memory of the pools and of the states. On a CPU, of the pools only the blocks count that were in use at one time."""
         blocks = self.pool.most_used if self.is_lazy else self.pool.num_blocks
         states = 0 if self.states is None else self.states.num_bytes
         states += 0 if self.prefix_states is None else self.prefix_states.num_bytes
@@ -250,7 +250,7 @@ class PagedStaticCache(Cache):
         self.batch = None
 
     def forget_prefixes(self) -> None:
-        """Drop what is known of the contents of blocks, and the states of prefixes, because they can no longer be trusted."""
+        """Drop all prefix hashes and the states of prefixes, because the contents of blocks can no longer be trusted."""
         self.pool.forget()
         if self.prefix_states is not None:
             self.prefix_states.forget()
@@ -260,8 +260,8 @@ class PagedStaticCache(Cache):
         return len(self.known_blocks(tokens)) * self.block_size
 
     def match_prefix(self, seq_id: int, tokens: list[int], most: int | None = None) -> int:
-        """Let an empty sequence share the blocks that already hold a prefix of `tokens`, of at most `most` tokens, and go on from the
-        states after it.
+        """Let an empty sequence share the blocks that already hold a prefix of `tokens`, of at most `most` tokens, and continue from
+        the states after the prefix.
 
         Returns the number of covered tokens; see `known_prefix`.
         """
@@ -284,8 +284,8 @@ class PagedStaticCache(Cache):
         return table.length
 
     def end_of_part(self, seq_id: int, end: int) -> int:
-        """Where to stop reading a prompt that could be read up to `end`: where another text branched off, so that its states can be
-        kept there (`keep_states`)."""
+        """Where to stop reading a prompt that could be read up to `end`. It is the point where another text branched off, so that
+        `keep_states` can keep the states there."""
         table = self.tables[seq_id]
         return table.branch if table.length < table.branch < end else end
 
@@ -312,8 +312,8 @@ class PagedStaticCache(Cache):
         return found
 
     def register_prefix(self, seq_id: int, tokens: list[int], length: int) -> None:
-        """Declare that the KV of `tokens[:length]` are written or being written, so that full blocks can be shared. `tokens` go on for
-        at least `ahead` more."""
+        """Declare that the KV of `tokens[:length]` are written or being written, so that full blocks can be shared. `tokens` must have
+        at least `length + ahead` entries."""
         if not self.share_prefixes:
             return
         table = self.tables[seq_id]
@@ -407,8 +407,8 @@ class PagedStaticCache(Cache):
             self._movers[device].move(moves)
 
     def truncate(self, seq_id: int, length: int) -> None:
-        """Roll back to the first `length` tokens, or to the text's beginning if there is no state after so many. This changes only
-        records.
+        """Roll back to the first `length` tokens, or to the text's beginning if no recurrent state was kept after that many tokens.
+        This changes only records.
 
         Raises:
             ValueError: this would reopen blocks whose content was declared and may be shared.

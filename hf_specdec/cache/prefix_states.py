@@ -16,7 +16,7 @@ class PrefixStates:
 
     Args:
         every: states are kept after multiples of this many tokens, a multiple of the block size.
-        most_bytes: memory of all of them.
+        most_bytes: limit for the memory of all states.
     """
 
     def __init__(self, every: int, most_bytes: int):
@@ -28,16 +28,16 @@ class PrefixStates:
         return block_hash in self._states
 
     def longest(self, block_hashes: list[bytes]) -> int:
-        """How many of these leading blocks of a text end with the last one that has a state."""
+        """Number of these leading blocks of a text up to and including the last one that has a state; 0 if none has."""
         return next((count for count in range(len(block_hashes), 0, -1) if block_hashes[count - 1] in self._states), 0)
 
     def get(self, block_hash: bytes) -> KeptStates:
-        """The states after the block, which are used now."""
+        """The states after the block, which become the most recently used ones."""
         self._states.move_to_end(block_hash)
         return self._states[block_hash]
 
     def put(self, block_hash: bytes, states: KeptStates) -> None:
-        """Keep states after the block. Those that were not used for longest make room."""
+        """Keep states after the block. The least recently used states are dropped to make room."""
         if states.num_bytes > self.most_bytes or block_hash in self._states:
             return
         self._states[block_hash] = states

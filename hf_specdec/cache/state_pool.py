@@ -7,12 +7,17 @@ from typing import NamedTuple
 
 import torch
 
-ZERO_SLOT = 0  # what is before the first token; never written
+ZERO_SLOT = 0  # the state before a text's first token: all zeros, never written
 
 
 class Base(NamedTuple):
-    """From where a sequence goes on: slots of its convolution's inputs and of a recurrent state, and of the tokens that this state
-    has not read yet."""
+    """What a sequence continues from.
+
+    Attributes:
+        slot: slot of the convolution's last inputs.
+        state: slot or state of the recurrent state.
+        replayed: slots of the tokens that this recurrent state has not read yet.
+    """
 
     slot: int
     state: int
@@ -29,7 +34,7 @@ class KeptStates:
 
     @property
     def num_bytes(self) -> int:
-        """Memory of all of them."""
+        """Memory of all layers' states."""
         return sum(each.nbytes for each in (*self.conv.values(), *self.recurrent.values()))
 
 
@@ -41,8 +46,8 @@ class StatePool:
     the recurrences instead, and each sequence has one state, after its last own token: accepted drafts are read again, by the same
     rule, when the sequence goes on. That takes a fraction of the memory and more time.
 
-    Slots are found by the number of tokens read. What is not there raises; it is never guessed. The pool grows when slots run
-    out, and is freed with the cache.
+    Slots are found by the number of tokens read. Asking for a state that was not kept raises an error; it is never approximated. The
+    pool grows when slots run out, and is freed with the cache.
 
     Attributes:
         conv: per layer, the last inputs of its convolution [slots, channels, k].
@@ -78,7 +83,7 @@ class StatePool:
     # ---- records ----------------------------------------------------------------------------------------------------
 
     def holds(self, seq_id: int, num_tokens: int) -> bool:
-        """True if the sequence can go on after that many tokens."""
+        """True if the sequence can continue after that many tokens."""
         own = self._slots.get(seq_id, {})
         if num_tokens == 0 or not self.replays:
             return num_tokens == 0 or num_tokens in own
@@ -86,7 +91,7 @@ class StatePool:
         return first <= num_tokens and all(count in own for count in range(first, num_tokens + 1))
 
     def base(self, seq_id: int, num_tokens: int) -> Base:
-        """From where a sequence goes on after its first `num_tokens` tokens.
+        """What a sequence continues from after its first `num_tokens` tokens.
 
         Raises:
             RuntimeError: its state there was not kept.
@@ -122,12 +127,12 @@ class StatePool:
     def take(
         self, seq_id: int, start: int, first_kept: int, counts: list[int], num_own: int
     ) -> tuple[list[int], list[int]]:
-        """Slots for the tokens after which `counts` tokens, all more than `start`, have been read; a forward will write them.
+        """Take slots for the states after `counts` tokens, which a forward will write. All counts are greater than `start`.
 
-        Slots after more than `start` tokens were guesses and are dropped; so are those after fewer than `first_kept`.
+        Frees the slots after more than `start` tokens, which belonged to drafts, and those after fewer than `first_kept` tokens.
 
         Args:
-            num_own: how many tokens have been read after the last of the sequence's own.
+            num_own: number of tokens read after the sequence's last own token.
 
         Returns: the slots, and where the recurrent state after each token goes (-1: nowhere).
         """
@@ -207,7 +212,7 @@ class StatePool:
             self.inputs[layer] = tuple(_grown(b, each, self.num_slots) for b, each in zip(before, inputs, strict=True))
 
     def load(self, seq_id: int, kept: KeptStates, num_tokens: int) -> None:
-        """Let a sequence go on after its first `num_tokens` tokens from states that were made elsewhere."""
+        """Let a sequence continue after its first `num_tokens` tokens from states that were computed elsewhere."""
         (slot,), (state,) = self.take(seq_id, 0, 0, [num_tokens], num_tokens)
         for layer, conv in kept.conv.items():
             recurrent = kept.recurrent.get(layer)

@@ -13,8 +13,9 @@ _FINE = 1e-5  # seconds; Windows counts a thread's time in ticks of 16 ms
 def clock_for(device: torch.device) -> Callable[[], float]:
     """A function that returns seconds.
 
-    On a CPU it counts the calling thread's own time, which other programs and threads do not disturb: the thread takes part in every
-    product, so this is the time of a step on an idle machine. For other devices it is the time that passes, since the host waits.
+    On a CPU it counts the CPU time of the calling thread, which other programs and threads do not change. The calling thread takes part
+    in every matrix product, so its CPU time is the time that a step takes on an idle machine. On other devices the host only waits, so
+    it counts wall-clock time.
     """
     own_time = device.type == "cpu" and time.get_clock_info("thread_time").resolution <= _FINE
     return time.thread_time if own_time else time.perf_counter

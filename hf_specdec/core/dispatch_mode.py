@@ -11,10 +11,10 @@ _lock = threading.RLock()
 
 
 class ExclusiveMode(TorchDispatchMode):
-    """A dispatch mode that one thread of the process at a time is in; others wait.
+    """A dispatch mode that only one thread of the process can enter at a time; other threads wait.
 
-    torch notes in global variables whether a thread is in any mode, and restores on exit what it found on entry. If the modes of two
-    threads overlap, the notes stay set for good, and torch.compile then compiles every function again at every call.
+    torch records in global variables that some mode is active, and on exit restores the values it found on entry. If the modes of two
+    threads overlap, the record stays set for good, and torch.compile then compiles every function again at every call.
     """
 
     def __enter__(self) -> Any:

@@ -93,11 +93,11 @@ class _ProposalOutcome(StepOutcome):
     verified: StepOutcome | None = None
 
     def for_proposal(self, accepted: list[list[int]]) -> StepOutcome:
-        """As in the base, for a part of the drafter."""
+        """The step for a drafter inside this drafter, whose proposal was not verified either."""
         assert self.verified is not None
         return self.verified.for_proposal(accepted)
 
     def read_rows(self) -> tuple[list[Sequence], np.ndarray, list[int]]:
-        """Those of the verified draft."""
+        """The rows that `verified` read."""
         assert self.verified is not None
         return self.verified.read_rows()

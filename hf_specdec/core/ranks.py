@@ -1,11 +1,11 @@
 """Ranks: the processes that hold one model's shards, and what they agree on.
 
 transformers shards a model (`from_pretrained(distributed_config=DistributedConfig(tp_size=N))`), and its forward adds up what the
-ranks computed. Every rank runs the same steps. If two ranks fed unlike tokens of equal shape, the sums would mix two texts without
-an error; so rank 0 decides, and every step says what it decided.
+ranks computed. Every rank runs the same steps. If two ranks fed different tokens of equal shape, the sums would mix two texts without
+an error. So rank 0 decides, and every step sends its decision to all ranks.
 
-Host-side agreement runs in a gloo group of its own, beside the group of the model. One sum over all ranks carries three things: each
-rank's status, a digest of what each rank believes, and rank 0's numbers (the others add zeros).
+The hosts agree through a gloo group of their own, beside the group of the model. One sum over all ranks carries three things: each
+rank's status, a digest of what each rank assumes, and rank 0's numbers (the others add zeros).
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ logger = logging.getLogger(__name__)
 
 _SLOTS = 128  # int64 numbers of one exchange; longer payloads take a second one
 _POLL = 0.1  # seconds between two looks at the store, in a thread of its own
-_TOLD = "_hf_specdec_told"  # attribute of exceptions that the other ranks know of
+_TOLD = "_hf_specdec_told"  # attribute that marks exceptions which were reported to the other ranks
 _GRACE = 5.0  # seconds after which a rank that has not heard of another's error must be stuck in a collective
 
 _known = weakref.WeakKeyDictionary[nn.Module, "Ranks"]()
@@ -50,7 +50,7 @@ class Ranks:
         group: the model's own process group.
 
     Attributes:
-        rank, size: this process's place among them, and how many there are.
+        rank, size: the index of this process among them, and their number.
     """
 
     def __init__(self, group: dist.ProcessGroup):
@@ -59,7 +59,7 @@ class Ranks:
         self.rank, self.size = self.members.index(dist.get_rank()), len(self.members)
         self.host_group = _host_group(tuple(self.members))
         self._store = dist.distributed_c10d._get_default_store()
-        self._failures = 0  # that the ranks have agreed on
+        self._failures = 0  # number of failures that all ranks know of
         self._exchanging, self._is_watched = threading.Event(), False
 
     @property
@@ -88,7 +88,7 @@ class Ranks:
         return found
 
     def settle(self) -> None:
-        """All ranks are well up to here.
+        """Wait until every rank has come this far without an error.
 
         Raises:
             RankError: one has failed.
@@ -121,7 +121,8 @@ class Ranks:
         return tensor
 
     def _exchange(self, numbers: Sequence[int], own: int, failed: bool = False) -> tuple[list[int], list[int]]:
-        """Rank 0's numbers, and each rank's `own` number. Always the same collective first, whatever a rank has come for."""
+        """Rank 0's numbers, and each rank's `own` number. Every call begins with the same collective, whatever the caller wants, so
+        that ranks which call for different reasons still meet."""
         room, numbers = _SLOTS - 2 - self.size, list(numbers) if self.leads and not failed else []
         head = numbers[:room]
         slots = [int(failed), len(numbers), *(own if rank == self.rank else 0 for rank in range(self.size)), *head]
@@ -145,7 +146,7 @@ class Ranks:
         self._exchanging.set()
         try:
             collective()
-        except RuntimeError as error:  # gloo: a process has gone
+        except RuntimeError as error:  # from gloo: another process has ended
             raise RankError(f"Rank {self.rank} has lost the others: {self._posted(self._failures) or error}") from error
         finally:
             self._exchanging.clear()
@@ -154,7 +155,8 @@ class Ranks:
 
     @contextlib.contextmanager
     def agreed(self, *passing: type[BaseException]) -> Iterator[None]:
-        """Inside, an exception on one rank is one on all of them: this one raises its own, the others a RankError with its message.
+        """Inside the context, an exception on one rank ends the context on all: that rank raises its own exception, the others raise a
+        RankError with its message.
 
         Args:
             passing: exceptions that follow from what the ranks agree on, so that every rank raises them itself.
@@ -167,7 +169,7 @@ class Ranks:
         except passing:
             raise
         except BaseException as error:
-            if not hasattr(error, _TOLD):  # by a block inside this one
+            if not hasattr(error, _TOLD):  # otherwise a nested context has reported it
                 setattr(error, _TOLD, True)
                 self._tell(error)
             raise
@@ -189,13 +191,13 @@ class Ranks:
         keys = [self._key_of(failure, rank) for rank in range(self.size) if rank != self.rank]
         try:
             return "; ".join(self._store.get(key).decode() for key in keys if self._store.check([key]))
-        except RuntimeError:  # the store's process has gone too
+        except RuntimeError:  # the process that holds the store has ended, too
             return ""
 
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
-        """Inside, this process ends if another rank has failed while this one is in a collective of the model, which cannot be called
-        off: no message would reach it before the time-out."""
+        """Inside the context, end this process if another rank has failed while this one waits in a collective of the model. Such a wait
+        cannot be cancelled, and no message reaches the process before the time-out."""
         if self._is_watched:
             yield
             return
@@ -218,7 +220,7 @@ class Ranks:
             if since is not None and time.monotonic() - since > _GRACE:
                 print(
                     f"hf-specdec: the process of rank {self.rank} ends, because {message}, in the middle of a forward pass of the "
-                    "sharded model, which cannot be called off.", file=sys.stderr, flush=True,
+                    "sharded model, which cannot be cancelled.", file=sys.stderr, flush=True,
                 )  # fmt: skip
                 os._exit(1)
 

@@ -10,7 +10,7 @@ import torch
 
 @dataclass(frozen=True)
 class Chunks:
-    """Attention within chunks of `size` positions (Llama 4), in place of a sliding window: a token sees none before its chunk."""
+    """Attention within chunks of `size` positions (Llama 4), instead of a sliding window: a token sees no key before its own chunk."""
 
     size: int
 

@@ -26,13 +26,14 @@ class Sequence:
         shown_prompt: the row's ids in the caller's batch, masked ones included. Logits processors and stopping criteria see
             them, as they do in transformers. None: the prompt itself.
         wants_prompt_logits: keep the logits of the prompt's tokens (`StepTensors.prompt_logits`); no cached prefix is used.
-        chunked_length: how many of the first tokens layers with a recurrent state read in chunk form; None: the prompt.
+        chunked_length: number of leading tokens that layers with a recurrent state read in chunk form; None: the prompt's length.
         num_speculative_tokens: this row's own draft length; None: the method's, 0: no drafts.
         drafter: with the method "per_request", the name of the drafter that drafts for this row; None: the first.
-        is_text: the prompt's ids alone determine its keys and values, so it may be read again and shared by equal ids. False: it has
-            images or embeddings, or ids that stand for unknown ones.
-        position_offset: what the model's positions of the tokens after the prompt exceed their indices by (M-RoPE: negative).
-        files: paths of what the drafter has written about it, by what they hold; complete once the sequence has left the decoder.
+        is_text: the prompt's ids alone determine its keys and values, so it can be recomputed, and prompts with equal ids can share
+            blocks. False: the prompt has images, embeddings or placeholder ids.
+        position_offset: position minus index of every token after the prompt (negative with M-RoPE).
+        files: files that the drafter has written for this sequence: kind of content → path. Complete once the sequence has left the
+            decoder.
     """
 
     tokens: list[int]
@@ -71,7 +72,7 @@ class Sequence:
         return len(self.tokens) - self.prompt_length
 
     def num_chunked(self, start: int, end: int) -> int:
-        """How many of the tokens from `start` to `end` layers with a recurrent state read in chunk form: the first ones."""
+        """Of the tokens from `start` to `end`, layers with a recurrent state read this many in chunk form: the first ones."""
         chunked = self.prompt_length if self.chunked_length is None else self.chunked_length
         return max(0, min(end, chunked) - start)
 

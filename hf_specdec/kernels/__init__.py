@@ -1,5 +1,6 @@
 """The tensor operations of the decoding loop.
 
-Each operation is a folder: its plain definition in torch (`reference.py`, also the CPU path), its Triton kernels (`triton*.py`,
-imported only on devices that run them), and an `__init__.py` whose functions choose between the two by device.
+Each operation is a folder: its definition in plain torch (`reference.py`, which also runs where nothing is faster), its Triton kernels
+(`triton*.py`, imported only on devices that run them), in some folders its calls of the native library for CPUs (`native.py`), and an
+`__init__.py` whose functions choose the implementation by device.
 """

@@ -40,10 +40,10 @@ def uses_triton(device: torch.device) -> bool:
 def uses_native(device: torch.device) -> bool:
     """True if operations run in the native library on `device`: on CPUs, where it was compiled.
 
-    HF_SPECDEC_KERNELS overrides it: "native" needs the library, and the other values do without it.
+    HF_SPECDEC_KERNELS overrides this: "native" requires the library, and the other values exclude it.
 
     Raises:
-        ImportError: HF_SPECDEC_KERNELS asks for the library, which is not there or does not load.
+        ImportError: HF_SPECDEC_KERNELS asks for the library, which is missing or does not load.
     """
     if device.type != "cpu":
         return False

@@ -83,19 +83,19 @@ def is_multimodal(model: PreTrainedModel) -> bool:
     return model.config.get_text_config(decoder=True) is not model.config
 
 
-def reads_prompts_both_ways(model: PreTrainedModel) -> bool:
+def has_bidirectional_prompts(model: PreTrainedModel) -> bool:
     """True if the tokens of any prompt see later ones, so that only the model itself can read it."""
     return model.config.model_type in _PREFIX_MODELS
 
 
 def takes_masks_by_kind(model: PreTrainedModel) -> bool:
     """True if `attention_mask` may be a dict of masks, one for each kind of layer."""
-    return hasattr(model.config.get_text_config(decoder=True), "layer_types") and not reads_prompts_both_ways(model)
+    return hasattr(model.config.get_text_config(decoder=True), "layer_types") and not has_bidirectional_prompts(model)
 
 
 def causal_inputs(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
     """What makes the plain forward over `input_ids` [B, S] causal in a model that attends to prompts both ways."""
-    return {"token_type_ids": torch.ones_like(input_ids)} if reads_prompts_both_ways(model) else {}
+    return {"token_type_ids": torch.ones_like(input_ids)} if has_bidirectional_prompts(model) else {}
 
 
 def reads_pages(model: PreTrainedModel) -> bool:

@@ -52,7 +52,7 @@ class SamplingBuffers:
         return out
 
     def fill(self, sequences: list[Sequence]) -> None:
-        """Put rows in. The rows after them, which nobody reads, get parameters that are off."""
+        """Write the parameters of these rows. Later rows of the buffers are unused; their parameters are set to off."""
         values = {each: astuple(each) for each in set(map(parameters_of, sequences))}
         rows = [
             (seq.seed, len(seq.tokens), seq.num_steps, seq.do_sample, *values[parameters_of(seq)]) for seq in sequences

@@ -18,8 +18,8 @@ class Reasoning(NamedTuple):
     """How a model thinks before it answers. The grammar begins after that.
 
     Attributes:
-        opens: ids that begin it; a text that begins otherwise is an answer at once. Empty: the prompt has begun it.
-        closes: texts that end it.
+        opens: ids that begin the reasoning; a text that begins with other ids has no reasoning. Empty: the prompt has begun it.
+        closes: texts that end the reasoning.
     """
 
     opens: tuple[int, ...]
@@ -28,13 +28,14 @@ class Reasoning(NamedTuple):
 
 @dataclass
 class _State:
-    """After one prefix. Nothing is known (`dead`) after a token that the grammar does not allow.
+    """The state of the grammar after one prefix.
 
     Attributes:
         matcher: llguidance's; it may be shared, and is copied before it reads a token.
         num_opened: how many ids of `Reasoning.opens` have been read.
-        thought: the end of the reasoning so far; None: it has not begun, or is over.
-        answering: reasoning is over, or there is none.
+        thought: the last characters of the reasoning so far; None: the reasoning has not begun, or is over.
+        answering: the reasoning is over, or the text has none.
+        dead: the prefix has a token that the grammar does not allow, so nothing is known about what may follow.
         bits: uint8 [V / 8], the tokens that may follow; None: not computed yet.
     """
 
@@ -47,17 +48,17 @@ class _State:
 
 
 class GrammarLogitsProcessor(LogitsProcessor):
-    """Leaves one sequence the tokens that its grammar allows.
+    """Masks the tokens that one sequence's grammar does not allow.
 
-    The state after every node of a draft is a copy of its parent's, so trees are masked node by node. Rows that nothing is known about,
-    and rows in which the mask leaves no token, stay as they are: whoever appends the token finds out with `accept`.
+    The state after every node of a draft is a copy of its parent's, so trees are masked node by node. Rows in a dead state, and rows in
+    which the mask would remove every token, are left unmasked: `accept` reports the error when a token is appended.
 
     Args:
         matcher: llguidance's `LLMatcher` at the beginning of the grammar.
         vocab_size: of the matcher's masks; at least that of the logits.
         prompt_length: tokens of the sequence that are not the grammar's.
-        ends: end-of-sequence ids, the only ones after a text that the grammar cannot continue.
-        reasoning: what comes before the grammar; None: nothing does.
+        ends: end-of-sequence ids, the only ids allowed after a text that the grammar cannot continue.
+        reasoning: the reasoning that comes before the grammar; None: the grammar applies from the first token.
         text_of: the text of one token; needed with `reasoning`.
     """
 
@@ -151,7 +152,7 @@ class GrammarLogitsProcessor(LogitsProcessor):
         return torch.where(masked.amax(1, keepdim=True) > -math.inf, masked, scores)
 
     def num_possible(self, tokens: list[int], drafted: list[int], parents: list[int]) -> int:
-        """How many nodes of a draft are left without those at its end that the grammar forbids.
+        """Number of nodes of a draft that are left if forbidden nodes at its end are dropped.
 
         Args:
             drafted, parents: ids and parents of the nodes (-1: the last of `tokens`).
@@ -175,7 +176,7 @@ class GrammarLogitsProcessor(LogitsProcessor):
         return state
 
     def _bits(self, state: _State) -> np.ndarray | None:
-        """The tokens that may follow; None: any, or nothing is known."""
+        """The tokens that may follow; None: any token, or the state is dead."""
         if state.dead:
             return None
         if state.bits is None:
@@ -183,7 +184,7 @@ class GrammarLogitsProcessor(LogitsProcessor):
         return state.bits
 
     def _allowed(self, state: _State) -> np.ndarray | None:
-        if state.thought is not None:  # anything but the end: the answer is still to come
+        if state.thought is not None:  # no end of sequence inside the reasoning: the answer must follow
             return ~self._only(self.ends)
         if state.num_opened and not state.answering:
             return self._only([self.reasoning.opens[state.num_opened]])  # type: ignore[union-attr]
@@ -214,7 +215,7 @@ def without_impossible_ends(sequences: list[Any], trees: DraftTrees) -> list[int
 
 
 def shortened(text: str) -> str:
-    """The beginning of an error of llguidance's, which shows its whole state."""
+    """The beginning of an error message of llguidance. The rest of such a message is llguidance's internal state."""
     return " ".join(text.partition("<state>")[0].split())[:300]
 
 

@@ -74,7 +74,7 @@ Attend = Callable[..., torch.Tensor]
 
 
 def attention_for(device: torch.device, invariant: bool = False, with_native: bool = True) -> Attend:
-    """The implementation for a device. Ask once per step: asking costs more than a small layer's views.
+    """The implementation for a device. Ask once per step, not per layer: the choice takes longer than the views of a small layer.
 
     Args:
         with_native: the native library may be used.

@@ -12,12 +12,10 @@ from ..launching import next_power_of_two
 # Measured on an H100 with 8 key heads of 128 elements, in bfloat16.
 SPLIT_KEYS = 64  # the least keys of a split: one tile (512 keys in 8 splits 6.4 us, in 4 7.6, in one 12.0)
 UNSPLIT_KEYS = 128  # a tile takes about 1 us, a merge about 2
-TILE_SPLITS = (
-    8  # up to so many splits may have one tile each; more splits get two (1024 keys in 8 splits 8.15 us, in 16 8.20)
-)
+TILE_SPLITS = 8  # up to 8 splits may have one tile each; with more splits, each gets two (1024 keys in 8 splits 8.15 us, in 16 8.20)
 MOST_SPLITS = 64
-# With more splits than this, so many bytes of keys and values in flight per multiprocessor are enough: 32k keys in 33 splits
-# take 65 us, and 67 us with half as many bytes again.
+# With more than DEEP_SPLITS splits, IN_FLIGHT bytes of keys and values in flight per multiprocessor are enough: 32k keys in 33
+# splits take 65 us, and 67 us with 1.5 times as many bytes.
 DEEP_SPLITS = 16
 IN_FLIGHT = 128 * 1024
 

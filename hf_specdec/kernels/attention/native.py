@@ -97,7 +97,7 @@ def paged_attention(
     Args:
         query: [T, H, D]; the last dimension is contiguous.
         key_pool, value_pool: [slots, Hkv, D] and [slots, Hkv, Dv], contiguous.
-        window: a query sees only keys less than so many positions before it.
+        window: a query at position p sees only keys at positions above p - window.
 
     Returns: [T, H, Dv].
     """

@@ -108,7 +108,7 @@ def _attention_of_short_rows(query, key_pool, value_pool, padded: PaddedRows, sc
 
 
 # For one bfloat16 query, torch's CPU attention uses matrix-vector products, which read keys in place; for several it first repacks
-# keys into tiles. Measured: query by query is faster up to so many queries (tokens x heads of a group).
+# keys into tiles. Measured: query by query is faster up to this number of queries (tokens x heads of a group).
 _MATRIX_VECTOR_QUERIES = 4
 
 

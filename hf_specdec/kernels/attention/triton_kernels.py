@@ -161,7 +161,7 @@ def attention_kernel(
         begin = tl.minimum(begin, tl.minimum(region_start, end)) // BLOCK_N * BLOCK_N
     if SPLIT:
         begin, end = _of_split(tl.program_id(2), begin, end, num_splits, keys_per_split, FIXED_SPLITS, BLOCK_N)
-        if begin >= end:  # this row is too short for so many splits: its bucket allows longer rows
+        if begin >= end:  # this row is too short for all splits: its bucket allows longer rows
             lines_out = (packed * (tl.num_programs(0) * GROUP) + head) * num_splits + tl.program_id(2)
             tl.store(partial_lse + lines_out, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=valid)
             return

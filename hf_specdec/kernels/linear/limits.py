@@ -1,4 +1,4 @@
-"""What the kernel for few rows takes."""
+"""The largest inputs of the kernel for few rows."""
 
 import torch
 

@@ -1,4 +1,4 @@
-"""The native library for CPUs: loading it, and the structures it reads.
+"""Loads the native library for CPUs, and defines the structures that it reads.
 
 It is compiled when the package is installed (`setup.py`), for several instruction sets, and chooses among them at run time. Without it
 every operation runs as plain torch. Structures are those of `source/abi.h` and `source/program.h`; every field is 8 bytes wide.
@@ -15,7 +15,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1  # of the structures; the library says which one it was compiled with
+VERSION = 1  # version of the structures; the library reports the version it was compiled with
 PATH = Path(__file__).with_name("library.so")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -58,7 +58,7 @@ class Step(ctypes.Structure):
 
 @functools.cache
 def library() -> ctypes.CDLL | None:
-    """The loaded library, or None if this installation has none that works; the reason is logged once."""
+    """The loaded library, or None if this installation has no working one; the reason is logged once."""
     reason = why_not_loaded()
     if reason is not None:
         logger.info("The native library for CPUs is not used: %s. Plain torch runs in its place.", reason)
@@ -75,7 +75,7 @@ def library() -> ctypes.CDLL | None:
 
 
 def why_not_loaded() -> str | None:
-    """What is wrong with the library; None: nothing."""
+    """Why the library cannot be used; None if it can."""
     if not PATH.exists():
         return (
             "it was not compiled when the package was installed (install g++ or clang++ and install hf-specdec again)"
@@ -91,7 +91,7 @@ def why_not_loaded() -> str | None:
 
 
 def description() -> str:
-    """Whether the library runs here, and with what; or why not."""
+    """The instruction set that the library uses here, or why the library is not used."""
     loaded = library()
     return f"runs with {instruction_set(loaded)}" if loaded is not None else f"is not used: {why_not_loaded()}"
 

@@ -1,3 +1,3 @@
-"""What the kernel takes."""
+"""The largest input of the kernel."""
 
 MOST_WIDTH = 16384  # one program of the kernel holds a whole row
