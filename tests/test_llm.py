@@ -85,6 +85,21 @@ def test_a_seed_gives_the_same_tokens_whatever_else_runs(make, tiny_model, confi
     assert written[0] == generated(tiny_model, alone.prompt_token_ids, params, config)
 
 
+@pytest.mark.parametrize("rule", ["rejection", "typical", "block"])
+def test_a_seed_is_refused_where_it_promises_nothing(make, rule):
+    """With these rules tokens depend on the drafts, and these on the load. Without drafts, or greedily, a seed is kept."""
+    llm = make({"method": "ngram", "num_speculative_tokens": 3, "rejection_sample_method": rule})
+    sampled = SamplingParams(temperature=1.0, seed=3, max_tokens=6)
+    with pytest.raises(ValueError, match=f"seed: with rejection_sample_method '{rule}'"):
+        llm.generate(TEXTS[0], sampled, use_tqdm=False)
+    assert not llm.engine.has_work
+    for allowed in ({"temperature": 0}, {"num_speculative_tokens": 0}, {"seed": None}):
+        (output,) = llm.generate(TEXTS[0], sampled.copy(**allowed), use_tqdm=False)
+        assert output.outputs[0].token_ids
+    plain = [llm.generate(TEXTS[0], sampled.copy(num_speculative_tokens=0), use_tqdm=False) for _ in range(2)]
+    assert plain[0][0].outputs[0].token_ids == plain[1][0].outputs[0].token_ids
+
+
 def test_logprobs_are_the_models_own(make, tiny_model):
     llm = make(METHODS[1])
     params = SamplingParams(temperature=0.7, seed=3, max_tokens=8, logprobs=4, repetition_penalty=1.3)

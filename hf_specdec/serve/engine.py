@@ -101,6 +101,7 @@ class Engine:
             raise ValueError(
                 f"drafter {params.drafter!r} (speculative_config's 'method') is not one of this engine's: {known}."
             )
+        self._check_seed(params)
         matcher = self._matcher(params)
         request = Request(request_id, next(self._numbers), prompt, list(prompt_token_ids), params, on_update)
         request.prompt_logprobs = None if params.prompt_logprobs is None else [None]
@@ -132,6 +133,17 @@ class Engine:
             self._choices[sequence.id] = choice
             self.scheduler.add(choice)
         return request
+
+    def _check_seed(self, params: SamplingParams) -> None:
+        """Raise ValueError if a seed could not give the same tokens again: with most rules these depend on where drafts end, and so
+        on the load."""
+        rule, drafts = self.decoder.config.verification_rule, self.decoder.generator.max_draft_nodes
+        drafts = drafts if params.num_speculative_tokens is None else params.num_speculative_tokens
+        if params.seed is not None and params.do_sample and drafts and rule != "coupled":
+            raise ValueError(
+                f"seed: with rejection_sample_method {rule!r} a seed does not give the same tokens every time, because they depend on "
+                "the drafts. Leave seed out, switch this request's drafts off (num_speculative_tokens 0), or use 'coupled'."
+            )
 
     def _matcher(self, params: SamplingParams) -> Any:
         """The request's grammar, which was compiled before if the request came over HTTP; None if it has none."""
