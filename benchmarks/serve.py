@@ -16,6 +16,7 @@ to the first token (TTFT), the median time per further token (TPOT), and goodput
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import random
@@ -105,7 +106,8 @@ class Server:
 
     def send(self, number: signal.Signals) -> None:
         """A signal for all its processes."""
-        os.killpg(self.process.pid, number)
+        with contextlib.suppress(ProcessLookupError):  # it has ended by itself, which `wait` reports
+            os.killpg(self.process.pid, number)
 
     def cpu_seconds(self) -> float:
         """CPU time of all its processes so far."""
