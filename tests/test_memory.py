@@ -380,5 +380,5 @@ def test_no_address_space_is_one_clear_error(monkeypatch):
         raise OSError(errno.ENOMEM, "Cannot allocate memory")
 
     monkeypatch.setattr(mmap, "mmap", refusing)
-    with pytest.raises(MemoryError, match=r"no 2\.0 GiB of address space .*num_blocks"):
+    with pytest.raises(MemoryError, match=r"refused 2\.0 GiB of address space .*num_blocks"):
         memory.zeros((2**29,), torch.zeros(0))
