@@ -96,7 +96,7 @@ def test_an_object_in_the_place_of_one_that_is_gone_is_another(model):
     del drafter
     gc.collect()
     assert not entry.serves(DrafterContext()) and not entry.serves(DrafterContext(other))
-    with pytest.raises(ReferenceError, match=r"belonged to a generate\(\) call that has ended"):
+    with pytest.raises(ReferenceError, match=r"has been deleted by its owner"):
         decoder.generator.drafter.model  # noqa: B018
 
 

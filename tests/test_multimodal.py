@@ -139,7 +139,7 @@ def test_positions_that_do_not_count_tokens(qwen, monkeypatch):
     assert offsets[0][1] == 0 and offsets[0][0] < offsets[0][2] < 0
     hf_specdec.release(qwen)
     monkeypatch.setattr(prompt_module, "_offsets", lambda packed, positions, columns: [0] * len(columns))
-    with pytest.raises(UnsupportedModel, match="does not go on from this prompt as from token ids"):
+    with pytest.raises(UnsupportedModel, match="does not continue this prompt from token ids"):
         qwen.generate(**inputs, **GREEDY, speculative_config=NGRAM)
     assert_clean(qwen)
 

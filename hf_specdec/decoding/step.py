@@ -106,7 +106,7 @@ class PendingStep:
 
     @contextlib.contextmanager
     def as_if_finished(self):
-        """While inside, the rows look as this plain step will leave them; UNKNOWN stands for their last token."""
+        """Inside the context, the rows look as this plain step will leave them; UNKNOWN stands for their last token."""
         for seq in self.decoding:
             seq.tokens.append(UNKNOWN)
             seq.num_steps += 1

@@ -30,7 +30,7 @@ def is_needed(model: PreTrainedModel) -> bool:
 
 @contextlib.contextmanager
 def packed(model: PreTrainedModel, batch: PackedBatch) -> Iterator[None]:
-    """Inside, a model's ALiBi biases follow the packed keys' real positions. Other models are left alone."""
+    """Inside the context, a model's ALiBi biases follow the packed keys' real positions. Other models are left alone."""
     kind, inner = model.config.model_type, getattr(model, "transformer", None)
     if kind == "falcon" and model.config.alibi:
         with _patched_falcon(torch.from_numpy(batch.key_positions())):
@@ -80,7 +80,8 @@ _BUILDERS: dict[str, tuple[str, Any]] = {
 
 @contextlib.contextmanager
 def _patched_falcon(positions: torch.Tensor) -> Iterator[None]:
-    """Falcon's biases are a function of its module, so it is replaced for everybody; other contexts get what it returned before."""
+    """Replace the function of Falcon's module that computes biases. The replacement returns the original's biases to threads that run
+    no packed forward."""
     global _num_falcons
     token = _positions.set(positions)
     with _lock:

@@ -24,9 +24,9 @@ _DROPS_ARGUMENTS = {"stablelm", "nemotron"}
 _SHARES_ATTENTION = {"zamba2"}
 # Model types whose attention derives positions or masks from a key's place in memory, which is wrong for packed rows.
 _POSITION_BY_SLOT = {"gpt_neo", "xglm", "ctrl", "codegen", "doge"}
-# Model types whose prompts are a prefix that attends both ways.
+# Model types whose prompts are a prefix with bidirectional attention.
 _PREFIX_MODELS = {"paligemma"}
-# Model types that keep an image's keys before those of the ids, and take room for one in every padding mask.
+# Model types that cache an image's keys before those of the ids, and expect room for an image in every padding mask.
 _IMAGES_WITHOUT_IDS = {"git"}
 # Model types with a sliding cache but full masks, so plain generate() depends on how many tokens each forward was given.
 _WINDOWED_BY_CACHE = {"moshi", "kyutai_speech_to_text"}
@@ -74,7 +74,7 @@ def check_supported(model: PreTrainedModel) -> None:
 def _check_cache_holds_ids(model: PreTrainedModel) -> None:
     if model.config.model_type in _IMAGES_WITHOUT_IDS:
         raise UnsupportedModel(
-            f"{type(model).__name__} keeps keys of images that no ids stand for. Call generate() without speculative_config."
+            f"{type(model).__name__} caches keys of images for which a prompt has no ids. Call generate() without speculative_config."
         )
 
 
@@ -94,7 +94,7 @@ def takes_masks_by_kind(model: PreTrainedModel) -> bool:
 
 
 def causal_inputs(model: PreTrainedModel, input_ids: torch.Tensor) -> dict[str, torch.Tensor]:
-    """What makes the plain forward over `input_ids` [B, S] causal in a model that attends to prompts both ways."""
+    """The inputs that make a plain forward over `input_ids` [B, S] causal in a model that attends to prompts bidirectionally."""
     return {"token_type_ids": torch.ones_like(input_ids)} if has_bidirectional_prompts(model) else {}
 
 
@@ -246,7 +246,7 @@ def _tempers(text: Any) -> bool:
 
 @contextlib.contextmanager
 def without_temperature(model: PreTrainedModel):
-    """Inside, Llama 4 does not scale queries. It would count all rows' tokens as one text; see `check_length` for the limit."""
+    """Inside the context, Llama 4 does not scale queries. It would count all rows' tokens as one text; see `check_length` for the limit."""
     tuned = []
     if _tempers(model.config.get_text_config(decoder=True)):
         tuned = [module for module in model.modules() if vars(module).get("attn_temperature_tuning")]
@@ -261,7 +261,7 @@ def without_temperature(model: PreTrainedModel):
 
 @contextlib.contextmanager
 def without_checkpointing(model: PreTrainedModel):
-    """Inside, gradient checkpointing is off: in training mode, a checkpointed layer is not given the cache."""
+    """Inside the context, gradient checkpointing is off: in training mode, a checkpointed layer is not given the cache."""
     modules = model.modules() if model.training else ()
     checkpointed = [module for module in modules if vars(module).get("gradient_checkpointing")]
     for module in checkpointed:
@@ -290,7 +290,7 @@ def tapped(model: PreTrainedModel, taps: Taps, found: dict[Any, torch.Tensor] | 
 
 @contextlib.contextmanager
 def tapping(model: PreTrainedModel, taps: Taps, keep: Callable[[Any, torch.Tensor], None]):
-    """Inside, every forward calls `keep` with each tapped layer's index, or "last_hidden", and its hidden states [B, S, H]."""
+    """Inside the context, every forward calls `keep` with each tapped layer's index, or "last_hidden", and its hidden states [B, S, H]."""
     handles = []
 
     def output_of(key):

@@ -45,7 +45,7 @@ def paged_attention_forward(
 
 
 def _window_of(module, known: dict[int, int | None]) -> int | None:
-    """The layer's sliding window, from `known` (by layer) if it is there: every layer of every step asks."""
+    """The layer's sliding window. `known` keeps the windows by layer, because every layer asks in every step."""
     if module.layer_idx not in known:
         known[module.layer_idx] = layer_window(module)
     return known[module.layer_idx]

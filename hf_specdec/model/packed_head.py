@@ -111,8 +111,8 @@ class PackedHead:
         self.device, self.dtype = device or weight.device, dtype or weight.dtype
 
     def new_cache(self, num_blocks: int, block_size: int) -> PagedStaticCache:
-        """A paged cache for the head's layers, which grows up to `num_blocks`. Equal texts give equal features, so a row's keys depend
-        on the tokens up to its own, which is the one after its slot."""
+        """A paged cache for the head's layers, which grows up to `num_blocks`. The keys in slot s depend on the tokens up to s + 1: the
+        head reads token s + 1 there with the target's feature at s. Hence `ahead=1`."""
         for graphs in (self.graphs, self.reading_graphs):
             if graphs is not None:
                 graphs.captures.clear()
@@ -143,7 +143,7 @@ class PackedHead:
         return own
 
     def borrowed(self) -> list[nn.Module]:
-        """Modules of others that the head calls."""
+        """Modules that the head calls and does not own."""
         return self.module.borrowed()  # pyright: ignore[reportCallIssue]
 
     def active(self) -> contextlib.AbstractContextManager:

@@ -36,7 +36,7 @@ logger = logging.getLogger(__name__)
 STATES_SHARE = (
     0.25  # of the memory for keys, values and states: above it, drafts are replayed (see `PackedModel.choose_states`)
 )
-PREFIX_STATES_SHARE = 0.05  # of that memory: states after texts' beginnings, for others that begin alike
+PREFIX_STATES_SHARE = 0.05  # of that memory: recurrent states after prefixes that later texts may share
 
 
 class Activated(Protocol):
@@ -51,8 +51,8 @@ class SmallForwards(Activated, Protocol):
     """Runs small forward passes in place of the model while its context is entered (see `native`).
 
     Attributes:
-        is_on: it can run some.
-        refused: why it runs none; None: it can, or nothing has been tried.
+        is_on: True if it can run forwards now.
+        refused: why it runs no forward; None: it can, or no attempt was made yet.
     """
 
     is_on: bool
@@ -80,7 +80,7 @@ class PackedModel:
         gather: attend to gathered keys instead of pages. `self_test.check` may set it.
         recurrent: its layers with a recurrent or convolutional state; None: it has none.
         replays_drafts: keep the inputs of its recurrences for drafts, not the states (see StatePool).
-        chooses_states: `choose_states` may change that.
+        chooses_states: `choose_states` may change `replays_drafts`.
         cache_bytes: memory for keys, values and states; None: what is free.
         ranks: the processes that hold the model's shards; None: this one holds all of it.
         deterministic: a token's logits have the same bits whatever else is in the batch (see InvariantOps).
@@ -132,7 +132,9 @@ class PackedModel:
         """
         model = self._model()
         if model is None:
-            raise ReferenceError("The model belonged to a generate() call that has ended, and nobody else kept it.")
+            raise ReferenceError(
+                "The model has been deleted by its owner: keep a reference to it as long as its decoder is used."
+            )
         return model
 
     @property
@@ -190,7 +192,7 @@ class PackedModel:
         return self._cache_of_one_token().bytes_per_token
 
     def bytes_of_states(self, num_drafts: int, replays: bool | None = None) -> int:
-        """Bytes of the recurrent states of a row with a draft of so many nodes, found in the same way; 0 if no layer has one.
+        """Bytes of the recurrent states of a row with a draft of `num_drafts` nodes, found in the same way; 0 if no layer has a state.
 
         Args:
             replays: with the inputs of drafts in place of their states; None: as this model runs.
@@ -202,8 +204,8 @@ class PackedModel:
         return self.recurrent.bytes_of_row(num_drafts, self.replays_drafts if replays is None else replays)
 
     def choose_states(self, num_rows: int, num_drafts: int) -> None:
-        """Keep the states of drafts if those of so many rows, with drafts of so many nodes each, take at most STATES_SHARE of the
-        memory; otherwise replay the drafts. Does nothing if the model has no states or its user has chosen.
+        """Keep the states of drafts if the states of `num_rows` rows, with drafts of `num_drafts` nodes each, take at most STATES_SHARE
+        of the memory; otherwise replay the drafts. Does nothing if the model has no states, or if the user chose in the configuration.
         """
         memory = self.free_bytes() if self.cache_bytes is None else self.cache_bytes
         if not self.chooses_states or memory is None:
@@ -220,15 +222,15 @@ class PackedModel:
             )  # fmt: skip
 
     def bytes_of_prefix_states(self) -> int:
-        """Memory for states after the beginnings of texts that others may share; 0 if no layer has one, or a prompt cannot go on
-        from a state in chunk form."""
+        """Memory for recurrent states after prefixes that later texts may share; 0 if no layer has a state, or if the chunk form, which
+        reads prompts, cannot start from a state."""
         memory = free_bytes(self.device) if self.cache_bytes is None else self.cache_bytes
         if self.recurrent is None or not self.recurrent.chunks_continue or memory is None:
             return 0
         return int(PREFIX_STATES_SHARE * memory)
 
     def keep_prefix_states(self, cache: PagedStaticCache) -> None:
-        """Let texts share their beginnings although layers have states. Does nothing for models without states."""
+        """Keep recurrent states after prefixes, so that texts can share prefixes. Does nothing for models without states."""
         num_bytes = self.bytes_of_prefix_states()
         if num_bytes and self.recurrent is not None and cache.prefix_states is None:
             cache.prefix_states = PrefixStates(math.lcm(self.recurrent.chunk_size, cache.block_size), num_bytes)
@@ -244,7 +246,7 @@ class PackedModel:
 
     @contextlib.contextmanager
     def active(self):
-        """While inside, the model's attention reads our pages. It is restored on exit, also after an error."""
+        """Inside the context, the model's attention reads our pages. It is restored on exit, also after an error."""
         with self._lock:
             if self._active == 0:
                 self._device = self._find_device()  # kept while active: the lookup takes longer than a small layer
@@ -276,7 +278,7 @@ class PackedModel:
 
     @contextlib.contextmanager
     def reading(self):
-        """While inside, the model reads prompts in its own way, with the weights that it decodes with."""
+        """Inside the context, the model reads prompts in its own way, with the weights that it decodes with."""
         with contextlib.ExitStack() as stack:
             for option in self.active_options:
                 if isinstance(option, QuantizedLinears):

@@ -1,7 +1,7 @@
 """read_prompt(): the model itself reads a prompt that is more than token ids. The text after it is ids again.
 
-Images, embeddings and prefixes that attend both ways go through the model's own forward, as in plain `generate()`, so that its
-masks, merging of features and positions are its own. From there on a token's position is its index plus an offset of the row.
+Images, embeddings and prefixes with bidirectional attention go through the model's own forward, as in plain `generate()`, so that masks,
+positions and the merging of features are the model's own. After the prompt, a token's position is its index plus an offset of the row.
 """
 
 from __future__ import annotations
@@ -40,7 +40,7 @@ class ReadPrompt:
     Attributes:
         output: logits [B, V] after each row's last token; features and hidden states of the tokens read, row after row.
         counts: per row, how many tokens were read: those that no cache held.
-        offsets: per row, what positions exceed indices by.
+        offsets: per row, position minus index of a token after the prompt.
         keys_values: per row, keys and values of the whole prompt.
         states: per row, the states of recurrent layers after it; None: there are none.
     """
@@ -151,7 +151,7 @@ def _new_cache(packed: PackedModel) -> DynamicCache:
 
 
 def _offsets(packed: PackedModel, positions: torch.Tensor | None, columns: list[np.ndarray]) -> list[int]:
-    """Per row, what the position of its last token exceeds its index by.
+    """Per row, position minus index of its last token.
 
     Args:
         positions: the last forward's `position_ids`: [B, S], or with several axes [A, B, S]. Four axes begin with the text's.
@@ -198,7 +198,7 @@ def _check_keys(packed: PackedModel, cache: DynamicCache, length: int) -> None:
         if keys is not None and keys.shape[-2] != length:
             raise UnsupportedModel(
                 f"{type(packed.model).__name__} keeps keys of {keys.shape[-2]} tokens in a layer, for a prompt of {length}: layers "
-                "that attend to an image, or forget, cannot go on from token ids. Call generate() without speculative_config."
+                "that attend to an image or drop old keys cannot continue from token ids. Call generate() without speculative_config."
             )
 
 
@@ -246,6 +246,6 @@ def _check_next_step(
     tolerance = _TOLERANCES.get(model.dtype, _TOLERANCE_LOW_PRECISION)
     if not error <= tolerance:
         raise UnsupportedModel(
-            f"{type(model).__name__} does not go on from this prompt as from token ids: its next logits differ by {error:.2g} of their "
-            f"spread (rounding explains {tolerance:.2g}). Call generate() without speculative_config."
+            f"{type(model).__name__} does not continue this prompt from token ids as its own generate() does: the next logits differ by "
+            f"{error:.2g} of their spread (rounding explains {tolerance:.2g}). Call generate() without speculative_config."
         )

@@ -279,7 +279,7 @@ def relative_error(logits: torch.Tensor, expected: torch.Tensor) -> float:
 
 @contextlib.contextmanager
 def evaluating(model: PreTrainedModel):
-    """Inside, all modules are in evaluation mode (no dropout); each one's mode is restored on exit."""
+    """Inside the context, all modules are in evaluation mode (no dropout); each one's mode is restored on exit."""
     training = [module for module in model.modules() if module.training]
     for module in training:
         module.training = False

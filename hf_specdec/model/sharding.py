@@ -25,7 +25,7 @@ def checked_ranks(model: PreTrainedModel) -> Ranks | None:
     """The ranks that hold the model's shards; None: it is whole.
 
     Raises:
-        UnsupportedModel: it is sharded in a way in which its text would not be right.
+        UnsupportedModel: it is sharded in a way that would give wrong text.
     """
     mesh = getattr(model, "_device_mesh", None)
     sizes = {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
@@ -40,7 +40,7 @@ def checked_ranks(model: PreTrainedModel) -> Ranks | None:
         return None
     if sizes.get("fsdp", 1) > 1 or sizes.get("dp_replicate", 1) > 1:
         raise UnsupportedModel(
-            f"{name} is sharded by tp_size and by fsdp_size: ranks with batches of their own would have to take equally many steps. Use "
+            f"{name} is sharded by tp_size and by fsdp_size: ranks with different batches would have to take the same number of steps. Use "
             "tp_size (and ep_size) alone, and one process group per replica."
         )
     _check_heads(model, ranks.size)
@@ -97,7 +97,7 @@ def whole(module: nn.Module) -> nn.Module:
 
 
 def _whole_parameter(parameter: nn.Parameter) -> nn.Parameter:
-    """One copy for tied weights."""
+    """The whole parameter; tied weights get one copy."""
     if not isinstance(parameter, DTensor):
         return parameter
     found = _whole_parameters.get(parameter)
@@ -117,19 +117,19 @@ def local(tensor: torch.Tensor) -> torch.Tensor:
 
 
 class ShardedForward:
-    """What transformers does around the product of a linear layer's shard: a layer split by outputs is fed whole rows, one split by
-    inputs adds up the ranks' outputs, and the head gathers them.
+    """The communication that transformers does around the product of a linear layer's shard: a layer split by outputs gets whole input
+    rows, a layer split by inputs adds up the ranks' outputs, and the language-model head gathers them.
 
     Args:
-        style: of transformers' plan.
-        mesh: of the ranks.
+        style: how transformers' plan splits the layer.
+        mesh: the device mesh of the ranks.
     """
 
     def __init__(self, style: TensorParallelLayer, mesh: Any):
         self.style, self.mesh = style, mesh
 
     def around(self, linear: nn.Linear, product: Callable[[torch.Tensor], torch.Tensor]) -> Callable[..., torch.Tensor]:
-        """A forward for the layer that uses `product` in place of its own. Without gradients only."""
+        """A forward for the layer that uses `product` instead of the layer's own product. It supports no gradients."""
         style, mesh = self.style, self.mesh
 
         def forward(x: torch.Tensor) -> torch.Tensor:

@@ -18,7 +18,7 @@ _ALIGNMENT = 64
 
 
 def assemble(tape: Tape, outputs: Sequence[Value], pools: dict[int, tuple[int, ...]], dtype: torch.dtype) -> Program:
-    """The program of a tape, with buffers for at most `most_tokens_for` its dtype.
+    """The program of a tape, with buffers for `most_tokens_for(dtype)` tokens.
 
     Args:
         outputs: the values to return, each [T or R, width] after dimensions of size 1.
@@ -68,12 +68,12 @@ def _copy(tape: Tape, value: Value, output: Register) -> Step:
 
 
 def _allocated(steps: list[Step], registers: list[Register], most_tokens: int) -> tuple[np.ndarray, torch.Tensor]:
-    """The address of every register, int64, and the buffer with those of the program; a place is used again after the last step that
-    reads it."""
+    """The address of every register, int64, and the buffer that holds the program's own registers. Registers share memory if one is
+    written after the last step that reads the other."""
     last = {}
     for index, step in enumerate(steps):
         last |= {id(each): index for each in _registers(step)}
-    free: dict[int, list[int]] = {}  # places by size
+    free: dict[int, list[int]] = {}  # offsets of unused memory by size
     places: dict[int, tuple[int, int]] = {}
     used = 0
     for index, step in enumerate(steps):
@@ -145,7 +145,7 @@ def _needed(steps: list[Step]) -> list[Step]:
 
 
 def _waits(steps: list[Step]) -> list[bool]:
-    """Before which steps all threads must have done the steps before."""
+    """For each step: True if all threads must have finished the earlier steps before it begins."""
     waits, written, shared, alone = [], set(), False, False
     for step in steps:
         if step.operation in _SHARED:

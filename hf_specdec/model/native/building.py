@@ -14,8 +14,8 @@ from .recording import Recorder
 from .subjects import Subject
 from .tape import NotLowered, Tape
 
-_SIZES = (29, 31, 37, 41, 43, 47, 53, 59)  # of the recorded batch: numbers of tokens that no dimension of a model has
-_MORE = 8  # room for the tokens of the further batches
+_SIZES = (29, 31, 37, 41, 43, 47, 53, 59)  # candidates for the number of recorded tokens, which no dimension may equal
+_MORE = 8  # slots reserved per row for the tokens of later batches
 
 
 @torch.no_grad()

@@ -1,4 +1,4 @@
-"""A subject's program as long as the subject is what the program was made of."""
+"""The current program of a subject: a kept one is used again only if the subject has not changed since it was made."""
 
 from __future__ import annotations
 
@@ -16,14 +16,14 @@ from .tape import NotLowered
 
 logger = logging.getLogger(__name__)
 
-Made = tuple[tuple, Program | str]  # the state of the subject it was made for, and the program or why there is none
+Made = tuple[tuple, Program | str]  # the subject's state, and the program for this state or why none can be made
 
 
 def current_program(subject: Subject, made: dict[Any, Made]) -> Program | str:
     """The program of a subject, or why it has none.
 
     Args:
-        made: by the subject's key, what was made before. It is used again if nothing has changed since.
+        made: earlier results by the subject's key. A result is used again if the subject has not changed.
     """
     state = state_of(subject)
     if subject.key not in made or made[subject.key][0] != state:
@@ -46,7 +46,7 @@ def _built(subject: Subject) -> Program | str:
 
 
 def state_of(subject: Subject) -> tuple:
-    """What a program depends on besides the contents of weights: modules, their settings, where weights are."""
+    """Everything that a program depends on, except the values of weights: modules, their settings, addresses of weights."""
     found: list[Any] = []
     for module in subject.modules():
         kind = type(module)
@@ -66,17 +66,17 @@ _SETTINGS = {int, float, bool, str, type(None)}
 
 
 def _hooks_of(module: nn.Module) -> list[Any]:
-    """A module's forward hooks, without those by which transformers records hidden states. These stay on a model after a call that
-    wanted hidden states, and do nothing in other calls."""
+    """A module's forward hooks, except those with which transformers records hidden states. The latter stay on a model after a call that
+    returned hidden states, and do nothing in other calls."""
     hooks = module._forward_hooks.values()
     return [each for each in hooks if getattr(each, "__module__", None) != "transformers.utils.output_capturing"]
 
 
 def obstacle(subject: Subject) -> str | None:
-    """Why one recorded forward cannot stand for all; None: it can.
+    """Why a program recorded from one forward might be wrong for others; None if it is safe.
 
-    Modules must be torch's or transformers' own (of a drafter also ours), unhooked and unwrapped: adapters and quantized layers keep
-    settings where a comparison does not find them.
+    Modules must be torch's or transformers' own (in a drafter also ours), without hooks or wrappers: adapters and quantized layers keep
+    settings in places that `state_of` does not compare.
     """
     config = subject.config()
     text = None if config is None else config.get_text_config(decoder=True)

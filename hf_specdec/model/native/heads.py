@@ -28,10 +28,10 @@ Head = TypeVar("Head", bound="PackedHead")
 
 
 def natively(head: Head, wanted: bool | None = None) -> Head:
-    """A copy of a head, with the same weights, that runs its small forwards in the native library; or the head, where that cannot be.
+    """A copy of a head, with the same weights, that runs its small forwards in the native library; the head itself if that cannot be done.
 
     Args:
-        wanted: False: do not.
+        wanted: False: always return the head itself.
     """
     serves = uses_native(head.device) and head.dtype in TYPES
     if wanted is False or not serves or head.gather or head.graphs is not None:
@@ -42,12 +42,13 @@ def natively(head: Head, wanted: bool | None = None) -> Head:
 
 
 class NativeHead:
-    """The programs of a draft head: of its forwards, and of one function of its hidden states.
+    """The programs of a draft head: for its forwards, and for one function of its hidden states.
 
-    They are compared with what they were made of once in each context. If that of a forward is refused, none runs in that context.
+    In each context, a program is compared once with the modules it was made from. If the program of a forward is refused, no program
+    runs in that context.
 
     Args:
-        otherwise: faster linear layers for the head, entered where no program runs.
+        otherwise: faster linear layers for the head, used when no program runs.
     """
 
     def __init__(self, otherwise: Activated | None):
@@ -55,16 +56,16 @@ class NativeHead:
         self._made: dict[Any, Made] = {}
         self._current: dict[str, Program | None] = {}  # in this context
         self._depth, self._lock = 0, threading.RLock()
-        self._stack: contextlib.ExitStack | None = None  # where no program runs
+        self._stack: contextlib.ExitStack | None = None  # holds `otherwise` while no program runs
 
     @property
     def refused(self) -> list[str]:
-        """Why there is no program, for each that was refused."""
+        """The reason of each refusal to make a program."""
         return [found for _, found in self._made.values() if isinstance(found, str)]
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, programs run that are right for the modules as they were when each was first used in this context."""
+        """Inside the context, programs run. Each is checked against its modules when it is first used in this context."""
         with self._lock:
             self._depth += 1
         try:

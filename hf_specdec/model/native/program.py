@@ -21,8 +21,8 @@ _BYTES_PER_THREAD = 2 << 20  # of weights: a thread that reads fewer costs more 
 
 
 def most_tokens_for(dtype: torch.dtype) -> int:
-    """The most tokens of a forward that runs as a program, measured: torch's products are faster for more (in float32 not even then, but
-    its attention is)."""
+    """The most tokens of a forward that runs as a program. Measured: for more tokens torch is faster, in bfloat16 and float16 in its
+    matrix products, in float32 in its attention."""
     return 256 if dtype == torch.float32 else 128
 
 
@@ -41,13 +41,13 @@ class Program:
     One call runs at a time, because all calls use the same buffers.
 
     Args:
-        most_tokens: for which there are buffers.
+        most_tokens: number of tokens that fit the buffers.
         ops: the operations, an array of `OP`.
         slots: int64, the address of each register.
         memory: the buffers.
-        weights: the weights, kept so that their addresses stay theirs.
+        weights: the weights; references that keep their memory from being reused.
         tables: slot and table of each table by position.
-        features: slot of the features that a call brings; None: it reads none.
+        features: slot of the features that the caller passes; None: the program reads none.
         outputs: what is returned.
         pools: by layer: key heads, width, value heads, value width.
         dtype: of keys and values.
@@ -70,12 +70,12 @@ class Program:
         self.ops, self.slots, self.memory, self.weights = ops, slots, memory, weights
         self.tables, self.features, self.outputs, self.pools, self.dtype = tables, features, outputs, pools, dtype
         self._most_threads = max(1, sum(each.nbytes for each in weights) // _BYTES_PER_THREAD)
-        self.num_positions = 0  # that the tables have; 0: they are computed again before the next run
+        self.num_positions = 0  # rows of the tables; 0: the tables are computed again before the next run
         self._filled: list[torch.Tensor] = []
         self._lock = threading.Lock()
 
     def _fill_tables(self, num_positions: int) -> None:
-        """Compute the tables by position, for so many positions."""
+        """Compute the tables for positions 0 .. `num_positions` - 1."""
         found: dict[int, list[torch.Tensor]] = {}
         self._filled = []
         for slot, table in self.tables:

@@ -25,14 +25,14 @@ _ROTARY = ("RotaryEmbedding", "RotaryPositions")  # in the names of modules whos
 
 
 class Recorder(ExclusiveMode):
-    """Inside, operators of this thread are recorded.
+    """Inside the context, operators of this thread are recorded.
 
-    A tensor that the library cannot compute has no value and is an obstacle only where a result depends on it.
+    A tensor that the library cannot compute has no `Value`. That is an error only if a result depends on the tensor.
 
     Args:
         modules: whose weights the forward reads.
         batch: the packed batch that it reads; None: it reads only features.
-        features: [T, F], which each call brings; None: it reads none.
+        features: [T, F], passed to each call; None: the forward reads none.
     """
 
     def __init__(
@@ -41,7 +41,7 @@ class Recorder(ExclusiveMode):
         super().__init__()
         self.modules, self.tape, self.batch = modules, tape, batch
         self.values: dict[int, Value] = {}  # by id of the tensor
-        self.kept: list[torch.Tensor] = []  # so that ids stay theirs
+        self.kept: list[torch.Tensor] = []  # keeps the tensors alive, so that their ids are not reused
         self.reasons: dict[int, str] = {}  # why a tensor has no value
         self.pools: dict[int, tuple[int, int, int, int]] = {}  # by layer: key heads, width, value heads, width
         self.problem: str | None = None
@@ -76,7 +76,7 @@ class Recorder(ExclusiveMode):
 
     @contextlib.contextmanager
     def paused(self) -> Iterator[None]:
-        """Inside, operators run unrecorded."""
+        """Inside the context, operators run unrecorded."""
         self._paused += 1
         try:
             yield
@@ -141,7 +141,7 @@ class Recorder(ExclusiveMode):
             raise NotLowered("an index that is not that of the wanted logits")
         return self.tape.selected(self.value_of(args[0]), dim, result.shape)
 
-    # ---- what the cache and the attention function are given in place of their operations ----------------------------
+    # ---- operations that the cache and the attention function call while recording -----------------------------------
 
     def write(
         self, keys: torch.Tensor, values: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor, slots: Any
@@ -203,7 +203,7 @@ class Recorder(ExclusiveMode):
 
     @contextlib.contextmanager
     def angles_by_position(self) -> Iterator[None]:
-        """Inside, the outputs of rotary modules are recorded as rows of tables that the same module computes by position."""
+        """Inside the context, the outputs of rotary modules are recorded as rows of tables that the same module computes by position."""
         handles = []
         for module in self.modules:
             if any(name in type(module).__name__ for name in _ROTARY):
@@ -261,5 +261,5 @@ def _same_memory(a: torch.Tensor, b: torch.Tensor) -> bool:
 
 
 def _first(each: Any) -> Any:
-    """The hidden states that a rotary module is given tell it a dtype and a device; it does not read them."""
+    """One element of the hidden states given to a rotary module, which uses only their dtype and device."""
     return each[:, :1].clone() if torch.is_tensor(each) and each.dim() == 3 else each

@@ -29,10 +29,10 @@ _made = weakref.WeakKeyDictionary[nn.Module, dict[Any, Made]]()
 
 
 class NativeRunner:
-    """The program of a PackedModel, made when it is first needed and again when the model has changed.
+    """The program of a PackedModel, made when it is first needed and made again when the model has changed.
 
     Args:
-        otherwise: faster linear layers for the model as long as it has no program.
+        otherwise: faster linear layers for the model, used while it has no program.
         required: a model that cannot have a program is an error.
 
     Attributes:
@@ -47,7 +47,7 @@ class NativeRunner:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, `run` uses a program that is right for the model as it is now."""
+        """Inside the context, `run` uses a program that is right for the model as it is now."""
         self._prepare()
         self.is_on = self._program is not None
         try:
@@ -89,7 +89,7 @@ def output_of(packed: PackedModel, batch: PackedBatch, results: list[torch.Tenso
 
 
 def can_try(packed: PackedModel) -> bool:
-    """True if a program might run this model: on a CPU with the library, reading pages, with rows that are only text. A program has no
+    """True if a program might run this model: it is on a CPU with the library, reads pages, and its rows are only text. A program has no
     collectives, so a sharded model never gets one."""
     plain = (
         packed.ranks is None

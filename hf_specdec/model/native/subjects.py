@@ -1,4 +1,4 @@
-"""What programs are made of: the forward of a model, of a draft head, or a function of hidden states."""
+"""Computations that programs are made from: the forward of a model, the forward of a draft head, or a function of hidden states."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ class Subject(Protocol):
     """A computation that a program may stand for.
 
     Attributes:
-        key: tells it from others whose programs are kept beside its own.
+        key: distinguishes it from other subjects whose programs are kept in the same dictionary.
         name: for messages.
         device, dtype: of weights, keys and values.
-        features_width: number of features per token that it reads beside ids; 0: none.
+        features_width: number of features per token that it reads besides ids; 0: none.
         reads_ids: it reads ids and positions and has a cache; otherwise only features.
         vocab_size: ids that it has embeddings for.
         max_positions: positions it was built for; None: any number.
@@ -71,19 +71,19 @@ class ModelForward:
         self.vocab_size, self.max_positions = packed.vocab_size, packed.max_positions
 
     def modules(self) -> list[nn.Module]:
-        """The model's."""
+        """All modules of the model."""
         return list(architectures.all_modules(self.model))
 
     def config(self) -> Any:
-        """The model's."""
+        """The model's configuration."""
         return self.model.config
 
     def new_cache(self) -> PagedStaticCache:
-        """One that shares nothing."""
+        """A small cache without prefix sharing."""
         return self.packed.new_cache(num_blocks=16, block_size=16, share_prefixes=False)
 
     def compute(self, batch: PackedBatch | None, features: torch.Tensor | None) -> list[torch.Tensor]:
-        """Logits, then what is tapped."""
+        """Logits, then the tapped hidden states."""
         assert batch is not None
         return outputs_of(self.packed, self.packed.forward_batch(batch, batch.logit_index))
 
@@ -99,8 +99,8 @@ class HeadForward:
     """A forward of a PackedHead.
 
     Args:
-        reads: with its `fuse` (`PackedHead.read_batch`); otherwise `PackedHead.forward_batch`.
-        features_width: of what it is given, the input of `fuse` or the features themselves.
+        reads: True: the forward of `PackedHead.read_batch`, with the head's `fuse`; False: that of `PackedHead.forward_batch`.
+        features_width: width of the given features: of the input of `fuse` if `reads`, otherwise of the features after `fuse`.
     """
 
     reads_ids, ours, max_positions = True, True, None
@@ -113,20 +113,20 @@ class HeadForward:
         self.vocab_size = min(tables, default=1)
 
     def modules(self) -> list[nn.Module]:
-        """The head's, and the target's that it reads."""
+        """All modules of the head, and the target's modules that it calls."""
         roots = [self.head.module, *self.head.borrowed()]
         return [inner for each in roots for inner in architectures.all_modules(each)]
 
     def config(self) -> Any:
-        """That of the head's layers."""
+        """The configuration of the head's layers."""
         return self.head.config
 
     def new_cache(self) -> PagedStaticCache:
-        """One for the head's layers."""
+        """A small cache for the head's layers."""
         return self.head.new_cache(num_blocks=16, block_size=16)
 
     def compute(self, batch: PackedBatch | None, features: torch.Tensor | None) -> list[torch.Tensor]:
-        """The hidden states."""
+        """The head's hidden states."""
         assert batch is not None and features is not None
         run = self.head.read_batch if self.reads else self.head.forward_batch
         return [run(batch, features=features)]
@@ -154,15 +154,15 @@ class RowFunction:
         self.device, self.dtype = like.device, like.dtype
 
     def modules(self) -> list[nn.Module]:
-        """What it calls."""
+        """The modules that the function calls."""
         return [inner for each in self.called for inner in architectures.all_modules(each)]
 
     def config(self) -> Any:
-        """None."""
+        """None: the function depends on no configuration."""
         return None
 
     def new_cache(self) -> PagedStaticCache:
-        """It has none.
+        """Not available: the function has no cache.
 
         Raises:
             TypeError: always.
@@ -170,6 +170,6 @@ class RowFunction:
         raise TypeError("A function of hidden states has no cache.")
 
     def compute(self, batch: PackedBatch | None, features: torch.Tensor | None) -> list[torch.Tensor]:
-        """Its result."""
+        """The function's result."""
         assert features is not None
         return [self.function(features)]

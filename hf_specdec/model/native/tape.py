@@ -17,13 +17,13 @@ from ...kernels.native.operations import BINARY, BINARY_FUNCTIONS, UNARY, UNARY_
 
 
 class NotLowered(Exception):
-    """The library has no equivalent; the message says of what."""
+    """The library has no equivalent of something in the forward; the message names it."""
 
 
 @dataclass(eq=False)
 class Register:
-    """Memory for one tensor: of the program (`elements` per row), of a weight, of a table by position, of the features that a call
-    brings, or of an output.
+    """Memory of one tensor: a buffer of the program (`elements` per row), a weight, a table by position, the features that the caller
+    passes, or an output.
 
     `tensor` is the weight. `table` makes the rows of a table for positions 0 .. n - 1.
     """
@@ -115,7 +115,7 @@ class Tape:
         self.weights: dict[int, Register] = {}  # by id of the tensor
 
     def features(self, width: int, dtype: torch.dtype) -> Value:
-        """The features [T, width] that a call brings."""
+        """The features [T, width] that the caller passes."""
         shadow = torch.empty(self.sizes[Rows.TOKENS], width, device="meta", dtype=dtype)
         return Value(Register(dtype, width, features=True), shadow, Rows.TOKENS)
 

@@ -165,7 +165,7 @@ class TracedLayers:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, the layers run traced."""
+        """Inside the context, the layers run traced."""
         model = self._model()
         assert model is not None
         replaced = []

@@ -55,7 +55,7 @@ class InvariantOps(ExclusiveMode):
 
     @contextlib.contextmanager
     def direct(self) -> Iterator[None]:
-        """Inside, operations run unchanged: for code that is already batch-invariant."""
+        """Inside the context, operations run unchanged: for code that is already batch-invariant."""
         before, self._direct = self._direct, True
         try:
             yield

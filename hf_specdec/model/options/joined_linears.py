@@ -104,7 +104,7 @@ class JoinedLinears:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, the layers use their products. Copies hold the weights as they were when the first product was used."""
+        """Inside the context, the layers use their products. Copies hold the weights as they were when the first product was used."""
         model = self._model()
         assert model is not None
         self.is_fresh = False

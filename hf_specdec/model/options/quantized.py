@@ -78,7 +78,7 @@ class QuantizedLinears:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Inside, the layers have quantized weights. Weights that have changed since the last time are quantized again.
+        """Inside the context, the layers have quantized weights. Weights that have changed since the last time are quantized again.
 
         To find changes, all weights are read: a write may leave no other trace (see fingerprints.py).
         """

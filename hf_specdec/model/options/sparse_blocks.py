@@ -72,12 +72,12 @@ class SparseBlocks:
 
     @contextlib.contextmanager
     def opaque(self, layers: Iterable[nn.Module]) -> Iterator[None]:
-        """Inside, dynamo sees one operator for the block of each layer that has exactly one."""
+        """Inside the context, dynamo sees one operator for the block of each layer that has exactly one."""
         replaced: dict[nn.Module, nn.Module] = {}
         try:
             for layer in layers:
                 blocks = [each for each in layer.modules() if "experts" in each._modules]
-                # A block whose forward is replaced already is wrapped by somebody else, or opaque.
+                # A block whose forward was replaced before is wrapped by other code, or is opaque already.
                 if len(blocks) == 1 and "forward" not in vars(blocks[0]):
                     self._by_layer[layer] = SparseBlock(blocks[0], self._num_outputs)
                     # A bound method, because dynamo would trace callable objects one by one.

@@ -1,4 +1,4 @@
-"""What takes the place of a module's functions where lines are read by our kernels."""
+"""Replacements of a modeling module's functions that read lines with our kernels."""
 
 from __future__ import annotations
 

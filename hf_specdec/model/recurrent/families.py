@@ -23,7 +23,7 @@ class Family:
     Attributes:
         mixer: class name of its layers' part with a state.
         rule: its recurrence; None: it only convolves.
-        two_rules: its one-token function computes something else than its chunk form, which clamps dt from below.
+        two_rules: its one-token function and its chunk form give different results, because only the chunk form clamps dt from below.
     """
 
     mixer: str

@@ -1,4 +1,4 @@
-"""A modeling module's functions, which can be replaced for a call."""
+"""ModuleFunctions: replaces functions of a modeling module during a call, in one thread."""
 
 from __future__ import annotations
 
@@ -13,9 +13,9 @@ from .families import CONVOLUTION, Family
 
 
 class ModuleFunctions:
-    """A modeling module's functions, which call a replacement instead while one is set in the same thread.
+    """Wrappers of a modeling module's functions. A wrapper calls a replacement while one is set in the same thread.
 
-    The module's names are bound to these once and stay so: other models of the class may run in other threads.
+    The module's names are bound to the wrappers once and stay bound, because other models of the class may run in other threads.
     """
 
     _found: dict[str, ModuleFunctions] = {}
@@ -23,7 +23,7 @@ class ModuleFunctions:
 
     @classmethod
     def of(cls, source: Any, family: Family) -> ModuleFunctions:
-        """Those of a module, made at its first use."""
+        """The wrappers of a module, made when first needed."""
         with cls._lock:
             if source.__name__ not in cls._found:
                 cls._found[source.__name__] = cls(source, family)
@@ -52,10 +52,10 @@ class ModuleFunctions:
 
     @contextlib.contextmanager
     def replaced(self, **replacements: Callable):
-        """Inside, the functions named by role call these: replacement(original, *args, **kwargs).
+        """Inside the context, the functions named by role call these: replacement(original, *args, **kwargs).
 
         Raises:
-            UnsupportedModel: the module has not called one of them, so something else computes in its place.
+            UnsupportedModel: the module did not call one of them, so other code has computed its result.
         """
         self._current.called = set()
         for role, replacement in replacements.items():
@@ -67,6 +67,6 @@ class ModuleFunctions:
                 setattr(self._current, role, None)
         if self._current.called != set(replacements):
             raise UnsupportedModel(
-                f"A layer with a recurrent state computes without its module's {self.source}: kernels from the Hub replace it. Load the "
-                "model without use_kernels, or call generate() without speculative_config."
+                f"A layer with a recurrent state did not call its module's {self.source}: kernels from the Hub have replaced them. Load "
+                "the model without use_kernels, or call generate() without speculative_config."
             )

@@ -155,7 +155,7 @@ class DeviceWalk:
 
     @property
     def num_replays(self) -> int:
-        """R."""
+        """R, the number of columns of replayed tokens."""
         return self.replays.shape[1]
 
     def windows_of(self, size: int) -> torch.Tensor:

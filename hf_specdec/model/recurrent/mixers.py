@@ -1,4 +1,4 @@
-"""Runs a model's layers with a state over packed rows: their forward is given the rows as lines, their states come from the pool."""
+"""Runs a model's layers with a state over packed rows: each layer's forward gets the rows as lines, and states from the pool."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from .rules import Inputs, Rule
 
 
 class RecurrentLayers:
-    """The layers of a model that have a state: each keeps its own forward, which is called with what it should see.
+    """The layers of a model that have a state. Each keeps its own forward, which is called with lines, and a `_View` as its cache.
 
     Args:
         model: its mixers are transformers' own modules (see `mixers_of`).
@@ -61,8 +61,8 @@ class RecurrentLayers:
         return len(self._examples) == len(self.mixers)
 
     def bytes_of_row(self, num_drafts: int, replays: bool) -> int:
-        """Memory of a sequence with a draft of so many nodes: its slots in a StatePool for them, for its last token and for the token
-        before it."""
+        """Memory of a sequence with a draft of `num_drafts` nodes: slots in a StatePool for the nodes, for the last token and for the
+        token before it."""
         slots, total = num_drafts + 2, 0
         for conv, recurrent, inputs in self._examples.values():
             total += slots * conv.nbytes + (0 if recurrent is None else recurrent.nbytes * (1 if replays else slots))
@@ -71,7 +71,7 @@ class RecurrentLayers:
 
     @contextlib.contextmanager
     def active(self):
-        """Inside, the mixers read packed rows when they are given a paged cache that is running a batch."""
+        """Inside the context, the mixers read packed rows when they are given a paged cache that is running a batch."""
         with contextlib.ExitStack() as stack:
             for mixer in self.mixers:
                 stack.enter_context(self._replaced_forward(mixer))
@@ -187,7 +187,7 @@ class RecurrentLayers:
 
 
 class _View:
-    """What a mixer sees as its cache: n lines' states.
+    """The cache that a mixer sees: the states of n lines.
 
     Attributes:
         conv, recurrent: the states before the lines; None: the text begins here.
@@ -214,7 +214,7 @@ class _View:
         return self.recurrent
 
     def is_recording_past(self, layer_idx: int) -> bool:
-        """True: the convolution takes the way for many tokens, which changes no state in place."""
+        """True, so that the convolution takes its path for many tokens, which changes no state in place."""
         return True
 
     def update_conv_state(
@@ -237,7 +237,7 @@ class _View:
         return recurrent_states
 
 
-# ---- what takes the place of a module's functions during a call ----------------------------------------------------------
+# ---- replacements of a module's functions during a call ------------------------------------------------------------------
 
 
 def _of_first_token(chunk: Callable, *args: Any, **kwargs: Any):

@@ -58,14 +58,14 @@ def make_plan(inputs: list[RowInput], starts: list[int], cache: PagedStaticCache
         if own:  # the others follow the prompt
             kept = np.concatenate([[own - 1], kept])
         after = _bases(row, own)
-        # These raise, before anything has changed, if a state was not kept.
+        # `states.base` raises an error, before anything has changed, if a state was not kept.
         bases = {each: states.base(row.seq_id, each) for each in {row.start, *after.tolist()} if each <= row.start}
         length = min(cache.tables[row.seq_id].length, row.start)
         slots, into = np.full(count, -1), np.full(count, -1)
         counts, last = (row.start + kept + 1).tolist(), row.start + row.tokens.shape[0]
         slots[kept], into[kept] = states.take(row.seq_id, row.start, length, counts, last)
         if own:
-            # The state after the prompt may only be on its way to the row's one state, after its last own token.
+            # If the pool keeps one state per row, the prompt's state is stored there until the row's last own token replaces it.
             state = into[own - 1] if into[own - 1] >= 0 else into.max()
             base = bases[row.start] if row.start else None
             prompts.append(Prompt(first, first + own, base, int(slots[own - 1]), int(state)))
@@ -83,7 +83,7 @@ class _Piece:
         first: packed index of the first one.
         slots, into: numpy [t], their slots, and where the recurrent states after them go; -1: not kept.
         after: numpy [t], how many tokens have been read where each one's line starts (see `_bases`).
-        bases: number of tokens read → where to go on.
+        bases: number of tokens read → what to continue from.
     """
 
     row: RowInput

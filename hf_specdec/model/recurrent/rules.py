@@ -31,7 +31,7 @@ class Rule:
         one_token: name of its function over one token.
         bind: (the one-token function, the arguments of the chunk function) → the tokens' inputs [B, T, ..], and how to read them.
         over_lines: the arguments of the chunk function → our kernel of this rule: (inputs, states before the lines, walk, pool) →
-            outputs (see `kernels.recurrent`); None: there is none.
+            outputs (see `kernels.recurrent`); None: this rule has no kernel.
         tokens_last: the chunk function returns [B, channels, T]; otherwise [B, T, ..].
         continues: the chunk function can start from a state.
     """
