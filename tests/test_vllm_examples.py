@@ -53,9 +53,9 @@ EXAMPLES = {
 
 
 def here(value):
-    """The arguments with bundled models."""
+    """The arguments with bundled models, which have too few heads for several ranks (`test_followers.py` has two)."""
     if isinstance(value, dict):
-        return {key: here(each) for key, each in value.items()}
+        return {key: 1 if key == "tensor_parallel_size" else here(each) for key, each in value.items()}
     return HERE.get(value, value) if isinstance(value, str) else value
 
 
@@ -79,12 +79,6 @@ def test_examples_that_generate(name, tiny_model, tiny_tokenizer):
     expected = tiny_model.generate(ids, attention_mask=torch.ones_like(ids), max_new_tokens=20, do_sample=False)
     assert found.outputs[0].token_ids == expected[0, ids.shape[1] :].tolist()
     llm.close()
-
-
-def test_a_model_is_not_split_and_a_warning_says_so(caplog):
-    with caplog.at_level("WARNING"):
-        LLM(model="tiny", tensor_parallel_size=4, max_model_len=64).close()
-    assert "tensor_parallel_size=4" in caplog.text and "not split" in caplog.text
 
 
 def of_transformers(model, ids, layers):

@@ -12,6 +12,7 @@ import hf_specdec
 from hf_specdec import foreign_messages
 
 from . import bench, calibrate, demo, env, eval, explain, generate, models, serve, train
+from .launch import leave_ranks
 
 DESCRIPTION = "Speculative decoding for Hugging Face transformers: the same output, several tokens per forward."
 
@@ -92,13 +93,16 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(argv: Sequence[str] | None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
+    args.argv = sys.argv[1:] if argv is None else list(argv)
     if args.command is None:
         parser.print_help()
         return 0
     if args.debug:
         foreign_messages.show()
     try:
-        return args.run(args)
+        code = args.run(args)
+        leave_ranks()
+        return code
     except KeyboardInterrupt:
         return 130
     except BrokenPipeError:

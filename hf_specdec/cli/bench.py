@@ -10,6 +10,7 @@ from typing import Any
 
 import hf_specdec
 
+from .launch import add_ranks_option, start_ranks
 from .measure import Measurement, Variant, environment, equal_rows, measure_with_progress, results_table, setup_line
 from .options import (
     BUNDLED_PROMPTS,
@@ -41,6 +42,7 @@ def add_command(commands) -> argparse.ArgumentParser:
     """Register the subcommand."""
     parser = commands.add_parser("bench", help="measure tokens/s", description=__doc__, epilog=EPILOG)
     add_model_options(parser)
+    add_ranks_option(parser)
     parser.add_argument(
         "--speculative-config",
         action="append",
@@ -72,6 +74,7 @@ def run(args: argparse.Namespace) -> int:
     for text in args.speculative_config:
         hf_specdec.parse_config(text)
     prompts = [row["prompt"] for row in read_prompts(args.prompts)][: args.limit]
+    start_ranks(args.tensor_parallel_size, args.argv)
     model, tokenizer = load_model_and_tokenizer(args)
     groups = [prompts[i : i + args.batch_size] for i in range(0, len(prompts), args.batch_size)]
     batches = [encode_prompts(tokenizer, group, args.chat, model.device) for group in groups]

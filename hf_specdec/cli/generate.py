@@ -16,6 +16,7 @@ from transformers.generation.streamers import BaseStreamer
 
 import hf_specdec
 
+from .launch import add_ranks_option, start_ranks
 from .measure import cut_at_end, end_tokens
 from .options import (
     add_decoding_options,
@@ -43,6 +44,7 @@ def add_command(commands) -> argparse.ArgumentParser:
     """Register the subcommand."""
     parser = commands.add_parser("generate", help="continue a prompt", description=__doc__, epilog=EPILOG)
     add_model_options(parser)
+    add_ranks_option(parser)
     source = parser.add_argument_group("prompts").add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", action="append", metavar="TEXT", help="the prompt; repeat it for a batch")
     source.add_argument(
@@ -93,6 +95,7 @@ def run(args: argparse.Namespace) -> int:
     stream = args.stream if args.stream is not None else len(prompts) == 1 and sys.stdout.isatty()
     if stream and len(prompts) > 1:
         raise ValueError("--stream shows one prompt at a time.")
+    start_ranks(args.tensor_parallel_size, args.argv)
     model, tokenizer = load_model_and_tokenizer(args)
     inputs = encode_prompts(tokenizer, prompts, args.chat, model.device)
     if args.stop:

@@ -113,12 +113,22 @@ def load_model_and_tokenizer(args: argparse.Namespace) -> tuple[Any, Any]:
     device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     options = {"trust_remote_code": args.trust_remote_code}
     tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left", **options)
-    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=args.dtype, **options)
+    size = getattr(args, "tensor_parallel_size", 1)
+    model: Any = AutoModelForCausalLM.from_pretrained(folder, dtype=args.dtype, **sharding(size), **options)
     if tokenizer.pad_token is None:
         tokenizer.pad_token = tokenizer.eos_token or tokenizer.convert_ids_to_tokens(0)
     if model.generation_config.pad_token_id is None:
         model.generation_config.pad_token_id = tokenizer.pad_token_id
-    return model.to(device).eval(), tokenizer
+    return (model if size > 1 else model.to(device)).eval(), tokenizer
+
+
+def sharding(size: int) -> dict:
+    """Arguments of `from_pretrained` for a model over so many ranks."""
+    if size == 1:
+        return {}
+    from transformers.distributed import DistributedConfig
+
+    return {"distributed_config": DistributedConfig(tp_size=size)}
 
 
 def encode_prompts(

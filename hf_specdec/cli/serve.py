@@ -37,6 +37,11 @@ def add_command(commands) -> argparse.ArgumentParser:
         "--dtype", choices=DTYPES, default="auto", help="precision of the weights (default: the checkpoint's)"
     )
     group.add_argument("--device", help="cpu, cuda, cuda:1, ... (default: cuda if there is one, else cpu)")
+    group.add_argument(
+        "--tensor-parallel-size", "-tp", type=positive_int, default=1, metavar="N",
+        help="ranks that hold a part of every layer each (default: %(default)s)",
+    )  # fmt: skip
+    group.add_argument("--enable-expert-parallel", action="store_true", help="experts are on ranks of their own")
     group.add_argument("--trust-remote-code", action="store_true", help="allow code that the checkpoint brings")
     group.add_argument("--chat-template", metavar="FILE", help="a Jinja file (default: the tokenizer's, else ChatML)")
     group.add_argument(
@@ -125,6 +130,8 @@ def run(args: argparse.Namespace) -> int:
         max_num_batched_tokens=args.max_num_batched_tokens,
         kv_cache_memory_bytes=args.kv_cache_memory_bytes,
         seed=args.seed,
+        tensor_parallel_size=args.tensor_parallel_size,
+        enable_expert_parallel=args.enable_expert_parallel,
         revision=args.revision,
         trust_remote_code=args.trust_remote_code,
     )

@@ -11,6 +11,7 @@ rank's status, a digest of what each rank assumes, and rank 0's numbers (the oth
 from __future__ import annotations
 
 import contextlib
+import datetime
 import logging
 import os
 import pickle
@@ -29,6 +30,7 @@ from torch import nn
 logger = logging.getLogger(__name__)
 
 _SLOTS = 128  # int64 numbers of one exchange; longer payloads take a second one
+_IDLE = datetime.timedelta(days=14)
 _POLL = 0.1  # seconds between two looks at the store, in a thread of its own
 _TOLD = "_hf_specdec_told"  # attribute that marks exceptions which were reported to the other ranks
 _GRACE = 5.0  # seconds after which a rank that has not heard of another's error must be stuck in a collective
@@ -40,7 +42,15 @@ _groups: dict[
 
 
 class RankError(RuntimeError):
-    """A rank has failed, or the ranks disagree: all of them have stopped. The message says which and why."""
+    """A rank has failed, or the ranks disagree: all of them have stopped. The message says which and why.
+
+    Attributes:
+        is_final: a process has gone, so that nothing can be computed any more.
+    """
+
+    def __init__(self, message: str, is_final: bool = False):
+        super().__init__(message)
+        self.is_final = is_final
 
 
 class Ranks:
@@ -100,9 +110,11 @@ class Ranks:
         return min(self._exchange((), number)[1])
 
     def same_object(self, thing: Any) -> Any:
-        """Rank 0's object, on every rank. It must be picklable."""
-        data = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8) if self.leads else None
+        """Rank 0's object, on every rank. It must be picklable. Nothing, an empty list or None, comes as None, in one exchange."""
+        data = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8) if self.leads and thing else None
         (size,) = self.same([0 if data is None else len(data)])
+        if not size:
+            return None
         data = torch.empty(size, dtype=torch.uint8) if data is None else data
         self._on_host(lambda: dist.broadcast(data, self.members[0], group=self.host_group))
         return thing if self.leads else pickle.loads(data.numpy().tobytes())
@@ -147,7 +159,8 @@ class Ranks:
         try:
             collective()
         except RuntimeError as error:  # from gloo: another process has ended
-            raise RankError(f"Rank {self.rank} has lost the others: {self._posted(self._failures) or error}") from error
+            why = self._posted(self._failures) or error
+            raise RankError(f"Rank {self.rank} has lost the others: {why}", is_final=True) from error
         finally:
             self._exchanging.clear()
 
@@ -256,8 +269,7 @@ def _host_group(members: tuple[int, ...]) -> dist.ProcessGroup:
     world = dist.distributed_c10d._get_default_group()
     known = _groups.get(members)
     if known is None or known[0] is not world:
-        known = _groups[members] = (
-            world,
-            dist.new_group(list(members), backend="gloo", use_local_synchronization=True),
-        )
+        # Ranks of a server wait for requests in it, however long; a process that has gone is noticed at once.
+        made = dist.new_group(list(members), timeout=_IDLE, backend="gloo", use_local_synchronization=True)
+        known = _groups[members] = (world, made)
     return known[1]

@@ -10,6 +10,7 @@ from typing import Any
 import torch
 
 from ..cache import OutOfBlocks
+from ..core.ranks import RankError
 from ..core.sequence import Sequence, stream_seeds
 from ..decoding.decoder import SpeculativeDecoder, StepResult
 from ..sampling.grammar import GrammarLogitsProcessor, Reasoning
@@ -183,6 +184,8 @@ class Engine:
                 return [rows[0].request]
             return []
         except Exception as error:
+            if isinstance(error, RankError) and error.is_final:
+                raise
             return self._after_failure(rows, error)
         if group is not None:
             self._apart.pop(0)

@@ -13,7 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
+from transformers.distributed import DistributedConfig
 
 from ..bundled import resolve_model
 from ..candidate_generators import parse_config
@@ -22,9 +24,11 @@ from ..core.ranks import digest
 from ..integration import make_decoder, model_lock
 from ..model.options.fingerprints import fingerprints
 from .engine import Engine
+from .followers import Followers, Run
 from .hidden_states import KVTransferConfig, with_storage
 from .outputs import RequestOutput
 from .params import SamplingParams
+from .worker import Submit
 
 logger = logging.getLogger(__name__)
 
@@ -39,7 +43,7 @@ _SPELLED_BEFORE = {  # vLLM's arguments before `speculative_config`
 # vLLM's arguments for what is always so here, or has no counterpart.
 _WITHOUT_MEANING = (
     "async_scheduling", "compilation_config", "disable_log_stats", "distributed_executor_backend", "enable_chunked_prefill",
-    "enable_expert_parallel", "enable_prefix_caching", "enforce_eager", "gpu_memory_utilization", "swap_space",
+    "enable_prefix_caching", "enforce_eager", "gpu_memory_utilization", "swap_space",
     "use_v2_block_manager",
 )  # fmt: skip
 
@@ -63,7 +67,9 @@ class LLM:
         kv_cache_memory_bytes: of the target's KV cache; None: half of the free memory, or what `max_num_seqs` texts of
             `max_model_len` tokens take if that is less.
         seed: of requests that have none.
-        tensor_parallel_size: vLLM's; the model is not split, and a warning says so.
+        tensor_parallel_size: ranks that hold a part of every layer each. This process is the first; it starts the others on this
+            machine, and `close` ends them. Not with a loaded model, which may be sharded already.
+        enable_expert_parallel: with it, experts are on ranks of their own.
         kv_transfer_config: vLLM's, for where the method `extract_hidden_states` writes.
 
     Raises:
@@ -86,31 +92,44 @@ class LLM:
         revision: str | None = None,
         trust_remote_code: bool = False,
         kv_transfer_config: KVTransferConfig | dict[str, Any] | None = None,
+        enable_expert_parallel: bool = False,
         **others: Any,
     ):
         if type(tensor_parallel_size) is not int or tensor_parallel_size < 1:
             raise ValueError(f"tensor_parallel_size must be an integer of at least 1, not {tensor_parallel_size!r}.")
-        if tensor_parallel_size > 1:
-            logger.warning(
-                "LLM(tensor_parallel_size=%d): the model is not split: it runs on one device here. Load it with device_map to spread it.",
-                tensor_parallel_size,
-            )
+        given = {key: value for key, value in locals().items() if key not in ("self", "others")} | others
         speculative_config = with_storage(_with_older_spellings(speculative_config, others), kv_transfer_config)
         _check_left_over(others)
+        config = parse_config(speculative_config if speculative_config is not None else {"method": "none"})
+        self.followers = _followers(given)
+        try:
+            self._load(config, **{name: given[name] for name in _LOADED_WITH})
+        except BaseException:
+            if self.followers is not None:
+                self.followers.end()
+            raise
+
+    def _load(
+        self, config, model, tokenizer, dtype, device, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory_bytes, seed,
+        tensor_parallel_size, enable_expert_parallel, revision, trust_remote_code,
+    ) -> None:  # fmt: skip
+        """The model and the engine. Arguments: those of `__init__`."""
         if not isinstance(model, PreTrainedModel):
             name = resolve_model(os.fspath(model))
             loading = {"revision": revision, "trust_remote_code": trust_remote_code}
             tokenizer = name if tokenizer is None else tokenizer
             dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
+            if tensor_parallel_size > 1:
+                experts = tensor_parallel_size if enable_expert_parallel else 1
+                loading["distributed_config"] = DistributedConfig(tp_size=tensor_parallel_size, ep_size=experts)
             model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **loading).eval()
-            device = device or ("cuda" if torch.cuda.is_available() else "cpu")
-            model = model.to(device)
+            if tensor_parallel_size == 1:
+                model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
         if isinstance(tokenizer, (str, Path)):
             tokenizer = AutoTokenizer.from_pretrained(
                 resolve_model(os.fspath(tokenizer)), revision=revision, trust_remote_code=trust_remote_code
             )
         self.model, self.tokenizer = model, tokenizer
-        config = parse_config(speculative_config if speculative_config is not None else {"method": "none"})
         decoder = make_decoder(model, config, DrafterContext(tokenizer=tokenizer))
         positions = decoder.target.max_positions
         self.max_model_len = max_model_len or positions or 4096
@@ -154,15 +173,25 @@ class LLM:
             raise ValueError(
                 f"There are {len(texts)} prompts and {len(params)} sampling_params: pass one for all, or one each."
             )
+        wanted = [Submit(str(next(self._ids)), *self._read(text), own) for text, own in zip(texts, params, strict=True)]
+        if self.followers is not None and self.ranks is not None:
+            self.ranks.same_object(Run(wanted))
+        return self.run_requests(wanted, use_tqdm)
+
+    def run_requests(self, wanted: list[Submit], use_tqdm: bool = False) -> list[RequestOutput]:
+        """Run requests to their end; on several ranks, all of them do.
+
+        Raises:
+            ValueError: one cannot be served. Nothing is generated.
+        """
         from tqdm.auto import tqdm
 
-        requests = []
-        ranks = self.ranks
+        requests, ranks = [], self.ranks
         with (
             contextlib.nullcontext() if ranks is None else ranks.watched(),
             contextlib.nullcontext() if ranks is None else ranks.agreed(),
             model_lock(self.model),
-            tqdm(total=len(texts), desc="Prompts", disable=not use_tqdm or not (ranks is None or ranks.leads)) as bar,
+            tqdm(total=len(wanted), desc="Prompts", disable=not use_tqdm or not (ranks is None or ranks.leads)) as bar,
         ):
 
             def on_update(request):
@@ -171,9 +200,10 @@ class LLM:
 
             self._check_weights()
             try:
-                for text, own in zip(texts, params, strict=True):
-                    prompt, ids = self._read(text)
-                    requests.append(self.engine.add(str(next(self._ids)), prompt, ids, own, on_update))
+                for each in wanted:
+                    requests.append(
+                        self.engine.add(each.id, each.prompt, each.prompt_token_ids, each.params, on_update)
+                    )
                 self.engine.run()
             finally:
                 for request in requests:
@@ -230,8 +260,11 @@ class LLM:
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
     def close(self) -> None:
-        """Give the KV cache back. The model is the caller's, or goes with this object."""
+        """Give the KV cache back. The model is the caller's, or goes with this object. Processes of other ranks end."""
         self.engine.close()
+        if self.followers is not None:
+            self.followers.end(self.ranks)
+            self.followers = None
 
     def _check_weights(self) -> None:
         """Cached prefixes belong to the weights they were computed with, and those may have been written to since."""
@@ -259,6 +292,31 @@ class LLM:
             "A prompt is a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}, not "
             f"{type(prompt).__name__}."
         )
+
+
+_LOADED_WITH = (
+    "model", "tokenizer", "dtype", "device", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "seed",
+    "tensor_parallel_size", "enable_expert_parallel", "revision", "trust_remote_code",
+)  # fmt: skip
+
+
+def _followers(given: dict[str, Any]) -> Followers | None:
+    """The processes of other ranks that these arguments of LLM ask for; None: none, or torchrun has started them.
+
+    Raises:
+        ValueError: the arguments do not fit together.
+    """
+    size = given["tensor_parallel_size"]
+    if size == 1:
+        return None
+    if isinstance(given["model"], PreTrainedModel):
+        raise ValueError(
+            f"tensor_parallel_size={size} shards a model while it is loaded: pass a name or a folder; or a model that was loaded with "
+            "distributed_config=DistributedConfig(tp_size=...) on every rank, without tensor_parallel_size."
+        )
+    if dist.is_initialized() or "WORLD_SIZE" in os.environ:
+        return None
+    return Followers(size, {**given, "model": os.fspath(given["model"])})
 
 
 def _is_one(prompts: Any) -> bool:

@@ -16,6 +16,7 @@ from typing import Any
 from ..integration import model_lock
 from ..sampling.grammar import Reasoning
 from .errors import ApiError, bad_request, failed, overloaded
+from .followers import RankedWorker, Serve
 from .llm import LLM
 from .messages import response_template_of
 from .metrics import Metrics
@@ -141,7 +142,11 @@ class Server:
             self.response_template = response_template_of(self.tokenizer, llm.model)
         if self.response_template is not None:
             self.tokenizer.get_response_parser(self.response_template, prefix="")  # raises if it is malformed
-        self.worker = EngineWorker(llm.engine, self.deliver, model_lock(llm.model))
+        if llm.ranks is None:
+            self.worker = EngineWorker(llm.engine, self.deliver, model_lock(llm.model))
+        else:
+            llm.ranks.same_object(Serve())
+            self.worker = RankedWorker(llm.engine, self.deliver, model_lock(llm.model), llm.ranks)
         self.worker.start()
 
     def stop(self) -> None:

@@ -1,0 +1,144 @@
+"""Processes for the other ranks of a sharded model, started by the process that has the requests.
+
+Rank 0 is the caller's own process: it has the prompts, or the HTTP server. The others are told what to do through messages that rank 0
+sends to all: run these requests to their end, or serve, which means one list of messages before every step.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import pickle
+import queue
+import subprocess
+import sys
+from dataclasses import dataclass, field
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ..core.ranks import RankError, Ranks
+from .worker import Cancel, EngineWorker, Submit
+
+TIMEOUT = datetime.timedelta(minutes=10)  # to start, and of the model's collectives
+ENVIRONMENT = "HF_SPECDEC_FOLLOWER"
+
+
+@dataclass
+class Run:
+    """Run these requests to their end, as `LLM.generate` does."""
+
+    requests: list[Submit] = field(default_factory=list)
+
+
+@dataclass
+class Serve:
+    """Serve until told to stop."""
+
+
+@dataclass
+class End:
+    """Leave."""
+
+
+class Followers:
+    """The processes of ranks 1 to `size` - 1 on this machine.
+
+    Args:
+        arguments: of the LLM that each of them makes.
+
+    Raises:
+        RuntimeError: this process already belongs to a process group.
+    """
+
+    def __init__(self, size: int, arguments: dict[str, Any]):
+        if dist.is_initialized():
+            raise RuntimeError(
+                "tensor_parallel_size starts processes of its own, but this one already belongs to a torch.distributed group: load the "
+                "model with distributed_config=DistributedConfig(tp_size=...) on every rank and pass it as `model`."
+            )
+        store = dist.TCPStore("127.0.0.1", 0, size, is_master=True, wait_for_workers=False, timeout=TIMEOUT)
+        self.processes: list[subprocess.Popen] = []
+        try:
+            given = pickle.dumps(arguments)
+        except Exception as error:
+            raise ValueError(
+                f"tensor_parallel_size sends the arguments of LLM to other processes, and one cannot be sent: {error}"
+            ) from error
+        try:
+            for rank in range(1, size):
+                environment = {**os.environ, "LOCAL_RANK": str(rank), ENVIRONMENT: f"{store.port} {rank} {size}"}
+                command = [sys.executable, "-c", "from hf_specdec.serve.follower import main; main()"]
+                process = subprocess.Popen(  # Ctrl-C is for rank 0, which tells them to end
+                    command, env=environment, stdin=subprocess.PIPE, start_new_session=True
+                )
+                self.processes.append(process)
+                assert process.stdin is not None
+                with contextlib.suppress(BrokenPipeError):  # it has ended; the group says so
+                    process.stdin.write(given)
+                    process.stdin.close()
+            join(store, 0, size)
+        except BaseException:
+            self.end()
+            raise
+
+    @property
+    def are_alive(self) -> bool:
+        """True while all of them run."""
+        return all(process.poll() is None for process in self.processes)
+
+    def end(self, ranks: Ranks | None = None) -> None:
+        """Let them leave, and wait until they have."""
+        if ranks is not None and self.are_alive:
+            with contextlib.suppress(RankError):  # one has gone meanwhile
+                ranks.same_object(End())
+        for process in self.processes:
+            try:
+                process.wait(10 if ranks is not None else 0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self.processes = []
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+class RankedWorker(EngineWorker):
+    """An EngineWorker on every rank. Messages that came to rank 0 reach all ranks before the step in which they count."""
+
+    def __init__(self, engine, deliver, lock, ranks: Ranks):
+        super().__init__(engine, deliver, lock)
+        self.ranks = ranks
+
+    def run(self) -> None:
+        """See the base."""
+        with self.ranks.watched():
+            super().run()
+
+    def _read(self, block: bool) -> bool:
+        for message in self.ranks.same_object(self._waiting(block) if self.ranks.leads else None) or []:
+            if message is None:
+                return False
+            if isinstance(message, Submit):
+                self._submit(message)
+            elif isinstance(message, Cancel):
+                self._cancel(message)
+        return True
+
+    def _waiting(self, block: bool) -> list[Submit | Cancel | None]:
+        """What has come, up to an order to stop."""
+        found: list[Submit | Cancel | None] = []
+        with contextlib.suppress(queue.Empty):
+            while None not in found:
+                found.append(self._inbox.get(block=block and not found))
+        return found
+
+
+def join(store: Any, rank: int, size: int) -> None:
+    """Become a rank of a process group over this store."""
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
