@@ -23,12 +23,12 @@ def free_port():
 
 
 class Process:
-    """A server in a process of its own."""
+    """A server in a process of its own. `before`: code that it runs first."""
 
-    def __init__(self, *flags):
+    def __init__(self, *flags, before="pass"):
         self.port = free_port()
         self.url = f"http://127.0.0.1:{self.port}"
-        code = "import sys; from hf_specdec.cli import main; sys.exit(main())"
+        code = f"import sys; {before}; from hf_specdec.cli import main; sys.exit(main())"
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
         arguments = ["serve", "tiny", "--dtype", "float32", "--port", str(self.port), *flags]
         self.log = tempfile.TemporaryFile("w+")  # a pipe that nobody reads would stop a server that says much  # noqa: SIM115
@@ -53,9 +53,9 @@ class Process:
 
     @classmethod
     @contextlib.contextmanager
-    def running(cls, *flags):
+    def running(cls, *flags, **options):
         """A server that is up; it must end well."""
-        made = cls(*flags)
+        made = cls(*flags, **options)
         try:
             yield made.wait()
             assert made.stop() == 0

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import hf_specdec
 
-from .options import DTYPES, positive_int
+from .options import DTYPES, positive_float, positive_int
 
 EPILOG = """\
 examples:
@@ -87,6 +87,10 @@ def add_command(commands) -> argparse.ArgumentParser:
         help="for a request to come in (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
+        "--max-request-seconds", type=positive_float, metavar="S",
+        help="for an answer; it ends with what is written then (default: no limit)",
+    )  # fmt: skip
+    group.add_argument(
         "--shutdown-timeout",
         type=float,
         default=30.0,
@@ -112,7 +116,13 @@ def run(args: argparse.Namespace) -> int:
     serve(
         args.model,
         args.served_model_name or [args.model],
-        Limits(args.max_body_bytes, args.max_num_queued_reqs, args.sse_keep_alive_interval, args.request_read_timeout),
+        Limits(
+            args.max_body_bytes,
+            args.max_num_queued_reqs,
+            args.sse_keep_alive_interval,
+            args.request_read_timeout,
+            args.max_request_seconds,
+        ),
         host=args.host,
         port=args.port,
         api_keys=args.api_key or ([key] if (key := os.environ.get("HF_SPECDEC_API_KEY")) else None),

@@ -167,7 +167,7 @@ class Completions(Endpoint):
         tokens = body.max_tokens if body.max_tokens is None else max(body.max_tokens, 1)
         for prompt, ids in zip(self.prompts, self.ids, strict=True):
             params = body.sampling_params(self.server.defaults, tokens, **more)
-            self.answers.append(self.server.submit(prompt, ids, params, among=self.answers))
+            self.answers.append(self.server.submit(prompt, ids, params, None, self.answers, body.max_time))
 
     def _echoed(self, number: int) -> str:
         prompt = self.prompts[number]
@@ -238,7 +238,7 @@ class Chat(Endpoint):
         reasoning = self._prepare_parsers(ids)
         if self.template is not None:  # its marks may be special tokens
             params = params.copy(skip_special_tokens=False)
-        self.answers.append(self.server.submit(ids, ids, params, reasoning))
+        self.answers.append(self.server.submit(ids, ids, params, reasoning, max_time=body.max_time))
 
     def _prepare_parsers(self, ids: list[int]) -> Reasoning | None:
         """Set up a parser per choice. Returns what comes before the answer that a grammar describes."""

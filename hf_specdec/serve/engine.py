@@ -156,12 +156,12 @@ class Engine:
             )
         return self.grammars.matcher(params.structured_outputs)
 
-    def abort(self, request: Request, error: BaseException | None = None) -> None:
-        """End a request now. Its blocks are free before the next step."""
+    def abort(self, request: Request, error: BaseException | None = None, reason: str = "abort") -> None:
+        """End a request now, with what it has. Its blocks are free before the next step."""
         request.error = error
         for choice in request.choices:
             if not choice.output.finished():
-                self._end(choice, "abort")
+                self._end(choice, reason)
 
     @property
     def has_work(self) -> bool:

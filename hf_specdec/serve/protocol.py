@@ -115,6 +115,7 @@ class SamplingFields(Body):
     skip_special_tokens: bool = True
     priority: StrictInt = 0
     user: str | None = None
+    max_time: float | None = Field(None, gt=0, allow_inf_nan=False)
     speculative_config: Speculation | None = None
     return_token_ids: bool = False
     response_format: ResponseFormat | None = None

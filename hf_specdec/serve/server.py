@@ -43,12 +43,14 @@ class Limits:
         read_seconds: for the headers of a request, and for its body (more for large ones).
         max_queued_requests: that wait for the engine; beyond them the answer is 429. None: no limit.
         keep_alive_seconds: of silence, after which a stream sends a comment; 0: never.
+        answer_seconds: for an answer; it ends with what is written then. None: no limit.
     """
 
     max_body_bytes: int = 16 << 20
     max_queued_requests: int | None = None
     keep_alive_seconds: float = 15.0
     read_seconds: float = 30.0
+    answer_seconds: float | None = None
 
 
 class Inbox:
@@ -96,6 +98,7 @@ class Answer:
         number: of the prompt within the client's request.
         inbox: where updates go, with those of the other prompts.
         ended: by its last update, or because the client has left.
+        deadline: ends it when its time is over; None: it has no limit.
     """
 
     id: str
@@ -108,6 +111,7 @@ class Answer:
     ended: bool = False
     num_new: int = 0
     num_cached: int = 0
+    deadline: asyncio.TimerHandle | None = None
 
 
 class Server:
@@ -179,6 +183,8 @@ class Server:
         for update in updates:
             # The last update ends the entry here: a stream that nobody began to read would keep it.
             answer = self.answers.pop(update.id, None) if update.request_finished else self.answers.get(update.id)
+            if answer is not None and answer.deadline is not None and update.request_finished:
+                answer.deadline.cancel()
             if answer is not None:
                 answer.inbox.put((answer, update))
         written = [len(update.token_ids) for update in updates if update.token_ids]
@@ -242,11 +248,13 @@ class Server:
         params: SamplingParams,
         reasoning: Reasoning | None = None,
         among: list[Answer] | None = None,
+        max_time: float | None = None,
     ) -> Answer:
         """Send a request to the engine.
 
         Args:
             among: answers to the same client's request, which this one joins.
+            max_time: seconds after which it ends with what is written, at most the server's limit; None: that.
 
         Raises:
             ApiError: it is too long, or too many wait.
@@ -267,6 +275,9 @@ class Server:
         answer = Answer(uuid.uuid4().hex, number, inbox, len(ids), params)
         self.answers[answer.id] = answer
         engine.send(Submit(answer.id, prompt if isinstance(prompt, str) else None, ids, params, reasoning))
+        seconds = min((each for each in (max_time, self.limits.answer_seconds) if each is not None), default=None)
+        if seconds is not None:
+            answer.deadline = asyncio.get_running_loop().call_later(seconds, engine.send, Cancel(answer.id, "length"))
         return answer
 
     async def updates(self, answers: list[Answer]) -> AsyncIterator[tuple[Answer, Update] | None]:
@@ -298,6 +309,8 @@ class Server:
         for answer in answers:
             answer.inbox.close()
             self.answers.pop(answer.id, None)
+            if answer.deadline is not None:
+                answer.deadline.cancel()
             if not answer.ended:
                 answer.ended = True
                 self.metrics.request_ended("abort", answer.num_prompt, answer.num_cached, None)

@@ -32,9 +32,14 @@ class Submit:
 
 @dataclass
 class Cancel:
-    """The client has gone, or its time is over."""
+    """The client has gone, or its time is over.
+
+    Attributes:
+        reason: how the answer ends, if somebody still reads it; None: nobody does.
+    """
 
     id: str
+    reason: str | None = None
 
 
 @dataclass
@@ -155,11 +160,14 @@ class EngineWorker(threading.Thread):
         self._note_load()
 
     def _cancel(self, message: Cancel) -> None:
-        request = self._requests.pop(message.id, None)
-        if request is not None:
-            self.engine.abort(request)
-            self._forget(request)
-            self._note_load()
+        request = self._requests.get(message.id)
+        if request is None:
+            return
+        self.engine.abort(request, reason=message.reason or "abort")
+        updates = self._updates(request)  # forgets it, too
+        self._note_load()
+        if message.reason is not None:
+            self.deliver(updates)
 
     def _forget(self, request: Request) -> None:
         for choice in request.choices:
