@@ -157,8 +157,8 @@ def test_bad_configurations(values, message):
             {"first": NGRAM, "second": {"method": "draft_model", "early_exit": 1}, "strategy": "extend"},
             "does not continue",
         ),
-        ({"first": {"method": "extract_hidden_states", "output_dir": "x"}, "second": NGRAM}, "serve other ends"),
-        ({"first": NGRAM, "second": {"method": "lookahead"}}, "serve other ends"),
+        ({"first": {"method": "extract_hidden_states", "output_dir": "x"}, "second": NGRAM}, "serve another purpose"),
+        ({"first": NGRAM, "second": {"method": "lookahead"}}, "serve another purpose"),
         (
             {
                 "first": {"method": "draft_model", "early_exit": 1, "branching_factors": [2]},

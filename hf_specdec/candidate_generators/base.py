@@ -57,8 +57,8 @@ class DrafterContext:
 
 
 def held_weakly(thing: Any, gone: Callable[[Any], None] | None = None) -> Callable[[], Any]:
-    """A callable that returns `thing` as long as somebody else holds it, then None. Objects that do not support weak references
-    are held strongly.
+    """A callable that returns `thing` as long as other code holds it, then None. Objects that do not support weak references are held
+    strongly.
 
     Args:
         gone: called when the object is deleted.
@@ -83,7 +83,7 @@ class CandidateGenerator(ABC):
     continues_drafts: ClassVar[bool] = False  # whether `continue_drafts` is implemented
     taps: Taps = Taps()
     may_miss_steps: ClassVar[bool] = (
-        False  # whether it may be left without some calls of `observe`, and only knows less then
+        False  # whether `observe` may be skipped for some steps: the drafter then only learns less
     )
     verifies_chains_only: bool = False  # True in loops that verify only the first path of a tree
     outlives_texts: bool = False  # see `outlive_texts`
@@ -137,19 +137,20 @@ class CandidateGenerator(ABC):
         """Called when a sequence joins; its prompt is in `seq.tokens`."""
 
     def known_prefix(self, seq: Sequence) -> int:
-        """How many of the first tokens of a started sequence the drafter needs no features of, because it keeps what it read of them
-        in an earlier text. All, for drafters that need none."""
+        """Number of leading tokens of a started sequence whose features the drafter does not need, because it keeps what it computed
+        from them in an earlier text. Drafters that read no features return the length of the text."""
         return 0 if self.needs_all_features else len(seq.tokens)
 
     def share_prefix(self, seq: Sequence, num_tokens: int) -> None:
-        """The target will not compute the first `num_tokens` tokens: use what is kept of them. At most `known_prefix`, whole blocks."""
+        """Called when the target skips the first `num_tokens` tokens, which are at most `known_prefix` and fill whole blocks: use what
+        is kept of them."""
 
     def outlive_texts(self) -> None:
-        """From now on, keep what later texts may share of a text that has ended."""
+        """Called once: from now on, keep the prefixes of texts that have ended, because later texts may share them."""
         self.outlives_texts = True
 
     def forget_prefixes(self) -> None:
-        """What is kept of earlier texts can no longer be trusted: the target's weights have changed, or a step has raised."""
+        """Called when the target's weights have changed or a step has raised an error: drop what is kept of earlier texts."""
 
     @abstractmethod
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:

@@ -13,7 +13,7 @@ from .base import CandidateGenerator, DrafterContext
 from .parsing import parse_config
 from .registry import generator_class, make_generator
 
-# Keys of the whole, which its parts take over where they do not set them.
+# Keys of the combined method that its parts inherit unless they set their own values.
 _COMMON = (
     "rejection_sample_method", "draft_sample_method", "block_size", "prefill_chunk_size", "prepack_weights", "cuda_graphs", "compile",
     "native",
@@ -24,7 +24,7 @@ def checked_part(whole: SpeculativeConfig, key: str, part: Any) -> dict[str, Any
     """The configuration of one part, checked, as a dict.
 
     Raises:
-        SpeculativeConfigError: it is wrong, or is itself made of parts.
+        SpeculativeConfigError: the configuration is wrong, or its method itself has parts.
     """
     config = parse_config(part)
     if issubclass(generator_class(config.method), CombinedGenerator):
@@ -45,7 +45,7 @@ def with_common_keys(part: dict[str, Any], whole: SpeculativeConfig) -> Speculat
 
 
 class CombinedGenerator(CandidateGenerator):
-    """Drafters that run side by side. A subclass makes them (`made`), hands them to `combine`, and says whom it asks.
+    """Drafters that run side by side. A subclass makes them with `made`, passes them to `combine`, and decides which of them draft.
 
     Attributes:
         parts: the drafters.
@@ -61,12 +61,12 @@ class CombinedGenerator(CandidateGenerator):
         """
         if not generator_class(config.method).can_be_combined:
             raise self.config.fail(
-                key, f"cannot be {config.method!r}: its drafts serve other ends than being accepted."
+                key, f"cannot be {config.method!r}: its drafts serve another purpose than being accepted."
             )
         return make_generator(config, self.target, context)
 
     def combine(self, parts: list[CandidateGenerator]) -> None:
-        """Set the parts, and what they need of the target together."""
+        """Set the parts, and tap the features that any of them needs."""
         self.parts = parts
         for part in parts:
             self.taps = self.taps | part.taps
@@ -79,44 +79,44 @@ class CombinedGenerator(CandidateGenerator):
     # ---- memory -----------------------------------------------------------------------------------------------------
 
     def allocate(self, num_tokens: int, num_sequences: int, block_size: int) -> None:
-        """Allocate all."""
+        """Allocate memory for all parts."""
         for part in self.parts:
             part.allocate(num_tokens, num_sequences, block_size)
 
     def release(self) -> None:
-        """Release all."""
+        """Release the memory of all parts."""
         for part in self.parts:
             part.release()
 
     def known_prefix(self, seq: Sequence) -> int:
-        """What all of the sequence's parts know."""
+        """Number of leading tokens that all parts of the sequence know."""
         return min(part.known_prefix(seq) for part in self.parts_of(seq))
 
     def share_prefix(self, seq: Sequence, num_tokens: int) -> None:
-        """All use what they keep."""
+        """Let all parts of the sequence use what they keep of its first tokens."""
         for part in self.parts_of(seq):
             part.share_prefix(seq, num_tokens)
 
     def outlive_texts(self) -> None:
-        """All do."""
+        """Let all parts keep prefixes of texts that have ended."""
         for part in self.parts:
             part.outlive_texts()
 
     def forget_prefixes(self) -> None:
-        """All forget."""
+        """Let all parts drop what they keep of earlier texts."""
         for part in self.parts:
             part.forget_prefixes()
 
     @contextlib.contextmanager
     def active(self):
-        """A context in which all may run."""
+        """A context in which all parts may run."""
         with contextlib.ExitStack() as stack:
             for part in self.parts:
                 stack.enter_context(part.active())
             yield
 
     def start(self, seq: Sequence) -> None:
-        """Start the sequence's parts, or none."""
+        """Start the sequence in its parts. If one of them raises an error, the sequence is stopped in the others again."""
         started: list[CandidateGenerator] = []
         try:
             for part in self.parts_of(seq):
@@ -128,18 +128,18 @@ class CombinedGenerator(CandidateGenerator):
             raise
 
     def evict(self, seq: Sequence) -> None:
-        """Evict from the sequence's parts."""
+        """Evict the sequence from its parts."""
         for part in self.parts_of(seq):
             part.evict(seq)
 
     def stop(self, seq: Sequence) -> None:
-        """Stop the sequence's parts."""
+        """Stop the sequence in its parts."""
         for part in self.parts_of(seq):
             part.stop(seq)
 
 
 class RivalGenerator(CombinedGenerator):
-    """All parts follow every sequence, but in a step only one of their drafts for a row is verified.
+    """All parts follow every sequence, but in each step only one part's draft of a row is verified.
 
     Attributes:
         proposed: per part, sequence id → its trees of this step and the row in them.
@@ -148,17 +148,17 @@ class RivalGenerator(CombinedGenerator):
     proposed: list[dict[int, tuple[DraftTrees, int]]]
 
     def combine(self, parts: list[CandidateGenerator]) -> None:
-        """Set the parts."""
+        """Set the parts, none of which has proposed anything yet."""
         super().combine(parts)
         self.proposed = [{} for _ in parts]
 
     def evict(self, seq: Sequence) -> None:
-        """Evict from all."""
+        """Evict the sequence from all parts."""
         super().evict(seq)
         self._forget_proposals(seq)
 
     def stop(self, seq: Sequence) -> None:
-        """Stop all."""
+        """Stop the sequence in all parts."""
         self._forget_proposals(seq)
         super().stop(seq)
 
@@ -171,7 +171,7 @@ class RivalGenerator(CombinedGenerator):
         self.proposed[index] = {seq.id: (trees, i) for i, seq in enumerate(sequences) if trees.lengths[i]}
 
     def as_seen_by(self, index: int, outcome: StepOutcome) -> StepOutcome:
-        """The outcome as a part sees it: what it proposed and became text counts as accepted, whichever draft was verified."""
+        """The outcome as a part sees it: proposed tokens that became text count as accepted, whichever part's draft was verified."""
         accepted = []
         for seq, new in zip(outcome.sequences, outcome.new_tokens, strict=True):
             trees, row = self.proposed[index].get(seq.id, (None, 0))
@@ -179,7 +179,7 @@ class RivalGenerator(CombinedGenerator):
         return outcome.for_proposal(accepted)
 
     def observe(self, outcome: StepOutcome) -> None:
-        """Report to each part which of its own proposal became text."""
+        """Report to each part which tokens of its own proposal became text."""
         for index, part in enumerate(self.parts):
             part.observe(self.as_seen_by(index, outcome))
             self.proposed[index].clear()

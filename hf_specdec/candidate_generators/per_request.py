@@ -46,7 +46,7 @@ class PerRequestConfig(SpeculativeConfig):
         super().__post_init__()
 
     def to_dict(self) -> dict[str, Any]:
-        """As in the base, without a length that comes from the parts."""
+        """As in the base, but without a draft length that was taken from the parts."""
         out = super().to_dict()
         if not self.length_given:
             out.pop("num_speculative_tokens", None)
@@ -86,7 +86,7 @@ class PerRequestGenerator(CombinedGenerator):
         """The drafter of a sequence.
 
         Raises:
-            ValueError: there is none of this name.
+            ValueError: no drafter has this name.
         """
         if seq.drafter is None:
             return self.parts[0]

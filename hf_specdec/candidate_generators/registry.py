@@ -128,7 +128,7 @@ def make_generator(
     """The drafter of a configuration, its weights quantized if the configuration says so.
 
     Raises:
-        SpeculativeConfigError: its size does not fit the target's.
+        SpeculativeConfigError: `draft_tensor_parallel_size` does not fit the target's number of ranks.
     """
     _check_size(config, target)
     made = generator_class(config.method).create(config, target, context)
@@ -142,7 +142,7 @@ def _check_size(config: SpeculativeConfig, target: PackedModel) -> None:
         return None
     if ranks is None:
         return _say_once(
-            f"draft_tensor_parallel_size={size} means nothing here: the target is whole, and so is its drafter."
+            f"draft_tensor_parallel_size={size} has no effect: the target is not sharded, so its drafter is not sharded either."
         )
     if size != ranks.size:
         raise config.fail(
@@ -150,7 +150,9 @@ def _check_size(config: SpeculativeConfig, target: PackedModel) -> None:
             f"is {size}, and the target has {ranks.size} ranks: it can be 1 (a whole drafter on every rank) or {ranks.size}.",
         )
     if config.method != "draft_model":
-        _say_once(f"draft_tensor_parallel_size={size}: drafters of method {config.method!r} are whole on every rank.")
+        _say_once(
+            f"draft_tensor_parallel_size={size} has no effect: every rank holds a whole drafter of method {config.method!r}."
+        )
     return None
 
 

@@ -54,7 +54,7 @@ class StepOutcome:
         verified = [i for i, seq in enumerate(self.sequences) if belongs(seq)]
         forwarded = [i for i, (seq, _) in enumerate(self.chunks or []) if belongs(seq)]
         counts = np.asarray(self.trees.lengths, dtype=np.int64) + 1
-        roots = (np.cumsum(counts) - counts).tolist() if self.root_rows is None else self.root_rows
+        root_rows = (np.cumsum(counts) - counts).tolist() if self.root_rows is None else self.root_rows
 
         def picked(values: list | None, rows: list[int]) -> list | None:
             return None if values is None else [values[i] for i in rows]
@@ -62,7 +62,7 @@ class StepOutcome:
         return StepOutcome(
             [self.sequences[i] for i in verified], self.trees.select(verified), [self.accepted[i] for i in verified],
             [self.new_tokens[i] for i in verified], self.output, picked(self.starts, forwarded), picked(self.chunks, forwarded),
-            picked(self.num_own, forwarded), picked(roots, verified),
+            picked(self.num_own, forwarded), picked(root_rows, verified),
         )  # fmt: skip
 
     def read_rows(self) -> tuple[list[Sequence], np.ndarray, list[int]]:

@@ -42,8 +42,9 @@ class BatchRun:
     """Runs a batch whose rows start together. Rows leave as they finish.
 
     Attributes:
-        prompt: what the model itself has read and the rows have not begun with; None: rows read their own ids.
-        states_of_prompts: per row, the states of recurrent layers after a prompt that the model itself has read; None: there are none.
+        prompt: prompts that the model itself has read and that the rows have yet to begin with; None: rows read their own ids.
+        states_of_prompts: per row, the recurrent states after a prompt that the model itself has read; None: no such prompt, or no
+            recurrent layers.
     """
 
     def __init__(
@@ -82,7 +83,7 @@ class BatchRun:
             self._let_go([seq for seq in self.running if seq.finished or finished], finished)
 
     def _overlaps(self) -> bool:
-        """True if the next step may begin before this one is shown: nothing of this one's forward is returned to the caller."""
+        """True if the next step may begin before this step is shown, because the caller gets no tensor of this step's forward."""
         wanted, returns = self.decoder.config.async_scheduling, self.returns
         wanted = self.decoder.target.device.type == "cuda" if wanted is None else wanted
         return wanted and not (returns.scores or returns.logits or returns.hidden or self.keep_cache)
@@ -141,7 +142,7 @@ class BatchRun:
                 if holders:
                     self.decoder.preempt(holders[-1])
                 elif not first.finished and any(seq.num_generated < first.num_generated for seq in waiting):
-                    # It is ahead because the others waited. A criterion may end the whole batch once they catch up.
+                    # This row is ahead because the others waited. A criterion may end the whole batch once they catch up.
                     self.decoder.preempt(first)
                     self.running = [*others, first]
                 else:
@@ -190,16 +191,17 @@ class BatchRun:
         row.hidden.append([h[packed.to(h.device)] for h in step.output.hidden_states])
 
     def num_fed(self, seq: Sequence) -> int:
-        """How many of the row's tokens a cache for the output stands for, when the batch has stopped."""
+        """Number of the row's tokens whose KV belong in the returned cache, once the batch has stopped."""
         return min(len(seq.tokens), seq.prompt_length + self.observer.num_steps - 1)
 
     def _may_be_needed(self, seq: Sequence) -> list[int]:
-        """Numbers of tokens after which a leaving row's states may belong to the output, which can end where the row does, one token
-        later, or, by a criterion, at the step that is shown now."""
+        """The numbers of tokens after which the returned cache may need a leaving row's states: before or after the row's last token,
+        or, if a criterion ends the batch, at the step that is shown now."""
         return sorted({len(seq.tokens) - 1, len(seq.tokens), self.num_fed(seq)})
 
     def settle_states(self) -> None:
-        """Rows that were ahead of the batch when it stopped: read their texts again, up to where the states are needed."""
+        """For rows that were ahead of the batch when it stopped, read the text again up to the token after which the states are
+        needed."""
         cache = self.decoder.cache
         for seq in self.sequences:
             needed = self.num_fed(seq)
@@ -214,7 +216,7 @@ class BatchRun:
                     cache.remove(seq.id)
 
     def _restore_prompt(self, seq: Sequence, states: KeptStates) -> None:
-        """Let a row that has left begin again where the model itself had read its prompt."""
+        """Let a row that has left begin again after its prompt, which the model itself had read."""
         kept = self.tensors[seq.row].cache
         assert kept is not None and self.decoder.cache.states is not None
         length = seq.prompt_length
@@ -224,7 +226,7 @@ class BatchRun:
         self.decoder.cache.states.load(seq.id, states, length)
 
     def _let_go(self, leaving: list[Sequence], everything: bool = False) -> None:
-        """Rows leave; with `keep_cache`, after their KV were copied. A row that was ahead may have been preempted since."""
+        """Remove rows from the decoder; with `keep_cache`, copy their KV first. A row that was ahead may have been preempted before."""
         preempted = [seq for seq in leaving if self.keep_cache and self.decoder.lacks_text(seq)]
         present = [seq for seq in leaving if seq not in preempted]
         if present and self.keep_cache and not everything:  # transformers feeds the end token while other rows continue
@@ -238,7 +240,7 @@ class BatchRun:
             self._remove(seq)
 
     def _read_again(self, seq: Sequence) -> None:
-        """Read a preempted row's text into the cache, in place of other rows where blocks are few."""
+        """Read a preempted row's text into the cache; preempt other rows if too few blocks are free."""
         while True:
             try:
                 return self.decoder.read_again(seq, len(seq.tokens) - 1)

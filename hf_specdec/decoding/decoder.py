@@ -97,7 +97,7 @@ class SpeculativeDecoder:
         self.generator.release()
 
     def add(self, seq: Sequence) -> None:
-        """A sequence joins.
+        """Let a sequence join.
 
         Raises:
             ValueError: the prompt and one token do not fit the pool, even with no other sequence in it.
@@ -118,7 +118,7 @@ class SpeculativeDecoder:
         self.statistics[seq.id] = RowStatistics()
 
     def remove(self, seq: Sequence) -> RowStatistics:
-        """A sequence leaves, finished or not. Frees its blocks and returns its statistics."""
+        """Remove a sequence, finished or not: free its blocks and return its statistics."""
         self.cache.remove(seq.id)
         self.outside.pop(seq.id, None)
         self.generator.stop(seq)
@@ -135,16 +135,18 @@ class SpeculativeDecoder:
             layers = self.read_cache(seq)
             self.cache.evict(seq.id, keep_states=True)
             self.keep_outside(seq, [None if pair is None else (pair[0].cpu(), pair[1].cpu()) for pair in layers])
-        if seq.is_text or not self.generator.needs_all_features:  # else its features would not come again
+        if (
+            seq.is_text or not self.generator.needs_all_features
+        ):  # otherwise the drafter could not get the features again
             self.generator.evict(seq)
 
     def keep_outside(self, seq: Sequence, layers: KeysValues) -> None:
-        """Let keys and values of a sequence's first tokens wait until it has blocks. It holds none now."""
+        """Keep keys and values of a sequence's first tokens outside the pool until the sequence gets blocks. It holds no blocks now."""
         self.outside[seq.id] = layers
         self.cache.tables[seq.id].length = next(pair[0].shape[0] for pair in layers if pair is not None)
 
     def read_cache(self, seq: Sequence) -> KeysValues:
-        """Per layer, keys and values [n, heads, width] of the tokens that were fed; None for a layer that reads another's."""
+        """Per layer, keys and values [n, heads, width] of the tokens that were fed; None for a layer that reads another layer's."""
         return self.outside[seq.id] if seq.id in self.outside else read_cache(self.cache, seq)
 
     def forget_prefixes(self) -> None:
@@ -168,7 +170,7 @@ class SpeculativeDecoder:
             yield self
 
     def lacks_text(self, seq: Sequence) -> bool:
-        """True if the KV of some tokens before the last one are gone: the sequence was preempted."""
+        """True if the cache lacks the KV of some token before the last one, because the sequence was preempted."""
         return seq.id not in self.outside and self.cache.tables[seq.id].length < len(seq.tokens) - 1
 
     def read_again(self, seq: Sequence, length: int) -> None:
@@ -276,7 +278,7 @@ class SpeculativeDecoder:
         return PendingStep(rows, num_own, decoding, limits, trees, tensors, verdict)
 
     def begin_with(self, sequences: list[Sequence], prompt: ReadPrompt) -> PendingStep:
-        """A step whose forward the model has made itself: choose the token after each prompt. Call inside `active()`.
+        """Begin a step whose forward the model itself has run: choose the token after each prompt. Call inside `active()`.
 
         The rows' keys and values wait outside the pool until the rows are next scheduled.
         """
@@ -305,11 +307,11 @@ class SpeculativeDecoder:
         Sequences that were finished or removed in the meantime get nothing.
         """
         results = {seq.id: StepResult(seq) for seq, _ in pending.rows}
-        there = [i for i, (seq, _) in enumerate(pending.rows) if not seq.finished and seq.id in self.statistics]
-        outcome = self._commit(pending, {pending.rows[i][0].id for i in there}, results)
+        present = [i for i, (seq, _) in enumerate(pending.rows) if not seq.finished and seq.id in self.statistics]
+        outcome = self._commit(pending, {pending.rows[i][0].id for i in present}, results)
         outcome.output = pending.tensors.output
-        outcome.chunks = [pending.rows[i] for i in there]
-        outcome.num_own = [pending.num_own[i] for i in there]
+        outcome.chunks = [pending.rows[i] for i in present]
+        outcome.num_own = [pending.num_own[i] for i in present]
         outcome.starts = [pending.tensors.starts[seq.id] for seq, _ in outcome.chunks]
         self.last = pending.tensors
         if outcome.chunks:
@@ -320,7 +322,7 @@ class SpeculativeDecoder:
         return list(results.values())
 
     def outcome_for_drafter(self, outcome: StepOutcome) -> StepOutcome:
-        """The outcome as the drafter is told it (see `ranked`)."""
+        """The outcome to report to the drafter; `ranked` overrides it."""
         return outcome
 
     def cancel(self, pending: PendingStep) -> None:
@@ -354,7 +356,7 @@ class SpeculativeDecoder:
             # In one forward every layer writes all keys before it attends, so later rows can share these blocks at once.
             if seq.is_text:
                 known = end - (seq.tokens[end - 1] == UNKNOWN)
-                if self.target.recurrent is not None:  # a prompt's tokens are read by another rule than those after it
+                if self.target.recurrent is not None:  # prompts are read in chunk form, later tokens one by one
                     known = seq.num_chunked(0, known)
                 self.cache.register_prefix(seq.id, seq.tokens, known)
             rows.append((seq, end))
@@ -363,7 +365,7 @@ class SpeculativeDecoder:
     def _share_prefix(self, seq: Sequence) -> int:
         """Use the KV of earlier texts, as far as the target and the drafter both have them. Returns the number of tokens covered."""
         known = min(self.cache.known_prefix(seq.tokens), self.generator.known_prefix(seq))
-        if self.target.recurrent is not None:  # what is shared was read as a prompt
+        if self.target.recurrent is not None:  # kept states were computed in chunk form, which is only for prompts
             known = min(known, seq.num_chunked(0, len(seq.tokens)))
         matched = self.cache.match_prefix(seq.id, seq.tokens, known)
         if matched:
@@ -371,7 +373,7 @@ class SpeculativeDecoder:
         return matched
 
     def _reserve(self, seq: Sequence, end: int) -> None:
-        """Give the sequence slots for its first `end` tokens, and bring in keys and values that waited for them."""
+        """Give the sequence slots for its first `end` tokens, and load the keys and values that waited outside the pool."""
         self.cache.reserve(seq.id, end)
         if seq.id in self.outside:
             self.cache.load_all(seq.id, self.outside.pop(seq.id))
@@ -383,8 +385,9 @@ class SpeculativeDecoder:
         return self.policy.limits(sequences, [self._draft_limit(seq) for seq in sequences])
 
     def _inform_policy(self, outcome: StepOutcome, pending: PendingStep, timed: bool) -> None:
-        """Tell the policy what its draft lengths led to. Steps that also read prompts are not timed: they say nothing about
-        decoding. Nor does an empty draft after a prompt that this step has read: a drafter of hidden states could not begin."""
+        """Tell the policy the results of its draft lengths. Steps that also read prompts are not timed, because their time says nothing
+        about decoding. A row whose prompt ended in this step and that has no draft counts as not asked to draft: a drafter that reads
+        hidden states could not draft yet."""
         seconds, drafting_seconds = self.timer.stop()
         nodes, accepted = outcome.trees.nodes_by_depth, [len(path) for path in outcome.accepted]
         num_new = [len(new) for new in outcome.new_tokens]
@@ -406,7 +409,7 @@ class SpeculativeDecoder:
         return self._with_slots(sequences, self._drafted(sequences, limits))
 
     def _drafted(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
-        """What the drafter proposes, cut where a text can only end."""
+        """What the drafter proposes, without nodes at the ends of drafts that the rows' grammars forbid."""
         trees = self.generator.propose(sequences, limits)
         lengths = without_impossible_ends(sequences, trees)
         return trees if lengths == trees.lengths else dataclasses.replace(trees, lengths=lengths)
@@ -434,18 +437,18 @@ class SpeculativeDecoder:
             return min(num_nodes, len(self.cache.tables[seq.id].slots) - len(seq.tokens))
         return num_nodes
 
-    def _commit(self, pending: PendingStep, there: set[int], results: dict[int, StepResult]) -> StepOutcome:
-        """Keep the KV of accepted tokens, append the tokens and count them, for the sequences whose ids are in `there`."""
-        trees, going_on = pending.trees, [i for i, seq in enumerate(pending.decoding) if seq.id in there]
-        sequences = [pending.decoding[i] for i in going_on]
+    def _commit(self, pending: PendingStep, present_ids: set[int], results: dict[int, StepResult]) -> StepOutcome:
+        """Keep the KV of accepted tokens, append the tokens and count them, for the sequences whose ids are in `present_ids`."""
+        trees, present = pending.trees, [i for i, seq in enumerate(pending.decoding) if seq.id in present_ids]
+        sequences = [pending.decoding[i] for i in present]
         kept, paths, emitted, first_logits = [], [], [], []
         if pending.verdict is not None:
             verdict = pending.verdict.wait()
-            roots = np.cumsum([0, *trees.lengths]) + np.arange(len(trees.lengths) + 1)  # each row's first score row
+            root_rows = np.cumsum([0, *trees.lengths]) + np.arange(len(trees.lengths) + 1)  # each row's first score row
             accepted, next_tokens = trees.paths(verdict.accepted), verdict.next_tokens.tolist()
             deepest, several = _deepest(trees), bool(self.generator.drafters)
-            for i, seq in zip(going_on, sequences, strict=True):
-                path, first = accepted[i], int(roots[i])
+            for i, seq in zip(present, sequences, strict=True):
+                path, first = accepted[i], int(root_rows[i])
                 drafted = verdict.tokens[i, path].tolist() if path else []
                 kept.append((seq.id, len(seq.tokens), path))
                 new = seq.accept([*drafted, next_tokens[i]])
@@ -458,13 +461,13 @@ class SpeculativeDecoder:
                 paths.append(path)
                 emitted.append(new)
                 first_logits.append(first)
-        reading = there - {seq.id for seq in sequences}
+        reading = present_ids - {seq.id for seq in sequences}
         kept += [(seq.id, end, []) for seq, end in pending.rows if seq.id in reading]
         self.cache.commit(kept)
         for seq, end in pending.rows if self.cache.prefix_states is not None else []:
             if seq.id in reading and seq.is_text and end < seq.prompt_length:
                 self.cache.keep_states(seq.id, end)
-        trees = trees if len(going_on) == len(pending.decoding) else trees.select(going_on)
+        trees = trees if len(present) == len(pending.decoding) else trees.select(present)
         return StepOutcome(sequences, trees, paths, emitted, root_rows=first_logits)
 
 

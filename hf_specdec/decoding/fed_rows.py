@@ -25,8 +25,8 @@ class FedRows:
         starts: sequence id → index of its first packed token.
         logit_rows: int64 numpy [R], the packed token that each row of the logits [R, V] follows.
         chosen: int64 numpy, those of the R rows that belong to roots and nodes. The others are only for `prompts`.
-        prompts: sequence id → (index of the first prompt token it fed, its rows among the R); for sequences that want the logits of
-            their prompts.
+        prompts: sequence id → (index of the first prompt token that this step feeds, the prompt's rows among the R), for sequences that
+            want the logits of their prompts.
     """
 
     inputs: list[RowInput]

@@ -59,14 +59,14 @@ def decode(
     Returns: int64 [B, S + n], or SpeculativeDecoderOnlyOutput.
 
     Raises:
-        ValueError: the inputs cannot be decoded, or the drafter needs ids that only `past_key_values` stands for.
+        ValueError: the inputs cannot be decoded, or the drafter needs the ids of tokens that only `past_key_values` has.
     """
     returns = Returns.of(generation_config)
     pad_token = generation_config._pad_token_tensor
     pad_token = 0 if pad_token is None else int(pad_token)
     unseen = text_length(input_ids, attention_mask, generation_config) - input_ids.shape[1]
     num_cached = 0 if past_key_values is None else int(past_key_values.get_seq_length())
-    # Whether the ids say everything. Those that stand for something else are not read by the target, but drafters look at them.
+    # Whether the ids alone determine the text. The target does not read placeholder ids, but drafters see them.
     is_text = not (unseen or prompt_inputs is not None or (num_cached and is_multimodal(decoder.target.model)))
     whole = torch.nn.functional.pad(input_ids, (unseen, 0), value=pad_token)
     if not is_text:
@@ -87,7 +87,7 @@ def decode(
     export = past_key_values if keep_cache and isinstance(past_key_values, DynamicCache) else None
     if num_cached and decoder.target.recurrent is not None:
         for seq in sequences:
-            seq.is_text = False  # the caller's states are where its text begins, so they are kept when it gives way
+            seq.is_text = False  # its text continues from the caller's states, so preemption must keep them
     run = BatchRun(decoder, sequences, observer, tensors, returns, export is not None)
     decoder.all_hidden_states, decoder.rows_have_places = returns.hidden, True
     decoder.policy.begin_batch()
@@ -125,7 +125,7 @@ def _num_reused(
     prompt_inputs,
     is_text: bool,
 ) -> int:
-    """How many of the prompts' columns need not be read, because `cache` has them.
+    """Number of the prompts' columns that need not be read, because `cache` has their keys and values.
 
     Raises:
         ValueError: see `_check_states`.
@@ -181,7 +181,7 @@ def _check_states(decoder: SpeculativeDecoder, cache: Cache, unseen: int, num_ca
     elif len(stateful_layers(cache)) != len(decoder.target.recurrent.mixers):
         wrong = "past_key_values lacks recurrent states"
     elif family.two_rules or decoder.generator.needs_all_features:
-        wrong = "this model and method would have to read again what past_key_values stands for, by another rule"
+        wrong = "this model and method would have to read the tokens of past_key_values again, with a different result"
     if wrong:
         raise ValueError(
             f"{type(decoder.target.model).__name__} has recurrent layers, and {wrong}: pass the whole text as input_ids, without "

@@ -17,7 +17,8 @@ def make_policy(config: SpeculativeConfig, generator: CandidateGenerator | None 
     """The policy that the configuration asks for.
 
     Args:
-        generator: the drafter. Where it is several, the policy also chooses among them. None: the time of choosing is not counted.
+        generator: the drafter. If it combines several drafters, the policy also chooses among them. None: the time of choosing is
+            not counted.
     """
     clock = None if generator is None else clock_for(generator.target.device)
     policy = AutoMethod(generator, clock) if isinstance(generator, AutoGenerator) else _make_lengths(config, clock)

@@ -1,4 +1,4 @@
-"""The prompts of a static batch: which columns of the caller's ids hold them, and the sequences that go on from them."""
+"""The prompts of a static batch: which columns of the caller's ids hold them, and the sequences that continue them."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ from ..sampling.processors import NodeProcessors
 
 
 def text_length(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, generation_config) -> int:
-    """Columns of the whole text. More than `input_ids` [B, S] has if the caller passed only what follows a cache."""
+    """Number of columns of the whole text. Greater than S of `input_ids` [B, S] if the caller passed only the tokens after a cache."""
     if attention_mask is not None:
         return attention_mask.shape[1]
     return getattr(

@@ -1,7 +1,7 @@
 """Decoding with a model whose shards are on several ranks: every rank takes the same steps, and rank 0 decides what they are.
 
-Of each step rank 0 decides the draft lengths, the drafts and the verdict, and whether a criterion ends a row. Drafters are whole on
-every rank and draft without collectives; what the other ranks drafted is replaced.
+In each step rank 0 decides the draft lengths, the drafts and the verdict, and whether a criterion ends a row. Drafters are whole on
+every rank and draft without collectives; rank 0's drafts replace those of the other ranks.
 """
 
 from __future__ import annotations
@@ -47,7 +47,7 @@ def agreed_call(
     """A call of `generate()` that the ranks make together. Yields rank 0's seed.
 
     Raises:
-        RankError: the ranks were given unlike arguments, or another rank has failed.
+        RankError: the ranks were given different arguments, or another rank has failed.
     """
     settings = {
         name: getattr(generation_config, name, None)
@@ -63,12 +63,12 @@ def agreed_call(
 
 
 class _Followed(DraftLengthPolicy):
-    """On the other ranks: lengths come from rank 0, which measures."""
+    """The policy of the other ranks: draft lengths come from rank 0, which measures."""
 
     needs_observations = True
 
     def observe(self, step: DraftedStep) -> None:
-        """Nothing to learn."""
+        """Learn nothing: rank 0 measures."""
 
 
 class _AgreedChoice:
@@ -96,7 +96,7 @@ class _AgreedChoice:
 
 
 class RankedDecoder(SpeculativeDecoder):
-    """A SpeculativeDecoder of which every rank runs one, step by step together."""
+    """A SpeculativeDecoder for sharded targets. Every rank runs one, and all take the same steps."""
 
     def __init__(self, target: PackedModel, generator: CandidateGenerator, config: SpeculativeConfig, ranks: Ranks):
         super().__init__(target, generator, config)
@@ -114,7 +114,7 @@ class RankedDecoder(SpeculativeDecoder):
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def step(self, sequences: list[Sequence], num_tokens: list[int] | None = None) -> list[StepResult]:
-        """See the base. An exception on one rank is one on all of them, in this step."""
+        """See the base. An exception on one rank makes all ranks raise in this step."""
         with self.ranks.agreed(OutOfBlocks):
             return super().step(sequences, num_tokens)
 
@@ -123,7 +123,7 @@ class RankedDecoder(SpeculativeDecoder):
         return self.ranks.same(limits) if self._measures else limits
 
     def _propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
-        """Rank 0's drafts; limits that do not depend on measurements are the same everywhere, so a row drafts on all ranks or on none."""
+        """Rank 0's drafts. The limits are the same on all ranks, so a row drafts on all ranks or on none."""
         believed = digest(
             limits, [(len(seq.tokens), seq.tokens[-4:], self.cache.tables[seq.id].length) for seq in sequences]
         )
@@ -184,7 +184,7 @@ class RankedDecoder(SpeculativeDecoder):
         return results
 
     def outcome_for_drafter(self, outcome: StepOutcome) -> StepOutcome:
-        """The outcome as this rank's drafter sees it: of its own draft, what became text."""
+        """The outcome as this rank's drafter sees it: tokens of its own draft that became text count as accepted."""
         trees, own = outcome.trees, self._own_drafts
         differs = any(
             (seq.id in own and not _is_same(trees, row, *own[seq.id])) or (trees.lengths[row] and seq.id not in own)
@@ -239,14 +239,14 @@ class _LeadingObserver(LockstepObserver):
 
 
 class _FollowingObserver(LockstepObserver):
-    """Shows what rank 0 shows. It asks no criteria: a clock or a random number would answer otherwise here."""
+    """Shows what rank 0 shows. It asks no criteria, because a criterion with a clock or random numbers could answer differently here."""
 
     def __init__(self, ranks: Ranks, *args: Any):
         super().__init__(*args)
         self.ranks = ranks
 
     def row_advanced(self, seq: Sequence, num_new: int) -> None:
-        """Rank 0 looks at the row."""
+        """Check nothing: rank 0 checks the row."""
 
     def advance(self) -> bool:
         """See the base."""

@@ -42,8 +42,8 @@ class StepTensors:
         processed: logits [R, V] after all processors except `sampling`, which verification applied itself.
         logit_rows: for each of the R rows, the packed token it belongs to.
         starts: sequence id → index of its first packed token.
-        prompt_logits: sequence id → (index of the first prompt token it fed, logits [n, V] after each of the n it fed), for sequences
-            that want them.
+        prompt_logits: sequence id → (index of the first prompt token that this step fed, logits [n, V] after each of the n tokens fed),
+            for sequences that want them.
     """
 
     output: PackedOutput
@@ -63,9 +63,9 @@ class StepTensors:
         if not any(trees.lengths):
             return trees, self
         counts = np.asarray(trees.lengths, dtype=np.int64) + 1
-        roots = np.cumsum(counts) - counts
-        logits = self.output.logits[upload(roots, self.output.logits.device)]
-        output, logit_rows = dataclasses.replace(self.output, logits=logits), self.logit_rows[roots]
+        root_rows = np.cumsum(counts) - counts
+        logits = self.output.logits[upload(root_rows, self.output.logits.device)]
+        output, logit_rows = dataclasses.replace(self.output, logits=logits), self.logit_rows[root_rows]
         tensors = dataclasses.replace(self, output=output, processed=logits, sampling=None, logit_rows=logit_rows)
         return dataclasses.replace(trees, lengths=[0] * len(trees.lengths)), tensors
 

@@ -171,7 +171,7 @@ def target_embeddings(target: PackedModel) -> nn.Module:
 
 
 def target_head(target: PackedModel) -> nn.Module:
-    """The target's language-model head; every supported target has one. As `target_embeddings`."""
+    """The target's language-model head; a whole copy of it if it is sharded. Every supported target has one."""
     return whole(_own_head(target))
 
 

@@ -71,11 +71,11 @@ class FeatureGenerator(CachedGenerator):
         return hidden
 
     def captured(self, head: Head, native: bool = True) -> Head:
-        """The head with CUDA graphs, if the configuration asks for them or, when it does not say, if the head supports them; otherwise
-        in the native library where that can run it.
+        """The head with CUDA graphs if the configuration asks for them, or if it leaves the choice and the head supports them; otherwise
+        the head in the native library if the library can run it.
 
         Args:
-            native: False: not in the native library.
+            native: False: never use the native library.
         """
         rewritten = self.config.compile is not False and self.config.quantization is None
         head = head.with_graphs(self.config.cuda_graphs, rewritten)
@@ -100,15 +100,15 @@ class FeatureGenerator(CachedGenerator):
         self.unread[seq.id] = []
 
     def known_prefix(self, seq: Sequence) -> int:
-        """Tokens whose rows the head has in its cache."""
+        """Number of leading tokens whose rows are in the head's cache."""
         return self.cache.known_prefix(seq.tokens) if seq.is_text else 0
 
     def share_prefix(self, seq: Sequence, num_tokens: int) -> None:
-        """Take these rows over."""
+        """Share the cached rows of these tokens."""
         self.cache.match_prefix(seq.id, seq.tokens, num_tokens)
 
     def forget_prefixes(self) -> None:
-        """The head's rows come from the target's features."""
+        """Drop all prefix hashes: the head's rows were computed from features of the changed target."""
         self.cache.pool.forget()
 
     def has_read(self, seq: Sequence, end: int) -> None:
@@ -155,7 +155,7 @@ class FeatureGenerator(CachedGenerator):
             self._read_ended([seq for seq in sequences if seq.finished])
 
     def _read_ended(self, sequences: list[Sequence]) -> None:
-        """Read what was not read of texts that end before they were drafted for, if whole blocks of it can be shared."""
+        """Read the unread part of texts that have ended, if it completes blocks that later texts can share."""
         ended = []
         for seq in sequences:
             unread, end = self.num_unread(seq), self.cache.tables[seq.id].length + self.num_unread(seq)

@@ -23,7 +23,7 @@ from .head import HydraHeads
 
 
 class HydraDrafting(GrowingGenerator):
-    """Growing a draft with the heads: what both kinds of Hydra do alike. `state` are the states of the newest nodes."""
+    """Grows a draft with the heads, in the same way for Hydra and Hydra++. `state` holds the states of the newest nodes."""
 
     heads: HydraHeads
     state: torch.Tensor

@@ -54,8 +54,8 @@ class MtpGenerator(ModulesInTurn):
         return config.with_default_length(self.loaded.proposed_length or len(self.loaded.modules))
 
     def new_cache(self, num_blocks: int, block_size: int) -> PagedStaticCache:
-        """A cache with one layer per module in use, which grows up to `num_blocks`. Slot s of module j holds token s + 1 + j, so all
-        modules together look as many tokens ahead as they are."""
+        """A cache with one layer per module in use, which grows up to `num_blocks`. Slot s of module j holds token s + 1 + j, so the
+        contents of slot s depend on as many later tokens as there are modules (`ahead`)."""
         for head in self.heads:
             if head.graphs is not None:
                 head.graphs.captures.clear()

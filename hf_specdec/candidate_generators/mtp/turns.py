@@ -99,7 +99,7 @@ class ModulesInTurn(FeatureGenerator):
         return known * self.cache.block_size
 
     def share_prefix(self, seq: Sequence, num_tokens: int) -> None:
-        """Take these rows over, and the states at their end."""
+        """Share the cached rows of these tokens, and the states at their end."""
         super().share_prefix(seq, num_tokens)
         hashes = self.cache.tables[seq.id].hashes
         if hashes and len(self.heads) > 1:

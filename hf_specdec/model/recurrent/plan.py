@@ -114,8 +114,8 @@ def _bases(row: RowInput, own: int) -> np.ndarray:
     # The last visible token before these, as a number of tokens read; none: the text before the region.
     last = np.where(outer.any(1), outer.shape[1] - np.argmax(outer[:, ::-1], axis=1), 0) if outer.shape[1] else 0
     bases = np.broadcast_to(row.start + row.num_tokens - region + last, (count,))
-    roots = np.where(inner.any(1), np.argmax(inner, axis=1), np.arange(count))  # the first ancestor among these
-    return bases[roots]
+    oldest = np.where(inner.any(1), np.argmax(inner, axis=1), np.arange(count))  # the first ancestor among these
+    return bases[oldest]
 
 
 def _lines(pieces: list[_Piece]) -> Lines:
