@@ -148,22 +148,22 @@ class SpeculativeConfig:
         default=None,
         metadata={
             "help": "on a CPU, run decoding steps as one call of the compiled library, which reads the model's own weights; by default "
-            "where it was compiled and computes what the model computes. False: torch's operators only; True: or else an error"
+            "if the library was compiled and computes what the model computes. False: never; True: an error if it cannot"
         },
     )
     draft_tensor_parallel_size: int | None = field(
         default=None,
         metadata={
-            "help": "for targets that are sharded over ranks: 1 (default) keeps a whole drafter on every rank; the target's own size "
-            "shards a draft model as the target is"
+            "help": "for targets that are sharded over ranks: 1 (default) keeps a whole drafter on every rank; the target's number of "
+            "ranks shards a draft model in the same way"
         },
     )
     recurrent_states: str = field(
         default="auto",
         metadata={
-            "help": "for targets with recurrent layers: 'kept' keeps the state after each draft; 'replayed' keeps one state and what each "
-            "draft adds to it, which is read again once accepted: the same output, less memory, more time; 'auto' keeps them if those of "
-            "all rows take at most a quarter of the memory there is"
+            "help": "for targets with recurrent layers: 'kept' keeps the state after each draft token; 'replayed' keeps one state and each "
+            "draft token's inputs, and reads accepted tokens again: the same output, less memory, more time; 'auto' is 'kept' if the "
+            "states of all rows take at most a quarter of the memory for keys, values and states"
         },
     )
     deterministic: bool = field(

@@ -33,9 +33,9 @@ examples:
   hf-specdec calibrate ./my-model --prompts chat.jsonl --limit 100 --nodes 63 --json tree.json \\
       --speculative-config '{"method": "medusa", "model": "./my-medusa"}'
 
-The target writes its own greedy continuation of each prompt; then the drafter drafts ahead at every place of it. The last
-line is the configuration with the tree, ready for --speculative-config. A larger tree is accepted further and costs more to
-verify: compare several sizes with `hf-specdec bench`.
+The target writes its own greedy continuation of each prompt; then the drafter drafts from every position of it. The last
+line is the configuration with the tree, ready for --speculative-config. More tokens of a larger tree are accepted, and it costs
+more to verify: compare several sizes with `hf-specdec bench`.
 """
 
 # Keys that give a draft's shape, which the tree replaces.

@@ -23,10 +23,10 @@ examples:
   hf-specdec demo --all
   hf-specdec demo --all --prompts 12 --max-new-tokens 64 --batch-size 4
 
-The bundled model has 6 million parameters, too few for any drafter to pay. So it is made bigger first: zeros and idle layers
-are added that change no logit and cost what those of a real model cost. Text in green was drafted and accepted; the rest are
-the tokens that the model had to give itself, one per forward. --all runs every method on the small model in float32 and
-compares its text with plain generate(); the exit code is 1 if one differs.
+The bundled model has 6 million parameters, too few for any drafter to make it faster. So it is made bigger first: added zeros and
+idle layers change no logit, and cost as much time as those of a real model. Text in green was drafted and accepted; the other tokens
+come from the model itself, one per forward. --all runs every method on the small model in float32 and compares its text with plain
+generate(); the exit code is 1 if one differs.
 """
 
 PLAIN = Variant("plain generate()")
@@ -153,13 +153,13 @@ def remark(demo: DemoModel, float32: bool) -> str:
     lines = ["Plain: transformers' own generate() on the same model. τ: tokens per forward of the model."]
     if not float32:
         lines.append(
-            "bfloat16 rounds: where two tokens are about equally likely, a text may go on with the other one, as it does "
+            "bfloat16 rounds: where two tokens are about equally likely, a text may continue with the other token, as it does "
             "between two batch sizes of generate()."
         )
     if not demo.cheap_rows and demo.model.device.type == "cpu":
         lines.append(
-            "This processor has no bfloat16 arithmetic. In float32 to check four tokens costs about 1.6 times what one does; "
-            "with bfloat16, or on a GPU, hardly more than one, and more of τ is speed-up."
+            "This processor has no bfloat16 arithmetic. In float32, verifying four tokens takes about 1.6 times as long as one; "
+            "with bfloat16, or on a GPU, it takes hardly longer than one, so that more of τ becomes speed-up."
         )
     lines.append("`hf-specdec demo --all`: every method, and its text compared with generate()'s in float32.")
     return "\n".join(lines)

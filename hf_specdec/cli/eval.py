@@ -40,8 +40,8 @@ examples:
   hf-specdec eval ./my-eagle3 --target ./my-model --speculative-config '{"top_k": 8, "total_tokens": 60, "depth": 5}'
 
 Prompts with a "task" are counted by task. τ is the tokens a row emits per forward of the target; acceptance per position is the
-share of rounds in which the draft's 1st, 2nd, .. token was accepted; the speed-up is over transformers' own generate() on this machine,
-one pass over the prompts, so an estimate (`hf-specdec bench` repeats).
+share of rounds in which the draft's 1st, 2nd, .. token was accepted. The speed-up is over transformers' own generate() on this machine.
+It is an estimate from one pass over the prompts; `hf-specdec bench` repeats the measurement.
 """
 
 

@@ -34,8 +34,8 @@ examples:
   hf-specdec explain ./my-model --no-measurement
   hf-specdec explain ./my-model --prompts mine.jsonl --batch-size 8 --json
 
-A model's drafter is searched as `generate(speculative_config="auto")` does: own MTP layers, a bundled head, a head in the local cache
-or on the Hub, a small model with the same vocabulary; look-ups always.
+A drafter is searched as `generate(speculative_config="auto")` does: the model's own MTP layers, a bundled head, a head in the local
+cache or on the Hub, a small model with the same vocabulary. Look-ups are always used.
 """
 
 
@@ -62,7 +62,7 @@ def add_command(commands) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Find, decode the prompts, and print."""
+    """Find the drafters, decode the prompts to measure them, and print the report; returns the exit code."""
     config = parse_config(args.speculative_config)
     if not isinstance(config, AutoConfig):
         raise SpeculativeConfigError(f"--speculative-config is of method {config.method!r}; explain is for 'auto'.")

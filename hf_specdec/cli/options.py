@@ -108,7 +108,7 @@ def decoding_arguments(args: argparse.Namespace) -> dict[str, Any]:
     sampling = {key: getattr(args, key) for key in ("temperature", "top_p", "top_k") if getattr(args, key) is not None}
     if sampling and not args.do_sample:
         names = ", ".join("--" + key.replace("_", "-") for key in sampling)
-        raise ValueError(f"{names} only means something with --do-sample.")
+        raise ValueError(f"{names} has an effect only with --do-sample: add it, or leave {names} out.")
     return {"max_new_tokens": args.max_new_tokens, "do_sample": args.do_sample, **sampling}
 
 

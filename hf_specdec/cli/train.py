@@ -29,7 +29,7 @@ examples:
 
 --data takes .jsonl rows with "messages" or "conversations", "prompt" and "completion", or "text"; any other file is plain text.
 Heads accept best when they were trained on the target's own answers: --regenerate lets it write them (once; the file can be
-shared by several heads). Killed and started again, the same command goes on where it was.
+shared by several heads). If the run is interrupted, the same command continues it.
 """
 
 METHOD_EPILOG = "See `hf-specdec train --help` for examples.\n"
@@ -62,7 +62,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     needed.add_argument("--target", required=True, metavar="MODEL", help="a bundled name, a folder, or a Hub id")
     needed.add_argument("--data", required=True, metavar="FILE", help="training text; .jsonl, or plain text")
     needed.add_argument(
-        "--output", required=True, metavar="DIR", help="the head's folder; a run begun there is gone on with"
+        "--output", required=True, metavar="DIR", help="the head's folder; an unfinished run in it is continued"
     )
     needed.add_argument(
         "--cache-dir", metavar="DIR", help="keep the target's hidden states here (default: compute them each time)"
@@ -81,7 +81,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         const="",
         metavar="FILE",
         help="let the target write the answers first, into this file (default: OUTPUT/training/regenerated.jsonl); an unfinished "
-        "file is gone on with",
+        "file is continued",
     )
     answers.add_argument(
         "--max-new-tokens", type=positive_int, default=512, metavar="N", help="of an answer (default: %(default)s)"

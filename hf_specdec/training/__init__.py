@@ -1,4 +1,4 @@
-"""Training draft heads: `hf-specdec train METHOD --target MODEL --data FILE --output DIR`, and `train()` behind it.
+"""Training draft heads: `hf-specdec train METHOD --target MODEL --data FILE --output DIR`, or `train_head` in `pipeline.py`.
 
 Each method is one file in this package. It imports the head's network from `candidate_generators`, so that training and
 drafting run the same modules. To add a trainer, add a file; nothing else is edited. The file holds

@@ -28,7 +28,7 @@ from .state import check_room, load_state, save_state
 
 logger = logging.getLogger(__name__)
 
-# May differ when a run is resumed: they do not change its results.
+# These options may differ when a run is resumed, because they do not change its results.
 _FREE = ("eval_every", "save_every", "log_every", "max_held_out")
 
 
@@ -145,7 +145,7 @@ class Run:
         if changed:
             what = ", ".join(f"{key} ({theirs.get(key)!r} then, {self.settings.get(key)!r} now)" for key in changed)
             raise TrainingError(
-                f"{self.folder} holds a run with other settings: {what}. Give the same to go on with it, or another --output."
+                f"{self.folder} holds a run with other settings: {what}. Give the same settings to continue it, or another --output."
             )
         with torch.no_grad():
             for name, parameter in self.parameters.items():
@@ -153,7 +153,7 @@ class Run:
         self.optimizer.load_state_dict(state["optimizer"])
         self.step, self.tokens, self.seconds = state["step"], state["tokens"], state["seconds"]
         self.pending = state["pending"]
-        logger.info("%s: going on at step %d of %d.", self.folder, self.step, self.num_steps)
+        logger.info("%s: continuing at step %d of %d.", self.folder, self.step, self.num_steps)
 
     def save(self) -> None:
         """Write the checkpoint."""
@@ -248,8 +248,8 @@ class Run:
         if not (abs(total) < float("inf") and sums["grad_norm"][0] < float("inf")):  # written so that NaN fails too
             raise TrainingError(
                 f"The loss of step {self.step} is {total / max(weight, 1e-9)} and its gradient's norm {sums['grad_norm'][0]}: the run "
-                f"has diverged. Lower --learning-rate (now {self.options.learning_rate}), raise --warmup, or look at the data; the last "
-                "checkpoint is from before."
+                f"has diverged. Lower --learning-rate (now {self.options.learning_rate}), raise --warmup, or look at the data. The last "
+                "checkpoint was written before this step."
             )
         for name, (value, count) in sums.items():
             have = self.pending.get(name, [0.0, 0.0])

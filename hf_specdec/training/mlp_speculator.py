@@ -27,7 +27,7 @@ class MLPSpeculatorOptions(TrainingOptions):
     """MLP speculators' own options; other defaults are the authors'."""
 
     weight_decay: float = option(0.1, "of AdamW, on matrices", minimum=0)
-    final_learning_rate: float = option(0.1, "where it ends, as a share of the peak", minimum=0, maximum=1)
+    final_learning_rate: float = option(0.1, "learning rate at the end, as a share of the peak", minimum=0, maximum=1)
     num_heads: int = option(3, "steps of the recurrence: tokens drafted", minimum=1)
     inner_dim: int = option(0, "width of its state; 0: the target's hidden size", minimum=0)
     tie_weights: bool = option(False, "all steps share their weights (but the first projection): a third of the size")

@@ -14,7 +14,7 @@ _POOL = 32  # batches whose samples are sorted by length together
 
 
 def batches(lengths: np.ndarray, tokens_per_batch: int) -> list[np.ndarray]:
-    """Group consecutive samples into batches of at most so many padded tokens; a longer sample gets a batch of its own."""
+    """Group consecutive samples into batches of at most `tokens_per_batch` padded tokens; a longer sample gets a batch of its own."""
     out, first, widest = [], 0, 0
     for i, length in enumerate(lengths.tolist()):
         widest = max(widest, length)
@@ -52,7 +52,7 @@ class BatchOrder:
         return [found[i * self.per_step : (i + 1) * self.per_step] for i in range(whole)]
 
     def num_steps(self, epochs: int) -> int:
-        """Number of steps in so many epochs."""
+        """Number of steps in `epochs` epochs."""
         return sum(len(self.epoch(epoch)) for epoch in range(epochs))
 
     def steps(self, first: int) -> Iterator[list[np.ndarray]]:

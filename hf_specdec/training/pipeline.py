@@ -1,4 +1,4 @@
-"""train_head: the whole run behind `hf-specdec train`, from a data file to an exported head."""
+"""train_head: a whole run of `hf-specdec train`, from a data file to an exported head."""
 
 from __future__ import annotations
 

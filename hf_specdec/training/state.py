@@ -43,7 +43,7 @@ def disk_full(path: Path, cause: OSError) -> TrainingError:
     free = shutil.disk_usage(path.parent).free
     return TrainingError(
         f"Writing {path} failed: {os.strerror(cause.errno or 0)} ({free / 2**20:.1f} MiB free). Make room and start the same "
-        "command again: it goes on from the last checkpoint."
+        "command again: it continues from the last checkpoint."
     )
 
 
