@@ -130,3 +130,21 @@ def test_a_prompt_for_which_the_model_raises_ends_alone():
                 assert "RuntimeError" in answer["error"]["message"] and "poisoned" not in answer["error"]["message"]
         assert is_empty(server)
         assert server.post("/v1/completions", LONG)[2]["choices"] == alone["choices"]
+
+
+@pytest.mark.parametrize(
+    "more",
+    [
+        {}, {"include_stop_str_in_output": True}, {"ignore_eos": False, "stop_token_ids": [13, 50], "include_stop_str_in_output": True},
+        {"stop_token_ids": [13, 50]}, {"skip_special_tokens": False, "ignore_eos": True},
+        {"structured_outputs": {"regex": "(Tom|Lily) (is|was) [a-zé]{2,9}\\."}}, {"max_tokens": 3},
+        {"logit_bias": {str(i): 60 for i in range(200, 240)}},
+    ],
+    ids=lambda more: "-".join(more) or "plain",
+)  # fmt: skip
+def test_text_is_the_same_wherever_it_is_made(server, more):
+    """The engine makes the text of requests with stop texts, to find them; that of all others is made beside its steps."""
+    body = {"prompt": ["Once upon a time", "Lily"], "max_tokens": 120, "temperature": 0.8, "n": 2, "seed": 1, **more}
+    here, there = (server.post("/v1/completions", {**body, **stop}) for stop in ({}, {"stop": ["\x00 never"]}))
+    assert here[0] == there[0] == 200 and here[2]["choices"] == there[2]["choices"]
+    assert any(choice["text"] for choice in here[2]["choices"])

@@ -286,6 +286,7 @@ class Engine:
                 output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprobs[i][token].logprob
             if token in seq.eos_token_ids:
                 output.stop_reason = None if token in self.eos_token_ids and not params.ignore_eos else token
+                choice.hides_end = not params.include_stop_str_in_output
                 if choice.text is not None and params.include_stop_str_in_output:
                     choice.text.add(token)
                 self._end(choice, "stop")

@@ -21,6 +21,7 @@ class Choice:
         text: None if no text is wanted.
         grammar: what the text has to be; None: anything.
         is_added: the decoder knows the sequence.
+        hides_end: its last token has ended it and is no part of its text.
     """
 
     request: Request
@@ -29,6 +30,7 @@ class Choice:
     text: Detokenizer | None
     grammar: GrammarLogitsProcessor | None = None
     is_added: bool = False
+    hides_end: bool = False
 
     @property
     def order(self) -> tuple[int, int, int]:

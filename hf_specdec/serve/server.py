@@ -23,6 +23,7 @@ from .metrics import Metrics
 from .params import SamplingParams
 from .protocol import ChatRequest, TokenizeRequest
 from .structured import StructuredOutputsParams
+from .text import Detokenizer
 from .worker import Cancel, EngineWorker, Load, Submit, Update
 
 logger = logging.getLogger(__name__)
@@ -99,6 +100,8 @@ class Answer:
         inbox: where updates go, with those of the other prompts.
         ended: by its last update, or because the client has left.
         deadline: ends it when its time is over; None: it has no limit.
+        prompt_end: the prompt's last ids.
+        texts: by choice, what makes text of tokens here; none if the engine does, to find stop texts.
     """
 
     id: str
@@ -112,6 +115,21 @@ class Answer:
     num_new: int = 0
     num_cached: int = 0
     deadline: asyncio.TimerHandle | None = None
+    prompt_end: list[int] = field(default_factory=list)
+    texts: dict[int, Detokenizer] = field(default_factory=dict)
+
+    def make_text(self, update: Update, tokenizer: Any) -> None:
+        """Set an update's text, if the engine has left that to us."""
+        if self.params.detokenize:
+            return
+        text = self.texts.get(update.index)
+        if text is None:
+            text = Detokenizer(tokenizer, self.prompt_end, self.params.skip_special_tokens)
+            self.texts[update.index] = text
+        tokens = update.token_ids[:-1] if update.hides_end else update.token_ids
+        update.text = "".join([text.add(token) for token in tokens])
+        if update.finish_reason is not None:
+            update.text += text.finish()
 
 
 class Server:
@@ -272,7 +290,10 @@ class Server:
             raise overloaded(f"{most} requests are waiting already (--max-num-queued-reqs). Try again later.")
         silence = self.limits.keep_alive_seconds or _LOOK_AFTER_SECONDS
         number, inbox = (len(among), among[0].inbox) if among else (0, Inbox(silence))
-        answer = Answer(uuid.uuid4().hex, number, inbox, len(ids), params)
+        params = params.copy(
+            detokenize=bool(params.stop)
+        )  # without stop texts, text is made here, beside the engine's steps
+        answer = Answer(uuid.uuid4().hex, number, inbox, len(ids), params, prompt_end=ids[-Detokenizer.CONTEXT :])
         self.answers[answer.id] = answer
         engine.send(Submit(answer.id, prompt if isinstance(prompt, str) else None, ids, params, reasoning))
         seconds = min((each for each in (max_time, self.limits.answer_seconds) if each is not None), default=None)
@@ -298,6 +319,7 @@ class Server:
             left -= update.request_finished
             answer.ended = update.request_finished
             self._note(answer, update)
+            answer.make_text(update, self.tokenizer)
             if isinstance(update.error, ValueError):
                 raise bad_request(str(update.error))
             if update.error is not None:

@@ -6,8 +6,6 @@ from typing import Any
 
 from tokenizers.decoders import DecodeStream
 
-_CONTEXT = 6  # prompt ids that a decoder sees first, so that a leading space is kept
-
 
 class Detokenizer:
     """Text of one choice, which grows by whole characters.
@@ -18,14 +16,17 @@ class Detokenizer:
         skip_special_tokens: leave special tokens out of the text.
 
     Attributes:
+        CONTEXT: how many of the last ids a decoder needs, so that a leading space is kept.
         text: so far.
     """
+
+    CONTEXT = 6
 
     def __init__(self, tokenizer: Any, prompt: list[int], skip_special_tokens: bool = True):
         self.tokenizer, self.skip_special_tokens = tokenizer, skip_special_tokens
         self.text = ""
         self._fast = getattr(tokenizer, "_tokenizer", None)
-        context = prompt[-_CONTEXT:]
+        context = prompt[-self.CONTEXT :]
         self._stream = (
             DecodeStream(ids=context, skip_special_tokens=skip_special_tokens) if self._fast is not None else None
         )
@@ -37,7 +38,7 @@ class Detokenizer:
         self._ids.append(token)
         piece = self._step(token)
         if piece:
-            self._ids, self._read = self._ids[-_CONTEXT:], min(len(self._ids), _CONTEXT)
+            self._ids, self._read = self._ids[-self.CONTEXT :], min(len(self._ids), self.CONTEXT)
             self.text += piece
         return piece
 

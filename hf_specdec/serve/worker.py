@@ -47,7 +47,9 @@ class Update:
     """What a step gave one choice.
 
     Attributes:
-        text, token_ids, logprobs: since the last update. Text that may be the beginning of a stop text is held back.
+        text, token_ids, logprobs: since the last update. Text that may be the beginning of a stop text is held back. Without stop
+            texts the engine needs no text, and whoever reads the update makes it (`Answer.make_text`).
+        hides_end: the last of the tokens has ended the choice and is no part of its text.
         num_tokens: new tokens of the choice so far.
         statistics: of the whole request, with its last update.
         error: what ended the request: the client's mistake (ValueError) or a failure of the model.
@@ -66,6 +68,7 @@ class Update:
     statistics: dict[str, Any] | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: BaseException | None = None
+    hides_end: bool = False
 
 
 @dataclass
@@ -206,6 +209,7 @@ class EngineWorker(threading.Thread):
             choice.request.num_cached_tokens,
             output.finish_reason,
             output.stop_reason,
+            hides_end=choice.hides_end,
         )
 
     def _note_load(self) -> None:
