@@ -1,6 +1,7 @@
 """What every test shares: one thread, no network, fixed seeds, and the bundled models."""
 
 import os
+import tempfile
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -14,6 +15,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 import hf_specdec
 
 torch.set_num_threads(1)
+_CACHE = tempfile.TemporaryDirectory(prefix="hf_specdec-")
+os.environ["HF_SPECDEC_CACHE"] = _CACHE.name  # what methods keep between processes
 
 
 def pytest_collection_modifyitems(items):

@@ -147,6 +147,8 @@ def cache(tmp_path, monkeypatch):
         (folder / "blobs").mkdir()
         if card is not None:
             (snapshot / "README.md").write_text(card)
+        if source == TINY:
+            other_words(snapshot)
         if config:
             values = json.loads((snapshot / "config.json").read_text())
             (snapshot / "config.json").write_text(json.dumps({**values, **config}))
@@ -168,18 +170,29 @@ def found_for(model, **values):
     return decoder.generator
 
 
+def other_words(folder):
+    """Give a copy of the bundled model a tokenizer of its own, so that no bundled model is a small one of its vocabulary."""
+    tokenizer = json.loads((folder / "tokenizer.json").read_text())
+    words = tokenizer["model"]["vocab"]
+    first, second = list(words)[310:312]
+    words[first], words[second] = words[second], words[first]
+    (folder / "tokenizer.json").write_text(json.dumps(tokenizer))
+    return folder
+
+
 TINY = Path(hf_specdec.bundled("tiny"))
 CARD = "---\nbase_model: {}\n---\n"
 
 
 def test_a_bundled_head(tiny_model):
     generator = found_for(target(TINY))
-    assert generator.names[-1] == "eagle3" and "the bundled tiny-eagle3" in str(generator.found)
+    assert "the bundled tiny-eagle3" in str(generator.found) and "the bundled tiny-draft" in str(generator.found)
+    assert generator.names[generator.num_lookups :] == ["eagle3", "draft_model"]
     assert {"ngram", "token_recycling"} < set(generator.names[: generator.num_lookups])
 
 
 def test_look_ups_where_there_is_nothing_else(cache, tmp_path):
-    shutil.copytree(TINY, tmp_path / "mine")
+    other_words(shutil.copytree(TINY, tmp_path / "mine"))
     generator = found_for(target(tmp_path / "mine"))
     assert len(generator.names) == generator.num_lookups and "needs no model" in str(generator.found)
 
@@ -192,7 +205,8 @@ def test_own_mtp_layers_come_first(cache, tmp_path):
     module = load_file(Path(hf_specdec.bundled("tiny-mtp")) / "model.safetensors")
     save_file({**tensors, **module}, folder / "model.safetensors")
     generator = found_for(target(folder))
-    assert "mtp (the target's own MTP layers)" in str(generator.found) and generator.names[-1] == "mtp"
+    assert "mtp (the target's own MTP layers)" in str(generator.found)
+    assert generator.names[generator.num_lookups :] == ["mtp", "draft_model"]
 
 
 def test_a_head_in_the_local_cache_by_its_card(cache):
@@ -220,7 +234,7 @@ def test_a_small_model_with_the_same_vocabulary(cache):
     snapshot = cache("org/target", TINY)
     cache("org/small", hf_specdec.bundled("tiny-draft"), CARD.format("org/elsewhere"))
     other = cache("org/other-words", hf_specdec.bundled("tiny-draft"), CARD.format("org/elsewhere"))
-    tokenizer = json.loads((TINY / "tokenizer.json").read_text())
+    tokenizer = json.loads((snapshot / "tokenizer.json").read_text())
     (snapshot.parent.parent.parent / "models--org--small" / "snapshots" / "0123" / "tokenizer.json").write_text(
         json.dumps(tokenizer)
     )

@@ -70,8 +70,11 @@ class AutoLength(DraftLengthPolicy):
     FIRST_DRAFT = 1  # draft length in the prompt's step, before any cost is known
     DOUBT = 64  # steps without drafting after which the estimated extra cost is halved
     EVERY_PLAIN = 8  # every 8th step without drafts is timed
+    PROMISES = 8.0  # tokens that the belief in `_soonest`'s promises is worth at first
+    PROMISE_MEMORY = 0.97  # decay of what is known of them, per step
     ENDED_MEMORY = 0.9  # decay of the counts of how rows ended
     LONGEST_STALE = 256  # steps between two measurements of a plain step while drafting pays
+    LESS_OFTEN = 2  # factor by which that interval grows
 
     def __init__(self, longest: int, clock: Callable[[], float] | None = None):
         self.cost, self.clock = StepCost(), clock or (lambda: 0.0)
@@ -81,6 +84,9 @@ class AutoLength(DraftLengthPolicy):
         self._last_drafted, self._plain_due, self._plain_pause = 0, 0, 1
         self._quiet_until, self._quiet_rows = 0, frozenset()
         self._static = False
+        # Tokens that the slowest row of a static batch gained by drafts, and that it was expected to gain.
+        self._gained = np.full(2, self.PROMISES)
+        self._expected_gain = 0.0  # of the step under way
         self._ended = np.array([1.0, 0.0])  # how rows that could end early ended: early, at their maximum length
         # Candidate depths of the deepest draft: every depth at first, then with growing gaps.
         self._depths = np.unique(np.minimum(longest, [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, longest]))
@@ -132,6 +138,11 @@ class AutoLength(DraftLengthPolicy):
         """True if the account is empty, a plain step is due, or these rows wait for a probe."""
         return self._must_be_plain() or self._is_quiet(sequences)
 
+    @property
+    def spendable(self) -> float:
+        """Plain steps that the next step may waste."""
+        return self.account
+
     def _must_be_plain(self) -> bool:
         return self.account <= 0 or self._plain_is_due()
 
@@ -159,7 +170,7 @@ class AutoLength(DraftLengthPolicy):
         ends = np.unique(np.linspace(0, len(order) - 1, min(len(order), self.PREFIXES)).astype(np.int64))
         asked = (taken & asks).cumsum(1)[:, ends]
         extra = self._extra(num_rows, packed[:, ends], self._depths[:, None], asked, missed[ends], menu.drafter)
-        rates = np.where(extra <= self.account, (num_rows + won[:, ends]) / (1.0 + extra), 0.0)
+        rates = np.where(extra <= self.spendable, (num_rows + won[:, ends]) / (1.0 + extra), 0.0)
         which, end = np.unravel_index(rates.argmax(), rates.shape)
         if rates[which, end] <= num_rows:
             return np.zeros(num_rows, dtype=np.int64), 1.0
@@ -191,8 +202,11 @@ class AutoLength(DraftLengthPolicy):
         asked = depth * menu.asks
         missed = ((asked > 0) * menu.backlogs).sum(1) / self.HORIZON
         extra = self._extra(num_rows, num_rows + added, asked.max(1), asked.sum(1), missed, menu.drafter)
-        times = np.where(reached & ((extra <= self.account) | ~drafts.any(1)), (1.0 + extra) / rates, np.inf)
+        # Rows are not ahead of the slowest one by what is expected but by luck, which the last one to end has least of.
+        real = 1.0 + (rates - 1.0) * min(self._gained[0] / self._gained[1], 1.0)
+        times = np.where(reached & ((extra <= self.spendable) | ~drafts.any(1)), (1.0 + extra) / real, np.inf)
         best = int(times.argmin())
+        self._expected_gain = float(rates[best]) - 1.0
         return depth[best], float(1.0 / times[best])
 
     def _with_probes(self, chosen: np.ndarray, rows: np.ndarray, nodes, backlogs, room) -> np.ndarray:
@@ -262,7 +276,9 @@ class AutoLength(DraftLengthPolicy):
             if self.cost.target:
                 plain, spent = self.cost.of_target(num_rows, np.array([num_rows, packed]))
                 spent += self.cost.of_drafting(depth, num_asked, backlog - unread)
-                self._settle(float(spent / plain), self._progress(step))
+                progress = self._progress(step)
+                self._settle(float(spent / plain), progress)
+                self._settle_promise(step.sequences, progress)
             if packed == num_rows:
                 self._schedule_plain()
         self.acceptance.observe(rows, step, self.num_steps, self.LONGEST_PAUSE)
@@ -273,6 +289,15 @@ class AutoLength(DraftLengthPolicy):
             return float(np.mean(step.num_new))
         left, num_new = tokens_left(step.sequences), np.asarray(step.num_new)
         return float((left + num_new).max() - left.max())
+
+    def _settle_promise(self, sequences: list[Sequence], progress: float) -> None:
+        """Compare what the slowest row of a static batch gained with what was expected; without drafts, forget it slowly."""
+        if not self._end_together(sequences) or len(sequences) == 1:
+            return
+        if self._expected_gain > 0.0:
+            self._gained = self.PROMISE_MEMORY * self._gained + [max(progress - 1.0, 0.0), self._expected_gain]
+        else:
+            self._gained += 0.002 * (self._gained[1] - self._gained[0]) * np.array([1.0, 0.0])
 
     def _settle_quiet(self, sequences: list[Sequence], chose_none: bool) -> None:
         """If no row was worth drafting for, skip the choice until a probe is due."""
@@ -294,7 +319,7 @@ class AutoLength(DraftLengthPolicy):
 
     def _schedule_plain(self) -> None:
         """A plain step was measured: schedule the next one, at growing intervals."""
-        self._plain_pause = min(2 * self._plain_pause, self.LONGEST_STALE)
+        self._plain_pause = min(self.LESS_OFTEN * self._plain_pause, self.LONGEST_STALE)
         self._plain_due = self.num_steps + self._plain_pause
 
     def forget(self, seq: Sequence) -> None:

@@ -12,20 +12,23 @@ import numpy as np
 from ..candidate_generators.auto.generator import AutoGenerator, Choice
 from ..core.draft_trees import DraftTrees
 from ..core.sequence import Sequence
-from .acceptance import AcceptanceEstimates, DraftedStep
+from .acceptance import DraftedStep
 from .auto_length import AutoLength, Menu, tokens_left
-from .step_cost import FittedCost
+from .auto_memory import AutoMemory
+from .drafter_acceptance import DrafterAcceptance, promised_rates
+from .lookups import Lookups
+from .step_cost import FittedCost, StepCost
 
 
 @dataclass
 class _Asked:
-    """One round of choosing: what the look-ups offered, how long each took, the rates of acceptance they
-    expect, and what was chosen, by sequence id."""
+    """One round of choosing, by row: what the look-ups offered, how long each took, what kinds of drafts those are, what was
+    chosen."""
 
     order: dict[int, int]
     offers: list[DraftTrees]
     seconds: list[float]
-    rates: list[np.ndarray | None]
+    kinds: np.ndarray
     choice: Choice
 
 
@@ -33,11 +36,13 @@ class AutoMethod(AutoLength):
     """Chooses among an AutoGenerator's drafters as AutoLength chooses among lengths.
 
     Look-ups are asked first, so their drafts are known when the choice is made, and what they offer is compared with the text that
-    is written, whichever draft was verified. One that takes longer than it saves rests, for longer and longer. Drafters with weights
-    are judged by their past drafts. Each row gets the
-    offer of the look-up that it is expected to gain most from; then, for each drafter with weights, the rows that it serves better
-    are given to it, and the fastest of these divisions is taken. A drafter with weights that a row does not use is tried on it now
-    and then.
+    is written, whichever draft was verified. One that takes longer than it saves, against the best of the others, rests, for
+    longer and longer. Drafters with weights are judged by their past drafts. One that a row does not use is tried on it now and
+    then, if it could be better than what serves the row, by what is known of it.
+
+    A single row gets the drafter and depth with the most expected tokens per second. Of several rows each gets the offer of the
+    look-up that it is expected to gain most from; then, for each drafter with weights, the rows that it serves better are given to
+    it, and the fastest of these divisions is taken.
 
     The account of AutoLength bounds what all of this may cost: on text that no drafter guesses it is not slower than plain decoding
     by more than `ALLOWANCE`.
@@ -45,42 +50,38 @@ class AutoMethod(AutoLength):
     Args:
         generator: the drafters. This policy becomes its chooser.
         clock: see AutoLength.
+        memory: where what was learnt is kept between processes; None: nowhere.
     """
 
-    RECHECKS = 32, 256  # steps after which a drafter is tried again on a row that another one serves: at first, at most
+    RECHECKS = 16, 256  # steps after which a drafter is tried again on a row that another one serves: at first, at most
     MODEL_GUESS = 0.75  # acceptance of a drafter with weights before it has drafted: it is tried first
-    TRIAL = 8  # steps in which a look-up is asked before it is judged
-    RESTS = 16, 256  # steps for which a look-up rests: at first, at most
-    VALUE_MEMORY = 0.9  # decay of what a look-up is worth, per step
+    LOOKUP_GUESS = 0.5  # of a look-up that does not say what it expects
+    LESS_OFTEN = 4
+    OVERDRAFT = 0.25  # plain steps by which one step may overdraw the account
+    TRIED = 4  # a drafter is tried on one of so many rows at a time, at most
 
-    def __init__(self, generator: AutoGenerator, clock: Callable[[], float] | None = None):
+    def __init__(
+        self, generator: AutoGenerator, clock: Callable[[], float] | None = None, memory: AutoMemory | None = None
+    ):
         longest = generator.config.longest_draft or 1
         super().__init__(longest, clock)
+        self.cost = StepCost(StepCost.FINE)
         self.names, self.num_lookups = generator.names, generator.num_lookups
         self.longest = generator.longest
-        lookups, models = range(self.num_lookups), range(self.num_lookups, len(self.names))
-        self.estimates = [
-            *(AcceptanceEstimates(longest) for _ in lookups),
-            *(AcceptanceEstimates(longest, self.MODEL_GUESS) for _ in models),
-        ]
-        self.acceptance = self.estimates[self.num_lookups if len(self.names) > self.num_lookups else 0]
-        self.drafting = [
-            FittedCost(np.zeros(4), dropped=2) for _ in self.names
-        ]  # of drafters with weights: see StepCost.drafting
-        self.looking_up = [FittedCost(np.zeros(2)) for _ in lookups]
-        self._value = np.zeros(self.num_lookups)  # tokens per row that each look-up is expected to save in a step
-        self._asked_for = np.zeros(self.num_lookups, dtype=np.int64)  # steps since it last rested
-        self._rests_until = np.zeros(self.num_lookups, dtype=np.int64)
-        self._rest = np.full(self.num_lookups, self.RESTS[0])
-        self._recheck = np.full(
-            len(self.names), self.RECHECKS[0]
-        )  # doubles with each try, until the drafter is chosen again
+        self.drafters = DrafterAcceptance(len(self.names), longest)
+        self.drafting = [FittedCost(np.zeros(4), dropped=2) for _ in self.names]  # with weights: see StepCost.drafting
+        self.lookups = Lookups(self.num_lookups)
         self.steps = Counter[str]()  # row-steps by drafter
         self._rows: set[int] = set()  # ids of the sequences that have been asked for
-        # Tokens that were accepted, and that a look-up expected, of the offers of those that say what they expect.
-        self._kept_promises = np.ones((self.num_lookups, 2))
+        self._drafted_for: set[int] = set()  # those of them that the last choice drafted for
         self._knows_price = False  # whether a step with drafts has been timed
         self._asked: _Asked | None = None
+        self._depth = np.arange(1, longest + 1)
+        kinds = [self.LOOKUP_GUESS] * self.num_lookups + [self.MODEL_GUESS] * (len(self.names) - self.num_lookups)
+        self._usual_kinds = DrafterAcceptance.kind(np.array(kinds))
+        self.memory = memory
+        if memory is not None:
+            memory.restore(self)
         generator.chooser = self
 
     @property
@@ -95,16 +96,16 @@ class AutoMethod(AutoLength):
         begins = [seq.id for seq in sequences if seq.id not in self._rows]
         if begins:
             self._rows.update(begins)
-            self._rests_until[:] = self._asked_for[:] = 0
+            self.lookups.wake()
         return caps if any(caps) and not self.is_plain(sequences) else [0] * len(sequences)
 
     def _is_quiet(self, sequences: list[Sequence]) -> bool:
         """As in the base, once all look-ups rest: a match may come at any step."""
-        return not any(map(self.is_awake, range(self.num_lookups))) and super()._is_quiet(sequences)
+        return not self.lookups.awake(self.num_steps).any() and super()._is_quiet(sequences)
 
     def is_awake(self, index: int) -> bool:
         """See Chooser."""
-        return self.num_steps >= self._rests_until[index]
+        return bool(self.lookups.awake(self.num_steps)[index])
 
     def choose(
         self, sequences: list[Sequence], limits: list[int], offers: list[DraftTrees], seconds: list[float],
@@ -112,123 +113,176 @@ class AutoMethod(AutoLength):
     ) -> Choice:  # fmt: skip
         """See `candidate_generators.auto.generator.Chooser`."""
         began = self.clock()
-        room, rows = np.asarray(limits), [each.rows(sequences) for each in self.estimates]
-        rates = [
-            None if own is None else promised_rates(np.asarray(own), np.asarray(offer.lengths))
-            for own, offer in zip(scores or [None] * len(offers), offers, strict=True)
-        ]
-        if not self.cost.target:  # in a step that reads prompts, drafts cost little
-            begins = np.array([seq.num_generated == 0 for seq in sequences])
-            first = self.num_lookups if self._models else 0
-            choice = Choice(np.full(len(room), first), np.where(begins, np.minimum(room, self.FIRST_DRAFT), 0))
+        room, slots = np.asarray(limits), self.drafters.slots(sequences, self.num_steps)
+        kinds = np.repeat(self._usual_kinds[:, None], len(room), 1)
+        for index, own in enumerate(scores or ()):
+            if own is not None and any(offers[index].lengths):
+                kinds[index] = DrafterAcceptance.kind(
+                    promised_rates(np.asarray(own), np.asarray(offers[index].lengths))
+                )
+        if not self.cost.target:
+            choice = Choice(np.zeros(len(room), dtype=np.int64), np.zeros(len(room), dtype=np.int64))
         else:
-            choice = self._best(sequences, rows, offers, rates, room)
-        self._asked = _Asked({seq.id: i for i, seq in enumerate(sequences)}, offers, seconds, rates, choice)
+            choice = self._best(sequences, slots, kinds, offers, room)
+        self._asked = _Asked({seq.id: i for i, seq in enumerate(sequences)}, offers, seconds, kinds, choice)
         self._charge(self.clock() - began, len(sequences))
         return choice
 
     def _best(
-        self, sequences: list[Sequence], rows: list[np.ndarray], offers: list[DraftTrees], rates: list[np.ndarray | None],
-        room: np.ndarray,
+        self, sequences: list[Sequence], slots: np.ndarray, kinds: np.ndarray, offers: list[DraftTrees], room: np.ndarray
     ) -> Choice:  # fmt: skip
-        """The fastest division of the rows among the drafters, and the probes that are due and affordable."""
-        together = self._end_together(sequences)
-        left = tokens_left(sequences)
-        best, speed = Choice(np.zeros(len(room), dtype=np.int64), np.zeros(len(room), dtype=np.int64)), 1.0
-        for menu, drafter in self._menus(sequences, rows, offers, rates, room):
-            depth, faster = self._soonest(menu, left) if together else self._fastest(menu)
-            if faster > speed:
-                best, speed = Choice(drafter, depth), faster
+        """The fastest division of the rows among the drafters, and the trials that are due, promising and affordable."""
+        won = self.drafters.survival(slots, kinds, self.num_steps)
+        nodes, reach = self._nodes(offers, room)
+        won *= nodes > 0
+        if len(sequences) == 1:
+            drafter, depth, rates = self._best_of_one(won[:, 0], nodes[:, 0], reach[:, 0], slots, sequences)
+            choice, together = Choice(np.array([drafter]), np.array([depth])), False
+            worth = np.maximum(rates - 1.0, 0.0)[:, None]
+        else:
+            price = self._price(len(room))
+            worth = _worth(won, nodes, price, reach)
+            choice, together = (
+                self._best_of_many(won, nodes, reach, worth, slots, sequences),
+                self._end_together(sequences),
+            )
+        self.lookups.value(worth, self.num_steps)
+        self._wake(sequences, choice)
         if together:
-            room = np.where(left == left.max(), room, 0)  # another row's probe would gain nothing
-        return self._probed(best, sequences, rows, room)
+            left = tokens_left(sequences)
+            room = np.where(left == left.max(), room, 0)  # another row's trial would gain nothing
+        return self._with_trials(choice, sequences, slots, kinds, worth, room)
 
-    def _menus(
-        self, sequences: list[Sequence], rows: list[np.ndarray], offers: list[DraftTrees], rates: list[np.ndarray | None],
-        room: np.ndarray,
-    ) -> list[tuple[Menu, np.ndarray]]:  # fmt: skip
-        """Ways to divide the rows, as (menu, index of each row's drafter): all look up, or some ask a drafter with weights."""
-        num_rows, longest = len(room), self.acceptance.longest
-        plain, double = self.cost.of_target(num_rows, np.array([num_rows, 2 * num_rows]))
-        price = max(float(double - plain), 0.0) / float(plain)  # of a packed token, in tokens
-        gains, nodes = np.zeros((2, num_rows, longest))
-        drafter, value = np.zeros(num_rows, dtype=np.int64), np.zeros(num_rows)
+    def _nodes(self, offers: list[DraftTrees], room: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+        """[D, B, K]: the nodes that each draft has at each depth; and int [D, B], how deep it may be."""
+        nodes = np.zeros((len(self.names), len(room), len(self._depth)))
         for index, offer in enumerate(offers):
-            own = np.zeros((num_rows, longest))
-            counts = offer.nodes_by_depth[:, :longest]
-            own[:, : counts.shape[1]] = counts
-            within = room if self._knows_price else np.minimum(room, 1)
-            won = self._gains(index, rows[index], rates[index]) * (own > 0)
-            worth = _worth(won, own, price, within)
-            self._value[index] *= self.VALUE_MEMORY
-            self._value[index] += (1.0 - self.VALUE_MEMORY) * float(worth.mean())
-            better = worth > value
-            drafter, value = np.where(better, index, drafter), np.where(better, worth, value)
-            gains, nodes = np.where(better[:, None], won, gains), np.where(better[:, None], own, nodes)
-        nobody, nothing = np.zeros(num_rows, dtype=bool), np.zeros(num_rows)
-        within = room if self._knows_price else np.minimum(room, 1)
-        menus = [(Menu(gains, nodes, nothing, within, nobody), drafter)] if offers else []
+            counts = offer.nodes_by_depth[:, : len(self._depth)]
+            nodes[index, :, : counts.shape[1]] = counts
         for index in self._models:
-            won, own = self.estimates[index].expected(rows[index])
-            known = self._knows_price and self.drafting[index]
-            within = np.minimum(room, self.longest[index] if known else 1)  # one token at most until costs are known
-            asks = _worth(won, own, price, within) > value
-            if asks.any():
-                menu = Menu(
-                    np.where(asks[:, None], won, gains),
-                    np.where(asks[:, None], own, nodes),
-                    self.estimates[index].backlogs(rows[index], sequences) * asks,
-                    np.where(asks, within, room if self._knows_price else np.minimum(room, 1)),
-                    asks,
-                    index,
-                )
-                menus.append((menu, np.where(asks, index, drafter)))
-        return menus
+            nodes[index] = self.drafters.nodes(index)
+        known = [self._knows_price and (i < self.num_lookups or bool(self.drafting[i])) for i in range(len(self.names))]
+        longest = np.where(known, self.longest, 1)  # one token at most until costs are known
+        return nodes, np.minimum(room, longest[:, None])
 
-    def _gains(self, index: int, rows: np.ndarray, rates: np.ndarray | None) -> np.ndarray:
-        """[B, K]: the tokens that each depth of a look-up's offer is expected to add, by what the look-up says or by past offers."""
-        if rates is None:
-            return self.estimates[index].probabilities(rows).cumprod(1)
-        kept, promised = self._kept_promises[index]
-        return np.minimum(kept / promised, 1.0) * rates[:, None] ** np.arange(1, self.acceptance.longest + 1)
-
-    def _probed(self, best: Choice, sequences: list[Sequence], rows: list[np.ndarray], room: np.ndarray) -> Choice:
-        """`best`, with one token of a drafter with weights for rows on which it is due, as far as the account allows."""
+    def _best_of_one(
+        self, won: np.ndarray, nodes: np.ndarray, reach: np.ndarray, slots: np.ndarray, sequences: list[Sequence]
+    ) -> tuple[int, int, np.ndarray]:
+        """(drafter, depth, float [D]: speed of each drafter at its best depth, in that of plain decoding) for a single row."""
+        plain = float(self.cost.of_target(1, 1))
+        seconds = self.cost.of_target(1, 1.0 + nodes.cumsum(1)) - plain
         for index in self._models:
-            estimates, mine = self.estimates[index], rows[index]
-            idle = (best.depth == 0) & (self.num_steps % estimates.pauses[mine] == 0)
+            backlog = (len(sequences[0].tokens) - int(self.drafters.read_up_to[slots[0], index])) / self.HORIZON
+            seconds[index] += self.of_drafting(index, 1, self._depth, self._depth, backlog)
+        extra = seconds / plain * self._doubt
+        offered = (self._depth <= reach[:, None]) & (nodes > 0)
+        rates = np.where(offered, (1.0 + won.cumsum(1)) / (1.0 + extra), 0.0)
+        affordable = np.where(extra <= self.spendable, rates, 0.0)
+        drafter, depth = divmod(int(affordable.argmax()), rates.shape[1])
+        return drafter, (depth + 1 if affordable[drafter, depth] > 1.0 else 0), rates.max(1)
+
+    def _best_of_many(
+        self, won: np.ndarray, nodes: np.ndarray, reach: np.ndarray, worth: np.ndarray, slots: np.ndarray, sequences: list[Sequence]
+    ) -> Choice:  # fmt: skip
+        """The fastest of the divisions: all rows look up, or some ask a drafter with weights."""
+        together, left = self._end_together(sequences), tokens_left(sequences)
+        rows, lengths = np.arange(len(sequences)), np.array([len(seq.tokens) for seq in sequences])
+        drafter = worth[: self.num_lookups].argmax(0) if self.num_lookups else np.full(len(rows), -1)
+        value = worth[drafter, rows] if self.num_lookups else np.zeros(len(rows))
+        found = value > 0
+        nobody = np.zeros(len(rows), dtype=bool)
+
+        def menu(index: int, asks: np.ndarray) -> tuple[Menu, np.ndarray]:
+            whose = np.where(asks, index, drafter)
+            has = (asks | found)[:, None]
+            backlogs = (lengths - self.drafters.read_up_to[slots, index]) * asks
+            own = Menu(won[whose, rows] * has, nodes[whose, rows] * has, backlogs, reach[whose, rows], asks, index)
+            return own, whose
+
+        menus = [menu(0, nobody)] if self.num_lookups else []
+        menus += [menu(index, worth[index] > value) for index in self._models if (worth[index] > value).any()]
+        best, speed, gain = Choice(np.zeros(len(rows), dtype=np.int64), np.zeros(len(rows), dtype=np.int64)), 1.0, 0.0
+        for each, whose in menus:
+            self._expected_gain = 0.0
+            depth, faster = self._soonest(each, left) if together else self._fastest(each)
+            if faster > speed:
+                best, speed, gain = Choice(whose, depth), faster, self._expected_gain
+        self._expected_gain = gain
+        return best
+
+    def _price(self, num_rows: int) -> float:
+        """Cost of a packed token, in tokens of plain decoding."""
+        plain, double = self.cost.of_target(num_rows, np.array([num_rows, 2 * num_rows]))
+        return max(float(double - plain), 0.0) / float(plain)
+
+    def _with_trials(
+        self, best: Choice, sequences: list[Sequence], slots: np.ndarray, kinds: np.ndarray, worth: np.ndarray, room: np.ndarray
+    ) -> Choice:  # fmt: skip
+        """`best`, with one token of a drafter with weights for rows on which a trial is due, as far as the account allows. On a
+        row that is served, what it may be at best has to be better than what serves it."""
+        hoped, lengths = None, np.array([len(seq.tokens) for seq in sequences])
+        for index in self._models:
+            acceptance = self.drafters
             served = (best.depth > 0) & (best.drafter != index)
-            if ((best.depth > 0) & ~served).any():
-                self._recheck[index] = self.RECHECKS[0]
-            long_ago = self.num_steps - estimates.last_drafted[mine] >= self._recheck[index]
-            due = (idle | (served & long_ago)) & (room > 0)
+            own = (best.depth > 0) & ~served
+            acceptance.pauses[slots[own], index] = 1
+            last = acceptance.drafted_at[slots, index]
+            pause = np.where(
+                served, np.maximum(acceptance.pauses[slots, index], self.RECHECKS[0]), acceptance.pauses[slots, index]
+            )
+            due = ~own & (room > 0) & ((last < 0) | (self.num_steps - last >= pause))
+            if due.any() and self.drafting[index]:
+                hoped = self._hoped(slots, kinds, room, sequences) if hoped is None else hoped
+                due &= hoped[index] > np.maximum(worth[best.drafter, np.arange(len(room))] * served, 0.0)
             waiting = np.flatnonzero(due)
-            waiting = waiting[np.argsort(estimates.last_drafted[mine[waiting]], kind="stable")]
-            backlogs = estimates.backlogs(mine, sequences) - self._unread_by(estimates, mine, sequences)
+            waiting = waiting[np.argsort(last[waiting], kind="stable")][: max(1, len(room) // self.TRIED)]
+            unread = np.where(last < 0, [seq.prompt_length for seq in sequences], acceptance.read_up_to[slots, index])
             while len(waiting):
-                packed, backlog = len(room) + len(waiting), backlogs[waiting].sum()
+                backlog = int((lengths - unread)[waiting].sum())
                 lost = float(served[waiting].mean())  # what the other drafter would have gained, roughly
-                if self._extra(len(room), packed, 1, len(waiting), backlog, index) + lost <= self.account:
-                    if served[waiting].any():
-                        self._recheck[index] = min(2 * self._recheck[index], self.RECHECKS[1])
+                if (
+                    self._extra(len(room), len(room) + len(waiting), 1, len(waiting), backlog, index) + lost
+                    <= self.spendable
+                ):
+                    mine = slots[waiting]
+                    acceptance.pauses[mine, index] = np.minimum(2 * np.maximum(pause[waiting], 1), self.RECHECKS[1])
                     best = Choice(best.drafter.copy(), best.depth.copy())
                     best.drafter[waiting], best.depth[waiting] = index, 1
                     break
                 waiting = waiting[: len(waiting) // 2]
         return best
 
-    @staticmethod
-    def _unread_by(estimates: AcceptanceEstimates, rows: np.ndarray, sequences: list[Sequence]) -> np.ndarray:
-        """As `_unread`, for one of the drafters."""
-        return np.where(estimates.last_drafted[rows] < 0, [seq.prompt_length for seq in sequences], 0)
+    def _hoped(self, slots: np.ndarray, kinds: np.ndarray, room: np.ndarray, sequences: list[Sequence]) -> np.ndarray:
+        """[D, B]: what drafters with weights may be worth to each row at best, in the measure of `worth`."""
+        won = self.drafters.survival(slots, kinds, self.num_steps, hope=True)
+        nodes, _ = self._nodes([], room)
+        reach = np.minimum(room, self.longest[:, None])
+        if len(room) == 1:
+            *_, rates = self._best_of_one(won[:, 0] * (nodes[:, 0] > 0), nodes[:, 0], reach[:, 0], slots, sequences)
+            return (rates - 1.0)[:, None]
+        return _worth(won * (nodes > 0), nodes, self._price(len(room)), reach)
+
+    @property
+    def spendable(self) -> float:
+        """What the account holds, at least a short draft as long as it holds anything: a text that becomes easy must be noticed."""
+        return max(self.account, self.OVERDRAFT)
+
+    @property
+    def _doubt(self) -> float:
+        """Share of estimated extra time that is believed: while nothing is drafted nothing is measured."""
+        return 0.5 ** ((self.num_steps - self._last_drafted) / self.DOUBT)
 
     def of_drafting(self, drafter: int, num_rows: int, depth, num_asked, backlog):
         """Seconds that a drafter with weights takes. The look-ups have been asked already."""
         fixed, per_depth, per_token, per_backlog = self.drafting[drafter].coefficients
         return (num_asked > 0) * (fixed + per_depth * depth + per_backlog * backlog) + per_token * num_asked
 
-    def _seconds_of_lookup(self, index: int, num_rows: int) -> float:
-        return float(self.looking_up[index].coefficients @ np.array([1.0, num_rows]))
+    def _wake(self, sequences: list[Sequence], choice: Choice) -> None:
+        """A row that was drafted for until now and no longer is writes something else: all look-ups are asked again."""
+        drafted = {seq.id for seq, depth in zip(sequences, choice.depth.tolist(), strict=True) if depth}
+        if any(seq.id in self._drafted_for and seq.id not in drafted for seq in sequences):
+            self.lookups.wake()
+        self._drafted_for = drafted
 
     # ---- learning ---------------------------------------------------------------------------------------------------
 
@@ -249,14 +303,18 @@ class AutoMethod(AutoLength):
         """Learn from a step in which drafters were asked. Returns whether any of them was chosen."""
         at = np.array([asked.order[seq.id] for seq in step.sequences])
         drafter, depth = asked.choice.drafter[at], np.where(np.asarray(step.limits) > 0, asked.choice.depth[at], 0)
-        for index in range(self.num_lookups):
-            self._observe_offer(step, index, asked, at)
+        slots = self.drafters.slots(step.sequences, self.num_steps)
         num_rows, drafted = len(at), depth > 0
+        offered, accepted = self._judged(step, asked, at, drafter)
         drafting = 0.0
         for index in np.unique(drafter[drafted & (drafter >= self.num_lookups)]).tolist():
-            drafting += self._observe_model(step, index, np.where(drafter == index, depth, 0), sum(asked.seconds))
-        for index, count in zip(*np.unique(drafter[drafted], return_counts=True), strict=True):
-            self.steps[self.names[index]] += int(count)
+            limits = np.where(drafter == index, depth, 0)
+            drafting += self._observe_model(step, index, slots, limits, sum(asked.seconds))
+        # A row that has ended was cut short, which says nothing about its last draft.
+        written = np.where([seq.finished for seq in step.sequences], 0, step.num_new)
+        self.drafters.observe(slots, asked.kinds[:, at], offered, accepted, written, self.num_steps)
+        for index in drafter[drafted].tolist():
+            self.steps[self.names[index]] += 1
         if drafted.any():
             self._last_drafted = self.num_steps
         if step.seconds is None:
@@ -269,71 +327,97 @@ class AutoMethod(AutoLength):
                 self._schedule_plain()
         if self.cost.target:
             plain, spent = self.cost.of_target(num_rows, np.array([num_rows, packed]))
-            spent += drafting + self._settle_lookups(num_rows, asked.seconds, float(plain))
-            self._settle(float(spent / plain), self._progress(step))
+            spent += drafting + self.lookups.settle(asked.seconds, float(plain), self.num_steps)
+            progress = self._progress(step)
+            self._settle(float(spent / plain), progress)
+            self._settle_promise(step.sequences, progress)
         return bool(drafted.any())
 
-    def _settle_lookups(self, num_rows: int, seconds: list[float], plain: float) -> float:
-        """Let look-ups rest that are worth less than their time. Returns the seconds of those that were asked."""
-        spent = 0.0
-        for index, own in enumerate(seconds):
-            if not self.is_awake(index):
-                continue
-            self.looking_up[index].observe((num_rows.bit_length(),), np.array([1.0, num_rows]), own)
-            takes = self._seconds_of_lookup(index, num_rows)
-            spent += takes
-            self._asked_for[index] += 1
-            if self._asked_for[index] < self.TRIAL:
-                continue
-            if self._value[index] >= takes / plain:
-                self._rest[index] = self.RESTS[0]
-            else:
-                self._rests_until[index] = self.num_steps + 1 + self._rest[index]
-                self._rest[index] = min(2 * self._rest[index], self.RESTS[1])
-                self._asked_for[index] = 0
-        return spent
+    def _judged(
+        self, step: DraftedStep, asked: _Asked, at: np.ndarray, drafter: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """int [D, B] each: how deep the draft of each drafter was, and how far it agrees with the text that was written."""
+        offered, accepted = np.zeros((2, len(self.names), len(at)), dtype=np.int64)
+        new = [seq.tokens[len(seq.tokens) - count :] for seq, count in zip(step.sequences, step.num_new, strict=True)]
+        for index, offer in enumerate(asked.offers):
+            if offer.num_nodes:
+                offered[index] = (offer.nodes_by_depth[at] > 0).sum(1)
+                accepted[index] = [
+                    len(offer.matching_path(row, text)) for row, text in zip(at.tolist(), new, strict=True)
+                ]
+        rows = np.flatnonzero(drafter >= self.num_lookups)
+        offered[drafter[rows], rows] = (step.nodes[rows] > 0).sum(1)
+        accepted[drafter[rows], rows] = np.asarray(step.accepted)[rows]
+        return offered, accepted
 
-    def _observe_offer(self, step: DraftedStep, index: int, asked: _Asked, at: np.ndarray) -> None:
-        """Judge what a look-up offered by the text that was written."""
-        offer, rates = asked.offers[index], asked.rates[index]
-        counts = offer.nodes_by_depth[at]
-        if not counts.shape[1]:
-            return
-        written = np.asarray(step.num_new)
-        nodes = np.where(np.arange(counts.shape[1]) < written[:, None], counts, 0)  # deeper ones are not judged
-        accepted = [
-            len(offer.matching_path(row, seq.tokens[len(seq.tokens) - new :])) if offer.lengths[row] else 0
-            for row, seq, new in zip(at.tolist(), step.sequences, step.num_new, strict=True)
-        ]
-        if rates is not None:
-            promised = (rates[at][:, None] ** np.arange(1, nodes.shape[1] + 1) * (nodes > 0)).sum()
-            self._kept_promises[index] = self.VALUE_MEMORY * self._kept_promises[index] + [sum(accepted), promised]
-        seen = DraftedStep(step.sequences, (nodes > 0).sum(1).tolist(), nodes, accepted, step.num_new)
-        estimates = self.estimates[index]
-        estimates.observe(estimates.rows(step.sequences), seen, self.num_steps, self.LONGEST_PAUSE)
-
-    def _observe_model(self, step: DraftedStep, index: int, limits: np.ndarray, lookup_seconds: float) -> float:
-        """Learn from the drafts of a drafter with weights. Returns its estimated seconds, reading prompts left out."""
-        estimates = self.estimates[index]
-        rows, asks = estimates.rows(step.sequences), limits > 0
-        backlogs = estimates.backlogs(rows, step.sequences) - np.asarray(step.num_new)  # as it was when drafting began
-        unread = int(self._unread_by(estimates, rows, step.sequences)[asks].sum())
-        depth, num_asked, backlog = int(limits.max()), int(limits.sum()), int(backlogs[asks].sum())
+    def _observe_model(
+        self, step: DraftedStep, index: int, slots: np.ndarray, limits: np.ndarray, lookup_seconds: float
+    ) -> float:
+        """Learn what the drafts of a drafter with weights cost. Returns its estimated seconds, reading prompts left out."""
+        asks = np.flatnonzero(limits)
+        lengths = np.array([len(seq.tokens) for seq in step.sequences])[asks]
+        begun, first = lengths - np.asarray(step.num_new)[asks], self.drafters.drafted_at[slots[asks], index] < 0
+        backlog = int((begun - self.drafters.read_up_to[slots[asks], index]).sum())
+        unread = int(np.array([seq.prompt_length for seq in step.sequences])[asks][first].sum())
+        depth, num_asked = int(limits.max()), int(limits.sum())
         features = np.array([1.0, depth, num_asked, backlog])
         seconds = max(step.drafting_seconds - lookup_seconds, 0.0)
         self.drafting[index].observe((depth, num_asked, backlog.bit_length()), features, seconds)
-        nodes = np.where(asks[:, None], step.nodes, 0)
-        accepted = np.where(asks, step.accepted, 0).tolist()
-        own = DraftedStep(step.sequences, limits.tolist(), nodes, accepted, step.num_new)
-        estimates.observe(rows, own, self.num_steps, self.LONGEST_PAUSE)
-        return float(self.of_drafting(index, len(rows), depth, num_asked, backlog - unread))
+        self.drafters.asked(index, slots[asks], limits[asks], step.nodes[asks], lengths, self.num_steps)
+        return float(self.of_drafting(index, len(slots), depth, num_asked, max(backlog - unread, 0)))
+
+    def _settle_quiet(self, sequences: list[Sequence], chose_none: bool) -> None:
+        """If no row was worth drafting for, skip the choice until a trial is due."""
+        self._quiet_until, self._quiet_rows = 0, frozenset()
+        if chose_none and self._models:
+            slots = self.drafters.slots(sequences, self.num_steps)
+            models = slice(self.num_lookups, None)
+            due = self.drafters.drafted_at[slots, models] + self.drafters.pauses[slots, models]
+            self._quiet_until = max(int(due.min()), self.num_steps + 1)
+        elif chose_none:
+            self._quiet_until = int(self.lookups.rests_until.min())
+        self._quiet_rows = frozenset(seq.id for seq in sequences)
 
     def forget(self, seq: Sequence) -> None:
-        """Drop the row's estimates, and note how it ended."""
+        """Drop the row's estimates, and note how it ended. What was learnt is kept once no row is left."""
         super().forget(seq)
         self._rows.discard(seq.id)
-        for estimates in self.estimates:
-            estimates.forget(seq)
+        self.drafters.forget(seq)
+        if self.memory is not None and not self._rows:
+            self.memory.keep(self)
+
+    # ---- memory -----------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What was learnt of the model and the machine, as JSON; empty before a step was timed."""
+        return (
+            {}
+            if not self.cost.target
+            else {
+                "target": self.cost.target.state(),
+                "drafting": [cost.state() for cost in self.drafting],
+                "looking_up": self.lookups.seconds.tolist(),
+                "gained": self._gained.tolist(),
+                "drafters": self.drafters.state(),
+            }
+        )
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from an earlier `state`.
+
+        Raises:
+            KeyError, TypeError, ValueError: it is of something else.
+        """
+        if len(state["drafting"]) != len(self.drafting) or len(state["looking_up"]) != self.num_lookups:
+            raise ValueError("costs of other drafters")
+        self.drafters.load(state["drafters"])
+        for cost, own in zip([self.cost.target, *self.drafting], [state["target"], *state["drafting"]], strict=True):
+            cost.load(own)
+        self.lookups.seconds = np.asarray(state["looking_up"], dtype=np.float64)
+        self._gained = np.array([float(each) for each in state["gained"]])
+        self._knows_price = any(tokens > rows for (rows, tokens), *_ in state["target"])
+        self._plain_pause = self.LONGEST_STALE // 2
+        self._schedule_plain()
 
     # ---- for people -------------------------------------------------------------------------------------------------
 
@@ -344,33 +428,16 @@ class AutoMethod(AutoLength):
         drafters = {}
         for index, name in enumerate(self.names):
             if index < self.num_lookups:
-                milliseconds = 1e3 * self._seconds_of_lookup(index, num_rows)
+                milliseconds = 1e3 * float(self.lookups.seconds[index])
             else:
                 milliseconds = 1e3 * float(self.of_drafting(index, num_rows, 1, num_rows, 0))
-            begin = self.estimates[index]._begin
             drafters[name] = {
-                "milliseconds": milliseconds, "acceptance": float(begin[0] / begin[1]), "steps": self.steps[name],
+                "milliseconds": milliseconds, "acceptance": self.drafters.acceptance(index), "steps": self.steps[name],
             }  # fmt: skip
         return {"plain_ms": float(plain), "token_ms": float(double - plain) / num_rows, "drafters": drafters}
 
 
-def promised_rates(scores: np.ndarray, lengths: np.ndarray) -> np.ndarray:
-    """[B]: the rate a of acceptance per token with which a + a^2 + .. + a^n is the score; 0 without a draft.
-
-    Args:
-        scores: [B], how many tokens of each draft are expected to be accepted.
-        lengths: [B], n.
-    """
-    depths = np.arange(1, max(int(lengths.max(initial=0)), 1) + 1)
-    low, high = np.zeros(len(lengths)), np.ones(len(lengths))
-    for _ in range(12):
-        middle = (low + high) / 2
-        enough = (middle[:, None] ** depths * (depths <= lengths[:, None])).sum(1) >= scores
-        low, high = np.where(enough, low, middle), np.where(enough, middle, high)
-    return np.where(lengths > 0, high, 0.0)
-
-
-def _worth(gains: np.ndarray, nodes: np.ndarray, price: float, room: np.ndarray) -> np.ndarray:
-    """[B]: the most that a row's draft is expected to gain, its packed tokens paid, at any depth within its room; at least 0."""
-    allowed = np.arange(gains.shape[1]) < room[:, None]
-    return np.where(allowed, (gains - price * nodes).cumsum(1), 0.0).max(1, initial=0.0)
+def _worth(gains: np.ndarray, nodes: np.ndarray, price: float, reach: np.ndarray) -> np.ndarray:
+    """[D, B]: the most that each draft is expected to gain, its packed tokens paid, at any depth within its reach; at least 0."""
+    allowed = np.arange(gains.shape[2]) < reach[:, :, None]
+    return np.where(allowed, (gains - price * nodes).cumsum(2), 0.0).max(2, initial=0.0)

@@ -9,6 +9,7 @@ from ..candidate_generators.auto import AutoGenerator
 from ..config import SpeculativeConfig
 from ..core.clock import clock_for
 from .auto_length import AutoLength
+from .auto_memory import AutoMemory
 from .auto_method import AutoMethod
 from .draft_length import DraftLengthPolicy, LengthPerBatchSize, UpToBatchSize
 
@@ -21,7 +22,10 @@ def make_policy(config: SpeculativeConfig, generator: CandidateGenerator | None 
             not counted.
     """
     clock = None if generator is None else clock_for(generator.target.device)
-    policy = AutoMethod(generator, clock) if isinstance(generator, AutoGenerator) else _make_lengths(config, clock)
+    if isinstance(generator, AutoGenerator):
+        policy = AutoMethod(generator, clock, AutoMemory.of(generator))
+    else:
+        policy = _make_lengths(config, clock)
     most_rows = config.disable_by_batch_size
     return policy if most_rows is None else UpToBatchSize(policy, most_rows)
 

@@ -57,6 +57,31 @@ class FittedCost:
             self._coefficients, self._fitted_at = self._fit(), self._count
         return self._coefficients
 
+    def state(self) -> list[list]:
+        """The median measurement of each size, as JSON."""
+        return [[list(size), *self._median(samples)] for size, samples in self._sizes.items()]
+
+    def load(self, state: list[list]) -> None:
+        """Go on from an earlier `state`. New measurements of a size soon outvote the old one.
+
+        Raises:
+            ValueError: other features, or times that are none.
+        """
+        sizes: OrderedDict[tuple, deque[tuple[float, np.ndarray]]] = OrderedDict()
+        for size, seconds, features in state:
+            values = np.asarray(features, dtype=np.float64)
+            if values.shape != self.prior.shape or not np.isfinite(values).all() or not 0.0 < seconds < 1e6:
+                raise ValueError("times of something else")
+            sizes[tuple(map(int, size))] = deque([(float(seconds), values)], maxlen=self._SAMPLES)
+        if sizes:
+            self._sizes, self._last, self._coefficients = sizes, dict.fromkeys(sizes, 0), None
+            self._count = self._fitted_at = len(sizes)
+
+    @staticmethod
+    def _median(samples: deque[tuple[float, np.ndarray]]) -> tuple[float, list[float]]:
+        seconds, features = sorted(samples, key=lambda sample: sample[0])[(len(samples) - 1) // 2]
+        return seconds, features.tolist()
+
     def _fit(self) -> np.ndarray:
         medians = [sorted(s, key=lambda sample: sample[0])[(len(s) - 1) // 2] for s in self._sizes.values()]
         seconds, features = np.array([each for each, _ in medians]), np.stack([each for _, each in medians])
@@ -94,21 +119,23 @@ def non_negative_solution(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
 class StepCost:
     """Seconds of a decoding step.
 
-    Target: by rows and by packed tokens, piecewise linear between powers of two (the cost grows in steps: the second token may
-    cost much, tokens up to the next multiple of a tile nothing). Drafting: by depth (a drafter's forwards run one after
+    Target: by rows and by packed tokens, piecewise linear between `knots` (the cost grows in steps: the second token may cost
+    much, tokens up to the next multiple of a tile nothing). Drafting: by depth (a drafter's forwards run one after
     another), by draft tokens asked for, and by tokens that the drafter has to catch up with.
     """
 
-    _KNOTS = 2.0 ** np.arange(13)  # 1, 2, 4, .. 4096 tokens
+    OCTAVES = 2.0 ** np.arange(13)  # 1, 2, 4, .. 4096 tokens
+    FINE = np.array([1.0, 2.0, 3.0, 4.0, 6.0, *OCTAVES[3:]])  # where drafts of many lengths are measured
     _OCTAVE = 0.1  # initial guess: how much longer a forward gets when its tokens double
 
-    def __init__(self) -> None:
-        self.target = FittedCost(np.concatenate([[0.8, 0.01], np.full(len(self._KNOTS) - 1, self._OCTAVE)]))
+    def __init__(self, knots: np.ndarray = OCTAVES):
+        self.knots = knots
+        self.target = FittedCost(np.concatenate([[0.8, 0.01], self._OCTAVE * np.diff(np.log2(self.knots))]))
         self.drafting = FittedCost(np.zeros(4))
 
     def observe_target(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """Record the time of the target and the rest of the loop, for `num_rows` rows with `num_tokens` tokens in all."""
-        low, high = self._KNOTS[:-1], self._KNOTS[1:]
+        low, high = self.knots[:-1], self.knots[1:]
         reach = np.clip((num_tokens - low) / (high - low), 0.0, 1.0)  # how far into each octave the tokens reach
         self.target.observe((num_rows, num_tokens), np.concatenate([[1.0, num_rows], reach]), seconds)
 
@@ -120,7 +147,7 @@ class StepCost:
     def of_target(self, num_rows: int, num_tokens):
         """Seconds of the target (above 0) for packed token counts: a number or an array, fractions allowed."""
         fixed, per_row, *octaves = self.target.coefficients
-        seconds = fixed + per_row * num_rows + np.interp(num_tokens, self._KNOTS, np.cumsum([0.0, *octaves]))
+        seconds = fixed + per_row * num_rows + np.interp(num_tokens, self.knots, np.cumsum([0.0, *octaves]))
         return np.maximum(seconds, 1e-9)
 
     def of_drafting(self, depth, num_asked, backlog):

@@ -29,6 +29,13 @@ class AutoConfig(SpeculativeConfig):
     max_download_gb: float = field(
         default=2.0, metadata={"help": "largest head that may be downloaded from the Hub; 0: none"}
     )
+    memory: bool | str = field(
+        default=True,
+        metadata={
+            "help": "keep measured costs and rates of acceptance from process to process: true (in $HF_SPECDEC_CACHE, or a folder "
+            "of the Hub's cache), a folder, or false; nothing of any text"
+        },
+    )
 
     def __post_init__(self) -> None:
         self.method = self.method or self.name
@@ -37,6 +44,8 @@ class AutoConfig(SpeculativeConfig):
         super().__post_init__()
         self.check_text("model")
         self.check_number("max_download_gb", minimum=0)
+        if not isinstance(self.memory, bool):
+            self.check_text("memory")
         if self.methods is not None:
             if not isinstance(self.methods, (list, tuple)) or not self.methods:
                 raise self.fail(

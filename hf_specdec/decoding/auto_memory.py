@@ -1,0 +1,114 @@
+"""AutoMemory: what method "auto" has learnt about a model on a machine, kept in a file from process to process."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import platform
+import time
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from huggingface_hub import constants
+
+from ..candidate_generators.auto.generator import AutoGenerator
+
+logger = logging.getLogger(__name__)
+
+FORMAT = 1
+EVERY = 2.0  # seconds between two writes, at least
+VARIABLE = "HF_SPECDEC_CACHE"
+
+
+def cache_folder() -> Path:
+    """Where files are kept between processes: $HF_SPECDEC_CACHE, otherwise a folder of the Hub's cache."""
+    return Path(os.environ.get(VARIABLE) or Path(constants.HF_HOME) / "hf_specdec")
+
+
+class Learnt(Protocol):
+    """What is kept: `auto_method.AutoMethod`."""
+
+    def state(self) -> dict[str, Any]:
+        """What was learnt, as JSON; empty if that is nothing."""
+        ...
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from an earlier `state`."""
+        ...
+
+
+class AutoMemory:
+    """Numbers only: times of steps, and shares of accepted tokens by drafter and depth. Nothing of any text.
+
+    The file is named by all that the numbers depend on: the model, its drafters, the machine and its threads. One that cannot be
+    read or written is passed over with a warning, since it changes speed only.
+
+    Args:
+        path: the file.
+    """
+
+    def __init__(self, path: Path):
+        self.path = path
+        self._kept_at = -EVERY
+
+    @classmethod
+    def of(cls, generator: AutoGenerator) -> AutoMemory | None:
+        """The memory that the generator's configuration asks for; None: none."""
+        wanted = generator.config.memory
+        if wanted is False:
+            return None
+        model, device = generator.target.model, generator.target.device
+        what = [
+            FORMAT, type(model).__name__, model.name_or_path, sum(p.numel() for p in model.parameters()), str(model.dtype), str(device),
+            torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(), torch.get_num_threads(),
+            [[name, generator.by_name[name].config.to_dict()] for name in generator.names], generator.config.to_dict().get("native"),
+        ]  # fmt: skip
+        name = hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:24]
+        folder = cache_folder() / "auto" if wanted is True else Path(wanted)
+        return cls(folder / f"{name}.json")
+
+    def restore(self, policy: Learnt) -> bool:
+        """Give a new policy what was learnt before. Returns whether there was anything."""
+        try:
+            state = json.loads(self.path.read_text(encoding="utf-8"))
+        except FileNotFoundError:
+            return False
+        except (OSError, ValueError) as error:
+            logger.warning("auto: %s cannot be read (%s); measuring anew.", self.path, error)
+            return False
+        try:
+            policy.load(state)
+        except (KeyError, TypeError, ValueError) as error:
+            logger.warning("auto: %s holds something else (%r); measuring anew.", self.path, error)
+            return False
+        return True
+
+    def keep(self, policy: Learnt) -> None:
+        """Write what the policy knows, if it knows anything and the last time is `EVERY` seconds ago."""
+        now = time.monotonic()
+        if now - self._kept_at < EVERY:
+            return
+        state = policy.state()
+        if not state:
+            return
+        self._kept_at = now
+        unfinished = self.path.with_name(f"{self.path.name}.{os.getpid()}.partial")
+        try:
+            self.path.parent.mkdir(parents=True, exist_ok=True)
+            unfinished.write_text(json.dumps(state), encoding="utf-8")
+            os.replace(unfinished, self.path)
+        except OSError as error:
+            logger.warning("auto: %s cannot be written (%s); what was learnt ends with this process.", self.path, error)
+            self._kept_at = float("inf")
+
+
+def _processor() -> str:
+    """The name of the CPU."""
+    try:
+        lines = Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return platform.processor()
+    return next((line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")), platform.machine())
