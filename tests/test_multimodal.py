@@ -509,8 +509,9 @@ def test_a_video(qwen):
     hf_specdec.release(qwen)
 
 
-def test_the_pipeline(tiny_tokenizer):
-    """Images as a user passes them, through a processor, alone and in a batch."""
+@pytest.fixture(scope="module")
+def describe(tiny_tokenizer):
+    """A pipeline over a small LLaVA, with a processor and a chat template."""
     tokenizer = copy.deepcopy(tiny_tokenizer)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<image>"]})
     tokenizer.pad_token = tokenizer.pad_token or tokenizer.eos_token
@@ -521,7 +522,15 @@ def test_the_pipeline(tiny_tokenizer):
         tokenizer=tokenizer, patch_size=8, vision_feature_select_strategy="default", image_token="<image>",
         num_additional_image_tokens=1,
     )  # fmt: skip
-    describe = pipeline("image-text-to-text", model=model, processor=processor)
+    processor.chat_template = (
+        "{% for m in messages %}{{ m['role'] }}: {% for part in m['content'] %}{% if part['type'] == 'image' %}<image> "
+        "{% else %}{{ part['text'] }}{% endif %}{% endfor %}\n{% endfor %}"
+    )
+    return pipeline("image-text-to-text", model=model, processor=processor)
+
+
+def test_the_pipeline(describe):
+    """Images as a user passes them, through a processor, alone and in a batch."""
     pixels = torch.randint(0, 256, (2, 20, 24, 3), dtype=torch.uint8).numpy()
     call = {
         "images": [Image.fromarray(each) for each in pixels],
@@ -533,7 +542,34 @@ def test_the_pipeline(tiny_tokenizer):
             for more in ({}, {"speculative_config": NGRAM})
         )
         assert ours == plain
-    assert hf_specdec.integration.kept_decoders(model)
+    assert hf_specdec.integration.kept_decoders(describe.model)
+
+
+@pytest.mark.parametrize("method", ["ngram", "token_recycling"])
+def test_a_chat_of_several_turns(describe, method):
+    """Four turns, two of them with another image: each goes on from all answers before it."""
+    pixels = torch.randint(
+        0, 256, (2, 20, 24, 3), dtype=torch.uint8, generator=torch.Generator().manual_seed(3)
+    ).numpy()
+    first, second = ({"type": "image", "image": Image.fromarray(each)} for each in pixels)
+    turns = [
+        [first, "What is it?"],
+        ["Is it big?"],
+        [second, "And that? Which is which?"],
+        ["Tell me a story of both."],
+    ]
+    histories = []
+    for more in ({}, {"speculative_config": METHODS[method]}):
+        messages = []
+        for turn in turns:
+            content = [{"type": "text", "text": each} if isinstance(each, str) else each for each in turn]
+            messages.append({"role": "user", "content": content})
+            (answer,) = describe(text=[messages], generate_kwargs=GREEDY | more, return_full_text=False)
+            answer = answer[0] if isinstance(answer, list) else answer
+            messages.append({"role": "assistant", "content": [{"type": "text", "text": answer["generated_text"]}]})
+        histories.append([message["content"][-1]["text"] for message in messages])
+    assert histories[0] == histories[1]
+    assert len(set(histories[0])) == len(histories[0])  # each answer is another
 
 
 def test_shifted_positions_in_captured_steps(qwen, graphs_in_python, defined_attention):  # noqa: F811

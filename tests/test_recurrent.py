@@ -43,6 +43,7 @@ METHODS = {
     "ngram": {"method": "ngram", "prompt_lookup_min": 1}, "chain": CHAIN, "tree": TREE, "token_recycling": {"method": "token_recycling"},
     "replayed chain": {**CHAIN, **REPLAYED}, "replayed tree": {**TREE, **REPLAYED},
 }  # fmt: skip
+HYBRID = {"first": METHODS["ngram"], "second": METHODS["token_recycling"]}
 LENGTHS = (14, 1, 2, 13, 4)
 NEW = 24
 
@@ -205,6 +206,28 @@ def test_rows_join_and_leave(name, states, models):
         if seq is not cancelled:
             assert seq.tokens == plain(model, {"input_ids": torch.tensor([prompt])}, 14)[0].tolist()
     assert decoder.cache.states.num_used == 0 and decoder.generator.cache.states.num_used == 0
+
+
+@pytest.mark.parametrize("name", ALL)
+def test_methods_without_a_model(name, models):
+    """Everything that drafts from tokens alone."""
+    model, _ = models(name)
+    inputs = batch((24, 1, 9))
+    expected, accepted = plain(model, inputs), 0
+    for method, more in (
+        ("suffix", {}),
+        ("lookahead", {}),
+        ("token_recycling", {"use_tree": False}),
+        ("hybrid", HYBRID),
+        ("none", {}),
+    ):
+        config = {"method": method, **more}
+        for _ in range(2):  # a suffix tree has learnt the text then
+            out = plain(model, inputs, speculative_config=config, return_dict_in_generate=True)
+            assert torch.equal(out.sequences, expected), method
+            accepted += out.speculation.num_accepted_tokens
+    assert accepted > NEW
+    assert_clean(model)
 
 
 # ---- sampling, bfloat16 -----------------------------------------------------------------------------------------------------

@@ -115,7 +115,13 @@ def test_a_prompt_for_which_the_model_raises_ends_alone():
         def ask(body):
             found.append((body, *server.post("/v1/completions", body)))
 
-        bodies = [short, {**short, "prompt": [5, POISON, 7]}, short, {**short, "prompt": [POISON], "max_tokens": 3}, short]
+        bodies = [
+            short,
+            {**short, "prompt": [5, POISON, 7]},
+            short,
+            {**short, "prompt": [POISON], "max_tokens": 3},
+            short,
+        ]
         threads = [threading.Thread(target=ask, args=(body,)) for body in bodies]
         for thread in threads:
             thread.start()
