@@ -17,7 +17,7 @@ vocabulary once per rejection that is followed by another sibling. Chains never 
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -69,68 +69,112 @@ def verify_rejection(
     sequence, in 4 launches. With probs, also one of their rows per sequence. With do_sample, 2 more launches.
     """
     check_rows(logits, index, thresholds)
-    batch, num_nodes = tokens.shape
     if (probs is None) != (prob_index is None) or (probs is not None and not probs.is_contiguous()):
         raise ValueError("probs must be contiguous [B, M, V] and come with prob_index [B, N].")
-    if tokens.shape != valid.shape or index.shape[1] != num_nodes + 1:
+    if tokens.shape != valid.shape or index.shape[1] != tokens.shape[1] + 1:
         raise ValueError("tokens and valid must be [B, N], index [B, N + 1].")
     out = out if out is not None else empty_verdict(tokens)
-    if not batch:
+    if not len(tokens):
         return out
     if do_sample is not None:
         verify_choices(
             logits, index, tokens, valid, parents, None, None, do_sample, temperature, thresholds, out, True, block
         )
-    vocab, device = logits.shape[1], logits.device
-    path, lengths, next_tokens = out
-    is_tree, points = parents is not None, probs is None
-    in_one_read = points and not is_tree
-    splits, per_split = split_vocabulary(batch * (num_nodes + 1), vocab, block)
-    num_blocks = splits if in_one_read else ceil_div(vocab, block)
-    maxima = torch.empty(4, batch * (num_nodes + 1), num_blocks, dtype=torch.float32, device=device)
-    masses = torch.empty(2, batch, max(num_nodes, 1), dtype=torch.float32, device=device)
-    ends = torch.empty(batch, 2, dtype=torch.int32, device=device)
-    scales = torch.empty(batch, 2, dtype=torch.float32, device=device)
-    best_scores, best_ids = maxima[2], maxima[3].view(torch.int32)
-    threshold_values, threshold_ids = thresholds or (None, None)
-    valid, do_sample = valid.view(torch.uint8), as_bytes(do_sample)
-    parents = tokens if parents is None else parents  # not read for chains
     sampling: dict[str, Any] = dict(
         ROWS=do_sample is not None, HAS_TEMPERATURE=temperature is not None, HAS_THRESHOLDS=thresholds is not None
     )
-    flags = dict(TREE=is_tree, BLOCK_N=next_power_of_two(num_nodes), BLOCK=block, **sampling)
-    scores = (do_sample, temperature, threshold_values, threshold_ids)
-    noise = (seeds, positions, steps)
-    num_probs = 0 if probs is None else probs.shape[1]
-    if in_one_read:
-        chain_kernel[(batch * (num_nodes + 1), splits)](
-            logits, index, tokens, valid, *noise, *scores, maxima[0], maxima[1], best_scores, best_ids, vocab,
-            logits.stride(0), num_nodes, STEPS=per_split, LANES=block // 32, num_warps=ceil_div(block, 1024),
-            **sampling,
-        )  # fmt: skip
-    elif num_nodes:
-        sums_kernel[(batch * (num_nodes + 1), splits)](
-            logits, index, tokens, parents, valid, *scores, maxima[0], maxima[1], vocab, logits.stride(0), num_nodes,
-            num_blocks, per_split, **flags, num_warps=8,
-        )  # fmt: skip
-    rejection_walk_kernel[(batch,)](
-        logits, index, tokens, parents, valid, probs, prob_index, *noise, *scores, maxima[0], maxima[1], best_scores,
-        best_ids, masses[0], masses[1], ends, scales, as_bytes(path), lengths, next_tokens, vocab, logits.stride(0),
-        num_nodes, num_blocks, num_probs, DRAWN=in_one_read, POINTS=points, BLOCK_S=next_power_of_two(num_blocks),
-        num_warps=1 if not is_tree else 4 if points else 16, **{**flags, "BLOCK": 1024 if in_one_read else block},
+    walk = _Walk(
+        logits, index, tokens, parents, valid.view(torch.uint8), probs, prob_index, (seeds, positions, steps),
+        (as_bytes(do_sample), temperature, *(thresholds or (None, None))), sampling, out, block,
     )  # fmt: skip
-    if in_one_read:
-        return out
+    if parents is None and probs is None:
+        _launch_chains(walk)
+    else:
+        _launch_drafts(walk)
+    return out
+
+
+class _Walk(NamedTuple):
+    """The arguments of `verify_rejection` as the kernels take them."""
+
+    logits: torch.Tensor
+    index: torch.Tensor
+    tokens: torch.Tensor
+    parents: torch.Tensor | None
+    valid: torch.Tensor
+    probs: torch.Tensor | None
+    prob_index: torch.Tensor | None
+    noise: tuple[torch.Tensor, ...]  # seeds, positions, steps
+    scores: tuple[torch.Tensor | None, ...]  # do_sample, temperature, thresholds, their ids
+    sampling: dict[str, Any]  # flags of the kernels
+    out: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
+    block: int
+
+    def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+        """Uninitialised memory on the device."""
+        return torch.empty(*shape, dtype=dtype, device=self.logits.device)
+
+
+def _launch_chains(walk: _Walk) -> None:
+    """Deterministic chains: read each row of logits once, then walk."""
+    (batch, num_nodes), vocab, block = walk.tokens.shape, walk.logits.shape[1], walk.block
+    splits, per_split = split_vocabulary(batch * (num_nodes + 1), vocab, block)
+    sums = walk.empty(4, batch * (num_nodes + 1), splits)
+    chain_kernel[(batch * (num_nodes + 1), splits)](
+        walk.logits, walk.index, walk.tokens, walk.valid, *walk.noise, *walk.scores, sums[0], sums[1], sums[2],
+        sums[3].view(torch.int32), vocab, walk.logits.stride(0), num_nodes, STEPS=per_split, LANES=block // 32,
+        num_warps=ceil_div(block, 1024), **walk.sampling,
+    )  # fmt: skip
+    _launch_walk(walk, sums, drawn=True)
+
+
+def _launch_drafts(walk: _Walk) -> None:
+    """Trees, and drafts with distributions: sums without children, the walk, and the draw of the next token in two launches."""
+    (batch, num_nodes), vocab, block = walk.tokens.shape, walk.logits.shape[1], walk.block
+    num_blocks = ceil_div(vocab, block)
+    sums = walk.empty(4, batch * (num_nodes + 1), num_blocks)
+    parents = walk.tokens if walk.parents is None else walk.parents  # not read for chains
+    flags = dict(
+        TREE=walk.parents is not None, BLOCK_N=next_power_of_two(num_nodes), BLOCK=block, num_warps=8, **walk.sampling
+    )
+    if num_nodes:
+        splits, per_split = split_vocabulary(batch * (num_nodes + 1), vocab, block)
+        sums_kernel[(batch * (num_nodes + 1), splits)](
+            walk.logits, walk.index, walk.tokens, parents, walk.valid, *walk.scores, sums[0], sums[1], vocab,
+            walk.logits.stride(0), num_nodes, num_blocks, per_split, **flags,
+        )  # fmt: skip
+    masses, ends, scales = _launch_walk(walk, sums, drawn=False)
     splits, per_split = split_vocabulary(batch, vocab, block)
-    best_scores = torch.empty(batch, splits, dtype=torch.float32, device=device)
-    best_ids = torch.empty(batch, splits, dtype=torch.int32, device=device)
+    best_scores, best_ids = walk.empty(batch, splits), walk.empty(batch, splits, dtype=torch.int32)
+    num_probs = 0 if walk.probs is None else walk.probs.shape[1]
     for merge in (False, True):
         draw_kernel[(batch, 1 if merge else splits)](
-            logits, index, tokens, parents, valid, probs, prob_index, *noise, *scores, masses[0], masses[1], ends,
-            scales, lengths, best_scores, best_ids, next_tokens, vocab, logits.stride(0), num_nodes, num_probs,
-            per_split, splits, MERGE=merge, POINTS=points, **flags, num_warps=8,
+            walk.logits, walk.index, walk.tokens, parents, walk.valid, walk.probs, walk.prob_index, *walk.noise,
+            *walk.scores, masses[0], masses[1], ends, scales, walk.out[1], best_scores, best_ids, walk.out[2], vocab,
+            walk.logits.stride(0), num_nodes, num_probs, per_split, splits, MERGE=merge, POINTS=walk.probs is None, **flags,
         )  # fmt: skip
-    return out
+
+
+def _launch_walk(walk: _Walk, sums: torch.Tensor, drawn: bool) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    """Walk each row's tree. Returns what `draw_kernel` reads: masses and kept [2, B, N], ends and scales [B, 2].
+
+    Args:
+        sums: float32 [4, B (N + 1), blocks]: maxima and sums, and if `drawn` the scores and ids of the tokens drawn at each node.
+    """
+    (batch, num_nodes), vocab = walk.tokens.shape, walk.logits.shape[1]
+    masses = walk.empty(2, batch, max(num_nodes, 1))
+    ends, scales = walk.empty(batch, 2, dtype=torch.int32), walk.empty(batch, 2)
+    is_tree, points = walk.parents is not None, walk.probs is None
+    path, lengths, next_tokens = walk.out
+    rejection_walk_kernel[(batch,)](
+        walk.logits, walk.index, walk.tokens, walk.tokens if walk.parents is None else walk.parents, walk.valid, walk.probs,
+        walk.prob_index, *walk.noise, *walk.scores, sums[0], sums[1], sums[2], sums[3].view(torch.int32), masses[0], masses[1],
+        ends, scales, as_bytes(path), lengths, next_tokens, vocab, walk.logits.stride(0), num_nodes, sums.shape[2],
+        0 if walk.probs is None else walk.probs.shape[1], DRAWN=drawn, TREE=is_tree, POINTS=points,
+        BLOCK_N=next_power_of_two(num_nodes), BLOCK_S=next_power_of_two(sums.shape[2]), BLOCK=1024 if drawn else walk.block,
+        num_warps=1 if not is_tree else 4 if points else 16, **walk.sampling,
+    )  # fmt: skip
+    return masses, ends, scales
 
 
 def verify_tokens(
