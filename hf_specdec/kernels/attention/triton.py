@@ -67,21 +67,7 @@ def paged_attention(
     _check(query, key_pool, value_pool, inputs, scaling, window, alibi_slopes, out)
     if num_tokens == 0 or inputs.max_query_length == 0 or inputs.block_tables.shape[0] == 0:
         return out
-    words = 0 if inputs.visibility is None else inputs.visibility.shape[1]
-    biased = window is not None or alibi_slopes is not None
-    shape = AttentionShape(
-        num_rows=inputs.block_tables.shape[0],
-        num_tokens=num_tokens,
-        max_query_length=inputs.max_query_length,
-        max_key_length=inputs.max_key_length,
-        num_kv_heads=num_kv_heads,
-        group=num_heads // num_kv_heads,
-        key_width=width,
-        value_width=value_width,
-        itemsize=query.element_size(),
-        values_in_keys=_values_in_keys(key_pool, value_pool, head_widths(width)[0]),
-        masks_load=words > 1 or (biased and inputs.region_positions is not None),
-    )
+    shape = _shape_of(query, key_pool, value_pool, inputs, window is not None or alibi_slopes is not None)
     if launch is None:
         launch = choose_launch(shape, device_limits(query.device), invariant)
     tiles, tiles_per_row = num_tiles(shape, launch.block_m)
@@ -103,21 +89,51 @@ def paged_attention(
             scaling * log2e if softcap is None else 2 * scaling / softcap * log2e, (softcap or 0.0) * log2e,
             GROUP=shape.group, WIDTH=width, WIDTH1=width1, WIDTH2=width2,
             VALUE_WIDTH=value_width, VALUE_BLOCK=max(next_power_of_two(value_width), 16),
-            BLOCK_SIZE=inputs.block_size, WORDS=words, HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
+            BLOCK_SIZE=inputs.block_size, WORDS=_words(inputs), HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
             VALUES_IN_KEYS=shape.values_in_keys, SPLIT=split, FIXED_SPLITS=launch.fixed_splits,
             BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, STAGES=launch.num_stages, PEEL=launch.peel,
             LATE_SUMS=launch.late_sums, EARLY_MERGE=split and launch.early_merge, UPCAST=not query.is_cuda,
             num_warps=launch.num_warps,
         )  # fmt: skip
         if split:
-            block_v, block_s = merge_tile(value_width, launch)
-            options = {"launch_pdl": True} if launch.early_merge else {}
-            merge_kernel[num_tokens, num_heads, triton.cdiv(value_width, block_v)](
-                out, partial, lse, inputs.query_starts, sinks, out.stride(0), out.stride(1), shape.num_rows, splits,
-                VALUE_WIDTH=value_width, BLOCK_V=block_v, BLOCK_S=block_s, EARLY=launch.early_merge, num_warps=2,
-                **options,
-            )  # fmt: skip
+            _merge(out, partial, lse, inputs, sinks, launch)
     return out
+
+
+def _merge(out, partial, lse, inputs: AttentionInputs, sinks, launch: AttentionLaunch) -> None:
+    """Merge the splits' results [T, H, splits, Dv] into `out` [T, H, Dv]."""
+    num_tokens, num_heads, value_width = out.shape
+    block_v, block_s = merge_tile(value_width, launch)
+    options = {"launch_pdl": True} if launch.early_merge else {}
+    merge_kernel[num_tokens, num_heads, triton.cdiv(value_width, block_v)](
+        out, partial, lse, inputs.query_starts, sinks, out.stride(0), out.stride(1), inputs.block_tables.shape[0],
+        launch.num_splits, VALUE_WIDTH=value_width, BLOCK_V=block_v, BLOCK_S=block_s, EARLY=launch.early_merge, num_warps=2,
+        **options,
+    )  # fmt: skip
+
+
+def _words(inputs: AttentionInputs) -> int:
+    """Words of visibility per token."""
+    return 0 if inputs.visibility is None else inputs.visibility.shape[1]
+
+
+def _shape_of(query, key_pool, value_pool, inputs: AttentionInputs, biased: bool) -> AttentionShape:
+    """The shapes that tile sizes depend on; `biased`: with a window or ALiBi, which read positions."""
+    num_tokens, num_heads, width = query.shape
+    _, num_kv_heads, value_width = value_pool.shape
+    return AttentionShape(
+        num_rows=inputs.block_tables.shape[0],
+        num_tokens=num_tokens,
+        max_query_length=inputs.max_query_length,
+        max_key_length=inputs.max_key_length,
+        num_kv_heads=num_kv_heads,
+        group=num_heads // num_kv_heads,
+        key_width=width,
+        value_width=value_width,
+        itemsize=query.element_size(),
+        values_in_keys=_values_in_keys(key_pool, value_pool, head_widths(width)[0]),
+        masks_load=_words(inputs) > 1 or (biased and inputs.region_positions is not None),
+    )
 
 
 def _values_in_keys(key_pool: torch.Tensor, value_pool: torch.Tensor, width1: int) -> bool:
