@@ -135,9 +135,7 @@ class SpeculativeDecoder:
             layers = self.read_cache(seq)
             self.cache.evict(seq.id, keep_states=True)
             self.keep_outside(seq, [None if pair is None else (pair[0].cpu(), pair[1].cpu()) for pair in layers])
-        if (
-            seq.is_text or not self.generator.needs_all_features
-        ):  # otherwise the drafter could not get the features again
+        if seq.is_text or not self.generator.needs_all_features:  # else the target would not compute its features again
             self.generator.evict(seq)
 
     def keep_outside(self, seq: Sequence, layers: KeysValues) -> None:

@@ -62,8 +62,7 @@ def decode(
         ValueError: the inputs cannot be decoded, or the drafter needs the ids of tokens that only `past_key_values` has.
     """
     returns = Returns.of(generation_config)
-    pad_token = generation_config._pad_token_tensor
-    pad_token = 0 if pad_token is None else int(pad_token)
+    pad_token = int(0 if generation_config._pad_token_tensor is None else generation_config._pad_token_tensor)
     unseen = text_length(input_ids, attention_mask, generation_config) - input_ids.shape[1]
     num_cached = 0 if past_key_values is None else int(past_key_values.get_seq_length())
     # Whether the ids alone determine the text. The target does not read placeholder ids, but drafters see them.
@@ -76,18 +75,17 @@ def decode(
     sequences = sequences_of(whole, unseen, columns, logits_processor, stopping_criteria, generation_config, seed)
     for seq in sequences:
         check_length(decoder.target.model, seq.prompt_length, seq.max_length)
-        seq.is_text = is_text
     num_cached = _num_reused(decoder, past_key_values, num_cached, whole.shape[1], unseen, prompt_inputs, is_text)
     tensors = [RowTensors() for _ in sequences]
     observer = observer_for(
         decoder, input_ids, sequences, stopping_criteria, streamer, pad_token,
         (lambda step: at_step([t.scores for t in tensors], step)) if returns.scores else None,
     )  # fmt: skip
-    keep_cache = returns.as_dict or getattr(past_key_values, "_is_user_defined", False)
-    export = past_key_values if keep_cache and isinstance(past_key_values, DynamicCache) else None
-    if num_cached and decoder.target.recurrent is not None:
-        for seq in sequences:
-            seq.is_text = False  # its text continues from the caller's states, so preemption must keep them
+    export = _cache_to_fill(past_key_values, returns)
+    # The recurrent states of the caller's cache cannot be computed again from the ids.
+    can_recompute = is_text and not (num_cached and decoder.target.recurrent is not None)
+    for seq in sequences:
+        seq.is_text = can_recompute
     run = BatchRun(decoder, sequences, observer, tensors, returns, export is not None)
     decoder.all_hidden_states, decoder.rows_have_places = returns.hidden, True
     decoder.policy.begin_batch()
@@ -114,6 +112,12 @@ def decode(
     if streamer is not None:
         streamer.end()
     return _result(run, returns, columns, whole.shape[1] - num_cached, export, unseen)
+
+
+def _cache_to_fill(cache: Cache | None, returns: Returns) -> DynamicCache | None:
+    """The caller's cache if the KV of the result are to be written to it."""
+    keep = returns.as_dict or getattr(cache, "_is_user_defined", False)
+    return cache if keep and isinstance(cache, DynamicCache) else None
 
 
 def _num_reused(
