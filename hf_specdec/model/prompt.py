@@ -75,28 +75,14 @@ def read_prompt(
     Raises:
         UnsupportedModel: what follows the prompt is not decided by token ids, positions and these keys and values.
     """
-    model = packed.model
     given = inputs.get("past_key_values")
     cache = given if isinstance(given, DynamicCache) and given.get_seq_length() else _new_cache(packed)
     cached, end = int(cache.get_seq_length()), text.shape[1]
     inputs = {**inputs, "past_key_values": cache, "use_cache": True, **_wanted(packed, inputs, all_hidden_states)}
-    if (
-        all_hidden_states or "mm_encoder_outputs" not in inputs
-    ):  # transformers cuts ids and features into chunks, nothing else
+    if all_hidden_states or "mm_encoder_outputs" not in inputs:  # transformers can chunk only ids and features
         generation_config.prefill_chunk_size = None
-    found: dict[Any, list[torch.Tensor]] = defaultdict(list)  # one piece for each of transformers' chunks
-    positions: list[torch.Tensor | None] = []
-
-    def note_positions(module, args, kwargs):
-        positions.append(kwargs.get("position_ids"))
-
-    hook = model.register_forward_pre_hook(note_positions, with_kwargs=True)
-    try:
-        with packed.reading(), architectures.tapping(model, packed.taps, lambda key, states: found[key].append(states)):
-            output = model._prefill(input_ids, generation_config, dict(inputs))
-    finally:
-        hook.remove()
-    offsets = _offsets(packed, positions[-1], columns)
+    output, found, positions = _prefill(packed, input_ids, inputs, generation_config)
+    offsets = _offsets(packed, positions, columns)
     _check_keys(packed, cache, end)
     keys_values = [row_of(cache, i, own) for i, own in enumerate(columns)]
     states = None if packed.recurrent is None else [states_of(cache, i) for i in range(len(columns))]
@@ -131,6 +117,31 @@ def read_prompt(
             cache.crop(-1)
         packed.checked_prompts.add(kind)
     return prompt
+
+
+def _prefill(
+    packed: PackedModel, input_ids: torch.Tensor, inputs: dict[str, Any], generation_config: Any
+) -> tuple[Any, dict[Any, list[torch.Tensor]], torch.Tensor | None]:
+    """Run the model's own forward over the prompts, in transformers' chunks.
+
+    Returns: the output of the last chunk; tapped hidden states [B, S, H] of each chunk; and `position_ids` of the last chunk.
+    """
+    found: dict[Any, list[torch.Tensor]] = defaultdict(list)
+    positions: list[torch.Tensor | None] = []
+
+    def note_positions(module, args, kwargs):
+        positions.append(kwargs.get("position_ids"))
+
+    hook = packed.model.register_forward_pre_hook(note_positions, with_kwargs=True)
+    try:
+        with (
+            packed.reading(),
+            architectures.tapping(packed.model, packed.taps, lambda key, states: found[key].append(states)),
+        ):
+            output = packed.model._prefill(input_ids, generation_config, dict(inputs))
+    finally:
+        hook.remove()
+    return output, found, positions[-1]
 
 
 def _wanted(packed: PackedModel, inputs: dict[str, Any], all_hidden_states: bool) -> dict[str, Any]:
