@@ -17,7 +17,12 @@ if RUNS_HERE:
     from hf_specdec.kernels.random_bits.triton import exponential_of_uniform, gumbel_block, uniform_at, uniform_of_words
     from hf_specdec.kernels.rejection.triton import verify_rejection
     from hf_specdec.kernels.verification import triton as verification
-    from hf_specdec.kernels.verification.triton import accepted_path, target_choices, verify_choices
+    from hf_specdec.kernels.verification.triton import (
+        empty_verdict,
+        launch_walk,
+        target_choices,
+        verify_choices,
+    )
 
     @triton.jit
     def _numbers(out, noise, alone, seeds, positions, steps, first, STREAM: tl.constexpr, BLOCK: tl.constexpr):
@@ -225,6 +230,13 @@ def test_noise_is_drawn_wherever_it_may_matter():
         near = 1e-5 * ours.abs().clamp(1, 1e35)
         assert (ours >= noisy.max(1, keepdim=True).values - near).all(), block
         assert found[4] == 77 and found[5] == 1234
+
+
+def accepted_path(tokens, valid, parents, choices):
+    """Walk each tree along given choices int64 [B, N + 1]; results as of `verify_choices`."""
+    out = empty_verdict(tokens)
+    launch_walk(None, choices, 1, tokens, parents, valid, None, torch.empty_like(choices), out)
+    return out
 
 
 @needs_triton

@@ -161,19 +161,6 @@ def launch_walk(scores, ids, splits, tokens, parents, valid, only_greedy_of, cho
     )  # fmt: skip
 
 
-def accepted_path(
-    tokens: torch.Tensor, valid: torch.Tensor, parents: torch.Tensor | None, choices: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Walk each tree along given choices int64 [B, N + 1]; arguments and results as in `verify_choices`.
-
-    Memory traffic: a few bytes per node; one launch.
-    """
-    out = empty_verdict(tokens)
-    if tokens.shape[0]:
-        launch_walk(None, choices, 1, tokens, parents, valid, None, torch.empty_like(choices), out)
-    return out
-
-
 def empty_verdict(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Uninitialised outputs for drafts [B, N]."""
     batch, device = tokens.shape[0], tokens.device
