@@ -126,7 +126,11 @@ CONNECTOR = {"kv_connector": "ExampleHiddenStatesConnector", "kv_role": "kv_prod
 @pytest.mark.parametrize(
     ("config", "transfer", "message"),
     [
-        (HIDDEN, {**CONNECTOR, "kv_connector": "NixlConnector"}, "'NixlConnector' as 'kv_producer' is not served"),
+        (
+            HIDDEN,
+            {**CONNECTOR, "kv_connector": "P2pNcclConnector"},
+            "'P2pNcclConnector' as 'kv_producer' is not served",
+        ),
         (HIDDEN, {**CONNECTOR, "kv_role": "kv_consumer"}, "'kv_consumer' is not served"),
         (HIDDEN, {**CONNECTOR, "kv_rank": 0}, "unexpected keyword"),
         ({"method": "ngram"}, CONNECTOR, "needs speculative_config"),

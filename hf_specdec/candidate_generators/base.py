@@ -10,10 +10,12 @@ from typing import Any, ClassVar
 
 from transformers import PreTrainedModel
 
+from ..cache import PagedStaticCache
 from ..config import SpeculativeConfig
 from ..core.draft_trees import DraftTrees
 from ..core.outcome import StepOutcome
-from ..core.output import Taps
+from ..core.output import PackedOutput, Taps
+from ..core.rows import RowInput
 from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
 
@@ -144,6 +146,18 @@ class CandidateGenerator(ABC):
     def share_prefix(self, seq: Sequence, num_tokens: int) -> None:
         """Called when the target skips the first `num_tokens` tokens, which are at most `known_prefix` and fill whole blocks: use what
         is kept of them."""
+
+    def moved_caches(self) -> list[PagedStaticCache] | None:
+        """The caches whose first rows stand for a prompt's features, so that another process can fill them in place of `observe`; empty
+        if no features of the prompt are needed, None if what is kept of them cannot be moved."""
+        return None if self.needs_all_features else []
+
+    def read_features(self, seq: Sequence, count: int) -> None:
+        """Bring the first `count` rows of a prompt, which the target has read, into `moved_caches`."""
+
+    def warm_up(self, row: RowInput, output: PackedOutput) -> None:
+        """Let the pools of `moved_caches` come into being, by a row of one token and the target's output for it. The row's slot is
+        reserved."""
 
     def outlive_texts(self) -> None:
         """Called once: from now on, keep the prefixes of texts that have ended, because later texts may share them."""

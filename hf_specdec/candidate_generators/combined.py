@@ -5,9 +5,12 @@ from __future__ import annotations
 import contextlib
 from typing import Any
 
+from ..cache import PagedStaticCache
 from ..config import SpeculativeConfig
 from ..core.draft_trees import DraftTrees
 from ..core.outcome import StepOutcome
+from ..core.output import PackedOutput
+from ..core.rows import RowInput
 from ..core.sequence import Sequence
 from .base import CandidateGenerator, DrafterContext
 from .parsing import parse_config
@@ -96,6 +99,21 @@ class CombinedGenerator(CandidateGenerator):
         """Let all parts of the sequence use what they keep of its first tokens."""
         for part in self.parts_of(seq):
             part.share_prefix(seq, num_tokens)
+
+    def moved_caches(self) -> list[PagedStaticCache] | None:
+        """Those of all parts."""
+        caches = [part.moved_caches() for part in self.parts]
+        return None if None in caches else [cache for own in caches for cache in own or []]
+
+    def read_features(self, seq: Sequence, count: int) -> None:
+        """All do."""
+        for part in self.parts_of(seq):
+            part.read_features(seq, count)
+
+    def warm_up(self, row: RowInput, output: PackedOutput) -> None:
+        """All do."""
+        for part in self.parts:
+            part.warm_up(row, output)
 
     def outlive_texts(self) -> None:
         """Let all parts keep prefixes of texts that have ended."""

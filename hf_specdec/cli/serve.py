@@ -61,6 +61,10 @@ def add_command(commands) -> argparse.ArgumentParser:
         help="tokens of a step: prompt chunks and drafts (default: %(default)s)",
     )  # fmt: skip
     group.add_argument("--kv-cache-memory-bytes", type=positive_int, metavar="N", help="memory of the KV cache")
+    group.add_argument(
+        "--kv-transfer-config", metavar="JSON",
+        help='prefill and decode apart: {"kv_connector": "NixlConnector", "kv_role": "kv_producer", "kv_consumer" or "kv_both"}',
+    )  # fmt: skip
     group.add_argument("--seed", type=int, metavar="N", help="of requests that have none (default: random)")
     group = parser.add_argument_group("HTTP")
     group.add_argument("--host", default="127.0.0.1", help="default: %(default)s; 0.0.0.0 for all interfaces")
@@ -103,12 +107,24 @@ def add_command(commands) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Carry out the subcommand; returns the exit code."""
     try:
+        from ..serve.hidden_states import KVTransferConfig
         from ..serve.run import serve
         from ..serve.server import Limits
     except ImportError as error:
         raise ImportError(f"serve needs {error.name}: pip install 'hf-specdec[serve]'") from error
     if args.speculative_config is not None:
         hf_specdec.parse_config(args.speculative_config)  # before the model is loaded
+    transfer = None
+    if args.kv_transfer_config is not None:
+        try:
+            transfer = json.loads(args.kv_transfer_config)
+        except ValueError as error:
+            raise ValueError(f"--kv-transfer-config is no JSON: {error}") from None
+        if not isinstance(transfer, dict):
+            raise ValueError(
+                '--kv-transfer-config must be an object: {"kv_connector": "NixlConnector", "kv_role": "kv_both"}.'
+            )
+        KVTransferConfig.of(transfer)
     template = None if args.chat_template is None else Path(args.chat_template).read_text(encoding="utf-8")
     response = None
     if args.response_template is not None:
@@ -142,6 +158,7 @@ def run(args: argparse.Namespace) -> int:
         seed=args.seed,
         tensor_parallel_size=args.tensor_parallel_size,
         enable_expert_parallel=args.enable_expert_parallel,
+        kv_transfer_config=transfer,
         revision=args.revision,
         trust_remote_code=args.trust_remote_code,
     )

@@ -334,7 +334,7 @@ class SpeculativeDecoder:
         for i, seq in enumerate(sequences):
             table = self.cache.tables[seq.id]
             own = (seq.wants_prompt_logits and not seq.num_generated) or not seq.is_text or seq.id in self.outside
-            matched = 0 if table.blocks or own else self._share_prefix(seq)
+            matched = 0 if table.blocks or own else self.share_prefix(seq)
             if matched and not seq.num_generated:
                 self.statistics[seq.id].num_cached_tokens = matched
             end = len(seq.tokens) if num_tokens is None else min(len(seq.tokens), table.length + num_tokens[i])
@@ -360,7 +360,7 @@ class SpeculativeDecoder:
             rows.append((seq, end))
         return rows
 
-    def _share_prefix(self, seq: Sequence) -> int:
+    def share_prefix(self, seq: Sequence) -> int:
         """Use the KV of earlier texts, as far as the target and the drafter both have them. Returns the number of tokens covered."""
         known = min(self.cache.known_prefix(seq.tokens), self.generator.known_prefix(seq))
         if self.target.recurrent is not None:  # kept states were computed in chunk form, which is only for prompts

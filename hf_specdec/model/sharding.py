@@ -4,18 +4,18 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from torch.distributed.tensor import DTensor
 from torch.utils.weak import WeakTensorKeyDictionary
 from transformers import PreTrainedModel
-from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
-from transformers.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel, TensorParallelLayer
 
 from ..core.errors import UnsupportedModel
 from ..core.ranks import Ranks, ranks_of
+
+if TYPE_CHECKING:  # older versions of transformers lack it, and shard nothing
+    from transformers.distributed.tensor_parallel import TensorParallelLayer
 
 _whole = weakref.WeakKeyDictionary[nn.Module, nn.Module]()
 _whole_parameters = WeakTensorKeyDictionary()
@@ -70,9 +70,14 @@ def _check_heads(model: PreTrainedModel, size: int) -> None:
         )
 
 
+def _is_shard(tensor: Any) -> bool:
+    """True for torch's DTensor, which not every build of torch has."""
+    return hasattr(tensor, "to_local")
+
+
 def is_sharded(module: nn.Module) -> bool:
     """True if one of the module's own parameters is a shard."""
-    return any(isinstance(each, DTensor) for each in module._parameters.values())
+    return any(_is_shard(each) for each in module._parameters.values())
 
 
 def whole(module: nn.Module) -> nn.Module:
@@ -98,7 +103,7 @@ def whole(module: nn.Module) -> nn.Module:
 
 def _whole_parameter(parameter: nn.Parameter) -> nn.Parameter:
     """The whole parameter; tied weights get one copy."""
-    if not isinstance(parameter, DTensor):
+    if not _is_shard(parameter):
         return parameter
     found = _whole_parameters.get(parameter)
     if found is None:
@@ -110,7 +115,7 @@ def _whole_parameter(parameter: nn.Parameter) -> nn.Parameter:
 
 def local(tensor: torch.Tensor) -> torch.Tensor:
     """This rank's shard of a weight, or the whole weight."""
-    return tensor.to_local() if isinstance(tensor, DTensor) else tensor
+    return tensor.to_local() if _is_shard(tensor) else tensor
 
 
 # ---- linear layers, as this rank computes them -----------------------------------------------------------------------
@@ -144,6 +149,9 @@ _forwards = weakref.WeakKeyDictionary[nn.Module, ShardedForward]()
 
 def note_linears(model: PreTrainedModel) -> None:
     """Find the sharded linear layers of a model, and how each is split, for `sharded_forward`."""
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES, replace_layer_number_by_wildcard
+    from transformers.distributed.tensor_parallel import ColwiseParallel, RowwiseParallel
+
     mesh: Any = model._device_mesh
     for name, module in model.named_modules():
         style = ALL_PARALLEL_STYLES.get((model.tp_plan or {}).get(replace_layer_number_by_wildcard(name)))
@@ -165,6 +173,6 @@ def weight_of(linear: nn.Linear) -> torch.Tensor:
 def bias_of(linear: nn.Linear) -> torch.Tensor | None:
     """The bias that belongs to this rank's product. A layer that is split by inputs adds its bias once, after the sum."""
     weight = linear.weight
-    if linear.bias is None or (isinstance(weight, DTensor) and weight.placements[0].is_shard(1)):
+    if linear.bias is None or (_is_shard(weight) and weight.placements[0].is_shard(1)):
         return None
     return local(linear.bias)

@@ -99,6 +99,8 @@ class Endpoint(ABC):
         body = {**self.base, "object": self.object.removesuffix(".chunk"), "choices": choices, "usage": self.usage()}
         if len(self.answers) == 1 and self.body.n == 1:
             body["metrics"] = self.server.timings(self.answers[0], results[0][-1])
+            if results[0][-1].kv_transfer_params is not None:
+                body["kv_transfer_params"] = results[0][-1].kv_transfer_params
         return body
 
     async def all_updates(self) -> list[list[Update]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import logging
 import random
+import time
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from ..cache import OutOfBlocks
 from ..core.ranks import RankError
 from ..core.sequence import Sequence, stream_seeds
 from ..decoding.decoder import SpeculativeDecoder, StepResult
+from ..decoding.outputs import RowStatistics
 from ..sampling.grammar import GrammarLogitsProcessor, Reasoning
 from .outputs import CompletionOutput, Logprob
 from .params import SamplingParams
@@ -21,6 +23,7 @@ from .request import Choice, Request
 from .scheduler import Scheduler
 from .structured import GrammarCompiler
 from .text import Detokenizer, find_stop
+from .transfer import Transfers
 
 logger = logging.getLogger(__name__)
 
@@ -56,6 +59,7 @@ class Engine:
         self._choices: dict[int, Choice] = {}  # by sequence
         self._numbers = itertools.count()
         self._seeds = random.Random(seed)
+        self.transfers: Transfers | None = None
         self._apart: list[list[Choice]] = []  # groups that run by themselves, see `_after_failure`
         self.grammars = GrammarCompiler(tokenizer, decoder.target.vocab_size, self.eos_token_ids)
 
@@ -132,7 +136,8 @@ class Engine:
             choice = Choice(request, output, sequence, text, grammar)
             request.choices.append(choice)
             self._choices[sequence.id] = choice
-            self.scheduler.add(choice)
+            if not self._comes(choice):
+                self.scheduler.add(choice)
         return request
 
     def _check_seed(self, params: SamplingParams) -> None:
@@ -145,6 +150,22 @@ class Engine:
                 f"seed: with rejection_sample_method {rule!r} a seed does not give the same tokens every time, because they depend on "
                 "the drafts. Leave seed out, switch this request's drafts off (num_speculative_tokens 0), or use 'coupled'."
             )
+
+    def _comes(self, choice: Choice) -> bool:
+        """True if the choice waits for keys of another engine."""
+        params = choice.request.params.kv_transfer_params or {}
+        if not params.get("do_remote_prefill"):
+            return False
+        try:
+            if self.transfers is None:
+                raise ValueError("kv_transfer_params need a server that was started with kv_transfer_config.")
+            if choice.request.params.n > 1 or choice.request.params.prompt_logprobs is not None:
+                raise ValueError("kv_transfer_params serve one choice (n = 1) without prompt_logprobs.")
+            self.transfers.expect(choice, params)
+        except ValueError:
+            del self._choices[choice.sequence.id]
+            raise
+        return True
 
     def _matcher(self, params: SamplingParams) -> Any:
         """The request's grammar, which was compiled before if the request came over HTTP; None if it has none."""
@@ -166,15 +187,25 @@ class Engine:
     @property
     def has_work(self) -> bool:
         """True while a request is waiting or running."""
-        return bool(self.scheduler.waiting or self.scheduler.running)
+        return bool(self.scheduler.waiting or self.scheduler.running) or self.is_transferring
+
+    @property
+    def is_transferring(self) -> bool:
+        """True while keys come from another engine."""
+        return self.transfers is not None and bool(self.transfers.coming)
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
     def step(self) -> list[Request]:
         """One step of the decoder. Call inside `decoder.active()`. Returns the requests that got tokens or ended."""
+        if self.transfers is not None:
+            for choice in self.transfers.poll():
+                self.scheduler.add(choice)
         group = self._next_group()
         rows, counts = self.scheduler.schedule(group)
         if not rows:
+            if self.transfers is not None and self.transfers.is_busy:
+                time.sleep(0.001)
             return []
         try:
             results = self.decoder.step([choice.sequence for choice in rows], counts)
@@ -268,6 +299,8 @@ class Engine:
         for choice in list(self._choices.values()):
             self.abort(choice.request)
         self.grammars.close()
+        if self.transfers is not None:
+            self.transfers.close()
         self.decoder.release()
 
     # ---- tokens -----------------------------------------------------------------------------------------------------
@@ -320,13 +353,24 @@ class Engine:
         if choice.text is not None and not text_is_whole:
             choice.text.finish()
             choice.output.text = choice.text.text
-        self.scheduler.remove(choice)
         del self._choices[choice.sequence.id]
+        if self.transfers is not None and self.transfers.cancel(choice):
+            return
+        self.scheduler.remove(choice)
         if choice.is_added:
-            statistics = self.decoder.remove(choice.sequence)
+            statistics = self._leave(choice, reason)
             statistics.keep(len(choice.output.token_ids))
             choice.request.num_cached_tokens = max(choice.request.num_cached_tokens, statistics.num_cached_tokens)
             choice.request.statistics.append(statistics)
+
+    def _leave(self, choice: Choice, reason: str) -> RowStatistics:
+        """The decoder lets go of the row, or it holds its keys for another engine."""
+        params = choice.request.params.kv_transfer_params or {}
+        if params.get("do_remote_decode") and reason != "abort" and self.transfers is not None:
+            statistics = self.decoder.statistics[choice.sequence.id]
+            choice.request.kv_transfer_params = self.transfers.hold(choice)
+            return statistics
+        return self.decoder.remove(choice.sequence)
 
     def _read_prompt_logits(self) -> None:
         """Log-probabilities of the prompt tokens that the last step has read."""

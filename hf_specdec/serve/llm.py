@@ -15,7 +15,6 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
-from transformers.distributed import DistributedConfig
 
 from ..bundled import resolve_model
 from ..candidate_generators import parse_config
@@ -25,9 +24,11 @@ from ..integration import make_decoder, model_lock
 from ..model.options.fingerprints import fingerprints
 from .engine import Engine
 from .followers import Followers, Run
-from .hidden_states import KVTransferConfig, with_storage
+from .hidden_states import NIXL, KVTransferConfig, with_storage
+from .nixl_link import NixlLink
 from .outputs import RequestOutput
 from .params import SamplingParams
+from .transfer import Transfers
 from .worker import Submit
 
 logger = logging.getLogger(__name__)
@@ -70,7 +71,7 @@ class LLM:
         tensor_parallel_size: ranks that hold a part of every layer each. This process is the first; it starts the others on this
             machine, and `close` ends them. Not with a loaded model, which may be sharded already.
         enable_expert_parallel: with it, experts are on ranks of their own.
-        kv_transfer_config: vLLM's, for where the method `extract_hidden_states` writes.
+        kv_transfer_config: vLLM's, for where the method `extract_hidden_states` writes, or for prefill and decode apart.
 
     Raises:
         ValueError: an argument that cannot be served.
@@ -104,6 +105,7 @@ class LLM:
         self.followers = _followers(given)
         try:
             self._load(config, **{name: given[name] for name in _LOADED_WITH})
+            self.engine.transfers = _transfers(self.engine, KVTransferConfig.of(kv_transfer_config))
         except BaseException:
             if self.followers is not None:
                 self.followers.end()
@@ -120,6 +122,8 @@ class LLM:
             tokenizer = name if tokenizer is None else tokenizer
             dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
             if tensor_parallel_size > 1:
+                from transformers.distributed import DistributedConfig
+
                 experts = tensor_parallel_size if enable_expert_parallel else 1
                 loading["distributed_config"] = DistributedConfig(tp_size=tensor_parallel_size, ep_size=experts)
             model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **loading).eval()
@@ -292,6 +296,14 @@ class LLM:
             "A prompt is a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}, not "
             f"{type(prompt).__name__}."
         )
+
+
+def _transfers(engine: Engine, config: KVTransferConfig | None) -> Transfers | None:
+    """What moves prompts between this engine and others, if the configuration asks for it."""
+    if config is None or config.kv_connector != NIXL:
+        return None
+    seconds = {key: value for key, value in config.kv_connector_extra_config.items() if key.endswith("_seconds")}
+    return Transfers(engine.decoder, NixlLink(), **seconds)
 
 
 _LOADED_WITH = (

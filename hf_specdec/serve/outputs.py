@@ -53,7 +53,8 @@ class RequestOutput:
         prompt_logprobs: per prompt token {id: Logprob}, None for the first; None unless asked for.
         num_cached_tokens: prompt tokens whose KV came from earlier requests.
         speculation: statistics of speculation over all choices (see `Speculation`).
-        kv_transfer_params: {"hidden_states_path": the first choice's file} with the method `extract_hidden_states`, else None.
+        kv_transfer_params: {"hidden_states_path": the first choice's file} with the method `extract_hidden_states`; of a prompt whose
+            keys are held, what a decode server needs; else None.
     """
 
     request_id: str
@@ -64,4 +65,4 @@ class RequestOutput:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     num_cached_tokens: int = 0
     speculation: dict[str, Any] | None = None
-    kv_transfer_params: dict[str, str] | None = None
+    kv_transfer_params: dict[str, Any] | None = None

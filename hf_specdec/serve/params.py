@@ -39,6 +39,8 @@ class SamplingParams:
         num_speculative_tokens: this request's draft length: at most the engine's, 0 switches speculation off.
         drafter: name of the drafter that drafts for this request, of those the engine has (method "per_request"); None: the first.
         priority: requests with a lower number run first.
+        kv_transfer_params: {"do_remote_decode": true} lets a prefill server hold the prompt's keys; what it answers lets a decode
+            server take them over (`serve.transfer`).
         structured_outputs: what the text has to be (a JSON schema, a regular expression, ...); a dictionary works too.
 
     Raises:
@@ -71,6 +73,7 @@ class SamplingParams:
     drafter: str | None = None
     priority: int = 0
     structured_outputs: StructuredOutputsParams | None = None
+    kv_transfer_params: dict[str, Any] | None = None
 
     def __post_init__(self) -> None:
         self.stop = [self.stop] if isinstance(self.stop, str) else list(self.stop or [])

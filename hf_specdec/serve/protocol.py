@@ -93,6 +93,7 @@ class SamplingFields(Body):
     model_config = ConfigDict(extra="allow")
 
     model: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
     n: StrictInt = Field(1, ge=1, le=128)
     stream: bool = False
     stream_options: StreamOptions | None = None
@@ -177,7 +178,7 @@ class SamplingFields(Body):
                 min_tokens=self.min_tokens, logit_bias=bias, allowed_token_ids=self.allowed_token_ids,
                 bad_words=self.bad_words or [], skip_special_tokens=self.skip_special_tokens, priority=self.priority,
                 num_speculative_tokens=speculation.num_speculative_tokens if speculation.enabled else 0,
-                drafter=speculation.method, **more,
+                drafter=speculation.method, kv_transfer_params=self.kv_transfer_params, **more,
             )  # fmt: skip
         except ValueError as error:
             raise bad_request(str(error), str(error).partition(" ")[0]) from None

@@ -59,6 +59,7 @@ class Request:
     num_cached_tokens: int = 0
     error: BaseException | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    kv_transfer_params: dict | None = None  # for the server that goes on
     statistics: list = field(default_factory=list)  # RowStatistics of the choices that have ended
 
     @property
@@ -79,5 +80,5 @@ class Request:
             prompt_logprobs=self.prompt_logprobs,
             num_cached_tokens=self.num_cached_tokens,
             speculation=summarize(self.statistics, 0) if self.finished and self.error is None else None,
-            kv_transfer_params=self.choices[0].sequence.files or None,
+            kv_transfer_params=self.kv_transfer_params or self.choices[0].sequence.files or None,
         )

@@ -17,6 +17,7 @@ from .params import SamplingParams
 from .request import Choice, Request
 
 logger = logging.getLogger(__name__)
+_LOOK_AT_TRANSFERS = 0.2  # seconds
 
 
 @dataclass
@@ -69,6 +70,7 @@ class Update:
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: BaseException | None = None
     hides_end: bool = False
+    kv_transfer_params: dict[str, Any] | None = None
 
 
 @dataclass
@@ -140,8 +142,14 @@ class EngineWorker(threading.Thread):
         """Act on all messages. False: stop."""
         while True:
             try:
-                message = self._inbox.get(block=block)
+                # What other engines have read is freed also while nobody asks for anything.
+                waits = block and self.engine.transfers is not None and self.engine.transfers.is_busy
+                message = self._inbox.get(block=block, timeout=_LOOK_AT_TRANSFERS if waits else None)
             except queue.Empty:
+                if block and self.engine.transfers is not None:
+                    with self.lock, self.engine.decoder.active():
+                        self.engine.transfers.poll()
+                    continue
                 return True
             block = False
             if message is None:
@@ -186,6 +194,7 @@ class EngineWorker(threading.Thread):
             last.request_finished, last.error = True, request.error
             last.num_cached_tokens = request.num_cached_tokens
             last.prompt_logprobs = request.prompt_logprobs
+            last.kv_transfer_params = request.kv_transfer_params
             last.statistics = statistics_of(request, self.engine.decoder.config.longest_draft)
         return found
 

@@ -60,6 +60,9 @@ class DFlashGenerator(FeatureGenerator):
             None  # [R, F], log-probabilities that the token after each node is accepted
         )
 
+    def moved_caches(self) -> None:
+        """Its rows have not been moved yet."""
+
     def with_checkpoint_defaults(self, config: DFlashConfig) -> DFlashConfig:
         """The configuration with the checkpoint's or the block's length, where the user gave none."""
         return config.with_default_length(self.default_length)

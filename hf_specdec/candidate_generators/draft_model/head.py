@@ -6,7 +6,6 @@ import threading
 import weakref
 
 from transformers import AutoModelForCausalLM, PreTrainedModel
-from transformers.distributed import DistributedConfig
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ...bundled import resolve_model
@@ -48,6 +47,8 @@ def load_drafter(config: DraftModelConfig, target: PackedModel, context: Drafter
     shards = config.draft_tensor_parallel_size or 1
     sharding = {}
     if shards > 1 and target.ranks is not None:  # as the target is, over the same ranks
+        from transformers.distributed import DistributedConfig
+
         sharding["distributed_config"] = DistributedConfig(tp_size=shards)
     key = (name, config.revision, config.quantization, target.model.dtype, target.device, len(sharding))
     # transformers patches its own classes while it loads: two loads at once would leave them patched.

@@ -107,6 +107,23 @@ class FeatureGenerator(CachedGenerator):
         """Share the cached rows of these tokens."""
         self.cache.match_prefix(seq.id, seq.tokens, num_tokens)
 
+    def moved_caches(self) -> list[PagedStaticCache] | None:
+        """The head's."""
+        return [self.cache]
+
+    def read_features(self, seq: Sequence, count: int) -> None:
+        """Read these rows, and keep what is known beyond them."""
+        while self.cache.tables[seq.id].length < count:
+            start = self.cache.tables[seq.id].length
+            chunk = min(count - start, self.config.prefill_chunk_size)
+            self.cache.reserve(seq.id, start + chunk)
+            self.read([seq], chunk)
+
+    def warm_up(self, row: RowInput, output: PackedOutput) -> None:
+        """Read a row that nobody asks for."""
+        features = self.features(output, torch.zeros(1, dtype=torch.int64, device=self.head.device))
+        self.head.read([row], features, self.cache)
+
     def forget_prefixes(self) -> None:
         """Drop all prefix hashes: the head's rows were computed from features of the changed target."""
         self.cache.pool.forget()

@@ -10,6 +10,7 @@ import numpy as np
 import torch
 from torch import nn
 
+from ...cache import PagedStaticCache
 from ...core.rows import RowInput
 from ...core.sequence import Sequence
 from ...kernels.transfer import upload
@@ -89,6 +90,10 @@ class ModulesInTurn(FeatureGenerator):
         """As in the base; no module has read anything yet."""
         super().start(seq)
         self.reached[seq.id] = [None] * len(self.heads)
+
+    def moved_caches(self) -> list[PagedStaticCache] | None:
+        """A single module's; several have read each row by their own states."""
+        return super().moved_caches() if len(self.heads) == 1 else None
 
     def known_prefix(self, seq: Sequence) -> int:
         """Tokens whose rows are in the cache, as far as the modules' states at the ends of blocks are known."""

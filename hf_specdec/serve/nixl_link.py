@@ -1,0 +1,88 @@
+"""NIXL as a `Link`: reads blocks out of another process's memory, over shared memory, TCP or RDMA, as UCX finds."""
+
+from __future__ import annotations
+
+import base64
+import logging
+import uuid
+from typing import Any
+
+import torch
+
+from .transfer import Piece
+
+logger = logging.getLogger(__name__)
+
+
+class NixlLink:
+    """One NIXL agent of this process.
+
+    Raises:
+        ImportError: NIXL is not installed.
+    """
+
+    def __init__(self) -> None:
+        try:
+            from nixl._api import nixl_agent, nixl_agent_config
+        except ImportError as error:
+            raise ImportError("kv_transfer_config needs nixl: pip install 'hf-specdec[pd]'") from error
+        self.agent = nixl_agent(f"hf-specdec-{uuid.uuid4().hex}", nixl_agent_config(backends=["UCX"]))
+        self.kind = "DRAM"
+        self._registered: Any = None
+        self._peers: dict[str, str] = {}  # by what a peer has said of itself, its name
+
+    def register(self, pools: list[torch.Tensor]) -> str:
+        """See Link."""
+        if self._registered is not None:
+            self.agent.deregister_memory(self._registered)
+        self.kind = "VRAM" if pools[0].is_cuda else "DRAM"
+        self._registered = self.agent.register_memory(pools)
+        return base64.b64encode(self.agent.get_agent_metadata()).decode()
+
+    def start(self, peer: str, pieces: list[Piece], message: str) -> Any:
+        """See Link."""
+        try:
+            name = self._name_of(peer)
+            here = self.agent.get_xfer_descs([(each.here, each.size, 0) for each in pieces], self.kind)
+            there = self.agent.get_xfer_descs([(each.there, each.size, 0) for each in pieces], self.kind)
+            handle = self.agent.initialize_xfer("READ", here, there, name, message.encode())
+            if self.agent.transfer(handle) == "ERR":
+                raise ConnectionError("NIXL could not begin")
+            return handle
+        except ConnectionError:
+            self._peers.pop(peer, None)
+            raise
+        except Exception as error:  # NIXL's errors have no base of their own
+            self._peers.pop(peer, None)
+            raise ConnectionError(f"the prefill server cannot be reached ({type(error).__name__}: {error})") from error
+
+    def is_done(self, handle: Any) -> bool:
+        """See Link."""
+        try:
+            state = self.agent.check_xfer_state(handle)
+        except Exception as error:
+            raise ConnectionError(f"the prefill server has gone ({type(error).__name__}: {error})") from error
+        if state == "ERR":
+            raise ConnectionError("the transfer has failed")
+        return state == "DONE"
+
+    def drop(self, handle: Any) -> None:
+        """See Link."""
+        self.agent.release_xfer_handle(handle)
+
+    def tell(self, peer: str, message: str) -> None:
+        """See Link."""
+        try:
+            self.agent.send_notif(self._name_of(peer), message.encode())
+        except Exception as error:
+            logger.debug("A prefill server cannot be told: %s", error)
+
+    def _name_of(self, peer: str) -> str:
+        if peer not in self._peers:
+            name = self.agent.add_remote_agent(base64.b64decode(peer))
+            self._peers[peer] = name.decode() if isinstance(name, bytes) else name
+        return self._peers[peer]
+
+    def messages(self) -> list[str]:
+        """See Link."""
+        return [each.decode() for own in self.agent.get_new_notifs().values() for each in own]
