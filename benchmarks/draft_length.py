@@ -15,6 +15,7 @@ import dataclasses
 import json
 import statistics
 import sys
+import tempfile
 import time
 from pathlib import Path
 from typing import Any
@@ -22,6 +23,7 @@ from typing import Any
 import torch
 import transformers
 from decode import batches, load_target, machine
+from loads import SIZES
 from transformers import AutoModelForCausalLM, PreTrainedModel
 
 import hf_specdec
@@ -173,7 +175,7 @@ def random_prompts(vocab_size: int, count: int, length: int = 64) -> list[list[i
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--target", help="a model instead of the inflated bundled one")
-    parser.add_argument("--size", default="300m", help="preset of recipes/tiny/inflate.py (default: 300m)")
+    parser.add_argument("--size", default="300m", choices=list(SIZES), help="cost of the inflated target")
     parser.add_argument("--drafter", default="tiny-draft")
     parser.add_argument("--dtype", default="bfloat16", choices=["bfloat16", "float32"])
     parser.add_argument("--easy", default="edit", help="task of the easy rows of the mixed batch")
@@ -191,7 +193,8 @@ def main() -> None:
     if args.threads:
         torch.set_num_threads(args.threads)
     transformers.logging.set_verbosity_error()
-    model, tokenizer = load_target(args)
+    with tempfile.TemporaryDirectory() as folder:
+        model, tokenizer, _ = load_target(args, folder)
     drafter: PreTrainedModel = AutoModelForCausalLM.from_pretrained(
         hf_specdec.resolve_model(args.drafter), dtype=model.dtype
     ).eval()

@@ -1,7 +1,7 @@
 """One vLLM engine, driven by `benchmarks/decode.py --vllm-python` through pipes. Runs in vLLM's own environment.
 
-Reads one JSON object a line ({"prompts": [[ids]], "max_tokens": n}) and answers {"tokens": n, "seconds": s}; the first line it
-reads is the engine's arguments, the first it writes {"version": ...}.
+Reads one JSON object a line ({"prompts": [[ids]], "max_tokens": n}) and answers {"tokens": [[ids]], "seconds": s, "cpu_seconds": s};
+the first line it reads is the engine's arguments, the first it writes {"version": ...}.
 """
 
 import json
@@ -27,11 +27,11 @@ def main() -> None:
         request = json.loads(line)
         n = request["max_tokens"]
         sampling = vllm.SamplingParams(temperature=0, max_tokens=n, min_tokens=n, ignore_eos=True, detokenize=False)
-        begin = time.perf_counter()
+        begin, cpu = time.perf_counter(), time.process_time()
         outputs = engine.generate([{"prompt_token_ids": ids} for ids in request["prompts"]], sampling, use_tqdm=False)
-        seconds = time.perf_counter() - begin
+        figures = {"seconds": time.perf_counter() - begin, "cpu_seconds": time.process_time() - cpu}
         tokens = [list(out.outputs[0].token_ids) for out in outputs]
-        print(json.dumps({"tokens": tokens, "seconds": seconds}), file=answers, flush=True)
+        print(json.dumps({"tokens": tokens, **figures}), file=answers, flush=True)
 
 
 if __name__ == "__main__":

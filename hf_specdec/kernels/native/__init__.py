@@ -15,7 +15,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-VERSION = 1  # version of the structures; the library reports the version it was compiled with
+VERSION = 2  # version of the structures; the library reports the version it was compiled with
 PATH = Path(__file__).with_name("library.so")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -42,7 +42,7 @@ class Attention(ctypes.Structure):
 class Linear(ctypes.Structure):
     """See `source/abi.h`."""
 
-    _fields_ = [*_fields(_Pointer, "x w bias y"), *_fields(_Integer, "type rows n k ldx ldw ldy")]
+    _fields_ = [*_fields(_Pointer, "x w bias y"), *_fields(_Integer, "type rows n k ldx ldw ldy streams")]
 
 
 class Step(ctypes.Structure):

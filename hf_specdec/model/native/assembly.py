@@ -15,6 +15,7 @@ from .tape import NotLowered, Place, Register, Step, Tape, Value
 _KEEPS = {Operation.WRITE, Operation.ATTEND}
 _SHARED = {Operation.LINEAR, Operation.ATTEND}  # the threads share their work; one thread does the others
 _ALIGNMENT = 64
+_CACHED_BYTES = 32 << 20  # of weights: fewer stay in a processor's last cache from call to call
 
 
 def assemble(tape: Tape, outputs: Sequence[Value], pools: dict[int, tuple[int, ...]], dtype: torch.dtype) -> Program:
@@ -35,8 +36,9 @@ def assemble(tape: Tape, outputs: Sequence[Value], pools: dict[int, tuple[int, .
     most_tokens = most_tokens_for(dtype)
     slots, memory = _allocated(steps, registers, most_tokens)
     weights = [each.tensor for each in registers if each.tensor is not None]
+    streams = sum(each.nbytes for each in weights) > _CACHED_BYTES
     return Program(
-        most_tokens, _encoded(steps, slot_of), slots, memory, weights,
+        most_tokens, _encoded(steps, slot_of, streams), slots, memory, weights,
         [(slot_of[id(each)], each.table) for each in registers if each.table is not None],
         next((slot_of[id(each)] for each in registers if each.features), None),
         [
@@ -104,7 +106,7 @@ def _allocated(steps: list[Step], registers: list[Register], most_tokens: int) -
     return slots, memory
 
 
-def _encoded(steps: list[Step], slot_of: dict[int, int]) -> np.ndarray:
+def _encoded(steps: list[Step], slot_of: dict[int, int], streams: bool) -> np.ndarray:
     ops = np.zeros(len(steps), dtype=OP)
     for op, step in zip(ops, steps, strict=True):
         for name in ("operation", "kind", "function", "rows", "size", "scalar", "scalar2"):
@@ -119,6 +121,7 @@ def _encoded(steps: list[Step], slot_of: dict[int, int]) -> np.ndarray:
         for name, number in step.attention.items():
             op[name] = number
     ops["waits"] = _waits(steps)
+    ops["kind"][ops["operation"] == Operation.LINEAR] = streams
     return ops
 
 

@@ -28,11 +28,11 @@ struct Attention {
   double scaling, softcap;  // softcap 0: none
 };
 
-// y [rows, n] = x [rows, k] w^T + bias, with w [n, k]. Strides count elements.
+// y [rows, n] = x [rows, k] w^T + bias, with w [n, k]. Strides count elements. `streams`: w comes from memory, not from a cache.
 struct Linear {
   const void *x, *w, *bias;
   void* y;
-  i64 type, rows, n, k, ldx, ldw, ldy;
+  i64 type, rows, n, k, ldx, ldw, ldy, streams;
 };
 
 // A tensor [rows, size[0], size[1], size[2]] in memory.

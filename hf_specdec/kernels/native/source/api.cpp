@@ -33,7 +33,7 @@ const Kernels* kernels = choose();
 extern "C" {
 
 // The version of the structures; Python refuses another one.
-i64 specdec_version() { return 1; }
+i64 specdec_version() { return 2; }
 
 // The instruction set in use.
 const char* specdec_instruction_set() { return kernels->name; }

@@ -117,9 +117,9 @@ template <class E> void attend(const Attention& call, const Row& row, i64 query,
     for (int i = 0; i < 4; i++) four[i] = keys + slots[smaller(j + i, n - 1)] * call.key_slot;
     for (i64 h = 0; h < group; h += MOST_TOKENS) {
       int count = (int)smaller(MOST_TOKENS, group - h);
-      float sums[MOST_TOKENS][4];
-      dots(count, four, queries + h * call.width, call.width, call.width, 0, sums);
-      for (int i = 0; i < count; i++) memcpy(scores + (h + i) * padded + j, sums[i], 16);
+      float sums[MOST_SUMS];
+      dots<4>(count, four, queries + h * call.width, call.width, call.width, 0, sums);
+      for (int i = 0; i < count; i++) memcpy(scores + (h + i) * padded + j, sums + 4 * i, 16);
     }
   }
   i64 used = (n + LANES - 1) / LANES * LANES;

@@ -1,87 +1,110 @@
 // Products of a few rows of tokens with row-major weights, read in place.
 #pragma once
+#include <utility>
 #include "vectors.h"
 
 namespace {
 
 #if defined(__AVX512F__)
-constexpr int MOST_TOKENS = 6;  // per tile: 4 x 6 sums in 32 registers
+constexpr int MOST_SUMS = 24;  // in registers, beside a vector of each row of weights and one of a token
 #else
-constexpr int MOST_TOKENS = 3;
+constexpr int MOST_SUMS = 12;
 #endif
+constexpr int MOST_TOKENS = MOST_SUMS / 4;  // per tile of 4 rows of weights
 
 // The type in which tokens meet weights of type E.
 template <class E> struct Met { typedef float type; };
 
-// sums[t][j] = w[j] . x[t] for 4 rows of weights and COUNT tokens. Each sum has the same order whatever COUNT is.
-template <int COUNT, class E>
-inline void dots(const E* const w[4], const float* x, i64 ldx, i64 k, i64 ahead, float (*sums)[4]) {
-  Floats total[COUNT][4] = {};
+// The sums of vectors, in order; `sums` has room for a multiple of four. Constant indices keep the vectors in registers.
+template <int COUNT, int ROWS, int... GROUP>
+inline void sums_of(const Floats (&x)[COUNT][ROWS], float* sums, std::integer_sequence<int, GROUP...>) {
+  constexpr int N = COUNT * ROWS;
+#define VECTOR(i) x[(i) < N ? (i) / ROWS : 0][(i) < N ? (i) % ROWS : 0]
+  (sums_of_four(VECTOR(4 * GROUP), VECTOR(4 * GROUP + 1), VECTOR(4 * GROUP + 2), VECTOR(4 * GROUP + 3), sums + 4 * GROUP), ...);
+#undef VECTOR
+}
+template <int COUNT, int ROWS> inline void sums_of(const Floats (&x)[COUNT][ROWS], float* sums) {
+  sums_of(x, sums, std::make_integer_sequence<int, (COUNT * ROWS + 3) / 4>());
+}
+
+// sums[t * ROWS + r] = w[r] . x[t] for COUNT tokens. Each sum has the same order whatever ROWS and COUNT are. While these rows are read,
+// the numbers that are `ahead` after them in memory are fetched.
+template <int ROWS, int COUNT, bool FETCHES, class E>
+inline void dots(const E* const* w, const float* x, i64 ldx, i64 k, i64 ahead, float* sums) {
+  Floats total[COUNT][ROWS] = {};
   i64 i = 0;
   for (; i + LANES <= k; i += LANES) {
-    Floats weights[4];
-    UNROLLED for (int j = 0; j < 4; j++) {
-      weights[j] = load(w[j] + i);
-      if (ahead) __builtin_prefetch(w[j] + i + ahead);
+    Floats weights[ROWS];
+    UNROLLED for (int r = 0; r < ROWS; r++) {
+      weights[r] = load(w[r] + i);
+      if (FETCHES) __builtin_prefetch(w[r] + i + ahead);
     }
     UNROLLED for (int t = 0; t < COUNT; t++) {
       Floats own = load(x + t * ldx + i);
-      UNROLLED for (int j = 0; j < 4; j++) total[t][j] += weights[j] * own;
+      UNROLLED for (int r = 0; r < ROWS; r++) total[t][r] += weights[r] * own;
     }
   }
-  UNROLLED for (int t = 0; t < COUNT; t++) {
-    sums_of_four(total[t][0], total[t][1], total[t][2], total[t][3], sums[t]);
-    for (i64 rest = i; rest < k; rest++)
-      for (int j = 0; j < 4; j++) sums[t][j] += to_float(w[j][rest]) * x[t * ldx + rest];
+  if constexpr (ROWS == 4) {
+    UNROLLED for (int t = 0; t < COUNT; t++) sums_of_four(total[t][0], total[t][1], total[t][2], total[t][3], sums + 4 * t);
+  } else {
+    sums_of(total, sums);
   }
+  for (int t = 0; i < k && t < COUNT; t++)
+    for (int r = 0; r < ROWS; r++)
+      for (i64 rest = i; rest < k; rest++) sums[t * ROWS + r] += to_float(w[r][rest]) * x[t * ldx + rest];
 }
 
 #if defined(__AVX512BF16__)
 template <> struct Met<bf16> { typedef bf16 type; };
 
-template <int COUNT>
-inline void dots(const bf16* const w[4], const bf16* x, i64 ldx, i64 k, i64 ahead, float (*sums)[4]) {
-  __m512 total[COUNT][4];
-  UNROLLED for (int t = 0; t < COUNT; t++)
-    UNROLLED for (int j = 0; j < 4; j++) total[t][j] = _mm512_setzero_ps();
+template <int ROWS, int COUNT, bool FETCHES>
+inline void dots(const bf16* const* w, const bf16* x, i64 ldx, i64 k, i64 ahead, float* sums) {
+  Floats total[COUNT][ROWS] = {};
   i64 i = 0;
   for (; i + 32 <= k; i += 32) {
-    __m512bh weights[4];
-    UNROLLED for (int j = 0; j < 4; j++) {
-      weights[j] = (__m512bh)_mm512_loadu_si512(w[j] + i);
-      if (ahead) __builtin_prefetch(w[j] + i + ahead);
+    __m512bh weights[ROWS];
+    UNROLLED for (int r = 0; r < ROWS; r++) {
+      weights[r] = (__m512bh)_mm512_loadu_si512(w[r] + i);
+      if (FETCHES) __builtin_prefetch(w[r] + i + ahead);
     }
     UNROLLED for (int t = 0; t < COUNT; t++) {
       __m512bh own = (__m512bh)_mm512_loadu_si512(x + t * ldx + i);
-      UNROLLED for (int j = 0; j < 4; j++) total[t][j] = _mm512_dpbf16_ps(total[t][j], weights[j], own);
+      UNROLLED for (int r = 0; r < ROWS; r++)
+        total[t][r] = (Floats)_mm512_dpbf16_ps((__m512)total[t][r], weights[r], own);
     }
   }
   if (i < k) {
     __mmask32 inside = (1u << (k - i)) - 1;
     UNROLLED for (int t = 0; t < COUNT; t++) {
       __m512bh own = (__m512bh)_mm512_maskz_loadu_epi16(inside, x + t * ldx + i);
-      UNROLLED for (int j = 0; j < 4; j++)
-        total[t][j] = _mm512_dpbf16_ps(total[t][j], (__m512bh)_mm512_maskz_loadu_epi16(inside, w[j] + i), own);
+      UNROLLED for (int r = 0; r < ROWS; r++)
+        total[t][r] = (Floats)_mm512_dpbf16_ps(
+            (__m512)total[t][r], (__m512bh)_mm512_maskz_loadu_epi16(inside, w[r] + i), own);
     }
   }
-  UNROLLED for (int t = 0; t < COUNT; t++)
-    sums_of_four((Floats)total[t][0], (Floats)total[t][1], (Floats)total[t][2], (Floats)total[t][3], sums[t]);
+  if constexpr (ROWS == 4) {
+    UNROLLED for (int t = 0; t < COUNT; t++) sums_of_four(total[t][0], total[t][1], total[t][2], total[t][3], sums + 4 * t);
+  } else {
+    sums_of(total, sums);
+  }
 }
 #endif
 
-// `dots` for a number of tokens known at run time, at most MOST_TOKENS.
-template <class E, class X>
-inline void dots(int count, const E* const w[4], const X* x, i64 ldx, i64 k, i64 ahead, float (*sums)[4]) {
+template <int ROWS, int COUNT, class E, class X>
+inline void dots_of(const E* const* w, const X* x, i64 ldx, i64 k, i64 ahead, float* sums) {
+  if (ahead) dots<ROWS, COUNT, true>(w, x, ldx, k, ahead, sums);
+  else dots<ROWS, COUNT, false>(w, x, ldx, k, ahead, sums);
+}
+
+// `dots` for a number of tokens known at run time, at most MOST_SUMS / ROWS and 12.
+template <int ROWS, class E, class X>
+inline void dots(int count, const E* const* w, const X* x, i64 ldx, i64 k, i64 ahead, float* sums) {
+  constexpr int MOST = MOST_SUMS / ROWS < 12 ? MOST_SUMS / ROWS : 12;
+#define CASE(COUNT) case COUNT: if constexpr (COUNT <= MOST) dots_of<ROWS, COUNT>(w, x, ldx, k, ahead, sums); return;
   switch (count) {
-    case 1: return dots<1>(w, x, ldx, k, ahead, sums);
-    case 2: return dots<2>(w, x, ldx, k, ahead, sums);
-    case 3: return dots<3>(w, x, ldx, k, ahead, sums);
-#if defined(__AVX512F__)
-    case 4: return dots<4>(w, x, ldx, k, ahead, sums);
-    case 5: return dots<5>(w, x, ldx, k, ahead, sums);
-    default: return dots<6>(w, x, ldx, k, ahead, sums);
-#endif
+    CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
   }
+#undef CASE
 }
 
 inline i64 smaller(i64 a, i64 b) { return a < b ? a : b; }
@@ -105,30 +128,44 @@ template <class E> inline const float* met(const E* x, i64 rows, i64 k, i64* ldx
   return converted;
 }
 
-template <class E> void linear_of(const Linear& call, i64 first, i64 last) {
+// Outputs first .. last, ROWS rows of weights at a time, in tiles of tokens whose sums fit the registers.
+template <int ROWS, class E, class X>
+void linear_by(const Linear& call, const X* x, i64 ldx, i64 first, i64 last) {
   const E *weights = (const E*)call.w, *bias = (const E*)call.bias;
-  i64 ldx = call.ldx;
-  const auto* x = met((const E*)call.x, call.rows, call.k, &ldx);
   E* y = (E*)call.y;
-  i64 tiles = (call.rows + MOST_TOKENS - 1) / MOST_TOKENS;
-  for (i64 n = first; n < last; n += 4) {
-    const E* w[4];
-    for (int j = 0; j < 4; j++) w[j] = weights + smaller(n + j, last - 1) * call.ldw;
-    i64 ahead = n + 8 <= last ? 4 * call.ldw : 0;  // the next rows of weights are fetched while these are read
+  const i64 most = smaller(MOST_SUMS / ROWS, 12), tiles = (call.rows + most - 1) / most;
+  for (i64 n = first; n < last; n += ROWS) {
+    const E* w[ROWS];
+    for (int r = 0; r < ROWS; r++) w[r] = weights + smaller(n + r, last - 1) * call.ldw;
+    i64 ahead = n + ROWS + 4 <= last ? 4 * call.ldw : 0;
     for (i64 tile = 0; tile < tiles; tile++) {
       i64 t = call.rows * tile / tiles, end = call.rows * (tile + 1) / tiles;
-      float sums[MOST_TOKENS][4];
-      dots((int)(end - t), w, x + t * ldx, ldx, call.k, tile ? 0 : ahead, sums);
+      float sums[MOST_SUMS];
+      dots<ROWS>((int)(end - t), w, x + t * ldx, ldx, call.k, tile ? 0 : ahead, sums);
       for (i64 i = t; i < end; i++) {
-        float* own = sums[i - t];
+        float* own = sums + (i - t) * ROWS;
         if (bias)
-          for (int j = 0; j < 4 && n + j < last; j++) own[j] += to_float(bias[n + j]);
-        if (n + 4 <= last) store_four(y + i * call.ldy + n, own);
+          for (int r = 0; r < ROWS && n + r < last; r++) own[r] += to_float(bias[n + r]);
+        if (ROWS == 4 && n + 4 <= last) store_four(y + i * call.ldy + n, own);
         else
-          for (i64 j = 0; j < last - n; j++) store(y + i * call.ldy + n + j, own[j]);
+          for (i64 r = 0; r < ROWS && n + r < last; r++) store(y + i * call.ldy + n + r, own[r]);
       }
     }
   }
+}
+
+// From memory, few rows of weights at a time are read fastest. Where they come from a cache, or tokens fill the nearest one, four at a
+// time use what is loaded most. The bounds are measured.
+constexpr i64 TOKEN_BYTES = 24 << 10;
+
+template <class E> void linear_of(const Linear& call, i64 first, i64 last) {
+  i64 ldx = call.ldx;
+  const auto* x = met((const E*)call.x, call.rows, call.k, &ldx);
+  const i64 rows = call.rows, most = sizeof(*x) == 2 ? 5 : 4;
+  const bool streams = call.streams && (rows == 1 || rows * call.k * (i64)sizeof(*x) <= TOKEN_BYTES);
+  if (streams && rows <= most) linear_by<1, E>(call, x, ldx, first, last);
+  else if (streams && sizeof(*x) == 2 && rows > 6 && rows <= 10) linear_by<2, E>(call, x, ldx, first, last);
+  else linear_by<4, E>(call, x, ldx, first, last);
 }
 
 void linear(const Linear& call, i64 first, i64 last) {

@@ -10,7 +10,7 @@ enum Rows : i64 { ONE, TOKENS, SELECTED };
 struct Place { i64 slot, offset, type, token, stride[3]; };
 
 struct Op {
-  i64 operation, kind, function, rows, size[3];
+  i64 operation, kind, function, rows, size[3];  // LINEAR: `kind` 1: weights come from memory, 0: from a cache
   i64 waits;  // it needs what other threads computed since the last barrier
   double scalar, scalar2;
   Place out, a, b, c;

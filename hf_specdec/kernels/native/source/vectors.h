@@ -8,7 +8,7 @@
 #if defined(__clang__)
 #define UNROLLED _Pragma("unroll")
 #else
-#define UNROLLED _Pragma("GCC unroll 8")
+#define UNROLLED _Pragma("GCC unroll 12")
 #endif
 #if defined(__AVX2__)
 #include <immintrin.h>
