@@ -12,8 +12,10 @@ from hf_specdec import SpeculativeConfigError, parse_config
 EXAMPLE = re.search(
     r"```python\n(.*?)```", (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8"), flags=re.S
 )[1]
-# The same file outside the package: what it needs comes from `hf_specdec`.
-OUTSIDE = re.sub(r"from \.+[\w.]* import (\w+)", r"from hf_specdec import \1", EXAMPLE)
+# The same file outside the package: what it needs comes from `hf_specdec`. Its name is another one, for trees that have the example.
+OUTSIDE = re.sub(r"from \.+[\w.]* import (\w+)", r"from hf_specdec import \1", EXAMPLE).replace(
+    "copy_last", "copy_outside"
+)
 RUN = """
 import hf_specdec, torch
 from oracle import ragged, tiny_llama
@@ -50,13 +52,13 @@ def run(site: Path, code: str) -> subprocess.CompletedProcess:
 
 def test_an_installed_package_and_a_class_by_its_path(tmp_path):
     """The example of CONTRIBUTING.md, in a package of its own, used both ways; broken packages beside it change nothing."""
-    install(tmp_path, "copying", {"method.py": OUTSIDE}, "copy_last = copying.method:CopyLastGenerator")
+    install(tmp_path, "copying", {"method.py": OUTSIDE}, "copy_outside = copying.method:CopyLastGenerator")
     install(tmp_path, "failing", {"method.py": "raise RuntimeError('mine')"}, "fails = failing.method:Generator")
     install(tmp_path, "missing", {}, "is_missing = missing.nowhere:Generator")
     install(tmp_path, "empty", {"method.py": "class Generator: pass"}, "registers_nothing = empty.method:Generator")
-    methods = ["copying.method:CopyLastGenerator", "copy_last"]
+    methods = ["copying.method:CopyLastGenerator", "copy_outside"]
     done = run(tmp_path, RUN.format(methods=methods))
-    assert done.stdout.count("{'method': 'copy_last'}") == 2
+    assert done.stdout.count("{'method': 'copy_outside'}") == 2
     for package, problem in (
         ("failing", "RuntimeError: mine"),
         ("missing", "No module named 'missing.nowhere'"),
