@@ -72,7 +72,7 @@ def extents(monkeypatch):
         sizes.clear()
         return sizes
 
-    monkeypatch.setattr(memory, "comes_when_written", lambda tensors: False)
+    monkeypatch.setattr(memory, "takes_memory_when_written", lambda tensors: False)
     monkeypatch.setattr(PagedStaticCache, "_grow", growing)
     return by
 
@@ -121,7 +121,7 @@ def test_memory_is_that_of_a_dynamic_cache(wide, batch):
 @pytest.mark.parametrize("batch", [pytest.param(1, marks=pytest.mark.slow), 3])
 def test_extents_stay_within_a_tenth_of_what_is_used(wide, monkeypatch, batch):
     """At every length: pools, the layer that is copied, and weights, against transformers' cache and weights."""
-    monkeypatch.setattr(memory, "comes_when_written", lambda tensors: False)
+    monkeypatch.setattr(memory, "takes_memory_when_written", lambda tensors: False)
     monkeypatch.setattr(paged_cache, "LEAST_EXTENT", 0)
     weights = sum(parameter.nbytes for parameter in wide.parameters())
     sizes, reserve, grow = [], PagedStaticCache.reserve, PagedLayer.grow
@@ -239,7 +239,7 @@ def test_what_was_captured_on_smaller_pools_is_forgotten(tiny_model, extents, gr
 
 
 def test_a_growth_that_fails_leaves_a_cache_of_one_size(monkeypatch):
-    monkeypatch.setattr(memory, "comes_when_written", lambda tensors: False)
+    monkeypatch.setattr(memory, "takes_memory_when_written", lambda tensors: False)
     monkeypatch.setattr(paged_cache, "LEAST_EXTENT", 1)
     cache = PagedStaticCache(3, 100, 4, weights=[torch.zeros(1)])
     cache.add(0)
@@ -366,12 +366,12 @@ def test_zeros_take_memory_where_they_are_written():
 def test_where_address_space_is_not_free_pools_grow_by_extents(monkeypatch, tmp_path):
     strict = tmp_path / "overcommit_memory"
     weights = [torch.zeros(1)]
-    assert memory.comes_when_written(weights)
-    assert not memory.comes_when_written([torch.zeros(1, device="meta")])
+    assert memory.takes_memory_when_written(weights)
+    assert not memory.takes_memory_when_written([torch.zeros(1, device="meta")])
     for content, free in (("0\n", True), ("1\n", True), ("2\n", False)):
         strict.write_text(content)
         monkeypatch.setattr(memory, "_OVERCOMMIT", strict)
-        assert memory.comes_when_written(weights) == free
+        assert memory.takes_memory_when_written(weights) == free
         assert PagedStaticCache(1, 50, 4, weights=weights).pool.num_blocks == (50 if free else 1)
 
 

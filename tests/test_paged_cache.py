@@ -80,7 +80,7 @@ class CacheMachine(RuleBasedStateMachine):
     def start(self, block_size, num_blocks, share, growth, at_once):
         """`at_once`: blocks of the address space at first, or slots of an extent."""
         with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(memory, "comes_when_written", lambda tensors: growth != "extents")
+            patch.setattr(memory, "takes_memory_when_written", lambda tensors: growth != "extents")
             patch.setattr(paged_cache, "MOST_AT_ONCE", at_once)
             weights = () if growth == "none" else [torch.zeros(1)]
             self.cache = PagedStaticCache(LAYERS, num_blocks, block_size, share_prefixes=share, weights=weights)

@@ -10,12 +10,12 @@ from pathlib import Path
 
 import torch
 
-_PROMISES_NOTHING = ("linux", "darwin")  # these do not count address space as used memory
+_OVERCOMMITTING = ("linux", "darwin")  # systems that do not count address space as used memory
 _OVERCOMMIT = Path("/proc/sys/vm/overcommit_memory")
 _MAP_NORESERVE = {"linux": 0x4000, "darwin": 0x40}
 
 
-def comes_when_written(tensors: Iterable[torch.Tensor]) -> bool:
+def takes_memory_when_written(tensors: Iterable[torch.Tensor]) -> bool:
     """True if pools on the device of these tensors (a model's weights) take memory page by page as they are written.
 
     False on accelerators, on systems that count address space as memory (Windows, `vm.overcommit_memory=2`), and under a limit of
@@ -25,7 +25,7 @@ def comes_when_written(tensors: Iterable[torch.Tensor]) -> bool:
 
 
 def _address_space_is_free() -> bool:
-    if sys.platform not in _PROMISES_NOTHING:
+    if sys.platform not in _OVERCOMMITTING:
         return False
     import resource  # missing on Windows
 
@@ -50,7 +50,7 @@ def zeros(shape: tuple[int, ...], like: torch.Tensor) -> torch.Tensor:
         MemoryError: the system refuses this much address space. The message says what to do.
     """
     count = torch.Size(shape).numel()
-    if like.device.type != "cpu" or sys.platform not in _PROMISES_NOTHING or not count:
+    if like.device.type != "cpu" or sys.platform not in _OVERCOMMITTING or not count:
         return like.new_zeros(shape)
     return torch.frombuffer(_address_space(count * like.element_size()), dtype=like.dtype).view(shape)
 

@@ -82,7 +82,7 @@ class PagedStaticCache(Cache):
         super().__init__(layers=[PagedLayer(self) for _ in range(num_layers)])
         weights = list(weights)
         self.block_size, self.most_blocks = block_size, num_blocks
-        self.is_lazy = memory.comes_when_written(weights)
+        self.is_lazy = memory.takes_memory_when_written(weights)
         self._bytes_beside = sum(weight.nbytes for weight in weights)
         at_once = num_blocks if not weights else min(num_blocks, MOST_AT_ONCE) if self.is_lazy else min(num_blocks, 1)
         self.pool = BlockPool(at_once)

@@ -11,8 +11,8 @@ class PrefixStates:
     """States, each under the hash of the last block that it has read, least recently used first.
 
     A block's hash stands for all tokens from the text's beginning to the block's end, so a state is only ever found for exactly the
-    tokens that it has read. Keys and values of blocks are of no use to a recurrent layer: a text goes on from a prefix only where
-    both its blocks and its state are there.
+    tokens that it has read. A recurrent layer cannot use the keys and values of blocks, so a text shares a prefix only if both the
+    prefix's blocks and its state are kept.
 
     Args:
         every: states are kept after multiples of this many tokens, a multiple of the block size.

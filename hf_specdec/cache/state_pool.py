@@ -44,7 +44,7 @@ class StatePool:
     A sequence has a slot for each token that may turn out to be its last one: for its own last token and for each draft. A slot
     holds the last inputs of the convolutions, and the recurrent states after the token. With `replays` it holds the token's inputs of
     the recurrences instead, and each sequence has one state, after its last own token: accepted drafts are read again, by the same
-    rule, when the sequence goes on. That takes a fraction of the memory and more time.
+    rule, when the sequence continues. That takes a fraction of the memory and more time.
 
     Slots are found by the number of tokens read. Asking for a state that was not kept raises an error; it is never approximated. The
     pool grows when slots run out, and is freed with the cache.
@@ -110,7 +110,7 @@ class StatePool:
         return Base(own[num_tokens], state, [own[count] for count in range(first + 1, num_tokens + 1)])
 
     def state(self, seq_id: int, num_tokens: int) -> int | None:
-        """The slot or state whose tensors are the recurrent states after that many tokens; None if there is none."""
+        """The slot or state whose tensors are the recurrent states after that many tokens; None if no tensors hold them."""
         if not self.holds(seq_id, num_tokens):
             return None
         base = self.base(seq_id, num_tokens)

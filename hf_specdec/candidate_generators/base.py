@@ -148,15 +148,15 @@ class CandidateGenerator(ABC):
         is kept of them."""
 
     def moved_caches(self) -> list[PagedStaticCache] | None:
-        """The caches whose first rows stand for a prompt's features, so that another process can fill them in place of `observe`; empty
-        if no features of the prompt are needed, None if what is kept of them cannot be moved."""
+        """The caches that keep what the drafter computed from a prompt's features. Another process can fill their first rows, instead of
+        `observe`. Empty if the drafter needs no features of the prompt; None if what it keeps of them cannot be moved."""
         return None if self.needs_all_features else []
 
     def read_features(self, seq: Sequence, count: int) -> None:
-        """Bring the first `count` rows of a prompt, which the target has read, into `moved_caches`."""
+        """Compute the first `count` rows of `moved_caches` from the features of a prompt that the target has read."""
 
     def warm_up(self, row: RowInput, output: PackedOutput) -> None:
-        """Let the pools of `moved_caches` come into being, by a row of one token and the target's output for it. The row's slot is
+        """Allocate the pools of `moved_caches` by reading a row of one token, given the target's output for it. The row's slot is
         reserved."""
 
     def outlive_texts(self) -> None:

@@ -101,17 +101,17 @@ class CombinedGenerator(CandidateGenerator):
             part.share_prefix(seq, num_tokens)
 
     def moved_caches(self) -> list[PagedStaticCache] | None:
-        """Those of all parts."""
+        """The caches of all parts; None if one part's cannot be moved."""
         caches = [part.moved_caches() for part in self.parts]
         return None if None in caches else [cache for own in caches for cache in own or []]
 
     def read_features(self, seq: Sequence, count: int) -> None:
-        """All do."""
+        """Let all parts of the sequence compute these rows."""
         for part in self.parts_of(seq):
             part.read_features(seq, count)
 
     def warm_up(self, row: RowInput, output: PackedOutput) -> None:
-        """All do."""
+        """Let all parts allocate their pools."""
         for part in self.parts:
             part.warm_up(row, output)
 

@@ -38,7 +38,7 @@ def prompt_columns(input_ids: torch.Tensor, attention_mask: torch.Tensor | None)
             raise ValueError(f"attention_mask masks all of row {i}: there is no prompt to continue.")
         if own[-1] != input_ids.shape[1] - 1:
             raise ValueError(
-                f"attention_mask masks the end of row {i}, where the text goes on: pad on the left "
+                f"attention_mask masks the end of row {i}, where the text continues: pad on the left "
                 "(tokenizer.padding_side = 'left')."
             )
     return columns

@@ -1,8 +1,8 @@
 """Forwards as CUDA graphs: a step's rows are padded to a bucket with fixed buffers, and the bucket's captured graph is replayed.
 
 A transformers model launches hundreds of kernels per step. Launched one by one, they cost the host more time than a small
-batch costs the GPU; a graph is one launch. Ragged drafts work too: padding rows and tokens write no keys, and nobody reads
-their outputs.
+batch costs the GPU; a graph is one launch. Ragged drafts work too: padding rows and tokens write no keys, and their outputs
+are not read.
 """
 
 from __future__ import annotations

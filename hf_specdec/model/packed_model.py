@@ -33,10 +33,9 @@ from .sharding import checked_ranks
 
 logger = logging.getLogger(__name__)
 
-STATES_SHARE = (
-    0.25  # of the memory for keys, values and states: above it, drafts are replayed (see `PackedModel.choose_states`)
-)
-PREFIX_STATES_SHARE = 0.05  # of that memory: recurrent states after prefixes that later texts may share
+# Shares of the memory for keys, values and states. If the states of drafts would take more, drafts are replayed.
+STATES_SHARE = 0.25
+PREFIX_STATES_SHARE = 0.05  # recurrent states after prefixes that later texts may share
 
 
 class Activated(Protocol):

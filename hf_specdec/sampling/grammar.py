@@ -204,7 +204,7 @@ class GrammarLogitsProcessor(LogitsProcessor):
 
 
 def without_impossible_ends(sequences: list[Any], trees: DraftTrees) -> list[int]:
-    """Lengths of drafts without the nodes at their ends that the rows' grammars forbid: such nodes would be verified in vain."""
+    """Lengths of drafts without the nodes at their ends that the rows' grammars forbid, because such nodes cannot be accepted."""
     lengths = list(trees.lengths)
     for i, seq in enumerate(sequences):
         grammar = None if seq.processors is None else seq.processors.grammar

@@ -61,7 +61,7 @@ class DFlashGenerator(FeatureGenerator):
         )
 
     def moved_caches(self) -> None:
-        """Its rows have not been moved yet."""
+        """None: moving the rows of its cache is not supported."""
 
     def with_checkpoint_defaults(self, config: DFlashConfig) -> DFlashConfig:
         """The configuration with the checkpoint's or the block's length, where the user gave none."""

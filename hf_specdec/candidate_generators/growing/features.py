@@ -108,11 +108,11 @@ class FeatureGenerator(CachedGenerator):
         self.cache.match_prefix(seq.id, seq.tokens, num_tokens)
 
     def moved_caches(self) -> list[PagedStaticCache] | None:
-        """The head's."""
+        """The head's cache."""
         return [self.cache]
 
     def read_features(self, seq: Sequence, count: int) -> None:
-        """Read these rows, and keep what is known beyond them."""
+        """Let the head read these rows of the text; later features stay unread."""
         while self.cache.tables[seq.id].length < count:
             start = self.cache.tables[seq.id].length
             chunk = min(count - start, self.config.prefill_chunk_size)
@@ -120,7 +120,7 @@ class FeatureGenerator(CachedGenerator):
             self.read([seq], chunk)
 
     def warm_up(self, row: RowInput, output: PackedOutput) -> None:
-        """Read a row that nobody asks for."""
+        """Let the head read a row whose result is not used, so that its cache allocates the pools."""
         features = self.features(output, torch.zeros(1, dtype=torch.int64, device=self.head.device))
         self.head.read([row], features, self.cache)
 

@@ -92,7 +92,7 @@ class ModulesInTurn(FeatureGenerator):
         self.reached[seq.id] = [None] * len(self.heads)
 
     def moved_caches(self) -> list[PagedStaticCache] | None:
-        """A single module's; several have read each row by their own states."""
+        """The cache of a single module; None for several modules, because each row also depends on the modules' own states."""
         return super().moved_caches() if len(self.heads) == 1 else None
 
     def known_prefix(self, seq: Sequence) -> int:
