@@ -223,10 +223,10 @@ class PackedModel:
     def bytes_of_prefix_states(self) -> int:
         """Memory for recurrent states after prefixes that later texts may share; 0 if no layer has a state, or if the chunk form, which
         reads prompts, cannot start from a state."""
-        memory = free_bytes(self.device) if self.cache_bytes is None else self.cache_bytes
-        if self.recurrent is None or not self.recurrent.chunks_continue or memory is None:
+        if self.recurrent is None or not self.recurrent.chunks_continue:
             return 0
-        return int(PREFIX_STATES_SHARE * memory)
+        memory = self.free_bytes() if self.cache_bytes is None else self.cache_bytes
+        return 0 if memory is None else int(PREFIX_STATES_SHARE * memory)
 
     def keep_prefix_states(self, cache: PagedStaticCache) -> None:
         """Keep recurrent states after prefixes, so that texts can share prefixes. Does nothing for models without states."""
