@@ -27,13 +27,23 @@ template <int COUNT, int ROWS> inline void sums_of(const Floats (&x)[COUNT][ROWS
   sums_of(x, sums, std::make_integer_sequence<int, (COUNT * ROWS + 3) / 4>());
 }
 
-// sums[t * ROWS + r] = w[r] . x[t] for COUNT tokens. Each sum has the same order whatever ROWS and COUNT are. While these rows are read,
-// the numbers that are `ahead` after them in memory are fetched.
+// Part of k: numbers `from` to `to` of each row (`from` a multiple of 64). Sums that go on are in `kept`, [COUNT * ROWS].
+struct Part {
+  i64 from, to;
+  bool is_last;
+  Floats* kept;
+};
+
+// sums[t * ROWS + r] = w[r] . x[t] for COUNT tokens. Each sum has the same order whatever ROWS, COUNT and the parts are. While these rows
+// are read, the numbers that are `ahead` after them in memory are fetched.
 template <int ROWS, int COUNT, bool FETCHES, class E>
-inline void dots(const E* const* w, const float* x, i64 ldx, i64 k, i64 ahead, float* sums) {
+inline void dots(const E* const* w, const float* x, i64 ldx, Part part, i64 ahead, float* sums) {
   Floats total[COUNT][ROWS] = {};
-  i64 i = 0;
-  for (; i + LANES <= k; i += LANES) {
+  i64 i = part.from;
+  if (i)
+    UNROLLED for (int t = 0; t < COUNT; t++)
+      UNROLLED for (int r = 0; r < ROWS; r++) total[t][r] = part.kept[t * ROWS + r];
+  for (; i + LANES <= part.to; i += LANES) {
     Floats weights[ROWS];
     UNROLLED for (int r = 0; r < ROWS; r++) {
       weights[r] = load(w[r] + i);
@@ -44,24 +54,32 @@ inline void dots(const E* const* w, const float* x, i64 ldx, i64 k, i64 ahead, f
       UNROLLED for (int r = 0; r < ROWS; r++) total[t][r] += weights[r] * own;
     }
   }
+  if (!part.is_last) {
+    UNROLLED for (int t = 0; t < COUNT; t++)
+      UNROLLED for (int r = 0; r < ROWS; r++) part.kept[t * ROWS + r] = total[t][r];
+    return;
+  }
   if constexpr (ROWS == 4) {
     UNROLLED for (int t = 0; t < COUNT; t++) sums_of_four(total[t][0], total[t][1], total[t][2], total[t][3], sums + 4 * t);
   } else {
     sums_of(total, sums);
   }
-  for (int t = 0; i < k && t < COUNT; t++)
+  for (int t = 0; i < part.to && t < COUNT; t++)
     for (int r = 0; r < ROWS; r++)
-      for (i64 rest = i; rest < k; rest++) sums[t * ROWS + r] += to_float(w[r][rest]) * x[t * ldx + rest];
+      for (i64 rest = i; rest < part.to; rest++) sums[t * ROWS + r] += to_float(w[r][rest]) * x[t * ldx + rest];
 }
 
 #if defined(__AVX512BF16__)
 template <> struct Met<bf16> { typedef bf16 type; };
 
 template <int ROWS, int COUNT, bool FETCHES>
-inline void dots(const bf16* const* w, const bf16* x, i64 ldx, i64 k, i64 ahead, float* sums) {
+inline void dots(const bf16* const* w, const bf16* x, i64 ldx, Part part, i64 ahead, float* sums) {
   Floats total[COUNT][ROWS] = {};
-  i64 i = 0;
-  for (; i + 32 <= k; i += 32) {
+  i64 i = part.from;
+  if (i)
+    UNROLLED for (int t = 0; t < COUNT; t++)
+      UNROLLED for (int r = 0; r < ROWS; r++) total[t][r] = part.kept[t * ROWS + r];
+  for (; i + 32 <= part.to; i += 32) {
     __m512bh weights[ROWS];
     UNROLLED for (int r = 0; r < ROWS; r++) {
       weights[r] = (__m512bh)_mm512_loadu_si512(w[r] + i);
@@ -73,8 +91,13 @@ inline void dots(const bf16* const* w, const bf16* x, i64 ldx, i64 k, i64 ahead,
         total[t][r] = (Floats)_mm512_dpbf16_ps((__m512)total[t][r], weights[r], own);
     }
   }
-  if (i < k) {
-    __mmask32 inside = (1u << (k - i)) - 1;
+  if (!part.is_last) {
+    UNROLLED for (int t = 0; t < COUNT; t++)
+      UNROLLED for (int r = 0; r < ROWS; r++) part.kept[t * ROWS + r] = total[t][r];
+    return;
+  }
+  if (i < part.to) {
+    __mmask32 inside = (1u << (part.to - i)) - 1;
     UNROLLED for (int t = 0; t < COUNT; t++) {
       __m512bh own = (__m512bh)_mm512_maskz_loadu_epi16(inside, x + t * ldx + i);
       UNROLLED for (int r = 0; r < ROWS; r++)
@@ -91,16 +114,16 @@ inline void dots(const bf16* const* w, const bf16* x, i64 ldx, i64 k, i64 ahead,
 #endif
 
 template <int ROWS, int COUNT, class E, class X>
-inline void dots_of(const E* const* w, const X* x, i64 ldx, i64 k, i64 ahead, float* sums) {
-  if (ahead) dots<ROWS, COUNT, true>(w, x, ldx, k, ahead, sums);
-  else dots<ROWS, COUNT, false>(w, x, ldx, k, ahead, sums);
+inline void dots_of(const E* const* w, const X* x, i64 ldx, Part part, i64 ahead, float* sums) {
+  if (ahead) dots<ROWS, COUNT, true>(w, x, ldx, part, ahead, sums);
+  else dots<ROWS, COUNT, false>(w, x, ldx, part, ahead, sums);
 }
 
 // `dots` for a number of tokens known at run time, at most MOST_SUMS / ROWS and 12.
 template <int ROWS, class E, class X>
-inline void dots(int count, const E* const* w, const X* x, i64 ldx, i64 k, i64 ahead, float* sums) {
+inline void dots(int count, const E* const* w, const X* x, i64 ldx, Part part, i64 ahead, float* sums) {
   constexpr int MOST = MOST_SUMS / ROWS < 12 ? MOST_SUMS / ROWS : 12;
-#define CASE(COUNT) case COUNT: if constexpr (COUNT <= MOST) dots_of<ROWS, COUNT>(w, x, ldx, k, ahead, sums); return;
+#define CASE(COUNT) case COUNT: if constexpr (COUNT <= MOST) dots_of<ROWS, COUNT>(w, x, ldx, part, ahead, sums); return;
   switch (count) {
     CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
   }
@@ -128,43 +151,61 @@ template <class E> inline const float* met(const E* x, i64 rows, i64 k, i64* ldx
   return converted;
 }
 
+constexpr i64 TOKEN_BYTES = 24 << 10, PART_BYTES = 16 << 10;  // of tokens that stay in the nearest cache beside the weights
+constexpr i64 PANEL = 8, MOST_KEPT = 10;  // rows of weights whose sums wait for the next part of k, and for how many tokens
+
+// Numbers of each row in a part of k: a multiple of 64, or all. Fewer or more tokens are faster in one part; measured.
+inline i64 part_of(i64 rows, i64 k, i64 bytes) {
+  if (bytes > 2 || rows < 6 || rows > MOST_KEPT || rows * k * bytes <= TOKEN_BYTES) return k;
+  i64 parts = (rows * k * bytes + PART_BYTES - 1) / PART_BYTES;
+  return (k / parts + 63) / 64 * 64;
+}
+
 // Outputs first .. last, ROWS rows of weights at a time, in tiles of tokens whose sums fit the registers.
 template <int ROWS, class E, class X>
 void linear_by(const Linear& call, const X* x, i64 ldx, i64 first, i64 last) {
   const E *weights = (const E*)call.w, *bias = (const E*)call.bias;
   E* y = (E*)call.y;
   const i64 most = smaller(MOST_SUMS / ROWS, 12), tiles = (call.rows + most - 1) / most;
-  for (i64 n = first; n < last; n += ROWS) {
-    const E* w[ROWS];
-    for (int r = 0; r < ROWS; r++) w[r] = weights + smaller(n + r, last - 1) * call.ldw;
-    i64 ahead = n + ROWS + 4 <= last ? 4 * call.ldw : 0;
-    for (i64 tile = 0; tile < tiles; tile++) {
-      i64 t = call.rows * tile / tiles, end = call.rows * (tile + 1) / tiles;
-      float sums[MOST_SUMS];
-      dots<ROWS>((int)(end - t), w, x + t * ldx, ldx, call.k, tile ? 0 : ahead, sums);
-      for (i64 i = t; i < end; i++) {
-        float* own = sums + (i - t) * ROWS;
-        if (bias)
-          for (int r = 0; r < ROWS && n + r < last; r++) own[r] += to_float(bias[n + r]);
-        if (ROWS == 4 && n + 4 <= last) store_four(y + i * call.ldy + n, own);
-        else
-          for (i64 r = 0; r < ROWS && n + r < last; r++) store(y + i * call.ldy + n + r, own[r]);
+  const i64 size = part_of(call.rows, call.k, sizeof(X)), panel = size == call.k ? last - first : PANEL;
+  Floats kept[PANEL * MOST_KEPT];
+  for (i64 from = first; from < last; from += panel) {
+    const i64 end_of_panel = smaller(from + panel, last);
+    for (i64 begin = 0; begin < call.k; begin += size) {
+      Part part = {begin, smaller(begin + size, call.k), begin + size >= call.k, kept};
+      for (i64 n = from; n < end_of_panel; n += ROWS) {
+        const E* w[ROWS];
+        for (int r = 0; r < ROWS; r++) w[r] = weights + smaller(n + r, last - 1) * call.ldw;
+        // What is read four rows of weights later: in this panel, or its next part, or the next panel's first part.
+        i64 ahead = n + ROWS + 4 <= end_of_panel ? 4 * call.ldw : !part.is_last ? size - (panel - 4) * call.ldw
+                  : n + ROWS + 4 <= last ? 4 * call.ldw - begin : 0;
+        for (i64 tile = 0; tile < tiles; tile++) {
+          i64 t = call.rows * tile / tiles, end = call.rows * (tile + 1) / tiles;
+          float sums[MOST_SUMS];
+          part.kept = kept + (n - from) * call.rows + t * ROWS;
+          dots<ROWS>((int)(end - t), w, x + t * ldx, ldx, part, tile ? 0 : ahead, sums);
+          if (!part.is_last) continue;
+          for (i64 i = t; i < end; i++) {
+            float* own = sums + (i - t) * ROWS;
+            if (bias)
+              for (int r = 0; r < ROWS && n + r < last; r++) own[r] += to_float(bias[n + r]);
+            if (ROWS == 4 && n + 4 <= last) store_four(y + i * call.ldy + n, own);
+            else
+              for (i64 r = 0; r < ROWS && n + r < last; r++) store(y + i * call.ldy + n + r, own[r]);
+          }
+        }
       }
     }
   }
 }
 
-// From memory, few rows of weights at a time are read fastest. Where they come from a cache, or tokens fill the nearest one, four at a
-// time use what is loaded most. The bounds are measured.
-constexpr i64 TOKEN_BYTES = 24 << 10;
-
+// From memory, few rows of weights at a time are read fastest; from a cache, four use what is loaded most. The bounds are measured.
 template <class E> void linear_of(const Linear& call, i64 first, i64 last) {
   i64 ldx = call.ldx;
   const auto* x = met((const E*)call.x, call.rows, call.k, &ldx);
   const i64 rows = call.rows, most = sizeof(*x) == 2 ? 5 : 4;
-  const bool streams = call.streams && (rows == 1 || rows * call.k * (i64)sizeof(*x) <= TOKEN_BYTES);
-  if (streams && rows <= most) linear_by<1, E>(call, x, ldx, first, last);
-  else if (streams && sizeof(*x) == 2 && rows > 6 && rows <= 10) linear_by<2, E>(call, x, ldx, first, last);
+  if (call.streams && rows <= most) linear_by<1, E>(call, x, ldx, first, last);
+  else if (call.streams && sizeof(*x) == 2 && rows > 6 && rows <= 10) linear_by<2, E>(call, x, ldx, first, last);
   else linear_by<4, E>(call, x, ldx, first, last);
 }
 
