@@ -134,10 +134,10 @@ def load_model_and_tokenizer(args: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def sharding(size: int) -> dict:
-    """Arguments of `from_pretrained` for a model over so many ranks."""
+    """Arguments of `from_pretrained` for a model that is sharded over `size` ranks."""
     if size == 1:
         return {}
-    from transformers.distributed import DistributedConfig
+    from transformers.distributed import DistributedConfig  # pyright: ignore[reportPrivateImportUsage]
 
     return {"distributed_config": DistributedConfig(tp_size=size)}
 
