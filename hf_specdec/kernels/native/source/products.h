@@ -199,13 +199,15 @@ void linear_by(const Linear& call, const X* x, i64 ldx, i64 first, i64 last) {
   }
 }
 
-// From memory, few rows of weights at a time are read fastest; from a cache, four use what is loaded most. The bounds are measured.
+// From memory, few rows of weights at a time are read fastest; from a cache, or where they have to be converted, four use what is
+// loaded most. The bounds are measured.
 template <class E> void linear_of(const Linear& call, i64 first, i64 last) {
   i64 ldx = call.ldx;
   const auto* x = met((const E*)call.x, call.rows, call.k, &ldx);
   const i64 rows = call.rows, most = sizeof(*x) == 2 ? 5 : 4;
-  if (call.streams && rows <= most) linear_by<1, E>(call, x, ldx, first, last);
-  else if (call.streams && sizeof(*x) == 2 && rows > 6 && rows <= 10) linear_by<2, E>(call, x, ldx, first, last);
+  const bool streams = call.streams && sizeof(E) == sizeof(*x);
+  if (streams && rows <= most) linear_by<1, E>(call, x, ldx, first, last);
+  else if (streams && sizeof(*x) == 2 && rows > 6 && rows <= 10) linear_by<2, E>(call, x, ldx, first, last);
   else linear_by<4, E>(call, x, ldx, first, last);
 }
 
