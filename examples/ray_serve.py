@@ -1,44 +1,38 @@
-"""A Ray Serve deployment: every replica is an engine with continuous batching, and answers a request in a thread of its own.
+"""Two replicas of the server behind one address, by Ray Serve (`hf_specdec.serve.ray`).
 
 serve run examples.ray_serve:app
-curl localhost:8000 --json '{"prompt": "Tell me a story about a dog."}'
+curl localhost:8000/v1/completions --json '{"prompt": "Once upon a time", "max_tokens": 32}'
 """
 
-import asyncio
+import json
+import urllib.request
 
+import ray
 from ray import serve
 
-from hf_specdec import LLM, SamplingParams
+from hf_specdec.serve.ray import Arguments, application
 
-
-@serve.deployment(num_replicas=1, max_ongoing_requests=64)
-class Writer:
-    """One engine. For several GPUs raise `num_replicas` and give each `ray_actor_options={"num_gpus": 1}`."""
-
-    def __init__(self, model: str = "tiny", speculative_config: dict | None = None):
-        config = speculative_config or {"method": "eagle3", "model": "tiny-eagle3"}
-        self.llm = LLM(model=model, speculative_config=config)
-        self.lock = asyncio.Lock()
-
-    async def write(self, prompt: str, max_tokens: int = 64) -> str:
-        """The answer to a prompt."""
-        params = SamplingParams(temperature=0, max_tokens=max_tokens)
-        async with self.lock:  # `LLM` takes one call at a time; `hf-specdec serve` batches requests as they come
-            outputs = await asyncio.to_thread(self.llm.chat, [[{"role": "user", "content": prompt}]], params)
-        return outputs[0].outputs[0].text
-
-    async def __call__(self, request) -> dict:
-        body = await request.json()
-        return {"text": await self.write(body["prompt"], int(body.get("max_tokens", 64)))}
-
-
-app = Writer.bind()
+SETTINGS = {
+    "speculative_config": {"method": "eagle3", "model": "tiny-eagle3"}, "max_model_len": 256, "kv_cache_memory_bytes": 32 << 20,
+}  # fmt: skip
+app = application(Arguments("tiny", num_replicas=2, num_cpus=0.5, llm=SETTINGS))
 
 
 def main():
-    """Ask the deployment inside this process, without a cluster."""
-    handle = serve.run(app, _local_testing_mode=True)
-    text = handle.write.remote("Tell me a story about a big dog.", 32).result()
+    """Start a cluster on this machine, ask one question, and stop."""
+    ray.init(include_dashboard=False, log_to_driver=False)
+    try:
+        serve.start(http_options={"port": 8432})
+        serve.run(app)
+        body = json.dumps({"prompt": "Once upon a time, there was a big dog.", "max_tokens": 32, "temperature": 0})
+        request = urllib.request.Request(
+            "http://127.0.0.1:8432/v1/completions", body.encode(), {"Content-Type": "application/json"}
+        )
+        with urllib.request.urlopen(request, timeout=120) as answer:
+            text = json.loads(answer.read())["choices"][0]["text"]
+    finally:
+        serve.shutdown()
+        ray.shutdown()
     print(text)
     return text
 

@@ -8,6 +8,8 @@ import os
 import sys
 from pathlib import Path
 
+import torch
+
 import hf_specdec
 
 from .options import DTYPES, positive_float, positive_int
@@ -66,6 +68,10 @@ def add_command(commands) -> argparse.ArgumentParser:
         help='prefill and decode apart: {"kv_connector": "NixlConnector", "kv_role": "kv_producer", "kv_consumer" or "kv_both"}',
     )  # fmt: skip
     group.add_argument("--seed", type=int, metavar="N", help="of requests that have none (default: random)")
+    group.add_argument(
+        "--replicas", type=positive_int, default=1, metavar="N",
+        help="engines behind one address, by Ray Serve (default: %(default)s; needs hf-specdec[ray])",
+    )  # fmt: skip
     group = parser.add_argument_group("HTTP")
     group.add_argument("--host", default="127.0.0.1", help="default: %(default)s; 0.0.0.0 for all interfaces")
     group.add_argument("--port", type=int, default=8000, help="default: %(default)s")
@@ -125,6 +131,8 @@ def run(args: argparse.Namespace) -> int:
                 '--kv-transfer-config must be an object: {"kv_connector": "NixlConnector", "kv_role": "kv_both"}.'
             )
         KVTransferConfig.of(transfer)
+    if args.replicas > 1:
+        return _run_replicas(args, transfer)
     template = None if args.chat_template is None else Path(args.chat_template).read_text(encoding="utf-8")
     response = None
     if args.response_template is not None:
@@ -162,4 +170,38 @@ def run(args: argparse.Namespace) -> int:
         revision=args.revision,
         trust_remote_code=args.trust_remote_code,
     )
+    return 0
+
+
+def _run_replicas(args: argparse.Namespace, transfer: dict | None) -> int:
+    """Several engines, in processes of Ray."""
+    left_out = {
+        "--chat-template": args.chat_template, "--response-template": args.response_template, "--tokenizer": args.tokenizer,
+        "--allowed-origins": args.allowed_origins, "--max-num-queued-reqs": args.max_num_queued_reqs, "--kv-transfer-config": transfer,
+    }  # fmt: skip
+    given = [name for name, value in left_out.items() if value is not None]
+    if given or len(args.served_model_name or []) > 1:
+        raise ValueError(
+            f"--replicas does not pass on {', '.join(given) or 'several --served-model-name'}: start the servers one by one, with a "
+            "router in front of them (docs/distributed.md)."
+        )
+    from ..serve.ray import Arguments, run
+
+    config = args.speculative_config
+    names = (
+        "dtype", "device", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "seed", "revision",
+        "trust_remote_code", "tensor_parallel_size", "enable_expert_parallel",
+    )  # fmt: skip
+    llm = {name: getattr(args, name) for name in names}
+    llm["speculative_config"] = None if config is None else hf_specdec.parse_config(config).to_dict()
+    on_gpus = args.device != "cpu" and torch.cuda.is_available()
+    arguments = Arguments(
+        args.model, (args.served_model_name or [None])[0], args.replicas, num_cpus=0.5,
+        num_gpus=args.tensor_parallel_size if on_gpus else 0,
+        api_keys=args.api_key or ([key] if (key := os.environ.get("HF_SPECDEC_API_KEY")) else None), llm=llm,
+    )  # fmt: skip
+    run(
+        arguments, args.host, args.port,
+        lambda url: print(f"Serving {args.model} on {url} with {args.replicas} replicas", file=sys.stderr, flush=True),
+    )  # fmt: skip
     return 0

@@ -1,0 +1,101 @@
+"""Replicas by Ray Serve, and a router in front of two servers."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+import time
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+from hf_specdec.cli import main
+
+ROOT = Path(__file__).parents[1]
+ENVIRONMENT = {
+    **os.environ,
+    "OMP_NUM_THREADS": "1",
+    "HF_HUB_OFFLINE": "1",
+    "PYTHONPATH": str(ROOT),
+    "RAY_USAGE_STATS_ENABLED": "0",
+}
+has_ray = importlib.util.find_spec("ray") is not None
+
+
+@pytest.mark.skipif(has_ray, reason="Ray is installed")
+def test_without_ray_the_error_names_the_extra(capsys):
+    assert main(["serve", "tiny", "--replicas", "2"]) == 2
+    assert "pip install 'hf-specdec[ray]'" in capsys.readouterr().err
+
+
+def test_flags_that_replicas_do_not_get_are_refused(capsys):
+    assert main(["serve", "tiny", "--replicas", "2", "--tokenizer", "x"]) == 2
+    assert "--replicas does not pass on --tokenizer" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_replica_that_is_killed_loses_no_request(tmp_path):
+    pytest.importorskip("ray")
+    file = tmp_path / "report.json"
+    command = [sys.executable, str(ROOT / "benchmarks" / "replicas.py"), "--requests", "60", "--json", str(file)]
+    done = subprocess.run(command, env=ENVIRONMENT, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    report = json.loads(file.read_text())
+    assert report["answered"] == report["equal"] == 60 and report["lost"] == 0
+
+
+def _answers(url, body=None, seconds=120):
+    ends = time.monotonic() + seconds
+    while True:
+        request = urllib.request.Request(url, body, {"Content-Type": "application/json"})
+        try:
+            with urllib.request.urlopen(request, timeout=60) as answer:
+                return answer.read()
+        except (urllib.error.URLError, ConnectionError):
+            if time.monotonic() > ends:
+                raise
+            time.sleep(0.5)
+
+
+@pytest.mark.slow
+def test_sglang_router_in_front_of_two_servers():
+    """Requests that begin alike go to one server; the answers are those of the servers."""
+    pytest.importorskip("sglang_router")
+    ports, door = (18511, 18512), 18510
+    serve = [sys.executable, "-m", "hf_specdec", "serve", "tiny", "--dtype", "float32", "--max-model-len", "256",
+             "--kv-cache-memory-bytes", "16000000", "--speculative-config", '{"method": "ngram"}']  # fmt: skip
+    router = [
+        sys.executable,
+        "-m",
+        "sglang_router.launch_router",
+        "--port",
+        str(door),
+        "--policy",
+        "cache_aware",
+        "--worker-urls",
+    ]
+    processes = [subprocess.Popen([*serve, "--port", str(port)], env=ENVIRONMENT) for port in ports]
+    try:
+        for port in ports:
+            _answers(f"http://127.0.0.1:{port}/health")
+        processes.append(subprocess.Popen([*router, *(f"http://127.0.0.1:{port}" for port in ports)], env=ENVIRONMENT))
+        body = json.dumps({"model": "tiny", "prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}).encode()
+        own = json.loads(_answers(f"http://127.0.0.1:{ports[0]}/v1/completions", body))["choices"][0]["text"]
+        texts = {
+            json.loads(_answers(f"http://127.0.0.1:{door}/v1/completions", body))["choices"][0]["text"]
+            for _ in range(6)
+        }
+        assert texts == {own}
+        counts = [_answers(f"http://127.0.0.1:{port}/metrics").decode() for port in ports]
+        served = [sum(float(line.split()[-1]) for line in each.splitlines() if line.startswith("hf_specdec_requests_total"))
+                  for each in counts]  # fmt: skip
+        assert sum(served) == 7, counts
+        assert 0 <= min(served) <= 1, served
+    finally:
+        for process in processes:
+            process.terminate()
+        for process in processes:
+            process.wait(60)
