@@ -319,11 +319,11 @@ class Server:
             left -= update.request_finished
             answer.ended = update.request_finished
             self._note(answer, update)
-            answer.make_text(update, self.tokenizer)
             if isinstance(update.error, ValueError):
                 raise bad_request(str(update.error))
             if update.error is not None:
                 raise failed(f"The model raised {type(update.error).__name__} for this request.")
+            answer.make_text(update, self.tokenizer)  # the engine has accepted the prompt's ids
             yield found
 
     def leave(self, answers: list[Answer]) -> None:
