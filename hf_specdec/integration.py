@@ -8,6 +8,7 @@ import threading
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -202,8 +203,23 @@ def make_decoder(
             f"{type(model).__name__} attends to its prompts bidirectionally, so only its own generate() can read them: call "
             "generate(..., speculative_config=...) instead."
         )
-    generator = generator_for(model, config, context or DrafterContext())
-    return decoder_of(generator.target, generator, config)
+    return _new_decoder(model, config, context or DrafterContext())
+
+
+def _new_decoder(model: PreTrainedModel, config: SpeculativeConfig, context: DrafterContext) -> SpeculativeDecoder:
+    """A decoder. Where a head learns, the folder that keeps it is its `model`."""
+    if not getattr(config, "learn", False):
+        generator = generator_for(model, config, context)
+        return decoder_of(generator.target, generator, config)
+    from .learning import Learner, begin_learning, located  # training's modules are loaded only where a head learns
+
+    found = located(config, model)
+    assert found.model is not None
+    trainer = begin_learning(found, model, begin=getattr(config, "model", None))
+    generator = generator_for(model, found, context)
+    decoder = decoder_of(generator.target, generator, found)
+    decoder.learn(Learner(trainer, generator.head_module, Path(found.model), found.learn_share))
+    return decoder
 
 
 def get_decoder(
@@ -221,10 +237,13 @@ def get_decoder(
     kept = _kept(model)
     found = decoder = kept.find(key, context)
     if decoder is None or decoder.statistics:
-        generator = generator_for(model, config, context)
-        decoder = decoder_of(generator.target, generator, config)
+        decoder = _new_decoder(model, config, context)
         if found is None:
             kept.keep(key, context, decoder)
+    if decoder.learner is not None:
+        from .learning import located
+
+        config = located(config, model)
     decoder.config = decoder.generator.config = decoder.generator.with_checkpoint_defaults(config)
     return decoder
 

@@ -243,9 +243,10 @@ def test_a_small_model_with_the_same_vocabulary(cache):
     words[first], words[second] = words[second], words[first]
     (other / "tokenizer.json").write_text(json.dumps(tokenizer))
     generator = found_for(target(snapshot))
-    assert generator.names[-1] == "draft_model" and "draft_model (org/small, in the local cache)" in str(
-        generator.found
-    )
+    line = str(generator.found)
+    assert generator.names[-1] == "draft_model" and "draft_model (org/small, in the local cache)" in line
+    assert "org/other-words, in the local cache: small enough, but its vocabulary is another" in line
+    assert len(line.splitlines()) == 1
 
 
 class Hub:
@@ -331,6 +332,20 @@ def test_heads_that_cannot_be_had(online, monkeypatch, models, error, values, li
     generator = found_for(target(online(models, error)), **values)
     assert not taken and len(generator.names) == generator.num_lookups
     assert line in str(generator.found) and len(str(generator.found).splitlines()) == 1
+
+
+def test_generate_never_fails_for_what_it_could_not_find(online, monkeypatch):
+    """Whatever the Hub and the cache answer, the text is the target's own."""
+    downloads_to(monkeypatch, "nowhere")  # a head that is found there cannot be loaded
+    answers = [{"some/head": {**HEAD, "gated": "auto"}}, {"some/head": HEAD}, {}]
+    inputs = torch.tensor([[5, 6, 7]])
+    model = target(online({}, ConnectionError("no route")))
+    plain = model.generate(inputs, max_new_tokens=8, do_sample=False)
+    for models in answers:
+        monkeypatch.setattr(hub, "HfApi", lambda models=models: Hub(models))
+        hf_specdec.release(model)
+        out = model.generate(inputs, max_new_tokens=8, do_sample=False, speculative_config="auto")
+        assert out.tolist() == plain.tolist()
 
 
 def test_known_heads_offline(cache, monkeypatch):

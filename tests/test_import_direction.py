@@ -15,7 +15,7 @@ FLOORS = [
     {"verification"},
     {"candidate_generators"},
     {"decoding"},
-    {"serve", "training", "integration", "plugin", "assisted", "refusals", "cli", "__main__"},
+    {"serve", "learning", "training", "integration", "plugin", "assisted", "refusals", "cli", "__main__"},
 ]
 LEAVES = {
     "config",

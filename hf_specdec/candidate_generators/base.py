@@ -8,6 +8,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any, ClassVar
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from ..cache import PagedStaticCache
@@ -110,6 +111,11 @@ class CandidateGenerator(ABC):
     def needs_all_features(self) -> bool:
         """Whether the drafter reads the target's features of every token, except of those that `known_prefix` covers."""
         return self.taps_whole_text and bool(self.taps.last_hidden or self.taps.layers)
+
+    @property
+    def head_module(self) -> nn.Module:
+        """The head's parameters, for drafters whose head can go on learning."""
+        raise TypeError(f"{type(self).__name__} has no head that could learn.")
 
     @property
     def drafters(self) -> list[str]:

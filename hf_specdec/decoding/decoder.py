@@ -29,6 +29,7 @@ from .policies import make_policy
 from .scoring import node_scores
 from .step import PendingStep, StepResult, StepTensors
 from .step_cost import StepTimer
+from .step_learner import HeadLearner
 
 
 class SpeculativeDecoder:
@@ -58,10 +59,21 @@ class SpeculativeDecoder:
         self.outside: dict[int, KeysValues] = {}  # per sequence: keys and values that wait for blocks
         self.last: StepTensors | None = None
         self.all_hidden_states = False
+        self.learner: HeadLearner | None = None
         self._num_sequences = 1
         self.rows_have_places = (
             False  # static batches: each row's slots are contiguous, so attention reads them without a copy
         )
+
+    def learn(self, learner: HeadLearner) -> None:
+        """Let the drafter's head learn between steps. No sequence may be running."""
+        self.learner = learner
+        self.target.taps = self.target.taps | learner.taps
+
+    @property
+    def wants_pause(self) -> bool:
+        """Whether a driver that stays inside `active()` should leave it once, so that learnt weights are put in place."""
+        return self.learner is not None and self.learner.has_swap
 
     # ---- memory and membership --------------------------------------------------------------------------------------
 
@@ -123,6 +135,8 @@ class SpeculativeDecoder:
         self.outside.pop(seq.id, None)
         self.generator.stop(seq)
         self.policy.forget(seq)
+        if self.learner is not None:
+            self.learner.ended(seq)
         return self.statistics.pop(seq.id)
 
     def preempt(self, seq: Sequence) -> None:
@@ -164,6 +178,8 @@ class SpeculativeDecoder:
     @contextlib.contextmanager
     def active(self):
         """A context in which `step` may run, without gradients. Inside, the models read our pages; on exit they are restored."""
+        if self.learner is not None and self.learner.swap():
+            self.generator.forget_prefixes()
         with torch.no_grad(), self.target.active(), self.generator.active():
             yield self
 
@@ -317,6 +333,10 @@ class SpeculativeDecoder:
         if self.policy.needs_observations and outcome.sequences:
             whole = len(outcome.sequences) == len(pending.rows) == sum(pending.num_own)
             self._inform_policy(outcome, pending, timed=whole)
+        if self.learner is not None:
+            if outcome.chunks:
+                self.learner.observe(outcome)
+            self.learner.between_steps()
         return list(results.values())
 
     def outcome_for_drafter(self, outcome: StepOutcome) -> StepOutcome:

@@ -86,11 +86,12 @@ class DrafterAcceptance:
     @property
     def rates(self) -> np.ndarray:
         """[D, KINDS, K]: P(rejected | accepted before) in all texts. A depth with few samples is like its kind, a kind like the guess."""
-        if self._rates is None:
+        found = self._rates
+        if found is None:
             rejected, judged = self.counts
             kind = (rejected.sum(2) + self.PRIOR * (1.0 - self.guesses)) / (judged.sum(2) + self.PRIOR)
-            self._rates = (rejected + self.PRIOR * kind[:, :, None]) / (judged + self.PRIOR)
-        return self._rates
+            found = self._rates = (rejected + self.PRIOR * kind[:, :, None]) / (judged + self.PRIOR)
+        return found
 
     def survival(self, slots: np.ndarray, kinds: np.ndarray, now: int, hope: bool = False) -> np.ndarray:
         """[D, B, K]: P(all tokens of a draft up to each depth are accepted).

@@ -18,6 +18,7 @@ from .decoder import SpeculativeDecoder
 from .kept_states import fill_states
 from .outputs import (
     RowTensors,
+    Speculation,
     SpeculativeDecoderOnlyOutput,
     at_step,
     fill_dynamic_cache,
@@ -193,6 +194,14 @@ def _check_states(decoder: SpeculativeDecoder, cache: Cache, unseen: int, num_ca
         )
 
 
+def _speculation(run: BatchRun) -> Speculation:
+    """What speculation did in the call, and what the head has learnt so far, if it learns."""
+    found = summarize([run.statistics[seq.row] for seq in run.sequences], run.kv_cache_bytes)
+    if run.decoder.learner is not None:
+        found["learning"] = run.decoder.learner.report()
+    return found
+
+
 def _result(run: BatchRun, returns: Returns, columns, num_fed: int, export: DynamicCache | None, unseen: int):
     """What `generate()` returns.
 
@@ -216,5 +225,5 @@ def _result(run: BatchRun, returns: Returns, columns, num_fed: int, export: Dyna
         logits=tuple(at_step([t.logits for t in tensors], step) for step in range(steps)) if returns.logits else None,
         hidden_states=hidden_per_step(tensors, columns, num_fed, steps, returns.layers) if returns.hidden else None,
         past_key_values=export,
-        speculation=summarize([run.statistics[seq.row] for seq in run.sequences], run.kv_cache_bytes),
+        speculation=_speculation(run),
     )

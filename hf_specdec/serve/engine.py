@@ -241,11 +241,12 @@ class Engine:
             Exception: what a step raised for one of the requests. All requests end.
         """
         try:
-            with self.decoder.active():
-                while self.has_work:
-                    for request in self.step():
-                        if request.error is not None:
-                            raise request.error
+            while self.has_work:
+                with self.decoder.active():
+                    while self.has_work and not self.decoder.wants_pause:
+                        for request in self.step():
+                            if request.error is not None:
+                                raise request.error
         except BaseException:
             self._drop_all()
             raise

@@ -11,6 +11,15 @@ from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 from .worker import Load
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
+_LEARNT = {
+    "texts": "Texts that the head has learnt from.",
+    "tokens": "Their tokens.",
+    "steps": "Steps of training.",
+    "swaps": "Better weights that were put in place.",
+    "rollbacks": "Times that worse weights were dropped.",
+    "seconds": "Time that learning took.",
+    "held_out_tau": "Tokens per step on held-out texts, of the weights in use.",
+}
 
 
 class Metrics:
@@ -44,6 +53,9 @@ class Metrics:
         self.per_token = seconds("time_per_output_token", "Between tokens, per request.")
         self._drafts = self._drafted = self._accepted = 0
         self._accepted_at: list[float] = []
+        self._by_drafter: dict[
+            str, list[int]
+        ] = {}  # steps, drafted and accepted tokens of each drafter, where there are several
         self.registry.register(self)  # type: ignore[arg-type]
 
     def tokens_written(self, count: int, num_rows: int) -> None:
@@ -61,6 +73,10 @@ class Metrics:
         self._drafts += statistics["num_drafts"]
         self._drafted += statistics["num_draft_tokens"]
         self._accepted += statistics["num_accepted_tokens"]
+        for name, own in statistics.get("drafters", {}).items():
+            before = self._by_drafter.get(name, [0, 0, 0])
+            counts = (own["num_steps"], own["num_draft_tokens"], own["num_accepted_tokens"])
+            self._by_drafter[name] = [a + b for a, b in zip(before, counts, strict=True)]
         per_position = statistics["num_accepted_per_position"]
         self._accepted_at += [0] * (len(per_position) - len(self._accepted_at))
         for position, count in enumerate(per_position):
@@ -86,6 +102,23 @@ class Metrics:
             counter = CounterMetricFamily(name, text, labels=["model_name"])
             counter.add_metric([self._model], value)
             yield counter
+        for name, text in _LEARNT.items() if load.learning else ():
+            value = load.learning[name]  # pyright: ignore[reportOptionalSubscript]
+            if value is not None:
+                gauge = GaugeMetricFamily(f"hf_specdec_learning_{name}", text, labels=["model_name"])
+                gauge.add_metric([self._model], value)
+                yield gauge
+        for at, (name, text) in enumerate(
+            (
+                ("drafter_steps", "Steps of rows whose draft was this drafter's."),
+                ("drafter_draft_tokens", "Tokens drafted, by drafter."),
+                ("drafter_accepted_tokens", "Drafted tokens accepted, by drafter."),
+            )
+        ):
+            chosen = CounterMetricFamily(f"hf_specdec_{name}", text, labels=["model_name", "drafter"])
+            for drafter, counts in sorted(self._by_drafter.copy().items()):
+                chosen.add_metric([self._model, drafter], counts[at])
+            yield chosen
         positions = CounterMetricFamily(
             "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted by position.", labels=["model_name", "position"]
         )

@@ -81,6 +81,7 @@ class Load:
     waiting: int = 0
     kv_usage: float = 0.0
     preemptions: int = 0
+    learning: dict[str, Any] | None = None
 
 
 class EngineWorker(threading.Thread):
@@ -116,7 +117,7 @@ class EngineWorker(threading.Thread):
                     break
                 if self.engine.has_work:
                     with self.lock, self.engine.decoder.active():
-                        while self.engine.has_work:
+                        while self.engine.has_work and not self.engine.decoder.wants_pause:
                             if not self._step():
                                 return
         except BaseException as error:
@@ -228,6 +229,7 @@ class EngineWorker(threading.Thread):
             len(scheduler.waiting),
             cache.pool.num_used / max(cache.most_blocks, 1),
             scheduler.num_preemptions,
+            None if self.engine.decoder.learner is None else self.engine.decoder.learner.report(),
         )
 
 

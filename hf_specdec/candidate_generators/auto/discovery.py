@@ -107,7 +107,7 @@ def _with_weights(config: AutoConfig, target: PackedModel, found: Found) -> list
     """The best head (own MTP layers, or one made for the target) and the best small model of its vocabulary, as far as there are
     any: which of the two is faster depends on the text."""
     heads = itertools.chain(_own_layers(target), _bundled_heads(target), _heads(config, target, found))
-    return [*itertools.islice(heads, 1), *itertools.islice(_small_models(target), 1)]
+    return [*itertools.islice(heads, 1), *itertools.islice(_small_models(target, found), 1)]
 
 
 def _own_layers(target: PackedModel) -> Iterator[Candidate]:
@@ -150,16 +150,16 @@ def _heads(config: AutoConfig, target: PackedModel, found: Found) -> Iterator[Ca
             except CheckpointError:  # another kind of model that was made from the target
                 continue
     for _, repo, folder in sorted(cached):
-        yield Candidate(_drafting_with(str(folder)), f"{repo}, in the local cache")
+        yield from _made(str(folder), f"{repo}, in the local cache", found)
     for head in heads_on_hub(target_id, list(published.values()), found.notes):
         size = f"{head.repo} ({head.method}, {head.gigabytes:.1f} GB{head.about})"
         if head.gigabytes > config.max_download_gb:
             found.downloads.append(f"{size}: set max_download_gb")
         else:
-            yield Candidate(_drafting_with(head.repo), f"{size}, from the Hub")
+            yield from _made(head.repo, f"{size}, from the Hub", found)
 
 
-def _small_models(target: PackedModel) -> Iterator[Candidate]:
+def _small_models(target: PackedModel, found: Found) -> Iterator[Candidate]:
     """Small models with the target's vocabulary, bundled or in the local cache."""
     folder = folder_of(target.model)
     if folder is None:
@@ -170,7 +170,14 @@ def _small_models(target: PackedModel) -> Iterator[Candidate]:
     sized = []
     for where, other in [*bundles, *cached]:
         share = weight_bytes(other) / target_bytes
-        if 0 < share <= SMALL_ENOUGH and is_language_model(other) and same_vocabulary(folder, other):
+        if not (0 < share <= SMALL_ENOUGH and is_language_model(other)):
+            continue
+        if not same_vocabulary(folder, other):
+            if (
+                where.endswith("cache") and (other / "tokenizer.json").is_file()
+            ):  # without one it is a head, most likely
+                found.notes.append(f"{where}: small enough, but its vocabulary is another")
+        else:
             sized.append((abs(math.log(share / BEST_SHARE)), where, other))
     for _, where, other in sorted(sized):
         config = parse_config({"method": "draft_model", "model": str(other), "num_speculative_tokens": "auto"})
@@ -184,6 +191,15 @@ def _method_of(folder: Path) -> str:
         CheckpointError: it is no head.
     """
     return infer_format(Checkpoint(folder)).method
+
+
+def _made(model: str, why: str, found: Found) -> Iterator[Candidate]:
+    """The head as a candidate; nothing but a note if it cannot be had after all."""
+    try:
+        yield Candidate(_drafting_with(model), why)
+    except (ValueError, OSError) as error:
+        reason = str(error).strip().splitlines() or [type(error).__name__]
+        found.notes.append(f"{why}: {reason[0]}")
 
 
 def _drafting_with(model: str) -> SpeculativeConfig:

@@ -36,11 +36,24 @@ class HeadConfig(TreeDraftingConfig):
         repr=False,
         metadata={"help": "Hub access token (never saved with a configuration)", "secret": True},
     )
+    learn: bool | str = field(
+        default=False,
+        metadata={
+            "help": "the head goes on learning from what the target writes, between steps, and is kept in this folder (true: one in "
+            "the cache); it begins as `model`, or new. For mlp_speculator and eagle3"
+        },
+    )
+    learn_share: float = field(
+        default=0.03, metadata={"help": "with 'learn': share of the decoding time that learning may take"}
+    )
 
     def __post_init__(self) -> None:
         super().__post_init__()
         for key in ("model", "revision", "token"):
             self.check_text(key)
+        if not isinstance(self.learn, bool):
+            self.check_text("learn")
+        self.check_number("learn_share", minimum=0.0, maximum=1.0)
 
     def open(self, wanted: Callable[[str], bool] | None = None) -> Checkpoint:
         """Open the configured checkpoint.

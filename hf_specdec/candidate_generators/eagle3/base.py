@@ -44,6 +44,11 @@ class Eagle3Base(FeatureGenerator):
         """The configuration with the checkpoint's draft length, where the user gave none."""
         return config.with_default_length(self.default_length)
 
+    @property
+    def head_module(self) -> nn.Module:
+        """The head's own layers."""
+        return self.loaded.module
+
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
         """The head's logits over its draft vocabulary."""
         return self.loaded.logits(hidden)

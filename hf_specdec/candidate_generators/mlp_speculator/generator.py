@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import torch
+from torch import nn
 
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext
@@ -32,6 +33,11 @@ class MLPSpeculatorGenerator(LastHiddenGenerator):
         self.set_heads(self.speculator, self.speculator.n_predict)
         if config.use_checkpoint_tree:
             self.shape = self._checkpoint_tree(checkpoint, self.shape.depth)
+
+    @property
+    def head_module(self) -> nn.Module:
+        """The speculator."""
+        return self.speculator
 
     def _checkpoint_tree(self, checkpoint: Checkpoint, depth: int) -> TreeTemplate:
         """The first levels of the tree in the checkpoint's configuration."""

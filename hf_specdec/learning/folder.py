@@ -1,0 +1,142 @@
+"""The folder in which a head that learns is kept: made for a new one, found again for an old one."""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import json
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from transformers import PreTrainedModel
+
+from ..candidate_generators import parse_config
+from ..candidate_generators.checkpoints.files import open_checkpoint
+from ..candidate_generators.checkpoints.target_parts import HeadConfig
+from ..config import SpeculativeConfig
+from ..decoding.auto_memory import cache_folder
+from ..training.base import HeadTrainer
+from ..training.eagle3 import Eagle3Trainer, Eagle3TrainingOptions
+from ..training.errors import TrainingError
+from ..training.export import export_head
+from ..training.initial import begin_as
+from ..training.mlp_speculator import MLPSpeculatorOptions, MLPSpeculatorTrainer
+from ..training.target import TargetModel
+
+LEARNERS = ("mlp_speculator", "eagle3")  # methods whose heads can learn while they serve
+WORK = "learning"  # folder of the learner's own files, in the head's
+
+
+def located(config: SpeculativeConfig, model: PreTrainedModel) -> HeadConfig:
+    """The configuration with the folder of the head that learns as its `model`.
+
+    Raises:
+        SpeculativeConfigError: heads of this method do not learn while they serve.
+    """
+    if not isinstance(config, HeadConfig) or config.method not in LEARNERS:
+        raise config.fail("learn", f"is for {' and '.join(LEARNERS)} heads, not for {config.method!r}.")
+    folder = str(folder_of(config, model))
+    given = {key: value for key, value in config.to_dict().items() if key != "revision"}
+    found = parse_config({**given, "model": folder, "learn": folder})
+    assert isinstance(found, HeadConfig)
+    return found
+
+
+def folder_of(config: HeadConfig, model: PreTrainedModel) -> Path:
+    """Where the head is kept: the folder that `learn` names, otherwise one for this model and this head in the cache."""
+    if isinstance(config.learn, str):
+        return Path(config.learn)
+    what = [
+        config.method,
+        config.model,
+        type(model).__name__,
+        model.name_or_path,
+        sum(p.numel() for p in model.parameters()),
+    ]
+    name = hashlib.sha256(json.dumps(what).encode()).hexdigest()[:24]
+    return cache_folder() / "learnt" / name
+
+
+def begin_learning(config: HeadConfig, model: PreTrainedModel, begin: str | None) -> HeadTrainer:
+    """A trainer that holds the head of a located configuration's folder. If there is none yet, the folder gets a copy of the head
+    `begin`, or a new one, which has learnt nothing.
+
+    Raises:
+        SpeculativeConfigError: that head has a shape that the trainer does not make.
+    """
+    folder = folder_of(config, model)
+    has_head = (folder / "config.json").is_file()
+    source = str(folder) if has_head else begin
+    with unchanged_flags(model), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(0)
+        target = TargetModel(model, None, model.name_or_path or "")
+        try:
+            trainer, counts = _trainer(config, target, source)
+            trainer.head = trainer.build(counts).to(target.device).train()
+            if source is not None:
+                begin_as(trainer, source)
+            if not has_head:
+                (folder / WORK).mkdir(parents=True, exist_ok=True)
+                export(trainer, folder, {"num_samples": 0, "num_tokens": 0, "step": 0})
+        except TrainingError as error:
+            raise config.fail(
+                "learn", f"cannot go on with {source}: {str(error).removeprefix('--init-from ')}"
+            ) from error
+    return trainer
+
+
+def export(trainer: HeadTrainer, folder: Path, facts: dict[str, Any]) -> None:
+    """Write the trainer's head to the folder, whole or not at all, tensor by tensor in the first of its formats."""
+    told = {
+        "method": trainer.method,
+        "license": None,
+        "data": "texts that the target wrote while it served",
+        "target": trainer.target.name,
+        "options": trainer.options.to_dict(),
+    }
+    export_head(trainer, folder, folder / WORK, None, torch.float32, {**told, **facts})
+
+
+def _trainer(config: HeadConfig, target: TargetModel, source: str | None) -> tuple[HeadTrainer, torch.Tensor]:
+    """A trainer of heads shaped as the source's (None: of the default shape), and token counts that give its draft vocabulary."""
+    counts = torch.zeros(target.vocab_size, dtype=torch.long)
+    if config.method == "mlp_speculator":
+        if source is None:
+            return MLPSpeculatorTrainer(MLPSpeculatorOptions(), target), counts
+        shape = open_checkpoint(source).config
+        options = MLPSpeculatorOptions(
+            num_heads=shape["n_predict"], inner_dim=shape["inner_dim"], tie_weights=bool(shape.get("tie_weights")),
+            scale_input=bool(shape.get("scale_input")), from_target=False,
+        )  # fmt: skip
+        return MLPSpeculatorTrainer(options, target), counts
+    if source is None:
+        return Eagle3Trainer(Eagle3TrainingOptions(), target), counts
+    checkpoint = open_checkpoint(source)
+    shape = checkpoint.config
+    layers, size = shape.get("eagle_aux_hidden_state_layer_ids"), shape.get("draft_vocab_size")
+    if "d2t" in checkpoint.names():
+        ids = checkpoint.tensor("d2t").long() + torch.arange(len(checkpoint.tensor("d2t")))
+        counts[ids] = 1
+    options = Eagle3TrainingOptions(
+        feature_layers=None if layers is None else ",".join(map(str, layers)), fc_norm=bool(shape.get("fc_norm")),
+        norm_output=bool(shape.get("norm_output")), num_layers=shape.get("num_hidden_layers", 1),
+        intermediate_size=shape.get("intermediate_size"), num_key_value_heads=shape.get("num_key_value_heads"),
+        draft_vocab_size=None if size in (None, target.vocab_size) else size,
+    )  # fmt: skip
+    return Eagle3Trainer(options, target), counts
+
+
+@contextlib.contextmanager
+def unchanged_flags(model: PreTrainedModel) -> Iterator[None]:
+    """Inside, no parameter of the user's model wants gradients; afterwards those that did want them again, and so for its mode."""
+    wanted, mode = [p for p in model.parameters() if p.requires_grad], model.training
+    for parameter in wanted:
+        parameter.requires_grad_(False)
+    try:
+        yield
+    finally:
+        for parameter in wanted:
+            parameter.requires_grad_(True)
+        model.train(mode)
