@@ -1,5 +1,8 @@
 """Forward passes as one call of the native library: they compute what the model computes, and follow its changes."""
 
+import gc
+import weakref
+
 import numpy as np
 import pytest
 import torch
@@ -278,3 +281,19 @@ def test_hidden_states_once_asked_for_do_not_slow_later_calls():
     model.model.layers[0].register_forward_hook(lambda module, args, output: None)
     model.generate(**inputs, speculative_config=none)
     assert "hooked" in decoder.target.native.refused
+
+
+def test_a_recorded_model_goes_with_its_last_reference():
+    """Without the garbage collector: what recorded it keeps neither its weights nor itself alive."""
+    model = make("Llama")
+    native = prepare(model)
+    outputs(native, steps())
+    assert native.native.refused is None
+    alive = [weakref.ref(each) for each in (model, model.lm_head, native, native.native)]
+    gc.collect()
+    gc.disable()
+    try:
+        del model, native
+        assert [each() for each in alive] == [None] * 4
+    finally:
+        gc.enable()

@@ -37,6 +37,7 @@ def build(subject: Subject) -> Program:
     recorder = Recorder(subject.modules(), tape, batch, features)
     batch._on_device[subject.device] = _OnDevice(batch.write_slots, None, recorder.write, recorder.attend)
     outputs = _recorded(subject, recorder, batch, features)
+    batch._on_device.clear()  # else batch and recorder would keep each other, and with them the model, until the garbage collector runs
     if any(cache.layers[layer].keys.dtype != subject.dtype for layer in recorder.pools):
         raise NotLowered("keys in another dtype than the model's")
     values = [recorder.value_of(each) for each in outputs]

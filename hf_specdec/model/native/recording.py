@@ -118,18 +118,17 @@ class Recorder(ExclusiveMode):
         """The values of the results of an operator."""
         if func == aten.index.Tensor or func == aten.index_select.default:
             return self._selected(func, args, result)
-        of = self.value_of
-
-        def translated(each: Any) -> Any:
-            if isinstance(each, torch.Tensor):
-                return of(each)
-            return [translated(inner) for inner in each] if isinstance(each, (list, tuple)) else each
-
-        own = tuple(translated(each) for each in args)
+        own = tuple(self._translated(each) for each in args)
         options = {name: each for name, each in kwargs.items() if not isinstance(each, torch.Tensor)}
         if len(options) != len(kwargs):
             raise NotLowered(str(func))
         return lower(self.tape, func, own, options, result)
+
+    def _translated(self, each: Any) -> Any:
+        """An argument with values in place of its tensors."""
+        if isinstance(each, torch.Tensor):
+            return self.value_of(each)
+        return [self._translated(inner) for inner in each] if isinstance(each, (list, tuple)) else each
 
     def _selected(self, func: Any, args: tuple, result: torch.Tensor) -> Value:
         if func == aten.index.Tensor:

@@ -40,10 +40,17 @@ class NativeRunner:
     """
 
     def __init__(self, packed: PackedModel, otherwise: Activated | None = None, required: bool = False):
-        self._packed, self._otherwise, self._required = packed, otherwise, required
+        self._owner = weakref.ref(packed)  # which holds this
+        self._otherwise, self._required = otherwise, required
         self._program: Program | None = None
         self.refused: str | None = None
         self.is_on = False
+
+    @property
+    def _packed(self) -> PackedModel:
+        packed = self._owner()
+        assert packed is not None
+        return packed
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -71,8 +78,9 @@ class NativeRunner:
         assert self._program is not None
         if not 0 < sum(row.num_tokens for row in rows) <= self._program.most_tokens:
             return None
-        batch = PackedBatch.pack(rows, cache, self._packed.device, gather=False)
-        return output_of(self._packed, batch, self._program.run(batch, addresses(self._program, cache)))
+        packed = self._packed
+        batch = PackedBatch.pack(rows, cache, packed.device, gather=False)
+        return output_of(packed, batch, self._program.run(batch, addresses(self._program, cache)))
 
 
 def output_of(packed: PackedModel, batch: PackedBatch, results: list[torch.Tensor]) -> PackedOutput:
