@@ -367,7 +367,7 @@ def test_silence_in_a_stream_and_readers_that_leave(tiny_tokenizer):
         updates = server.updates(answers)
         began = time.monotonic()
         assert await anext(updates) is None and await anext(updates) is None
-        assert time.monotonic() - began >= 2 * silence
+        assert time.monotonic() - began >= 1.8 * silence  # timers end a little early
         await asyncio.sleep(0.7 * silence)
         server._route(
             [Update(answers[1].id, token_ids=[7], request_finished=True), Update(answers[0].id, token_ids=[8])]

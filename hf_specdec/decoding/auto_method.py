@@ -236,7 +236,11 @@ class AutoMethod(AutoLength):
                 due &= hoped[index] > np.maximum(worth[best.drafter, np.arange(len(room))] * served, 0.0)
             waiting = np.flatnonzero(due)
             waiting = waiting[np.argsort(last[waiting], kind="stable")][: max(1, len(room) // self.TRIED)]
-            unread = np.where(last < 0, [seq.prompt_length for seq in sequences], acceptance.read_up_to[slots, index])
+            unread = acceptance.read_up_to[slots, index]
+            if (
+                len(sequences) == 1
+            ):  # of several rows, a drafter that reads all prompts may cost more than it wins in the call
+                unread = np.where(last < 0, [seq.prompt_length for seq in sequences], unread)
             while len(waiting):
                 backlog = int((lengths - unread)[waiting].sum())
                 lost = float(served[waiting].mean())  # what the other drafter would have gained, roughly
@@ -328,6 +332,10 @@ class AutoMethod(AutoLength):
         if self.cost.target:
             plain, spent = self.cost.of_target(num_rows, np.array([num_rows, packed]))
             spent += drafting + self.lookups.settle(asked.seconds, float(plain), self.num_steps)
+            if (
+                num_rows > 1
+            ):  # what it took: several rows' estimates are off by more than an account of small losses bears
+                spent = max(spent, step.seconds)
             progress = self._progress(step)
             self._settle(float(spent / plain), progress)
             self._settle_promise(step.sequences, progress)
