@@ -2,8 +2,8 @@
 
 import json
 import os
-import shutil
 import select
+import shutil
 import socket
 import subprocess
 import time
