@@ -11,6 +11,7 @@ import torch
 from families import make, make_for_pages, perturbed
 from replayed_graphs import defined_attention, graphs_in_python, rewritten_graphs  # noqa: F401
 from torch import fx
+from transformers import AutoModelForCausalLM
 
 import hf_specdec
 from hf_specdec.model import prepare as preparing
@@ -219,7 +220,8 @@ HEADS = {
 def test_layers_of_heads(name, tiny_model, tiny_tokenizer, rewritten_graphs, graphs_in_python):  # noqa: F811
     """They draft what they drafted: the texts are plain generate()'s, as many tokens are accepted."""
     config = HEADS[name]
-    model = copy.deepcopy(tiny_model)
+    # Not a copy of the shared model: calls that want hidden states leave transformers' hooks on it, which dynamo does not trace.
+    model = AutoModelForCausalLM.from_pretrained(hf_specdec.bundled("tiny"), dtype=torch.float32).eval()
     inputs = tiny_tokenizer(["Tom has 3 apples and", "The"], return_tensors="pt", padding=True)
     options = {**inputs, "max_new_tokens": 24, "do_sample": False, "return_dict_in_generate": True}
     plain = model.generate(**options).sequences
