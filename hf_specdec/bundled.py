@@ -1,30 +1,65 @@
-"""The models bundled with the package."""
+"""The models bundled with the package: some in its own wheel, the rest in hf-specdec-models (folder `models/` of a checkout)."""
 
 from __future__ import annotations
 
+import importlib.util
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent / "bundled_models"
+# What the wheel leaves out, so that it stays small. A checkout has all of them; tests/test_wheel.py compares this with MANIFEST.in.
+APART = (
+    "tiny-dflash",
+    "tiny-eagle",
+    "tiny-eagle3",
+    "tiny-hybrid",
+    "tiny-hydra",
+    "tiny-medusa",
+    "tiny-mlp_speculator",
+    "tiny-mtp",
+)
+HOW_TO_INSTALL = "pip install 'hf-specdec[models]' (in a checkout: pip install ./models)"
+
+
+def _other_folder() -> Path | None:
+    """Where hf-specdec-models is installed."""
+    spec = importlib.util.find_spec("hf_specdec_models")
+    return None if spec is None or spec.origin is None else Path(spec.origin).parent
+
+
+def _folders() -> dict[str, Path]:
+    """Folders of the bundled models that are installed, by name; the package's own go first."""
+    places = [place for place in (_other_folder(), _FOLDER) if place is not None]
+    return {path.parent.name: path.parent for place in places for path in place.glob("*/config.json")}
 
 
 def bundled_names() -> list[str]:
-    """Names of the bundled models; they are accepted wherever a model name is."""
-    return sorted(path.parent.name for path in _FOLDER.glob("*/config.json"))
+    """Names of the bundled models that are installed; they are accepted wherever a model name is."""
+    return sorted(_folders())
 
 
 def bundled(name: str) -> str:
     """The local folder of a bundled model, for `from_pretrained`.
 
     Raises:
-        ValueError: no such model comes with the package; the message lists those that do.
+        ValueError: no bundled model has this name; the message lists those that are installed.
+        ImportError: it is in a package that is not installed; the message says how to install it.
     """
-    if name not in bundled_names():
-        raise ValueError(f"No bundled model is called {name!r}. Bundled: {', '.join(bundled_names())}.")
-    return str(_FOLDER / name)
+    folders = _folders()
+    if name in folders:
+        return str(folders[name])
+    if name in APART:
+        raise ImportError(
+            f"The bundled model {name!r} comes in a package of its own: {HOW_TO_INSTALL}.", name="hf_specdec_models"
+        )
+    raise ValueError(f"No bundled model is called {name!r}. Bundled: {', '.join(sorted(folders))}.")
 
 
 def resolve_model(name_or_path: str) -> str:
-    """The folder of a bundled model, given its name; anything else unchanged. A local folder of that name takes precedence."""
-    if name_or_path in bundled_names() and not Path(name_or_path).exists():
+    """The folder of a bundled model, given its name; anything else unchanged. A local folder of that name takes precedence.
+
+    Raises:
+        ImportError: the name is that of a bundled model that is not installed.
+    """
+    if (name_or_path in APART or name_or_path in _folders()) and not Path(name_or_path).exists():
         return bundled(name_or_path)
     return name_or_path

@@ -1,26 +1,30 @@
 """install()/uninstall(): `speculative_config=` on every `GenerationMixin.generate()`, as a registered generation mode.
 
-What the mode needs is imported by the first call that uses it (`integration.py`), so that `import hf_specdec` is quick.
+`import hf_specdec` loads neither torch nor transformers. transformers' generation code is patched when it is there: at once, or as soon
+as something has imported it. What the mode itself needs is imported by the first call that uses it (`integration.py`).
 """
 
 from __future__ import annotations
 
 import contextlib
 import functools
+import importlib
+import importlib.abc
+import sys
 import threading
 from typing import TYPE_CHECKING, Any
 
-import transformers.generation.utils as generation_utils
-from transformers.generation import GenerationConfig, GenerationMixin
-from transformers.generation.continuous_batching import ContinuousMixin
-
 if TYPE_CHECKING:
-    from transformers import PreTrainedModel
+    from types import ModuleType
+
+    from transformers import GenerationConfig, PreTrainedModel
 
     from .config import SpeculativeConfig
 
 MODE = "specdec"
 _METHOD = "_specdec_decoding"
+_CONFIGURATION = "transformers.generation.configuration_utils"
+_GENERATION = "transformers.generation.utils"
 
 _lock = threading.RLock()
 _originals: dict[str, Any] = {}  # transformers' own functions, while ours replace them
@@ -31,6 +35,7 @@ _explicit_calls = 0  # running calls of our generate(), which need the plugin un
 def install() -> None:
     """Make `speculative_config=` an argument of every `generate()`. Idempotent; `import hf_specdec` calls it."""
     global _installed
+    _wait_for_imports()
     with _lock:
         _installed = True
         _patch()
@@ -48,32 +53,95 @@ def uninstall() -> None:
 
 def release(model: PreTrainedModel | None = None) -> None:
     """Drop what is kept between calls (suffix trees, loaded drafters), for one model or for all."""
-    from .integration import release
+    integration = sys.modules.get(f"{__package__}.integration")
+    if integration is not None:  # otherwise nothing has been kept yet
+        integration.release(model)
 
-    release(model)
+
+# ---- patching transformers ------------------------------------------------------------------------------------------
+
+
+def _patch_configuration(module: ModuleType) -> None:
+    config = module.GenerationConfig
+    _originals["mode"] = config.get_generation_mode
+    config.speculative_config = _CarriedConfig()  # accepted as argument, in configs, in request bodies
+    config.get_generation_mode = _get_generation_mode
+
+
+def _unpatch_configuration(module: ModuleType) -> None:
+    module.GenerationConfig.get_generation_mode = _originals.pop("mode")
+    del module.GenerationConfig.speculative_config
+
+
+def _patch_generation(module: ModuleType) -> None:
+    mixin = module.GenerationMixin
+    _originals["validate"] = mixin._validate_generation_mode
+    mixin._validate_generation_mode = _validate_generation_mode
+    mixin.generate_batch = _refusing(mixin.generate_batch)
+    setattr(mixin, _METHOD, _specdec_decoding)
+    module.GENERATION_MODES_MAPPING[MODE] = _METHOD
+
+
+def _unpatch_generation(module: ModuleType) -> None:
+    module.GenerationMixin._validate_generation_mode = _originals.pop("validate")
+    del module.GenerationMixin.generate_batch  # its own is inherited
+    delattr(module.GenerationMixin, _METHOD)
+    del module.GENERATION_MODES_MAPPING[MODE]
+
+
+# By module: the key of `_originals` that tells whether it is patched, and both functions.
+_PATCHES = {
+    _CONFIGURATION: ("mode", _patch_configuration, _unpatch_configuration),
+    _GENERATION: ("validate", _patch_generation, _unpatch_generation),
+}
+
+
+class _PatchAfterImport(importlib.abc.MetaPathFinder):
+    """Finds the modules of `_PATCHES` as the other finders do, and patches each when it has run."""
+
+    def find_spec(self, fullname, path, target=None):
+        if fullname not in _PATCHES:
+            return None
+        others = (finder for finder in sys.meta_path if finder is not self)
+        found = (finder.find_spec(fullname, path, target) for finder in others)
+        spec = next((spec for spec in found if spec is not None), None)
+        if spec is not None and spec.loader is not None:
+            execute = spec.loader.exec_module
+
+            def exec_module(module: ModuleType) -> None:
+                execute(module)
+                with _lock:
+                    if self in sys.meta_path and module.__name__ == fullname:  # some loaders serve many modules
+                        _PATCHES[fullname][1](module)
+
+            setattr(spec.loader, "exec_module", exec_module)  # noqa: B010 (a method, to a type checker)
+        return spec
+
+
+_finder = _PatchAfterImport()
+
+
+def _wait_for_imports() -> None:
+    """Return when no other thread is importing what is to be patched. Without `_lock`, which such an import may wait for."""
+    for name in _PATCHES:
+        if name in sys.modules:
+            importlib.import_module(name)
 
 
 def _patch() -> None:
-    if _originals:
-        return
-    _originals["mode"] = GenerationConfig.get_generation_mode
-    _originals["validate"] = GenerationMixin._validate_generation_mode
-    GenerationConfig.speculative_config = _CarriedConfig()  # accepted as argument, in configs, in request bodies
-    GenerationConfig.get_generation_mode = _get_generation_mode
-    GenerationMixin._validate_generation_mode = _validate_generation_mode
-    GenerationMixin.generate_batch = _generate_batch
-    setattr(GenerationMixin, _METHOD, _specdec_decoding)
-    generation_utils.GENERATION_MODES_MAPPING[MODE] = _METHOD
+    if _finder not in sys.meta_path:
+        sys.meta_path.insert(0, _finder)
+    for name, (key, patch, _) in _PATCHES.items():
+        if key not in _originals and name in sys.modules:
+            patch(sys.modules[name])
 
 
 def _unpatch() -> None:
-    if not _originals:
-        return
-    GenerationConfig.get_generation_mode = _originals.pop("mode")
-    GenerationMixin._validate_generation_mode = _originals.pop("validate")
-    del GenerationConfig.speculative_config, GenerationMixin.generate_batch
-    delattr(GenerationMixin, _METHOD)
-    del generation_utils.GENERATION_MODES_MAPPING[MODE]
+    if _finder in sys.meta_path:
+        sys.meta_path.remove(_finder)
+    for name, (key, _, unpatch) in _PATCHES.items():
+        if key in _originals:
+            unpatch(sys.modules[name])
 
 
 @contextlib.contextmanager
@@ -97,9 +165,8 @@ def generate(model: PreTrainedModel, *args, speculative_config: Any, **kwargs) -
 
     Takes and returns what `generate()` does; docs/usage.md explains `speculative_config`.
     """
-    own = getattr(
-        type(model), "generate", None
-    )  # the instance may carry a repository's custom_generate, which calls this function
+    # the instance may carry a repository's custom_generate, which calls this function
+    own = getattr(type(model), "generate", None)
     call = model.generate if own is None else functools.partial(own, model)
     with _patched():
         return call(*args, speculative_config=speculative_config, **kwargs)
@@ -150,15 +217,20 @@ def _validate_generation_mode(self, generation_mode, generation_config, generati
     return check_call(self, generation_mode.config, generation_config, generation_mode_kwargs.get("assistant_model"))
 
 
-@functools.wraps(ContinuousMixin.generate_batch)
-def _generate_batch(self, inputs, generation_config=None, *args, **kwargs):
-    carried = (generation_config or self.generation_config).speculative_config
-    if kwargs.get("speculative_config", carried) is not None:
-        raise ValueError(
-            "speculative_config cannot be combined with transformers' continuous batching (generate_batch, "
-            "cache_implementation='paged'): pass the batch to generate()."
-        )
-    return ContinuousMixin.generate_batch(self, inputs, generation_config, *args, **kwargs)
+def _refusing(generate_batch: Any) -> Any:
+    """transformers' `generate_batch`, which names `speculative_config` in its refusal."""
+
+    @functools.wraps(generate_batch)
+    def wrapper(self, inputs, generation_config=None, *args, **kwargs):
+        carried = (generation_config or self.generation_config).speculative_config
+        if kwargs.get("speculative_config", carried) is not None:
+            raise ValueError(
+                "speculative_config cannot be combined with transformers' continuous batching (generate_batch, "
+                "cache_implementation='paged'): pass the batch to generate()."
+            )
+        return generate_batch(self, inputs, generation_config, *args, **kwargs)
+
+    return wrapper
 
 
 def _specdec_decoding(self: PreTrainedModel, *args, inputs_tensor: Any = None, **kwargs) -> Any:

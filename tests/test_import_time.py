@@ -1,4 +1,4 @@
-"""`import hf_specdec` brings little besides transformers' own generation code.
+"""`import hf_specdec` brings neither torch nor transformers, and patches transformers' generation code when that is imported.
 
 Modules are counted: a stopwatch would measure the neighbours.
 """
@@ -13,16 +13,15 @@ import hf_specdec
 
 STAGES = """
 import json, sys
-import torch, transformers
-from transformers.generation import GenerationMixin
 
 def new(before):
     return sorted(set(sys.modules) - before)
 
 before = set(sys.modules)
 import hf_specdec
-imported = new(before)
+imported = [name for name in new(before) if name.split(".")[0] in ("hf_specdec", "torch", "transformers", "numpy")]
 
+import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 config = LlamaConfig(vocab_size=32, hidden_size=16, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2)
 model = LlamaForCausalLM(config)
@@ -33,16 +32,59 @@ model.generate(torch.tensor([[1, 2]]), max_new_tokens=1, speculative_config={"me
 speculative = [name for name in new(before) if name.startswith("hf_specdec")]
 print(json.dumps([imported, plain, speculative]))
 """
+ORDERS = {
+    "before transformers": """
+import hf_specdec
+from transformers import GenerationConfig
+from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMixin
+""",
+    "after transformers": """
+from transformers import GenerationConfig
+from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMixin
+import hf_specdec
+""",
+    "between two modules of transformers": """
+from transformers import GenerationConfig
+import hf_specdec
+from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMixin
+""",
+    "uninstalled before transformers": """
+import hf_specdec
+hf_specdec.uninstall()
+from transformers import GenerationConfig
+from transformers.generation.utils import GENERATION_MODES_MAPPING, GenerationMixin
+assert not hasattr(GenerationConfig, "speculative_config") and "specdec" not in GENERATION_MODES_MAPPING
+hf_specdec.install()
+""",
+}
+CHECKS = """
+import sys
+for _ in range(2):
+    assert GenerationConfig(speculative_config={"method": "ngram"}).speculative_config == {"method": "ngram"}
+    assert GENERATION_MODES_MAPPING["specdec"] == "_specdec_decoding" and hasattr(GenerationMixin, "_specdec_decoding")
+    assert "generate_batch" in vars(GenerationMixin)
+    hf_specdec.uninstall()
+    assert not hasattr(GenerationConfig, "speculative_config") and not hasattr(GenerationMixin, "_specdec_decoding")
+    assert "specdec" not in GENERATION_MODES_MAPPING and "generate_batch" not in vars(GenerationMixin)
+    assert not any("hf_specdec" in type(finder).__module__ for finder in sys.meta_path)
+    hf_specdec.install()
+"""
 
 
 def test_the_import_brings_the_plugin_only():
     """Plain calls bring nothing more; the first call that speculates brings the rest, so the count can tell."""
     run = subprocess.run([sys.executable, "-c", STAGES], capture_output=True, text=True, check=True)
     imported, plain, speculative = json.loads(run.stdout.splitlines()[-1])
-    assert [name for name in imported if not name.startswith("hf_specdec")] == []
+    assert all(name.startswith("hf_specdec") for name in imported), imported
     assert len(imported) <= 6, imported
     assert plain == imported
     assert len(speculative) > 100
+
+
+@pytest.mark.parametrize("order", ORDERS)
+def test_transformers_is_patched_whenever_it_is_imported(order):
+    run = subprocess.run([sys.executable, "-c", ORDERS[order] + CHECKS], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
 
 
 @pytest.mark.parametrize("name", hf_specdec.__all__)

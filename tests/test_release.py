@@ -1,6 +1,10 @@
 """What a release consists of agrees with itself: version, changelog, extras and their hints, workflows."""
 
+import fnmatch
+import json
 import re
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -37,6 +41,78 @@ def test_hints_name_extras_that_exist():
     assert {"suffix", "serve", "train"} <= hints <= extras()
 
 
+# What needs an extra, in a process in which nothing of it can be imported.
+WITHOUT_EXTRAS = """
+import json, sys
+
+class Without:
+    gone = {"arctic_inference", "torchao", "triton", "fastapi", "uvicorn", "llguidance", "ray", "nixl", "matplotlib"}
+
+    def __init__(self, finder):
+        self.finder = finder
+
+    def __getattr__(self, name):
+        return getattr(self.finder, name)
+
+    def find_spec(self, fullname, path=None, target=None):
+        return None if fullname.split(".")[0] in self.gone else self.finder.find_spec(fullname, path, target)
+
+sys.meta_path[:] = [Without(finder) for finder in sys.meta_path]
+import hf_specdec
+from transformers import AutoModelForCausalLM
+model = AutoModelForCausalLM.from_pretrained(hf_specdec.bundled("tiny"))
+inputs = model.dummy_inputs["input_ids"]
+
+def of(config):
+    return lambda: model.generate(inputs, max_new_tokens=4, speculative_config=config)
+
+def structured():
+    from hf_specdec import LLM, SamplingParams, StructuredOutputsParams
+    llm = LLM("tiny")
+    try:
+        llm.generate(["x"], SamplingParams(structured_outputs=StructuredOutputsParams(regex="a")))
+    finally:
+        llm.close()
+
+def nixl():
+    from hf_specdec.serve.nixl_link import NixlLink
+    NixlLink()
+
+def ray():
+    import hf_specdec.serve.ray
+
+def serve():
+    from hf_specdec.cli import build_parser, serve
+    serve.run(build_parser().parse_args(["serve", "tiny"]))
+
+def train():
+    from hf_specdec.training.pipeline import check_installed
+    check_installed()
+
+cases = {
+    "suffix": of({"method": "suffix"}), "gpu": of({"method": "none", "target_quantization": "wint8"}), "serve": serve,
+    "serve, structured output": structured, "pd": nixl, "ray": ray, "train": train,
+}
+said = {}
+for name, case in cases.items():
+    try:
+        case()
+        said[name] = "nothing"
+    except (ImportError, ValueError) as error:
+        said[name] = str(error)
+print(json.dumps(said))
+"""
+
+
+def test_what_needs_an_extra_names_it():
+    run = subprocess.run([sys.executable, "-c", WITHOUT_EXTRAS], capture_output=True, text=True)
+    assert run.returncode == 0, run.stderr
+    said = json.loads(run.stdout.splitlines()[-1])
+    assert len(said) == 7
+    for name, message in said.items():
+        assert f"pip install 'hf-specdec[{name.split(',')[0]}]'" in message, (name, message)
+
+
 def test_the_installation_page_lists_every_extra():
     table = (ROOT / "docs" / "usage.md").read_text(encoding="utf-8").split("| extra |")[1].split("\n\n")[0]
     rows = [row.split("|")[1] for row in table.splitlines()[2:]]
@@ -51,11 +127,34 @@ def test_workflows_call_what_is_there(path):
     assert workflow["permissions"] == {"contents": "read"}
     targets = set(re.findall(r"^([\w -]+):", (ROOT / "Makefile").read_text(encoding="utf-8"), flags=re.M))
     targets = {name for names in targets for name in names.split()}
-    steps = [step for job in workflow["jobs"].values() for step in job["steps"]]
-    commands = "\n".join(step.get("run", "") for step in steps)
+    jobs = workflow["jobs"]
+    steps = [step for job in jobs.values() for step in job.get("steps", [])]
+    commands = "\n".join([step.get("run", "") for step in steps] + [str(step.get("env", "")) for step in steps])
     assert set(re.findall(r"\bmake (\w[\w-]*)", commands)) <= targets
-    for script in re.findall(r"\b(?:bash|python) ([\w./-]+\.(?:sh|py))\b", commands):
-        assert (ROOT / script).is_file(), script
+    for file in re.findall(r"\b(?:(?:bash|python) |tests/)[\w./-]+\.(?:sh|py)\b", commands):
+        assert (ROOT / file.split(" ")[-1]).is_file(), file
+    for job in jobs.values():
+        needs = job.get("needs", [])
+        assert ({needs} if isinstance(needs, str) else set(needs)) <= set(jobs)
+        assert "timeout-minutes" in job or "uses" in job
+        assert (ROOT / job.get("uses", ".")).exists(), job
+        matrix = job.get("strategy", {}).get("matrix", {})
+        given = {*matrix, *(key for row in matrix.get("include", []) for key in row)}
+        assert set(re.findall(r"matrix\.(\w+)", json.dumps(job))) <= given
+    assert all(re.fullmatch(r"[\w.-]+/[\w.-]+@[\w./]+", step["uses"]) for step in steps if "uses" in step)
+
+
+def test_what_the_image_is_built_from_reaches_the_build():
+    """.dockerignore leaves out everything but what the build needs."""
+    lines = (ROOT / ".dockerignore").read_text(encoding="utf-8").splitlines()
+    assert lines[0] == "**"
+    kept = [line[1:] for line in lines if line.startswith("!")]
+    needed = ["hf_specdec", "models", "pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "NOTICE"]
+    for name in needed:
+        assert (ROOT / name).exists() and any(fnmatch.fnmatch(name, pattern) for pattern in kept), name
+    dockerfile = (ROOT / "deploy" / "Dockerfile").read_text(encoding="utf-8")
+    for folder in re.findall(r"/src(/\w+)?\b", dockerfile):
+        assert (ROOT / folder.lstrip("/")).is_dir()
 
 
 def test_there_are_workflows_for_tests_lint_docs_and_publishing():
