@@ -1,17 +1,20 @@
 """What drafts cost a target with a recurrent state, on a CPU: the time of a step of K + 1 tokens over a step of one token, with the
 state after each draft kept or replayed (`recurrent_states`), and the memory of a row.
 
-    python benchmarks/recurrent_states.py                              # two random targets, chains and a tree
-    python benchmarks/recurrent_states.py --families qwen3_5_text --rows 1 --turns 3
+    python benchmarks/recurrent_states.py                              # an inflated and two random targets, chains and a tree
+    python benchmarks/recurrent_states.py --targets qwen3_5_text --dtypes bfloat16 --rows 1 --turns 3
 
-One thread, random weights in bfloat16, forwards of the target alone. CPU time of some steps, in turns: one token, kept, replayed,
-one token; each ratio is over the mean of its neighbours of one token, and the median and quartiles of the ratios are printed. Of the
-drafts of successive steps none, half and all are accepted in turn: only accepted drafts are replayed.
+One thread, forwards of the target alone. `tiny-hybrid` is the bundled hybrid made bigger without changing its function
+(`hf_specdec.inflation`): in float32 its greedy text is first compared with the small one's. The others have random weights.
+CPU time of some steps, in turns: one token, kept, replayed, one token; each ratio is over the mean of its neighbours of one token,
+and the median and quartiles of the ratios are printed. Of the drafts of successive steps none, half and all are accepted in turn: only
+accepted drafts are replayed.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import json
 import os
 import statistics
@@ -21,6 +24,11 @@ from pathlib import Path
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 ROOT = Path(__file__).resolve().parents[1]
+INFLATED = "tiny-hybrid"
+INFLATED_SIZES = {  # a layer's state as for qwen3_5_text
+    "hidden_size": 768, "intermediate_size": 2304, "num_hidden_layers": 8, "num_attention_heads": 8, "num_key_value_heads": 4,
+    "head_dim": 128, "linear_num_key_heads": 8, "linear_num_value_heads": 16, "linear_key_head_dim": 128, "linear_value_head_dim": 128,
+}  # fmt: skip
 COMMON = {
     "vocab_size": 8192, "hidden_size": 1024, "intermediate_size": 3072, "num_hidden_layers": 8, "num_attention_heads": 8,
     "num_key_value_heads": 2,
@@ -48,7 +56,9 @@ PROMPT = 32
 def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--families", nargs="+", choices=list(FAMILIES), default=list(FAMILIES))
+    targets = [INFLATED, *FAMILIES]
+    parser.add_argument("--targets", nargs="+", choices=targets, default=targets)
+    parser.add_argument("--dtypes", nargs="+", choices=["float32", "bfloat16"], default=["float32", "bfloat16"])
     parser.add_argument("--drafts", nargs="+", choices=list(DRAFTS), default=list(DRAFTS))
     parser.add_argument("--rows", type=int, nargs="+", default=[1, 4])
     parser.add_argument("--turns", type=int, default=7)
@@ -79,7 +89,7 @@ class Target:
         self.cache.commit([(row, PROMPT, []) for row in range(rows)])
 
     def _tokens(self, count: int):
-        return self.random.integers(5, COMMON["vocab_size"], count)
+        return self.random.integers(5, self.packed.config.vocab_size, count)
 
     def seconds(self, draft: tuple[list[int], list[int]], steps: int) -> float:
         """CPU time of some steps, each with this draft in every row."""
@@ -106,8 +116,8 @@ class Target:
         import torch
 
         count = 1 + len(parents)
-        given = self.row_input(row, self._tokens(1), start, logits=count)
-        given.drafts = torch.from_numpy(self._tokens(len(parents))) if parents else None
+        drafts = torch.from_numpy(self._tokens(len(parents))) if parents else None
+        given = self.row_input(row, self._tokens(1), start, logits=count, drafts=drafts)
         if parents != list(range(-1, len(parents) - 1)):
             seen = np.eye(count, dtype=bool)
             for node, parent in enumerate(parents):
@@ -117,31 +127,62 @@ class Target:
         return given
 
 
+def inflated(dtype):
+    """The bundled hybrid made bigger. In float32, raises unless it writes the small one's text."""
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    import hf_specdec
+    from hf_specdec.inflation import inflate
+
+    folder = hf_specdec.bundled(INFLATED)
+    small = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
+    model = inflate(small, **INFLATED_SIZES, dtype=dtype)
+    if dtype == torch.float32:
+        tokenizer = AutoTokenizer.from_pretrained(folder, padding_side="left")
+        chats = [[{"role": "user", "content": each}] for each in ("Tell me a story about a dog.", "What is 5 - 2?")]
+        inputs = tokenizer.apply_chat_template(
+            chats, add_generation_prompt=True, return_tensors="pt", return_dict=True, padding=True,
+            tokenizer_kwargs={"return_token_type_ids": False},
+        )  # fmt: skip
+        texts = [each.generate(**inputs, do_sample=False, max_new_tokens=64) for each in (small, model)]
+        if not torch.equal(*texts):
+            raise SystemExit(f"{INFLATED} and its inflation write different texts.")
+    return model
+
+
+def made(name: str, dtype):
+    """A target by name."""
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    if name == INFLATED:
+        return inflated(dtype)
+    config = AutoConfig.for_model(name, **COMMON, **FAMILIES[name])
+    return AutoModelForCausalLM.from_config(config, dtype=dtype).eval()
+
+
 def main() -> None:
     """Measure and print."""
     options = parse()
     sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
     import torch
     from decode import machine
-    from transformers import AutoConfig, AutoModelForCausalLM
 
     torch.set_num_threads(1)
     torch.set_grad_enabled(False)
     results = []
-    for family in options.families:
-        config = AutoConfig.for_model(family, **COMMON, **FAMILIES[family])
-        model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16).eval()
+    for name, dtype in itertools.product(options.targets, options.dtypes):
+        model = made(name, getattr(torch, dtype))
         millions = sum(parameter.numel() for parameter in model.parameters()) / 1e6
         for rows in options.rows:
             targets = {states: Target(model, states, rows) for states in ("kept", "replayed")}
-            for name in options.drafts:
-                result = measure(targets, DRAFTS[name], options)
-                results.append(
-                    {"family": family, "parameters": round(millions), "rows": rows, "drafts": name, **result}
-                )
+            for drafts in options.drafts:
+                result = measure(targets, DRAFTS[drafts], options)
+                key = {"target": name, "dtype": dtype, "parameters": round(millions), "rows": rows, "drafts": drafts}
+                results.append({**key, **result})
                 kept, replayed, memory = (result[key] for key in ("kept", "replayed", "mib_per_row"))
                 print(
-                    f"{family} ({millions:.0f} M), {rows} rows, {name}: kept {kept[1]:.2f} × ({kept[0]:.2f} to {kept[2]:.2f}), "
+                    f"{name} ({millions:.0f} M, {dtype}), {rows} rows, {drafts}: kept {kept[1]:.2f} × ({kept[0]:.2f} to {kept[2]:.2f}), "
                     f"replayed {replayed[1]:.2f} × ({replayed[0]:.2f} to {replayed[2]:.2f}) a step of one token "
                     f"({result['one_token_ms']:.0f} ms); a row: {memory['kept']:.1f}, {memory['replayed']:.1f} MiB",
                     flush=True,

@@ -147,9 +147,8 @@ def build_multimodal(family: str, seed: int = 0, vocab_size: int = VOCAB, **chan
     for name, weight in model.named_parameters():
         if id(weight) not in decoder and weight.dim() > 1 and "lm_head" not in name:
             weight.normal_(0, 0.3)
-    if (
-        model.config.get_text_config().model_type == "gemma2"
-    ):  # transformers 5.17's default, sdpa, leaves its soft-capping out
+    # transformers 5.17's default, sdpa, leaves its soft-capping out
+    if model.config.get_text_config().model_type == "gemma2":
         model.set_attn_implementation("eager")
     model.generation_config.eos_token_id = None
     model.generation_config.pad_token_id = 0
@@ -213,8 +212,7 @@ def image_prompts(
         pattern = torch.randint(4, 100, (max(2, length // 2),), generator=generator)
         text = pattern.repeat(3)[:length]
         placeholders = [torch.full((sizes.pop(0),), IMAGE) for _ in range(own)]
-        if not end:
-            placeholders = [piece for each in placeholders for piece in (each, torch.tensor([5]))][:-1]
+        placeholders = [piece for each in placeholders for piece in (each, torch.tensor([5]))][:-1]
         split = length if end else 2
         rows.append(torch.cat([text[:split], *placeholders, text[split:]]))
     width = max(map(len, rows))

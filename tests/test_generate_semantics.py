@@ -427,6 +427,22 @@ class EndsAt(StoppingCriteria):
         return torch.full((input_ids.shape[0],), input_ids.shape[1] >= self.length, dtype=torch.bool)
 
 
+@pytest.mark.parametrize("num_blocks", [13, 14, 15, 16])
+def test_the_cache_of_rows_that_end_together_in_a_full_pool(num_blocks):
+    """The last token of each needs a block while a third row waits: one gives way and is read again."""
+    model = tiny_llama()
+    ids = ragged([4, 4, 4])["input_ids"]
+    call = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "return_dict_in_generate": True}
+    plain = model.generate(ids, **call)
+    small = {"method": "none", "block_size": 1, "num_blocks": num_blocks}
+    out = model.generate(ids, **call, speculative_config=small)
+    assert torch.equal(out.sequences, plain.sequences)
+    for ours, theirs in zip(out.past_key_values.layers, plain.past_key_values.layers, strict=True):
+        torch.testing.assert_close(ours.keys, theirs.keys, atol=1e-4, rtol=1e-4)
+        torch.testing.assert_close(ours.values, theirs.values, atol=1e-4, rtol=1e-4)
+    assert_clean(model)
+
+
 @pytest.mark.parametrize("stop", [3, 8, 11])
 @pytest.mark.parametrize(
     "config", [{"method": "none"}, {"method": "ngram", "prompt_lookup_min": 1}], ids=["none", "ngram"]

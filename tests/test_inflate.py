@@ -20,7 +20,9 @@ from transformers import (
     Qwen3Config,
     Qwen3ForCausalLM,
 )
+from transformers.cache_utils import Cache
 
+import hf_specdec
 from hf_specdec import inflation
 
 SCRIPT = Path(__file__).parents[1] / "recipes" / "tiny" / "inflate.py"
@@ -78,6 +80,42 @@ SIZES = {
 }
 
 
+HYBRID_STATES = {
+    "layer_types": ["linear_attention", "full_attention", "linear_attention"], "linear_num_key_heads": 2, "linear_num_value_heads": 4,
+    "linear_key_head_dim": 8, "linear_value_head_dim": 6, "linear_conv_kernel_dim": 4,
+    "rope_parameters": {"rope_type": "default", "rope_theta": 100.0, "partial_rotary_factor": 0.5},
+}  # fmt: skip
+STATE_SIZES = {
+    "linear_num_value_heads": {"linear_num_value_heads": 6},
+    "linear_num_key_heads": {"linear_num_key_heads": 4},
+    "both recurrent heads": {"linear_num_key_heads": 5, "linear_num_value_heads": 15},
+    "linear_key_head_dim": {"linear_key_head_dim": 12},
+    "linear_value_head_dim": {"linear_value_head_dim": 16},
+    "all": {**SIZES["all"], "linear_num_key_heads": 4, "linear_num_value_heads": 8, "linear_key_head_dim": 16,
+            "linear_value_head_dim": 24},
+}  # fmt: skip
+needs_states = pytest.mark.skipif(not hasattr(Cache, "get_conv_state"), reason="needs transformers 5.23")
+
+
+def make_hybrid(**options):
+    """A small hybrid of Qwen3.5's architecture whose recurrence matters."""
+    from transformers import Qwen3_5ForCausalLM, Qwen3_5TextConfig
+
+    torch.manual_seed(0)
+    model = Qwen3_5ForCausalLM(Qwen3_5TextConfig(**{**SMALL, **HYBRID_STATES, **options})).eval()
+    with torch.no_grad():
+        for name, parameter in model.named_parameters():
+            if "linear_attn.norm" in name:
+                parameter.uniform_(0.5, 1.5)
+            elif "norm" in name:
+                parameter.uniform_(-0.5, 0.5)
+            elif "A_log" in name or "dt_bias" in name:
+                parameter.uniform_(-2, 0)
+            else:
+                parameter.normal_(std=0.2)
+    return model
+
+
 def make_source(name):
     """A small random model whose norms and biases are not trivial, and whose logits are far apart."""
     torch.manual_seed(0)
@@ -124,6 +162,42 @@ def test_same_function(source, size):
     assert_same_function(small, big)
 
 
+@needs_states
+@pytest.mark.parametrize("tied", [False, True])
+@pytest.mark.parametrize("size", {**{name: size for name, size in SIZES.items() if name != "all"}, **STATE_SIZES})
+def test_hybrids_keep_their_function(size, tied, tmp_path):
+    """Recurrent layers grow too; and the text is that of the small model through states that are kept or replayed."""
+    sizes = STATE_SIZES.get(size) or SIZES[size]
+    small = make_hybrid(tie_word_embeddings=tied)
+    big = inflation.inflate(small, **sizes)
+    assert {name: getattr(big.config, name) for name in sizes} == sizes
+    assert big.num_parameters() > small.num_parameters()
+    assert_same_function(small, big)
+    if size != "all":
+        return
+    big.save_pretrained(tmp_path)
+    assert_same_function(small, AutoModelForCausalLM.from_pretrained(tmp_path).eval())
+    ids, mask = left_padded_batch()
+    settings = {"attention_mask": mask, "max_new_tokens": 20, "do_sample": False}
+    for states in ("kept", "replayed"):
+        config = {"method": "token_recycling", "recurrent_states": states}
+        assert torch.equal(big.generate(ids, **settings, speculative_config=config), small.generate(ids, **settings))
+    hf_specdec.release(big)
+
+
+@needs_states
+def test_states_of_identity_layers_cost_real_work():
+    big = inflation.inflate(make_hybrid(), num_hidden_layers=7, linear_num_value_heads=8)
+    assert big.config.layer_types == [*["linear_attention"] * 2, *["full_attention"] * 2, *["linear_attention"] * 3]
+    for layer in big.model.layers:
+        if hasattr(layer, "linear_attn"):
+            assert all(
+                (each.weight != 0).any() for each in (layer.linear_attn.in_proj_qkv, layer.linear_attn.in_proj_z)
+            )
+    outputs = [layer.linear_attn.out_proj.weight for layer in big.model.layers if hasattr(layer, "linear_attn")]
+    assert sum(bool((each != 0).any()) for each in outputs) == 2
+
+
 @pytest.mark.parametrize("source", SOURCES)
 def test_survives_saving(source, tmp_path):
     small = make_source(source)
@@ -157,10 +231,12 @@ def test_seed_and_dtype():
         assert torch.equal(a, b)
 
 
-@pytest.mark.parametrize("source", ["llama", "llama-tied-biased", "qwen3-tied"])
+@pytest.mark.parametrize(
+    "source", ["llama", "llama-tied-biased", "qwen3-tied", pytest.param("hybrid-tied", marks=needs_states)]
+)
 def test_new_tokens_are_never_likely(source, tmp_path):
     """Old tokens keep their probabilities, new ones have none; so texts stay."""
-    small = make_source(source)
+    small = make_hybrid(tie_word_embeddings=True) if source == "hybrid-tied" else make_source(source)
     big = inflation.inflate(small, **SIZES["all"], vocab_size=150)
     assert big.config.vocab_size == 150 and big.get_input_embeddings().weight.shape[0] == 150
     assert (big.lm_head.weight is big.model.embed_tokens.weight) == ("tied" in source)
@@ -213,6 +289,33 @@ def test_too_few_key_value_heads():
     model = LlamaForCausalLM(LlamaConfig(**{**SMALL, "num_attention_heads": 8}))
     with pytest.raises(ValueError, match="give num_key_value_heads >= 4 or more num_attention_heads"):
         inflation.inflate(model, num_attention_heads=9, num_key_value_heads=3)
+
+
+def test_recurrent_heads_that_cannot_hold_the_old_ones():
+    with pytest.raises(ValueError, match="LlamaForCausalLM has no recurrent layers: leave linear_key_head_dim out"):
+        inflation.inflate(make_source("llama"), linear_key_head_dim=16)
+
+
+@needs_states
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [
+        ({"linear_key_head_dim": 4}, "linear_key_head_dim=4 is smaller than the source's 8"),
+        ({"linear_num_value_heads": 5}, "must be a multiple of linear_num_key_heads=2"),
+        ({"linear_key_head_dim": 16, "head_dim": 12}, "must be a multiple of the source's 8"),
+    ],
+)
+def test_bad_sizes_of_hybrids(sizes, message):
+    with pytest.raises(ValueError, match=message):
+        inflation.inflate(make_hybrid(), **sizes)
+
+
+@needs_states
+def test_too_few_recurrent_key_heads():
+    """Groups of 4 value heads do not fit groups of 3, and there are not 2 new key heads for each old one."""
+    small = make_hybrid(linear_num_value_heads=8)
+    with pytest.raises(ValueError, match="give linear_num_key_heads >= 4 or more linear_num_value_heads"):
+        inflation.inflate(small, linear_num_key_heads=3, linear_num_value_heads=9)
 
 
 def test_rope_that_depends_on_the_head_size_is_refused():

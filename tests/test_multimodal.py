@@ -27,9 +27,8 @@ METHODS = {
 }  # fmt: skip
 GREEDY = {"max_new_tokens": 16, "do_sample": False}
 QUICK = ("gemma3", "qwen3_vl", "paligemma2")
-ENCODES_FIRST = hasattr(
-    GenerationMixin, "_expand_multimodal_outputs"
-)  # newer transformers run the tower before a mode begins
+# newer transformers run the tower before a mode begins
+ENCODES_FIRST = hasattr(GenerationMixin, "_expand_multimodal_outputs")
 MROPE = {"qwen2_vl", "qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe", "glm4v"}
 
 
@@ -61,8 +60,8 @@ def new_tokens(output, inputs):
 
 @pytest.mark.parametrize("family", families())
 def test_images(family):
-    """Two, no and one image in a batch, and one row alone; n-grams, a tree, and what remembers tokens. Other images of the same
-    sizes give another text, so the images are seen."""
+    """Two, no and one image in a batch, five rows, and one row alone; n-grams, trees, what remembers tokens, and a model that is a
+    little different. Other images of the same sizes give another text, so the images are seen."""
     model = build_multimodal(family)
     inputs = image_prompts(model, [2, 0, 1], [9, 7, 12])
     plain = model.generate(**inputs, **GREEDY)
@@ -76,24 +75,100 @@ def test_images(family):
         assert torch.equal(output.sequences, plain), name
         accepted += output.speculation.num_accepted_tokens
     assert accepted > 0
+    five, drafter = image_prompts(model, [2, 0, 1, 1, 0], [9, 7, 12, 4, 13]), perturbed(model, 0.05)
+    plain, accepted = model.generate(**five, **GREEDY), 0
+    for config in ({"num_speculative_tokens": 3}, {"branching_factors": [3, 2, 1]}):
+        config, call = {"method": "draft_model", **config}, {**GREEDY, "return_dict_in_generate": True}
+        output = model.generate(**five, **call, assistant_model=drafter, speculative_config=config)
+        assert torch.equal(output.sequences, plain), config
+        accepted += output.speculation.num_accepted_tokens
+    assert accepted > 0
     alone = image_prompts(model, [1], [11], seed=1)
     assert torch.equal(model.generate(**alone, **GREEDY, speculative_config=NGRAM), model.generate(**alone, **GREEDY))
     assert_clean(model)
 
 
-@pytest.mark.parametrize("family", families(quick=("gemma3", "qwen2_vl")))
+def ending_in_images(model, seed=0):
+    """A row that ends in an image, one that ends in two, and one with an image before its last token."""
+    inputs = image_prompts(model, [1, 2], [9, 4], end=True, seed=seed)
+    other = image_prompts(model, [1], [3], seed=seed + 7)
+    width = max(each["input_ids"].shape[1] for each in (inputs, other))
+    for each in (inputs, other):
+        for name in {"input_ids", "attention_mask", token_types(model)} - {None}:
+            each[name] = torch.nn.functional.pad(each[name], (width - each[name].shape[1], 0))
+    if inputs["pixel_values"].dim() == 5 and inputs["pixel_values"].shape[:2] == (2, 2):  # Idefics: images by row
+        other["pixel_values"] = torch.nn.functional.pad(other["pixel_values"], (0, 0, 0, 0, 0, 0, 0, 1))
+    return {name: torch.cat([inputs[name], other[name]]) for name in inputs}
+
+
+@pytest.mark.parametrize("family", families(quick=("gemma3", "qwen2_vl", "qwen3_vl")))
 def test_prompts_that_end_in_an_image(family):
-    """M-RoPE then gives the text after it other positions on each axis, which are refused."""
+    """M-RoPE then gives the text after it other positions on each axis."""
     model = build_multimodal(family)
-    inputs = image_prompts(model, [1, 1], [9, 4], end=True)
+    inputs = ending_in_images(model)
     plain = model.generate(**inputs, **GREEDY)
-    assert inputs["input_ids"][:, -1].tolist() == [IMAGE, IMAGE]
-    if model.config.model_type in MROPE:
-        with pytest.raises(UnsupportedModel, match="Let the prompt end in text"):
-            model.generate(**inputs, **GREEDY, speculative_config=NGRAM)
-        return
-    for name in ("ngram", "tree", "token_recycling"):
-        assert torch.equal(model.generate(**inputs, **GREEDY, speculative_config=METHODS[name]), plain), name
+    assert inputs["input_ids"][:2, -1].tolist() == [IMAGE, IMAGE] != inputs["input_ids"][2:, -1].tolist()
+    assert not torch.equal(model.generate(**ending_in_images(model, seed=3), **GREEDY), plain)
+    accepted = 0
+    for name in ("ngram", "tree", "token_recycling", "lookahead"):
+        output = model.generate(**inputs, **GREEDY, speculative_config=METHODS[name], return_dict_in_generate=True)
+        assert torch.equal(output.sequences, plain), name
+        accepted += output.speculation.num_accepted_tokens
+    assert accepted > 0
+    sampled = [
+        model.generate(**inputs, max_new_tokens=12, do_sample=True, speculative_config={**METHODS[name], "seed": 3})
+        for name in ("none", "ngram", "tree")
+    ]
+    assert torch.equal(sampled[0], sampled[1]) and torch.equal(sampled[0], sampled[2])
+    assert_clean(model)
+
+
+def test_axes_of_positions_that_differ(qwen, monkeypatch):
+    """A prompt that ends in an image: without the difference of its axes the check of the next step finds another text. A check
+    of prompts that end in text says nothing of it."""
+    hf_specdec.release(qwen)
+    inputs = image_prompts(qwen, [1, 1], [9, 4], end=True)
+    offsets, read = [], prompt_module._offsets
+    monkeypatch.setattr(prompt_module, "_offsets", lambda *args: offsets.append(read(*args)) or offsets[-1])
+    plain = qwen.generate(**inputs, **GREEDY)
+    config = {**NGRAM, "block_size": 4, "num_blocks": -(-(inputs["input_ids"].shape[1] + 16) // 4) + 2}
+    for each in (config, {"method": "none", "async_scheduling": True}):  # rows wait and give way; steps overlap
+        assert torch.equal(qwen.generate(**inputs, **GREEDY, speculative_config=each), plain)
+    assert all(len(set(offset)) > 1 for offset in offsets[0])
+    hf_specdec.release(qwen)
+    checks, check = [], prompt_module._check_next_step
+    monkeypatch.setattr(prompt_module, "_check_next_step", lambda *args: checks.append(1) or check(*args))
+    for each in (image_prompts(qwen, [1, 1], [9, 4]), inputs, inputs):
+        qwen.generate(**each, **GREEDY, speculative_config=NGRAM)
+    assert len(checks) == 2
+    hf_specdec.release(qwen)
+    monkeypatch.setattr(
+        prompt_module, "_offsets", lambda *args: [each if isinstance(each, int) else each[0] for each in read(*args)]
+    )
+    with pytest.raises(UnsupportedModel, match="does not continue this prompt from token ids"):
+        qwen.generate(**inputs, **GREEDY, speculative_config=NGRAM)
+    assert_clean(qwen)
+
+
+@pytest.mark.parametrize("family", families(quick=("qwen2_5_vl",)))
+def test_a_turn_after_a_prompt_that_ended_in_an_image(family):
+    """And after a text alone."""
+    model = build_multimodal(family)
+    inputs, turns = image_prompts(model, [1, 1], [9, 4], end=True), []
+    for config in (None, NGRAM):
+        more, cache = {} if config is None else {"speculative_config": config}, DynamicCache()
+        first = model.generate(**inputs, **GREEDY, **more, past_key_values=cache)
+        ids = torch.cat([first, ragged([7, 7], 100)["input_ids"]], dim=1)
+        second = {
+            "input_ids": ids,
+            "attention_mask": torch.nn.functional.pad(inputs["attention_mask"], (0, 23), value=1),
+        }
+        name = token_types(model)
+        if name is not None:
+            second[name] = (ids == IMAGE).long() if model.config.model_type != "paligemma" else torch.zeros_like(ids)
+        turns.append(model.generate(**second, **GREEDY, **more, past_key_values=cache))
+    assert torch.equal(*turns)
+    assert_clean(model)
 
 
 @pytest.mark.parametrize("family", families(quick=("qwen3_vl",)))
@@ -201,6 +276,22 @@ def test_rows_that_do_not_fit_together(either, method, monkeypatch):
     output = either.generate(**inputs, **call, speculative_config=config, return_dict_in_generate=True)
     assert torch.equal(output.sequences, plain)
     assert preempted
+    assert_clean(either)
+
+
+def test_rows_that_end_together_in_a_full_pool(either):
+    """With a cache to be returned: one gives way, with its keys, so that the others' last tokens find blocks."""
+    inputs = image_prompts(either, [1, 1, 1], [9, 9, 9])
+    call = GREEDY | {"max_new_tokens": 4, "return_dict_in_generate": True}
+    plain, length = either.generate(**inputs, **call), inputs["input_ids"].shape[1]
+    for blocks in (2 * (length + 3), 2 * (length + 3) + 1):
+        config = {"method": "none", "block_size": 1, "num_blocks": blocks}
+        output = either.generate(**inputs, **call, speculative_config=config)
+        assert torch.equal(output.sequences, plain.sequences)
+        real = torch.nn.functional.pad(inputs["attention_mask"].bool(), (0, 3), value=True)
+        for ours, theirs in zip(output.past_key_values.layers, plain.past_key_values.layers, strict=True):
+            keys = (each.keys.transpose(1, 2)[real] for each in (ours, theirs))
+            torch.testing.assert_close(*keys, atol=1e-4, rtol=1e-4)
     assert_clean(either)
 
 
@@ -364,9 +455,8 @@ def test_scores_hidden_states_and_caches(either, config):
     real = torch.nn.functional.pad(real, (0, 15), value=True)
     for a, b in zip(ours.past_key_values.layers, plain.past_key_values.layers, strict=True):
         torch.testing.assert_close(a.keys.transpose(1, 2)[real], b.keys.transpose(1, 2)[real], atol=1e-4, rtol=1e-4)
-    one = either.generate(
-        **inputs, **(call | {"max_new_tokens": 1}), speculative_config=config
-    )  # rows that leave before they had blocks
+    # rows that leave before they had blocks
+    one = either.generate(**inputs, **(call | {"max_new_tokens": 1}), speculative_config=config)
     assert torch.equal(one.sequences, plain.sequences[:, : inputs["input_ids"].shape[1] + 1])
     assert one.past_key_values.get_seq_length() == inputs["input_ids"].shape[1]
     assert_clean(either)
@@ -574,9 +664,11 @@ def test_a_chat_of_several_turns(describe, method):
 
 
 def test_shifted_positions_in_captured_steps(qwen, graphs_in_python, defined_attention):  # noqa: F811
-    inputs = image_prompts(qwen, [2, 0, 1], [9, 7, 12])
-    plain = qwen.generate(**inputs, **GREEDY)
-    for config in (NGRAM, TREE):
-        assert torch.equal(qwen.generate(**inputs, **GREEDY, speculative_config={**config, "cuda_graphs": True}), plain)
+    """Steps in which the axes of a position differ are not captured."""
+    for inputs in (image_prompts(qwen, [2, 0, 1], [9, 7, 12]), ending_in_images(qwen)):
+        plain = qwen.generate(**inputs, **GREEDY)
+        for config in (NGRAM, TREE):
+            config = {**config, "cuda_graphs": True}
+            assert torch.equal(qwen.generate(**inputs, **GREEDY, speculative_config=config), plain)
     assert any(len(each) for each in graphs_in_python) and not any(each.refused for each in graphs_in_python)
     hf_specdec.release(qwen)

@@ -9,6 +9,7 @@ import types
 import pytest
 import recurrent_families
 import torch
+from families import make as make_family
 from oracle import assert_clean
 from recurrent_families import FAMILIES, VOCAB, WrongAt, WrongAtInTrees, make, perturbed
 from test_scheduling import Scheduler, make_decoder
@@ -23,6 +24,7 @@ from transformers.cache_utils import Cache
 
 import hf_specdec
 from hf_specdec import LLM, SamplingParams, integration
+from hf_specdec.cache.state_pool import StatePool
 from hf_specdec.candidate_generators import parse_config
 from hf_specdec.core.errors import UnsupportedModel
 from hf_specdec.core.rows import RowInput
@@ -162,8 +164,9 @@ def test_prompts_in_parts_and_rows_that_are_read_again(name, states, models, mon
     model, drafter = models(name)
     inputs = batch()
     expected = plain(model, inputs)
-    parts = {**CHAIN, "recurrent_states": states, "prefill_chunk_size": 5, "block_size": 4}
-    assert torch.equal(speculative(model, drafter, inputs, parts), expected)
+    for size in (5, 3, 1):  # the last two are shorter than a draft
+        parts = {**CHAIN, "recurrent_states": states, "prefill_chunk_size": size, "block_size": 4}
+        assert torch.equal(speculative(model, drafter, inputs, parts), expected)
     few_blocks = {**CHAIN, "recurrent_states": states, "num_blocks": 16, "block_size": 4}
     preempted, preempt = [], SpeculativeDecoder.preempt
 
@@ -227,6 +230,29 @@ def test_methods_without_a_model(name, models):
             assert torch.equal(out.sequences, expected), method
             accepted += out.speculation.num_accepted_tokens
     assert accepted > NEW
+    assert_clean(model)
+
+
+@pytest.mark.parametrize("states", ["kept", "replayed"])
+@pytest.mark.parametrize("name", ALL)
+def test_parallel_drafts(name, states, models):
+    """PARD reads mask tokens after the text, of which a drafter's own states must keep nothing; and a drafter without states."""
+    model, drafter = models(name)
+    inputs, accepted = batch(), 0
+    expected = plain(model, inputs)
+    config = {"method": "pard", "mask_token_id": 3, "recurrent_states": states}
+    chain, tree = {"num_speculative_tokens": 4}, {"branching_factors": [3, 2, 1]}
+    for assistant, shape in ((drafter, chain), (drafter, tree), (make_family("Llama"), chain)):
+        more = {"assistant_model": assistant, "return_dict_in_generate": True}
+        out = plain(model, inputs, speculative_config={**config, **shape}, **more)
+        assert torch.equal(out.sequences, expected)
+        accepted += out.speculation.num_accepted_tokens if assistant is drafter else 0
+    assert accepted > NEW
+    sampled = {"do_sample": True, "assistant_model": drafter, "speculative_config": {**config, **tree, "seed": 5}}
+    without = {"do_sample": True, "speculative_config": {"method": "none", "seed": 5}}
+    assert torch.equal(plain(model, inputs, 12, **sampled), plain(model, inputs, 12, **without))
+    few_blocks = {**config, "num_speculative_tokens": 4, "num_blocks": 16, "block_size": 4, "prefill_chunk_size": 5}
+    assert torch.equal(plain(model, inputs, speculative_config=few_blocks, assistant_model=drafter), expected)
     assert_clean(model)
 
 
@@ -319,9 +345,8 @@ def test_the_returned_cache_continues(name, end, models):
     config = CHAIN if end != "criterion" else {**CHAIN, **REPLAYED}
     out = speculative(model, drafter, inputs, config, **options)
     assert torch.equal(out.sequences, expected.sequences)
-    going_on = [
-        i for i in range(3) if 0 not in expected.sequences[i, 14:].tolist()
-    ]  # transformers feeds padding to the others
+    # transformers feeds padding to the others
+    going_on = [i for i in range(3) if 0 not in expected.sequences[i, 14:].tolist()]
     compared = 0
     for own, layer in zip(out.past_key_values.layers, expected.past_key_values.layers, strict=True):
         if getattr(layer, "conv_states", None) is None or layer.conv_states[0] is None:
@@ -389,6 +414,28 @@ def test_the_engine_serves_a_hybrid(models):
         assert output.num_cached_tokens == 0  # a block of another text holds no state
     llm.engine.decoder.cache.check()
     assert llm.engine.decoder.cache.states.num_used == 0
+    llm.close()
+
+
+@pytest.mark.parametrize("states", ["kept", "replayed"])
+def test_states_are_allocated_once(states, models, monkeypatch):
+    """For as many rows as may run, in a static batch and in the engine; on a CPU unwritten ones take no memory."""
+    model, _ = models("Qwen3-Next")
+    prepare(model)  # its self-test has a pool of its own
+    allocated, allocate = [], StatePool.allocate
+    monkeypatch.setattr(
+        StatePool,
+        "allocate",
+        lambda self, layer, *more: allocated.append((self, layer)) or allocate(self, layer, *more),
+    )
+    for config in (METHODS["ngram"], {**METHODS["token_recycling"], "num_blocks": 30, "block_size": 4}):
+        speculative(model, None, batch(), {**config, "recurrent_states": states})
+    llm = LLM(
+        model, speculative_config={"method": "ngram", "recurrent_states": states}, max_model_len=64, max_num_seqs=3
+    )
+    llm.generate([[5, 6, 7]] * 5, SamplingParams(max_tokens=12, temperature=0), use_tqdm=False)
+    pools = {id(pool): [layer for own, layer in allocated if own is pool] for pool, _ in allocated}
+    assert len(pools) >= 3 and all(layers == [0, 2] for layers in pools.values())
     llm.close()
 
 

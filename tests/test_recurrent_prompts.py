@@ -63,6 +63,19 @@ def test_prompts_with_images(states, with_vision):
     assert_clean(with_vision)
 
 
+@pytest.mark.parametrize("states", ["kept", "replayed"])
+def test_prompts_that_end_in_an_image(states, with_vision):
+    """The axes of the text's positions differ; the attention layers between recurrent ones see it."""
+    inputs = image_prompts(with_vision, [1, 2], [9, 4], end=True)
+    expected = plain(with_vision, inputs)
+    other = plain(with_vision, image_prompts(with_vision, [1, 2], [9, 4], end=True, seed=3))
+    assert (other != expected)[:, -NEW:].any(1).all()
+    for method in ("ngram", "token_recycling"):
+        config = {**METHODS[method], "recurrent_states": states}
+        assert torch.equal(plain(with_vision, inputs, speculative_config=config), expected)
+    assert_clean(with_vision)
+
+
 @pytest.mark.parametrize(
     "name", ["Qwen3-Next", *(pytest.param(n, marks=pytest.mark.slow) for n in FAMILIES if n != "Qwen3-Next")]
 )

@@ -25,9 +25,8 @@ class BlockPool:
             raise ValueError(f"A block pool needs at least one block, not {num_blocks}.")
         self.num_blocks = num_blocks
         self.ref_counts = [0] * num_blocks
-        self._state = bytearray(
-            num_blocks
-        )  # _FREE or _TAKEN (used or cached); bytearray.find scans for runs at C speed
+        # _FREE or _TAKEN (used or cached); bytearray.find scans for runs at C speed
+        self._state = bytearray(num_blocks)
         self._num_free = num_blocks
         self.most_used = 0  # the most blocks that were used or cached at one time
         self._hash_of: dict[int, Hashable] = {}

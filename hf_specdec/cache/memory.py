@@ -62,7 +62,7 @@ def _address_space(num_bytes: int) -> mmap.mmap:
         memory = mmap.mmap(-1, num_bytes, flags=flags)
     except OSError as error:
         raise MemoryError(
-            f"The system refused {num_bytes / 2**30:.1f} GiB of address space for a layer's keys or values ({error.strerror}). "
+            f"The system refused {num_bytes / 2**30:.1f} GiB of address space for a layer's keys, values or states ({error.strerror}). "
             "Bound the KV pool with num_blocks, or lower max_new_tokens."
         ) from error
     if hasattr(mmap, "MADV_NOHUGEPAGE"):  # otherwise a row's first token could take 2 MiB in every layer

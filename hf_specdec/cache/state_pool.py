@@ -7,6 +7,8 @@ from typing import NamedTuple
 
 import torch
 
+from . import memory
+
 ZERO_SLOT = 0  # the state before a text's first token: all zeros, never written
 
 
@@ -47,7 +49,7 @@ class StatePool:
     rule, when the sequence continues. That takes a fraction of the memory and more time.
 
     Slots are found by the number of tokens read. Asking for a state that was not kept raises an error; it is never approximated. The
-    pool grows when slots run out, and is freed with the cache.
+    pools are made at the first write, as large as was reserved. They grow only if slots run out, and are freed with the cache.
 
     Attributes:
         conv: per layer, the last inputs of its convolution [slots, channels, k].
@@ -79,6 +81,23 @@ class StatePool:
     def _pools(self) -> list[torch.Tensor]:
         inputs = [each for layer in self.inputs.values() for each in layer]
         return [*self.conv.values(), *self.recurrent.values(), *inputs]
+
+    def reserve(self, num_rows: int, num_drafts: int) -> None:
+        """Make room for sequences with drafts of `num_drafts` nodes: slots for the nodes, for the last token and for the one before it, and
+        with `replays` one state each. Call before any is used."""
+        self._add_slots(num_rows * (num_drafts + 2) - len(self._free))
+        if self.replays:
+            self._add_states(num_rows - len(self._free_states))
+
+    def _add_slots(self, count: int) -> None:
+        self._free += range(self.num_slots + count - 1, self.num_slots - 1, -1)
+        self.num_slots += max(count, 0)
+        if not self.replays:
+            self.num_states = self.num_slots
+
+    def _add_states(self, count: int) -> None:
+        self._free_states += range(self.num_states + count - 1, self.num_states - 1, -1)
+        self.num_states += max(count, 0)
 
     # ---- records ----------------------------------------------------------------------------------------------------
 
@@ -143,14 +162,11 @@ class StatePool:
             self._free.append(own.pop(count))
         missing = len(counts) - len(self._free)
         if missing > 0:
-            more = max(missing, self.num_slots // 4)
-            self._free += range(self.num_slots + more - 1, self.num_slots - 1, -1)
-            self.num_slots += more
+            self._add_slots(max(missing, self.num_slots // 4))
         for count in counts:
             own[count] = self._free.pop()
         slots = [own[count] for count in counts]
         if not self.replays:
-            self.num_states = self.num_slots
             return slots, slots
         state = self._states[seq_id][1] if seq_id in self._states else self._new_state()
         self._states[seq_id] = num_own, state
@@ -158,9 +174,7 @@ class StatePool:
 
     def _new_state(self) -> int:
         if not self._free_states:
-            more = max(1, self.num_states // 4)
-            self._free_states += range(self.num_states + more - 1, self.num_states - 1, -1)
-            self.num_states += more
+            self._add_states(max(1, self.num_states // 4))
         return self._free_states.pop()
 
     def commit(self, seq_id: int, start: int, offsets: list[int]) -> None:
@@ -229,14 +243,13 @@ class StatePool:
             return False
         if layer not in self.recurrent:
             return True
-        has_inputs = not self.replays or bool(
-            self.inputs.get(layer)
-        )  # states may come from elsewhere before any input is known
+        # states may come from elsewhere before any input is known
+        has_inputs = not self.replays or bool(self.inputs.get(layer))
         return has_inputs and self.recurrent[layer].shape[0] >= self.num_states
 
 
 def _grown(pool: torch.Tensor | None, example: torch.Tensor, size: int) -> torch.Tensor:
-    larger = example.new_zeros(size, *example.shape[1:])
+    larger = memory.zeros((size, *example.shape[1:]), example)
     if pool is not None:
         larger[: pool.shape[0]] = pool
     return larger

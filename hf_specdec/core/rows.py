@@ -30,7 +30,8 @@ class RowInput:
         window_positions: numpy [t], positions of the new tokens for sliding windows only; None: `positions`.
         logits: how many of the last tokens need logits.
         drafts: ids [n] of the draft tokens that follow `tokens`, on the device; None: no drafts.
-        offset: added to the positions that the model is given; windows and masks go by `positions`.
+        offset: added to the positions that the model is given; windows and masks go by `positions`. Several: one per axis of
+            the positions (M-RoPE).
         prompt: how many of the first tokens belong to a prompt: layers with a recurrent state read these in their chunk form, as
             plain generate() does, and all others token by token.
         num_tokens: t. Whoever changes `tokens` or `drafts` changes it too.
@@ -45,7 +46,7 @@ class RowInput:
     window_positions: np.ndarray | None = None
     logits: int = 1
     drafts: torch.Tensor | None = None
-    offset: int = 0
+    offset: int | tuple[int, ...] = 0
     prompt: int = 0
     num_tokens: int = field(init=False)
 

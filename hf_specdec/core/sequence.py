@@ -31,7 +31,7 @@ class Sequence:
         drafter: with the method "per_request", the name of the drafter that drafts for this row; None: the first.
         is_text: the prompt's ids alone determine its keys and values, so it can be recomputed, and prompts with equal ids can share
             blocks. False: the prompt has images, embeddings or placeholder ids.
-        position_offset: position minus index of every token after the prompt (negative with M-RoPE).
+        position_offset: position minus index of every token after the prompt (negative with M-RoPE); per axis where they differ.
         is_shared: other texts may be drafted for by what is learnt from this one.
         files: files that the drafter has written for this sequence: kind of content → path. Complete once the sequence has left the
             decoder.
@@ -49,7 +49,7 @@ class Sequence:
     drafter: str | None = None
     wants_prompt_logits: bool = False
     is_text: bool = True
-    position_offset: int = 0
+    position_offset: int | tuple[int, ...] = 0
     chunked_length: int | None = None
     is_shared: bool = True
     files: dict[str, str] = field(default_factory=dict)

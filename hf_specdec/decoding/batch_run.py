@@ -229,8 +229,16 @@ class BatchRun:
         """Remove rows from the decoder; with `keep_cache`, copy their KV first. A row that was ahead may have been preempted before."""
         preempted = [seq for seq in leaving if self.keep_cache and self.decoder.lacks_text(seq)]
         present = [seq for seq in leaving if seq not in preempted]
-        if present and self.keep_cache and not everything:  # transformers feeds the end token while other rows continue
-            self._making_room(lambda: self.decoder.read_last(present))
+        # transformers feeds the end token while other rows continue
+        while present and self.keep_cache and not everything:
+            try:
+                self._making_room(lambda: self.decoder.read_last(present))
+                break
+            except OutOfBlocks:
+                if len(present) == 1:
+                    raise
+                preempted.insert(0, present.pop())  # it is read again when the others have left
+                self.decoder.preempt(preempted[0])
         for seq in present:
             self._remove(seq)
         for seq in preempted:

@@ -14,9 +14,8 @@ def text_length(input_ids: torch.Tensor, attention_mask: torch.Tensor | None, ge
     """Number of columns of the whole text. Greater than S of `input_ids` [B, S] if the caller passed only the tokens after a cache."""
     if attention_mask is not None:
         return attention_mask.shape[1]
-    return getattr(
-        generation_config, "_mask_length", input_ids.shape[1]
-    )  # generate() drops a mask of ones but keeps its length
+    # generate() drops a mask of ones but keeps its length
+    return getattr(generation_config, "_mask_length", input_ids.shape[1])
 
 
 def prompt_columns(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> list[np.ndarray]:

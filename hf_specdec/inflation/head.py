@@ -11,7 +11,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import PretrainedConfig
 
-from .model import DIMENSIONS, Inflation, copies_of_a_head, layer_places
+from .tensors import DIMENSIONS, Inflation, copies_of_a_head, layer_places
 
 LAYER_IDS = "eagle_aux_hidden_state_layer_ids"
 
@@ -96,6 +96,7 @@ class HeadInflation(Inflation):
     def __init__(self, old: dict[str, int], new: dict[str, int], dtype: torch.dtype, seed: int):
         self.old, self.new, self.dtype = old, new, dtype
         self.generator = torch.Generator(torch.get_default_device()).manual_seed(seed)
+        self.eps_scale, self.residual_scale = old["hidden_size"] / new["hidden_size"], 1.0
         self.place_heads()
 
     def tensors(self, old: dict[str, Tensor]) -> dict[str, Tensor]:

@@ -188,6 +188,8 @@ class GraphRunner:
         count = sum(counts)
         if self.captures.refused or not count or max(counts) > MOST_TOKENS_OF_A_ROW:
             return None
+        if not all(isinstance(row.offset, int) for row in rows):  # positions of several axes
+            return None
         if not cache.is_allocated:  # the first write allocates the pools, so there is nothing to capture on yet
             return None
         describes, block_size = (describe_lines, 1) if self.by_lines else (describe, cache.block_size)

@@ -43,7 +43,8 @@ class PackedBatch:
     """T tokens of B rows, in row order, without padding.
 
     Attributes:
-        input_ids, position_ids: int64 [1, T].
+        input_ids: int64 [1, T].
+        position_ids: int64 [1, T]; [A, 1, T] if the axes of a row's positions differ.
         inputs: the B rows.
         starts: B + 1 numbers, index of each row's first token among the T tokens.
         logit_index: int64 [R], indices of the tokens that need logits, in order; None: all of them.
@@ -82,12 +83,14 @@ class PackedBatch:
     def pack(cls, inputs: list[RowInput], cache: PagedStaticCache, device: torch.device, gather: bool) -> PackedBatch:
         """Pack rows whose slots are already reserved."""
         starts = [0, *itertools.accumulate(row.num_tokens for row in inputs)]
-        slots, ids, positions = on_host = np.zeros((3, starts[-1]), dtype=np.int64)
+        num_axes = max((len(row.offset) for row in inputs if isinstance(row.offset, tuple)), default=1)
+        on_host = np.zeros((2 + num_axes, starts[-1]), dtype=np.int64)
+        slots, ids, positions = on_host[0], on_host[1], on_host[2:]
         wanted = []
         for row, start, end in zip(inputs, starts[:-1], starts[1:], strict=True):
             last = row.start + end - start
-            positions[start:end] = np.arange(row.start, last) if row.positions is None else row.positions
-            positions[start:end] += row.offset
+            positions[:, start:end] = np.arange(row.start, last) if row.positions is None else row.positions
+            positions[:, start:end] += row.offset if isinstance(row.offset, int) else np.array(row.offset)[:, None]
             slots[start:end] = cache.tables[row.seq_id].slots[row.start : last]
             wanted += range(end - row.logits, end)
         pieces = write_ids(inputs, ids)
@@ -95,7 +98,7 @@ class PackedBatch:
         copy_ids(pieces, there[1])
         return cls(
             input_ids=there[1:2],
-            position_ids=there[2:],
+            position_ids=there[2:] if num_axes == 1 else there[2:, None],
             inputs=inputs,
             starts=starts,
             logit_index=None if len(wanted) == starts[-1] else upload(np.array(wanted, dtype=np.int64), device),

@@ -1,7 +1,8 @@
 """read_prompt(): the model itself reads a prompt that is more than token ids. The text after it is ids again.
 
 Images, embeddings and prefixes with bidirectional attention go through the model's own forward, as in plain `generate()`, so that masks,
-positions and the merging of features are the model's own. After the prompt, a token's position is its index plus an offset of the row.
+positions and the merging of features are the model's own. After the prompt, a token's position is its index plus an offset of the row,
+or of each axis where M-RoPE has given the prompt's last token, which belongs to an image, other positions on each.
 """
 
 from __future__ import annotations
@@ -24,9 +25,8 @@ from .packed_model import PackedModel
 from .recurrent import states_of
 from .self_test import evaluating, relative_error
 
-KeysValues = list[
-    "tuple[torch.Tensor, torch.Tensor] | None"
-]  # per layer [n, heads, width] each; None: it reads another's
+# per layer [n, heads, width] each; None: it reads another's
+KeysValues = list["tuple[torch.Tensor, torch.Tensor] | None"]
 
 # Largest difference between our step and the model's own after the prompt, relative to the spread of the logits.
 _TOLERANCES = {torch.float64: 1e-5, torch.float32: 1e-3}
@@ -40,14 +40,14 @@ class ReadPrompt:
     Attributes:
         output: logits [B, V] after each row's last token; features and hidden states of the tokens read, row after row.
         counts: per row, how many tokens were read: those that no cache held.
-        offsets: per row, position minus index of a token after the prompt.
+        offsets: per row, position minus index of a token after the prompt; for each axis if they differ.
         keys_values: per row, keys and values of the whole prompt.
         states: per row, the states of recurrent layers after it; None: there are none.
     """
 
     output: PackedOutput
     counts: list[int]
-    offsets: list[int]
+    offsets: list[int | tuple[int, ...]]
     keys_values: list[KeysValues]
     states: list[KeptStates] | None = None
 
@@ -111,6 +111,8 @@ def read_prompt(
         states,
     )
     kind = _kind(inputs)
+    if not all(isinstance(offset, int) for offset in offsets):
+        kind |= {"axes"}
     if kind not in packed.checked_prompts:
         _check_next_step(packed, prompt, input_ids, inputs, output, [len(own) for own in columns])
         if states is None:
@@ -161,8 +163,10 @@ def _new_cache(packed: PackedModel) -> DynamicCache:
     return DynamicCache() if packed.recurrent is None else DynamicCache(config=packed.config)
 
 
-def _offsets(packed: PackedModel, positions: torch.Tensor | None, columns: list[np.ndarray]) -> list[int]:
-    """Per row, position minus index of its last token.
+def _offsets(
+    packed: PackedModel, positions: torch.Tensor | None, columns: list[np.ndarray]
+) -> list[int | tuple[int, ...]]:
+    """Per row, position minus index of its last token: transformers gives each later token the position before it plus one on each axis.
 
     Args:
         positions: the last forward's `position_ids`: [B, S], or with several axes [A, B, S]. Four axes begin with the text's.
@@ -176,13 +180,9 @@ def _offsets(packed: PackedModel, positions: torch.Tensor | None, columns: list[
             )
         return [0] * len(columns)
     axes = positions[None] if positions.dim() == 2 else positions[1:] if positions.shape[0] == 4 else positions
-    last = axes[..., -1].expand(-1, len(columns)).cpu()  # [A, B]
-    if bool((last != last[0]).any()):
-        raise UnsupportedModel(
-            f"{name} gave the last token of this prompt the positions {last.T.tolist()}: text can only follow where all axes "
-            "of a position are equal. Let the prompt end in text."
-        )
-    return [int(position) - len(own) + 1 for position, own in zip(last[0], columns, strict=True)]
+    last = axes[..., -1].expand(-1, len(columns)).T.tolist()  # [B, A]
+    found = [tuple(axis - len(own) + 1 for axis in row) for row, own in zip(last, columns, strict=True)]
+    return [row[0] if len(set(row)) == 1 else row for row in found]
 
 
 def row_of(cache: DynamicCache, index: int, columns: np.ndarray) -> KeysValues:
@@ -232,9 +232,11 @@ def _check_next_step(
 ) -> None:
     """Raise UnsupportedModel unless the token after the prompt has the same logits in the model's own step and in ours.
 
-    Done once for each kind of input. It costs one step of the model, and one of ours for the row whose positions are shifted most.
+    Done once for each kind of input. It costs one step of the model, and one of ours for the row whose positions are shifted most:
+    one with axes that differ, if there is one.
     """
-    model, row = packed.model, int(np.argmax(np.abs(prompt.offsets)))
+    shifts = [(0, abs(each)) if isinstance(each, int) else (1, max(map(abs, each))) for each in prompt.offsets]
+    model, row = packed.model, shifts.index(max(shifts))
     tokens = prompt.output.logits.argmax(1)
     following = model._update_model_kwargs_for_generation(output, dict(inputs), is_encoder_decoder=False)
     ids = torch.cat([input_ids, tokens[:, None].to(input_ids)], dim=1)

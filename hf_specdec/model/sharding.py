@@ -90,9 +90,8 @@ def whole(module: nn.Module) -> nn.Module:
     found = _whole.get(module)
     if found is None:
         found = module.__class__.__new__(module.__class__)
-        own = {
-            key: value for key, value in vars(module).items() if key != "forward"
-        }  # the class's, not the sharded one
+        # the class's, not the sharded one
+        own = {key: value for key, value in vars(module).items() if key != "forward"}
         vars(found).update(own)
         vars(found)["_parameters"] = {
             key: None if each is None else _whole_parameter(each) for key, each in module._parameters.items()

@@ -1,4 +1,4 @@
-"""Make a Llama-like checkpoint bigger without changing its function, to give real text the cost of a real model.
+"""Make a checkpoint bigger without changing its function, to give real text the cost of a real model.
 
     python recipes/tiny/inflate.py SRC DST --size 300m
     python recipes/tiny/inflate.py SRC DST --hidden-size 2048 --num-hidden-layers 24 --dtype bfloat16
@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 
-from hf_specdec.inflation import DIMENSIONS, PRESETS, inflate
+from hf_specdec.inflation import DIMENSIONS, PRESETS, STATE_DIMENSIONS, inflate
 
 
 def main() -> None:
@@ -22,13 +22,15 @@ def main() -> None:
     parser.add_argument("--size", choices=PRESETS, help="8b has the shape of Llama-3.1-8B but for its vocabulary")
     for name in DIMENSIONS:
         parser.add_argument(f"--{name.replace('_', '-')}", type=int, help="overrides --size")
+    for name in STATE_DIMENSIONS:
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help="of Qwen3.5's recurrent layers")
     parser.add_argument("--vocab-size", type=int, help="new tokens are never chosen; needs a larger hidden size")
     parser.add_argument("--dtype", choices=("float32", "bfloat16", "float16"), help="default: the source's")
     parser.add_argument("--seed", type=int, default=0)
     arguments = parser.parse_args()
 
     sizes = dict(zip(DIMENSIONS, PRESETS[arguments.size], strict=True)) if arguments.size else {}
-    sizes |= {name: getattr(arguments, name) for name in DIMENSIONS if getattr(arguments, name)}
+    sizes |= {name: size for name in (*DIMENSIONS, *STATE_DIMENSIONS) if (size := getattr(arguments, name))}
     source = AutoModelForCausalLM.from_pretrained(arguments.source, dtype="auto")
     dtype = getattr(torch, arguments.dtype) if arguments.dtype else None
     try:

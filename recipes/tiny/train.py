@@ -1,6 +1,7 @@
 """Train the target: Muon on the hidden matrices, AdamW on the rest; warmup, constant rate, decay; resumable."""
 
 import time
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -49,15 +50,22 @@ def make_model(shape: dict, tokenizer, seed: int) -> LlamaForCausalLM:
     return LlamaForCausalLM(config).float()
 
 
-def make_optimizers(model: LlamaForCausalLM) -> list[torch.optim.Optimizer]:
-    hidden = [p for p in model.model.layers.parameters() if p.ndim == 2]
-    norms = [p for p in model.parameters() if p.ndim == 1]
+def make_optimizers(model: torch.nn.Module, kept_from_muon: tuple[str, ...] = ()) -> list[torch.optim.Optimizer]:
+    """Muon for the layers' matrices; AdamW for embeddings, norms and all else.
+
+    Args:
+        kept_from_muon: parts of the names of matrices that AdamW trains, too.
+    """
+    named = list(model.model.layers.named_parameters())
+    hidden = [p for name, p in named if p.ndim == 2 and not any(part in name for part in kept_from_muon)]
+    known = {id(p) for p in hidden} | {id(model.model.embed_tokens.weight)}
+    others = [p for p in model.parameters() if id(p) not in known]
     return [
         torch.optim.Muon(hidden, lr=FULL_RATE, weight_decay=0.05, momentum=0.95, adjust_lr_fn="match_rms_adamw"),
         torch.optim.AdamW(
             [
                 {"params": [model.model.embed_tokens.weight], "weight_decay": 0.01},
-                {"params": norms, "weight_decay": 0.0},
+                {"params": others, "weight_decay": 0.0},
             ],
             lr=FULL_RATE,
             betas=(0.9, 0.98),
@@ -89,22 +97,35 @@ def batch_shape(step: int, batch_tokens: int) -> tuple[int, int]:
     return batch_tokens // length, length
 
 
-def train_target(work: Path, log: Path, tokenizer, budget: int, decay: float, seed: int = 0, batch_tokens: int = 4096):
-    """Train to `budget` tokens in all and write the checkpoint to `work/target.pt`. Run again to go on after a stop."""
-    model = make_model(TARGET_SHAPE, tokenizer, seed)
-    optimizers = make_optimizers(model)
+def train(
+    model: torch.nn.Module,
+    optimizers: list[torch.optim.Optimizer],
+    work: Path,
+    log: Path,
+    budget: int,
+    decay: float,
+    seed: int,
+    shape_of: Callable[[int], tuple[int, int]],
+    loss_of: Callable[[torch.nn.Module, torch.Tensor], torch.Tensor],
+) -> None:
+    """Train to `budget` tokens in all and write the checkpoint to `work/target.pt`. Run again to go on after a stop.
+
+    Args:
+        decay: see `learning_rate_factor`.
+        shape_of: (rows, length) of a step's batch.
+        loss_of: loss of a batch [rows, length + 1]; called under autocast to bfloat16.
+    """
     progress = load_checkpoint(work / "target.pt", model, optimizers)
-    train, held_out = TokenStore(work / "train.npz"), TokenStore(work / "held_out.npz")
-    compiled_loss = torch.compile(next_token_loss, dynamic=False)
+    texts, held_out = TokenStore(work / "train.npz"), TokenStore(work / "held_out.npz")
     started = saved = time.monotonic()
     earlier, recent = progress["seconds"], []
     while progress["tokens"] < budget:
         factor = learning_rate_factor(progress["tokens"], budget, decay)
         set_rates(optimizers, factor)
-        rows, length = batch_shape(progress["step"], batch_tokens)
-        batch = packed_batch(train, MIX, rows, length, seed, progress["step"])
+        rows, length = shape_of(progress["step"])
+        batch = packed_batch(texts, MIX, rows, length, seed, progress["step"])
         with torch.autocast("cpu", dtype=torch.bfloat16):
-            loss = compiled_loss(model, batch)
+            loss = loss_of(model, batch)
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         for optimizer in optimizers:
@@ -123,4 +144,13 @@ def train_target(work: Path, log: Path, tokenizer, budget: int, decay: float, se
             save_checkpoint(work / "target.pt", model, optimizers, progress)
             saved = time.monotonic()
     save_checkpoint(work / "target.pt", model, optimizers, progress)
+
+
+def train_target(work: Path, log: Path, tokenizer, budget: int, decay: float, seed: int = 0, batch_tokens: int = 4096):
+    """Train the target: see `train`."""
+    model = make_model(TARGET_SHAPE, tokenizer, seed)
+    loss_of = torch.compile(next_token_loss, dynamic=False)
+    train(
+        model, make_optimizers(model), work, log, budget, decay, seed, lambda step: batch_shape(step, batch_tokens), loss_of
+    )  # fmt: skip
     return model

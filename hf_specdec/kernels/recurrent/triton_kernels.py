@@ -26,6 +26,30 @@ def _softplus(x):
 
 
 @triton.jit
+def _state_after(parent, before, saved_states, saved, line, tokens, size, tile, inside):
+    """The tile of the state after a token of the line, which this program has saved; after -1: as the line begins."""
+    if parent == -1:
+        state = tl.load(before + line * size + tile, mask=inside, other=0.0)
+    else:
+        place = tl.load(saved + line * tokens + parent).to(tl.int64)
+        state = tl.load(saved_states + place * size + tile, mask=inside, other=0.0)
+    return state
+
+
+@triton.jit
+def _keep_state(state, at, into, pool, saved, saved_states, size, tile, inside, SAVES: tl.constexpr):
+    """Write the tile of the state after packed token `at` where it is kept: to the pool, and for later tokens of the line."""
+    place = tl.load(into + at).to(tl.int64)
+    if place >= 0:
+        tl.store(pool + place * size + tile, state, mask=inside)
+    if SAVES:
+        place = tl.load(saved + at).to(tl.int64)
+        if place >= 0:
+            tl.store(saved_states + place * size + tile, state, mask=inside)
+            tl.debug_barrier()  # threads may load other elements than they stored
+
+
+@triton.jit
 def gated_delta_kernel(
     out, query, key, value, decay, rate, before, pool, saved_states, parents, into, saved, tokens, scale,
     KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PER_CHANNEL: tl.constexpr,
@@ -48,11 +72,7 @@ def gated_delta_kernel(
         parent = tl.load(parents + at)
         if parent >= -1:
             if parent != last:
-                if parent == -1:
-                    state = tl.load(before + line * size + tile, mask=inside, other=0.0)
-                else:
-                    place = tl.load(saved + line * tokens + parent).to(tl.int64)
-                    state = tl.load(saved_states + place * size + tile, mask=inside, other=0.0)
+                state = _state_after(parent, before, saved_states, saved, line, tokens, size, tile, inside)
             from_key = (at * KEY_HEADS + key_head) * WIDTH + channels
             q = tl.load(query + from_key, mask=in_width, other=0.0).to(tl.float32)
             k = tl.load(key + from_key, mask=in_width, other=0.0).to(tl.float32)
@@ -70,14 +90,7 @@ def gated_delta_kernel(
             state = state + k[:, None] * ((v - known) * beta)[None, :]
             read = tl.sum(state * q[:, None], 0)
             tl.store(out + from_value, read.to(out.dtype.element_ty), mask=in_value)
-            place = tl.load(into + at).to(tl.int64)
-            if place >= 0:
-                tl.store(pool + place * size + tile, state, mask=inside)
-            if SAVES:
-                place = tl.load(saved + at).to(tl.int64)
-                if place >= 0:
-                    tl.store(saved_states + place * size + tile, state, mask=inside)
-                    tl.debug_barrier()  # threads may load other elements than they stored
+            _keep_state(state, at, into, pool, saved, saved_states, size, tile, inside, SAVES)
             last = column
 
 
@@ -108,11 +121,7 @@ def mamba2_kernel(
         parent = tl.load(parents + at)
         if parent >= -1:
             if parent != last:
-                if parent == -1:
-                    state = tl.load(before + line * size + tile, mask=inside, other=0.0)
-                else:
-                    place = tl.load(saved + line * tokens + parent).to(tl.int64)
-                    state = tl.load(saved_states + place * size + tile, mask=inside, other=0.0)
+                state = _state_after(parent, before, saved_states, saved, line, tokens, size, tile, inside)
             step = _rounded(tl.load(steps + at * HEADS + head).to(tl.float32) + offset, steps.dtype.element_ty)
             step = _rounded(_softplus(step), steps.dtype.element_ty)
             from_x = (at * HEADS + head) * WIDTH + rows
@@ -127,14 +136,7 @@ def mamba2_kernel(
             if ROUNDS_SKIP:
                 skipped = _rounded(skipped, dtype)
             tl.store(out + from_x, (read + skipped).to(dtype), mask=in_width)
-            place = tl.load(into + at).to(tl.int64)
-            if place >= 0:
-                tl.store(pool + place * size + tile, state, mask=inside)
-            if SAVES:
-                place = tl.load(saved + at).to(tl.int64)
-                if place >= 0:
-                    tl.store(saved_states + place * size + tile, state, mask=inside)
-                    tl.debug_barrier()  # threads may load other elements than they stored
+            _keep_state(state, at, into, pool, saved, saved_states, size, tile, inside, SAVES)
             last = column
 
 

@@ -78,6 +78,8 @@ class NativeRunner:
         assert self._program is not None
         if not 0 < sum(row.num_tokens for row in rows) <= self._program.most_tokens:
             return None
+        if not all(isinstance(row.offset, int) for row in rows):  # positions of several axes
+            return None
         packed = self._packed
         batch = PackedBatch.pack(rows, cache, packed.device, gather=False)
         return output_of(packed, batch, self._program.run(batch, addresses(self._program, cache)))

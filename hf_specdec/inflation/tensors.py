@@ -1,0 +1,227 @@
+"""Inflation: the tensors of a bigger model that computes the same function, and the places of the old units among the new ones."""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import torch
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+DIMENSIONS = (
+    "hidden_size",
+    "num_hidden_layers",
+    "intermediate_size",
+    "num_attention_heads",
+    "num_key_value_heads",
+    "head_dim",
+)
+STATE_DIMENSIONS = (
+    "linear_num_key_heads",
+    "linear_num_value_heads",
+    "linear_key_head_dim",
+    "linear_value_head_dim",
+)
+QUERY_HEADS, KEY_HEADS = "num_attention_heads", "num_key_value_heads"
+STATE_KEY_HEADS, STATE_VALUE_HEADS = STATE_DIMENSIONS[:2]
+FILL_STD = 0.02
+
+
+def copies_of_a_head(old: dict[str, int], new: dict[str, int], many: str = QUERY_HEADS, few: str = KEY_HEADS) -> int:
+    """How many new heads one of `few` (key-value) heads becomes: several if the new groups of `many` (query) heads are smaller."""
+    return math.ceil(old[many] // old[few] / (new[many] // new[few]))
+
+
+def head_places(
+    old: dict[str, int], new: dict[str, int], many: str = QUERY_HEADS, few: str = KEY_HEADS
+) -> tuple[list[int], list[int]]:
+    """The new index of each of the old `many` (query) heads; and, for the first new `few` (key-value) heads, the old one each copies."""
+    group, group_new, copies = old[many] // old[few], new[many] // new[few], copies_of_a_head(old, new, many, few)
+    places = [
+        (head // group * copies + head % group // group_new) * group_new + head % group % group_new
+        for head in range(old[many])
+    ]
+    return places, [head // copies for head in range(old[few] * copies)]
+
+
+def layer_places(old: int, new: int) -> list[int]:
+    """The index among `new` layers of each of the `old` ones."""
+    return [i * new // old for i in range(old)]
+
+
+class Inflation:
+    """One inflation: the places of the old units, and the tensors of the new model.
+
+    Attributes:
+        norm_offset: what the class's norms of the residual stream and of heads add to their weights.
+        eps_scale: the new epsilon of all norms over the old one.
+        residual_scale: the new residual stream over the old one, in the old channels.
+    """
+
+    norm_offset = 0.0
+
+    def __init__(self, model: PreTrainedModel, old: dict[str, int], new: dict[str, int], dtype: torch.dtype, seed: int):
+        self.model, self.old, self.new, self.dtype = model, old, new, dtype
+        self.generator = torch.Generator(model.device).manual_seed(seed)
+        self.eps_scale, self.residual_scale = old["hidden_size"] / new["hidden_size"], 1.0
+        self.place_heads()
+        self.layer_places = layer_places(old["num_hidden_layers"], new["num_hidden_layers"])
+
+    def place_heads(self, rotary_share: float = 1.0) -> None:
+        """Set the new rows of q/k/v for the old ones.
+
+        `q_rows`: new row of each old query row. `kv_rows`, `kv_sources`: new key-value rows and the old rows they copy.
+        Rotary pairs (i, i + r/2) of an old head go to (m i, m i + m r/2) with m = d'/d: the same frequency.
+
+        Args:
+            rotary_share: r/d, the share of a head that is rotated: its first channels.
+        """
+        d, d_new = self.old["head_dim"], self.new["head_dim"]
+        m, r = d_new // d, int(d * rotary_share)
+        self.q_heads, sources = head_places(self.old, self.new)
+        self.kv_heads = list(range(len(sources)))
+        pairs = torch.arange(r // 2) * m
+        self.inside = torch.cat([pairs, pairs + m * r // 2, torch.arange(d - r) + m * r])
+        self.q_rows = torch.cat([head * d_new + self.inside for head in self.q_heads])
+        self.kv_rows = torch.cat([head * d_new + self.inside for head in self.kv_heads])
+        self.kv_sources = torch.cat([head * d + torch.arange(d) for head in sources])
+
+    def build(self) -> PreTrainedModel:
+        """The bigger model, in the source's mode (training or evaluation)."""
+        config = self.make_config()
+        with torch.device("meta"):
+            big = type(self.model)(config)
+        big.model.rotary_emb = type(self.model.model.rotary_emb)(config=config)
+        h = self.old["hidden_size"]
+        big.model.embed_tokens.weight = self.parameter(self.padded(self.model.model.embed_tokens.weight))
+        tied_scale = self.residual_scale if config.tie_word_embeddings else 1.0
+        big.model.norm.weight = self.residual_norm(self.model.model.norm.weight, 1 / tied_scale)
+        sources = dict(zip(self.layer_places, self.model.model.layers, strict=True))
+        for i, layer in enumerate(big.model.layers):
+            self.fill_layer(layer, sources.get(i))
+        if config.tie_word_embeddings:
+            big.tie_weights()
+        else:
+            head = self.random(config.vocab_size, config.hidden_size)
+            head[:, :h] = self.model.lm_head.weight.detach()
+            big.lm_head.weight = self.parameter(head)
+        big.generation_config = copy.deepcopy(self.model.generation_config)
+        return big.train(self.model.training)
+
+    def make_config(self):
+        """The source's configuration with the new sizes; the norms' epsilon is scaled as their mean squares are."""
+        config = copy.deepcopy(self.model.config)
+        for name, size in self.new.items():
+            setattr(config, name, size)
+        config.rms_norm_eps = config.rms_norm_eps * self.eps_scale
+        config.dtype = self.dtype
+        if getattr(config, "layer_types", None):
+            kinds = dict(zip(self.layer_places, self.model.config.layer_types, strict=True))
+            config.layer_types = [
+                kinds.get(i) or kinds[max(p for p in kinds if p < i)] for i in range(self.new["num_hidden_layers"])
+            ]
+        return config
+
+    def random(self, *shape: int) -> Tensor:
+        """Small normal numbers of `shape`, for weights that do not affect the logits."""
+        return torch.empty(shape, dtype=self.dtype).normal_(std=FILL_STD, generator=self.generator)
+
+    def parameter(self, tensor: Tensor) -> nn.Parameter:
+        """The tensor in the new dtype, as a parameter of the same shape."""
+        return nn.Parameter(tensor.to(self.dtype))
+
+    def padded(self, weight: Tensor) -> Tensor:
+        """[V, H] -> [V, H'], zero where new."""
+        out = torch.zeros(weight.shape[0], self.new["hidden_size"], dtype=self.dtype)
+        out[:, : weight.shape[1]] = weight.detach().float() * self.residual_scale
+        return out
+
+    def residual_norm(self, weight: Tensor | None, scale: float = 1.0) -> nn.Parameter:
+        """RMSNorm weight [H'], times `scale`: the mean square over H' is H/H' of the old one; weight * sqrt(H/H') undoes it."""
+        out = torch.ones(self.new["hidden_size"], dtype=torch.float32)
+        if weight is not None:
+            out[: len(weight)] = weight.detach().float() + self.norm_offset
+        grown = math.sqrt(self.old["hidden_size"] / self.new["hidden_size"])
+        return self.parameter(out * grown * scale - self.norm_offset)
+
+    def head_norm(self, weight: Tensor | None, scale: float) -> nn.Parameter:
+        """Per-head RMSNorm weight [d'] with the old entries at their rotary places, times `scale`."""
+        out = torch.ones(self.new["head_dim"], dtype=torch.float32)
+        if weight is not None:
+            out[self.inside] = (weight.detach().float() + self.norm_offset) * scale
+        return self.parameter(out - self.norm_offset)
+
+    def fill_layer(self, layer: nn.Module, source: nn.Module | None) -> None:
+        """Set a layer's tensors: those of `source`, inflated, or an identity layer if `source` is None."""
+        self.fill_attention(layer.self_attn, source and source.self_attn)
+        self.fill_mlp(layer.mlp, source and source.mlp)
+        for name in ("input_layernorm", "post_attention_layernorm"):
+            getattr(layer, name).weight = self.residual_norm(source and getattr(source, name).weight)
+
+    def fill_mlp(self, mlp: nn.Module, source: nn.Module | None) -> None:
+        """Set the tensors of an MLP, inflated from `source`."""
+        inner = torch.arange(self.old["intermediate_size"])
+        for name in ("gate_proj", "up_proj"):
+            self.fill_rows(getattr(mlp, name), source and getattr(source, name), inner, slice(None), inner, 1.0)
+        self.fill_output(mlp.down_proj, source and source.down_proj, inner)
+
+    def fill_attention(self, attention: nn.Module, source: nn.Module | None) -> None:
+        """Set the tensors of attention, inflated from `source`."""
+        scale = {"q_proj": math.sqrt(self.new["head_dim"] / self.old["head_dim"]), "k_proj": 1.0, "v_proj": 1.0}
+        if hasattr(attention, "q_norm"):
+            # Scaled because the shared eps was changed for the wider residual; see `head_norm`.
+            grown = self.new["head_dim"] / self.old["head_dim"]
+            scale["q_proj"] = scale["k_proj"] = math.sqrt(self.eps_scale * grown)
+            attention.q_norm.weight = self.head_norm(source and source.q_norm.weight, 1.0)
+            attention.k_norm.weight = self.head_norm(source and source.k_norm.weight, 1 / math.sqrt(grown))
+        self.fill_query(attention.q_proj, source and source.q_proj, scale["q_proj"])
+        cleared = self.rows_of_heads(self.kv_heads)
+        for name in ("k_proj", "v_proj"):
+            old = source and getattr(source, name)
+            self.fill_rows(getattr(attention, name), old, self.kv_rows, self.kv_sources, cleared, scale[name])
+        self.fill_output(attention.o_proj, source and source.o_proj, self.q_rows)
+
+    def fill_query(self, linear: nn.Module, source: nn.Module | None, scale: float) -> None:
+        """Set the projection of queries, inflated from `source` and times `scale`."""
+        self.fill_rows(linear, source, self.q_rows, slice(None), self.rows_of_heads(self.q_heads), scale)
+
+    def rows_of_heads(self, heads: list[int]) -> Tensor:
+        """All rows [len(heads) * d'] of these heads."""
+        return torch.cat([torch.arange(self.new["head_dim"]) + head * self.new["head_dim"] for head in heads])
+
+    def fill_rows(self, linear, old, rows: Tensor, sources, cleared: Tensor, scale: float | Tensor) -> None:
+        """Fill an input projection: random; `cleared` rows are zero except for the old rows `sources`, placed at `rows`.
+
+        Args:
+            scale: factor of all old rows, or of each [R, 1].
+        """
+        weight = self.random(*linear.weight.shape)
+        bias = None if linear.bias is None else self.random(*linear.bias.shape)
+        if old is not None:
+            weight[cleared] = 0
+            block = weight.new_zeros(len(rows), weight.shape[1])
+            block[:, : old.weight.shape[1]] = (old.weight.detach().float() * scale)[sources].to(self.dtype)
+            weight[rows] = block
+            if bias is not None:
+                bias[cleared] = 0
+                bias[rows] = (old.bias.detach().float() * _flat(scale))[sources].to(self.dtype)
+        linear.weight = self.parameter(weight)
+        if bias is not None:
+            linear.bias = self.parameter(bias)
+
+    def fill_output(self, linear, old, columns: Tensor) -> None:
+        """Fill an output projection: zero except for the old weights, which read `columns` and write to the first H rows."""
+        weight = torch.zeros(linear.weight.shape, dtype=self.dtype)
+        bias = None if linear.bias is None else torch.zeros(linear.bias.shape, dtype=self.dtype)
+        if old is not None:
+            weight[: old.weight.shape[0], columns] = (old.weight.detach().float() * self.residual_scale).to(self.dtype)
+            if bias is not None:
+                bias[: len(old.bias)] = (old.bias.detach().float() * self.residual_scale).to(self.dtype)
+        linear.weight = self.parameter(weight)
+        if bias is not None:
+            linear.bias = self.parameter(bias)
+
+
+def _flat(scale: float | Tensor) -> float | Tensor:
+    return scale.flatten() if isinstance(scale, Tensor) else scale
