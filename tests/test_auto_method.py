@@ -53,8 +53,9 @@ class World:
         config = SimpleNamespace(longest_draft=LONGEST)
         longest = np.full(len(self.names), LONGEST)
         self.generator = SimpleNamespace(
-            names=self.names, num_lookups=self.num_lookups, longest=longest, config=config, chooser=None
-        )
+            names=self.names, num_lookups=self.num_lookups, longest=longest, config=config, chooser=None,
+            able=lambda sequences: None,
+        )  # fmt: skip
         self.begun = False
 
     def guess(self, name, row, depth):
@@ -239,6 +240,38 @@ def test_a_new_text_wakes_look_ups():
     assert not policy.is_awake(0)
     policy.limits([*world.sequences, Sequence([1, 2, 3], 100)], [8, 8])
     assert policy.is_awake(0)
+
+
+def test_heads_rest_while_following_costs_more_than_they_bring():
+    """They let go once the account is spent, and follow again once it has recovered; the loss stays below 3 per cent."""
+    world = World(drafters([0.0], [0.0]), cpu)
+    world.drafters["suffix"].chances = [0.0]
+    policy = AutoMethod(world.generator)
+    world.step(policy)
+    plain, spent, tokens, followed = 1.0 / world.plain(), 0.0, 0, []
+    for _ in range(600):
+        new, seconds = world.step(policy)
+        following = 0.04 * plain if policy.heads_follow else 0.0
+        if following:
+            policy.followed(following, 1)
+        followed.append(bool(following))
+        spent, tokens = spent + seconds + following, tokens + new
+    assert followed[0] and not all(followed) and spent <= 1.03 * tokens * plain, (
+        np.mean(followed),
+        spent / plain / tokens,
+    )
+    assert any(after and not before for before, after in itertools.pairwise(followed)), "they never woke"
+
+
+@pytest.mark.parametrize(("share", "head"), [(0.001, 0.0), (0.04, 0.8)], ids=["cheap", "useful"])
+def test_heads_that_are_cheap_or_useful_follow_always(share, head):
+    world = World(drafters([0.0], [head]), cpu)
+    policy = AutoMethod(world.generator)
+    world.step(policy)
+    for _ in range(300):
+        world.step(policy)
+        policy.followed(share / world.plain(), 1)
+        assert policy.heads_follow
 
 
 def test_rows_that_leave_free_their_estimates():

@@ -407,6 +407,34 @@ def test_rows_that_turn_easy_are_noticed_and_rows_that_turn_hard_cost_little():
     assert world.run(policy, 1000)[0] > world.plain() / 1.03
 
 
+@pytest.mark.parametrize("from_to", [(100, 8000), (8000, 100)], ids=str)
+@pytest.mark.parametrize(
+    ("machine", "chances"),
+    [("cpu", [0.6]), ("cpu", [0.8] * 8), ("few rows", [0.8] * 8), ("few rows", [0.3] * 8)],
+    ids=str,
+)
+def test_lengths_follow_the_length_of_the_texts(machine, chances, from_to):
+    """Texts that become much longer, or give way to much shorter ones: what was measured before says little about a step now, and
+    lengths are soon the best again."""
+    context = from_to[0]
+    target = {
+        "cpu": lambda rows, tokens: 0.02 + 0.0005 * rows + (0.0025 + 2e-6 * context) * tokens,
+        "few rows": lambda rows, tokens: 0.01 + 0.0002 * max(0, tokens - 16) + 1e-6 * context * rows,
+    }[machine]
+    ratios = []
+    for seed in range(3):
+        context = from_to[0]
+        world = World(chances, target, lookup, noise=0.05, seed=seed, prompt=context)
+        policy = AutoLength(8)
+        world.run(policy, 200)
+        context = from_to[1]
+        for seq in world.sequences:
+            seq.tokens[:] = [0] * context
+        world.run(policy, 100)
+        ratios.append(world.run(policy, 200)[0] / world.best()[0])
+    assert np.mean(ratios) > 0.93, ratios
+
+
 def test_a_drafter_that_finds_nothing_is_no_evidence_of_rejection():
     """A row offered a draft now and then, always right, is drafted for as long as one that always gets one."""
     world = World([0.95, 0.95], gpu, lookup, offers=[0.1, 1.0])
@@ -438,7 +466,7 @@ def test_catching_up_is_part_of_the_cost():
     policy._last_drafted = policy.num_steps
     place = policy.acceptance.rows([seq])
     policy.acceptance._seen[place] = len(seq.tokens)
-    policy._quiet_until, policy._plain_due, policy.account = 0, 10**6, 8.0
+    policy._quiet_until, policy._plain_due, policy.account = 0, {0: 10**6}, 8.0
     assert policy.limits([seq], [8])[0] > 0
     policy.acceptance._seen[place] = len(seq.tokens) - 400
     policy.acceptance.pauses[place] = 10**6

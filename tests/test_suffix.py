@@ -13,7 +13,6 @@ from transformers import LlamaConfig, LlamaForCausalLM
 import hf_specdec
 from hf_specdec import integration, parse_config
 from hf_specdec.candidate_generators.suffix import SuffixGenerator
-from hf_specdec.core.outcome import StepOutcome
 from hf_specdec.core.sequence import Sequence
 
 
@@ -50,13 +49,8 @@ def started(config, text, generated=()):
     seq = Sequence(list(text), 10_000)
     generator.start(seq)
     if generated:
-        extend(generator, seq, generated)
+        seq.tokens += generated
     return generator, seq
-
-
-def extend(generator, seq, tokens):
-    seq.tokens += tokens
-    generator.observe(StepOutcome([seq], None, [[]], [list(tokens)]))
 
 
 @pytest.mark.parametrize("tree", [False, True])
@@ -94,7 +88,7 @@ def test_prompts_are_private_outputs_are_shared():
     other = Sequence([2, 3, 4], 100)
     generator.start(other)
     assert generator.propose([other], [5]).lengths == [0]
-    extend(generator, other, [21, 22, 23])
+    other.tokens += [21, 22, 23]
     assert generator.propose([other], [5]).tokens[0, :3].tolist() == [24, 25, 26]
     generator.stop(one)
     assert generator.propose([other], [5]).tokens[0, :3].tolist() == [24, 25, 26]

@@ -93,7 +93,7 @@ class CombinedGenerator(CandidateGenerator):
 
     def known_prefix(self, seq: Sequence) -> int:
         """Number of leading tokens that all parts of the sequence know."""
-        return min(part.known_prefix(seq) for part in self.parts_of(seq))
+        return min((part.known_prefix(seq) for part in self.parts_of(seq)), default=len(seq.tokens))
 
     def share_prefix(self, seq: Sequence, num_tokens: int) -> None:
         """Let all parts of the sequence use what they keep of its first tokens."""

@@ -229,9 +229,8 @@ class LookaheadGenerator(CandidateGenerator):
         for seq, root, count in zip(outcome.sequences, roots, counts, strict=True):
             row = self.rows[seq.id]
             cells = row.num_columns * len(row.window.tokens)
-            if (
-                row.num_columns and count == row.num_guesses + cells - 1
-            ):  # not if the tree was cut for lack of KV blocks
+            # not if the tree was cut for lack of KV blocks
+            if row.num_columns and count == row.num_guesses + cells - 1:
                 rows.append(row)
                 last_level = np.arange(cells - row.num_columns, cells)  # cell 0 is the root
                 wanted.append(root + np.where(last_level > 0, row.num_guesses + last_level, 0))

@@ -23,9 +23,8 @@ _MASK_KEYS = ("pard_token", "ptd_token_id", "mask_token_id")
 
 def _is_pard(checkpoint: Checkpoint) -> bool:
     names_mask = any(isinstance(checkpoint.config.get(key), int) for key in _MASK_KEYS[:2])
-    return names_mask and checkpoint.any(
-        r"model\.layers\.0\."
-    )  # P-EAGLE heads name a mask token too, but are no language models
+    # P-EAGLE heads name a mask token too, but are no language models
+    return names_mask and checkpoint.any(r"model\.layers\.0\.")
 
 
 register_format("PARD (amd/PARD-*: a causal language model with pard_token)", "pard", _is_pard)

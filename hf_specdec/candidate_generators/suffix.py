@@ -8,7 +8,6 @@ import numpy as np
 
 from ..config import SpeculativeConfig
 from ..core.draft_trees import DraftTrees
-from ..core.outcome import StepOutcome
 from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
 from .base import CandidateGenerator, DrafterContext
@@ -78,6 +77,8 @@ class SuffixGenerator(CandidateGenerator):
                 "The suffix method needs arctic-inference's suffix trees: pip install 'hf-specdec[suffix]' (a C++ compiler is needed)."
             ) from error
         self.scores: list[float] = []  # of the last proposal
+        self.running: dict[int, Sequence] = {}
+        self.known: dict[int, int] = {}  # per running sequence, how many of its tokens are in the trees
         self.cache = SuffixDecodingCache(
             max_tree_depth=config.suffix_decoding_max_tree_depth,
             max_cached_requests=config.suffix_decoding_max_cached_requests,
@@ -87,13 +88,25 @@ class SuffixGenerator(CandidateGenerator):
         """Build the sequence's own tree from its prompt."""
         tokens = np.asarray(seq.tokens, dtype=np.int32)  # first, since it may fail
         self.cache.start_request(seq.id, tokens[: seq.prompt_length])
-        if seq.num_generated:
-            self.cache.add_active_response(seq.id, tokens[seq.prompt_length :])
+        self.running[seq.id], self.known[seq.id] = seq, seq.prompt_length
+
+    def _read_all(self) -> None:
+        """Add to the trees what running sequences have written. This waits until a draft is asked for, since most steps of method "auto"
+        ask for none."""
+        for seq in self.running.values():
+            self._read(seq)
+
+    def _read(self, seq: Sequence) -> None:
+        new = seq.tokens[self.known[seq.id] :]
+        if new:
+            self.cache.add_active_response(seq.id, np.asarray(new, dtype=np.int32))
+            self.known[seq.id] += len(new)
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
         """The likeliest continuation of each row by the suffix trees; empty if nothing matches."""
         use_tree = self.config.suffix_decoding_use_tree
         tokens, parents, self.scores = [], [], []
+        self._read_all()
         for seq, limit in zip(sequences, limits, strict=True):
             draft = self._speculate(seq, seq.tokens, limit, use_tree) if limit > 0 else None
             tokens.append(draft.token_ids if draft else [])
@@ -121,17 +134,14 @@ class SuffixGenerator(CandidateGenerator):
     def continue_drafts(self, sequences: list[Sequence], drafts: list[list[int]], limits: list[int]) -> list[list[int]]:
         """The likeliest continuation of each draft, as chains."""
         depth = self.config.suffix_decoding_max_tree_depth
+        self._read_all()
         return [
             self._speculate(seq, seq.tokens[-depth:] + draft, limit, use_tree=False).token_ids if limit > 0 else []
             for seq, draft, limit in zip(sequences, drafts, limits, strict=True)
         ]
 
-    def observe(self, outcome: StepOutcome) -> None:
-        """Add the new tokens to both trees."""
-        for seq, new in zip(outcome.sequences, outcome.new_tokens, strict=True):
-            if new:
-                self.cache.add_active_response(seq.id, np.asarray(new, dtype=np.int32))
-
     def stop(self, seq: Sequence) -> None:
         """Free the sequence's own tree; its output stays in the shared one."""
+        self._read(seq)
+        del self.running[seq.id], self.known[seq.id]
         self.cache.stop_request(seq.id)

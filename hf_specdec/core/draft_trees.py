@@ -112,6 +112,13 @@ class DraftTrees:
         return self.parents is None
 
     @property
+    def row_depths(self) -> list[int]:
+        """Depth of each row's tree; 0 without nodes."""
+        if self.is_chain:
+            return self.lengths
+        return np.where(self.valid, self.depths, 0).max(axis=1, initial=0).tolist()
+
+    @property
     def num_nodes(self) -> int:
         """Number of nodes of all rows together."""
         return sum(self.lengths)

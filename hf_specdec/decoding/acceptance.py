@@ -31,6 +31,12 @@ class DraftedStep:
     seconds: float | None = None
     drafting_seconds: float = 0.0
 
+    @classmethod
+    def of_plain(cls, sequences: list[Sequence], seconds: float | None) -> DraftedStep:
+        """A step in which no row was asked to draft: a token each."""
+        none = [0] * len(sequences)
+        return cls(sequences, none, np.empty((len(none), 0), dtype=np.int64), none, [1] * len(none), seconds)
+
 
 class AcceptanceEstimates:
     """Per row and depth: P(a draft token is accepted | its parent was), and how many nodes a draft has there.
@@ -106,9 +112,8 @@ class AcceptanceEstimates:
     def observe(self, rows: np.ndarray, step: DraftedStep, now: int, longest_pause: int) -> None:
         """Learn from a verified step; `now` numbers it."""
         lengths = np.array([len(seq.tokens) for seq in step.sequences])
-        finished = np.array(
-            [seq.finished for seq in step.sequences]
-        )  # a finished row was cut short, so its last round says nothing about acceptance
+        # a finished row was cut short, so its last round says nothing about acceptance
+        finished = np.array([seq.finished for seq in step.sequences])
         asked = np.asarray(step.limits)
         mine = np.flatnonzero(asked > 0)
         drafted = rows[mine]

@@ -75,13 +75,17 @@ class AutoLength(DraftLengthPolicy):
     ENDED_MEMORY = 0.9  # decay of the counts of how rows ended
     LONGEST_STALE = 256  # steps between two measurements of a plain step while drafting pays
     LESS_OFTEN = 2  # factor by which that interval grows
+    OUTLIER = 1.5  # times its estimate: what a step of several rows is charged at most
+    FIRST_PAUSE = 4  # half of the first interval when texts get to another octave of length
 
     def __init__(self, longest: int, clock: Callable[[], float] | None = None):
         self.cost, self.clock = StepCost(), clock or (lambda: 0.0)
         self.acceptance = AcceptanceEstimates(longest)
         self.account = self.CREDIT
         self.num_steps = 0
-        self._last_drafted, self._plain_due, self._plain_pause = 0, 0, 1
+        self._last_drafted = 0
+        self._plain_pauses: dict[int, int] = {}  # by octave of the texts' length; see `_schedule_plain`
+        self._plain_due: dict[int, int] = {}
         self._quiet_until, self._quiet_rows = 0, frozenset()
         self._static = False
         # Tokens that the slowest row of a static batch gained by drafts, and that it was expected to gain.
@@ -112,8 +116,12 @@ class AutoLength(DraftLengthPolicy):
         self._charge(self.clock() - began, len(sequences))
         return chosen
 
+    def _look_at(self, sequences: list[Sequence]) -> None:
+        """Costs are those of steps of these rows."""
+        self.cost.look_at(len(sequences), sum([len(seq.tokens) for seq in sequences]))
+
     def _charge(self, seconds: float, num_rows: int) -> None:
-        """Charge the time of choosing."""
+        """Charge the time of choosing, or of learning from what was chosen."""
         if self.cost.target:
             self.account -= seconds / float(self.cost.of_target(num_rows, num_rows))
 
@@ -136,6 +144,7 @@ class AutoLength(DraftLengthPolicy):
 
     def is_plain(self, sequences: list[Sequence]) -> bool:
         """True if the account is empty, a plain step is due, or these rows wait for a probe."""
+        self._look_at(sequences)
         return self._must_be_plain() or self._is_quiet(sequences)
 
     @property
@@ -148,7 +157,7 @@ class AutoLength(DraftLengthPolicy):
 
     def _plain_is_due(self) -> bool:
         """True if a plain step is to be measured, so that its cost stays known."""
-        return bool(self.cost.target) and self.num_steps >= self._plain_due
+        return bool(self.cost.target) and self.num_steps >= self._plain_due.get(self.cost.octave, 0)
 
     def _is_quiet(self, sequences: list[Sequence]) -> bool:
         """True if these rows did not draft in the last step and no probe is due: the choice would be the same."""
@@ -247,8 +256,11 @@ class AutoLength(DraftLengthPolicy):
     def observe(self, step: DraftedStep) -> None:
         """Update acceptance, costs and the account."""
         drafted, was_free = any(step.limits), not self._must_be_plain()
+        self._look_at(step.sequences)
         if drafted:
+            began = self.clock()
             self._observe_drafts(step)
+            self._charge(self.clock() - began, len(step.sequences))
         elif step.seconds is not None:
             self._observe_plain(len(step.sequences), step.seconds)
         if drafted or not self._is_quiet(step.sequences):
@@ -275,6 +287,8 @@ class AutoLength(DraftLengthPolicy):
             self.cost.observe_target(num_rows, packed, step.seconds - step.drafting_seconds)
             if self.cost.target:
                 plain, spent = self.cost.of_target(num_rows, np.array([num_rows, packed]))
+                if num_rows > 1:  # what it took: the estimates are off by more than an account of small losses bears
+                    spent = min(step.seconds - step.drafting_seconds, self.OUTLIER * spent)
                 spent += self.cost.of_drafting(depth, num_asked, backlog - unread)
                 progress = self._progress(step)
                 self._settle(float(spent / plain), progress)
@@ -318,9 +332,11 @@ class AutoLength(DraftLengthPolicy):
         self.account = min(self.account + self.ALLOWANCE * spent + emitted - spent, self.MOST_SAVED)
 
     def _schedule_plain(self) -> None:
-        """A plain step was measured: schedule the next one, at growing intervals."""
-        self._plain_pause = min(self.LESS_OFTEN * self._plain_pause, self.LONGEST_STALE)
-        self._plain_due = self.num_steps + self._plain_pause
+        """A plain step was measured: schedule the next one with texts of about this length, at growing intervals."""
+        octave = self.cost.octave
+        pause = self._plain_pauses.get(octave, self.FIRST_PAUSE if self._plain_pauses else 1)
+        self._plain_pauses[octave] = min(self.LESS_OFTEN * pause, self.LONGEST_STALE)
+        self._plain_due[octave] = self.num_steps + self._plain_pauses[octave]
 
     def forget(self, seq: Sequence) -> None:
         """Drop the row's estimates, and note how it ended."""

@@ -93,6 +93,8 @@ class SpeculativeDecoder:
             if num_sequences:
                 self.target.choose_states(num_sequences, self.generator.max_draft_nodes)
             self.cache = self.target.new_cache(num_blocks, size, grows=True)
+            if self.cache.states is not None:
+                self.cache.states.reserve(num_sequences, self.generator.max_draft_nodes)
         self.cache.share_prefixes = not self.all_hidden_states
         if not num_sequences:  # texts that come one after another
             self.target.keep_prefix_states(self.cache)
@@ -278,7 +280,8 @@ class SpeculativeDecoder:
             self.timer.proposed()
         fed = FedRows.of(rows, [self.cache.tables[seq.id].length for seq, _ in rows], trees, next_tokens)
         tensors = fed.results(self.target.forward(fed.inputs, self.cache, self.all_hidden_states))
-        if any(map(calls_in_order, decoding)):  # found out while the drafter called the processors
+        # found out while the drafter called the processors
+        if any(trees.lengths) and any(map(calls_in_order, decoding)):
             trees, tensors = tensors.without_drafts(trees)
         tensors.processed, tensors.sampling = node_scores(decoding, trees, tensors.processed, self.config)
         if any(trees.lengths) and any(map(calls_in_order, decoding)):  # found out by these calls, which were undone
@@ -407,6 +410,9 @@ class SpeculativeDecoder:
         about decoding. A row whose prompt ended in this step and that has no draft counts as not asked to draft: a drafter that reads
         hidden states could not draft yet."""
         seconds, drafting_seconds = self.timer.stop()
+        if not any(pending.limits):
+            self.policy.observe(DraftedStep.of_plain(outcome.sequences, seconds if timed else None))
+            return
         nodes, accepted = outcome.trees.nodes_by_depth, [len(path) for path in outcome.accepted]
         num_new = [len(new) for new in outcome.new_tokens]
         chosen = dict(zip([seq.id for seq in pending.decoding], pending.limits, strict=True))
@@ -464,7 +470,7 @@ class SpeculativeDecoder:
             verdict = pending.verdict.wait()
             root_rows = np.cumsum([0, *trees.lengths]) + np.arange(len(trees.lengths) + 1)  # each row's first score row
             accepted, next_tokens = trees.paths(verdict.accepted), verdict.next_tokens.tolist()
-            deepest, several = _deepest(trees), bool(self.generator.drafters)
+            deepest, several = trees.row_depths, bool(self.generator.drafters)
             for i, seq in zip(present, sequences, strict=True):
                 path, first = accepted[i], int(root_rows[i])
                 drafted = verdict.tokens[i, path].tolist() if path else []
@@ -479,18 +485,14 @@ class SpeculativeDecoder:
                 paths.append(path)
                 emitted.append(new)
                 first_logits.append(first)
-        reading = present_ids - {seq.id for seq in sequences}
-        kept += [(seq.id, end, []) for seq, end in pending.rows if seq.id in reading]
+        reading = []
+        if len(pending.decoding) < len(pending.rows):
+            decoding = {seq.id for seq in sequences}
+            reading = [(seq, end) for seq, end in pending.rows if seq.id in present_ids - decoding]
+            kept += [(seq.id, end, []) for seq, end in reading]
         self.cache.commit(kept)
-        for seq, end in pending.rows if self.cache.prefix_states is not None else []:
-            if seq.id in reading and seq.is_text and end < seq.prompt_length:
+        for seq, end in reading if self.cache.prefix_states is not None else []:
+            if seq.is_text and end < seq.prompt_length:
                 self.cache.keep_states(seq.id, end)
         trees = trees if len(present) == len(pending.decoding) else trees.select(present)
         return StepOutcome(sequences, trees, paths, emitted, root_rows=first_logits)
-
-
-def _deepest(trees: DraftTrees) -> list[int]:
-    """Depth of each row's tree."""
-    if trees.is_chain:
-        return trees.lengths
-    return np.where(trees.valid, trees.depths, 0).max(axis=1, initial=0).tolist()

@@ -46,9 +46,8 @@ class DrafterAcceptance:
         self._slot: dict[int, int] = {}
         self._free: list[int] = []
         self._rows = np.zeros((16, 3, num_drafters))  # tokens rejected, rejections expected, tokens judged
-        self._runs = np.zeros(
-            (16, 3, num_drafters)
-        )  # the same of the drafts since one was right; log of their probability
+        # the same of the drafts since one was right; log of their probability
+        self._runs = np.zeros((16, 3, num_drafters))
         self.judged_at = np.zeros((16, num_drafters), dtype=np.int64)  # step of the last judged draft
         self.drafted_at = np.full((16, num_drafters), -1, dtype=np.int64)  # step of the last draft asked for; -1: never
         self.read_up_to = np.zeros((16, num_drafters), dtype=np.int64)  # tokens that the drafter had read then

@@ -76,10 +76,18 @@ class _AgreedChoice:
 
     Args:
         chooser: rank 0's; on the other ranks it is not asked.
+
+    Attributes:
+        heads_follow: what rank 0's chooser said when this step began, so that heads rest on all ranks or on none.
     """
 
     def __init__(self, ranks: Ranks, chooser: Chooser):
-        self.ranks, self.chooser = ranks, chooser
+        self.ranks, self.chooser, self.heads_follow = ranks, chooser, True
+
+    def followed(self, seconds: float, num_rows: int) -> None:
+        """Rank 0's times count."""
+        if self.ranks.leads:
+            self.chooser.followed(seconds, num_rows)
 
     def is_awake(self, index: int) -> bool:
         """Rank 0's look-ups rest; the others ask all of theirs, because they learn from being asked."""
@@ -103,13 +111,13 @@ class RankedDecoder(SpeculativeDecoder):
         self.ranks = ranks
         self.agree_on_verdict = ranks.same_tensor
         self._measures = self._drafts and self.policy.needs_observations
-        self._own_drafts: dict[
-            int, tuple[DraftTrees, int]
-        ] = {}  # sequence id → what this rank drafted, where it differs
+        # sequence id → what this rank drafted, where it differs
+        self._own_drafts: dict[int, tuple[DraftTrees, int]] = {}
         if self._measures and not ranks.leads:
             self.policy = _Followed()
+        self._choice: _AgreedChoice | None = None
         if isinstance(generator, AutoGenerator):
-            generator.chooser = _AgreedChoice(ranks, generator.chooser)
+            self._choice = generator.chooser = _AgreedChoice(ranks, generator.chooser)
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
@@ -120,7 +128,13 @@ class RankedDecoder(SpeculativeDecoder):
 
     def _draft_limits(self, sequences: list[Sequence]) -> list[int]:
         limits = super()._draft_limits(sequences)
-        return self.ranks.same(limits) if self._measures else limits
+        if not self._measures:
+            return limits
+        if self._choice is None:
+            return self.ranks.same(limits)
+        *limits, follow = self.ranks.same([*limits, self._choice.chooser.heads_follow])
+        self._choice.heads_follow = bool(follow)
+        return limits
 
     def _propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
         """Rank 0's drafts. The limits are the same on all ranks, so a row drafts on all ranks or on none."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections import OrderedDict, deque
+from collections import Counter, OrderedDict, deque
 
 import numpy as np
 import torch
@@ -30,18 +30,22 @@ class FittedCost:
         self._sizes: OrderedDict[tuple, deque[tuple[float, np.ndarray]]] = OrderedDict()
         self._last: dict[tuple, int] = {}
         self._count, self._fitted_at = -dropped, 0
+        self._taken, self._kind = Counter[int](), 0  # measurements of each kind, and the kind of the last one
         self._coefficients: np.ndarray | None = None
 
     def __bool__(self) -> bool:
         return self._count > 0
 
-    def observe(self, size: tuple, features: np.ndarray, seconds: float) -> None:
-        """Record the time of a step of this size, with these features [F]."""
+    def observe(self, size: tuple, features: np.ndarray, seconds: float, kind: int = 0) -> None:
+        """Record the time of a step of this size, with these features [F]. The first few of a kind are soon fitted to, as the very
+        first are."""
         self._count += 1
         if self._count <= 0:
             return
-        if self._sizes:  # caps the first step of a size, which may have captured a graph
+        if self._sizes and size not in self._sizes:  # the first step of a size may have captured a graph
             seconds = min(seconds, self._OUTLIER * max(float(features @ self.coefficients), 1e-9))
+        self._kind = kind
+        self._taken[kind] += 1
         self._sizes.setdefault(size, deque(maxlen=self._SAMPLES)).append((max(seconds, 1e-9), features))
         self._sizes.move_to_end(size)
         self._last[size] = self._count
@@ -53,7 +57,8 @@ class FittedCost:
         """float [F], seconds per feature; zeros before the first measurement."""
         if not self:
             return np.zeros_like(self.prior)
-        if self._coefficients is None or self._count - self._fitted_at > min(self._count // 8, self._REFIT):
+        is_old = self._count - self._fitted_at > min(self._taken[self._kind] // 8, self._REFIT)
+        if self._coefficients is None or is_old:
             self._coefficients, self._fitted_at = self._fit(), self._count
         return self._coefficients
 
@@ -85,22 +90,29 @@ class FittedCost:
     def _fit(self) -> np.ndarray:
         medians = [sorted(s, key=lambda sample: sample[0])[(len(s) - 1) // 2] for s in self._sizes.values()]
         seconds, features = np.array([each for each, _ in medians]), np.stack([each for _, each in medians])
+        typical = float(np.median(seconds))
+        seen = features.any(0)  # of the others nothing is known but the prior
+        solution = self.prior * typical
+        solution[seen] = self._fit_to(seconds, features[:, seen], self.prior[seen], typical)
+        return solution
+
+    def _fit_to(self, seconds: np.ndarray, features: np.ndarray, prior: np.ndarray, typical: float) -> np.ndarray:
         age = self._count - np.array([self._last[size] for size in self._sizes])
         counts = np.array([len(samples) for samples in self._sizes.values()])
-        typical = np.median(seconds)
-        weights = (
-            counts * 0.5 ** (age / self._HALF_LIFE) / np.maximum(seconds, 0.05 * typical) ** 2
-        )  # weights of relative errors
-        pull = (
-            self._PULL * np.maximum(features.max(0), 1.0) / typical
-        ) ** 2  # scaled so that the units of the features do not matter
-        trust, solution = np.ones(len(seconds)), np.zeros_like(self.prior)
+        # weights of relative errors
+        weights = counts * 0.5 ** (age / self._HALF_LIFE) / np.maximum(seconds, 0.05 * typical) ** 2
+        # scaled so that the units of the features do not matter
+        pull = (self._PULL * np.maximum(features.max(0), 1.0) / typical) ** 2
+        trust, solution = np.ones(len(seconds)), np.zeros_like(prior)
         for _ in range(self._ROUNDS):
             weighted = (features * (weights * trust)[:, None]).T
-            gram, moment = weighted @ features + np.diag(pull), weighted @ seconds + pull * self.prior * typical
+            gram, moment = weighted @ features + np.diag(pull), weighted @ seconds + pull * prior * typical
             solution = non_negative_solution(gram, moment)
             errors = np.abs(seconds - features @ solution) / seconds
-            trust = np.minimum(1.0, np.maximum(2.0 * np.median(errors), 0.02) / np.maximum(errors, 1e-9))
+            before, tolerated = trust, max(2.0 * np.median(errors), 0.02)
+            trust = np.minimum(1.0, tolerated / np.maximum(errors, 1e-9))
+            if (trust == before).all():
+                break
         return solution
 
 
@@ -122,22 +134,37 @@ class StepCost:
     Target: by rows and by packed tokens, piecewise linear between `knots` (the cost grows in steps: the second token may cost
     much, tokens up to the next multiple of a tile nothing). Drafting: by depth (a drafter's forwards run one after
     another), by draft tokens asked for, and by tokens that the drafter has to catch up with.
+
+    Attention adds to the target's cost what each row and each packed token costs for every token of context.
+
+    Attributes:
+        context: mean length of the texts, in units of `CONTEXT` tokens, of the steps that are observed or asked for next.
+        octave: 0 up to `CONTEXT` / 4 tokens of mean length, and one more for each doubling. Times are kept apart by it.
     """
 
     OCTAVES = 2.0 ** np.arange(13)  # 1, 2, 4, .. 4096 tokens
     FINE = np.array([1.0, 2.0, 3.0, 4.0, 6.0, *OCTAVES[3:]])  # where drafts of many lengths are measured
+    CONTEXT = 4096  # the fit pulls what context costs towards 0 while texts are much shorter: they do not show it
     _OCTAVE = 0.1  # initial guess: how much longer a forward gets when its tokens double
 
     def __init__(self, knots: np.ndarray = OCTAVES):
         self.knots = knots
-        self.target = FittedCost(np.concatenate([[0.8, 0.01], self._OCTAVE * np.diff(np.log2(self.knots))]))
+        self.target = FittedCost(np.concatenate([[0.8, 0.01, 0.0, 0.0], self._OCTAVE * np.diff(np.log2(self.knots))]))
         self.drafting = FittedCost(np.zeros(4))
+        self.context, self.octave = 0.0, 0
+
+    def look_at(self, num_rows: int, num_context: int) -> None:
+        """What is observed or asked for next is of steps of rows whose texts have so many tokens together."""
+        self.context = num_context / (num_rows * self.CONTEXT)
+        self.octave = int(4 * self.context).bit_length()
 
     def observe_target(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """Record the time of the target and the rest of the loop, for `num_rows` rows with `num_tokens` tokens in all."""
         low, high = self.knots[:-1], self.knots[1:]
         reach = np.clip((num_tokens - low) / (high - low), 0.0, 1.0)  # how far into each octave the tokens reach
-        self.target.observe((num_rows, num_tokens), np.concatenate([[1.0, num_rows], reach]), seconds)
+        fixed = [1.0, num_rows, num_rows * self.context, num_tokens * self.context]
+        size = self.octave, num_rows, num_tokens
+        self.target.observe(size, np.concatenate([fixed, reach]), seconds, self.octave)
 
     def observe_drafting(self, depth: int, num_asked: int, backlog: int, seconds: float) -> None:
         """Record the time of `propose`."""
@@ -146,9 +173,9 @@ class StepCost:
 
     def of_target(self, num_rows: int, num_tokens):
         """Seconds of the target (above 0) for packed token counts: a number or an array, fractions allowed."""
-        fixed, per_row, *octaves = self.target.coefficients
+        fixed, per_row, per_read, per_product, *octaves = self.target.coefficients
         seconds = fixed + per_row * num_rows + np.interp(num_tokens, self.knots, np.cumsum([0.0, *octaves]))
-        return np.maximum(seconds, 1e-9)
+        return np.maximum(seconds + self.context * (per_read * num_rows + per_product * num_tokens), 1e-9)
 
     def of_drafting(self, depth, num_asked, backlog):
         """Seconds of `propose`, for numbers or arrays that broadcast; 0 where nothing is asked for."""

@@ -173,9 +173,8 @@ def _small_models(target: PackedModel, found: Found) -> Iterator[Candidate]:
         if not (0 < share <= SMALL_ENOUGH and is_language_model(other)):
             continue
         if not same_vocabulary(folder, other):
-            if (
-                where.endswith("cache") and (other / "tokenizer.json").is_file()
-            ):  # without one it is a head, most likely
+            # without one it is a head, most likely
+            if where.endswith("cache") and (other / "tokenizer.json").is_file():
                 found.notes.append(f"{where}: small enough, but its vocabulary is another")
         else:
             sized.append((abs(math.log(share / BEST_SHARE)), where, other))

@@ -9,6 +9,7 @@ from typing import Protocol
 
 import numpy as np
 
+from ...cache import PagedStaticCache
 from ...config import SpeculativeConfig
 from ...core.clock import clock_for
 from ...core.draft_trees import DraftTrees
@@ -38,7 +39,18 @@ class Choice:
 
 
 class Chooser(Protocol):
-    """Chooses drafters and depths: `decoding.auto_method.AutoMethod`."""
+    """Chooses drafters and depths: `decoding.auto_method.AutoMethod`.
+
+    Attributes:
+        heads_follow: whether drafters that read hidden states of every token follow the texts. One that misses some cannot draft
+            for that text any more.
+    """
+
+    heads_follow: bool
+
+    def followed(self, seconds: float, num_rows: int) -> None:
+        """Drafters that were not asked took so long to follow a step."""
+        ...
 
     def is_awake(self, index: int) -> bool:
         """Whether a look-up is asked in this step."""
@@ -61,6 +73,11 @@ class Chooser(Protocol):
 
 class FirstChoice:
     """Without measurements: the first drafter with weights, otherwise the first look-up that found something."""
+
+    heads_follow = True
+
+    def followed(self, seconds: float, num_rows: int) -> None:
+        """Nothing is measured."""
 
     def __init__(self, num_lookups: int, num_parts: int):
         self.num_lookups, self.num_parts = num_lookups, num_parts
@@ -105,11 +122,15 @@ class AutoGenerator(RivalGenerator):
         self.combine(list(self.by_name.values()))
         self.longest = np.array([min(part.config.longest_draft, part.max_draft_nodes) for part in self.parts])
         self.chooser: Chooser = FirstChoice(self.num_lookups, len(self.parts))
+        self._learns = [type(part).observe is not CandidateGenerator.observe for part in self.parts]
         self.asked = [False] * len(self.parts)  # look-ups that were asked in this step
-        self.observing = [0.0] * len(
-            self.parts
-        )  # seconds that a look-up which may rest took to learn from the last step
+        # seconds that a look-up which may rest took to learn from the last step
+        self.observing = [0.0] * len(self.parts)
         self.chosen: dict[int, str] = {}  # sequence id → name of the drafter of its last draft
+        self._heads = [part for part in self.parts if part.needs_all_features]
+        # sequence id → its other parts, if heads do not follow it
+        self._blind: dict[int, list[CandidateGenerator]] = {}
+        self._heads_may_rest = True
         logger.info("%s", self.found)
 
     def _make_parts(self, found: Found, context: DrafterContext | None) -> dict[str, CandidateGenerator]:
@@ -147,10 +168,53 @@ class AutoGenerator(RivalGenerator):
         """The nodes of the largest tree."""
         return max((part.max_draft_nodes for part in self.parts), default=0)
 
+    # ---- who follows which text -------------------------------------------------------------------------------------
+
+    def parts_of(self, seq: Sequence) -> list[CandidateGenerator]:
+        """All, or all but the heads."""
+        return self._blind.get(seq.id, self.parts)
+
+    def moved_caches(self) -> list[PagedStaticCache] | None:
+        """As in the base. From now on heads follow every text, since their caches are moved with it."""
+        self._heads_may_rest = False
+        return super().moved_caches()
+
+    def start(self, seq: Sequence) -> None:
+        """Start the sequence in its parts: without the heads while they rest, unless it names its drafter."""
+        if self._rests(seq):
+            self._blind[seq.id] = [part for part in self.parts if part not in self._heads]
+        try:
+            super().start(seq)
+        except BaseException:
+            self._blind.pop(seq.id, None)
+            raise
+
     def stop(self, seq: Sequence) -> None:
         """Stop all."""
         self.chosen.pop(seq.id, None)
         super().stop(seq)
+        self._blind.pop(seq.id, None)
+
+    def _rests(self, seq: Sequence) -> bool:
+        return bool(self._heads) and self._heads_may_rest and seq.drafter is None and not self.chooser.heads_follow
+
+    def _let_heads_rest(self, sequences: list[Sequence]) -> None:
+        """Heads stop following these texts, for good: the hidden states that they would miss are not computed again."""
+        for seq in sequences:
+            if seq.id not in self._blind and self._rests(seq):
+                for head in self._heads:
+                    head.stop(seq)
+                self._blind[seq.id] = [part for part in self.parts if part not in self._heads]
+
+    def follows(self, index: int, seq: Sequence) -> bool:
+        """Whether a part can draft for a sequence."""
+        return seq.id not in self._blind or self.parts[index] not in self._heads
+
+    def able(self, sequences: list[Sequence]) -> np.ndarray | None:
+        """bool [D, B]: which parts follow which rows; None: all follow all."""
+        if not self._blind:
+            return None
+        return np.array([[self.follows(index, seq) for seq in sequences] for index in range(len(self.parts))])
 
     # ---- drafting ---------------------------------------------------------------------------------------------------
 
@@ -186,21 +250,44 @@ class AutoGenerator(RivalGenerator):
         """One part's trees for the rows whose depth is not 0."""
         if offer is not None and offer.is_chain:
             return dataclasses.replace(offer, lengths=np.minimum(offer.lengths, depths).tolist())
-        rows = np.flatnonzero(depths).tolist()
+        rows = [row for row in np.flatnonzero(depths).tolist() if self.follows(index, sequences[row])]
+        if not rows:
+            return DraftTrees.empty(len(sequences), self.target.device)
         own = self.parts[index].propose([sequences[i] for i in rows], depths[rows].tolist())
         return own if len(rows) == len(sequences) else own.spread(rows, len(sequences))
 
     # ---- learning ---------------------------------------------------------------------------------------------------
 
     def observe(self, outcome: StepOutcome) -> None:
-        """As in the base. Look-ups that rest and may miss steps are not told; the time of learning is kept for the choice."""
+        """As in the base, but only those parts are told that learn from it. Look-ups that rest and may miss steps are not; the time of
+        learning is kept for the choice."""
+        following = 0.0
         for index, part in enumerate(self.parts):
-            if self.asked[index] or not part.may_miss_steps:
+            if self._learns[index] and (self.asked[index] or not part.may_miss_steps):
                 began = self.clock()
-                part.observe(self.as_seen_by(index, outcome))
-                self.observing[index] = self.clock() - began if part.may_miss_steps else 0.0
+                seen = self._seen_by(part, outcome)
+                if seen is not None:
+                    part.observe(self.as_seen_by(index, seen) if any(self.proposed) else seen)
+                seconds = self.clock() - began
+                self.observing[index] = seconds if part.may_miss_steps else 0.0
+                following += 0.0 if part.may_miss_steps else seconds
             self.asked[index] = False
-            self.proposed[index].clear()
+        for proposed in self.proposed:
+            proposed.clear()
+        own = outcome.num_own or []
+        if following and sum(own) == len(own):  # prompts take longer, and are no step of decoding
+            self.chooser.followed(following, len(own))
+            if not self.chooser.heads_follow:
+                self._let_heads_rest([seq for seq, _ in outcome.chunks or [] if not seq.finished])
+
+    def _seen_by(self, part: CandidateGenerator, outcome: StepOutcome) -> StepOutcome | None:
+        """The step, without the rows that the part does not follow; None: it follows none of them."""
+        if not self._blind or part not in self._heads:
+            return outcome
+        rows = [*outcome.sequences, *(seq for seq, _ in outcome.chunks or [])]
+        if all(seq.id in self._blind for seq in rows):
+            return None
+        return outcome.of(lambda seq: seq.id not in self._blind)
 
     def drafter_of(self, seq: Sequence) -> str | None:
         """The name of the drafter of the sequence's last draft."""

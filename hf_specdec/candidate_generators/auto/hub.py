@@ -23,9 +23,8 @@ _KINDS = {
     "mlp_speculator": ("accelerator", "mlp_speculator", "mlp-speculator"),
     "medusa": ("medusa",),
 }
-_HTTP_ERROR: Any = HfHubHTTPError.__bases__[
-    0
-]  # of the library that the Hub's client uses, which its versions have changed
+# of the library that the Hub's client uses, which its versions have changed
+_HTTP_ERROR: Any = HfHubHTTPError.__bases__[0]
 _MOST_LISTED = 50  # models of the Hub's answer that are looked at
 
 

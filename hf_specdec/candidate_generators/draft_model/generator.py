@@ -55,9 +55,8 @@ class DraftModelGenerator(CachedGenerator):
         self.run_as_graphs(self.drafter.graphs is not None)
         self.bridge = self.vocabulary = make_bridge(config, target, self.drafter, context)
         self.cache = self.new_cache(1, config.block_size)
-        self.kept_nodes: dict[
-            int, list[int]
-        ] = {}  # per sequence, the cache index of each node of the last draft (or -1)
+        # per sequence, the cache index of each node of the last draft (or -1)
+        self.kept_nodes: dict[int, list[int]] = {}
         self.texts: dict[int, list[int]] = {}  # per sequence of the current round, its text in the drafter's tokens
 
     # ---- memory -----------------------------------------------------------------------------------------------------

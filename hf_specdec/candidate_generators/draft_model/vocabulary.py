@@ -95,9 +95,8 @@ class SharedVocabulary:
 
     def __init__(self, vocab_size: int, drafter_size: int):
         self.vocab_size, self.drafter_size = vocab_size, drafter_size
-        self.checked: dict[
-            int, tuple[int, bool]
-        ] = {}  # per sequence: tokens checked, and whether the drafter lacks an embedding for one
+        # per sequence: tokens checked, and whether the drafter lacks an embedding for one
+        self.checked: dict[int, tuple[int, bool]] = {}
 
     def max_drafter_tokens(self, num_tokens: int) -> int:
         """The most drafter tokens that `num_tokens` target tokens can become."""

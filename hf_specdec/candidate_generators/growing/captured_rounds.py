@@ -125,9 +125,8 @@ class CapturedRounds:
         buffers, tensors, replay = found
         fill(buffers)
         replay()
-        if rows == list(
-            range(len(sequences))
-        ):  # in batch order: no copy is needed, they are read before the next round
+        # in batch order: no copy is needed, they are read before the next round
+        if rows == list(range(len(sequences))):
             growth.probs = None if probs is None else probs[: len(rows)]
             return growth.draft(*(each[: len(rows)] for each in tensors))
         place = np.zeros(len(sequences), dtype=np.int64)
@@ -165,9 +164,8 @@ class _RoundBuffers:
         self.drafter, self.loop, self.depth = drafter, loop, depth
         self.sampling, self.probs = sampling, probs
         self.roots = [root.new_zeros(loop.num_rows, *root.shape[1:]) for root in roots]
-        self.rows = [
-            Sequence([0], 1) for _ in range(loop.num_rows)
-        ]  # placeholders: a captured round does not read them
+        # placeholders: a captured round does not read them
+        self.rows = [Sequence([0], 1) for _ in range(loop.num_rows)]
 
     def fill(self, roots: tuple[torch.Tensor, ...], order: list[int], tables, limits: list[int]) -> None:
         """Copy a round's inputs: the roots' rows in `order`, and the cache slots and limits in that order."""

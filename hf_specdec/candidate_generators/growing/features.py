@@ -37,6 +37,7 @@ class FeatureGenerator(CachedGenerator):
     """
 
     has_loop = True
+    AT_ONCE = 64  # steps whose features are sorted into `unread` together
     taps = Taps(last_hidden=True)
     head: PackedHead
     lm_head: nn.Module
@@ -44,6 +45,8 @@ class FeatureGenerator(CachedGenerator):
     def __init__(self, config: TreeDraftingConfig, target: PackedModel, context: DrafterContext | None = None):
         super().__init__(config, target, context)
         self.unread: dict[int, list[torch.Tensor]] = {}  # per sequence: features [n, F] the head has not read yet
+        # of steps of one token per row, not yet in `unread`
+        self._newest: list[tuple[list[Sequence], torch.Tensor]] = []
         self.sequences: list[Sequence] = []  # in the current round
 
     # ---- hooks of a method ------------------------------------------------------------------------------------------
@@ -136,11 +139,13 @@ class FeatureGenerator(CachedGenerator):
 
     def evict(self, seq: Sequence) -> None:
         """Drop KV and features; the target will read the text again."""
+        self._sort_newest()
         super().evict(seq)
         self.unread[seq.id] = []
 
     def stop(self, seq: Sequence) -> None:
         """Free the cache entry."""
+        self._sort_newest()
         super().stop(seq)
         del self.unread[seq.id]
 
@@ -155,12 +160,14 @@ class FeatureGenerator(CachedGenerator):
         assert outcome.output is not None
         sequences, rows, counts = outcome.read_rows()
         taken = self.features(outcome.output, upload(rows, self.head.device))
-        for seq, own in zip(sequences, taken.split(counts), strict=True):
-            if not seq.finished:
-                self.unread[seq.id].append(own)
-            elif self.outlives_texts:  # a row needs the token after it, so those after the text's end have none
-                room = len(seq.tokens) - 1 - self.cache.tables[seq.id].length - self.num_unread(seq)
-                self.unread[seq.id].append(own[: max(room, 0)])
+        if len(taken) == len(sequences) and not any(seq.finished for seq in sequences):
+            self._newest.append((sequences, taken))
+            if len(self._newest) < self.AT_ONCE:
+                return
+            self._sort_newest()
+        else:
+            self._sort_newest()
+            self._sort_in(sequences, taken.split(counts))
         chunk = self.config.prefill_chunk_size
         long = [seq for seq in sequences if self.num_unread(seq) > chunk]
         while long:
@@ -170,6 +177,27 @@ class FeatureGenerator(CachedGenerator):
             long = [seq for seq in long if self.num_unread(seq) > chunk]
         if self.outlives_texts:
             self._read_ended([seq for seq in sequences if seq.finished])
+
+    def _sort_in(self, sequences: list[Sequence], features: tuple[torch.Tensor, ...]) -> None:
+        """Add each sequence's features to its `unread`."""
+        for seq, own in zip(sequences, features, strict=True):
+            if not seq.finished:
+                self.unread[seq.id].append(own)
+            elif self.outlives_texts:  # a row needs the token after it, so those after the text's end have none
+                room = len(seq.tokens) - 1 - self.cache.tables[seq.id].length - self.num_unread(seq)
+                self.unread[seq.id].append(own[: max(room, 0)])
+
+    def _sort_newest(self) -> None:
+        """Add the newest features to each sequence's `unread`. This is done for many steps at once, since most of them draft nothing."""
+        steps, self._newest = self._newest, []
+        while steps:
+            sequences = steps[0][0]
+            ids = [seq.id for seq in sequences]
+            same = next((i for i, (other, _) in enumerate(steps) if [seq.id for seq in other] != ids), len(steps))
+            each = torch.stack([taken for _, taken in steps[:same]], dim=1)
+            for seq_id, own in zip(ids, each, strict=True):
+                self.unread[seq_id].append(own)
+            steps = steps[same:]
 
     def _read_ended(self, sequences: list[Sequence]) -> None:
         """Read the unread part of texts that have ended, if it completes blocks that later texts can share."""
@@ -183,6 +211,7 @@ class FeatureGenerator(CachedGenerator):
 
     def num_unread(self, seq: Sequence) -> int:
         """Rows of the text whose features are known and not read yet."""
+        self._sort_newest()
         return sum(each.shape[0] for each in self.unread[seq.id])
 
     def take(self, sequences: list[Sequence], chunk: int) -> tuple[list[RowInput], list[torch.Tensor]]:

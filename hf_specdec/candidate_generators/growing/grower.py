@@ -206,9 +206,8 @@ class CachedGenerator(GrowingGenerator):
         """
         count = level.tokens.shape[1]
         on_host = tokens.numpy() if tokens.device.type == "cpu" else None
-        ancestors = (
-            None if level.ancestors.shape[2] == level.depth else level.host_ancestors
-        )  # None: only chains so far
+        # None: only chains so far
+        ancestors = None if level.ancestors.shape[2] == level.depth else level.host_ancestors
         inputs = []
         for i, (seq_id, position) in enumerate(zip(seq_ids, positions, strict=True)):
             length = self.cache.tables[seq_id].length

@@ -88,9 +88,8 @@ def load_medusa(checkpoint: Checkpoint, target: PackedModel) -> MedusaHeads:
     stated = checkpoint.config.get("medusa_num_heads")
     if stated not in (None, layout.num_heads):
         logger.info("%s: config.json says %s heads; the file has %d.", checkpoint.name, stated, layout.num_heads)
-    is_own_config = (
-        checkpoint.config.get("model_type", "medusa") == "medusa"
-    )  # a merged checkpoint has the target's config.json
+    # a merged checkpoint has the target's config.json
+    is_own_config = checkpoint.config.get("model_type", "medusa") == "medusa"
     scale = checkpoint.config.get("logit_scale", 1.0) if is_own_config else 1.0
     if isinstance(scale, bool) or not isinstance(scale, (int, float)):
         raise checkpoint.error(f"config.json has logit_scale = {scale!r}; it must be a number.")

@@ -91,12 +91,10 @@ class MtpModule(nn.Module):
     def add_rotary(self, rotary_class: type[nn.Module]) -> None:
         """Add rotary embeddings; checkpoints do not hold their frequencies."""
         self.rotary_emb = rotary_class(self.config)
-        self.has_sections = hasattr(
-            self.rotary_emb, "mrope_section"
-        )  # three positions (time, height, width), which are equal in text
-        if (
-            "layer_type" in inspect.signature(rotary_class.forward).parameters
-        ):  # frequencies depend on the kind of attention
+        # three positions (time, height, width), which are equal in text
+        self.has_sections = hasattr(self.rotary_emb, "mrope_section")
+        # frequencies depend on the kind of attention
+        if "layer_type" in inspect.signature(rotary_class.forward).parameters:
             self.rope_kind = {"layer_type": self.config.layer_types[self.layer.self_attn.layer_idx]}
 
     def forward(self, input_ids, features, position_ids, **attention) -> torch.Tensor:

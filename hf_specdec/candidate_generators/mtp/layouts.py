@@ -203,9 +203,8 @@ def is_mtp_tensor(num_layers: int) -> Callable[[str], bool]:
     """A test for tensor names that may belong to MTP modules of a target with that many layers, in any layout."""
 
     def wanted(name: str) -> bool:
-        by_name = (
-            re.match(r"(model\.)?mtp[._]", name) is not None
-        )  # include it even if no layout knows it, so that it is reported
+        # include it even if no layout knows it, so that it is reported
+        by_name = re.match(r"(model\.)?mtp[._]", name) is not None
         return by_name or any(layout.canonical(name, num_layers) is not None for layout in LAYOUTS)
 
     return wanted

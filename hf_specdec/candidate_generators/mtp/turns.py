@@ -54,9 +54,8 @@ class ModulesInTurn(FeatureGenerator):
 
     def __init__(self, config: TreeDraftingConfig, target: PackedModel, context: DrafterContext | None = None):
         super().__init__(config, target, context)
-        self.reached: dict[
-            int, list[torch.Tensor | None]
-        ] = {}  # per sequence: x_j of its last read token [H], per module j
+        # per sequence: x_j of its last read token [H], per module j
+        self.reached: dict[int, list[torch.Tensor | None]] = {}
         self.draft: _DraftNodes | None = None  # of the current round
 
     @abstractmethod
