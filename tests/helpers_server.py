@@ -26,7 +26,7 @@ class Process:
     """A server in a process of its own. `before`: code that it runs first."""
 
     def __init__(self, *flags, before="pass"):
-        self.port = free_port()
+        self.port, self.headers = free_port(), {}  # headers of every request
         self.url = f"http://127.0.0.1:{self.port}"
         code = f"import sys; {before}; from hf_specdec.cli import main; sys.exit(main())"
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
@@ -70,7 +70,10 @@ class Process:
         """(status, headers, body)."""
         data = body if isinstance(body, bytes) else json.dumps(body).encode()
         request = urllib.request.Request(
-            self.url + path, data, {"Content-Type": "application/json", **(headers or {})}, method="POST"
+            self.url + path,
+            data,
+            {"Content-Type": "application/json", **self.headers, **(headers or {})},
+            method="POST",
         )
         try:
             with urllib.request.urlopen(request, timeout=60) as answer:
@@ -79,7 +82,8 @@ class Process:
             return error.code, error.headers, json.loads(error.read())
 
     def metrics(self):
-        with urllib.request.urlopen(self.url + "/metrics", timeout=60) as answer:
+        request = urllib.request.Request(self.url + "/metrics", headers=self.headers)
+        with urllib.request.urlopen(request, timeout=60) as answer:
             lines = answer.read().decode().splitlines()
         return {
             line.rpartition(" ")[0].partition("{")[0]: float(line.rpartition(" ")[2])

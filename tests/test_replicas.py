@@ -33,7 +33,7 @@ def test_without_ray_the_error_names_the_extra(capsys):
 
 def test_flags_that_replicas_do_not_get_are_refused(capsys):
     assert main(["serve", "tiny", "--replicas", "2", "--tokenizer", "x"]) == 2
-    assert "--replicas does not pass on --tokenizer" in capsys.readouterr().err
+    assert "--replicas does not support --tokenizer" in capsys.readouterr().err
 
 
 @pytest.mark.slow

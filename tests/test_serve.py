@@ -267,8 +267,8 @@ def test_other_endpoints(server, client, tiny_tokenizer):
             400,
             "none of the tokens",
         ),
-        ("/v1/nothing", {}, 404, "no /v1/nothing"),
-        ("/health", {}, 405, "POST is not for"),
+        ("/v1/nothing", {}, 404, "served at /v1/nothing"),
+        ("/health", {}, 405, "does not accept POST"),
         ("/tokenize", {}, 400, "prompt or messages"),
     ],
 )
@@ -321,32 +321,73 @@ def test_many_clients_at_once(server, tiny_model, tiny_tokenizer):
         assert found[prompt] == written(tiny_model, tiny_tokenizer(prompt)["input_ids"], 16)
 
 
+LONG = {"prompt": "Lily", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
+
+
+def in_threads(process, bodies):
+    """Send each body in a thread; returns the threads and the list that their answers are appended to."""
+    found = []
+    send = lambda body: found.append(process.post("/v1/completions", body))  # noqa: E731
+    threads = [threading.Thread(target=send, args=(body,)) for body in bodies]
+    for thread in threads:
+        thread.start()
+    return threads, found
+
+
+def wait_for(process, **wanted):
+    """Wait until metrics have these values."""
+    deadline = time.monotonic() + 60
+    while any(process.metrics()[f"hf_specdec_{name}"] != value for name, value in wanted.items()):
+        assert time.monotonic() < deadline, process.metrics()
+        time.sleep(0.02)
+
+
 def test_keys_drain_and_a_full_queue():
-    process = Process("--api-key", "secret", "--api-key", "other", "--max-num-seqs", "1", "--max-num-queued-reqs", "1")
+    process = Process(
+        "--api-key", "secret", "--api-key", "other", "--max-num-seqs", "1", "--max-num-queued-reqs", "1",
+        "--shutdown-timeout", "300",
+    )  # fmt: skip
     try:
         process.wait()
-        status, _, answer = process.post("/v1/completions", {"prompt": "x"})
+        process.headers = {"Authorization": "Bearer other"}
+        status, _, answer = process.post("/v1/completions", {"prompt": "x"}, {"Authorization": "Bearer no"})
         assert status == 401 and answer["error"]["code"] == "invalid_api_key"
-        key = {"Authorization": "Bearer other"}
-        assert process.post("/v1/completions", {"prompt": "x", "max_tokens": 1}, key)[0] == 200
-        found = []
-        long = {"prompt": "Lily", "max_tokens": 900, "ignore_eos": True, "temperature": 0}
-        threads = [
-            threading.Thread(target=lambda: found.append(process.post("/v1/completions", long, key))) for _ in range(4)
-        ]
-        for thread in threads:
-            thread.start()
-            time.sleep(0.15)
-        time.sleep(0.2)
+        assert process.post("/v1/completions", {"prompt": "x", "max_tokens": 1})[0] == 200
+        (first,), running = in_threads(process, [LONG])
+        wait_for(process, requests_running=1)
+        (second,), waiting = in_threads(process, [LONG])
+        wait_for(process, requests_running=1, requests_waiting=1)
+        status, headers, _ = process.post("/v1/completions", LONG)
+        assert status == 429 and headers["Retry-After"] == "1"
         process.process.send_signal(signal.SIGTERM)
+        first.join()
+        second.join()
+        assert process.process.wait(timeout=60) == 0
+        for status, _, answer in running + waiting:
+            assert status == 200 and answer["usage"]["completion_tokens"] == LONG["max_tokens"]  # drained, not cut
+    finally:
+        process.process.kill()
+
+
+def test_answers_that_do_not_end_in_time_end_with_an_error():
+    """After SIGTERM and `--shutdown-timeout`: whole answers 503, streams an event; running or waiting."""
+    process = Process("--max-num-seqs", "1", "--shutdown-timeout", "0.2")
+    try:
+        process.wait()
+        threads, found = in_threads(process, [{**LONG, "n": 8}] * 2)
+        wait_for(process, requests_running=1, requests_waiting=15)
+        request = urllib.request.Request(
+            process.url + "/v1/completions", json.dumps({**LONG, "stream": True}).encode(), {"Content-Type": "application/json"}
+        )  # fmt: skip
+        with urllib.request.urlopen(request) as stream:
+            process.process.send_signal(signal.SIGTERM)
+            events = [line for line in stream.read().decode().splitlines() if line.startswith("data: ")]
+        assert "shutting down" in json.loads(events[-2].removeprefix("data: "))["error"]["message"]
         for thread in threads:
             thread.join()
+        for status, headers, answer in found:
+            assert status == 503 and headers["Retry-After"] == "5" and answer["error"]["type"] == "service_unavailable"
         assert process.process.wait(timeout=60) == 0
-        statuses = sorted(status for status, _, _ in found)
-        assert statuses == [200, 200, 429, 429], found
-        refused = next(headers for status, headers, _ in found if status == 429)
-        assert refused["Retry-After"] == "1"
-        assert all(len(a["choices"][0]["text"]) > 100 for s, _, a in found if s == 200)  # drained, not cut
     finally:
         process.process.kill()
 
@@ -375,8 +416,8 @@ def test_silence_in_a_stream_and_readers_that_leave(tiny_tokenizer):
         assert [(await anext(updates))[0].number for _ in range(2)] == [1, 0]
         began = time.monotonic()
         assert await anext(updates) is None and time.monotonic() - began >= 0.9 * silence
-        server.leave(answers)
-        server.leave(answers)
+        server.release(answers)
+        server.release(answers)
         assert [type(each) for each in sent] == [Submit, Submit, Cancel] and sent[2].id == answers[0].id
         assert not server.answers and all(answer.inbox._timer.cancelled() for answer in answers)
         assert server.metrics.text().count(b'hf_specdec_generation_tokens_total{model_name="tiny"} 2.0') == 1

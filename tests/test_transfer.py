@@ -104,7 +104,7 @@ def assert_clean(*engines):
     for llm in engines:
         transfers, decoder = llm.engine.transfers, llm.engine.decoder
         look(llm)
-        assert not transfers.held and not transfers.coming and not decoder.statistics
+        assert not transfers.held and not transfers.pulling and not decoder.statistics
         for cache in transfers.caches:
             assert not cache.tables
             cache.pool.check()
@@ -211,7 +211,7 @@ def test_a_request_that_is_cancelled_while_its_keys_come(pairs):
     request = consumer.engine.add("x", PROMPT, ids, SamplingParams(max_tokens=4, kv_transfer_params=params))
     with consumer.engine.decoder.active():
         consumer.engine.step()
-        assert consumer.engine.transfers.coming
+        assert consumer.engine.transfers.pulling
         consumer.engine.abort(request)
     assert not consumer.engine.has_work
     assert_clean(producer, consumer)

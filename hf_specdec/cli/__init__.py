@@ -1,4 +1,4 @@
-"""The `hf-specdec` command: one module per subcommand, `main` dispatches and turns exceptions into one line."""
+"""The `hf-specdec` command. Each subcommand is a module; `main` runs it and turns an exception into one line."""
 
 from __future__ import annotations
 
@@ -18,8 +18,8 @@ DESCRIPTION = "Speculative decoding for Hugging Face transformers: the same outp
 
 EPILOG = """\
 start here:
-  hf-specdec demo                     text and speed at the cost of a real model, in about a minute
-  hf-specdec models                   what is bundled, which methods exist, their keys and what they need
+  hf-specdec demo                     a text, and the speed on a model of realistic cost, in about a minute
+  hf-specdec models                   the bundled models; all methods with their keys and requirements
   hf-specdec generate tiny --prompt "Tell me a story about a dog." --speculative-config '{"method": "ngram"}'
   hf-specdec bench tiny --speculative-config '{"method": "draft_model", "model": "tiny-draft"}'
 
@@ -34,17 +34,17 @@ class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one line that points to --help; exit code 2."""
 
     def exit(self, status: int = 0, message: str | None = None):
-        """Flush and end the process, so that `main` sees a closed pipe."""
+        """Flush stdout, so that `main` notices a closed pipe, and end the process."""
         sys.stdout.flush()
         super().exit(status, message)
 
     def error(self, message: str):
-        """Print the line and exit with 2."""
+        """Print the message on one line and exit with 2."""
         self.exit(2, f"{self.prog}: error: {shortened(message)} (see `{self.prog} --help`)\n")
 
 
 def build_parser() -> argparse.ArgumentParser:
-    """The parser of the whole command; each subcommand sets `run`, a function of the parsed arguments."""
+    """The parser of the whole command. The parsed arguments have `run`: the function of the chosen subcommand."""
     parser = Parser(
         prog="hf-specdec", description=DESCRIPTION, epilog=EPILOG, formatter_class=argparse.RawDescriptionHelpFormatter
     )
@@ -59,12 +59,12 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def shortened(message: str) -> str:
-    """A message with long values cut."""
+    """A message in which quoted values and words of 200 characters or more are cut to 80."""
     return LONG_VALUE.sub(lambda value: value[0][:80] + "…", message)
 
 
 def one_line(error: BaseException) -> str:
-    """The message of `error` on one line; unexpected errors are shown with their type and how to see more."""
+    """The message of an error on one line. For an unexpected error, it has the error's type and says how to see more."""
     text = shortened(" ".join(str(error).split())) or type(error).__name__
     if isinstance(error, OSError) and error.strerror:
         what = f"{error.strerror[0].lower()}{error.strerror[1:]}."
@@ -84,7 +84,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         code = _dispatch(argv)
         sys.stdout.flush()
-    except BrokenPipeError:  # the reader is gone: output written at exit must not fail either
+    except BrokenPipeError:  # the reader has closed the pipe: Python's flush at exit must not fail either
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
     return code

@@ -11,9 +11,9 @@ from transformers.generation.streamers import BaseStreamer
 
 
 class AcceptedTokens(BaseStreamer):
-    """Prints the tokens of a step together; drafted ones, all but the last, in green.
+    """Prints the tokens of each step: drafted tokens, which are all but the last, in green.
 
-    Streamers get single tokens. A hook on `model`'s embedding layer, which runs once per forward, finds the end of a step.
+    A streamer gets single tokens. To know where a step ends, it hooks the model's embedding layer, which runs once per forward pass.
     """
 
     def __init__(self, console: Console, model: Any, tokenizer: Any):
@@ -26,7 +26,7 @@ class AcceptedTokens(BaseStreamer):
         self.hook = model.get_input_embeddings().register_forward_pre_hook(lambda *_: self.end_step())
 
     def put(self, value: torch.Tensor) -> None:
-        """Receive the next token; the first call has the prompt."""
+        """Receive the next token; the first call passes the prompt."""
         if self.prompt_seen:
             self.step += value.flatten().tolist()
         self.prompt_seen = True
@@ -38,7 +38,7 @@ class AcceptedTokens(BaseStreamer):
         self.step = []
 
     def show(self, tokens: list[int], style: str) -> None:
-        """Print the text that `tokens` add; incomplete characters are kept for later."""
+        """Print the text that these tokens add. If the last character is incomplete, wait for the next tokens."""
         self.tokens += tokens
         text = self.tokenizer.decode(self.tokens, skip_special_tokens=True)
         if not text.endswith("\ufffd"):

@@ -1,4 +1,4 @@
-"""`hf-specdec bench`: tokens/s of `generate()` with and without speculation on a file of prompts, as a table and as JSON."""
+"""`hf-specdec bench`: measure tokens/s of `generate()` with and without speculation, on a file of prompts."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ examples:
       --speculative-config '{"method": "ngram"}' --speculative-config '{"method": "suffix"}'
 
 The baseline is transformers' own generate(). Each batch is decoded by the baseline and by every configuration before the
-next one begins, so that all of them meet the same disturbances; tokens/s is the median over the repeats, τ the tokens a
-row emits per target forward. Methods that learn from outputs (suffix) begin each repeat with nothing remembered.
+next batch begins, so that other load on the machine affects all of them alike. tokens/s is the median over the repeats; τ is
+the number of tokens per row and forward pass of the target. Methods that learn from outputs (suffix) start each repeat empty.
 """
 
 
@@ -105,7 +105,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def describe(result: Measurement, baseline: Measurement) -> dict[str, Any]:
-    """One result as JSON."""
+    """One result as a dictionary for JSON."""
     return {
         "speculative_config": result.variant.speculative_config,
         "tokens_per_second": result.tokens_per_second,

@@ -1,4 +1,4 @@
-"""`hf-specdec calibrate`: measure how often a drafter is right at each depth and rank, and find the best static tree."""
+"""`hf-specdec calibrate`: measure how often a drafter is right at each depth and rank, and compute the best static tree."""
 
 from __future__ import annotations
 
@@ -33,12 +33,12 @@ examples:
   hf-specdec calibrate ./my-model --prompts chat.jsonl --limit 100 --nodes 63 --json tree.json \\
       --speculative-config '{"method": "medusa", "model": "./my-medusa"}'
 
-The target writes its own greedy continuation of each prompt; then the drafter drafts from every position of it. The last
-line is the configuration with the tree, ready for --speculative-config. More tokens of a larger tree are accepted, and it costs
-more to verify: compare several sizes with `hf-specdec bench`.
+The target generates a greedy continuation of each prompt; then the drafter drafts from every position of it. The last
+line of the output is the configuration with the tree, ready for --speculative-config. Of a larger tree more tokens are accepted,
+but it costs more to verify: compare several sizes with `hf-specdec bench`.
 """
 
-# Keys that give a draft's shape, which the tree replaces.
+# Keys for the shape of drafts, which the tree replaces.
 _SHAPE_KEYS = (
     "num_speculative_tokens", "depth", "branching_factors", "top_k", "total_tokens", "draft_length",
     "top_k_tokens_per_head", "n_candidates", "use_checkpoint_tree",
@@ -121,7 +121,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def with_tree(config: SpeculativeConfig, tree: list[list[int]]) -> dict[str, Any]:
-    """The configuration with this tree as its shape."""
+    """The configuration with this tree as the shape of its drafts."""
     kept = {key: value for key, value in config.to_dict().items() if key not in _SHAPE_KEYS}
     return kept | {"speculative_token_tree": tree}
 

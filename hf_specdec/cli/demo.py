@@ -1,4 +1,4 @@
-"""`hf-specdec demo`: the bundled model at the cost of a real one: a text, then tokens/s without and with drafts."""
+"""`hf-specdec demo`: a text, then tokens/s without and with drafts, of the bundled model made as slow as a real one."""
 
 from __future__ import annotations
 
@@ -11,6 +11,7 @@ import torch
 from rich.table import Table
 from rich.text import Text
 
+from ..bundled import HOW_TO_INSTALL
 from .accepted_tokens import AcceptedTokens
 from .demo_all import run_all
 from .demo_model import SIZES, DemoModel, demo_model
@@ -23,22 +24,25 @@ examples:
   hf-specdec demo --all
   hf-specdec demo --all --prompts 12 --max-new-tokens 64 --batch-size 4
 
-The bundled model has 6 million parameters, too few for any drafter to make it faster. So it is made bigger first: added zeros and
-idle layers change no logit, and cost as much time as those of a real model. Text in green was drafted and accepted; the other tokens
-come from the model itself, one per forward. --all runs every method on the small model in float32 and compares its text with plain
-generate(); the exit code is 1 if one differs.
+The bundled model has 6 million parameters, too few for any drafter to make it faster. So the demo first makes it bigger: the added zeros
+and idle layers change no logit, but cost as much time as the weights of a real model. Green text was drafted and accepted; the other
+tokens come from the model itself, one per forward pass. --all runs every method on the small model in float32 and compares its text
+with that of plain generate(); the exit code is 1 if one differs.
 """
 
 PLAIN = Variant("plain generate()")
+DRAFT: dict[str, Any] = {"method": "draft_model", "model": "tiny-draft"}
 BATCH = 8
-SECONDS = {1: 34.0, BATCH: 16.0}  # time limit by batch size; a slow machine measures fewer prompts
+SECONDS = {1: 34.0, BATCH: 16.0}  # time limit by batch size; a slow machine measures fewer prompts in it
 
 
 def add_command(commands) -> argparse.ArgumentParser:
     """Register the subcommand."""
-    parser = commands.add_parser("demo", help="see it work on the bundled models", description=__doc__, epilog=EPILOG)
-    parser.add_argument("--all", action="store_true", help="every method on the small model, and an equality check")
-    parser.add_argument("--prompts", type=positive_int, metavar="N", help="at most (default: 8; with --all 6)")
+    parser = commands.add_parser(
+        "demo", help="show text and speed on the bundled models", description=__doc__, epilog=EPILOG
+    )
+    parser.add_argument("--all", action="store_true", help="run every method on the small model and compare the texts")
+    parser.add_argument("--prompts", type=positive_int, metavar="N", help="most prompts (default: 8; with --all 6)")
     parser.add_argument("--max-new-tokens", type=positive_int, metavar="N", help="default: 48; with --all 96")
     parser.add_argument("--size", choices=["auto", *SIZES], default="auto", help="of the model (default: %(default)s)")
     parser.add_argument(
@@ -56,7 +60,7 @@ def run(args: argparse.Namespace) -> int:
     if args.all:
         return run_all(args)
     console = Output()
-    console.print("Making a model with the cost of a real one that writes what the bundled one writes ..")
+    console.print("Making a model that costs as much as a real one and generates what the bundled one generates ..")
     began = time.perf_counter()
     with demo_model(args) as demo:
         console.print(f"{setup_line(environment(demo.model))}; made in {time.perf_counter() - began:.1f} s")
@@ -69,14 +73,14 @@ def show(console: Output, demo: DemoModel, args: argparse.Namespace) -> int:
     prompts = [row["prompt"] for row in rows]
     show_text(console, demo, prompts[0], args.max_new_tokens)
     single, batched = [[each] for each in spread(prompts, args.prompts)], [prompts[:BATCH], prompts[BATCH:]]
-    # Half as many tokens in a batch, so that its runs take as long as those of one prompt.
+    # Half as many tokens in a batch, so that its runs take about as long as those of single prompts.
     tables = {
         1: compare(demo, single, single_variants(demo), args.max_new_tokens, 1),
         BATCH: compare(demo, batched, batch_variants(demo), max(args.max_new_tokens // 2, 1), BATCH),
     }
     console.print(table_of(tables))
     float32 = demo.model.dtype == torch.float32
-    console.print(remark(demo, float32), soft_wrap=True)
+    console.print(remark(demo, float32), soft_wrap=True, markup=False)
     results = [(result, found[0]) for found in tables.values() for result in found]
     return int(float32 and any(equal_rows(result, plain) < len(plain.outputs) for result, plain in results))
 
@@ -90,31 +94,30 @@ def show_text(console: Output, demo: DemoModel, prompt: str, max_new_tokens: int
     demo.model.generate(
         **inputs, max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer, speculative_config=config
     )
-    console.print("\n[green]Green[/green]: drafted by an EAGLE-3 head, accepted by the model.\n")
+    drafter = "a draft model" if demo.eagle3 is None else "an EAGLE-3 head"
+    console.print(f"\n[green]Green[/green]: drafted by {drafter}, accepted by the model.\n")
 
 
 def single_variants(demo: DemoModel) -> list[Variant]:
-    """The variants at batch 1, EAGLE-3 last: long drafts and trees if verifying more tokens is cheap, else short drafts."""
-    eagle3: dict[str, Any] = {"model": demo.eagle3}
-    draft: dict[str, Any] = {"method": "draft_model", "model": "tiny-draft"}
+    """The variants at batch size 1, EAGLE-3 last: long drafts and trees if verifying more tokens is cheap, else short drafts."""
     if demo.cheap_rows:
         light = Variant("token_recycling, tree", {"method": "token_recycling"})
-        eagle3 = {**eagle3, "depth": 5, "top_k": 4, "total_tokens": 15}
-        return [
-            PLAIN, light, Variant("draft_model, 5 tokens", {**draft, "num_speculative_tokens": 5}),
-            Variant("eagle3, tree of 15", eagle3),
-        ]  # fmt: skip
-    method = "suffix" if importlib.util.find_spec("arctic_inference") else "ngram"
-    return [
-        PLAIN, Variant(method, {"method": method}), Variant("draft_model, 3 tokens", {**draft, "num_speculative_tokens": 3}),
-        Variant("eagle3, tree of 8", {**eagle3, "depth": 4, "top_k": 3, "total_tokens": 8}),
-    ]  # fmt: skip
+        tokens, tree = 5, {"depth": 5, "top_k": 4, "total_tokens": 15}
+    else:
+        method = "suffix" if importlib.util.find_spec("arctic_inference") else "ngram"
+        light = Variant(method, {"method": method})
+        tokens, tree = 3, {"depth": 4, "top_k": 3, "total_tokens": 8}
+    variants = [PLAIN, light, Variant(f"draft_model, {tokens} tokens", {**DRAFT, "num_speculative_tokens": tokens})]
+    if demo.eagle3 is not None:
+        variants.append(Variant(f"eagle3, tree of {tree['total_tokens']}", {"model": demo.eagle3, **tree}))
+    return variants
 
 
 def batch_variants(demo: DemoModel) -> list[Variant]:
-    """The variants for a batch, where every drafted token costs more."""
+    """The variants for a batch, in which each drafted token costs more: short drafts."""
     tokens = 4 if demo.cheap_rows else 2
-    return [PLAIN, Variant(f"eagle3, {tokens} tokens", {"model": demo.eagle3, "num_speculative_tokens": tokens})]
+    name, drafter = ("draft_model", DRAFT) if demo.eagle3 is None else ("eagle3", {"model": demo.eagle3})
+    return [PLAIN, Variant(f"{name}, {tokens} tokens", {**drafter, "num_speculative_tokens": tokens})]
 
 
 def compare(
@@ -149,17 +152,19 @@ def table_of(tables: dict[int, list[Measurement]]) -> Table:
 
 
 def remark(demo: DemoModel, float32: bool) -> str:
-    """How to read the table on this machine."""
+    """Notes on reading the table, for this machine."""
     lines = ["Plain: transformers' own generate() on the same model. τ: tokens per forward of the model."]
     if not float32:
         lines.append(
-            "bfloat16 rounds: where two tokens are about equally likely, a text may continue with the other token, as it does "
-            "between two batch sizes of generate()."
+            "bfloat16 rounds: where two tokens are about equally likely, a text may continue with the other token. Two batch sizes "
+            "of generate() differ in the same way."
         )
     if not demo.cheap_rows and demo.model.device.type == "cpu":
         lines.append(
             "This processor has no bfloat16 arithmetic. In float32, verifying four tokens takes about 1.6 times as long as one; "
             "with bfloat16, or on a GPU, it takes hardly longer than one, so that more of τ becomes speed-up."
         )
+    if demo.eagle3 is None:
+        lines.append(f"An EAGLE-3 head is compared, too, where the bundled heads are installed: {HOW_TO_INSTALL}.")
     lines.append("`hf-specdec demo --all`: every method, and its text compared with generate()'s in float32.")
     return "\n".join(lines)

@@ -1,4 +1,4 @@
-"""`hf-specdec demo --all`: every method on the bundled model, without inflation; all must give the text of plain `generate()`."""
+"""`hf-specdec demo --all`: run every method on the bundled model as it is; all must give the text of plain `generate()`."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def run_all(args: argparse.Namespace) -> int:
 
 
 def compare(console: Console, model, batches: list[dict[str, torch.Tensor]], arguments: dict[str, Any]) -> list:
-    """Measure every variant that can run here; print a line for each other one."""
+    """Measure the variants whose packages are installed; print a line for each of the others."""
     usable = []
     for variant in variants():
         try:

@@ -1,4 +1,4 @@
-"""The demo's model: the bundled one, inflated to the cost of a real one; its text and acceptance stay real."""
+"""The model of the demo: the bundled one, inflated until it costs as much as a real one. Its text and acceptance do not change."""
 
 from __future__ import annotations
 
@@ -25,25 +25,26 @@ class DemoModel:
 
     Attributes:
         model: the target, which generates the same text as `tiny`.
-        eagle3: folder of the bundled EAGLE-3 head, inflated in the same way. The bundled draft model is used as it is.
-        cheap_rows: a step's time is spent on reading weights, so that verifying a few more tokens costs little.
+        eagle3: folder of the bundled EAGLE-3 head, inflated in the same way; None if it is not installed. The bundled draft model
+            is used as it is.
+        cheap_rows: True if a step spends its time on reading weights, so that verifying a few more tokens costs little.
     """
 
     model: Any
     tokenizer: Any
-    eagle3: str
+    eagle3: str | None
     cheap_rows: bool
 
 
 def has_bfloat16(device: torch.device) -> bool:
-    """Whether the device multiplies in bfloat16 rather than emulating it."""
+    """True if the device multiplies in bfloat16 in hardware."""
     if device.type != "cpu":
         return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
 def _affordable(device: torch.device, cheap_rows: bool) -> str:
-    """A size with steps long enough to speed up, and short enough for the demo's time limit."""
+    """A size whose steps are long enough to gain from drafts, and short enough for the demo's time limit."""
     if device.type == "cuda":
         return "1b"
     return "300m" if cheap_rows else "100m"
@@ -60,10 +61,11 @@ def demo_model(args: argparse.Namespace) -> Iterator[DemoModel]:
     sizes = {} if size is None else dict(zip(DIMENSIONS, size, strict=True))
     model = inflate(source, **sizes, dtype=dtype)
     with tempfile.TemporaryDirectory(prefix="hf-specdec-demo-") as folder:
-        inflate_eagle3(
-            hf_specdec.bundled("tiny-eagle3"), source.config, model.config, folder, dtype, device=source.device
-        )
+        has_head = "tiny-eagle3" in hf_specdec.bundled_names()
+        if has_head:
+            head = hf_specdec.bundled("tiny-eagle3")
+            inflate_eagle3(head, source.config, model.config, folder, dtype, device=source.device)
         try:
-            yield DemoModel(model, tokenizer, folder, cheap_rows)
+            yield DemoModel(model, tokenizer, folder if has_head else None, cheap_rows)
         finally:
             hf_specdec.release(model)

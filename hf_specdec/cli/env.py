@@ -1,4 +1,4 @@
-"""`hf-specdec env`: versions, devices and settings, as a bug report needs them."""
+"""`hf-specdec env`: print versions, devices and settings for a bug report."""
 
 from __future__ import annotations
 
@@ -22,15 +22,15 @@ from .measure import device_name
 
 EPILOG = """\
 examples:
-  hf-specdec env                      lines for people; put them into a bug report
+  hf-specdec env                      readable lines, to be pasted into a bug report
   hf-specdec env --json               the same as JSON
 
-It prints no tokens, keys or prompts: of variables that may hold a secret, only whether they are set.
+It prints no access tokens, keys or prompts. Of variables that may hold a secret, it says only whether they are set.
 """
 
-# Versions that decide what a report is about; the first are always there.
+# Packages that are always installed.
 PACKAGES = ("torch", "transformers", "tokenizers", "safetensors", "huggingface-hub", "accelerate", "numpy")
-# What each extra brings: the modules that have to be there.
+# The modules that each extra installs.
 EXTRAS = {
     "suffix": ("arctic_inference",),
     "gpu": ("triton", "torchao"),
@@ -69,7 +69,9 @@ SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_SPECDEC_API_KEY")
 
 def add_command(commands) -> argparse.ArgumentParser:
     """Register the subcommand."""
-    parser = commands.add_parser("env", help="what a bug report needs", description=__doc__, epilog=EPILOG)
+    parser = commands.add_parser(
+        "env", help="print versions and devices for a bug report", description=__doc__, epilog=EPILOG
+    )
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
 
@@ -82,7 +84,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def environment() -> dict[str, Any]:
-    """Versions, devices, extras and settings; JSON-serialisable and without secrets."""
+    """Versions, devices, extras and settings, without secrets, as values for JSON."""
     return {
         "hf-specdec": hf_specdec.__version__,
         "installed in": str(Path(hf_specdec.__file__).parent),
@@ -102,13 +104,13 @@ def environment() -> dict[str, Any]:
 
 
 def kernels() -> str:
-    """Which implementation of the operations serves the first GPU, or the CPU without one."""
+    """The implementation of the tensor operations on the first GPU, or on the CPU if there is none: "triton" or "reference"."""
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     return "triton" if uses_triton(device) else "reference"
 
 
 def installed(package: str) -> str | None:
-    """A package's version, None without it."""
+    """A package's version; None if it is not installed."""
     try:
         return version(package)
     except PackageNotFoundError:
@@ -121,13 +123,13 @@ def optional_versions() -> dict[str, str]:
 
 
 def missing_of(modules: tuple[str, ...]) -> str:
-    """ "complete", or which modules of an extra are missing."""
+    """ "complete" if all modules of an extra are installed, else which ones are not."""
     missing = [name for name in modules if importlib.util.find_spec(name) is None]
     return f"without {', '.join(missing)}" if missing else "complete"
 
 
 def cpu() -> dict[str, Any]:
-    """The processor, what it can, and how many threads torch uses of the cores this process may run on."""
+    """The processor, its instruction sets, the number of cores for this process, and the number of threads that torch uses."""
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features"))), [])
@@ -156,7 +158,7 @@ def gpus() -> list[dict[str, Any]]:
 
 
 def text(found: dict[str, Any]) -> str:
-    """`environment` as lines."""
+    """The result of `environment` as lines of text."""
     lines = []
     for name, value in found.items():
         if isinstance(value, dict):

@@ -39,9 +39,9 @@ examples:
   hf-specdec eval ./my-eagle3 --target ./my-model --prompts held-out.jsonl --json figures.json --plot figures.png --update-card
   hf-specdec eval ./my-eagle3 --target ./my-model --speculative-config '{"top_k": 8, "total_tokens": 60, "depth": 5}'
 
-Prompts with a "task" are counted by task. τ is the tokens a row emits per forward of the target; acceptance per position is the
-share of rounds in which the draft's 1st, 2nd, .. token was accepted. The speed-up is over transformers' own generate() on this machine.
-It is an estimate from one pass over the prompts; `hf-specdec bench` repeats the measurement.
+Prompts with a "task" are counted by task. τ is the number of tokens per row and forward pass of the target. Acceptance per position is
+the share of steps in which the draft's 1st, 2nd, .. token was accepted. The speed-up is over transformers' own generate() on this
+machine. It is an estimate from one pass over the prompts; `hf-specdec bench` repeats the measurement.
 """
 
 
@@ -49,20 +49,28 @@ def add_command(commands) -> argparse.ArgumentParser:
     """Register the subcommand."""
     parser = commands.add_parser("eval", help="measure a draft head", description=__doc__, epilog=EPILOG)
     parser.add_argument("head", metavar="HEAD", help="a bundled name, a folder, or a Hub id")
-    parser.add_argument("--target", required=True, metavar="MODEL", help="what it drafts for")
+    parser.add_argument("--target", required=True, metavar="MODEL", help="the model that it drafts for")
     loading = parser.add_argument_group("loading the target")
     loading.add_argument(
-        "--dtype", choices=("auto", "float32", "bfloat16", "float16"), default="auto", help="of its weights"
+        "--dtype",
+        choices=("auto", "float32", "bfloat16", "float16"),
+        default="auto",
+        help="precision of its weights (default: the checkpoint's)",
     )
     loading.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda if there is one, else cpu)")
-    loading.add_argument("--trust-remote-code", action="store_true", help="allow code that the checkpoint brings")
+    loading.add_argument(
+        "--trust-remote-code", action="store_true", help="run Python code that the checkpoint contains"
+    )
     group = parser.add_argument_group("measurement")
     group.add_argument("--prompts", default=str(BUNDLED_PROMPTS), metavar="FILE", help='.jsonl with a "prompt" and a "task" a row '
                        "(default: the bundled prompts)")  # fmt: skip
     group.add_argument("--limit", type=positive_int, metavar="N", help="at most N prompts of each task")
     group.add_argument("--batch-size", type=positive_int, default=1, metavar="B", help="default: %(default)s")
     group.add_argument(
-        "--speculative-config", default="{}", metavar="JSON", help="keys besides the model: draft length, trees"
+        "--speculative-config",
+        default="{}",
+        metavar="JSON",
+        help="further keys, for example the draft length or a tree",
     )
     group.add_argument("--no-baseline", action="store_true", help="do not time plain generate(): no speed-up")
     group.add_argument(
@@ -78,7 +86,14 @@ def add_command(commands) -> argparse.ArgumentParser:
 
 @dataclass
 class TaskFigures:
-    """Sums over a task's prompts: target forwards per row, tokens, drafts, seconds with and without the head."""
+    """Sums over the prompts of a task.
+
+    Attributes:
+        steps: forward passes of the target, counted once for each row.
+        new_tokens, seconds: with the head; `plain_tokens`, `plain_seconds`: without it.
+        drafted, accepted: draft tokens.
+        accepted_at: for each position of a draft, the number of steps in which its token was accepted.
+    """
 
     prompts: int = 0
     steps: int = 0
@@ -91,7 +106,7 @@ class TaskFigures:
     accepted_at: list[float] = field(default_factory=list)
 
     def count(self, speculation: Any, seconds: float, tokens: int) -> None:
-        """Add one call's statistics."""
+        """Add the statistics of one call of `generate()`."""
         self.steps += speculation["num_steps"]
         self.drafted += speculation["num_draft_tokens"]
         self.accepted += speculation["num_accepted_tokens"]
@@ -111,7 +126,7 @@ class TaskFigures:
             self.accepted_at[position] += value
 
     def summary(self) -> dict[str, Any]:
-        """The figures, JSON-serialisable."""
+        """The figures, as values for JSON."""
         speed = self.new_tokens / self.seconds if self.seconds else None
         plain = self.plain_tokens / self.plain_seconds if self.plain_seconds else None
         return {
@@ -160,7 +175,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def head_config(head: str, keys: str) -> dict[str, Any]:
-    """The speculative configuration of a head, with further keys."""
+    """The speculative configuration of a head, with further keys from JSON text."""
     return {**json_object(keys, "--speculative-config"), "model": head}
 
 
@@ -173,7 +188,7 @@ def evaluate(
     args: argparse.Namespace,
     advance: Callable[[int], None],
 ) -> dict[str, TaskFigures]:
-    """Figures by task; each batch is decoded without and with the head."""
+    """Decode each batch with and without the head. Returns the figures by task. Calls `advance` with the number of prompts done."""
     drafted, plain = Variant("head", config), Variant("plain generate()")
     first = encode_prompts(tokenizer, next(iter(tasks.values()))[:1], args.chat, model.device)
     for variant in (drafted,) if args.no_baseline else (drafted, plain):
@@ -199,7 +214,11 @@ def evaluate(
 
 
 def write_report(report: dict[str, Any], args: argparse.Namespace) -> None:
-    """Write table, JSON, plot and card, as requested."""
+    """Write what the options ask for: the table, JSON, the plot and the model card.
+
+    Raises:
+        ValueError: the head has no model card to be updated.
+    """
     if args.json == "-":
         json.dump(report, sys.stdout, indent=2)
         print()

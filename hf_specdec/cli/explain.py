@@ -1,4 +1,4 @@
-"""`hf-specdec explain`: what method "auto" would draft with, and what that costs here."""
+"""`hf-specdec explain`: show which drafters the method "auto" would use, and what they cost on this machine."""
 
 from __future__ import annotations
 
@@ -34,20 +34,20 @@ examples:
   hf-specdec explain ./my-model --no-measurement
   hf-specdec explain ./my-model --prompts mine.jsonl --batch-size 8 --json
 
-A drafter is searched as `generate(speculative_config="auto")` does: the model's own MTP layers, a bundled head, a head in the local
-cache or on the Hub, a small model with the same vocabulary. Look-ups are always used.
+It searches as `generate(speculative_config="auto")` does: the model's own MTP layers, a bundled head, a head in the local cache or on
+the Hub, a small model with the same vocabulary. Methods that look up earlier text (suffix, ngram, token_recycling) are always among them.
 """
 
 
 def add_command(commands) -> argparse.ArgumentParser:
     """Register the subcommand."""
-    parser = commands.add_parser("explain", help='what "auto" would do', description=__doc__, epilog=EPILOG)
+    parser = commands.add_parser("explain", help='show what "auto" would do', description=__doc__, epilog=EPILOG)
     add_model_options(parser)
     parser.add_argument(
         "--speculative-config", default="auto", metavar="JSON", help='of method "auto" (default: %(default)s)'
     )
     group = parser.add_argument_group("measurement")
-    group.add_argument("--no-measurement", action="store_true", help="only say what was found")
+    group.add_argument("--no-measurement", action="store_true", help="only list what was found")
     group.add_argument(
         "--prompts",
         default=str(BUNDLED_PROMPTS),
@@ -65,7 +65,7 @@ def run(args: argparse.Namespace) -> int:
     """Find the drafters, decode the prompts to measure them, and print the report; returns the exit code."""
     config = parse_config(args.speculative_config)
     if not isinstance(config, AutoConfig):
-        raise SpeculativeConfigError(f"--speculative-config is of method {config.method!r}; explain is for 'auto'.")
+        raise SpeculativeConfigError(f"--speculative-config has method {config.method!r}; `explain` needs 'auto'.")
     output = Output()
     model, tokenizer = load_model_and_tokenizer(args)
     decoder = get_decoder(model, config)
@@ -98,7 +98,7 @@ def run(args: argparse.Namespace) -> int:
 
 
 def _measured(args: argparse.Namespace, model, tokenizer, config: AutoConfig, policy: AutoMethod) -> dict[str, Any]:
-    """What the policy learns from the prompts."""
+    """Decode the prompts, and return what the policy has learnt: milliseconds, acceptance, τ."""
     prompts = [row["prompt"] for row in spread(read_prompts(args.prompts), args.limit)]
     arguments = decoding_arguments(args)
     steps = tokens = 0

@@ -1,4 +1,4 @@
-"""`hf-specdec generate`: continue prompts, with or without speculation, one text to stdout and the statistics to stderr."""
+"""`hf-specdec generate`: continue prompts, with or without speculation. Texts go to stdout, statistics to stderr."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ examples:
   hf-specdec generate ./my-model --prompt-file prompts.jsonl --speculative-config speculation.json
   hf-specdec generate tiny --prompt "..." --do-sample --temperature 0.8 --top-p 0.95 --seed 7
 
-The speculative configuration changes the speed, not the text: greedy decoding gives the same tokens with any method, and
-so does sampling with the same --seed. Several prompts (--prompt may be repeated) are decoded as one batch.
+The speculative configuration changes the speed, not the text: greedy decoding gives the same tokens with every method, and
+so does sampling with the same --seed. Several prompts (repeat --prompt) are decoded as one batch.
 """
 
 
@@ -70,7 +70,7 @@ def add_command(commands) -> argparse.ArgumentParser:
 
 
 class TokenBar(BaseStreamer):
-    """Advances a progress bar as tokens arrive; `transformers` first puts the prompt."""
+    """A streamer that advances a progress bar as tokens arrive. The first call of `put` passes the prompt."""
 
     def __init__(self, progress: Progress, total: int):
         self.progress = progress
@@ -84,7 +84,7 @@ class TokenBar(BaseStreamer):
         self.prompt_seen = True
 
     def end(self) -> None:
-        """Do nothing at the end of the text."""
+        """Called at the end of the text; the bar needs nothing."""
 
 
 def run(args: argparse.Namespace) -> int:

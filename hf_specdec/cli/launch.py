@@ -1,4 +1,4 @@
-"""`--tensor-parallel-size`: the command starts itself again, once per rank."""
+"""The option `--tensor-parallel-size`: the command restarts itself under torchrun, once for each rank."""
 
 from __future__ import annotations
 
@@ -22,10 +22,10 @@ def add_ranks_option(parser: argparse.ArgumentParser) -> None:
 
 
 def start_ranks(size: int, argv: Sequence[str]) -> None:
-    """Replace this process by torchrun with `size` ranks of the same command. Returns in a rank, and if there is one only.
+    """Replace this process by torchrun with `size` ranks of the same command. Returns only in a rank, or if `size` is 1.
 
     Raises:
-        ValueError: the command was started with another number of ranks.
+        ValueError: torchrun has started another number of ranks.
     """
     world = os.environ.get("WORLD_SIZE")
     if world is not None and int(world) != size:
@@ -34,28 +34,20 @@ def start_ranks(size: int, argv: Sequence[str]) -> None:
         )
     if world is not None or size == 1:
         if int(os.environ.get("RANK", "0")) > 0:
-            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (what is printed is rank 0's)
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115  (only rank 0 prints)
             sys.stderr = sys.stdout
         return
     sys.stdout.flush()
-    os.environ.setdefault(
-        "OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // size))
-    )  # torchrun's own default is 1, with a warning
+    # Without this variable torchrun sets it to 1, with a warning.
+    os.environ.setdefault("OMP_NUM_THREADS", str(max(1, (os.cpu_count() or 1) // size)))
     command = [
-        sys.executable,
-        "-m",
-        "torch.distributed.run",
-        "--standalone",
-        "--nproc_per_node",
-        str(size),
-        "-m",
-        "hf_specdec",
-    ]
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", str(size), "-m", "hf_specdec",
+    ]  # fmt: skip
     os.execv(sys.executable, [*command, *argv])
 
 
 def leave_ranks() -> None:
-    """End the process group, if the command has one: its threads must not outlive it."""
+    """End this process's group of ranks, if it has one: the threads of a group must not outlive `main`."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
         distributed.destroy_process_group()

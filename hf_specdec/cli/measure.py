@@ -1,4 +1,4 @@
-"""Timing of `generate()` with several speculative configurations, interleaved so that noise affects all equally."""
+"""Times `generate()` with several speculative configurations in turns, so that other load on the machine affects all alike."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ RECORDED_PACKAGES = ("transformers", "torch", "arctic-inference", "triton")
 
 @dataclass(frozen=True)
 class Variant:
-    """A way to decode: a `speculative_config` for `generate()`; None: transformers' own loop."""
+    """A way to decode. `speculative_config`: for `generate()`; None: transformers' own loop."""
 
     name: str
     speculative_config: Any = None
@@ -34,12 +34,18 @@ class Variant:
 
 @dataclass
 class Measurement:
-    """A variant's results: seconds and number of new tokens per repeat, the tokens, and counts over all repeats."""
+    """The results of a variant.
+
+    Attributes:
+        seconds, new_tokens: one entry for each repeat.
+        outputs: the new tokens of each prompt, in the last repeat.
+        row_steps, row_tokens, drafted, accepted: steps, new tokens, draft tokens and accepted draft tokens of all rows, over all repeats.
+    """
 
     variant: Variant
     seconds: list[float] = field(default_factory=list)
     new_tokens: list[int] = field(default_factory=list)
-    outputs: list[list[int]] = field(default_factory=list)  # of the last repeat, one entry per prompt
+    outputs: list[list[int]] = field(default_factory=list)
     row_steps: int = 0
     row_tokens: int = 0
     drafted: int = 0
@@ -52,7 +58,7 @@ class Measurement:
 
     @property
     def accepted_length(self) -> float | None:
-        """τ: new tokens per row and target forward; None without statistics."""
+        """τ: new tokens per row and forward pass of the target; None for transformers' own loop, which has no statistics."""
         return self.row_tokens / self.row_steps if self.row_steps else None
 
     @property
@@ -83,7 +89,7 @@ def cut_at_end(rows: list[list[int]], ends: set[int]) -> list[list[int]]:
 def timed_generate(
     model: Any, inputs: dict[str, torch.Tensor], variant: Variant, arguments: dict[str, Any], seed: int
 ) -> tuple[list[list[int]], float, Any]:
-    """One `generate()` call: (new tokens of each row, seconds, `.speculation` or None)."""
+    """Call `generate()` once. Returns the new tokens of each row, the seconds, and the output's `speculation` (None without)."""
     if variant.speculative_config is not None:
         arguments = {**arguments, "speculative_config": variant.speculative_config}
     torch.manual_seed(seed)
@@ -97,13 +103,13 @@ def timed_generate(
 
 
 def warm_up(model: Any, inputs: dict[str, torch.Tensor], variant: Variant, arguments: dict[str, Any]) -> None:
-    """Generate a few tokens after each prompt's last token only: loads the drafter without showing it the answers."""
+    """Load a variant's drafter by generating a few tokens after the last token of each prompt, so that it cannot learn the answers."""
     last = {key: tensor[:, -1:] for key, tensor in inputs.items()}
     timed_generate(model, last, variant, {**arguments, "max_new_tokens": 4}, seed=0)
 
 
 def synchronize(device: torch.device) -> None:
-    """Wait for the device, before a clock is read."""
+    """Wait until the device is idle, before a clock is read."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
 
@@ -118,11 +124,15 @@ def measure(
     advance: Callable[[], None] = lambda: None,
     seconds: float | None = None,
 ) -> list[Measurement]:
-    """Decode every batch with every variant, `repeats` times, in turn; `advance` is called after each run.
+    """Decode every batch with every variant in turn, `repeats` times.
 
-    The order of variants is reversed for every other batch, so that none is always first. With `seconds`, later batches are
-    skipped if the repeat would take longer. Each repeat starts without memory of earlier ones, since methods that learn
-    from outputs would know the answers.
+    The order of the variants is reversed for every other batch, so that none is always first. Each repeat starts without what methods have
+    learnt in earlier ones, because those that learn from outputs would know the answers.
+
+    Args:
+        arguments: for `generate()`.
+        advance: called after each call of `generate()`.
+        seconds: time limit of a repeat: further batches are skipped if they would exceed it. None: no limit.
     """
     results = [Measurement(variant) for variant in variants]
     for _ in range(repeats):
@@ -151,14 +161,14 @@ def measure(
 def measure_with_progress(
     title: str, model, batches, variants, arguments, repeats: int, seed: int, seconds: float | None = None
 ) -> list[Measurement]:
-    """`measure` with its progress on stderr."""
+    """Call `measure`, and show its progress on stderr."""
     with progress(title, total=repeats * len(batches) * len(variants)) as advance:
         return measure(model, batches, variants, arguments, repeats, seed, advance, seconds)
 
 
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[], None]]:
-    """A function that counts one of `total` runs: in a bar on a terminal, otherwise one line per quarter."""
+    """Yield a function to be called after each of `total` runs. It advances a bar on a terminal; elsewhere it prints a line per quarter."""
     console = Console(stderr=True)
     if not console.is_terminal:
         counted = itertools.count(1)
@@ -183,12 +193,12 @@ def progress(title: str, total: int) -> Iterator[Callable[[], None]]:
 
 
 def equal_rows(result: Measurement, baseline: Measurement) -> int:
-    """How many prompts have exactly the baseline's tokens."""
+    """The number of prompts with exactly the baseline's tokens."""
     return sum(ours == theirs for ours, theirs in zip(result.outputs, baseline.outputs, strict=True))
 
 
 def results_table(results: list[Measurement], compare: bool) -> Table:
-    """A table with the first result as the baseline; `compare` adds how many outputs equal the baseline's."""
+    """A table of results, of which the first is the baseline. `compare`: add the number of outputs that equal the baseline's."""
     baseline = results[0]
     table = Table()
     table.add_column("decoding")
@@ -209,7 +219,7 @@ def results_table(results: list[Measurement], compare: bool) -> Table:
 
 
 def environment(model: Any) -> dict[str, Any]:
-    """Versions and hardware, for benchmark records."""
+    """Versions, hardware and the model's size, as values for JSON."""
     versions = {"hf-specdec": hf_specdec.__version__}
     for package in RECORDED_PACKAGES:
         try:
@@ -227,13 +237,13 @@ def environment(model: Any) -> dict[str, Any]:
 
 
 def setup_line(where: dict[str, Any]) -> str:
-    """One line about versions and hardware, from `environment`."""
+    """One line about the model's size and the hardware, from the result of `environment`."""
     size = where["parameters"] / 1e6
     return f"{size:.1f} M parameters in {where['dtype']} on {where['device']}, threads: {where['threads']}"
 
 
 def device_name(device: torch.device) -> str:
-    """The name of the accelerator or processor."""
+    """The name of the GPU, or of the processor."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")

@@ -1,4 +1,4 @@
-"""`hf-specdec models`: lists bundled models and all methods, with their keys and requirements."""
+"""`hf-specdec models`: list the bundled models and all methods, with their keys and requirements."""
 
 from __future__ import annotations
 
@@ -14,6 +14,7 @@ from transformers import AutoConfig
 
 import hf_specdec
 from hf_specdec import SpeculativeConfig, SpeculativeConfigError
+from hf_specdec.bundled import APART, HOW_TO_INSTALL
 from hf_specdec.candidate_generators.growing.tree_shapes import TreeDraftingConfig
 from hf_specdec.kernels import native
 
@@ -24,8 +25,8 @@ examples:
   hf-specdec models                   everything
   hf-specdec models suffix            one method in full
 
-Every bundled name works wherever a model name does: as MODEL here, as "model" in a speculative configuration, and as
-hf_specdec.bundled(NAME), which is the local folder for from_pretrained.
+A bundled name works wherever a model name does: as MODEL on the command line and as "model" in a speculative configuration.
+hf_specdec.bundled(NAME) is its local folder, for from_pretrained.
 """
 
 
@@ -33,7 +34,7 @@ def add_command(commands) -> argparse.ArgumentParser:
     """Register the subcommand."""
     parser = commands.add_parser("models", help="list bundled models and methods", description=__doc__, epilog=EPILOG)
     parser.add_argument("method", nargs="?", metavar="METHOD", help="show only this method")
-    parser.add_argument("--markdown", action="store_true", help="methods and keys as the page docs/keys.md")
+    parser.add_argument("--markdown", action="store_true", help="print methods and keys as the page docs/keys.md")
     return parser
 
 
@@ -52,6 +53,9 @@ def run(args: argparse.Namespace) -> int:
         console.print("[bold]bundled models[/bold]")
         for name in hf_specdec.bundled_names():
             console.print(bundled_line(name), soft_wrap=True, markup=False)
+        missing = sorted(set(APART) - set(hf_specdec.bundled_names()))
+        if missing:
+            console.print(f"  not installed: {', '.join(missing)}; {HOW_TO_INSTALL}", soft_wrap=True, markup=False)
         console.print(f"\n[bold]native library[/bold] for CPUs {native.description()}", soft_wrap=True)
         console.print("\n[bold]methods[/bold]")
     for name, config in methods.items():
@@ -84,7 +88,7 @@ def tree_fields() -> list[dataclasses.Field]:
 
 
 def own_fields(config: type[SpeculativeConfig]) -> list[dataclasses.Field]:
-    """A method's own keys, and its draft length if the default differs."""
+    """The keys that only this method has, and `num_speculative_tokens` if its default differs from the common one."""
     shared = {f.name for f in shared_fields()} | {"method"}
     if issubclass(config, TreeDraftingConfig):
         shared |= {f.name for f in tree_fields()}
@@ -95,7 +99,7 @@ def own_fields(config: type[SpeculativeConfig]) -> list[dataclasses.Field]:
 
 
 def default_length(config: type[SpeculativeConfig]) -> str:
-    """The default of `num_speculative_tokens`, which a method may derive from other keys."""
+    """The default of `num_speculative_tokens` as JSON; "derived" if the method computes it from keys that it requires."""
     try:
         return json.dumps(config().num_speculative_tokens)
     except SpeculativeConfigError:  # other keys are required
@@ -125,7 +129,7 @@ def markdown_page(methods: dict[str, type[SpeculativeConfig]]) -> str:
 
 
 def bundled_line(name: str) -> str:
-    """One line about a bundled model: its shape, or a head's method; size and folder."""
+    """Two lines about a bundled model: its name, shape (or method, for a head) and size; its folder."""
     folder = Path(hf_specdec.bundled(name))
     megabytes = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e6
     if (folder / "tokenizer.json").is_file():
@@ -153,7 +157,7 @@ def keys_table(fields, config: type[SpeculativeConfig]) -> Table:
 
 
 def default_text(field: dataclasses.Field, config: type[SpeculativeConfig]) -> str:
-    """The default of a key as JSON, "required" without one."""
+    """The default of a key as JSON; "required" if it has none."""
     if field.name == "num_speculative_tokens":
         return default_length(config)
     if field.default is not dataclasses.MISSING:

@@ -1,4 +1,4 @@
-"""Options that subcommands share, and the models, prompts and arguments made from them."""
+"""Options that subcommands share, and what is made of them: models, prompts, arguments of `generate()`."""
 
 from __future__ import annotations
 
@@ -50,12 +50,12 @@ class Output(Console):
         super().__init__(highlight=False)
 
     def on_broken_pipe(self) -> None:
-        """Let `main` handle it."""
+        """Raise, so that `main` handles it."""
         raise BrokenPipeError
 
 
 def check_output_file(path: str | None, option: str) -> None:
-    """Raise ValueError if a file cannot be written (None and -: no file)."""
+    """Raise ValueError if the file of an option cannot be written. None and "-" are no files."""
     if path in (None, "-"):
         return
     file = Path(path)
@@ -68,7 +68,7 @@ def check_output_file(path: str | None, option: str) -> None:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add MODEL, and how to load it."""
+    """Add MODEL, and the options for loading it."""
     parser.add_argument(
         "model", metavar="MODEL", help="a bundled name (see `hf-specdec models`), a folder, or a Hub id"
     )
@@ -79,11 +79,11 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     group.add_argument(
         "--device", default="auto", help="cpu, cuda, cuda:1, ... (default: cuda if there is one, else cpu)"
     )
-    group.add_argument("--trust-remote-code", action="store_true", help="allow code that the checkpoint brings")
+    group.add_argument("--trust-remote-code", action="store_true", help="run Python code that the checkpoint contains")
 
 
 def add_decoding_options(parser: argparse.ArgumentParser, max_new_tokens: int) -> None:
-    """Add options for the length and for sampling."""
+    """Add the options for length, sampling and chat template."""
     group = parser.add_argument_group("decoding")
     group.add_argument(
         "--max-new-tokens", type=positive_int, default=max_new_tokens, metavar="N", help="default: %(default)s"
@@ -104,7 +104,11 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_new_tokens: int) -
 
 
 def decoding_arguments(args: argparse.Namespace) -> dict[str, Any]:
-    """Keyword arguments for `generate()` from `add_decoding_options`. Raises ValueError for sampling options without sampling."""
+    """Arguments of `generate()` from the options of `add_decoding_options`.
+
+    Raises:
+        ValueError: a sampling option is given without --do-sample.
+    """
     sampling = {key: getattr(args, key) for key in ("temperature", "top_p", "top_k") if getattr(args, key) is not None}
     if sampling and not args.do_sample:
         names = ", ".join("--" + key.replace("_", "-") for key in sampling)
@@ -113,13 +117,17 @@ def decoding_arguments(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def load_model_and_tokenizer(args: argparse.Namespace) -> tuple[Any, Any]:
-    """The model in eval mode on its device and its tokenizer, padding on the left and with a padding token."""
+    """Load the model, in eval mode on its device, and its tokenizer, which pads on the left.
+
+    Raises:
+        ValueError: the folder does not exist.
+    """
     folder = hf_specdec.resolve_model(args.model)
     if folder.startswith(("/", ".", "~")) and not Path(folder).is_dir():
         raise ValueError(f"{folder}: no such folder.")
     if not args.debug:
         transformers_logging.set_verbosity_error()
-    if folder != args.model:  # bundled models load at once
+    if folder != args.model:  # a bundled model loads too fast for a progress bar
         transformers_logging.disable_progress_bar()
     device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     options = {"trust_remote_code": args.trust_remote_code}
@@ -134,7 +142,7 @@ def load_model_and_tokenizer(args: argparse.Namespace) -> tuple[Any, Any]:
 
 
 def sharding(size: int) -> dict:
-    """Arguments of `from_pretrained` for a model that is sharded over `size` ranks."""
+    """Arguments of `from_pretrained` that shard a model over `size` ranks."""
     if size == 1:
         return {}
     from transformers.distributed import DistributedConfig  # pyright: ignore[reportPrivateImportUsage]
@@ -145,7 +153,14 @@ def sharding(size: int) -> dict:
 def encode_prompts(
     tokenizer: Any, prompts: list[str], chat: bool | None, device: torch.device
 ) -> dict[str, torch.Tensor]:
-    """`input_ids` and `attention_mask` [B, S], left-padded. `chat` None: use the chat template if there is one."""
+    """Encode prompts as `input_ids` and `attention_mask`, each [B, S], padded on the left.
+
+    Args:
+        chat: wrap each prompt in the chat template; None: if the tokenizer has one.
+
+    Raises:
+        ValueError: `chat` is True and there is no template.
+    """
     if chat is None:
         chat = tokenizer.chat_template is not None
     elif chat and tokenizer.chat_template is None:
@@ -160,7 +175,13 @@ def encode_prompts(
 
 
 def read_prompts(path: str) -> list[dict[str, str]]:
-    """Every row's "prompt" and "task" (or ""), of a .jsonl file; any other file, or - for stdin, is one prompt."""
+    """Read prompts: for each row of a .jsonl file a dictionary with "prompt" and "task" ("" if the row has none).
+
+    Any other file is one prompt; "-" reads stdin.
+
+    Raises:
+        ValueError: there is no prompt, or a row has none.
+    """
     rows = (
         rows_of(sys.stdin.read().removeprefix("\ufeff"), path, "prompt") if path == "-" else read_rows(path, "prompt")
     )
@@ -170,13 +191,17 @@ def read_prompts(path: str) -> list[dict[str, str]]:
 
 
 def spread(rows: list[Any], count: int) -> list[Any]:
-    """`count` of the rows, evenly spread, so that every task of a file is included."""
+    """Up to `count` rows at even distances, so that all parts of a file are represented."""
     count = min(count, len(rows))
     return [rows[i * len(rows) // count] for i in range(count)]
 
 
 def prompt_of(row: dict[str, Any]) -> str:
-    """A row's "prompt", or as in some data sets "question" or the first of "turns"."""
+    """The prompt of a row: its "prompt", or "question" or the first of "turns", as some data sets have it.
+
+    Raises:
+        ValueError: the row has none of them.
+    """
     prompt = row.get("prompt") or row.get("question") or next(iter(row.get("turns") or ()), None)
     if not isinstance(prompt, str):
         raise ValueError(f'{row["_where"]}: no text under "prompt" (or "question", "turns").')

@@ -1,4 +1,4 @@
-"""`hf-specdec train`: train a draft head for a target, from text to a folder that loads everywhere."""
+"""`hf-specdec train`: train a draft head for a target, and write it to a folder in a published format."""
 
 from __future__ import annotations
 
@@ -28,15 +28,15 @@ examples:
   hf-specdec eval ./my-medusa --target tiny
 
 --data takes .jsonl rows with "messages" or "conversations", "prompt" and "completion", or "text"; any other file is plain text.
-Heads accept best when they were trained on the target's own answers: --regenerate lets it write them (once; the file can be
-shared by several heads). If the run is interrupted, the same command continues it.
+More drafts are accepted if a head was trained on the target's own answers: --regenerate lets the target write them, once, to a file
+that several heads can share. If the run is interrupted, the same command continues it.
 """
 
 METHOD_EPILOG = "See `hf-specdec train --help` for examples.\n"
 
 
 def add_command(commands) -> argparse.ArgumentParser:
-    """Register the subcommand, with one subcommand of its own per method."""
+    """Register the subcommand, which has a further subcommand for each method."""
     parser = commands.add_parser("train", help="train a draft head for a target", description=__doc__, epilog=EPILOG)
     methods = parser.add_subparsers(title="methods", metavar="METHOD", dest="method", required=True)
     for name, trainer in available_trainers().items():
@@ -57,7 +57,7 @@ def add_command(commands) -> argparse.ArgumentParser:
 
 
 def add_arguments(parser: argparse.ArgumentParser) -> None:
-    """Add arguments that every method has besides its options."""
+    """Add the arguments that all methods share."""
     needed = parser.add_argument_group("what and where")
     needed.add_argument("--target", required=True, metavar="MODEL", help="a bundled name, a folder, or a Hub id")
     needed.add_argument("--data", required=True, metavar="FILE", help="training text; .jsonl, or plain text")
@@ -70,10 +70,15 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     needed.add_argument("--quiet", action="store_true", help="no progress bar")
     loading = parser.add_argument_group("loading the target")
     loading.add_argument(
-        "--dtype", choices=("auto", *DTYPES), default="auto", help="of its weights (default: the checkpoint's)"
+        "--dtype",
+        choices=("auto", *DTYPES),
+        default="auto",
+        help="precision of its weights (default: the checkpoint's)",
     )
     loading.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda if there is one, else cpu)")
-    loading.add_argument("--trust-remote-code", action="store_true", help="allow code that the checkpoint brings")
+    loading.add_argument(
+        "--trust-remote-code", action="store_true", help="run Python code that the checkpoint contains"
+    )
     answers = parser.add_argument_group("answers by the target")
     answers.add_argument(
         "--regenerate",
@@ -84,18 +89,27 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "file is continued",
     )
     answers.add_argument(
-        "--max-new-tokens", type=positive_int, default=512, metavar="N", help="of an answer (default: %(default)s)"
+        "--max-new-tokens",
+        type=positive_int,
+        default=512,
+        metavar="N",
+        help="most tokens of an answer (default: %(default)s)",
     )
     answers.add_argument("--temperature", type=float, default=0.0, metavar="T", help="0: greedy (default: %(default)s)")
     answers.add_argument(
         "--generation-batch-size", type=positive_int, default=16, metavar="B", help="default: %(default)s"
     )
     answers.add_argument(
-        "--speculative-config", default='{"method": "ngram"}', metavar="JSON", help="what drafts (default: %(default)s)"
+        "--speculative-config",
+        default='{"method": "ngram"}',
+        metavar="JSON",
+        help="drafter for the answers (default: %(default)s)",
     )
     export = parser.add_argument_group("the exported head")
     export.add_argument("--format", metavar="NAME", help="layout of the files (default: the method's original one)")
-    export.add_argument("--export-dtype", choices=tuple(DTYPES), help="of the weights (default: the target's)")
+    export.add_argument(
+        "--export-dtype", choices=tuple(DTYPES), help="precision of the weights (default: the target's)"
+    )
     export.add_argument("--license", metavar="ID", help="for the model card, e.g. apache-2.0")
     export.add_argument("--push-to-hub", metavar="REPO", help="upload the folder to this Hub repository")
     export.add_argument("--private", action="store_true", help="make that repository a private one")
@@ -118,12 +132,12 @@ def add_option(group: argparse._ArgumentGroup, field: dataclasses.Field) -> None
 
 
 def options_of(args: argparse.Namespace, options_class: type[TrainingOptions]) -> TrainingOptions:
-    """The method's options from the command line."""
+    """The options of a method, from the command line."""
     return options_class(**{field.name: getattr(args, field.name) for field in dataclasses.fields(options_class)})
 
 
 def regeneration_of(args: argparse.Namespace) -> Regeneration | None:
-    """The settings for --regenerate, or None."""
+    """The settings of --regenerate; None without it."""
     if args.regenerate is None:
         return None
     return Regeneration(
@@ -149,7 +163,7 @@ def run(args: argparse.Namespace) -> int:
     console = Console(stderr=True, highlight=False)
     args.model = args.target
     if args.device == "auto" and "LOCAL_RANK" in os.environ and torch.cuda.is_available():
-        args.device = f"cuda:{os.environ['LOCAL_RANK']}"  # one process of several
+        args.device = f"cuda:{os.environ['LOCAL_RANK']}"  # this is one of several processes
     regeneration = regeneration_of(args)
     if regeneration is not None:
         parse_config(regeneration.speculative_config)

@@ -1,4 +1,4 @@
-"""Continuous batching on the decoder: `LLM`, and the engine under it."""
+"""Continuous batching: `LLM`, the engine that it runs, and the HTTP server."""
 
 from .llm import LLM
 from .outputs import CompletionOutput, Logprob, RequestOutput

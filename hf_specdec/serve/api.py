@@ -1,13 +1,7 @@
-"""The ASGI application: OpenAI's endpoints, errors in its shape, keys and limits."""
+"""The ASGI application: OpenAI's endpoints, and errors in OpenAI's shape."""
 
 from __future__ import annotations
 
-import asyncio
-import base64
-import binascii
-import hmac
-import time
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,61 +14,88 @@ import hf_specdec
 
 from .endpoints import Chat, Completions
 from .errors import ApiError, bad_request, failed
+from .guard import Guard
 from .protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
 from .responses import Responses, ResponsesRequest
-from .server import Limits, Server
+from .server import Server
 
-_SLOWEST = 10_000  # bytes of a body that each further second is allowed for
 _PAGE = Path(__file__).with_name("page.html").read_bytes()
-_POLICY = "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+_PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+)
 
 
 def make_app(
     server: Server, api_keys: list[str] | None = None, allowed_origins: list[str] | None = None, lifespan=None
-):
-    """The ASGI application.
+) -> FastAPI:
+    """Make the ASGI application of a server.
 
     Args:
-        api_keys: any of them opens everything; /health needs none. None: all is open.
-        allowed_origins: of pages that may call from a browser (CORS); none by default.
-        lifespan: loads the model and starts the engine.
+        api_keys: any of them is accepted on every path; /health needs none. None: no path needs a key.
+        allowed_origins: origins of web pages that may call the API from a browser (CORS); None: no page may.
+        lifespan: an ASGI lifespan context manager, which loads the model and starts the engine.
     """
     app = FastAPI(title="hf-specdec", version=hf_specdec.__version__, lifespan=lifespan)
+    _add_middleware(app, server, api_keys or [], allowed_origins or [])
+    _add_error_handlers(app)
+    _add_page(app)
+    _add_status_routes(app, server)
+    _add_tokenizer_routes(app, server)
+    _add_generation_routes(app, server)
+    return app
+
+
+def _add_middleware(app: FastAPI, server: Server, api_keys: list[str], allowed_origins: list[str]) -> None:
+    """CORS, and the checks of `Guard`. The last one added runs first, so a request passes `Guard` before CORS."""
     if allowed_origins:
         from fastapi.middleware.cors import CORSMiddleware
 
         app.add_middleware(CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"])
-    app.add_middleware(Guard, keys=[key.encode() for key in api_keys or []], limits=server.limits)  # type: ignore[arg-type]
+    app.add_middleware(Guard, keys=[key.encode() for key in api_keys], limits=server.limits)  # type: ignore[arg-type]
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+    """Answer every error in OpenAI's shape."""
 
     @app.exception_handler(ApiError)
     async def on_api_error(request: Request, error: ApiError) -> Response:
         return JSONResponse(error.body, error.status, error.headers)
 
     @app.exception_handler(RequestValidationError)
-    async def on_invalid(request: Request, error: RequestValidationError) -> Response:
+    async def on_invalid_body(request: Request, error: RequestValidationError) -> Response:
         first = error.errors()[0]
         place = ".".join(str(part) for part in first["loc"] if part != "body")
         return JSONResponse(bad_request(f"{place or 'The body'}: {first['msg']}.", place or None).body, 400)
 
     @app.exception_handler(HTTPException)
-    async def on_http(request: Request, error: HTTPException) -> Response:
-        messages = {404: f"There is no {request.url.path}.", 405: f"{request.method} is not for {request.url.path}."}
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        path = request.url.path
+        messages = {404: f"Nothing is served at {path}.", 405: f"{path} does not accept {request.method}."}
         body = ApiError(error.status_code, messages.get(error.status_code, str(error.detail))).body
         return JSONResponse(body, error.status_code, error.headers)
 
     @app.exception_handler(Exception)
-    async def on_error(request: Request, error: Exception) -> Response:
+    async def on_failure(request: Request, error: Exception) -> Response:
         return JSONResponse(failed("The server failed; its log says why.").body, 500, {"x-should-retry": "false"})
+
+
+def _add_page(app: FastAPI) -> None:
+    """Serve the web page: one file, which loads nothing from other hosts."""
 
     @app.get("/", include_in_schema=False)
     async def page() -> Response:
-        """The page for people: one file, which loads nothing from elsewhere."""
-        return Response(_PAGE, media_type="text/html; charset=utf-8", headers={"Content-Security-Policy": _POLICY})
+        """The web page."""
+        headers = {"Content-Security-Policy": _PAGE_POLICY}
+        return Response(_PAGE, media_type="text/html; charset=utf-8", headers=headers)
+
+
+def _add_status_routes(app: FastAPI, server: Server) -> None:
+    """What a load balancer, Prometheus and OpenAI's clients ask about a server."""
 
     @app.get("/health")
     async def health() -> Response:
-        """200 once the model is loaded."""
-        _ = server.engine
+        """200 if the model is loaded and the engine is running."""
+        _ = server.running_worker  # raises ApiError 503 otherwise
         return Response()
 
     @app.get("/version")
@@ -83,7 +104,7 @@ def make_app(
 
     @app.get("/metrics")
     async def metrics() -> Response:
-        _ = server.engine
+        _ = server.running_worker  # raises ApiError 503 if it is not running
         return Response(server.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
 
     @app.get("/v1/models")
@@ -95,6 +116,10 @@ def make_app(
             "max_model_len": server.max_model_len,
         }
         return {"object": "list", "data": [{"id": name, **one} for name in server.names]}
+
+
+def _add_tokenizer_routes(app: FastAPI, server: Server) -> None:
+    """Text to token ids, and back."""
 
     @app.post("/tokenize")
     async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
@@ -112,6 +137,10 @@ def make_app(
             raise bad_request(f"tokens must be ids from 0 to {size - 1}.", "tokens")
         return {"prompt": server.tokenizer.decode(body.tokens)}
 
+
+def _add_generation_routes(app: FastAPI, server: Server) -> None:
+    """The endpoints that generate text."""
+
     @app.post("/v1/completions")
     async def completions(body: CompletionRequest, request: Request) -> Response:
         return await Completions(server, body).respond(request)
@@ -123,79 +152,3 @@ def make_app(
     @app.post("/v1/responses")
     async def responses(body: ResponsesRequest, request: Request) -> Response:
         return await Responses(server, body).respond(request)
-
-    return app
-
-
-class Guard:
-    """ASGI middleware: keys, and the size and speed of bodies.
-
-    Args:
-        keys: none: everything is open.
-        limits: of bodies.
-    """
-
-    def __init__(self, app: Callable, keys: list[bytes], limits: Limits):
-        self.app, self.keys, self.limits = app, keys, limits
-
-    async def __call__(self, scope, receive, send) -> None:
-        """Pass a request on, or answer it with an error."""
-        if scope["type"] != "http":
-            await self.app(scope, receive, send)
-            return
-        headers = dict(scope["headers"])
-        if self.keys and scope["path"] != "/health" and scope["method"] != "OPTIONS" and not self._opens(headers):
-            error = ApiError(
-                401, "The API key is missing or wrong: send 'Authorization: Bearer KEY'.", code="invalid_api_key"
-            )
-            asks = "Basic realm=API-key-as-password" if scope["path"] == "/" else "Bearer"  # a browser asks for it then
-            await JSONResponse(error.body, 401, {"WWW-Authenticate": asks})(scope, receive, send)
-            return
-        try:
-            body = await self._body(headers, receive)
-        except ApiError as error:
-            await JSONResponse(error.body, error.status, {"Connection": "close"})(scope, receive, send)
-            return
-        if body is None:  # the client has left
-            return
-        unread = [{"type": "http.request", "body": body, "more_body": False}]
-
-        async def replayed():
-            return unread.pop() if unread else await receive()
-
-        await self.app(scope, replayed, send)
-
-    async def _body(self, headers: dict[bytes, bytes], receive) -> bytes | None:
-        """The whole body; None if the client leaves before.
-
-        Raises:
-            ApiError: it is too large, or comes too slowly.
-        """
-        too_large = ApiError(413, f"The body has more than {self.limits.max_body_bytes} bytes.")
-        length = headers.get(b"content-length", b"0")
-        if length.isdigit() and int(length) > self.limits.max_body_bytes:
-            raise too_large
-        pieces, seen, began, more = [], 0, time.monotonic(), True
-        while more:
-            left = began + self.limits.read_seconds + seen / _SLOWEST - time.monotonic()
-            try:
-                message = await asyncio.wait_for(receive(), max(left, 0))
-            except asyncio.TimeoutError:
-                raise ApiError(408, "The body did not come in time.") from None
-            if message["type"] == "http.disconnect":
-                return None
-            pieces.append(message.get("body", b""))
-            seen += len(pieces[-1])
-            if seen > self.limits.max_body_bytes:
-                raise too_large
-            more = message.get("more_body", False)
-        return b"".join(pieces)
-
-    def _opens(self, headers: dict[bytes, bytes]) -> bool:
-        kind, _, given = headers.get(b"authorization", b"").partition(b" ")
-        if kind.lower() == b"basic":  # from the page: the key is the password
-            try:
-                given = base64.b64decode(given, validate=True).partition(b":")[2]
-            except binascii.Error:
-                return False
-        return sum(hmac.compare_digest(given, key) for key in self.keys) > 0  # all are compared: time tells nothing

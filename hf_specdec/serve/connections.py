@@ -1,56 +1,76 @@
-"""Connections of clients that take too long, or speak no HTTP."""
+"""uvicorn's HTTP protocol, with a time limit for the headers of a request and errors in OpenAI's shape."""
 
 from __future__ import annotations
 
 import asyncio
 import json
+from typing import Any
 
 from uvicorn.protocols.http.auto import AutoHTTPProtocol
 
 from .errors import bad_request
 
 
-def impatient(seconds: float) -> type[asyncio.Protocol]:
-    """uvicorn's protocol, which also closes connections whose request line and headers are not there after `seconds`."""
+def protocol_with_timeout(seconds: float) -> type[asyncio.Protocol]:
+    """Make a protocol class for `uvicorn.Config(http=...)`.
 
-    class ImpatientProtocol(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
-        _deadline: asyncio.TimerHandle | None = None
+    It closes a connection if the request line and the headers of its first request have not arrived `seconds` after it was
+    opened, or those of a later request `seconds` after that request began. Between two requests uvicorn's own
+    `timeout_keep_alive` applies. `Guard` limits the time for the body.
+
+    Args:
+        seconds: for the request line and the headers together.
+    """
+
+    class ProtocolWithTimeout(AutoHTTPProtocol):  # type: ignore[misc, valid-type]
+        """One connection. uvicorn calls these methods in the event loop's thread."""
+
+        loop: asyncio.AbstractEventLoop
+        transport: asyncio.Transport
+        cycle: Any  # uvicorn's state of the latest request whose headers are complete
+        _timer: asyncio.TimerHandle | None = None  # closes the connection; None while no request is being read
 
         def connection_made(self, transport) -> None:
+            """The client has connected: its first request must arrive in time."""
             super().connection_made(transport)
-            self._deadline = self.loop.call_later(seconds, self._close_if_waiting)
+            self._start_timer()
 
         def data_received(self, data: bytes) -> None:
+            """Bytes have arrived: stop the timer once the headers are complete, start it when a next request begins."""
             super().data_received(data)
-            if not self._is_waiting:
-                self._forget_deadline()
-            elif self._deadline is None:  # another request has begun on this connection
-                self._deadline = self.loop.call_later(seconds, self._close_if_waiting)
+            if not self._is_reading_headers:
+                self._stop_timer()
+            elif self._timer is None:
+                self._start_timer()
 
         def connection_lost(self, exc: Exception | None) -> None:
-            self._forget_deadline()
+            """The connection is closed, by either side."""
+            self._stop_timer()
             super().connection_lost(exc)
 
         def send_400_response(self, msg: str) -> None:
-            """What speaks no HTTP is told so in the shape of all errors."""
+            """Answer bytes that are not HTTP: an error in OpenAI's shape, where uvicorn would send plain text."""
             body = json.dumps(bad_request(msg).body).encode()
             head = f"HTTP/1.1 400 Bad Request\r\nContent-Type: application/json\r\nContent-Length: {len(body)}\r\nConnection: close\r\n\r\n"
             self.transport.write(head.encode() + body)
             self.transport.close()
 
         @property
-        def _is_waiting(self) -> bool:
-            """True if no request is being answered."""
+        def _is_reading_headers(self) -> bool:
+            """True if no request is being answered: uvicorn makes `cycle` once a request's headers are complete."""
             return self.cycle is None or self.cycle.response_complete
 
-        def _close_if_waiting(self) -> None:
-            self._deadline = None
-            if self._is_waiting:
+        def _start_timer(self) -> None:
+            self._timer = self.loop.call_later(seconds, self._on_timeout)
+
+        def _stop_timer(self) -> None:
+            if self._timer is not None:
+                self._timer.cancel()
+                self._timer = None
+
+        def _on_timeout(self) -> None:
+            self._timer = None
+            if self._is_reading_headers:
                 self.transport.close()
 
-        def _forget_deadline(self) -> None:
-            if self._deadline is not None:
-                self._deadline.cancel()
-                self._deadline = None
-
-    return ImpatientProtocol
+    return ProtocolWithTimeout

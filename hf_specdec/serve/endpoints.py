@@ -1,4 +1,4 @@
-"""The endpoints that write text: their parts, whole answers and streams."""
+"""The endpoints that generate text: how a request is submitted, and how its answer is sent, whole or as a stream."""
 
 from __future__ import annotations
 
@@ -16,20 +16,28 @@ from fastapi import Request
 from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from ..sampling.grammar import Reasoning
+from .answers import Answer
 from .errors import ApiError, bad_request, failed
 from .frames import chat_logprobs, completion_logprobs, usage
 from .messages import MessageParser, joined_calls, reasoning_before, without_tools
 from .protocol import ChatRequest, CompletionRequest, SamplingFields
-from .server import Answer, Server
+from .server import Server
 from .structured import StructuredOutputsParams
 from .worker import Update
 
-_UNKNOWN_HEADER = "x-ignored-fields"
+_IGNORED_HEADER = "x-ignored-fields"
 _to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
 class Endpoint(ABC):
-    """One request of an endpoint that writes text: its parts, its whole answer, its stream."""
+    """One client's request to an endpoint that generates text. It may hold several prompts, each with `n` choices.
+
+    Attributes:
+        object, prefix: OpenAI's name for the frames of a stream (for the whole answer: without ".chunk"), and the prefix of the id.
+        answers: the state of each prompt's answer, in the order of the prompts.
+        grammar: what the text must match; None: any text.
+        base: the fields that every frame begins with.
+    """
 
     object: str
     prefix: str
@@ -46,50 +54,53 @@ class Endpoint(ABC):
 
     @abstractmethod
     def submit(self) -> None:
-        """Send it to the engine.
+        """Send the prompts to the engine and set `answers`.
 
         Raises:
-            ApiError: it cannot be served.
+            ApiError: the request cannot be served.
         """
 
     def begin_frames(self, index: int) -> list[dict[str, Any]]:
-        """Choices of the frames before the first text."""
+        """The `choices` entries that are sent for choice `index` before its first text."""
         return []
 
     @abstractmethod
     def choice(self, number: int, update: Update) -> dict[str, Any]:
-        """A frame's choice, for an update of prompt `number`."""
+        """The `choices` entry of a frame, without its index: what `update` adds to a choice of prompt `number`."""
 
     @abstractmethod
     def whole(self, number: int, index: int, updates: list[Update]) -> dict[str, Any]:
-        """A choice of the whole answer."""
+        """The `choices` entry of the whole answer, without its index, from all updates of choice `index` of prompt `number`."""
 
     @property
     def ignored_fields(self) -> list[str]:
-        """Fields of the request that mean nothing here."""
+        """Names of the request's fields that the server does not know and therefore ignores."""
         return self.body.unknown_fields
 
     async def respond(self, request: Request) -> Response:
-        """The answer, or the stream."""
-        ignored = (
-            ", ".join(self.ignored_fields)[:1000].encode("unicode_escape").decode().strip()
-        )  # as headers have to be
-        headers = {_UNKNOWN_HEADER: ignored} if ignored else {}
+        """Serve the request: return the whole answer, or a stream.
+
+        Raises:
+            ApiError: the request cannot be served, or the client has disconnected.
+        """
+        # Headers must be ASCII, and short.
+        ignored = ", ".join(self.ignored_fields)[:1000].encode("unicode_escape").decode().strip()
+        headers = {_IGNORED_HEADER: ignored} if ignored else {}
         self.grammar = self.body.grammar()
         await self.server.compile(self.grammar)
         with contextlib.ExitStack() as at_end:
-            at_end.callback(self.server.leave, self.answers)
+            at_end.callback(self.server.release, self.answers)
             self.submit()
             if self.body.stream:
                 return EventStream(self.stream(), at_end.pop_all().close, headers)
-            return JSONResponse(await unless_gone(request, self.collect()), headers=headers)
+            return JSONResponse(await unless_disconnected(request, self.collect()), headers=headers)
 
     def index(self, number: int, index: int) -> int:
-        """A choice's index in the answer."""
+        """The index, over all prompts, of choice `index` of prompt `number`."""
         return number * self.body.n + index
 
     async def collect(self) -> dict[str, Any]:
-        """The whole answer."""
+        """The body of the whole answer. Waits until it is complete."""
         results = await self.all_updates()
         choices = []
         for number, updates in enumerate(results):
@@ -104,7 +115,7 @@ class Endpoint(ABC):
         return body
 
     async def all_updates(self) -> list[list[Update]]:
-        """The updates of every answer."""
+        """All updates of each answer, in the order of the prompts. Waits until all have ended."""
         found: list[list[Update]] = [[] for _ in self.answers]
         async for each in self.server.updates(self.answers):
             if each is not None:
@@ -112,13 +123,13 @@ class Endpoint(ABC):
         return found
 
     def usage(self) -> dict[str, Any]:
-        """Tokens of all prompts and choices so far."""
+        """Numbers of tokens, over all prompts and choices so far."""
         return usage(
             *(sum(getattr(each, name) for each in self.answers) for name in ("num_prompt", "num_new", "num_cached"))
         )
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """Server-sent events."""
+        """Yield server-sent events. An error ends the stream with an event that holds it, because the status has been sent."""
         options = self.body.stream_options
         wants_usage, running = bool(options and options.include_usage), bool(options and options.continuous_usage_stats)
         last = None
@@ -158,7 +169,7 @@ class Completions(Endpoint):
     body: CompletionRequest
 
     def submit(self) -> None:
-        """Every prompt is a request."""
+        """Send each prompt to the engine as a request of its own."""
         body = self.body
         more: dict[str, Any] = {"logprobs": body.logprobs, "structured_outputs": self.grammar}
         if body.echo and body.logprobs is not None:
@@ -184,7 +195,7 @@ class Completions(Endpoint):
         return completion_logprobs(entries, update_tokens, self._texts(update_tokens), self.body.logprobs, offset)
 
     def choice(self, number: int, update: Update) -> dict[str, Any]:
-        """Text since the last frame; the prompt's before the first, with `echo`."""
+        """The text since the last frame; with `echo`, the first frame begins with the prompt's text."""
         key = number, update.index
         first = key not in self.shown
         text = (self._echoed(number) if self.body.echo and first else "") + (
@@ -199,7 +210,7 @@ class Completions(Endpoint):
         return {**found, "token_ids": update.token_ids} if self.body.return_token_ids else found
 
     def whole(self, number: int, index: int, updates: list[Update]) -> dict[str, Any]:
-        """All of it."""
+        """The whole text; with `echo`, it begins with the prompt's text."""
         tokens = [token for update in updates for token in update.token_ids]
         entries: list = [entry for update in updates for entry in update.logprobs or []]
         text, reason = "".join(update.text for update in updates), updates[-1].finish_reason
@@ -218,16 +229,21 @@ class Completions(Endpoint):
 
 
 class Chat(Endpoint):
-    """POST /v1/chat/completions."""
+    """POST /v1/chat/completions.
+
+    Attributes:
+        template: the response template by which the text is parsed; None: all of it is content.
+        parsers: one for each choice.
+    """
 
     object = "chat.completion.chunk"
     prefix = "chatcmpl"
     body: ChatRequest
-    template: dict | None  # by which answers are parsed; None: they are content as they are
-    parsers: list[MessageParser]  # by choice
+    template: dict | None
+    parsers: list[MessageParser]
 
     def submit(self) -> None:
-        """The conversation is one request."""
+        """Send the conversation to the engine as one request."""
         body = self.body
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs")
@@ -238,12 +254,16 @@ class Chat(Endpoint):
         )  # fmt: skip
         ids = self.server.chat_prompt(body)
         reasoning = self._prepare_parsers(ids)
-        if self.template is not None:  # its marks may be special tokens
+        if self.template is not None:  # the marks it looks for may be special tokens
             params = params.copy(skip_special_tokens=False)
         self.answers.append(self.server.submit(ids, ids, params, reasoning, max_time=body.max_time))
 
     def _prepare_parsers(self, ids: list[int]) -> Reasoning | None:
-        """Set up a parser per choice. Returns what comes before the answer that a grammar describes."""
+        """Set `template` and `parsers`. Returns the reasoning that may come before the text that a grammar describes.
+
+        Raises:
+            ApiError: 400, the model may choose a tool, and no template says how it writes tool calls.
+        """
         body, tokenizer, forced = self.body, self.server.tokenizer, self.body.forced_tool
         template, tools = self.server.response_template, body.offered_tools
         if tools and forced is None and "tool_calls" not in (template or {"fields": ()})["fields"]:
@@ -260,7 +280,7 @@ class Chat(Endpoint):
         return None if self.grammar is None else reasoning_before(tokenizer, template, prefix)
 
     def _finish_reason(self, parser: MessageParser, update: Update) -> str | None:
-        """A call that the model chose to make is a reason of its own; one of a named function is not, as in vLLM."""
+        """As in vLLM: "tool_calls" if the model chose the function to call, but "stop" if the request named the function."""
         chosen = parser.num_calls and self.body.forced_tool in (None, "required")
         return "tool_calls" if chosen and update.finish_reason == "stop" else update.finish_reason
 
@@ -268,15 +288,15 @@ class Chat(Endpoint):
         return chat_logprobs(entries, tokens, self.body.top_logprobs or 0) if self.body.logprobs else None
 
     def begin_frames(self, index: int) -> list[dict[str, Any]]:
-        """The role."""
+        """One frame with the role."""
         delta = {"role": "assistant", "content": ""}
         return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
 
     def choice(self, number: int, update: Update) -> dict[str, Any]:
-        """What was written since the last frame."""
+        """What the text since the last frame adds to the message."""
         parser = self.parsers[update.index]
         found = parser.feed(update.text, last=update.finish_reason is not None)
-        delta = {**_reasoning(found.reasoning), **({"content": found.content} if found.content else {})}
+        delta: dict[str, Any] = {**_reasoning(found.reasoning), **({"content": found.content} if found.content else {})}
         if found.tool_calls:
             delta["tool_calls"] = found.tool_calls
         if not delta and update.finish_reason is None:
@@ -288,7 +308,7 @@ class Chat(Endpoint):
         }
 
     def whole(self, number: int, index: int, updates: list[Update]) -> dict[str, Any]:
-        """The message."""
+        """The whole message."""
         tokens = [token for update in updates for token in update.token_ids]
         entries = [entry for update in updates for entry in update.logprobs or []]
         parser = self.parsers[index]
@@ -305,43 +325,52 @@ class Chat(Endpoint):
 
 
 def _reasoning(text: str) -> dict[str, str]:
-    """Under both names that clients look for: transformers' and DeepSeek's, and vLLM's."""
+    """Reasoning under the two names that clients look for: DeepSeek's and transformers' `reasoning_content`, vLLM's `reasoning`."""
     return {"reasoning_content": text, "reasoning": text} if text else {}
 
 
 class EventStream(StreamingResponse):
-    """Server-sent events. `leave` is called once nobody reads them any more: at their end, or when the client has left."""
+    """A response of server-sent events.
 
-    def __init__(self, events: AsyncIterator[bytes], leave: Callable[[], None], headers: dict[str, str]):
+    Args:
+        events: encoded by `sse`.
+        release: called once, after the last event or after the client has disconnected.
+    """
+
+    def __init__(self, events: AsyncIterator[bytes], release: Callable[[], None], headers: dict[str, str]):
         super().__init__(events, media_type="text/event-stream", headers=headers)
-        self.leave = leave
+        self.release = release
 
     async def __call__(self, scope, receive, send) -> None:
-        """Send them."""
+        """Send the events."""
         try:
             await super().__call__(scope, receive, send)
         finally:
-            self.leave()
+            self.release()
 
 
 def sse(body: dict[str, Any]) -> bytes:
-    """One server-sent event. JSON in ASCII: some clients split lines at U+2028."""
+    """Encode one server-sent event. The JSON is ASCII, because some clients end a line at U+2028."""
     return b"data: " + _to_json(body).encode() + b"\n\n"
 
 
-async def unless_gone(request: Request, work: Awaitable[Any]) -> Any:
-    """The result of `work`, which is cancelled when the client leaves."""
+async def unless_disconnected(request: Request, work: Awaitable[Any]) -> Any:
+    """Return the result of `work`; cancel it when the client disconnects.
 
-    async def gone() -> None:
+    Raises:
+        ApiError: 499, the client has disconnected.
+    """
+
+    async def wait_for_disconnect() -> None:
         while (await request.receive())["type"] != "http.disconnect":
             pass
 
-    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(gone())
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_disconnect())
     try:
         await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
         if task.done():
             return task.result()
-        raise ApiError(499, "The client has left.")
+        raise ApiError(499, "The client has disconnected.")
     finally:
         for each in (task, watch):
             each.cancel()

@@ -6,15 +6,15 @@ from typing import Any
 
 
 class ApiError(Exception):
-    """An answer that is an error.
+    """An error that is sent to the client as the answer.
 
     Args:
         status: HTTP status.
-        message: what is wrong, and what to do.
-        type: OpenAI's name of the kind of error.
-        param: the field of the request that is wrong.
+        message: what is wrong and what to do, for people.
+        type: OpenAI's name for the kind of error.
+        param: the field of the request that is wrong; None: no single field.
         code: OpenAI's short name of the error, such as "model_not_found".
-        headers: of the answer.
+        headers: further headers of the answer.
     """
 
     def __init__(
@@ -32,15 +32,20 @@ class ApiError(Exception):
 
 
 def bad_request(message: str, param: str | None = None) -> ApiError:
-    """400: the client's mistake."""
+    """400: the request is wrong; `param` is the field at fault."""
     return ApiError(400, message, param=param)
 
 
 def overloaded(message: str) -> ApiError:
-    """429: a limit of the server; the same request may succeed later."""
+    """429: the server is at a limit; the same request may succeed later."""
     return ApiError(429, message, "rate_limit_error", code="rate_limit_exceeded", headers={"Retry-After": "1"})
 
 
+def unavailable(message: str, seconds: int) -> ApiError:
+    """503: the server cannot answer now; the client may try again after `seconds`."""
+    return ApiError(503, message, "service_unavailable", headers={"Retry-After": str(seconds)})
+
+
 def failed(message: str) -> ApiError:
-    """500: the model raised. Trying again would raise again, so clients are told not to."""
+    """500: the model or the server raised. The header tells clients not to retry, because the same request would fail again."""
     return ApiError(500, message, "server_error", headers={"x-should-retry": "false"})

@@ -1,4 +1,4 @@
-"""The process of a rank other than 0, which `Followers` starts."""
+"""The main function of the processes that `Followers` starts: the ranks other than 0 of a sharded model."""
 
 from __future__ import annotations
 
@@ -19,7 +19,11 @@ logger = logging.getLogger(__name__)
 
 
 def follow(llm: LLM) -> None:
-    """What the process of another rank does, until it is told to end or rank 0 has gone."""
+    """Carry out the orders that rank 0 sends, until the order to end.
+
+    Raises:
+        RankError: rank 0 has ended.
+    """
     ranks = llm.ranks
     assert ranks is not None
     while True:
@@ -35,14 +39,14 @@ def follow(llm: LLM) -> None:
             if error.is_final:
                 raise
         except Exception as error:
-            logger.debug("Rank 0 has raised it too, or knows of it, and tells its caller: %s", error)
+            logger.debug("Rank 0 raises this error too, or has been told, and reports it to its caller: %s", error)
 
 
 def main() -> None:
-    """The process of another rank."""
+    """Join the process group, load the model's shard, and follow rank 0."""
     port, rank, size = map(int, os.environ.pop(ENVIRONMENT).split())
     given = sys.stdin.buffer.read()
-    sys.stdout = io.StringIO()  # what is printed is rank 0's
+    sys.stdout = io.StringIO()  # only rank 0 prints
     join(dist.TCPStore("127.0.0.1", port, size, is_master=False, timeout=TIMEOUT), rank, size)
     try:
         follow(LLM(**pickle.loads(given)))

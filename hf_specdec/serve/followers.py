@@ -1,7 +1,7 @@
-"""Processes for the other ranks of a sharded model, started by the process that has the requests.
+"""Starts the processes for the other ranks of a sharded model, and keeps all ranks in step.
 
-Rank 0 is the caller's own process: it has the prompts, or the HTTP server. The others are told what to do through messages that rank 0
-sends to all: run these requests to their end, or serve, which means one list of messages before every step.
+Rank 0 is the caller's own process: it has the prompts, or the HTTP server. It sends orders to the other ranks: `Run` these requests,
+`Serve` (a list of messages before each step follows), or `End`.
 """
 
 from __future__ import annotations
@@ -22,35 +22,37 @@ import torch.distributed as dist
 from ..core.ranks import RankError, Ranks
 from .worker import Cancel, EngineWorker, Submit
 
-TIMEOUT = datetime.timedelta(minutes=10)  # to start, and of the model's collectives
-ENVIRONMENT = "HF_SPECDEC_FOLLOWER"
+TIMEOUT = datetime.timedelta(minutes=10)  # for starting, and for each collective operation of the model
+ENVIRONMENT = "HF_SPECDEC_FOLLOWER"  # holds the store's port, the rank and the number of ranks
 
 
 @dataclass
 class Run:
-    """Run these requests to their end, as `LLM.generate` does."""
+    """Order: run these requests to their end, as `LLM.generate` does."""
 
     requests: list[Submit] = field(default_factory=list)
 
 
 @dataclass
 class Serve:
-    """Serve until told to stop."""
+    """Order: run a `RankedWorker` until it is stopped."""
 
 
 @dataclass
 class End:
-    """Leave."""
+    """Order: end the process."""
 
 
 class Followers:
     """The processes of ranks 1 to `size` - 1 on this machine.
 
     Args:
-        arguments: of the LLM that each of them makes.
+        size: number of ranks, this process included.
+        arguments: arguments of `LLM`, which each process makes for itself.
 
     Raises:
         RuntimeError: this process already belongs to a process group.
+        ValueError: an argument cannot be sent to another process.
     """
 
     def __init__(self, size: int, arguments: dict[str, Any]):
@@ -71,12 +73,12 @@ class Followers:
             for rank in range(1, size):
                 environment = {**os.environ, "LOCAL_RANK": str(rank), ENVIRONMENT: f"{store.port} {rank} {size}"}
                 command = [sys.executable, "-c", "from hf_specdec.serve.follower import main; main()"]
-                process = subprocess.Popen(  # Ctrl-C is for rank 0, which tells them to end
+                process = subprocess.Popen(  # a session of its own: Ctrl-C reaches rank 0 only, which ends the others
                     command, env=environment, stdin=subprocess.PIPE, start_new_session=True
                 )
                 self.processes.append(process)
                 assert process.stdin is not None
-                with contextlib.suppress(BrokenPipeError):  # it has ended; the group says so
+                with contextlib.suppress(BrokenPipeError):  # the process has ended: joining the group will fail
                     process.stdin.write(given)
                     process.stdin.close()
             join(store, 0, size)
@@ -86,13 +88,13 @@ class Followers:
 
     @property
     def are_alive(self) -> bool:
-        """True while all of them run."""
+        """True while all processes are running."""
         return all(process.poll() is None for process in self.processes)
 
     def end(self, ranks: Ranks | None = None) -> None:
-        """Let them leave, and wait until they have."""
+        """End the processes and wait for them. `ranks`: sends the order to end; None: they are killed at once."""
         if ranks is not None and self.are_alive:
-            with contextlib.suppress(RankError):  # one has gone meanwhile
+            with contextlib.suppress(RankError):  # one of them has just ended
                 ranks.same_object(End())
         for process in self.processes:
             try:
@@ -106,7 +108,7 @@ class Followers:
 
 
 class RankedWorker(EngineWorker):
-    """An EngineWorker on every rank. Messages that came to rank 0 reach all ranks before the step in which they count."""
+    """An EngineWorker that runs on every rank. Rank 0 passes its messages on to all ranks before each step, so that all do the same."""
 
     def __init__(self, engine, deliver, lock, ranks: Ranks):
         super().__init__(engine, deliver, lock)
@@ -128,7 +130,7 @@ class RankedWorker(EngineWorker):
         return True
 
     def _waiting(self, block: bool) -> list[Submit | Cancel | None]:
-        """What has come, up to an order to stop."""
+        """Remove and return the messages that have come to rank 0, up to an order to stop. `block`: wait for the first one."""
         found: list[Submit | Cancel | None] = []
         with contextlib.suppress(queue.Empty):
             while None not in found:
@@ -137,7 +139,7 @@ class RankedWorker(EngineWorker):
 
 
 def join(store: Any, rank: int, size: int) -> None:
-    """Become a rank of a process group over this store."""
+    """Join the process group of this store as `rank`: NCCL on GPUs, else gloo."""
     on_gpu = torch.cuda.is_available()
     if on_gpu:
         torch.cuda.set_device(rank)

@@ -7,11 +7,11 @@ from typing import Any
 
 from .outputs import Logprob
 
-_LEAST = -9999.0  # stands for minus infinity, which JSON has not
+_LEAST = -9999.0  # sent in place of minus infinity, which JSON cannot hold
 
 
 def usage(num_prompt: int, num_new: int, num_cached: int) -> dict[str, Any]:
-    """Tokens of a request."""
+    """The field `usage`: numbers of tokens of the prompt, of the answer, and of the prompt's part that was cached."""
     return {
         "prompt_tokens": num_prompt,
         "completion_tokens": num_new,
@@ -21,7 +21,7 @@ def usage(num_prompt: int, num_new: int, num_cached: int) -> dict[str, Any]:
 
 
 def chat_logprobs(entries: Sequence[dict[int, Logprob]], tokens: Sequence[int], top: int) -> dict[str, Any]:
-    """`choices[].logprobs` of chat: one entry per token."""
+    """The field `logprobs` of a chat choice: one entry per token, each with the `top` most probable tokens."""
     content = []
     for entry, token in zip(entries, tokens, strict=True):
         ranked = sorted(entry.items(), key=lambda item: item[1].rank)
@@ -37,12 +37,13 @@ def _token(logprob: Logprob) -> dict[str, Any]:
 def completion_logprobs(
     entries: Sequence[dict[int, Logprob] | None], tokens: Sequence[int], texts: Sequence[str], top: int, offset: int
 ) -> dict[str, Any]:
-    """`choices[].logprobs` of completions.
+    """The field `logprobs` of a completion choice.
 
     Args:
-        entries: per token; None for the first token of a prompt.
-        texts: of each token.
-        offset: of the first token in the text.
+        entries: for each token; None for the first token of a prompt, which no logits predict.
+        texts: the text of each token.
+        top: number of most probable tokens to list for each token.
+        offset: position of the first token in the text, in characters.
     """
     offsets, logprobs, tops = [], [], []
     for entry, token, text in zip(entries, tokens, texts, strict=True):

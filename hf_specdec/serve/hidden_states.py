@@ -1,4 +1,4 @@
-"""Hidden states of requests, as vLLM's example connector names them: where files go, and how they are read."""
+"""vLLM's `kv_transfer_config`, and the files of hidden states that the method `extract_hidden_states` writes."""
 
 from __future__ import annotations
 
@@ -15,14 +15,17 @@ NIXL = "NixlConnector"
 
 @dataclass
 class KVTransferConfig:
-    """vLLM's argument for what leaves an engine: hidden states, in files, or the keys and values of prompts (`serve.transfer`).
+    """vLLM's argument for what an engine gives to other processes: hidden states in files, or the KV of prompts (`serve.transfer`).
 
     Attributes:
-        kv_connector: "ExampleHiddenStatesConnector" for the method `extract_hidden_states`; "NixlConnector" for prefill and decode apart.
+        kv_connector: "ExampleHiddenStatesConnector" for the method `extract_hidden_states`; "NixlConnector" for disaggregated prefill.
         kv_role: "kv_producer", "kv_consumer" or "kv_both".
-        kv_connector_extra_config: of the first, `shared_storage_path` is the folder; "/tmp" without it, as in vLLM. Of the second,
-            `hold_seconds`, for which a prompt's blocks wait for a consumer, and `pull_seconds`, after which a consumer reads the
-            prompt itself. The other keys are about how vLLM writes, and change nothing.
+        kv_connector_extra_config: for "ExampleHiddenStatesConnector", `shared_storage_path` is the folder of the files (default: "/tmp",
+            as in vLLM). For "NixlConnector", `hold_seconds` is how long a prompt's blocks wait for a consumer, and `pull_seconds` how
+            long a consumer waits for them before it reads the prompt itself. Other keys are ignored.
+
+    Raises:
+        ValueError: the connector, the role, or a number of seconds is wrong.
     """
 
     kv_connector: str | None = None
@@ -33,8 +36,8 @@ class KVTransferConfig:
         roles = {CONNECTOR: ("kv_producer", "kv_both"), NIXL: ("kv_producer", "kv_consumer", "kv_both")}
         if self.kv_role not in roles.get(self.kv_connector or "", ()):
             raise ValueError(
-                f"kv_transfer_config: {self.kv_connector!r} as {self.kv_role!r} is not served. There is {CONNECTOR!r} as "
-                f"'kv_producer', for the method extract_hidden_states; and {NIXL!r} as 'kv_producer', 'kv_consumer' or 'kv_both', for "
+                f"kv_transfer_config: {self.kv_connector!r} as {self.kv_role!r} is not served. Use {CONNECTOR!r} as "
+                f"'kv_producer', for the method extract_hidden_states; or {NIXL!r} as 'kv_producer', 'kv_consumer' or 'kv_both', for "
                 "prefill and decode apart."
             )
         if self.kv_connector == NIXL:
@@ -45,10 +48,10 @@ class KVTransferConfig:
 
     @classmethod
     def of(cls, given: KVTransferConfig | dict[str, Any] | None) -> KVTransferConfig | None:
-        """The configuration, also from a dictionary.
+        """The configuration itself, or made from a dictionary; None for None.
 
         Raises:
-            ValueError: a key or a value is wrong.
+            ValueError: a key or a value of the dictionary is wrong.
         """
         if not isinstance(given, dict):
             return given
@@ -59,10 +62,10 @@ class KVTransferConfig:
 
 
 def with_storage(speculative_config: Any, transfer: KVTransferConfig | dict[str, Any] | None) -> Any:
-    """The speculative configuration with the folder that `transfer` names.
+    """The speculative configuration with the folder that `transfer` names, if it names one.
 
     Raises:
-        ValueError: the method saves no hidden states, or its folder is named twice.
+        ValueError: the method saves no hidden states, or both arguments name a folder.
     """
     transfer = KVTransferConfig.of(transfer)
     if transfer is None or transfer.kv_connector == NIXL:
@@ -75,7 +78,10 @@ def with_storage(speculative_config: Any, transfer: KVTransferConfig | dict[str,
 
 
 def load_hidden_states(path: str | os.PathLike) -> dict[str, torch.Tensor]:
-    """`hidden_states` [tokens, layers, hidden] and `token_ids` [tokens] of one request. Files are whole once they have their name."""
+    """Read the file of one request: `hidden_states` [tokens, layers, hidden] and `token_ids` [tokens].
+
+    A file gets its name only after all of it has been written.
+    """
     return load_file(path)
 
 

@@ -1,4 +1,4 @@
-"""LLM: continuous batching without a server. vLLM's offline interface on the same engine."""
+"""LLM: continuous batching without a server, with the interface of vLLM's class of that name."""
 
 from __future__ import annotations
 
@@ -33,16 +33,16 @@ from .worker import Submit
 
 logger = logging.getLogger(__name__)
 
-_MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.8}  # of the free memory that the KV cache may take
-_SPELLED_BEFORE = {  # vLLM's arguments before `speculative_config`
+_MEMORY_SHARE = {"cpu": 0.5, "cuda": 0.8}  # share of the free memory that the KV cache may take by default
+_OLDER_NAMES = {  # vLLM's arguments before it had `speculative_config` → the keys that replaced them
     "speculative_model": "model",
     "num_speculative_tokens": "num_speculative_tokens",
     "speculative_draft_tensor_parallel_size": "draft_tensor_parallel_size",
     "ngram_prompt_lookup_max": "prompt_lookup_max",
     "ngram_prompt_lookup_min": "prompt_lookup_min",
 }
-# vLLM's arguments for what is always so here, or has no counterpart.
-_WITHOUT_MEANING = (
+# vLLM's arguments that are ignored, with a warning: what they switch on is always on here, or does not exist.
+_IGNORED_ARGUMENTS = (
     "async_scheduling", "compilation_config", "disable_log_stats", "distributed_executor_backend", "enable_chunked_prefill",
     "enable_prefix_caching", "enforce_eager", "gpu_memory_utilization", "swap_space",
     "use_v2_block_manager",
@@ -50,7 +50,7 @@ _WITHOUT_MEANING = (
 
 
 class LLM:
-    """A model that answers many prompts at once, with speculation.
+    """A model that answers many prompts together, with speculation.
 
         llm = LLM(model="Qwen/Qwen3-0.6B", speculative_config={"method": "ngram", "num_speculative_tokens": 4})
         for output in llm.generate(["Once upon a time", "def fibonacci("], SamplingParams(temperature=0, max_tokens=64)):
@@ -58,23 +58,32 @@ class LLM:
 
     Args:
         model: a name, a folder, a bundled model's name, or a loaded model.
-        tokenizer: a name, a folder or a tokenizer; None: the model's. With a loaded model and none, prompts are token ids.
+        tokenizer: a name, a folder or a tokenizer; None: the model's own. With a loaded model and None, prompts must be token ids.
         speculative_config: as for `generate()`; None: plain decoding.
-        dtype: of the weights: "auto" (the checkpoint's) or one of torch's names.
-        device: where the model goes; None: a GPU if there is one.
-        max_model_len: tokens of a prompt and its answer, at most; None: the model's positions.
-        max_num_seqs: rows that run at once.
-        max_num_batched_tokens: tokens of a step.
-        kv_cache_memory_bytes: of the target's KV cache; None: half of the free memory, or what `max_num_seqs` texts of
-            `max_model_len` tokens take if that is less.
-        seed: of requests that have none.
-        tensor_parallel_size: ranks that hold a part of every layer each. This process is the first; it starts the others on this
-            machine, and `close` ends them. Not with a loaded model, which may be sharded already.
-        enable_expert_parallel: with it, experts are on ranks of their own.
-        kv_transfer_config: vLLM's, for where the method `extract_hidden_states` writes, or for prefill and decode apart.
+        dtype: precision of the weights: "auto" (the checkpoint's), one of torch's names, or a torch dtype.
+        device: device of the model; None: a GPU if there is one, else the CPU. Ignored with a loaded model.
+        max_model_len: most tokens of a prompt and its answer together; None: the number of the model's positions.
+        max_num_seqs: most rows that run at once.
+        max_num_batched_tokens: most tokens of a step.
+        kv_cache_memory_bytes: memory of the target's KV cache; None: half of the free memory (0.8 of a GPU's), or what `max_num_seqs`
+            texts of `max_model_len` tokens need if that is less.
+        seed: seed of the random numbers for requests that have no seed of their own; None: a random one.
+        tensor_parallel_size: number of ranks, each of which holds a part of every layer. This process is rank 0; it starts the others on
+            this machine, and `close` ends them. Must be 1 with a loaded model, which may be sharded already.
+        revision, trust_remote_code: as for transformers' `from_pretrained`.
+        kv_transfer_config: vLLM's: the folder of the method `extract_hidden_states`, or disaggregated prefill.
+        enable_expert_parallel: place whole experts on the ranks instead of parts of each expert.
+        others: vLLM's further arguments; older ones are translated and ones without effect ignored, each with a warning.
+
+    Attributes:
+        model, tokenizer: as loaded.
+        max_model_len: see above.
+        engine: runs the requests.
+        ranks: the processes among which the model is sharded; None: one process.
 
     Raises:
-        ValueError: an argument that cannot be served.
+        ValueError: an argument cannot be used.
+        TypeError: an argument is unknown.
     """
 
     def __init__(
@@ -99,8 +108,8 @@ class LLM:
         if type(tensor_parallel_size) is not int or tensor_parallel_size < 1:
             raise ValueError(f"tensor_parallel_size must be an integer of at least 1, not {tensor_parallel_size!r}.")
         given = {key: value for key, value in locals().items() if key not in ("self", "others")} | others
-        speculative_config = with_storage(_with_older_spellings(speculative_config, others), kv_transfer_config)
-        _check_left_over(others)
+        speculative_config = with_storage(_from_older_arguments(speculative_config, others), kv_transfer_config)
+        _check_others(others)
         config = parse_config(speculative_config if speculative_config is not None else {"method": "none"})
         self.followers = _followers(given)
         try:
@@ -115,7 +124,7 @@ class LLM:
         self, config, model, tokenizer, dtype, device, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory_bytes, seed,
         tensor_parallel_size, enable_expert_parallel, revision, trust_remote_code,
     ) -> None:  # fmt: skip
-        """The model and the engine. Arguments: those of `__init__`."""
+        """Load the model and make the engine. Arguments: see the class."""
         if not isinstance(model, PreTrainedModel):
             name = resolve_model(os.fspath(model))
             loading = {"revision": revision, "trust_remote_code": trust_remote_code}
@@ -160,17 +169,17 @@ class LLM:
         sampling_params: SamplingParams | list[SamplingParams] | None = None,
         use_tqdm: bool = True,
     ) -> list[RequestOutput]:
-        """Answer prompts, in their order.
+        """Answer prompts. Returns one result for each, in their order.
 
         Args:
-            prompts: texts, lists of token ids, or {"prompt": text} and {"prompt_token_ids": ids}; one or many.
-            sampling_params: for all of them, or one each; None: the model's generation config (temperature, top-k, top-p).
+            prompts: one prompt or many; each is a text, a list of token ids, {"prompt": text} or {"prompt_token_ids": ids}.
+            sampling_params: for all prompts, or a list with one for each; None: `get_default_sampling_params`.
             use_tqdm: show a progress bar.
 
         Raises:
-            ValueError: a prompt cannot be served. Nothing is generated.
+            ValueError: a prompt cannot be served. Nothing is generated then.
         """
-        texts = [prompts] if _is_one(prompts) else list(prompts)
+        texts = [prompts] if _is_single(prompts) else list(prompts)
         each = self.get_default_sampling_params() if sampling_params is None else sampling_params
         params = list(each) if isinstance(each, (list, tuple)) else [each] * len(texts)
         if len(params) != len(texts):
@@ -183,10 +192,11 @@ class LLM:
         return self.run_requests(wanted, use_tqdm)
 
     def run_requests(self, wanted: list[Submit], use_tqdm: bool = False) -> list[RequestOutput]:
-        """Run requests to their end; on several ranks, all of them do.
+        """Run requests to their end. With several ranks, each rank calls this with the same requests.
 
         Raises:
-            ValueError: one cannot be served. Nothing is generated.
+            ValueError: a request cannot be served. Nothing is generated then.
+            Exception: the error of a request that failed while it ran.
         """
         from tqdm.auto import tqdm
 
@@ -228,7 +238,14 @@ class LLM:
         tools: list[dict] | None = None,
         chat_template_kwargs: dict[str, Any] | None = None,
     ) -> list[RequestOutput]:
-        """Answer conversations: one (a list of messages) or many.
+        """Answer conversations. Returns one result for each, in their order.
+
+        Args:
+            messages: one conversation (a list of messages) or a list of them.
+            sampling_params, use_tqdm: see `generate`.
+            chat_template: a Jinja template; None: the tokenizer's own.
+            add_generation_prompt, continue_final_message, tools: as for transformers' `apply_chat_template`.
+            chat_template_kwargs: further variables for the template.
 
         Raises:
             ValueError: the tokenizer has no chat template and none is given.
@@ -249,11 +266,11 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer."""
+        """The tokenizer; None if there is none."""
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
-        """What the model's generation config says; greedy where it does not sample."""
+        """The sampling parameters of the model's generation config; greedy decoding if that does not sample."""
         found = self.model.generation_config
         if not found.do_sample:
             return SamplingParams(temperature=0.0)
@@ -264,14 +281,14 @@ class LLM:
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
 
     def close(self) -> None:
-        """Give the KV cache back. The model is the caller's, or goes with this object. Processes of other ranks end."""
+        """Free the KV cache and end the processes of the other ranks. A model that was passed in stays usable."""
         self.engine.close()
         if self.followers is not None:
             self.followers.end(self.ranks)
             self.followers = None
 
     def _check_weights(self) -> None:
-        """Cached prefixes belong to the weights they were computed with, and those may have been written to since."""
+        """Drop cached prefixes if the weights have changed since the last call: the prefixes were computed with the old ones."""
         contents = fingerprints([*self.model.parameters(), *self.model.buffers()])
         changed = contents != self._contents
         if self.ranks is not None:
@@ -281,7 +298,11 @@ class LLM:
             self._contents = contents
 
     def _read(self, prompt: Any) -> tuple[str | None, list[int]]:
-        """(text, ids) of a prompt."""
+        """A prompt's text, if it was given as text, and its token ids.
+
+        Raises:
+            ValueError: it is no prompt, or it is text and there is no tokenizer.
+        """
         if isinstance(prompt, dict):
             if "prompt_token_ids" in prompt:
                 return prompt.get("prompt"), list(prompt["prompt_token_ids"])
@@ -299,7 +320,7 @@ class LLM:
 
 
 def _transfers(engine: Engine, config: KVTransferConfig | None) -> Transfers | None:
-    """What moves prompts between this engine and others, if the configuration asks for it."""
+    """What moves prompts' KV between this engine and others; None if the configuration does not ask for that."""
     if config is None or config.kv_connector != NIXL:
         return None
     seconds = {key: value for key, value in config.kv_connector_extra_config.items() if key.endswith("_seconds")}
@@ -313,7 +334,7 @@ _LOADED_WITH = (
 
 
 def _followers(given: dict[str, Any]) -> Followers | None:
-    """The processes of other ranks that these arguments of LLM ask for; None: none, or torchrun has started them.
+    """Start the processes of the other ranks. None if there is only one rank, or torchrun has started them.
 
     Raises:
         ValueError: the arguments do not fit together.
@@ -331,29 +352,35 @@ def _followers(given: dict[str, Any]) -> Followers | None:
     return Followers(size, {**given, "model": os.fspath(given["model"])})
 
 
-def _is_one(prompts: Any) -> bool:
+def _is_single(prompts: Any) -> bool:
+    """True for one prompt, False for a list of prompts."""
     return isinstance(prompts, (str, dict)) or (
         isinstance(prompts, (list, tuple)) and bool(prompts) and all(isinstance(token, int) for token in prompts)
     )
 
 
-def _with_older_spellings(config: Any, others: dict[str, Any]) -> Any:
-    """`speculative_config`, made from the arguments that vLLM had before it where those are given."""
-    given = {key: others.pop(key) for key in _SPELLED_BEFORE if key in others}
+def _from_older_arguments(config: Any, others: dict[str, Any]) -> Any:
+    """`speculative_config`, or one made from vLLM's older arguments, which are removed from `others`.
+
+    Raises:
+        ValueError: both are given.
+    """
+    given = {key: others.pop(key) for key in _OLDER_NAMES if key in others}
     if not given:
         return config
     if config is not None:
         raise ValueError(f"{', '.join(given)} cannot be combined with speculative_config: put everything into that.")
-    found = {_SPELLED_BEFORE[key]: value for key, value in given.items()}
+    found = {_OLDER_NAMES[key]: value for key, value in given.items()}
     warnings.warn(f"{', '.join(given)}: pass speculative_config={found!r} instead.", FutureWarning, stacklevel=3)
     return found
 
 
-def _check_left_over(others: dict[str, Any]) -> None:
-    ignored = [key for key in others if key in _WITHOUT_MEANING]
+def _check_others(others: dict[str, Any]) -> None:
+    """Warn of ignored arguments; raise TypeError for an unknown one."""
+    ignored = [key for key in others if key in _IGNORED_ARGUMENTS]
     if ignored:
         logger.warning("LLM(%s): ignored, it has no meaning here.", ", ".join(ignored))
-    unknown = [key for key in others if key not in _WITHOUT_MEANING]
+    unknown = [key for key in others if key not in _IGNORED_ARGUMENTS]
     if unknown:
         raise TypeError(f"LLM() has no argument {unknown[0]!r}.")
 
@@ -361,10 +388,14 @@ def _check_left_over(others: dict[str, Any]) -> None:
 def _num_blocks(
     target, most_tokens: int, max_num_seqs: int, block_size: int, memory_bytes: int | None, num_drafts: int
 ) -> int:
-    """KV blocks for `max_num_seqs` texts of `most_tokens`, within the memory there is.
+    """Number of KV blocks for `max_num_seqs` texts of `most_tokens` tokens, or as many as the memory holds.
 
     Args:
-        num_drafts: nodes of a row's draft, for each of which layers with a recurrent state keep something.
+        memory_bytes: for KV and recurrent states; None: a share of the free memory.
+        num_drafts: most nodes of a row's draft. Layers with a recurrent state need memory for each of them.
+
+    Raises:
+        ValueError: not one block fits, or the amount of free memory is unknown.
     """
     wanted = max_num_seqs * (-(-most_tokens // block_size) + 1)
     per_block = target.bytes_per_token() * block_size

@@ -1,4 +1,4 @@
-"""What a model writes in a conversation, sorted into content, reasoning and tool calls by transformers' response templates."""
+"""Sorts the text that a model writes in a conversation into content, reasoning and tool calls, by transformers' response templates."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ from ..sampling.grammar import Reasoning
 
 logger = logging.getLogger(__name__)
 
-_NOT_AS_DESCRIBED = (
+_PARSER_ERRORS = (
     ValueError,
     KeyError,
     TypeError,
-)  # what transformers' parser raises for a region that it cannot read
-_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the field in templates
+)  # transformers' parser raises one of these for text that breaks the template
+_REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the reasoning field in templates
 
 
 @dataclass
 class Delta:
-    """What a piece of text adds to a message. Tool calls are in OpenAI's shape for streams."""
+    """What a piece of text adds to a message. `tool_calls` are in OpenAI's shape for streams."""
 
     content: str = ""
     reasoning: str = ""
@@ -31,26 +31,32 @@ class Delta:
 
 
 def response_template_of(tokenizer: Any, model: Any) -> dict | None:
-    """The tokenizer's response template, or the one that transformers knows for this family of models."""
+    """The tokenizer's response template, or the one that transformers has for this family of models; None if neither exists."""
     found = getattr(tokenizer, "response_template", None)
     if found is not None or not hasattr(tokenizer, "get_response_parser"):
         return found
     try:
         from transformers.cli.serving.utils import get_response_template
-    except ImportError:  # this version keeps it elsewhere, or has none
+    except ImportError:  # this version of transformers has no such function, or has moved it
         return None
     return get_response_template(tokenizer, model)
 
 
 def without_tools(template: dict | None) -> dict | None:
-    """A template that leaves what looks like a tool call where it is."""
+    """The template without its tool calls: text that looks like one then stays in the content."""
     if template is None or "tool_calls" not in template["fields"]:
         return template
     return {**template, "fields": {name: each for name, each in template["fields"].items() if name != "tool_calls"}}
 
 
 def reasoning_before(tokenizer: Any, template: dict | None, prefix: str) -> Reasoning | None:
-    """What comes between a prompt and the answer itself; None: nothing, or the template does not say how it begins and ends."""
+    """The reasoning that may come between a prompt and the answer itself.
+
+    None if none can come, or the template does not say how reasoning begins and ends.
+
+    Args:
+        prefix: the prompt's text, which may have begun the reasoning.
+    """
     fields = {} if template is None else template["fields"]
     name = next((each for each in _REASONING if each in fields), None)
     if name is None or not {"open", "close"} <= fields[name].keys():
@@ -67,18 +73,21 @@ def reasoning_before(tokenizer: Any, template: dict | None, prefix: str) -> Reas
     if state == "region_open":
         return Reasoning((), closes)
     ids = tuple(tokenizer.encode(begins, add_special_tokens=False))
-    # An ordinary token, such as "<", would compete with the answer's own tokens.
+    # Only a special token can begin it: an ordinary one, such as "<", may also be the answer's first token.
     return Reasoning(ids, closes) if ids and ids[0] in tokenizer.added_tokens_decoder else None
 
 
 class MessageParser:
-    """Sorts one choice's text as it comes.
+    """Sorts the text of one choice while it is generated.
 
     Args:
-        make_parser: a new `ResponseParser` of transformers; None: the text is the content.
-        forced: "required" or a function's name: the text (after the reasoning) is JSON that a grammar has forced, see `tool_grammar`.
-            None: the model decides.
-        parallel: more than one call may be made.
+        make_parser: makes a `ResponseParser` of transformers; None: all text is content.
+        forced: "required" or a function's name: the text after the reasoning is JSON that a grammar has forced (`tool_grammar`).
+            None: the model decides whether to call a function.
+        parallel: False: calls after the first are dropped.
+
+    Attributes:
+        num_calls: number of tool calls so far.
     """
 
     def __init__(
@@ -90,13 +99,15 @@ class MessageParser:
         self._make, self._fed = make_parser, ""
         self._parser = None if make_parser is None else make_parser()
         self._forced, self._parallel = forced, parallel
-        self._body = ""  # of the structured region that is open
-        self._calls = ""  # with "required": the list of calls so far
-        self._space: str | None = None  # white space that is shown if text follows; None: no text came before it
+        self._body = ""  # text of the structured region that is open
+        self._calls = ""  # with "required": the JSON of the calls so far
+        self._space: str | None = (
+            None  # white space that is delivered if text follows; None: the region has no text yet
+        )
         self.num_calls = 0
 
     def feed(self, text: str, last: bool = False) -> Delta:
-        """What new text adds; `last`: no more will come."""
+        """Returns what new text adds to the message. `last`: no more text will come."""
         delta = Delta()
         if self._parser is None:
             self._content(delta, text)
@@ -108,26 +119,30 @@ class MessageParser:
         return delta
 
     def _parse(self, delta: Delta, text: str, last: bool) -> None:
+        """Sort text with transformers' parser. If that fails, the rest of the message is content."""
         rest = ""
         try:
             events = self._parser.feed(text)
-        except _NOT_AS_DESCRIBED as error:
+        except _PARSER_ERRORS as error:
             events, rest = self._events_before_failure(text, error)
         for event in events:
             self._take(delta, event)
         if last and self._parser is not None:
             try:
                 events = self._parser.finalize()[1]
-            except _NOT_AS_DESCRIBED as error:
+            except _PARSER_ERRORS as error:
                 self._give_up(error)
             else:
                 for event in events:
                     self._take(delta, event)
-        if self._parser is None:  # what it could not read is shown as it is
+        if self._parser is None:  # it has failed: what it could not parse becomes content
             delta.content, self._body = delta.content + self._body + rest, ""
 
     def _events_before_failure(self, text: str, error: Exception) -> tuple[list[dict[str, Any]], str]:
-        """The events of a piece of text that a parser fails in, which it does not return, and the text after that place."""
+        """Returns the events before the place in `text` where the parser fails, which it does not return itself, and the text after it.
+
+        Feeds the text again, to a new parser, character by character.
+        """
         assert self._make is not None
         again, events = self._make(), []
         again.feed(self._fed)
@@ -135,15 +150,17 @@ class MessageParser:
         for i, character in enumerate(text):
             try:
                 events += again.feed(character)
-            except _NOT_AS_DESCRIBED:
+            except _PARSER_ERRORS:
                 return events, text[i + 1 :]
         raise error
 
     def _give_up(self, error: Exception) -> None:
+        """Stop parsing; the log says why."""
         logger.warning("The model's text does not follow its response template: %s", error)
         self._parser = None
 
     def _take(self, delta: Delta, event: dict[str, Any]) -> None:
+        """Add one event of transformers' parser to the delta."""
         kind, name = event["type"], event["field"]
         if kind == "region_open":
             self._body, self._space = "", None
@@ -160,7 +177,7 @@ class MessageParser:
             self._content(delta, self._stripped(event["text"]))
 
     def _stripped(self, text: str) -> str:
-        """A region's text without white space at its ends, as transformers returns it whole."""
+        """A piece of a region's text, without white space at the region's ends, as transformers strips whole regions."""
         text = text.lstrip() if self._space is None else self._space + text
         kept = text.rstrip()
         if kept or self._space is not None:
@@ -168,6 +185,7 @@ class MessageParser:
         return kept
 
     def _content(self, delta: Delta, text: str) -> None:
+        """Add text outside the reasoning: content, or the JSON of forced calls."""
         if self._forced is None:
             delta.content += text
         elif self._forced == "required":
@@ -178,6 +196,7 @@ class MessageParser:
             delta.tool_calls.append({"index": 0, "function": {"arguments": text}})
 
     def _required(self, delta: Delta) -> None:
+        """Add the calls of "required", whose JSON is complete now."""
         try:
             calls = json.loads(self._calls)
         except ValueError:  # cut off by max_tokens
@@ -187,6 +206,7 @@ class MessageParser:
             self._call(delta, call["name"], call["parameters"])
 
     def _call(self, delta: Delta, name: str, arguments: Any) -> None:
+        """Add a tool call, unless there is one already and parallel calls are not allowed."""
         if self.num_calls and not self._parallel:
             return
         arguments = arguments if isinstance(arguments, str) else json.dumps(arguments, ensure_ascii=False)
@@ -198,7 +218,7 @@ class MessageParser:
 
 
 def joined_calls(deltas: list[Delta]) -> list[dict[str, Any]]:
-    """The tool calls of a whole message."""
+    """The tool calls of a whole message, joined from its deltas."""
     found: dict[int, dict[str, Any]] = {}
     for call in (call for delta in deltas for call in delta.tool_calls):
         if "id" in call:
@@ -213,6 +233,8 @@ def tool_grammar(functions: dict[str, dict[str, Any]], forced: str, parallel: bo
 
     Args:
         functions: name → JSON schema of the parameters.
+        forced: "required", or a function's name.
+        parallel: False: the list holds one call.
     """
     if forced != "required":
         return functions[forced]
@@ -231,7 +253,7 @@ def tool_grammar(functions: dict[str, dict[str, Any]], forced: str, parallel: bo
 
 
 def _moved(schema: Any, place: str) -> Any:
-    """A copy of a JSON schema that stands at `place` of another one: references to its own parts lead there."""
+    """A copy of a JSON schema to be put at `place` of another one: references to its own parts are changed to lead there."""
     if isinstance(schema, list):
         return [_moved(each, place) for each in schema]
     if not isinstance(schema, dict):
@@ -243,7 +265,7 @@ def _moved(schema: Any, place: str) -> Any:
         elif key in ("properties", "patternProperties", "$defs", "definitions", "dependentSchemas") and isinstance(
             value, dict
         ):
-            found[key] = {name: _moved(each, place) for name, each in value.items()}  # any name is one
+            found[key] = {name: _moved(each, place) for name, each in value.items()}  # the keys are names, not keywords
         elif key in ("const", "enum", "default", "examples"):  # these hold values, not schemas
             found[key] = value
         else:

@@ -1,4 +1,4 @@
-"""Prometheus metrics: this library's own names, and those of vLLM's that tools look for."""
+"""Prometheus metrics under names of our own, and statistics of speculation under vLLM's names, which tools look for."""
 
 from __future__ import annotations
 
@@ -13,21 +13,25 @@ from .worker import Load
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _LEARNT = {
     "texts": "Texts that the head has learnt from.",
-    "tokens": "Their tokens.",
-    "steps": "Steps of training.",
-    "swaps": "Better weights that were put in place.",
+    "tokens": "Tokens that the head has learnt from.",
+    "steps": "Training steps.",
+    "swaps": "Times that better weights replaced those in use.",
     "rollbacks": "Times that worse weights were dropped.",
-    "seconds": "Time that learning took.",
-    "held_out_tau": "Tokens per step on held-out texts, of the weights in use.",
+    "seconds": "Seconds spent on learning.",
+    "held_out_tau": "Tokens per step on held-out texts with the weights in use.",
 }
 
 
 class Metrics:
-    """Everything that `/metrics` shows.
+    """All metrics of `/metrics`. Counts are updated in the event loop's thread; gauges are read when Prometheus asks.
 
     Args:
-        model: the label `model_name`.
-        load: what the engine is at now.
+        model: value of the label `model_name`.
+        load: returns how busy the engine is now.
+
+    Attributes:
+        first_token, whole, per_token: histograms in seconds, which the server observes: time to the first token, of the whole request,
+            and per token after the first.
     """
 
     def __init__(self, model: str, load: Callable[[], Load]):
@@ -53,18 +57,23 @@ class Metrics:
         self.per_token = seconds("time_per_output_token", "Between tokens, per request.")
         self._drafts = self._drafted = self._accepted = 0
         self._accepted_at: list[float] = []
-        self._by_drafter: dict[
-            str, list[int]
-        ] = {}  # steps, drafted and accepted tokens of each drafter, where there are several
+        # By drafter, if there are several: [steps, drafted tokens, accepted tokens].
+        self._by_drafter: dict[str, list[int]] = {}
         self.registry.register(self)  # type: ignore[arg-type]
 
     def tokens_written(self, count: int, num_rows: int) -> None:
-        """Count the tokens that a step gave its rows."""
+        """Count a step: `count` new tokens, in `num_rows` rows."""
         self._new_tokens.inc(count)
         self._steps.inc(num_rows)
 
     def request_ended(self, reason: str, num_prompt: int, num_cached: int, statistics: dict[str, Any] | None) -> None:
-        """Count a request."""
+        """Count a request that has ended.
+
+        Args:
+            reason: its finish_reason, or "error".
+            num_prompt, num_cached: prompt tokens, and those of them whose KV was cached.
+            statistics: see `worker.statistics_of`; None if it was cancelled.
+        """
         self._requests.labels(self._model, reason).inc()
         self._prompt_tokens.inc(num_prompt)
         self._cached_tokens.inc(num_cached)
@@ -83,7 +92,7 @@ class Metrics:
             self._accepted_at[position] += count
 
     def collect(self) -> Iterable[Any]:
-        """What is read off the engine, and vLLM's names for speculation; called by prometheus-client."""
+        """The metrics that are read when Prometheus asks: the engine's load, and speculation. Called by prometheus-client."""
         load = self._load()
         for name, text, value in (
             ("requests_running", "Rows in the batch.", load.running),
@@ -110,7 +119,7 @@ class Metrics:
                 yield gauge
         for at, (name, text) in enumerate(
             (
-                ("drafter_steps", "Steps of rows whose draft was this drafter's."),
+                ("drafter_steps", "Steps of rows whose drafts came from this drafter."),
                 ("drafter_draft_tokens", "Tokens drafted, by drafter."),
                 ("drafter_accepted_tokens", "Drafted tokens accepted, by drafter."),
             )
@@ -127,5 +136,5 @@ class Metrics:
         yield positions
 
     def text(self) -> bytes:
-        """In Prometheus' text format."""
+        """All metrics in Prometheus's text format."""
         return generate_latest(self.registry)

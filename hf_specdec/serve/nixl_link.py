@@ -1,4 +1,4 @@
-"""NIXL as a `Link`: reads blocks out of another process's memory, over shared memory, TCP or RDMA, as UCX finds."""
+"""NIXL as a `Link`: reads blocks from another process's memory, over whatever transport UCX chooses (shared memory, TCP, RDMA)."""
 
 from __future__ import annotations
 
@@ -15,7 +15,7 @@ logger = logging.getLogger(__name__)
 
 
 class NixlLink:
-    """One NIXL agent of this process.
+    """A NIXL agent of this process.
 
     Raises:
         ImportError: NIXL is not installed.
@@ -29,7 +29,7 @@ class NixlLink:
         self.agent = nixl_agent(f"hf-specdec-{uuid.uuid4().hex}", nixl_agent_config(backends=["UCX"]))
         self.kind = "DRAM"
         self._registered: Any = None
-        self._peers: dict[str, str] = {}  # by what a peer has said of itself, its name
+        self._peers: dict[str, str] = {}  # names of peers, by their addresses
 
     def register(self, pools: list[torch.Tensor]) -> str:
         """See Link."""
@@ -47,12 +47,12 @@ class NixlLink:
             there = self.agent.get_xfer_descs([(each.there, each.size, 0) for each in pieces], self.kind)
             handle = self.agent.initialize_xfer("READ", here, there, name, message.encode())
             if self.agent.transfer(handle) == "ERR":
-                raise ConnectionError("NIXL could not begin")
+                raise ConnectionError("NIXL could not begin the transfer")
             return handle
         except ConnectionError:
             self._peers.pop(peer, None)
             raise
-        except Exception as error:  # NIXL's errors have no base of their own
+        except Exception as error:  # NIXL's errors have no base class of their own
             self._peers.pop(peer, None)
             raise ConnectionError(f"the prefill server cannot be reached ({type(error).__name__}: {error})") from error
 
@@ -61,7 +61,7 @@ class NixlLink:
         try:
             state = self.agent.check_xfer_state(handle)
         except Exception as error:
-            raise ConnectionError(f"the prefill server has gone ({type(error).__name__}: {error})") from error
+            raise ConnectionError(f"the prefill server has ended ({type(error).__name__}: {error})") from error
         if state == "ERR":
             raise ConnectionError("the transfer has failed")
         return state == "DONE"
@@ -75,9 +75,10 @@ class NixlLink:
         try:
             self.agent.send_notif(self._name_of(peer), message.encode())
         except Exception as error:
-            logger.debug("A prefill server cannot be told: %s", error)
+            logger.debug("A prefill server cannot be notified: %s", error)
 
     def _name_of(self, peer: str) -> str:
+        """NIXL's name of a peer; the first call for an address connects to it."""
         if peer not in self._peers:
             name = self.agent.add_remote_agent(base64.b64decode(peer))
             self._peers[peer] = name.decode() if isinstance(name, bytes) else name

@@ -1,4 +1,4 @@
-"""What a request returns. Names are vLLM's."""
+"""The results of a request. Names are vLLM's."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ class Logprob:
 
     Attributes:
         rank: 1 for the most probable token.
-        decoded_token: its text; None without a tokenizer.
+        decoded_token: the token's text; None without a tokenizer.
     """
 
     logprob: float
@@ -25,9 +25,11 @@ class CompletionOutput:
     """One choice.
 
     Attributes:
-        index: of the choice, 0..n-1.
-        token_ids: new ids; the end-of-sequence or stop token is the last one.
-        logprobs: per new token {id: Logprob}; None unless asked for.
+        index: number of the choice, from 0 to n - 1.
+        text: the new text. A stop text that ended it is cut off unless `include_stop_str_in_output`.
+        token_ids: new ids; if an end-of-sequence or stop token ended the choice, it is the last one.
+        cumulative_logprob: sum of the new tokens' log-probabilities; None unless `logprobs` was requested.
+        logprobs: {id: Logprob} for each new token; None unless requested.
         finish_reason: "stop", "length", "abort", or None while it runs.
         stop_reason: the stop text or id that ended it; None for the end-of-sequence token.
     """
@@ -47,14 +49,15 @@ class CompletionOutput:
 
 @dataclass
 class RequestOutput:
-    """A request's choices, and what they cost.
+    """A request's choices and statistics.
 
     Attributes:
-        prompt_logprobs: per prompt token {id: Logprob}, None for the first; None unless asked for.
+        prompt: the prompt's text; None if it was given as token ids.
+        prompt_logprobs: {id: Logprob} for each prompt token, None for the first; None unless requested.
         num_cached_tokens: prompt tokens whose KV came from earlier requests.
         speculation: statistics of speculation over all choices (see `Speculation`).
-        kv_transfer_params: {"hidden_states_path": the first choice's file} with the method `extract_hidden_states`; of a prompt whose
-            keys are held, what a decode server needs; else None.
+        kv_transfer_params: with the method `extract_hidden_states`, {"hidden_states_path": the first choice's file}; on a prefill server
+            that keeps the prompt's KV, the parameters for the decode server; else None.
     """
 
     request_id: str

@@ -11,7 +11,7 @@ from .structured import StructuredOutputsParams
 
 MOST_LOGPROBS = 20
 MOST_CHOICES = 128
-# Logits divided by less could become infinite.
+# Logits divided by a smaller number could become infinite.
 _LEAST_TEMPERATURE = 1e-20
 _LEAST_PENALTY = 1e-3
 
@@ -21,30 +21,35 @@ class SamplingParams:
     """How one request is decoded.
 
     Attributes:
-        n: choices to write for the prompt.
+        n: number of choices to generate for the prompt.
         temperature: 0 is greedy decoding.
+        top_p, min_p: 1 and 0 switch them off.
         top_k: 0 or -1 switches it off.
-        seed: of the request's random numbers. With the same seed a request gets the same tokens, whatever else runs. None: the
-            engine draws one.
-        stop: texts that end a choice; they are cut off unless `include_stop_str_in_output`.
-        stop_token_ids: ids that end a choice, besides the model's end-of-sequence tokens.
-        ignore_eos: go on after an end-of-sequence token.
-        max_tokens: new tokens at most; None: as many as the model has positions for.
-        min_tokens: new tokens before a choice may end.
+        presence_penalty, frequency_penalty: subtracted from the logits of tokens that the answer already holds: once, and once per
+            occurrence.
+        repetition_penalty: divides positive and multiplies negative logits of tokens that the prompt or the answer holds.
+        seed: seed of the request's random numbers. With the same seed a request gets the same tokens, whatever else is running.
+            None: the engine draws a seed.
+        stop: texts that end a choice. They are cut off unless `include_stop_str_in_output`.
+        stop_token_ids: ids that end a choice, in addition to the model's end-of-sequence tokens.
+        ignore_eos: continue after an end-of-sequence token.
+        max_tokens: most new tokens; None: until `max_model_len` is reached.
+        min_tokens: new tokens that a choice must have before it may end.
         logprobs: also return the log-probabilities of this many best tokens (and of the chosen one) at every position.
         prompt_logprobs: the same for the prompt's tokens. The prompt is then read as a whole, without cached prefixes.
         logit_bias: token id → number added to its logit.
         allowed_token_ids: only these ids may be chosen.
-        bad_words: texts that may not be written.
-        num_speculative_tokens: this request's draft length: at most the engine's, 0 switches speculation off.
-        drafter: name of the drafter that drafts for this request, of those the engine has (method "per_request"); None: the first.
+        bad_words: texts that the answer may not contain.
+        detokenize: make text of the new tokens; False: only ids are returned.
+        num_speculative_tokens: draft length for this request, at most the engine's own; 0 switches speculation off.
+        drafter: name of the drafter for this request, one of those that the engine has (method "per_request"); None: the first.
         priority: requests with a lower number run first.
-        kv_transfer_params: {"do_remote_decode": true} lets a prefill server hold the prompt's keys; what it answers lets a decode
-            server take them over (`serve.transfer`).
-        structured_outputs: what the text has to be (a JSON schema, a regular expression, ...); a dictionary works too.
+        kv_transfer_params: {"do_remote_decode": true} tells a prefill server to keep the prompt's KV; the parameters that it returns tell
+            a decode server where to read it (`serve.transfer`).
+        structured_outputs: what the text must match (a JSON schema, a regular expression, ...); a dictionary works too.
 
     Raises:
-        ValueError: a value out of range; the message names the field.
+        ValueError: a value is out of range; the message names the field.
     """
 
     n: int = 1

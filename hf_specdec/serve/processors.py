@@ -28,15 +28,18 @@ def row_processors(
     vocab_size: int,
     grammar: GrammarLogitsProcessor | None = None,
 ) -> NodeProcessors | None:
-    """What the logits of a row pass through, in vLLM's order; None if nothing changes them.
+    """Make the logits processors of a row, in vLLM's order; None if no parameter changes the logits.
 
     Args:
         prompt: the row's prompt ids.
-        ends: ids that end the row, which `min_tokens` forbids at first.
-        grammar: what the row's text has to be. After everything else that forbids tokens, so that it sees whether any is left.
+        ends: ids that end the row; `min_tokens` forbids them at first.
+        tokenizer: spells the bad words.
+        vocab_size: number of columns of the logits.
+        grammar: what the row's text must match. It comes after the other processors that forbid tokens, so that it can report that none
+            is left.
 
     Raises:
-        ValueError: an id outside the vocabulary; bad words without a tokenizer.
+        ValueError: an id is outside the vocabulary, or there are bad words and no tokenizer.
     """
     found: list[LogitsProcessor] = []
     if params.logit_bias or params.allowed_token_ids is not None:
@@ -59,7 +62,7 @@ def row_processors(
 
 
 def _spellings(words: list[str], tokenizer: Any) -> list[list[int]]:
-    """Ids of each word, at the beginning of a text and after a space."""
+    """Token ids of each word, both at the beginning of a text and after a space."""
     if tokenizer is None:
         raise ValueError("bad_words need a tokenizer.")
     found = []

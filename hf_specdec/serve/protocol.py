@@ -1,4 +1,4 @@
-"""Bodies of the HTTP API: OpenAI's fields, and vLLM's further sampling parameters."""
+"""Request bodies of the HTTP API: OpenAI's fields, and sampling parameters that vLLM adds to them."""
 
 from __future__ import annotations
 
@@ -14,14 +14,14 @@ from .structured import StructuredOutputsParams
 
 _MOST_STOPS = 64
 _MOST_PROMPTS = 1024
-_NOT_SERVED = (
+_UNSUPPORTED_FIELDS = (
     "functions", "function_call", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "suffix",
     "best_of", "use_beam_search", "audio", "modalities", "prompt_embeds",
 )  # fmt: skip
 
 
 def _has_lone_surrogate(value: Any) -> bool:
-    """JSON may hold half a character, such as "\\ud800", which is no text."""
+    """True if a text in a JSON value holds half of a surrogate pair, such as "\\ud800", which cannot be encoded in UTF-8."""
     if isinstance(value, str):
         return not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value)
     if isinstance(value, dict):
@@ -30,28 +30,28 @@ def _has_lone_surrogate(value: Any) -> bool:
 
 
 class Body(BaseModel):
-    """What every request has in common."""
+    """Base of all request bodies: refuses text that cannot be encoded."""
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_half_characters(cls, values: Any) -> Any:
+    def _refuse_lone_surrogates(cls, values: Any) -> Any:
         try:
             if _has_lone_surrogate(values):
-                raise ValueError("a text holds half a character (a lone surrogate)")
+                raise ValueError("a text holds a lone surrogate (half a character)")
         except RecursionError:
-            raise ValueError("it nests too deep") from None
+            raise ValueError("it is nested too deeply") from None
         return values
 
 
 class StreamOptions(BaseModel):
-    """What a stream carries besides text."""
+    """Which token counts a stream contains: in a last frame, or in every frame."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
 
 
 class Speculation(BaseModel):
-    """A request's own speculation."""
+    """The field `speculative_config` of a request: drafter, draft length, or no drafts at all."""
 
     model_config = ConfigDict(extra="forbid")
     method: str | None = None
@@ -69,16 +69,16 @@ class JsonSchema(BaseModel):
 
 
 class ResponseFormat(BaseModel):
-    """What an answer has to be."""
+    """The field `response_format`: what the answer must be."""
 
     type: Literal["text", "json_object", "json_schema"]
     json_schema: JsonSchema | None = None
 
     def structured_outputs(self) -> dict[str, Any] | None:
-        """The same as `StructuredOutputsParams`; None: any text.
+        """The same as arguments of `StructuredOutputsParams`; None: any text.
 
         Raises:
-            ApiError: the schema is missing.
+            ApiError: 400, the schema is missing.
         """
         if self.type == "json_schema":
             if self.json_schema is None or self.json_schema.schema_ is None:
@@ -88,7 +88,7 @@ class ResponseFormat(BaseModel):
 
 
 class SamplingFields(Body):
-    """What chat and completion requests have in common."""
+    """The fields that chat, completion and response requests share."""
 
     model_config = ConfigDict(extra="allow")
 
@@ -124,9 +124,9 @@ class SamplingFields(Body):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_what_is_not_served(cls, values: Any) -> Any:
-        """A field that would change the answer is never dropped."""
-        for field in _NOT_SERVED:
+    def _refuse_unsupported_fields(cls, values: Any) -> Any:
+        """Refuse known fields that cannot be served: to ignore them would change the answer silently."""
+        for field in _UNSUPPORTED_FIELDS:
             if isinstance(values, dict) and values.get(field) not in (None, False, [], "none"):
                 instead = ": use structured_outputs" if field.startswith("guided") else ""
                 raise ValueError(f"{field} is not served here{instead}")
@@ -134,14 +134,14 @@ class SamplingFields(Body):
 
     @property
     def unknown_fields(self) -> list[str]:
-        """Fields of the request that mean nothing here."""
+        """Sorted names of fields that the server does not know and therefore ignores."""
         return sorted(self.model_extra or {})
 
     def grammar(self) -> StructuredOutputsParams | None:
-        """What the answer has to be; None: any text.
+        """What the text must match; None: any text.
 
         Raises:
-            ApiError: it is malformed, or said twice.
+            ApiError: 400, it is malformed, or both fields are given.
         """
         wanted = None if self.response_format is None else self.response_format.structured_outputs()
         if wanted and self.structured_outputs:
@@ -155,10 +155,15 @@ class SamplingFields(Body):
             raise bad_request(str(error), "structured_outputs") from None
 
     def sampling_params(self, defaults: SamplingParams, max_tokens: int | None, **more: Any) -> SamplingParams:
-        """The engine's parameters; what the request leaves out is the model's own default.
+        """The request's parameters for the engine.
+
+        Args:
+            defaults: values for temperature, top-p, top-k, min-p and repetition penalty where the request has none.
+            max_tokens: most new tokens; None: no limit but the model's length.
+            more: further fields of `SamplingParams`.
 
         Raises:
-            ApiError: a value out of range.
+            ApiError: 400, a value is out of range.
         """
         stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
         if len(stops) > _MOST_STOPS:
@@ -193,10 +198,10 @@ class CompletionRequest(SamplingFields):
     echo: bool = False
 
     def prompts(self) -> list[str | list[int]]:
-        """One or several prompts, texts or ids.
+        """The prompts as a list, each a text or a list of token ids.
 
         Raises:
-            ApiError: there is none.
+            ApiError: 400, the list is empty or too long.
         """
         prompt = self.prompt
         if isinstance(prompt, str):
@@ -211,7 +216,7 @@ class CompletionRequest(SamplingFields):
 
 
 class ChatMessage(BaseModel):
-    """One message."""
+    """One message of a conversation."""
 
     model_config = ConfigDict(extra="allow")
     role: str
@@ -220,13 +225,13 @@ class ChatMessage(BaseModel):
     tool_call_id: str | None = None
 
     def for_template(self) -> dict[str, Any]:
-        """As chat templates read it: parts of text joined.
+        """The message as chat templates expect it: text parts joined, arguments of tool calls parsed.
 
         Raises:
-            ApiError: a part is not text.
+            ApiError: 400, a part is not text, or arguments are not JSON.
         """
         found = self.model_dump(exclude_none=True)
-        for call in found.get("tool_calls") or []:  # OpenAI's arguments are text, templates want what it says
+        for call in found.get("tool_calls") or []:  # OpenAI sends arguments as JSON text, templates want the object
             function = call.get("function") if isinstance(call, dict) else None
             if isinstance(function, dict) and isinstance(function.get("arguments"), str):
                 try:
@@ -235,7 +240,9 @@ class ChatMessage(BaseModel):
                     raise bad_request("messages: the arguments of a tool call must be JSON.", "messages") from None
         if isinstance(self.content, list):
             if any(part.get("type") != "text" for part in self.content):
-                raise bad_request("messages may hold text parts only: this model reads no images or audio.", "messages")
+                raise bad_request(
+                    "messages may hold text parts only: this server gives models no images or audio.", "messages"
+                )
             found["content"] = "".join(str(part.get("text", "")) for part in self.content)
         return found
 
@@ -250,20 +257,20 @@ class Function(BaseModel):
 
 
 class Tool(BaseModel):
-    """A tool; there are functions only."""
+    """A tool. Functions are the only kind."""
 
     type: Literal["function"]
     function: Function
 
 
 class NamedFunction(BaseModel):
-    """Which function to call."""
+    """The name of the function to call."""
 
     name: str
 
 
 class NamedTool(BaseModel):
-    """The tool to call."""
+    """The form of `tool_choice` that names a function."""
 
     type: Literal["function"]
     function: NamedFunction
@@ -286,17 +293,17 @@ class ChatRequest(SamplingFields):
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
-        """The tools that the model is told about."""
+        """The tools that the chat template shows to the model; None if the model may not call any."""
         if not self.tools or self.tool_choice == "none":
             return None
         return [tool.model_dump(exclude_none=True) for tool in self.tools]
 
     @property
     def forced_tool(self) -> str | None:
-        """ "required", or the name of the function that has to be called; None: the model decides.
+        """ "required", or the name of the function that must be called; None: the model decides.
 
         Raises:
-            ApiError: it is not among the tools.
+            ApiError: 400, the function is not among the tools.
         """
         choice = self.tool_choice
         if choice in (None, "none", "auto"):
@@ -312,10 +319,10 @@ class ChatRequest(SamplingFields):
         return choice.function.name
 
     def grammar(self) -> StructuredOutputsParams | None:
-        """What the answer has to be, a forced call of a tool included; None: any text.
+        """What the text must match, which may be a forced tool call; None: any text.
 
         Raises:
-            ApiError: it is malformed, or said twice.
+            ApiError: 400, it is malformed, or a forced call is combined with another format.
         """
         found, forced = super().grammar(), self.forced_tool
         if forced is None:

@@ -1,8 +1,9 @@
 """A proxy in front of prefill and decode servers: `python -m hf_specdec.serve.proxy --prefill URL --decode URL`.
 
-Each request goes to a prefill server, which reads the prompt and writes one token, and with the `kv_transfer_params` of that answer to a
-decode server, whose answer or stream goes to the client. If no prefill server answers, the decode server reads the prompt itself.
-Servers take turns. For larger deployments use a router; this is the protocol, in one file.
+The proxy sends each request to a prefill server, which reads the prompt and generates one token. It then sends the request, with the
+`kv_transfer_params` of that answer, to a decode server, and passes its answer or stream on to the client. If the prefill server does not
+answer, the decode server reads the prompt itself. The servers of each kind take turns. This is an example of the protocol in one file;
+for larger deployments use a router.
 """
 
 from __future__ import annotations
@@ -18,13 +19,13 @@ from urllib.parse import urlsplit
 
 logger = logging.getLogger(__name__)
 
-_SECONDS = 600.0  # for an answer
-_LEFT_OUT = {"stream", "stream_options", "max_completion_tokens"}
-_HEADERS = ("Authorization", "Content-Type")
+_SECONDS = 600.0  # time limit of an answer
+_DECODE_FIELDS = {"stream", "stream_options", "max_completion_tokens"}  # not sent to prefill servers
+_HEADERS = ("Authorization", "Content-Type")  # passed on to both kinds of servers
 
 
-def asked(url: str, path: str, body: dict[str, Any], headers: dict[str, str]) -> http.client.HTTPResponse:
-    """A server's answer, whose body has not been read.
+def _post(url: str, path: str, body: dict[str, Any], headers: dict[str, str]) -> http.client.HTTPResponse:
+    """Send a request to a server. Returns its answer, whose body is still to be read.
 
     Raises:
         OSError: the server does not answer.
@@ -38,21 +39,22 @@ def asked(url: str, path: str, body: dict[str, Any], headers: dict[str, str]) ->
         raise OSError(str(error)) from error
 
 
-def prefilled(url: str, path: str, body: dict[str, Any], headers: dict[str, str]) -> dict[str, Any] | None:
-    """What a decode server needs to go on; None if it has to read the prompt itself."""
-    first = {key: value for key, value in body.items() if key not in _LEFT_OUT}
+def _prefill(url: str, path: str, body: dict[str, Any], headers: dict[str, str]) -> dict[str, Any] | None:
+    """Let a prefill server read the prompt. Returns kv_transfer_params; None if the decode server must read the prompt itself."""
+    first = {key: value for key, value in body.items() if key not in _DECODE_FIELDS}
     first |= {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
     try:
-        answer = asked(url, path, first, headers)
+        answer = _post(url, path, first, headers)
         found = json.loads(answer.read())
     except (OSError, ValueError) as error:
         logger.warning("The prefill server %s does not answer: %s", url, error)
         return None
-    return found.get("kv_transfer_params") if answer.status == 200 else None  # the decode server says what is wrong
+    # for other statuses, the decode server will report the error
+    return found.get("kv_transfer_params") if answer.status == 200 else None
 
 
-def pieces(answer: http.client.HTTPResponse) -> Iterator[bytes]:
-    """The body, as it comes."""
+def _pieces(answer: http.client.HTTPResponse) -> Iterator[bytes]:
+    """Yield an answer's body as it arrives; close the connection at the end."""
     try:
         while piece := answer.read1(1 << 16):
             yield piece
@@ -61,7 +63,11 @@ def pieces(answer: http.client.HTTPResponse) -> Iterator[bytes]:
 
 
 def make_app(prefill: list[str], decode: list[str]) -> Any:
-    """The proxy as an application."""
+    """Make the proxy's ASGI application.
+
+    Args:
+        prefill, decode: URLs of the servers.
+    """
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
     from starlette.requests import Request
@@ -71,9 +77,10 @@ def make_app(prefill: list[str], decode: list[str]) -> Any:
     prefill_turns, decode_turns = itertools.cycle(prefill), itertools.cycle(decode)
 
     def forward(path: str, body: dict[str, Any], headers: dict[str, str]) -> http.client.HTTPResponse:
+        """Answer a request by both kinds of servers. Those with several choices or prompts go to a decode server only."""
         is_one = body.get("n", 1) == 1 and not (isinstance(body.get("prompt"), list) and _is_several(body["prompt"]))
-        params = prefilled(next(prefill_turns), path, body, headers) if is_one else None
-        return asked(
+        params = _prefill(next(prefill_turns), path, body, headers) if is_one else None
+        return _post(
             next(decode_turns), path, body if params is None else {**body, "kv_transfer_params": params}, headers
         )
 
@@ -81,10 +88,12 @@ def make_app(prefill: list[str], decode: list[str]) -> Any:
         try:
             body = json.loads(await request.body())
             if not isinstance(body, dict):
-                raise ValueError("it is not an object")
+                raise ValueError(f"it is a {type(body).__name__}")
         except ValueError as error:
             return Response(
-                json.dumps({"error": {"message": f"The body is no JSON: {error}"}}), 400, media_type="application/json"
+                json.dumps({"error": {"message": f"The body is not a JSON object: {error}"}}),
+                400,
+                media_type="application/json",
             )
         headers = {name: request.headers[name] for name in _HEADERS if name in request.headers}
         try:
@@ -95,7 +104,7 @@ def make_app(prefill: list[str], decode: list[str]) -> Any:
                 502,
                 media_type="application/json",
             )
-        return StreamingResponse(pieces(answer), answer.status, media_type=answer.getheader("Content-Type"))
+        return StreamingResponse(_pieces(answer), answer.status, media_type=answer.getheader("Content-Type"))
 
     async def health(request: Request) -> Response:
         return Response()
@@ -110,6 +119,7 @@ def make_app(prefill: list[str], decode: list[str]) -> Any:
 
 
 def _is_several(prompt: list[Any]) -> bool:
+    """True for a list of several prompts, False for one list of token ids."""
     return len(prompt) > 1 and not all(isinstance(token, int) for token in prompt)
 
 

@@ -1,9 +1,9 @@
-"""Replicas by Ray Serve: the server's own application in every replica, and a door that sends a request again if its replica dies.
+"""Replicas by Ray Serve: each replica runs the server's application, and an ingress (`Door`) resends a request if its replica dies.
 
     serve run hf_specdec.serve.ray:app model=Qwen/Qwen3-0.6B num_replicas=4
 
-`hf-specdec serve MODEL --replicas 4` does the same on this machine. Keys of the application's arguments: those of `LLM`, and those of
-`Arguments`. Requests that are answered in one piece survive the death of a replica; a stream that has begun ends with an error.
+`hf-specdec serve MODEL --replicas 4` does the same on this machine. The application takes the arguments of `LLM` and those of
+`Arguments`. A request that is not streamed survives the death of its replica; a stream ends with an error.
 """
 
 from __future__ import annotations
@@ -27,8 +27,8 @@ except ImportError as error:
 
 logger = logging.getLogger(__name__)
 
-_ATTEMPTS = 4  # replicas that a request is sent to, one after the other
-_PAUSE = 0.5  # seconds between two of them
+_ATTEMPTS = 4  # how often a request is sent, each time to a replica that Ray chooses
+_PAUSE = 0.5  # seconds between two attempts
 
 
 @dataclass
@@ -36,13 +36,15 @@ class Arguments:
     """How many replicas there are and what each needs.
 
     Attributes:
-        served_model_name: what clients call the model; None: `model`.
-        num_replicas: how many; None: as `autoscaling` says.
+        model: a name, a folder or a bundled model's name.
+        served_model_name: the name by which clients call the model; None: `model`.
+        num_replicas: number of replicas; not used with `autoscaling`.
         autoscaling: Ray's autoscaling_config, such as {"min_replicas": 1, "max_replicas": 8, "target_ongoing_requests": 16}.
-        num_cpus, num_gpus: of each replica. A replica of a sharded model needs as many GPUs as it has ranks: all are on one machine.
-        max_ongoing_requests: of each replica; others wait at the door.
-        api_keys: any of them opens everything.
-        num_doors: processes that take requests.
+        num_cpus, num_gpus: needs of one replica. For a sharded model, num_gpus is its number of ranks: all are on one machine.
+        max_ongoing_requests: most requests that a replica takes at a time; others wait in the ingress.
+        api_keys: any of them is accepted on every path; None: no key is needed.
+        num_doors: number of ingress processes, which receive the requests.
+        llm: further arguments of `LLM`.
     """
 
     model: str
@@ -58,7 +60,7 @@ class Arguments:
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Arguments:
-        """From a flat dictionary, whose values may be texts, as those of a command line are.
+        """Make them from one dictionary of these arguments and `LLM`'s, whose values may be text, as on a command line.
 
         Raises:
             ValueError: no model is named.
@@ -73,7 +75,7 @@ class Arguments:
 
 
 def _read(value: Any) -> Any:
-    """The value that a text stands for: JSON where it is JSON."""
+    """The value of a text that is JSON; any other value as it is."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
@@ -81,7 +83,7 @@ def _read(value: Any) -> Any:
 
 
 class Replica:
-    """One engine with the server's application around it."""
+    """A Ray Serve deployment: an engine, and the server's application in front of it."""
 
     async def __init__(self, arguments: Arguments):
         from transformers import AutoTokenizer
@@ -98,13 +100,18 @@ class Replica:
         self.app = make_app(self.server, arguments.api_keys)
 
     async def respond(self, scope: dict[str, Any], body: bytes) -> tuple[int, list, bytes]:
-        """(status, headers, body) of a request."""
+        """Run the application on a request. Returns (status, headers, body).
+
+        Args:
+            scope: ASGI's, which must be picklable.
+            body: the request's whole body.
+        """
         pieces = [piece async for piece in self.stream(scope, body)]
         status, headers = pieces[0]
         return status, headers, b"".join(pieces[1:])
 
     async def stream(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[Any]:
-        """(status, headers) of a request, then pieces of its body."""
+        """Run the application on a request. Yields (status, headers), then pieces of the body."""
         found: asyncio.Queue[Any] = asyncio.Queue()
         is_sent, gone = False, asyncio.Event()
 
@@ -138,7 +145,7 @@ class Replica:
             task.cancel()
 
     def check_health(self) -> None:
-        """Ray replaces a replica whose engine has stopped."""
+        """Raise RuntimeError if the engine has stopped; Ray then replaces this replica."""
         worker = self.server.worker
         if worker is None or not worker.is_alive():
             raise RuntimeError("The engine has stopped.")
@@ -150,29 +157,20 @@ class Replica:
 
 
 class Door:
-    """Takes requests and sends each to a replica; again to another one if that dies before it has answered."""
+    """The ingress deployment: receives requests and sends each to a replica. If that dies before it has answered, sends it again."""
 
     def __init__(self, replicas: Any):
         self.replicas = replicas
 
     async def serve(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        """An ASGI request."""
+        """Answer an ASGI request."""
         body, more = b"", True
         while more:
             message = await receive()
             body, more = body + message.get("body", b""), message.get("more_body", False)
         kept = (
-            "type",
-            "http_version",
-            "method",
-            "scheme",
-            "path",
-            "raw_path",
-            "query_string",
-            "headers",
-            "client",
-            "server",
-        )
+            "type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client", "server",
+        )  # fmt: skip
         plain = {key: scope[key] for key in kept if key in scope} | {"root_path": "", "asgi": {"version": "3.0"}}
         if _wants_stream(body):
             await self._stream(plain, body, send)
@@ -191,6 +189,7 @@ class Door:
         await send({"type": "http.response.body", "body": answer})
 
     async def _stream(self, scope: dict[str, Any], body: bytes, send: Any) -> None:
+        """Answer with a stream. If the replica dies, the stream ends with an error; it is not sent again."""
         begun = False
         try:
             async for piece in self.replicas.options(stream=True).stream.remote(scope, body):
@@ -211,6 +210,7 @@ class Door:
 
 
 def _failed() -> tuple[int, list, bytes]:
+    """(status, headers, body) of the error for a request whose replica has died."""
     message = {
         "error": {
             "message": "The replica that had this request has died.",
@@ -223,14 +223,15 @@ def _failed() -> tuple[int, list, bytes]:
 
 
 def _wants_stream(body: bytes) -> bool:
+    """True if a request's body asks for a stream; False also for a body that is malformed."""
     try:
         return bool(json.loads(body).get("stream"))
     except (ValueError, AttributeError):
         return False
 
 
-async def _at_the_door(scope: dict[str, Any], receive: Any, send: Any) -> None:
-    """The ASGI application of every door."""
+async def _ingress(scope: dict[str, Any], receive: Any, send: Any) -> None:
+    """The ASGI application of an ingress process: passes requests to its `Door`."""
     if scope["type"] == "lifespan":
         await receive()
         await send({"type": "lifespan.startup.complete"})
@@ -240,18 +241,18 @@ async def _at_the_door(scope: dict[str, Any], receive: Any, send: Any) -> None:
         await serve.get_replica_context().servable_object.serve(scope, receive, send)
 
 
-def _door() -> Any:
-    """Ray asks for the application in each door's process."""
-    return _at_the_door
+def _make_ingress() -> Any:
+    """Ray calls this in each ingress process to get its application."""
+    return _ingress
 
 
 def app(given: dict[str, Any]) -> Any:
-    """The application for `serve run` and Serve's configuration files. `given`: see `Arguments`."""
+    """The application for `serve run` and Ray Serve's configuration files. `given`: see `Arguments.of`."""
     return application(Arguments.of(given))
 
 
 def application(arguments: Arguments) -> Any:
-    """Doors before replicas."""
+    """The Ray Serve application: ingress processes, which call replicas."""
     many: dict[str, Any] = {"num_replicas": arguments.num_replicas}
     if arguments.autoscaling is not None:
         many = {"autoscaling_config": arguments.autoscaling}
@@ -260,14 +261,18 @@ def application(arguments: Arguments) -> Any:
         max_ongoing_requests=arguments.max_ongoing_requests, health_check_period_s=5, **many,
     )  # fmt: skip
     doors = serve.deployment(
-        serve.ingress(_door)(Door), name="Door", num_replicas=arguments.num_doors, ray_actor_options={"num_cpus": 0},
+        serve.ingress(_make_ingress)(Door), name="Door", num_replicas=arguments.num_doors, ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=4096,
     )  # fmt: skip
     return doors.bind(replicas.bind(arguments))
 
 
 def run(arguments: Arguments, host: str = "127.0.0.1", port: int = 8000, on_ready: Any = lambda url: None) -> None:
-    """Serve until SIGINT or SIGTERM, in a cluster that exists (RAY_ADDRESS) or one of this machine."""
+    """Serve until SIGINT or SIGTERM, in an existing cluster (RAY_ADDRESS) or in a new one on this machine.
+
+    Args:
+        on_ready: called with the URL once the replicas are ready.
+    """
     stopped = threading.Event()
     ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
     before = {each: signal.signal(each, lambda *_: stopped.set()) for each in (signal.SIGINT, signal.SIGTERM)}

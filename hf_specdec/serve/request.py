@@ -1,4 +1,4 @@
-"""Request and Choice: what moves through the engine."""
+"""Request and Choice: the engine's state of a prompt and of each of its answers."""
 
 from __future__ import annotations
 
@@ -14,14 +14,15 @@ from .text import Detokenizer
 
 @dataclass(eq=False)
 class Choice:
-    """One of a request's n answers, while it is written.
+    """One of a request's n answers, while it is generated.
 
     Attributes:
+        output: what has been generated so far.
         sequence: its row in the decoder.
-        text: None if no text is wanted.
-        grammar: what the text has to be; None: anything.
-        is_added: the decoder knows the sequence.
-        hides_end: its last token has ended it and is no part of its text.
+        text: makes text of the tokens; None if no text is wanted.
+        grammar: what the text must match; None: any text.
+        is_added: True once the sequence has been added to the decoder.
+        hides_end: True if its last token ended it and is not part of its text.
     """
 
     request: Request
@@ -34,19 +35,21 @@ class Choice:
 
     @property
     def order(self) -> tuple[int, int, int]:
-        """Smallest first: by priority, then by arrival."""
+        """Sort key of the scheduler, smallest first: priority, then arrival."""
         return self.request.params.priority, self.request.number, self.output.index
 
 
 @dataclass(eq=False)
 class Request:
-    """A prompt and how to go on with it.
+    """A prompt, its parameters, and its answers.
 
     Attributes:
-        number: of its arrival.
-        on_update: called in the engine's thread with the request after every step that gave it tokens, and at its end.
-        error: what ended it, if an error did.
-        prompt_logprobs: per prompt token that was read; None for the first, which nothing comes before.
+        number: order of arrival.
+        on_update: called in the engine's thread, with the request, after each step that gave it tokens or ended it.
+        error: the error that ended it, if any.
+        prompt_logprobs: for each prompt token read so far; None for the first, which no logits predict.
+        kv_transfer_params: parameters for the decode server that continues the request; None if no prompt is kept.
+        statistics: `RowStatistics` of the choices that have ended.
     """
 
     id: str
@@ -59,8 +62,8 @@ class Request:
     num_cached_tokens: int = 0
     error: BaseException | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
-    kv_transfer_params: dict | None = None  # for the server that goes on
-    statistics: list = field(default_factory=list)  # RowStatistics of the choices that have ended
+    kv_transfer_params: dict | None = None
+    statistics: list = field(default_factory=list)
 
     @property
     def finished(self) -> bool:
@@ -68,7 +71,7 @@ class Request:
         return all(choice.output.finished() for choice in self.choices)
 
     def result(self) -> RequestOutput:
-        """What it has so far."""
+        """The results so far, as `LLM.generate` returns them."""
         from ..decoding.outputs import summarize
 
         return RequestOutput(

@@ -1,4 +1,4 @@
-"""POST /v1/responses: translated to chat on the way in, and into items and events on the way out."""
+"""POST /v1/responses: the request is translated into a chat request, and its answer into items and events."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from .protocol import ChatRequest, SamplingFields
 from .server import Server
 from .worker import Update
 
-_NOT_SERVED = (
+_UNSUPPORTED_FIELDS = (
     "previous_response_id", "conversation", "background", "store", "prompt", "include", "top_logprobs", "max_tool_calls",
     "context_management", "messages", "response_format", "max_tokens", "max_completion_tokens", "logprobs",
 )  # fmt: skip
@@ -25,7 +25,7 @@ _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_t
 
 
 class TextFormat(BaseModel):
-    """What the text of an answer has to be."""
+    """What the answer's text must be: `response_format` of chat in another shape."""
 
     model_config = ConfigDict(extra="allow")
     type: Literal["text", "json_object", "json_schema"] = "text"
@@ -33,7 +33,7 @@ class TextFormat(BaseModel):
 
 
 class TextOptions(BaseModel):
-    """Of the answer's text."""
+    """The field `text` of a request."""
 
     format: TextFormat | None = None
 
@@ -49,7 +49,7 @@ class FunctionTool(BaseModel):
 
 
 class NamedTool(BaseModel):
-    """The function to call."""
+    """The form of `tool_choice` that names a function."""
 
     type: Literal["function"]
     name: str
@@ -70,12 +70,12 @@ class ResponsesRequest(SamplingFields):
     chat_template_kwargs: dict[str, Any] | None = None
 
     def to_chat(self) -> ChatRequest:
-        """The same as a request of /v1/chat/completions.
+        """The same request for /v1/chat/completions.
 
         Raises:
-            ApiError: it holds what is not served.
+            ApiError: 400, it has a field or an item that is not supported, or a bad value.
         """
-        for name in _NOT_SERVED:
+        for name in _UNSUPPORTED_FIELDS:
             if (self.model_extra or {}).get(name) not in (None, False, [], 0):
                 raise bad_request(
                     f"{name} is not served here: responses are not stored, and hold no log-probabilities.", name
@@ -105,13 +105,14 @@ class ResponsesRequest(SamplingFields):
             raise bad_request(f"{'.'.join(map(str, first['loc']))}: {first['msg']}.", "input") from None
 
     def _messages(self) -> list[dict[str, Any]]:
+        """The items as messages of a conversation. Reasoning joins the assistant's next message; successive calls share a message."""
         found = [{"role": "system", "content": self.instructions}] if self.instructions else []
         items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
-        thought = ""
+        reasoning = ""
         for item in items:
             kind = str(item.get("type") or "message")
             if kind == "reasoning":
-                thought += _text_of(item.get("content") or item.get("summary") or [])
+                reasoning += _text_of(item.get("content") or item.get("summary") or [])
                 continue
             if kind.startswith("function_call"):
                 _check_texts(item, ("call_id", "name", "arguments") if kind == "function_call" else ("call_id",))
@@ -129,34 +130,39 @@ class ResponsesRequest(SamplingFields):
                 message = {"role": role, "content": _text_of(item.get("content"))}
             else:
                 raise bad_request(f"input: items of type {kind!r} are not served here.", "input")
-            if thought and message["role"] == "assistant":
-                message["reasoning_content"], thought = thought, ""
+            if reasoning and message["role"] == "assistant":
+                message["reasoning_content"], reasoning = reasoning, ""
             found.append(message)
         return found
 
 
 def _check_texts(item: dict[str, Any], names: tuple[str, ...]) -> None:
+    """Raise ApiError 400 unless these fields of an item hold text."""
     for name in names:
         if not isinstance(item.get(name), str):
             raise bad_request(f"input: {name} of a {item['type']} must be a text.", "input")
 
 
 def _text_of(content: Any) -> str:
-    """A text, or the texts of its parts."""
+    """An item's content as one text: the content itself, or the joined texts of its parts.
+
+    Raises:
+        ApiError: 400, a part is not text.
+    """
     if isinstance(content, str):
         return content
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         raise bad_request("input: the content of an item is a text or a list of parts.", "input")
     if any(part.get("type") not in _TEXT_PARTS or not isinstance(part.get("text"), str) for part in content):
-        raise bad_request("input: parts hold text only: this model reads no images, files or audio.", "input")
+        raise bad_request("input: parts hold text only: this server gives models no images, files or audio.", "input")
     return "".join(part["text"] for part in content)
 
 
 class Output:
-    """The items of a response while they are written. Each method returns the events, without their numbers.
+    """The items of a response while they are generated. Methods return events, still without their sequence numbers.
 
     Attributes:
-        items: of the response so far.
+        items: the items so far; the last may still be growing.
     """
 
     def __init__(self) -> None:
@@ -164,7 +170,7 @@ class Output:
         self._open: dict[str, Any] | None = None
 
     def add(self, delta: Delta) -> list[dict[str, Any]]:
-        """A piece of the message."""
+        """Append a piece of the message. Returns its events."""
         events = []
         if delta.reasoning:
             events += self._write("reasoning", "reasoning_text", delta.reasoning)
@@ -175,7 +181,7 @@ class Output:
         return events
 
     def close(self, status: str = "completed") -> list[dict[str, Any]]:
-        """The item that is open has ended."""
+        """End the item that is growing, if any, with this status. Returns its events."""
         item, self._open = self._open, None
         if item is None:
             return []
@@ -198,6 +204,7 @@ class Output:
         ]
 
     def _write(self, kind: str, part_type: str, text: str) -> list[dict[str, Any]]:
+        """Append text to the item that is growing; begin one if it is of another kind."""
         events = []
         if self._open is None or self._open["type"] != kind:
             part: dict[str, Any] = {"type": part_type, "text": ""}
@@ -218,6 +225,7 @@ class Output:
         return [*events, {"type": f"response.{part_type}.delta", **place, "delta": text, **more}]
 
     def _call(self, call: dict[str, Any]) -> list[dict[str, Any]]:
+        """Append a piece of a tool call; the first piece, which has an id, begins an item."""
         events, function = [], call["function"]
         if "id" in call:
             item = {"id": _id("fc"), "type": "function_call", "status": "in_progress", "call_id": call["id"]}
@@ -231,6 +239,7 @@ class Output:
         return events
 
     def _begin(self, item: dict[str, Any]) -> list[dict[str, Any]]:
+        """End the item that is growing and begin this one."""
         events = self.close()
         self.items.append(item)
         self._open = item
@@ -241,7 +250,7 @@ class Output:
 
 
 class Responses(Chat):
-    """POST /v1/responses."""
+    """POST /v1/responses. Submits and parses like `Chat`; only the answer's shape differs."""
 
     def __init__(self, server: Server, body: ResponsesRequest):
         super().__init__(server, body.to_chat())
@@ -250,18 +259,18 @@ class Responses(Chat):
 
     @property
     def ignored_fields(self) -> list[str]:
-        """Fields of the request that mean nothing here."""
+        """Names of the request's fields that the server does not know and therefore ignores."""
         return self.request.unknown_fields
 
     async def collect(self) -> dict[str, Any]:
-        """The whole response."""
+        """The body of the whole response. Waits until it is complete."""
         (updates,) = await self.all_updates()
         for update in updates:
             self._add(update)
         return self._response(updates[-1])
 
     async def stream(self) -> AsyncIterator[bytes]:
-        """Events; the last is response.completed, .incomplete or .failed."""
+        """Yield server-sent events; the last is response.completed, response.incomplete or response.failed."""
         number = 0
 
         def frame(event: dict[str, Any]) -> bytes:
@@ -290,6 +299,7 @@ class Responses(Chat):
             yield frame({"type": "response.failed", "response": response})
 
     def _add(self, update: Update) -> list[dict[str, Any]]:
+        """Append an update's text to the items. Returns its events."""
         delta = self.parsers[0].feed(update.text, last=update.finish_reason is not None)
         if delta.reasoning:
             self.num_reasoning = update.num_tokens
@@ -299,7 +309,7 @@ class Responses(Chat):
         return events
 
     def _response(self, last: Update | None) -> dict[str, Any]:
-        """The response; `last`: the update that ended it, None while it is written."""
+        """The response object. `last`: the update that ended it; None while it is being generated."""
         request, answer = self.request, self.answers[0]
         cut = last is not None and last.finish_reason == "length"
         wanted = request.text.format if request.text is not None else None
@@ -330,5 +340,5 @@ def _id(prefix: str) -> str:
 
 
 def _copy(item: dict[str, Any]) -> dict[str, Any]:
-    """As it is now: events are shown after the item has changed."""
+    """A copy of an item as it is now: events are encoded after the item has changed again."""
     return {**item, "content": [dict(part) for part in item["content"]]} if "content" in item else dict(item)

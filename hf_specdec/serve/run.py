@@ -1,12 +1,14 @@
-"""A server process: the model is loaded while /health says 503, requests are served, SIGTERM drains."""
+"""A server process: loads the model while /health answers 503, serves requests, and drains them after SIGTERM."""
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
 import logging
+import math
 import os
 import signal
+import socket
 import threading
 from collections.abc import Callable
 from typing import Any
@@ -16,11 +18,29 @@ from transformers import AutoTokenizer
 
 from ..bundled import resolve_model
 from .api import make_app
-from .connections import impatient
+from .connections import protocol_with_timeout
 from .llm import LLM
 from .server import Limits, Server
 
 logger = logging.getLogger(__name__)
+
+_SECONDS_FOR_ERRORS = 5  # for clients to receive the error that ends an answer when the time for draining is over
+
+
+class _DrainingServer(uvicorn.Server):
+    """A uvicorn server that, after the signal, gives answers `seconds` to end, and then ends the rest with an error."""
+
+    def __init__(self, config: uvicorn.Config, server: Server, seconds: float):
+        super().__init__(config)
+        self._server, self._seconds = server, seconds
+
+    async def shutdown(self, sockets: list[socket.socket] | None = None) -> None:
+        """Called by uvicorn after the signal: drain, then stop."""
+        timer = asyncio.get_running_loop().call_later(self._seconds, self._server.end_answers)
+        try:
+            await super().shutdown(sockets)
+        finally:
+            timer.cancel()
 
 
 def serve(
@@ -41,24 +61,30 @@ def serve(
     """Serve a model until SIGINT or SIGTERM.
 
     Args:
-        shutdown_timeout: seconds that running requests get then; no new ones are taken.
-        chat_template, response_template: instead of the tokenizer's.
-        arguments: of LLM.
+        names: names by which clients may call the model; answers contain the first.
+        api_keys, allowed_origins: see `make_app`.
+        shutdown_timeout: seconds that running requests get to end after the signal; those left then end with an error, 503. New
+            requests are refused.
+        chat_template, response_template: used in place of the tokenizer's own.
+        tokenizer: name or folder; None: the model's.
+        on_ready: called with the server's URL once the model is loaded.
+        arguments: further arguments of `LLM`.
 
     Raises:
-        Exception: what loading the model raised.
+        Exception: the error with which loading the model failed.
     """
     name = resolve_model(os.fspath(tokenizer or model))
     loading = {key: arguments[key] for key in ("revision", "trust_remote_code") if key in arguments}
-    own_tokenizer = AutoTokenizer.from_pretrained(name, **loading)
+    loaded_tokenizer = AutoTokenizer.from_pretrained(name, **loading)
     if chat_template is not None:
-        own_tokenizer.chat_template = chat_template
-    server = Server(own_tokenizer, names, limits, response_template)
+        loaded_tokenizer.chat_template = chat_template
+    server = Server(loaded_tokenizer, names, limits, response_template)
     failure: list[BaseException] = []
 
     def load(loop: asyncio.AbstractEventLoop) -> None:
+        """Load the model in a thread of its own; a failure ends the server, and `serve` raises it."""
         try:
-            llm = LLM(model, own_tokenizer, **arguments)
+            llm = LLM(model, loaded_tokenizer, **arguments)
             server.start(llm, loop)
         except BaseException as error:
             failure.append(error)
@@ -68,6 +94,7 @@ def serve(
 
     @contextlib.asynccontextmanager
     async def lifespan(app):
+        """Begin to load when the server starts, so that it can answer /health; end the engine when it stops."""
         thread = threading.Thread(
             target=load, args=(asyncio.get_running_loop(),), name="hf-specdec-loading", daemon=True
         )
@@ -77,14 +104,16 @@ def serve(
 
     app = make_app(server, api_keys, allowed_origins, lifespan)
     config = uvicorn.Config(
-        app, http=impatient(limits.read_seconds), host=host, port=port, log_level="warning", access_log=False, timeout_keep_alive=30,
-        timeout_graceful_shutdown=max(1, round(shutdown_timeout)), h11_max_incomplete_event_size=64 << 10,
+        app, http=protocol_with_timeout(limits.read_seconds), host=host, port=port, log_level="warning", access_log=False,
+        timeout_keep_alive=30, timeout_graceful_shutdown=math.ceil(shutdown_timeout) + _SECONDS_FOR_ERRORS,
+        h11_max_incomplete_event_size=64 << 10,
     )  # fmt: skip
-    before = signal.signal(signal.SIGTERM, lambda *_: None)  # uvicorn drains, then raises the signal once more
+    # After draining, uvicorn raises the signal again for the handler that was set before its own: it must not end the process.
+    previous_handler = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
         with contextlib.suppress(KeyboardInterrupt):
-            uvicorn.Server(config).run()
+            _DrainingServer(config, server, shutdown_timeout).run()
     finally:
-        signal.signal(signal.SIGTERM, before)
+        signal.signal(signal.SIGTERM, previous_handler)
     if failure:
         raise failure[0]

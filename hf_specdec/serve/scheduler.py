@@ -1,4 +1,4 @@
-"""Scheduler: which rows take part in the next step, and how many tokens of its text each feeds."""
+"""Scheduler: chooses the rows of the next step, and how many tokens of its own text each row feeds."""
 
 from __future__ import annotations
 
@@ -14,18 +14,19 @@ def _order(choice: Choice) -> tuple[int, int, int]:
 
 
 class Scheduler:
-    """Running rows first, then waiting ones, within one budget of tokens a step.
+    """Fills each step's token budget with running rows first, then with waiting rows.
 
-    Rows that decode feed one token and their drafts; rows that read a prompt feed a chunk of it in the same forward. A waiting row
-    is admitted only if its whole prompt fits the free blocks. When blocks run out, the last row by priority and arrival is preempted: it
-    waits, and reads its text again.
+    A row that decodes feeds one token and its drafts. A row that reads its prompt feeds a chunk of it in the same forward pass. A waiting
+    row may start only if the free blocks hold its whole text. When blocks run out, the last row by priority and arrival is
+    preempted: it gives its blocks back, waits, and later reads its text again.
 
     Args:
-        max_num_seqs: rows that run at once, at most.
-        max_num_batched_tokens: tokens of a step, at most; decoding rows are never left out, their drafts are shortened.
+        max_num_seqs: most rows that run at once.
+        max_num_batched_tokens: most tokens of a step. Rows that decode are never left out; their drafts are shortened instead.
 
     Attributes:
-        waiting, running: both sorted, the first to run first.
+        waiting, running: sorted by priority, then by arrival; the first runs first.
+        num_preemptions: number of preemptions so far.
     """
 
     def __init__(self, decoder: SpeculativeDecoder, max_num_seqs: int, max_num_batched_tokens: int):
@@ -36,30 +37,33 @@ class Scheduler:
         self.num_preemptions = 0
 
     def add(self, choice: Choice) -> None:
-        """A choice waits to run."""
+        """Add a choice to those that wait."""
         insort(self.waiting, choice, key=_order)
 
     def remove(self, choice: Choice) -> None:
-        """A choice has ended, or was cancelled."""
+        """Remove a choice that has ended or was cancelled."""
         (self.running if choice in self.running else self.waiting).remove(choice)
 
     def preempt(self, choice: Choice) -> None:
-        """Take a running choice's blocks; it waits."""
+        """Take the blocks of a running choice and let it wait."""
         self.decoder.preempt(choice.sequence)
         self.running.remove(choice)
         self.add(choice)
         self.num_preemptions += 1
 
     def schedule(self, only: Collection[Choice] | None = None) -> tuple[list[Choice], list[int]]:
-        """(rows of the next step, tokens of its own text that each feeds at most).
+        """Choose the rows of the next step; waiting rows among them become running ones.
 
         Args:
-            only: rows that may take part; None: all.
+            only: the rows that may take part; None: all.
+
+        Returns:
+            The rows, and for each the most tokens of its own text that it feeds.
         """
         running = [choice for choice in self.running if only is None or choice in only]
         pending = [self._pending(choice) for choice in running]
-        decoding = sum(count == 1 for count in pending)
-        self._limit_drafts(decoding)
+        num_decoding = sum(count == 1 for count in pending)
+        self._limit_drafts(num_decoding)
         left = self.max_num_batched_tokens - sum(
             1 + self._num_drafts(choice) for choice, count in zip(running, pending, strict=True) if count == 1
         )
@@ -69,7 +73,7 @@ class Scheduler:
             if chunk < 1:
                 if any(each > 1 for each in counts):
                     continue
-                chunk = min(count, self.decoder.config.block_size)  # a prompt never waits for ever
+                chunk = min(count, self.decoder.config.block_size)  # one prompt always advances, also without budget
             left -= 0 if count == 1 else chunk
             rows.append(choice)
             counts.append(chunk)
@@ -89,7 +93,7 @@ class Scheduler:
         return rows, counts
 
     def make_room(self, wanting: list[Choice]) -> bool:
-        """Preempt the last running row that holds blocks, for rows that found none. False if there is no other row."""
+        """Preempt the last running row that holds blocks, for rows that need some. False if no other row holds any."""
         cache = self.decoder.cache
         holders = [each for each in self.running if cache.tables[each.sequence.id].blocks]
         if not holders or (len(self.running) == 1 and holders == wanting[:1]):
@@ -98,29 +102,32 @@ class Scheduler:
         return True
 
     def _pending(self, choice: Choice) -> int:
+        """Number of tokens of a row's text whose KV is not in the cache yet; 1 for a row that decodes."""
         seq = choice.sequence
         return len(seq.tokens) - self.decoder.cache.tables[seq.id].length
 
     def _num_drafts(self, choice: Choice) -> int:
+        """Most draft tokens of a row in a step."""
         most = self.decoder.generator.max_draft_nodes
         own = choice.sequence.num_speculative_tokens
         return most if own is None else min(own, most)
 
-    def _limit_drafts(self, decoding: int) -> None:
-        """Shorten drafts where all of them together would not fit the budget."""
+    def _limit_drafts(self, num_decoding: int) -> None:
+        """Set the rows' draft limits so that the drafts of all decoding rows fit the budget."""
         most = self.decoder.generator.max_draft_nodes
-        if not most or not decoding:
+        if not most or not num_decoding:
             return
-        allowed = max(0, self.max_num_batched_tokens // decoding - 1)
+        allowed = max(0, self.max_num_batched_tokens // num_decoding - 1)
         for choice in self.running:
             wanted = choice.request.params.num_speculative_tokens
             limit = None if wanted is None and allowed >= most else min(allowed, most if wanted is None else wanted)
             choice.sequence.num_speculative_tokens = limit
 
     def _fits(self, choice: Choice) -> bool:
+        """True if a waiting row may start: the free blocks hold its text, or nothing else is running."""
         if not self.running:
             return True
         cache = self.decoder.cache
         needed = -(-(len(choice.sequence.tokens) + 1) // cache.block_size)
-        # One block for each running row to grow into, so that what is admitted is not preempted at once.
+        # Leave one block for each running row to grow into, so that the new row is not preempted at once.
         return needed + len(self.running) <= cache.most_blocks - cache.pool.num_used

@@ -1,4 +1,4 @@
-"""Server: requests of all endpoints, on their way to the engine and back."""
+"""Server: sends the requests of all endpoints to the engine, and gives each client the updates of its own."""
 
 from __future__ import annotations
 
@@ -8,14 +8,14 @@ import inspect
 import logging
 import time
 import uuid
-from collections import deque
 from collections.abc import AsyncIterator
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from ..integration import model_lock
 from ..sampling.grammar import Reasoning
-from .errors import ApiError, bad_request, failed, overloaded
+from .answers import Answer, Inbox
+from .errors import ApiError, bad_request, failed, overloaded, unavailable
 from .followers import RankedWorker, Serve
 from .llm import LLM
 from .messages import response_template_of
@@ -32,19 +32,20 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-_LOOK_AFTER_SECONDS = 15.0  # of silence, whether the engine is still there
+_SHUTS_DOWN = "The server is shutting down. Send the request again, to another server or later."
+_ENGINE_CHECK_SECONDS = 15.0  # of silence, after which a stream without comments checks that the engine still runs
 
 
 @dataclass
 class Limits:
-    """What the server refuses.
+    """Limits of the server; times are in seconds.
 
     Attributes:
-        max_body_bytes: of a request.
-        read_seconds: for the headers of a request, and for its body (more for large ones).
-        max_queued_requests: that wait for the engine; beyond them the answer is 429. None: no limit.
-        keep_alive_seconds: of silence, after which a stream sends a comment; 0: never.
-        answer_seconds: for an answer; it ends with what is written then. None: no limit.
+        max_body_bytes: largest body of a request.
+        max_queued_requests: requests that may wait for the engine; a further one is answered with 429. None: no limit.
+        keep_alive_seconds: a stream sends a comment after so long without an update; 0: never.
+        read_seconds: time for the headers of a request to arrive, and for its body (large bodies get more).
+        answer_seconds: time for an answer, which then ends with what has been generated. None: no limit.
     """
 
     max_body_bytes: int = 16 << 20
@@ -54,95 +55,25 @@ class Limits:
     answer_seconds: float | None = None
 
 
-class Inbox:
-    """Updates of one client's request, in the event loop; None after every `seconds` in which none came.
-
-    Frames are many: this is cheaper than asyncio.Queue, and one timer does whatever comes.
-    """
-
-    def __init__(self, seconds: float):
-        self.seconds, self.loop = seconds, asyncio.get_running_loop()
-        self._found: deque[tuple[Answer, Update] | None] = deque()
-        self._awaited: asyncio.Future[None] | None = None
-        self._last = self.loop.time()
-        self._timer = self.loop.call_later(seconds, self._look)
-
-    def put(self, found: tuple[Answer, Update] | None) -> None:
-        """Something has come."""
-        self._last = self.loop.time()
-        self._found.append(found)
-        if self._awaited is not None and not self._awaited.done():
-            self._awaited.set_result(None)
-
-    async def get(self) -> tuple[Answer, Update] | None:
-        """What comes next, for one reader."""
-        while not self._found:
-            self._awaited = self.loop.create_future()
-            await self._awaited
-        return self._found.popleft()
-
-    def close(self) -> None:
-        """Nobody reads it any more."""
-        self._timer.cancel()
-
-    def _look(self) -> None:
-        if self.loop.time() >= self._last + self.seconds:
-            self.put(None)
-        self._timer = self.loop.call_at(self._last + self.seconds, self._look)
-
-
-@dataclass
-class Answer:
-    """One request's updates, as they come.
-
-    Attributes:
-        number: of the prompt within the client's request.
-        inbox: where updates go, with those of the other prompts.
-        ended: by its last update, or because the client has left.
-        deadline: ends it when its time is over; None: it has no limit.
-        prompt_end: the prompt's last ids.
-        texts: by choice, what makes text of tokens here; none if the engine does, to find stop texts.
-    """
-
-    id: str
-    number: int
-    inbox: Inbox
-    num_prompt: int
-    params: SamplingParams
-    began: float = field(default_factory=time.monotonic)
-    first: float | None = None
-    ended: bool = False
-    num_new: int = 0
-    num_cached: int = 0
-    deadline: asyncio.TimerHandle | None = None
-    prompt_end: list[int] = field(default_factory=list)
-    texts: dict[int, Detokenizer] = field(default_factory=dict)
-
-    def make_text(self, update: Update, tokenizer: Any) -> None:
-        """Set an update's text, if the engine has left that to us."""
-        if self.params.detokenize:
-            return
-        text = self.texts.get(update.index)
-        if text is None:
-            text = Detokenizer(tokenizer, self.prompt_end, self.params.skip_special_tokens)
-            self.texts[update.index] = text
-        tokens = update.token_ids[:-1] if update.hides_end else update.token_ids
-        update.text = "".join([text.add(token) for token in tokens])
-        if update.finish_reason is not None:
-            update.text += text.finish()
-
-
 class Server:
-    """Requests of all endpoints, on their way to the engine and back.
+    """Sends the requests of all endpoints to the engine, and gives each client the updates of its own.
+
+    The engine runs in a thread of its own. Methods are called in the event loop's thread, except `deliver` (the engine's), `start` (the
+    one that loads the model) and `stop` (any other).
 
     Args:
-        tokenizer: of the model.
-        response_template: how the model marks reasoning and tool calls; None: the tokenizer's, or transformers' for the model.
-        names: the model's; the first is what answers say.
+        tokenizer: the model's tokenizer, from transformers.
+        names: names by which clients may call the model; answers contain the first.
+        response_template: how the model marks reasoning and tool calls, in transformers' format; None: the tokenizer's own, or the
+            one that transformers has for this family of models.
 
     Attributes:
-        worker: None until the model is loaded (`start`).
-        defaults: sampling parameters of requests that leave them out.
+        worker: the engine's thread; None until the model is loaded (`start`).
+        defaults: sampling parameters for requests that leave them out.
+        max_model_len: most tokens of a prompt and its answer together.
+        answers: answers that have not ended, by id.
+        created: when the server was made, in seconds since 1970.
+        is_closed: True once the time for draining is over; every request is then refused.
     """
 
     def __init__(self, tokenizer: Any, names: list[str], limits: Limits, response_template: dict | None = None):
@@ -152,13 +83,17 @@ class Server:
         self.worker: EngineWorker | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self.answers: dict[str, Answer] = {}
-        self.created = int(time.time())
+        self.created, self.is_closed = int(time.time()), False
         self.metrics = Metrics(names[0], lambda: Load() if self.worker is None else self.worker.load)
         if tokenizer.chat_template is None:
             logger.warning("The tokenizer has no chat template: /v1/chat/completions uses ChatML.")
 
     def start(self, llm: LLM, loop: asyncio.AbstractEventLoop) -> None:
-        """Serve a model that has been loaded; updates go to `loop`."""
+        """Start the engine of a loaded model; its updates are delivered in `loop`.
+
+        Raises:
+            Exception: what transformers raises for a malformed response template.
+        """
         self.defaults, self.max_model_len, self.loop = llm.get_default_sampling_params(), llm.max_model_len, loop
         if self.response_template is None:
             self.response_template = response_template_of(self.tokenizer, llm.model)
@@ -171,35 +106,46 @@ class Server:
             self.worker = RankedWorker(llm.engine, self.deliver, model_lock(llm.model), llm.ranks)
         self.worker.start()
 
+    def end_answers(self) -> None:
+        """End all remaining answers with an error, because the time for draining is over. Clients then see why the connection closes."""
+        self.is_closed = True
+        for answer in list(self.answers.values()):
+            if self.worker is not None:
+                self.worker.send(Cancel(answer.id))
+            self._route([Update(answer.id, request_finished=True, error=unavailable(_SHUTS_DOWN, 5))])
+
     def stop(self) -> None:
-        """End the engine's thread; what runs is aborted."""
+        """End the engine's thread and wait for it; running requests are aborted."""
         if self.worker is not None:
             self.worker.stop()
             self.worker.join()
 
     @property
-    def engine(self) -> EngineWorker:
-        """The worker.
+    def running_worker(self) -> EngineWorker:
+        """The engine's thread, which is running.
 
         Raises:
-            ApiError: 503, while the model is being loaded or after the engine has stopped.
+            ApiError: 503, the model is still being loaded, or the engine has stopped.
         """
         worker = self.worker
         if worker is None:
-            raise ApiError(503, "The model is loading.", "service_unavailable", headers={"Retry-After": "5"})
+            raise unavailable("The model is loading.", 5)
+        if self.is_closed:
+            raise unavailable(_SHUTS_DOWN, 5)
         if worker.failure is not None or not worker.is_alive():
             raise ApiError(503, "The engine has stopped; the log says why.", "service_unavailable")
         return worker
 
     def deliver(self, updates: list[Update]) -> None:
-        """Hand a step's updates over to the event loop; called in the engine's thread."""
+        """Pass the updates of a step to the event loop. Called in the engine's thread."""
         if self.loop is not None and not self.loop.is_closed():
-            with contextlib.suppress(RuntimeError):  # the loop closed just now: nobody is left to read
+            with contextlib.suppress(RuntimeError):  # the loop has just closed: there are no readers any more
                 self.loop.call_soon_threadsafe(self._route, updates)
 
     def _route(self, updates: list[Update]) -> None:
+        """Put each update into the inbox of its answer, and count the new tokens."""
         for update in updates:
-            # The last update ends the entry here: a stream that nobody began to read would keep it.
+            # Remove the answer here and not in its reader: a stream that was never read would keep it for ever.
             answer = self.answers.pop(update.id, None) if update.request_finished else self.answers.get(update.id)
             if answer is not None and answer.deadline is not None and update.request_finished:
                 answer.deadline.cancel()
@@ -209,7 +155,7 @@ class Server:
         self.metrics.tokens_written(sum(written), len(written))
 
     def check_model(self, name: str | None) -> None:
-        """Raise ApiError if a request names another model."""
+        """Raise ApiError 404 if a request names a model that is not served; None is always accepted."""
         if name is not None and name not in self.names:
             raise ApiError(
                 404, f"The model {name!r} does not exist here. Served: {', '.join(self.names)}.", param="model",
@@ -217,7 +163,7 @@ class Server:
             )  # fmt: skip
 
     def encode(self, prompt: str | list[int], add_special_tokens: bool = True) -> list[int]:
-        """Ids of a prompt."""
+        """Token ids of a prompt, which may be text or token ids."""
         return (
             list(prompt)
             if isinstance(prompt, list)
@@ -225,10 +171,10 @@ class Server:
         )
 
     def chat_prompt(self, body: ChatRequest | TokenizeRequest) -> list[int]:
-        """Ids of a conversation.
+        """Token ids of a conversation, by the tokenizer's chat template (ChatML if it has none).
 
         Raises:
-            ApiError: the template refuses it.
+            ApiError: 400, the template raises for these messages, or `chat_template_kwargs` sets an argument that the server sets.
         """
         messages = [message.for_template() for message in body.messages or []]
         more = getattr(body, "chat_template_kwargs", None) or {}
@@ -243,19 +189,19 @@ class Server:
                 messages, tools=tools, chat_template=template, add_generation_prompt=body.add_generation_prompt and not final,
                 continue_final_message=final, tokenize=True, return_dict=False, **more,
             )  # fmt: skip
-        except Exception as error:  # templates are programs of the checkpoint's: they raise what they like
+        except Exception as error:  # a template is a program from the checkpoint and may raise anything
             raise bad_request(f"The chat template refused the messages: {error}", "messages") from None
 
     async def compile(self, grammar: StructuredOutputsParams | None) -> None:
-        """Compile a grammar while the request waits, so that the engine finds it compiled.
+        """Compile a grammar before the request is submitted, so that the engine's thread need not wait for it. None: do nothing.
 
         Raises:
-            ApiError: it is malformed or too complex.
+            ApiError: 400, it is malformed or too complex; 503, see `running_worker`.
         """
         if grammar is None:
             return
         try:
-            await asyncio.to_thread(self.engine.engine.grammars.matcher, grammar)
+            await asyncio.to_thread(self.running_worker.engine.grammars.matcher, grammar)
         except ValueError as error:
             raise bad_request(str(error), "structured_outputs") from None
 
@@ -268,16 +214,18 @@ class Server:
         among: list[Answer] | None = None,
         max_time: float | None = None,
     ) -> Answer:
-        """Send a request to the engine.
+        """Send one prompt to the engine.
 
         Args:
-            among: answers to the same client's request, which this one joins.
-            max_time: seconds after which it ends with what is written, at most the server's limit; None: that.
+            prompt: as the client gave it; `ids` are its token ids.
+            reasoning: what the model writes before the text that a grammar describes.
+            among: answers to the earlier prompts of the same client's request, with which this one shares an inbox.
+            max_time: seconds after which the answer ends with what has been generated. The server's own limit also applies.
 
         Raises:
-            ApiError: it is too long, or too many wait.
+            ApiError: 400, the prompt is empty or too long; 429, too many requests are waiting; 503, see `running_worker`.
         """
-        engine = self.engine
+        worker = self.running_worker
         if not ids:
             raise bad_request("The prompt is empty: it needs at least one token.", "prompt")
         if len(ids) >= self.max_model_len:
@@ -286,48 +234,52 @@ class Server:
                 param="messages" if isinstance(prompt, list) else "prompt", code="context_length_exceeded",
             )  # fmt: skip
         most = self.limits.max_queued_requests
-        if most is not None and engine.load.waiting >= most:
+        if most is not None and worker.load.waiting >= most:
             raise overloaded(f"{most} requests are waiting already (--max-num-queued-reqs). Try again later.")
-        silence = self.limits.keep_alive_seconds or _LOOK_AFTER_SECONDS
+        silence = self.limits.keep_alive_seconds or _ENGINE_CHECK_SECONDS
         number, inbox = (len(among), among[0].inbox) if among else (0, Inbox(silence))
-        params = params.copy(
-            detokenize=bool(params.stop)
-        )  # without stop texts, text is made here, beside the engine's steps
+        # Only stop texts need text in the engine. Otherwise it is made in this thread, while the engine computes its next step.
+        params = params.copy(detokenize=bool(params.stop))
         answer = Answer(uuid.uuid4().hex, number, inbox, len(ids), params, prompt_end=ids[-Detokenizer.CONTEXT :])
         self.answers[answer.id] = answer
-        engine.send(Submit(answer.id, prompt if isinstance(prompt, str) else None, ids, params, reasoning))
+        worker.send(Submit(answer.id, prompt if isinstance(prompt, str) else None, ids, params, reasoning))
         seconds = min((each for each in (max_time, self.limits.answer_seconds) if each is not None), default=None)
         if seconds is not None:
-            answer.deadline = asyncio.get_running_loop().call_later(seconds, engine.send, Cancel(answer.id, "length"))
+            answer.deadline = asyncio.get_running_loop().call_later(seconds, worker.send, Cancel(answer.id, "length"))
         return answer
 
     async def updates(self, answers: list[Answer]) -> AsyncIterator[tuple[Answer, Update] | None]:
-        """Updates of a client's answers, until all have ended; None after every `keep_alive_seconds` without one. Call `leave` at the end.
+        """Yield the updates of a client's answers until all have ended. Call `release` afterwards, also after an error.
+
+        With `keep_alive_seconds`, also yield None after every such time without an update.
 
         Raises:
-            ApiError: what ended one of them.
+            ApiError: 400 or 500, one of the answers ended with an error; 503, the engine has stopped, or the server is shutting down.
         """
         left, inbox = len(answers), answers[0].inbox
         while left:
             found = await inbox.get()
             if found is None:
-                _ = self.engine  # raises if it has stopped
+                _ = self.running_worker  # raises if it has stopped
                 if self.limits.keep_alive_seconds:
                     yield None
                 continue
             answer, update = found
             left -= update.request_finished
             answer.ended = update.request_finished
-            self._note(answer, update)
+            self._record(answer, update)
+            if isinstance(update.error, ApiError):
+                raise update.error
             if isinstance(update.error, ValueError):
                 raise bad_request(str(update.error))
             if update.error is not None:
                 raise failed(f"The model raised {type(update.error).__name__} for this request.")
-            answer.make_text(update, self.tokenizer)  # the engine has accepted the prompt's ids
+            # after the check for errors: the engine has accepted these ids, so the tokenizer knows them
+            answer.make_text(update, self.tokenizer)
             yield found
 
-    def leave(self, answers: list[Answer]) -> None:
-        """Nobody reads these answers any more: those that have not ended are cancelled."""
+    def release(self, answers: list[Answer]) -> None:
+        """Forget a client's answers, because nobody reads them any more; cancel those that have not ended. May be called twice."""
         for answer in answers:
             answer.inbox.close()
             self.answers.pop(answer.id, None)
@@ -339,7 +291,8 @@ class Server:
                 if self.worker is not None:
                     self.worker.send(Cancel(answer.id))
 
-    def _note(self, answer: Answer, update: Update) -> None:
+    def _record(self, answer: Answer, update: Update) -> None:
+        """Count an update in its answer and in the metrics."""
         now = time.monotonic()
         answer.num_new += len(update.token_ids)
         answer.num_cached = max(answer.num_cached, update.num_cached_tokens)
@@ -354,7 +307,7 @@ class Server:
             self.metrics.request_ended(reason, answer.num_prompt, answer.num_cached, update.statistics)
 
     def timings(self, answer: Answer, update: Update) -> dict[str, Any]:
-        """The answer's `metrics`, with vLLM's statistics of speculation."""
+        """The field `metrics` of an answer: times in milliseconds, and `update`'s statistics of speculation in vLLM's form."""
         found: dict[str, Any] = {}
         if answer.first is not None:
             found["time_to_first_token_ms"] = round(1e3 * (answer.first - answer.began), 3)

@@ -1,4 +1,4 @@
-"""Structured output: what a text may be, compiled by llguidance away from the engine's steps."""
+"""Structured output: grammars that a text must match, compiled by llguidance in a thread of their own."""
 
 from __future__ import annotations
 
@@ -11,18 +11,17 @@ from typing import Any
 
 from ..sampling.grammar import shortened
 
-MOST_BYTES = (
-    32 << 10
-)  # of a grammar: compiling takes at most a few seconds then, and no nesting that fits overflows the stack
-_STACK_BYTES = 256 << 20  # of the thread that compiles, which recurses as deep as the grammar nests
-_MOST_KEPT = 64  # compiled grammars
-# Without a bound a model that has nothing more to say can write spaces until its tokens are used up.
+# Largest grammar, in bytes: it compiles in a few seconds at most, and cannot be nested so deeply that the stack overflows.
+MOST_BYTES = 32 << 10
+_STACK_BYTES = 256 << 20  # stack of the compiling thread, which recurses as deeply as the grammar is nested
+_MOST_KEPT = 64  # number of compiled grammars that are kept
+# White space is limited: a model that has finished could otherwise write spaces until its tokens are used up.
 _WHITESPACE = r"[\x20\x0A\x0D\x09]{1,16}"
 
 
 @dataclass
 class StructuredOutputsParams:
-    """What a text has to be. Give exactly one of the first five; names are vLLM's.
+    """What a text must match. Give exactly one of the first five; names are vLLM's.
 
     Attributes:
         json: a JSON schema, as a dictionary or text.
@@ -64,15 +63,13 @@ class StructuredOutputsParams:
         try:
             size = len(self.source.encode())
         except (RecursionError, TypeError, UnicodeEncodeError) as error:
-            raise ValueError(
-                f"structured_outputs: {given[0]} is no JSON that can be written as text: {error}"
-            ) from None
+            raise ValueError(f"structured_outputs: {given[0]} cannot be written as JSON text: {error}") from None
         if size > MOST_BYTES:
             raise ValueError(f"structured_outputs: {given[0]} has {size} bytes; {MOST_BYTES} are allowed.")
 
     @property
     def source(self) -> str:
-        """What tells grammars apart, as text."""
+        """All fields as text: equal for equal grammars."""
         json_text = self.json if self.json is None or isinstance(self.json, str) else json.dumps(self.json)
         return json.dumps(
             [json_text, self.json_object, self.regex, self.choice, self.grammar, self.disable_any_whitespace, self.whitespace_pattern],
@@ -83,7 +80,7 @@ class StructuredOutputsParams:
         """The grammar in llguidance's notation.
 
         Raises:
-            ValueError: it is malformed.
+            ValueError: the grammar is malformed.
         """
         from llguidance import LLMatcher
         from llguidance.gbnf_to_lark import any_to_lark
@@ -95,7 +92,7 @@ class StructuredOutputsParams:
         if self.grammar is not None:
             try:
                 return LLMatcher.grammar_from_lark(any_to_lark(self.grammar))
-            except Exception as error:  # its parser raises whatever it stumbles over
+            except Exception as error:  # its parser has no error class of its own
                 raise ValueError(f"structured_outputs: the grammar cannot be read: {shortened(str(error))}") from None
         schema = '{"type": "object"}' if self.json is None else self.json
         spaces = {"whitespace_flexible": False} if self.disable_any_whitespace else {
@@ -104,28 +101,28 @@ class StructuredOutputsParams:
         try:
             return LLMatcher.grammar_from_json_schema(schema, defaults=spaces)  # type: ignore[arg-type]
         except (ValueError, RecursionError) as error:
-            raise ValueError(f"structured_outputs: the schema is no JSON: {shortened(str(error))}") from None
+            raise ValueError(f"structured_outputs: the schema is not valid JSON: {shortened(str(error))}") from None
 
 
 class GrammarCompiler:
-    """Compiled grammars of one model. Any thread may call it; one thread of its own compiles.
+    """Compiles and keeps the grammars of one model. Any thread may call it; a thread of its own compiles.
 
     Args:
-        tokenizer: of the model; has to be a fast one.
-        vocab_size: columns of the logits.
+        tokenizer: the model's; must be a fast one.
+        vocab_size: number of columns of the logits.
         ends: end-of-sequence ids, which may follow a complete text.
     """
 
     def __init__(self, tokenizer: Any, vocab_size: int, ends: frozenset[int]):
         self.tokenizer, self.ends = tokenizer, ends
         self.vocab_size = vocab_size if tokenizer is None else max(vocab_size, len(tokenizer))
-        self._llguidance: Any = None  # its tokenizer, which takes a second to make
-        self._kept: OrderedDict[str, Any] = OrderedDict()
+        self._llguidance: Any = None  # llguidance's form of the tokenizer, which takes a second to make
+        self._kept: OrderedDict[str, Any] = OrderedDict()  # compiled grammars by source, least recently used first
         self._lock = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
 
     def matcher(self, params: StructuredOutputsParams) -> Any:
-        """A matcher at the beginning of a grammar. Takes milliseconds to seconds the first time, then microseconds.
+        """A new matcher at the beginning of a grammar. The first call for a grammar takes milliseconds to seconds, later ones microseconds.
 
         Raises:
             ValueError: the grammar is malformed or too complex, or llguidance or a fast tokenizer is missing.
@@ -145,27 +142,33 @@ class GrammarCompiler:
         return compiled.deep_copy()
 
     def close(self) -> None:
-        """End the thread."""
+        """End the compiling thread."""
         with self._lock:
             if self._thread is not None:
                 self._thread.shutdown(wait=False)
                 self._thread = None
 
     def _compile(self, params: StructuredOutputsParams) -> Any:
+        """Compile a grammar, and compute one mask with it. Runs in the compiling thread."""
         if self._llguidance is None:
             self._llguidance = _llguidance_tokenizer(self.tokenizer, self.vocab_size, self.ends)
         from llguidance import LLMatcher
 
         matcher = LLMatcher(self._llguidance, params.to_llguidance(), log_level=0)
-        used = matcher.deep_copy()
-        if not used.is_error():
-            used.compute_bitmask()  # some grammars fail only now
-        if used.is_error():
-            raise ValueError(f"structured_outputs: {shortened(used.get_error())}")
+        trial = matcher.deep_copy()
+        if not trial.is_error():
+            trial.compute_bitmask()  # some grammars fail only here
+        if trial.is_error():
+            raise ValueError(f"structured_outputs: {shortened(trial.get_error())}")
         return matcher
 
 
 def _llguidance_tokenizer(tokenizer: Any, vocab_size: int, ends: frozenset[int]) -> Any:
+    """llguidance's form of a tokenizer.
+
+    Raises:
+        ValueError: llguidance or a fast tokenizer is missing.
+    """
     try:
         import llguidance.hf
     except ImportError:
@@ -176,7 +179,7 @@ def _llguidance_tokenizer(tokenizer: Any, vocab_size: int, ends: frozenset[int])
 
 
 def _thread_with_stack(size: int) -> ThreadPoolExecutor:
-    """An executor with one thread, whose stack has `size` bytes."""
+    """An executor with one thread, which has a stack of `size` bytes."""
     before = threading.stack_size(size)
     try:
         executor = ThreadPoolExecutor(1, thread_name_prefix="hf-specdec-grammar")

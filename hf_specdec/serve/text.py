@@ -1,4 +1,4 @@
-"""New token ids to new text, one token at a time, and stop texts in it."""
+"""Turns new token ids into new text, one token at a time, and finds stop texts."""
 
 from __future__ import annotations
 
@@ -8,16 +8,16 @@ from tokenizers.decoders import DecodeStream
 
 
 class Detokenizer:
-    """Text of one choice, which grows by whole characters.
+    """The text of one choice, which grows by whole characters.
 
     Args:
         tokenizer: a transformers tokenizer.
-        prompt: the prompt's ids.
+        prompt: the prompt's ids, of which the last `CONTEXT` are used.
         skip_special_tokens: leave special tokens out of the text.
 
     Attributes:
-        CONTEXT: how many of the last ids a decoder needs, so that a leading space is kept.
-        text: so far.
+        CONTEXT: number of ids before a token that must be decoded with it; without them a leading space could be lost.
+        text: the text so far.
     """
 
     CONTEXT = 6
@@ -30,31 +30,31 @@ class Detokenizer:
         self._stream = (
             DecodeStream(ids=context, skip_special_tokens=skip_special_tokens) if self._fast is not None else None
         )
-        self._ids = list(context)  # since the last whole character, with what was decoded before it
-        self._read = len(context)  # how many of them are in the text already
+        self._ids = list(context)  # the tokens of an incomplete character, after up to CONTEXT earlier ones
+        self._num_decoded = len(context)  # how many of these ids are in the text already
 
     def add(self, token: int) -> str:
-        """The text that a token completes; empty inside a character of several tokens."""
+        """Add a token. Returns the text it completes; empty if it ends inside a character of several tokens."""
         self._ids.append(token)
         piece = self._step(token)
         if piece:
-            self._ids, self._read = self._ids[-self.CONTEXT :], min(len(self._ids), self.CONTEXT)
+            self._ids, self._num_decoded = self._ids[-self.CONTEXT :], min(len(self._ids), self.CONTEXT)
             self.text += piece
         return piece
 
     def finish(self) -> str:
-        """The text of tokens that complete no character: U+FFFD for their bytes. Call once, at the end."""
-        piece = (
-            self._decode(self._ids)[len(self._decode(self._ids[: self._read])) :] if self._read < len(self._ids) else ""
-        )
-        self._read = len(self._ids)
+        """Returns the text of an incomplete last character: U+FFFD for its bytes. Call once, after the last token."""
+        piece = ""
+        if self._num_decoded < len(self._ids):
+            piece = self._decode(self._ids)[len(self._decode(self._ids[: self._num_decoded])) :]
+        self._num_decoded = len(self._ids)
         self.text += piece
         return piece
 
     def _step(self, token: int) -> str:
         if self._stream is not None:
             return self._stream.step(self._fast, token) or ""
-        before, after = self._decode(self._ids[: self._read]), self._decode(self._ids)
+        before, after = self._decode(self._ids[: self._num_decoded]), self._decode(self._ids)
         return "" if after.endswith("�") or len(after) <= len(before) else after[len(before) :]
 
     def _decode(self, ids: list[int]) -> str:
@@ -62,10 +62,15 @@ class Detokenizer:
 
 
 def find_stop(text: str, num_new: int, stops: list[str]) -> tuple[int, str] | None:
-    """Where the first stop text begins, and which it is, if one ends within the last `num_new` characters."""
+    """Find the first stop text that ends within the last `num_new` characters: (its start, the stop text); None if there is no match."""
     found = []
     for stop in stops:
         start = text.find(stop, max(0, len(text) - num_new - len(stop) + 1))
         if start >= 0:
             found.append((start, stop))
     return min(found, default=None)
+
+
+def token_text(tokenizer: Any, token: int) -> str | None:
+    """The text of one token by itself; None without a tokenizer."""
+    return None if tokenizer is None else tokenizer.decode([token])

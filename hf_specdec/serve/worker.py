@@ -1,4 +1,4 @@
-"""EngineWorker: the engine in a thread of its own. Messages go in one by one; one batch of updates comes out per step."""
+"""EngineWorker: runs the engine in a thread of its own. Messages are sent to it one by one; each step delivers a list of updates."""
 
 from __future__ import annotations
 
@@ -17,12 +17,12 @@ from .params import SamplingParams
 from .request import Choice, Request
 
 logger = logging.getLogger(__name__)
-_LOOK_AT_TRANSFERS = 0.2  # seconds
+_POLL_TRANSFERS_SECONDS = 0.2  # how often transfers are polled while no request is running
 
 
 @dataclass
 class Submit:
-    """A request for the engine."""
+    """Message: add a request. See `Admission.request`."""
 
     id: str
     prompt: str | None
@@ -33,10 +33,10 @@ class Submit:
 
 @dataclass
 class Cancel:
-    """The client has gone, or its time is over.
+    """Message: end a request, because its client has disconnected or its time limit is reached.
 
     Attributes:
-        reason: how the answer ends, if somebody still reads it; None: nobody does.
+        reason: the answer's finish_reason; None: nobody reads the answer any more.
     """
 
     id: str
@@ -45,15 +45,20 @@ class Cancel:
 
 @dataclass
 class Update:
-    """What a step gave one choice.
+    """What a step added to one choice.
 
     Attributes:
-        text, token_ids, logprobs: since the last update. Text that may be the beginning of a stop text is held back. Without stop
-            texts the engine needs no text, and whoever reads the update makes it (`Answer.make_text`).
-        hides_end: the last of the tokens has ended the choice and is no part of its text.
-        num_tokens: new tokens of the choice so far.
-        statistics: of the whole request, with its last update.
-        error: what ended the request: the client's mistake (ValueError) or a failure of the model.
+        id, index: of the request and of the choice.
+        text, token_ids, logprobs: what is new since the last update. Text that may be the beginning of a stop text is held back. For
+            requests without stop texts the engine makes no text; `Answer.make_text` does.
+        num_tokens: number of new tokens of the choice so far.
+        num_cached_tokens: prompt tokens whose KV was cached.
+        finish_reason, stop_reason: see `CompletionOutput`; None while the choice is being generated.
+        hides_end: True if the last token ended the choice and is not part of its text.
+        request_finished: True in the last update of a request, which also has:
+        statistics: see `statistics_of`.
+        prompt_logprobs, kv_transfer_params: see `Request`.
+        error: the error that ended the request: ValueError for the client's mistake, anything else for a failure of the model.
     """
 
     id: str
@@ -75,7 +80,14 @@ class Update:
 
 @dataclass
 class Load:
-    """What the engine is at, for metrics; numbers as of the last step."""
+    """How busy the engine is: numbers after the last step, for metrics.
+
+    Attributes:
+        running, waiting: number of choices.
+        kv_usage: share of the KV blocks in use, 0 to 1.
+        preemptions: number so far.
+        learning: what a learning drafter reports; None without one.
+    """
 
     running: int = 0
     waiting: int = 0
@@ -89,7 +101,11 @@ class EngineWorker(threading.Thread):
 
     Args:
         deliver: called in this thread with the updates of a step; must not block.
-        lock: held while steps run.
+        lock: the model's lock, held while steps run.
+
+    Attributes:
+        load: see `Load`; replaced after each step, never changed.
+        failure: the error that ended the thread; None: none.
     """
 
     def __init__(self, engine: Engine, deliver: Callable[[list[Update]], None], lock: Any):
@@ -99,18 +115,19 @@ class EngineWorker(threading.Thread):
         self.failure: BaseException | None = None
         self._inbox: queue.SimpleQueue[Submit | Cancel | None] = queue.SimpleQueue()
         self._requests: dict[str, Request] = {}
-        self._sent: dict[tuple[str, int], tuple[int, int]] = {}  # characters and tokens that were delivered, per choice
+        # numbers of characters and tokens delivered, by request id and choice index
+        self._sent: dict[tuple[str, int], tuple[int, int]] = {}
 
     def send(self, message: Submit | Cancel) -> None:
-        """Hand a message over; from any thread."""
+        """Send a message. May be called in any thread."""
         self._inbox.put(message)
 
     def stop(self) -> None:
-        """End after the current step; requests that are running are aborted."""
+        """End the thread after the current step; running requests are aborted."""
         self._inbox.put(None)
 
     def run(self) -> None:
-        """Steps, and messages between them."""
+        """Run steps, and handle messages between them, until `stop`."""
         try:
             while True:
                 if not self._read(block=not self.engine.has_work):
@@ -128,7 +145,7 @@ class EngineWorker(threading.Thread):
             self.engine.close()
 
     def _step(self) -> bool:
-        """One step and the messages that came meanwhile. False: stop."""
+        """Handle messages and run one step. False if the thread must end."""
         if not self._read(block=False):
             return False
         if not self.engine.has_work:
@@ -140,12 +157,16 @@ class EngineWorker(threading.Thread):
         return True
 
     def _read(self, block: bool) -> bool:
-        """Act on all messages. False: stop."""
+        """Handle all messages that have come. False if the thread must end.
+
+        Args:
+            block: wait for at least one message.
+        """
         while True:
             try:
-                # What other engines have read is freed also while nobody asks for anything.
+                # KV that other engines have read must be freed also while no request comes.
                 waits = block and self.engine.transfers is not None and self.engine.transfers.is_busy
-                message = self._inbox.get(block=block, timeout=_LOOK_AT_TRANSFERS if waits else None)
+                message = self._inbox.get(block=block, timeout=_POLL_TRANSFERS_SECONDS if waits else None)
             except queue.Empty:
                 if block and self.engine.transfers is not None:
                     with self.lock, self.engine.decoder.active():
@@ -176,7 +197,7 @@ class EngineWorker(threading.Thread):
         if request is None:
             return
         self.engine.abort(request, reason=message.reason or "abort")
-        updates = self._updates(request)  # forgets it, too
+        updates = self._updates(request)  # also removes the request from the dictionaries
         self._note_load()
         if message.reason is not None:
             self.deliver(updates)
@@ -186,6 +207,7 @@ class EngineWorker(threading.Thread):
             self._sent.pop((request.id, choice.output.index), None)
 
     def _updates(self, request: Request) -> list[Update]:
+        """The updates of a request's choices since the last call. If it has ended, the last one says so, and the request is forgotten."""
         found = [update for choice in request.choices if (update := self._update(choice)) is not None]
         if request.finished:
             self._requests.pop(request.id, None)
@@ -200,11 +222,11 @@ class EngineWorker(threading.Thread):
         return found
 
     def _update(self, choice: Choice) -> Update | None:
+        """What a choice has got since the last call; None if nothing."""
         output, key = choice.output, (choice.request.id, choice.output.index)
         characters, tokens = self._sent.get(key, (0, 0))
-        if characters < 0 or (
-            tokens == len(output.token_ids) and not output.finished()
-        ):  # below 0: its end was delivered
+        end_was_delivered = characters < 0
+        if end_was_delivered or (tokens == len(output.token_ids) and not output.finished()):
             return None
         end = len(output.text) if output.finished() else safe_length(output.text, choice.request.params.stop)
         end = max(end, characters)
@@ -234,7 +256,11 @@ class EngineWorker(threading.Thread):
 
 
 def statistics_of(request: Request, longest_draft: int) -> dict[str, Any]:
-    """What speculation did for a request: `Speculation`, vLLM's form of it, and counts for metrics."""
+    """Statistics of a request's speculation: those of `Speculation`, the same in vLLM's form, and counts for metrics.
+
+    Args:
+        longest_draft: most tokens of a draft, which gives the length of vLLM's histogram.
+    """
     steps = [step for row in request.statistics for step in row.steps]
     accepted = [count for _, _, _, count in steps]
     drafting = [depth for _, depth, _, _ in steps if depth]
@@ -259,7 +285,7 @@ def statistics_of(request: Request, longest_draft: int) -> dict[str, Any]:
 
 
 def safe_length(text: str, stops: list[str]) -> int:
-    """How much of a growing text can be shown: no stop text may begin in what is left out."""
+    """Number of characters of a growing text that can be delivered: what follows them may be the beginning of a stop text."""
     for start in range(max(0, len(text) - max(map(len, stops), default=0) + 1), len(text)):
         if any(stop.startswith(text[start:]) for stop in stops):
             return start
