@@ -220,9 +220,8 @@ def loads(options: argparse.Namespace, round_: int) -> dict[str, dict[str, Any]]
 def measure(server: Server, model: str, load: dict[str, Any], options: argparse.Namespace) -> dict[str, float]:
     """One load on one server."""
     body = {"model": model, "max_tokens": options.new_tokens, "temperature": 0}
-    if (
-        server.name != "transformers"
-    ):  # its answers end with usage, and go on after the end-of-sequence token by their config
+    # its answers end with usage, and go on after the end-of-sequence token by their config
+    if server.name != "transformers":
         body |= {"ignore_eos": True, "stream_options": {"include_usage": True}}
     wanted = {key: value for key, value in load.items() if key != "texts"}
     wanted |= {

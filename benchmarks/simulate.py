@@ -250,9 +250,8 @@ def main():
     run_engine(llm, jobs_of(1e9, 12, 1), args.length)  # warm
     capacity = figures(run_engine(llm, jobs_of(1e9, args.requests, 7), args.length))["tokens_per_second"] / 36
     served = []
-    for seed, (share, num) in enumerate(
-        [(0.4, 1), (0.4, 2), (0.8, 1), (0.8, 2)]
-    ):  # in turns, since the machine is not always as fast
+    # in turns, since the machine is not always as fast
+    for seed, (share, num) in enumerate([(0.4, 1), (0.4, 2), (0.8, 1), (0.8, 2)]):
         for rate in (0.1 * capacity, 0.7 * capacity, 1e9):
             run_engine(llm, jobs_of(rate, args.requests // 3, seed), args.length, measured)
         jobs = jobs_of(share * capacity * num, args.requests * num, seed=100 + num)

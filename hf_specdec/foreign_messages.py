@@ -9,8 +9,6 @@ from __future__ import annotations
 import logging
 import re
 
-import torch
-
 _CUDA_LIBRARY = re.compile(r"Failed to load .*torchao.*\.so: Could not load this library")
 _OLD_FUNCTION = re.compile(r"<enum '\w+'> is an Enum subclass .* Calling register_constant\(\)")
 
@@ -18,6 +16,8 @@ kept: list[logging.LogRecord] = []
 
 
 def _is_irrelevant(record: logging.LogRecord) -> bool:
+    import torch  # whoever logs these has imported it
+
     message = record.getMessage()
     has_cuda = torch.version.cuda is not None or torch.version.hip is not None
     return bool(_OLD_FUNCTION.match(message) or (not has_cuda and _CUDA_LIBRARY.match(message)))

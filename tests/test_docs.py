@@ -22,6 +22,10 @@ ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 TEXTS = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
+OTHERS = [
+    ROOT / name for name in ("CHANGELOG.md", "SECURITY.md", "examples/README.md", "models/README.md", ".github/PULL_REQUEST_TEMPLATE.md")
+] + sorted(ROOT.glob("recipes/*/README.md"))  # fmt: skip
+NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 REPOSITORY = "https://github.com/hf-specdec/hf-specdec"
 # Heads on the Hub, and the bundled ones that stand in for them here.
 STAND_INS = {
@@ -181,6 +185,14 @@ def test_what_a_table_translates_to_exists(path):
             assert name in known_names(), name
 
 
+def load_script(path):
+    """A script of the repository as a module."""
+    spec = importlib.util.spec_from_file_location(path.stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
 # ---- links and figures ----------------------------------------------------------------------------------------------
 
 
@@ -194,13 +206,26 @@ def anchors(path):
     return found
 
 
-@pytest.mark.parametrize("path", TEXTS, ids=name_of)
+def prose(path):
+    """A page's text, or the markdown of a notebook, without code blocks."""
+    text = path.read_text(encoding="utf-8")
+    if path.suffix == ".ipynb":
+        cells = [cell for cell in json.loads(text)["cells"] if cell["cell_type"] == "markdown"]
+        text = "\n\n".join("".join(cell["source"]) for cell in cells)
+    return re.sub(r"^```.*?^```", "", text, flags=re.S | re.M)
+
+
+@pytest.mark.parametrize("path", [*TEXTS, *OTHERS, *NOTEBOOKS], ids=name_of)
 def test_links_lead_somewhere(path):
     """Files and anchors that a page links to exist; addresses of the repository name files of it."""
-    text = re.sub(r"^```.*?^```", "", path.read_text(encoding="utf-8"), flags=re.S | re.M)
+    text = prose(path)
     for target in re.findall(r"\]\(([^)\s]+)\)", text):
-        if target.startswith(f"{REPOSITORY}/blob/main/"):
-            assert (ROOT / target.removeprefix(f"{REPOSITORY}/blob/main/")).exists(), target
+        inside = re.match(
+            rf"({REPOSITORY}/blob/main/|https://colab\.research\.google\.com/github/hf-specdec/hf-specdec/blob/main/)(.*)",
+            target,
+        )
+        if inside:
+            assert (ROOT / inside.group(2).split("#")[0]).exists(), target
         elif not target.startswith(("http://", "https://", "mailto:")):
             file, _, anchor = target.partition("#")
             page = (path.parent / file) if file else path
@@ -224,9 +249,7 @@ def test_figures_are_drawings():
 def test_the_acceptance_tables_show_the_kept_figures(target, file):
     """docs/acceptance.md's tables are what benchmarks/acceptance.py makes of its kept results."""
     path = DOCS.parent / "benchmarks" / "acceptance.py"
-    spec = importlib.util.spec_from_file_location("acceptance", path)
-    acceptance = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(acceptance)
+    acceptance = load_script(path)
     report = json.loads((path.parent / "results" / f"{file}.json").read_text(encoding="utf-8"))
     text = (DOCS / "acceptance.md").read_text(encoding="utf-8")
     begin, end = acceptance.MARKERS[target]

@@ -182,9 +182,8 @@ def test_round_trip(draft):
     assert config.num_speculative_tokens == 10
 
 
-TREES = st.lists(
-    st.tuples(st.lists(st.integers(0, 9), max_size=5), st.booleans()), min_size=1, max_size=4
-)  # per row: tokens of one proposal, and whether the row is taken from the second
+# per row: tokens of one proposal, and whether the row is taken from the second
+TREES = st.lists(st.tuples(st.lists(st.integers(0, 9), max_size=5), st.booleans()), min_size=1, max_size=4)
 
 
 @settings(max_examples=60, deadline=None)

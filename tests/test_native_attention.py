@@ -155,9 +155,8 @@ def test_a_forked_process_has_threads_of_its_own(monkeypatch):
     query, keys, values, table, *_ = batch(problem)
     alone = native.paged_attention(query, keys, values, table, 0.2)
     monkeypatch.setattr(native, "_BYTES_PER_THREAD", 1)
-    monkeypatch.setattr(
-        torch, "get_num_threads", lambda: 3
-    )  # set_num_threads would give torch threads that do not survive a fork
+    # set_num_threads would give torch threads that do not survive a fork
+    monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     assert torch.equal(native.paged_attention(query, keys, values, table, 0.2), alone)
     child = os.fork()
     if child == 0:

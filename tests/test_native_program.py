@@ -68,7 +68,7 @@ def is_close(found, wanted, dtype=torch.float32) -> bool:
 
 @pytest.mark.parametrize("family", RUN)
 def test_a_program_computes_what_the_model_computes(family):
-    model = make(family)
+    model = make_for_pages(family)
     native, plain = prepare(model), prepare(model, ModelOptions(native=False))
     assert plain.native is None and native.native is not None
     found, wanted = outputs(native, steps()), outputs(plain, steps())
@@ -82,7 +82,7 @@ def test_a_program_computes_what_the_model_computes(family):
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 @pytest.mark.parametrize("family", ["Llama", "Gemma2", "Phi3"])
 def test_other_dtypes(family, dtype):
-    model = make(family).to(dtype)
+    model = make_for_pages(family).to(dtype)
     native, plain = prepare(model), prepare(model, ModelOptions(native=False, prepack_weights=False))
     found, wanted = outputs(native, steps()), outputs(plain, steps())
     assert native.native.refused is None
@@ -255,6 +255,7 @@ def test_logits_do_not_depend_on_the_batch():
 
 
 def test_key_is_checked_against_others():
+    pytest.importorskip("torchao", reason="pip install 'hf-specdec[gpu]'")
     model = make("Llama")
     for options in (ModelOptions(native=True, quantization="wint8"), ModelOptions(native=True, prepack_weights=True)):
         with pytest.raises(UnsupportedModel, match="'native' cannot run"):

@@ -118,9 +118,8 @@ def test_options_follow_the_shards(found):
         options = dict(each["options"])
         assert options.pop("draft tp") == [True, True, True]
         products = options.pop("products")
-        assert (
-            max(products) == 3 and 2 in products and 1 in products
-        )  # query with key and value; gate with up; the others alone
+        # query with key and value; gate with up; the others alone
+        assert max(products) == 3 and 2 in products and 1 in products
         assert set(options.values()) == {True}, options
 
 

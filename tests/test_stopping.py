@@ -270,9 +270,8 @@ def test_a_step_begins_before_the_last_one_is_shown(model, configs, monkeypatch)
     model.generate(**ragged([5]), max_new_tokens=3, do_sample=False, speculative_config=config)
     assert events == ["begin", *["begin", "finish", "advance"] * 2, "finish", "advance"]
     events.clear()
-    model.generate(
-        **ragged([5]), max_new_tokens=3, do_sample=False, repetition_penalty=1.1, speculative_config=config
-    )  # a processor that reads the text
+    # a processor that reads the text
+    model.generate(**ragged([5]), max_new_tokens=3, do_sample=False, repetition_penalty=1.1, speculative_config=config)
     assert events == ["begin", *["finish", "begin", "advance"] * 2, "finish", "advance"]
     events.clear()
     more = {"return_dict_in_generate": True, "output_scores": True}

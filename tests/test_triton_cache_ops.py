@@ -81,9 +81,8 @@ def test_rotate_and_write(tokens, heads, widths, dtype, seed):
         exact = (each.transpose(0, 1)[None].double() for each in (x, x))
         return partial_rotation(*exact, cos[None].double(), sin[None].double())[0][0].transpose(0, 1)
 
-    bound = (
-        torch.finfo(dtype).eps * 4
-    )  # relative to numbers of size 1: half a bit of the store, more where terms cancel
+    # relative to numbers of size 1: half a bit of the store, more where terms cancel
+    bound = torch.finfo(dtype).eps * 4
     assert (out.double() - rotated(query)).abs().max() <= bound * query.double().abs().max()
     written = slots >= 0
     error = key_pool[slots[written]].double() - rotated(keys)[written]

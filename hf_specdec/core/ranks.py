@@ -36,9 +36,8 @@ _TOLD = "_hf_specdec_told"  # attribute that marks exceptions which were reporte
 _GRACE = 5.0  # seconds after which a rank that has not heard of another's error must be stuck in a collective
 
 _known = weakref.WeakKeyDictionary[nn.Module, "Ranks"]()
-_groups: dict[
-    tuple[int, ...], tuple[Any, Any]
-] = {}  # by members: the default group they were made under, the gloo group
+# by members: the default group they were made under, the gloo group
+_groups: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
 
 class RankError(RuntimeError):
@@ -188,9 +187,9 @@ class Ranks:
             raise
 
     def _tell(self, error: BaseException) -> None:
-        self._store.set(
-            self._key_of(self._failures, self.rank), f"rank {self.rank} raised {type(error).__name__}: {error}"
-        )
+        key = self._key_of(self._failures, self.rank)
+        self._store.set(key, f"rank {self.rank} raised {type(error).__name__}: {error}")
+        self._store.check([key])  # `set` returns before the store has the message; this returns after
         try:
             self._exchange((), 0, failed=True)
         except RankError as lost:

@@ -8,7 +8,7 @@ import torch
 
 from ..dispatch import uses_triton
 from . import reference
-from .limits import DTYPES, MOST_ROWS
+from .sizes import DTYPES, MOST_ROWS
 
 __all__ = ["MOST_ROWS", "gated_linear", "has_few_rows_kernel", "linears"]
 

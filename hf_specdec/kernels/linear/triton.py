@@ -13,7 +13,7 @@ from typing import Any
 import torch
 import triton
 
-from .limits import DTYPES, MOST_ROWS, MOST_WEIGHTS
+from .sizes import DTYPES, MOST_ROWS, MOST_WEIGHTS
 from .triton_kernels import few_rows_kernel, gated_kernel
 
 _ENOUGH_TILES = 96  # enough to saturate the bandwidth of an H100, whose 132 multiprocessors hold two wide tiles each

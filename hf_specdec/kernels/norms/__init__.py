@@ -6,7 +6,7 @@ import torch
 
 from ..dispatch import uses_triton
 from . import reference
-from .limits import MOST_WIDTH
+from .sizes import MOST_WIDTH
 
 
 def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:

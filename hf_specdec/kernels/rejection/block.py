@@ -79,9 +79,8 @@ def block_acceptance(tokens, valid, probs, prob_index, target_probs, accept_unif
             else:
                 drawn_from = probs[rows, prob_index[:, i]].to(over.dtype)
                 q = drawn_from[rows, token]
-                over -= drawn_from.masked_fill(
-                    ~goes_on[:, None], 0.0
-                )  # distributions that no draft was drawn from may hold anything
+                # distributions that no draft was drawn from may hold anything
+                over -= drawn_from.masked_fill(~goes_on[:, None], 0.0)
             over.clamp_(min=0.0)
             ratio = torch.where(q > 0, target[rows, token] / q.clamp(min=1e-38), 0.0)
             next_weight = (weight * ratio).clamp(max=1.0)

@@ -81,9 +81,8 @@ def walk_kernel(
             for split in range(1, SPLITS):
                 score = tl.load(best_scores + places * SPLITS + split, mask=exists, other=0.0)
                 split_ids = tl.load(best_ids + places * SPLITS + split, mask=exists, other=0).to(tl.int64)
-                choices = tl.where(
-                    score > best, split_ids, choices
-                )  # ties go to the earlier split, which has the lower id
+                # ties go to the earlier split, which has the lower id
+                choices = tl.where(score > best, split_ids, choices)
                 best = tl.maximum(score, best)
         tl.store(choices_out + places, choices, mask=exists)
         if WALK:
