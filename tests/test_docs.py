@@ -2,6 +2,7 @@
 
 import ast
 import importlib.util
+import inspect
 import json
 import re
 import shlex
@@ -231,6 +232,31 @@ def test_links_lead_somewhere(path):
             page = (path.parent / file) if file else path
             assert page.exists(), target
             assert not anchor or anchor in anchors(page), target
+
+
+def documented(path):
+    """What an API page shows: each name, and a class's public functions with it."""
+    for name in re.findall(r"^::: (\S+)$", path.read_text(encoding="utf-8"), flags=re.M):
+        module, _, attribute = name.rpartition(".")
+        found = getattr(importlib.import_module(module), attribute)
+        yield name, found
+        if inspect.isclass(found):
+            yield from (
+                (f"{name}.{key}", each)
+                for key, each in vars(found).items()
+                if key[0] != "_" and inspect.isroutine(each)
+            )
+
+
+@pytest.mark.parametrize("path", sorted((DOCS / "api").glob("*.md")), ids=name_of)
+def test_docstrings_name_parameters_that_exist(path):
+    """One line of "Args:" for each parameter: the site's build takes two on a line for one that does not exist."""
+    for name, found in documented(path):
+        text = (inspect.getdoc(found) or "") + "\n"
+        section = re.search(r"^Args:\n((?: +.*\n|\n)+)", text, flags=re.M)
+        given = re.findall(r"^ {4}(\S[^:]*):", section.group(1), flags=re.M) if section else []
+        has = inspect.signature(getattr(found, "__func__", found)).parameters if given else {}
+        assert not [each for each in given if each.lstrip("*") not in has], name
 
 
 def test_every_page_is_in_the_menu():

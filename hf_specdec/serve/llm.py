@@ -70,7 +70,8 @@ class LLM:
         seed: seed of the random numbers for requests that have no seed of their own; None: a random one.
         tensor_parallel_size: number of ranks, each of which holds a part of every layer. This process is rank 0; it starts the others on
             this machine, and `close` ends them. Must be 1 with a loaded model, which may be sharded already.
-        revision, trust_remote_code: as for transformers' `from_pretrained`.
+        revision: as for transformers' `from_pretrained`.
+        trust_remote_code: the same.
         kv_transfer_config: vLLM's: the folder of the method `extract_hidden_states`, or disaggregated prefill.
         enable_expert_parallel: place whole experts on the ranks instead of parts of each expert.
         others: vLLM's further arguments; older ones are translated and ones without effect ignored, each with a warning.
@@ -242,9 +243,12 @@ class LLM:
 
         Args:
             messages: one conversation (a list of messages) or a list of them.
-            sampling_params, use_tqdm: see `generate`.
+            sampling_params: see `generate`.
+            use_tqdm: see `generate`.
             chat_template: a Jinja template; None: the tokenizer's own.
-            add_generation_prompt, continue_final_message, tools: as for transformers' `apply_chat_template`.
+            add_generation_prompt: as for transformers' `apply_chat_template`.
+            continue_final_message: the same.
+            tools: the same.
             chat_template_kwargs: further variables for the template.
 
         Raises:
