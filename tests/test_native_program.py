@@ -278,7 +278,7 @@ def test_hidden_states_once_asked_for_do_not_slow_later_calls():
     assert decoder.target.native.refused is None and decoder.target.native._program is not None
     out = model.generate(**inputs, speculative_config=none, output_hidden_states=True, return_dict_in_generate=True)
     for ours, theirs in zip(out.hidden_states, wanted.hidden_states, strict=True):
-        assert all(torch.allclose(a, b, atol=1e-5) for a, b in zip(ours, theirs, strict=True))
+        assert all(is_close(a, b) for a, b in zip(ours, theirs, strict=True))
     model.model.layers[0].register_forward_hook(lambda module, args, output: None)
     model.generate(**inputs, speculative_config=none)
     assert "hooked" in decoder.target.native.refused
