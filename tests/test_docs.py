@@ -248,15 +248,22 @@ def documented(path):
             )
 
 
+def parameters(found):
+    """Names that a function takes, or a class: a data class's base may take its own."""
+    return inspect.signature(getattr(found, "__func__", found)).parameters
+
+
 @pytest.mark.parametrize("path", sorted((DOCS / "api").glob("*.md")), ids=name_of)
 def test_docstrings_name_parameters_that_exist(path):
-    """One line of "Args:" for each parameter: the site's build takes two on a line for one that does not exist."""
+    """One line for each parameter and attribute: the site's build takes two on a line for one that does not exist."""
     for name, found in documented(path):
         text = (inspect.getdoc(found) or "") + "\n"
-        section = re.search(r"^Args:\n((?: +.*\n|\n)+)", text, flags=re.M)
-        given = re.findall(r"^ {4}(\S[^:]*):", section.group(1), flags=re.M) if section else []
-        has = inspect.signature(getattr(found, "__func__", found)).parameters if given else {}
-        assert not [each for each in given if each.lstrip("*") not in has], name
+        for title in ("Args", "Attributes"):
+            section = re.search(rf"^{title}:\n((?: +.*\n|\n)+)", text, flags=re.M)
+            given = re.findall(r"^ {4}(\S[^:]*):", section.group(1), flags=re.M) if section else []
+            assert all(re.fullmatch(r"\**\w+", each) for each in given), (name, given)
+            if given and title == "Args":
+                assert {each.lstrip("*") for each in given} <= set(parameters(found)), (name, given)
 
 
 def test_every_page_is_in_the_menu():

@@ -77,7 +77,8 @@ class LLM:
         others: vLLM's further arguments; older ones are translated and ones without effect ignored, each with a warning.
 
     Attributes:
-        model, tokenizer: as loaded.
+        model: as loaded.
+        tokenizer: as loaded or given; None: prompts are token ids.
         max_model_len: see above.
         engine: runs the requests.
         ranks: the processes among which the model is sharded; None: one process.

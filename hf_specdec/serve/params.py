@@ -23,10 +23,11 @@ class SamplingParams:
     Attributes:
         n: number of choices to generate for the prompt.
         temperature: 0 is greedy decoding.
-        top_p, min_p: 1 and 0 switch them off.
+        top_p: 1 switches it off.
+        min_p: 0 switches it off.
         top_k: 0 or -1 switches it off.
-        presence_penalty, frequency_penalty: subtracted from the logits of tokens that the answer already holds: once, and once per
-            occurrence.
+        presence_penalty: subtracted once from the logit of a token that the answer already holds.
+        frequency_penalty: subtracted from it once per occurrence.
         repetition_penalty: divides positive and multiplies negative logits of tokens that the prompt or the answer holds.
         seed: seed of the request's random numbers. With the same seed a request gets the same tokens, whatever else is running.
             None: the engine draws a seed.
