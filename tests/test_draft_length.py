@@ -435,6 +435,10 @@ def test_lengths_follow_the_length_of_the_texts(machine, chances, from_to):
     assert np.mean(ratios) > 0.93, ratios
 
 
+def test_a_step_that_only_reads_prompts():
+    assert AutoLength(8).is_plain([]) is False
+
+
 def test_a_drafter_that_finds_nothing_is_no_evidence_of_rejection():
     """A row offered a draft now and then, always right, is drafted for as long as one that always gets one."""
     world = World([0.95, 0.95], gpu, lookup, offers=[0.1, 1.0])

@@ -155,7 +155,7 @@ class StepCost:
 
     def look_at(self, num_rows: int, num_context: int) -> None:
         """What is observed or asked for next is of steps of rows whose texts have so many tokens together."""
-        self.context = num_context / (num_rows * self.CONTEXT)
+        self.context = num_context / (max(num_rows, 1) * self.CONTEXT)
         self.octave = int(4 * self.context).bit_length()
 
     def observe_target(self, num_rows: int, num_tokens: int, seconds: float) -> None:
