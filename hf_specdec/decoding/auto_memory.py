@@ -18,7 +18,7 @@ from ..candidate_generators.auto.generator import AutoGenerator
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 1
+FORMAT = 2
 EVERY = 2.0  # seconds between two writes, at least
 VARIABLE = "HF_SPECDEC_CACHE"
 
