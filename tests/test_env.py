@@ -20,7 +20,13 @@ def test_it_says_what_a_report_needs(capsys):
     assert found["cpu"]["threads"] == torch.get_num_threads()
     assert len(found["gpus"]) == torch.cuda.device_count()
     assert "tiny" in found["bundled models"] and "eagle3" in found["methods"]
-    assert set(found["extras"]) == {"suffix", "gpu", "serve", "train"}
+    assert set(found["extras"]) == {"suffix", "gpu", "serve", "train", "ray", "pd"}
+
+
+def test_the_build_of_torch_is_named_where_its_metadata_does_not(monkeypatch):
+    monkeypatch.setattr(env, "version", lambda name: "1.0")
+    monkeypatch.setattr(torch, "__version__", "2.13.0+cu130")
+    assert env.environment()["packages"]["torch"] == "2.13.0+cu130"
 
 
 def test_lines_for_people_have_every_entry(capsys):

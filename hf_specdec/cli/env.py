@@ -36,8 +36,11 @@ EXTRAS = {
     "gpu": ("triton", "torchao"),
     "serve": ("fastapi", "llguidance", "openai", "prometheus_client", "uvicorn"),
     "train": ("accelerate", "matplotlib"),
+    "ray": ("ray",),
+    "pd": ("nixl",),
 }
 OTHERS = (
+    "hf-specdec-models",
     "arctic-inference",
     "triton",
     "torchao",
@@ -90,7 +93,10 @@ def environment() -> dict[str, Any]:
         "installed in": str(Path(hf_specdec.__file__).parent),
         "python": f"{platform.python_version()} ({sys.executable})",
         "platform": platform.platform(),
-        "packages": {name: installed(name) or "missing" for name in PACKAGES} | optional_versions(),
+        # torch's own word names its build, as in 2.13.0+cu130; PyPI's metadata does not.
+        "packages": {name: installed(name) or "missing" for name in PACKAGES}
+        | {"torch": torch.__version__}
+        | optional_versions(),
         "extras": {extra: missing_of(modules) for extra, modules in EXTRAS.items()},
         "cpu": cpu(),
         "gpus": gpus(),
