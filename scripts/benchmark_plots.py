@@ -16,7 +16,7 @@ import matplotlib.pyplot as plt
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, FIGURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures"
 TASKS = ("math", "code", "story", "edit")
-COLOURS = {"transformers": "#8c8c8c", "ours": "#4c72b0", "vLLM": "#dd8452"}
+COLOURS = {"transformers": "#8c8c8c", "ours": "#4c72b0", "vLLM": "#dd8452", "llama.cpp": "#937860"}
 CHAINS = ("ngram", "draft_model", "eagle", "eagle3", "mtp", "medusa", "hydra", "dflash")
 mpl.rcParams.update({"svg.hashsalt": "hf-specdec", "svg.fonttype": "none", "font.size": 10})
 mpl.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
@@ -64,11 +64,11 @@ def acceptance_per_position() -> None:
     save(figure, "positions")
 
 
-def speed_on_a_cpu() -> None:
-    """Speed over transformers' plain generate(), against peers, at batch size 1."""
-    rows = [row for row in read("decode-cpu-bf16-319M")["rows"] if row["batch_size"] == 1]
+def speed_against_engines() -> None:
+    """Speed over transformers' plain generate() beside vLLM's and llama.cpp's engines, at batch size 1."""
+    rows = [row for row in read("decode-cpu-bf16-250M")["rows"] if row["batch_size"] == 1]
     tasks = list(dict.fromkeys(row["task"] for row in rows))
-    figure, axes = plt.subplots(1, len(tasks), figsize=(3.3 * len(tasks), 4), sharey=True, layout="constrained")
+    figure, axes = plt.subplots(1, len(tasks), figsize=(10, 3), sharey=True, layout="constrained")
     names = [row["name"] for row in rows if row["task"] == tasks[0]]
     for axis, task in zip(axes, tasks, strict=True):
         values = {row["name"]: row["over_plain"] for row in rows if row["task"] == task}
@@ -80,6 +80,40 @@ def speed_on_a_cpu() -> None:
     save(figure, "cpu")
 
 
+def speed_by_method() -> None:
+    """Speed of methods over ours without drafts, by task: greedy, batch size 1, after two texts to learn from."""
+    cells = [each for each in read("auto-cpu-f32-85M")["cells"] if (each["temperature"], each["batch_size"]) == (0, 1)]
+    figure, axes = plt.subplots(2, 3, figsize=(10, 4.4), sharey=True, sharex=True, layout="constrained")
+    for axis, cell in zip(axes.flat, cells, strict=True):
+        speeds = {name: value for name, value in cell["warm"]["speed_up"].items() if name != "auto, kept"}
+        colours = ["#55a868" if name == "auto" else COLOURS["ours"] for name in speeds]
+        axis.bar_label(axis.barh(list(speeds), list(speeds.values()), color=colours), fmt="%.2f", padding=2, fontsize=8)
+        axis.axvline(1, color="#8c8c8c", linewidth=1, linestyle=":")
+        axis.set_title(cell["task"], fontsize=10)
+        axis.margins(x=0.15)
+    axes[0, 0].invert_yaxis()
+    figure.supxlabel("× ours without drafts", fontsize=10)
+    save(figure, "methods")
+
+
+def speed_by_draft_length() -> None:
+    """Speed over the draft length; at 0 ours without drafts."""
+    rows = read("draft-lengths-cpu-f32-85M")["rows"]
+    tasks = list(dict.fromkeys(row["task"] for row in rows))
+    figure, axes = plt.subplots(1, len(tasks), figsize=(10, 3.2), sharey=True, layout="constrained")
+    for axis, task in zip(axes, tasks, strict=True):
+        of = {row["name"]: row["over_plain"] for row in rows if row["task"] == task}
+        for method in dict.fromkeys(name.split(", K=")[0] for name in of if ", K=" in name):
+            lengths = [int(name.split("K=")[1]) for name in of if name.startswith(f"{method}, K=")]
+            speeds = [of[f"{method}, K={length}"] for length in lengths]
+            axis.plot([0, *lengths], [of["ours plain"], *speeds], marker="o", markersize=4, label=method)
+        axis.axhline(of["ours plain"], color="#b0b0b0", linewidth=1, linestyle=":")
+        axis.set(title=task, xlabel="draft length K", xticks=[0, *lengths])
+    axes[0].set(ylabel="× transformers' generate()", ylim=(0, None))
+    axes[0].legend(fontsize=8)
+    save(figure, "lengths")
+
+
 def speed_by_batch_on_an_h100() -> None:
     """Tokens per second over the batch size, of a model with the sizes of an 8B Llama."""
     series: dict[str, dict[int, float]] = {}
@@ -87,21 +121,31 @@ def speed_by_batch_on_an_h100() -> None:
         found = re.fullmatch(r"(transformers|ours), ([\w\- ]+?)(?:, graphs)?, batch (\d+)", row["name"])
         if found and row["unit"] == "tokens/s":
             series.setdefault(f"{found[1]}, {found[2]}", {})[int(found[3])] = row["value"]
-    figure, axis = plt.subplots(figsize=(8, 3.8), layout="constrained")
+    figure, axes = plt.subplots(1, 2, figsize=(10, 3.8), layout="constrained")
     for name, values in series.items():
-        line = "--" if name.startswith("transformers") else "-"
-        axis.plot(list(values), list(values.values()), line, marker="o", markersize=5, label=name)
-    axis.set(xscale="log", yscale="log", xlabel="batch size", ylabel="tokens per second")
-    axis.set(xticks=[1, 8, 32, 128], xticklabels=["1", "8", "32", "128"])
-    axis.minorticks_off()
-    axis.legend(fontsize=8)
+        if len(values) > 1:
+            line, colour = ("--", COLOURS["transformers"]) if name.startswith("transformers") else ("-", None)
+            over = [value / series["transformers, plain"][size] for size, value in values.items()]
+            for axis, heights in zip(axes, (list(values.values()), over), strict=True):
+                axis.plot(list(values), heights, line, color=colour, marker="o", markersize=5, label=name)
+    for axis in axes:
+        axis.set(xscale="log", xlabel="batch size", xticks=[1, 8, 32, 128], xticklabels=["1", "8", "32", "128"])
+    axes[0].set(yscale="log", ylabel="tokens per second", yticks=[100, 1000], yticklabels=["100", "1000"])
+    axes[1].set(ylabel="× transformers' generate()", ylim=(0, None))
+    for axis in axes:
+        axis.minorticks_off()
+    axes[0].legend(fontsize=8)
     save(figure, "h100")
 
 
 def main() -> None:
     """Draw all."""
-    for draw in (tau_by_task, acceptance_per_position, speed_on_a_cpu, speed_by_batch_on_an_h100):
-        draw()
+    speed_against_engines()
+    speed_by_method()
+    speed_by_draft_length()
+    speed_by_batch_on_an_h100()
+    tau_by_task()
+    acceptance_per_position()
 
 
 if __name__ == "__main__":
