@@ -178,10 +178,13 @@ def kept_decoders(model: PreTrainedModel) -> list[SpeculativeDecoder]:
 
 
 def release(model: PreTrainedModel | None = None) -> None:
-    """Drop what is kept between calls (suffix trees, loaded drafters), for one model or for all."""
+    """Drop what is kept between calls (suffix trees, loaded drafters), for one model or for all. With `lookup_cache`, tables are written
+    before."""
     with _lock:
         for each in list(_models_in_use) if model is None else [model]:
-            vars(each).pop("_hf_specdec", None)
+            kept = vars(each).pop("_hf_specdec", None)
+            for entry in kept.entries if isinstance(kept, _Kept) else []:
+                entry.decoder.generator.save_tables()
             _models_in_use.discard(each)
 
 

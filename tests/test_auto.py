@@ -124,10 +124,8 @@ def test_steps_that_must_be_plain_ask_and_tell_nobody(tiny_model, monkeypatch, n
         for each in ("propose", "observe", "features"):
             if hasattr(part, each):
                 monkeypatch.setattr(part, each, counting(calls, f"{name}.{each}", getattr(part, each)))
-    tree = generator.by_name["suffix"]
-    monkeypatch.setattr(
-        tree.cache, "add_active_response", counting(calls, "suffix.add", tree.cache.add_active_response)
-    )
+    tree = generator.by_name["suffix"].spaces.shared[""].trees
+    monkeypatch.setattr(tree, "add_active_response", counting(calls, "suffix.add", tree.add_active_response))
     assert tiny_model.generate(**inputs, **arguments, speculative_config=config).tolist() == plain.tolist()
     assert not [name for name in calls if name.endswith("propose")], calls
     assert not calls["token_recycling.observe"] and not calls["suffix.observe"]

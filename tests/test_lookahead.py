@@ -210,7 +210,7 @@ def test_generator_equals_the_model_of_it(data):
     for seq in rows:
         generator.stop(seq)
     assert generator.rows == {}
-    assert config.share_pool or generator.pool.followers == {}
+    assert config.share_pool or generator.spaces.shared[""].followers == {}
 
 
 def test_a_row_that_left_takes_its_logits_with_it():

@@ -62,7 +62,7 @@ def test_outputs_are_remembered_between_calls(model, tree):
     assert torch.equal(first, plain) and torch.equal(second, plain)
     assert after.mean_accepted_length > before.mean_accepted_length
     assert after.mean_accepted_length > 3
-    cache = generator_of(model, suffix_decoding_use_tree=tree).cache
+    cache = generator_of(model, suffix_decoding_use_tree=tree).spaces.shared[""].trees
     assert len(cache.active_requests) == 0 and len(cache.cached_requests) == 4
     hf_specdec.release(model)
     _, forgotten = decode(model, suffix_decoding_use_tree=tree)
@@ -73,13 +73,13 @@ def test_without_a_shared_tree_nothing_is_remembered(model):
     _, before = decode(model, suffix_decoding_max_cached_requests=0)
     _, after = decode(model, suffix_decoding_max_cached_requests=0)
     assert after.mean_accepted_length == before.mean_accepted_length
-    assert len(generator_of(model, suffix_decoding_max_cached_requests=0).cache.cached_requests) == 0
+    assert len(generator_of(model, suffix_decoding_max_cached_requests=0).spaces.shared[""].trees.cached_requests) == 0
 
 
 def test_oldest_outputs_are_dropped(model):
     for _ in range(3):
         decode(model, new=8, suffix_decoding_max_cached_requests=3)
-    assert len(generator_of(model, suffix_decoding_max_cached_requests=3).cache.cached_requests) == 3
+    assert len(generator_of(model, suffix_decoding_max_cached_requests=3).spaces.shared[""].trees.cached_requests) == 3
 
 
 def test_prompts_are_private_outputs_are_shared():
@@ -93,7 +93,7 @@ def test_prompts_are_private_outputs_are_shared():
     generator.stop(one)
     assert generator.propose([other], [5]).tokens[0, :3].tolist() == [24, 25, 26]
     generator.stop(other)
-    assert len(generator.cache.active_requests) == 0
+    assert len(generator.spaces.shared[""].trees.active_requests) == 0
 
 
 TEXT = [1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 1, 2, 3, 4]
@@ -186,7 +186,7 @@ def test_an_error_leaves_nothing_behind(model, when, monkeypatch):
             **extra,
         )
     assert len(calls) >= 3
-    assert len(decoder.generator.cache.active_requests) == 0 and decoder.statistics == {}
+    assert len(decoder.generator.spaces.shared[""].trees.active_requests) == 0 and decoder.statistics == {}
     assert decoder.cache.tables == {} and decoder.cache.pool.num_used == 0
     monkeypatch.undo()
     assert torch.equal(decode(model)[0], first)
@@ -198,7 +198,7 @@ def test_a_row_that_cannot_start_leaves_nothing_behind():
     broken = SimpleNamespace(id=10**6, tokens=[1, 2, "x"], prompt_length=2, num_generated=1)
     with pytest.raises((ValueError, TypeError)):
         generator.start(broken)
-    assert len(generator.cache.active_requests) == 1
+    assert len(generator.spaces.shared[""].trees.active_requests) == 1
 
 
 @pytest.mark.slow  # a stopwatch

@@ -127,7 +127,8 @@ def test_matrix_equals_lists(data):
     """Writes with repeated tokens, text, look-ups of what was never written: as sequential lists do it."""
     vocab_size = data.draw(st.integers(2, 9))
     k = data.draw(st.integers(1, min(4, vocab_size)))
-    matrices, models = SuccessorMatrices(vocab_size, k, "cpu"), {0: Recycler([], k)}
+    matrices = SuccessorMatrices(vocab_size, k, "cpu")
+    models = {matrices.new(): Recycler([], k)}
     ids = st.integers(0, vocab_size - 1)
     for _ in range(data.draw(st.integers(1, 6))):
         if data.draw(st.booleans()):

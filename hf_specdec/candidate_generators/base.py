@@ -212,3 +212,6 @@ class CandidateGenerator(ABC):
 
     def stop(self, seq: Sequence) -> None:
         """Called when a sequence leaves, finished or cancelled."""
+
+    def save_tables(self) -> None:
+        """Write what was learnt from texts, as far as it is kept between processes. Called when an engine ends, or decoders are dropped."""

@@ -13,6 +13,7 @@ from ..core.output import PackedOutput
 from ..core.rows import RowInput
 from ..core.sequence import Sequence
 from .base import CandidateGenerator, DrafterContext
+from .lookup_cache import LookupCacheConfig
 from .parsing import parse_config
 from .registry import generator_class, make_generator
 
@@ -44,6 +45,9 @@ def checked_part(whole: SpeculativeConfig, key: str, part: Any) -> dict[str, Any
 def with_common_keys(part: dict[str, Any], whole: SpeculativeConfig) -> SpeculativeConfig:
     """The configuration of a part, with common keys taken from the whole."""
     shared = {name: getattr(whole, name) for name in _COMMON}
+    learns = issubclass(generator_class(part["method"]).config_class, LookupCacheConfig)
+    if learns and isinstance(whole, LookupCacheConfig) and whole.lookup_cache is not None:
+        shared |= {"lookup_cache": whole.lookup_cache, "lookup_cache_mb": whole.lookup_cache_mb}
     return parse_config({**{key: value for key, value in shared.items() if value is not None}, **part})
 
 
@@ -154,6 +158,11 @@ class CombinedGenerator(CandidateGenerator):
         """Stop the sequence in its parts."""
         for part in self.parts_of(seq):
             part.stop(seq)
+
+    def save_tables(self) -> None:
+        """Let all parts write theirs."""
+        for part in self.parts:
+            part.save_tables()
 
 
 class RivalGenerator(CombinedGenerator):

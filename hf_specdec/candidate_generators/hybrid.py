@@ -11,6 +11,7 @@ from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
 from .base import DrafterContext
 from .combined import RivalGenerator, checked_part, with_common_keys
+from .lookup_cache import LookupCacheConfig
 from .parsing import parse_config
 from .registry import register
 
@@ -18,7 +19,7 @@ STRATEGIES = ("fallback", "extend")
 
 
 @dataclass
-class HybridConfig(SpeculativeConfig):
+class HybridConfig(LookupCacheConfig):
     """Two drafters of any methods. Strategy "fallback": the first drafts, and rows where it expects fewer than
     `score_threshold` tokens to be accepted are drafted for by the second (Arctic's rule: suffix first, then a model).
     Strategy "extend": the second continues every chain of the first up to `num_speculative_tokens` (a model's few steps

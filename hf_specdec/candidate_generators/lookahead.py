@@ -2,24 +2,27 @@
 
 from __future__ import annotations
 
+import weakref
 from dataclasses import dataclass, field
-from functools import lru_cache
+from functools import lru_cache, partial
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..config import MOST_DRAFT_NODES, SpeculativeConfig
+from ..config import MOST_DRAFT_NODES
 from ..core.draft_trees import DraftTrees
 from ..core.outcome import StepOutcome
 from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
 from .base import CandidateGenerator, DrafterContext
+from .lookup_cache import LookupCache, LookupCacheConfig, State, ids_within
 from .registry import register
+from .spaces import Spaces
 
 
 @dataclass
-class LookaheadConfig(SpeculativeConfig):
+class LookaheadConfig(LookupCacheConfig):
     """Besides verifying n-grams that began with the last token before, every step improves a window of guesses about the
     tokens to come (Jacobi iteration); its diagonals become new n-grams. Needs no model."""
 
@@ -39,7 +42,9 @@ class LookaheadConfig(SpeculativeConfig):
     )
     share_pool: bool = field(
         default=True,
-        metadata={"help": "one pool for all sequences, which outlives calls; false: each sequence has its own"},
+        metadata={
+            "help": "one pool for the sequences of a space, which outlives calls; false: each sequence has its own"
+        },
     )
 
     def __post_init__(self) -> None:
@@ -177,7 +182,35 @@ class LookaheadGenerator(CandidateGenerator):
     def __init__(self, config: LookaheadConfig, target: PackedModel, context: DrafterContext | None = None):
         super().__init__(config, target, context)
         self.rows: dict[int, _Row] = {}
-        self.pool = NGramPool(config.guess_set_size)  # at most `guess_set_size` n-grams per token of the vocabulary
+        size = config.guess_set_size
+        # at most `guess_set_size` n-grams per token of the vocabulary
+        self.spaces = Spaces(lambda shared: NGramPool(size))
+        self.kept = LookupCache.of(config, target) if config.share_pool else None
+        if self.kept is not None:
+            self.kept.restore(self._load)
+            self._state = partial(_state, self.spaces, config.ngram_size, self.kept.most_bytes)
+            # also when the process ends, or this drafter is dropped
+            weakref.finalize(self, self.kept.save, self._state, now=True)
+
+    def _load(self, state: State) -> None:
+        """Fill the pools of the spaces from a file.
+
+        Raises:
+            ValueError, KeyError: it holds something else, such as n-grams of another length.
+        """
+        n = self.config.ngram_size
+        ngrams = {space: ids_within(found["ngrams"], self.target.vocab_size) for space, found in state.items()}
+        if any(each.ndim != 2 or each.shape[1] != n for each in ngrams.values()):
+            raise ValueError(f"it has no n-grams of {n} tokens")
+        for space, own in ngrams.items():
+            pool = self.spaces.shared[space] = self.spaces.make(True)
+            for ngram in own.tolist():
+                pool.add(tuple(ngram))
+
+    def save_tables(self) -> None:
+        """Write the pools of the spaces, if they are kept between processes."""
+        if self.kept is not None:
+            self.kept.save(self._state, now=True)
 
     @property
     def max_draft_nodes(self) -> int:
@@ -186,7 +219,7 @@ class LookaheadGenerator(CandidateGenerator):
 
     def start(self, seq: Sequence) -> None:
         """Make a window; add the prompt's n-grams to the pool if configured."""
-        pool = self.pool if self.config.share_pool else NGramPool(self.config.guess_set_size)
+        pool = self.spaces.enter(seq) if self.config.share_pool else NGramPool(self.config.guess_set_size)
         self.rows[seq.id] = row = _Row(pool, Window(self.config, seq))
         if self._reads_text:
             row.pool.add_text(seq.tokens, self.config.ngram_size)
@@ -249,6 +282,20 @@ class LookaheadGenerator(CandidateGenerator):
     def stop(self, seq: Sequence) -> None:
         """Drop the window, and the pool if it is the sequence's own."""
         del self.rows[seq.id]
+        self.spaces.leave(seq)
+        if self.kept is not None and seq.is_shared:
+            self.kept.changed = True
+            self.kept.save(self._state)
+
+
+def _state(spaces: Spaces[NGramPool], n: int, most_bytes: int) -> State:
+    """The n-grams of each space, as a file keeps them; those whose first token was added last, as far as there is room."""
+    state, room = {}, most_bytes // max(len(spaces.shared), 1) // (4 * n)
+    for space, pool in spaces.shared.items():
+        ngrams = [(first, *rest) for first, own in pool.followers.items() for rest in own]
+        newest = ngrams[max(len(ngrams) - room, 0) :]
+        state[space] = {"ngrams": np.array(newest, dtype=np.int32).reshape(len(newest), n)}
+    return state
 
 
 def merged(ngrams: list[tuple[int, ...]], depth: int) -> tuple[list[int], list[int]]:

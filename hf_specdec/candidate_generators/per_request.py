@@ -6,18 +6,18 @@ import dataclasses
 from dataclasses import dataclass, field
 from typing import Any
 
-from ..config import SpeculativeConfig
 from ..core.draft_trees import DraftTrees
 from ..core.outcome import StepOutcome
 from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
 from .base import CandidateGenerator, DrafterContext
 from .combined import CombinedGenerator, checked_part, with_common_keys
+from .lookup_cache import LookupCacheConfig
 from .registry import register
 
 
 @dataclass
-class PerRequestConfig(SpeculativeConfig):
+class PerRequestConfig(LookupCacheConfig):
     """Drafters of any methods, by name. Each request to the server chooses one (`speculative_config: {"method": name}`); the
     first is for those that do not choose, and for `generate()`."""
 

@@ -2,20 +2,25 @@
 
 from __future__ import annotations
 
+import functools
+import weakref
+from collections import deque
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 
-from ..config import SpeculativeConfig
 from ..core.draft_trees import DraftTrees
 from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
 from .base import CandidateGenerator, DrafterContext
+from .lookup_cache import LookupCache, LookupCacheConfig, State, ids_within
 from .registry import register
+from .spaces import Spaces
 
 
 @dataclass
-class SuffixConfig(SpeculativeConfig):
+class SuffixConfig(LookupCacheConfig):
     """Suffix trees over the sequence's own text and over past outputs: drafts what usually followed, as long as the match
     is long and the counts are sure. Needs no model; adapts its draft length; remembers outputs between `generate()` calls."""
 
@@ -62,9 +67,39 @@ class SuffixConfig(SpeculativeConfig):
         return out
 
 
+@dataclass(eq=False)
+class _Trees:
+    """A space's shared tree and the trees of its running sequences.
+
+    Attributes:
+        trees: arctic-inference's.
+        outputs: those in the shared tree, as far as a file is to keep them: int32, the oldest first.
+        num_bytes: what they take in a file.
+    """
+
+    trees: Any
+    outputs: deque[np.ndarray] = field(default_factory=deque)
+    num_bytes: int = 0
+
+    def keep(self, output: np.ndarray, most: int) -> None:
+        """Keep an output for the file, and no more than `most` (-1: all)."""
+        self.outputs.append(output)
+        self.num_bytes += _size(output)
+        while len(self.outputs) > most >= 0:
+            self.forget_oldest()
+
+    def forget_oldest(self) -> None:
+        """Keep one output less."""
+        self.num_bytes -= _size(self.outputs.popleft())
+
+
+def _size(output: np.ndarray) -> int:
+    return output.nbytes + 4  # and its length
+
+
 @register(SuffixConfig)
 class SuffixGenerator(CandidateGenerator):
-    """Drafts chains or trees from suffix trees; the shared tree outlives the calls that filled it."""
+    """Drafts chains or trees from suffix trees; each space's shared tree outlives the calls that filled it."""
 
     config: SuffixConfig
 
@@ -77,29 +112,68 @@ class SuffixGenerator(CandidateGenerator):
                 "The suffix method needs arctic-inference's suffix trees: pip install 'hf-specdec[suffix]' (a C++ compiler is needed)."
             ) from error
         self.scores: list[float] = []  # of the last proposal
-        self.running: dict[int, Sequence] = {}
+        self.running: dict[int, tuple[Sequence, _Trees]] = {}
         self.known: dict[int, int] = {}  # per running sequence, how many of its tokens are in the trees
-        self.cache = SuffixDecodingCache(
-            max_tree_depth=config.suffix_decoding_max_tree_depth,
-            max_cached_requests=config.suffix_decoding_max_cached_requests,
-        )
+        depth, most = config.suffix_decoding_max_tree_depth, config.suffix_decoding_max_cached_requests
+        self.spaces = Spaces(lambda shared: _Trees(SuffixDecodingCache(depth, most if shared else 0)))
+        self.kept = LookupCache.of(config, target) if most else None
+        if self.kept is not None:
+            self.kept.restore(self._load)
+            self._state = functools.partial(_state, self.spaces)
+            # also when the process ends, or this drafter is dropped
+            weakref.finalize(self, self.kept.save, self._state, now=True)
+
+    def _load(self, state: State) -> None:
+        """Build the trees of a file, the newest outputs as far as the bound allows.
+
+        Raises:
+            ValueError, KeyError: it holds something else.
+        """
+        assert self.kept is not None
+        outputs = {}
+        for space, found in state.items():
+            ids, lengths = ids_within(found["tokens"], self.target.vocab_size), found["lengths"]
+            if ids.ndim != 1 or lengths.dtype.kind != "i" or (lengths < 1).any() or lengths.sum() != len(ids):
+                raise ValueError("its texts have other lengths")
+            outputs[space] = np.split(ids, lengths.cumsum()[:-1]) if len(lengths) else []
+        most, request = self.config.suffix_decoding_max_cached_requests, 0
+        for space, texts in outputs.items():
+            room, newest = self.kept.most_bytes // len(outputs), []
+            for text in reversed(texts if most < 0 else texts[-most:]):
+                room -= _size(text)
+                if room < 0:
+                    break
+                newest.append(text)
+            trees = self.spaces.shared[space] = self.spaces.make(True)
+            for text in reversed(newest):
+                request -= 1
+                trees.trees.start_request(request, text[:0])
+                trees.trees.add_active_response(request, text)
+                trees.trees.stop_request(request)
+                trees.keep(text, most)
+
+    def save_tables(self) -> None:
+        """Write the outputs that are kept between processes."""
+        if self.kept is not None:
+            self.kept.save(self._state, now=True)
 
     def start(self, seq: Sequence) -> None:
         """Build the sequence's own tree from its prompt."""
         tokens = np.asarray(seq.tokens, dtype=np.int32)  # first, since it may fail
-        self.cache.start_request(seq.id, tokens[: seq.prompt_length])
-        self.running[seq.id], self.known[seq.id] = seq, seq.prompt_length
+        trees = self.spaces.enter(seq)
+        trees.trees.start_request(seq.id, tokens[: seq.prompt_length])
+        self.running[seq.id], self.known[seq.id] = (seq, trees), seq.prompt_length
 
     def _read_all(self) -> None:
         """Add to the trees what running sequences have written. This waits until a draft is asked for, since most steps of method "auto"
         ask for none."""
-        for seq in self.running.values():
+        for seq, _ in self.running.values():
             self._read(seq)
 
     def _read(self, seq: Sequence) -> None:
         new = seq.tokens[self.known[seq.id] :]
         if new:
-            self.cache.add_active_response(seq.id, np.asarray(new, dtype=np.int32))
+            self.running[seq.id][1].trees.add_active_response(seq.id, np.asarray(new, dtype=np.int32))
             self.known[seq.id] += len(new)
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
@@ -115,7 +189,7 @@ class SuffixGenerator(CandidateGenerator):
         return DraftTrees.from_lists(tokens, parents if use_tree else None, device=self.target.device)
 
     def _speculate(self, seq: Sequence, text: list[int], limit: int, use_tree: bool):
-        return self.cache.speculate(
+        return self.running[seq.id][1].trees.speculate(
             seq.id,
             np.asarray(text[-self.config.suffix_decoding_max_tree_depth :], dtype=np.int32),
             max_spec_tokens=limit,
@@ -141,7 +215,30 @@ class SuffixGenerator(CandidateGenerator):
         ]
 
     def stop(self, seq: Sequence) -> None:
-        """Free the sequence's own tree; its output stays in the shared one."""
+        """Free the sequence's own tree; its output stays in its space's, unless the sequence is not shared."""
         self._read(seq)
-        del self.running[seq.id], self.known[seq.id]
-        self.cache.stop_request(seq.id)
+        _, trees = self.running.pop(seq.id)
+        del self.known[seq.id]
+        trees.trees.stop_request(seq.id)
+        self.spaces.leave(seq)
+        if self.kept is not None and seq.is_shared and seq.num_generated:
+            trees.keep(
+                np.asarray(seq.tokens[seq.prompt_length :], dtype=np.int32),
+                self.config.suffix_decoding_max_cached_requests,
+            )
+            shared = self.spaces.shared.values()
+            while sum(each.num_bytes for each in shared) > self.kept.most_bytes:
+                max(shared, key=lambda each: each.num_bytes).forget_oldest()
+            self.kept.changed = True
+            self.kept.save(self._state)
+
+
+def _state(spaces: Spaces[_Trees]) -> State:
+    """The outputs in the shared trees, as a file keeps them."""
+    return {
+        space: {
+            "tokens": np.concatenate([*trees.outputs, np.empty(0, dtype=np.int32)]),
+            "lengths": np.array([len(each) for each in trees.outputs], dtype=np.int32),
+        }
+        for space, trees in spaces.shared.items()
+    }

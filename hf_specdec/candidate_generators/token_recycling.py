@@ -2,15 +2,16 @@
 
 from __future__ import annotations
 
+import functools
 import itertools
 import logging
+import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 import torch
 
-from ..config import SpeculativeConfig
 from ..core.draft_trees import DraftTrees
 from ..core.outcome import StepOutcome
 from ..core.output import Taps
@@ -21,7 +22,9 @@ from .base import CandidateGenerator, DrafterContext
 from .growing.published_trees import PUBLISHED_TREES
 from .growing.token_tree import read_token_tree
 from .growing.tree_shapes import TreeTemplate
+from .lookup_cache import LookupCache, LookupCacheConfig, State, ids_within
 from .registry import register
+from .spaces import Spaces
 
 logger = logging.getLogger(__name__)
 
@@ -30,7 +33,7 @@ _GROUP = 128
 
 
 @dataclass
-class TokenRecyclingConfig(SpeculativeConfig):
+class TokenRecyclingConfig(LookupCacheConfig):
     """Remembers, for every token, the best successors the target last gave it, and drafts a fixed tree by looking them up.
     Needs no model; learns from every token it verifies, accepted or not, and remembers between `generate()` calls."""
 
@@ -112,8 +115,8 @@ class TokenRecyclingConfig(SpeculativeConfig):
 class SuccessorMatrices:
     """The best k successors last seen of each of V tokens: int32 [S, V + 1, k] on the target's device.
 
-    Matrix 0 is shared and permanent; the others are copies of it that running sequences continue with. The id `V` means
-    "unknown": rows not yet written hold it, and so does row V itself.
+    Some are shared by the texts of a space; the others are copies of these that running sequences continue with, or of a text that
+    shares nothing. The id `V` means "unknown": rows not yet written hold it, and so does row V itself.
     """
 
     def __init__(self, vocab_size: int, k: int, device: torch.device | str):
@@ -121,7 +124,6 @@ class SuccessorMatrices:
         self.free: list[int] = []
         self.rows = torch.empty(0, vocab_size + 1, k, dtype=torch.int32, device=device)
         self.resize(1)
-        self.free.clear()
 
     @property
     def num_bytes(self) -> int:
@@ -135,13 +137,29 @@ class SuccessorMatrices:
         self.free = [matrix for matrix in self.free if matrix < count] + list(range(len(old), count))
         self._latest = torch.zeros(count * (self.nothing + 1), dtype=torch.int32, device=old.device)
 
-    def copy(self) -> int:
-        """Copy matrix 0; returns the copy's number."""
+    def keep(self, matrices: list[int]) -> None:
+        """Remove all but these, which get the numbers 0, 1, .. in this order."""
+        if matrices != list(range(len(matrices))):
+            self.rows = self.rows[matrices]
+        self.free.clear()
+        self.resize(len(matrices))
+
+    def new(self) -> int:
+        """Take a matrix in which nothing is known; returns its number."""
+        matrix = self._taken()
+        self.rows[matrix] = self.nothing
+        return matrix
+
+    def copy(self, matrix: int = 0) -> int:
+        """Copy a matrix; returns the copy's number."""
+        copy = self._taken()
+        self.rows[copy] = self.rows[matrix]
+        return copy
+
+    def _taken(self) -> int:
         if not self.free:
             self.resize(2 * len(self.rows))
-        matrix = self.free.pop()
-        self.rows[matrix] = self.rows[0]
-        return matrix
+        return self.free.pop()
 
     def write(self, matrices: torch.Tensor | int, tokens: torch.Tensor, successors: torch.Tensor) -> None:
         """Set the rows of `tokens` int64 [n], each in its matrix, to `successors` [n, k]. If a row is set twice, the
@@ -181,10 +199,46 @@ class TokenRecyclingGenerator(CandidateGenerator):
         self.tree = TreeTemplate.from_paths(path[: config.num_speculative_tokens] for path in paths)
         self.matrices = SuccessorMatrices(target.vocab_size, config.num_successors, target.device)
         self.own: dict[int, int] = {}  # sequence id -> its matrix
+        matrices = self.matrices
+        self.spaces: Spaces[int] = Spaces(lambda shared: matrices.new(), lambda matrix: matrices.free.append(matrix))
         self._levels = [[each.to(target.device) for each in level] for level in _lookups(self.tree)]
         size = f"{target.vocab_size} x {config.num_successors} successors, {self.matrices.num_bytes / 1e6:.1f} MB"
         each = " for all and for each running sequence" if config.matrix_per_sequence else ""
         logger.info("Token Recycling keeps %s%s on %s.", size, each, target.device)
+        self.kept = LookupCache.of(config, target)
+        if self.kept is not None:
+            self.kept.restore(self._load)
+            self._state = functools.partial(_state, self.matrices, self.spaces, self.kept.most_bytes)
+            # also when the process ends, or this drafter is dropped
+            weakref.finalize(self, self.kept.save, self._state, now=True)
+
+    # ---- from process to process ------------------------------------------------------------------------------------
+
+    def _load(self, state: State) -> None:
+        """Fill the matrices of the spaces from a file. Of more successors than are remembered here, the first are taken.
+
+        Raises:
+            ValueError, KeyError: it holds something else.
+        """
+        nothing, k = self.matrices.nothing, self.matrices.k
+        checked = {}
+        for space, found in state.items():
+            tokens, successors = ids_within(found["tokens"], nothing), ids_within(found["successors"], nothing + 1)
+            if tokens.ndim != 1 or successors.ndim != 2 or len(tokens) != len(successors):
+                raise ValueError("its rows have another shape")
+            checked[space] = tokens, successors[:, :k]
+        for space, (tokens, successors) in checked.items():
+            matrix = self.spaces.shared.pop(space) if space in self.spaces.shared else self.matrices.new()
+            self.spaces.shared[space] = matrix
+            rows = self.matrices.rows[matrix]
+            rows[torch.from_numpy(tokens).to(rows.device).long(), : successors.shape[1]] = torch.from_numpy(
+                successors
+            ).to(rows.device)
+
+    def save_tables(self) -> None:
+        """Write the matrices of the spaces, if they are kept between processes."""
+        if self.kept is not None:
+            self.kept.save(self._state, now=True)
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
@@ -196,29 +250,37 @@ class TokenRecyclingGenerator(CandidateGenerator):
     def allocate(self, num_tokens: int, num_sequences: int, block_size: int) -> None:
         """Make a matrix for each sequence."""
         if self.config.matrix_per_sequence:
-            self.matrices.resize(1 + num_sequences)
+            self.release()
+            self.matrices.resize(len(self.spaces.shared) + num_sequences)
 
     def release(self) -> None:
-        """Keep only the shared matrix."""
-        self.matrices.resize(1)
+        """Keep only the matrices of the spaces."""
+        self.matrices.keep(list(self.spaces.shared.values()))
+        self.spaces.shared = {space: matrix for matrix, space in enumerate(self.spaces.shared)}
 
     def evict(self, seq: Sequence) -> None:
         """Free the sequence's matrix; a new one starts from its text."""
-        matrix = self.own.pop(seq.id, 0)
-        if matrix:
+        matrix = self.own.pop(seq.id, None)
+        if matrix is not None and matrix != self.spaces.enter(seq):
             self.matrices.free.append(matrix)
 
     def stop(self, seq: Sequence) -> None:
-        """Free the sequence's matrix; the shared one has learned the same."""
+        """Free the sequence's matrix; that of its space has learned the same, unless the sequence is not shared."""
         self.evict(seq)
+        self.spaces.leave(seq)
+        if self.kept is not None and seq.is_shared:
+            self.kept.changed = True
+            self.kept.save(self._state)
 
     def _matrices_of(self, sequences: list[Sequence]) -> list[int]:
         """The matrix number of each sequence. Reads the text of new sequences."""
         for seq in sequences:
             if seq.id not in self.own:
-                matrix = self.own[seq.id] = self.matrices.copy() if self.config.matrix_per_sequence else 0
+                shared = self.spaces.enter(seq)
+                copies = self.config.matrix_per_sequence and seq.is_shared
+                matrix = self.own[seq.id] = self.matrices.copy(shared) if copies else shared
                 if self.config.recycle_prompt == "text":
-                    for each in {0, matrix}:
+                    for each in {shared, matrix}:
                         self._read(each, seq.tokens)
         return [self.own[seq.id] for seq in sequences]
 
@@ -277,7 +339,7 @@ class TokenRecyclingGenerator(CandidateGenerator):
             self._recycle(outcome.sequences, counts, _verified_tokens(outcome), logits)
         else:
             for seq, new in zip(outcome.sequences, outcome.new_tokens, strict=True):
-                for matrix in {0, *self._matrices_of([seq])}:
+                for matrix in {*self._matrices_of([seq]), self.spaces.enter(seq)}:
                     self._read(matrix, seq.tokens[-len(new) - 1 :])
 
     def _recycle(
@@ -286,10 +348,13 @@ class TokenRecyclingGenerator(CandidateGenerator):
         """Store the best successors of `tokens` [n] from logits [n, V]; `counts` are the tokens of each sequence, in order."""
         device = self.matrices.rows.device
         tokens, best = tokens.to(device), best_tokens(logits, self.config.num_successors).to(device)
-        own = np.repeat(self._matrices_of(sequences), counts)
-        if own.any():
-            self.matrices.write(torch.from_numpy(own).to(device), tokens, best)
-        self.matrices.write(0, tokens, best)
+        own, shared = self._matrices_of(sequences), [self.spaces.enter(seq) for seq in sequences]
+        if own != shared:
+            self.matrices.write(torch.from_numpy(np.repeat(own, counts)).to(device), tokens, best)
+        if len(set(shared)) == 1:
+            self.matrices.write(shared[0], tokens, best)
+        else:
+            self.matrices.write(torch.from_numpy(np.repeat(shared, counts)).to(device), tokens, best)
 
     def _read(self, matrix: int, text: list[int]) -> None:
         """Make the tokens that follow a token in the text its best successors, the latest first."""
@@ -303,6 +368,19 @@ class TokenRecyclingGenerator(CandidateGenerator):
             pairs = [(token, own[age]) for token, own in recent.items() if len(own) > age]
             tokens, newest = torch.tensor(pairs, device=self.matrices.rows.device).unbind(1)
             self.matrices.move_to_front(matrix, tokens, newest)
+
+
+def _state(matrices: SuccessorMatrices, spaces: Spaces[int], most_bytes: int) -> State:
+    """The known rows of each space's matrix, as a file keeps them. If there is no room, those of the lowest ids, which are the most
+    frequent tokens in most vocabularies."""
+    state = {}
+    room = most_bytes // max(len(spaces.shared), 1) // (4 + 4 * matrices.k)
+    for space, matrix in spaces.shared.items():
+        rows = matrices.rows[matrix, :-1]
+        known = (rows[:, 0] != matrices.nothing).nonzero().flatten()[:room]
+        found = {"tokens": known.to(torch.int32), "successors": rows[known]}
+        state[space] = {name: each.cpu().numpy() for name, each in found.items()}
+    return state
 
 
 def _lookups(tree: TreeTemplate) -> list[tuple[torch.Tensor, torch.Tensor]]:

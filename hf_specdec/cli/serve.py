@@ -100,6 +100,14 @@ def _add_http_options(group: argparse._ArgumentGroup) -> None:
         help="needed for every path but /health; repeatable (default: HF_SPECDEC_API_KEY)",
     )  # fmt: skip
     group.add_argument(
+        "--share-across-api-keys", action="store_true",
+        help="let look-ups draft for one API key's requests from another's texts (default: each key has its own tables)",
+    )  # fmt: skip
+    group.add_argument(
+        "--private-requests", action="store_true",
+        help="learn from no request, as if each had speculative_config.private (default: those that say so)",
+    )  # fmt: skip
+    group.add_argument(
         "--served-model-name", nargs="+", metavar="NAME", help="names by which clients call it (default: MODEL)"
     )
     group.add_argument(
@@ -136,7 +144,7 @@ def run(args: argparse.Namespace) -> int:
     """Carry out the subcommand; returns the exit code."""
     try:
         from ..serve.run import serve
-        from ..serve.server import Limits
+        from ..serve.server import Limits, Privacy
     except ImportError as error:
         raise ImportError(f"serve needs {error.name}: pip install 'hf-specdec[serve]'") from error
     if args.speculative_config is not None:
@@ -153,6 +161,7 @@ def run(args: argparse.Namespace) -> int:
         args.model, args.served_model_name or [args.model], limits, host=args.host, port=args.port, api_keys=_api_keys(args),
         allowed_origins=args.allowed_origins, shutdown_timeout=args.shutdown_timeout, tokenizer=args.tokenizer,
         chat_template=_text_of(args.chat_template), response_template=_json_of(args.response_template),
+        privacy=Privacy(args.private_requests, args.share_across_api_keys),
         on_ready=lambda url: print(f"Serving {args.model} on {url}", file=sys.stderr, flush=True),
         speculative_config=args.speculative_config, kv_transfer_config=transfer, **_engine_arguments(args),
     )  # fmt: skip
@@ -232,6 +241,7 @@ def _run_replicas(args: argparse.Namespace, transfer: dict | None) -> int:
     arguments = Arguments(
         args.model, (args.served_model_name or [None])[0], args.replicas, num_cpus=0.5,
         num_gpus=args.tensor_parallel_size if on_gpus else 0, api_keys=_api_keys(args), llm=llm,
+        private_requests=args.private_requests, share_across_api_keys=args.share_across_api_keys,
     )  # fmt: skip
     run(
         arguments, args.host, args.port,

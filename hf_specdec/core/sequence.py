@@ -32,7 +32,8 @@ class Sequence:
         is_text: the prompt's ids alone determine its keys and values, so it can be recomputed, and prompts with equal ids can share
             blocks. False: the prompt has images, embeddings or placeholder ids.
         position_offset: position minus index of every token after the prompt (negative with M-RoPE); per axis where they differ.
-        is_shared: other texts may be drafted for by what is learnt from this one.
+        is_shared: other texts may be drafted for by what is learnt from this one, and this one by what look-ups have learnt from others.
+        space: name of the look-ups' tables that this text reads and teaches, if it is shared; texts of other spaces have other tables.
         files: files that the drafter has written for this sequence: kind of content → path. Complete once the sequence has left the
             decoder.
     """
@@ -52,6 +53,7 @@ class Sequence:
     position_offset: int | tuple[int, ...] = 0
     chunked_length: int | None = None
     is_shared: bool = True
+    space: str = ""
     files: dict[str, str] = field(default_factory=dict)
     id: int = field(default_factory=lambda: next(_ids))
     num_steps: int = 0  # verification rounds so far: part of the key of rejection sampling's noise

@@ -12,20 +12,14 @@ from pathlib import Path
 from typing import Any, Protocol
 
 import torch
-from huggingface_hub import constants
 
 from ..candidate_generators.auto.generator import AutoGenerator
+from ..core.folders import cache_folder
 
 logger = logging.getLogger(__name__)
 
 FORMAT = 2
 EVERY = 2.0  # seconds between two writes, at least
-VARIABLE = "HF_SPECDEC_CACHE"
-
-
-def cache_folder() -> Path:
-    """Where files are kept between processes: $HF_SPECDEC_CACHE, otherwise a folder of the Hub's cache."""
-    return Path(os.environ.get(VARIABLE) or Path(constants.HF_HOME) / "hf_specdec")
 
 
 class Learnt(Protocol):

@@ -16,7 +16,7 @@ from ..candidate_generators import parse_config
 from ..candidate_generators.checkpoints.files import open_checkpoint
 from ..candidate_generators.checkpoints.target_parts import HeadConfig
 from ..config import SpeculativeConfig
-from ..decoding.auto_memory import cache_folder
+from ..core.folders import cache_folder
 from ..training.base import HeadTrainer
 from ..training.eagle3 import Eagle3Trainer, Eagle3TrainingOptions
 from ..training.errors import TrainingError

@@ -144,7 +144,7 @@ class Admission:
             list(prompt), length + new_tokens, frozenset(ends), params.do_sample, stream,
             row_processors(params, prompt, ends, self.tokenizer, self.decoder.target.vocab_size, grammar),
             num_speculative_tokens=params.num_speculative_tokens, drafter=params.drafter,
-            wants_prompt_logits=params.prompt_logprobs is not None and index == 0,
+            wants_prompt_logits=params.prompt_logprobs is not None and index == 0, is_shared=not params.private, space=params.space,
         )  # fmt: skip
         wants_text = params.detokenize and self.tokenizer is not None
         text = Detokenizer(self.tokenizer, prompt, params.skip_special_tokens) if wants_text else None

@@ -19,6 +19,7 @@ from ..sampling.grammar import Reasoning
 from .answers import Answer
 from .errors import ApiError, bad_request, failed
 from .frames import chat_logprobs, completion_logprobs, usage
+from .guard import SPACE
 from .messages import MessageParser, joined_calls, reasoning_before, without_tools
 from .protocol import ChatRequest, CompletionRequest, SamplingFields
 from .server import Server
@@ -36,6 +37,7 @@ class Endpoint(ABC):
         object, prefix: OpenAI's name for the frames of a stream (for the whole answer: without ".chunk"), and the prefix of the id.
         answers: the state of each prompt's answer, in the order of the prompts.
         grammar: what the text must match; None: any text.
+        space: see `Sequence.space`; named after the request's API key.
         base: the fields that every frame begins with.
     """
 
@@ -47,6 +49,7 @@ class Endpoint(ABC):
         server.check_model(body.model)
         self.answers: list[Answer] = []
         self.grammar: StructuredOutputsParams | None = None
+        self.space = ""
         self.base = {
             "id": f"{self.prefix}-{uuid.uuid4().hex}", "object": self.object, "created": int(time.time()),
             "model": body.model or server.names[0],
@@ -86,6 +89,7 @@ class Endpoint(ABC):
         # Headers must be ASCII, and short.
         ignored = ", ".join(self.ignored_fields)[:1000].encode("unicode_escape").decode().strip()
         headers = {_IGNORED_HEADER: ignored} if ignored else {}
+        self.space = request.scope.get(SPACE, "")
         self.grammar = self.body.grammar()
         await self.server.compile(self.grammar)
         with contextlib.ExitStack() as at_end:
@@ -180,7 +184,7 @@ class Completions(Endpoint):
         tokens = body.max_tokens if body.max_tokens is None else max(body.max_tokens, 1)
         for prompt, ids in zip(self.prompts, self.ids, strict=True):
             params = body.sampling_params(self.server.defaults, tokens, **more)
-            self.answers.append(self.server.submit(prompt, ids, params, None, self.answers, body.max_time))
+            self.answers.append(self.server.submit(prompt, ids, params, None, self.answers, body.max_time, self.space))
 
     def _echoed(self, number: int) -> str:
         prompt = self.prompts[number]
@@ -256,7 +260,7 @@ class Chat(Endpoint):
         reasoning = self._prepare_parsers(ids)
         if self.template is not None:  # the marks it looks for may be special tokens
             params = params.copy(skip_special_tokens=False)
-        self.answers.append(self.server.submit(ids, ids, params, reasoning, max_time=body.max_time))
+        self.answers.append(self.server.submit(ids, ids, params, reasoning, max_time=body.max_time, space=self.space))
 
     def _prepare_parsers(self, ids: list[int]) -> Reasoning | None:
         """Set `template` and `parsers`. Returns the reasoning that may come before the text that a grammar describes.

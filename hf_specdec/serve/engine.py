@@ -233,6 +233,7 @@ class Engine:
         """Abort all requests and free the KV pools."""
         for choice in list(self._choices.values()):
             self.abort(choice.request)
+        self.decoder.generator.save_tables()
         self.grammars.close()
         if self.transfers is not None:
             self.transfers.close()

@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import base64
 import binascii
+import hashlib
 import hmac
 import time
 from collections.abc import Callable
@@ -14,11 +15,18 @@ from fastapi.responses import JSONResponse
 from .errors import ApiError
 from .server import Limits
 
+SPACE = "hf_specdec.space"  # key of the scope under which the application finds `space_of` the request's API key
 _BYTES_PER_EXTRA_SECOND = 10_000  # a large body gets one more second for each of these
 
 
+def space_of(key: bytes) -> str:
+    """The name of the tables of an API key's requests. It goes into files, so it takes work to find a key that has it."""
+    return hashlib.pbkdf2_hmac("sha256", key, b"hf-specdec space", 20_000, 16).hex()
+
+
 class Guard:
-    """Rejects a request with a wrong key, or with a body that is too large or too slow, before the application sees it.
+    """Rejects a request with a wrong key, or with a body that is too large or too slow, before the application sees it. Names the
+    tables that look-ups fill from a request after its key.
 
     Args:
         keys: API keys, any of which is accepted; an empty list accepts every request.
@@ -27,6 +35,7 @@ class Guard:
 
     def __init__(self, app: Callable, keys: list[bytes], limits: Limits):
         self.app, self.keys, self.limits = app, keys, limits
+        self.spaces = [space_of(key) for key in keys]
 
     async def __call__(self, scope, receive, send) -> None:
         """Pass a request on with its whole body, or answer it with an error."""
@@ -34,9 +43,12 @@ class Guard:
             await self.app(scope, receive, send)
             return
         headers = dict(scope["headers"])
-        if self._needs_key(scope) and not self._has_key(headers):
-            await self._refuse_key(scope, receive, send)
-            return
+        if self._needs_key(scope):
+            key = self._key(headers)
+            if key is None:
+                await self._refuse_key(scope, receive, send)
+                return
+            scope[SPACE] = self.spaces[key]
         try:
             body = await self._read_body(headers, receive)
         except ApiError as error:
@@ -55,16 +67,17 @@ class Guard:
         """False for /health, and for OPTIONS: browsers send no key with a CORS preflight."""
         return bool(self.keys) and scope["path"] != "/health" and scope["method"] != "OPTIONS"
 
-    def _has_key(self, headers: dict[bytes, bytes]) -> bool:
-        """True if the Authorization header holds one of the keys: as a bearer token, or as the password of a browser."""
+    def _key(self, headers: dict[bytes, bytes]) -> int | None:
+        """Which key the Authorization header holds, as a bearer token or as the password of a browser; None: no right one."""
         kind, _, given = headers.get(b"authorization", b"").partition(b" ")
         if kind.lower() == b"basic":
             try:
                 given = base64.b64decode(given, validate=True).partition(b":")[2]
             except binascii.Error:
-                return False
+                return None
         # Compare with every key, so that the time taken does not depend on which one matches.
-        return sum(hmac.compare_digest(given, key) for key in self.keys) > 0
+        found = [hmac.compare_digest(given, key) for key in self.keys]
+        return found.index(True) if sum(found) else None
 
     async def _refuse_key(self, scope, receive, send) -> None:
         """Answer 401. For the page, ask for Basic authentication: a browser then prompts for the key."""

@@ -44,6 +44,10 @@ class SamplingParams:
         detokenize: make text of the new tokens; False: only ids are returned.
         num_speculative_tokens: draft length for this request, at most the engine's own; 0 switches speculation off.
         drafter: name of the drafter for this request, one of those that the engine has (method "per_request"); None: the first.
+        private: other requests are not drafted for by what is learnt from this one, nor this one by what was learnt from others; a head
+            that learns does not learn from it. The text is the same.
+        space: name of the tables that look-ups fill from this request and others of that name, if it is not private. The server names
+            them after API keys.
         priority: requests with a lower number run first.
         kv_transfer_params: {"do_remote_decode": true} tells a prefill server to keep the prompt's KV; the parameters that it returns tell
             a decode server where to read it (`serve.transfer`).
@@ -77,6 +81,8 @@ class SamplingParams:
     detokenize: bool = True
     num_speculative_tokens: int | None = None
     drafter: str | None = None
+    private: bool = False
+    space: str = ""
     priority: int = 0
     structured_outputs: StructuredOutputsParams | None = None
     kv_transfer_params: dict[str, Any] | None = None
@@ -116,6 +122,10 @@ class SamplingParams:
         for name in ("stop", "bad_words"):
             if any(not isinstance(each, str) or not each for each in getattr(self, name)):
                 raise ValueError(f"{name} must hold non-empty texts, not {getattr(self, name)!r}.")
+        if not isinstance(self.private, bool) or not isinstance(self.space, str):
+            raise ValueError(
+                f"private must be True or False and space a text, not {self.private!r} and {self.space!r}."
+            )
         if self.stop and not self.detokenize:
             raise ValueError("stop needs text: leave out detokenize=False, or use stop_token_ids.")
         if self.allowed_token_ids is not None and not self.allowed_token_ids:

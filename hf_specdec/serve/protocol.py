@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, model_validator
+from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_validator
 
 from .errors import bad_request
 from .messages import tool_grammar
@@ -51,12 +51,13 @@ class StreamOptions(BaseModel):
 
 
 class Speculation(BaseModel):
-    """The field `speculative_config` of a request: drafter, draft length, or no drafts at all."""
+    """The field `speculative_config` of a request: drafter, draft length, or no drafts at all; and whether others learn from it."""
 
     model_config = ConfigDict(extra="forbid")
     method: str | None = None
     num_speculative_tokens: StrictInt | None = Field(None, ge=0)
     enabled: bool = True
+    private: StrictBool = False
 
 
 class JsonSchema(BaseModel):
@@ -183,7 +184,7 @@ class SamplingFields(Body):
                 min_tokens=self.min_tokens, logit_bias=bias, allowed_token_ids=self.allowed_token_ids,
                 bad_words=self.bad_words or [], skip_special_tokens=self.skip_special_tokens, priority=self.priority,
                 num_speculative_tokens=speculation.num_speculative_tokens if speculation.enabled else 0,
-                drafter=speculation.method, kv_transfer_params=self.kv_transfer_params, **more,
+                drafter=speculation.method, private=speculation.private, kv_transfer_params=self.kv_transfer_params, **more,
             )  # fmt: skip
         except ValueError as error:
             raise bad_request(str(error), str(error).partition(" ")[0]) from None

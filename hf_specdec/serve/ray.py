@@ -43,6 +43,7 @@ class Arguments:
         num_cpus, num_gpus: needs of one replica. For a sharded model, num_gpus is its number of ranks: all are on one machine.
         max_ongoing_requests: most requests that a replica takes at a time; others wait in the ingress.
         api_keys: any of them is accepted on every path; None: no key is needed.
+        private_requests, share_across_api_keys: see `Privacy`. Each replica learns for itself.
         num_doors: number of ingress processes, which receive the requests.
         llm: further arguments of `LLM`.
     """
@@ -55,6 +56,8 @@ class Arguments:
     num_gpus: float = 0
     max_ongoing_requests: int = 256
     api_keys: list[str] | None = None
+    private_requests: bool = False
+    share_across_api_keys: bool = False
     num_doors: int = 1
     llm: dict[str, Any] = field(default_factory=dict)
 
@@ -91,11 +94,13 @@ class Replica:
         from ..bundled import resolve_model
         from .api import make_app
         from .llm import LLM
-        from .server import Limits, Server
+        from .server import Limits, Privacy, Server
 
+        privacy = Privacy(arguments.private_requests, arguments.share_across_api_keys)
+        privacy.check(arguments.llm.get("speculative_config"), arguments.api_keys)
         tokenizer = AutoTokenizer.from_pretrained(resolve_model(arguments.model))
         self.llm = LLM(arguments.model, tokenizer, **arguments.llm)
-        self.server = Server(tokenizer, [arguments.served_model_name or arguments.model], Limits())
+        self.server = Server(tokenizer, [arguments.served_model_name or arguments.model], Limits(), privacy=privacy)
         self.server.start(self.llm, asyncio.get_running_loop())
         self.app = make_app(self.server, arguments.api_keys)
 

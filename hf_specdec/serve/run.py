@@ -20,7 +20,7 @@ from ..bundled import resolve_model
 from .api import make_app
 from .connections import protocol_with_timeout
 from .llm import LLM
-from .server import Limits, Server
+from .server import Limits, Privacy, Server
 
 logger = logging.getLogger(__name__)
 
@@ -55,6 +55,7 @@ def serve(
     chat_template: str | None = None,
     tokenizer: str | None = None,
     response_template: dict | None = None,
+    privacy: Privacy | None = None,
     on_ready: Callable[[str], None] = lambda url: None,
     **arguments: Any,
 ) -> None:
@@ -67,18 +68,22 @@ def serve(
             requests are refused.
         chat_template, response_template: used in place of the tokenizer's own.
         tokenizer: name or folder; None: the model's.
+        privacy: see `Server`.
         on_ready: called with the server's URL once the model is loaded.
         arguments: further arguments of `LLM`.
 
     Raises:
+        ValueError: see `Privacy.check`.
         Exception: the error with which loading the model failed.
     """
+    privacy = privacy or Privacy()
+    privacy.check(arguments.get("speculative_config"), api_keys)
     name = resolve_model(os.fspath(tokenizer or model))
     loading = {key: arguments[key] for key in ("revision", "trust_remote_code") if key in arguments}
     loaded_tokenizer = AutoTokenizer.from_pretrained(name, **loading)
     if chat_template is not None:
         loaded_tokenizer.chat_template = chat_template
-    server = Server(loaded_tokenizer, names, limits, response_template)
+    server = Server(loaded_tokenizer, names, limits, response_template, privacy)
     failure: list[BaseException] = []
 
     def load(loop: asyncio.AbstractEventLoop) -> None:

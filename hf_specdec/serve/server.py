@@ -12,6 +12,7 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass
 from typing import Any
 
+from ..candidate_generators import parse_config
 from ..integration import model_lock
 from ..sampling.grammar import Reasoning
 from .answers import Answer, Inbox
@@ -55,6 +56,35 @@ class Limits:
     answer_seconds: float | None = None
 
 
+@dataclass
+class Privacy:
+    """Whose texts may shape whose drafts. Drafts never change a text, but the speed of an answer tells what was drafted.
+
+    Attributes:
+        private: every request is private (`SamplingParams.private`).
+        shares_across_keys: requests with different API keys share what look-ups learn, and may teach one head.
+    """
+
+    private: bool = False
+    shares_across_keys: bool = False
+
+    def check(self, speculative_config: Any, api_keys: list[str] | None) -> None:
+        """Refuse a configuration by which one API key's requests would shape another's drafts although they may not.
+
+        Raises:
+            ValueError: a head is to learn from the requests of several keys.
+        """
+        config = None if speculative_config is None else parse_config(speculative_config)
+        if (
+            getattr(config, "learn", False)
+            and len(set(api_keys or [])) > 1
+            and not (self.private or self.shares_across_keys)
+        ):
+            raise ValueError(
+                "'learn' teaches one head from the requests of all API keys: allow that with --share-across-api-keys, or leave it out."
+            )
+
+
 class Server:
     """Sends the requests of all endpoints to the engine, and gives each client the updates of its own.
 
@@ -66,6 +96,7 @@ class Server:
         names: names by which clients may call the model; answers contain the first.
         response_template: how the model marks reasoning and tool calls, in transformers' format; None: the tokenizer's own, or the
             one that transformers has for this family of models.
+        privacy: whose texts may shape whose drafts; None: those of one API key each other's.
 
     Attributes:
         worker: the engine's thread; None until the model is loaded (`start`).
@@ -76,8 +107,15 @@ class Server:
         is_closed: True once the time for draining is over; every request is then refused.
     """
 
-    def __init__(self, tokenizer: Any, names: list[str], limits: Limits, response_template: dict | None = None):
-        self.response_template = response_template
+    def __init__(
+        self,
+        tokenizer: Any,
+        names: list[str],
+        limits: Limits,
+        response_template: dict | None = None,
+        privacy: Privacy | None = None,
+    ):
+        self.response_template, self.privacy = response_template, privacy or Privacy()
         self.tokenizer, self.names, self.limits = tokenizer, names, limits
         self.defaults, self.max_model_len = SamplingParams(), 0
         self.worker: EngineWorker | None = None
@@ -119,6 +157,7 @@ class Server:
         if self.worker is not None:
             self.worker.stop()
             self.worker.join()
+            self.worker.engine.decoder.generator.save_tables()
 
     @property
     def running_worker(self) -> EngineWorker:
@@ -213,6 +252,7 @@ class Server:
         reasoning: Reasoning | None = None,
         among: list[Answer] | None = None,
         max_time: float | None = None,
+        space: str = "",
     ) -> Answer:
         """Send one prompt to the engine.
 
@@ -221,6 +261,7 @@ class Server:
             reasoning: what the model writes before the text that a grammar describes.
             among: answers to the earlier prompts of the same client's request, with which this one shares an inbox.
             max_time: seconds after which the answer ends with what has been generated. The server's own limit also applies.
+            space: see `Sequence.space`; not used if API keys share what is learnt.
 
         Raises:
             ApiError: 400, the prompt is empty or too long; 429, too many requests are waiting; 503, see `running_worker`.
@@ -239,7 +280,9 @@ class Server:
         silence = self.limits.keep_alive_seconds or _ENGINE_CHECK_SECONDS
         number, inbox = (len(among), among[0].inbox) if among else (0, Inbox(silence))
         # Only stop texts need text in the engine. Otherwise it is made in this thread, while the engine computes its next step.
-        params = params.copy(detokenize=bool(params.stop))
+        private = params.private or self.privacy.private
+        space = "" if self.privacy.shares_across_keys else space
+        params = params.copy(detokenize=bool(params.stop), private=private, space=space)
         answer = Answer(uuid.uuid4().hex, number, inbox, len(ids), params, prompt_end=ids[-Detokenizer.CONTEXT :])
         self.answers[answer.id] = answer
         worker.send(Submit(answer.id, prompt if isinstance(prompt, str) else None, ids, params, reasoning))

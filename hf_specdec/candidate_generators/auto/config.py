@@ -5,12 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any, ClassVar
 
-from ...config import SpeculativeConfig
 from ..combined import checked_part
+from ..lookup_cache import LookupCacheConfig
 
 
 @dataclass
-class AutoConfig(SpeculativeConfig):
+class AutoConfig(LookupCacheConfig):
     """Drafts with whatever is fastest, row by row and step by step, by measured costs and acceptance. What can draft for the
     target is found: its own MTP layers, a head or a small model on this machine or the Hub, and look-ups, which need no model."""
 

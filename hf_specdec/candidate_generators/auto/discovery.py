@@ -11,6 +11,7 @@ from typing import Any
 
 from ...bundled import bundled, bundled_names
 from ...config import SpeculativeConfig
+from ...core.folders import folder_of
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext
 from ..checkpoints.files import Checkpoint, CheckpointError, infer_format
@@ -18,7 +19,7 @@ from ..mtp.layouts import find_layout, is_mtp_tensor
 from ..parsing import parse_config
 from .config import AutoConfig
 from .hub import heads_on_hub, published_heads, rank
-from .local import base_models, cached_models, folder_of, hub_id_of, is_language_model, same_vocabulary, weight_bytes
+from .local import base_models, cached_models, hub_id_of, is_language_model, same_vocabulary, weight_bytes
 
 LOOKUPS = ("suffix", "ngram", "token_recycling")
 SMALL_ENOUGH = 0.25  # a draft model has at most this share of the target's bytes

@@ -1,4 +1,4 @@
-"""What is on this machine: the folder of a model, and the models in the Hub's local cache."""
+"""What is on this machine: the models in the Hub's local cache."""
 
 from __future__ import annotations
 
@@ -7,26 +7,11 @@ import logging
 import re
 from pathlib import Path
 
-from huggingface_hub import CacheNotFound, metadata_load, scan_cache_dir, try_to_load_from_cache
-from huggingface_hub.errors import HFValidationError
+from huggingface_hub import CacheNotFound, metadata_load, scan_cache_dir
 from transformers import PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 logger = logging.getLogger(__name__)
-
-
-def folder_of(model: PreTrainedModel) -> Path | None:
-    """The folder with the files that the model was loaded from; None if it was not loaded, or the files are gone."""
-    name = model.name_or_path
-    if not name:
-        return None
-    if Path(name).is_dir():
-        return Path(name)
-    try:
-        config = try_to_load_from_cache(name, "config.json", revision=getattr(model.config, "_commit_hash", None))
-    except HFValidationError:  # a path that no longer exists
-        return None
-    return Path(config).parent if isinstance(config, str) else None
 
 
 def hub_id_of(model: PreTrainedModel) -> str | None:

@@ -1,0 +1,167 @@
+"""LookupCache: what look-ups have learnt from texts, kept in a file from process to process."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import logging
+import os
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import numpy as np
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save
+
+from ..config import SpeculativeConfig
+from ..core.folders import cache_folder, folder_of
+from ..model.packed_model import PackedModel
+
+logger = logging.getLogger(__name__)
+
+FORMAT = "1"
+EVERY = 30.0  # seconds between two writes, at least
+SHARE = 0.005  # of the time that writing may take
+State = dict[str, dict[str, np.ndarray]]  # space → name → integers
+
+
+@dataclass
+class LookupCacheConfig(SpeculativeConfig):
+    """Keys of methods that learn tables from texts, and of those that may have such a method as a part."""
+
+    lookup_cache: str | None = field(
+        default=None,
+        metadata={
+            "help": "keep what look-ups learn from texts (suffix trees, token tables, n-grams) from process to process, under this name: "
+            "a folder of $HF_SPECDEC_CACHE (else of the Hub's cache), or a path with a slash. The files hold users' text. By default "
+            "nothing of any text is kept"
+        },
+    )
+    lookup_cache_mb: float = field(
+        default=8.0, metadata={"help": "most megabytes of a file of 'lookup_cache'; the oldest texts are left out"}
+    )
+
+    def __post_init__(self) -> None:
+        super().__post_init__()
+        self.check_text("lookup_cache")
+        self.check_number("lookup_cache_mb", minimum=0)
+
+
+class LookupCache:
+    """A file of one method's tables. It holds ids of texts that users wrote or were sent, so only its owner may read it.
+
+    A file that cannot be used is passed over with a warning, since it changes speed only. One of another tokenizer is left as it
+    is; one that is broken is replaced.
+
+    Args:
+        path: the file.
+        owner: what the tables are of; those of another owner are not read.
+        most_bytes: of all tables together.
+        writes: whether this process writes the file.
+
+    Attributes:
+        changed: whether tables have changed since they were written; the drafter sets it.
+    """
+
+    def __init__(self, path: Path, owner: str, most_bytes: int, writes: bool = True):
+        self.path, self.owner, self.most_bytes, self.writes = path, owner, most_bytes, writes
+        self.changed = False
+        self._next = time.monotonic() + EVERY
+
+    @classmethod
+    def of(cls, config: LookupCacheConfig, target: PackedModel) -> LookupCache | None:
+        """The file that a configuration asks for; None: none."""
+        name = config.lookup_cache
+        if name is None:
+            return None
+        is_name = Path(name).name == name and name != ".."
+        folder = cache_folder() / "lookups" / name if is_name else Path(name).expanduser()
+        writes = target.ranks is None or target.ranks.leads
+        most = int(config.lookup_cache_mb * 1e6)
+        return cls(folder / f"{config.method}.safetensors", _vocabulary_of(target), most, writes)
+
+    def restore(self, load: Callable[[State], None]) -> None:
+        """Call `load` with what the file holds, if there is a file that can be used.
+
+        Args:
+            load: raises ValueError or KeyError, and changes nothing, if it cannot use them.
+        """
+        try:
+            with safe_open(self.path, framework="numpy") as file:
+                about = file.metadata() or {}
+                if (about.get("format"), about.get("owner")) != (FORMAT, self.owner):
+                    logger.warning(
+                        "lookup_cache: %s is of another model; it is not used, and left as it is.", self.path
+                    )
+                    self.writes = False
+                    return
+                state: State = {space: {} for space in json.loads(about["spaces"])}
+                for key in file.keys():  # noqa: SIM118 - it is no dict
+                    index, _, name = key.partition("/")
+                    state[list(state)[int(index)]][name] = file.get_tensor(key)
+            load(state)
+        except FileNotFoundError:
+            return
+        except (SafetensorError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
+            logger.warning("lookup_cache: %s cannot be used (%r); learning anew.", self.path, error)
+
+    def save(self, state: Callable[[], State], now: bool = False) -> None:
+        """Write the tables if they have changed and it is time.
+
+        Args:
+            now: it is time.
+        """
+        if not self.writes or not self.changed or (not now and time.monotonic() < self._next):
+            return
+        began, self.changed = time.monotonic(), False
+        try:
+            self._write(state())
+        except OSError as error:
+            logger.warning(
+                "lookup_cache: %s cannot be written (%s); what is learnt ends with this process.", self.path, error
+            )
+            self.writes = False
+        ended = time.monotonic()
+        self._next = ended + max(EVERY, (ended - began) / SHARE)
+
+    def _write(self, state: State) -> None:
+        spaces = list(state)
+        tensors = {
+            f"{index}/{name}": np.ascontiguousarray(each)
+            for index, space in enumerate(spaces)
+            for name, each in state[space].items()
+        }
+        content = save(tensors, {"format": FORMAT, "owner": self.owner, "spaces": json.dumps(spaces)})
+        self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
+        handle, unfinished = tempfile.mkstemp(
+            ".partial", self.path.name + ".", self.path.parent
+        )  # readable by its owner only
+        try:
+            with os.fdopen(handle, "wb") as file:
+                file.write(content)
+            os.replace(unfinished, self.path)
+        except BaseException:
+            Path(unfinished).unlink(missing_ok=True)
+            raise
+
+
+def ids_within(ids: np.ndarray, bound: int) -> np.ndarray:
+    """The ids as int32, checked: a file may hold anything.
+
+    Raises:
+        ValueError: they are no integers from 0 to `bound` - 1.
+    """
+    if ids.dtype.kind != "i" or (ids.size and not 0 <= ids.min() <= ids.max() < bound):
+        raise ValueError("it holds other things than token ids")
+    return ids.astype(np.int32)
+
+
+def _vocabulary_of(target: PackedModel) -> str:
+    """What the token ids of a target mean: the tokenizer's file, or the model's name if there is none."""
+    folder = folder_of(target.model)
+    file = None if folder is None else folder / "tokenizer.json"
+    content = file.read_bytes() if file is not None and file.is_file() else (target.model.name_or_path or "").encode()
+    return f"{target.vocab_size} tokens, {hashlib.sha256(content).hexdigest()[:24]}"

@@ -1,0 +1,31 @@
+"""Folders: where files are kept between processes, and where a model's own files are."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from huggingface_hub import constants, try_to_load_from_cache
+from huggingface_hub.errors import HFValidationError
+from transformers import PreTrainedModel
+
+VARIABLE = "HF_SPECDEC_CACHE"
+
+
+def cache_folder() -> Path:
+    """Where files are kept between processes: $HF_SPECDEC_CACHE, otherwise a folder of the Hub's cache."""
+    return Path(os.environ.get(VARIABLE) or Path(constants.HF_HOME) / "hf_specdec")
+
+
+def folder_of(model: PreTrainedModel) -> Path | None:
+    """The folder with the files that the model was loaded from; None if it was not loaded, or the files are gone."""
+    name = model.name_or_path
+    if not name:
+        return None
+    if Path(name).is_dir():
+        return Path(name)
+    try:
+        config = try_to_load_from_cache(name, "config.json", revision=getattr(model.config, "_commit_hash", None))
+    except HFValidationError:  # a path that no longer exists
+        return None
+    return Path(config).parent if isinstance(config, str) else None
