@@ -47,3 +47,15 @@ def test_drafts_and_large_rows_are_not_padded():
     assert not is_worth_padding([one, draft], 512)
     assert not is_worth_padding([one], 512)
     assert not is_worth_padding([one, one], 1 << 20)
+
+
+def test_ids_of_a_tensor_are_read_without_numpys_own_conversion(monkeypatch):
+    """numpy 2.2 warns of that conversion in every step."""
+
+    def converts(*args, **kwargs):
+        raise AssertionError("numpy converts the tensor")
+
+    monkeypatch.setattr(torch.Tensor, "__array__", converts)
+    ids = np.zeros(3, dtype=np.int64)
+    assert packed_batch.write_ids([RowInput(0, torch.tensor([4, 5]), 0, drafts=np.array([6]))], ids) == []
+    assert ids.tolist() == [4, 5, 6]

@@ -203,7 +203,8 @@ def write_ids(rows: list[RowInput], ids: np.ndarray) -> list[tuple[int, torch.Te
             if isinstance(tokens, torch.Tensor) and tokens.device.type != "cpu":
                 pieces.append((first, tokens))
             else:
-                ids[first:end] = tokens
+                # numpy 2.2, the last for Python 3.10, warns when it converts a tensor by itself
+                ids[first:end] = tokens.numpy() if isinstance(tokens, torch.Tensor) else tokens
             first = end
     return pieces
 
