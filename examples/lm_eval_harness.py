@@ -17,7 +17,7 @@ import hf_specdec
 
 
 def bundled_task(folder: Path) -> dict:
-    """A generation task from the prompts that come with the bundled model: does the answer end?"""
+    """A generation task from the prompts that come with the bundled model. They have no answers, so its score of 0 means nothing."""
     source = Path(hf_specdec.bundled("tiny")).parent / "prompts.jsonl"
     rows = [json.loads(line) for line in source.read_text(encoding="utf-8").splitlines()][:10]
     data = folder / "prompts.json"
@@ -55,7 +55,7 @@ def main(argv=None):
             lm, tasks=args.tasks or [bundled_task(Path(folder))], limit=args.limit, bootstrap_iters=0
         )
     for task, values in results["results"].items():
-        print(task, {name: value for name, value in values.items() if isinstance(value, float)})
+        print(task, {name: float(value) for name, value in values.items() if isinstance(value, float)})
     return results
 
 
