@@ -24,8 +24,10 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 TEXTS = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 OTHERS = [
-    ROOT / name for name in ("CHANGELOG.md", "SECURITY.md", "examples/README.md", "models/README.md", ".github/PULL_REQUEST_TEMPLATE.md")
-] + sorted(ROOT.glob("recipes/*/README.md"))  # fmt: skip
+    *(ROOT / name for name in ("CHANGELOG.md", "SECURITY.md", ".github/PULL_REQUEST_TEMPLATE.md")),
+    *(ROOT / folder / "README.md" for folder in ("examples", "models", "notebooks")),
+    *sorted(ROOT.glob("recipes/*/README.md")),
+]
 NOTEBOOKS = sorted((ROOT / "notebooks").glob("*.ipynb"))
 REPOSITORY = "https://github.com/hf-specdec/hf-specdec"
 # Heads on the Hub, and the bundled ones that stand in for them here.

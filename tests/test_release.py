@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from huggingface_hub import ModelCard
 
 import hf_specdec
 from hf_specdec.cli import env
@@ -159,3 +160,14 @@ def test_what_the_image_is_built_from_reaches_the_build():
 
 def test_there_are_workflows_for_tests_lint_docs_and_publishing():
     assert {"tests.yml", "lint.yml", "docs.yml", "publish.yml"} <= {path.name for path in WORKFLOWS}
+
+
+@pytest.mark.parametrize("name", hf_specdec.bundled_names())
+def test_a_model_card_is_one_for_the_hub(name):
+    """Metadata as the Hub reads it: a licence, a library, what it is for; a head names its target, a model its task."""
+    data = ModelCard.load(Path(hf_specdec.bundled(name)) / "README.md").data
+    assert data.license == "apache-2.0"
+    if data.library_name == "transformers":
+        assert data.pipeline_tag == "text-generation" and data.language == "en"
+    else:
+        assert data.library_name == "hf-specdec" and data.base_model == "tiny" and "speculative-decoding" in data.tags
