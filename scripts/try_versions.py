@@ -5,7 +5,8 @@
 
 Every combination gets a virtual environment of its own with the two wheels, and the quick suite runs against the installed package.
 The source distribution is installed once per Python, with the oldest transformers named; it compiles the native library there, and
-decodes a text. The tests are those of this checkout, which must stay what the distributions were built from. Environments are made by uv (`pip install uv`), which shares files between them; interpreters have to be there already.
+decodes a text. The tests are those of this checkout, which must stay what the distributions were built from. Environments are made by
+uv (`pip install uv`), which shares files between them; interpreters have to be there already.
 """
 
 from __future__ import annotations
