@@ -58,6 +58,31 @@ def test_an_llm_starts_its_ranks_and_ends_them():
     assert "has 1024 positions" in found["bad"]
 
 
+def test_a_second_llm_knows_what_the_first_has_learnt(tmp_path):
+    """Two engines of two ranks after one another in a process: rank 0 knows the model already, the new rank 1 does not."""
+    config = {"method": "token_recycling", "recycle_prompt": None, "lookup_cache": str(tmp_path)}
+    script = f"""
+import json
+from hf_specdec import LLM, SamplingParams
+found, greedy = [], SamplingParams(temperature=0, max_tokens=24)
+for ranks in (2, 2, 1):
+    llm = LLM("tiny", dtype="float32", speculative_config={config!r}, tensor_parallel_size=ranks, **{SIZES!r})
+    for params in (greedy.copy(private=True), greedy.copy(space="a"), greedy.copy(space="a"), greedy.copy(space=str(len(found)))):
+        (answer,) = llm.generate(["Once upon a time, there was"], params, use_tqdm=False)
+        found.append((answer.outputs[0].token_ids, answer.speculation["mean_accepted_length"]))
+    llm.close()
+print(json.dumps(found))
+"""
+    done = subprocess.run([sys.executable, "-c", script], env=ENVIRONMENT, capture_output=True, text=True, timeout=180)
+    assert done.returncode == 0, done.stderr[-3000:]
+    found = json.loads(done.stdout.splitlines()[-1])
+    assert all(tokens == found[0][0] for tokens, _ in found)
+    private, first, second, other = (each[1] for each in found[:4])
+    assert second > first == private == other
+    for later in (found[4:8], found[8:]):
+        assert later[0][1] == later[3][1] == private and later[1][1] > first
+
+
 # ---- slow -----------------------------------------------------------------------------------------------------------
 
 

@@ -198,6 +198,23 @@ def test_a_private_request_leaves_no_trace_and_sees_none(make, plain, name):
     assert name == "auto" or accepted(private) == accepted(again) == fresh
 
 
+@pytest.mark.parametrize("name", ["suffix", "token_recycling", "one matrix", "lookahead"])
+def test_preempted_rows_keep_to_their_tables(make, plain, name):
+    """Too few blocks for all rows: some are paused, and read their texts again."""
+    llm = make({**MIXED[name], "block_size": 4, "num_blocks": 24})
+    params = [GREEDY.copy(space="a"), GREEDY.copy(private=True), GREEDY.copy(space="b"), GREEDY.copy(private=True)]
+    answers = llm.generate([PROMPT] * 4, params, use_tqdm=False)
+    assert all(ids_of(each) == plain for each in answers) and llm.engine.scheduler.num_preemptions
+    (drafter,) = learners(llm)
+    untaught = tables(learners(make(MIXED[name]))[0])[""]
+    found = tables(drafter)
+    assert set(found) == {"", "a", "b"} and found[""] == untaught and found["a"] != untaught
+    assert not drafter.spaces._running
+    if hasattr(drafter, "matrices"):
+        used = drafter.spaces.shared.values()
+        assert sorted([*drafter.matrices.free, *used]) == list(range(len(drafter.matrices.rows)))
+
+
 def test_matrices_of_dropped_spaces_and_private_texts_are_used_again(make, monkeypatch):
     monkeypatch.setattr(spaces_module, "MOST_SPACES", 2)
     llm = make({"method": "token_recycling"})

@@ -59,7 +59,10 @@ def check(packed: PackedModel) -> None:
     if packed.num_layers is not None and _verdicts.get(signature(packed, whole=True), ("", ""))[0] == "gather":
         packed.gather = True
     key = signature(packed)
-    if key not in _verdicts:
+    known = int(key in _verdicts)
+    if packed.ranks is not None:
+        known = packed.ranks.least(known)  # a process may have judged this model before its other ranks were started
+    if not known:
         with torch.no_grad(), evaluating(packed.model):
             _verdicts[key] = _judge(packed)
     way, reason = _verdicts[key]
@@ -78,7 +81,7 @@ def signature(packed: PackedModel, whole: bool = False) -> tuple:
     fields = {name: value for name, value in model.config.to_dict().items() if name != "_name_or_path"}
     config = json.dumps(fields, sort_keys=True, default=str)
     layers = None if whole else packed.num_layers
-    size = 1 if packed.ranks is None else packed.ranks.size  # ranks must agree on whether there is a verdict
+    size = 1 if packed.ranks is None else packed.ranks.size  # a verdict on the whole model says nothing of its shards
     return type(model), size, packed.config._attn_implementation, model.dtype, layers, packed.gather, config
 
 
