@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import weakref
 from typing import Any
 
 import torch
@@ -18,7 +19,12 @@ class PagedLayer(CacheLayerMixin):
 
     def __init__(self, owner: Any):
         super().__init__()
-        self.owner = owner  # the PagedStaticCache
+        self._owner = weakref.ref(owner)  # the two would keep each other, and all memory, until the garbage collector runs
+
+    @property
+    def owner(self) -> Any:
+        """The PagedStaticCache, which holds this layer."""
+        return self._owner()
 
     @torch.compiler.disable  # runs once, so tracing it gains nothing
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
