@@ -100,6 +100,7 @@ class _PatchAfterImport(importlib.abc.MetaPathFinder):
     """Finds the modules of `_PATCHES` as the other finders do, and patches each when it has run."""
 
     def find_spec(self, fullname, path, target=None):
+        """The spec of a module to patch, whose loader patches it; None for other modules. See `importlib.abc.MetaPathFinder`."""
         if fullname not in _PATCHES:
             return None
         others = (finder for finder in sys.meta_path if finder is not self)

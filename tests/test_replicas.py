@@ -64,7 +64,7 @@ def _answers(url, body=None, seconds=120):
 def test_sglang_router_in_front_of_two_servers():
     """Requests that begin alike go to one server; the answers are those of the servers."""
     pytest.importorskip("sglang_router")
-    ports, door = (18511, 18512), 18510
+    ports, entrance = (18511, 18512), 18510
     serve = [sys.executable, "-m", "hf_specdec", "serve", "tiny", "--dtype", "float32", "--max-model-len", "256",
              "--kv-cache-memory-bytes", "16000000", "--speculative-config", '{"method": "ngram"}']  # fmt: skip
     router = [
@@ -72,7 +72,7 @@ def test_sglang_router_in_front_of_two_servers():
         "-m",
         "sglang_router.launch_router",
         "--port",
-        str(door),
+        str(entrance),
         "--policy",
         "cache_aware",
         "--worker-urls",
@@ -85,7 +85,7 @@ def test_sglang_router_in_front_of_two_servers():
         body = json.dumps({"model": "tiny", "prompt": "Once upon a time", "max_tokens": 12, "temperature": 0}).encode()
         own = json.loads(_answers(f"http://127.0.0.1:{ports[0]}/v1/completions", body))["choices"][0]["text"]
         texts = {
-            json.loads(_answers(f"http://127.0.0.1:{door}/v1/completions", body))["choices"][0]["text"]
+            json.loads(_answers(f"http://127.0.0.1:{entrance}/v1/completions", body))["choices"][0]["text"]
             for _ in range(6)
         }
         assert texts == {own}

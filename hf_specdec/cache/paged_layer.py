@@ -19,9 +19,8 @@ class PagedLayer(CacheLayerMixin):
 
     def __init__(self, owner: Any):
         super().__init__()
-        self._owner = weakref.ref(
-            owner
-        )  # the two would keep each other, and all memory, until the garbage collector runs
+        # the two would keep each other, and all memory, until the garbage collector runs
+        self._owner = weakref.ref(owner)
 
     @property
     def owner(self) -> Any:

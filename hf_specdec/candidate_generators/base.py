@@ -19,6 +19,7 @@ from ..core.output import PackedOutput, Taps
 from ..core.rows import RowInput
 from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
+from .lookup_cache import LookupCache
 
 
 class DrafterContext:
@@ -85,11 +86,10 @@ class CandidateGenerator(ABC):
     can_be_combined: ClassVar[bool] = True  # whether it may be part of a hybrid
     continues_drafts: ClassVar[bool] = False  # whether `continue_drafts` is implemented
     taps: Taps = Taps()
-    may_miss_steps: ClassVar[bool] = (
-        False  # whether `observe` may be skipped for some steps: the drafter then only learns less
-    )
+    may_miss_steps: ClassVar[bool] = False  # whether `observe` may be skipped: the drafter then only learns less
     verifies_chains_only: bool = False  # True in loops that verify only the first path of a tree
     outlives_texts: bool = False  # see `outlive_texts`
+    kept: LookupCache | None = None  # the file of what was learnt from texts
     taps_whole_text: bool = True  # whether tapped features of every token are needed, not only the newest
 
     def __init__(self, config: SpeculativeConfig, target: PackedModel, context: DrafterContext | None = None):
@@ -215,3 +215,5 @@ class CandidateGenerator(ABC):
 
     def save_tables(self) -> None:
         """Write what was learnt from texts, as far as it is kept between processes. Called when an engine ends, or decoders are dropped."""
+        if self.kept is not None:
+            self.kept.save()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import weakref
 from dataclasses import dataclass, field
 from functools import lru_cache, partial
 from typing import Any
@@ -187,10 +186,7 @@ class LookaheadGenerator(CandidateGenerator):
         self.spaces = Spaces(lambda shared: NGramPool(size))
         self.kept = LookupCache.of(config, target) if config.share_pool else None
         if self.kept is not None:
-            self.kept.restore(self._load)
-            self._state = partial(_state, self.spaces, config.ngram_size, self.kept.most_bytes)
-            # also when the process ends, or this drafter is dropped
-            weakref.finalize(self, self.kept.save, self._state, now=True)
+            self.kept.follow(self, self._load, partial(_state, self.spaces, config.ngram_size, self.kept.most_bytes))
 
     def _load(self, state: State) -> None:
         """Fill the pools of the spaces from a file.
@@ -206,11 +202,6 @@ class LookaheadGenerator(CandidateGenerator):
             pool = self.spaces.shared[space] = self.spaces.make(True)
             for ngram in own.tolist():
                 pool.add(tuple(ngram))
-
-    def save_tables(self) -> None:
-        """Write the pools of the spaces, if they are kept between processes."""
-        if self.kept is not None:
-            self.kept.save(self._state, now=True)
 
     @property
     def max_draft_nodes(self) -> int:
@@ -284,8 +275,7 @@ class LookaheadGenerator(CandidateGenerator):
         del self.rows[seq.id]
         self.spaces.leave(seq)
         if self.kept is not None and seq.is_shared:
-            self.kept.changed = True
-            self.kept.save(self._state)
+            self.kept.text_ended()
 
 
 def _state(spaces: Spaces[NGramPool], n: int, most_bytes: int) -> State:

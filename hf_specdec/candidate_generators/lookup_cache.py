@@ -8,6 +8,7 @@ import logging
 import os
 import tempfile
 import time
+import weakref
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -63,12 +64,13 @@ class LookupCache:
         writes: whether this process writes the file.
 
     Attributes:
-        changed: whether tables have changed since they were written; the drafter sets it.
+        changed: whether texts have ended since the tables were written.
     """
 
     def __init__(self, path: Path, owner: str, most_bytes: int, writes: bool = True):
         self.path, self.owner, self.most_bytes, self.writes = path, owner, most_bytes, writes
         self.changed = False
+        self._state: Callable[[], State] = dict
         self._next = time.monotonic() + EVERY
 
     @classmethod
@@ -83,12 +85,24 @@ class LookupCache:
         most = int(config.lookup_cache_mb * 1e6)
         return cls(folder / f"{config.method}.safetensors", _vocabulary_of(target), most, writes)
 
-    def restore(self, load: Callable[[State], None]) -> None:
-        """Call `load` with what the file holds, if there is a file that can be used.
+    def follow(self, drafter: object, load: Callable[[State], None], state: Callable[[], State]) -> None:
+        """Give a drafter what the file holds. From now on its tables are written now and then, and when it is dropped or the process ends.
 
         Args:
-            load: raises ValueError or KeyError, and changes nothing, if it cannot use them.
+            load: raises ValueError or KeyError, and changes nothing, if it cannot use what it is given.
+            state: returns the tables; it must not refer to the drafter, which could not be dropped then.
         """
+        self._restore(load)
+        self._state = state
+        weakref.finalize(drafter, self.save)
+
+    def text_ended(self) -> None:
+        """A text has ended, from which the tables have learnt: write them if it is time."""
+        self.changed = True
+        if time.monotonic() >= self._next:
+            self.save()
+
+    def _restore(self, load: Callable[[State], None]) -> None:
         try:
             with safe_open(self.path, framework="numpy") as file:
                 about = file.metadata() or {}
@@ -108,17 +122,13 @@ class LookupCache:
         except (SafetensorError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             logger.warning("lookup_cache: %s cannot be used (%r); learning anew.", self.path, error)
 
-    def save(self, state: Callable[[], State], now: bool = False) -> None:
-        """Write the tables if they have changed and it is time.
-
-        Args:
-            now: it is time.
-        """
-        if not self.writes or not self.changed or (not now and time.monotonic() < self._next):
+    def save(self) -> None:
+        """Write the tables if they have changed."""
+        if not self.writes or not self.changed:
             return
         began, self.changed = time.monotonic(), False
         try:
-            self._write(state())
+            self._write(self._state())
         except OSError as error:
             logger.warning(
                 "lookup_cache: %s cannot be written (%s); what is learnt ends with this process.", self.path, error
@@ -136,9 +146,8 @@ class LookupCache:
         }
         content = save(tensors, {"format": FORMAT, "owner": self.owner, "spaces": json.dumps(spaces)})
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
-        handle, unfinished = tempfile.mkstemp(
-            ".partial", self.path.name + ".", self.path.parent
-        )  # readable by its owner only
+        # readable by its owner only
+        handle, unfinished = tempfile.mkstemp(".partial", self.path.name + ".", self.path.parent)
         try:
             with os.fdopen(handle, "wb") as file:
                 file.write(content)

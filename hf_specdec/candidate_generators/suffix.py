@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import functools
-import weakref
 from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
@@ -118,10 +117,7 @@ class SuffixGenerator(CandidateGenerator):
         self.spaces = Spaces(lambda shared: _Trees(SuffixDecodingCache(depth, most if shared else 0)))
         self.kept = LookupCache.of(config, target) if most else None
         if self.kept is not None:
-            self.kept.restore(self._load)
-            self._state = functools.partial(_state, self.spaces)
-            # also when the process ends, or this drafter is dropped
-            weakref.finalize(self, self.kept.save, self._state, now=True)
+            self.kept.follow(self, self._load, functools.partial(_state, self.spaces))
 
     def _load(self, state: State) -> None:
         """Build the trees of a file, the newest outputs as far as the bound allows.
@@ -151,11 +147,6 @@ class SuffixGenerator(CandidateGenerator):
                 trees.trees.add_active_response(request, text)
                 trees.trees.stop_request(request)
                 trees.keep(text, most)
-
-    def save_tables(self) -> None:
-        """Write the outputs that are kept between processes."""
-        if self.kept is not None:
-            self.kept.save(self._state, now=True)
 
     def start(self, seq: Sequence) -> None:
         """Build the sequence's own tree from its prompt."""
@@ -229,8 +220,7 @@ class SuffixGenerator(CandidateGenerator):
             shared = self.spaces.shared.values()
             while sum(each.num_bytes for each in shared) > self.kept.most_bytes:
                 max(shared, key=lambda each: each.num_bytes).forget_oldest()
-            self.kept.changed = True
-            self.kept.save(self._state)
+            self.kept.text_ended()
 
 
 def _state(spaces: Spaces[_Trees]) -> State:

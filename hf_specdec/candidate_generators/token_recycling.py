@@ -5,7 +5,6 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-import weakref
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -207,10 +206,9 @@ class TokenRecyclingGenerator(CandidateGenerator):
         logger.info("Token Recycling keeps %s%s on %s.", size, each, target.device)
         self.kept = LookupCache.of(config, target)
         if self.kept is not None:
-            self.kept.restore(self._load)
-            self._state = functools.partial(_state, self.matrices, self.spaces, self.kept.most_bytes)
-            # also when the process ends, or this drafter is dropped
-            weakref.finalize(self, self.kept.save, self._state, now=True)
+            self.kept.follow(
+                self, self._load, functools.partial(_state, self.matrices, self.spaces, self.kept.most_bytes)
+            )
 
     # ---- from process to process ------------------------------------------------------------------------------------
 
@@ -234,11 +232,6 @@ class TokenRecyclingGenerator(CandidateGenerator):
             rows[torch.from_numpy(tokens).to(rows.device).long(), : successors.shape[1]] = torch.from_numpy(
                 successors
             ).to(rows.device)
-
-    def save_tables(self) -> None:
-        """Write the matrices of the spaces, if they are kept between processes."""
-        if self.kept is not None:
-            self.kept.save(self._state, now=True)
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
@@ -269,8 +262,7 @@ class TokenRecyclingGenerator(CandidateGenerator):
         self.evict(seq)
         self.spaces.leave(seq)
         if self.kept is not None and seq.is_shared:
-            self.kept.changed = True
-            self.kept.save(self._state)
+            self.kept.text_ended()
 
     def _matrices_of(self, sequences: list[Sequence]) -> list[int]:
         """The matrix number of each sequence. Reads the text of new sequences."""

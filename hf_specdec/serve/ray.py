@@ -1,4 +1,4 @@
-"""Replicas by Ray Serve: each replica runs the server's application, and an ingress (`Door`) resends a request if its replica dies.
+"""Replicas by Ray Serve: each replica runs the server's application, and an ingress resends a request if its replica dies.
 
     serve run hf_specdec.serve.ray:app model=Qwen/Qwen3-0.6B num_replicas=4
 
@@ -44,7 +44,7 @@ class Arguments:
         max_ongoing_requests: most requests that a replica takes at a time; others wait in the ingress.
         api_keys: any of them is accepted on every path; None: no key is needed.
         private_requests, share_across_api_keys: see `Privacy`. Each replica learns for itself.
-        num_doors: number of ingress processes, which receive the requests.
+        num_ingresses: number of ingress processes, which receive the requests.
         llm: further arguments of `LLM`.
     """
 
@@ -58,7 +58,7 @@ class Arguments:
     api_keys: list[str] | None = None
     private_requests: bool = False
     share_across_api_keys: bool = False
-    num_doors: int = 1
+    num_ingresses: int = 1
     llm: dict[str, Any] = field(default_factory=dict)
 
     @classmethod
@@ -161,7 +161,7 @@ class Replica:
             self.llm.close()
 
 
-class Door:
+class Ingress:
     """The ingress deployment: receives requests and sends each to a replica. If that dies before it has answered, sends it again."""
 
     def __init__(self, replicas: Any):
@@ -235,8 +235,8 @@ def _wants_stream(body: bytes) -> bool:
         return False
 
 
-async def _ingress(scope: dict[str, Any], receive: Any, send: Any) -> None:
-    """The ASGI application of an ingress process: passes requests to its `Door`."""
+async def _pass_on(scope: dict[str, Any], receive: Any, send: Any) -> None:
+    """The ASGI application of an ingress process: passes requests to its `Ingress`."""
     if scope["type"] == "lifespan":
         await receive()
         await send({"type": "lifespan.startup.complete"})
@@ -248,7 +248,7 @@ async def _ingress(scope: dict[str, Any], receive: Any, send: Any) -> None:
 
 def _make_ingress() -> Any:
     """Ray calls this in each ingress process to get its application."""
-    return _ingress
+    return _pass_on
 
 
 def app(given: dict[str, Any]) -> Any:
@@ -265,11 +265,11 @@ def application(arguments: Arguments) -> Any:
         Replica, name="Replica", ray_actor_options={"num_cpus": arguments.num_cpus, "num_gpus": arguments.num_gpus},
         max_ongoing_requests=arguments.max_ongoing_requests, health_check_period_s=5, **many,
     )  # fmt: skip
-    doors = serve.deployment(
-        serve.ingress(_make_ingress)(Door), name="Door", num_replicas=arguments.num_doors, ray_actor_options={"num_cpus": 0},
+    ingresses = serve.deployment(
+        serve.ingress(_make_ingress)(Ingress), name="Ingress", num_replicas=arguments.num_ingresses, ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=4096,
     )  # fmt: skip
-    return doors.bind(replicas.bind(arguments))
+    return ingresses.bind(replicas.bind(arguments))
 
 
 def run(arguments: Arguments, host: str = "127.0.0.1", port: int = 8000, on_ready: Any = lambda url: None) -> None:
