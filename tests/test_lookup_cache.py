@@ -385,7 +385,9 @@ def test_other_numbers_of_successors(make, plain, tmp_path):
         assert ids_of(ask(llm)) == plain
 
 
-@pytest.mark.parametrize("name", ["suffix", "token_recycling", "lookahead"])
+@pytest.mark.parametrize(
+    "name", ["suffix", *(pytest.param(name, marks=pytest.mark.slow) for name in ("token_recycling", "lookahead"))]
+)
 def test_files_are_bounded(make, name, tmp_path):
     """The newest texts are kept; the file has no more than the bound, and its header."""
     most = 6000
@@ -543,6 +545,15 @@ def test_api_keys_learn_nothing_of_each_other(tmp_path):
     (file,) = folder.iterdir()
     assert b"key-of" not in file.read_bytes()
     assert {space_of(b"key-of-a"), space_of(b"key-of-b")} < set(spaces_of(file))
+
+
+@pytest.mark.slow
+def test_the_next_server_knows_what_each_key_taught(tmp_path):
+    folder = tmp_path / "kept"
+    with serving(folder) as ask:
+        text, fresh = ask("a")
+        known = ask("a")
+        ask("b")
     with serving(folder) as ask:
         assert ask("a")[1] > fresh and ask("b")[1] > fresh
     with serving(folder, "--share-across-api-keys") as ask:
@@ -557,6 +568,7 @@ def test_a_server_that_learns_from_no_request(tmp_path):
     assert not (tmp_path / "kept").exists()
 
 
+@pytest.mark.slow
 def test_responses_can_be_private(tmp_path):
     with serving(tmp_path / "kept") as ask:
         ask("a", "/v1/responses", speculative_config={"private": True})
