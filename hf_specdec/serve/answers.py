@@ -8,6 +8,7 @@ from collections import deque
 from dataclasses import dataclass, field
 from typing import Any
 
+from .outputs import Logprob
 from .params import SamplingParams
 from .text import Detokenizer
 from .worker import Update
@@ -67,6 +68,7 @@ class Answer:
         ended: True after its last update, or once the client has disconnected.
         deadline: timer that ends it when its time limit is reached; None: no limit.
         prompt_end: the last ids of the prompt, which a `Detokenizer` needs.
+        prompt_logprobs: see `Request`; None before the first update, and unless requested.
         texts: detokenizers by choice index; empty if the engine makes the text, because it must look for stop texts.
     """
 
@@ -82,6 +84,7 @@ class Answer:
     num_cached: int = 0
     deadline: asyncio.TimerHandle | None = None
     prompt_end: list[int] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     texts: dict[int, Detokenizer] = field(default_factory=dict)
 
     def make_text(self, update: Update, tokenizer: Any) -> None:

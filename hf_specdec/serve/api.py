@@ -12,7 +12,7 @@ from starlette.exceptions import HTTPException
 
 import hf_specdec
 
-from .endpoints import Chat, Completions
+from .endpoints import IGNORED_HEADER, Chat, Completions, ignored_header
 from .errors import ApiError, bad_request, failed
 from .guard import Guard
 from .protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
@@ -46,12 +46,19 @@ def make_app(
 
 
 def _add_middleware(app: FastAPI, server: Server, api_keys: list[str], allowed_origins: list[str]) -> None:
-    """CORS, and the checks of `Guard`. The last one added runs first, so a request passes `Guard` before CORS."""
+    """CORS, and the checks of `Guard`.
+
+    The last one added runs first. That is CORS: browsers send no key with a preflight, and a page must be able to read why a request
+    was refused.
+    """
+    app.add_middleware(Guard, keys=[key.encode() for key in api_keys], limits=server.limits)  # type: ignore[arg-type]
     if allowed_origins:
         from fastapi.middleware.cors import CORSMiddleware
 
-        app.add_middleware(CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"])
-    app.add_middleware(Guard, keys=[key.encode() for key in api_keys], limits=server.limits)  # type: ignore[arg-type]
+        app.add_middleware(
+            CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"],
+            expose_headers=[IGNORED_HEADER, "x-should-retry", "Retry-After"],
+        )  # fmt: skip
 
 
 def _add_error_handlers(app: FastAPI) -> None:
@@ -63,9 +70,7 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid_body(request: Request, error: RequestValidationError) -> Response:
-        first = error.errors()[0]
-        place = ".".join(str(part) for part in first["loc"] if part != "body")
-        return JSONResponse(bad_request(f"{place or 'The body'}: {first['msg']}.", place or None).body, 400)
+        return JSONResponse(_invalid_body(error.errors()[0], request.headers.get("content-type", "")).body, 400)
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
@@ -77,6 +82,22 @@ def _add_error_handlers(app: FastAPI) -> None:
     @app.exception_handler(Exception)
     async def on_failure(request: Request, error: Exception) -> Response:
         return JSONResponse(failed("The server failed; its log says why.").body, 500, {"x-should-retry": "false"})
+
+
+def _invalid_body(error: dict[str, Any], content_type: str) -> ApiError:
+    """What is wrong with a body, from pydantic's first error."""
+    place = [str(part) for part in error["loc"] if part != "body"]
+    if error["type"] == "json_invalid":
+        return bad_request(
+            f"The body is not JSON: {error.get('ctx', {}).get('error', error['msg'])} (character {place[-1]})."
+        )
+    if not place and "json" not in content_type.lower():
+        return bad_request(
+            f"The body has the type {content_type!r}: send JSON, with the header Content-Type: application/json."
+        )
+    if error["type"] == "value_error":  # of our own checks: it names the field
+        return bad_request(f"{error['ctx']['error']}.", ".".join(place) or None)
+    return bad_request(f"{'.'.join(place) or 'The body'}: {error['msg']}.", ".".join(place) or None)
 
 
 def _add_page(app: FastAPI) -> None:
@@ -122,7 +143,8 @@ def _add_tokenizer_routes(app: FastAPI, server: Server) -> None:
     """Text to token ids, and back."""
 
     @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest) -> dict[str, Any]:
+    async def tokenize(body: TokenizeRequest, response: Response) -> dict[str, Any]:
+        response.headers.update(ignored_header(body.unknown_fields))
         server.check_model(body.model)
         if (body.prompt is None) == (body.messages is None):
             raise bad_request("Give either prompt or messages.", "prompt")
@@ -130,7 +152,8 @@ def _add_tokenizer_routes(app: FastAPI, server: Server) -> None:
         return {"tokens": ids, "count": len(ids), "max_model_len": server.max_model_len}
 
     @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest) -> dict[str, str]:
+    async def detokenize(body: DetokenizeRequest, response: Response) -> dict[str, str]:
+        response.headers.update(ignored_header(body.unknown_fields))
         server.check_model(body.model)
         size = len(server.tokenizer)
         if any(not 0 <= token < size for token in body.tokens):

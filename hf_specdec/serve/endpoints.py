@@ -18,15 +18,16 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from ..sampling.grammar import Reasoning
 from .answers import Answer
 from .errors import ApiError, bad_request, failed
-from .frames import chat_logprobs, completion_logprobs, usage
+from .frames import chat_logprobs, completion_logprobs, prompt_logprobs, usage
 from .guard import SPACE
 from .messages import MessageParser, joined_calls, reasoning_before, without_tools
 from .protocol import ChatRequest, CompletionRequest, SamplingFields
 from .server import Server
 from .structured import StructuredOutputsParams
+from .text import token_bytes
 from .worker import Update
 
-_IGNORED_HEADER = "x-ignored-fields"
+IGNORED_HEADER = "x-ignored-fields"
 _to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 
 
@@ -86,9 +87,11 @@ class Endpoint(ABC):
         Raises:
             ApiError: the request cannot be served, or the client has disconnected.
         """
-        # Headers must be ASCII, and short.
-        ignored = ", ".join(self.ignored_fields)[:1000].encode("unicode_escape").decode().strip()
-        headers = {_IGNORED_HEADER: ignored} if ignored else {}
+        headers = ignored_header(self.ignored_fields)
+        if self.body.prompt_logprobs is not None and self.body.stream:
+            raise bad_request(
+                "prompt_logprobs are not sent in streams: leave out stream, or prompt_logprobs.", "prompt_logprobs"
+            )
         self.space = request.scope.get(SPACE, "")
         self.grammar = self.body.grammar()
         await self.server.compile(self.grammar)
@@ -98,6 +101,10 @@ class Endpoint(ABC):
             if self.body.stream:
                 return EventStream(self.stream(), at_end.pop_all().close, headers)
             return JSONResponse(await unless_disconnected(request, self.collect()), headers=headers)
+
+    def token_bytes(self, token: int) -> bytes:
+        """The bytes of a token in the text."""
+        return token_bytes(self.server.tokenizer, token)
 
     def index(self, number: int, index: int) -> int:
         """The index, over all prompts, of choice `index` of prompt `number`."""
@@ -175,9 +182,11 @@ class Completions(Endpoint):
     def submit(self) -> None:
         """Send each prompt to the engine as a request of its own."""
         body = self.body
-        more: dict[str, Any] = {"logprobs": body.logprobs, "structured_outputs": self.grammar}
-        if body.echo and body.logprobs is not None:
-            more["prompt_logprobs"] = body.logprobs
+        counts = [body.prompt_logprobs, body.logprobs if body.echo else None]
+        more = {
+            "logprobs": body.logprobs, "structured_outputs": self.grammar,
+            "prompt_logprobs": max((count for count in counts if count is not None), default=None),
+        }  # fmt: skip
         self.prompts = body.prompts()
         self.ids = [self.server.encode(prompt) for prompt in self.prompts]
         self.shown: dict[tuple[int, int], int] = {}
@@ -193,25 +202,35 @@ class Completions(Endpoint):
     def _texts(self, tokens: list[int]) -> list[str]:
         return [self.server.tokenizer.decode([token]) for token in tokens]
 
-    def _logprobs(self, number: int, update_tokens, entries, offset: int) -> dict[str, Any] | None:
+    def _logprobs(
+        self, number: int, tokens: list[int], entries: list, offset: int, echoed: bool
+    ) -> dict[str, Any] | None:
+        """The field `logprobs` for new tokens, of which the text at `offset` is the first's; with `echoed` after those of the prompt."""
         if self.body.logprobs is None:
             return None
-        return completion_logprobs(entries, update_tokens, self._texts(update_tokens), self.body.logprobs, offset)
+        if echoed:
+            prompt = self.ids[number]
+            # None for prompt tokens that were not read before the answer's time was over
+            scored = [*(self.answers[number].prompt_logprobs or []), *[None] * len(prompt)][: len(prompt)]
+            tokens, entries, offset = [*prompt, *tokens], [*scored, *entries], 0
+        return completion_logprobs(entries, tokens, self._texts(tokens), self.body.logprobs, offset, self.token_bytes)
 
     def choice(self, number: int, update: Update) -> dict[str, Any]:
         """The text since the last frame; with `echo`, the first frame begins with the prompt's text."""
         key = number, update.index
-        first = key not in self.shown
-        text = (self._echoed(number) if self.body.echo and first else "") + (
-            update.text if self.body.max_tokens != 0 else ""
-        )
+        echoed = self.body.echo and key not in self.shown
+        tokens, entries, new, reason = update.token_ids, update.logprobs or [], update.text, update.finish_reason
+        if self.body.max_tokens == 0:
+            tokens, entries, new, reason = [], [], "", reason and "length"
+        text = (self._echoed(number) if echoed else "") + new
         offset = self.shown.get(key, 0)
         self.shown[key] = offset + len(text)
         found = {
-            "text": text, "logprobs": self._logprobs(number, update.token_ids, update.logprobs or [], offset),
-            "finish_reason": update.finish_reason,
-        }  # fmt: skip
-        return {**found, "token_ids": update.token_ids} if self.body.return_token_ids else found
+            "text": text,
+            "logprobs": self._logprobs(number, tokens, entries, offset, echoed),
+            "finish_reason": reason,
+        }
+        return {**found, "token_ids": tokens} if self.body.return_token_ids else found
 
     def whole(self, number: int, index: int, updates: list[Update]) -> dict[str, Any]:
         """The whole text; with `echo`, it begins with the prompt's text."""
@@ -221,14 +240,14 @@ class Completions(Endpoint):
         if self.body.max_tokens == 0:
             tokens, entries, text, reason = [], [], "", "length"
         echoed = self._echoed(number) if self.body.echo else ""
-        offset = len(echoed)
-        if self.body.echo and self.body.logprobs is not None:
-            prompt = next((u.prompt_logprobs for u in updates if u.prompt_logprobs is not None), None) or []
-            entries, tokens, offset = [*prompt, *entries], [*self.ids[number], *tokens], 0
         found = {
-            "text": echoed + text, "logprobs": self._logprobs(number, tokens, entries, offset), "finish_reason": reason,
-            "stop_reason": updates[-1].stop_reason,
+            "text": echoed + text, "logprobs": self._logprobs(number, tokens, entries, len(echoed), self.body.echo),
+            "finish_reason": reason, "stop_reason": updates[-1].stop_reason,
         }  # fmt: skip
+        if self.body.prompt_logprobs is not None:
+            found["prompt_logprobs"] = prompt_logprobs(
+                self.answers[number].prompt_logprobs, self.ids[number], self.body.prompt_logprobs
+            )
         return {**found, "token_ids": tokens} if self.body.return_token_ids else found
 
 
@@ -254,9 +273,9 @@ class Chat(Endpoint):
         most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
         params = body.sampling_params(
             self.server.defaults, most, logprobs=(body.top_logprobs or 0) if body.logprobs else None,
-            structured_outputs=self.grammar,
+            structured_outputs=self.grammar, prompt_logprobs=body.prompt_logprobs,
         )  # fmt: skip
-        ids = self.server.chat_prompt(body)
+        ids = self.ids = self.server.chat_prompt(body)
         reasoning = self._prepare_parsers(ids)
         if self.template is not None:  # the marks it looks for may be special tokens
             params = params.copy(skip_special_tokens=False)
@@ -289,7 +308,18 @@ class Chat(Endpoint):
         return "tool_calls" if chosen and update.finish_reason == "stop" else update.finish_reason
 
     def _logprobs(self, entries, tokens) -> dict[str, Any] | None:
-        return chat_logprobs(entries, tokens, self.body.top_logprobs or 0) if self.body.logprobs else None
+        if not self.body.logprobs:
+            return None
+        return chat_logprobs(entries, tokens, self.body.top_logprobs or 0, self.token_bytes)
+
+    async def collect(self) -> dict[str, Any]:
+        """The body of the whole answer. Waits until it is complete."""
+        body = await super().collect()
+        if self.body.prompt_logprobs is not None:
+            body["prompt_logprobs"] = prompt_logprobs(
+                self.answers[0].prompt_logprobs, self.ids, self.body.prompt_logprobs
+            )
+        return body
 
     def begin_frames(self, index: int) -> list[dict[str, Any]]:
         """One frame with the role."""
@@ -351,6 +381,12 @@ class EventStream(StreamingResponse):
             await super().__call__(scope, receive, send)
         finally:
             self.release()
+
+
+def ignored_header(names: list[str]) -> dict[str, str]:
+    """The header that names a request's ignored fields; none if there are none. Headers must be ASCII, and short."""
+    ignored = ", ".join(names)[:1000].encode("unicode_escape").decode().strip()
+    return {IGNORED_HEADER: ignored} if ignored else {}
 
 
 def sse(body: dict[str, Any]) -> bytes:

@@ -42,6 +42,7 @@ class Engine:
     Attributes:
         transfers: moves prompts' KV between this engine and others; None: not configured.
         grammars: compiles grammars; it may be called in any thread.
+        on_schedule: called in each step once its rows are chosen.
     """
 
     def __init__(
@@ -63,6 +64,7 @@ class Engine:
         self.scheduler = Scheduler(decoder, max_num_seqs, max_num_batched_tokens)
         self._choices: dict[int, Choice] = {}  # choices that have not ended, by id of their sequence
         self.transfers: Transfers | None = None
+        self.on_schedule: Callable[[], None] = lambda: None
         self._isolated: list[list[Choice]] = []  # groups of rows that run in steps of their own, see `_after_failure`
         self.eos_token_ids = _eos_token_ids(decoder.target.model)
         self.grammars = GrammarCompiler(tokenizer, decoder.target.vocab_size, self.eos_token_ids)
@@ -134,6 +136,7 @@ class Engine:
                 self.scheduler.add(choice)
         group = self._next_group()
         rows, counts = self.scheduler.schedule(group)
+        self.on_schedule()
         if not rows:
             if self.transfers is not None and self.transfers.is_busy:
                 time.sleep(0.001)

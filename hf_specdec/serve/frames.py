@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import codecs
+from collections.abc import Callable, Sequence
 from typing import Any
 
 from .outputs import Logprob
 
 _LEAST = -9999.0  # sent in place of minus infinity, which JSON cannot hold
+_PART = "\ufffd"  # in the text of a token that is a part of a character
 
 
 def usage(num_prompt: int, num_new: int, num_cached: int) -> dict[str, Any]:
@@ -20,22 +22,59 @@ def usage(num_prompt: int, num_new: int, num_cached: int) -> dict[str, Any]:
     }
 
 
-def chat_logprobs(entries: Sequence[dict[int, Logprob]], tokens: Sequence[int], top: int) -> dict[str, Any]:
-    """The field `logprobs` of a chat choice: one entry per token, each with the `top` most probable tokens."""
+def chat_logprobs(
+    entries: Sequence[dict[int, Logprob]], tokens: Sequence[int], top: int, bytes_of: Callable[[int], bytes]
+) -> dict[str, Any]:
+    """The field `logprobs` of a chat choice: one entry per token, each with the `top` most probable tokens.
+
+    Args:
+        bytes_of: a token's bytes. They make the text; a token's own text may be U+FFFD, for a part of a character.
+    """
+
+    def of_token(token: int, found: Logprob) -> dict[str, Any]:
+        return {
+            "token": found.decoded_token or "",
+            "logprob": max(found.logprob, _LEAST),
+            "bytes": list(_bytes(token, found.decoded_token or "", bytes_of)),
+        }
+
     content = []
     for entry, token in zip(entries, tokens, strict=True):
         ranked = sorted(entry.items(), key=lambda item: item[1].rank)
-        content.append({**_token(entry[token]), "top_logprobs": [_token(each) for _, each in ranked[:top]]})
+        best = [of_token(*each) for each in ranked[:top]]
+        content.append({**of_token(token, entry[token]), "top_logprobs": best})
     return {"content": content, "refusal": None}
 
 
-def _token(logprob: Logprob) -> dict[str, Any]:
-    text = logprob.decoded_token or ""
-    return {"token": text, "logprob": max(logprob.logprob, _LEAST), "bytes": list(text.encode())}
+def prompt_logprobs(
+    entries: Sequence[dict[int, Logprob] | None] | None, tokens: Sequence[int], top: int
+) -> list[dict[str, Any] | None]:
+    """vLLM's field `prompt_logprobs`: for each token of a prompt, the log-probabilities of itself and of the `top` most probable tokens,
+    by id. None for the first, and for tokens that were not read.
+
+    Args:
+        entries: of the tokens that were read; may hold more than the `top` most probable ones.
+    """
+    found: list[dict[str, Any] | None] = [None] * len(tokens)
+    for place, (token, entry) in enumerate(zip(tokens, entries or [], strict=False)):
+        if entry is not None:
+            shown = {id: each for id, each in entry.items() if each.rank <= top or id == token}
+            found[place] = {str(id): {**vars(each), "logprob": max(each.logprob, _LEAST)} for id, each in shown.items()}
+    return found
+
+
+def _bytes(token: int, text: str, bytes_of: Callable[[int], bytes]) -> bytes:
+    """A token's bytes, which are not those of its text if it is a part of a character."""
+    return bytes_of(token) if _PART in text else text.encode()
 
 
 def completion_logprobs(
-    entries: Sequence[dict[int, Logprob] | None], tokens: Sequence[int], texts: Sequence[str], top: int, offset: int
+    entries: Sequence[dict[int, Logprob] | None],
+    tokens: Sequence[int],
+    texts: Sequence[str],
+    top: int,
+    offset: int,
+    bytes_of: Callable[[int], bytes],
 ) -> dict[str, Any]:
     """The field `logprobs` of a completion choice.
 
@@ -44,14 +83,22 @@ def completion_logprobs(
         texts: the text of each token.
         top: number of most probable tokens to list for each token.
         offset: position of the first token in the text, in characters.
+        bytes_of: a token's bytes. A token that is a part of a character is shown by them, as OpenAI does: "bytes:\\xc3".
     """
+
+    def name(token: int, text: str) -> str:
+        found = _bytes(token, text, bytes_of)
+        return text if found == text.encode() else "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
+
     offsets, logprobs, tops = [], [], []
+    characters = codecs.getincrementaldecoder("utf-8")("replace")  # counts those of several tokens once
     for entry, token, text in zip(entries, tokens, texts, strict=True):
         offsets.append(offset)
-        offset += len(text)
+        offset += len(characters.decode(_bytes(token, text, bytes_of)))
         logprobs.append(None if entry is None else max(entry[token].logprob, _LEAST))
-        best = sorted((entry or {}).values(), key=lambda each: each.rank)[:top]
-        own = [] if entry is None or entry[token] in best else [entry[token]]
-        found = {each.decoded_token or "": max(each.logprob, _LEAST) for each in [*best, *own]}
+        best = sorted((entry or {}).items(), key=lambda each: each[1].rank)[:top]
+        own = [] if entry is None or token in dict(best) else [(token, entry[token])]
+        found = {name(id, each.decoded_token or ""): max(each.logprob, _LEAST) for id, each in [*best, *own]}
         tops.append(None if entry is None else found)
-    return {"text_offset": offsets, "token_logprobs": logprobs, "tokens": list(texts), "top_logprobs": tops}
+    shown = [name(token, text) for token, text in zip(tokens, texts, strict=True)]
+    return {"text_offset": offsets, "token_logprobs": logprobs, "tokens": shown, "top_logprobs": tops}

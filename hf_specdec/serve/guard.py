@@ -64,8 +64,7 @@ class Guard:
         await self.app(scope, receive_again, send)
 
     def _needs_key(self, scope) -> bool:
-        """False for /health, and for OPTIONS: browsers send no key with a CORS preflight."""
-        return bool(self.keys) and scope["path"] != "/health" and scope["method"] != "OPTIONS"
+        return bool(self.keys) and scope["path"] != "/health"
 
     def _key(self, headers: dict[bytes, bytes]) -> int | None:
         """Which key the Authorization header holds, as a bearer token or as the password of a browser; None: no right one."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from collections.abc import Iterator
 from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_validator
@@ -29,8 +30,19 @@ def _has_lone_surrogate(value: Any) -> bool:
     return isinstance(value, list) and any(_has_lone_surrogate(each) for each in value if type(each) is not int)
 
 
-class Body(BaseModel):
+class Part(BaseModel):
+    """An object within a body. Its unknown fields are kept, so that they can be named."""
+
+    model_config = ConfigDict(extra="allow")
+
+
+class Body(Part):
     """Base of all request bodies: refuses text that cannot be encoded."""
+
+    @property
+    def unknown_fields(self) -> list[str]:
+        """Sorted names of fields that the server does not know and therefore ignores, such as "stream_options.foo"."""
+        return sorted(set(_unknown_fields(self, "")))
 
     @model_validator(mode="before")
     @classmethod
@@ -43,7 +55,18 @@ class Body(BaseModel):
         return values
 
 
-class StreamOptions(BaseModel):
+def _unknown_fields(value: Any, place: str) -> Iterator[str]:
+    """Names of the unknown fields of a body, or of a part of one. `place`: what they begin with."""
+    if isinstance(value, list):
+        for each in value:
+            yield from _unknown_fields(each, place)
+    elif isinstance(value, Part):
+        yield from (place + name for name in value.model_extra or {})
+        for name in value.model_fields_set & type(value).model_fields.keys():
+            yield from _unknown_fields(getattr(value, name), f"{place}{name}.")
+
+
+class StreamOptions(Part):
     """Which token counts a stream contains: in a last frame, or in every frame."""
 
     include_usage: bool = False
@@ -60,7 +83,7 @@ class Speculation(BaseModel):
     private: StrictBool = False
 
 
-class JsonSchema(BaseModel):
+class JsonSchema(Part):
     """The schema of a response format."""
 
     name: str | None = None
@@ -69,7 +92,7 @@ class JsonSchema(BaseModel):
     schema_: dict[str, Any] | None = Field(None, alias="schema")
 
 
-class ResponseFormat(BaseModel):
+class ResponseFormat(Part):
     """The field `response_format`: what the answer must be."""
 
     type: Literal["text", "json_object", "json_schema"]
@@ -90,8 +113,6 @@ class ResponseFormat(BaseModel):
 
 class SamplingFields(Body):
     """The fields that chat, completion and response requests share."""
-
-    model_config = ConfigDict(extra="allow")
 
     model: str | None = None
     kv_transfer_params: dict[str, Any] | None = None
@@ -115,6 +136,7 @@ class SamplingFields(Body):
     allowed_token_ids: list[StrictInt] | None = None
     bad_words: list[str] | None = None
     skip_special_tokens: bool = True
+    prompt_logprobs: StrictInt | None = Field(None, ge=0, le=20)
     priority: StrictInt = 0
     user: str | None = None
     max_time: float | None = Field(None, gt=0, allow_inf_nan=False)
@@ -132,11 +154,6 @@ class SamplingFields(Body):
                 instead = ": use structured_outputs" if field.startswith("guided") else ""
                 raise ValueError(f"{field} is not served here{instead}")
         return values
-
-    @property
-    def unknown_fields(self) -> list[str]:
-        """Sorted names of fields that the server does not know and therefore ignores."""
-        return sorted(self.model_extra or {})
 
     def grammar(self) -> StructuredOutputsParams | None:
         """What the text must match; None: any text.
@@ -217,7 +234,7 @@ class CompletionRequest(SamplingFields):
 
 
 class ChatMessage(BaseModel):
-    """One message of a conversation."""
+    """One message of a conversation. The template sees fields that are unknown here, so they are not ignored."""
 
     model_config = ConfigDict(extra="allow")
     role: str
@@ -249,7 +266,7 @@ class ChatMessage(BaseModel):
 
 
 class Function(BaseModel):
-    """A function that the model may call."""
+    """A function that the model may call. The template sees fields that are unknown here, so they are not ignored."""
 
     model_config = ConfigDict(extra="allow")
     name: str = Field(min_length=1, max_length=256)
@@ -257,20 +274,20 @@ class Function(BaseModel):
     parameters: dict[str, Any] | None = None
 
 
-class Tool(BaseModel):
+class Tool(Part):
     """A tool. Functions are the only kind."""
 
     type: Literal["function"]
     function: Function
 
 
-class NamedFunction(BaseModel):
+class NamedFunction(Part):
     """The name of the function to call."""
 
     name: str
 
 
-class NamedTool(BaseModel):
+class NamedTool(Part):
     """The form of `tool_choice` that names a function."""
 
     type: Literal["function"]
@@ -297,7 +314,7 @@ class ChatRequest(SamplingFields):
         """The tools that the chat template shows to the model; None if the model may not call any."""
         if not self.tools or self.tool_choice == "none":
             return None
-        return [tool.model_dump(exclude_none=True) for tool in self.tools]
+        return [tool.model_dump(include={"type", "function"}, exclude_none=True) for tool in self.tools]
 
     @property
     def forced_tool(self) -> str | None:

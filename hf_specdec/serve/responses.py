@@ -8,12 +8,12 @@ import uuid
 from collections.abc import AsyncIterator
 from typing import Any, Literal
 
-from pydantic import BaseModel, ConfigDict, Field, StrictInt, ValidationError
+from pydantic import Field, StrictInt, ValidationError
 
 from .endpoints import Chat
 from .errors import ApiError, bad_request
 from .messages import Delta
-from .protocol import ChatRequest, SamplingFields
+from .protocol import ChatRequest, Part, SamplingFields
 from .server import Server
 from .worker import Update
 
@@ -24,21 +24,23 @@ _UNSUPPORTED_FIELDS = (
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
-class TextFormat(BaseModel):
+class TextFormat(Part):
     """What the answer's text must be: `response_format` of chat in another shape."""
 
-    model_config = ConfigDict(extra="allow")
     type: Literal["text", "json_object", "json_schema"] = "text"
+    name: str | None = None
+    description: str | None = None
+    strict: bool | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
 
 
-class TextOptions(BaseModel):
+class TextOptions(Part):
     """The field `text` of a request."""
 
     format: TextFormat | None = None
 
 
-class FunctionTool(BaseModel):
+class FunctionTool(Part):
     """A function that the model may call."""
 
     type: Literal["function"]
@@ -48,7 +50,7 @@ class FunctionTool(BaseModel):
     strict: bool | None = None
 
 
-class NamedTool(BaseModel):
+class NamedTool(Part):
     """The form of `tool_choice` that names a function."""
 
     type: Literal["function"]
@@ -80,6 +82,10 @@ class ResponsesRequest(SamplingFields):
                 raise bad_request(
                     f"{name} is not served here: responses are not stored, and hold no log-probabilities.", name
                 )
+        if self.prompt_logprobs is not None:
+            raise bad_request(
+                "prompt_logprobs is not served here: responses hold no log-probabilities.", "prompt_logprobs"
+            )
         if self.n != 1:
             raise bad_request("n must be 1.", "n")
         fields = {name: getattr(self, name) for name in SamplingFields.model_fields if name in self.model_fields_set}
@@ -87,7 +93,10 @@ class ResponsesRequest(SamplingFields):
         fields |= {"max_completion_tokens": self.max_output_tokens, "chat_template_kwargs": self.chat_template_kwargs}
         if self.tools:
             fields["tools"] = [
-                {"type": "function", "function": tool.model_dump(exclude={"type", "strict"}, exclude_none=True)}
+                {
+                    "type": "function",
+                    "function": tool.model_dump(include={"name", "description", "parameters"}, exclude_none=True),
+                }
                 for tool in self.tools
             ]
         if isinstance(self.tool_choice, NamedTool):

@@ -121,6 +121,7 @@ class Server:
         self.worker: EngineWorker | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self.answers: dict[str, Answer] = {}
+        self._num_submitted = 0  # choices
         self.created, self.is_closed = int(time.time()), False
         self.metrics = Metrics(names[0], lambda: Load() if self.worker is None else self.worker.load)
         if tokenizer.chat_template is None:
@@ -275,7 +276,7 @@ class Server:
                 param="messages" if isinstance(prompt, list) else "prompt", code="context_length_exceeded",
             )  # fmt: skip
         most = self.limits.max_queued_requests
-        if most is not None and worker.load.waiting >= most:
+        if most is not None and self._num_waiting(worker.load) >= most:
             raise overloaded(f"{most} requests are waiting already (--max-num-queued-reqs). Try again later.")
         silence = self.limits.keep_alive_seconds or _ENGINE_CHECK_SECONDS
         number, inbox = (len(among), among[0].inbox) if among else (0, Inbox(silence))
@@ -285,11 +286,17 @@ class Server:
         params = params.copy(detokenize=bool(params.stop), private=private, space=space)
         answer = Answer(uuid.uuid4().hex, number, inbox, len(ids), params, prompt_end=ids[-Detokenizer.CONTEXT :])
         self.answers[answer.id] = answer
+        self._num_submitted += params.n
         worker.send(Submit(answer.id, prompt if isinstance(prompt, str) else None, ids, params, reasoning))
         seconds = min((each for each in (max_time, self.limits.answer_seconds) if each is not None), default=None)
         if seconds is not None:
             answer.deadline = asyncio.get_running_loop().call_later(seconds, worker.send, Cancel(answer.id, "length"))
         return answer
+
+    def _num_waiting(self, load: Load) -> int:
+        """Choices that wait: those that the engine has told of, and those sent to it since for which it has no free row."""
+        free = 0 if load.waiting else load.free_rows  # rows that are free although others wait lack blocks
+        return load.waiting + max(0, self._num_submitted - load.num_read - free)
 
     async def updates(self, answers: list[Answer]) -> AsyncIterator[tuple[Answer, Update] | None]:
         """Yield the updates of a client's answers until all have ended. Call `release` afterwards, also after an error.
@@ -339,6 +346,7 @@ class Server:
         now = time.monotonic()
         answer.num_new += len(update.token_ids)
         answer.num_cached = max(answer.num_cached, update.num_cached_tokens)
+        answer.prompt_logprobs = update.prompt_logprobs or answer.prompt_logprobs
         if answer.first is None and update.token_ids:
             answer.first = now
             self.metrics.first_token.observe(now - answer.began)

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from tokenizers.decoders import DecodeStream
+from transformers.convert_slow_tokenizer import bytes_to_unicode
+
+_BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
 class Detokenizer:
@@ -69,6 +73,18 @@ def find_stop(text: str, num_new: int, stops: list[str]) -> tuple[int, str] | No
         if start >= 0:
             found.append((start, stop))
     return min(found, default=None)
+
+
+def token_bytes(tokenizer: Any, token: int) -> bytes:
+    """The bytes of one token by itself. Unlike its text they are exact for a token that is a part of a character."""
+    text = tokenizer.decode([token])
+    if "\ufffd" not in text:
+        return text.encode()
+    piece = tokenizer.convert_ids_to_tokens(token) or ""
+    if re.fullmatch("<0x[0-9A-Fa-f]{2}>", piece):  # SentencePiece
+        return bytes([int(piece[3:-1], 16)])
+    found = [_BYTE_OF.get(character) for character in piece]  # byte-level BPE writes each byte as a character
+    return text.encode() if None in found else bytes(found)
 
 
 def token_text(tokenizer: Any, token: int) -> str | None:

@@ -55,9 +55,10 @@ class Update:
         num_cached_tokens: prompt tokens whose KV was cached.
         finish_reason, stop_reason: see `CompletionOutput`; None while the choice is being generated.
         hides_end: True if the last token ended the choice and is not part of its text.
+        prompt_logprobs: see `Request`; in the first update and the last one.
         request_finished: True in the last update of a request, which also has:
         statistics: see `statistics_of`.
-        prompt_logprobs, kv_transfer_params: see `Request`.
+        kv_transfer_params: see `Request`.
         error: the error that ended the request: ValueError for the client's mistake, anything else for a failure of the model.
     """
 
@@ -84,6 +85,8 @@ class Load:
 
     Attributes:
         running, waiting: number of choices.
+        free_rows: how many more choices could run, if there are blocks for them.
+        num_read: number of choices that the engine has been sent so far, and has read.
         kv_usage: share of the KV blocks in use, 0 to 1.
         preemptions: number so far.
         learning: what a learning drafter reports; None without one.
@@ -94,6 +97,8 @@ class Load:
     kv_usage: float = 0.0
     preemptions: int = 0
     learning: dict[str, Any] | None = None
+    free_rows: int = 0
+    num_read: int = 0
 
 
 class EngineWorker(threading.Thread):
@@ -104,16 +109,18 @@ class EngineWorker(threading.Thread):
         lock: the model's lock, held while steps run.
 
     Attributes:
-        load: see `Load`; replaced after each step, never changed.
+        load: see `Load`; replaced when a step begins and when it ends, never changed.
         failure: the error that ended the thread; None: none.
     """
 
     def __init__(self, engine: Engine, deliver: Callable[[list[Update]], None], lock: Any):
         super().__init__(name="hf-specdec-engine", daemon=True)
         self.engine, self.deliver, self.lock = engine, deliver, lock
-        self.load = Load()
         self.failure: BaseException | None = None
         self._inbox: queue.SimpleQueue[Submit | Cancel | None] = queue.SimpleQueue()
+        self._num_read = 0
+        self._note_load()
+        engine.on_schedule = self._note_load
         self._requests: dict[str, Request] = {}
         # numbers of characters and tokens delivered, by request id and choice index
         self._sent: dict[tuple[str, int], tuple[int, int]] = {}
@@ -182,11 +189,13 @@ class EngineWorker(threading.Thread):
                 self._cancel(message)
 
     def _submit(self, message: Submit) -> None:
+        self._num_read += message.params.n
         try:
             request = self.engine.add(
                 message.id, message.prompt, message.prompt_token_ids, message.params, reasoning=message.reasoning
             )
         except Exception as error:
+            self._note_load()
             self.deliver([Update(message.id, request_finished=True, error=error)])
             return
         self._requests[message.id] = request
@@ -208,7 +217,13 @@ class EngineWorker(threading.Thread):
 
     def _updates(self, request: Request) -> list[Update]:
         """The updates of a request's choices since the last call. If it has ended, the last one says so, and the request is forgotten."""
+        scored = request.prompt_logprobs
+        if scored is not None and len(scored) < len(request.prompt_token_ids) and not request.finished:
+            return []  # another choice than the one that scores the prompt has begun: its tokens wait
+        is_first = all((request.id, choice.output.index) not in self._sent for choice in request.choices)
         found = [update for choice in request.choices if (update := self._update(choice)) is not None]
+        if is_first and found:
+            found[0].prompt_logprobs = scored
         if request.finished:
             self._requests.pop(request.id, None)
             self._forget(request)
@@ -216,7 +231,7 @@ class EngineWorker(threading.Thread):
             last = found[-1]
             last.request_finished, last.error = True, request.error
             last.num_cached_tokens = request.num_cached_tokens
-            last.prompt_logprobs = request.prompt_logprobs
+            last.prompt_logprobs = scored
             last.kv_transfer_params = request.kv_transfer_params
             last.statistics = statistics_of(request, self.engine.decoder.config.longest_draft)
         return found
@@ -252,6 +267,8 @@ class EngineWorker(threading.Thread):
             cache.pool.num_used / max(cache.most_blocks, 1),
             scheduler.num_preemptions,
             None if self.engine.decoder.learner is None else self.engine.decoder.learner.report(),
+            scheduler.max_num_seqs - len(scheduler.running),
+            self._num_read,
         )
 
 

@@ -1,0 +1,282 @@
+"""What goes over the wire: fields that are named as ignored, log-probabilities in every form, errors, CORS, and the queue's limit."""
+
+import asyncio
+import json
+import urllib.error
+import urllib.request
+from types import SimpleNamespace
+
+import pytest
+from helpers_server import Process
+
+pytest.importorskip("uvicorn")
+pytest.importorskip("llguidance")
+
+COMPLETIONS, CHAT = "/v1/completions", "/v1/chat/completions"
+USER = [{"role": "user", "content": "x"}]
+ORIGIN = "http://page.example"
+
+
+@pytest.fixture(scope="module")
+def server():
+    config = json.dumps({"method": "eagle3", "model": "tiny-eagle3", "num_speculative_tokens": 3})
+    flags = ["--max-model-len", "256", "--api-key", "secret", "--allowed-origins", ORIGIN, "--max-body-bytes", "50000"]
+    with Process.running("--speculative-config", config, *flags) as made:
+        made.headers = {"Authorization": "Bearer secret"}
+        yield made
+
+
+def streamed(server, path, body):
+    """The frames of a stream."""
+    headers = {"Content-Type": "application/json", **server.headers}
+    request = urllib.request.Request(server.url + path, json.dumps({**body, "stream": True}).encode(), headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        lines = answer.read().decode().splitlines()
+    frames = [line.removeprefix("data: ") for line in lines if line.startswith("data: ")]
+    assert frames[-1] == "[DONE]"
+    return [json.loads(frame) for frame in frames[:-1]]
+
+
+# ---- ignored fields -------------------------------------------------------------------------------------------------
+
+
+FORMAT = {"type": "json_schema", "json_schema": {"name": "n", "strict": True, "schema": {"type": "null"}, "odd": 1}}
+TOOL = {"type": "function", "function": {"name": "f", "strict": True}, "odd": 1}
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "names"),
+    [
+        (COMPLETIONS, {"prompt": "x", "max_tokens": 1, "foo": 1, "bar": 2}, "bar, foo"),
+        (COMPLETIONS, {"prompt": "x", "max_tokens": 1, "stream_options": {"odd": True}}, "stream_options.odd"),
+        (CHAT, {"messages": USER, "response_format": FORMAT}, "response_format.json_schema.odd"),
+        (CHAT, {"messages": USER, "max_tokens": 1, "tools": [TOOL] * 2, "tool_choice": "none"}, "tools.odd"),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 1, "text": {"odd": 1}, "foo": 1}, "foo, text.odd"),
+        ("/v1/responses", {"input": "x", "max_output_tokens": 1, "text": {"format": {"type": "text", "odd": 1}}}, "text.format.odd"),
+        ("/tokenize", {"prompt": "x", "foo": 1}, "foo"),
+        ("/detokenize", {"tokens": [5], "foo": 1}, "foo"),
+        (CHAT, {"messages": [{**USER[0], "name": "me"}], "max_tokens": 1}, None),  # the template may show it
+        (CHAT, {"messages": USER, "max_tokens": 1, "stream_options": {"include_usage": False}}, None),
+    ],
+)  # fmt: skip
+def test_ignored_fields_are_named_wherever_they_are(server, path, body, names):
+    status, headers, answer = server.post(path, body)
+    assert (status, headers["x-ignored-fields"]) == (200, names), answer
+
+
+# ---- log-probabilities ----------------------------------------------------------------------------------------------
+
+
+def test_echoed_prompts_are_scored_in_every_form(server):
+    """For each of several choices, and in a stream, as for one choice that is sent whole."""
+    body = {"prompt": "Once upon a time", "echo": True, "logprobs": 1, "max_tokens": 6, "temperature": 0}
+    (alone,) = server.post(COMPLETIONS, body)[2]["choices"]
+    expected = alone["logprobs"]
+    assert expected["token_logprobs"][0] is None and len(expected["tokens"]) == 4 + 6
+    assert [
+        alone["text"][offset:].startswith(token)
+        for offset, token in zip(expected["text_offset"], expected["tokens"], strict=True)
+    ]
+    status, _, several = server.post(COMPLETIONS, {**body, "n": 3, "return_token_ids": True})
+    assert status == 200, several
+    for choice in several["choices"]:
+        assert choice["text"] == alone["text"] and choice["logprobs"]["tokens"] == expected["tokens"]
+        assert choice["logprobs"]["token_logprobs"][1:] == pytest.approx(expected["token_logprobs"][1:], abs=1e-4)
+        assert len(choice["token_ids"]) == 6  # those of the answer
+    for n in (1, 2):
+        found = {}
+        for frame in streamed(server, COMPLETIONS, {**body, "n": n}):
+            for choice in frame["choices"]:
+                into = found.setdefault(choice["index"], {name: [] for name in expected} | {"text": ""})
+                into["text"] += choice["text"]
+                for name in expected:
+                    into[name] += choice["logprobs"][name]
+        assert len(found) == n
+        for each in found.values():
+            assert (each["text"], each["tokens"]) == (alone["text"], expected["tokens"])
+            assert each["text_offset"] == expected["text_offset"] and len(each["top_logprobs"]) == 10
+            assert each["token_logprobs"][1:] == pytest.approx(expected["token_logprobs"][1:], abs=1e-4)
+
+
+def test_scoring_alone_is_the_same_in_a_stream(server):
+    """max_tokens 0: the token that the engine draws is shown nowhere."""
+    body = {"prompt": "Once upon a time", "echo": True, "logprobs": 1, "max_tokens": 0, "return_token_ids": True}
+    (whole,) = server.post(COMPLETIONS, body)[2]["choices"]
+    (frame,) = streamed(server, COMPLETIONS, body)
+    (choice,) = frame["choices"]
+    assert choice["text"] == whole["text"] and choice["logprobs"] == whole["logprobs"]
+    assert choice["token_ids"] == whole["token_ids"] == [] and choice["finish_reason"] == "length"
+
+
+def test_a_prompt_that_was_not_read_in_time_has_no_scores(server):
+    """More choices than rows, and no time: some prompts are never read. That is no failure of the server."""
+    body = {"prompt": ["Once upon a time " * 30] * 40, "echo": True, "logprobs": 0, "max_tokens": 100, "max_time": 1e-9}
+    status, _, answer = server.post(COMPLETIONS, body)
+    assert status == 200, answer
+    for choice in answer["choices"]:
+        assert len(choice["logprobs"]["tokens"]) == len(choice["logprobs"]["token_logprobs"]) >= 100
+
+
+def test_bytes_of_tokens_make_the_text(server):
+    """Characters of several tokens: each token has its own bytes, not those of U+FFFD."""
+    body = {"messages": USER, "max_tokens": 30, "temperature": 0, "logprobs": True, "top_logprobs": 2}
+    body |= {"structured_outputs": {"regex": "é😀 [a-z]{3} 日本!"}}
+    (choice,) = server.post(CHAT, body)[2]["choices"]
+    entries = choice["logprobs"]["content"]
+    assert any(entry["token"] == "�" for entry in entries)
+    assert bytes(byte for entry in entries for byte in entry["bytes"]).decode() == choice["message"]["content"]
+    body = {
+        "prompt": "x",
+        "max_tokens": 30,
+        "temperature": 0,
+        "logprobs": 0,
+        "structured_outputs": {"regex": "é😀日本!"},
+    }
+    (choice,) = server.post(COMPLETIONS, body)[2]["choices"]
+    assert choice["logprobs"]["tokens"][0] == "bytes:\\xc3" and choice["text"] == "é😀日本!"
+
+
+def test_prompts_are_scored_on_request(server):
+    """vLLM's field, with ids as keys."""
+    ids = server.post("/tokenize", {"prompt": "Once upon a time"})[2]["tokens"]
+    echoed = server.post(COMPLETIONS, {"prompt": ids, "echo": True, "logprobs": 1, "max_tokens": 0})[2]["choices"][0]
+    body = {"prompt": ids, "max_tokens": 3, "temperature": 0, "prompt_logprobs": 1, "n": 2}
+    for choice in server.post(COMPLETIONS, body)[2]["choices"]:
+        found = choice["prompt_logprobs"]
+        assert found[0] is None and len(found) == len(ids) and choice["logprobs"] is None
+        for token, entry, value in zip(ids[1:], found[1:], echoed["logprobs"]["token_logprobs"][1:], strict=True):
+            assert entry[str(token)]["logprob"] == pytest.approx(value, abs=1e-4)
+            assert set(entry[str(token)]) == {"logprob", "rank", "decoded_token"} and len(entry) in (1, 2)
+    answer = server.post(CHAT, {"messages": USER, "max_tokens": 1, "prompt_logprobs": 0})[2]
+    assert (
+        len(answer["prompt_logprobs"]) == answer["usage"]["prompt_tokens"]
+        and "prompt_logprobs" not in answer["choices"][0]
+    )
+    for wrong in ({"stream": True}, {"prompt_logprobs": 21}, {"prompt_logprobs": -1}):
+        status, _, answer = server.post(COMPLETIONS, {**body, **wrong})
+        assert status == 400 and answer["error"]["param"] == "prompt_logprobs"
+    status, _, answer = server.post("/v1/responses", {"input": "x", "prompt_logprobs": 1})
+    assert status == 400 and answer["error"]["param"] == "prompt_logprobs"
+
+
+# ---- errors and CORS ------------------------------------------------------------------------------------------------
+
+
+def test_bodies_that_are_not_json_are_told_what_is_wrong(server):
+    status, _, answer = server.post(COMPLETIONS, b'{"prompt": "x",}')
+    assert (status, answer["error"]["param"]) == (400, None) and "not JSON" in answer["error"]["message"]
+    assert "15" in answer["error"]["message"]  # where
+    for wrong in ("text/plain", "application/x-www-form-urlencoded"):  # the latter is curl's, without -H
+        status, _, answer = server.post(COMPLETIONS, {"prompt": "x"}, {"Content-Type": wrong})
+        assert status == 400 and "Content-Type: application/json" in answer["error"]["message"]
+    status, _, answer = server.post(COMPLETIONS, {"prompt": "x", "best_of": 4})
+    assert status == 400 and answer["error"]["message"].startswith("best_of is not served")
+
+
+def asked(server, method, path, headers, body=None):
+    """(status, headers) of a request as a browser sends it."""
+    request = urllib.request.Request(server.url + path, body, headers, method=method)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, answer.headers
+    except urllib.error.HTTPError as error:
+        return error.code, error.headers
+
+
+def test_pages_of_allowed_origins_may_read_answers_and_errors(server):
+    wanted = {"Access-Control-Request-Method": "POST", "Access-Control-Request-Headers": "authorization"}
+    status, headers = asked(
+        server, "OPTIONS", COMPLETIONS, {"Origin": ORIGIN, **wanted}
+    )  # browsers send no key with it
+    assert status == 200 and headers["Access-Control-Allow-Origin"] == ORIGIN
+    assert "authorization" in headers["Access-Control-Allow-Headers"].lower()
+    for own, expected in (({}, 401), (server.headers, 405)):
+        status, headers = asked(server, "GET", COMPLETIONS, {"Origin": ORIGIN, **own})
+        assert (status, headers["Access-Control-Allow-Origin"]) == (expected, ORIGIN)
+        assert "x-ignored-fields" in headers["Access-Control-Expose-Headers"].lower()
+    status, headers = asked(server, "POST", COMPLETIONS, {"Origin": ORIGIN, **server.headers}, b"x" * 60_000)
+    assert (status, headers["Access-Control-Allow-Origin"]) == (413, ORIGIN)
+    status, headers = asked(server, "GET", "/v1/models", {"Origin": "http://other.example", **server.headers})
+    assert status == 200 and headers["Access-Control-Allow-Origin"] is None
+    assert asked(server, "OPTIONS", COMPLETIONS, {"Origin": "http://other.example", **wanted})[0] == 400
+    assert asked(server, "OPTIONS", COMPLETIONS, {})[0] == 401  # no preflight, and no key
+
+
+def test_no_page_may_read_unless_it_is_asked_for(tiny_tokenizer):
+    from hf_specdec.serve.api import make_app
+    from hf_specdec.serve.server import Limits, Server
+
+    app = make_app(Server(tiny_tokenizer, ["tiny"], Limits()))
+
+    def answered(method, path, *headers):
+        """(status, names of headers), without a network."""
+        sent = []
+
+        async def receive():
+            return {"type": "http.request", "body": b"", "more_body": False}
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {"type": "http", "method": method, "path": path, "headers": [(b"origin", ORIGIN.encode()), *headers]}
+        asyncio.run(app({**scope, "query_string": b"", "http_version": "1.1", "scheme": "http"}, receive, send))
+        return sent[0]["status"], [name.decode() for name, _ in sent[0]["headers"]]
+
+    for status, names in (
+        answered("OPTIONS", COMPLETIONS, (b"access-control-request-method", b"POST")),
+        answered("GET", "/version"),
+    ):
+        assert status in (200, 405) and not [name for name in names if name.startswith("access-control")]
+
+
+# ---- the queue ------------------------------------------------------------------------------------------------------
+
+
+def test_a_burst_does_not_overfill_the_queue(tiny_tokenizer):
+    """Requests that came while the engine computes one step count, too; rows that are free do not make anybody wait."""
+    from hf_specdec.serve.errors import ApiError
+    from hf_specdec.serve.server import Limits, Server
+    from hf_specdec.serve.worker import Load
+
+    async def accepted(load, n=1):
+        server = Server(tiny_tokenizer, ["tiny"], Limits(max_queued_requests=2))
+        server.max_model_len = 256
+        server.worker = SimpleNamespace(failure=None, is_alive=lambda: True, send=lambda message: None, load=load)
+        answers = []
+        for _ in range(10):
+            try:
+                answers.append(server.submit([5], [5], server.defaults.copy(n=n)))
+            except ApiError as error:
+                assert error.status == 429
+        server.release(answers)
+        return len(answers)
+
+    def found(load, **more):
+        return asyncio.run(accepted(load, **more))
+
+    assert found(Load(running=2, free_rows=0)) == 2
+    assert found(Load(running=2, waiting=1, free_rows=0)) == 1
+    assert found(Load(running=2, waiting=2, free_rows=0)) == 0
+    assert found(Load(free_rows=4)) == 6
+    assert found(Load(free_rows=4), n=2) == 3
+    assert found(Load(running=2, waiting=1, free_rows=4)) == 1  # they wait for blocks
+    assert found(Load(running=2, free_rows=0), n=8) == 1  # a request is not cut: its choices wait beyond the limit
+
+
+def test_the_engine_tells_its_load_while_a_step_runs(tiny_model, tiny_tokenizer):
+    """A request that was just scheduled does not count as waiting while its first step is computed."""
+    from hf_specdec import LLM
+    from hf_specdec.serve import SamplingParams
+    from hf_specdec.serve.worker import EngineWorker, Submit
+
+    llm = LLM(tiny_model, tiny_tokenizer, {"method": "none"}, max_model_len=64, max_num_seqs=2)
+    worker = EngineWorker(llm.engine, lambda updates: None, llm.engine)
+    seen, step = [], llm.engine.decoder.step
+    llm.engine.decoder.step = lambda *args: seen.append(worker.load) or step(*args)
+    for i in range(3):
+        worker.send(Submit(str(i), None, [5, 6, 7], SamplingParams(temperature=0, max_tokens=2)))
+    with llm.engine.decoder.active():
+        assert worker._step()
+    (load,) = seen
+    assert (load.running, load.waiting, load.free_rows, load.num_read) == (2, 1, 0, 3)
+    llm.close()
