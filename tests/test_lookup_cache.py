@@ -561,6 +561,7 @@ def test_the_next_server_knows_what_each_key_taught(tmp_path):
         assert ask("b") == known
 
 
+@pytest.mark.slow
 def test_a_server_that_learns_from_no_request(tmp_path):
     with serving(tmp_path / "kept", "--private-requests") as ask:
         assert ask("a") == ask("a") == ask("a", speculative_config={"private": False})

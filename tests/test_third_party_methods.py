@@ -76,6 +76,7 @@ except hf_specdec.SpeculativeConfigError as error:
     assert "package 'failing' cannot be used: RuntimeError: mine" in run(tmp_path, code).stdout
 
 
+@pytest.mark.slow
 def test_a_class_by_its_path_in_a_process_without_the_package(tmp_path):
     """No installation: a module on sys.path is enough."""
     (tmp_path / "mine.py").write_text(OUTSIDE, encoding="utf-8")

@@ -414,7 +414,7 @@ BEGUN = {
 
 
 @pytest.mark.parametrize(
-    "method", [pytest.param(m, marks=pytest.mark.slow if m in ("hydra", "eagle", "draft_model") else ()) for m in BEGUN]
+    "method", [m if m in ("eagle3", "mtp") else pytest.param(m, marks=pytest.mark.slow) for m in BEGUN]
 )
 def test_a_run_can_begin_with_a_head_that_is_there(tmp_path, data, method):
     """The weights are those of the file (training too slowly to move them shows it), in every method."""
