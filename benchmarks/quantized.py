@@ -1,9 +1,10 @@
-"""What 8-bit and 4-bit weights make of a forward: CPU time of a step of 1 and 6 tokens, and bytes of weights.
+"""What 8-bit and 4-bit weights make of a forward: CPU time of a step of 1, 6 and 16 tokens and of a prompt, and bytes of weights.
 
     python recipes/tiny/inflate.py hf_specdec/bundled_models/tiny /tmp/300m --size 300m --dtype bfloat16
     python benchmarks/quantized.py /tmp/300m --repeats 9 --output benchmarks/results/quantized-cpu-bf16-319M.json
 
-The ways take turns; each figure is the median of its CPU times, each ratio the median of ratios within a turn.
+"As it is", "wint8" and "wint4" run in the native library, the others operator by operator. The ways take turns; each figure is the median
+of its CPU times, each ratio to the first way the median of ratios within a turn.
 """
 
 import argparse
@@ -22,23 +23,28 @@ from hf_specdec.model.options.quantized import QuantizedLinears, num_bytes
 from hf_specdec.model.packed_model import PackedModel
 from hf_specdec.model.prepare import ModelOptions, prepare
 
+OPERATORS = {"native": False, "prepack_weights": False}
 WAYS = {
-    "as it is": {"prepack_weights": False},
-    "prepacked": {"prepack_weights": True},
-    "wint8": {"quantization": "wint8", "prepack_weights": False},
-    "wint4": {"quantization": "wint4", "prepack_weights": False},
+    "as it is": {},
+    "as it is, operators": OPERATORS,
+    "prepacked, operators": OPERATORS | {"prepack_weights": True},
+    "wint8": {"quantization": "wint8"},
+    "wint8 by torchao": OPERATORS | {"quantization": "wint8"},
+    "wint4": {"quantization": "wint4"},
+    "wint4 by torchao": OPERATORS | {"quantization": "wint4"},
 }
 CONTEXT = 64  # tokens
+COUNTS = (1, 6, 16, 256)  # tokens of a forward
 
 
 class Steps:
     """Forwards behind one context that is read once."""
 
     def __init__(self, packed: PackedModel):
-        self.packed, self.ids = packed, np.arange(CONTEXT + 6) % 1000 + 5
-        self.cache = packed.new_cache(num_blocks=CONTEXT // 16 + 1, block_size=16)
+        self.packed, self.ids = packed, np.arange(CONTEXT + COUNTS[-1]) % 1000 + 5
+        self.cache = packed.new_cache(num_blocks=(CONTEXT + COUNTS[-1]) // 16 + 1, block_size=16)
         self.cache.add(0)
-        self.cache.reserve(0, CONTEXT + 6)
+        self.cache.reserve(0, CONTEXT + COUNTS[-1])
         with packed.active(), torch.no_grad():
             packed.forward([RowInput(0, self.ids[:CONTEXT], 0)], self.cache)
 
@@ -62,7 +68,7 @@ def main() -> None:
     torch.set_num_threads(1)
     model = AutoModelForCausalLM.from_pretrained(arguments.model, dtype=getattr(torch, arguments.dtype)).eval()
     models = {way: prepare(model, ModelOptions(**WAYS[way])) for way in arguments.ways}
-    times = {(way, count): [] for way in models for count in (1, 6)}
+    times = {(way, count): [] for way in models for count in COUNTS}
     steps = {way: Steps(packed) for way, packed in models.items()}
     for turn in range(arguments.repeats + 1):
         for (way, count), spent in times.items():
@@ -78,7 +84,7 @@ def main() -> None:
         quantized = [each for each in packed.active_options if isinstance(each, QuantizedLinears)]
         weights = num_bytes(model) if not quantized else quantized[0].bytes_after
         result["mebibytes"][way] = round(weights / 2**20, 1)
-        for count in (1, 6):
+        for count in COUNTS:
             own = times[way, count]
             ratios = [a / b for a, b in zip(own, times[base, count], strict=True)]
             result["milliseconds"][f"{way}, {count}"] = round(1e3 * statistics.median(own), 1)

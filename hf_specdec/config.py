@@ -147,8 +147,9 @@ class SpeculativeConfig:
     native: bool | None = field(
         default=None,
         metadata={
-            "help": "on a CPU, run decoding steps as one call of the compiled library, which reads the model's own weights; by default "
-            "if the library was compiled and computes what the model computes. False: never; True: an error if it cannot"
+            "help": "on a CPU, run decoding steps as one call of the compiled library, which reads the model's own weights, and products "
+            "with quantized weights; by default if the library was compiled and computes what the model computes. False: never; True: an "
+            "error if it cannot"
         },
     )
     draft_tensor_parallel_size: int | None = field(

@@ -255,9 +255,8 @@ def test_logits_do_not_depend_on_the_batch():
 
 
 def test_key_is_checked_against_others():
-    pytest.importorskip("torchao", reason="pip install 'hf-specdec[gpu]'")
     model = make("Llama")
-    for options in (ModelOptions(native=True, quantization="wint8"), ModelOptions(native=True, prepack_weights=True)):
+    for options in (ModelOptions(native=True, deterministic=True), ModelOptions(native=True, prepack_weights=True)):
         with pytest.raises(UnsupportedModel, match="'native' cannot run"):
             prepare(model, options)
 

@@ -17,6 +17,7 @@ from hf_specdec.candidate_generators import parse_config
 from hf_specdec.config import SpeculativeConfigError
 from hf_specdec.core.errors import UnsupportedModel
 from hf_specdec.integration import get_decoder
+from hf_specdec.kernels.native import library
 from hf_specdec.model.options.prepacked import packs_bfloat16
 from hf_specdec.model.options.quantized import QuantizedLinears, num_bytes, quantize_for_good
 from hf_specdec.model.prepare import ModelOptions, prepare
@@ -25,6 +26,8 @@ pytest.importorskip("torchao")
 
 PROMPTS = ["Tom has 3 apples and buys 4 more. How many", "def add(a, b):"]
 KINDS = ("wint8", "wint4")
+BY_TORCHAO = {"wint8": "Int8Tensor", "wint4": "Int4OpaqueTensor"}
+STORED = BY_TORCHAO if library() is None else dict.fromkeys(KINDS, "NativeWeight")  # classes of quantized weights
 WIDE = {"hidden_size": 64, "intermediate_size": 160, "head_dim": 16}  # what groups of 64 and 32 divide
 
 
@@ -95,6 +98,21 @@ def test_compiled_or_in_graphs(small, counter, graphs_in_python, defined_attenti
     hf_specdec.release(model)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
+def test_text_with_torchaos_own_products(small, dtype):
+    """Without the native library torchao's weights and products are used."""
+    model, kind = small
+    model = model.to(dtype)
+    wanted = generate(quantized_copy(model, kind), tokens=24)
+    config = {"method": "ngram", "target_quantization": kind, "native": False}
+    assert torch.equal(generate(model, tokens=24, speculative_config=config), wanted) or dtype != torch.float32
+    packed = get_decoder(model, parse_config(config)).target
+    with packed.active():
+        kinds = {type(m.weight).__name__ for m in model.model.layers.modules() if type(m) is nn.Linear}
+    assert packed.native is None and kinds == {BY_TORCHAO[kind]}
+    hf_specdec.release(model)
+
+
 def test_bundled_target_and_tree(model, tiny_tokenizer):
     wanted = generate(quantized_copy(model, "wint8"), tiny_tokenizer, tokens=24)
     config = {
@@ -120,7 +138,7 @@ def test_same_as_transformers_own_configuration(tiny_tokenizer):
     assert torch.equal(generate(loaded, tiny_tokenizer, tokens=24, speculative_config=draft), wanted)
     quantized = draft | {"target_quantization": "wint8"}
     assert torch.equal(generate(plain, tiny_tokenizer, tokens=24, speculative_config=quantized), wanted)
-    assert num_bytes(loaded) == QuantizedLinears(plain, "wint8").bytes_after < num_bytes(plain)
+    assert num_bytes(loaded) == QuantizedLinears(plain, "wint8", native=False).bytes_after < num_bytes(plain)
     with pytest.raises(UnsupportedModel, match="no plain linear layer"):
         generate(loaded, tiny_tokenizer, speculative_config=quantized)
 
@@ -160,7 +178,7 @@ def test_which_layers():
         with QuantizedLinears(model, "wint8").active():
             kinds = {name: type(m.weight).__name__ for name, m in model.named_modules() if isinstance(m, nn.Linear)}
             assert type(model.get_input_embeddings().weight) is nn.Parameter
-        assert kinds.pop("lm_head") == "Parameter" and set(kinds.values()) == {"Int8Tensor"} and len(kinds) == 3 * 7
+        assert kinds.pop("lm_head") == "Parameter" and set(kinds.values()) == {STORED["wint8"]} and len(kinds) == 3 * 7
 
 
 @pytest.mark.parametrize("way", [lambda weight: weight, lambda weight: weight.data], ids=["in place", "through data"])
@@ -233,7 +251,7 @@ def test_a_quantized_head_changes_no_output(tiny_model, tiny_tokenizer, method, 
     head = get_decoder(tiny_model, parse_config(config)).generator
     own = [m for each in head.modules() for m in each.modules() if m not in set(tiny_model.modules())]
     kinds = {type(m.weight).__name__ for m in own if type(m) is nn.Linear}
-    assert kinds == {"Int8Tensor" if kind == "wint8" else "Int4OpaqueTensor"}
+    assert kinds == {STORED[kind]}
     assert all(type(p) is nn.Parameter for p in tiny_model.parameters())
     unquantized = get_decoder(tiny_model, parse_config({k: v for k, v in config.items() if k != "quantization"}))
     assert all(

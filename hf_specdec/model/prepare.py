@@ -18,7 +18,7 @@ from .options import invariant_check
 from .options.compiled import CompiledLayers, RewrittenLayers, layers_of
 from .options.few_row_linears import few_row_linears
 from .options.prepacked import prepack
-from .options.quantized import QuantizedLinears, quantize_for_good, quantized_linears
+from .options.quantized import QuantizedLinears, quantize_for_good, quantized_linears, quantizes_natively
 from .packed_model import Activated, PackedModel
 
 
@@ -34,8 +34,8 @@ class ModelOptions:
         owned: the model is ours, so quantized weights may replace its own. Otherwise they are swapped in while it is active.
         recurrent_states: "kept" or "replayed": what is kept of each draft by layers with a recurrent state. "auto": see
             `PackedModel.choose_states`.
-        native: run small forward passes in the native library on a CPU. None: where it is compiled and can run the model; False: use
-            none of it.
+        native: run small forward passes, and products with quantized weights, in the native library on a CPU. None: where it is compiled
+            and can run the model; False: use none of it.
         compile: compile the decoder layers. None: only trace and rewrite them, where they run as CUDA graphs.
     """
 
@@ -109,18 +109,18 @@ def prepare(
     packed.active_options = [each for each in (quantized, linears, layers) if each is not None]
     if tries_native and can_try(packed):
         packed.native = NativeRunner(packed, otherwise=linears, required=bool(options.native))
-        packed.active_options = []
+        packed.active_options = [] if quantized is None else [quantized]
     elif options.native:
         raise UnsupportedModel(
             f"'native' cannot run {type(model).__name__} here: it needs the compiled library (`hf-specdec models` says whether it is "
-            "there), a whole model on the CPU that attends to pages, and no quantization. Leave the key out."
+            "there) and a whole model on the CPU that attends to pages. Leave the key out."
         )
     return packed
 
 
 def _wants_program(options: ModelOptions) -> bool:
     """True if nothing is asked for that a program of the native library does not have."""
-    others = options.deterministic, options.compile, options.quantization, options.prepack_weights
+    others = options.deterministic, options.compile, options.prepack_weights
     return options.native is not False and not any(others)
 
 
@@ -130,9 +130,9 @@ def _quantize(model: PreTrainedModel, options: ModelOptions) -> QuantizedLinears
     if options.quantization is None:
         return None
     if options.owned:
-        quantize_for_good(model, options.quantization)
+        quantize_for_good(model, options.quantization, native=quantizes_natively(options))
         return None
-    return quantized_linears(model, options.quantization)
+    return quantized_linears(model, options.quantization, quantizes_natively(options))
 
 
 def _check_options_of_recurrent(packed: PackedModel, options: ModelOptions) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from typing import TYPE_CHECKING
 
-from ...model.options.quantized import quantize_for_good
+from ...model.options.quantized import quantize_for_good, quantizes_natively
 from .target_parts import HeadConfig
 
 if TYPE_CHECKING:
@@ -25,4 +25,4 @@ def quantize_head(generator: CandidateGenerator) -> None:
     shared = set(generator.target.model.modules())
     for module in generator.modules():
         if module not in shared:
-            quantize_for_good(module, config.quantization, shared)
+            quantize_for_good(module, config.quantization, shared, quantizes_natively(config))

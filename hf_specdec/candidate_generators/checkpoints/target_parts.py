@@ -15,6 +15,7 @@ from transformers.activations import ACT2FN
 
 from ...config import nearest_hint
 from ...kernels import drafting
+from ...model.options.quantized import quantizes_natively
 from ...model.packed_model import PackedModel
 from ...model.sharding import whole
 from ..growing.tree_shapes import TreeDraftingConfig
@@ -76,7 +77,7 @@ def load_once(config: HeadConfig, target: PackedModel, load: Callable[[], Loaded
         config.method,
         config.model,
         config.revision,
-        config.quantization,
+        config.quantization and (config.quantization, quantizes_natively(config)),
         target.model.dtype,
         target.device,
         *more,

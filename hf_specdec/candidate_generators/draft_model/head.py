@@ -9,6 +9,7 @@ from transformers import AutoModelForCausalLM, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ...bundled import resolve_model
+from ...model.options.quantized import quantizes_natively
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext
 from ..checkpoints.files import Checkpoint, register_format
@@ -50,7 +51,8 @@ def load_drafter(config: DraftModelConfig, target: PackedModel, context: Drafter
         from transformers.distributed import DistributedConfig
 
         sharding["distributed_config"] = DistributedConfig(tp_size=shards)
-    key = (name, config.revision, config.quantization, target.model.dtype, target.device, len(sharding))
+    quantization = config.quantization and (config.quantization, quantizes_natively(config))
+    key = (name, config.revision, quantization, target.model.dtype, target.device, len(sharding))
     # transformers patches its own classes while it loads: two loads at once would leave them patched.
     with _loading:
         loaded = _loaded.setdefault(target.model, weakref.WeakValueDictionary())

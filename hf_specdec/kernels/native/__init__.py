@@ -15,7 +15,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-VERSION = 2  # version of the structures; the library reports the version it was compiled with
+VERSION = 3  # version of the structures; the library reports the version it was compiled with
 PATH = Path(__file__).with_name("library.so")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -42,7 +42,10 @@ class Attention(ctypes.Structure):
 class Linear(ctypes.Structure):
     """See `source/abi.h`."""
 
-    _fields_ = [*_fields(_Pointer, "x w bias y"), *_fields(_Integer, "type rows n k ldx ldw ldy streams")]
+    _fields_ = [
+        *_fields(_Pointer, "x w bias y"),
+        *_fields(_Integer, "type rows n k ldx ldw ldy streams bits group scales"),
+    ]
 
 
 class Step(ctypes.Structure):
@@ -67,7 +70,8 @@ def library() -> ctypes.CDLL | None:
     loaded.specdec_instruction_set.restype = ctypes.c_char_p
     loaded.specdec_use.argtypes = [ctypes.c_char_p]
     loaded.specdec_use.restype = _Integer
-    loaded.specdec_attention.argtypes = loaded.specdec_linear.argtypes = [_Pointer, _Integer]
+    for function in (loaded.specdec_attention, loaded.specdec_linear, loaded.specdec_dequantize):
+        function.argtypes = [_Pointer, _Integer]
     loaded.specdec_run.argtypes = [_Pointer, _Integer, _Pointer, _Pointer, _Integer]
     loaded.specdec_run.restype = _Integer
     logger.info("The native library for CPUs runs with %s.", instruction_set(loaded))

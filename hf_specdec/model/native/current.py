@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ..architectures import _rope_parameters
+from ..options.native_weights import NativeWeight
 from .building import build
 from .program import Program
 from .subjects import Subject
@@ -55,11 +56,15 @@ def state_of(subject: Subject) -> tuple:
         found.append((kind, kind.forward, settings, hooks))
         for tensors in (module._parameters, module._buffers):
             found += [
-                None if each is None else (each.data_ptr(), each.shape, each.stride(), each.dtype, each.device)
+                None if each is None else (_address(each), each.shape, each.stride(), each.dtype, each.device)
                 for each in tensors.values()
             ]
     config = subject.config()
     return tuple(found), repr(sorted((name, repr(value)) for name, value in vars(config).items())) if config else ""
+
+
+def _address(tensor: torch.Tensor) -> int:
+    return tensor.panels.data_ptr() if isinstance(tensor, NativeWeight) else tensor.data_ptr()
 
 
 _SETTINGS = {int, float, bool, str, type(None)}
@@ -75,8 +80,8 @@ def _hooks_of(module: nn.Module) -> list[Any]:
 def obstacle(subject: Subject) -> str | None:
     """Why a program recorded from one forward might be wrong for others; None if it is safe.
 
-    Modules must be torch's or transformers' own (in a drafter also ours), without hooks or wrappers: adapters and quantized layers keep
-    settings in places that `state_of` does not compare.
+    Modules must be torch's or transformers' own (in a drafter also ours), without hooks or wrappers: adapters and layers that others
+    quantized keep settings in places that `state_of` does not compare.
     """
     config = subject.config()
     text = None if config is None else config.get_text_config(decoder=True)
@@ -91,8 +96,7 @@ def obstacle(subject: Subject) -> str | None:
         if _hooks_of(module) or module._forward_pre_hooks or "forward" in vars(module):
             return f"its {name} is hooked or wrapped"
         for each in (*module._parameters.values(), *module._buffers.values()):
-            if each is not None and (
-                each.device.type != "cpu" or type(each) not in (nn.Parameter, torch.Tensor, nn.Buffer)
-            ):
+            plain = (nn.Parameter, torch.Tensor, nn.Buffer, NativeWeight)
+            if each is not None and (each.device.type != "cpu" or type(each) not in plain):
                 return f"weights of its {name} are not plain tensors on the CPU"
     return None

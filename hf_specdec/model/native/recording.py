@@ -13,7 +13,10 @@ from torch import nn
 from ...core.dispatch_mode import ExclusiveMode
 from ...kernels.attention import attention_for
 from ...kernels.cache import write_keys_values
+from ...kernels.linear.quantized import Layout
 from ...kernels.native.operations import Operation, Rows
+from ..options.native_weights import NativeWeight
+from ..options.native_weights import product as quantized_product
 from ..packed_batch import PackedBatch
 from .lowering import lower
 from .tape import NotLowered, Place, Step, Table, Tape, Value
@@ -46,7 +49,9 @@ class Recorder(ExclusiveMode):
         self.pools: dict[int, tuple[int, int, int, int]] = {}  # by layer: key heads, width, value heads, width
         self.problem: str | None = None
         self._paused = 0
-        self._own = {id(each) for inner in modules for each in (*inner._parameters.values(), *inner._buffers.values())}
+        tensors = [each for inner in modules for each in (*inner._parameters.values(), *inner._buffers.values())]
+        self._own = {id(each) for each in tensors}
+        self._panels = {id(each.panels) for each in tensors if isinstance(each, NativeWeight)}
         if features is not None:
             self._follow(features, tape.features(features.shape[1], features.dtype))
         if batch is None:
@@ -118,6 +123,8 @@ class Recorder(ExclusiveMode):
         """The values of the results of an operator."""
         if func == aten.index.Tensor or func == aten.index_select.default:
             return self._selected(func, args, result)
+        if func == quantized_product:
+            return self._multiplied(*args, result)
         own = tuple(self._translated(each) for each in args)
         options = {name: each for name, each in kwargs.items() if not isinstance(each, torch.Tensor)}
         if len(options) != len(kwargs):
@@ -139,6 +146,17 @@ class Recorder(ExclusiveMode):
         if self.batch is None or index is None or index is not self.batch.logit_index:
             raise NotLowered("an index that is not that of the wanted logits")
         return self.tape.selected(self.value_of(args[0]), dim, result.shape)
+
+    def _multiplied(
+        self, x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | None, bits: int, group: int, outputs: int, scales: torch.dtype,
+        result: torch.Tensor,
+    ) -> Value:  # fmt: skip
+        """A product with quantized weights."""
+        if id(panels) not in self._panels:
+            raise NotLowered("a product with quantized weights that are made inside the forward")
+        added = None if bias is None else self.value_of(bias)
+        own = Layout(bits, group, outputs, x.shape[1], scales)
+        return self.tape.quantized_linear(self.value_of(x), panels, own, added, result.shape, result.dtype)
 
     # ---- operations that the cache and the attention function call while recording -----------------------------------
 

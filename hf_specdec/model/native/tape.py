@@ -12,6 +12,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
+from ...kernels.linear.quantized import Layout
 from ...kernels.native import TYPES
 from ...kernels.native.operations import BINARY, BINARY_FUNCTIONS, UNARY, UNARY_FUNCTIONS, Operation, Rows
 
@@ -84,7 +85,8 @@ class Step:
     function: int = 0
     scalar: float = 0.0
     scalar2: float = 0.0
-    attention: dict[str, int] = field(default_factory=dict)  # layer, heads, kv_heads, width, value_width, window
+    # of attention: layer, heads, kv_heads, width, value_width, window; of LINEAR: width
+    attention: dict[str, int] = field(default_factory=dict)
 
     @property
     def inputs(self) -> list[Register]:
@@ -258,22 +260,40 @@ class Tape:
 
     def linear(self, x: Value, weight: Value, bias: Value | None, shape, dtype) -> Value:
         """x [T, K] times weight [N, K] transposed, plus bias [N]; `shape` [T, N]."""
-        if x.rows == Rows.ONE or weight.rows != Rows.ONE or (bias is not None and bias.rows != Rows.ONE):
-            raise NotLowered("a product of weights")
-        if not x.dtype == weight.dtype == dtype or (bias is not None and bias.dtype != dtype):
+        if weight.rows != Rows.ONE:
+            raise NotLowered("a product of tokens")
+        if x.dtype != weight.dtype:
             raise NotLowered(f"a product of {x.dtype} with {weight.dtype}")
-        if weight.shadow.stride(1) != 1 or (bias is not None and bias.shadow.stride() != (1,)):
+        if weight.shadow.stride(1) != 1:
             raise NotLowered("a product with weights of another layout than nn.Linear's")
+        assert weight.register
+        place = Place(weight.register, weight.shadow.storage_offset(), weight.shadow.stride(0))
+        return self._product(x, place, weight.shadow.shape[1], bias, shape, dtype)
+
+    def quantized_linear(self, x: Value, panels: torch.Tensor, form: Layout, bias: Value | None, shape, dtype) -> Value:
+        """x [T, K] times quantized weights [N, K] transposed, plus bias [N]; `shape` [T, N]."""
+        register = self.weights.setdefault(id(panels), Register(form.scales, tensor=panels))
+        return self._product(x, Place(register), form.inputs, bias, shape, dtype, function=form.bits, width=form.group)
+
+    def _product(
+        self, x: Value, weight: Place, inputs: int, bias: Value | None, shape, dtype, function: int = 0, width: int = 0
+    ) -> Value:
+        if x.rows == Rows.ONE or (bias is not None and bias.rows != Rows.ONE):
+            raise NotLowered("a product of weights")
+        if x.dtype != dtype or (bias is not None and bias.dtype != dtype):
+            raise NotLowered(f"a product of {x.dtype} in {dtype}")
+        if bias is not None and bias.shadow.stride() != (1,):
+            raise NotLowered("a product with a bias in a scattered layout")
         if self.row_axis(x) != 0 or x.shadow.stride(1) != 1:
             x = self.copied(x)
         out = self.new(shape, dtype, x.rows)
-        assert x.register and weight.register and out.register
+        assert x.register and out.register
         self.steps.append(
             Step(
-                Operation.LINEAR, x.rows, (1, weight.shadow.shape[0], weight.shadow.shape[1]),
-                Place(out.register, 0, out.shadow.stride(0)), Place(x.register, x.shadow.storage_offset(), x.shadow.stride(0)),
-                Place(weight.register, weight.shadow.storage_offset(), weight.shadow.stride(0)),
+                Operation.LINEAR, x.rows, (1, shape[-1], inputs), Place(out.register, 0, out.shadow.stride(0)),
+                Place(x.register, x.shadow.storage_offset(), x.shadow.stride(0)), weight,
                 None if bias is None or bias.register is None else Place(bias.register, bias.shadow.storage_offset()),
+                function=function, attention={"width": width},
             )
         )  # fmt: skip
         return out

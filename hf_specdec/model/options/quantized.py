@@ -1,5 +1,7 @@
 """Linear layers with int8 or int4 weights, quantized by torchao. Activations are not quantized.
 
+On a CPU the native library computes with them, in an order of its own (`native_weights.py`); elsewhere torchao does.
+
 A decoding step reads every weight once, so smaller weights save time and memory. A user's model is only borrowed: its layers
 have quantized weights while `active()` and their own weights otherwise, so both are in memory. Drafters that we loaded are
 quantized permanently. Embeddings and the output layer are not quantized, as in transformers' TorchAoConfig.
@@ -11,14 +13,16 @@ import contextlib
 import logging
 import weakref
 from collections.abc import Iterable, Iterator
-from typing import Any
+from typing import Any, Protocol
 
 import torch
 from torch import nn
 
 from ...core.errors import UnsupportedModel
+from ...kernels.dispatch import uses_native
 from ..sharding import is_sharded, local, sharded_forward, weight_of
 from .fingerprints import fingerprints
+from .native_weights import native_weight
 
 logger = logging.getLogger(__name__)
 
@@ -28,7 +32,7 @@ _INT4_CAPABILITY = (8, 0)  # minimum compute capability of a CUDA device: tensor
 _INSTALL = "pip install 'hf-specdec[gpu]'"
 
 _quantized_for_good = weakref.WeakKeyDictionary[nn.Module, str]()
-_shared = weakref.WeakKeyDictionary[nn.Module, "weakref.WeakValueDictionary[str, QuantizedLinears]"]()
+_shared = weakref.WeakKeyDictionary[nn.Module, "weakref.WeakValueDictionary[tuple[str, bool], QuantizedLinears]"]()
 
 
 class QuantizedLinears:
@@ -38,6 +42,7 @@ class QuantizedLinears:
         module: a model or a draft head.
         kind: "wint8" (a scale per output) or "wint4" (a scale and a zero point per output and group of up to 128 inputs).
         kept: layers not to quantize, besides the output embeddings and layers that share their weight with an embedding.
+        native: on a CPU, let the native library compute with the quantized weights where it can; False: torchao does.
 
     Attributes:
         bytes_before, bytes_after: bytes of all weights of the module, each counted once, without and with quantization.
@@ -47,8 +52,8 @@ class QuantizedLinears:
         UnsupportedModel: this kind does not support the module's device or dtype, or no layer can be quantized.
     """
 
-    def __init__(self, module: nn.Module, kind: str, kept: Iterable[nn.Module] = ()):
-        self.kind = kind
+    def __init__(self, module: nn.Module, kind: str, kept: Iterable[nn.Module] = (), native: bool = True):
+        self.kind, self._native = kind, native
         self._module = weakref.ref(module)
         self._kept = weakref.WeakSet(kept)
         self._copies = weakref.WeakKeyDictionary[nn.Linear, nn.Parameter]()
@@ -111,11 +116,17 @@ class QuantizedLinears:
                 self._copies.pop(linear, None)
                 config = _config(self.kind, weight)
                 if config is not None:
-                    self._copies[linear] = _quantize(weight, config)
+                    self._copies[linear] = self._stored(linear, _quantize(weight, config))
                 self._made_from[linear] = made_from
             if linear in self._copies:
                 copied.append((linear, self._copies[linear]))
         return copied
+
+    def _stored(self, linear: nn.Linear, weight: nn.Parameter) -> nn.Parameter:
+        """torchao's weight, or in its place the same weight in the native library's order."""
+        serves = self._native and uses_native(weight.device) and not is_sharded(linear)
+        own = native_weight(weight) if serves else None
+        return weight if own is None else own
 
     def _linears(self, module: nn.Module) -> Iterator[nn.Linear]:
         """The layers to quantize: plain `nn.Linear` (no subclass) with ordinary floating-point weights, or a shard of them."""
@@ -129,27 +140,43 @@ class QuantizedLinears:
                 yield each
 
 
-def quantized_linears(module: nn.Module, kind: str) -> QuantizedLinears:
+def quantized_linears(module: nn.Module, kind: str, native: bool = True) -> QuantizedLinears:
     """A module's quantized copies, shared by all callers. Args and errors: see `QuantizedLinears`."""
     by_kind = _shared.setdefault(module, weakref.WeakValueDictionary())
-    found = by_kind.get(kind)
+    found = by_kind.get((kind, native))
     if found is None:
-        found = by_kind[kind] = QuantizedLinears(module, kind)
+        found = by_kind[kind, native] = QuantizedLinears(module, kind, native=native)
     return found
 
 
-def quantize_for_good(module: nn.Module, kind: str, kept: Iterable[nn.Module] = ()) -> None:
+def quantize_for_good(module: nn.Module, kind: str, kept: Iterable[nn.Module] = (), native: bool = True) -> None:
     """Quantize a module that we own, and drop its original weights. Does nothing the second time.
 
     Args and errors: see `QuantizedLinears`; also ValueError if the module is already quantized as another kind.
     """
     before = _quantized_for_good.get(module)
     if before is None:
-        for linear, copy in QuantizedLinears(module, kind, kept).copies():
+        for linear, copy in QuantizedLinears(module, kind, kept, native).copies():
             linear.weight = copy
         _quantized_for_good[module] = kind
     elif before != kind:
         raise ValueError(f"{type(module).__name__} has {before!r} weights already, not {kind!r}.")
+
+
+class _Options(Protocol):
+    """Keys of a configuration, or a model's options."""
+
+    @property
+    def native(self) -> bool | None: ...
+    @property
+    def compile(self) -> bool | None: ...
+    @property
+    def cuda_graphs(self) -> bool | None: ...
+
+
+def quantizes_natively(options: _Options) -> bool:
+    """True if the options allow the native library to compute with quantized weights: compilers and graphs know torchao's only."""
+    return options.native is not False and not options.compile and not options.cuda_graphs
 
 
 def num_bytes(module: nn.Module) -> int:

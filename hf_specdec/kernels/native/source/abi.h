@@ -29,11 +29,19 @@ struct Attention {
 };
 
 // y [rows, n] = x [rows, k] w^T + bias, with w [n, k]. Strides count elements. `streams`: w comes from memory, not from a cache.
+// `bits` 0: w is of the same type as x; 8 or 4: it is quantized, in panels of 16 outputs (see quantized.h) that have a scale of type
+// `scales` (FLOAT32 or BFLOAT16) per output and `group` inputs (32, 64 or 128; 0: all).
 struct Linear {
   const void *x, *w, *bias;
   void* y;
-  i64 type, rows, n, k, ldx, ldw, ldy, streams;
+  i64 type, rows, n, k, ldx, ldw, ldy, streams, bits, group, scales;
 };
+
+// The share of `part` among `parts` of n outputs begins here: a multiple of 4, or of a panel if the weights are quantized.
+static inline i64 share_of(i64 n, i64 part, i64 parts, i64 bits) {
+  const i64 unit = bits ? 16 : 4;
+  return part == parts ? n : (n / unit * part / parts) * unit;
+}
 
 // A tensor [rows, size[0], size[1], size[2]] in memory.
 struct View {
@@ -52,6 +60,7 @@ struct Elementwise {
 struct Kernels {
   const char* name;
   void (*linear)(const Linear&, i64 first, i64 last);               // outputs first .. last
+  void (*dequantize)(const Linear&, i64 first, i64 last);           // y [n, k] = quantized weights of outputs first .. last
   void (*attention)(const Attention&, i64 part, i64 parts);
   void (*elementwise)(const Elementwise&);
 };

@@ -9,7 +9,7 @@ const Kernels* choose() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
 #if defined(HAS_AVX512_BF16)
-  if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
+  if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
       __builtin_cpu_supports("avx512dq"))
     return avx512_bf16_kernels();
 #endif
@@ -33,7 +33,7 @@ const Kernels* kernels = choose();
 extern "C" {
 
 // The version of the structures; Python refuses another one.
-i64 specdec_version() { return 2; }
+i64 specdec_version() { return 3; }
 
 // The instruction set in use.
 const char* specdec_instruction_set() { return kernels->name; }
@@ -62,7 +62,14 @@ i64 specdec_use(const char* name) {
 
 void specdec_linear(const Linear* call, i64 threads) {
   run_together(threads, [&](i64 part, i64 parts) {
-    kernels->linear(*call, share_of(call->n, part, parts), share_of(call->n, part + 1, parts));
+    kernels->linear(*call, share_of(call->n, part, parts, call->bits), share_of(call->n, part + 1, parts, call->bits));
+  });
+}
+
+// y [n, k] (its rows `ldy` apart) = the call's quantized weights.
+void specdec_dequantize(const Linear* call, i64 threads) {
+  run_together(threads, [&](i64 part, i64 parts) {
+    kernels->dequantize(*call, share_of(call->n, part, parts, call->bits), share_of(call->n, part + 1, parts, call->bits));
   });
 }
 

@@ -2,6 +2,6 @@
 #include "kernels.inc"
 
 const Kernels* avx2_kernels() {
-  static const Kernels kernels = {"avx2", linear, attention, elementwise};
+  static const Kernels kernels = {"avx2", linear, dequantize, attention, elementwise};
   return &kernels;
 }

@@ -2,6 +2,6 @@
 #include "kernels.inc"
 
 const Kernels* avx512_kernels() {
-  static const Kernels kernels = {"avx512", linear, attention, elementwise};
+  static const Kernels kernels = {"avx512", linear, dequantize, attention, elementwise};
   return &kernels;
 }

@@ -2,6 +2,6 @@
 #include "kernels.inc"
 
 const Kernels* avx512_bf16_kernels() {
-  static const Kernels kernels = {"avx512_bf16", linear, attention, elementwise};
+  static const Kernels kernels = {"avx512_bf16", linear, dequantize, attention, elementwise};
   return &kernels;
 }

@@ -2,6 +2,6 @@
 #include "kernels.inc"
 
 const Kernels* baseline_kernels() {
-  static const Kernels kernels = {"baseline", linear, attention, elementwise};
+  static const Kernels kernels = {"baseline", linear, dequantize, attention, elementwise};
   return &kernels;
 }

@@ -211,7 +211,7 @@ template <class E> void linear_of(const Linear& call, i64 first, i64 last) {
   else linear_by<4, E>(call, x, ldx, first, last);
 }
 
-void linear(const Linear& call, i64 first, i64 last) {
+void plain_linear(const Linear& call, i64 first, i64 last) {
   switch (call.type) {
     case FLOAT32: return linear_of<float>(call, first, last);
     case BFLOAT16: return linear_of<bf16>(call, first, last);

@@ -10,7 +10,9 @@ enum Rows : i64 { ONE, TOKENS, SELECTED };
 struct Place { i64 slot, offset, type, token, stride[3]; };
 
 struct Op {
-  i64 operation, kind, function, rows, size[3];  // LINEAR: `kind` 1: weights come from memory, 0: from a cache
+  // LINEAR: `kind` 1: weights come from memory, 0: from a cache; `function`: bits of quantized weights, 0: they are not; then `width`
+  // inputs share a scale, and b's type is that of the scales
+  i64 operation, kind, function, rows, size[3];
   i64 waits;  // it needs what other threads computed since the last barrier
   double scalar, scalar2;
   Place out, a, b, c;
@@ -26,9 +28,6 @@ struct Step {
   i64 num_rows;
   char* const* pools;  // keys and values of layer 0, of layer 1, ..
 };
-
-// The share of `part` among `parts` begins here; multiples of 4.
-inline i64 share_of(i64 n, i64 part, i64 parts) { return part == parts ? n : (n / 4 * part / parts) * 4; }
 
 // The index of the first operation that would read an embedding which does not exist; -1: there is none.
 i64 check_ids(const Op* ops, i64 num_ops, const Step& step);

@@ -10,7 +10,7 @@
 #else
 #define UNROLLED _Pragma("GCC unroll 12")
 #endif
-#if defined(__AVX2__)
+#if defined(__SSE2__)
 #include <immintrin.h>
 #endif
 
