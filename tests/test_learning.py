@@ -121,7 +121,7 @@ def test_the_recorded_states_are_those_of_the_target(tiny_model, tmp_path, metho
 
 
 @pytest.mark.parametrize(
-    ("method", "begin"), [pytest.param("mlp_speculator", False, marks=pytest.mark.slow), ("mlp_speculator", True)]
+    ("method", "begin"), [("mlp_speculator", False), pytest.param("mlp_speculator", True, marks=pytest.mark.slow)]
 )
 def test_it_learns(tiny_model, tiny_tokenizer, tmp_path, monkeypatch, method, begin):
     """Held-out acceptance rises, the folder's head is the better one, and a decoder that only reads it drafts as well."""
