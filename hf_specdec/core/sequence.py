@@ -28,6 +28,7 @@ class Sequence:
         wants_prompt_logits: keep the logits of the prompt's tokens (`StepTensors.prompt_logits`); no cached prefix is used.
         chunked_length: number of leading tokens that layers with a recurrent state read in chunk form; None: the prompt's length.
         num_speculative_tokens: this row's own draft length; None: the method's, 0: no drafts.
+        draft_room: most nodes of this row's next draft; None: as many as the method makes. What exceeds it is cut off.
         drafter: with the method "per_request", the name of the drafter that drafts for this row; None: the first.
         is_text: the prompt's ids alone determine its keys and values, so it can be recomputed, and prompts with equal ids can share
             blocks. False: the prompt has images, embeddings or placeholder ids.
@@ -47,6 +48,7 @@ class Sequence:
     row: int = 0
     shown_prompt: list[int] | None = None
     num_speculative_tokens: int | None = None
+    draft_room: int | None = None
     drafter: str | None = None
     wants_prompt_logits: bool = False
     is_text: bool = True

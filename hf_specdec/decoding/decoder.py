@@ -439,7 +439,7 @@ class SpeculativeDecoder:
         return trees if lengths == trees.lengths else dataclasses.replace(trees, lengths=lengths)
 
     def _with_slots(self, sequences: list[Sequence], trees: DraftTrees) -> DraftTrees:
-        """The drafts, as far as blocks are left for their nodes."""
+        """The drafts, as far as the rows have room and blocks are left for their nodes."""
         fitting = [self._lookahead(seq, n) if n else 0 for seq, n in zip(sequences, trees.lengths, strict=True)]
         return trees if fitting == trees.lengths else dataclasses.replace(trees, lengths=fitting)
 
@@ -449,12 +449,16 @@ class SpeculativeDecoder:
             return 0
         limit = self.config.num_speculative_tokens if seq.num_speculative_tokens is None else seq.num_speculative_tokens
         limit = min(limit or 0, MOST_DRAFT_TOKENS, seq.max_length - len(seq.tokens) - 1)
+        if seq.draft_room is not None:
+            limit = min(limit, seq.draft_room)
         if self._max_drafted is not None:
             limit = min(limit, self._max_drafted - len(seq.tokens))
         return max(limit, 0)
 
     def _lookahead(self, seq: Sequence, num_nodes: int) -> int:
         """Reserve slots for a draft's nodes. Returns how many nodes fit; a draft never preempts another row."""
+        if seq.draft_room is not None:
+            num_nodes = min(num_nodes, seq.draft_room)
         try:
             self.cache.reserve(seq.id, len(seq.tokens) + num_nodes)
         except OutOfBlocks:

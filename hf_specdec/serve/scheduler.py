@@ -16,9 +16,10 @@ def _order(choice: Choice) -> tuple[int, int, int]:
 class Scheduler:
     """Fills each step's token budget with running rows first, then with waiting rows.
 
-    A row that decodes feeds one token and its drafts. A row that reads its prompt feeds a chunk of it in the same forward pass. A waiting
-    row may start only if the free blocks hold its whole text. When blocks run out, the last row by priority and arrival is
-    preempted: it gives its blocks back, waits, and later reads its text again.
+    A row that decodes feeds one token and its drafts. A row that reads its prompt feeds a chunk of it in the same forward pass. While
+    prompts are to be read, drafts take at most half of what decoding rows leave of the budget, and are cut for that: long drafts would
+    keep other rows from joining. A waiting row may start only if the free blocks hold its whole text. When blocks run out, the last
+    row by priority and arrival is preempted: it gives its blocks back, waits, and later reads its text again.
 
     Args:
         max_num_seqs: most rows that run at once.
@@ -63,7 +64,8 @@ class Scheduler:
         running = [choice for choice in self.running if only is None or choice in only]
         pending = [self._pending(choice) for choice in running]
         num_decoding = sum(count == 1 for count in pending)
-        self._limit_drafts(num_decoding)
+        waiting = self.waiting if only is None else [choice for choice in self.waiting if choice in only]
+        self._limit_drafts(num_decoding, sum(pending) - num_decoding, waiting)
         left = self.max_num_batched_tokens - sum(
             1 + self._num_drafts(choice) for choice, count in zip(running, pending, strict=True) if count == 1
         )
@@ -77,7 +79,8 @@ class Scheduler:
             left -= 0 if count == 1 else chunk
             rows.append(choice)
             counts.append(chunk)
-        waiting = self.waiting if only is None else [choice for choice in self.waiting if choice in only]
+        reading = [choice for choice, count in zip(running, pending, strict=True) if count > 1]
+        num_running = len(rows)
         while waiting and left > 0 and len(self.running) < self.max_num_seqs and self._fits(waiting[0]):
             choice = waiting.pop(0)
             if only is not None:
@@ -90,6 +93,7 @@ class Scheduler:
             left -= chunk
             rows.append(choice)
             counts.append(chunk)
+        self._limit_first_drafts([*reading, *rows[num_running:]], left)
         return rows, counts
 
     def make_room(self, wanting: list[Choice]) -> bool:
@@ -108,20 +112,41 @@ class Scheduler:
 
     def _num_drafts(self, choice: Choice) -> int:
         """Most draft tokens of a row in a step."""
-        most = self.decoder.generator.max_draft_nodes
-        own = choice.sequence.num_speculative_tokens
-        return most if own is None else min(own, most)
+        seq, most = choice.sequence, self.decoder.generator.max_draft_nodes
+        own = seq.num_speculative_tokens  # a depth, which bounds the nodes of chains only
+        if own == 0:
+            return 0
+        if own is not None and most <= self.decoder.config.longest_draft:
+            most = min(own, most)
+        return most if seq.draft_room is None else min(most, seq.draft_room)
 
-    def _limit_drafts(self, num_decoding: int) -> None:
-        """Set the rows' draft limits so that the drafts of all decoding rows fit the budget."""
+    def _limit_drafts(self, num_decoding: int, num_pending: int, waiting: list[Choice]) -> None:
+        """Set the rows' room for drafts so that the drafts of all decoding rows fit the budget, and prompts beside them.
+
+        Args:
+            num_pending: prompt tokens that running rows have still to read.
+            waiting: rows that may join.
+        """
         most = self.decoder.generator.max_draft_nodes
         if not most or not num_decoding:
             return
-        allowed = max(0, self.max_num_batched_tokens // num_decoding - 1)
+        left = max(0, self.max_num_batched_tokens - num_decoding)
+        num_free = self.max_num_seqs - len(self.running)
+        if waiting and num_free > 0 and self._fits(waiting[0]):
+            for choice in waiting[:num_free]:
+                if num_pending >= left:
+                    break
+                num_pending += len(choice.sequence.tokens)
+        allowed = (left - min(num_pending, left // 2)) // num_decoding
         for choice in self.running:
-            wanted = choice.request.params.num_speculative_tokens
-            limit = None if wanted is None and allowed >= most else min(allowed, most if wanted is None else wanted)
-            choice.sequence.num_speculative_tokens = limit
+            choice.sequence.draft_room = None if allowed >= most else allowed
+
+    def _limit_first_drafts(self, reading: list[Choice], left: int) -> None:
+        """Give the rows that read prompts equal parts of what is left of the budget: those whose prompt ends may draft."""
+        most = self.decoder.generator.max_draft_nodes
+        for choice in reading:
+            room = max(0, left) // len(reading)
+            choice.sequence.draft_room = None if room >= most else room
 
     def _fits(self, choice: Choice) -> bool:
         """True if a waiting row may start: the free blocks hold its text, or nothing else is running."""
