@@ -2,7 +2,8 @@
 (llama-cpp-python, gguf, safetensors; see scripts/peers_venv.sh).
 
 The first line it reads is {"model": folder, "dtype": .., "threads": n, "rows": most sequences}: a Llama checkpoint in transformers'
-layout, which it writes as GGUF beside the weights, with a vocabulary of names only, since it gets ids. Then, as vllm_worker.py, one
+layout, which it writes as GGUF beside the weights, with a vocabulary of names only, since it gets ids. A folder with a config.json alone
+stands for random weights. Then, as vllm_worker.py, one
 {"prompts": [[ids]], "max_tokens": n} a line, answered by {"tokens": [[ids]], "seconds": s, "cpu_seconds": s}. All sequences of a request
 decode together, greedily.
 """
@@ -36,6 +37,8 @@ def to_gguf(folder: Path, dtype: str) -> Path:
     path = folder / f"model-{dtype}.gguf"
     heads, kv_heads = config["num_attention_heads"], config["num_key_value_heads"]
     width = config.get("head_dim") or config["hidden_size"] // heads
+    if path.exists() and not any(folder.glob("*.safetensors")):
+        return path
     writer = gguf.GGUFWriter(path, "llama")
     writer.add_block_count(config["num_hidden_layers"])
     writer.add_context_length(config["max_position_embeddings"])
@@ -53,6 +56,17 @@ def to_gguf(folder: Path, dtype: str) -> Path:
     writer.add_token_list([f"<{i}>" for i in range(config["vocab_size"])])
     writer.add_token_scores([0.0] * config["vocab_size"])
     writer.add_token_types([1] * config["vocab_size"])
+
+    shapes = _random_shapes(config, width) if not any(folder.glob("*.safetensors")) else {}
+    random: dict[tuple[int, ...], np.ndarray] = {}
+    for name, shape in shapes.items():
+        if len(shape) == 1:
+            writer.add_tensor(name, np.ones(shape, dtype=np.float32))
+            continue
+        if shape not in random:  # equal ones are written from one array
+            numbers = np.random.default_rng(0).standard_normal((16, shape[1]), dtype=np.float32) / shape[1] ** 0.5
+            random[shape] = np.tile(gguf.quants.quantize(numbers, kind), (shape[0] // 16, 1))
+        writer.add_tensor(name, random[shape], raw_dtype=kind)
 
     def add(name: str, tensor: np.ndarray) -> None:
         own = kind if tensor.ndim == 2 else gguf.GGMLQuantizationType.F32
@@ -78,6 +92,20 @@ def to_gguf(folder: Path, dtype: str) -> Path:
     writer.write_tensors_to_file()
     writer.close()
     return path
+
+
+def _random_shapes(config: dict, width: int) -> dict[str, tuple[int, ...]]:
+    """The shape of every tensor of a Llama model, by its name in GGUF."""
+    hidden, inner, vocab = config["hidden_size"], config["intermediate_size"], config["vocab_size"]
+    queries, keys = config["num_attention_heads"] * width, config["num_key_value_heads"] * width
+    layer = {
+        "attn_norm": (hidden,), "ffn_norm": (hidden,), "attn_q": (queries, hidden), "attn_k": (keys, hidden), "attn_v": (keys, hidden),
+        "attn_output": (hidden, queries), "ffn_gate": (inner, hidden), "ffn_up": (inner, hidden), "ffn_down": (hidden, inner),
+    }  # fmt: skip
+    found = {"token_embd.weight": (vocab, hidden), "output_norm.weight": (hidden,), "output.weight": (vocab, hidden)}
+    for i in range(config["num_hidden_layers"]):
+        found |= {f"blk.{i}.{name}.weight": shape for name, shape in layer.items()}
+    return found
 
 
 class Context:
