@@ -82,7 +82,7 @@ class PackedBatch:
     @classmethod
     def pack(cls, inputs: list[RowInput], cache: PagedStaticCache, device: torch.device, gather: bool) -> PackedBatch:
         """Pack rows whose slots are already reserved."""
-        starts = [0, *itertools.accumulate(row.num_tokens for row in inputs)]
+        starts = [0, *itertools.accumulate([row.num_tokens for row in inputs])]
         num_axes = max((len(row.offset) for row in inputs if isinstance(row.offset, tuple)), default=1)
         on_host = np.zeros((2 + num_axes, starts[-1]), dtype=np.int64)
         slots, ids, positions = on_host[0], on_host[1], on_host[2:]
@@ -105,7 +105,7 @@ class PackedBatch:
             cache=cache,
             gather=gather,
             write_slots=there[0],  # the first, so that kernels find it aligned
-            num_keys=sum(row.start for row in inputs) + starts[-1],
+            num_keys=sum([row.start for row in inputs]) + starts[-1],
         )
 
     def on(self, device: torch.device) -> _OnDevice:

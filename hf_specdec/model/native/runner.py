@@ -76,7 +76,7 @@ class NativeRunner:
         if not self.is_on or torch.is_autocast_enabled("cpu"):
             return None
         assert self._program is not None
-        if not 0 < sum(row.num_tokens for row in rows) <= self._program.most_tokens:
+        if not 0 < sum([row.num_tokens for row in rows]) <= self._program.most_tokens:
             return None
         if not all(isinstance(row.offset, int) for row in rows):  # positions of several axes
             return None
