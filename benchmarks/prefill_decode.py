@@ -53,6 +53,9 @@ def produce(config, pipe):
         prompt = pipe.recv()
         if prompt is None:
             break
+        if isinstance(prompt, tuple):
+            read_in_chunks(llm, pipe, *prompt)
+            continue
         if prompt == "held":
             pipe.send(len(llm.engine.transfers.held))
             continue
@@ -62,6 +65,68 @@ def produce(config, pipe):
     llm.close()
     pipe.close()
     os._exit(0)  # UCX's threads may abort a normal end
+
+
+def read_in_chunks(llm, pipe, prompt, in_chunks):
+    """Read a prompt in chunks of 64 tokens; send its `kv_transfer_params` as soon as they are there, then the time of the end."""
+    engine = llm.engine
+    engine.forget_prefixes()
+    engine.scheduler.max_num_batched_tokens = 64
+    asked = {"do_remote_decode": True, "in_chunks": in_chunks}
+    params = SamplingParams(temperature=0, max_tokens=1, kv_transfer_params=asked)
+    with engine.decoder.active():
+        request = engine.add("p", prompt, llm.tokenizer(prompt)["input_ids"], params)
+        sent = False
+        while not request.finished:
+            engine.step()
+            if request.announcement is not None and not sent:
+                pipe.send(request.announcement)
+                sent = True
+        read = time.monotonic()
+        if not sent:
+            pipe.send(request.kv_transfer_params)
+        until = read + 10
+        while engine.transfers.is_busy and time.monotonic() < until:
+            engine.transfers.poll()
+            time.sleep(0.002)
+    pipe.send(read)
+
+
+def overlap(config, repeats=6):
+    """Time from the end of reading to the first token here, and bytes that had not come then; with and without overlap in turns."""
+    context = multiprocessing.get_context("spawn")
+    pipe, theirs = context.Pipe()
+    process = context.Process(target=produce, args=(config, theirs))
+    process.start()
+    consumer, one = engine(config), engine(config, None)
+    pipe.recv()
+    transfers, rows = consumer.engine.transfers, []
+    for number in range(2 * repeats):
+        prompt, in_chunks = f"Story {number}. " + SENTENCE * 30, number % 2 == 0
+        consumer.engine.forget_prefixes()
+        before = transfers.statistics.bytes, transfers.statistics.pulled, time.monotonic()
+        pipe.send((prompt, in_chunks))
+        ids = consumer.tokenizer(prompt)["input_ids"]
+        params = SamplingParams(temperature=0, max_tokens=16, kv_transfer_params=json.loads(json.dumps(pipe.recv())))
+        with consumer.engine.decoder.active():
+            request, history, first = consumer.engine.add("c", prompt, ids, params), [], None
+            while not request.finished:
+                consumer.engine.step()
+                history.append((time.monotonic(), transfers.statistics.bytes))
+                first = first or (time.monotonic() if request.choices[0].output.token_ids else None)
+        read, expected = pipe.recv(), run(one, prompt, 16)
+        early = max((amount for when, amount in history if when <= read), default=before[0]) - before[0]
+        rows.append({
+            "in_chunks": in_chunks, "tokens": len(ids), "equal": request.result().outputs[0].token_ids == expected.outputs[0].token_ids,
+            "pulled": transfers.statistics.pulled - before[1], "bytes": transfers.statistics.bytes - before[0],
+            "bytes_left_at_the_end_of_reading": transfers.statistics.bytes - before[0] - early,
+            "first_token_after_reading_ms": 1e3 * (first - read), "first_token_ms": 1e3 * (first - before[2]),
+        })  # fmt: skip
+    pipe.send(None)
+    process.join()
+    consumer.close()
+    one.close()
+    return rows
 
 
 def measure(config, count, tokens, killed=False):
@@ -115,7 +180,18 @@ def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="two prompts a method instead of six")
     parser.add_argument("--json", metavar="FILE", help="write the figures; - prints them")
+    parser.add_argument(
+        "--overlap", action="store_true", help="only long prompts, pulled while they are read and after"
+    )
     args = parser.parse_args()
+    if args.overlap:
+        rows = {name: overlap(METHODS[name]) for name in ("none", "eagle3")}
+        print(json.dumps(rows, indent=1))
+        if args.json and args.json != "-":
+            with open(args.json, "w", encoding="utf-8") as file:
+                json.dump(rows, file, indent=1)
+                file.write("\n")
+        return
     count = 2 if args.quick else 6
     report = {"methods": {name: measure(config, count, 48) for name, config in METHODS.items()}}
     report["killed"] = measure(METHODS["eagle3"], 1, 48, killed=True)

@@ -26,10 +26,18 @@ SAMPLED = SamplingParams(temperature=1, seed=5, max_tokens=40)
 
 
 class Exchange:
-    """Links within one process, by copies of memory. Tests make them fail."""
+    """Links within one process, by copies of memory. Tests make them fail.
+
+    `failure`: raised by `start` and, for the peer, a reason not to be told anything. `delay`: how often a transfer is not done yet.
+    `damage`: the number of pieces that come. `running`: transfers that have begun and not ended.
+    """
 
     def __init__(self):
-        self.messages, self.failure, self.delay, self.damage = {}, None, 0, 0
+        self.messages, self.running = {}, []
+        self.reset()
+
+    def reset(self):
+        self.failure, self.delay, self.damage = None, 0, 0
 
     def link(self):
         return MemoryLink(self)
@@ -37,35 +45,47 @@ class Exchange:
 
 class MemoryLink:
     def __init__(self, exchange):
-        self.exchange, self.name, self.moved = exchange, str(id(self)), 0
+        self.exchange, self.name, self.moved, self.registered = exchange, str(id(self)), 0, 0
         exchange.messages[self.name] = []
 
     def register(self, pools):
+        self.registered += 1
         return self.name
 
     def start(self, peer, pieces, message):
         if self.exchange.failure is not None:
             raise self.exchange.failure
-        return [peer, pieces, message, self.exchange.delay]
+        handle = [peer, pieces, message, self.exchange.delay]
+        self.exchange.running.append(handle)
+        return handle
 
     def is_done(self, handle):
         handle[3] -= 1
         if handle[3] > 0:
             return False
+        self.copy(handle)
+        return True
+
+    def copy(self, handle):
+        """The bytes come, whether anybody still waits for them or not."""
         peer, pieces, message, _ = handle
+        self.exchange.running.remove(handle)
         for number, piece in enumerate(pieces):
             if self.exchange.damage and number >= self.exchange.damage:
                 break  # half of it has come
             ctypes.memmove(piece.here, piece.there, piece.size)
             self.moved += piece.size
-        self.exchange.messages[peer].append(message)
-        return True
+        if message:
+            self.exchange.messages[peer].append(message)
 
     def drop(self, handle):
-        pass
+        return not any(each is handle for each in self.exchange.running)
 
     def tell(self, peer, message):
-        self.exchange.messages.get(peer, []).append(message)
+        if self.exchange.failure is not None:
+            return False
+        self.exchange.messages[peer].append(message)
+        return True
 
     def messages(self):
         found, self.exchange.messages[self.name] = self.exchange.messages[self.name], []
@@ -123,8 +143,9 @@ def pairs():
         _, producer, consumer, exchange = made[name]
         for each in (producer, consumer):
             each.engine.forget_prefixes()
-            each.engine.transfers.hold_seconds, each.engine.transfers.pull_seconds = 60.0, 20.0
-        exchange.failure, exchange.delay, exchange.damage = None, 0, 0
+            each.engine.transfers.producer.hold_seconds, each.engine.transfers.consumer.pull_seconds = 60.0, 20.0
+            each.engine.scheduler.max_num_batched_tokens = 2048
+        exchange.reset()
         return made[name]
 
     yield get
@@ -171,7 +192,7 @@ FAILURES = {
 @pytest.mark.parametrize("failure", FAILURES)
 def test_failures_end_in_reading_the_prompt_again(pairs, name, failure):
     one, producer, consumer, exchange = pairs(name)
-    consumer.engine.transfers.pull_seconds = 0.3
+    consumer.engine.transfers.consumer.pull_seconds = 0.3
     before = consumer.engine.transfers.statistics.recomputed
     params = prefill(producer)
     FAILURES[failure](exchange)
@@ -179,20 +200,30 @@ def test_failures_end_in_reading_the_prompt_again(pairs, name, failure):
     expected, found = run(one), run(consumer, transfer=params)
     assert found.outputs[0].token_ids == expected.outputs[0].token_ids and steps(found) == steps(expected)
     assert consumer.engine.transfers.statistics.recomputed == before + 1
+    end_transfers(consumer, exchange)
+    if failure == "peer gone":  # the message that the blocks are not needed did not come either
+        producer.engine.transfers.producer.close()
+    exchange.reset()
     assert_clean(producer, consumer)
+
+
+def end_transfers(consumer, exchange):
+    """Let the bytes come that nobody waits for any more."""
+    for handle in list(exchange.running):
+        consumer.engine.transfers.link.copy(handle)
 
 
 def test_a_slow_consumer_finds_other_texts_in_the_blocks(pairs):
     """The producer has let go of the blocks, and another prompt has overwritten them."""
     one, producer, consumer, _ = pairs("eagle3")
-    producer.engine.transfers.hold_seconds = 0.05
+    producer.engine.transfers.producer.hold_seconds = 0.05
     before = consumer.engine.transfers.statistics.recomputed
     params = prefill(producer)
     time.sleep(0.1)
     look(producer)
     assert not producer.engine.transfers.held
     producer.engine.forget_prefixes()
-    for number in range(20):
+    for number in range(6):
         run(
             producer,
             prompt=f"{number}: The dog and the cat went to the river to find something new to eat for dinner. They",
@@ -214,6 +245,33 @@ def test_a_request_that_is_cancelled_while_its_keys_come(pairs):
         assert consumer.engine.transfers.pulling
         consumer.engine.abort(request)
     assert not consumer.engine.has_work
+    end_transfers(consumer, exchange)
+    assert_clean(producer, consumer)
+
+
+def test_blocks_stay_taken_until_a_stopped_transfer_has_ended(pairs):
+    """Its bytes still come, and would land in another row's blocks."""
+    one, producer, consumer, exchange = pairs("eagle3")
+    consumer.engine.transfers.consumer.pull_seconds = 0.1
+    params, exchange.delay = prefill(producer), 10**9
+    run(consumer, transfer=params)  # has given up and read the prompt itself
+    taken = {id(cache): [b for each, blocks in consumer.engine.transfers.consumer.stopped[0][1] if each is cache for b in blocks]
+             for cache in consumer.engine.transfers.caches}  # fmt: skip
+    assert all(taken.values())
+    other = "The dog and the cat went to the river to find something new to eat for dinner. They"
+    consumer.engine.forget_prefixes()
+    with consumer.engine.decoder.active():
+        request = consumer.engine.add("y", other, consumer.tokenizer(other)["input_ids"], GREEDY)
+        while not request.choices[0].output.token_ids:
+            consumer.engine.step()
+        tables = [cache.tables[request.choices[0].sequence.id].blocks for cache in consumer.engine.transfers.caches]
+        for cache, blocks in zip(consumer.engine.transfers.caches, tables, strict=True):
+            assert not set(blocks) & set(taken[id(cache)])
+        end_transfers(consumer, exchange)
+        while consumer.engine.has_work:
+            consumer.engine.step()
+    assert request.choices[0].output.token_ids == run(one, prompt=other).outputs[0].token_ids
+    assert not consumer.engine.transfers.consumer.stopped
     assert_clean(producer, consumer)
 
 
@@ -242,6 +300,239 @@ def test_methods_whose_state_cannot_be_moved_are_refused():
     with pytest.raises(ValueError, match="'dflash' keeps of a prompt cannot be moved"):
         Transfers(llm.engine.decoder, Exchange().link())
     llm.close()
+
+
+# ---- prompts that are pulled while they are read --------------------------------------------------------------------
+
+LONG = " ".join([PROMPT] * 4)
+FEW = SamplingParams(temperature=0, max_tokens=8)
+FEW_SAMPLED = SamplingParams(temperature=1, seed=5, max_tokens=8)
+
+
+class Overlap:
+    """A producer that reads a prompt in chunks of 32 tokens, and a consumer that pulls them."""
+
+    def __init__(self, pair, params=FEW, chunk=32):
+        self.one, self.producer, self.consumer, self.exchange = pair
+        self.producer.engine.scheduler.max_num_batched_tokens = chunk
+        self.params, self.ids = params, self.producer.tokenizer(LONG)["input_ids"]
+        asked = {"do_remote_decode": True, "in_chunks": True}
+        self.read = self.producer.engine.add(
+            "p", LONG, self.ids, SamplingParams(**{**vars(params), "max_tokens": 1, "kv_transfer_params": asked})
+        )
+        while self.read.announcement is None:
+            self.step(self.producer)
+        announced = json.loads(json.dumps(self.read.announcement))
+        assert "remote_blocks" not in announced and not self.read.finished
+        self.written = self.consumer.engine.add(
+            "c", LONG, self.ids, SamplingParams(**{**vars(params), "kv_transfer_params": announced})
+        )
+        self.before = dict(vars(self.consumer.engine.transfers.statistics))
+
+    def step(self, *engines):
+        for llm in engines:
+            with llm.engine.decoder.active():
+                llm.engine.step()
+
+    def counts(self):
+        return {key: value - self.before[key] for key, value in vars(self.consumer.engine.transfers.statistics).items()}
+
+    def finish(self, timeout=30):
+        """Let both engines run until the consumer has its text. Returns it and the number of steps."""
+        until = time.monotonic() + timeout
+        while not self.written.finished:
+            assert time.monotonic() < until, "it hangs"
+            self.step(self.producer, self.consumer)
+        return self.result()
+
+    def result(self):
+        output = self.written.result()
+        return output.outputs[0].token_ids, steps(output)
+
+    def of_one(self):
+        self.one.engine.forget_prefixes()
+        output = run(self.one, self.params, LONG)
+        return output.outputs[0].token_ids, steps(output)
+
+
+@pytest.mark.parametrize("name", METHODS)
+def test_chunks_are_pulled_while_the_next_ones_are_read(pairs, name):
+    pair = pairs(name)
+    for params in (FEW, FEW_SAMPLED):
+        pair[1].engine.forget_prefixes()
+        pair[2].engine.forget_prefixes()
+        both = Overlap(pair, params)
+        link, size = both.consumer.engine.transfers.link, both.consumer.engine.transfers.pools.block_size
+        before, link.moved = link.moved, 0
+        while not both.read.finished:
+            moved = link.moved
+            both.step(both.producer, both.consumer, both.consumer)
+        left = both.consumer.engine.transfers.statistics.bytes - both.before["bytes"] - moved
+        assert both.finish() == both.of_one()
+        counts = both.counts()
+        assert (counts["pulled"], counts["recomputed"]) == (1, 0) and counts["bytes"] == link.moved
+        blocks = -(-(len(both.ids) - 1) // size)
+        # the last chunk and the one before it, whose transfer may still run
+        assert moved >= link.moved * (1 - (2 * 32 / size + 1) / blocks) and left + moved <= link.moved
+        assert both.written.num_cached_tokens == len(both.ids) - 1
+        assert link.registered == 1 == both.producer.engine.transfers.link.registered
+        link.moved += before
+        assert_clean(both.producer, both.consumer)
+
+
+def test_only_missing_chunks_move(pairs):
+    pair = pairs("eagle3")
+    run(pair[2], prompt=LONG[: len(LONG) // 2])
+    both = Overlap(pair)
+    link = both.consumer.engine.transfers.link
+    moved = link.moved
+    assert both.finish()[0] == both.of_one()[0]
+    missing = link.moved - moved
+    pair[1].engine.forget_prefixes()
+    pair[2].engine.forget_prefixes()
+    moved = link.moved
+    Overlap(pair).finish()
+    assert 0 < missing < 0.7 * (link.moved - moved)
+    assert_clean(*pair[1:3])
+
+
+def lose_a_message(both):
+    """The producer's next offer is lost; the consumer asks again."""
+    both.step(both.consumer, both.producer)
+    both.exchange.messages[both.consumer.engine.transfers.link.name].clear()
+
+
+def abort_at_the_producer(both):
+    both.producer.engine.abort(both.read)
+
+
+def producer_is_gone(both):
+    both.exchange.failure = ConnectionError("gone")
+    both.producer.engine.abort(both.read)
+
+
+def half_of_a_chunk(both):
+    both.exchange.damage = 1
+
+
+def never_ends(both):
+    both.consumer.engine.transfers.consumer.pull_seconds = both.consumer.engine.transfers.pulling[0].until = 0.2
+    both.exchange.delay = 10**9
+
+
+def overwritten(both):
+    """The producer takes the row's blocks and others overwrite them, before the consumer has read its offer."""
+    both.step(both.consumer, both.producer)
+    scheduler, caches = both.producer.engine.scheduler, both.producer.engine.transfers.caches
+    scheduler.preempt(scheduler.running[0])
+    both.producer.engine.forget_prefixes()
+    for cache in caches:
+        for layer in cache.layers:
+            layer.keys.fill_(7)
+            layer.values.fill_(7)
+
+
+IN_THE_MIDDLE = {
+    "lost message": (lose_a_message, "pulled"),
+    "aborted there": (abort_at_the_producer, "recomputed"),
+    "gone": (producer_is_gone, "recomputed"),
+    "half": (half_of_a_chunk, "recomputed"),
+    "never ends": (never_ends, "recomputed"),
+    "overwritten": (overwritten, "recomputed"),
+}
+
+
+@pytest.mark.parametrize("name", ["none", "eagle3"])
+@pytest.mark.parametrize("failure", IN_THE_MIDDLE)
+def test_failures_in_the_middle_of_a_prompt(pairs, name, failure):
+    both = Overlap(pairs(name))
+    both.step(both.consumer, both.producer, both.consumer, both.consumer)
+    assert not both.read.finished and both.consumer.engine.transfers.pulling[0].have
+    fail, outcome = IN_THE_MIDDLE[failure]
+    fail(both)
+    assert both.finish() == both.of_one()
+    counts = both.counts()
+    assert counts[outcome] == 1 and counts["pulled"] + counts["recomputed"] == 1
+    both.exchange.reset()
+    end_transfers(both.consumer, both.exchange)
+    while both.producer.engine.has_work:  # also if it was not told that nobody waits any more
+        both.step(both.producer)
+    both.producer.engine.transfers.producer.close()
+    assert_clean(both.producer, both.consumer)
+
+
+@pytest.mark.parametrize("name", ["none", "eagle3"])
+def test_a_prompt_that_is_preempted_in_the_middle(pairs, name):
+    """What has come stays; the rest is offered again once it has been read again, wherever that is."""
+    both = Overlap(pairs(name))
+    both.step(both.consumer, both.producer, both.consumer, both.consumer)
+    pull = both.consumer.engine.transfers.pulling[0]
+    assert pull.have and pull.handle is None
+    scheduler, caches = both.producer.engine.scheduler, both.producer.engine.transfers.caches
+    scheduler.preempt(scheduler.running[0])
+    both.producer.engine.forget_prefixes()
+    for cache in caches:
+        for layer in cache.layers:
+            layer.keys.fill_(7)
+            layer.values.fill_(7)
+    # the blocks at the beginning go to another row
+    cache = caches[0]
+    cache.add(-5)
+    cache.reserve(-5, 3 * cache.block_size)
+    assert both.finish() == both.of_one()
+    cache.remove(-5)
+    assert (both.counts()["pulled"], both.counts()["recomputed"]) == (1, 0)
+    assert_clean(both.producer, both.consumer)
+
+
+def test_a_consumer_that_gives_up_ends_the_reading(pairs):
+    both = Overlap(pairs("eagle3"))
+    both.step(both.consumer, both.producer)
+    both.consumer.engine.abort(both.written)
+    both.step(both.producer)
+    assert both.read.finished and both.read.choices[0].output.finish_reason == "abort"
+    assert not both.producer.engine.has_work
+    end_transfers(both.consumer, both.exchange)
+    assert_clean(both.producer, both.consumer)
+
+
+def test_a_consumer_that_asks_when_the_prompt_has_been_read_or_freed(pairs):
+    for is_freed in (False, True):
+        pair = pairs("eagle3")
+        both = Overlap(pair)
+        while not both.read.finished:
+            both.step(both.producer)
+        if is_freed:
+            both.producer.engine.transfers.producer.close()
+        assert both.finish() == both.of_one()
+        assert both.counts()["recomputed"] == is_freed
+        assert_clean(both.producer, both.consumer)
+
+
+def test_messages_that_make_no_sense_are_ignored(pairs):
+    both = Overlap(pairs("none"))
+    both.step(both.consumer)
+    key, name = both.read.choices[0].sequence.id, both.consumer.engine.transfers.pulling[0].name
+    assert str(key) in name
+    for message in (
+        "",
+        "[]",
+        "{",
+        '{"want": "x"}',
+        '{"done": "x"}',
+        '{"gone": "x"}',
+        '{"want": 3, "from": 1, "first": "a"}',
+    ):
+        both.exchange.messages[both.producer.engine.transfers.link.name].append(message)
+    assert both.finish() == both.of_one() and both.counts()["pulled"] == 1
+    again = Overlap(pairs("none"))
+    again.step(again.consumer)
+    pull = again.consumer.engine.transfers.pulling[0]
+    bad = {"offer": pull.name, "first": 0, "blocks": [["a"]], "digests": [["x"]]}
+    again.exchange.messages[again.consumer.engine.transfers.link.name].append(json.dumps(bad))
+    assert again.finish() == again.of_one()
+    assert again.counts()["recomputed"] == 1
+    assert_clean(both.producer, both.consumer)
 
 
 # ---- NIXL, between processes ----------------------------------------------------------------------------------------

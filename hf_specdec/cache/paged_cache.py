@@ -167,6 +167,11 @@ class PagedStaticCache(Cache):
         """Allow growth up to `num_blocks` for another call. Existing blocks stay."""
         self.most_blocks = max(num_blocks, self.pool.num_blocks)
 
+    def grow_to_the_end(self) -> None:
+        """Allocate all blocks now. From then on no pool moves, so that others may know its address."""
+        if self.pool.num_blocks < self.most_blocks:
+            self._grow(self.most_blocks)
+
     def place_of(self, num_slots: int, num_sequences: int) -> int:
         """The `num_slots` to pass to `add` for each of `num_sequences` sequences that may become `num_slots` long."""
         return min(num_slots, self.pool.num_blocks // max(num_sequences, 1) * self.block_size)

@@ -161,7 +161,8 @@ class Endpoint(ABC):
                 answer, update = found
                 last = update if update.request_finished else last
                 index = self.index(answer.number, update.index)
-                yield frame([{"index": index, **self.choice(answer.number, update)}])
+                handed = {} if update.kv_transfer_params is None else {"kv_transfer_params": update.kv_transfer_params}
+                yield frame([{"index": index, **self.choice(answer.number, update)}], **handed)
             if wants_usage:
                 more = {"usage": self.usage()}
                 if len(self.answers) == 1 and self.body.n == 1 and last is not None:

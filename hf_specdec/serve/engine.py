@@ -103,7 +103,7 @@ class Engine:
             raise ValueError("kv_transfer_params need a server that was started with kv_transfer_config.")
         if choice.request.params.n > 1 or choice.request.params.prompt_logprobs is not None:
             raise ValueError("kv_transfer_params serve one choice (n = 1) without prompt_logprobs.")
-        self.transfers.expect(choice, params)
+        self.transfers.consumer.expect(choice, params)
         return True
 
     def abort(self, request: Request, error: BaseException | None = None, reason: str = "abort") -> None:
@@ -131,9 +131,23 @@ class Engine:
         Raises:
             RankError: another rank has failed, and the ranks cannot go on.
         """
-        if self.transfers is not None:
-            for choice in self.transfers.poll():
-                self.scheduler.add(choice)
+        withdrawn = self._poll_transfers()
+        return withdrawn + self._decode()
+
+    def _poll_transfers(self) -> list[Request]:
+        """Let requests run whose blocks have come; end those that no decode server waits for any more, and return these."""
+        if self.transfers is None:
+            return []
+        for choice in self.transfers.poll():
+            self.scheduler.add(choice)
+        unwanted, self.transfers.producer.unwanted = self.transfers.producer.unwanted, []
+        requests = [choice.request for choice in unwanted if not choice.output.finished()]
+        for request in requests:
+            self.abort(request)
+        return requests
+
+    def _decode(self) -> list[Request]:
+        """The step itself; see `step`."""
         group = self._next_group()
         rows, counts = self.scheduler.schedule(group)
         self.on_schedule()
@@ -161,6 +175,9 @@ class Engine:
             choice = self._choices.get(result.sequence.id)
             if choice is not None and result.new_tokens:
                 self._accept(choice, result)
+                touched[choice.request.number] = choice.request
+        if self.transfers is not None:
+            for choice in self.transfers.producer.has_read(rows):
                 touched[choice.request.number] = choice.request
         if len(results) < len(rows):  # there were no blocks for the last rows
             self.scheduler.make_room(rows[len(results) :])
@@ -226,6 +243,8 @@ class Engine:
         self._choices.clear()
         self.scheduler.waiting.clear()
         self.scheduler.running.clear()
+        if self.transfers is not None:
+            self.transfers.close()
         self.decoder.abort([choice.sequence for choice in choices if choice.is_added])
 
     def forget_prefixes(self) -> None:
@@ -297,7 +316,7 @@ class Engine:
             choice.text.finish()
             choice.output.text = choice.text.text
         del self._choices[choice.sequence.id]
-        if self.transfers is not None and self.transfers.cancel(choice):
+        if self.transfers is not None and self.transfers.consumer.cancel(choice):
             return
         self.scheduler.remove(choice)
         if choice.is_added:
@@ -309,10 +328,12 @@ class Engine:
     def _remove_row(self, choice: Choice, reason: str) -> RowStatistics:
         """Remove a row from the decoder, or keep its KV for another engine. Returns its statistics."""
         params = choice.request.params.kv_transfer_params or {}
-        if params.get("do_remote_decode") and reason != "abort" and self.transfers is not None:
-            statistics = self.decoder.statistics[choice.sequence.id]
-            choice.request.kv_transfer_params = self.transfers.hold(choice)
-            return statistics
+        if params.get("do_remote_decode") and self.transfers is not None:
+            if reason != "abort":
+                statistics = self.decoder.statistics[choice.sequence.id]
+                choice.request.kv_transfer_params = self.transfers.producer.hold(choice)
+                return statistics
+            self.transfers.producer.forget(choice)
         return self.decoder.remove(choice.sequence)
 
     def _read_prompt_logits(self) -> None:

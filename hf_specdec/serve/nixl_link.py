@@ -9,7 +9,7 @@ from typing import Any
 
 import torch
 
-from .transfer import Piece
+from .transfer.link import Piece
 
 logger = logging.getLogger(__name__)
 
@@ -66,16 +66,25 @@ class NixlLink:
             raise ConnectionError("the transfer has failed")
         return state == "DONE"
 
-    def drop(self, handle: Any) -> None:
-        """See Link."""
+    def drop(self, handle: Any) -> bool:
+        """See Link. A running transfer is not released: UCX would go on to write what it reads."""
+        try:
+            if self.agent.check_xfer_state(handle) not in ("DONE", "ERR"):
+                return False
+        except Exception as error:
+            logger.debug("A transfer has failed: %s", error)
         self.agent.release_xfer_handle(handle)
+        return True
 
-    def tell(self, peer: str, message: str) -> None:
+    def tell(self, peer: str, message: str) -> bool:
         """See Link."""
         try:
             self.agent.send_notif(self._name_of(peer), message.encode())
         except Exception as error:
-            logger.debug("A prefill server cannot be notified: %s", error)
+            self._peers.pop(peer, None)
+            logger.debug("A peer cannot be notified: %s", error)
+            return False
+        return True
 
     def _name_of(self, peer: str) -> str:
         """NIXL's name of a peer; the first call for an address connects to it."""

@@ -50,7 +50,8 @@ class SamplingParams:
             them after API keys.
         priority: requests with a lower number run first.
         kv_transfer_params: {"do_remote_decode": true} tells a prefill server to keep the prompt's KV; the parameters that it returns tell
-            a decode server where to read it (`serve.transfer`).
+            a decode server where to read it. With "in_chunks": true, a stream has these parameters after the prompt's first chunk already
+            (`serve.transfer`).
         structured_outputs: what the text must match (a JSON schema, a regular expression, ...); a dictionary works too.
 
     Raises:

@@ -1,9 +1,10 @@
 """A proxy in front of prefill and decode servers: `python -m hf_specdec.serve.proxy --prefill URL --decode URL`.
 
-The proxy sends each request to a prefill server, which reads the prompt and generates one token. It then sends the request, with the
-`kv_transfer_params` of that answer, to a decode server, and passes its answer or stream on to the client. If the prefill server does not
-answer, the decode server reads the prompt itself. The servers of each kind take turns. This is an example of the protocol in one file;
-for larger deployments use a router.
+The proxy sends each request to a prefill server, which reads the prompt and generates one token. As soon as that answer, which is a
+stream, has `kv_transfer_params`, the proxy sends the request with them to a decode server, and passes its answer or stream on to the
+client. For a long prompt this is so after its first chunk, and the decode server pulls each chunk while the next one is read. If the
+prefill server does not answer, the decode server reads the prompt itself. The servers of each kind take turns. This is an example of
+the protocol in one file; for larger deployments use a router.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import http.client
 import itertools
 import json
 import logging
+import threading
 from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
@@ -42,15 +44,40 @@ def _post(url: str, path: str, body: dict[str, Any], headers: dict[str, str]) ->
 def _prefill(url: str, path: str, body: dict[str, Any], headers: dict[str, str]) -> dict[str, Any] | None:
     """Let a prefill server read the prompt. Returns kv_transfer_params; None if the decode server must read the prompt itself."""
     first = {key: value for key, value in body.items() if key not in _DECODE_FIELDS}
-    first |= {"max_tokens": 1, "kv_transfer_params": {"do_remote_decode": True}}
+    first |= {"max_tokens": 1, "stream": True, "kv_transfer_params": {"do_remote_decode": True, "in_chunks": True}}
     try:
         answer = _post(url, path, first, headers)
-        found = json.loads(answer.read())
-    except (OSError, ValueError) as error:
+        if answer.status != 200:  # the decode server will report the error
+            answer.close()
+            return None
+        params = _first_params(answer)
+    except (OSError, ValueError, http.client.HTTPException) as error:
         logger.warning("The prefill server %s does not answer: %s", url, error)
         return None
-    # for other statuses, the decode server will report the error
-    return found.get("kv_transfer_params") if answer.status == 200 else None
+    # A prefill server stops reading the prompt of a client that disconnects.
+    threading.Thread(target=_read_to_the_end, args=(url, answer), daemon=True).start()
+    return params
+
+
+def _first_params(answer: http.client.HTTPResponse) -> dict[str, Any] | None:
+    """The first `kv_transfer_params` in a stream of events; None if it ends without."""
+    for line in iter(answer.readline, b""):
+        data = line.removeprefix(b"data: ").strip()
+        if line.startswith(b"data: {"):
+            params = json.loads(data).get("kv_transfer_params")
+            if params is not None:
+                return params
+    return None
+
+
+def _read_to_the_end(url: str, answer: http.client.HTTPResponse) -> None:
+    try:
+        while answer.read1(1 << 16):
+            pass
+    except (OSError, http.client.HTTPException) as error:
+        logger.warning("The prefill server %s ended an answer early: %s", url, error)
+    finally:
+        answer.close()
 
 
 def _pieces(answer: http.client.HTTPResponse) -> Iterator[bytes]:

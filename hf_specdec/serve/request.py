@@ -49,6 +49,7 @@ class Request:
         error: the error that ended it, if any.
         prompt_logprobs: for each prompt token read so far; None for the first, which no logits predict.
         kv_transfer_params: parameters for the decode server that continues the request; None if no prompt is kept.
+        announcement: parameters for the decode server that pulls the prompt while it is read; taken by whoever delivers them.
         statistics: `RowStatistics` of the choices that have ended.
     """
 
@@ -63,6 +64,7 @@ class Request:
     error: BaseException | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     kv_transfer_params: dict | None = None
+    announcement: dict | None = None
     statistics: list = field(default_factory=list)
 
     @property

@@ -18,6 +18,7 @@ from .request import Choice, Request
 
 logger = logging.getLogger(__name__)
 _POLL_TRANSFERS_SECONDS = 0.2  # how often transfers are polled while no request is running
+_POLL_OFTEN_SECONDS = 0.005  # the same while a decode server is about to ask for blocks
 
 
 @dataclass
@@ -58,7 +59,7 @@ class Update:
         prompt_logprobs: see `Request`; in the first update and the last one.
         request_finished: True in the last update of a request, which also has:
         statistics: see `statistics_of`.
-        kv_transfer_params: see `Request`.
+        kv_transfer_params: see `Request`. An earlier update has them, too, if it announces a prompt that is still being read.
         error: the error that ended the request: ValueError for the client's mistake, anything else for a failure of the model.
     """
 
@@ -172,8 +173,7 @@ class EngineWorker(threading.Thread):
         while True:
             try:
                 # KV that other engines have read must be freed also while no request comes.
-                waits = block and self.engine.transfers is not None and self.engine.transfers.is_busy
-                message = self._inbox.get(block=block, timeout=_POLL_TRANSFERS_SECONDS if waits else None)
+                message = self._inbox.get(block=block, timeout=self._poll_after() if block else None)
             except queue.Empty:
                 if block and self.engine.transfers is not None:
                     with self.lock, self.engine.decoder.active():
@@ -187,6 +187,13 @@ class EngineWorker(threading.Thread):
                 self._submit(message)
             else:
                 self._cancel(message)
+
+    def _poll_after(self) -> float | None:
+        """Seconds after which transfers are polled although no request runs; None: they need not be."""
+        transfers = self.engine.transfers
+        if transfers is None or not transfers.is_busy:
+            return None
+        return _POLL_OFTEN_SECONDS if transfers.expects_messages else _POLL_TRANSFERS_SECONDS
 
     def _submit(self, message: Submit) -> None:
         self._num_read += message.params.n
@@ -222,6 +229,9 @@ class EngineWorker(threading.Thread):
             return []  # another choice than the one that scores the prompt has begun: its tokens wait
         is_first = all((request.id, choice.output.index) not in self._sent for choice in request.choices)
         found = [update for choice in request.choices if (update := self._update(choice)) is not None]
+        if request.announcement is not None:
+            found.insert(0, Update(request.id, kv_transfer_params=request.announcement))
+            request.announcement = None
         if is_first and found:
             found[0].prompt_logprobs = scored
         if request.finished:

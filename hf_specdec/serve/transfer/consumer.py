@@ -1,0 +1,349 @@
+"""Consumer: requests whose prompts' blocks are pulled from a producer."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...cache import OutOfBlocks, PagedStaticCache
+from ...core.ranks import digest
+from ..request import Choice
+from .pools import MovedPools
+
+logger = logging.getLogger(__name__)
+
+_ASK_AGAIN_SECONDS = 1.0  # without progress, ask again: the producer may have ended, or a message may be lost
+
+
+@dataclass
+class Pull:
+    """A request whose blocks are being pulled.
+
+    Attributes:
+        params: the producer's kv_transfer_params.
+        until: when to give up (`time.monotonic`).
+        offers: index of a block → per cache, its number at the producer and its digest.
+        is_begun: blocks are reserved here.
+        have: how many leading blocks are here, checked.
+        handle: of the running transfer; None: none is running.
+        end, wanted: the running transfer brings the blocks from `have` up to here, whose digests per cache these are.
+        started: when the running transfer began.
+        asked: when the producer was last asked for blocks; only if the prompt comes in chunks.
+        refused: the producer has no such prompt any more.
+    """
+
+    choice: Choice
+    params: dict[str, Any]
+    until: float
+    offers: dict[int, tuple[list[int], list[str]]] = field(default_factory=dict)
+    is_begun: bool = False
+    have: int = 0
+    handle: Any = None
+    end: int = 0
+    wanted: list[list[str]] = field(default_factory=list)
+    started: float = 0.0
+    asked: float = 0.0
+    refused: bool = False
+
+    @property
+    def name(self) -> str:
+        """The producer's name of the prompt."""
+        return self.params["remote_request_id"]
+
+    @property
+    def peer(self) -> str:
+        """The producer's address."""
+        return self.params["remote_agent"]
+
+    def note(self, first: int, blocks: list[list[int]], digests: list[list[str]]) -> None:
+        """Note an offer of blocks from index `first` on. It takes the place of earlier ones, whose blocks may have been freed."""
+        for i in range(len(blocks[0])):
+            self.offers[first + i] = [own[i] for own in blocks], [own[i] for own in digests]
+
+
+@dataclass
+class TransferStatistics:
+    """Counts so far.
+
+    Attributes:
+        pulled: requests whose KV was pulled.
+        recomputed: requests that read their prompt themselves, because the pull failed.
+        expired: prompts that were held and that no consumer pulled in time.
+        bytes, seconds: size and duration of the pulls.
+    """
+
+    pulled: int = 0
+    recomputed: int = 0
+    expired: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
+
+
+class Consumer:
+    """The requests that wait for their prompts' KV.
+
+    Attributes:
+        pull_seconds: how long a request waits for blocks; then it reads the prompt itself.
+        pulling: requests whose blocks are being pulled.
+        stopped: transfers that were given up but are still running, and the blocks that they write to.
+    """
+
+    def __init__(self, pools: MovedPools, pull_seconds: float, statistics: TransferStatistics):
+        self.pools, self.pull_seconds, self.statistics = pools, pull_seconds, statistics
+        self.pulling: list[Pull] = []
+        self.stopped: list[tuple[Any, list[tuple[PagedStaticCache, list[int]]]]] = []
+
+    def expect(self, choice: Choice, params: dict[str, Any]) -> None:
+        """Let a request wait for its blocks; `poll` pulls them.
+
+        Args:
+            params: the producer's kv_transfer_params.
+
+        Raises:
+            ValueError: they are malformed, or belong to another model or prompt.
+        """
+        in_chunks = params.get("in_chunks") is True
+        names = ["fingerprint", "num_tokens", "prompt", "remote_agent", "remote_request_id", "pools"]
+        missing = next(
+            (each for each in names + ["remote_blocks", "digests"] * (not in_chunks) if each not in params), None
+        )
+        if missing is not None:
+            raise ValueError(
+                f"kv_transfer_params lacks {missing!r}: pass on those that the prefill server has returned."
+            )
+        if params["fingerprint"] != self.pools.fingerprint:
+            raise ValueError(
+                "kv_transfer_params come from a server with another model, precision, block size or method: prefill and decode servers "
+                "need the same weights and the same speculative configuration."
+            )
+        seq, count = choice.sequence, params["num_tokens"]
+        if type(count) is not int or count != seq.prompt_length - 1 or params["prompt"] != digest(seq.tokens):
+            raise ValueError("kv_transfer_params belong to another prompt: send the same prompt to both servers.")
+        if count < 1:
+            raise ValueError("kv_transfer_params: a prompt of one token has no KV to move.")
+        pull = Pull(choice, params, time.monotonic() + self.pull_seconds)
+        needed = self.pools.num_blocks(count)
+        if not self._are_addresses(params) or not (
+            in_chunks or self._fits(pull, 0, params["remote_blocks"], params["digests"], needed)
+        ):
+            raise ValueError("kv_transfer_params are malformed: pass on those that the prefill server has returned.")
+        self.pulling.append(pull)
+
+    def _are_addresses(self, params: dict[str, Any]) -> bool:
+        """True if the addresses have the shape of this engine's own."""
+        pools = params["pools"]
+        if not isinstance(pools, list) or not all(
+            isinstance(params[key], str) for key in ("remote_agent", "remote_request_id")
+        ):
+            return False
+        lengths = [len(own) for own in self.pools.addresses()]
+        return [len(own) if _are(own, int) else -1 for own in pools] == lengths
+
+    def _fits(self, pull: Pull, first: int, blocks: Any, digests: Any, count: int | None = None) -> bool:
+        """Note an offer if it is well-formed. Otherwise False.
+
+        Args:
+            count: the number of blocks that it must have; None: any.
+        """
+        num_caches = len(self.pools.caches)
+        for lists, kind in ((blocks, int), (digests, str)):
+            if not isinstance(lists, list) or len(lists) != num_caches or not all(_are(own, kind) for own in lists):
+                return False
+        if len({len(own) for own in (*blocks, *digests)} | ({count} if count is not None else set())) != 1:
+            return False
+        pull.note(first, blocks, digests)
+        return True
+
+    # ---- messages ---------------------------------------------------------------------------------------------------
+
+    def offered(self, name: str, first: int, blocks: list[list[int]], digests: list[list[str]]) -> None:
+        """A producer offers blocks of a prompt, from index `first` on."""
+        for pull in self.pulling:
+            if pull.name == name and not self._fits(pull, first, blocks, digests):
+                pull.refused = True
+
+    def refused(self, name: str) -> None:
+        """A producer has no such prompt any more."""
+        for pull in self.pulling:
+            pull.refused = pull.refused or pull.name == name
+
+    # ---- pulling ----------------------------------------------------------------------------------------------------
+
+    def cancel(self, choice: Choice) -> bool:
+        """Stop pulling for a request. False if it is not being pulled."""
+        found = next((each for each in self.pulling if each.choice is choice), None)
+        if found is None:
+            return False
+        self.pulling.remove(found)
+        self._give_up(found)
+        return True
+
+    def poll(self) -> list[Choice]:
+        """Begin, continue and finish pulls. Call inside `decoder.active()`. Returns the requests that can run now."""
+        self._free_stopped()
+        ready = []
+        for each in list(self.pulling):
+            try:
+                if not self._advance(each):
+                    continue
+                self._finish(each)
+                self.statistics.pulled += 1
+            except (ConnectionError, ValueError) as error:
+                logger.warning("This server reads a prompt itself, because its KV could not be pulled: %s.", error)
+                self.statistics.recomputed += 1
+                self._give_up(each)
+            self.pulling.remove(each)
+            ready.append(each.choice)
+        return ready
+
+    def _advance(self, pull: Pull) -> bool:
+        """Do what can be done now. True if all blocks are here.
+
+        Raises:
+            ConnectionError: the producer has ended or given up the prompt, or there was no progress for too long.
+            ValueError: bytes that have arrived are not what the producer had.
+        """
+        needed = self.pools.num_blocks(pull.params["num_tokens"])
+        if not pull.is_begun and not self._begin(pull):
+            return False
+        if pull.handle is not None and self.pools.link.is_done(pull.handle):
+            self._check(pull)
+        if pull.have == needed:
+            return True
+        if pull.refused:
+            raise ConnectionError("the prefill server has given up the prompt")
+        if pull.handle is None:
+            self._start(pull, needed)
+        now = time.monotonic()
+        if now > pull.until:
+            raise ConnectionError(f"no bytes have arrived within {self.pull_seconds:.0f} s")
+        if pull.params.get("in_chunks") and now > pull.asked + _ASK_AGAIN_SECONDS:
+            self._ask(pull)
+        return False
+
+    def _begin(self, pull: Pull) -> bool:
+        """Take blocks for the whole prompt. False if they are not free now.
+
+        Raises:
+            ConnectionError: no blocks were free in time, or the producer cannot be reached.
+        """
+        decoder, seq, count = self.pools.decoder, pull.choice.sequence, pull.params["num_tokens"]
+        decoder.add(seq)
+        pull.choice.is_added = True
+        matched = decoder.share_prefix(seq)
+        try:
+            for cache in self.pools.caches:
+                cache.reserve(seq.id, count)
+        except OutOfBlocks:
+            decoder.remove(seq)
+            pull.choice.is_added = False
+            if time.monotonic() < pull.until and not pull.refused:
+                return False
+            raise ConnectionError("no blocks were free") from None
+        self.pools.address()  # registers the pools
+        pull.is_begun, pull.have = True, matched // self.pools.block_size
+        if pull.have == self.pools.num_blocks(count):  # the prefix cache has all of it
+            self.pools.link.tell(pull.peer, json.dumps({"done": pull.name}))
+        elif pull.params.get("in_chunks"):
+            self._ask(pull)
+        return True
+
+    def _ask(self, pull: Pull) -> None:
+        """Ask the producer for the blocks that are missing.
+
+        Raises:
+            ConnectionError: it cannot be reached.
+        """
+        pull.asked = time.monotonic()
+        wish = {"want": pull.name, "from": self.pools.address(), "first": pull.have}
+        if not self.pools.link.tell(pull.peer, json.dumps(wish)):
+            raise ConnectionError("the prefill server cannot be reached")
+
+    def _start(self, pull: Pull, needed: int) -> None:
+        """Pull the next blocks that are offered, if there are any. The last transfer's end tells the producer to free its own.
+
+        Raises:
+            ConnectionError: the producer cannot be reached.
+            ValueError: its pools are not like this engine's.
+        """
+        pull.end = pull.have
+        while pull.end in pull.offers and pull.end < needed:
+            pull.end += 1
+        if pull.end == pull.have:
+            return
+        seq, pieces = pull.choice.sequence, []
+        for i, cache in enumerate(self.pools.caches):
+            own = cache.tables[seq.id].blocks[pull.have : pull.end]
+            theirs = [pull.offers[index][0][i] for index in range(pull.have, pull.end)]
+            pieces += self.pools.pieces(cache, pull.params["pools"][i], own, theirs)
+        message = json.dumps({"done": pull.name}) if pull.end == needed else ""
+        pull.wanted = [pull.offers[index][1] for index in range(pull.have, pull.end)]
+        pull.started = time.monotonic()
+        pull.handle = self.pools.link.start(pull.peer, pieces, message)
+        self.statistics.bytes += sum(piece.size for piece in pieces)
+
+    def _check(self, pull: Pull) -> None:
+        """Compare the bytes that have arrived with the digests.
+
+        Raises:
+            ValueError: they are not what the producer had.
+        """
+        seq = pull.choice.sequence
+        self.statistics.seconds += time.monotonic() - pull.started
+        self.pools.link.drop(pull.handle)
+        pull.handle = None
+        for i, cache in enumerate(self.pools.caches):
+            blocks = cache.tables[seq.id].blocks[pull.have : pull.end]
+            if self.pools.digests(cache, blocks) != [each[i] for each in pull.wanted]:
+                raise ValueError(
+                    "the blocks have changed since the prefill server announced them; it may have freed them"
+                )
+        pull.have = pull.end
+        pull.until = time.monotonic() + self.pull_seconds
+        pull.asked = time.monotonic()
+
+    def _finish(self, pull: Pull) -> None:
+        """Let the row continue after the pulled tokens, and let other rows share them."""
+        seq, count = pull.choice.sequence, pull.params["num_tokens"]
+        for cache in self.pools.caches:
+            cache.tables[seq.id].length = count
+            cache.register_prefix(seq.id, seq.tokens, count)
+        self.pools.decoder.statistics[seq.id].num_cached_tokens = count
+
+    def _give_up(self, pull: Pull) -> None:
+        """Free the blocks that a request has taken, and tell the producer that it need not hold its own. Blocks that are still being
+        written to stay taken until that ends."""
+        seq = pull.choice.sequence
+        if pull.handle is not None and not self.pools.link.drop(pull.handle):
+            taken = [(cache, list(cache.tables[seq.id].blocks)) for cache in self.pools.caches]
+            for cache, blocks in taken:
+                cache.pool.retain(blocks)
+            self.stopped.append((pull.handle, taken))
+        pull.handle = None
+        self.pools.link.tell(pull.peer, json.dumps({"done": pull.name}))
+        if pull.choice.is_added:
+            self.pools.decoder.remove(seq)
+            pull.choice.is_added = False
+
+    def _free_stopped(self) -> None:
+        """Free the blocks of transfers that were given up and have ended."""
+        for stopped in list(self.stopped):
+            handle, taken = stopped
+            if self.pools.link.drop(handle):
+                for cache, blocks in taken:
+                    cache.pool.release(blocks)
+                self.stopped.remove(stopped)
+
+    def close(self) -> None:
+        """Stop all pulls."""
+        for each in self.pulling:
+            self._give_up(each)
+        self.pulling.clear()
+
+
+def _are(values: Any, kind: type) -> bool:
+    """True for a list of values of one type."""
+    return isinstance(values, list) and all(type(each) is kind for each in values)

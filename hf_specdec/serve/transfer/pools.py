@@ -1,0 +1,136 @@
+"""MovedPools: the pools whose blocks move between engines: their addresses, digests of blocks, and the model's fingerprint."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from typing import Any
+
+import numpy as np
+import torch
+import xxhash
+
+from ...cache import PagedStaticCache
+from ...core.rows import RowInput
+from ...decoding.decoder import SpeculativeDecoder
+from ...model.options.fingerprints import fingerprints
+from .link import Link, Piece
+
+_WARM_UP = -1  # id of the sequence whose forward pass allocates the pools
+_PROTOCOL = 2  # engines with unlike messages refuse each other
+
+
+class MovedPools:
+    """The pools of the target's cache, and of the cache of a drafter that reads features.
+
+    Attributes:
+        fingerprint: equal for engines that can exchange KV.
+
+    Raises:
+        ValueError: the KV of this model or drafter cannot be moved.
+    """
+
+    def __init__(self, decoder: SpeculativeDecoder, link: Link):
+        if decoder.target.ranks is not None or decoder.target.recurrent is not None:
+            what = "sharded over ranks" if decoder.target.ranks is not None else "recurrent"
+            raise ValueError(f"kv_transfer_config: the keys and values of a model that is {what} cannot be moved.")
+        moved = decoder.generator.moved_caches()
+        if moved is None:
+            raise ValueError(
+                f"kv_transfer_config: what a drafter of method {decoder.config.method!r} keeps of a prompt cannot be moved. Use "
+                "none, ngram, suffix, draft_model, eagle, eagle3, mtp with one module, or another method that reads no hidden states."
+            )
+        self.decoder, self.link = decoder, link
+        self.block_size = decoder.config.block_size
+        self._registered: tuple[Any, str] | None = None
+        self._allocate()
+        self.fingerprint = self._fingerprint()
+
+    @property
+    def caches(self) -> list[PagedStaticCache]:
+        """The caches whose blocks are moved: the target's, and that of a drafter that reads features."""
+        return [self.decoder.cache, *(self.decoder.generator.moved_caches() or [])]
+
+    def _allocate(self) -> None:
+        """Allocate all blocks of all pools now, by a forward pass over one token, so that they have addresses that do not change."""
+        decoder = self.decoder
+        with decoder.active():
+            if not decoder.cache.is_allocated:
+                row = RowInput(_WARM_UP, np.zeros(1, dtype=np.int64), 0)
+                for cache in self.caches:
+                    cache.add(_WARM_UP)
+                    cache.reserve(_WARM_UP, 1)
+                try:
+                    output = decoder.target.forward([row], decoder.cache)
+                    decoder.generator.warm_up(row, output)
+                finally:
+                    for cache in self.caches:
+                        cache.remove(_WARM_UP)
+            for cache in self.caches:
+                cache.grow_to_the_end()
+
+    def _fingerprint(self) -> str:
+        """A hash of everything that must be equal for KV to be exchanged: weights, shapes, method, block size, quantization."""
+        model, config = self.decoder.target.model, self.decoder.config
+        shapes = [
+            [[*layer.keys.shape[1:], *layer.values.shape[1:], str(layer.keys.dtype)] for layer in cache.layers]
+            for cache in self.caches
+        ]
+        settings = json.dumps(
+            [_PROTOCOL, config.method, config.block_size, shapes, config.target_quantization], default=str
+        )
+        weights = fingerprints(list(model.parameters()))
+        return hashlib.sha256(settings.encode() + b"".join(weights)).hexdigest()
+
+    def address(self) -> str:
+        """This process's address for peers. The first call registers the pools."""
+        identity = tuple(cache.identity for cache in self.caches)
+        if self._registered is None or self._registered[0] != identity:
+            self._registered = identity, self.link.register([pool for cache in self.caches for pool in _pools(cache)])
+        return self._registered[1]
+
+    def addresses(self) -> list[list[int]]:
+        """Per cache, the address of each pool."""
+        return [[pool.data_ptr() for pool in _pools(cache)] for cache in self.caches]
+
+    def num_blocks(self, count: int) -> int:
+        """Number of blocks of `count` tokens."""
+        return -(-count // self.block_size)
+
+    def digests(self, cache: PagedStaticCache, blocks: list[int]) -> list[str]:
+        """A digest of each block's keys and values in all layers."""
+        size, found = self.block_size, []
+        for block in blocks:
+            hasher = xxhash.xxh3_128()
+            for pool in _pools(cache):
+                rows = pool[block * size : (block + 1) * size].contiguous()
+                hasher.update(rows.view(torch.uint8).cpu().numpy())
+            found.append(hasher.hexdigest())
+        return found
+
+    def pieces(self, cache: PagedStaticCache, addresses: list[int], own: list[int], theirs: list[int]) -> list[Piece]:
+        """The runs of bytes that move blocks `theirs` of a peer's cache into the blocks `own`; adjacent runs are joined.
+
+        Args:
+            addresses: of the peer's pools.
+
+        Raises:
+            ValueError: the peer has another number of pools, or the lists are not equally long.
+        """
+        found: list[Piece] = []
+        for pool, there in zip(_pools(cache), addresses, strict=True):
+            num_bytes = pool[0].nbytes * self.block_size
+            last = None
+            for mine, block in zip(own, theirs, strict=True):
+                here, remote = pool.data_ptr() + mine * num_bytes, there + block * num_bytes
+                if last is not None and last.here + last.size == here and last.there + last.size == remote:
+                    last.size += num_bytes
+                else:
+                    last = Piece(here, remote, num_bytes)
+                    found.append(last)
+        return found
+
+
+def _pools(cache: PagedStaticCache) -> list[torch.Tensor]:
+    """The pools of keys and of values of all layers, in order; each [slots, ...]."""
+    return [pool for layer in cache.layers if layer.is_initialized for pool in (layer.keys, layer.values)]

@@ -1,0 +1,235 @@
+"""Producer: prompts whose blocks others pull, while they are read and after."""
+
+from __future__ import annotations
+
+import json
+import logging
+import time
+from dataclasses import dataclass
+from typing import Any
+
+from ...cache import BlockTable, OutOfBlocks
+from ...core.ranks import digest
+from ..request import Choice
+from .pools import MovedPools
+
+logger = logging.getLogger(__name__)
+
+
+@dataclass
+class Prompt:
+    """A prompt whose blocks others may pull.
+
+    Attributes:
+        tables: per cache, the row's block table, which a preemption replaces.
+        blocks, digests: per cache, those of the leading full blocks that have been read; once it is held, of all blocks.
+        consumer: address of who asked for the blocks; None: nobody yet.
+        num_offered: how many leading blocks the consumer has or knows of.
+        until: when to free it (`time.monotonic`); None while it is being read.
+    """
+
+    choice: Choice
+    tables: list[BlockTable]
+    blocks: list[list[int]]
+    digests: list[list[str]]
+    consumer: str | None = None
+    num_offered: int = 0
+    until: float | None = None
+
+    @property
+    def num_blocks(self) -> int:
+        """Number of leading blocks that can be pulled."""
+        return len(self.blocks[0])
+
+
+class Producer:
+    """The prompts that an engine reads for others, and those that it holds for them.
+
+    Args:
+        engine_id: of this engine; part of the prompts' names.
+
+    Attributes:
+        hold_seconds: how long a prompt's blocks wait for a consumer; then they are freed.
+        reading: prompts that have been announced and are still being read, by the name that the consumer is told.
+        held: prompts that have been read.
+        expired: how many no consumer has pulled in time.
+        unwanted: choices that are still being read, but whose consumer has given up.
+    """
+
+    def __init__(self, pools: MovedPools, engine_id: str, hold_seconds: float):
+        self.pools, self.id, self.hold_seconds = pools, engine_id, hold_seconds
+        self.reading: dict[str, Prompt] = {}
+        self.held: dict[str, Prompt] = {}
+        self.expired = 0
+        self.unwanted: list[Choice] = []
+
+    # ---- prompts that are being read ----------------------------------------------------------------------------------
+
+    def has_read(self, rows: list[Choice]) -> list[Choice]:
+        """After a step of these rows: offer the blocks that are complete. Call inside `decoder.active()`.
+
+        Returns:
+            Those whose first blocks are complete, and whose `announcement` is set.
+        """
+        announced = []
+        for choice in rows:
+            if not asks_for_chunks(choice) or choice.output.finished():
+                continue
+            name = self._name(choice)
+            prompt = self.reading.get(name)
+            if prompt is None:
+                prompt = self._new(choice)
+                self._read_on(prompt)
+                if not prompt.num_blocks:
+                    continue
+                self.reading[name] = prompt
+                choice.request.announcement = {**self._params(choice), "in_chunks": True}
+                announced.append(choice)
+            else:
+                self._read_on(prompt)
+            self._offer(name, prompt)
+        return announced
+
+    def _new(self, choice: Choice) -> Prompt:
+        caches = self.pools.caches
+        return Prompt(choice, self._tables(choice), [[] for _ in caches], [[] for _ in caches])
+
+    def _tables(self, choice: Choice) -> list[BlockTable]:
+        return [cache.tables[choice.sequence.id] for cache in self.pools.caches]
+
+    def _read_on(self, prompt: Prompt) -> None:
+        """Note the full blocks that are complete now. After a preemption, begin again."""
+        seq, size = prompt.choice.sequence, self.pools.block_size
+        self._note_again_if_preempted(prompt)
+        full = min(prompt.tables[0].length, seq.prompt_length - 1) // size
+        try:
+            self.pools.decoder.generator.read_features(seq, full * size)
+        except OutOfBlocks:  # the head reads the rest later
+            full = min(full, *(table.length // size for table in prompt.tables))
+        self._note(prompt, full)
+
+    def _note_again_if_preempted(self, prompt: Prompt) -> None:
+        """If the row has other blocks than before, forget those: they are noted and offered again."""
+        tables = self._tables(prompt.choice)
+        if any(new is not old for new, old in zip(tables, prompt.tables, strict=True)):
+            fresh = self._new(prompt.choice)
+            prompt.tables, prompt.blocks, prompt.digests, prompt.num_offered = tables, fresh.blocks, fresh.digests, 0
+
+    def _note(self, prompt: Prompt, count: int) -> None:
+        """Note the places and digests of the first `count` blocks."""
+        for i, cache in enumerate(self.pools.caches):
+            new = prompt.tables[i].blocks[len(prompt.blocks[i]) : count]
+            prompt.blocks[i] += new
+            prompt.digests[i] += self.pools.digests(cache, new)
+
+    def _offer(self, name: str, prompt: Prompt) -> None:
+        """Tell the consumer about the blocks that it does not know of."""
+        first = prompt.num_offered
+        if prompt.consumer is None or first >= prompt.num_blocks:
+            return
+        prompt.num_offered = prompt.num_blocks
+        offer = {
+            "offer": name, "first": first, "blocks": [own[first:] for own in prompt.blocks],
+            "digests": [own[first:] for own in prompt.digests],
+        }  # fmt: skip
+        self.pools.link.tell(prompt.consumer, json.dumps(offer))
+
+    def forget(self, choice: Choice) -> None:
+        """A request has ended without its prompt being held: tell the consumer, who reads the prompt itself."""
+        prompt = self.reading.pop(self._name(choice), None)
+        if prompt is not None:
+            self._refuse(self._name(choice), prompt.consumer)
+
+    def _refuse(self, name: str, consumer: str | None) -> None:
+        if consumer is not None:
+            self.pools.link.tell(consumer, json.dumps({"gone": name}))
+
+    # ---- prompts that have been read --------------------------------------------------------------------------------
+
+    def hold(self, choice: Choice) -> dict[str, Any] | None:
+        """Keep the blocks of a prompt that has been read. Call inside `decoder.active()`.
+
+        Returns: the consumer's kv_transfer_params. None if a head has no blocks to read the prompt into: the row is removed then.
+        """
+        seq, name = choice.sequence, self._name(choice)
+        count = seq.prompt_length - 1
+        try:
+            self.pools.decoder.generator.read_features(seq, count)
+        except OutOfBlocks:
+            logger.warning("A prompt's KV cannot be held for a decode server, because no blocks are free.")
+            self.forget(choice)
+            self.pools.decoder.remove(seq)
+            return None
+        prompt = self.reading.pop(name, None) or self._new(choice)
+        self._note_again_if_preempted(prompt)
+        self._note(prompt, self.pools.num_blocks(count))
+        prompt.until = time.monotonic() + self.hold_seconds
+        self.held[name] = prompt
+        self._offer(name, prompt)
+        return {**self._params(choice), "remote_blocks": prompt.blocks, "digests": prompt.digests}
+
+    def _name(self, choice: Choice) -> str:
+        return f"{self.id}/{choice.sequence.id}"
+
+    def _params(self, choice: Choice) -> dict[str, Any]:
+        """What a consumer must know of a prompt before it asks for blocks."""
+        seq = choice.sequence
+        return {
+            "do_remote_prefill": True, "do_remote_decode": False, "remote_engine_id": self.id,
+            "remote_request_id": self._name(choice), "remote_agent": self.pools.address(), "fingerprint": self.pools.fingerprint,
+            "num_tokens": seq.prompt_length - 1, "prompt": digest(seq.tokens[: seq.prompt_length]), "pools": self.pools.addresses(),
+        }  # fmt: skip
+
+    # ---- messages ---------------------------------------------------------------------------------------------------
+
+    def wanted(self, name: str, consumer: str, first: int) -> None:
+        """A consumer asks for a prompt's blocks from index `first` on."""
+        prompt = self.reading.get(name) or self.held.get(name)
+        if prompt is None:
+            self._refuse(name, consumer)
+            return
+        prompt.consumer, prompt.num_offered = consumer, first
+        self._offer(name, prompt)
+
+    def done(self, name: str) -> None:
+        """A consumer has read a prompt, or needs it no more: free it."""
+        held = self.held.pop(name, None)
+        if held is not None:
+            self.pools.decoder.remove(held.choice.sequence)
+        reading = self.reading.pop(name, None)
+        if reading is not None:
+            self.unwanted.append(reading.choice)
+
+    def release(self) -> None:
+        """Free the prompts that nobody has pulled in time."""
+        now = time.monotonic()
+        for name, held in list(self.held.items()):
+            if held.until is not None and held.until < now:
+                logger.warning(
+                    "No decode server has read the KV of a prompt within %.0f s: it is freed.", self.hold_seconds
+                )
+                self.expired += 1
+                self.done(name)
+                self._refuse(name, held.consumer)
+
+    @property
+    def awaits_consumer(self) -> bool:
+        """True if a prompt that was announced early has been read just now and nobody has asked for it yet: that is due."""
+        soon = time.monotonic() + self.hold_seconds - 1
+        return any(
+            held.until is not None and held.until > soon and held.consumer is None
+            for held in self.held.values()
+            if asks_for_chunks(held.choice)
+        )
+
+    def close(self) -> None:
+        """Free all prompts that are held."""
+        for name in list(self.held):
+            self.done(name)
+        self.reading.clear()
+
+
+def asks_for_chunks(choice: Choice) -> bool:
+    """True if a request's prompt is to be announced after its first chunk."""
+    params = choice.request.params.kv_transfer_params or {}
+    return bool(params.get("do_remote_decode") and params.get("in_chunks"))
