@@ -19,6 +19,7 @@ from .candidate_generators import CandidateGenerator, make_generator, parse_conf
 from .candidate_generators.base import DrafterContext, held_weakly
 from .config import PER_CALL_KEYS, SpeculativeConfig
 from .core.errors import UnsupportedModel
+from .core.names import CACHE
 from .core.ranks import ranks_of
 from .decoding import SpeculativeDecoder, decode
 from .decoding.ranked import agreed_call, decoder_of
@@ -91,7 +92,7 @@ def specdec_decoding(
             seed,
             streamer=streamer,
             synced_gpus=synced_gpus,
-            past_key_values=model_kwargs.get("past_key_values"),
+            cache=model_kwargs.get(CACHE),
             prompt_inputs=model_kwargs if is_more_than_ids else None,
         )
 

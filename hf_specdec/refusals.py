@@ -12,6 +12,7 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from .candidate_generators import generator_class
 from .config import SpeculativeConfig, SpeculativeConfigError
 from .core.errors import UnsupportedModel
+from .core.names import CACHE
 from .decoding.prompts import text_length
 from .model.architectures import check_supported, has_bidirectional_prompts, is_multimodal
 
@@ -21,7 +22,7 @@ _OTHER_SPECULATION = (
 )  # fmt: skip
 # Inputs that generate() prepares and our loop makes itself, and flags that only choose which tensors to return.
 _KNOWN_INPUTS = {
-    "attention_mask", "position_ids", "past_key_values", "use_cache", "logits_to_keep", "output_hidden_states", "output_attentions",
+    "attention_mask", "position_ids", CACHE, "use_cache", "logits_to_keep", "output_hidden_states", "output_attentions",
     "inputs_embeds",
 }  # fmt: skip
 # Caches that store the same numbers as ours in another layout.
@@ -142,7 +143,7 @@ def check_inputs(
     _check_known(model, sorted(given - in_prompt))
     embeds = model_kwargs.get("inputs_embeds")
     embedded = embeds is not None and not _are_of_ids(model, input_ids, embeds, model_kwargs.get("attention_mask"))
-    mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get("past_key_values")
+    mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get(CACHE)
     length = text_length(input_ids, mask, generation_config)
     _check_cache(cache, input_ids.shape[0], length)
     cached = int(cache.get_seq_length()) if getattr(cache, "_is_user_defined", False) else 0
@@ -150,7 +151,7 @@ def check_inputs(
     if (embeds is not None and embeds.shape[1] != length) or input_ids.shape[1] not in allowed:
         raise ValueError(
             f"attention_mask covers {length} tokens and {_what(input_ids, embeds)}: they must have the same length, or "
-            f"the mask must be longer by the length of past_key_values, which is {cached} tokens."
+            f"the mask must be longer by the length of {CACHE}, which is {cached} tokens."
         )
     counted = _counts_positions(input_ids, length, mask, model_kwargs.get("position_ids"))
     if not counted and not is_multimodal(model):
@@ -234,7 +235,7 @@ def _check_continuation(
     last = input_ids[:, -1]
     if more_than_ids or bool(torch.isin(last, torch.tensor(placeholders, device=last.device)).any()):
         raise ValueError(
-            f"past_key_values holds all {length} tokens of a prompt that is more than token ids, so no logits follow from it: crop it "
+            f"{CACHE} holds all {length} tokens of a prompt that is more than token ids, so no logits follow from it: crop it "
             "by one token of text, or leave it out."
         )
 
@@ -246,20 +247,20 @@ def _check_cache(cache: Any, num_rows: int, text_length: int) -> None:
     if type(cache) is not DynamicCache or getattr(cache, "offloading", False):
         what = "an offloaded DynamicCache" if type(cache) is DynamicCache else f"a {type(cache).__name__}"
         raise ValueError(
-            f"speculative_config uses its own paged KV cache; past_key_values can be a DynamicCache to continue from and to "
-            f"fill, not {what}. Call generate() without past_key_values."
+            f"speculative_config uses its own paged KV cache; {CACHE} can be a DynamicCache to continue from and to "
+            f"fill, not {what}. Call generate() without {CACHE}."
         )
     if length == 0:
         return
     if any(getattr(layer, "is_sliding", False) for layer in cache.layers):
         raise ValueError(
-            "past_key_values has sliding-window layers, which no longer hold the whole text, so speculative_config cannot "
-            "continue from it. Pass the whole text without past_key_values."
+            f"{CACHE} has sliding-window layers, which no longer hold the whole text, so speculative_config cannot "
+            f"continue from it. Pass the whole text without {CACHE}."
         )
     batch = next(layer.keys for layer in cache.layers if getattr(layer, "keys", None) is not None).shape[0]
     if batch != num_rows or length > text_length:
         raise ValueError(
-            f"past_key_values holds {length} tokens of {batch} sequences, which cannot be the beginning of {num_rows} "
+            f"{CACHE} holds {length} tokens of {batch} sequences, which cannot be the beginning of {num_rows} "
             f"sequences of {text_length} tokens. Pass the whole text as input_ids, or only the tokens after the cached ones, "
             "with the attention_mask of the whole text."
         )

@@ -1,3 +1,23 @@
-"""Names that this library registers with transformers."""
+"""Names that this library shares with transformers."""
+
+from __future__ import annotations
+
+import dataclasses
+import inspect
+from collections.abc import Callable
+
+from transformers.modeling_outputs import BaseModelOutputWithPast
 
 ATTENTION_NAME = "hf_specdec"
+
+# The KV cache among the arguments of generate() and of transformers' own modules, and in their outputs. transformers 5.24 renamed it.
+_CACHE_NAMES = ("cache", "past_key_values", "cache_params")
+CACHE = next(
+    name for name in _CACHE_NAMES if name in {each.name for each in dataclasses.fields(BaseModelOutputWithPast)}
+)
+
+
+def cache_argument(forward: Callable) -> str:
+    """The name by which a module's forward takes its KV cache. Code from a model's repository may keep an older name than CACHE."""
+    taken = inspect.signature(forward).parameters
+    return next((name for name in (CACHE, *_CACHE_NAMES) if name in taken), CACHE)

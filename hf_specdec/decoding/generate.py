@@ -10,6 +10,7 @@ from transformers.cache_utils import Cache, DynamicCache
 from transformers.generation.stopping_criteria import StoppingCriteriaList
 
 from ..core.errors import UnsupportedModel
+from ..core.names import CACHE
 from ..model.architectures import check_length, is_multimodal
 from ..model.prompt import read_prompt, row_of
 from ..model.recurrent import stateful_layers, states_of
@@ -42,7 +43,7 @@ def decode(
     seed: int,
     streamer=None,
     synced_gpus: bool = False,
-    past_key_values: Cache | None = None,
+    cache: Cache | None = None,
     prompt_inputs: dict[str, Any] | None = None,
 ):
     """Decode a static batch to its end.
@@ -50,22 +51,22 @@ def decode(
     Args:
         decoder: built for this model and configuration; no sequence may be running on it.
         input_ids, attention_mask: int64 [B, S]. Masked tokens may stand anywhere but at the end of a row. The mask may be wider
-            than `input_ids` by the length of `past_key_values`; then `input_ids` hold only what follows the cache.
+            than `input_ids` by the length of `cache`; then `input_ids` hold only what follows the cache.
         logits_processor, stopping_criteria, generation_config: as `generate()` prepared them.
         seed: the rows' random streams derive from it (if the config samples).
-        past_key_values: KV of a prefix of the prompts to start from; the KV of the result is written back to it.
+        cache: KV of a prefix of the prompts to start from; the KV of the result is written back to it.
         prompt_inputs: the arguments of the model's forward, as `generate()` prepared them, with which the model itself reads the
             prompts (see `model.prompt`), because they are more than ids; None: they are read as ids.
 
     Returns: int64 [B, S + n], or SpeculativeDecoderOnlyOutput.
 
     Raises:
-        ValueError: the inputs cannot be decoded, or the drafter needs the ids of tokens that only `past_key_values` has.
+        ValueError: the inputs cannot be decoded, or the drafter needs the ids of tokens that only `cache` has.
     """
     returns = Returns.of(generation_config)
     pad_token = int(0 if generation_config._pad_token_tensor is None else generation_config._pad_token_tensor)
     unseen = text_length(input_ids, attention_mask, generation_config) - input_ids.shape[1]
-    num_cached = 0 if past_key_values is None else int(past_key_values.get_seq_length())
+    num_cached = 0 if cache is None else int(cache.get_seq_length())
     # Whether the ids alone determine the text. The target does not read placeholder ids, but drafters see them.
     is_text = not (unseen or prompt_inputs is not None or (num_cached and is_multimodal(decoder.target.model)))
     whole = torch.nn.functional.pad(input_ids, (unseen, 0), value=pad_token)
@@ -76,13 +77,13 @@ def decode(
     sequences = sequences_of(whole, unseen, columns, logits_processor, stopping_criteria, generation_config, seed)
     for seq in sequences:
         check_length(decoder.target.model, seq.prompt_length, seq.max_length)
-    num_cached = _num_reused(decoder, past_key_values, num_cached, whole.shape[1], unseen, prompt_inputs, is_text)
+    num_cached = _num_reused(decoder, cache, num_cached, whole.shape[1], unseen, prompt_inputs, is_text)
     tensors = [RowTensors() for _ in sequences]
     observer = observer_for(
         decoder, input_ids, sequences, stopping_criteria, streamer, pad_token,
         (lambda step: at_step([t.scores for t in tensors], step)) if returns.scores else None,
     )  # fmt: skip
-    export = _cache_to_fill(past_key_values, returns)
+    export = _cache_to_fill(cache, returns)
     # The recurrent states of the caller's cache cannot be computed again from the ids.
     can_recompute = is_text and not (num_cached and decoder.target.recurrent is not None)
     for seq in sequences:
@@ -93,7 +94,7 @@ def decode(
     try:
         decoder.allocate(sum(seq.max_length + decoder.generator.max_draft_nodes for seq in sequences), len(sequences))
         if prompt_inputs is not None:
-            inputs = {**prompt_inputs, "attention_mask": attention_mask, "past_key_values": past_key_values}
+            inputs = {**prompt_inputs, "attention_mask": attention_mask, CACHE: cache}
             run.begin_with(
                 read_prompt(decoder.target, input_ids, inputs, generation_config, whole, columns, returns.hidden)
             )
@@ -101,7 +102,7 @@ def decode(
             for seq in sequences:
                 decoder.add(seq)
             if num_cached and prompt_inputs is None:
-                _load_cache(decoder, sequences, past_key_values, columns, num_cached)
+                _load_cache(decoder, sequences, cache, columns, num_cached)
             run.until_done(synced_gpus)
             if export is not None and decoder.cache.states is not None:
                 run.settle_states()
@@ -147,14 +148,14 @@ def _check_methods(decoder: SpeculativeDecoder, num_cached: int, prompt_inputs: 
     """Raise ValueError if a drafter or an option needs that the target reads the whole prompt as ids."""
     if num_cached and decoder.generator.needs_all_features:
         raise ValueError(
-            f"Method {decoder.config.method!r} reads hidden states of the whole text, and past_key_values may hold an image, or text "
-            "that input_ids leave out: pass the whole prompt without past_key_values, or use a method that reads no hidden "
+            f"Method {decoder.config.method!r} reads hidden states of the whole text, and {CACHE} may hold an image, or text "
+            f"that input_ids leave out: pass the whole prompt without {CACHE}, or use a method that reads no hidden "
             "states of it, like 'ngram'."
         )
     if num_cached and prompt_inputs is not None and decoder.target.recurrent is not None:
         raise UnsupportedModel(
             f"{type(decoder.target.model).__name__} has layers with a state, so a prompt with images, embeddings or other positions cannot "
-            "continue past_key_values: pass the whole prompt without them."
+            f"continue {CACHE}: pass the whole prompt without them."
         )
     if prompt_inputs is not None and decoder.target.deterministic:
         raise ValueError(
@@ -180,17 +181,17 @@ def _check_states(decoder: SpeculativeDecoder, cache: Cache, unseen: int, num_ca
     """Raise ValueError unless rows can start from the states in transformers' cache, which cannot be cut."""
     family, wrong = decoder.target.recurrent.family, None
     if unseen:
-        wrong = "input_ids are only what follows past_key_values"
+        wrong = f"input_ids are only what follows {CACHE}"
     elif num_cached < int(cache.get_seq_length()):
-        wrong = "past_key_values holds the whole text, so the recurrent state is one token too far"
+        wrong = f"{CACHE} holds the whole text, so the recurrent state is one token too far"
     elif len(stateful_layers(cache)) != len(decoder.target.recurrent.mixers):
-        wrong = "past_key_values lacks recurrent states"
+        wrong = f"{CACHE} lacks recurrent states"
     elif family.two_rules or decoder.generator.needs_all_features:
-        wrong = "this model and method would have to read the tokens of past_key_values again, with a different result"
+        wrong = f"this model and method would have to read the tokens of {CACHE} again, with a different result"
     if wrong:
         raise ValueError(
             f"{type(decoder.target.model).__name__} has recurrent layers, and {wrong}: pass the whole text as input_ids, without "
-            "past_key_values."
+            f"{CACHE}."
         )
 
 
@@ -224,6 +225,6 @@ def _result(run: BatchRun, returns: Returns, columns, num_fed: int, export: Dyna
         scores=tuple(at_step([t.scores for t in tensors], step) for step in range(steps)) if returns.scores else None,
         logits=tuple(at_step([t.logits for t in tensors], step) for step in range(steps)) if returns.logits else None,
         hidden_states=hidden_per_step(tensors, columns, num_fed, steps, returns.layers) if returns.hidden else None,
-        past_key_values=export,
         speculation=_speculation(run),
+        **{CACHE: export},
     )

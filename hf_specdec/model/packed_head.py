@@ -12,7 +12,7 @@ from torch import nn
 from transformers import PretrainedConfig
 
 from ..cache import PagedStaticCache
-from ..core.names import ATTENTION_NAME
+from ..core.names import ATTENTION_NAME, CACHE
 from ..core.rows import RowInput
 from . import architectures
 from .attention import paged_attention_forward
@@ -35,7 +35,7 @@ class HeadModule(Protocol):
     ) -> torch.Tensor:
         """Hidden states [1, T, H] from ids [1, T], features [1, T, F] and positions [1, T].
 
-        `attention` is passed to the decoder layers: attention_mask, past_key_values, and `specdec` for our attention.
+        `attention` is passed to the decoder layers: attention_mask, the cache (by the name CACHE), and `specdec` for our attention.
         """
         ...
 
@@ -207,7 +207,7 @@ class PackedHead:
                 features[None],
                 batch.position_ids,
                 attention_mask=self._mask(batch) if isinstance(batch, PackedBatch) else None,
-                past_key_values=batch.cache,
+                **{CACHE: batch.cache},
                 **({} if self.gather else {"specdec": batch}),
             )
         finally:

@@ -20,7 +20,7 @@ from ..cache.memory import free_bytes
 from ..cache.prefix_states import PrefixStates
 from ..cache.state_pool import StatePool
 from ..core.errors import UnsupportedModel
-from ..core.names import ATTENTION_NAME
+from ..core.names import ATTENTION_NAME, cache_argument
 from ..core.output import PackedOutput, Taps
 from ..core.rows import RowInput
 from . import alibi, architectures, attention  # noqa: F401  (importing `attention` registers it)
@@ -114,6 +114,7 @@ class PackedModel:
         self.with_native = True
         self.active_options: list[Activated] = []
         self.forward_parameters = inspect.signature(model.forward).parameters
+        self.cache_argument = cache_argument(model.forward)
         self._windows = architectures.layer_windows(self.config)
         self._wants_masks_by_kind = architectures.takes_masks_by_kind(model)
         self._has_alibi = alibi.is_needed(model)
@@ -319,7 +320,7 @@ class PackedModel:
         """`forward` over a packed batch. `logit_index` int64 [R]: tokens that need logits; None: all tokens."""
         kwargs = {
             "input_ids": batch.input_ids,
-            "past_key_values": batch.cache,
+            self.cache_argument: batch.cache,
             "use_cache": True,
             "attention_mask": self._masks(batch),
             "return_dict": True,

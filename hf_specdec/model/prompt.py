@@ -18,6 +18,7 @@ from transformers.cache_utils import DynamicCache
 from ..cache import PagedStaticCache
 from ..cache.state_pool import KeptStates, StatePool
 from ..core.errors import UnsupportedModel
+from ..core.names import CACHE
 from ..core.output import PackedOutput
 from ..core.rows import RowInput
 from . import architectures
@@ -67,7 +68,7 @@ def read_prompt(
     Args:
         input_ids: int64 [B, S]; S is 0 if only embeddings are given.
         inputs: the arguments that `generate()` prepared for the model's forward, with the vision tower's features. A filled
-            `past_key_values` is continued, and holds the whole prompt afterwards.
+            cache is continued, and holds the whole prompt afterwards.
         text: int64 [B, W], the whole padded text as drafters see it.
         columns: per row, the columns of `text` that hold its tokens.
         all_hidden_states: return the hidden states of all layers too.
@@ -75,10 +76,10 @@ def read_prompt(
     Raises:
         UnsupportedModel: what follows the prompt is not decided by token ids, positions and these keys and values.
     """
-    given = inputs.get("past_key_values")
+    given = inputs.get(CACHE)
     cache = given if isinstance(given, DynamicCache) and given.get_seq_length() else _new_cache(packed)
     cached, end = int(cache.get_seq_length()), text.shape[1]
-    inputs = {**inputs, "past_key_values": cache, "use_cache": True, **_wanted(packed, inputs, all_hidden_states)}
+    inputs = {**inputs, CACHE: cache, "use_cache": True, **_wanted(packed, inputs, all_hidden_states)}
     if all_hidden_states or "mm_encoder_outputs" not in inputs:  # transformers can chunk only ids and features
         generation_config.prefill_chunk_size = None
     output, found, positions = _prefill(packed, input_ids, inputs, generation_config)

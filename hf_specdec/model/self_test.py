@@ -16,7 +16,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..core.errors import UnsupportedModel
-from ..core.names import ATTENTION_NAME
+from ..core.names import ATTENTION_NAME, CACHE
 from ..core.rows import RowInput
 from . import architectures
 
@@ -196,11 +196,11 @@ class _Expected:
             output = self.packed.model(
                 input_ids=ids[:, piece],
                 position_ids=positions[:, piece],
-                past_key_values=cache,
                 use_cache=True,
                 return_dict=True,
+                **{self.packed.cache_argument: cache},
             )
-            cache = output.past_key_values
+            cache = getattr(output, CACHE)
             logits.append(output.logits.float())
         return torch.cat(logits, dim=1)
 

@@ -14,6 +14,7 @@ from transformers import AttentionInterface, Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply_rotary_pos_emb
 
 from ..candidate_generators.dflash.head import DFlashDrafter, DFlashLayout
+from ..core.names import CACHE
 from ..core.output import Taps
 from .base import Exported, Guesses, HeadTrainer, StepLoss
 from .batch import Batch
@@ -124,7 +125,7 @@ class DFlashTrainer(HeadTrainer):
                 attention_mask=mask,
                 position_ids=positions,
                 position_embeddings=rotary,
-                past_key_values=cache,
+                **{CACHE: cache},
             )
         return head.norm(hidden).view(len(batch.input_ids), parts * together, size, -1)[:, :num_anchors]
 
@@ -223,7 +224,7 @@ class BlocksCache:
         self.context, self.parts = context, parts
 
     def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys and values [B * parts, heads, S + T, D] of a layer, from those of its blocks [B * parts, heads, T, D]."""
         context = [each.to(keys).repeat_interleave(self.parts, dim=0) for each in self.context[layer_idx]]

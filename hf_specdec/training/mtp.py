@@ -10,6 +10,7 @@ from torch import nn
 
 from ..candidate_generators.mtp.head import Family, MtpModule
 from ..candidate_generators.mtp.layouts import find_layout
+from ..core.names import CACHE
 from ..model import architectures
 from .base import Exported, Guesses, HeadTrainer, StepLoss
 from .batch import Batch
@@ -89,7 +90,7 @@ class MtpTrainer(HeadTrainer):
         for k in range(num_steps):
             seen = self._as_read(steps_mask(batch.input_ids.shape[1], k, self.window, state.device))
             tokens = batch.ahead(batch.input_ids, 1 + k)
-            state = self._step(tokens, state, batch.position_ids + k, attention_mask=seen, past_key_values=cache)
+            state = self._step(tokens, state, batch.position_ids + k, attention_mask=seen, **{CACHE: cache})
             states.append(state)
         return states
 
@@ -198,7 +199,7 @@ class StepsCache:
         self.values: list[torch.Tensor] = []
 
     def update(
-        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any
+        self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """Keys and values [B, heads, (k + 1) * S, D] of steps 0 .. k, from those of step k."""
         self.keys.append(keys)

@@ -13,6 +13,7 @@ from transformers import Qwen3Config
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer, Qwen3RMSNorm, rotate_half
 
 from ...cache import PagedStaticCache
+from ...core.names import CACHE
 from ...core.rows import RowInput
 from ...model.graphs import CapturedBatch, GraphRunner
 from ...model.packed_batch import PackedBatch
@@ -178,8 +179,8 @@ class BlockHead(PackedHead):
                     hidden,
                     position_ids=batch.position_ids,
                     position_embeddings=position_embeddings,
-                    past_key_values=batch.cache,
                     specdec=by_kind[kind],
+                    **{CACHE: batch.cache},
                 )
         finally:
             batch.cache.batch = None

@@ -15,6 +15,7 @@ from transformers import PreTrainedModel
 
 from ...cache.state_pool import StatePool
 from ...core.errors import UnsupportedModel
+from ...core.names import cache_argument
 from ...kernels.dispatch import uses_triton
 from .by_kernels import convolution_over_lines, rule_over_lines
 from .families import Family, mixers_of
@@ -81,7 +82,7 @@ class RecurrentLayers:
     def _replaced_forward(self, mixer: nn.Module):
         before, own, layer = vars(mixer).get("forward"), mixer.forward, int(mixer.layer_idx)
         signature = inspect.signature(own)
-        name = "cache_params" if "cache_params" in signature.parameters else "past_key_values"
+        name = cache_argument(own)
 
         @functools.wraps(own)
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:
