@@ -2,6 +2,7 @@
 
 import json
 import os
+import pickle
 import re
 import signal
 import subprocess
@@ -12,6 +13,8 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+
+from hf_specdec.serve.followers import ENVIRONMENT as ENVIRONMENT_OF_RANKS
 
 CONFIG = {"method": "eagle3", "model": "tiny-eagle3"}
 SIZES = {"max_num_seqs": 4, "kv_cache_memory_bytes": 8 << 20, "max_model_len": 256}
@@ -81,6 +84,23 @@ print(json.dumps(found))
     assert second > first == private == other
     for later in (found[4:8], found[8:]):
         assert later[0][1] == later[3][1] == private and later[1][1] > first
+
+
+def test_a_rank_ends_with_the_process_that_started_it():
+    """Also while it waits for a store that never answers; it waited for ten minutes."""
+    environment = {**ENVIRONMENT, "LOCAL_RANK": "1", ENVIRONMENT_OF_RANKS: "1 1 2"}  # nothing listens on port 1
+    start = [sys.executable, "-c", "from hf_specdec.serve.follower import main; main()"]
+    process = subprocess.Popen(start, env=environment, stdin=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    try:
+        process.stdin.write(pickle.dumps({"model": "tiny"}))
+        process.stdin.flush()
+        with pytest.raises(subprocess.TimeoutExpired):
+            process.wait(8)
+        process.stdin.close()
+        assert process.wait(30) == 1
+    finally:
+        process.kill()
+        process.wait()
 
 
 # ---- slow -----------------------------------------------------------------------------------------------------------

@@ -7,6 +7,7 @@ import logging
 import os
 import pickle
 import sys
+import threading
 
 import torch.distributed as dist
 
@@ -42,14 +43,21 @@ def follow(llm: LLM) -> None:
             logger.debug("Rank 0 raises this error too, or has been told, and reports it to its caller: %s", error)
 
 
+def _end_with_rank_0() -> None:
+    """End this process when the pipe from rank 0 closes, whatever it waits for: rank 0 has ended, or has been killed."""
+    sys.stdin.buffer.read()
+    os._exit(1)
+
+
 def main() -> None:
     """Join the process group, load the model's shard, and follow rank 0."""
     port, rank, size = map(int, os.environ.pop(ENVIRONMENT).split())
-    given = sys.stdin.buffer.read()
+    given = pickle.load(sys.stdin.buffer)
+    threading.Thread(target=_end_with_rank_0, name="hf-specdec-watch", daemon=True).start()
     sys.stdout = io.StringIO()  # only rank 0 prints
     join(dist.TCPStore("127.0.0.1", port, size, is_master=False, timeout=TIMEOUT), rank, size)
     try:
-        follow(LLM(**pickle.loads(given)))
+        follow(LLM(**given))
     except RankError as error:
         print(f"hf-specdec: rank {rank} ends: {error}", file=sys.stderr)
         os._exit(1)

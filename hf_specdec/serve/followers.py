@@ -1,5 +1,7 @@
 """Starts the processes for the other ranks of a sharded model, and keeps all ranks in step.
 
+Each process ends when its standard input closes, so none outlives rank 0.
+
 Rank 0 is the caller's own process: it has the prompts, or the HTTP server. It sends orders to the other ranks: `Run` these requests,
 `Serve` (a list of messages before each step follows), or `End`.
 """
@@ -80,7 +82,7 @@ class Followers:
                 assert process.stdin is not None
                 with contextlib.suppress(BrokenPipeError):  # the process has ended: joining the group will fail
                     process.stdin.write(given)
-                    process.stdin.close()
+                    process.stdin.flush()
             join(store, 0, size)
         except BaseException:
             self.end()
@@ -102,6 +104,8 @@ class Followers:
             except subprocess.TimeoutExpired:
                 process.kill()
                 process.wait()
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
         self.processes = []
         if dist.is_initialized():
             dist.destroy_process_group()
