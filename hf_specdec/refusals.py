@@ -5,6 +5,8 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import transformers
+from packaging.version import Version
 from transformers import GenerationConfig, PreTrainedModel, SynthIDTextWatermarkingConfig
 from transformers.cache_utils import DynamicCache
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
@@ -12,7 +14,7 @@ from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREF
 from .candidate_generators import generator_class
 from .config import SpeculativeConfig, SpeculativeConfigError
 from .core.errors import UnsupportedModel
-from .core.names import CACHE
+from .core.names import CACHE, NEWEST_TRANSFORMERS
 from .decoding.prompts import text_length
 from .model.architectures import check_supported, has_bidirectional_prompts, is_multimodal
 
@@ -179,7 +181,16 @@ def _check_known(model: PreTrainedModel, unknown: list[str]) -> None:
     if unknown:
         raise UnsupportedModel(
             f"speculative_config decodes from token ids; these inputs of generate() are not supported with it: {', '.join(unknown)}."
+            + _newer_transformers()
         )
+
+
+def _newer_transformers() -> str:
+    """A sentence that says so if this transformers may have inputs of which this version of ours does not know."""
+    if Version(transformers.__version__).release[:2] <= NEWEST_TRANSFORMERS:
+        return ""
+    tested = ".".join(map(str, NEWEST_TRANSFORMERS))
+    return f" transformers {transformers.__version__} is newer than {tested}, the newest tested: update hf-specdec, or install that one."
 
 
 def _what(input_ids: torch.Tensor, embeds: torch.Tensor | None) -> str:

@@ -19,6 +19,7 @@ from hf_specdec.candidate_generators.checkpoints.files import CheckpointError
 from hf_specdec.candidate_generators.dflash.checkpoint import default_target_layers
 from hf_specdec.candidate_generators.dflash.head import sliding_visibility
 from hf_specdec.config import SpeculativeConfigError
+from hf_specdec.core.names import CACHE
 from hf_specdec.core.sequence import Sequence
 from hf_specdec.integration import get_decoder, kept_decoders
 
@@ -174,7 +175,7 @@ def test_logits_are_those_of_transformers_own_drafter(target, tmp_path):
                 noise_embeds=target.get_input_embeddings()(block),
                 context_hidden_states=torch.cat([states[1][:, done:], states[2][:, done:]], dim=-1),
                 position_ids=torch.arange(done, len(text) + 5)[None],
-                past_key_values=cache,
+                **{CACHE: cache},
             ).last_hidden_state
             expected = target.lm_head(hidden[0, 1:])
         drafted = [first_logits] + [r[2] for r in watched.records if r[0] == text and r[1]]

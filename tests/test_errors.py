@@ -8,6 +8,7 @@ from combinations import covering
 from oracle import assert_clean, drafter_of, ragged, tiny_llama
 from transformers import (
     DynamicCache,
+    GenerationConfig,
     LogitsProcessor,
     LogitsProcessorList,
     StaticCache,
@@ -19,6 +20,9 @@ from transformers import (
 )
 
 import hf_specdec
+from hf_specdec import refusals
+from hf_specdec.core.errors import UnsupportedModel
+from hf_specdec.core.names import CACHE
 from hf_specdec.model.prepare import prepare
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
@@ -93,11 +97,11 @@ BAD_CALLS = {
     "static cache": (lambda m: {"cache_implementation": "static"}, "cache_implementation='static'"),
     "offloaded cache": (lambda m: {"cache_implementation": "offloaded"}, "cache_implementation='offloaded'"),
     "continuous batching": (lambda m: {"cache_implementation": "paged"}, "continuous batching"),
-    "static cache object": (lambda m: {"past_key_values": StaticCache(config=m.config, max_cache_len=64)}, "StaticCache"),
-    "offloaded cache object": (lambda m: {"past_key_values": DynamicCache(offloading=True)}, "offloaded DynamicCache"),
-    "another cache object": (lambda m: {"past_key_values": OtherCache()}, "OtherCache"),
-    "cache of another batch": (lambda m: {"past_key_values": m(**ragged([5, 5])).past_key_values}, "5 tokens of 2 sequences"),
-    "cache of a longer text": (lambda m: {"past_key_values": m(**ragged([9])).past_key_values}, "9 tokens of 1 sequences"),
+    "static cache object": (lambda m: {CACHE: StaticCache(config=m.config, max_cache_len=64)}, "StaticCache"),
+    "offloaded cache object": (lambda m: {CACHE: DynamicCache(offloading=True)}, "offloaded DynamicCache"),
+    "another cache object": (lambda m: {CACHE: OtherCache()}, "OtherCache"),
+    "cache of another batch": (lambda m: {CACHE: m(**ragged([5, 5])).past_key_values}, "5 tokens of 2 sequences"),
+    "cache of a longer text": (lambda m: {CACHE: m(**ragged([9])).past_key_values}, "9 tokens of 1 sequences"),
     "attention weights": (lambda m: {"return_dict_in_generate": True, "output_attentions": True}, "output_attentions"),
     "stop strings alone": (lambda m: {"stop_strings": ["a"]}, "tokenizer"),
 }  # fmt: skip
@@ -243,7 +247,7 @@ def test_exception_in_the_middle(model, configs, next_call_works, method, where,
                 **ragged([6, 3, 8]),
                 max_new_tokens=20,
                 speculative_config=configs[method],
-                past_key_values=cache,
+                **{CACHE: cache},
                 **arguments,
             )
     finally:
@@ -273,3 +277,13 @@ def test_vocabulary_of_the_error_messages():
     with pytest.raises(hf_specdec.SpeculativeConfigError) as caught:
         hf_specdec.parse_config({"method": "ngram", "prompt_lookup_maxx": 3})
     assert isinstance(caught.value, ValueError) and "prompt_lookup_max" in str(caught.value)
+
+
+@pytest.mark.parametrize(("newest", "says_so"), [((5, 16), True), ((99, 0), False)])
+def test_an_input_that_a_newer_transformers_may_have_added(model, monkeypatch, newest, says_so):
+    """A release of transformers that renames an argument would otherwise look like the caller's mistake."""
+    monkeypatch.setattr(refusals, "NEWEST_TRANSFORMERS", newest)
+    inputs, config = torch.arange(1, 6)[None], GenerationConfig(max_length=8)
+    with pytest.raises(UnsupportedModel, match="not supported with it: remembered") as raised:
+        refusals.check_inputs(model, inputs, config, {"remembered": object()})
+    assert ("is newer than 5.16, the newest tested: update hf-specdec" in str(raised.value)) == says_so

@@ -21,6 +21,8 @@ from transformers import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+from hf_specdec.core.names import CACHE
+
 METHODS = ["none", "ngram", "chain", "tree"]
 SHAPES = {"single": [9], "ragged": [6, 13, 1, 9]}
 
@@ -208,7 +210,7 @@ def test_chat_goes_on_from_the_cache(model, config, inputs, given_back):
     for first, second in ((None, None), (config, config), (None, config), (config, None)):
         cache = DynamicCache() if given_back == "own" else None
         output = model.generate(
-            **inputs, max_new_tokens=8, return_dict_in_generate=True, past_key_values=cache, speculative_config=first
+            **inputs, max_new_tokens=8, return_dict_in_generate=True, **{CACHE: cache}, speculative_config=first
         )
         assert cache is None or output.past_key_values is cache
         ids = torch.cat([output.sequences, turn], 1)
@@ -223,7 +225,7 @@ def test_chat_goes_on_from_the_cache(model, config, inputs, given_back):
             for p, q in ((keys, layer.keys), (values, layer.values)):
                 assert torch.allclose(p.transpose(1, 2)[real], q.transpose(1, 2)[real], atol=1e-4)
         again = model.generate(
-            input_ids=ids, attention_mask=mask, max_new_tokens=9, past_key_values=output.past_key_values, return_dict_in_generate=True,
+            input_ids=ids, attention_mask=mask, max_new_tokens=9, **{CACHE: output.past_key_values}, return_dict_in_generate=True,
             output_hidden_states=True, speculative_config=second,
         )  # fmt: skip
         assert again.past_key_values is output.past_key_values
@@ -239,8 +241,8 @@ def test_chat_goes_on_from_the_cache(model, config, inputs, given_back):
 
 def test_own_cache_is_filled_without_a_dict(model, config):
     caches = [DynamicCache(config=model.config), DynamicCache(config=model.config)]
-    model.generate(**ragged([6, 6]), max_new_tokens=7, past_key_values=caches[0])
-    model.generate(**ragged([6, 6]), max_new_tokens=7, past_key_values=caches[1], speculative_config=config)
+    model.generate(**ragged([6, 6]), max_new_tokens=7, **{CACHE: caches[0]})
+    model.generate(**ragged([6, 6]), max_new_tokens=7, **{CACHE: caches[1]}, speculative_config=config)
     assert_same_cache(*caches, torch.ones(2, 12, dtype=torch.bool))
 
 
@@ -249,7 +251,7 @@ def test_cache_that_holds_all_of_the_prompt(model, configs):
     cache = model(**inputs, use_cache=True).past_key_values
     plain = model.generate(**inputs, max_new_tokens=6)
     assert torch.equal(
-        model.generate(**inputs, max_new_tokens=6, past_key_values=cache, speculative_config=configs["chain"]), plain
+        model.generate(**inputs, max_new_tokens=6, **{CACHE: cache}, speculative_config=configs["chain"]), plain
     )
 
 
@@ -269,9 +271,7 @@ def test_sliding_window_cache(configs):
     for x, y in zip(plain.past_key_values.layers, ours.past_key_values.layers, strict=True):
         assert x.keys.shape == y.keys.shape and torch.allclose(x.keys, y.keys, atol=1e-4)
     with pytest.raises(ValueError, match="sliding-window"):
-        mistral.generate(
-            ours.sequences, max_new_tokens=3, past_key_values=ours.past_key_values, speculative_config=config
-        )
+        mistral.generate(ours.sequences, max_new_tokens=3, **{CACHE: ours.past_key_values}, speculative_config=config)
     assert_clean(mistral)
 
 

@@ -7,6 +7,8 @@ import torch
 from oracle import Recorder, assert_clean, drafter_of, ragged
 from transformers import DynamicCache, GenerationConfig, MaxLengthCriteria, StoppingCriteriaList
 
+from hf_specdec.core.names import CACHE
+
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 CONFIGS = {
     "none": {"method": "none"},
@@ -76,7 +78,7 @@ def begun(model, lengths, seed=0):
     cache = DynamicCache()
     with torch.no_grad():
         positions = inputs["attention_mask"].cumsum(1).sub(1).clamp(min=0)
-        model(**inputs, position_ids=positions, past_key_values=cache)
+        model(**inputs, position_ids=positions, **{CACHE: cache})
     return cache, inputs["attention_mask"]
 
 
@@ -84,7 +86,7 @@ def following(model, lengths, new_ids):
     """Arguments that go on from a cache with new ids alone."""
     cache, mask = begun(model, lengths)
     whole = torch.cat([mask, torch.ones_like(new_ids)], dim=1)
-    return {"input_ids": new_ids, "attention_mask": whole, "past_key_values": cache}
+    return {"input_ids": new_ids, "attention_mask": whole, CACHE: cache}
 
 
 @pytest.mark.parametrize("lengths", [[20, 20], [20, 13]], ids=["no padding", "padding"])
@@ -165,6 +167,6 @@ def test_what_new_ids_alone_cannot_do(model, tmp_path):
     with pytest.raises(ValueError, match="with the attention_mask of the whole"):
         model.generate(**wrong, max_new_tokens=4, speculative_config=NGRAM)
     config = {"method": "extract_hidden_states", "output_dir": str(tmp_path)}
-    with pytest.raises(ValueError, match="reads hidden states of the whole text, and past_key_values may hold"):
+    with pytest.raises(ValueError, match=f"reads hidden states of the whole text, and {CACHE} may hold"):
         model.generate(**following(model, [20], new_ids), max_new_tokens=4, speculative_config=config)
     assert_clean(model)

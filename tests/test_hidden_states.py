@@ -8,6 +8,7 @@ from oracle import assert_clean, ragged
 from safetensors import safe_open
 
 from hf_specdec import SpeculativeConfigError
+from hf_specdec.core.names import CACHE
 
 
 def read(path):
@@ -59,7 +60,7 @@ def test_equal_prompts_and_cached_prefixes_are_read_again(model, tmp_path):
     both = {name: value.repeat(2, 1) for name, value in inputs.items()}
     model.generate(**both, max_new_tokens=3, speculative_config=config)
     longer = {"input_ids": first.sequences, "attention_mask": torch.ones_like(first.sequences)}
-    model.generate(**longer, past_key_values=first.past_key_values, max_new_tokens=2, speculative_config=config)
+    model.generate(**longer, **{CACHE: first.past_key_values}, max_new_tokens=2, speculative_config=config)
     assert [read(path)[0].shape[0] for path in sorted(tmp_path.iterdir())] == [22, 22, 24]
     assert_clean(model)
 

@@ -5,6 +5,8 @@ import torch
 from transformers import LlamaConfig, LlamaForCausalLM
 from transformers.generation.logits_process import LogitsProcessorList, RepetitionPenaltyLogitsProcessor
 
+from hf_specdec.core.names import CACHE
+
 VOCAB = 48
 METHODS = [
     {"method": "none"},
@@ -74,7 +76,7 @@ def test_going_on_after_rows_ended_early(model, holes, method):
     arguments = {"input_ids": ids, "attention_mask": mask, "max_new_tokens": 12, "do_sample": False}
     expected = model.generate(**arguments)
     assert torch.equal(model.generate(**arguments, speculative_config=method), expected)
-    resumed = model.generate(**arguments, speculative_config=method, past_key_values=first.past_key_values)
+    resumed = model.generate(**arguments, speculative_config=method, **{CACHE: first.past_key_values})
     assert torch.equal(resumed, expected)
 
 

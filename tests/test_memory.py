@@ -17,6 +17,7 @@ from transformers.generation.stopping_criteria import StoppingCriteria, Stopping
 
 from hf_specdec.cache import OutOfBlocks, PagedStaticCache, memory, paged_cache
 from hf_specdec.cache.paged_layer import PagedLayer
+from hf_specdec.core.names import CACHE
 from hf_specdec.kernels.cache import write_keys_values
 
 MEBI = 2**20
@@ -359,9 +360,9 @@ def test_a_cache_passed_in_is_taken_over_by_growing_pools(model, extents):
     inputs = ragged([24])
     plain = model.generate(**inputs, max_new_tokens=20, do_sample=False)
     begun = DynamicCache()
-    model(input_ids=inputs["input_ids"][:, :20], past_key_values=begun)
+    model(input_ids=inputs["input_ids"][:, :20], **{CACHE: begun})
     out = model.generate(
-        **inputs, past_key_values=begun, max_new_tokens=20, do_sample=False,
+        **inputs, **{CACHE: begun}, max_new_tokens=20, do_sample=False,
         speculative_config={"method": "ngram", "block_size": 4},
     )  # fmt: skip
     assert torch.equal(out, plain) and begun.get_seq_length() == 43

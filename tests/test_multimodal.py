@@ -17,6 +17,7 @@ from transformers.models.clip import CLIPImageProcessorPil
 
 import hf_specdec
 from hf_specdec.core.errors import UnsupportedModel
+from hf_specdec.core.names import CACHE
 from hf_specdec.model import prompt as prompt_module
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
@@ -157,7 +158,7 @@ def test_a_turn_after_a_prompt_that_ended_in_an_image(family):
     inputs, turns = image_prompts(model, [1, 1], [9, 4], end=True), []
     for config in (None, NGRAM):
         more, cache = {} if config is None else {"speculative_config": config}, DynamicCache()
-        first = model.generate(**inputs, **GREEDY, **more, past_key_values=cache)
+        first = model.generate(**inputs, **GREEDY, **more, **{CACHE: cache})
         ids = torch.cat([first, ragged([7, 7], 100)["input_ids"]], dim=1)
         second = {
             "input_ids": ids,
@@ -166,7 +167,7 @@ def test_a_turn_after_a_prompt_that_ended_in_an_image(family):
         name = token_types(model)
         if name is not None:
             second[name] = (ids == IMAGE).long() if model.config.model_type != "paligemma" else torch.zeros_like(ids)
-        turns.append(model.generate(**second, **GREEDY, **more, past_key_values=cache))
+        turns.append(model.generate(**second, **GREEDY, **more, **{CACHE: cache}))
     assert torch.equal(*turns)
     assert_clean(model)
 
@@ -182,7 +183,7 @@ def test_two_turns(family):
         for config in (None, NGRAM):
             more = {} if config is None else {"speculative_config": config}
             cache = DynamicCache()
-            first = model.generate(**inputs, **GREEDY, **more, past_key_values=cache)
+            first = model.generate(**inputs, **GREEDY, **more, **{CACHE: cache})
             assert cache.get_seq_length() == first.shape[1] - 1
             question = (
                 image_prompts(model, [images] * 2, [7, 7], seed=5, text_seed=4) if images else ragged([7, 7], 100)
@@ -197,7 +198,7 @@ def test_two_turns(family):
                 )
             if images:
                 second |= {key: value for key, value in question.items() if key not in second}
-            turns.append(model.generate(**second, **GREEDY, **more, past_key_values=cache))
+            turns.append(model.generate(**second, **GREEDY, **more, **{CACHE: cache}))
         assert torch.equal(*turns)
     assert_clean(model)
 
@@ -386,11 +387,11 @@ def test_heads(either, tmp_path):
     small = {**config, "block_size": 4, "num_blocks": blocks}
     assert torch.equal(either.generate(**inputs, **GREEDY, speculative_config=small), plain)
     cache = DynamicCache()
-    first = either.generate(**inputs, **GREEDY, past_key_values=cache)
+    first = either.generate(**inputs, **GREEDY, **{CACHE: cache})
     longer = torch.cat([first, first[:, :4]], dim=1)
     mask = torch.nn.functional.pad(inputs["attention_mask"], (0, 20), value=1)
-    with pytest.raises(ValueError, match="past_key_values may hold an image"):
-        either.generate(longer, attention_mask=mask, **GREEDY, past_key_values=cache, speculative_config=config)
+    with pytest.raises(ValueError, match=f"{CACHE} may hold an image"):
+        either.generate(longer, attention_mask=mask, **GREEDY, **{CACHE: cache}, speculative_config=config)
     assert_clean(either)
 
 
@@ -561,10 +562,10 @@ def test_inputs_that_are_needed_after_the_prompt(llava):
 def test_a_cache_that_holds_the_whole_prompt(llava):
     inputs = image_prompts(llava, [1], [9], end=True)
     cache = DynamicCache()
-    llava.generate(**inputs, max_new_tokens=1, past_key_values=cache)
+    llava.generate(**inputs, max_new_tokens=1, **{CACHE: cache})
     inputs = {key: value for key, value in inputs.items() if key != "pixel_values"}
     with pytest.raises(ValueError, match="holds all 13 tokens"):
-        llava.generate(**inputs, **GREEDY, past_key_values=cache, speculative_config=NGRAM)
+        llava.generate(**inputs, **GREEDY, **{CACHE: cache}, speculative_config=NGRAM)
 
 
 def test_embeddings_of_another_length():

@@ -27,6 +27,7 @@ from hf_specdec import LLM, SamplingParams, integration
 from hf_specdec.cache.state_pool import StatePool
 from hf_specdec.candidate_generators import parse_config
 from hf_specdec.core.errors import UnsupportedModel
+from hf_specdec.core.names import CACHE
 from hf_specdec.core.rows import RowInput
 from hf_specdec.core.sequence import Sequence
 from hf_specdec.decoding import SpeculativeDecoder
@@ -283,9 +284,7 @@ def test_drafts_have_the_bits_of_single_tokens_in_bfloat16(name, models):
         expected = [output.logits[0, -1]]
         for i, token in enumerate(text):
             position = torch.tensor([[9 + i]])
-            output = model(
-                token[None, None], position_ids=position, past_key_values=output.past_key_values, use_cache=True
-            )
+            output = model(token[None, None], position_ids=position, **{CACHE: output.past_key_values}, use_cache=True)
             expected.append(output.logits[0, -1])
         cache = packed.new_cache(4, 16)
         cache.add(0)
@@ -364,15 +363,15 @@ def test_the_returned_cache_continues(name, end, models):
         "input_ids": expected.sequences,
         "attention_mask": torch.nn.functional.pad(inputs["attention_mask"], (0, NEW), value=1),
     }
-    again = plain(model, longer, 8, past_key_values=copy.deepcopy(expected.past_key_values))
-    assert torch.equal(plain(model, longer, 8, past_key_values=copy.deepcopy(out.past_key_values)), again)
+    again = plain(model, longer, 8, **{CACHE: copy.deepcopy(expected.past_key_values)})
+    assert torch.equal(plain(model, longer, 8, **{CACHE: copy.deepcopy(out.past_key_values)}), again)
     if name in ("Nemotron-H", "Zamba2"):
         with pytest.raises(ValueError, match="pass the whole text"):
-            speculative(model, drafter, longer, CHAIN, 8, past_key_values=out.past_key_values)
+            speculative(model, drafter, longer, CHAIN, 8, **{CACHE: out.past_key_values})
     else:
         for config in ({**CHAIN, **REPLAYED}, CHAIN):
             cache = copy.deepcopy(out.past_key_values)
-            assert torch.equal(speculative(model, drafter, longer, config, 8, past_key_values=cache), again)
+            assert torch.equal(speculative(model, drafter, longer, config, 8, **{CACHE: cache}), again)
 
 
 # ---- serving ----------------------------------------------------------------------------------------------------------------

@@ -16,6 +16,7 @@ import hf_specdec
 from hf_specdec import integration
 from hf_specdec.candidate_generators import parse_config
 from hf_specdec.core.errors import UnsupportedModel
+from hf_specdec.core.names import CACHE
 from hf_specdec.decoding import SpeculativeDecoder
 from hf_specdec.model.prepare import ModelOptions, prepare
 
@@ -58,8 +59,8 @@ def test_prompts_with_images(states, with_vision):
     ]
     assert torch.equal(*sampled) and not torch.equal(sampled[0], expected)
     longer = {**inputs, "input_ids": out.sequences, "attention_mask": torch.ones_like(out.sequences)}
-    with pytest.raises((UnsupportedModel, ValueError), match="past_key_values"):
-        plain(with_vision, longer, 4, speculative_config=config, past_key_values=out.past_key_values)
+    with pytest.raises((UnsupportedModel, ValueError), match=CACHE):
+        plain(with_vision, longer, 4, speculative_config=config, **{CACHE: out.past_key_values})
     assert_clean(with_vision)
 
 

@@ -7,6 +7,7 @@ from oracle import ragged, tiny_llama
 from transformers import DynamicCache
 
 import hf_specdec
+from hf_specdec.core.names import CACHE
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 TREE = {"method": "draft_model", "branching_factors": [2, 2, 1]}
@@ -54,11 +55,11 @@ def test_everything_that_can_be_returned(model, config):
 
 def test_going_on_from_a_cache(model):
     inputs, cache = ragged([13], vocab_size=VOCAB), DynamicCache()
-    text = model.generate(**inputs, max_new_tokens=8, past_key_values=cache, speculative_config=NGRAM)
+    text = model.generate(**inputs, max_new_tokens=8, **{CACHE: cache}, speculative_config=NGRAM)
     assert len(cache.layers) == 2, "the others read these"
     more = torch.cat([text, torch.tensor([[5, 6, 7]])], dim=1)
     plain = model.generate(more, max_new_tokens=8)
-    assert torch.equal(model.generate(more, max_new_tokens=8, past_key_values=cache, speculative_config=NGRAM), plain)
+    assert torch.equal(model.generate(more, max_new_tokens=8, **{CACHE: cache}, speculative_config=NGRAM), plain)
     assert cache.get_seq_length() == plain.shape[1] - 1
 
 

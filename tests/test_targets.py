@@ -19,7 +19,7 @@ from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotar
 
 import hf_specdec
 from hf_specdec.core.errors import UnsupportedModel
-from hf_specdec.core.names import ATTENTION_NAME
+from hf_specdec.core.names import ATTENTION_NAME, CACHE
 from hf_specdec.core.output import Taps
 from hf_specdec.core.rows import RowInput
 from hf_specdec.model import architectures, self_test
@@ -217,13 +217,9 @@ def test_model_without_optional_arguments():
     """A forward that knows neither logits_to_keep nor return_dict computes all logits; ours are picked from them."""
 
     class PlainForward(LlamaForCausalLM):
-        def forward(
-            self, input_ids, attention_mask=None, position_ids=None, past_key_values=None, use_cache=None, **kwargs
-        ):
+        def forward(self, input_ids, attention_mask=None, position_ids=None, use_cache=None, **kwargs):
             kwargs.pop("logits_to_keep", None)
-            return super().forward(
-                input_ids, attention_mask, position_ids, past_key_values, use_cache=use_cache, **kwargs
-            )
+            return super().forward(input_ids, attention_mask, position_ids, use_cache=use_cache, **kwargs)
 
     source = make("Llama", attention_bias=True, mlp_bias=True)  # and biases, which most Llamas do not have
     target = PlainForward(source.config).eval()
@@ -329,14 +325,14 @@ def test_recurrent_drafter_is_refused(family_models):
 class MemoryOrderAttention(LlamaAttention):
     """Off the attention interface, with a causal mask of its own over the keys as they lie in memory."""
 
-    def forward(self, hidden_states, position_embeddings, attention_mask=None, past_key_values=None, **kwargs):
+    def forward(self, hidden_states, position_embeddings, attention_mask=None, **kwargs):
         shape = (*hidden_states.shape[:-1], -1, self.head_dim)
         query, key, value = (
             proj(hidden_states).view(shape).transpose(1, 2) for proj in (self.q_proj, self.k_proj, self.v_proj)
         )
         query, key = apply_rotary_pos_emb(query, key, *position_embeddings)
-        if past_key_values is not None:
-            key, value = past_key_values.update(key, value, self.layer_idx)
+        if kwargs.get(CACHE) is not None:
+            key, value = kwargs[CACHE].update(key, value, self.layer_idx)
         groups = self.num_key_value_groups
         causal = torch.ones(query.shape[2], key.shape[2], dtype=torch.bool).tril(key.shape[2] - query.shape[2])
         out = nn.functional.scaled_dot_product_attention(

@@ -65,7 +65,7 @@ def mixers_of(model: PreTrainedModel, family: Family) -> list[nn.Module]:
     if mixers and not hasattr(Cache, "get_conv_state"):
         raise UnsupportedModel(
             f"{type(model).__name__} has recurrent layers, whose states transformers {transformers.__version__} keeps in another way: "
-            "install transformers 5.23, or call generate() without speculative_config."
+            "install transformers 5.23 or newer, or call generate() without speculative_config."
         )
     needed = [CONVOLUTION] + ([] if family.rule is None else [family.rule.chunk, family.rule.one_token])
     for module in mixers:
