@@ -86,6 +86,7 @@ OTHERWISE: dict[str, dict[str, Any]] = {
         "attn_config": {"kv_n_heads": 2, "clip_qkv": 8.0, "rope_theta": 1e4},
         "ffn_config": {"hidden_size": 64, "ffn_hidden_size": 64, "moe_num_experts": 4, "moe_top_k": 2},
     },
+    "dory": {"n_input_layers": 1, "n_output_layers": 1, "layer_types": ["sliding_attention", "full_attention"] * 2},
     "dots3_note_text": {"num_key_value_heads": 4, "layer_types": ["full_attention"] * 4},
     "falcon_h1": {"mamba_d_ssm": 128},
     "fuyu": {"text_config": {"model_type": "persimmon", **_TEXT}, "hidden_size": 64, "num_hidden_layers": 4, "image_token_id": 90},
@@ -105,6 +106,13 @@ OTHERWISE: dict[str, dict[str, Any]] = {
     "gpt_neo": {"attention_types": [[["global", "local"], 2]], "window_size": 12},
     "moss_transcribe_diarize": {"text_config": {**_TEXT, "model_type": "qwen3", "head_dim": 16}},
     "granitemoehybrid": {"layer_types": ["mamba", "attention"] * 2},
+    "inkling2_loop_text": {
+        "unpadded_vocab_size": VOCAB, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16,
+        "n_layers_per_attn_res_block": 1, "loop_layer_index_start": 1, "loop_layer_index_end": 3,
+    },
+    "inkling2_text": {
+        "unpadded_vocab_size": VOCAB, "swa_num_attention_heads": 4, "swa_num_key_value_heads": 2, "swa_head_dim": 16,
+    },
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "expert_layer_period": 2, "expert_layer_offset": 1},
     "kimi_linear": {
         "layer_types": ["linear_attention", "full_attention"] * 2, "linear_head_dim": 16, "linear_num_heads": 4,

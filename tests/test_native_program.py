@@ -8,6 +8,7 @@ import pytest
 import torch
 from families import make, make_for_pages
 from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM
 
 import hf_specdec
 from hf_specdec.core.errors import UnsupportedModel
@@ -123,6 +124,19 @@ def test_a_model_with_few_positions_runs_operator_by_operator():
     found, wanted = outputs(native, rows, 2), outputs(plain, rows, 2)
     assert "positions" in native.native.refused
     assert all(is_close(ours.logits, own.logits) for ours, own in zip(found, wanted, strict=True))
+
+
+@pytest.mark.parametrize("positions", [48, 100])
+def test_a_table_of_positions_that_ends(positions):
+    """GPT-J's rotary module looks its angles up (transformers 5.24): it has none after the model's last position."""
+    sizes = {"n_embd": 64, "n_layer": 2, "n_head": 4, "n_positions": positions, "rotary_dim": 4, "vocab_size": 128}
+    config = AutoConfig.for_model("gptj", **sizes, bos_token_id=1, eos_token_id=None, pad_token_id=0)
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    ids = torch.arange(2, 12)[None]
+    arguments = {"attention_mask": torch.ones_like(ids), "max_length": positions, "do_sample": False}
+    ours = model.generate(ids, **arguments, speculative_config={"method": "ngram", "prompt_lookup_min": 1})
+    assert torch.equal(ours, model.generate(ids, **arguments))
 
 
 def test_early_exit_runs_the_first_layers():

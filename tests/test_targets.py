@@ -13,7 +13,7 @@ import transformers
 from families import FAMILIES, VOCAB, WINDOW, build, make, perturbed
 from near_ties import TIE
 from torch import nn
-from transformers import AutoConfig, AutoModelForSeq2SeqLM, LlamaForCausalLM
+from transformers import AutoConfig, AutoModelForSeq2SeqLM, DynamicCache, LlamaForCausalLM
 from transformers.models.falcon import modeling_falcon
 from transformers.models.llama.modeling_llama import LlamaAttention, apply_rotary_pos_emb, repeat_kv
 
@@ -228,6 +228,26 @@ def test_model_without_optional_arguments():
     inputs = prompts(5)
     output = speculative(target, inputs, TREE, assistant_model=perturbed(source, 0.05))
     assert_same_tokens(output, plain(target, inputs), "no logits_to_keep")
+
+
+@pytest.mark.skipif(not hasattr(transformers, "DoryForCausalLM"), reason="needs transformers 5.24")
+def test_layers_that_run_several_times(caplog):
+    """Dory's loops keep keys in layers of their own, which its forward adds to the cache; a DynamicCache of ours would lack them."""
+    kinds = ["sliding_attention", "full_attention"] * 2
+    target = build(
+        "dory", num_hidden_layers=4, n_input_layers=1, n_output_layers=1, layer_types=kinds, sliding_window=12
+    )
+    inputs = prompts(5)
+    for config in (NGRAM, TREE):
+        output = speculative(
+            target, inputs, config, assistant_model=perturbed(target, 0.05) if config is TREE else None
+        )
+        assert_same_tokens(output, plain(target, inputs), "Dory")
+    arguments = {"max_new_tokens": 8, "do_sample": False, "speculative_config": NGRAM}
+    assert target.generate(**inputs, **arguments, return_dict_in_generate=True).past_key_values is None
+    assert "The output has no cache: DoryForCausalLM" in caplog.text
+    with pytest.raises(UnsupportedModel, match="DoryForCausalLM keeps keys in more layers"):
+        target.generate(**inputs, **arguments, **{CACHE: DynamicCache(config=target.config)})
 
 
 # ---- refused --------------------------------------------------------------------------------------------------------

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
 
 import numpy as np
@@ -28,6 +29,8 @@ from .outputs import (
 )
 from .prompts import prompt_columns, sequences_of, text_length
 from .ranked import observer_for
+
+logger = logging.getLogger(__name__)
 
 
 # Tensors kept for later calls must not be inference tensors: only inference mode may change those.
@@ -203,6 +206,21 @@ def _speculation(run: BatchRun) -> Speculation:
     return found
 
 
+def _has_all_layers(export: DynamicCache, run: BatchRun) -> bool:
+    """False, with a warning, if the model has added layers to our cache that transformers' lacks.
+
+    Raises:
+        UnsupportedModel: the caller passed that cache, to be filled.
+    """
+    if export.layer_class_to_replicate is not None or len(run.tensors[0].cache or []) <= len(export.layers):
+        return True
+    why = f"{type(run.decoder.target.model).__name__} keeps keys in more layers than a DynamicCache of its configuration has"
+    if getattr(export, "_is_user_defined", False):
+        raise UnsupportedModel(f"{why}: call generate() without {CACHE}, or without speculative_config.")
+    logger.warning("The output has no cache: %s.", why)
+    return False
+
+
 def _result(run: BatchRun, returns: Returns, columns, num_fed: int, export: DynamicCache | None, unseen: int):
     """What `generate()` returns.
 
@@ -212,6 +230,8 @@ def _result(run: BatchRun, returns: Returns, columns, num_fed: int, export: Dyna
     """
     observer, tensors = run.observer, run.tensors
     ids, steps = observer.output_ids(), observer.num_steps
+    if export is not None and not _has_all_layers(export, run):
+        export = None
     if export is not None:
         fill_dynamic_cache(export, tensors, columns, unseen + ids.shape[1] - 1)
         if run.decoder.target.recurrent is not None:

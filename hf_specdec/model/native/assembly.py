@@ -18,13 +18,20 @@ _ALIGNMENT = 64
 _CACHED_BYTES = 32 << 20  # of weights: fewer stay in a processor's last cache from call to call
 
 
-def assemble(tape: Tape, outputs: Sequence[Value], pools: dict[int, tuple[int, ...]], dtype: torch.dtype) -> Program:
+def assemble(
+    tape: Tape,
+    outputs: Sequence[Value],
+    pools: dict[int, tuple[int, ...]],
+    dtype: torch.dtype,
+    max_positions: int | None = None,
+) -> Program:
     """The program of a tape, with buffers for `most_tokens_for(dtype)` tokens.
 
     Args:
         outputs: the values to return, each [T or R, width] after dimensions of size 1.
         pools: by layer: key heads, width, value heads, value width.
         dtype: of keys and values.
+        max_positions: see `Program`.
 
     Raises:
         NotLowered: an output has another shape.
@@ -45,7 +52,7 @@ def assemble(tape: Tape, outputs: Sequence[Value], pools: dict[int, tuple[int, .
             Output(slot_of[id(each)], each.dtype, each.elements, value.rows)
             for each, value in zip(returned, outputs, strict=True)
         ],
-        pools, dtype,
+        pools, dtype, max_positions,
     )  # fmt: skip
 
 

@@ -41,7 +41,7 @@ def build(subject: Subject) -> Program:
     if any(cache.layers[layer].keys.dtype != subject.dtype for layer in recorder.pools):
         raise NotLowered("keys in another dtype than the model's")
     values = [recorder.value_of(each) for each in outputs]
-    program = assemble(tape, values, recorder.pools, subject.dtype)
+    program = assemble(tape, values, recorder.pools, subject.dtype, subject.max_positions)
     _check(subject, program, ours, rows, features, outputs)
     for more in _further_rows(rows, subject.vocab_size):
         features = _features(subject, sum(row.num_tokens for row in more))

@@ -51,6 +51,7 @@ class Program:
         outputs: what is returned.
         pools: by layer: key heads, width, value heads, value width.
         dtype: of keys and values.
+        max_positions: number of positions the model was built for; its rotary module may have no angles after them. None: unknown.
     """
 
     def __init__(
@@ -65,8 +66,9 @@ class Program:
         outputs: list[Output],
         pools: dict[int, tuple[int, ...]],
         dtype: torch.dtype,
+        max_positions: int | None = None,
     ):
-        self.most_tokens = most_tokens
+        self.most_tokens, self.max_positions = most_tokens, max_positions
         self.ops, self.slots, self.memory, self.weights = ops, slots, memory, weights
         self.tables, self.features, self.outputs, self.pools, self.dtype = tables, features, outputs, pools, dtype
         self._most_threads = max(1, sum(each.nbytes for each in weights) // _BYTES_PER_THREAD)
@@ -105,8 +107,14 @@ class Program:
         with self._lock:
             highest = int(batch.position_ids.max())
             if highest >= self.num_positions:
-                self._fill_tables(max(_POSITIONS_AT_FIRST, 2 * (highest + 1)))
+                self._fill_tables(self._room_for(highest))
             return self._call(inputs, features)
+
+    def _room_for(self, highest: int) -> int:
+        """Rows of the tables for positions up to `highest`: more than needed, so that they are rarely computed, but all the model's own at
+        most, unless the text itself is longer."""
+        room = max(_POSITIONS_AT_FIRST, 2 * (highest + 1))
+        return room if self.max_positions is None or highest >= self.max_positions else min(room, self.max_positions)
 
     def run_rows(self, features: torch.Tensor) -> list[torch.Tensor]:
         """The outputs for features [n, F] of at most `most_tokens` rows, for programs that read nothing else."""
