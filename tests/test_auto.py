@@ -456,3 +456,35 @@ def test_explain(capsys):
     assert "drafts with eagle3: the bundled tiny-eagle3" in capsys.readouterr().out
     assert main(["explain", "tiny", "--speculative-config", '{"method": "ngram"}']) == 2
     assert "needs 'auto'" in capsys.readouterr().err
+
+
+def test_explain_shows_what_was_not_tried(capsys):
+    """A drafter that was never asked costs an unknown time, not none."""
+    from rich import print as show
+
+    from hf_specdec.cli.explain import _table
+
+    tried = {"milliseconds": 0.5, "acceptance": 0.25, "steps": 3}
+    show(_table({"ngram": tried, "eagle3": {"milliseconds": None, "acceptance": None, "steps": 0}}))
+    ngram, eagle3 = (line.split("│")[1:-1] for line in capsys.readouterr().out.splitlines() if "│" in line)
+    assert [cell.strip() for cell in ngram] == ["ngram", "0.50", "25%", "3"]
+    assert [cell.strip() for cell in eagle3] == ["eagle3", "–", "–", "0"]
+
+
+def test_what_no_step_has_shown_is_unknown(tiny_model):
+    config = {
+        "method": "auto",
+        "methods": [{"method": "ngram"}, {"method": "eagle3", "model": "tiny-eagle3"}],
+        "memory": False,
+    }
+    tiny_model.generate(**ragged([12]), max_new_tokens=1, do_sample=False, speculative_config=config)
+    (decoder,) = hf_specdec.integration.kept_decoders(tiny_model)
+    drafters = decoder.policy.report()["drafters"]
+    assert drafters["eagle3"] == {"milliseconds": None, "acceptance": None, "steps": 0}
+    hf_specdec.release(tiny_model)
+
+
+@pytest.mark.parametrize("value", [None, 5, [], ""])
+def test_a_memory_that_is_no_folder(value):
+    with pytest.raises(SpeculativeConfigError, match=r"\['memory'\].*must be true, false or a folder"):
+        parse_config({"method": "auto", "memory": value})

@@ -114,8 +114,15 @@ def _measured(args: argparse.Namespace, model, tokenizer, config: AutoConfig, po
     }  # fmt: skip
 
 
-def _table(drafters: dict[str, dict[str, float]]) -> Table:
+def _table(drafters: dict[str, dict[str, Any]]) -> Table:
+    """"–": not tried, because no draft was expected to pay."""
     table = Table("drafter", "ms to ask it", "first token accepted", "drafts taken")
     for name, figures in drafters.items():
-        table.add_row(name, f"{figures['milliseconds']:.2f}", f"{figures['acceptance']:.0%}", f"{figures['steps']}")
+        milliseconds, acceptance = figures["milliseconds"], figures["acceptance"]
+        table.add_row(
+            name,
+            "–" if milliseconds is None else f"{milliseconds:.2f}",
+            "–" if acceptance is None else f"{acceptance:.0%}",
+            f"{figures['steps']}",
+        )
     return table

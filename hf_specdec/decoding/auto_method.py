@@ -207,15 +207,15 @@ class AutoMethod(AutoChoice):
 
     def report(self, num_rows: int = 1) -> dict[str, Any]:
         """What was measured: milliseconds of a plain step, of each further packed token and of each drafter; P(accepted) of a
-        draft's first token; and how many drafts of rows each drafter made."""
+        draft's first token; and how many drafts of rows each drafter made. What no step has shown yet is None."""
         plain, double = 1e3 * self.cost.of_target(num_rows, np.array([num_rows, 2 * num_rows]))
         drafters = {}
         for index, name in enumerate(self.names):
             if index < self.num_lookups:
-                milliseconds = 1e3 * float(self.lookups.seconds[index])
+                seconds = float(self.lookups.seconds[index]) or None
             else:
-                milliseconds = 1e3 * float(self.of_drafting(index, num_rows, 1, num_rows, 0))
+                seconds = float(self.of_drafting(index, num_rows, 1, num_rows, 0)) if self.drafting[index] else None
             drafters[name] = {
-                "milliseconds": milliseconds, "acceptance": self.drafters.acceptance(index), "steps": self.steps[name],
+                "milliseconds": seconds and 1e3 * seconds, "acceptance": self.drafters.acceptance(index), "steps": self.steps[name],
             }  # fmt: skip
         return {"plain_ms": float(plain), "token_ms": float(double - plain) / num_rows, "drafters": drafters}

@@ -112,10 +112,10 @@ class DrafterAcceptance:
         """[K]: nodes that a draft of this drafter has at each depth, if it is asked to be as deep."""
         return self.shape[0, drafter] / self.shape[1, drafter]
 
-    def acceptance(self, drafter: int) -> float:
-        """Share of the judged first tokens of drafts that were accepted."""
+    def acceptance(self, drafter: int) -> float | None:
+        """Share of the judged first tokens of drafts that were accepted; None: none was judged."""
         rejected, judged = self.counts[:, drafter, :, 0].sum(1)
-        return float(1.0 - rejected / judged) if judged else 0.0
+        return float(1.0 - rejected / judged) if judged else None
 
     # ---- learning ---------------------------------------------------------------------------------------------------
 

@@ -44,8 +44,8 @@ class AutoConfig(LookupCacheConfig):
         super().__post_init__()
         self.check_text("model")
         self.check_number("max_download_gb", minimum=0)
-        if not isinstance(self.memory, bool):
-            self.check_text("memory")
+        if not isinstance(self.memory, (bool, str)) or self.memory == "":
+            raise self.fail("memory", f"must be true, false or a folder, not {self.memory!r}.")
         if self.methods is not None:
             if not isinstance(self.methods, (list, tuple)) or not self.methods:
                 raise self.fail(
