@@ -20,8 +20,14 @@ NAME = "hf_specdec.kernels.native.library"
 COMMON = ["-std=c++17", "-O2", "-g0", "-fPIC", "-fvisibility=hidden", "-fno-math-errno", "-fno-trapping-math", "-w"]
 AVX2 = ["-mavx2", "-mfma", "-mf16c"]
 AVX512 = [*AVX2, "-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq"]
+AVX512_BF16 = [*AVX512, "-mavx512bf16", "-mavx512vnni"]
 # Each file is compiled for its instruction set; the CPU is asked at run time.
-INSTRUCTION_SETS = {"avx2": AVX2, "avx512": AVX512, "avx512_bf16": [*AVX512, "-mavx512bf16", "-mavx512vnni"]}
+INSTRUCTION_SETS = {
+    "avx2": AVX2,
+    "avx512": AVX512,
+    "avx512_bf16": AVX512_BF16,
+    "amx_bf16": [*AVX512_BF16, "-mamx-tile", "-mamx-bf16"],
+}
 
 
 class BuildLibrary(build_ext):

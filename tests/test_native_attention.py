@@ -13,7 +13,7 @@ from hf_specdec.kernels.attention import NativeRow, NativeRows, native, referenc
 from hf_specdec.kernels.native import library
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native library is not compiled")
-SETS = ["baseline", "avx2", "avx512", "avx512_bf16"]
+SETS = ["baseline", "avx2", "avx512", "avx512_bf16", "amx_bf16"]
 # Scores and weights are rounded as in torch. Scores reach 10 here, so one rounding changes a weight by up to 2 per cent in bfloat16.
 BOUNDS = {torch.float32: 2e-6, torch.float16: 5e-3, torch.bfloat16: 4e-2}
 

@@ -34,7 +34,7 @@ LAYOUTS = [
 WIDE = {"hidden_size": 64, "intermediate_size": 160, "head_dim": 16}
 
 
-@pytest.fixture(params=["baseline", "avx2", "avx512", "avx512_bf16"])
+@pytest.fixture(params=["baseline", "avx2", "avx512", "avx512_bf16", "amx_bf16"])
 def instruction_set(request):
     """The kernels of one instruction set."""
     loaded = library()

@@ -37,10 +37,11 @@ struct Linear {
   i64 type, rows, n, k, ldx, ldw, ldy, streams, bits, group, scales;
 };
 
-// The share of `part` among `parts` of n outputs begins here: a multiple of 4, or of a panel if the weights are quantized.
-static inline i64 share_of(i64 n, i64 part, i64 parts, i64 bits) {
-  const i64 unit = bits ? 16 : 4;
-  return part == parts ? n : (n / unit * part / parts) * unit;
+// The share of `part` among `parts` of a product's outputs begins here: a multiple of 4, or of what one step computes: a panel of
+// quantized weights, or a tile of AMX.
+static inline i64 share_of(const Linear& call, i64 part, i64 parts) {
+  const i64 unit = call.bits || call.type == BFLOAT16 ? 16 : 4;
+  return part == parts ? call.n : (call.n / unit * part / parts) * unit;
 }
 
 // A tensor [rows, size[0], size[1], size[2]] in memory.
@@ -72,3 +73,4 @@ const Kernels* baseline_kernels();
 const Kernels* avx2_kernels();
 const Kernels* avx512_kernels();
 const Kernels* avx512_bf16_kernels();
+const Kernels* amx_bf16_kernels();

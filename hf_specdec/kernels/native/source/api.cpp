@@ -2,16 +2,42 @@
 #include <cstring>
 #include "program.h"
 #include "threads.h"
+#if defined(HAS_AMX_BF16) && defined(__linux__)
+#include <cpuid.h>
+#include <sys/syscall.h>
+#include <unistd.h>
+#endif
 
 namespace {
+
+#if defined(HAS_AMX_BF16)
+// True if the CPU has AMX for bfloat16, and the system keeps tiles and lets this process use them; Linux wants to be asked first. For
+// CPUs with AVX-512.
+bool has_tiles() {
+#if defined(__linux__)
+  unsigned a, b, c, features = 0, kept, high;
+  constexpr unsigned BF16 = 1u << 22, TILE = 1u << 24, STATES = 3u << 17;  // configuration and data of tiles
+  constexpr long ASK = 0x1023, TILE_DATA = 18;  // ARCH_REQ_XCOMP_PERM, XFEATURE_XTILEDATA
+  if (!__get_cpuid_count(7, 0, &a, &b, &c, &features) || ~features & (BF16 | TILE)) return false;
+  asm volatile("xgetbv" : "=a"(kept), "=d"(high) : "c"(0));
+  return !(~kept & STATES) && !syscall(SYS_arch_prctl, ASK, TILE_DATA);
+#else
+  return false;
+#endif
+}
+#endif
 
 const Kernels* choose() {
 #if defined(__x86_64__)
   __builtin_cpu_init();
 #if defined(HAS_AVX512_BF16)
   if (__builtin_cpu_supports("avx512bf16") && __builtin_cpu_supports("avx512vnni") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
-      __builtin_cpu_supports("avx512dq"))
+      __builtin_cpu_supports("avx512dq")) {
+#if defined(HAS_AMX_BF16)
+    if (has_tiles()) return amx_bf16_kernels();
+#endif
     return avx512_bf16_kernels();
+  }
 #endif
 #if defined(HAS_AVX512)
   if (__builtin_cpu_supports("avx512f") && __builtin_cpu_supports("avx512bw") && __builtin_cpu_supports("avx512vl") &&
@@ -52,6 +78,9 @@ i64 specdec_use(const char* name) {
 #if defined(HAS_AVX512_BF16)
     avx512_bf16_kernels(),
 #endif
+#if defined(HAS_AMX_BF16)
+    amx_bf16_kernels(),
+#endif
   };
   for (const Kernels* each : known) {  // in ascending order: a CPU has all sets before its best one
     if (!strcmp(each->name, name)) { kernels = each; return 1; }
@@ -62,14 +91,14 @@ i64 specdec_use(const char* name) {
 
 void specdec_linear(const Linear* call, i64 threads) {
   run_together(threads, [&](i64 part, i64 parts) {
-    kernels->linear(*call, share_of(call->n, part, parts, call->bits), share_of(call->n, part + 1, parts, call->bits));
+    kernels->linear(*call, share_of(*call, part, parts), share_of(*call, part + 1, parts));
   });
 }
 
 // y [n, k] (its rows `ldy` apart) = the call's quantized weights.
 void specdec_dequantize(const Linear* call, i64 threads) {
   run_together(threads, [&](i64 part, i64 parts) {
-    kernels->dequantize(*call, share_of(call->n, part, parts, call->bits), share_of(call->n, part + 1, parts, call->bits));
+    kernels->dequantize(*call, share_of(*call, part, parts), share_of(*call, part + 1, parts));
   });
 }
 

@@ -1,7 +1,7 @@
 // Products of a few rows of tokens with row-major weights, read in place.
 #pragma once
 #include <utility>
-#include "vectors.h"
+#include "tiles.h"
 
 namespace {
 
@@ -130,9 +130,6 @@ inline void dots(int count, const E* const* w, const X* x, i64 ldx, Part part, i
 #undef CASE
 }
 
-inline i64 smaller(i64 a, i64 b) { return a < b ? a : b; }
-inline i64 larger(i64 a, i64 b) { return a > b ? a : b; }
-
 // Tokens [rows, k] as `dots` reads them: in place, or converted to floats.
 inline const float* met(const float* x, i64, i64, i64* ) { return x; }
 #if defined(__AVX512BF16__)
@@ -214,7 +211,11 @@ template <class E> void linear_of(const Linear& call, i64 first, i64 last) {
 void plain_linear(const Linear& call, i64 first, i64 last) {
   switch (call.type) {
     case FLOAT32: return linear_of<float>(call, first, last);
+#if defined(__AMX_BF16__)
+    case BFLOAT16: return linear_in_tiles(call, first, last);
+#else
     case BFLOAT16: return linear_of<bf16>(call, first, last);
+#endif
     default: return linear_of<f16>(call, first, last);
   }
 }

@@ -59,7 +59,7 @@ void multiply(const Kernels& kernels, const Op& op, char* const* slots, const St
   Linear call = {address(op.a, slots), address(op.b, slots), address(op.c, slots), address(op.out, slots),
                  op.a.type, count(op, step), op.size[1], op.size[2], op.a.token, op.b.token, op.out.token, op.kind,
                  op.function, op.width, op.b.type};
-  kernels.linear(call, share_of(call.n, part, parts, call.bits), share_of(call.n, part + 1, parts, call.bits));
+  kernels.linear(call, share_of(call, part, parts), share_of(call, part + 1, parts));
 }
 
 void run_alone(const Kernels& kernels, const Op& op, char* const* slots, const Step& step) {

@@ -30,6 +30,9 @@ typedef int32_t Ints __attribute__((vector_size(4 * LANES)));
 typedef uint32_t Words __attribute__((vector_size(4 * LANES)));
 typedef uint16_t LooseHalves __attribute__((vector_size(2 * LANES), aligned(2), may_alias));
 
+inline i64 smaller(i64 a, i64 b) { return a < b ? a : b; }
+inline i64 larger(i64 a, i64 b) { return a > b ? a : b; }
+
 struct bf16 { uint16_t bits; };
 struct f16 { uint16_t bits; };
 
