@@ -1,25 +1,30 @@
-"""What the HTTP side costs beside the engine's steps: CPU time of the two threads of a server while all streams decode.
+"""What the HTTP side costs beside the engine's steps: CPU time of both while all streams decode, and how long a step takes.
 
     python benchmarks/http_time.py                                  # 64 and 256 streams, the bundled model at the cost of 50 M parameters
-    python benchmarks/http_time.py --streams 64 --method ngram
-    python benchmarks/http_time.py --profile                        # what the HTTP thread does
+    python benchmarks/http_time.py --streams 64 --method ngram --rounds 1
+    python benchmarks/http_time.py --forms process --profile        # what the HTTP side does
 
-One thread for the model, float32, greedy; clients in a process of their own. Aim: the HTTP side takes under 5 % of a step.
+The engine runs in a process of its own, as in `hf-specdec serve`, and in a thread of the HTTP side's process, in turns. One thread for the
+model, greedy; clients in a process of their own. Give it two cores at least.
 """
 
 from __future__ import annotations
 
 import argparse
 import asyncio
+import cProfile
 import json
 import os
+import pstats
 import statistics
 import subprocess
 import sys
+import tempfile
 import threading
 import time
-from itertools import pairwise
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -31,40 +36,65 @@ def parse() -> argparse.Namespace:
     """The command line."""
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--size", default="50m", help="see loads.py (default: %(default)s)")
+    parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--streams", type=int, nargs="+", default=[64, 256])
     parser.add_argument("--new-tokens", type=int, default=32)
     parser.add_argument("--method", choices=["none", "ngram"], default="none")
     parser.add_argument("--path", choices=["/v1/completions", "/v1/chat/completions"], default="/v1/completions")
-    parser.add_argument("--profile", action="store_true", help="print what the HTTP thread spends its time in")
+    parser.add_argument("--forms", choices=["thread", "process"], nargs="+", default=["thread", "process"])
+    parser.add_argument("--rounds", type=int, default=5, help="every form once in each (default: %(default)s)")
+    parser.add_argument("--profile", action="store_true", help="print what the event loop's thread spends its time in")
     parser.add_argument("--json", type=Path)
     return parser.parse_args()
 
 
-def cpu_clock(thread: threading.Thread):
-    """A function that tells the CPU seconds of a thread."""
-    number = time.pthread_getcpuclockid(thread.ident)  # type: ignore[arg-type]
+def clock_of(thread: threading.Thread | int) -> Callable[[], float]:
+    """A function that tells the CPU seconds of a thread, or of the process with this id."""
+    if isinstance(thread, int):
+        number = (~thread << 3) | 2  # as in clock_getcpuclockid(3) of Linux
+    else:
+        number = time.pthread_getcpuclockid(thread.ident)  # type: ignore[arg-type]
     return lambda: time.clock_gettime(number)
 
 
-def measure(server, app, streams: int, options: argparse.Namespace) -> dict[str, float]:
-    """Milliseconds of CPU time per step of both threads, over the steps in which all streams decode."""
+def start(form: str, folder: str, tokenizer: Any, options: argparse.Namespace) -> tuple[Any, tuple]:
+    """(a server whose engine runs in a thread or in a process, clocks of the HTTP side and of the engine)."""
+    from hf_specdec import LLM
+    from hf_specdec.serve.engine_process import EngineProcess
+    from hf_specdec.serve.server import Limits, Server
+
+    config = None if options.method == "none" else {"method": "ngram", "num_speculative_tokens": 4}
+    arguments = dict(
+        model=folder, speculative_config=config, dtype=options.dtype, device="cpu", max_model_len=256, max_num_batched_tokens=8192
+    )  # fmt: skip
+    server, loop = Server(tokenizer, ["tiny"], Limits()), asyncio.new_event_loop()
+    if form == "thread":
+        server.start(LLM(**arguments), loop)
+        assert isinstance(server.worker, threading.Thread)
+        return server, (clock_of(threading.main_thread()), clock_of(server.worker))
+    engine = EngineProcess(server.deliver, arguments)
+    server.connect(engine, engine.loaded.result(), loop)
+    return server, (time.process_time, clock_of(engine.process.pid))
+
+
+def measure(server: Any, clocks: tuple, streams: int, options: argparse.Namespace) -> dict[str, float]:
+    """Milliseconds of a step in which all streams decode: CPU time of the HTTP side and of the engine, and wall time."""
     import uvicorn
 
-    marks: list[tuple[float, float]] = []  # (HTTP, engine) seconds of CPU time at the end of such a step
-    engine = server.worker.engine
-    clocks = cpu_clock(threading.main_thread()), cpu_clock(server.worker)
-    step = engine.step
+    from hf_specdec.serve.api import make_app
 
-    def marked():
-        found = step()
-        if len(engine.scheduler.running) == streams and len(found) == streams:
-            marks.append((clocks[0](), clocks[1]()))
-        return found
+    marks: list[list[float]] = []  # at the end of each such step
+    deliver, clocks = server.worker.deliver, (*clocks, time.perf_counter)
 
-    engine.step = marked
-    own = uvicorn.Server(uvicorn.Config(app, port=0, log_level="warning", lifespan="off"))
+    def marked(updates: list) -> None:
+        deliver(updates)
+        if len(updates) == streams:
+            marks.append([clock() for clock in clocks])
 
-    async def main() -> None:
+    server.worker.deliver = marked
+    own = uvicorn.Server(uvicorn.Config(make_app(server), port=0, log_level="warning", lifespan="off"))
+
+    async def run() -> None:
         serving = asyncio.create_task(own.serve())
         while not own.started:
             await asyncio.sleep(0.01)
@@ -87,60 +117,64 @@ def measure(server, app, streams: int, options: argparse.Namespace) -> dict[str,
     server.loop = asyncio.new_event_loop()
     asyncio.set_event_loop(server.loop)
     try:
-        server.loop.run_until_complete(main())
+        server.loop.run_until_complete(run())
     finally:
-        engine.step = step
-    http, steps = zip(*marks, strict=True)
-    spent = [1e3 * statistics.mean(b - a for a, b in pairwise(own)) for own in (http, steps)]
-    return {"streams": streams, "steps": len(marks), "http_ms": spent[0], "step_ms": spent[1]}
+        server.worker.deliver = deliver
+    spent = [1e3 * (last - first) / (len(marks) - 1) for first, last in zip(marks[0], marks[-1], strict=True)]
+    return {"steps": len(marks), **dict(zip(("http_ms", "engine_ms", "wall_ms"), spent, strict=True))}
 
 
 def main() -> None:
     """Measure and print."""
     options = parse()
-    import cProfile
-    import pstats
-
     import torch
     from decode import machine
     from loads import larger
 
-    from hf_specdec import LLM
-    from hf_specdec.serve.api import make_app
-    from hf_specdec.serve.server import Limits, Server
-
     torch.set_num_threads(1)
-    model, tokenizer = larger(options.size)
-    config = None if options.method == "none" else {"method": "ngram", "num_speculative_tokens": 4}
-    llm = LLM(model, tokenizer, config, max_model_len=256, max_num_batched_tokens=8192)
-    server = Server(tokenizer, ["tiny"], Limits())
-    app = make_app(server)
-    server.start(llm, asyncio.new_event_loop())
-    results = []
+    found: dict[tuple[int, str], list[dict[str, float]]] = {}
     profile = cProfile.Profile(time.thread_time)
-    for streams in options.streams:
-        if options.profile:
-            profile.enable()
-        found = measure(server, app, streams, options)
-        profile.disable()
-        results.append(found)
-        share = found["http_ms"] / found["step_ms"]
+    with tempfile.TemporaryDirectory() as folder:
+        model, tokenizer = larger(options.size, options.dtype)
+        model.save_pretrained(folder)
+        tokenizer.save_pretrained(folder)
+        del model
+        servers = {form: start(form, folder, tokenizer, options) for form in options.forms}
+        for streams in options.streams:
+            for i in range(-1, options.rounds):  # the first one warms up
+                for form in options.forms[:: 1 if i % 2 else -1]:
+                    if options.profile and i >= 0:
+                        profile.enable()
+                    one = measure(*servers[form], streams, options)
+                    profile.disable()
+                    if i >= 0:
+                        found.setdefault((streams, form), []).append(one)
+        for server, _ in servers.values():
+            server.stop()
+    results = []
+    for (streams, form), rounds in found.items():
+        median = {key: statistics.median(each[key] for each in rounds) for key in rounds[0]}
+        results.append({"streams": streams, "form": form, **median})
         print(
-            f"{streams} streams, {options.method}, {options.path}: HTTP {found['http_ms']:.2f} ms of CPU time a step of "
-            f"{found['step_ms']:.1f} ms ({100 * share:.2f} %), {1e3 * found['http_ms'] / streams:.0f} µs a frame",
+            f"{streams} streams, {options.method}, {options.path}, engine in a {form}: HTTP {median['http_ms']:.2f} ms of CPU time a step, "
+            f"{1e3 * median['http_ms'] / streams:.0f} µs a frame; engine {median['engine_ms']:.1f} ms; a step every "
+            f"{median['wall_ms']:.1f} ms",
             flush=True,
         )
+        if form == "process" and (streams, "thread") in found:
+            before = found[streams, "thread"]
+            ratios = sorted(one["wall_ms"] / other["wall_ms"] for one, other in zip(before, rounds, strict=True))
+            print(
+                f"  steps a second over those with a thread: {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
+            )
+            results[-1]["speed_over_thread"] = ratios
     if options.profile:
         pstats.Stats(profile).sort_stats("tottime").print_stats(30)
-    server.stop()
     if options.json:
         report = {
-            "machine": machine(),
-            "size": options.size,
-            "method": options.method,
-            "path": options.path,
-            "results": results,
-        }
+            "machine": machine(), "size": options.size, "dtype": options.dtype, "method": options.method, "path": options.path,
+            "rounds": options.rounds, "results": results,
+        }  # fmt: skip
         options.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
 
 

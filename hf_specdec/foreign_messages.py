@@ -37,6 +37,11 @@ def hold_back() -> None:
         logging.getLogger(name).addFilter(_keep)
 
 
+def are_held_back() -> bool:
+    """True between `hold_back` and `show`."""
+    return _keep in logging.getLogger("torchao").filters
+
+
 def show() -> None:
     """Log the messages in `kept` after all, and no longer hold any back."""
     for name in ("torchao", "torch.utils._pytree"):

@@ -22,19 +22,37 @@ def free_port():
         return probe.getsockname()[1]
 
 
-class Process:
-    """A server in a process of its own. `before`: code that it runs first."""
+def children(pid, word):
+    """Ids of the running processes that this one has started, and whose command line contains a word."""
+    found = []
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdigit():
+            try:
+                line, status = (folder / "cmdline").read_text(), (folder / "status").read_text()
+            except OSError:
+                continue
+            if word in line and f"PPid:\t{pid}\n" in status and "State:\tZ" not in status:
+                found.append(int(folder.name))
+    return found
 
-    def __init__(self, *flags, before="pass"):
+
+class Process:
+    """A server in processes of its own. `before`: code that each of them runs first."""
+
+    def __init__(self, *flags, before=None, **more):
         self.port, self.headers = free_port(), {}  # headers of every request
         self.url = f"http://127.0.0.1:{self.port}"
-        code = f"import sys; {before}; from hf_specdec.cli import main; sys.exit(main())"
+        code = "import sys; from hf_specdec.cli import main; sys.exit(main())"
         environment = {**os.environ, "HF_HUB_OFFLINE": "1", "OMP_NUM_THREADS": "1"}
+        if before is not None:  # Python imports this module in every process
+            self.folder = tempfile.TemporaryDirectory(prefix="server-")
+            Path(self.folder.name, "sitecustomize.py").write_text(before)
+            environment["PYTHONPATH"] = os.pathsep.join([self.folder.name, environment.get("PYTHONPATH", "")])
         arguments = ["serve", "tiny", "--dtype", "float32", "--port", str(self.port), *flags]
         self.log = tempfile.TemporaryFile("w+")  # a pipe that nobody reads would stop a server that says much  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, *arguments], cwd=ROOT, env=environment, stdout=self.log,
-            stderr=subprocess.STDOUT, text=True,
+            stderr=subprocess.STDOUT, text=True, **more,
         )  # fmt: skip
 
     def wait(self, seconds=120):
@@ -46,8 +64,7 @@ class Process:
                     return self
             except (urllib.error.URLError, ConnectionError):
                 if self.process.poll() is not None:
-                    self.log.seek(0)
-                    raise AssertionError(self.log.read()) from None
+                    raise AssertionError(self.said()) from None
                 time.sleep(0.1)
         raise AssertionError("The server did not come up.")
 
@@ -61,6 +78,16 @@ class Process:
             assert made.stop() == 0
         finally:
             made.process.kill()
+
+    def engine(self):
+        """The id of the engine's process."""
+        (found,) = children(self.process.pid, "engine_main")
+        return found
+
+    def said(self):
+        """What both processes have written."""
+        self.log.seek(0)
+        return self.log.read()
 
     def stop(self):
         self.process.send_signal(signal.SIGTERM)

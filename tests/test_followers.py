@@ -13,6 +13,7 @@ import urllib.request
 from pathlib import Path
 
 import pytest
+from helpers_server import children
 
 from hf_specdec.serve.followers import ENVIRONMENT as ENVIRONMENT_OF_RANKS
 
@@ -131,17 +132,9 @@ def post(port, body):
 
 
 def followers_of(process):
-    """Process ids of the other ranks."""
-    found = []
-    for folder in Path("/proc").iterdir():
-        if folder.name.isdigit():
-            try:
-                line, status = (folder / "cmdline").read_text(), (folder / "status").read_text()
-            except OSError:
-                continue
-            if "serve.follower " in line and f"PPid:\t{process.pid}\n" in status:
-                found.append(int(folder.name))
-    return found
+    """Process ids of the other ranks: the engine's process, a child of the server's, has started them."""
+    (engine,) = children(process.pid, "engine_main")
+    return children(engine, "serve.follower ")
 
 
 @pytest.fixture

@@ -105,8 +105,8 @@ def test_a_client_that_is_killed_frees_its_blocks(server):
 def test_a_prompt_for_which_the_model_raises_ends_alone():
     """Beside others, which get what they would have got; its client is told not to try again."""
     config = json.dumps({"method": "ngram", "num_speculative_tokens": 2, "native": False})
-    before, short = f"exec({RAISES!r})", {**LONG, "max_tokens": 100}
-    with Process.running("--speculative-config", config, "--max-model-len", "512", before=before) as server:
+    short = {**LONG, "max_tokens": 100}
+    with Process.running("--speculative-config", config, "--max-model-len", "512", before=RAISES) as server:
         _, _, alone = server.post("/v1/completions", short)
         found = []
 

@@ -213,11 +213,11 @@ def ask(server, ids, params, kind, wait):
 
 
 def held_by(server):
-    """(threads, open files and sockets, the engine's rows and blocks) of a server process."""
-    folder, metrics = Path(f"/proc/{server.process.pid}"), server.metrics()
+    """(threads, open files and sockets) of a server's two processes, and the engine's rows and blocks."""
+    folders, metrics = [Path(f"/proc/{pid}") for pid in (server.process.pid, server.engine())], server.metrics()
     names = ("requests_running", "requests_waiting", "kv_cache_usage_ratio")
-    rows = [metrics[f"hf_specdec_{name}"] for name in names]
-    return len(list((folder / "task").iterdir())), len(list((folder / "fd").iterdir())), rows
+    held = [len(list((folder / each).iterdir())) for folder in folders for each in ("task", "fd")]
+    return *held, [metrics[f"hf_specdec_{name}"] for name in names]
 
 
 @pytest.mark.slow
@@ -249,5 +249,5 @@ def test_a_long_storm_over_http(tiny_model, tiny_tokenizer):
         # Asking is a connection of its own, which may still be open when it is counted.
         while (held := held_by(server)) != before and time.monotonic() < deadline:
             time.sleep(0.5)
-        assert held == before and before[2] == [0, 0, 0]
+        assert held == before and before[-1] == [0, 0, 0]
         assert server.metrics()["hf_specdec_preemptions_total"] > 0

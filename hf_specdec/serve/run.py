@@ -1,4 +1,4 @@
-"""A server process: loads the model while /health answers 503, serves requests, and drains them after SIGTERM."""
+"""A server: a process for HTTP, which starts another one for the engine; it drains requests after SIGTERM."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from transformers import AutoTokenizer
 from ..bundled import resolve_model
 from .api import make_app
 from .connections import protocol_with_timeout
-from .llm import LLM
+from .engine_process import EngineProcess
 from .server import Limits, Privacy, Server
 
 logger = logging.getLogger(__name__)
@@ -59,7 +59,10 @@ def serve(
     on_ready: Callable[[str], None] = lambda url: None,
     **arguments: Any,
 ) -> None:
-    """Serve a model until SIGINT or SIGTERM.
+    """Serve a model until SIGINT or SIGTERM, with the engine in a process of its own.
+
+    If the engine raises, every request is answered with 503 until then. If its process is killed, that is so for a few seconds only: the
+    server then ends, so that whoever watches it can start it again.
 
     Args:
         names: names by which clients may call the model; answers contain the first.
@@ -70,11 +73,12 @@ def serve(
         tokenizer: name or folder; None: the model's.
         privacy: see `Server`.
         on_ready: called with the server's URL once the model is loaded.
-        arguments: further arguments of `LLM`.
+        arguments: further arguments of `LLM`, which must be picklable.
 
     Raises:
         ValueError: see `Privacy.check`.
         Exception: the error with which loading the model failed.
+        ChildProcessError: the engine's process was killed.
     """
     privacy = privacy or Privacy()
     privacy.check(arguments.get("speculative_config"), api_keys)
@@ -84,27 +88,32 @@ def serve(
     if chat_template is not None:
         loaded_tokenizer.chat_template = chat_template
     server = Server(loaded_tokenizer, names, limits, response_template, privacy)
+    arguments |= {"model": model, "tokenizer": tokenizer}
+    engine = EngineProcess(server.deliver, arguments)
     failure: list[BaseException] = []
+    ends = threading.Event()
 
-    def load(loop: asyncio.AbstractEventLoop) -> None:
-        """Load the model in a thread of its own; a failure ends the server, and `serve` raises it."""
+    def watch(loop: asyncio.AbstractEventLoop) -> None:
+        """Wait until the model is loaded, then until the engine ends. A failure ends the server, and `serve` raises it."""
         try:
-            llm = LLM(model, loaded_tokenizer, **arguments)
-            server.start(llm, loop)
+            server.connect(engine, engine.loaded.result(), loop)
+            on_ready(f"http://{host}:{port}")
+            engine.join()
+            if engine.failure is not None:
+                loop.call_soon_threadsafe(server.end_lost_answers)
+            if isinstance(engine.failure, ChildProcessError) and not ends.wait(_SECONDS_FOR_ERRORS):
+                raise engine.failure
         except BaseException as error:
-            failure.append(error)
-            os.kill(os.getpid(), signal.SIGINT)
-            return
-        on_ready(f"http://{host}:{port}")
+            if not ends.is_set():
+                failure.append(error)
+                os.kill(os.getpid(), signal.SIGINT)
 
     @contextlib.asynccontextmanager
     async def lifespan(app):
-        """Begin to load when the server starts, so that it can answer /health; end the engine when it stops."""
-        thread = threading.Thread(
-            target=load, args=(asyncio.get_running_loop(),), name="hf-specdec-loading", daemon=True
-        )
-        thread.start()
+        """Watch the engine while the server runs; end it when the server stops."""
+        threading.Thread(target=watch, args=(asyncio.get_running_loop(),), name="hf-specdec-watch", daemon=True).start()
         yield
+        ends.set()
         await asyncio.to_thread(server.stop)
 
     app = make_app(server, api_keys, allowed_origins, lifespan)
@@ -119,6 +128,8 @@ def serve(
         with contextlib.suppress(KeyboardInterrupt):
             _DrainingServer(config, server, shutdown_timeout).run()
     finally:
+        ends.set()
+        engine.end()
         signal.signal(signal.SIGTERM, previous_handler)
     if failure:
         raise failure[0]

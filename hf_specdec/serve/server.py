@@ -13,16 +13,15 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..candidate_generators import parse_config
-from ..integration import model_lock
 from ..sampling.grammar import Reasoning
 from .answers import Answer, Inbox
+from .engine_process import EngineProcess
 from .errors import ApiError, bad_request, failed, overloaded, unavailable
-from .followers import RankedWorker, Serve
 from .llm import LLM
-from .messages import response_template_of
 from .metrics import Metrics
 from .params import SamplingParams
 from .protocol import ChatRequest, TokenizeRequest
+from .start import Facts, facts_of, worker_of
 from .structured import StructuredOutputsParams
 from .text import Detokenizer
 from .worker import Cancel, EngineWorker, Load, Submit, Update
@@ -85,11 +84,16 @@ class Privacy:
             )
 
 
+def _stopped() -> ApiError:
+    """503: the engine has stopped."""
+    return ApiError(503, "The engine has stopped; the log says why.", "service_unavailable")
+
+
 class Server:
     """Sends the requests of all endpoints to the engine, and gives each client the updates of its own.
 
-    The engine runs in a thread of its own. Methods are called in the event loop's thread, except `deliver` (the engine's), `start` (the
-    one that loads the model) and `stop` (any other).
+    The engine runs in a process of its own (`connect`), or in a thread of this one (`start`). Methods are called in the event loop's
+    thread, except `deliver` (the engine's), `connect` and `start` (the one that loads the model) and `stop` (any other).
 
     Args:
         tokenizer: the model's tokenizer, from transformers.
@@ -99,7 +103,7 @@ class Server:
         privacy: whose texts may shape whose drafts; None: those of one API key each other's.
 
     Attributes:
-        worker: the engine's thread; None until the model is loaded (`start`).
+        worker: runs the engine; None until the model is loaded.
         defaults: sampling parameters for requests that leave them out.
         max_model_len: most tokens of a prompt and its answer together.
         answers: answers that have not ended, by id.
@@ -118,7 +122,7 @@ class Server:
         self.response_template, self.privacy = response_template, privacy or Privacy()
         self.tokenizer, self.names, self.limits = tokenizer, names, limits
         self.defaults, self.max_model_len = SamplingParams(), 0
-        self.worker: EngineWorker | None = None
+        self.worker: EngineWorker | EngineProcess | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self.answers: dict[str, Answer] = {}
         self._num_submitted = 0  # choices
@@ -128,22 +132,31 @@ class Server:
             logger.warning("The tokenizer has no chat template: /v1/chat/completions uses ChatML.")
 
     def start(self, llm: LLM, loop: asyncio.AbstractEventLoop) -> None:
-        """Start the engine of a loaded model; its updates are delivered in `loop`.
+        """Start the engine of a loaded model in a thread of this process; its updates are delivered in `loop`.
+
+        Raises:
+            Exception: see `connect`.
+        """
+        self._take(facts_of(llm, self.tokenizer), loop)
+        self.worker = worker_of(llm, self.deliver)
+        self.worker.start()
+
+    def connect(self, worker: EngineProcess, facts: Facts, loop: asyncio.AbstractEventLoop) -> None:
+        """From now on send requests to this engine, whose `deliver` must be this server's; its updates are delivered in `loop`.
 
         Raises:
             Exception: what transformers raises for a malformed response template.
         """
-        self.defaults, self.max_model_len, self.loop = llm.get_default_sampling_params(), llm.max_model_len, loop
+        self._take(facts, loop)
+        self.worker = worker
+
+    def _take(self, facts: Facts, loop: asyncio.AbstractEventLoop) -> None:
+        """Take over what must be known of the model. Raises: see `connect`."""
+        self.defaults, self.max_model_len, self.loop = facts.defaults, facts.max_model_len, loop
         if self.response_template is None:
-            self.response_template = response_template_of(self.tokenizer, llm.model)
+            self.response_template = facts.response_template
         if self.response_template is not None:
             self.tokenizer.get_response_parser(self.response_template, prefix="")  # raises if it is malformed
-        if llm.ranks is None:
-            self.worker = EngineWorker(llm.engine, self.deliver, model_lock(llm.model))
-        else:
-            llm.ranks.same_object(Serve())
-            self.worker = RankedWorker(llm.engine, self.deliver, model_lock(llm.model), llm.ranks)
-        self.worker.start()
 
     def end_answers(self) -> None:
         """End all remaining answers with an error, because the time for draining is over. Clients then see why the connection closes."""
@@ -151,18 +164,25 @@ class Server:
         for answer in list(self.answers.values()):
             if self.worker is not None:
                 self.worker.send(Cancel(answer.id))
-            self._route([Update(answer.id, request_finished=True, error=unavailable(_SHUTS_DOWN, 5))])
+        self._end_with(unavailable(_SHUTS_DOWN, 5))
+
+    def end_lost_answers(self) -> None:
+        """End all answers with an error, because the engine has stopped."""
+        self._end_with(_stopped())
+
+    def _end_with(self, error: ApiError) -> None:
+        """End all answers with this error."""
+        self._route([Update(answer, request_finished=True, error=error) for answer in list(self.answers)])
 
     def stop(self) -> None:
-        """End the engine's thread and wait for it; running requests are aborted."""
+        """End the engine and wait for it; running requests are aborted."""
         if self.worker is not None:
             self.worker.stop()
             self.worker.join()
-            self.worker.engine.decoder.generator.save_tables()
 
     @property
-    def running_worker(self) -> EngineWorker:
-        """The engine's thread, which is running.
+    def running_worker(self) -> EngineWorker | EngineProcess:
+        """What runs the engine, and is running.
 
         Raises:
             ApiError: 503, the model is still being loaded, or the engine has stopped.
@@ -173,7 +193,7 @@ class Server:
         if self.is_closed:
             raise unavailable(_SHUTS_DOWN, 5)
         if worker.failure is not None or not worker.is_alive():
-            raise ApiError(503, "The engine has stopped; the log says why.", "service_unavailable")
+            raise _stopped()
         return worker
 
     def deliver(self, updates: list[Update]) -> None:
@@ -241,9 +261,11 @@ class Server:
         if grammar is None:
             return
         try:
-            await asyncio.to_thread(self.running_worker.engine.grammars.matcher, grammar)
+            await asyncio.wrap_future(self.running_worker.compile(grammar))
         except ValueError as error:
             raise bad_request(str(error), "structured_outputs") from None
+        except ChildProcessError:
+            raise _stopped() from None
 
     def submit(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections import OrderedDict
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass
 from typing import Any
 
@@ -121,25 +121,29 @@ class GrammarCompiler:
         self._lock = threading.Lock()
         self._thread: ThreadPoolExecutor | None = None
 
-    def matcher(self, params: StructuredOutputsParams) -> Any:
-        """A new matcher at the beginning of a grammar. The first call for a grammar takes milliseconds to seconds, later ones microseconds.
+    def start(self, params: StructuredOutputsParams) -> Future:
+        """Begin to compile a grammar, unless it is kept. The future's result is its matcher, which must be copied before it is used.
 
-        Raises:
-            ValueError: the grammar is malformed or too complex, or llguidance or a fast tokenizer is missing.
+        Its error is ValueError if the grammar is malformed or too complex, or llguidance or a fast tokenizer is missing.
         """
         with self._lock:
             found = self._kept.get(params.source)
             if found is not None:
                 self._kept.move_to_end(params.source)
-                return found.deep_copy()
+                done = Future()
+                done.set_result(found)
+                return done
             if self._thread is None:
                 self._thread = _thread_with_stack(_STACK_BYTES)
-        compiled = self._thread.submit(self._compile, params).result()
-        with self._lock:
-            self._kept[params.source] = compiled
-            while len(self._kept) > _MOST_KEPT:
-                self._kept.popitem(last=False)
-        return compiled.deep_copy()
+            return self._thread.submit(self._compile, params)
+
+    def matcher(self, params: StructuredOutputsParams) -> Any:
+        """A new matcher at the beginning of a grammar. The first call for a grammar takes milliseconds to seconds, later ones microseconds.
+
+        Raises:
+            ValueError: see `start`.
+        """
+        return self.start(params).result().deep_copy()
 
     def close(self) -> None:
         """End the compiling thread."""
@@ -149,7 +153,7 @@ class GrammarCompiler:
                 self._thread = None
 
     def _compile(self, params: StructuredOutputsParams) -> Any:
-        """Compile a grammar, and compute one mask with it. Runs in the compiling thread."""
+        """Compile and keep a grammar, and compute one mask with it. Runs in the compiling thread."""
         if self._llguidance is None:
             self._llguidance = _llguidance_tokenizer(self.tokenizer, self.vocab_size, self.ends)
         from llguidance import LLMatcher
@@ -160,6 +164,10 @@ class GrammarCompiler:
             trial.compute_bitmask()  # some grammars fail only here
         if trial.is_error():
             raise ValueError(f"structured_outputs: {shortened(trial.get_error())}")
+        with self._lock:
+            self._kept[params.source] = matcher
+            while len(self._kept) > _MOST_KEPT:
+                self._kept.popitem(last=False)
         return matcher
 
 

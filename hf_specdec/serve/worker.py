@@ -6,6 +6,7 @@ import logging
 import queue
 import threading
 from collections.abc import Callable
+from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -15,6 +16,7 @@ from .engine import Engine
 from .outputs import Logprob
 from .params import SamplingParams
 from .request import Choice, Request
+from .structured import StructuredOutputsParams
 
 logger = logging.getLogger(__name__)
 _POLL_TRANSFERS_SECONDS = 0.2  # how often transfers are polled while no request is running
@@ -111,6 +113,7 @@ class EngineWorker(threading.Thread):
 
     Attributes:
         load: see `Load`; replaced when a step begins and when it ends, never changed.
+        on_load: called in this thread with a `load` that differs from the one before.
         failure: the error that ended the thread; None: none.
     """
 
@@ -120,6 +123,8 @@ class EngineWorker(threading.Thread):
         self.failure: BaseException | None = None
         self._inbox: queue.SimpleQueue[Submit | Cancel | None] = queue.SimpleQueue()
         self._num_read = 0
+        self.load = Load()
+        self.on_load: Callable[[Load], None] = lambda load: None
         self._note_load()
         engine.on_schedule = self._note_load
         self._requests: dict[str, Request] = {}
@@ -129,6 +134,13 @@ class EngineWorker(threading.Thread):
     def send(self, message: Submit | Cancel) -> None:
         """Send a message. May be called in any thread."""
         self._inbox.put(message)
+
+    def compile(self, grammar: StructuredOutputsParams) -> Future:
+        """Begin to compile a grammar, so that a request with it need not be waited for. May be called in any thread.
+
+        The future's error is ValueError for a grammar that is malformed or too complex.
+        """
+        return self.engine.grammars.start(grammar)
 
     def stop(self) -> None:
         """End the thread after the current step; running requests are aborted."""
@@ -270,7 +282,7 @@ class EngineWorker(threading.Thread):
         )
 
     def _note_load(self) -> None:
-        scheduler, cache = self.engine.scheduler, self.engine.decoder.cache
+        scheduler, cache, before = self.engine.scheduler, self.engine.decoder.cache, self.load
         self.load = Load(
             len(scheduler.running),
             len(scheduler.waiting),
@@ -280,6 +292,8 @@ class EngineWorker(threading.Thread):
             scheduler.max_num_seqs - len(scheduler.running),
             self._num_read,
         )
+        if self.load != before:
+            self.on_load(self.load)
 
 
 def statistics_of(request: Request, longest_draft: int) -> dict[str, Any]:
