@@ -160,7 +160,7 @@ inline void tiles_of(const Linear& call, i64 first, i64 last) {
     for (i64 r = 0; full < blocks && r < outputs; r++)
       _mm512_store_si512(end_of_rows[r], _mm512_maskz_loadu_epi16(inside(call.k, full), w + r * call.ldw + full * DEPTH));
     asm volatile("" : : "r"(x), "r"(end_of_rows) : "memory");  // GCC's intrinsics do not say that tiles read memory
-    const i64 ahead = call.streams && call.rows > 4 && n + 2 * SIDE <= last ? SIDE * call.ldw : 0;
+    const i64 ahead = call.streams && n + 2 * SIDE <= last ? SIDE * call.ldw : 0;
     for (i64 pass = 0; pass < passes; pass++) {
       const i64 tile = tiles * pass / passes, count = tiles * (pass + 1) / passes - tile;
       multiply(count, w, call.ldw, full, full < blocks ? end_of_rows[0] : nullptr, x + tile * blocks * TILE,
