@@ -38,7 +38,12 @@ def parse() -> argparse.Namespace:
     parser.add_argument("--size", default="50m", help="see loads.py (default: %(default)s)")
     parser.add_argument("--dtype", choices=["float32", "bfloat16"], default="float32")
     parser.add_argument("--streams", type=int, nargs="+", default=[64, 256])
-    parser.add_argument("--new-tokens", type=int, default=32)
+    parser.add_argument(
+        "--new-tokens",
+        type=int,
+        default=64,
+        help="many enough for all streams to decode at once (default: %(default)s)",
+    )
     parser.add_argument("--method", choices=["none", "ngram"], default="none")
     parser.add_argument("--path", choices=["/v1/completions", "/v1/chat/completions"], default="/v1/completions")
     parser.add_argument("--forms", choices=["thread", "process"], nargs="+", default=["thread", "process"])
@@ -57,8 +62,23 @@ def clock_of(thread: threading.Thread | int) -> Callable[[], float]:
     return lambda: time.clock_gettime(number)
 
 
+def queue_clock(process: int, thread: int | None = None) -> Callable[[], float]:
+    """A function that tells how many seconds a thread was ready to run and had to wait for a core; None: the busiest but the first."""
+
+    def read(task: Path) -> list[int]:  # nanoseconds: of running, of waiting; number of turns
+        try:
+            return list(map(int, (task / "schedstat").read_text().split()))
+        except OSError:  # it has just ended
+            return [0]
+
+    tasks = Path(f"/proc/{process}/task")
+    if thread is not None:
+        return lambda: read(tasks / str(thread))[1] / 1e9
+    return lambda: max(read(task) for task in tasks.iterdir() if task.name != str(process))[1] / 1e9
+
+
 def start(form: str, folder: str, tokenizer: Any, options: argparse.Namespace) -> tuple[Any, tuple]:
-    """(a server whose engine runs in a thread or in a process, clocks of the HTTP side and of the engine)."""
+    """(a server whose engine runs in a thread or in a process, clocks: CPU of the HTTP side and of the engine, wait for a core)."""
     from hf_specdec import LLM
     from hf_specdec.serve.engine_process import EngineProcess
     from hf_specdec.serve.server import Limits, Server
@@ -71,14 +91,19 @@ def start(form: str, folder: str, tokenizer: Any, options: argparse.Namespace) -
     if form == "thread":
         server.start(LLM(**arguments), loop)
         assert isinstance(server.worker, threading.Thread)
-        return server, (clock_of(threading.main_thread()), clock_of(server.worker))
+        queued = queue_clock(os.getpid(), server.worker.native_id)
+        return server, (clock_of(threading.main_thread()), clock_of(server.worker), queued)
     engine = EngineProcess(server.deliver, arguments)
     server.connect(engine, engine.loaded.result(), loop)
-    return server, (time.process_time, clock_of(engine.process.pid))
+    return server, (time.process_time, clock_of(engine.process.pid), queue_clock(engine.process.pid))
 
 
 def measure(server: Any, clocks: tuple, streams: int, options: argparse.Namespace) -> dict[str, float]:
-    """Milliseconds of a step in which all streams decode: CPU time of the HTTP side and of the engine, and wall time."""
+    """Milliseconds of a step in which all streams decode.
+
+    CPU time of the HTTP side and of the engine, wall time, how long the engine's thread was ready and had no core, and the rest of the
+    wall time: a step on a machine that is not shared with others.
+    """
     import uvicorn
 
     from hf_specdec.serve.api import make_app
@@ -120,8 +145,13 @@ def measure(server: Any, clocks: tuple, streams: int, options: argparse.Namespac
         server.loop.run_until_complete(run())
     finally:
         server.worker.deliver = deliver
+    if len(marks) < 2:
+        raise RuntimeError(
+            "No two steps had all streams: the first had ended when the last began. Use more --new-tokens."
+        )
     spent = [1e3 * (last - first) / (len(marks) - 1) for first, last in zip(marks[0], marks[-1], strict=True)]
-    return {"steps": len(marks), **dict(zip(("http_ms", "engine_ms", "wall_ms"), spent, strict=True))}
+    found = dict(zip(("http_ms", "engine_ms", "queued_ms", "wall_ms"), spent, strict=True))
+    return {"steps": len(marks), **found, "step_ms": found["wall_ms"] - found["queued_ms"]}
 
 
 def main() -> None:
@@ -158,15 +188,16 @@ def main() -> None:
         print(
             f"{streams} streams, {options.method}, {options.path}, engine in a {form}: HTTP {median['http_ms']:.2f} ms of CPU time a step, "
             f"{1e3 * median['http_ms'] / streams:.0f} µs a frame; engine {median['engine_ms']:.1f} ms; a step every "
-            f"{median['wall_ms']:.1f} ms",
+            f"{median['wall_ms']:.1f} ms, of which {median['step_ms']:.1f} without waiting for a core",
             flush=True,
         )
         if form == "process" and (streams, "thread") in found:
-            before = found[streams, "thread"]
-            ratios = sorted(one["wall_ms"] / other["wall_ms"] for one, other in zip(before, rounds, strict=True))
-            print(
-                f"  steps a second over those with a thread: {statistics.median(ratios):.3f} ({ratios[0]:.3f} to {ratios[-1]:.3f})"
-            )
+            pairs = list(zip(found[streams, "thread"], rounds, strict=True))
+            ratios = {key: sorted(one[key] / other[key] for one, other in pairs) for key in ("wall_ms", "step_ms")}
+            for key, each in ratios.items():
+                print(
+                    f"  speed over that with a thread, {key}: {statistics.median(each):.3f} ({each[0]:.3f} to {each[-1]:.3f})"
+                )
             results[-1]["speed_over_thread"] = ratios
     if options.profile:
         pstats.Stats(profile).sort_stats("tottime").print_stats(30)
