@@ -276,7 +276,7 @@ class SpeculativeDecoder:
             self.timer.start()
         limits = self._draft_limits(decoding)
         trees = self._propose(decoding, limits)
-        if self.policy.needs_observations:
+        if self.policy.needs_observations and any(limits):
             self.timer.proposed()
         fed = FedRows.of(rows, [self.cache.tables[seq.id].length for seq, _ in rows], trees, next_tokens)
         tensors = fed.results(self.target.forward(fed.inputs, self.cache, self.all_hidden_states))
@@ -307,8 +307,6 @@ class SpeculativeDecoder:
                 assert self.cache.states is not None
                 self.cache.states.load(seq.id, prompt.states[i], self.cache.tables[seq.id].length)
         trees = DraftTrees.empty(len(sequences), self.target.device)
-        if self.policy.needs_observations:
-            self.timer.proposed()
         output, ends = prompt.output, np.cumsum(prompt.counts)
         scores, sampling = node_scores(sequences, trees, output.logits, self.config)
         verdict = begin_verification(trees, scores, sequences, self.config, sampling, self.agree_on_verdict)
