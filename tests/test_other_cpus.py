@@ -14,7 +14,8 @@ import torch
 OLD = {"ATEN_CPU_CAPABILITY": "default", "MKL_ENABLE_INSTRUCTIONS": "SSE4_2", "ONEDNN_MAX_CPU_ISA": "SSE41",
        "OPENBLAS_CORETYPE": "Nehalem"}  # fmt: skip
 SETTINGS = [
-    {"ATEN_CPU_CAPABILITY": "default"},
+    # With AMX torch's own attention in bfloat16 raises, unless oneDNN is kept from it too.
+    {"ATEN_CPU_CAPABILITY": "default", "ONEDNN_MAX_CPU_ISA": "AVX512_CORE_BF16"},
     {"ATEN_CPU_CAPABILITY": "avx2", "MKL_ENABLE_INSTRUCTIONS": "AVX2", "ONEDNN_MAX_CPU_ISA": "AVX2"},
     {"MKL_ENABLE_INSTRUCTIONS": "SSE4_2"},
     {"MKL_ENABLE_INSTRUCTIONS": "AVX"},
