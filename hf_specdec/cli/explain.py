@@ -115,7 +115,7 @@ def _measured(args: argparse.Namespace, model, tokenizer, config: AutoConfig, po
 
 
 def _table(drafters: dict[str, dict[str, Any]]) -> Table:
-    """ "–": not tried, because no draft was expected to pay."""
+    """One row a drafter. A dash stands for what was not measured, because the drafter was never asked."""
     table = Table("drafter", "ms to ask it", "first token accepted", "drafts taken")
     for name, figures in drafters.items():
         milliseconds, acceptance = figures["milliseconds"], figures["acceptance"]

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
 ATTENTION_NAME = "hf_specdec"
-NEWEST_TRANSFORMERS = (5, 24)  # with which the test suite has passed
+NEWEST_TRANSFORMERS = (5, 24)  # the newest release with which the test suite has passed
 
 # The KV cache among the arguments of generate() and of transformers' own modules, and in their outputs. transformers 5.24 renamed it.
 _CACHE_NAMES = ("cache", "past_key_values", "cache_params")
