@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import dataclass
 
 import numpy as np
@@ -34,8 +35,14 @@ class DraftedStep:
     @classmethod
     def of_plain(cls, sequences: list[Sequence], seconds: float | None) -> DraftedStep:
         """A step in which no row was asked to draft: a token each."""
-        none = [0] * len(sequences)
-        return cls(sequences, none, np.empty((len(none), 0), dtype=np.int64), none, [1] * len(none), seconds)
+        return cls(sequences, *_nothing_drafted(len(sequences)), seconds)
+
+
+@functools.lru_cache(maxsize=512)
+def _nothing_drafted(num_rows: int) -> tuple[list[int], np.ndarray, list[int], list[int]]:
+    """limits, nodes, accepted and num_new of a plain step. Nobody writes to them."""
+    none = [0] * num_rows
+    return none, np.empty((num_rows, 0), dtype=np.int64), none, [1] * num_rows
 
 
 class AcceptanceEstimates:

@@ -255,22 +255,29 @@ class AutoLength(DraftLengthPolicy):
 
     def observe(self, step: DraftedStep) -> None:
         """Update acceptance, costs and the account."""
-        drafted, was_free = any(step.limits), not self._must_be_plain()
-        self._look_at(step.sequences)
-        if drafted:
-            began = self.clock()
-            self._observe_drafts(step)
-            self._charge(self.clock() - began, len(step.sequences))
-        elif step.seconds is not None:
-            self._observe_plain(len(step.sequences), step.seconds)
-        if drafted or not self._is_quiet(step.sequences):
-            self._settle_quiet(step.sequences, was_free and not drafted)
+        drafted = any(step.limits)
+        if not drafted and (self._must_be_plain() or self._is_quiet(step.sequences)):  # nothing was chosen
+            self._observe_plain(step.sequences, step.seconds)
+        else:
+            self._look_at(step.sequences)
+            if drafted:
+                began = self.clock()
+                self._observe_drafts(step)
+                self._charge(self.clock() - began, len(step.sequences))
+            else:
+                self._observe_plain(step.sequences, step.seconds)
+            self._settle_quiet(step.sequences, chose_none=not drafted)
         self.num_steps += 1
 
-    def _observe_plain(self, num_rows: int, seconds: float) -> None:
+    def wants_plain_time(self) -> bool:
+        """See DraftLengthPolicy: every few steps."""
+        return self.num_steps % self.EVERY_PLAIN == 0 or not self.cost.target or self._plain_is_due()
+
+    def _observe_plain(self, sequences: list[Sequence], seconds: float | None) -> None:
         self._settle(1.0, 1.0)
-        if not self.cost.target or self._plain_is_due() or self.num_steps % self.EVERY_PLAIN == 0:
-            self.cost.observe_target(num_rows, num_rows, seconds)
+        if seconds is not None and self.wants_plain_time():
+            self._look_at(sequences)
+            self.cost.observe_target(len(sequences), len(sequences), seconds)
             self._schedule_plain()
 
     def _observe_drafts(self, step: DraftedStep) -> None:

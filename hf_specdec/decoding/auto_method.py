@@ -68,8 +68,8 @@ class AutoMethod(AutoChoice):
         if step.sequences:
             self._look_at(step.sequences)
         if asked is None or not step.sequences:
-            if step.seconds is not None and step.sequences:
-                self._observe_plain(len(step.sequences), step.seconds)
+            if step.sequences:
+                self._observe_plain(step.sequences, step.seconds)
         else:
             drafted = self._observe_choice(step, asked)
             self._charge(self.clock() - began, len(step.sequences))

@@ -272,8 +272,6 @@ class SpeculativeDecoder:
         rows = self._admit(sequences, num_tokens)
         num_own = [end - self.cache.tables[seq.id].length for seq, end in rows]
         decoding = [seq for seq, end in rows if end == len(seq.tokens)]
-        if self.policy.needs_observations:
-            self.timer.start()
         limits = self._draft_limits(decoding)
         trees = self._propose(decoding, limits)
         if self.policy.needs_observations and any(limits):
@@ -398,8 +396,11 @@ class SpeculativeDecoder:
             self.cache.load_all(seq.id, self.outside.pop(seq.id))
 
     def _draft_limits(self, sequences: list[Sequence]) -> list[int]:
-        """Draft depth of each row: the policy's choice, capped by what the row can use."""
-        if not self._drafts or self.policy.is_plain(sequences):
+        """Draft depth of each row: the policy's choice, capped by what the row can use. Starts the clock if the policy uses the time."""
+        is_plain = not self._drafts or self.policy.is_plain(sequences)
+        if self.policy.needs_observations:
+            self.timer.start(counts=not is_plain or self.policy.wants_plain_time())
+        if is_plain:
             return [0] * len(sequences)
         return self.policy.limits(sequences, [self._draft_limit(seq) for seq in sequences])
 
@@ -407,7 +408,7 @@ class SpeculativeDecoder:
         """Tell the policy the results of its draft lengths. Steps that also read prompts are not timed, because their time says nothing
         about decoding. A row whose prompt ended in this step and that has no draft counts as not asked to draft: a drafter that reads
         hidden states could not draft yet."""
-        seconds, drafting_seconds = self.timer.stop()
+        seconds, drafting_seconds = self.timer.stop() or (None, 0.0)
         if not any(pending.limits):
             self.policy.observe(DraftedStep.of_plain(outcome.sequences, seconds if timed else None))
             return

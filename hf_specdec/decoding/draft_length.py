@@ -33,6 +33,10 @@ class DraftLengthPolicy:
     def observe(self, step: DraftedStep) -> None:
         """Learn from a verified step."""
 
+    def wants_plain_time(self) -> bool:
+        """True if the time of the next step is of use, although it does not draft. Else the clock is not read."""
+        return True
+
     def forget(self, seq: Sequence) -> None:
         """The sequence leaves."""
 
@@ -61,7 +65,7 @@ class UpToBatchSize(DraftLengthPolicy):
         self.lengths, self.most_rows = lengths, most_rows
         self.needs_observations = lengths.needs_observations  # pyright: ignore[reportAttributeAccessIssue]
         self.begin_batch, self.is_plain = lengths.begin_batch, lengths.is_plain
-        self.observe, self.forget = lengths.observe, lengths.forget
+        self.observe, self.wants_plain_time, self.forget = lengths.observe, lengths.wants_plain_time, lengths.forget
 
     def limits(self, sequences: list[Sequence], caps: list[int]) -> list[int]:
         """The other policy's, or 0."""

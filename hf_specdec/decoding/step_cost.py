@@ -152,6 +152,7 @@ class StepCost:
         self.target = FittedCost(np.concatenate([[0.8, 0.01, 0.0, 0.0], self._OCTAVE * np.diff(np.log2(self.knots))]))
         self.drafting = FittedCost(np.zeros(4))
         self.context, self.octave = 0.0, 0
+        self._reaches: dict[int, np.ndarray] = {}  # by number of tokens
 
     def look_at(self, num_rows: int, num_context: int) -> None:
         """What is observed or asked for next is of steps of rows whose texts have so many tokens together."""
@@ -160,11 +161,17 @@ class StepCost:
 
     def observe_target(self, num_rows: int, num_tokens: int, seconds: float) -> None:
         """Record the time of the target and the rest of the loop, for `num_rows` rows with `num_tokens` tokens in all."""
-        low, high = self.knots[:-1], self.knots[1:]
-        reach = np.clip((num_tokens - low) / (high - low), 0.0, 1.0)  # how far into each octave the tokens reach
-        fixed = [1.0, num_rows, num_rows * self.context, num_tokens * self.context]
-        size = self.octave, num_rows, num_tokens
-        self.target.observe(size, np.concatenate([fixed, reach]), seconds, self.octave)
+        features = np.empty_like(self.target.prior)
+        features[:4] = 1.0, num_rows, num_rows * self.context, num_tokens * self.context
+        features[4:] = self._reach(num_tokens)
+        self.target.observe((self.octave, num_rows, num_tokens), features, seconds, self.octave)
+
+    def _reach(self, num_tokens: int) -> np.ndarray:
+        """float [knots - 1]: how far into each octave the tokens reach, from 0 to 1."""
+        if num_tokens not in self._reaches:
+            low, high = self.knots[:-1], self.knots[1:]
+            self._reaches[num_tokens] = np.clip((num_tokens - low) / (high - low), 0.0, 1.0)
+        return self._reaches[num_tokens]
 
     def observe_drafting(self, depth: int, num_asked: int, backlog: int, seconds: float) -> None:
         """Record the time of `propose`."""
@@ -195,23 +202,27 @@ class StepTimer:
         if device.type == "cuda":
             self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
         self._begin = self._proposed = 0.0
-        self._has_proposed = False
+        self._counts = self._has_proposed = False
 
-    def start(self) -> None:
-        """Start timing, before drafting."""
+    def start(self, counts: bool = True) -> None:
+        """Start timing, before drafting; or not, if the time of this step does not count. Reading the clock after a forward takes 5 µs."""
+        self._counts, self._has_proposed = counts, False
+        if not counts:
+            return
         self._begin = self._proposed = self._clock()
-        self._has_proposed = False
         if self._events:
             self._events[0].record()
 
     def proposed(self) -> None:
-        """Mark the end of drafting (or of queueing it). Left out by steps without drafts, because reading the clock takes 2 µs."""
+        """Mark the end of drafting (or of queueing it). Left out by steps without drafts."""
         self._proposed, self._has_proposed = self._clock(), True
         if self._events:
             self._events[1].record()
 
-    def stop(self) -> tuple[float, float]:
-        """(seconds of the step, seconds of its drafting). Call after the step's result has reached the host."""
+    def stop(self) -> tuple[float, float] | None:
+        """(seconds of the step, seconds of its drafting); None if they do not count. Call after the step's result has reached the host."""
+        if not self._counts:
+            return None
         total, drafting = self._clock() - self._begin, self._proposed - self._begin
         if self._events and self._has_proposed:
             drafting = max(drafting, self._events[0].elapsed_time(self._events[1]) / 1e3)
