@@ -45,7 +45,7 @@ def assemble(
     weights = [each.tensor for each in registers if each.tensor is not None]
     streams = sum(each.nbytes for each in weights) > _CACHED_BYTES
     return Program(
-        most_tokens, _encoded(steps, slot_of, streams), slots, memory, weights,
+        most_tokens, _encoded(steps, slot_of, slots, streams), slots, memory, weights,
         [(slot_of[id(each)], each.table) for each in registers if each.table is not None],
         next((slot_of[id(each)] for each in registers if each.features), None),
         [
@@ -113,7 +113,7 @@ def _allocated(steps: list[Step], registers: list[Register], most_tokens: int) -
     return slots, memory
 
 
-def _encoded(steps: list[Step], slot_of: dict[int, int], streams: bool) -> np.ndarray:
+def _encoded(steps: list[Step], slot_of: dict[int, int], slots: np.ndarray, streams: bool) -> np.ndarray:
     ops = np.zeros(len(steps), dtype=OP)
     for op, step in zip(ops, steps, strict=True):
         for name in ("operation", "kind", "function", "rows", "size", "scalar", "scalar2"):
@@ -127,7 +127,8 @@ def _encoded(steps: list[Step], slot_of: dict[int, int], streams: bool) -> np.nd
             op[name] = (slot, place.offset, TYPES[place.register.dtype], place.token, place.strides)
         for name, number in step.attention.items():
             op[name] = number
-    ops["waits"] = _waits(steps)
+    # A register that gets its address when the program runs shares memory with no other.
+    ops["waits"] = _waits(steps, {key: int(slots[slot]) or -1 - slot for key, slot in slot_of.items()})
     ops["kind"][ops["operation"] == Operation.LINEAR] = streams
     return ops
 
@@ -154,20 +155,28 @@ def _needed(steps: list[Step]) -> list[Step]:
     return kept[::-1]
 
 
-def _waits(steps: list[Step]) -> list[bool]:
-    """For each step: True if all threads must have finished the earlier steps before it begins."""
-    waits, written, shared, alone = [], set(), False, False
+def _waits(steps: list[Step], memory_of: dict[int, int]) -> list[bool]:
+    """For each step: True if all threads must have finished the earlier steps before it begins. Until then a shared step may neither
+    read what another writes, nor write where another reads or writes.
+
+    Args:
+        memory_of: id of a register → its memory; equal for registers that share it.
+    """
+    waits, read, written, shared, alone = [], set(), set(), False, False
     for step in steps:
-        if step.operation in _SHARED:
-            wait = alone or any(id(each) in written for each in step.inputs)
+        is_shared = step.operation in _SHARED
+        sources = {memory_of[id(each)] for each in step.inputs}
+        targets = set() if step.out is None else {memory_of[id(step.out.register)]}
+        if is_shared:
+            wait = alone or not written.isdisjoint(sources | targets) or not read.isdisjoint(targets)
         else:
             wait = shared
         if wait:
-            written, shared, alone = set(), False, False
-        if step.operation in _SHARED:
+            read, written, shared, alone = set(), set(), False, False
+        if is_shared:
             shared = True
-            assert step.out is not None
-            written.add(id(step.out.register))
+            read |= sources
+            written |= targets
         else:
             alone = True
         waits.append(wait)
