@@ -157,8 +157,11 @@ def test_bad_configurations(values, message):
             {"first": NGRAM, "second": {"method": "draft_model", "early_exit": 1}, "strategy": "extend"},
             "does not continue",
         ),
-        ({"first": {"method": "extract_hidden_states", "output_dir": "x"}, "second": NGRAM}, "serve another purpose"),
-        ({"first": NGRAM, "second": {"method": "lookahead"}}, "serve another purpose"),
+        (
+            {"first": {"method": "extract_hidden_states", "output_dir": "x"}, "second": NGRAM},
+            "cannot be combined with others",
+        ),
+        ({"first": NGRAM, "second": {"method": "lookahead"}}, "cannot be combined with others"),
         (
             {
                 "first": {"method": "draft_model", "early_exit": 1, "branching_factors": [2]},

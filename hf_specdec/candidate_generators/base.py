@@ -89,7 +89,7 @@ class CandidateGenerator(ABC):
     may_miss_steps: ClassVar[bool] = False  # whether `observe` may be skipped: the drafter then only learns less
     verifies_chains_only: bool = False  # True in loops that verify only the first path of a tree
     outlives_texts: bool = False  # see `outlive_texts`
-    kept: LookupCache | None = None  # the file of what was learnt from texts
+    kept: LookupCache | None = None  # the file that keeps what was learnt from texts
     taps_whole_text: bool = True  # whether tapped features of every token are needed, not only the newest
 
     def __init__(self, config: SpeculativeConfig, target: PackedModel, context: DrafterContext | None = None):
@@ -214,6 +214,6 @@ class CandidateGenerator(ABC):
         """Called when a sequence leaves, finished or cancelled."""
 
     def save_tables(self) -> None:
-        """Write what was learnt from texts, as far as it is kept between processes. Called when an engine ends, or decoders are dropped."""
+        """Write what was learnt from texts to its file, if it has one. Called when an engine ends, or decoders are dropped."""
         if self.kept is not None:
             self.kept.save()

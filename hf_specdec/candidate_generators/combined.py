@@ -67,9 +67,7 @@ class CombinedGenerator(CandidateGenerator):
             SpeculativeConfigError: its method cannot be a part.
         """
         if not generator_class(config.method).can_be_combined:
-            raise self.config.fail(
-                key, f"cannot be {config.method!r}: its drafts serve another purpose than being accepted."
-            )
+            raise self.config.fail(key, f"cannot be {config.method!r}: this method cannot be combined with others.")
         return make_generator(config, self.target, context)
 
     def combine(self, parts: list[CandidateGenerator]) -> None:
@@ -160,7 +158,7 @@ class CombinedGenerator(CandidateGenerator):
             part.stop(seq)
 
     def save_tables(self) -> None:
-        """Let all parts write theirs."""
+        """Let all parts write their tables."""
         for part in self.parts:
             part.save_tables()
 
@@ -202,7 +200,7 @@ class RivalGenerator(CombinedGenerator):
         accepted = []
         for seq, new in zip(outcome.sequences, outcome.new_tokens, strict=True):
             trees, row = self.proposed[index].get(seq.id, (None, 0))
-            accepted.append([] if trees is None else trees.matching_path(row, new[:-1]))  # the last was not fed
+            accepted.append([] if trees is None else trees.matching_path(row, new[:-1]))  # the last one was not fed
         return outcome.for_proposal(accepted)
 
     def observe(self, outcome: StepOutcome) -> None:

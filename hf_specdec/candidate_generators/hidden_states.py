@@ -1,4 +1,4 @@
-"""No drafting: saves the target's hidden states while it generates, to train heads from (vLLM's `extract_hidden_states`)."""
+"""Drafts nothing: saves the target's hidden states while it generates, to train heads on (vLLM's `extract_hidden_states`)."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ class ExtractHiddenStatesConfig(SpeculativeConfig):
     eagle_aux_hidden_state_layer_ids: list[int] | None = field(
         default=None,
         metadata={
-            "help": "which of transformers' hidden_states to save: 0 the embeddings, i what enters layer i, the number of layers "
-            "the final ones after the norm, negative from the end (default: the final ones)"
+            "help": "which of transformers' hidden_states to save: 0 is the embeddings, i is the input of layer i, and the number of "
+            "layers is the final states, after the norm; negative ids count from the end (default: the final states)"
         },
     )
     output_dir: str | None = field(

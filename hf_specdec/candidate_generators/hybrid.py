@@ -32,13 +32,15 @@ class HybridConfig(LookupCacheConfig):
     second: Any = field(default=None, metadata={"help": "configuration of the drafter that continues or replaces it"})
     strategy: str = field(
         default="fallback",
-        metadata={"help": "'fallback' (second where the first has little) or 'extend' (second after it)"},
+        metadata={
+            "help": "'fallback' (the second drafts where the first has little) or 'extend' (the second continues the first)"
+        },
     )
     score_threshold: float | None = field(
         default=None,
         metadata={
-            "help": "fallback: accepted tokens the first must expect of its draft to be preferred (default: the second's "
-            "num_speculative_tokens, at most the first's)"
+            "help": "fallback: the first's draft is used if at least this many of its tokens are expected to be accepted (default: the "
+            "second's num_speculative_tokens, at most the first's)"
         },
     )
 

@@ -22,8 +22,8 @@ from .spaces import Spaces
 
 @dataclass
 class LookaheadConfig(LookupCacheConfig):
-    """Besides verifying n-grams that began with the last token before, every step improves a window of guesses about the
-    tokens to come (Jacobi iteration); its diagonals become new n-grams. Needs no model."""
+    """Every step verifies known n-grams that begin with the last token, and improves a window of guesses about the tokens to
+    come (Jacobi iteration). The window's columns become new n-grams. Needs no model."""
 
     name = "lookahead"
 
@@ -37,7 +37,7 @@ class LookaheadConfig(LookupCacheConfig):
     )
     pool_from_prompt: bool = field(
         default=True,
-        metadata={"help": "put the text's own n-grams into the pool too, the prompt's and what follows it"},
+        metadata={"help": "also put the n-grams of the text itself, prompt and answer, into the pool"},
     )
     share_pool: bool = field(
         default=True,
@@ -72,7 +72,7 @@ class LookaheadConfig(LookupCacheConfig):
 
     @property
     def num_nodes(self) -> int:
-        """The nodes of all n-grams and of the window at its largest, which may be while it is filled."""
+        """The nodes of all n-grams and of the window at its largest, which can be before it is full."""
         width, levels = self.window_size, self.ngram_size - 1
         filled = min(max((width + levels) // 2, 1), levels)  # (width + levels - filled) * filled is largest there
         return (width + levels - filled) * filled - 1 + self.guess_set_size * levels
@@ -83,7 +83,7 @@ class LookaheadConfig(LookupCacheConfig):
         return self.ngram_size - 2 + max(self.window_size - 1, 1)
 
     def to_dict(self) -> dict[str, Any]:
-        """As in the base, without a draft length that follows from the window."""
+        """As in the base, but without a draft length that follows from the window."""
         out = super().to_dict()
         out.pop("num_speculative_tokens", None)
         if self.num_speculative_tokens != self.depth:
@@ -192,7 +192,7 @@ class LookaheadGenerator(CandidateGenerator):
         """Fill the pools of the spaces from a file.
 
         Raises:
-            ValueError, KeyError: it holds something else, such as n-grams of another length.
+            ValueError, KeyError: the file holds something else, such as n-grams of another length.
         """
         n = self.config.ngram_size
         ngrams = {space: ids_within(found["ngrams"], self.target.vocab_size) for space, found in state.items()}
@@ -279,7 +279,7 @@ class LookaheadGenerator(CandidateGenerator):
 
 
 def _state(spaces: Spaces[NGramPool], n: int, most_bytes: int) -> State:
-    """The n-grams of each space, as a file keeps them; those whose first token was added last, as far as there is room."""
+    """The n-grams of each space, as a file keeps them. If there is not room for all: those whose first token was added last."""
     state, room = {}, most_bytes // max(len(spaces.shared), 1) // (4 * n)
     for space, pool in spaces.shared.items():
         ngrams = [(first, *rest) for first, own in pool.followers.items() for rest in own]

@@ -24,8 +24,8 @@ from ..model.packed_model import PackedModel
 logger = logging.getLogger(__name__)
 
 FORMAT = "1"
-EVERY = 30.0  # seconds between two writes, at least
-SHARE = 0.005  # of the time that writing may take
+EVERY = 30.0  # least seconds between two writes
+SHARE = 0.005  # the share of the time that writing may take
 State = dict[str, dict[str, np.ndarray]]  # space → name → integers
 
 
@@ -42,7 +42,7 @@ class LookupCacheConfig(SpeculativeConfig):
         },
     )
     lookup_cache_mb: float = field(
-        default=8.0, metadata={"help": "most megabytes of a file of 'lookup_cache'; the oldest texts are left out"}
+        default=8.0, metadata={"help": "most megabytes of a 'lookup_cache' file; the oldest texts are left out"}
     )
 
     def __post_init__(self) -> None:
@@ -52,15 +52,15 @@ class LookupCacheConfig(SpeculativeConfig):
 
 
 class LookupCache:
-    """A file of one method's tables. It holds ids of texts that users wrote or were sent, so only its owner may read it.
+    """A file of one method's tables. It holds token ids of users' prompts and answers, so only its owner may read it.
 
-    A file that cannot be used is passed over with a warning, since it changes speed only. One of another tokenizer is left as it
-    is; one that is broken is replaced.
+    A file that cannot be used is passed over with a warning, since it affects only speed. A file of another tokenizer is left as it
+    is; a broken file is replaced.
 
     Args:
         path: the file.
-        owner: what the tables are of; those of another owner are not read.
-        most_bytes: of all tables together.
+        owner: the vocabulary that the token ids belong to; a file of another owner is not read.
+        most_bytes: size limit of all tables together.
         writes: whether this process writes the file.
 
     Attributes:
@@ -75,7 +75,7 @@ class LookupCache:
 
     @classmethod
     def of(cls, config: LookupCacheConfig, target: PackedModel) -> LookupCache | None:
-        """The file that a configuration asks for; None: none."""
+        """The file that a configuration asks for; None if it asks for none."""
         name = config.lookup_cache
         if name is None:
             return None
@@ -90,7 +90,7 @@ class LookupCache:
 
         Args:
             load: raises ValueError or KeyError, and changes nothing, if it cannot use what it is given.
-            state: returns the tables; it must not refer to the drafter, which could not be dropped then.
+            state: returns the tables; it must not refer to the drafter, which could then never be dropped.
         """
         self._restore(load)
         self._state = state
@@ -108,19 +108,19 @@ class LookupCache:
                 about = file.metadata() or {}
                 if (about.get("format"), about.get("owner")) != (FORMAT, self.owner):
                     logger.warning(
-                        "lookup_cache: %s is of another model; it is not used, and left as it is.", self.path
+                        "lookup_cache: %s is of another model or format: it is neither used nor changed.", self.path
                     )
                     self.writes = False
                     return
                 state: State = {space: {} for space in json.loads(about["spaces"])}
-                for key in file.keys():  # noqa: SIM118 - it is no dict
+                for key in file.keys():  # noqa: SIM118 - it is not a dict
                     index, _, name = key.partition("/")
                     state[list(state)[int(index)]][name] = file.get_tensor(key)
             load(state)
         except FileNotFoundError:
             return
         except (SafetensorError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
-            logger.warning("lookup_cache: %s cannot be used (%r); learning anew.", self.path, error)
+            logger.warning("lookup_cache: %s cannot be used (%r); learning starts anew.", self.path, error)
 
     def save(self) -> None:
         """Write the tables if they have changed."""
@@ -131,7 +131,7 @@ class LookupCache:
             self._write(self._state())
         except OSError as error:
             logger.warning(
-                "lookup_cache: %s cannot be written (%s); what is learnt ends with this process.", self.path, error
+                "lookup_cache: %s cannot be written (%s); what is learnt is lost with this process.", self.path, error
             )
             self.writes = False
         ended = time.monotonic()
@@ -158,13 +158,13 @@ class LookupCache:
 
 
 def ids_within(ids: np.ndarray, bound: int) -> np.ndarray:
-    """The ids as int32, checked: a file may hold anything.
+    """The ids as int32, after a check, since a file may hold anything.
 
     Raises:
-        ValueError: they are no integers from 0 to `bound` - 1.
+        ValueError: they are not all integers from 0 to `bound` - 1.
     """
     if ids.dtype.kind != "i" or (ids.size and not 0 <= ids.min() <= ids.max() < bound):
-        raise ValueError("it holds other things than token ids")
+        raise ValueError("it holds something other than token ids")
     return ids.astype(np.int32)
 
 

@@ -23,7 +23,7 @@ _MASK_KEYS = ("pard_token", "ptd_token_id", "mask_token_id")
 
 def _is_pard(checkpoint: Checkpoint) -> bool:
     names_mask = any(isinstance(checkpoint.config.get(key), int) for key in _MASK_KEYS[:2])
-    # P-EAGLE heads name a mask token too, but are no language models
+    # P-EAGLE heads name a mask token too, but are not language models
     return names_mask and checkpoint.any(r"model\.layers\.0\.")
 
 
@@ -76,7 +76,7 @@ class PardGenerator(DraftModelGenerator):
         if type(token) is not int or token < 0:
             raise config.fail(
                 "model",
-                f"is no drafter for parallel drafting: its configuration names no mask token ({', '.join(_MASK_KEYS)}). Set "
+                f"is not a known parallel drafter: its configuration names no mask token ({', '.join(_MASK_KEYS)}). Set "
                 "'mask_token_id' if you know it, or use method 'draft_model'.",
             )
         if token >= self.drafter.vocab_size:

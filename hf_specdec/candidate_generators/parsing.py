@@ -70,7 +70,7 @@ def infer_method(model: str, revision: str | None = None, token: str | None = No
 
 @functools.lru_cache(maxsize=64)
 def _infer_method(model: str, revision: str | None, token: str | None, written: int) -> str:
-    """`written` is the time of the folder's newest file: the cached answer does not hold for another head in the same place."""
+    """`written` is the time of the folder's newest file. It is part of the cache's key, so a new head in the same folder is read anew."""
     discover()
     form = infer_format(open_checkpoint(model, revision, token))
     logger.info("%s: method %r, inferred from its format: %s.", model, form.method, form.name)

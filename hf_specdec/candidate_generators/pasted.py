@@ -38,7 +38,7 @@ _LOADING = "drafters are loaded from safetensors or plain pickles, and their rep
 _KERNELS = "attention is chosen by the device and the model"
 _GRAPHS = "'cuda_graphs' says what runs as CUDA graphs"
 _CONFIDENCE = '\'draft_confidence_threshold\' and "num_speculative_tokens": "auto" shorten drafts'
-_CANDIDATES = "no token is accepted for being among the likeliest; see 'rejection_sample_method'"
+_CANDIDATES = "a token is never accepted merely because it is among the likeliest; see 'rejection_sample_method'"
 _SERVER = "it concerns a server's memory and workers"
 # Keys without a meaning here, and what to use instead.
 IGNORED_KEYS = {
@@ -53,7 +53,7 @@ IGNORED_KEYS = {
     "kv_cache_dtype": "keys and values are in the model's dtype",
     "use_local_argmax_reduction": _SHARDS,
     "index_share_for_mtp_iteration": _KERNELS,
-    "disable_eagle_block_drop": "prefixes are shared inside a batch only",
+    "disable_eagle_block_drop": "a prefix is shared as far as the drafter has read it",
     "disable_mqa_scorer": _KERNELS,
     "disable_logprobs": "scores are returned where output_scores asks for them",
     "disable_log_stats": "statistics are in the output's .speculation",
@@ -184,14 +184,12 @@ def _translate_hidden_states(values: dict[str, Any], method: str) -> None:
     if ids is None:
         raise SpeculativeConfigError(
             "speculative_config['draft_model_config'] of method 'extract_hidden_states' must be {'hf_config': "
-            f"{{'eagle_aux_hidden_state_layer_ids': [..]}}}}, not {nested!r}; or give these ids alone."
+            f"{{'eagle_aux_hidden_state_layer_ids': [..]}}}}, not {nested!r}; or give these ids as 'eagle_aux_hidden_state_layer_ids'."
         )
     values.setdefault("eagle_aux_hidden_state_layer_ids", ids)
     if "output_dir" not in values:
         values["output_dir"] = os.path.join(tempfile.gettempdir(), "hidden_states")
-        _say(
-            "output_dir", f"is not given (vLLM's stands in its kv_transfer_config): files go to {values['output_dir']}."
-        )
+        _say("output_dir", f"is not given (vLLM has it in kv_transfer_config): files go to {values['output_dir']}.")
 
 
 def _leave_out(values: dict[str, Any], own: dict[str, str], methods: dict[str, type[SpeculativeConfig]]) -> None:

@@ -55,7 +55,7 @@ class PerRequestConfig(LookupCacheConfig):
 
 @register(PerRequestConfig)
 class PerRequestGenerator(CombinedGenerator):
-    """Asks each sequence's own drafter, which follows no other sequence."""
+    """Asks each sequence's own drafter. A drafter follows only the sequences that it drafts for."""
 
     config: PerRequestConfig
 
@@ -69,7 +69,7 @@ class PerRequestGenerator(CombinedGenerator):
         self.longest = [min(part.config.longest_draft, part.max_draft_nodes) for part in self.parts]
 
     def with_checkpoint_defaults(self, config: PerRequestConfig) -> PerRequestConfig:
-        """The configuration with the longest draft of a part, where the user gave none."""
+        """The configuration; if the user gave no draft length, with the longest that a part can draft."""
         return config if config.length_given else dataclasses.replace(config, num_speculative_tokens=max(self.longest))
 
     @property
@@ -95,7 +95,7 @@ class PerRequestGenerator(CombinedGenerator):
         return self.by_name[seq.drafter]
 
     def parts_of(self, seq: Sequence) -> list[CandidateGenerator]:
-        """Its own drafter."""
+        """The sequence's own drafter."""
         return [self.part_of(seq)]
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
@@ -110,7 +110,7 @@ class PerRequestGenerator(CombinedGenerator):
         return trees
 
     def observe(self, outcome: StepOutcome) -> None:
-        """Each drafter sees the rows that follow it."""
+        """Each drafter sees the rows that it drafts for."""
         for part in self.parts:
             own = outcome.of(lambda seq, part=part: self.part_of(seq) is part)
             if own.chunks or own.sequences:

@@ -96,7 +96,7 @@ def imported_method(path: str) -> str:
     """The name of the method whose generator is the class at "package.module:Class".
 
     Raises:
-        SpeculativeConfigError: it cannot be imported, or is no registered generator.
+        SpeculativeConfigError: it cannot be imported, or is not a registered generator.
     """
     module_name, _, class_name = path.partition(":")
     try:

@@ -1,4 +1,4 @@
-"""Spaces: tables that learn from texts, a set of them for each space, so that a text is drafted for by what its own space wrote."""
+"""Spaces: each space has its own tables that learn from texts, so a text is drafted for only from the texts of its own space."""
 
 from __future__ import annotations
 
@@ -8,17 +8,17 @@ from typing import Generic, TypeVar
 from ..core.sequence import Sequence
 
 Tables = TypeVar("Tables")
-MOST_SPACES = 16  # with tables that outlive their texts, per drafter
+MOST_SPACES = 16  # per drafter; their tables outlive the texts
 
 
 class Spaces(Generic[Tables]):
-    """The tables of each space (`Sequence.space`). A text that is not shared gets tables of its own, which end with it.
+    """The tables of each space (`Sequence.space`). A text that is not shared gets tables of its own, which are dropped when it ends.
 
-    At most MOST_SPACES spaces have tables. Those that were used least recently are dropped, unless texts of theirs are running.
+    At most MOST_SPACES spaces have tables. The least recently used are dropped, but never while one of their texts is running.
 
     Args:
-        make: new tables; called with whether texts share them.
-        drop: called with tables that are dropped.
+        make: returns new tables; its argument says whether texts share them.
+        drop: called with the tables that are dropped.
 
     Attributes:
         shared: tables by space, the least recently used first.
@@ -30,7 +30,7 @@ class Spaces(Generic[Tables]):
         self._running: dict[int, tuple[str | None, Tables]] = {}  # sequence id → its space (None: its own) and tables
 
     def enter(self, seq: Sequence) -> Tables:
-        """The tables of a sequence, which are its own or its space's from the first call until `leave`."""
+        """The tables of a sequence: its space's, or its own if it is not shared. They stay the same until `leave`."""
         if seq.id in self._running:
             return self._running[seq.id][1]
         if not seq.is_shared:

@@ -27,7 +27,7 @@ class SuffixConfig(LookupCacheConfig):
     requires = ("pip install hf-specdec[suffix]",)
 
     suffix_decoding_max_tree_depth: int = field(
-        default=24, metadata={"help": "match and draft length together, at most"}
+        default=24, metadata={"help": "most tokens of a match and its draft together"}
     )
     suffix_decoding_max_cached_requests: int = field(
         default=10000, metadata={"help": "past outputs kept in the shared tree; 0: none, -1: all"}
@@ -57,7 +57,7 @@ class SuffixConfig(LookupCacheConfig):
         self.check_bool("suffix_decoding_use_tree")
 
     def to_dict(self):
-        """As in the base, without a draft length that follows from the tree depth."""
+        """As in the base, but without a draft length that follows from the tree depth."""
         out = super().to_dict()
         if self.num_speculative_tokens == self.suffix_decoding_max_tree_depth:
             out.pop("num_speculative_tokens", None)
@@ -71,9 +71,9 @@ class _Trees:
     """A space's shared tree and the trees of its running sequences.
 
     Attributes:
-        trees: arctic-inference's.
-        outputs: those in the shared tree, as far as a file is to keep them: int32, the oldest first.
-        num_bytes: what they take in a file.
+        trees: arctic-inference's cache, which holds all of them.
+        outputs: the outputs in the shared tree that a file is to keep, the oldest first, as int32 ids.
+        num_bytes: the size of `outputs` in a file.
     """
 
     trees: Any
@@ -81,19 +81,19 @@ class _Trees:
     num_bytes: int = 0
 
     def keep(self, output: np.ndarray, most: int) -> None:
-        """Keep an output for the file, and no more than `most` (-1: all)."""
+        """Keep an output for the file, which holds at most `most` of them (-1: all)."""
         self.outputs.append(output)
         self.num_bytes += _size(output)
         while len(self.outputs) > most >= 0:
             self.forget_oldest()
 
     def forget_oldest(self) -> None:
-        """Keep one output less."""
+        """Drop the oldest output."""
         self.num_bytes -= _size(self.outputs.popleft())
 
 
 def _size(output: np.ndarray) -> int:
-    return output.nbytes + 4  # and its length
+    return output.nbytes + 4  # 4 bytes for its length
 
 
 @register(SuffixConfig)
@@ -120,17 +120,17 @@ class SuffixGenerator(CandidateGenerator):
             self.kept.follow(self, self._load, functools.partial(_state, self.spaces))
 
     def _load(self, state: State) -> None:
-        """Build the trees of a file, the newest outputs as far as the bound allows.
+        """Build the trees from a file, with as many of the newest outputs as the bound allows.
 
         Raises:
-            ValueError, KeyError: it holds something else.
+            ValueError, KeyError: the file holds something else.
         """
         assert self.kept is not None
         outputs = {}
         for space, found in state.items():
             ids, lengths = ids_within(found["tokens"], self.target.vocab_size), found["lengths"]
             if ids.ndim != 1 or lengths.dtype.kind != "i" or (lengths < 1).any() or lengths.sum() != len(ids):
-                raise ValueError("its texts have other lengths")
+                raise ValueError("its texts do not have the lengths that it gives")
             outputs[space] = np.split(ids, lengths.cumsum()[:-1]) if len(lengths) else []
         most, request = self.config.suffix_decoding_max_cached_requests, 0
         for space, texts in outputs.items():

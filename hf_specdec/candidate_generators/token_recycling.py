@@ -102,7 +102,7 @@ class TokenRecyclingConfig(LookupCacheConfig):
         return max(map(len, self.paths))
 
     def to_dict(self) -> dict[str, Any]:
-        """As in the base, without a draft length that follows from the tree."""
+        """As in the base, but without a draft length that follows from the tree."""
         out = super().to_dict()
         if self.use_tree:
             out.pop("num_speculative_tokens", None)
@@ -114,8 +114,8 @@ class TokenRecyclingConfig(LookupCacheConfig):
 class SuccessorMatrices:
     """The best k successors last seen of each of V tokens: int32 [S, V + 1, k] on the target's device.
 
-    Some are shared by the texts of a space; the others are copies of these that running sequences continue with, or of a text that
-    shares nothing. The id `V` means "unknown": rows not yet written hold it, and so does row V itself.
+    Some matrices are shared by the texts of a space. The others are copies of these that running sequences continue with, or belong to
+    a text that shares nothing. The id `V` means "unknown": rows not yet written hold it, and so does row V itself.
     """
 
     def __init__(self, vocab_size: int, k: int, device: torch.device | str):
@@ -130,7 +130,7 @@ class SuccessorMatrices:
         return self.rows.nbytes + self._latest.nbytes
 
     def resize(self, count: int) -> None:
-        """Change the number of matrices. Those removed must be free; those added are."""
+        """Change the number of matrices. Matrices that are removed must be free; new ones are."""
         old, self.rows = self.rows, self.rows.new_full((count, *self.rows.shape[1:]), self.nothing)
         self.rows[: len(old)] = old[:count]
         self.free = [matrix for matrix in self.free if matrix < count] + list(range(len(old), count))
@@ -213,10 +213,10 @@ class TokenRecyclingGenerator(CandidateGenerator):
     # ---- from process to process ------------------------------------------------------------------------------------
 
     def _load(self, state: State) -> None:
-        """Fill the matrices of the spaces from a file. Of more successors than are remembered here, the first are taken.
+        """Fill the matrices of the spaces from a file. If it has more successors per token than are remembered here, the best are taken.
 
         Raises:
-            ValueError, KeyError: it holds something else.
+            ValueError, KeyError: the file holds something else.
         """
         nothing, k = self.matrices.nothing, self.matrices.k
         checked = {}
@@ -252,7 +252,7 @@ class TokenRecyclingGenerator(CandidateGenerator):
         self.spaces.shared = {space: matrix for matrix, space in enumerate(self.spaces.shared)}
 
     def evict(self, seq: Sequence) -> None:
-        """Free the sequence's matrix; a new one starts from its text."""
+        """Free the sequence's matrix; if it goes on, a new one is filled from its text."""
         matrix = self.own.pop(seq.id, None)
         if matrix is not None and matrix != self.spaces.enter(seq):
             self.matrices.free.append(matrix)
@@ -363,8 +363,8 @@ class TokenRecyclingGenerator(CandidateGenerator):
 
 
 def _state(matrices: SuccessorMatrices, spaces: Spaces[int], most_bytes: int) -> State:
-    """The known rows of each space's matrix, as a file keeps them. If there is no room, those of the lowest ids, which are the most
-    frequent tokens in most vocabularies."""
+    """The known rows of each space's matrix, as a file keeps them. If there is not room for all: those of the lowest ids, which are the
+    most frequent tokens in most vocabularies."""
     state = {}
     room = most_bytes // max(len(spaces.shared), 1) // (4 + 4 * matrices.k)
     for space, matrix in spaces.shared.items():
