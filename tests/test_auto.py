@@ -315,7 +315,7 @@ def test_a_small_model_with_the_same_vocabulary(cache):
     generator = found_for(target(snapshot))
     line = str(generator.found)
     assert generator.names[-1] == "draft_model" and "draft_model (org/small, in the local cache)" in line
-    assert "org/other-words, in the local cache: small enough, but its vocabulary is another" in line
+    assert "org/other-words, in the local cache: small enough, but it has another vocabulary" in line
     assert len(line.splitlines()) == 1
 
 
@@ -392,7 +392,7 @@ def test_a_head_on_the_hub(online, monkeypatch):
         ),
         ({"some/head": HEAD}, None, {"max_download_gb": 0}, "0.1 GB): set max_download_gb"),
         ({"some/head": {**HEAD, "files": {"pytorch_model.bin": 10**8}}}, None, {}, "some/head: no safetensors"),
-        ({}, ConnectionError("no route"), {}, "heads on the Hub: it cannot be reached (ConnectionError)"),
+        ({}, ConnectionError("no route"), {}, "heads on the Hub: the Hub cannot be reached (ConnectionError)"),
         ({"some/model": {**HEAD, "tags": ["text-generation"]}}, None, {}, "auto: drafting with"),
     ],
     ids=["gated", "too big", "no downloads", "pickles", "unreachable", "no head"],

@@ -11,8 +11,8 @@ from ..lookup_cache import LookupCacheConfig
 
 @dataclass
 class AutoConfig(LookupCacheConfig):
-    """Drafts with whatever is fastest, row by row and step by step, by measured costs and acceptance. What can draft for the
-    target is found: its own MTP layers, a head or a small model on this machine or the Hub, and look-ups, which need no model."""
+    """Drafts with whatever is fastest, row by row and step by step, by measured costs and acceptance. It finds what can draft for
+    the target: its own MTP layers, a head or a small model on this machine or the Hub, and look-ups, which need no model."""
 
     name = "auto"
     default_num_speculative_tokens: ClassVar[int] = 16
@@ -24,7 +24,9 @@ class AutoConfig(LookupCacheConfig):
     )
     model: str | None = field(
         default=None,
-        metadata={"help": "a head or a small model to draft with, besides the look-ups; by default one is searched"},
+        metadata={
+            "help": "a head or a small model to draft with, besides the look-ups; by default one is searched for"
+        },
     )
     max_download_gb: float = field(
         default=2.0, metadata={"help": "largest head that may be downloaded from the Hub; 0: none"}
@@ -33,7 +35,7 @@ class AutoConfig(LookupCacheConfig):
         default=True,
         metadata={
             "help": "keep measured costs and rates of acceptance from process to process: true (in $HF_SPECDEC_CACHE, or a folder "
-            "of the Hub's cache), a folder, or false; nothing of any text"
+            "of the Hub's cache), a folder, or false; no text is kept"
         },
     )
 
@@ -55,7 +57,7 @@ class AutoConfig(LookupCacheConfig):
             self.methods = [self._checked(part) for part in self.methods]
 
     def _checked(self, part: Any) -> dict[str, Any]:
-        """One of `methods` as a checked configuration, which drafts as far as pays unless it says how far."""
+        """One of `methods` as a checked configuration, with an automatic draft length unless it gives one."""
         given = {"method": part} if isinstance(part, str) else part
         if isinstance(given, dict):
             given = {"num_speculative_tokens": "auto", **given}

@@ -1,4 +1,4 @@
-"""What can draft for a target: found in the order in which it is preferred."""
+"""Finds what can draft for a target, the preferred drafters first."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from .local import base_models, cached_models, hub_id_of, is_language_model, sam
 
 LOOKUPS = ("suffix", "ngram", "token_recycling")
 SMALL_ENOUGH = 0.25  # a draft model has at most this share of the target's bytes
-BEST_SHARE = 1 / 16  # of several, the one whose share is nearest to this is taken
+BEST_SHARE = 1 / 16  # of several small models, the one whose share is nearest to this is taken
 
 
 @dataclass(eq=False)
@@ -32,7 +32,7 @@ class Candidate:
 
     Attributes:
         config: its configuration.
-        why: where it comes from, for people.
+        why: where it comes from, as text to show.
         is_given: the user named it, so a failure is an error.
     """
 
@@ -48,7 +48,7 @@ class Found:
     Attributes:
         taken: the drafters to make.
         notes: what was not taken, and why.
-        downloads: what a download would bring.
+        downloads: heads on the Hub that are larger than `max_download_gb`.
     """
 
     taken: list[Candidate] = field(default_factory=list)
@@ -56,7 +56,7 @@ class Found:
     downloads: list[str] = field(default_factory=list)
 
     def drop(self, candidate: Candidate, why: str) -> None:
-        """A candidate turned out not to work."""
+        """Remove a candidate that turned out not to work, and note why."""
         self.taken.remove(candidate)
         self.notes.append(f"{candidate.why}: {why.strip().splitlines()[0] if why.strip() else 'failed'}")
 
@@ -105,8 +105,8 @@ def _named(config: AutoConfig, context: DrafterContext | None) -> Candidate | No
 
 
 def _with_weights(config: AutoConfig, target: PackedModel, found: Found) -> list[Candidate]:
-    """The best head (own MTP layers, or one made for the target) and the best small model of its vocabulary, as far as there are
-    any: which of the two is faster depends on the text."""
+    """The best head (own MTP layers, or one made for the target) and the best small model with its vocabulary, if there are any.
+    Both are taken, since which of the two is faster depends on the text."""
     heads = itertools.chain(_own_layers(target), _bundled_heads(target), _heads(config, target, found))
     return [*itertools.islice(heads, 1), *itertools.islice(_small_models(target, found), 1)]
 
@@ -127,7 +127,7 @@ def _own_layers(target: PackedModel) -> Iterator[Candidate]:
 
 
 def _bundled_heads(target: PackedModel) -> Iterator[Candidate]:
-    """Heads that come with this package, for a target that does."""
+    """Heads that come with this package, if the target does too."""
     folder = folder_of(target.model)
     names = [
         name for name in bundled_names() if folder is not None and Path(bundled(name)).resolve() == folder.resolve()
@@ -174,9 +174,9 @@ def _small_models(target: PackedModel, found: Found) -> Iterator[Candidate]:
         if not (0 < share <= SMALL_ENOUGH and is_language_model(other)):
             continue
         if not same_vocabulary(folder, other):
-            # without one it is a head, most likely
+            # without a tokenizer it is most likely a head
             if where.endswith("cache") and (other / "tokenizer.json").is_file():
-                found.notes.append(f"{where}: small enough, but its vocabulary is another")
+                found.notes.append(f"{where}: small enough, but it has another vocabulary")
         else:
             sized.append((abs(math.log(share / BEST_SHARE)), where, other))
     for _, where, other in sorted(sized):
@@ -188,13 +188,13 @@ def _method_of(folder: Path) -> str:
     """The method of a head.
 
     Raises:
-        CheckpointError: it is no head.
+        CheckpointError: it is not a head.
     """
     return infer_format(Checkpoint(folder)).method
 
 
 def _made(model: str, why: str, found: Found) -> Iterator[Candidate]:
-    """The head as a candidate; nothing but a note if it cannot be had after all."""
+    """The head as a candidate; only a note if it cannot be used after all."""
     try:
         yield Candidate(_drafting_with(model), why)
     except (ValueError, OSError) as error:

@@ -1,4 +1,4 @@
-"""AutoGenerator: several drafters, of which measurements choose one for each row and step."""
+"""AutoGenerator: has several drafters; measurements choose one of them for each row in each step."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ logger = logging.getLogger(__name__)
 
 @dataclass
 class Choice:
-    """What each row drafts in this step. A row that names its drafter gets that one, whatever was chosen.
+    """Which drafter each row uses in this step, and how deep it drafts. A row that names its drafter gets that one in any case.
 
     Attributes:
         drafter: int [B], index among the parts.
-        depth: int [B]; 0: nothing.
+        depth: int [B]; 0: no draft.
     """
 
     drafter: np.ndarray
@@ -42,14 +42,14 @@ class Chooser(Protocol):
     """Chooses drafters and depths: `decoding.auto_method.AutoMethod`.
 
     Attributes:
-        heads_follow: whether drafters that read hidden states of every token follow the texts. One that misses some cannot draft
-            for that text any more.
+        heads_follow: whether drafters that read hidden states of every token follow the texts. A drafter that misses some tokens can
+            no longer draft for that text.
     """
 
     heads_follow: bool
 
     def followed(self, seconds: float, num_rows: int) -> None:
-        """Drafters that were not asked took so long to follow a step."""
+        """Called with the seconds that drafters which may not miss steps took to follow a step of `num_rows` rows."""
         ...
 
     def is_awake(self, index: int) -> bool:
@@ -64,9 +64,9 @@ class Chooser(Protocol):
 
         Args:
             limits: how deep each row may draft.
-            offers: what each look-up has found, nothing if it is not awake.
+            offers: what each look-up has found; empty if it is not awake.
             seconds: how long each of them took.
-            scores: how many tokens of each row's offer a look-up expects to be accepted; None: it does not say.
+            scores: per look-up, how many tokens of each row's offer it expects to be accepted; None: it makes no estimate.
         """
         ...
 
@@ -99,14 +99,14 @@ class FirstChoice:
 
 @register(AutoConfig)
 class AutoGenerator(RivalGenerator):
-    """Look-ups are asked first, except those that rest because they did not pay. Then `chooser` picks a drafter and a depth for each
+    """Asks the look-ups first, except those that rest because they did not pay. Then `chooser` picks a drafter and a depth for each
     row.
 
     Attributes:
         found: what was found to draft with, and what was not.
-        names: of the parts; look-ups come first.
+        names: the names of the parts; look-ups come first.
         num_lookups: how many parts are look-ups.
-        chooser: chooses; the decoder's policy sets it.
+        chooser: picks the drafters and depths; the decoder's policy sets it.
     """
 
     config: AutoConfig
@@ -124,7 +124,7 @@ class AutoGenerator(RivalGenerator):
         self.chooser: Chooser = FirstChoice(self.num_lookups, len(self.parts))
         self._learns = [type(part).observe is not CandidateGenerator.observe for part in self.parts]
         self.asked = [False] * len(self.parts)  # look-ups that were asked in this step
-        # seconds that a look-up which may rest took to learn from the last step
+        # seconds that each look-up took to learn from the last step, if it may rest
         self.observing = [0.0] * len(self.parts)
         self.chosen: dict[int, str] = {}  # sequence id → name of the drafter of its last draft
         self._heads = [part for part in self.parts if part.needs_all_features]
@@ -152,7 +152,7 @@ class AutoGenerator(RivalGenerator):
         return made
 
     def with_checkpoint_defaults(self, config: SpeculativeConfig) -> SpeculativeConfig:
-        """The configuration, with no longer drafts than a part can make."""
+        """The configuration, with drafts no longer than the longest that a part can make."""
         longest = int(max(self.longest, default=0)) if len(self.longest) else 0
         if config.longest_draft <= longest or not longest:
             return config
@@ -171,7 +171,7 @@ class AutoGenerator(RivalGenerator):
     # ---- who follows which text -------------------------------------------------------------------------------------
 
     def parts_of(self, seq: Sequence) -> list[CandidateGenerator]:
-        """All, or all but the heads."""
+        """All parts, or all but the heads if those do not follow the sequence."""
         return self._blind.get(seq.id, self.parts)
 
     def moved_caches(self) -> list[PagedStaticCache] | None:
@@ -190,7 +190,7 @@ class AutoGenerator(RivalGenerator):
             raise
 
     def stop(self, seq: Sequence) -> None:
-        """Stop all."""
+        """Stop the sequence in the parts that follow it."""
         self.chosen.pop(seq.id, None)
         super().stop(seq)
         self._blind.pop(seq.id, None)
@@ -211,7 +211,7 @@ class AutoGenerator(RivalGenerator):
         return seq.id not in self._blind or self.parts[index] not in self._heads
 
     def able(self, sequences: list[Sequence]) -> np.ndarray | None:
-        """bool [D, B]: which parts follow which rows; None: all follow all."""
+        """bool [D, B]: which parts follow which rows; None if all parts follow all rows."""
         if not self._blind:
             return None
         return np.array([[self.follows(index, seq) for seq in sequences] for index in range(len(self.parts))])
@@ -259,8 +259,8 @@ class AutoGenerator(RivalGenerator):
     # ---- learning ---------------------------------------------------------------------------------------------------
 
     def observe(self, outcome: StepOutcome) -> None:
-        """As in the base, but only those parts are told that learn from it. Look-ups that rest and may miss steps are not; the time of
-        learning is kept for the choice."""
+        """As in the base, but only parts that learn are told, and of those not the look-ups that rest and may miss steps. The time that
+        learning takes is kept for the choice."""
         following = 0.0
         for index, part in enumerate(self.parts):
             if self._learns[index] and (self.asked[index] or not part.may_miss_steps):
@@ -275,13 +275,13 @@ class AutoGenerator(RivalGenerator):
         for proposed in self.proposed:
             proposed.clear()
         own = outcome.num_own or []
-        if following and sum(own) == len(own):  # prompts take longer, and are no step of decoding
+        if following and sum(own) == len(own):  # a step that reads prompts takes longer
             self.chooser.followed(following, len(own))
             if not self.chooser.heads_follow:
                 self._let_heads_rest([seq for seq, _ in outcome.chunks or [] if not seq.finished])
 
     def _seen_by(self, part: CandidateGenerator, outcome: StepOutcome) -> StepOutcome | None:
-        """The step, without the rows that the part does not follow; None: it follows none of them."""
+        """The step without the rows that the part does not follow; None if it follows none of them."""
         if not self._blind or part not in self._heads:
             return outcome
         rows = [*outcome.sequences, *(seq for seq, _ in outcome.chunks or [])]

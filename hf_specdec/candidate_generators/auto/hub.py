@@ -12,7 +12,7 @@ from typing import Any
 from huggingface_hub import HfApi, constants
 from huggingface_hub.errors import HfHubHTTPError, OfflineModeIsEnabled
 
-# The methods of heads, best first where nothing else is known, and what their repositories are called or tagged.
+# The methods of heads, best first if nothing else is known, and words in the names or tags of their repositories.
 _KINDS = {
     "eagle3": ("eagle3", "eagle-3"),
     "dflash": ("dflash",),
@@ -23,9 +23,9 @@ _KINDS = {
     "mlp_speculator": ("accelerator", "mlp_speculator", "mlp-speculator"),
     "medusa": ("medusa",),
 }
-# of the library that the Hub's client uses, which its versions have changed
+# the base error of the HTTP library under the Hub's client: requests or httpx, depending on the client's version
 _HTTP_ERROR: Any = HfHubHTTPError.__bases__[0]
-_MOST_LISTED = 50  # models of the Hub's answer that are looked at
+_MOST_LISTED = 50  # the Hub is asked for at most this many models
 
 
 @dataclass(frozen=True)
@@ -49,13 +49,13 @@ class PublishedHead:
 
     @property
     def about(self) -> str:
-        """What its publisher says, for people."""
+        """What its publisher says, as text to show."""
         tau = "" if self.tau is None else f", published τ {self.tau}{f' on {self.task}' if self.task else ''}"
         return tau + (f", {self.licence}" if self.licence else "")
 
 
 def rank(method: str) -> int:
-    """Which of several heads is preferred: the lowest."""
+    """The place of a method in the order of preference; 0 is the best."""
     return list(_KINDS).index(method) if method in _KINDS else len(_KINDS)
 
 
@@ -70,7 +70,7 @@ def _table() -> dict[str, list[PublishedHead]]:
 
 
 def _name(target_id: str) -> str:
-    """The id as the table knows it: Llama 3's repositories have been renamed."""
+    """The key of a target in the table: Llama 3's repositories have been renamed."""
     return target_id.lower().replace("/meta-llama-3", "/llama-3")
 
 
@@ -83,7 +83,7 @@ def heads_on_hub(target_id: str, known: list[PublishedHead], notes: list[str]) -
     """The heads that the Hub has for a target, known ones first, with their sizes.
 
     Args:
-        notes: gets a line for each head that cannot be had, or one if the Hub cannot be asked.
+        notes: a line is added for each head that cannot be used, or one if the Hub cannot be reached.
     """
     if constants.HF_HUB_OFFLINE:
         notes += [f"{head.repo} ({head.method}{head.about}): offline, and not in the local cache" for head in known]
@@ -98,7 +98,7 @@ def heads_on_hub(target_id: str, known: list[PublishedHead], notes: list[str]) -
             if sized is not None:
                 yield sized
     except (OfflineModeIsEnabled, _HTTP_ERROR, OSError) as error:
-        notes.append(f"heads on the Hub: it cannot be reached ({type(error).__name__})")
+        notes.append(f"heads on the Hub: the Hub cannot be reached ({type(error).__name__})")
 
 
 def _by_metadata(api: HfApi, target_id: str) -> list[PublishedHead]:
@@ -113,7 +113,7 @@ def _by_metadata(api: HfApi, target_id: str) -> list[PublishedHead]:
 
 
 def _sized(api: HfApi, head: PublishedHead, notes: list[str]) -> PublishedHead | None:
-    """The head with its size; None, with a note, if it cannot be had."""
+    """The head with its size; None, with a note, if it cannot be used."""
     try:
         info = api.model_info(head.repo, files_metadata=True)
     except HfHubHTTPError as error:

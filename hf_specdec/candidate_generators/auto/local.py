@@ -66,7 +66,7 @@ def same_vocabulary(folder: Path, other: Path) -> bool:
 
 
 def _vocabulary(tokenizer: dict) -> tuple | None:
-    """What decides about the ids of a tokenizer.json."""
+    """The parts of a tokenizer.json that decide which ids a text gets."""
     model = tokenizer.get("model")
     if not isinstance(model, dict) or not model.get("vocab"):
         return None
@@ -75,7 +75,7 @@ def _vocabulary(tokenizer: dict) -> tuple | None:
 
 
 def _json(path: Path) -> dict:
-    """A JSON object in a file; {} if there is none."""
+    """The JSON object in a file; {} if the file is missing or holds anything else."""
     try:
         value = json.loads(path.read_text(encoding="utf-8-sig")) if path.is_file() else {}
     except (json.JSONDecodeError, UnicodeDecodeError, RecursionError):
