@@ -148,7 +148,7 @@ def fails(model, folder, message):
         ),
         (lstm_checkpoint, "method", "sum_rnn", "method = 'sum_rnn'.* those of 'sum_lstm'"),
         (rnn_checkpoint, "method", "sum_lstm", "method = 'sum_lstm'.* those of 'sum_rnn'"),
-        (rnn_checkpoint, "emb_dim", "24.20", "must be one number"),
+        (rnn_checkpoint, "emb_dim", "24.20", "must be equal"),
         (rnn_checkpoint, "inner_dim", "24.20", "missing ln.0.2.weight"),
     ],
 )

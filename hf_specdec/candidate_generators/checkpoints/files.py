@@ -234,7 +234,7 @@ def open_checkpoint(
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
-            f"Draft checkpoint {name!r} is neither a bundled name nor a folder, and the Hub (or its cache) did not give it: "
+            f"Draft checkpoint {name!r} is neither a bundled name nor a folder, and the Hub (or its cache) did not provide it: "
             f"{first_line}"
         ) from error
     return Checkpoint(folder, name, wanted)

@@ -51,7 +51,7 @@ def read_layer_config(checkpoint: Checkpoint, plan: Plan) -> PretrainedConfig:
             raise checkpoint.error(f"its layer_types {kinds} with sliding_window {window} cannot be run.")
         config.layer_types, config.sliding_window = kinds, window
     if config.rope_parameters.get("partial_rotary_factor", 1.0) != 1.0:
-        raise checkpoint.error("rotates a part of each head only (partial_rotary_factor), which is not supported.")
+        raise checkpoint.error("rotates only a part of each head (partial_rotary_factor), which is not supported.")
     return config
 
 
@@ -66,7 +66,7 @@ def check_layer_count(checkpoint: Checkpoint, values: dict[str, Any], plan: Plan
     given = values.get("num_hidden_layers")
     if type(given) is int and given > len(found):
         raise checkpoint.error(
-            f"config.json has num_hidden_layers = {given}, but the file has tensors of {len(found)}."
+            f"config.json has num_hidden_layers = {given}, but the file has tensors of {len(found)} of them."
         )
 
 

@@ -40,8 +40,8 @@ class HeadConfig(TreeDraftingConfig):
     learn: bool | str = field(
         default=False,
         metadata={
-            "help": "the head goes on learning from what the target writes, between steps, and is kept in this folder (true: one in "
-            "the cache); it begins as `model`, or new. For mlp_speculator and eagle3"
+            "help": "between steps, the head goes on learning from what the target writes, and is saved in this folder (true: a folder in "
+            "the cache); it starts as `model`, or as a new head. For mlp_speculator and eagle3"
         },
     )
     learn_share: float = field(

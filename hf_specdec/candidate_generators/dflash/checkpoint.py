@@ -1,4 +1,4 @@
-"""Checkpoints of z-lab, SpecForge and speculators: what they say, and the drafter they hold."""
+"""Checkpoints of z-lab, SpecForge and speculators: reading their settings, and loading the drafter."""
 
 from __future__ import annotations
 
@@ -83,7 +83,9 @@ def _read_own(checkpoint: Checkpoint, target: PackedModel) -> DFlashLayout:
             f"was made for a target of {num_target_layers} layers; this one has {target.config.num_hidden_layers}."
         )
     if not own.get("use_aux_hidden_state", True):
-        raise checkpoint.error("has use_aux_hidden_state false: a drafter without the target's layers is not known.")
+        raise checkpoint.error(
+            "has use_aux_hidden_state false: a drafter that does not read the target's layers is not supported."
+        )
     taps = own.get("target_layer_ids") or default_target_layers(num_target_layers, layers.num_hidden_layers)
     projector = own.get("projector_type") or {"DSparkDraftModel": "dspark", "DominoDraftModel": "domino"}.get(
         (config.get("architectures") or [""])[0]
@@ -140,7 +142,7 @@ def _qwen3(checkpoint: Checkpoint, source: PretrainedConfig) -> Qwen3Config:
     rope = getattr(source, "rope_parameters", None) or {}
     rope = rope.get("sliding_attention", rope)  # if kinds of layers differ, speculators uses this one
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
-        raise checkpoint.error("rotates a part of each head only (partial_rotary_factor), which Qwen3's layers do not.")
+        raise checkpoint.error("rotates only a part of each head (partial_rotary_factor), which Qwen3's layers do not.")
     layer_types = getattr(source, "layer_types", None) or ["full_attention"] * source.num_hidden_layers
     window = getattr(source, "sliding_window", None)
     unknown = set(layer_types) - {"full_attention", "sliding_attention"}

@@ -33,10 +33,10 @@ class DFlashLayout:
         layers: configuration of the decoder layers.
         block_size: slots of the block it was trained with, the anchor (the last accepted token) in the first.
         mask_token_id: the token in the other slots.
-        tapped: the target's hidden states it reads, as transformers counts them (0: embeddings, i: output of layer i - 1).
+        tapped: the target's hidden states that it reads, as transformers counts them (0: embeddings, i: output of layer i - 1).
         from_anchor: slot k predicts the token after it, the anchor's slot included; otherwise mask slots predict the token at
             their own place.
-        causal: whether slots see only earlier slots, in full-attention layers and in sliding ones.
+        causal: whether slots see only earlier slots (in full-attention layers, in sliding ones).
         window_from_anchor: sliding layers see this many context tokens before the anchor from every slot (speculators);
             otherwise each slot sees a window that ends with itself (SpecForge).
         starts_in_anchor_slot: a recurrent head runs on the anchor's slot before the first slot that predicts (speculators);

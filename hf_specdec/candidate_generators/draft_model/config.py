@@ -22,7 +22,7 @@ class DraftModelConfig(TreeDraftingConfig):
     model: str | None = field(default=None, metadata={"help": "drafter: bundled name, folder or Hub id"})
     revision: str | None = field(default=None, metadata={"help": "Hub revision of the drafter"})
     early_exit: int | None = field(
-        default=None, metadata={"help": "draft with the target's own first layers, this many"}
+        default=None, metadata={"help": "draft with this many of the target's own first layers"}
     )
     vocabulary_bridge: str | None = field(
         default=None,

@@ -151,7 +151,7 @@ def _tapped_layers(checkpoint: Checkpoint, num_layers: int) -> tuple[int, ...]:
         layers = sorted(inputs)
         if outputs and layers != sorted(i + 1 for i in outputs):
             logger.warning(
-                "%s: %s is %s at the top level of config.json (inputs of layers) and %s in eagle_config (outputs), which are "
+                "%s: %s is %s at the top level of config.json (inputs of layers) and %s in eagle_config (outputs), which name "
                 "other layers; the first is used.", checkpoint.name, _LAYER_IDS, inputs, outputs,
             )  # fmt: skip
     elif outputs:
@@ -285,7 +285,7 @@ def _vocabulary(
             raise checkpoint.error(f"has logits for a draft vocabulary of {size} tokens, but no table d2t.")
         return draft_vocabulary(checkpoint, target, offsets, size), None
     if offsets is not None:
-        raise checkpoint.error("has a draft vocabulary (d2t), but no lm_head.weight that goes with it.")
+        raise checkpoint.error("has a draft vocabulary (d2t), but no lm_head.weight for it.")
     if width != target.config.hidden_size:
         raise checkpoint.error(
             f"has no lm_head.weight, and the target's reads hidden states of width {target.config.hidden_size}, not {width}."

@@ -23,13 +23,13 @@ class Eagle3Config(ProposedLengthConfig):
     )
 
     mask_token_id: int | None = field(
-        default=None, metadata={"help": "P-EAGLE: the mask token, where the checkpoint's config.json names none"}
+        default=None, metadata={"help": "P-EAGLE: the mask token, if the checkpoint's config.json names none"}
     )
     recycle_normed: bool | None = field(
         default=None,
         metadata={
-            "help": "what a draft step reads of the step before: the head's output after its last norm (true) or before it; by "
-            "default as the checkpoint's origin says"
+            "help": "whether a draft step reads the previous step's output after the head's last norm (true) or before it (false); by "
+            "default as it was trained"
         },
     )
 

@@ -53,8 +53,8 @@ class LoopDrafter(NodeExpander, Protocol):
 class CapturedRounds:
     """One drafter's captured rounds, by bucket of rows, depth and blocks; a bucket is captured when first needed.
 
-    Rounds that sample can be captured, since seeds, positions and sampling parameters are tensors. The drafter runs rounds
-    that depend on more than tensors: rows with other logits processors, drafts that stop at a confidence threshold.
+    Rounds that sample can be captured, since seeds, positions and sampling parameters are tensors. Rounds that depend on more than
+    tensors run eagerly: rows with other logits processors, drafts that stop at a confidence threshold.
     """
 
     def __init__(self, drafter: LoopDrafter):
@@ -125,7 +125,7 @@ class CapturedRounds:
         buffers, tensors, replay = found
         fill(buffers)
         replay()
-        # in batch order: no copy is needed, they are read before the next round
+        # rows in batch order need no copy: the buffers are read before the next round
         if rows == list(range(len(sequences))):
             growth.probs = None if probs is None else probs[: len(rows)]
             return growth.draft(*(each[: len(rows)] for each in tensors))

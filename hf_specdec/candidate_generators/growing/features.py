@@ -65,7 +65,7 @@ class FeatureGenerator(CachedGenerator):
         return [self.lm_head]
 
     def score(self, hidden: torch.Tensor) -> torch.Tensor:
-        """`logits`, computed by the native library where the head is."""
+        """`logits`, computed by the native library if the head runs there."""
         native = self.head.native
         return self.logits(hidden) if native is None else native.apply(self.logits, self.scoring_modules(), hidden)
 
@@ -75,7 +75,7 @@ class FeatureGenerator(CachedGenerator):
 
     def captured(self, head: Head, native: bool = True) -> Head:
         """The head with CUDA graphs if the configuration asks for them, or if it leaves the choice and the head supports them; otherwise
-        the head in the native library if the library can run it.
+        the head in the native library, if it can run there.
 
         Args:
             native: False: never use the native library.
@@ -134,7 +134,7 @@ class FeatureGenerator(CachedGenerator):
     def has_read(self, seq: Sequence, end: int) -> None:
         """The rows of the text up to `end` are in the cache, with the target's own features: they stay, and others may share them."""
         self.cache.tables[seq.id].length = end
-        if seq.is_text:  # else equal ids do not mean equal texts
+        if seq.is_text:  # otherwise equal ids do not mean equal texts
             self.cache.register_prefix(seq.id, seq.tokens, end)
 
     def evict(self, seq: Sequence) -> None:
@@ -156,7 +156,7 @@ class FeatureGenerator(CachedGenerator):
     # ---- reading the text -------------------------------------------------------------------------------------------
 
     def observe(self, outcome: StepOutcome) -> None:
-        """Keep the features of the tokens that the target has read. Long texts are read into the cache at once, to free them."""
+        """Keep the features of the tokens that the target has read. Long texts are read into the cache at once, to free their features."""
         assert outcome.output is not None
         sequences, rows, counts = outcome.read_rows()
         taken = self.features(outcome.output, upload(rows, self.head.device))
@@ -183,7 +183,7 @@ class FeatureGenerator(CachedGenerator):
         for seq, own in zip(sequences, features, strict=True):
             if not seq.finished:
                 self.unread[seq.id].append(own)
-            elif self.outlives_texts:  # a row needs the token after it, so those after the text's end have none
+            elif self.outlives_texts:  # a row needs the next token, which rows at the text's end do not have
                 room = len(seq.tokens) - 1 - self.cache.tables[seq.id].length - self.num_unread(seq)
                 self.unread[seq.id].append(own[: max(room, 0)])
 
@@ -210,7 +210,7 @@ class FeatureGenerator(CachedGenerator):
             self.read_all(ended)
 
     def num_unread(self, seq: Sequence) -> int:
-        """Rows of the text whose features are known and not read yet."""
+        """Number of rows of the text whose features are known but not read yet."""
         self._sort_newest()
         return sum(each.shape[0] for each in self.unread[seq.id])
 

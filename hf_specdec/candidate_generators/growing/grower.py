@@ -67,7 +67,7 @@ class GrowingGenerator(CandidateGenerator):
         return draft.trees
 
     def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
-        """The limits, 0 for rows that cannot be drafted for now. Reserves memory for the others."""
+        """The limits; 0 for rows that cannot draft in this step. Reserves memory for the others."""
         return limits
 
     @abstractmethod
@@ -206,7 +206,7 @@ class CachedGenerator(GrowingGenerator):
         """
         count = level.tokens.shape[1]
         on_host = tokens.numpy() if tokens.device.type == "cpu" else None
-        # None: only chains so far
+        # None if there are only chains so far
         ancestors = None if level.ancestors.shape[2] == level.depth else level.host_ancestors
         inputs = []
         for i, (seq_id, position) in enumerate(zip(seq_ids, positions, strict=True)):

@@ -27,7 +27,7 @@ class Level:
     Attributes:
         depth: of these nodes; 1 for the root's children.
         rows: which rows of the batch, ascending.
-        kept: each one's index among the rows of the previous level (of the root logits at depth 1).
+        kept: each row's index among the rows of the previous level (of the root logits at depth 1).
         tokens: int64 [R, F], ids of the target's vocabulary.
         parents: int64 [R, F], each node's parent among the F nodes of the previous level (zeros at depth 1).
         first: nodes expanded before these in each row: node f is the row's expanded node `first + f`.

@@ -40,7 +40,7 @@ _MEDUSA = {
     ),
 }
 
-# Its reference implementation calls it "2.2.2".
+# The reference implementation of Token Recycling calls this tree "2.2.2".
 _TOKEN_RECYCLING = {
     "80": (
         "0 1 2 3 4 5 6 7 00 01 02 03 04 05 06 07 10 11 12 13 20 21 22 30 31 40 50 60 70 000 001 002 003 004 005 006 007 "

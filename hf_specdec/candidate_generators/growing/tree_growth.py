@@ -183,7 +183,7 @@ class DynamicGrowth(Growth):
 
 
 def _with_children(ancestors: torch.Tensor, parent: torch.Tensor) -> torch.Tensor:
-    """bool [R, F, E + F]: the ancestors of F new nodes. `parents` [R, F] are indices into the F nodes whose paths are
+    """bool [R, F, E + F]: the ancestors of F new nodes. `parent` [R, F] are indices into the F nodes above, whose paths are
     `ancestors` [R, F, E]."""
     rows, width, before = ancestors.shape
     own = torch.eye(width, dtype=torch.bool, device=parent.device).expand(rows, -1, -1)
@@ -191,7 +191,7 @@ def _with_children(ancestors: torch.Tensor, parent: torch.Tensor) -> torch.Tenso
 
 
 def _pruned(kept: Iterable[torch.Tensor], limits: list[int]) -> Draft:
-    """Trees from the result of `reference.keep_nodes`, which has the rows with a limit."""
+    """Trees from the result of `keep_nodes` or `prune_tree`, which has all rows; rows without a limit get no nodes."""
     tokens, parents, expanded, _, lengths = kept
     host = torch.cat([lengths[:, None], parents, expanded], dim=1).cpu().numpy()
     counts = np.where(np.asarray(limits) > 0, host[:, 0], 0)

@@ -63,7 +63,7 @@ class TreeTemplate:
     """A static tree: each node is given by its parent and its rank among the children.
 
     Attributes:
-        parents: int64 numpy [N], index of each node's parent (-1: the root); nodes stand in breadth-first order.
+        parents: int64 numpy [N], index of each node's parent (-1: the root); nodes are in breadth-first order.
         ranks: int64 numpy [N], 0 for the parent's likeliest child, 1 for the next, ..
         keep_paths: of the grown tree, keep only the paths to this many best leaves (None: everything).
     """
@@ -117,7 +117,7 @@ class TreeTemplate:
         order = np.argsort(-accuracies, axis=1, kind="stable")  # measured rates may not fall with the rank
         rates = np.take_along_axis(accuracies, order, axis=1)
         if num_nodes < 1 or not rates.size or rates[0, 0] <= 0:
-            raise ValueError("A calibrated tree needs a node, and a drafter that is right now and then.")
+            raise ValueError("A calibrated tree needs at least one node, and a drafter that is sometimes right.")
         # Of each node: minus its probability, its path as columns of `rates`, its parent's probability.
         nodes: list[tuple[float, tuple[int, ...], float]] = [(-rates[0, 0], (0,), 1.0)]
         chosen: list[list[int]] = []
@@ -158,7 +158,7 @@ class TreeTemplate:
 
     @cached_property
     def level_ends(self) -> list[int]:
-        """Nodes in the first 1, 2, .. levels."""
+        """Number of nodes in the first 1, 2, .. levels."""
         return np.searchsorted(self.depths, np.arange(1, self.depth + 1), side="right").tolist()
 
     @cached_property
@@ -306,7 +306,10 @@ class TreeDraftingConfig(SpeculativeConfig):
         },
     )
     top_k: int | None = field(
-        default=None, metadata={"help": "draft a dynamic tree (EAGLE-2): nodes continued per depth, children of each"}
+        default=None,
+        metadata={
+            "help": "draft a dynamic tree (EAGLE-2): continue this many nodes per depth, with as many children each"
+        },
     )
     total_tokens: int | None = field(
         default=None,

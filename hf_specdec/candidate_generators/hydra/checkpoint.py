@@ -56,7 +56,7 @@ def load_hydra(checkpoint: Checkpoint, target: PackedModel) -> HydraHeads:
     """Load the heads of a checkpoint on the target's device, in its dtype.
 
     Raises:
-        CheckpointError: an architecture besides "mlp" and "prefix-mlp", tensors that do not fit, or heads for another target.
+        CheckpointError: an architecture other than "mlp" and "prefix-mlp", tensors that do not fit, or heads for another target.
     """
     has_prefix = checkpoint.any(_PREFIX.pattern)
     found = "prefix-mlp" if has_prefix else "mlp"

@@ -9,7 +9,7 @@ from ..growing.last_hidden import LastHiddenConfig
 
 @dataclass
 class HydraConfig(LastHiddenConfig):
-    """Hydra: like Medusa's, but each head also reads the tokens drafted before it. Hydra++ checkpoints (arch "prefix-mlp") put
+    """Hydra: heads like Medusa's, but each also reads the tokens drafted before it. Hydra++ checkpoints (arch "prefix-mlp") put
     a decoder layer of their own, with its own KV, between the target and the heads."""
 
     name = "hydra"

@@ -56,7 +56,7 @@ class Layout:
 
     @classmethod
     def of(cls, checkpoint: Checkpoint) -> Layout:
-        """Found from the tensors' names: original config.json files say 2 heads where there are 5."""
+        """Read from the tensors' names, because original config.json files say 2 heads where there are 5."""
         if checkpoint.any(_PREFIX.pattern) and not all(map(_PREFIX.match, checkpoint.names())):
             checkpoint = Checkpoint(checkpoint.folder, checkpoint.name, wanted=lambda name: bool(_PREFIX.match(name)))
         names = [_converted(name) for name in checkpoint.names()]
@@ -126,7 +126,7 @@ def _target_ids(checkpoint: Checkpoint, target: PackedModel, plan: Plan, size: i
         raise checkpoint.error(f"token_map has shape {list(ids.shape)}, for heads with {size} logits.")
     if int(ids.min()) < 0 or int(ids.max()) >= target.vocab_size or len(torch.unique(ids)) < size:
         raise checkpoint.error(
-            f"token_map holds ids from {int(ids.min())} to {int(ids.max())} or one of them twice; the target has "
+            f"token_map holds ids from {int(ids.min())} to {int(ids.max())}; they must all differ and be below the target's "
             f"{target.vocab_size} tokens."
         )
     return ids.to(place_of(target)[0])

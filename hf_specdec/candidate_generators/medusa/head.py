@@ -25,7 +25,7 @@ class MedusaHeads(nn.Module):
     """All heads of a checkpoint, with the names of vLLM's layout.
 
     Args:
-        vocab_sizes: of the language-model heads: one per head, one for all, or none (then all use the target's).
+        vocab_sizes: those of the language-model heads: one per head, one for all, or none (then all use the target's).
         bias: of the blocks.
         target_head: the target's language-model head, for heads that have none.
         scale: of the logits.

@@ -18,7 +18,7 @@ from .head import GATES, LSTMSpeculator, ScaledNorm, Speculator, SumSpeculator
 
 
 def has_mlp(checkpoint: Checkpoint) -> bool:
-    """True for IBM's format; tied checkpoints may hold one copy of each tensor only."""
+    """True for IBM's format; tied checkpoints may hold only one copy of each tensor."""
     names = set(map(unprefixed, checkpoint.names()))
     if has_lstm(names) or has_rnn(names):
         return False
@@ -111,9 +111,11 @@ def load_lstm(checkpoint: Checkpoint, target: PackedModel) -> Speculator:
     tie_embeddings = flag(checkpoint, "tie_lstm_embs")
     sizes = [size for key in ("inner_dim", "emb_dim", "proj_dim") for size in widths(checkpoint, key)]
     if len(set(sizes)) != 1:
-        raise checkpoint.error(f"config.json has inner_dim, emb_dim and proj_dim of {sizes}; an LSTM's are one number.")
+        raise checkpoint.error(
+            f"config.json has inner_dim, emb_dim and proj_dim of {sizes}; for an LSTM they must be equal."
+        )
     if not flag(checkpoint, "tie_weights"):
-        raise checkpoint.error("config.json has no tie_weights = true; an LSTM's weights are those of all steps.")
+        raise checkpoint.error("config.json has no tie_weights = true, but all steps of an LSTM share their weights.")
     check_target(checkpoint, target, hidden_size, vocab_size)
     scale_input = flag(checkpoint, "scale_input")
     with torch.device("meta"):
@@ -146,7 +148,7 @@ def load_rnn(checkpoint: Checkpoint, target: PackedModel) -> Speculator:
     if len({*emb, *proj, inner[0]}) != 1:
         raise checkpoint.error(
             f"config.json has emb_dim {emb}, proj_dim {proj} and inner_dim {inner}: embeddings, projections and the first inner "
-            "width are added, so they must be one number."
+            "width are added, so they must be equal."
         )
     check_target(checkpoint, target, hidden_size, vocab_size)
     tied, width = flag(checkpoint, "tie_weights"), inner[0]

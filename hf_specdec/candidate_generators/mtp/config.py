@@ -18,8 +18,8 @@ MTP_STRATEGIES = ("default", "with_ngram")
 @dataclass
 class MtpConfig(ProposedLengthConfig):
     """The target's own multi-token-prediction layers draft: DeepSeek-V3, GLM-4.5, Qwen3.5, MiMo, Ernie 4.5 and others, in chains
-    or trees. They are read from the target's own checkpoint, or from 'model'; 'with_ngram' continues their draft by n-gram
-    look-up in the text."""
+    or trees. They are read from the target's own checkpoint, or from 'model'. With mtp_strategy 'with_ngram', n-gram look-up
+    in the text continues their drafts."""
 
     name = "mtp"
     requires = ("MTP layers: in the target's own checkpoint, or in 'model'",)
@@ -27,7 +27,7 @@ class MtpConfig(ProposedLengthConfig):
 
     num_model_steps: int | None = field(
         default=None,
-        metadata={"help": "draft tokens made by MTP layers; by default all, and 1 with mtp_strategy 'with_ngram'"},
+        metadata={"help": "draft tokens made by MTP layers; by default all, or 1 with mtp_strategy 'with_ngram'"},
     )
     mtp_strategy: str = field(
         default="default",
@@ -41,7 +41,7 @@ class MtpConfig(ProposedLengthConfig):
     recycle_normed: bool | None = field(
         default=None,
         metadata={
-            "help": "what a draft step reads of the step before: the module's output after its last norm (true) or before it; "
+            "help": "whether a draft step reads the previous step's output after the module's last norm (true) or before it (false); "
             "by default as the family's reference does"
         },
     )

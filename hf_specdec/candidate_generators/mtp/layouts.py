@@ -17,7 +17,7 @@ from typing import Any
 
 @dataclass(frozen=True)
 class MtpLayout:
-    """One way MTP modules are stored and run.
+    """One way in which MTP modules are stored and run.
 
     Attributes:
         name: shown in errors: the families, and an example of a tensor name.
@@ -211,7 +211,7 @@ def is_mtp_tensor(num_layers: int) -> Callable[[str], bool]:
 
 
 def find_layout(names: Iterable[str], num_layers: int) -> MtpLayout | None:
-    """The layout that these tensor names have, or None."""
+    """The layout to which these tensor names belong, or None."""
     names = list(names)
     for layout in LAYOUTS:
         if any(re.fullmatch(layout.marker, name) and layout.canonical(name, num_layers) is not None for name in names):

@@ -44,7 +44,7 @@ class ModulesInTurn(FeatureGenerator):
     has none) start again with module 0, which then reads the nodes with drafted hidden states.
 
     The modules share block tables: module j keeps the KV of token t in logical slot t - 1 - j of its layer, at that position. A text
-    that takes over n rows of another reads tokens n + 1, .. with all modules, and writes what slots n - j, .. n - 1 hold already.
+    that shares n rows with another reads tokens n + 1, .. with all modules, which write slots n - j, .. n - 1 again with the same content.
 
     A subclass sets `heads`, one per module over the same cache, and implements `state_of` and `logits_of`.
     """
@@ -71,7 +71,7 @@ class ModulesInTurn(FeatureGenerator):
         """The modules that `logits_of` calls."""
 
     def score_of(self, module: int, state: torch.Tensor) -> torch.Tensor:
-        """`logits_of`, computed by the native library where the module is."""
+        """`logits_of`, computed by the native library if the module runs there."""
         native, function = self.heads[module].native, partial(self.logits_of, module)
         return function(state) if native is None else native.apply(function, self.scorers_of(module), state)
 
@@ -95,7 +95,7 @@ class ModulesInTurn(FeatureGenerator):
         return super().moved_caches() if len(self.heads) == 1 else None
 
     def known_prefix(self, seq: Sequence) -> int:
-        """Tokens whose rows are in the cache, as far as the modules' states at the ends of blocks are known."""
+        """Number of leading tokens whose rows are in the cache, as far as the modules' states at the blocks' ends are known."""
         if not seq.is_text:
             return 0
         hashes = [content for content, _ in self.cache.known_blocks(seq.tokens)]
@@ -111,12 +111,12 @@ class ModulesInTurn(FeatureGenerator):
             self.reached[seq.id] = [*states, *[None] * (len(self.heads) - len(states))]
 
     def forget_prefixes(self) -> None:
-        """As in the base, with the states at the ends of blocks."""
+        """As in the base; also drop the states at the ends of blocks."""
         super().forget_prefixes()
         self.boundaries.forget()
 
     def has_read(self, seq: Sequence, end: int) -> None:
-        """As in the base; blocks can be shared once the tokens are known that all modules have read for them."""
+        """As in the base, but a block can be shared only once all modules have read their tokens for it."""
         self.cache.tables[seq.id].length = end
         if seq.is_text:
             self.cache.register_prefix(seq.id, seq.tokens, end + 1 - len(self.heads))
@@ -198,7 +198,7 @@ class ModulesInTurn(FeatureGenerator):
     # ---- drafting ---------------------------------------------------------------------------------------------------
 
     def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
-        """As in the base, and texts shorter than the number of modules get at most as many tokens as they have."""
+        """As in the base, but a text with fewer tokens than there are modules gets at most as many draft tokens as it has tokens."""
         return [
             limit if len(seq.tokens) >= len(self.heads) else min(limit, len(seq.tokens))
             for seq, limit in zip(sequences, super().ready(sequences, limits), strict=True)
@@ -250,7 +250,7 @@ class ModulesInTurn(FeatureGenerator):
         first = draft.num_read(module)
         tokens, count = draft.tokens[:, first:], draft.num_nodes - first
         on_host = tokens.numpy() if tokens.device.type == "cpu" else None
-        ancestors = None if draft.num_nodes == level.depth else draft.host_ancestors  # None: only chains so far
+        ancestors = None if draft.num_nodes == level.depth else draft.host_ancestors  # None if only chains
         inputs = []
         for i, row in enumerate(level.rows):
             seq = self.sequences[row]
