@@ -34,7 +34,7 @@ examples:
       --speculative-config '{"method": "medusa", "model": "./my-medusa"}'
 
 The target generates a greedy continuation of each prompt; then the drafter drafts from every position of it. The last
-line of the output is the configuration with the tree, ready for --speculative-config. Of a larger tree more tokens are accepted,
+line of the output is the configuration with the tree, ready for --speculative-config. With a larger tree more tokens are accepted,
 but it costs more to verify: compare several sizes with `hf-specdec bench`.
 """
 
@@ -74,7 +74,7 @@ def add_command(commands) -> argparse.ArgumentParser:
         "--ranks", type=positive_int, default=10, metavar="R", help="children a node may have (default: %(default)s)"
     )
     group.add_argument(
-        "--nodes", type=positive_int, default=63, metavar="N", help="nodes of the tree, at most (default: %(default)s)"
+        "--nodes", type=positive_int, default=63, metavar="N", help="most nodes of the tree (default: %(default)s)"
     )
     group.add_argument("--json", metavar="OUT", help="write accuracies and tree to this file as JSON")
     return parser

@@ -1,4 +1,4 @@
-"""`hf-specdec demo`: a text, then tokens/s without and with drafts, of the bundled model made as slow as a real one."""
+"""`hf-specdec demo`: show a text, then tokens/s without and with drafts, with the bundled model made as slow as a real one."""
 
 from __future__ import annotations
 
@@ -46,7 +46,10 @@ def add_command(commands) -> argparse.ArgumentParser:
     parser.add_argument("--max-new-tokens", type=positive_int, metavar="N", help="default: 48; with --all 96")
     parser.add_argument("--size", choices=["auto", *SIZES], default="auto", help="of the model (default: %(default)s)")
     parser.add_argument(
-        "--dtype", choices=("auto", "float32", "bfloat16"), default="auto", help="default: bfloat16 if the CPU has it"
+        "--dtype",
+        choices=("auto", "float32", "bfloat16"),
+        default="auto",
+        help="default: bfloat16 if the device has it",
     )
     parser.add_argument("--batch-size", type=positive_int, default=1, metavar="B", help="with --all (default: 1)")
     parser.set_defaults(model="tiny", device="auto", trust_remote_code=False)

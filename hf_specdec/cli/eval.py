@@ -72,7 +72,9 @@ def add_command(commands) -> argparse.ArgumentParser:
         metavar="JSON",
         help="further keys, for example the draft length or a tree",
     )
-    group.add_argument("--no-baseline", action="store_true", help="do not time plain generate(): no speed-up")
+    group.add_argument(
+        "--no-baseline", action="store_true", help="do not time plain generate(); the speed-up is left out"
+    )
     group.add_argument(
         "--json", metavar="OUT", help="write the figures to this file; - prints them instead of the table"
     )
@@ -217,7 +219,7 @@ def write_report(report: dict[str, Any], args: argparse.Namespace) -> None:
     """Write what the options ask for: the table, JSON, the plot and the model card.
 
     Raises:
-        ValueError: the head has no model card to be updated.
+        ValueError: the head has no model card that could be updated.
     """
     if args.json == "-":
         json.dump(report, sys.stdout, indent=2)

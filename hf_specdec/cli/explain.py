@@ -35,7 +35,7 @@ examples:
   hf-specdec explain ./my-model --prompts mine.jsonl --batch-size 8 --json
 
 It searches as `generate(speculative_config="auto")` does: the model's own MTP layers, a bundled head, a head in the local cache or on
-the Hub, a small model with the same vocabulary. Methods that look up earlier text (suffix, ngram, token_recycling) are always among them.
+the Hub, a small model with the same vocabulary. Methods that look up earlier text (suffix, ngram, token_recycling) are always included.
 """
 
 
@@ -44,7 +44,10 @@ def add_command(commands) -> argparse.ArgumentParser:
     parser = commands.add_parser("explain", help='show what "auto" would do', description=__doc__, epilog=EPILOG)
     add_model_options(parser)
     parser.add_argument(
-        "--speculative-config", default="auto", metavar="JSON", help='of method "auto" (default: %(default)s)'
+        "--speculative-config",
+        default="auto",
+        metavar="JSON",
+        help='a configuration of method "auto" (default: %(default)s)',
     )
     group = parser.add_argument_group("measurement")
     group.add_argument("--no-measurement", action="store_true", help="only list what was found")

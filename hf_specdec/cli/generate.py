@@ -84,7 +84,7 @@ class TokenBar(BaseStreamer):
         self.prompt_seen = True
 
     def end(self) -> None:
-        """Called at the end of the text; the bar needs nothing."""
+        """Do nothing: the bar needs no last step."""
 
 
 def run(args: argparse.Namespace) -> int:

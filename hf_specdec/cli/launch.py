@@ -47,7 +47,7 @@ def start_ranks(size: int, argv: Sequence[str]) -> None:
 
 
 def leave_ranks() -> None:
-    """End this process's group of ranks, if it has one: the threads of a group must not outlive `main`."""
+    """Leave this process's group of ranks, if it has one: the group's threads must not outlive `main`."""
     distributed = sys.modules.get("torch.distributed")
     if distributed is not None and distributed.is_initialized():
         distributed.destroy_process_group()

@@ -1,4 +1,4 @@
-"""Options that subcommands share, and what is made of them: models, prompts, arguments of `generate()`."""
+"""Options that subcommands share, and what is made from them: models, prompts, arguments of `generate()`."""
 
 from __future__ import annotations
 
@@ -55,14 +55,14 @@ class Output(Console):
 
 
 def check_output_file(path: str | None, option: str) -> None:
-    """Raise ValueError if the file of an option cannot be written. None and "-" are no files."""
+    """Raise ValueError if the file of an option cannot be written. None and "-" are not files."""
     if path in (None, "-"):
         return
     file = Path(path)
     if file.is_dir():
         raise ValueError(f"{option} {path}: a folder, not a file.")
     if not file.parent.is_dir():
-        raise ValueError(f"{option} {path}: no such folder as {file.parent}.")
+        raise ValueError(f"{option} {path}: no such folder: {file.parent}.")
     if not os.access(file if file.exists() else file.parent, os.W_OK):
         raise ValueError(f"{option} {path}: not writable.")
 
@@ -180,7 +180,7 @@ def read_prompts(path: str) -> list[dict[str, str]]:
     Any other file is one prompt; "-" reads stdin.
 
     Raises:
-        ValueError: there is no prompt, or a row has none.
+        ValueError: the file has no prompts, or a row has no prompt.
     """
     rows = (
         rows_of(sys.stdin.read().removeprefix("\ufeff"), path, "prompt") if path == "-" else read_rows(path, "prompt")

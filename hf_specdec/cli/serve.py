@@ -105,7 +105,7 @@ def _add_http_options(group: argparse._ArgumentGroup) -> None:
     )  # fmt: skip
     group.add_argument(
         "--private-requests", action="store_true",
-        help="learn from no request, as if each had speculative_config.private (default: those that say so)",
+        help="learn from no request, as if each set speculative_config.private (default: requests that set it are left out)",
     )  # fmt: skip
     group.add_argument(
         "--served-model-name", nargs="+", metavar="NAME", help="names by which clients call it (default: MODEL)"
@@ -191,12 +191,12 @@ def _transfer_config(text: str | None) -> dict | None:
 
 
 def _text_of(file: str | None) -> str | None:
-    """A file's text; None for None."""
+    """The text of a file; None if no file is given."""
     return None if file is None else Path(file).read_text(encoding="utf-8")
 
 
 def _json_of(file: str | None) -> dict | None:
-    """A JSON file's value; None for None."""
+    """The value of a JSON file; None if no file is given."""
     text = _text_of(file)
     return None if text is None else json.loads(text)
 
