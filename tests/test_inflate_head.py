@@ -47,10 +47,10 @@ def test_layers_read_stay_where_they_were():
 
 
 def test_what_does_not_fit(tiny_model, tmp_path):
-    with pytest.raises(ValueError, match="is no EAGLE-3 head"):
+    with pytest.raises(ValueError, match="is not an EAGLE-3 head"):
         inflate_eagle3(hf_specdec.bundled("tiny-eagle"), tiny_model.config, tiny_model.config, tmp_path)
     small = LlamaConfig(**{**tiny_model.config.to_dict(), "intermediate_size": 100})
     with pytest.raises(ValueError, match="intermediate_size=100 is smaller than the head's 768"):
         inflate_eagle3(HEAD, tiny_model.config, small, tmp_path)
-    with pytest.raises(ValueError, match="give its own target"):
+    with pytest.raises(ValueError, match="give the head's own target"):
         inflate_eagle3(HEAD, LlamaConfig(hidden_size=64), tiny_model.config, tmp_path)

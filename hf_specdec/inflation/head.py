@@ -28,13 +28,13 @@ def inflate_eagle3(
     """Write the head of `folder`, which drafts for `source`, to `destination`, with the sizes of `target`.
 
     Raises:
-        ValueError: no EAGLE-3 head in the original layout, or the target's sizes cannot hold the head's.
+        ValueError: `folder` has no EAGLE-3 head in the original layout, or the target is too small to hold the head.
     """
     folder, destination = Path(folder), Path(destination)
     config: dict[str, Any] = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     tensors = load_file(folder / "model.safetensors", device=str(device))
     if "midlayer.hidden_norm.weight" not in tensors or not config.get(LAYER_IDS):
-        raise ValueError(f"{folder} is no EAGLE-3 head with midlayer.* and {LAYER_IDS}: give one of these.")
+        raise ValueError(f"{folder} is not an EAGLE-3 head with midlayer.* and {LAYER_IDS}: give such a head.")
     old, new = {name: config[name] for name in DIMENSIONS}, {name: getattr(target, name) for name in DIMENSIONS}
     new["num_hidden_layers"] = old["num_hidden_layers"]
     check_sizes(folder, old, new, source)
@@ -57,13 +57,13 @@ def check_sizes(folder: Path, old: dict[str, int], new: dict[str, int], source: 
     """Raise `ValueError` if the head is for another target than `source`, or a size cannot grow to the new one."""
     if old["hidden_size"] != source.hidden_size:
         raise ValueError(
-            f"{folder} has width {old['hidden_size']}, its target {source.hidden_size}: give its own target."
+            f"{folder} has width {old['hidden_size']}, but `source` has {source.hidden_size}: give the head's own target."
         )
     for name in DIMENSIONS:
         if new[name] < old[name]:
             raise ValueError(f"The target's {name}={new[name]} is smaller than the head's {old[name]}.")
     if new["head_dim"] % old["head_dim"]:
-        raise ValueError(f"The target's head_dim={new['head_dim']} is no multiple of the head's {old['head_dim']}.")
+        raise ValueError(f"The target's head_dim={new['head_dim']} is not a multiple of the head's {old['head_dim']}.")
     needed = old["num_key_value_heads"] * copies_of_a_head(old, new)
     if new["num_key_value_heads"] < needed:
         raise ValueError(
@@ -72,7 +72,7 @@ def check_sizes(folder: Path, old: dict[str, int], new: dict[str, int], source: 
 
 
 def tapped(layers: list[int], old: int, new: int) -> dict[str, Any]:
-    """Config keys for the hidden states to read: the output of old layer i - 1 is that of its place among the `new` layers."""
+    """Config keys for the hidden states to read. The output of old layer i - 1 comes from its new place among the `new` layers."""
     places = layer_places(old, new)
     moved = [places[i - 1] + 1 if i else 0 for i in layers]
     outputs = {LAYER_IDS: [i - 1 for i in moved], "use_aux_hidden_state": True}
@@ -80,7 +80,7 @@ def tapped(layers: list[int], old: int, new: int) -> dict[str, Any]:
 
 
 def offsets(tensors: dict[str, Tensor], config: dict[str, Any], vocab_size: int) -> None:
-    """Add `d2t` and `t2d` if the target has more tokens than the head: the draft's are the first ones."""
+    """Add `d2t` and `t2d` if the target has more tokens than the head. A new `d2t` maps the head's tokens to the target's first."""
     size = tensors["lm_head.weight"].shape[0]
     if size < vocab_size:
         tensors.setdefault("d2t", torch.zeros(size, dtype=torch.long))
@@ -91,7 +91,7 @@ def offsets(tensors: dict[str, Tensor], config: dict[str, Any], vocab_size: int)
 
 
 class HeadInflation(Inflation):
-    """The inflated tensors of one head; old units are placed as in a model."""
+    """The inflated tensors of one head. Old units get the same places as in a model."""
 
     def __init__(self, old: dict[str, int], new: dict[str, int], dtype: torch.dtype, seed: int):
         self.old, self.new, self.dtype = old, new, dtype
@@ -134,7 +134,7 @@ class HeadInflation(Inflation):
             elif kind in ("d2t", "t2d"):
                 grown[name] = weight
             else:
-                raise ValueError(f"{name} {tuple(weight.shape)}: a tensor that is not known here.")
+                raise ValueError(f"{name} {tuple(weight.shape)}: this tensor is not part of a known EAGLE-3 head.")
         return grown
 
     def widened(self, weight: Tensor) -> Tensor:

@@ -11,10 +11,10 @@ from .tensors import STATE_KEY_HEADS, STATE_VALUE_HEADS, Inflation, head_places
 
 
 class HybridInflation(Inflation):
-    """Recurrent layers grow in heads and in the widths of keys and values, so their states grow.
+    """Recurrent layers grow in the number of heads and in the widths of keys and values, so their states grow too.
 
-    A rule's output shrinks by sqrt(dk/dk'), as wider heads have smaller queries, and the mean square over a wider value head by a
-    further dv/dv'. All norms share one epsilon, so it is scaled by both, and the residual stream so that its mean squares keep to that.
+    Wider heads have smaller queries, so a rule's output shrinks by sqrt(dk/dk'); its mean square over a wider value head shrinks by a
+    further dv/dv'. All norms share one epsilon, which is scaled by dk/dk' * dv/dv'; the residual stream is scaled to match it.
     """
 
     norm_offset = 1.0  # weights of these norms are stored minus 1
@@ -31,7 +31,7 @@ class HybridInflation(Inflation):
         super().place_heads(self.model.config.rope_parameters.get("partial_rotary_factor", 1.0))
 
     def fill_layer(self, layer: nn.Module, source: nn.Module | None) -> None:
-        """Set the tensors of a recurrent layer or of one of attention, as its class builds it."""
+        """Set the tensors of a recurrent layer or of an attention layer."""
         if hasattr(layer, "linear_attn"):
             self.fill_delta_rule(layer.linear_attn, source and source.linear_attn)
         else:
@@ -50,7 +50,7 @@ class HybridInflation(Inflation):
         self.fill_rows(linear, source, rows, slice(None), cleared, scales.flatten().unsqueeze(1))
 
     def fill_delta_rule(self, rule: nn.Module, source: nn.Module | None) -> None:
-        """Set the tensors of a gated delta rule. New channels of old heads are zero, new heads are read by nobody."""
+        """Set the tensors of a gated delta rule. New channels of old heads are zero, and nothing reads the new heads."""
         old, new = self.old, self.new
         keys, values = ("linear_key_head_dim", STATE_KEY_HEADS), ("linear_value_head_dim", STATE_VALUE_HEADS)
         key_heads = list(range(len(self.key_sources)))
@@ -90,6 +90,6 @@ class HybridInflation(Inflation):
 
 
 def _channels(heads: list[int], width: int, new_width: int) -> tuple[Tensor, Tensor]:
-    """The first `width` channels of these heads of `new_width` channels, and all of them."""
+    """Of these heads of `new_width` channels each: the first `width` channels of each, and all channels."""
     first = torch.cat([torch.arange(width) + head * new_width for head in heads])
     return first, torch.cat([torch.arange(new_width) + head * new_width for head in heads])

@@ -55,7 +55,7 @@ def inflate(
         linear_num_key_heads, linear_num_value_heads, linear_key_head_dim, linear_value_head_dim: of Qwen3.5's recurrent layers.
 
     Raises:
-        ValueError: a size is smaller than the source's, cannot hold it, or the source has no such size.
+        ValueError: a size is smaller than the source's or cannot hold it, or the source has no such size.
     """
     asked = (
         hidden_size, num_hidden_layers, intermediate_size, num_attention_heads, num_key_value_heads, head_dim,

@@ -29,7 +29,7 @@ FILL_STD = 0.02
 
 
 def copies_of_a_head(old: dict[str, int], new: dict[str, int], many: str = QUERY_HEADS, few: str = KEY_HEADS) -> int:
-    """How many new heads one of `few` (key-value) heads becomes: several if the new groups of `many` (query) heads are smaller."""
+    """How many new heads replace one of the `few` (key-value) heads: several if the new groups of `many` (query) heads are smaller."""
     return math.ceil(old[many] // old[few] / (new[many] // new[few]))
 
 
@@ -55,8 +55,8 @@ class Inflation:
 
     Attributes:
         norm_offset: what the class's norms of the residual stream and of heads add to their weights.
-        eps_scale: the new epsilon of all norms over the old one.
-        residual_scale: the new residual stream over the old one, in the old channels.
+        eps_scale: the new epsilon of all norms divided by the old one.
+        residual_scale: the new residual stream divided by the old one, in the old channels.
     """
 
     norm_offset = 0.0
@@ -69,7 +69,7 @@ class Inflation:
         self.layer_places = layer_places(old["num_hidden_layers"], new["num_hidden_layers"])
 
     def place_heads(self, rotary_share: float = 1.0) -> None:
-        """Set the new rows of q/k/v for the old ones.
+        """Choose the new rows of q, k and v in which the old rows are placed.
 
         `q_rows`: new row of each old query row. `kv_rows`, `kv_sources`: new key-value rows and the old rows they copy.
         Rotary pairs (i, i + r/2) of an old head go to (m i, m i + m r/2) with m = d'/d: the same frequency.
