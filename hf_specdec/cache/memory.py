@@ -16,7 +16,7 @@ _MAP_NORESERVE = {"linux": 0x4000, "darwin": 0x40}
 
 
 def takes_memory_when_written(tensors: Iterable[torch.Tensor]) -> bool:
-    """True if pools on the device of these tensors (a model's weights) take memory page by page as they are written.
+    """True if pools on the device of these tensors (a model's weights) take memory only page by page, as they are written.
 
     False on accelerators, on systems that count address space as memory (Windows, `vm.overcommit_memory=2`), and under a limit of
     address space (`ulimit -v`).

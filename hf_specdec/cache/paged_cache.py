@@ -55,14 +55,14 @@ class PagedStaticCache(Cache):
     Memory is taken as it is used. On a CPU, the pools are address space (see `memory`): all blocks exist at once, take memory when
     they are written, and never move. Each sequence can get a place, so that its blocks form one run. On other devices, the pools
     start with what the first texts need and grow by extents, up to `num_blocks`, layer by layer: the peak is the new pool plus one
-    layer of the old one. An extent is 4 % of the weights and the pool together, at least 16 MiB. No more than that is ever unused.
+    layer of the old one. An extent is 4 % of the weights and the pool together, at least 16 MiB: the most that is ever unused.
 
     Args:
         num_layers: layers with keys and values.
         num_blocks: the most blocks.
         weights: the weights of the model that this cache serves; empty: allocate all blocks at the start.
-        ahead: how many tokens after a slot its keys and values depend on, beside those up to it: 1 for heads that read each token
-            with the feature before it. Blocks are shared only where these tokens are equal, too.
+        ahead: keys and values of a token also depend on this many tokens after it: 1 for heads that read each token with the
+            feature before it. Blocks are shared only if these tokens are equal, too.
         keyless: layers that have no keys and values.
         states: the pool of recurrent and convolutional states; None: no layer has a state. With states, a prefix is shared only if
             `prefix_states` has the states after it, because blocks hold no states.
@@ -120,7 +120,7 @@ class PagedStaticCache(Cache):
 
     @property
     def num_bytes(self) -> int:
-        """Memory of the pools and of the states. On a CPU, of the pools only the blocks count that were in use at one time."""
+        """Memory of the pools and of the states. On a CPU, only as many blocks count as were in use at the peak."""
         blocks = self.pool.most_used if self.is_lazy else self.pool.num_blocks
         states = 0 if self.states is None else self.states.num_bytes
         states += 0 if self.prefix_states is None else self.prefix_states.num_bytes
@@ -168,7 +168,7 @@ class PagedStaticCache(Cache):
         self.most_blocks = max(num_blocks, self.pool.num_blocks)
 
     def grow_to_the_end(self) -> None:
-        """Allocate all blocks now. From then on no pool moves, so that others may know its address."""
+        """Allocate all blocks now. From then on no pool moves, so others may keep its address."""
         if self.pool.num_blocks < self.most_blocks:
             self._grow(self.most_blocks)
 
@@ -221,8 +221,8 @@ class PagedStaticCache(Cache):
         """Give a new sequence an empty block table.
 
         Args:
-            num_slots: the most slots it may need, if all sequences are added before the first one has blocks. On a CPU, each then
-                gets a place for them, which costs nothing, because rows in one run are read in place.
+            num_slots: the most slots it may need; pass it only if all sequences are added before the first one has blocks. On a CPU,
+                each then gets a place for them, because rows in one run are read without a copy. A place takes no memory.
         """
         if seq_id in self.tables:
             raise ValueError(f"Sequence {seq_id} is already in the cache.")
@@ -234,7 +234,7 @@ class PagedStaticCache(Cache):
         self.tables[seq_id] = BlockTable(place)
 
     def evict(self, seq_id: int, keep_states: bool = False) -> None:
-        """Release the blocks of a sequence that will be read again later, and its states, unless they cannot be computed again."""
+        """Release the blocks of a sequence that will be read again later, and its states. `keep_states`: they cannot be computed again."""
         table = self.tables[seq_id]
         self.pool.release(table.blocks)
         self.tables[seq_id] = BlockTable(table.place)
@@ -289,8 +289,8 @@ class PagedStaticCache(Cache):
         return table.length
 
     def end_of_part(self, seq_id: int, end: int) -> int:
-        """Where to stop reading a prompt that could be read up to `end`. It is the point where another text branched off, so that
-        `keep_states` can keep the states there."""
+        """Where to stop reading a prompt that could be read up to `end`: where another text branched off, if that is
+        before `end`, so that `keep_states` can keep the states there."""
         table = self.tables[seq_id]
         return table.branch if table.length < table.branch < end else end
 
@@ -434,7 +434,7 @@ class PagedStaticCache(Cache):
         return pools.keys.index_select(0, slots), pools.values.index_select(0, slots)
 
     def load_all(self, seq_id: int, layers: list[tuple[torch.Tensor, torch.Tensor] | None]) -> None:
-        """`load` every layer's keys and values [n, heads, width]; None: the layer reads another's. The length becomes n."""
+        """`load` every layer's keys and values [n, heads, width]; None: the layer uses another layer's. The length becomes n."""
         for index, pair in enumerate(layers):
             if pair is not None:
                 self.load(seq_id, index, *pair)

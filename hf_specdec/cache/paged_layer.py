@@ -19,12 +19,12 @@ class PagedLayer(CacheLayerMixin):
 
     def __init__(self, owner: Any):
         super().__init__()
-        # the two would keep each other, and all memory, until the garbage collector runs
+        # weak: a cycle of strong references would keep all memory until the garbage collector runs
         self._owner = weakref.ref(owner)
 
     @property
     def owner(self) -> Any:
-        """The PagedStaticCache, which holds this layer."""
+        """The PagedStaticCache that holds this layer."""
         return self._owner()
 
     @torch.compiler.disable  # runs once, so tracing it gains nothing

@@ -17,7 +17,7 @@ class Base(NamedTuple):
 
     Attributes:
         slot: slot of the convolution's last inputs.
-        state: slot or state of the recurrent state.
+        state: index of the recurrent state in its pool: a slot, or with `replays` a state.
         replayed: slots of the tokens that this recurrent state has not read yet.
     """
 
@@ -84,7 +84,7 @@ class StatePool:
 
     def reserve(self, num_rows: int, num_drafts: int) -> None:
         """Make room for sequences with drafts of `num_drafts` nodes: slots for the nodes, for the last token and for the one before it, and
-        with `replays` one state each. Call before any is used."""
+        with `replays` one state each. Call it before any slot is used."""
         self._add_slots(num_rows * (num_drafts + 2) - len(self._free))
         if self.replays:
             self._add_states(num_rows - len(self._free_states))
@@ -136,7 +136,7 @@ class StatePool:
         return None if base.replayed else base.state
 
     def copy(self, seq_id: int, num_tokens: int) -> KeptStates | None:
-        """Copies of a sequence's states after that many tokens; None if they are not there as tensors."""
+        """Copies of a sequence's states after that many tokens; None if no tensors hold them."""
         state = self.state(seq_id, num_tokens)
         if state is None:
             return None
@@ -151,13 +151,13 @@ class StatePool:
         Frees the slots after more than `start` tokens, which belonged to drafts, and those after fewer than `first_kept` tokens.
 
         Args:
-            num_own: number of tokens read after the sequence's last own token.
+            num_own: number of tokens that have been read once the sequence's last own token has been read; drafts come later.
 
         Returns: the slots, and where the recurrent state after each token goes (-1: nowhere).
         """
         own = self._slots.setdefault(seq_id, {})
         if self.replays and seq_id in self._states:
-            first_kept = min(first_kept, self._states[seq_id][0])  # this forward may still replay them
+            first_kept = min(first_kept, self._states[seq_id][0])  # this forward may still replay these tokens
         for count in [count for count in own if count > start or count < first_kept]:
             self._free.append(own.pop(count))
         missing = len(counts) - len(self._free)
@@ -243,7 +243,7 @@ class StatePool:
             return False
         if layer not in self.recurrent:
             return True
-        # states may come from elsewhere before any input is known
+        # `load` may bring states from elsewhere before the shapes of any inputs are known
         has_inputs = not self.replays or bool(self.inputs.get(layer))
         return has_inputs and self.recurrent[layer].shape[0] >= self.num_states
 

@@ -137,7 +137,7 @@ class DraftTrees:
         return counts[:, 1:]
 
     def matching_path(self, row: int, tokens: list[int]) -> list[int]:
-        """The nodes of a row's tree on the longest path from its root that `tokens` begin with."""
+        """The nodes on the longest path from the root of a row's tree whose ids `tokens` begin with."""
         count = self.lengths[row]
         ids, parents = self.tokens[row, :count].tolist(), self.parent_index[row, :count].tolist()
         path, at = [], -1
@@ -210,7 +210,7 @@ class DraftTrees:
         return out
 
     def spread(self, rows: list[int], batch_size: int) -> DraftTrees:
-        """These trees as the given rows of a batch, whose other rows have none."""
+        """A batch whose given rows have these trees and whose other rows have empty trees."""
         at = torch.as_tensor(rows, dtype=torch.long, device=self.tokens.device)
 
         def placed(values: torch.Tensor) -> torch.Tensor:

@@ -28,7 +28,7 @@ class StepOutcome:
         starts: index in `output` at which each forwarded row begins (its pending tokens first, then its nodes).
         chunks: (sequence, end) of each forwarded row, in the order of `starts`: its tokens before `end` have been fed.
         num_own: per forwarded row, how many of those tokens this step fed.
-        root_rows: per row of `sequences`, the row of `output.logits` after its root; None: the rows' logits are contiguous.
+        root_rows: per row of `sequences`, the index in `output.logits` of its root's logits; None: logits are contiguous.
     """
 
     sequences: list[Sequence]

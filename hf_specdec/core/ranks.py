@@ -36,7 +36,7 @@ _TOLD = "_hf_specdec_told"  # attribute that marks exceptions which were reporte
 _GRACE = 5.0  # seconds after which a rank that has not heard of another's error must be stuck in a collective
 
 _known = weakref.WeakKeyDictionary[nn.Module, "Ranks"]()
-# by members: the default group they were made under, the gloo group
+# members → (the default group when it was made, the gloo group)
 _groups: dict[tuple[int, ...], tuple[Any, Any]] = {}
 
 
@@ -44,7 +44,7 @@ class RankError(RuntimeError):
     """A rank has failed, or the ranks disagree: all of them have stopped. The message says which and why.
 
     Attributes:
-        is_final: a process has gone, so that nothing can be computed any more.
+        is_final: a process has ended, so nothing more can be computed.
     """
 
     def __init__(self, message: str, is_final: bool = False):
@@ -82,7 +82,7 @@ class Ranks:
         """Rank 0's numbers, on every rank. Every rank must call it.
 
         Args:
-            numbers: int64; those of the other ranks may be anything, and of any number.
+            numbers: int64; what the other ranks pass is ignored.
             believed: a digest of what the ranks should have in common.
 
         Raises:
@@ -109,7 +109,7 @@ class Ranks:
         return min(self._exchange((), number)[1])
 
     def same_object(self, thing: Any) -> Any:
-        """Rank 0's object, on every rank. It must be picklable. Nothing, an empty list or None, comes as None, in one exchange."""
+        """Rank 0's object, on every rank. It must be picklable. An empty object arrives as None, after one exchange."""
         data = torch.frombuffer(bytearray(pickle.dumps(thing)), dtype=torch.uint8) if self.leads and thing else None
         (size,) = self.same([0 if data is None else len(data)])
         if not size:
@@ -209,7 +209,7 @@ class Ranks:
     @contextlib.contextmanager
     def watched(self) -> Iterator[None]:
         """Inside the context, end this process if another rank has failed while this one waits in a collective of the model. Such a wait
-        cannot be cancelled, and no message reaches the process before the time-out."""
+        cannot be cancelled, and without this the process would learn of the failure only at the time-out."""
         if self._is_watched:
             yield
             return
@@ -268,7 +268,7 @@ def _host_group(members: tuple[int, ...]) -> dist.ProcessGroup:
     world = dist.distributed_c10d._get_default_group()
     known = _groups.get(members)
     if known is None or known[0] is not world:
-        # Ranks of a server wait for requests in it, however long; a process that has gone is noticed at once.
+        # A server's ranks wait in this group for requests, however long that takes. A process that ends is noticed at once.
         made = dist.new_group(list(members), timeout=_IDLE, backend="gloo", use_local_synchronization=True)
         known = _groups[members] = (world, made)
     return known[1]

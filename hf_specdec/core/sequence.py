@@ -33,8 +33,8 @@ class Sequence:
         is_text: the prompt's ids alone determine its keys and values, so it can be recomputed, and prompts with equal ids can share
             blocks. False: the prompt has images, embeddings or placeholder ids.
         position_offset: position minus index of every token after the prompt (negative with M-RoPE); per axis where they differ.
-        is_shared: other texts may be drafted for by what is learnt from this one, and this one by what look-ups have learnt from others.
-        space: name of the look-ups' tables that this text reads and teaches, if it is shared; texts of other spaces have other tables.
+        is_shared: what is learned from this text may be used to draft for others, and look-ups may draft for it what others taught them.
+        space: name of the look-up tables that this text reads and adds to, if `is_shared`; texts of another space use other tables.
         files: files that the drafter has written for this sequence: kind of content → path. Complete once the sequence has left the
             decoder.
     """

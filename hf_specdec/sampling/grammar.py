@@ -55,8 +55,8 @@ class GrammarLogitsProcessor(LogitsProcessor):
 
     Args:
         matcher: llguidance's `LLMatcher` at the beginning of the grammar.
-        vocab_size: of the matcher's masks; at least that of the logits.
-        prompt_length: tokens of the sequence that are not the grammar's.
+        vocab_size: width of the matcher's masks; at least the width of the logits.
+        prompt_length: number of leading tokens that the grammar does not apply to.
         ends: end-of-sequence ids, the only ids allowed after a text that the grammar cannot continue.
         reasoning: the reasoning that comes before the grammar; None: the grammar applies from the first token.
         text_of: the text of one token; needed with `reasoning`.
@@ -152,7 +152,7 @@ class GrammarLogitsProcessor(LogitsProcessor):
         return torch.where(masked.amax(1, keepdim=True) > -math.inf, masked, scores)
 
     def num_possible(self, tokens: list[int], drafted: list[int], parents: list[int]) -> int:
-        """Number of nodes of a draft that are left if forbidden nodes at its end are dropped.
+        """Number of nodes of a draft that are left after forbidden nodes at its end are dropped.
 
         Args:
             drafted, parents: ids and parents of the nodes (-1: the last of `tokens`).

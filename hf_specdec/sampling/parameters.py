@@ -11,7 +11,7 @@ from ..core.sequence import Sequence
 
 @dataclass(frozen=True)
 class SamplingParameters:
-    """In the order in which they are applied. The defaults turn all of them off."""
+    """The parameters, in the order in which they are applied. The defaults turn all of them off."""
 
     temperature: float = 1.0
     top_k: int = 0
@@ -29,7 +29,7 @@ def parameters_of(seq: Sequence) -> SamplingParameters:
 
 
 class SamplingKind(NamedTuple):
-    """The features that any row of a batch uses. No others are read, so rounds of one kind run the same kernels."""
+    """Which features at least one row of a batch uses. No others are read, so rounds of one kind run the same kernels."""
 
     noise: bool = False
     temperature: bool = False
@@ -39,6 +39,6 @@ class SamplingKind(NamedTuple):
 
     @classmethod
     def of(cls, sequences: Iterable[Sequence], noise: bool) -> SamplingKind:
-        """The kind of these rows; `noise`: some token is drawn."""
+        """The kind of these rows; `noise`: at least one token is drawn at random."""
         columns = zip(*map(astuple, set(map(parameters_of, sequences))), strict=True)
         return cls(noise, *(set(column) != {off} for column, off in zip(columns, astuple(OFF), strict=False)))

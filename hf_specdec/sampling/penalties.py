@@ -1,4 +1,4 @@
-"""Logits processors that serving APIs have and transformers has not: presence and frequency penalties, a bias per token."""
+"""Logits processors that serving APIs offer and transformers lacks: presence and frequency penalties, a bias per token."""
 
 from __future__ import annotations
 

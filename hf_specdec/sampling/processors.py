@@ -91,8 +91,8 @@ class NodeProcessors:
         grammar: the grammar that the only row of the batch follows, or None.
         needs_prefix: some processor looks at the prefix.
         in_step: the list holds unknown processors, so all rows of the batch must begin together.
-        calls_in_order: nothing may be drafted, because a processor keeps state from call to call, or may do so because it has not
-            been called yet. It is called once per token, in order, as plain decoding calls it.
+        calls_in_order: nothing may be drafted, because a processor keeps state from call to call, or may do so and has not been
+            called yet. It is called once per token, in order, as plain decoding calls it.
 
     Unknown processors are watched (kept_state.py). A processor keeps state if a call changes its contents, or if it has an attribute
     `keeps_state` that is true. Changes by calls for drafted nodes are undone, and `calls_in_order` is set.
@@ -137,11 +137,11 @@ class NodeProcessors:
         Args:
             sequences, paths: node r's prefix is `sequences[r]` and the drafted ids `paths[r]` [depth]; None: all paths are empty.
             whole: False: leave out the final temperature, top-k, top-p and min-p, which the caller applies.
-            drafted: False: every node is a row's last token, and its scores choose the next one. Such calls count for processors
-                that keep state.
+            drafted: False: every node is a row's last token, and its scores choose the next one. Changes that such calls make to
+                a processor's state are kept.
         """
         processors = self.processors if whole else self._first
-        if drafted and self._keeps_state:  # for a drafter whose drafts will not be used
+        if drafted and self._keeps_state:  # scores for a drafter; its drafts will not be used
             processors = [processor for processor in processors if type(processor) in _KNOWN]
         scores = self._applied(processors, sequences, paths, logits)
         if self._watched and not self._keeps_state:
@@ -246,7 +246,7 @@ class NodeProcessors:
             waves.setdefault((length, wave), {})[seq.row] = i
         if self._keeps_state and len(waves) > 1:
             raise ValueError(
-                f"{type(processor).__name__} keeps state from call to call, so all rows of a batch must be decoded in step. These are "
+                f"{type(processor).__name__} keeps state from call to call, so all rows of a batch must be decoded in step. They are "
                 "not: its state began to change after tokens had been drafted, or the rows do not fit the KV cache together. Set "
                 "keeps_state = True on the processor, raise num_blocks, or pass one row at a time."
             )

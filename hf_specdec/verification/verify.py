@@ -105,7 +105,7 @@ def begin_verification(
         scores: float32 [R, V], the target's processed logits after the root and after each node of row 0, then of row 1, ..
         sequences: the B rows, not extended yet. Greedy rows follow the argmax under every rule except "synthetic".
         config: the rule, and the rule's own keys.
-        sampling: sampling parameters that the rule's kernel still has to apply; None: they are applied already.
+        sampling: sampling parameters that the rule's kernel must still apply; None: `scores` already include them.
         agree: applied to the verdict's table (see PendingVerdict), before it is copied to the host.
     """
     rule = config.verification_rule
