@@ -148,7 +148,7 @@ class LoopBuffers:
         lengths = np.array([table.length for table in tables])
         slots = np.full((len(tables), back + len(all_depths)), -1, dtype=np.int64)
         blocks = self._levels[0].attention["block_tables"]
-        # A row's drafter continues, and so reads and writes, only nodes above the row's deepest level.
+        # Drafting continues only from nodes above the row's deepest level, so only these are read and written.
         written = np.searchsorted(all_depths, limits)
         for row, (table, count) in enumerate(zip(tables, written.tolist(), strict=True)):
             end = table.length + count

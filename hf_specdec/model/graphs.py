@@ -94,7 +94,7 @@ class StepBuffers:
     """The buffers of one bucket of steps.
 
     Args:
-        block_size: of the block tables: the cache's, or 1 where rows list the slots of their keys.
+        block_size: block size of the block tables: the cache's, or 1 where rows list the slots of their keys.
         features: a tensor like the features to come, which sets their width, dtype and device.
 
     Attributes:

@@ -53,8 +53,8 @@ class PackedBatch:
         num_keys: number of keys of all rows together (S_total).
         attention_calls: how often our attention has been called in this forward.
         with_native: the native library may be used.
-        states: how layers with a recurrent state read the rows; None: there are none.
-        invariant: the mode the forward runs in if its results must not depend on the batch; None: no such mode.
+        states: how layers with a recurrent state read the rows; None: the model has no such layers.
+        invariant: the mode in which a token's results do not depend on the rest of the batch; None: the forward runs without it.
     """
 
     input_ids: torch.Tensor

@@ -65,7 +65,7 @@ class SmallHeadForwards(Protocol):
     def apply(
         self, function: Callable[[torch.Tensor], torch.Tensor], called: list[nn.Module], hidden: torch.Tensor
     ) -> torch.Tensor:
-        """`function(hidden)` of hidden states [n, F], which calls these modules; always the same function."""
+        """`function(hidden)` of hidden states [n, F]. The function calls the modules `called`; every call must pass the same one."""
         ...
 
 
@@ -179,7 +179,7 @@ class PackedHead:
         """`forward` over texts, whose features are fused first if the head has `fuse`.
 
         Args:
-            features: [T, ..], the input of `fuse`; without `fuse`, of `forward`.
+            features: [T, ..], the input of `fuse`; for a head without `fuse`, the input of `forward`.
         """
         if self.fuse is None:
             return self.forward(rows, features, cache)

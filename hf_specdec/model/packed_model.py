@@ -192,10 +192,10 @@ class PackedModel:
         return self._cache_of_one_token().bytes_per_token
 
     def bytes_of_states(self, num_drafts: int, replays: bool | None = None) -> int:
-        """Bytes of the recurrent states of a row with a draft of `num_drafts` nodes, found in the same way; 0 if no layer has a state.
+        """Bytes of the recurrent states of a row with a draft of `num_drafts` nodes, found by a forward, too; 0 if no layer has a state.
 
         Args:
-            replays: with the inputs of drafts in place of their states; None: as this model runs.
+            replays: count the inputs of drafts in place of their states; None: whichever of the two this model keeps.
         """
         if self.recurrent is None:
             return 0

@@ -119,14 +119,14 @@ def prepare(
 
 
 def _wants_program(options: ModelOptions) -> bool:
-    """True if nothing is asked for that a program of the native library does not have."""
+    """True if no option asks for something that a program of the native library cannot do."""
     others = options.deterministic, options.compile, options.prepack_weights
     return options.native is not False and not any(others)
 
 
 def _quantize(model: PreTrainedModel, options: ModelOptions) -> QuantizedLinears | None:
-    """Quantized layers to swap in while the model is active; None without quantization, or if we own the model: then its own
-    weights are replaced."""
+    """Quantized layers to swap in while the model is active. None: no quantization, or we own the model, so its own weights have
+    been replaced."""
     if options.quantization is None:
         return None
     if options.owned:

@@ -1,8 +1,8 @@
 """read_prompt(): the model itself reads a prompt that is more than token ids. The text after it is ids again.
 
 Images, embeddings and prefixes with bidirectional attention go through the model's own forward, as in plain `generate()`, so that masks,
-positions and the merging of features are the model's own. After the prompt, a token's position is its index plus an offset of the row,
-or of each axis where M-RoPE has given the prompt's last token, which belongs to an image, other positions on each.
+positions and the merging of features are the model's own. After the prompt, a token's position is its index plus an offset of the row.
+With M-RoPE, if the prompt's last token belongs to an image, its position may differ by axis, and then each axis has its own offset.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from .packed_model import PackedModel
 from .recurrent import states_of
 from .self_test import evaluating, relative_error
 
-# per layer [n, heads, width] each; None: it reads another's
+# by layer: keys and values, [n, heads, width] each; None: the layer reads another layer's
 KeysValues = list["tuple[torch.Tensor, torch.Tensor] | None"]
 
 # Largest difference between our step and the model's own after the prompt, relative to the spread of the logits.
@@ -43,7 +43,7 @@ class ReadPrompt:
         counts: per row, how many tokens were read: those that no cache held.
         offsets: per row, position minus index of a token after the prompt; for each axis if they differ.
         keys_values: per row, keys and values of the whole prompt.
-        states: per row, the states of recurrent layers after it; None: there are none.
+        states: per row, the states of recurrent layers after it; None: the model has no such layers.
     """
 
     output: PackedOutput

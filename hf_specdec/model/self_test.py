@@ -27,7 +27,7 @@ logger = logging.getLogger(__name__)
 
 # Two texts are read in two forwards, so that the second one attends to cached keys: first _READ tokens of each text, then the
 # rest, with a tree after the second text. In memory the tree's siblings lie between parents and children.
-# To layers with a recurrent state the first _READ tokens are the prompt.
+# For layers with a recurrent state, the first _READ tokens are the prompt.
 _READ = 2
 _LENGTHS = (3, 3)
 _PARENTS = np.array([-1, -1, 1, 0])

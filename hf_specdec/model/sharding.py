@@ -90,7 +90,7 @@ def whole(module: nn.Module) -> nn.Module:
     found = _whole.get(module)
     if found is None:
         found = module.__class__.__new__(module.__class__)
-        # the class's, not the sharded one
+        # without the sharded `forward`, so that the class's own is used
         own = {key: value for key, value in vars(module).items() if key != "forward"}
         vars(found).update(own)
         vars(found)["_parameters"] = {

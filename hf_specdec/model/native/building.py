@@ -37,7 +37,7 @@ def build(subject: Subject) -> Program:
     recorder = Recorder(subject.modules(), tape, batch, features)
     batch._on_device[subject.device] = _OnDevice(batch.write_slots, None, recorder.write, recorder.attend)
     outputs = _recorded(subject, recorder, batch, features)
-    batch._on_device.clear()  # else batch and recorder would keep each other, and with them the model, until the garbage collector runs
+    batch._on_device.clear()  # breaks a cycle of references that would keep the model alive until the garbage collector runs
     if any(cache.layers[layer].keys.dtype != subject.dtype for layer in recorder.pools):
         raise NotLowered("keys in another dtype than the model's")
     values = [recorder.value_of(each) for each in outputs]
@@ -75,7 +75,7 @@ def _sizes(subject: Subject) -> tuple[int, int]:
         taken |= {size for each in module._parameters.values() if each is not None for size in each.shape}
     free = [size for size in _SIZES if size not in taken]
     if len(free) < 2:
-        raise NotLowered("its dimensions")
+        raise NotLowered("its dimensions, which leave no number of tokens that differs from all of them")
     return free[0], free[1]
 
 

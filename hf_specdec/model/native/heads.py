@@ -116,7 +116,7 @@ class NativeHead:
     def apply(
         self, function: Callable[[torch.Tensor], torch.Tensor], called: list[nn.Module], hidden: torch.Tensor
     ) -> torch.Tensor:
-        """`function(hidden)`, such as a norm and a language-model head; always the same function.
+        """`function(hidden)`, such as a norm and a language-model head. Every call must pass the same function.
 
         Args:
             called: the modules that it calls.

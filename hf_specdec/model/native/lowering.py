@@ -12,7 +12,7 @@ from .tape import NotLowered, Place, Tape, Value
 
 aten = torch.ops.aten
 
-# Views, applied to shadows as they are. Those that may copy do so when the layout does not allow the view.
+# Views, which are applied to the shadows themselves. If the layout does not allow a view, the value is copied first.
 _VIEWS = {
     aten.transpose.int, aten.permute.default, aten.unsqueeze.default, aten.squeeze.dim, aten.squeeze.dims, aten.expand.default,
     aten.slice.Tensor, aten.select.int, aten.split.Tensor, aten.split_with_sizes.default, aten.unbind.int, aten.t.default,

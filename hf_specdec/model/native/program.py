@@ -113,8 +113,8 @@ class Program:
             return self._call(inputs, features)
 
     def _room_for(self, highest: int) -> int:
-        """Rows of the tables for positions up to `highest`: more than needed, so that they are rarely computed, but all the model's own at
-        most, unless the text itself is longer."""
+        """Number of rows for tables that must reach position `highest`: more than necessary, so that they are rarely computed again, but at
+        most the model's own number of positions, unless the text itself is longer."""
         room = max(_POSITIONS_AT_FIRST, 2 * (highest + 1))
         return room if self.max_positions is None or highest >= self.max_positions else min(room, self.max_positions)
 

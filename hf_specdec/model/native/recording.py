@@ -144,7 +144,7 @@ class Recorder(ExclusiveMode):
             found = [(args[1], args[2])]
         ((dim, index),) = found if len(found) == 1 else (((0, None)),)
         if self.batch is None or index is None or index is not self.batch.logit_index:
-            raise NotLowered("an index that is not that of the wanted logits")
+            raise NotLowered("an index other than that of the wanted logits")
         return self.tape.selected(self.value_of(args[0]), dim, result.shape)
 
     def _multiplied(

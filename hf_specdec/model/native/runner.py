@@ -24,7 +24,7 @@ from .subjects import ModelForward
 if TYPE_CHECKING:
     from ..packed_model import Activated, PackedModel
 
-# Programs of a model by what is tapped and how many layers run.
+# Each model's programs, by what is tapped and how many layers run.
 _made = weakref.WeakKeyDictionary[nn.Module, dict[Any, Made]]()
 
 
@@ -33,14 +33,14 @@ class NativeRunner:
 
     Args:
         otherwise: faster linear layers for the model, used while it has no program.
-        required: a model that cannot have a program is an error.
+        required: raise an error if the model cannot have a program.
 
     Attributes:
         refused: why the model runs without a program; None: it has one, or nothing has been tried.
     """
 
     def __init__(self, packed: PackedModel, otherwise: Activated | None = None, required: bool = False):
-        self._owner = weakref.ref(packed)  # which holds this
+        self._owner = weakref.ref(packed)  # weak, because `packed` holds this object
         self._otherwise, self._required = otherwise, required
         self._program: Program | None = None
         self.refused: str | None = None
@@ -69,7 +69,7 @@ class NativeRunner:
         self._program = found if isinstance(found, Program) else None
         self.refused = found if isinstance(found, str) else None
         if self._program is None and self._required:
-            raise UnsupportedModel(f"'native' cannot run {subject.name}, because of {found}. Leave the key out.")
+            raise UnsupportedModel(f"'native' cannot run {subject.name}: {found}. Leave the key out.")
 
     def run(self, rows: list[RowInput], cache: PagedStaticCache) -> PackedOutput | None:
         """The outputs of a forward over `rows`; None if the model must run it itself."""

@@ -47,7 +47,7 @@ class Subject(Protocol):
         ...
 
     def config(self) -> Any:
-        """The configuration whose values it depends on; None: none."""
+        """The configuration whose values it depends on; None: it depends on none."""
         ...
 
     def new_cache(self) -> PagedStaticCache:

@@ -72,7 +72,7 @@ class Value:
 
 @dataclass(eq=False)
 class Step:
-    """One operation: places are (register, offset, row stride, three strides), sizes are three."""
+    """One operation on rows of three sizes. A place is a register, an offset, a row stride and three strides."""
 
     operation: Operation
     rows: Rows
@@ -133,7 +133,7 @@ class Tape:
         return found[0]
 
     def row_axis(self, value: Value) -> int | None:
-        """The dimension of a value that counts its rows, if these are all its rows and in order."""
+        """The dimension of a value that counts its rows; NotLowered if rows are missing or out of order. None: it has one row."""
         axis = self.axis(value.shadow.shape, value.rows)
         if axis is not None:
             pitch = 1 if value.register is None else value.register.elements
@@ -172,7 +172,7 @@ class Tape:
         return Place(value.register, shadow.storage_offset(), token, strides)  # pyright: ignore[reportArgumentType]
 
     def dims(self, values: Sequence[Value], shape: Sequence[int], axis: int | None) -> list[list[int]]:
-        """The dimensions of `shape` but its rows, grouped to three such that each group has one stride in every value."""
+        """The dimensions of `shape` except its rows, in three groups. In every value, each group has one stride."""
         shadows = [value.shadow.expand(tuple(shape)) for value in values]
         groups: list[list[int]] = []
         for i, size in enumerate(shape):
@@ -333,7 +333,7 @@ class Tape:
     def selected(self, value: Value, dim: int, shape) -> Value:
         """The tokens whose logits are wanted."""
         if value.rows != Rows.TOKENS or self.row_axis(value) != dim % value.shadow.dim():
-            raise NotLowered("a selection of something else than tokens")
+            raise NotLowered("a selection of something other than tokens")
         shape = list(shape)
         flat = value.shadow.movedim(dim, 0).flatten(1) if value.shadow.numel() else value.shadow
         if flat.stride(1) != 1:

@@ -6,7 +6,7 @@ one opaque operator, so that a layer is one graph. The operator finds the batch 
 arguments: these differ from call to call, and every difference would cause a recompilation.
 
 Two uses. With `compile`, layers go through inductor in all forwards. Without it, they are only traced and rewritten, in
-forwards that are captured as CUDA graphs: this leaves nothing to fuse in a usual layer, and takes one second instead of ten.
+forwards that are captured as CUDA graphs: in a usual layer that leaves inductor nothing to fuse, and it takes one second instead of ten.
 """
 
 from __future__ import annotations
@@ -254,8 +254,8 @@ class RewrittenLayers(TracedLayers):
     """Layers that are traced and rewritten in captured forwards, and run untraced in all others.
 
     So the cost of tracing, and the host's extra cost per call, are paid only when a step is captured. The first output of a
-    new graph is compared with the layer's own; if they differ, a warning is logged. Layers of such a class, or that are not
-    a single graph, or that modify tensors in place, also run untraced in captured forwards.
+    new graph is compared with the layer's own. If they differ, a warning is logged and layers of this class run untraced in
+    captured forwards, too. So do layers that are not a single graph or that modify tensors in place.
     """
 
     whole = True

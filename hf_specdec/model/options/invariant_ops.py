@@ -37,7 +37,7 @@ _MOVING = {
     "histc",  # counts elements
     "index_add",  # mixtures of experts: the experts add to a token in a fixed order, each at most once
 }  # fmt: skip
-# Sums over ranks. Two summands have one order; see `prepare` for more.
+# Sums over ranks. Two summands have only one order; `prepare` refuses more than two ranks.
 _COLLECTIVES = {"c10d", "_c10d_functional", "_dtensor"}
 
 

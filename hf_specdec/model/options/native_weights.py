@@ -1,6 +1,6 @@
 """NativeWeight: 8-bit or 4-bit weights of a linear layer on a CPU, stored as the native library reads them.
 
-torchao quantizes; the integers, scales and zero points are its own, bit for bit. Only the order in memory is another, in which the
+torchao quantizes; the integers, scales and zero points are its own, bit for bit. Only their order in memory differs. In this order the
 library's products are faster than torchao's (docs/performance.md).
 """
 
@@ -167,8 +167,8 @@ def _int4_values(packed: torch.Tensor) -> torch.Tensor | None:
 def _unpacked(packed: torch.Tensor, size: int) -> torch.Tensor:
     """The integers uint8 [N, K], if blocks of `size` outputs are packed together.
 
-    A block is [K, size / 2]. Where `size` is 64 or 32, each 16 bytes of a full block have 16 outputs in their lower half and in the
-    upper half those that are half a block behind. In other blocks, neighbours share a byte.
+    A block is [K, size / 2]. Where `size` is 64 or 32, the lower four bits of a full block's bytes hold its first half of the outputs, and
+    the upper four bits the second half. In other blocks, neighbors share a byte.
     """
     (outputs, width), values = packed.shape, []
     for first in range(0, outputs, size):

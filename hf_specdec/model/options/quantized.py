@@ -175,7 +175,7 @@ class _Options(Protocol):
 
 
 def quantizes_natively(options: _Options) -> bool:
-    """True if the options allow the native library to compute with quantized weights: compilers and graphs know torchao's only."""
+    """True if the options allow the native library to compute with quantized weights: compilers and graphs can use only torchao's."""
     return options.native is not False and not options.compile and not options.cuda_graphs
 
 

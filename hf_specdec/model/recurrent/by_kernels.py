@@ -1,4 +1,4 @@
-"""Replacements of a modeling module's functions that read lines with our kernels."""
+"""Functions that replace those of a modeling module and read lines with our kernels."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ def rule_over_lines(
 
     Args:
         base: [n, ..], the recurrent states that each line starts from, before what it replays.
-        kept: (lines, columns) and slots of the tokens whose inputs are kept, where drafts are replayed.
+        kept: if drafts are replayed, (lines, columns) and slots of the tokens whose inputs are kept.
     """
     kept_inputs = pool.inputs.get(layer, ())
 

@@ -21,7 +21,7 @@ class Family:
     """One family.
 
     Attributes:
-        mixer: class name of its layers' part with a state.
+        mixer: class name of the module with a state inside each layer.
         rule: its recurrence; None: it only convolves.
         two_rules: its one-token function and its chunk form give different results, because only the chunk form clamps dt from below.
     """

@@ -36,7 +36,7 @@ class Level:
 class Lines:
     """All tokens that are read one by one after a kept state, as lines [n, T] of tokens that descend from one state each.
 
-    Lines are padded on the right, which no real token sees, and T is at least 2: for one token the layers would take another way.
+    Lines are padded on the right, which no real token sees, and T is at least 2: for one token the layers would take another path.
 
     Attributes:
         packed: numpy [n, T], each token's packed index (padding: 0).
@@ -90,7 +90,7 @@ class LinesOnDevice:
         packed: see Lines.
         bases, states: slots [n] of the lines' bases.
         replays: for the first, second, .. token that the states have not read: the lines that have one (None: all), and their slots.
-        real: (lines, columns) of the tokens that are no padding, and `targets`, their packed indices.
+        real: (lines, columns) of the tokens that are not padding, and `targets`, their packed indices.
         levels: per level, (lines, columns), parents (None: all tokens in order), kept (None: all tokens), states.
         kept: (lines, columns) of all tokens that have slots, and `slots`.
     """

@@ -152,7 +152,7 @@ class RecurrentLayers:
             )
             if count > 1:
                 out[:, prompt.first : prompt.end] = run(lines, view)
-            else:  # one token after a state would be read by the one-token rule
+            else:  # given one token and a state, the layer would use its one-token rule
                 with self._functions.replaced(**({} if self.family.rule is None else {"chunk": _of_first_token})):
                     out[:, prompt.first : prompt.end] = run(lines.expand(-1, 2, -1), view)[:, :1]
         pool.conv[layer][prompt.slot] = view.windows_at(count)[0]
