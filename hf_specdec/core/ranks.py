@@ -86,12 +86,12 @@ class Ranks:
             believed: a digest of what the ranks should have in common.
 
         Raises:
-            RankError: another rank has failed, or believes something else.
+            RankError: another rank has failed, or has passed another digest.
         """
         found, digests = self._exchange(numbers, believed)
         if len(set(digests)) > 1:
             raise RankError(
-                f"The ranks believe different things about what follows (digests {digests}): their inputs or settings differ, or "
+                f"The ranks disagree about what comes next (digests {digests}): their inputs or settings differ, or "
                 "a rank has missed a step. Nothing more was computed. Give every rank the same arguments."
             )
         return found

@@ -33,7 +33,7 @@ class Sequence:
         is_text: the prompt's ids alone determine its keys and values, so it can be recomputed, and prompts with equal ids can share
             blocks. False: the prompt has images, embeddings or placeholder ids.
         position_offset: position minus index of every token after the prompt (negative with M-RoPE); per axis where they differ.
-        is_shared: what is learned from this text may be used to draft for others, and look-ups may draft for it what others taught them.
+        is_shared: what is learnt from this text may help to draft others, and what look-ups have learnt from others may help to draft it.
         space: name of the look-up tables that this text reads and adds to, if `is_shared`; texts of another space use other tables.
         files: files that the drafter has written for this sequence: kind of content → path. Complete once the sequence has left the
             decoder.

@@ -131,7 +131,7 @@ class InputSizes:
 
     @cached_property
     def shapes(self) -> dict[str, tuple[int, ...]]:
-        """Shapes by name; without words, there is no visibility."""
+        """Shapes by name; the three tensors of regions are left out if `num_words` is 0."""
         rows, words = self.num_rows, self.num_words
         shapes: dict[str, tuple[int, ...]] = {
             "block_tables": (rows, self.max_blocks),

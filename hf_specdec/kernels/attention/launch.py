@@ -10,9 +10,9 @@ import torch
 from ..launching import next_power_of_two
 
 # Measured on an H100 with 8 key heads of 128 elements, in bfloat16.
-SPLIT_KEYS = 64  # the least keys of a split: one tile (512 keys in 8 splits 6.4 us, in 4 7.6, in one 12.0)
+SPLIT_KEYS = 64  # the least keys of a split: one tile (512 keys take 6.4 us in 8 splits, 7.6 in 4, 12.0 in one)
 UNSPLIT_KEYS = 128  # a tile takes about 1 us, a merge about 2
-TILE_SPLITS = 8  # up to 8 splits may have one tile each; with more splits, each gets two (1024 keys in 8 splits 8.15 us, in 16 8.20)
+TILE_SPLITS = 8  # up to 8 splits may have one tile each; with more splits, each gets two (1024 keys: 8.15 us in 8 splits, 8.20 in 16)
 MOST_SPLITS = 64
 # With more than DEEP_SPLITS splits, IN_FLIGHT bytes of keys and values in flight per multiprocessor are enough: 32k keys in 33
 # splits take 65 us, and 67 us with 1.5 times as many bytes.
@@ -71,7 +71,7 @@ class AttentionShape:
 
 @dataclass(frozen=True)
 class DeviceLimits:
-    """Number of multiprocessors, bytes of shared memory per block, and if launches may overlap (Hopper and later)."""
+    """Number of multiprocessors, bytes of shared memory per block, and whether launches may overlap (Hopper and later)."""
 
     num_sms: int
     shared_memory: int

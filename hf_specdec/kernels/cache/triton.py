@@ -263,7 +263,7 @@ def move_slots(table: PoolTable, source: torch.Tensor, target: torch.Tensor) -> 
     """
     if source.shape != target.shape or source.dim() not in (1, 2):
         raise ValueError(
-            f"source {tuple(source.shape)} and target {tuple(target.shape)} must be equal and [B, N] or [N]."
+            f"source {tuple(source.shape)} and target {tuple(target.shape)} must both be [B, N] or both [N]."
         )
     if any(each.dtype != torch.int64 or not each.is_contiguous() for each in (source, target)):
         raise ValueError("source and target must be contiguous int64.")

@@ -1,6 +1,6 @@
 """Optional: the flash-attn package instead of our Triton kernel, for batches without trees (decoding, chains, prompts).
 
-Our kernel keeps trees, sinks, float32, and keys that differ in width from values. FlashAttention-3 (`flash_attn_interface`) reads
+Trees, sinks, float32, and keys that differ in width from values stay with our kernel. FlashAttention-3 (`flash_attn_interface`) reads
 blocks of any size; FlashAttention-2 (`flash_attn`) needs a 'block_size' that is a multiple of 256 tokens.
 """
 

@@ -44,7 +44,7 @@ class Layout:
 
     def __post_init__(self) -> None:
         if self.bits not in _BYTES or self.group not in GROUPS or (self.group and self.inputs % self.group):
-            raise ValueError(f"{self.bits} bits, {self.inputs} inputs in groups of {self.group}")
+            raise ValueError(f"no layout for {self.bits} bits and {self.inputs} inputs in groups of {self.group}.")
 
     @property
     def padded(self) -> int:
@@ -86,7 +86,7 @@ def linear(x: torch.Tensor, panels: torch.Tensor, layout: Layout, bias: torch.Te
     """x [T, K] times the weights transposed, plus bias [N], in x's dtype: float32, bfloat16 or float16.
 
     Products and sums are exact within blocks of inputs, whose numbers are rounded to multiples of 2^-29 (float32) or 2^-15 of the power of
-    two above the block's largest. A token's result has the same bits whatever other tokens there are.
+    two above the block's largest. A token's result has the same bits whatever the other tokens are.
     """
     if x.stride(1) != 1:
         x = x.contiguous()
@@ -114,7 +114,7 @@ def dequantized(panels: torch.Tensor, layout: Layout, dtype: torch.dtype) -> tor
 
 def _library() -> ctypes.CDLL:
     loaded = library()
-    assert loaded is not None  # or nothing would have been packed
+    assert loaded is not None  # weights are packed only for the library
     return loaded
 
 

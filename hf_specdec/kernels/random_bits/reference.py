@@ -99,7 +99,7 @@ def gumbel(seeds, positions, steps, stream: int, vocab_size: int) -> torch.Tenso
 
     It is -log of exponential numbers, which are drawn for groups of GROUP adjacent ids: first the smallest of the group, which is
     exponential at GROUP times the rate, and the id that has it, which is uniform. The others exceed it by fresh exponential
-    numbers, because these have no memory. So all are independent, and one word bounds the noise of a whole group.
+    numbers, because exponential numbers are memoryless. So all are independent, and one word bounds the noise of a whole group.
     """
     groups = -(-vocab_size // GROUP)
     u, which = minima(seeds, positions, steps, stream, groups)

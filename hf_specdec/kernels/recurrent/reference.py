@@ -36,7 +36,7 @@ def lines(
             out[line, column] = read[0]
             if into[line][column] >= 0:
                 pool[into[line][column]] = states[column][0]
-    assert out is not None, "there are no tokens"
+    assert out is not None, "the lines have no tokens"
     return out
 
 

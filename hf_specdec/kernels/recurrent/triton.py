@@ -83,7 +83,7 @@ def _checked(states: torch.Tensor, before: torch.Tensor) -> torch.Tensor:
 
 
 def _places(walk: Walk, before: torch.Tensor) -> torch.Tensor:
-    """Memory for the states that other tokens than the next need again."""
+    """Memory for the states that a token other than the next one needs again."""
     return before.new_empty(max(walk.num_saved, 1), *before.shape[1:])
 
 

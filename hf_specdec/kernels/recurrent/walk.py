@@ -14,7 +14,7 @@ class Walk(NamedTuple):
         parents: int32 [n, T], the column of the token whose state each token starts from; -1: the state before the line; -2: no
             token, skipped.
         into: int32 [n, T], the place in a pool of states for the state after each token; -1: it is not kept.
-        saved: int32 [n, T], places for states that are needed again by a token which is not the next one; -1: none.
+        saved: int32 [n, T], places for states that a token other than the next one needs again; -1: the state is not saved.
         num_saved: how many places `saved` names.
     """
 

@@ -86,7 +86,7 @@ def choices(logits: torch.Tensor, parameters: RowParameters, ahead: int, rows: t
 def choose_tokens(
     scores: torch.Tensor, seeds: list[int], positions: list[int], do_sample: list[bool], stream: int
 ) -> torch.Tensor:
-    """One token per row of scores [R, V], int64 [R]: the argmax, in rows that sample of scores with Gumbel noise.
+    """One token per row of scores [R, V], int64 [R]: the argmax of the scores, to which rows that sample add Gumbel noise.
 
     Args:
         seeds, positions, do_sample: per row of scores, on the host; `positions` is the index of the chosen token.

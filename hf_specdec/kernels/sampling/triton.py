@@ -54,8 +54,8 @@ def sampling_thresholds(
 
     Returns: thresholds float32 [R], ids int32 [R]. Rows with all parameters off are not read and get -inf, which keeps all tokens.
 
-    Memory traffic: the logits are read three times to find the likeliest tokens (the floor is once). The search reads only these, 12
-    times for top-k and 13 for top-p; or the logits, if there are more than `capacity` of them. One program per row.
+    Memory traffic: the logits are read three times to find the likeliest tokens (once is the least possible). The search then reads only
+    these, 12 times for top-k and 13 for top-p; if they are more than `capacity`, it reads the logits. One program per row.
     """
     if logits.dim() != 2 or logits.stride(1) != 1:
         raise ValueError(f"logits must be [R, V] with adjacent ids, not {tuple(logits.shape)} by {logits.stride()}.")

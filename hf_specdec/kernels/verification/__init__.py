@@ -1,4 +1,4 @@
-"""Greedy and coupled verification: the target chooses a token after every node, and drafts count as far as they match."""
+"""Greedy and coupled verification: the target chooses a token after every node, and drafts are accepted as far as they match."""
 
 from __future__ import annotations
 

@@ -29,7 +29,7 @@ def follow_choices(
 def target_choices(drafts: Drafts, scores: torch.Tensor, score_rows: np.ndarray, streams: RowStreams) -> torch.Tensor:
     """The target's token after the root and after each node, int64 [B, N + 1].
 
-    It is the argmax of the scores, and in rows that sample the argmax of scores with Gumbel noise.
+    It is the argmax of the scores, to which rows that sample add Gumbel noise.
     """
     scores, own = own_scores(drafts, scores, score_rows)
     if any(streams.do_sample):
@@ -45,7 +45,7 @@ def target_choices(drafts: Drafts, scores: torch.Tensor, score_rows: np.ndarray,
 
 
 def own_scores(drafts: Drafts, scores: torch.Tensor, score_rows: np.ndarray) -> tuple[torch.Tensor, np.ndarray]:
-    """The scores of these rows' roots and nodes alone, [R', V], and where they are in it: [B, N + 1], 0 for padding."""
+    """The scores of these rows' roots and nodes alone, [R', V], and the index of each one's row among them: [B, N + 1], 0 for padding."""
     exists = _exists(drafts)
     used = score_rows[exists]
     own = np.zeros(score_rows.shape, dtype=np.int64)

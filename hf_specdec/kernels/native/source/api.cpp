@@ -11,8 +11,8 @@
 namespace {
 
 #if defined(HAS_AMX_BF16)
-// True if the CPU has AMX for bfloat16, and the system keeps tiles and lets this process use them; Linux wants to be asked first. For
-// CPUs with AVX-512.
+// True if the CPU has AMX for bfloat16, and the system saves tiles and lets this process use them, for which a process on Linux must
+// ask first. Call it only on CPUs with AVX-512.
 bool has_tiles() {
 #if defined(__linux__)
   unsigned a, b, c, features = 0, kept, high;

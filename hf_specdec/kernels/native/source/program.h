@@ -29,7 +29,7 @@ struct Step {
   char* const* pools;  // keys and values of layer 0, of layer 1, ..
 };
 
-// The index of the first operation that would read an embedding which does not exist; -1: there is none.
+// The index of the first operation that would read an embedding that does not exist; -1: all exist.
 i64 check_ids(const Op* ops, i64 num_ops, const Step& step);
 
 void run_program(const Kernels& kernels, const Op* ops, i64 num_ops, char* const* slots, const Step& step, i64 part, i64 parts);

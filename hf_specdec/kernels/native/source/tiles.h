@@ -14,7 +14,7 @@ constexpr i64 TILE = SIDE * SIDE;      // a tile's words of 32 bits
 constexpr i64 MOST_TILES = 6;          // of tokens that meet a tile of weights at once: the other two registers hold what meets
 constexpr i64 PACKED_BYTES = 1 << 20;  // of tokens that stay in the second cache while weights meet them several times; measured
 
-// v[j] becomes what v[0] .. v[3] have at j, within each quarter.
+// Transpose 4 x 4 within each quarter: v[j] becomes what v[0] .. v[3] have at j.
 inline void turn_quarters(__m512 (&v)[4]) {
   __m512d a = (__m512d)_mm512_unpacklo_ps(v[0], v[1]), b = (__m512d)_mm512_unpackhi_ps(v[0], v[1]);
   __m512d c = (__m512d)_mm512_unpacklo_ps(v[2], v[3]), d = (__m512d)_mm512_unpackhi_ps(v[2], v[3]);
@@ -33,7 +33,7 @@ inline void turn(__m512 (&v)[4][4]) {
   }
 }
 
-// The numbers of a row of k from block `block` on that exist.
+// A mask of the numbers of block `block` that exist in a row of k numbers.
 inline __mmask32 inside(i64 k, i64 block) { return k - block * DEPTH >= DEPTH ? ~0u : (1u << (k - block * DEPTH)) - 1; }
 
 // Pack tokens [call.rows] to [blocks][tiles][16 pairs][16 tokens]. Numbers from k on are zeros. A tile that is not full repeats the last

@@ -142,7 +142,7 @@ inline float sum(const float* x, i64 n) {
   return out[0] + rest;
 }
 
-// e^x to 2 units in the last place; 0 below -87.
+// e^x to 2 units in the last place up to 88.3; 0 below -87, e^88.3 from 88.3 to 88.7, infinity above.
 inline Floats exp_of(Floats x) {
   const Floats magic = splat(12582912.0f);  // 1.5 * 2^23: adding it rounds to a whole number
   Floats inside = x > 88.3f ? splat(88.3f) : x;
