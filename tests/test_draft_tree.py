@@ -106,3 +106,21 @@ def test_parents_stand_before_children(parents):
 def test_lengths_fit(lengths):
     with pytest.raises(ValueError, match="do not fit"):
         DraftTrees(torch.zeros(1, 2, dtype=torch.long), lengths).check()
+
+
+@given(st.integers(0, 4), st.integers(1, 4), st.integers(1, 6), st.booleans())
+def test_chosen_trees_draw_every_node_from_a_distribution(deterministic, distributions, nodes, first):
+    """A deterministic draft beside a sampled tree whose siblings share distributions: padding names one that exists, too."""
+    plain = DraftTrees.from_lists([[1] * deterministic, [2] * deterministic])
+    index = np.minimum(np.tile(np.arange(nodes), (2, 1)), distributions - 1)
+    probs = torch.full((2, distributions, 8), 1 / 8)
+    sampled = DraftTrees(
+        torch.full((2, nodes), 3), [nodes, nodes], np.tile(np.arange(-1, nodes - 1), (2, 1)), probs, index
+    )
+    chosen = (
+        DraftTrees.choose(plain, sampled, [True, False]) if first else DraftTrees.choose(sampled, plain, [False, True])
+    )
+    assert chosen.prob_index.shape == chosen.tokens.shape
+    assert (0 <= chosen.prob_index).all() and (chosen.prob_index < chosen.probs.shape[1]).all()
+    assert torch.equal(chosen.probs[0, chosen.prob_index[0, :nodes]], probs[0, index[0]])
+    assert chosen.probs[1, chosen.prob_index[1, :deterministic], 2].tolist() == [1.0] * deterministic

@@ -90,12 +90,12 @@ class DraftTrees:
     def _distributions(self, width: int, vocab_size: int) -> tuple[torch.Tensor, np.ndarray]:
         """`probs` and `prob_index` [B, width]. Deterministic drafts get one-hot distributions."""
         own = np.tile(np.arange(width), (len(self.lengths), 1))
-        if self.probs is None:
-            points = torch.nn.functional.one_hot(self.tokens, vocab_size).to(torch.float32)
-            return points, own
-        if self.prob_index is not None:
+        probs = self.probs
+        if probs is None:
+            probs = torch.nn.functional.one_hot(self.tokens, vocab_size).to(torch.float32)
+        elif self.prob_index is not None:
             own[:, : self.prob_index.shape[1]] = self.prob_index
-        return self.probs, np.minimum(own, self.probs.shape[1] - 1)
+        return probs, np.clip(own, 0, max(probs.shape[1] - 1, 0))  # padding must name a distribution, too
 
     def check(self) -> None:
         """Raise ValueError if a parent does not come before its child, or if a length is out of range."""
