@@ -212,6 +212,7 @@ CHANGES = {
     "tensor": (lambda: torch.zeros(3), lambda h: h.value.data.add_(1)),
     "tensor's shape": (lambda: torch.zeros(3), lambda h: setattr(h, "value", torch.zeros(4))),
     "array": (lambda: np.zeros(3), lambda h: h.value.__setitem__(0, 5)),
+    "array's shape": (lambda: np.zeros(3), lambda h: h.value.resize((2, 2), refcheck=False)),
     "object": (lambda: Holder([1]), lambda h: h.value.value.append(2)),
     "new attribute": (lambda: Holder(1), lambda h: setattr(h.value, "other", 2)),
     "slots": (make_slotted, change_slot),

@@ -351,6 +351,8 @@ def test_layers_of_other_shapes_stay_as_they_are(caplog):
         match=r"none of its 2 linear layers .* multiples of 32 and outputs in multiples of 16, not 40 and 16",
     ):
         QuantizedLinears(module[1:], "wint4")
+    with pytest.raises(UnsupportedModel, match="inputs in multiples of 32, more than 32, not 32 and 16"):
+        QuantizedLinears(nn.ModuleList([nn.Linear(32, 16, dtype=torch.float16)]), "wint8")
 
 
 def test_two_kinds_for_good_are_refused():

@@ -135,6 +135,8 @@ def _restore(saved: _Saved, done: set[int]) -> Any:
         with torch.no_grad():
             value.copy_(parts) if value.shape == parts.shape else value.set_(parts.clone())
     elif isinstance(value, np.ndarray):
+        if value.shape != parts.shape:
+            value.resize(parts.shape, refcheck=False)
         value[...] = parts
     elif isinstance(value, types.CellType):
         if parts is not None:

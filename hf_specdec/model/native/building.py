@@ -36,8 +36,10 @@ def build(subject: Subject) -> Program:
     batch, features = _batch(subject, rows, cache), _features(subject, num_tokens)
     recorder = Recorder(subject.modules(), tape, batch, features)
     batch._on_device[subject.device] = _OnDevice(batch.write_slots, None, recorder.write, recorder.attend)
-    outputs = _recorded(subject, recorder, batch, features)
-    batch._on_device.clear()  # breaks a cycle of references that would keep the model alive until the garbage collector runs
+    try:
+        outputs = _recorded(subject, recorder, batch, features)
+    finally:
+        batch._on_device.clear()  # breaks a cycle of references that would keep the model alive until the garbage collector runs
     if any(cache.layers[layer].keys.dtype != subject.dtype for layer in recorder.pools):
         raise NotLowered("keys in another dtype than the model's")
     values = [recorder.value_of(each) for each in outputs]

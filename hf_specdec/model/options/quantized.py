@@ -254,6 +254,8 @@ def _has_int4(device: torch.device) -> bool:
 def _needed(kind: str, linear: nn.Linear) -> str:
     """Say why a layer cannot be quantized."""
     needs = f"inputs in multiples of {_GROUPS[-1]}"
-    if kind != "wint8":
+    if kind == "wint8":
+        needs += f", more than {_GROUPS[-1]}"
+    elif linear.weight.device.type == "cpu":
         needs += f" and outputs in multiples of {_INT4_OUTPUTS}"
     return f"{kind} in {linear.weight.dtype} needs {needs}, not {linear.in_features} and {linear.out_features}"
