@@ -60,7 +60,7 @@ class AssistedDrafter(TransformersCandidateGenerator):
         self.sequence: Sequence | None = None
         self.features: dict[Any, torch.Tensor] = {}
         self._proposal: tuple[DraftTrees, list[int]] | None = None  # the last draft, and its nodes that were candidates
-        self._num_fed = 0  # tokens of the text when they were proposed
+        self._num_fed = 0  # length of the text when the draft was proposed
 
     def get_candidates(self, input_ids: torch.LongTensor, **kwargs) -> tuple[torch.Tensor, None]:
         """The text followed by one chain of drafted tokens: int64 [1, S + K]. Drafts are deterministic, so no logits.
@@ -77,7 +77,7 @@ class AssistedDrafter(TransformersCandidateGenerator):
         return torch.cat([input_ids, tokens[None].to(input_ids.device)], dim=1), None
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
-        """Report to the generator what the last forward made of the candidates.
+        """Tell the generator which candidates the last forward accepted.
 
         Args:
             scores: the target's processed scores [1, K + 1, V] after the text and after each candidate.

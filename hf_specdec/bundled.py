@@ -27,7 +27,7 @@ def _other_folder() -> Path | None:
 
 
 def _folders() -> dict[str, Path]:
-    """Folders of the bundled models that are installed, by name; the package's own go first."""
+    """Folders of the bundled models that are installed, by name. The package's own models take precedence."""
     places = [place for place in (_other_folder(), _FOLDER) if place is not None]
     return {path.parent.name: path.parent for place in places for path in place.glob("*/config.json")}
 

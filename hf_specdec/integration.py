@@ -47,7 +47,7 @@ def check_call(
     model: PreTrainedModel, config: SpeculativeConfig, generation_config: GenerationConfig, assistant_model: Any
 ) -> None:
     """Refuse what would not be exact, before any work is done."""
-    generation_config.speculative_config = config  # of the call's own copy; `specdec_decoding` reads it there
+    generation_config.speculative_config = config  # on the call's own copy, where `specdec_decoding` reads it
     return check_model(model, config, generation_config, assistant_model)
 
 
@@ -105,7 +105,7 @@ MOST_DECODERS = 16  # per model
 
 @dataclass(eq=False)
 class _Entry:
-    """A cached decoder, with the configuration it serves and weak references to the call's objects that it uses (None: none)."""
+    """A cached decoder, its configuration, and weak references to the call's objects that it uses (None if one was not passed)."""
 
     config: str
     given: dict[str, Callable[[], Any] | None]
@@ -179,8 +179,8 @@ def kept_decoders(model: PreTrainedModel) -> list[SpeculativeDecoder]:
 
 
 def release(model: PreTrainedModel | None = None) -> None:
-    """Drop what is kept between calls (suffix trees, loaded drafters), for one model or for all. With `lookup_cache`, tables are written
-    before."""
+    """Drop what is kept between calls (suffix trees, loaded drafters), for one model or for all. If `lookup_cache` is set, tables are
+    first written to disk."""
     with _lock:
         for each in list(_models_in_use) if model is None else [model]:
             kept = vars(each).pop("_hf_specdec", None)
@@ -197,7 +197,7 @@ def model_lock(model: PreTrainedModel) -> threading.RLock:
 def make_decoder(
     model: PreTrainedModel, config: SpeculativeConfig, context: DrafterContext | None = None
 ) -> SpeculativeDecoder:
-    """A new decoder, which is not kept between calls of `generate()`. The prompts of its sequences are token ids.
+    """A new decoder, which is not kept between calls of `generate()`. It reads prompts as token ids only.
 
     Raises:
         UnsupportedModel: the model attends to prompts bidirectionally, so only `generate()` can read them.
@@ -211,7 +211,7 @@ def make_decoder(
 
 
 def _new_decoder(model: PreTrainedModel, config: SpeculativeConfig, context: DrafterContext) -> SpeculativeDecoder:
-    """A decoder. Where a head learns, the folder that keeps it is its `model`."""
+    """A new decoder. If its head learns, the decoder's configuration has the head's folder as its `model`."""
     if not getattr(config, "learn", False):
         generator = generator_for(model, config, context)
         return decoder_of(generator.target, generator, config)
@@ -253,7 +253,7 @@ def get_decoder(
 
 
 def generator_for(model: PreTrainedModel, config: SpeculativeConfig, context: DrafterContext) -> CandidateGenerator:
-    """A new drafter for a model, and its prepared target."""
+    """A new drafter for a model; its `target` is the prepared model."""
     options = ModelOptions(
         prepack_weights=config.prepack_weights,
         cuda_graphs=config.cuda_graphs,

@@ -1,7 +1,7 @@
 """install()/uninstall(): `speculative_config=` on every `GenerationMixin.generate()`, as a registered generation mode.
 
-`import hf_specdec` loads neither torch nor transformers. transformers' generation code is patched when it is there: at once, or as soon
-as something has imported it. What the mode itself needs is imported by the first call that uses it (`integration.py`).
+`import hf_specdec` loads neither torch nor transformers. transformers' generation code is patched at once if it has been imported, else
+as soon as something imports it. The code of the mode itself is imported by the first call that uses it (`integration.py`).
 """
 
 from __future__ import annotations
@@ -84,12 +84,12 @@ def _patch_generation(module: ModuleType) -> None:
 
 def _unpatch_generation(module: ModuleType) -> None:
     module.GenerationMixin._validate_generation_mode = _originals.pop("validate")
-    del module.GenerationMixin.generate_batch  # its own is inherited
+    del module.GenerationMixin.generate_batch  # transformers' own is inherited
     delattr(module.GenerationMixin, _METHOD)
     del module.GENERATION_MODES_MAPPING[MODE]
 
 
-# By module: the key of `_originals` that tells whether it is patched, and both functions.
+# By module: the key that `_originals` has while the module is patched, and the functions that patch and unpatch it.
 _PATCHES = {
     _CONFIGURATION: ("mode", _patch_configuration, _unpatch_configuration),
     _GENERATION: ("validate", _patch_generation, _unpatch_generation),
@@ -97,7 +97,7 @@ _PATCHES = {
 
 
 class _PatchAfterImport(importlib.abc.MetaPathFinder):
-    """Finds the modules of `_PATCHES` as the other finders do, and patches each when it has run."""
+    """Finds the modules of `_PATCHES` as the other finders do, and patches each module once its code has run."""
 
     def find_spec(self, fullname, path, target=None):
         """The spec of a module to patch, whose loader patches it; None for other modules. See `importlib.abc.MetaPathFinder`."""
@@ -123,7 +123,7 @@ _finder = _PatchAfterImport()
 
 
 def _wait_for_imports() -> None:
-    """Return when no other thread is importing what is to be patched. Without `_lock`, which such an import may wait for."""
+    """Wait until no other thread is importing a module to patch. Call without `_lock`, because such an import may wait for it."""
     for name in _PATCHES:
         if name in sys.modules:
             importlib.import_module(name)
@@ -147,7 +147,7 @@ def _unpatch() -> None:
 
 @contextlib.contextmanager
 def _patched():
-    """Patched while inside. On exit unpatched again, unless the plugin was installed."""
+    """Patch while inside. On exit undo the patch, unless the plugin is installed."""
     global _explicit_calls
     with _lock:
         _explicit_calls += 1
@@ -219,7 +219,7 @@ def _validate_generation_mode(self, generation_mode, generation_config, generati
 
 
 def _refusing(generate_batch: Any) -> Any:
-    """transformers' `generate_batch`, which names `speculative_config` in its refusal."""
+    """Wrap transformers' `generate_batch` so that it refuses `speculative_config` with a clear error."""
 
     @functools.wraps(generate_batch)
     def wrapper(self, inputs, generation_config=None, *args, **kwargs):
@@ -235,7 +235,7 @@ def _refusing(generate_batch: Any) -> Any:
 
 
 def _specdec_decoding(self: PreTrainedModel, *args, inputs_tensor: Any = None, **kwargs) -> Any:
-    """`generate()` calls it instead of `_sample`, and with `inputs_tensor` because this argument is named."""
+    """`generate()` calls this instead of `_sample`. It passes `inputs_tensor` only to methods that name this parameter."""
     from .integration import specdec_decoding
 
     return specdec_decoding(self, *args, inputs_tensor=inputs_tensor, **kwargs)

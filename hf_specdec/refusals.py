@@ -135,8 +135,8 @@ def check_inputs(
         input_ids: int64 [B, S].
         model_kwargs: the arguments that `generate()` prepared for the model's forward.
 
-    Returns: True if the prompt is more than token ids at counted positions (images, embeddings), so that the model must read it
-        itself (`model.prompt`).
+    Returns: True if the prompt is more than token ids at consecutive positions (images, embeddings), so that the model must read
+        it itself (`model.prompt`).
     """
     given = {k for k, v in model_kwargs.items() if k not in _KNOWN_INPUTS and not _is_neutral(model, k, v)}
     in_prompt = {k for k in given if k in MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL}
@@ -186,7 +186,7 @@ def _check_known(model: PreTrainedModel, unknown: list[str]) -> None:
 
 
 def _newer_transformers() -> str:
-    """A sentence that says so if this transformers may have inputs of which this version of ours does not know."""
+    """A sentence to append if this transformers is newer than the newest tested, so that it may have inputs unknown here; else ''."""
     if Version(transformers.__version__).release[:2] <= NEWEST_TRANSFORMERS:
         return ""
     tested = ".".join(map(str, NEWEST_TRANSFORMERS))
@@ -238,7 +238,7 @@ def _counts_positions(input_ids: torch.Tensor, length: int, mask: torch.Tensor |
 def _check_continuation(
     model: PreTrainedModel, input_ids: torch.Tensor, cached: int, length: int, more_than_ids: bool
 ) -> None:
-    """Raise ValueError if a prompt that may end in an image is already in the cache, whole: its last token would be read again."""
+    """Raise ValueError if the cache holds the whole of a prompt that may end in an image: the last token would be read again."""
     if cached < length or input_ids.shape[1] == 0:
         return
     names = ("image_token_id", "video_token_id", "audio_token_id")
@@ -246,8 +246,8 @@ def _check_continuation(
     last = input_ids[:, -1]
     if more_than_ids or bool(torch.isin(last, torch.tensor(placeholders, device=last.device)).any()):
         raise ValueError(
-            f"{CACHE} holds all {length} tokens of a prompt that is more than token ids, so no logits follow from it: crop it "
-            "by one token of text, or leave it out."
+            f"{CACHE} holds all {length} tokens of a prompt that is more than token ids, so there are no logits to continue from: "
+            "crop the cache by one token of text, or leave it out."
         )
 
 
