@@ -24,7 +24,7 @@ class Admission:
     Args:
         decoder: runs the requests.
         tokenizer: from transformers; None: no text is made of the new tokens.
-        max_model_len: most tokens of a prompt and its answer together.
+        max_model_len: maximum number of tokens of a prompt and its answer together.
         grammars: compiles the grammars of requests.
         seed: seed of the random numbers for requests that have no seed of their own; None: a random one.
 
@@ -54,7 +54,7 @@ class Admission:
         on_update: Callable[[Request], None] | None = None,
         reasoning: Reasoning | None = None,
     ) -> Request:
-        """Check a request and make it.
+        """Check the arguments of a request and make it.
 
         Args:
             prompt: the prompt's text, if there is one; only shown in the result.
@@ -119,7 +119,7 @@ class Admission:
             )
 
     def _matcher(self, params: SamplingParams) -> Any:
-        """A matcher of the request's grammar; None if it has none. The HTTP side has compiled it before, so this is fast there."""
+        """A matcher of the request's grammar; None if it has no grammar. Fast in a server: the HTTP side has had it compiled already."""
         if params.structured_outputs is None:
             return None
         if self.decoder.config.verification_rule == "synthetic":

@@ -21,7 +21,7 @@ class Inbox:
     with a timeout for each item: one timer serves all of them.
 
     Args:
-        seconds: of silence, after which `get` returns None.
+        seconds: time without an update after which `get` returns None.
     """
 
     def __init__(self, seconds: float):

@@ -95,7 +95,7 @@ def _invalid_body(error: dict[str, Any], content_type: str) -> ApiError:
         return bad_request(
             f"The body has the type {content_type!r}: send JSON, with the header Content-Type: application/json."
         )
-    if error["type"] == "value_error":  # of our own checks: it names the field
+    if error["type"] == "value_error":  # raised by our own checks, whose message names the field
         return bad_request(f"{error['ctx']['error']}.", ".".join(place) or None)
     return bad_request(f"{'.'.join(place) or 'The body'}: {error['msg']}.", ".".join(place) or None)
 

@@ -31,7 +31,7 @@ class Channel:
         self._outbox.put(message)
 
     def get(self) -> list[Any]:
-        """Wait for messages that the other process has sent, and return them in their order. One thread may call it, until it raises.
+        """Wait for messages from the other process and return them in the order sent. Call it in one thread only, until it raises.
 
         Raises:
             EOFError: one of the ends is closed, or the other process has ended.
@@ -70,16 +70,16 @@ class Channel:
 
 
 class ToldError(Exception):
-    """An error of the other process whose class is not Python's own: a subclass here has the name of that class, and the text."""
+    """An error of the other process whose class is not built into Python. Instances belong to a subclass with that class's name."""
 
     def __reduce__(self) -> tuple:
         return _told, (type(self).__name__, _expected(self), str(self))
 
 
 def portable(error: BaseException) -> BaseException:
-    """An error in a form that any process can read: itself if its class is Python's own, else a `ToldError`.
+    """An error in a form that any process can read: the error itself if its class is built into Python, else a `ToldError`.
 
-    A `ToldError` is a ValueError, OSError or ImportError if the error is one: those are told apart by who reads it.
+    If the error is a ValueError, OSError or ImportError, so is the `ToldError`, because readers treat these differently.
     """
     if type(error).__module__ == "builtins":
         with contextlib.suppress(Exception):  # one of its arguments cannot be sent
@@ -88,7 +88,7 @@ def portable(error: BaseException) -> BaseException:
 
 
 def _expected(error: BaseException) -> type[BaseException] | None:
-    """Which of the errors that are told apart an error is; None: none of them."""
+    """The class, among those that readers treat differently, that an error belongs to; None if it belongs to none of them."""
     return next((each for each in (ValueError, OSError, ImportError) if isinstance(error, each)), None)
 
 

@@ -36,7 +36,7 @@ def protocol_with_timeout(seconds: float) -> type[asyncio.Protocol]:
             self._start_timer()
 
         def data_received(self, data: bytes) -> None:
-            """Bytes have arrived: stop the timer once the headers are complete, start it when a next request begins."""
+            """Bytes have arrived: stop the timer once the headers are complete, start it when another request begins."""
             super().data_received(data)
             if not self._is_reading_headers:
                 self._stop_timer()

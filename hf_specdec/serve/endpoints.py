@@ -206,7 +206,7 @@ class Completions(Endpoint):
     def _logprobs(
         self, number: int, tokens: list[int], entries: list, offset: int, echoed: bool
     ) -> dict[str, Any] | None:
-        """The field `logprobs` for new tokens, of which the text at `offset` is the first's; with `echoed` after those of the prompt."""
+        """The field `logprobs` for new tokens, whose text begins at `offset`. With `echoed`, the prompt's tokens come first."""
         if self.body.logprobs is None:
             return None
         if echoed:

@@ -35,7 +35,7 @@ class Engine:
         decoder: must have no running sequences; the engine owns it until `close`.
         tokenizer: from transformers; None: no text is made of the new tokens.
         num_blocks: number of KV blocks of the pool, which lives as long as the engine.
-        max_model_len: most tokens of a prompt and its answer together.
+        max_model_len: maximum number of tokens of a prompt and its answer together.
         max_num_seqs, max_num_batched_tokens: see `Scheduler`.
         seed: seed of the random numbers for requests that have no seed of their own; None: a random one.
 
@@ -91,7 +91,7 @@ class Engine:
         return request
 
     def _start_pull(self, choice: Choice) -> bool:
-        """Begin to pull the prompt's KV from another engine, if the request asks for that. True if so: the choice waits for it.
+        """Begin to pull the prompt's KV from another engine, if the request asks for that. True if the choice now waits for the KV.
 
         Raises:
             ValueError: the request's kv_transfer_params cannot be used here.
@@ -135,7 +135,7 @@ class Engine:
         return withdrawn + self._decode()
 
     def _poll_transfers(self) -> list[Request]:
-        """Let requests run whose blocks have come; end those that no decode server waits for any more, and return these."""
+        """Schedule the requests whose blocks have arrived. End those that no decode server waits for any more, and return them."""
         if self.transfers is None:
             return []
         for choice in self.transfers.poll():
@@ -171,7 +171,7 @@ class Engine:
         self._read_prompt_logits()
         touched: dict[int, Request] = {}
         for result in results:
-            # None: it was ended in this loop, by another choice of its request
+            # None if another choice of the same request has ended it in this loop
             choice = self._choices.get(result.sequence.id)
             if choice is not None and result.new_tokens:
                 self._accept(choice, result)
@@ -179,7 +179,7 @@ class Engine:
         if self.transfers is not None:
             for choice in self.transfers.producer.has_read(rows):
                 touched[choice.request.number] = choice.request
-        if len(results) < len(rows):  # there were no blocks for the last rows
+        if len(results) < len(rows):  # too few blocks were free for the last rows
             self.scheduler.make_room(rows[len(results) :])
         for request in touched.values():
             if request.on_update is not None:
@@ -309,7 +309,7 @@ class Engine:
         """End a choice; its KV blocks are free, or cached, at once.
 
         Args:
-            text_is_whole: the output has all of its text already.
+            text_is_whole: the output's text is already complete.
         """
         choice.output.finish_reason = reason
         if choice.text is not None and not text_is_whole:

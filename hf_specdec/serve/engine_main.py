@@ -50,14 +50,14 @@ class Reader(threading.Thread):
                 os._exit(1)
 
     def _end(self) -> EngineWorker:
-        """End the engine after its step. While the model is being loaded, nothing can end that but the end of the process."""
+        """End the engine after its step. If the model is still being loaded, exit: only that can stop the loading."""
         if self.worker is None:
             os._exit(1)
         self.worker.stop()
         return self.worker
 
     def _compile(self, message: Compile) -> None:
-        """Let a grammar be compiled, in a thread of its own, and send what comes of it."""
+        """Have a grammar compiled in another thread, which then sends the outcome."""
         assert self.worker is not None
 
         def send(future) -> None:
@@ -68,10 +68,10 @@ class Reader(threading.Thread):
 
 
 def main(descriptor: int) -> None:
-    """Load the model and serve it until the HTTP side says that this process must end, or ends itself.
+    """Load the model and serve it until the HTTP side tells this process to end, or has ended itself.
 
     Args:
-        descriptor: of this end of the connection.
+        descriptor: file descriptor of this end of the connection.
     """
     for each in SIGNALS:  # not SIG_IGN, which processes that are started here would inherit
         signal.signal(each, lambda *_: None)

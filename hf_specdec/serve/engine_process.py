@@ -77,17 +77,18 @@ class EngineTraceback(Exception):
 class EngineProcess(threading.Thread):
     """An engine in a process of its own, which begins to load the model at once. The thread reads what the process sends.
 
-    For a server it is what an `EngineWorker` is; `engine_main` is the other side. The process ends with this one, whatever ends this one.
+    A server uses it like an `EngineWorker`; `engine_main` runs on the other side. The engine's process ends when this process ends, for
+    whatever reason.
 
     Args:
         deliver: called in this thread with the updates of a step; must not block.
         arguments: of `LLM`; they must be picklable.
 
     Attributes:
-        process: of the engine.
-        loaded: what the HTTP side must know of the model, once it is loaded; or the error with which that failed.
+        process: the engine's process.
+        loaded: what the HTTP side must know about the model, once it is loaded; or the error with which loading failed.
         load: see `Load`; replaced, never changed.
-        failure: the error that ended the engine, ChildProcessError if its process was killed; None: none.
+        failure: the error that ended the engine, ChildProcessError if its process was killed; None if no error did.
     """
 
     def __init__(self, deliver: Callable[[list[Update]], None], arguments: dict[str, Any]):
@@ -117,7 +118,7 @@ class EngineProcess(threading.Thread):
         future.set_running_or_notify_cancel()  # so that it cannot be cancelled
         self._compiling[number] = future
         self._channel.put(Compile(number, grammar))
-        if self._has_ended:  # perhaps after `_give_up` has looked
+        if self._has_ended:  # perhaps `_give_up` ran before this future was added
             self._give_up()
         return future
 
@@ -173,7 +174,7 @@ class EngineProcess(threading.Thread):
         self._give_up()
 
     def _give_up(self) -> None:
-        """End all that waits for grammars with an error."""
+        """Fail the futures of all grammars that have not been compiled."""
         with contextlib.suppress(KeyError):  # popitem: nothing is left
             while True:
                 self._compiling.popitem()[1].set_exception(ChildProcessError("The engine has ended."))
@@ -206,4 +207,4 @@ def _how_it_ended(code: int) -> str:
     """A sentence about an exit code, as `subprocess` gives it."""
     if code != -signal.SIGKILL:
         return f"The engine's process has ended with exit code {code}."
-    return "The engine's process was killed (SIGKILL): somebody did it, or the memory was used up."
+    return "The engine's process was killed (SIGKILL), by somebody or because memory ran out."

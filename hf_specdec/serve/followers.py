@@ -3,7 +3,7 @@
 Each process ends when its standard input closes, so none outlives rank 0.
 
 Rank 0 is the caller's own process: it has the prompts, or the HTTP server. It sends orders to the other ranks: `Run` these requests,
-`Serve` (a list of messages before each step follows), or `End`.
+`Serve` (from then on rank 0 sends a list of messages before each step), or `End`.
 """
 
 from __future__ import annotations
@@ -94,7 +94,7 @@ class Followers:
         return all(process.poll() is None for process in self.processes)
 
     def end(self, ranks: Ranks | None = None) -> None:
-        """End the processes and wait for them. `ranks`: sends the order to end; None: they are killed at once."""
+        """End the processes and wait for them. `ranks` sends them the order to end; if it is None, they are killed at once."""
         if ranks is not None and self.are_alive:
             with contextlib.suppress(RankError):  # one of them has just ended
                 ranks.same_object(End())
@@ -119,7 +119,7 @@ class RankedWorker(EngineWorker):
         self.ranks = ranks
 
     def run(self) -> None:
-        """See the base."""
+        """See EngineWorker."""
         with self.ranks.watched():
             super().run()
 
@@ -134,7 +134,7 @@ class RankedWorker(EngineWorker):
         return True
 
     def _waiting(self, block: bool) -> list[Submit | Cancel | None]:
-        """Remove and return the messages that have come to rank 0, up to an order to stop. `block`: wait for the first one."""
+        """Remove and return the messages that rank 0 has received, up to an order to stop. `block`: wait for the first one."""
         found: list[Submit | Cancel | None] = []
         with contextlib.suppress(queue.Empty):
             while None not in found:

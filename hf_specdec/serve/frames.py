@@ -9,7 +9,7 @@ from typing import Any
 from .outputs import Logprob
 
 _LEAST = -9999.0  # sent in place of minus infinity, which JSON cannot hold
-_PART = "\ufffd"  # in the text of a token that is a part of a character
+_PART = "\ufffd"  # stands in the text of a token that is only part of a character
 
 
 def usage(num_prompt: int, num_new: int, num_cached: int) -> dict[str, Any]:
@@ -28,7 +28,7 @@ def chat_logprobs(
     """The field `logprobs` of a chat choice: one entry per token, each with the `top` most probable tokens.
 
     Args:
-        bytes_of: a token's bytes. They make the text; a token's own text may be U+FFFD, for a part of a character.
+        bytes_of: a token's bytes. A token that is only part of a character has exact bytes, but U+FFFD as its text.
     """
 
     def of_token(token: int, found: Logprob) -> dict[str, Any]:
@@ -53,7 +53,7 @@ def prompt_logprobs(
     by id. None for the first, and for tokens that were not read.
 
     Args:
-        entries: of the tokens that were read; may hold more than the `top` most probable ones.
+        entries: one for each token that was read; an entry may hold more than the `top` most probable tokens.
     """
     found: list[dict[str, Any] | None] = [None] * len(tokens)
     for place, (token, entry) in enumerate(zip(tokens, entries or [], strict=False)):
@@ -91,7 +91,7 @@ def completion_logprobs(
         return text if found == text.encode() else "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
 
     offsets, logprobs, tops = [], [], []
-    characters = codecs.getincrementaldecoder("utf-8")("replace")  # counts those of several tokens once
+    characters = codecs.getincrementaldecoder("utf-8")("replace")  # counts a character of several tokens once
     for entry, token, text in zip(entries, tokens, texts, strict=True):
         offsets.append(offset)
         offset += len(characters.decode(_bytes(token, text, bytes_of)))

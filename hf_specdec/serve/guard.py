@@ -20,13 +20,13 @@ _BYTES_PER_EXTRA_SECOND = 10_000  # a large body gets one more second for each o
 
 
 def space_of(key: bytes) -> str:
-    """The name of the tables of an API key's requests. It goes into files, so it takes work to find a key that has it."""
+    """The name of the look-up tables of an API key. The hash is slow on purpose: the name is in files and must not reveal the key."""
     return hashlib.pbkdf2_hmac("sha256", key, b"hf-specdec space", 20_000, 16).hex()
 
 
 class Guard:
-    """Rejects a request with a wrong key, or with a body that is too large or too slow, before the application sees it. Names the
-    tables that look-ups fill from a request after its key.
+    """Rejects a request with a wrong key, or with a body that is too large or too slow, before the application sees it. Chooses the
+    look-up tables of a request by its key.
 
     Args:
         keys: API keys, any of which is accepted; an empty list accepts every request.
@@ -67,7 +67,7 @@ class Guard:
         return bool(self.keys) and scope["path"] != "/health"
 
     def _key(self, headers: dict[bytes, bytes]) -> int | None:
-        """Which key the Authorization header holds, as a bearer token or as the password of a browser; None: no right one."""
+        """The index of the key in the Authorization header (a bearer token or a browser's password); None if no valid key is in it."""
         kind, _, given = headers.get(b"authorization", b"").partition(b" ")
         if kind.lower() == b"basic":
             try:

@@ -38,7 +38,7 @@ class KVTransferConfig:
             raise ValueError(
                 f"kv_transfer_config: {self.kv_connector!r} as {self.kv_role!r} is not served. Use {CONNECTOR!r} as "
                 f"'kv_producer', for the method extract_hidden_states; or {NIXL!r} as 'kv_producer', 'kv_consumer' or 'kv_both', for "
-                "prefill and decode apart."
+                "prefill and decode on separate servers."
             )
         if self.kv_connector == NIXL:
             for key in ("hold_seconds", "pull_seconds"):

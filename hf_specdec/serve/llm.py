@@ -62,9 +62,9 @@ class LLM:
         speculative_config: as for `generate()`; None: plain decoding.
         dtype: precision of the weights: "auto" (the checkpoint's), one of torch's names, or a torch dtype.
         device: device of the model; None: a GPU if there is one, else the CPU. Ignored with a loaded model.
-        max_model_len: most tokens of a prompt and its answer together; None: the number of the model's positions.
-        max_num_seqs: most rows that run at once.
-        max_num_batched_tokens: most tokens of a step.
+        max_model_len: maximum number of tokens of a prompt and its answer together; None: the number of the model's positions.
+        max_num_seqs: maximum number of rows that run at once.
+        max_num_batched_tokens: maximum number of tokens in a step.
         kv_cache_memory_bytes: memory of the target's KV cache; None: half of the free memory (0.8 of a GPU's), or what `max_num_seqs`
             texts of `max_model_len` tokens need if that is less.
         seed: seed of the random numbers for requests that have no seed of their own; None: a random one.
@@ -74,7 +74,7 @@ class LLM:
         trust_remote_code: the same.
         kv_transfer_config: vLLM's: the folder of the method `extract_hidden_states`, or disaggregated prefill.
         enable_expert_parallel: place whole experts on the ranks instead of parts of each expert.
-        others: vLLM's further arguments; older ones are translated and ones without effect ignored, each with a warning.
+        others: vLLM's further arguments: older ones are translated, and those without effect are ignored, each with a warning.
 
     Attributes:
         model: as loaded.
@@ -306,7 +306,7 @@ class LLM:
         """A prompt's text, if it was given as text, and its token ids.
 
         Raises:
-            ValueError: it is no prompt, or it is text and there is no tokenizer.
+            ValueError: it is not a prompt, or it is text and the model has no tokenizer.
         """
         if isinstance(prompt, dict):
             if "prompt_token_ids" in prompt:
@@ -384,7 +384,7 @@ def _check_others(others: dict[str, Any]) -> None:
     """Warn of ignored arguments; raise TypeError for an unknown one."""
     ignored = [key for key in others if key in _IGNORED_ARGUMENTS]
     if ignored:
-        logger.warning("LLM(%s): ignored, it has no meaning here.", ", ".join(ignored))
+        logger.warning("LLM(%s): ignored, because it has no effect here.", ", ".join(ignored))
     unknown = [key for key in others if key not in _IGNORED_ARGUMENTS]
     if unknown:
         raise TypeError(f"LLM() has no argument {unknown[0]!r}.")
@@ -397,7 +397,7 @@ def _num_blocks(
 
     Args:
         memory_bytes: for KV and recurrent states; None: a share of the free memory.
-        num_drafts: most nodes of a row's draft. Layers with a recurrent state need memory for each of them.
+        num_drafts: maximum number of nodes of a row's draft. Layers with a recurrent state need memory for each of them.
 
     Raises:
         ValueError: not one block fits, or the amount of free memory is unknown.
@@ -414,7 +414,7 @@ def _num_blocks(
     states = target.bytes_of_states(num_drafts) * max_num_seqs + target.bytes_of_prefix_states()
     fitting = (memory_bytes - states) // per_block
     if fitting < 1:
-        beside = f" beside {states} bytes of recurrent states of {max_num_seqs} texts" if states else ""
+        beside = f" in addition to {states} bytes of recurrent states of {max_num_seqs} texts" if states else ""
         raise ValueError(
             f"kv_cache_memory_bytes of {memory_bytes} holds no block of {block_size} tokens ({per_block} bytes){beside}."
         )

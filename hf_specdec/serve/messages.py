@@ -139,7 +139,7 @@ class MessageParser:
             delta.content, self._body = delta.content + self._body + rest, ""
 
     def _events_before_failure(self, text: str, error: Exception) -> tuple[list[dict[str, Any]], str]:
-        """Returns the events before the place in `text` where the parser fails, which it does not return itself, and the text after it.
+        """Returns the events up to the place in `text` where the parser fails (the call that failed returned none), and the text after it.
 
         Feeds the text again, to a new parser, character by character.
         """

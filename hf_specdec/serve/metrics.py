@@ -96,7 +96,7 @@ class Metrics:
         load = self._load()
         for name, text, value in (
             ("requests_running", "Rows in the batch.", load.running),
-            ("requests_waiting", "Rows that wait.", load.waiting),
+            ("requests_waiting", "Rows that wait to run.", load.waiting),
             ("kv_cache_usage_ratio", "Used share of the KV cache.", load.kv_usage),
         ):
             gauge = GaugeMetricFamily(f"hf_specdec_{name}", text, labels=["model_name"])

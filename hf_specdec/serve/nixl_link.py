@@ -67,7 +67,7 @@ class NixlLink:
         return state == "DONE"
 
     def drop(self, handle: Any) -> bool:
-        """See Link. A running transfer is not released: UCX would go on to write what it reads."""
+        """See Link. A running transfer is not released, because UCX would keep writing the bytes it reads."""
         try:
             if self.agent.check_xfer_state(handle) not in ("DONE", "ERR"):
                 return False

@@ -34,7 +34,7 @@ class SamplingParams:
         stop: texts that end a choice. They are cut off unless `include_stop_str_in_output`.
         stop_token_ids: ids that end a choice, in addition to the model's end-of-sequence tokens.
         ignore_eos: continue after an end-of-sequence token.
-        max_tokens: most new tokens; None: until `max_model_len` is reached.
+        max_tokens: maximum number of new tokens; None: until `max_model_len` is reached.
         min_tokens: new tokens that a choice must have before it may end.
         logprobs: also return the log-probabilities of this many best tokens (and of the chosen one) at every position.
         prompt_logprobs: the same for the prompt's tokens. The prompt is then read as a whole, without cached prefixes.
@@ -44,14 +44,14 @@ class SamplingParams:
         detokenize: make text of the new tokens; False: only ids are returned.
         num_speculative_tokens: draft length for this request, at most the engine's own; 0 switches speculation off.
         drafter: name of the drafter for this request, one of those that the engine has (method "per_request"); None: the first.
-        private: other requests are not drafted for by what is learnt from this one, nor this one by what was learnt from others; a head
-            that learns does not learn from it. The text is the same.
-        space: name of the tables that look-ups fill from this request and others of that name, if it is not private. The server names
-            them after API keys.
+        private: what is learnt from this request does not draft for other requests, and what was learnt from others does not draft for
+            this one; a head that learns does not learn from it. The text is the same.
+        space: name of the look-up tables that this request shares with others of the same space, unless it is private. The server
+            derives it from the API key.
         priority: requests with a lower number run first.
         kv_transfer_params: {"do_remote_decode": true} tells a prefill server to keep the prompt's KV; the parameters that it returns tell
-            a decode server where to read it. With "in_chunks": true, a stream has these parameters after the prompt's first chunk already
-            (`serve.transfer`).
+            a decode server where to read it. With "in_chunks": true, a stream sends these parameters as soon as the prompt's first chunk
+            has been read (`serve.transfer`).
         structured_outputs: what the text must match (a JSON schema, a regular expression, ...); a dictionary works too.
 
     Raises:

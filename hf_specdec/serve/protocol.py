@@ -51,7 +51,7 @@ class Body(Part):
             if _has_lone_surrogate(values):
                 raise ValueError("a text holds a lone surrogate (half a character)")
         except RecursionError:
-            raise ValueError("it is nested too deeply") from None
+            raise ValueError("the body is nested too deeply") from None
         return values
 
 
@@ -148,7 +148,7 @@ class SamplingFields(Body):
     @model_validator(mode="before")
     @classmethod
     def _refuse_unsupported_fields(cls, values: Any) -> Any:
-        """Refuse known fields that cannot be served: to ignore them would change the answer silently."""
+        """Refuse known fields that cannot be served: ignoring them would silently change the answer."""
         for field in _UNSUPPORTED_FIELDS:
             if isinstance(values, dict) and values.get(field) not in (None, False, [], "none"):
                 instead = ": use structured_outputs" if field.startswith("guided") else ""
@@ -177,7 +177,7 @@ class SamplingFields(Body):
 
         Args:
             defaults: values for temperature, top-p, top-k, min-p and repetition penalty where the request has none.
-            max_tokens: most new tokens; None: no limit but the model's length.
+            max_tokens: maximum number of new tokens; None: only the model's length limits them.
             more: further fields of `SamplingParams`.
 
         Raises:

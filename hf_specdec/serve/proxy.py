@@ -1,10 +1,10 @@
 """A proxy in front of prefill and decode servers: `python -m hf_specdec.serve.proxy --prefill URL --decode URL`.
 
-The proxy sends each request to a prefill server, which reads the prompt and generates one token. As soon as that answer, which is a
-stream, has `kv_transfer_params`, the proxy sends the request with them to a decode server, and passes its answer or stream on to the
-client. For a long prompt this is so after its first chunk, and the decode server pulls each chunk while the next one is read. If the
-prefill server does not answer, the decode server reads the prompt itself. The servers of each kind take turns. This is an example of
-the protocol in one file; for larger deployments use a router.
+The proxy sends each request to a prefill server, which reads the prompt and generates one token. Its answer is a stream. As soon as
+`kv_transfer_params` arrive in it, the proxy sends the request with them to a decode server, and passes that server's answer or stream on
+to the client. For a long prompt they arrive after its first chunk, and the decode server pulls each chunk while the next one is read. If
+the prefill server does not answer, the decode server reads the prompt itself. The servers of each kind take turns. This is an example
+of the protocol in one file; for larger deployments use a router.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ def _prefill(url: str, path: str, body: dict[str, Any], headers: dict[str, str])
 
 
 def _first_params(answer: http.client.HTTPResponse) -> dict[str, Any] | None:
-    """The first `kv_transfer_params` in a stream of events; None if it ends without."""
+    """The first `kv_transfer_params` in a stream of events; None if the stream ends without any."""
     for line in iter(answer.readline, b""):
         data = line.removeprefix(b"data: ").strip()
         if line.startswith(b"data: {"):
@@ -104,7 +104,7 @@ def make_app(prefill: list[str], decode: list[str]) -> Any:
     prefill_turns, decode_turns = itertools.cycle(prefill), itertools.cycle(decode)
 
     def forward(path: str, body: dict[str, Any], headers: dict[str, str]) -> http.client.HTTPResponse:
-        """Answer a request by both kinds of servers. Those with several choices or prompts go to a decode server only."""
+        """Have both kinds of servers answer a request. One with several choices or prompts goes to a decode server only."""
         is_one = body.get("n", 1) == 1 and not (isinstance(body.get("prompt"), list) and _is_several(body["prompt"]))
         params = _prefill(next(prefill_turns), path, body, headers) if is_one else None
         return _post(

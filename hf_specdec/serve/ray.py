@@ -1,4 +1,4 @@
-"""Replicas by Ray Serve: each replica runs the server's application, and an ingress resends a request if its replica dies.
+"""Replicas with Ray Serve: each replica runs the server's application, and an ingress resends a request if its replica dies.
 
     serve run hf_specdec.serve.ray:app model=Qwen/Qwen3-0.6B num_replicas=4
 
@@ -40,8 +40,8 @@ class Arguments:
         served_model_name: the name by which clients call the model; None: `model`.
         num_replicas: number of replicas; not used with `autoscaling`.
         autoscaling: Ray's autoscaling_config, such as {"min_replicas": 1, "max_replicas": 8, "target_ongoing_requests": 16}.
-        num_cpus, num_gpus: needs of one replica. For a sharded model, num_gpus is its number of ranks: all are on one machine.
-        max_ongoing_requests: most requests that a replica takes at a time; others wait in the ingress.
+        num_cpus, num_gpus: resources of one replica. For a sharded model, num_gpus is its number of ranks: all are on one machine.
+        max_ongoing_requests: maximum number of requests that a replica takes at a time; others wait in the ingress.
         api_keys: any of them is accepted on every path; None: no key is needed.
         private_requests, share_across_api_keys: see `Privacy`. Each replica learns for itself.
         num_ingresses: number of ingress processes, which receive the requests.
@@ -162,7 +162,7 @@ class Replica:
 
 
 class Ingress:
-    """The ingress deployment: receives requests and sends each to a replica. If that dies before it has answered, sends it again."""
+    """The ingress deployment: sends each request to a replica, and sends it again if that replica dies before it has answered."""
 
     def __init__(self, replicas: Any):
         self.replicas = replicas

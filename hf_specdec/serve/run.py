@@ -61,8 +61,8 @@ def serve(
 ) -> None:
     """Serve a model until SIGINT or SIGTERM, with the engine in a process of its own.
 
-    If the engine raises, every request is answered with 503 until then. If its process is killed, that is so for a few seconds only: the
-    server then ends, so that whoever watches it can start it again.
+    If the engine raises, the server keeps running and answers every request with 503. If the engine's process is killed, the server does so
+    for a few seconds only and then ends, so that whoever watches it can start it again.
 
     Args:
         names: names by which clients may call the model; answers contain the first.

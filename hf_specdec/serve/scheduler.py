@@ -17,13 +17,13 @@ class Scheduler:
     """Fills each step's token budget with running rows first, then with waiting rows.
 
     A row that decodes feeds one token and its drafts. A row that reads its prompt feeds a chunk of it in the same forward pass. While
-    prompts are to be read, drafts take at most half of what decoding rows leave of the budget, and are cut for that: long drafts would
+    prompts are to be read, drafts are cut so that they take at most half of what decoding rows leave of the budget: long drafts would
     keep other rows from joining. A waiting row may start only if the free blocks hold its whole text. When blocks run out, the last
     row by priority and arrival is preempted: it gives its blocks back, waits, and later reads its text again.
 
     Args:
-        max_num_seqs: most rows that run at once.
-        max_num_batched_tokens: most tokens of a step. Rows that decode are never left out; their drafts are shortened instead.
+        max_num_seqs: maximum number of rows that run at once.
+        max_num_batched_tokens: maximum number of tokens in a step. Rows that decode are never left out; their drafts are shortened instead.
 
     Attributes:
         waiting, running: sorted by priority, then by arrival; the first runs first.
@@ -59,7 +59,7 @@ class Scheduler:
             only: the rows that may take part; None: all.
 
         Returns:
-            The rows, and for each the most tokens of its own text that it feeds.
+            The rows, and for each the maximum number of tokens of its own text that it feeds.
         """
         running = [choice for choice in self.running if only is None or choice in only]
         pending = [self._pending(choice) for choice in running]
@@ -75,7 +75,7 @@ class Scheduler:
             if chunk < 1:
                 if any(each > 1 for each in counts):
                     continue
-                chunk = min(count, self.decoder.config.block_size)  # one prompt always advances, also without budget
+                chunk = min(count, self.decoder.config.block_size)  # one prompt always advances, even without budget
             left -= 0 if count == 1 else chunk
             rows.append(choice)
             counts.append(chunk)
@@ -111,7 +111,7 @@ class Scheduler:
         return len(seq.tokens) - self.decoder.cache.tables[seq.id].length
 
     def _num_drafts(self, choice: Choice) -> int:
-        """Most draft tokens of a row in a step."""
+        """Maximum number of draft tokens of a row in a step."""
         seq, most = choice.sequence, self.decoder.generator.max_draft_nodes
         own = seq.num_speculative_tokens  # a depth, which bounds the nodes of chains only
         if own == 0:
@@ -121,7 +121,7 @@ class Scheduler:
         return most if seq.draft_room is None else min(most, seq.draft_room)
 
     def _limit_drafts(self, num_decoding: int, num_pending: int, waiting: list[Choice]) -> None:
-        """Set the rows' room for drafts so that the drafts of all decoding rows fit the budget, and prompts beside them.
+        """Set the rows' room for drafts so that the drafts of all decoding rows fit the budget together with the prompts.
 
         Args:
             num_pending: prompt tokens that running rows have still to read.

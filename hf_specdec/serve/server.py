@@ -1,4 +1,4 @@
-"""Server: sends the requests of all endpoints to the engine, and gives each client the updates of its own."""
+"""Server: sends the requests of all endpoints to the engine, and the updates of each request to its client."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ CHATML = (
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
 _SHUTS_DOWN = "The server is shutting down. Send the request again, to another server or later."
-_ENGINE_CHECK_SECONDS = 15.0  # of silence, after which a stream without comments checks that the engine still runs
+_ENGINE_CHECK_SECONDS = 15.0  # without updates: a stream that sends no comments then checks that the engine still runs
 
 
 @dataclass
@@ -43,7 +43,7 @@ class Limits:
     Attributes:
         max_body_bytes: largest body of a request.
         max_queued_requests: requests that may wait for the engine; a further one is answered with 429. None: no limit.
-        keep_alive_seconds: a stream sends a comment after so long without an update; 0: never.
+        keep_alive_seconds: time without an update after which a stream sends a comment; 0: it never does.
         read_seconds: time for the headers of a request to arrive, and for its body (large bodies get more).
         answer_seconds: time for an answer, which then ends with what has been generated. None: no limit.
     """
@@ -57,7 +57,7 @@ class Limits:
 
 @dataclass
 class Privacy:
-    """Whose texts may shape whose drafts. Drafts never change a text, but the speed of an answer tells what was drafted.
+    """Whose texts may shape whose drafts. Drafts never change a text, but the speed of an answer can reveal what was drafted.
 
     Attributes:
         private: every request is private (`SamplingParams.private`).
@@ -68,7 +68,7 @@ class Privacy:
     shares_across_keys: bool = False
 
     def check(self, speculative_config: Any, api_keys: list[str] | None) -> None:
-        """Refuse a configuration by which one API key's requests would shape another's drafts although they may not.
+        """Refuse a configuration in which one API key's requests would shape another key's drafts although that is not allowed.
 
         Raises:
             ValueError: a head is to learn from the requests of several keys.
@@ -80,7 +80,7 @@ class Privacy:
             and not (self.private or self.shares_across_keys)
         ):
             raise ValueError(
-                "'learn' teaches one head from the requests of all API keys: allow that with --share-across-api-keys, or leave it out."
+                "'learn' teaches one head from the requests of all API keys: allow that with --share-across-api-keys, or leave 'learn' out."
             )
 
 
@@ -90,7 +90,7 @@ def _stopped() -> ApiError:
 
 
 class Server:
-    """Sends the requests of all endpoints to the engine, and gives each client the updates of its own.
+    """Sends the requests of all endpoints to the engine, and the updates of each request to its client.
 
     The engine runs in a process of its own (`connect`), or in a thread of this one (`start`). Methods are called in the event loop's
     thread, except `deliver` (the engine's), `connect` and `start` (the one that loads the model) and `stop` (any other).
@@ -100,12 +100,12 @@ class Server:
         names: names by which clients may call the model; answers contain the first.
         response_template: how the model marks reasoning and tool calls, in transformers' format; None: the tokenizer's own, or the
             one that transformers has for this family of models.
-        privacy: whose texts may shape whose drafts; None: those of one API key each other's.
+        privacy: whose texts may shape whose drafts; None: only texts of the same API key do.
 
     Attributes:
         worker: runs the engine; None until the model is loaded.
         defaults: sampling parameters for requests that leave them out.
-        max_model_len: most tokens of a prompt and its answer together.
+        max_model_len: maximum number of tokens of a prompt and its answer together.
         answers: answers that have not ended, by id.
         created: when the server was made, in seconds since 1970.
         is_closed: True once the time for draining is over; every request is then refused.
@@ -151,7 +151,7 @@ class Server:
         self.worker = worker
 
     def _take(self, facts: Facts, loop: asyncio.AbstractEventLoop) -> None:
-        """Take over what must be known of the model. Raises: see `connect`."""
+        """Take over what must be known about the model. Raises: see `connect`."""
         self.defaults, self.max_model_len, self.loop = facts.defaults, facts.max_model_len, loop
         if self.response_template is None:
             self.response_template = facts.response_template
@@ -182,7 +182,7 @@ class Server:
 
     @property
     def running_worker(self) -> EngineWorker | EngineProcess:
-        """What runs the engine, and is running.
+        """The worker that runs the engine, if it is running.
 
         Raises:
             ApiError: 503, the model is still being loaded, or the engine has stopped.
@@ -316,8 +316,8 @@ class Server:
         return answer
 
     def _num_waiting(self, load: Load) -> int:
-        """Choices that wait: those that the engine has told of, and those sent to it since for which it has no free row."""
-        free = 0 if load.waiting else load.free_rows  # rows that are free although others wait lack blocks
+        """Number of waiting choices: those that the engine has reported, and those sent to it since then for which it has no free row."""
+        free = 0 if load.waiting else load.free_rows  # if choices wait although rows are free, blocks are missing
         return load.waiting + max(0, self._num_submitted - load.num_read - free)
 
     async def updates(self, answers: list[Answer]) -> AsyncIterator[tuple[Answer, Update] | None]:

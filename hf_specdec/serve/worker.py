@@ -59,9 +59,9 @@ class Update:
         finish_reason, stop_reason: see `CompletionOutput`; None while the choice is being generated.
         hides_end: True if the last token ended the choice and is not part of its text.
         prompt_logprobs: see `Request`; in the first update and the last one.
-        request_finished: True in the last update of a request, which also has:
-        statistics: see `statistics_of`.
-        kv_transfer_params: see `Request`. An earlier update has them, too, if it announces a prompt that is still being read.
+        request_finished: True in the last update of a request.
+        statistics: see `statistics_of`; only in the last update.
+        kv_transfer_params: see `Request`; in the last update, and in an earlier one that announces a prompt that is still being read.
         error: the error that ended the request: ValueError for the client's mistake, anything else for a failure of the model.
     """
 
@@ -114,7 +114,7 @@ class EngineWorker(threading.Thread):
     Attributes:
         load: see `Load`; replaced when a step begins and when it ends, never changed.
         on_load: called in this thread with a `load` that differs from the one before.
-        failure: the error that ended the thread; None: none.
+        failure: the error that ended the thread; None if no error did.
     """
 
     def __init__(self, engine: Engine, deliver: Callable[[list[Update]], None], lock: Any):
@@ -136,7 +136,7 @@ class EngineWorker(threading.Thread):
         self._inbox.put(message)
 
     def compile(self, grammar: StructuredOutputsParams) -> Future:
-        """Begin to compile a grammar, so that a request with it need not be waited for. May be called in any thread.
+        """Begin to compile a grammar, so that the engine need not wait for it later. May be called in any thread.
 
         The future's error is ValueError for a grammar that is malformed or too complex.
         """
@@ -184,7 +184,7 @@ class EngineWorker(threading.Thread):
         """
         while True:
             try:
-                # KV that other engines have read must be freed also while no request comes.
+                # KV that other engines have read must be freed even while no request arrives.
                 message = self._inbox.get(block=block, timeout=self._poll_after() if block else None)
             except queue.Empty:
                 if block and self.engine.transfers is not None:
@@ -201,7 +201,7 @@ class EngineWorker(threading.Thread):
                 self._cancel(message)
 
     def _poll_after(self) -> float | None:
-        """Seconds after which transfers are polled although no request runs; None: they need not be."""
+        """Seconds after which transfers are polled although no request runs; None if they need not be polled."""
         transfers = self.engine.transfers
         if transfers is None or not transfers.is_busy:
             return None
@@ -259,7 +259,7 @@ class EngineWorker(threading.Thread):
         return found
 
     def _update(self, choice: Choice) -> Update | None:
-        """What a choice has got since the last call; None if nothing."""
+        """What was added to a choice since the last call; None if nothing was."""
         output, key = choice.output, (choice.request.id, choice.output.index)
         characters, tokens = self._sent.get(key, (0, 0))
         end_was_delivered = characters < 0
@@ -300,7 +300,7 @@ def statistics_of(request: Request, longest_draft: int) -> dict[str, Any]:
     """Statistics of a request's speculation: those of `Speculation`, the same in vLLM's form, and counts for metrics.
 
     Args:
-        longest_draft: most tokens of a draft, which gives the length of vLLM's histogram.
+        longest_draft: maximum number of tokens of a draft, which gives the length of vLLM's histogram.
     """
     steps = [step for row in request.statistics for step in row.steps]
     accepted = [count for _, _, _, count in steps]

@@ -14,7 +14,7 @@ Why no wrong KV is ever used, whatever happens to the blocks in the meantime:
   it is offered after that step. Only a preemption, the end of holding or a failure takes blocks away. They may then be overwritten
   while they are pulled, so the consumer compares each block with the digest of the offer after its last byte has arrived. A digest says
   what the producer computed for this part of this prompt; where those bytes were then is irrelevant.
-* A preempted row gets new block tables. The producer notices that, and offers the blocks again once they have been read again.
+* A preempted row gets new block tables. The producer notices that, and offers the blocks again once the row has read its text again.
 * The consumer's blocks belong to its row, and other rows may share them only after the digests of the whole prompt agree. If it gives up
   while bytes are still coming, the blocks stay taken until the transfer has ended or failed, because NIXL cannot stop a read: otherwise the
   bytes would land in another row.

@@ -26,13 +26,14 @@ class Pull:
         params: the producer's kv_transfer_params.
         until: when to give up (`time.monotonic`).
         offers: index of a block → per cache, its number at the producer and its digest.
-        is_begun: blocks are reserved here.
-        have: how many leading blocks are here, checked.
-        handle: of the running transfer; None: none is running.
-        end, wanted: the running transfer brings the blocks from `have` up to here, whose digests per cache these are.
+        is_begun: True once blocks are reserved here.
+        have: number of leading blocks that have arrived and been checked.
+        handle: handle of the running transfer; None if none is running.
+        end: the running transfer brings blocks `have` to `end` - 1.
+        wanted: per block of the running transfer, its digest in each cache.
         started: when the running transfer began.
-        asked: when the producer was last asked for blocks; only if the prompt comes in chunks.
-        refused: the producer has no such prompt any more.
+        asked: when the producer was last asked for blocks; used only if the prompt comes in chunks.
+        refused: True if the producer no longer has the prompt, or has sent a malformed offer.
     """
 
     choice: Choice
@@ -50,7 +51,7 @@ class Pull:
 
     @property
     def name(self) -> str:
-        """The producer's name of the prompt."""
+        """The producer's name for the prompt."""
         return self.params["remote_request_id"]
 
     @property
@@ -143,10 +144,10 @@ class Consumer:
         return [len(own) if _are(own, int) else -1 for own in pools] == lengths
 
     def _fits(self, pull: Pull, first: int, blocks: Any, digests: Any, count: int | None = None) -> bool:
-        """Note an offer if it is well-formed. Otherwise False.
+        """Store an offer and return True if it is well-formed; else return False.
 
         Args:
-            count: the number of blocks that it must have; None: any.
+            count: the number of blocks that it must have; None: any number.
         """
         num_caches = len(self.pools.caches)
         for lists, kind in ((blocks, int), (digests, str)):
@@ -166,7 +167,7 @@ class Consumer:
                 pull.refused = True
 
     def refused(self, name: str) -> None:
-        """A producer has no such prompt any more."""
+        """A producer no longer has this prompt."""
         for pull in self.pulling:
             pull.refused = pull.refused or pull.name == name
 
@@ -263,7 +264,7 @@ class Consumer:
             raise ConnectionError("the prefill server cannot be reached")
 
     def _start(self, pull: Pull, needed: int) -> None:
-        """Pull the next blocks that are offered, if there are any. The last transfer's end tells the producer to free its own.
+        """Pull the next offered blocks, if any. The end of the last transfer tells the producer to free its blocks.
 
         Raises:
             ConnectionError: the producer cannot be reached.

@@ -17,7 +17,7 @@ from ...model.options.fingerprints import fingerprints
 from .link import Link, Piece
 
 _WARM_UP = -1  # id of the sequence whose forward pass allocates the pools
-_PROTOCOL = 2  # engines with unlike messages refuse each other
+_PROTOCOL = 2  # version of the messages; engines with different versions refuse each other
 
 
 class MovedPools:
@@ -115,7 +115,7 @@ class MovedPools:
             addresses: of the peer's pools.
 
         Raises:
-            ValueError: the peer has another number of pools, or the lists are not equally long.
+            ValueError: the peer has a different number of pools, or the lists have different lengths.
         """
         found: list[Piece] = []
         for pool, there in zip(_pools(cache), addresses, strict=True):

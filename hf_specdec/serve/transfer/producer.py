@@ -23,7 +23,7 @@ class Prompt:
     Attributes:
         tables: per cache, the row's block table, which a preemption replaces.
         blocks, digests: per cache, those of the leading full blocks that have been read; once it is held, of all blocks.
-        consumer: address of who asked for the blocks; None: nobody yet.
+        consumer: address of the consumer that asked for the blocks; None: none has asked yet.
         num_offered: how many leading blocks the consumer has or knows of.
         until: when to free it (`time.monotonic`); None while it is being read.
     """
@@ -46,13 +46,13 @@ class Producer:
     """The prompts that an engine reads for others, and those that it holds for them.
 
     Args:
-        engine_id: of this engine; part of the prompts' names.
+        engine_id: id of this engine, which is part of the prompts' names.
 
     Attributes:
         hold_seconds: how long a prompt's blocks wait for a consumer; then they are freed.
         reading: prompts that have been announced and are still being read, by the name that the consumer is told.
         held: prompts that have been read.
-        expired: how many no consumer has pulled in time.
+        expired: number of prompts that no consumer has pulled in time.
         unwanted: choices that are still being read, but whose consumer has given up.
     """
 
@@ -69,7 +69,7 @@ class Producer:
         """After a step of these rows: offer the blocks that are complete. Call inside `decoder.active()`.
 
         Returns:
-            Those whose first blocks are complete, and whose `announcement` is set.
+            The choices announced in this step: their first blocks are complete, and `announcement` is set.
         """
         announced = []
         for choice in rows:
@@ -149,7 +149,7 @@ class Producer:
     def hold(self, choice: Choice) -> dict[str, Any] | None:
         """Keep the blocks of a prompt that has been read. Call inside `decoder.active()`.
 
-        Returns: the consumer's kv_transfer_params. None if a head has no blocks to read the prompt into: the row is removed then.
+        Returns: the consumer's kv_transfer_params. None if the head finds no blocks to read the prompt into; the row is then removed.
         """
         seq, name = choice.sequence, self._name(choice)
         count = seq.prompt_length - 1
@@ -192,7 +192,7 @@ class Producer:
         self._offer(name, prompt)
 
     def done(self, name: str) -> None:
-        """A consumer has read a prompt, or needs it no more: free it."""
+        """A consumer has read a prompt, or no longer needs it: free it."""
         held = self.held.pop(name, None)
         if held is not None:
             self.pools.decoder.remove(held.choice.sequence)
@@ -214,7 +214,7 @@ class Producer:
 
     @property
     def awaits_consumer(self) -> bool:
-        """True if a prompt that was announced early has been read just now and nobody has asked for it yet: that is due."""
+        """True if an announced prompt was read a moment ago and no consumer has asked for it yet, so that one will ask soon."""
         soon = time.monotonic() + self.hold_seconds - 1
         return any(
             held.until is not None and held.until > soon and held.consumer is None

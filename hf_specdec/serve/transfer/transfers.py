@@ -71,7 +71,7 @@ class Transfers:
         return self.consumer.poll()
 
     def _read(self, message: str) -> None:
-        """Handle a message. One that is malformed, as of another version, is ignored: whoever sent it waits, and then helps itself."""
+        """Handle a message. A malformed one (from another version) is ignored: its sender waits a while, then reads the prompt itself."""
         try:
             found: dict[str, Any] = json.loads(message)
             if "done" in found:
@@ -83,7 +83,7 @@ class Transfers:
             elif "gone" in found:
                 self.consumer.refused(found["gone"])
         except (ValueError, KeyError, TypeError) as error:
-            logger.warning("A message of another engine makes no sense (%s: %s).", type(error).__name__, error)
+            logger.warning("A message from another engine could not be handled (%s: %s).", type(error).__name__, error)
 
     @property
     def is_busy(self) -> bool:
