@@ -1,4 +1,4 @@
-"""The decoding loop: the only place that produces tokens. It knows no method by name and no HTTP."""
+"""The decoding loop: the only place that produces tokens. It knows nothing of HTTP, and of the methods only "auto" by name."""
 
 from .decoder import SpeculativeDecoder, StepResult
 from .generate import decode

@@ -40,7 +40,7 @@ class DraftedStep:
 
 @functools.lru_cache(maxsize=512)
 def _nothing_drafted(num_rows: int) -> tuple[list[int], np.ndarray, list[int], list[int]]:
-    """limits, nodes, accepted and num_new of a plain step. Nobody writes to them."""
+    """limits, nodes, accepted and num_new of a plain step. They are shared, so do not write to them."""
     none = [0] * num_rows
     return none, np.empty((num_rows, 0), dtype=np.int64), none, [1] * num_rows
 
@@ -48,9 +48,9 @@ def _nothing_drafted(num_rows: int) -> tuple[list[int], np.ndarray, list[int], l
 class AcceptanceEstimates:
     """Per row and depth: P(a draft token is accepted | its parent was), and how many nodes a draft has there.
 
-    Counts decay, so that estimates follow changes in the text. At a depth with few samples the row's rate over all depths is the
-    prior (worth `PRIOR_ROUNDS` rounds); for a row with few samples the rate of young rows is. Figures are kept in a few arrays
-    with one line per row, so that a large batch costs no more Python than a small one.
+    Counts decay, so that estimates follow changes in the text. The prior of a depth (worth `PRIOR_ROUNDS` rounds) is the row's rate
+    over all depths; the prior of that rate is the rate of young rows. Figures are kept in a few arrays with one line per row, so
+    that a large batch costs no more Python than a small one.
 
     Args:
         longest: K, the deepest possible draft.
@@ -117,7 +117,7 @@ class AcceptanceEstimates:
         return share * self.probabilities(rows).cumprod(1), size
 
     def observe(self, rows: np.ndarray, step: DraftedStep, now: int, longest_pause: int) -> None:
-        """Learn from a verified step; `now` numbers it."""
+        """Learn from a verified step, whose number is `now`."""
         lengths = np.array([len(seq.tokens) for seq in step.sequences])
         # a finished row was cut short, so its last round says nothing about acceptance
         finished = np.array([seq.finished for seq in step.sequences])

@@ -18,8 +18,8 @@ from .step_cost import FittedCost, StepCost
 
 @dataclass
 class Asked:
-    """One round of choosing, by row: what the look-ups offered, how long each took, what kinds of drafts those are, what was
-    chosen."""
+    """One round of choosing: sequence id → row; each look-up's drafts and its seconds; the kinds [D, B] of all drafts (see
+    `DrafterAcceptance`); and what was chosen."""
 
     order: dict[int, int]
     offers: list[DraftTrees]
@@ -29,19 +29,19 @@ class Asked:
 
 
 class AutoChoice(AutoLength):
-    """Chooses among an AutoGenerator's drafters as AutoLength chooses among lengths. `AutoMethod` learns what it chooses by.
+    """Chooses among an AutoGenerator's drafters as AutoLength chooses among lengths. `AutoMethod` adds the learning.
 
-    Look-ups are asked first, so their drafts are known when the choice is made, and what they offer is compared with the text that
-    is written, whichever draft was verified. One that takes longer than it saves, against the best of the others, rests, for
-    longer and longer. Drafters with weights are judged by their past drafts. One that a row does not use is tried on it now and
-    then, if it could be better than what serves the row, by what is known of it.
+    Look-ups are asked first, so their drafts are known when the choice is made. The text that is then written judges all of them,
+    whichever draft was verified. A look-up that takes longer than it saves, compared with the best of the other drafters, rests; its
+    rests get longer. Drafters with weights are judged by their past drafts. One that a row does not use is tried on the row now and
+    then, if it may be better there than the drafter in use.
 
-    A single row gets the drafter and depth with the most expected tokens per second. Of several rows each gets the offer of the
-    look-up that it is expected to gain most from; then, for each drafter with weights, the rows that it serves better are given to
-    it, and the fastest of these divisions is taken.
+    A single row gets the drafter and depth with the most expected tokens per second. In a batch, each row first gets the offer of
+    the look-up from which it is expected to gain most. Then, for each drafter with weights, there is one more division of the rows:
+    this drafter takes the rows that it serves better. The fastest division is used.
 
-    The account of AutoLength bounds what all of this may cost: on text that no drafter guesses it is not slower than plain decoding
-    by more than `ALLOWANCE`.
+    The account of AutoLength bounds what all of this may cost: on text that no drafter guesses, decoding is slower than plain
+    decoding by at most `ALLOWANCE`.
 
     Args:
         generator: the drafters. This policy becomes its chooser.
@@ -53,7 +53,7 @@ class AutoChoice(AutoLength):
     LOOKUP_GUESS = 0.5  # of a look-up that does not say what it expects
     LESS_OFTEN = 4
     OVERDRAFT = 0.25  # plain steps by which one step may overdraw the account
-    TRIED = 4  # a drafter is tried on one of so many rows at a time, at most
+    TRIED = 4  # a drafter is tried on at most one in this many rows at a time
 
     def __init__(self, generator: AutoGenerator, clock: Callable[[], float] | None = None):
         longest = generator.config.longest_draft or 1
@@ -90,7 +90,7 @@ class AutoChoice(AutoLength):
         return caps if any(caps) and not self.is_plain(sequences) else [0] * len(sequences)
 
     def _is_quiet(self, sequences: list[Sequence]) -> bool:
-        """As in the base, once all look-ups rest: a match may come at any step."""
+        """As in the base, but only while all look-ups rest: one that is awake may find a match in any step."""
         return not self.lookups.awake(self.num_steps).any() and super()._is_quiet(sequences)
 
     def is_awake(self, index: int) -> bool:
@@ -122,7 +122,7 @@ class AutoChoice(AutoLength):
     def _best(
         self, sequences: list[Sequence], slots: np.ndarray, kinds: np.ndarray, offers: list[DraftTrees], room: np.ndarray
     ) -> Choice:  # fmt: skip
-        """The fastest division of the rows among the drafters, and the trials that are due, promising and affordable."""
+        """The fastest division of the rows among the drafters, plus the trials that are due, promising and affordable."""
         won = self.drafters.survival(slots, kinds, self.num_steps)
         nodes, reach = self._nodes(offers, room)
         won *= nodes > 0
@@ -161,7 +161,7 @@ class AutoChoice(AutoLength):
     def _best_of_one(
         self, won: np.ndarray, nodes: np.ndarray, reach: np.ndarray, slots: np.ndarray, sequences: list[Sequence]
     ) -> tuple[int, int, np.ndarray]:
-        """(drafter, depth, float [D]: speed of each drafter at its best depth, in that of plain decoding) for a single row."""
+        """For a single row: (drafter, depth, float [D]: speed of each drafter at its best depth, 1 for plain decoding)."""
         plain = float(self.cost.of_target(1, 1))
         seconds = self.cost.of_target(1, 1.0 + nodes.cumsum(1)) - plain
         for index in self._models:
@@ -212,7 +212,7 @@ class AutoChoice(AutoLength):
         self, best: Choice, sequences: list[Sequence], slots: np.ndarray, kinds: np.ndarray, worth: np.ndarray, room: np.ndarray
     ) -> Choice:  # fmt: skip
         """`best`, with one token of a drafter with weights for rows on which a trial is due, as far as the account allows. On a
-        row that is served, what it may be at best has to be better than what serves it."""
+        row that another drafter serves, the trial must be able to turn out better than that drafter."""
         hoped, lengths = None, np.array([len(seq.tokens) for seq in sequences])
         for index in self._models:
             acceptance = self.drafters
@@ -231,12 +231,12 @@ class AutoChoice(AutoLength):
                 due &= hoped[index] > np.maximum(worth[best.drafter, np.arange(len(room))] * served, 0.0)
             waiting = np.flatnonzero(due)
             waiting = waiting[np.argsort(last[waiting], kind="stable")][: max(1, len(room) // self.TRIED)]
-            unread = acceptance.read_up_to[slots, index]
-            # of several rows, a drafter that reads all prompts may cost more than it wins in the call
+            read = acceptance.read_up_to[slots, index]
+            # Reading the prompt is free for a single row only: reading all prompts of a batch may cost more than it gains in the call.
             if len(sequences) == 1:
-                unread = np.where(last < 0, [seq.prompt_length for seq in sequences], unread)
+                read = np.where(last < 0, [seq.prompt_length for seq in sequences], read)
             while len(waiting):
-                backlog = int((lengths - unread)[waiting].sum())
+                backlog = int((lengths - read)[waiting].sum())
                 lost = float(served[waiting].mean())  # what the other drafter would have gained, roughly
                 if (
                     self._extra(len(room), len(room) + len(waiting), 1, len(waiting), backlog, index) + lost
@@ -251,7 +251,7 @@ class AutoChoice(AutoLength):
         return best
 
     def _hoped(self, slots: np.ndarray, kinds: np.ndarray, room: np.ndarray, sequences: list[Sequence]) -> np.ndarray:
-        """[D, B]: what drafters with weights may be worth to each row at best, in the measure of `worth`."""
+        """[D, B]: an optimistic estimate of what drafters with weights are worth to each row, in the unit of `worth`."""
         won = self.drafters.survival(slots, kinds, self.num_steps, hope=True)
         nodes, _ = self._nodes([], room)
         reach = np.minimum(room, self.longest[:, None])
@@ -262,12 +262,12 @@ class AutoChoice(AutoLength):
 
     @property
     def spendable(self) -> float:
-        """What the account holds, at least a short draft as long as it holds anything: a text that becomes easy must be noticed."""
+        """What the account holds, but at least `OVERDRAFT`, enough for a short draft, so that a text that becomes easy is noticed."""
         return max(self.account, self.OVERDRAFT)
 
     @property
     def _doubt(self) -> float:
-        """Share of estimated extra time that is believed: while nothing is drafted nothing is measured."""
+        """Factor on estimated extra times. It shrinks while nothing is drafted, because then nothing is measured."""
         return 0.5 ** ((self.num_steps - self._last_drafted) / self.DOUBT)
 
     def of_drafting(self, drafter: int, num_rows: int, depth, num_asked, backlog):
@@ -276,7 +276,7 @@ class AutoChoice(AutoLength):
         return (num_asked > 0) * (fixed + per_depth * depth + per_backlog * backlog) + per_token * num_asked
 
     def _wake(self, sequences: list[Sequence], choice: Choice) -> None:
-        """A row that was drafted for until now and no longer is writes something else: all look-ups are asked again."""
+        """Ask all look-ups again if a row was drafted for until now and no longer is, because its text has changed."""
         drafted = {seq.id for seq, depth in zip(sequences, choice.depth.tolist(), strict=True) if depth}
         if any(seq.id in self._drafted_for and seq.id not in drafted for seq in sequences):
             self.lookups.wake()
@@ -284,6 +284,6 @@ class AutoChoice(AutoLength):
 
 
 def _worth(gains: np.ndarray, nodes: np.ndarray, price: float, reach: np.ndarray) -> np.ndarray:
-    """[D, B]: the most that each draft is expected to gain, its packed tokens paid, at any depth within its reach; at least 0."""
+    """[D, B]: the most that each draft is expected to gain, less the price of its tokens, at any depth within its reach; at least 0."""
     allowed = np.arange(gains.shape[2]) < reach[:, :, None]
     return np.where(allowed, (gains - price * nodes).cumsum(2), 0.0).max(2, initial=0.0)

@@ -19,10 +19,10 @@ class Menu:
 
     Attributes:
         gains: float [B, K], accepted tokens that drafting to depth d adds to drafting to d - 1.
-        nodes: float [B, K], packed tokens it adds.
+        nodes: float [B, K], packed tokens that depth d adds.
         backlogs: [B], tokens that the drafter has to catch up with before it can draft.
         room: [B], the deepest that each row may draft.
-        asks: bool [B], rows whose drafts take the drafter's time. Those of the others are known already.
+        asks: bool [B], rows whose drafts take the drafter's time. The drafts of the other rows are known already.
         drafter: which drafter is asked; see `AutoLength.of_drafting`.
     """
 
@@ -51,8 +51,9 @@ class AutoLength(DraftLengthPolicy):
     make the product of the remaining steps and the time of a step smallest: a row ahead of the slowest one does not draft.
 
     A row that is not worth drafting for is probed with one token now and then; each failed probe doubles the pause before the
-    next. Time lost against plain decoding, that of choosing included, is charged to an account, which earns `ALLOWANCE` of the time spent
-    and is credited with time saved. No step may cost more than the account holds, which bounds the loss on text where nothing is accepted.
+    next. Time lost against plain decoding, including the time of choosing, is charged to an account, which earns `ALLOWANCE` of the
+    time spent and is credited with time saved. No step may cost more than the account holds, which bounds the loss on text where
+    nothing is accepted.
 
     Args:
         longest: deepest draft there can be.
@@ -70,13 +71,13 @@ class AutoLength(DraftLengthPolicy):
     FIRST_DRAFT = 1  # draft length in the prompt's step, before any cost is known
     DOUBT = 64  # steps without drafting after which the estimated extra cost is halved
     EVERY_PLAIN = 8  # every 8th step without drafts is timed
-    PROMISES = 8.0  # tokens that the belief in `_soonest`'s promises is worth at first
-    PROMISE_MEMORY = 0.97  # decay of what is known of them, per step
+    PROMISES = 8.0  # initial weight, in tokens, of the belief that `_soonest`'s promises are kept
+    PROMISE_MEMORY = 0.97  # decay per step of what is known about promises
     ENDED_MEMORY = 0.9  # decay of the counts of how rows ended
     LONGEST_STALE = 256  # steps between two measurements of a plain step while drafting pays
     LESS_OFTEN = 2  # factor by which that interval grows
-    OUTLIER = 1.5  # times its estimate: what a step of several rows is charged at most
-    FIRST_PAUSE = 4  # half of the first interval when texts get to another octave of length
+    OUTLIER = 1.5  # a step of several rows is charged at most this many times its estimate
+    FIRST_PAUSE = 4  # times LESS_OFTEN: the first interval when texts reach another octave of length
 
     def __init__(self, longest: int, clock: Callable[[], float] | None = None):
         self.cost, self.clock = StepCost(), clock or (lambda: 0.0)
@@ -117,7 +118,7 @@ class AutoLength(DraftLengthPolicy):
         return chosen
 
     def _look_at(self, sequences: list[Sequence]) -> None:
-        """Costs are those of steps of these rows."""
+        """From now on, costs are those of steps of these rows."""
         self.cost.look_at(len(sequences), sum([len(seq.tokens) for seq in sequences]))
 
     def _charge(self, seconds: float, num_rows: int) -> None:
@@ -131,7 +132,7 @@ class AutoLength(DraftLengthPolicy):
         gains, nodes = self.acceptance.expected(rows)
         backlogs = self.acceptance.backlogs(rows, sequences)
         room = np.asarray(caps)
-        if not self.cost.target:  # in a step that reads prompts, drafts cost little
+        if not self.cost.target:  # no costs are known: draft only in a step that reads a prompt, where it costs little
             begins = [seq.num_generated == 0 for seq in sequences]
             return np.where(begins, np.minimum(room, self.FIRST_DRAFT), 0).tolist()
         if self._end_together(sequences):
@@ -143,13 +144,13 @@ class AutoLength(DraftLengthPolicy):
         return self._with_probes(chosen, rows, nodes, backlogs - self._unread(rows, sequences), room).tolist()
 
     def is_plain(self, sequences: list[Sequence]) -> bool:
-        """True if the account is empty, a plain step is due, or these rows wait for a probe."""
+        """True if the account is empty, a plain step is due to be measured, or these rows wait for a probe."""
         self._look_at(sequences)
         return self._must_be_plain() or self._is_quiet(sequences)
 
     @property
     def spendable(self) -> float:
-        """Plain steps that the next step may waste."""
+        """How much time the next step may waste, in plain steps."""
         return self.account
 
     def _must_be_plain(self) -> bool:
@@ -211,7 +212,7 @@ class AutoLength(DraftLengthPolicy):
         asked = depth * menu.asks
         missed = ((asked > 0) * menu.backlogs).sum(1) / self.HORIZON
         extra = self._extra(num_rows, num_rows + added, asked.max(1), asked.sum(1), missed, menu.drafter)
-        # Rows are not ahead of the slowest one by what is expected but by luck, which the last one to end has least of.
+        # The row that ends last is the one with the least luck, so it gains less than expected: discount by what such rows gained.
         real = 1.0 + (rates - 1.0) * min(self._gained[0] / self._gained[1], 1.0)
         times = np.where(reached & ((extra <= self.spendable) | ~drafts.any(1)), (1.0 + extra) / real, np.inf)
         best = int(times.argmin())
@@ -240,7 +241,7 @@ class AutoLength(DraftLengthPolicy):
         return float(self._extra(len(lengths), packed, lengths.max(), lengths.sum(), (backlogs * (lengths > 0)).sum()))
 
     def _extra(self, num_rows: int, num_packed, depth, num_asked, backlog, drafter: int = 0):
-        """Extra time of a step over a plain one, in plain steps. While nothing is drafted nothing is measured, so the estimate
+        """Extra time of a step over a plain one, in plain steps. While nothing is drafted, nothing is measured, so the estimate
         is discounted more and more."""
         plain = self.cost.of_target(num_rows, num_rows)
         drafting = self.of_drafting(drafter, num_rows, depth, num_asked, backlog)
@@ -294,7 +295,7 @@ class AutoLength(DraftLengthPolicy):
             self.cost.observe_target(num_rows, packed, step.seconds - step.drafting_seconds)
             if self.cost.target:
                 plain, spent = self.cost.of_target(num_rows, np.array([num_rows, packed]))
-                if num_rows > 1:  # what it took: the estimates are off by more than an account of small losses bears
+                if num_rows > 1:  # charge the measured time: the estimate's error would be too large for the account
                     spent = min(step.seconds - step.drafting_seconds, self.OUTLIER * spent)
                 spent += self.cost.of_drafting(depth, num_asked, backlog - unread)
                 progress = self._progress(step)

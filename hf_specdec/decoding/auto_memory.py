@@ -23,10 +23,10 @@ EVERY = 2.0  # seconds between two writes, at least
 
 
 class Learnt(Protocol):
-    """What is kept: `auto_method.AutoMethod`."""
+    """What an `AutoMemory` keeps: an `auto_method.AutoMethod`."""
 
     def state(self) -> dict[str, Any]:
-        """What was learnt, as JSON; empty if that is nothing."""
+        """What was learnt, as JSON; empty if nothing was."""
         ...
 
     def load(self, state: dict[str, Any]) -> None:
@@ -37,8 +37,8 @@ class Learnt(Protocol):
 class AutoMemory:
     """Numbers only: times of steps, and shares of accepted tokens by drafter and depth. Nothing of any text.
 
-    The file is named by all that the numbers depend on: the model, its drafters, the machine and its threads. One that cannot be
-    read or written is passed over with a warning, since it changes speed only.
+    The file is named after all that the numbers depend on: the model, its drafters, the machine and its threads. A file that cannot
+    be read or written only causes a warning, because it affects nothing but speed.
 
     Args:
         path: the file.
@@ -50,7 +50,7 @@ class AutoMemory:
 
     @classmethod
     def of(cls, generator: AutoGenerator) -> AutoMemory | None:
-        """The memory that the generator's configuration asks for; None: none."""
+        """The memory that the generator's configuration asks for; None if it asks for none."""
         wanted = generator.config.memory
         if wanted is False:
             return None
@@ -76,12 +76,12 @@ class AutoMemory:
         try:
             policy.load(state)
         except (KeyError, TypeError, ValueError) as error:
-            logger.warning("auto: %s holds something else (%r); measuring anew.", self.path, error)
+            logger.warning("auto: %s does not fit this model and its drafters (%r); measuring anew.", self.path, error)
             return False
         return True
 
     def keep(self, policy: Learnt) -> None:
-        """Write what the policy knows, if it knows anything and the last time is `EVERY` seconds ago."""
+        """Write what the policy knows, if it knows anything and the last write was at least `EVERY` seconds ago."""
         now = time.monotonic()
         if now - self._kept_at < EVERY:
             return

@@ -18,22 +18,22 @@ from .auto_memory import AutoMemory
 class AutoMethod(AutoChoice):
     """The policy of method "auto": chooses as `AutoChoice` does, and learns costs and acceptance from every step.
 
-    What is spent in steps without drafts counts, too. Drafters that keep the hidden states of every token cost something in every step;
-    while that is more than they bring, they rest: they let go of the texts that are written, and do not follow texts that begin.
+    Time spent in steps without drafts counts, too. Drafters that keep the hidden states of every token cost something in every step;
+    while that is more than they gain, they rest: they stop following the running texts, and do not follow new ones.
 
     Args:
         generator, clock: see AutoChoice.
-        memory: where what was learnt is kept between processes; None: nowhere.
+        memory: keeps what was learnt from process to process; None: it is not kept.
 
     Attributes:
         heads_follow: see `candidate_generators.auto.generator.Chooser`.
-        steps: drafts by drafter, each row's counted.
+        steps: drafter → number of its drafts, counted per row.
     """
 
     FOLLOWED_MEMORY = 0.9  # decay of the time that heads take to follow a step
     LEAST_FOLLOWED = 0.005  # share of a plain step: heads that take less never rest
     HEADS_REST_AT = -0.25  # plain steps in the account
-    SINCE_A_HEAD = 8  # steps without a head's draft before heads rest
+    SINCE_A_HEAD = 8  # heads rest only after this many steps without a draft of theirs
 
     def __init__(
         self, generator: AutoGenerator, clock: Callable[[], float] | None = None, memory: AutoMemory | None = None
@@ -49,7 +49,7 @@ class AutoMethod(AutoChoice):
     # ---- what steps cost --------------------------------------------------------------------------------------------
 
     def followed(self, seconds: float, num_rows: int) -> None:
-        """See Chooser. The time is charged, and heads rest or wake."""
+        """See Chooser. The time is charged; heads rest if it is too much. `observe` wakes them."""
         if not self.cost.target:
             return
         share = seconds / float(self.cost.of_target(num_rows, num_rows))
@@ -107,7 +107,7 @@ class AutoMethod(AutoChoice):
         if self.cost.target:
             plain, spent = self.cost.of_target(num_rows, np.array([num_rows, packed]))
             spent += drafting + self.lookups.settle(asked.seconds, float(plain), self.num_steps)
-            # what it took: several rows' estimates are off by more than an account of small losses bears
+            # with several rows charge the measured time: the estimate's error would be too large for the account
             if num_rows > 1:
                 spent = max(spent, step.seconds)
             progress = self._progress(step)
@@ -189,7 +189,7 @@ class AutoMethod(AutoChoice):
         """Go on from an earlier `state`.
 
         Raises:
-            KeyError, TypeError, ValueError: it is of something else.
+            KeyError, TypeError, ValueError: the state is not of a policy with these drafters.
         """
         if len(state["drafting"]) != len(self.drafting) or len(state["looking_up"]) != self.num_lookups:
             raise ValueError("costs of other drafters")

@@ -42,7 +42,7 @@ class BatchRun:
     """Runs a batch whose rows start together. Rows leave as they finish.
 
     Attributes:
-        prompt: prompts that the model itself has read and that the rows have yet to begin with; None: rows read their own ids.
+        prompt: prompts that the model itself has read and with which the rows will begin; None: rows read their own ids.
         states_of_prompts: per row, the recurrent states after a prompt that the model itself has read; None: no such prompt, or no
             recurrent layers.
     """
@@ -147,7 +147,7 @@ class BatchRun:
                     self.running = [*others, first]
                 else:
                     raise OutOfBlocks(
-                        f"A text of {len(first.tokens)} tokens does not fit the KV pool, though it has all of it: {error} Raise "
+                        f"A text of {len(first.tokens)} tokens does not fit the KV pool, even with nothing else in it: {error} Raise "
                         "num_blocks, or lower max_new_tokens."
                     ) from error
 
@@ -226,7 +226,7 @@ class BatchRun:
         self.decoder.cache.states.load(seq.id, states, length)
 
     def _let_go(self, leaving: list[Sequence], everything: bool = False) -> None:
-        """Remove rows from the decoder; with `keep_cache`, copy their KV first. A row that was ahead may have been preempted before."""
+        """Remove rows from the decoder; with `keep_cache`, copy their KV first. A preempted row reads its text again for that."""
         preempted = [seq for seq in leaving if self.keep_cache and self.decoder.lacks_text(seq)]
         present = [seq for seq in leaving if seq not in preempted]
         # transformers feeds the end token while other rows continue

@@ -69,7 +69,7 @@ def expected_accepted_length(accuracies: np.ndarray, paths: list[list[int]]) -> 
 
 
 class _Counts:
-    """Follows true texts with a drafter.
+    """Counts how often a drafter is right along given texts.
 
     Attributes:
         hits: int64 [depths, ranks]; tried: int64 [depths].

@@ -278,11 +278,11 @@ class SpeculativeDecoder:
             self.timer.proposed()
         fed = FedRows.of(rows, [self.cache.tables[seq.id].length for seq, _ in rows], trees, next_tokens)
         tensors = fed.results(self.target.forward(fed.inputs, self.cache, self.all_hidden_states))
-        # found out while the drafter called the processors
+        # while the drafter called a row's processors, they may have shown that they must be called in order
         if any(trees.lengths) and any(map(calls_in_order, decoding)):
             trees, tensors = tensors.without_drafts(trees)
         tensors.processed, tensors.sampling = node_scores(decoding, trees, tensors.processed, self.config)
-        if any(trees.lengths) and any(map(calls_in_order, decoding)):  # found out by these calls, which were undone
+        if any(trees.lengths) and any(map(calls_in_order, decoding)):  # or in these calls, which are then undone
             trees, tensors = tensors.without_drafts(trees)
             tensors.processed, tensors.sampling = node_scores(decoding, trees, tensors.processed, self.config)
         verdict = None

@@ -14,7 +14,7 @@ class DraftLengthPolicy:
     """Decides how deep each row drafts. This base class uses a fixed length: as deep as the row may.
 
     A policy changes speed, never the text: greedy and coupled output does not depend on drafts, and rejection sampling keeps
-    its distribution for any draft. `limits` has no side effects: it is a function of what was observed.
+    its distribution for any draft. Without `needs_observations`, `limits` has no side effects: it may be called twice for a step.
     """
 
     needs_observations: ClassVar[bool] = False
@@ -34,7 +34,7 @@ class DraftLengthPolicy:
         """Learn from a verified step."""
 
     def wants_plain_time(self) -> bool:
-        """True if the time of the next step is of use, although it does not draft. Else the clock is not read."""
+        """True if the time of the next step is useful even if the step does not draft. Otherwise the clock is not read."""
         return True
 
     def forget(self, seq: Sequence) -> None:

@@ -1,4 +1,4 @@
-"""How likely the drafts of several drafters are accepted: what all texts have in common, and how a row differs from it."""
+"""How likely drafts of several drafters are to be accepted: rates common to all texts, and how a row differs from them."""
 
 from __future__ import annotations
 
@@ -10,16 +10,16 @@ from ..core.sequence import Sequence
 
 
 class DrafterAcceptance:
-    """Per drafter, kind of draft and depth: P(a draft token is rejected | those before it were accepted), of all texts; and per
-    row and drafter one factor by which it is rejected more or less often than that.
+    """Per drafter, kind of draft and depth: P(a draft token is rejected | those before it were accepted), over all texts; and per
+    row and drafter, a factor: how much more or less often tokens are rejected in this row.
 
-    A few drafts say little about a row, so its factor is shrunk: (rejected + P) / (rejections expected + P), where P is what would be
-    rejected of `WEIGHT` more tokens. Of several noisy estimates the largest is mostly too large; with rates of each row and depth of
-    its own the choice would follow the noise. What a row has shown is forgotten by drafts, and as it ages; and at once where so many
-    drafts in a row are wrong from their first token that it must write something else now.
+    A few drafts say little about a row, so its factor is shrunk: (rejected + P) / (rejections expected + P), where P is the number of
+    rejections expected among `WEIGHT` more tokens. The largest of several noisy estimates is usually too large, so with separate rates
+    for each row and depth the choice would follow the noise. A row's counts decay with each draft, and with each step without one. They
+    are replaced at once after a run of drafts that fail at the first token, if it is so long that the text must have changed.
 
-    A draft has one of `KINDS` kinds. Where the drafter says what it expects, the kind is the rate per token that it promises, of
-    which kind k is at first believed to keep (k + 1/2) / KINDS.
+    A draft has one of `KINDS` kinds. If the drafter says how much it expects to be accepted, the kind is the rate per token that it
+    promises: kind k is at first believed to have the rate (k + 1/2) / KINDS.
 
     Args:
         num_drafters: D.
@@ -31,22 +31,22 @@ class DrafterAcceptance:
     ROW_MEMORY = 0.93  # decay of a row's counts per draft
     AGEING = 0.998  # decay of a row's counts per step without a draft
     WEIGHT = 5.0  # judged tokens that the common rate is worth against a row's own
-    SURPRISE = 0.01  # probability of such a run
+    SURPRISE = 0.01  # a run of failed drafts that is less likely than this means that the text has changed
     PRIOR = 6.0  # judged tokens that a guess is worth
-    MOST_AT_ONCE = 8  # drafts of a step that decay the counts
+    MOST_AT_ONCE = 8  # at most this many drafts of a step decay the counts
 
     def __init__(self, num_drafters: int, longest: int):
         self.longest, self.num_drafters = longest, num_drafters
         self.guesses = (np.arange(self.KINDS) + 0.5) / self.KINDS
         # rejected and judged tokens by drafter, kind and depth
         self.counts = np.zeros((2, num_drafters, self.KINDS, longest))
-        # nodes drafted at each depth and drafts asked to be as deep, of drafters that are asked how deep to draft
+        # for drafters that are told how deep to draft: nodes drafted at each depth, and drafts asked to be that deep
         self.shape = np.ones((2, num_drafters, longest))
         self._rates: np.ndarray | None = None
         self._slot: dict[int, int] = {}
         self._free: list[int] = []
         self._rows = np.zeros((16, 3, num_drafters))  # tokens rejected, rejections expected, tokens judged
-        # the same of the drafts since one was right; log of their probability
+        # for the failed drafts since one was right: their number, rejections expected, log of the probability of this run
         self._runs = np.zeros((16, 3, num_drafters))
         self.judged_at = np.zeros((16, num_drafters), dtype=np.int64)  # step of the last judged draft
         self.drafted_at = np.full((16, num_drafters), -1, dtype=np.int64)  # step of the last draft asked for; -1: never
@@ -97,7 +97,7 @@ class DrafterAcceptance:
 
         Args:
             kinds: int [D, B], of the rows' drafts.
-            hope: as high as it may well be, by what is not known of the row.
+            hope: return an optimistic estimate: the less is known about the row, the higher.
         """
         aged = self._rows[slots] * self.AGEING ** np.maximum(now - self.judged_at[slots], 0)[:, None, :]
         prior = self.WEIGHT * (aged[:, 1] + 1e-3) / (aged[:, 2] + 1e-2)
@@ -109,11 +109,11 @@ class DrafterAcceptance:
         return np.maximum(1.0 - wrong * factor.T[:, :, None], 0.0).cumprod(2)
 
     def nodes(self, drafter: int) -> np.ndarray:
-        """[K]: nodes that a draft of this drafter has at each depth, if it is asked to be as deep."""
+        """[K]: nodes that a draft of this drafter has at each depth, if it is asked to be that deep."""
         return self.shape[0, drafter] / self.shape[1, drafter]
 
     def acceptance(self, drafter: int) -> float | None:
-        """Share of the judged first tokens of drafts that were accepted; None: none was judged."""
+        """Share of the judged first tokens of drafts that were accepted; None if no draft was judged."""
         rejected, judged = self.counts[:, drafter, :, 0].sum(1)
         return float(1.0 - rejected / judged) if judged else None
 
@@ -122,11 +122,11 @@ class DrafterAcceptance:
     def observe(
         self, slots: np.ndarray, kinds: np.ndarray, offered: np.ndarray, accepted: np.ndarray, written: np.ndarray, now: int
     ) -> None:  # fmt: skip
-        """Learn from a step's drafts, those that were not verified included.
+        """Learn from a step's drafts, including those that were not verified.
 
         Args:
-            kinds, offered, accepted: int [D, B], each draft's kind, depth (0: none), and tokens that became text.
-            written: int [B], tokens that the text has got.
+            kinds, offered, accepted: int [D, B], each draft's kind, depth (0: no draft), and tokens that became text.
+            written: int [B], tokens added to each text.
         """
         ends = np.minimum(offered, written)
         judged, rejected = np.minimum(accepted + 1, ends), accepted < ends
@@ -152,7 +152,7 @@ class DrafterAcceptance:
         self._rates = None
 
     def _notice_change(self, at: np.ndarray, drafters: np.ndarray, wrong: np.ndarray, expected: np.ndarray) -> None:
-        """Count runs of drafts that are wrong from the first token; an unlikely one is all that is known of the row."""
+        """Count runs of drafts that are wrong from the first token. A very unlikely run replaces the row's earlier counts."""
         self._runs[at[~wrong], :, drafters[~wrong]] = 0.0
         at, drafters, expected = at[wrong], drafters[wrong], expected[wrong]
         usual = self._rows[at, :, drafters]
@@ -189,13 +189,13 @@ class DrafterAcceptance:
         """Go on from an earlier `state`.
 
         Raises:
-            ValueError: it has another shape, or numbers that are none.
+            ValueError: the state has another shape, or values that are not valid counts.
         """
         counts, shape = (np.asarray(state[name], dtype=np.float64) for name in ("counts", "shape"))
         if counts.shape != self.counts.shape or shape.shape != self.shape.shape:
             raise ValueError("counts of other drafters")
         if not (np.isfinite(counts).all() and np.isfinite(shape).all() and (counts >= 0).all() and (shape > 0).all()):
-            raise ValueError("counts that are no counts")
+            raise ValueError("invalid counts")
         self.counts, self.shape, self._rates = counts, shape, None
 
 

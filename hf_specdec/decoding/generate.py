@@ -148,7 +148,7 @@ def _num_reused(
 
 
 def _check_methods(decoder: SpeculativeDecoder, num_cached: int, prompt_inputs: dict[str, Any] | None) -> None:
-    """Raise ValueError if a drafter or an option needs that the target reads the whole prompt as ids."""
+    """Raise ValueError if a drafter or an option requires the target to read the whole prompt as ids."""
     if num_cached and decoder.generator.needs_all_features:
         raise ValueError(
             f"Method {decoder.config.method!r} reads hidden states of the whole text, and {CACHE} may hold an image, or text "

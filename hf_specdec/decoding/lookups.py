@@ -1,4 +1,4 @@
-"""Lookups: which look-ups are asked. One that takes longer than it saves rests."""
+"""Lookups: which look-ups are asked. A look-up that takes longer than it saves rests."""
 
 from __future__ import annotations
 
@@ -6,17 +6,17 @@ import numpy as np
 
 
 class Lookups:
-    """What each look-up of method "auto" is worth and what it takes.
+    """What each look-up of method "auto" saves, and how long it takes.
 
-    One that saves less time than it takes, against the best of the other drafters, rests, for longer and longer.
+    A look-up that takes longer than it saves, compared with the best of the other drafters, rests; each rest is longer than the one before.
 
     Attributes:
-        seconds: float [L], of each in a step in which it is asked.
+        seconds: float [L], time that each takes in a step in which it is asked.
         rests_until: int [L], the step in which it is asked again.
     """
 
     TRIAL = 8  # steps in which a look-up is asked before it is judged
-    RESTS = 16, 256  # steps for which a look-up rests: at first, at most
+    RESTS = 16, 256  # steps for which a look-up rests: the first time, and at most
     VALUE_MEMORY = 0.95  # decay of what a look-up is worth, per step
     TIME_MEMORY = 0.9  # decay of the time that it takes, per step
 
@@ -51,7 +51,7 @@ class Lookups:
         """After a step: those that are worth less than their time rest. Returns the seconds of those that were asked.
 
         Args:
-            seconds: [L], that each took.
+            seconds: [L], time that each took.
             plain: seconds of a plain step.
         """
         spent = 0.0

@@ -47,7 +47,7 @@ class RowStatistics:
 
     steps: list[tuple[int, int, int, int]] = field(default_factory=list)
     drafters: list[str | None] = field(default_factory=list)
-    num_cached_tokens: int = 0  # of its prompt, whose KV earlier sequences had left
+    num_cached_tokens: int = 0  # tokens of its prompt whose KV came from earlier sequences
 
     def record(self, num_nodes: int, num_new: int, num_accepted: int, depth: int, drafter: str | None = None) -> None:
         """Count one verified step."""
@@ -107,7 +107,7 @@ class RowTensors:
         hidden: for each step, per layer, the hidden states [n, H] of the n tokens fed in it.
         cache: per layer, keys and values [length, heads, width], taken when the row left; None for a layer that reads another
             layer's, or has none.
-        states: for models whose layers have a state, those after the last tokens of the row; by number of tokens.
+        states: number of tokens → the recurrent states after them, near the row's end; empty without recurrent layers.
     """
 
     scores: list[torch.Tensor] = field(default_factory=list)

@@ -111,7 +111,7 @@ class RankedDecoder(SpeculativeDecoder):
         self.ranks = ranks
         self.agree_on_verdict = ranks.same_tensor
         self._measures = self._drafts and self.policy.needs_observations
-        # sequence id → what this rank drafted, where it differs
+        # on ranks other than 0: sequence id → this rank's own drafts, and the row in them
         self._own_drafts: dict[int, tuple[DraftTrees, int]] = {}
         if self._measures and not ranks.leads:
             self.policy = _Followed()

@@ -37,8 +37,8 @@ class FittedCost:
         return self._count > 0
 
     def observe(self, size: tuple, features: np.ndarray, seconds: float, kind: int = 0) -> None:
-        """Record the time of a step of this size, with these features [F]. The first few of a kind are soon fitted to, as the very
-        first are."""
+        """Record the time of a step of this size, with these features [F]. While a kind has few measurements, each new one of that
+        kind soon causes a new fit."""
         self._count += 1
         if self._count <= 0:
             return
@@ -70,13 +70,13 @@ class FittedCost:
         """Go on from an earlier `state`. New measurements of a size soon outvote the old one.
 
         Raises:
-            ValueError: other features, or times that are none.
+            ValueError: the features are of another cost, or a time is not valid.
         """
         sizes: OrderedDict[tuple, deque[tuple[float, np.ndarray]]] = OrderedDict()
         for size, seconds, features in state:
             values = np.asarray(features, dtype=np.float64)
             if values.shape != self.prior.shape or not np.isfinite(values).all() or not 0.0 < seconds < 1e6:
-                raise ValueError("times of something else")
+                raise ValueError("invalid times, or times of another cost")
             sizes[tuple(map(int, size))] = deque([(float(seconds), values)], maxlen=self._SAMPLES)
         if sizes:
             self._sizes, self._last, self._coefficients = sizes, dict.fromkeys(sizes, 0), None
@@ -91,7 +91,7 @@ class FittedCost:
         medians = [sorted(s, key=lambda sample: sample[0])[(len(s) - 1) // 2] for s in self._sizes.values()]
         seconds, features = np.array([each for each, _ in medians]), np.stack([each for _, each in medians])
         typical = float(np.median(seconds))
-        seen = features.any(0)  # of the others nothing is known but the prior
+        seen = features.any(0)  # features that never occurred keep their prior
         solution = self.prior * typical
         solution[seen] = self._fit_to(seconds, features[:, seen], self.prior[seen], typical)
         return solution
@@ -144,7 +144,7 @@ class StepCost:
 
     OCTAVES = 2.0 ** np.arange(13)  # 1, 2, 4, .. 4096 tokens
     FINE = np.array([1.0, 2.0, 3.0, 4.0, 6.0, *OCTAVES[3:]])  # where drafts of many lengths are measured
-    CONTEXT = 4096  # the fit pulls what context costs towards 0 while texts are much shorter: they do not show it
+    CONTEXT = 4096  # while texts are much shorter, they do not show what context costs, and the fit pulls it towards 0
     _OCTAVE = 0.1  # initial guess: how much longer a forward gets when its tokens double
 
     def __init__(self, knots: np.ndarray = OCTAVES):
@@ -155,7 +155,7 @@ class StepCost:
         self._reaches: dict[int, np.ndarray] = {}  # by number of tokens
 
     def look_at(self, num_rows: int, num_context: int) -> None:
-        """What is observed or asked for next is of steps of rows whose texts have so many tokens together."""
+        """The next observations and questions are about steps of `num_rows` rows whose texts have `num_context` tokens together."""
         self.context = num_context / (max(num_rows, 1) * self.CONTEXT)
         self.octave = int(4 * self.context).bit_length()
 
@@ -205,7 +205,7 @@ class StepTimer:
         self._counts = self._has_proposed = False
 
     def start(self, counts: bool = True) -> None:
-        """Start timing, before drafting; or not, if the time of this step does not count. Reading the clock after a forward takes 5 µs."""
+        """Start timing, before drafting, if the time of this step counts. Reading the clock after a forward takes 5 µs."""
         self._counts, self._has_proposed = counts, False
         if not counts:
             return

@@ -1,4 +1,4 @@
-"""HeadLearner: what the decoder asks of whoever teaches its drafter between steps."""
+"""HeadLearner: the interface through which the decoder lets its drafter's head learn between steps."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from ..core.sequence import Sequence
 
 
 class HeadLearner(Protocol):
-    """Learns from steps: `learning.Learner`.
+    """Learns from steps. `learning.Learner` is the implementation in use.
 
     Attributes:
         taps: hidden states of the target that it learns from.
