@@ -32,7 +32,7 @@ are meaningless; the masks below exclude them.
     loss_mask    bool [B, S]      x_t is part of an answer, which the target writes: only these tokens count in losses and metrics
     last_hidden  [B, S, H]        h_t: the target's final hidden state after the last norm (its lm_head reads it)
     layers       {i: [B, S, H]}   of taps.layers, indexed as transformers' hidden_states (0: embeddings, i: what layer
-                                  i-1 puts out and layer i reads). Features are float32 (the target's dtype before)
+                                  i-1 puts out and layer i reads). Features are float32, converted from the target's dtype
 
 Alignment, the same for every head: h_t has seen x_0 .. x_t, and the target has chosen x_{t+1} from it (the *newest token*).
 So a head at t knows h_t and x_{t+1}; its guess number k (from 0) is for x_{t+2+k}. `batch.labels(k)` returns these labels

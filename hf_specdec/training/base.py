@@ -62,8 +62,8 @@ class Exported:
     Attributes:
         tensors: by the layout's names.
         config: config.json.
-        file_name: of the weights.
-        write_others: called with the folder, to write other files (a tokenizer).
+        file_name: name of the file with the weights.
+        write_others: called with the folder to write further files (a tokenizer).
     """
 
     tensors: dict[str, torch.Tensor]
@@ -103,7 +103,7 @@ class HeadTrainer(ABC):
         """
 
     def rate_share(self, name: str) -> float:
-        """Factor of the learning rate for the parameter `name`; 0: it is not trained."""
+        """Factor on the learning rate for the parameter `name`; 0 leaves it untrained."""
         return 1.0
 
     @abstractmethod

@@ -59,12 +59,12 @@ def answer_spans(messages: list[dict[str, Any]], tokenizer: Any, where: str) -> 
     answers (reasoning) give one text per answer.
 
     Raises:
-        TrainingError: there is no answer, or it does not follow the template's generation prompt.
+        TrainingError: the conversation has no answer, or an answer does not follow the template's generation prompt.
     """
     turns = [i for i, message in enumerate(messages) if message["role"] == "assistant"]
     if not turns:
         raise TrainingError(
-            f"{where}: a conversation without an answer of the assistant; --regenerate lets the target write it."
+            f"{where}: a conversation without an answer of the assistant; with --regenerate the target writes one."
         )
     whole = render(tokenizer, messages, where)
     each = []

@@ -44,14 +44,14 @@ def read_rows(path: str | Path) -> list[dict[str, Any]]:
     """The rows of a .jsonl file, each with its place under "_where"; any other file is one plain text.
 
     Raises:
-        TrainingError: no file, an empty one, not UTF-8, or a line that is not a JSON object.
+        TrainingError: the file is missing, empty or not UTF-8, or a line is not a JSON object.
     """
     try:
         found = jsonl.read_rows(path, plain_key="text")
     except ValueError as error:
         raise TrainingError(str(error)) from None
     if not found:
-        raise TrainingError(f"{path}: nothing in it.")
+        raise TrainingError(f"{path}: the file has nothing in it.")
     return found
 
 
@@ -76,8 +76,8 @@ def encode(
     In conversations and prompts the answers count; in plain text, which is cut into pieces, all tokens do.
 
     Raises:
-        TrainingError: a row in no known format, conversations without a chat template, ids beyond the
-            vocabulary, or no samples left.
+        TrainingError: a row has an unknown format, conversations lack a chat template, ids are beyond the
+            vocabulary, or no samples are left.
     """
     if not getattr(tokenizer, "is_fast", False):
         raise TrainingError("The target's tokenizer is a slow one, which cannot say where answers begin in its tokens.")
@@ -91,7 +91,7 @@ def encode(
     largest = max(int(sample.token_ids.max()) for sample in samples)
     if largest >= vocab_size:
         raise TrainingError(
-            f"The data has token id {largest}, the target {vocab_size} tokens: it was made for another model."
+            f"The data has token id {largest}, but the target has {vocab_size} tokens: the data was made for another model."
         )
     return samples
 
@@ -118,7 +118,7 @@ def _samples(row: dict[str, Any], tokenizer: Any, end_tokens: set[int], max_leng
         ids, mask = _tokenize(tokenizer, text, [(len(prompt), len(text))], True, set())
         yield Sample(ids[:max_length], mask[:max_length], prompt, task)
     elif prompt is not None:
-        raise TrainingError(f"{row['_where']}: a prompt without an answer; --regenerate lets the target write it.")
+        raise TrainingError(f"{row['_where']}: a prompt without an answer; --regenerate has the target write one.")
     elif (text := text_of(row, ("text",))) is not None:
         ids, mask = _tokenize(tokenizer, text, [(0, len(text))], True, set())
         for start in range(0, len(ids), max_length):
@@ -127,7 +127,9 @@ def _samples(row: dict[str, Any], tokenizer: Any, end_tokens: set[int], max_leng
             yield Sample(ids[piece], mask[piece], group, task)
     else:
         known = '"messages", "conversations", "prompt" with "completion", or "text"'
-        raise TrainingError(f"{row['_where']}: none of {known}; it has {', '.join(k for k in row if k != '_where')}.")
+        raise TrainingError(
+            f"{row['_where']} has none of {known}; it has {', '.join(k for k in row if k != '_where')}."
+        )
 
 
 def _ids(row: dict[str, Any], key: str) -> np.ndarray:
@@ -156,7 +158,7 @@ def _tokenize(
 
 
 def split(samples: list[Sample], share: float, seed: int) -> tuple[list[Sample], list[Sample]]:
-    """(training, held out): by a hash of each sample's group and the seed, so that equal prompts are on the same side in any order.
+    """(training, held out), divided by a hash of the group and the seed: equal prompts are on the same side, whatever the order.
 
     Raises:
         TrainingError: all samples are one group, which cannot be split.
@@ -165,7 +167,7 @@ def split(samples: list[Sample], share: float, seed: int) -> tuple[list[Sample],
         return samples, []
     place = {group: _place(group, seed) for group in {sample.group for sample in samples}}
     if len(place) < 2:
-        raise TrainingError("The data is a single sample, so none can be held out: give more, or --held-out 0.")
+        raise TrainingError("The data is a single sample, so none can be held out: give more data, or --held-out 0.")
     limit = max(share, sorted(place.values())[0])  # at least one
     limit = min(limit, sorted(place.values())[-2])  # and not all
     held = [sample for sample in samples if place[sample.group] <= limit]

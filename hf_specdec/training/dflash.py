@@ -38,20 +38,18 @@ class DFlashOptions(TrainingOptions):
 
     learning_rate: float = option(2e-3, "peak of the learning rate", minimum=0)
     num_layers: int = option(3, "decoder layers", minimum=1)
-    block_size: int = option(
-        6, "slots of a block; the first holds the newest token, so one less are drafted", minimum=2
-    )
+    block_size: int = option(6, "slots of a block; the first holds the newest token, the others are drafted", minimum=2)
     intermediate_size: int | None = option(
         None, "of the MLPs (default: the target's, or three times the width)", minimum=1
     )
     target_layers: str | None = option(
-        None, "layers of the target whose output is read, as 1,3,5 (from 0; default: spread)"
+        None, "layers of the target whose output is read, such as 1,3,5 (from 0; default: spread evenly)"
     )
-    num_anchors: int = option(64, "blocks per text, at random places anew in every step", minimum=1)
+    num_anchors: int = option(64, "blocks per text, at new random places in every step", minimum=1)
     loss_decay: float = option(4.0, "slot j (from 1) has the weight exp(-(j - 1) / this)", minimum=1e-3)
     objective: str = option("kl", "kl: the target's distributions; ce: the text's tokens", choices=OBJECTIVES)
     mask_token_id: int | None = option(
-        None, "what stands in the open slots (default: a token that texts do not have)", minimum=0
+        None, "token in the slots to be drafted (default: a token that no text has)", minimum=0
     )
 
 
@@ -174,7 +172,7 @@ class DFlashTrainer(HeadTrainer):
     # ---- export -----------------------------------------------------------------------------------------------------
 
     def take_over(self, tensors: dict[str, torch.Tensor]) -> None:
-        """As in the base; training divides the target's states by their sizes."""
+        """As in the base. `fc` is scaled, because training divides the target's states by their sizes."""
         self.head.load_state_dict({**tensors, "fc.weight": tensors["fc.weight"].to(self.sizes) * self.sizes})
 
     def exported(self, form: str) -> Exported:
@@ -339,8 +337,8 @@ def mask_token(options: DFlashOptions, target: TargetModel, token_counts: torch.
     candidates += [("padding token", tokenizer.pad_token_id)] + [("special token", i) for i in special]
     for what, token in candidates:
         if token is not None and token < rows and token not in target.end_tokens and not token_counts[token]:
-            logger.info("Open slots hold the tokenizer's %s, id %d.", what, token)
+            logger.info("Slots to be drafted hold the tokenizer's %s, id %d.", what, token)
             return token
     raise TrainingError(
-        "The target's tokenizer has no token that its texts do not have: name one with --mask-token-id."
+        "Every token of the target's tokenizer may occur in texts, so none can be the mask: name one with --mask-token-id."
     )

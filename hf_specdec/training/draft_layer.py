@@ -34,10 +34,10 @@ def layer_config_for(
 ) -> LlamaConfig:
     """Configuration of Llama layers with the target's width and attention heads, and the attention of unrolled.py.
 
-    Raises:
-        TrainingError: the number of query heads is no multiple of that of key-value heads.
+    Rotary frequencies have the target's base, without any scaling, because texts in training are short.
 
-    Rotary frequencies are the target's base frequency without any scaling: texts in training are short.
+    Raises:
+        TrainingError: the number of query heads is not a multiple of the number of key-value heads.
     """
     config, width = target.config, target.hidden_size
     heads = config.num_attention_heads
@@ -76,7 +76,7 @@ def embedding_table(target: TargetModel) -> torch.Tensor:
 
 
 def layer_json(config: LlamaConfig) -> dict[str, Any]:
-    """The layers' keys for config.json, which old and new readers know."""
+    """The layers' keys for config.json, under names that both old and new readers know."""
     keys = (
         "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "head_dim",
         "hidden_act", "max_position_embeddings", "rms_norm_eps", "vocab_size",
@@ -109,7 +109,7 @@ def state_sizes(target: TargetModel, layers: tuple[int, ...], token_counts: torc
     """The root mean square [n H] of every dimension of n hidden states, concatenated.
 
     A few dimensions of raw states are many times larger than the others and would dominate a new layer's input, so states are
-    divided by these. Measured on random tokens with the frequencies of the data.
+    divided by these numbers, which are measured on random tokens with the frequencies of the data.
 
     Args:
         token_counts: int64 [V].

@@ -34,14 +34,14 @@ class Eagle3TrainingOptions(TrainingOptions):
     )
     feature_weight: float = option(
         0.0,
-        "of SmoothL1 between the head's normed output and the target's last hidden state, beside the cross-entropy: EAGLE-1's "
-        "loss, which little data learns faster from",
+        "of SmoothL1 between the head's normed output and the target's last hidden state, added to the cross-entropy: EAGLE-1's "
+        "loss, which learns faster from little data",
         minimum=0,
     )
     lm_head_rate: float = option(
         0.05,
-        "share of the learning rate that the language-model head learns with: it begins as the target's, which large steps would "
-        "undo",
+        "factor on the learning rate of the language-model head: it begins as a copy of the target's, and large steps would undo "
+        "that",
         minimum=0,
         maximum=1,
     )
@@ -58,8 +58,8 @@ class Eagle3TrainingOptions(TrainingOptions):
     intermediate_size: int | None = option(None, "width of the layers' MLP (none: the target's)", minimum=1)
     num_key_value_heads: int | None = option(
         None,
-        "of the layers (none: the target's). The newest token reaches the output through the values alone: where the target's heads "
-        "share few narrow ones, more are worth their size",
+        "of the layers (none: the target's). The newest token reaches the output only through their values: if the target has few "
+        "and narrow ones, more are worth their size",
         minimum=1,
     )
     draft_length: int = option(5, "tokens of a draft in the estimate", minimum=1)

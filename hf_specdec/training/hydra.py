@@ -41,8 +41,8 @@ class HydraOptions(TrainingOptions):
     )
     lm_head_rate: float = option(
         0.05,
-        "share of the learning rate that the heads' language-model heads learn with: they begin as the target's, which large "
-        "steps would undo",
+        "factor on the learning rate of the heads' language-model heads: they begin as copies of the target's, and large steps "
+        "would undo that",
         minimum=0,
         maximum=1,
     )
@@ -96,7 +96,7 @@ class HydraTrainer(HeadTrainer):
         own = self.target.config
         if own.model_type not in _LLAMA_LIKE:
             raise TrainingError(
-                f"--prefix-layer is a copy of a Llama target's layers in shape; this target's model_type is {own.model_type!r}."
+                f"--prefix-layer has the shape of the target's layers, which must be Llama's; this target is a {own.model_type!r}."
             )
         values = {key: getattr(own, key) for key in _LAYER_KEYS if getattr(own, key, None) is not None}
         config = LlamaConfig(**values, num_hidden_layers=1)
@@ -143,7 +143,7 @@ class HydraTrainer(HeadTrainer):
     # ---- export -----------------------------------------------------------------------------------------------------
 
     def exported(self, form: str) -> Exported:
-        """`hydra_mlp.{head}.{place}`, `hydra_lm_head.{head}`; in Hydra++ files dropout modules have places too."""
+        """`hydra_mlp.{head}.{place}`, `hydra_lm_head.{head}`. In Hydra++ files, dropout modules count as places too."""
         options, tensors = self.options, {}
         has_prefix = self.head.prefix is not None
         for i, head in enumerate(self.head.heads):

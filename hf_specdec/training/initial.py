@@ -17,7 +17,7 @@ def begin_as(trainer: HeadTrainer, name: str) -> None:
         name: bundled name, folder or Hub id; in the first of the trainer's formats.
 
     Raises:
-        TrainingError: no such checkpoint, or a tensor is missing in one of the heads or has another shape.
+        TrainingError: the checkpoint does not exist, or a tensor is missing in one of the heads or differs in shape.
     """
     own = trainer.exported(trainer.formats[0]).tensors
     try:
@@ -26,8 +26,8 @@ def begin_as(trainer: HeadTrainer, name: str) -> None:
         if theirs != own.keys():
             missing, unknown = sorted(own.keys() - theirs), sorted(theirs - own.keys())
             raise TrainingError(
-                f"--init-from {name}: not a head of this shape and layout; it lacks {_some(missing)} and has {_some(unknown)} "
-                "besides. Give the options it was made with."
+                f"--init-from {name}: not a head of this shape and layout; it lacks {_some(missing)} and has "
+                f"{_some(unknown)} in addition. Give the options it was made with."
             )
         tensors = {}
         for each, tensor in own.items():

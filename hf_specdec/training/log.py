@@ -33,7 +33,7 @@ class Log:
 
 
 def read_log(path: Path) -> list[dict[str, Any]]:
-    """The lines of a log, without a last line that is incomplete."""
+    """The lines of a log, without an incomplete last line."""
     if not path.is_file():
         return []
     lines = path.read_text(encoding="utf-8").split("\n")

@@ -121,7 +121,8 @@ class Run:
         wrong = [n for n, p in self.parameters.items() if p.dtype != torch.float32 or p.data_ptr() in own]
         if wrong or not self.parameters:
             raise ValueError(
-                f"{type(self.trainer).__name__}.build: not float32, or the target's own: {wrong or 'nothing to train'}."
+                f"{type(self.trainer).__name__}.build must return float32 parameters that are not the target's own: "
+                f"{wrong or 'it returned none'}."
             )
 
     def _groups(self) -> list[dict[str, Any]]:

@@ -113,7 +113,7 @@ class MtpTrainer(HeadTrainer):
             attend_unrolled(config)
 
     def _as_read(self, mask: torch.Tensor) -> torch.Tensor:
-        """The mask [1, 1, S, K] in the form the attention takes: bool for sdpa, 0 or minus infinity for eager."""
+        """The mask [1, 1, S, K] in the form the attention takes: bool for sdpa, 0 or bfloat16's lowest number for eager."""
         if self.head.config._attn_implementation == "sdpa":
             return mask[None, None]
         lowest = torch.finfo(torch.bfloat16).min
@@ -162,7 +162,7 @@ class MtpTrainer(HeadTrainer):
         return Exported(apart("mtp_layers.0.", named, _SPECULATORS), config)
 
 
-# The layouts' names of the module's parts; names inside the layer stay.
+# The layouts' names for the module's parts. Names inside the layer stay as they are.
 _DEEPSEEK = {"enorm": "enorm.", "hnorm": "hnorm.", "eh_proj": "eh_proj.", "norm": "shared_head.norm.", "layer": ""}
 _SPECULATORS = {
     "enorm": "token_layernorm.",
@@ -174,7 +174,7 @@ _SPECULATORS = {
 
 
 def apart(prefix: str, named: dict[str, torch.Tensor], parts: dict[str, str]) -> dict[str, torch.Tensor]:
-    """Tensors with experts, which transformers stack, as separate tensors, as in checkpoints."""
+    """Tensors under a layout's names. Experts, which transformers stacks, become separate tensors, as in checkpoints."""
     out = {}
     for name, value in named.items():
         first, _, rest = name.partition(".")

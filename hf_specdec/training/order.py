@@ -29,7 +29,7 @@ class BatchOrder:
 
     Args:
         lengths: of the samples.
-        per_step: batches in a step. Remaining batches of an epoch are dropped, unless there are no others.
+        per_step: batches in a step. Batches left over at the end of an epoch are dropped; too few for one step are repeated.
     """
 
     def __init__(self, lengths: list[int], tokens_per_batch: int, per_step: int, seed: int):

@@ -77,7 +77,7 @@ def train_head(
         output: the head's folder; the run's own files are in its folder `training`.
         options: an instance of the method's options class.
         target_name: for config.json and the model card (default: where the model was loaded from).
-        regeneration: let the target write the answers first.
+        regeneration: have the target write the answers first.
         cache_dir: keep the target's hidden states in this folder instead of computing them for every batch.
         form: the exported head's layout (default: the method's own).
         dtype: of its tensors.
@@ -86,7 +86,7 @@ def train_head(
         say: called with progress messages, one line each.
 
     Raises:
-        TrainingError: bad data or options, no room, a loss that is not finite, a folder with another run.
+        TrainingError: bad data or options, too little disk space, a loss that is not finite, or a folder with another run.
     """
     check_installed()
     kind = trainer_class(method)

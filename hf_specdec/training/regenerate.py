@@ -1,4 +1,4 @@
-"""Replacing the data's answers by the target's own, which are what heads have to predict."""
+"""Replaces the data's answers with the target's own, because those are what heads must predict."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class Regeneration:
         max_new_tokens: of an answer.
         temperature: 0: greedy.
         top_p: nucleus, with a temperature.
-        batch_size: conversations at a time. The answers do not depend on it.
+        batch_size: conversations at a time. Answers do not depend on it, unless the target's positions run out in a batch.
         prompt_tokens: for plain text, how many tokens of each piece are the prompt.
         speculative_config: the method that drafts; the answers do not depend on it.
         seed: of sampling.
@@ -91,11 +91,11 @@ def regenerate(
     quiet: bool = False,
     say: Callable[[str], None] = lambda line: None,
 ) -> Path:
-    """Let the target answer every prompt of `rows` (of conversations: turn by turn, its own answers before) and write
+    """Have the target answer every prompt of `rows` (conversations turn by turn, after its own earlier answers) and write
     `path`: a row per answer with `prompt_ids`, `answer_ids`, `group`, `task` and the texts.
 
     Raises:
-        TrainingError: rows without prompts, a file written with other settings, or a full disk.
+        TrainingError: a row has no prompt, the file was written with other settings, or the disk is full.
     """
     sources = [source for row in rows for source in _sources(row, target, settings)]
     for number, source in enumerate(sources):
@@ -103,7 +103,7 @@ def regenerate(
     identity = {"target": target.name, "prompts": _fingerprint(sources), **settings.settings()}
     answers = _Answers(path, identity)
     done = answers.done
-    say(f"the target answers {len(sources)} prompts into {path}" + (f"; {done} are there" if done else ""))
+    say(f"the target answers {len(sources)} prompts into {path}" + (f"; {done} are done already" if done else ""))
     columns = (
         TextColumn("{task.description}"),
         BarColumn(),
@@ -137,13 +137,13 @@ def _sources(row: dict[str, Any], target: TargetModel, settings: Regeneration) -
     if messages is not None:
         turns = _turns(messages)
         if not turns:
-            raise TrainingError(f"{where}: nothing in the conversation to answer.")
+            raise TrainingError(f"{where}: the conversation has nothing to answer.")
         return [_Source(0, _digest(messages[0]["content"]), task, where, turns=turns)]
     if prompt is not None:
         return [_Source(0, _digest(prompt), task, where, prompt_ids=tokenizer(prompt, verbose=False)["input_ids"])]
     text = text_of(row, ("text",))
     if text is None:
-        raise TrainingError(f'{where}: no prompt in it: neither "messages", "conversations", "prompt" nor "text".')
+        raise TrainingError(f'{where} has no prompt: give "messages", "conversations", "prompt" or "text".')
     ids = tokenizer(text, verbose=False)["input_ids"]
     piece = settings.prompt_tokens + settings.max_new_tokens
     starts = range(0, max(1, len(ids) - settings.prompt_tokens), piece)
@@ -175,7 +175,7 @@ def _digest(text: str) -> str:
 
 
 def _answer(sources: list[_Source], turn: int, target: TargetModel, settings: Regeneration) -> None:
-    """Generate one answer for each source, except those whose prompt is too long by now."""
+    """Generate one answer for each source, except for sources whose prompt has become too long."""
     tokenizer, limit = target.tokenizer, getattr(target.config, "max_position_embeddings", None) or 2**31
     asked: list[tuple[_Source, list[int]]] = []
     for source in sources:
@@ -246,7 +246,7 @@ class _Answers:
         self.path.parent.mkdir(parents=True, exist_ok=True)
         if not self.record.is_file():
             if self.path.is_file():
-                raise TrainingError(f"{self.path} is there, but not from --regenerate: name another file.")
+                raise TrainingError(f"{self.path} exists, but is not from --regenerate: name another file.")
             self.path.touch()
             self._note(0)
             return 0

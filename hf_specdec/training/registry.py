@@ -39,7 +39,7 @@ def trainer_class(method: str) -> type[HeadTrainer]:
     """The trainer of a method.
 
     Raises:
-        TrainingError: no such trainer; the message lists those available.
+        TrainingError: the method has no trainer; the message lists those that have one.
     """
     trainers = available_trainers()
     if method not in trainers:

@@ -11,7 +11,7 @@ from .options import TrainingOptions
 
 
 def learning_rate(options: TrainingOptions, step: int, num_steps: int) -> float:
-    """The learning rate of step `step` (from 0): linear warm-up, then the schedule down to `final_learning_rate` of the peak."""
+    """The learning rate of step `step` (from 0): linear warm-up, then the schedule down to `final_learning_rate` times the peak."""
     warmup = min(math.ceil(options.warmup * num_steps), num_steps - 1)
     if step < warmup:
         return options.learning_rate * (step + 1) / (warmup + 1)

@@ -62,7 +62,7 @@ def save_state(path: Path, state: dict[str, Any]) -> None:
 
 
 def load_state(path: Path) -> dict[str, Any] | None:
-    """Read a checkpoint to the CPU; None if the file does not exist.
+    """Read a checkpoint into CPU memory; None if the file does not exist.
 
     Raises:
         TrainingError: the file cannot be read.

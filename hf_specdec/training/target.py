@@ -18,7 +18,7 @@ from ..model.architectures import check_supported, decoder_of, layer_list
 from .batch import Batch
 from .errors import TrainingError
 
-_LOGITS_AT_ONCE = 2**27  # most logits held at once when only their argmax is needed
+_LOGITS_AT_ONCE = 2**27  # maximum number of logits held at once when only their argmax is needed
 
 
 class TargetModel:
@@ -165,6 +165,6 @@ class TargetModel:
         worst = float((ours - theirs).abs().max())
         if not worst <= 1e-2 * max(1.0, float(theirs.abs().max())):
             raise TrainingError(
-                f"{type(self.model).__name__} does something to its logits that training does not know (they differ by "
-                f"{worst:.3g} from its head on its final hidden states), so heads cannot be trained for it."
+                f"{type(self.model).__name__} does something to its logits that training cannot reproduce (they differ by "
+                f"{worst:.3g} from its lm_head on its final hidden states), so heads cannot be trained for it."
             )

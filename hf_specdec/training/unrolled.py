@@ -21,7 +21,7 @@ from .base import Guesses
 from .batch import Batch
 
 ATTENTION_NAME = "hf_specdec_unrolled"  # registered with transformers under this name
-_LOGITS_KEPT = 2**26  # above this many logits a step recomputes them in the backward pass, in parts of this size
+_LOGITS_KEPT = 2**26  # a step with more logits than this recomputes them in the backward pass, in parts of this size
 
 
 # ---- attention ------------------------------------------------------------------------------------------------------
@@ -179,11 +179,11 @@ def soft_cross_entropy(
 ) -> tuple[torch.Tensor, torch.Tensor]:
     """The sum of cross-entropies of logits from hidden states [n, H], and how many argmaxes equal the target's.
 
+    Large logits are not kept for the backward pass but recomputed in parts.
+
     Args:
         target: [n, Vd], the target's probabilities.
         best: int64 [n], their argmax.
-
-    Large logits are not kept for the backward pass but recomputed in parts.
     """
 
     def part(hidden, target, best):
