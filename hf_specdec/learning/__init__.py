@@ -1,4 +1,4 @@
-"""Heads that go on learning while they serve: from the target's own hidden states and choices, between steps."""
+"""Heads that keep learning while they serve: between steps, from the target's own hidden states and choices."""
 
 from .folder import LEARNERS, begin_learning, located
 from .learner import Learner

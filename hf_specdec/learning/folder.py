@@ -1,4 +1,4 @@
-"""The folder in which a head that learns is kept: made for a new one, found again for an old one."""
+"""The folder in which a learning head is kept: made for a new head, found again for an earlier one."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ WORK = "learning"  # folder of the learner's own files, in the head's
 
 
 def located(config: SpeculativeConfig, model: PreTrainedModel) -> HeadConfig:
-    """The configuration with the folder of the head that learns as its `model`.
+    """The configuration, with the learning head's folder as its `model`.
 
     Raises:
         SpeculativeConfigError: heads of this method do not learn while they serve.
@@ -60,11 +60,11 @@ def folder_of(config: HeadConfig, model: PreTrainedModel) -> Path:
 
 
 def begin_learning(config: HeadConfig, model: PreTrainedModel, begin: str | None) -> HeadTrainer:
-    """A trainer that holds the head of a located configuration's folder. If there is none yet, the folder gets a copy of the head
-    `begin`, or a new one, which has learnt nothing.
+    """A trainer that holds the head in a located configuration's folder. If the folder has no head yet, it gets a copy of the head
+    `begin`; if that is None, a new head, which has learnt nothing.
 
     Raises:
-        SpeculativeConfigError: that head has a shape that the trainer does not make.
+        SpeculativeConfigError: the head has a shape that the trainer does not make.
     """
     folder = folder_of(config, model)
     has_head = (folder / "config.json").is_file()
@@ -88,7 +88,7 @@ def begin_learning(config: HeadConfig, model: PreTrainedModel, begin: str | None
 
 
 def export(trainer: HeadTrainer, folder: Path, facts: dict[str, Any]) -> None:
-    """Write the trainer's head to the folder, whole or not at all, tensor by tensor in the first of its formats."""
+    """Write the trainer's head to the folder in the first of its formats. Each file is written whole or not at all."""
     told = {
         "method": trainer.method,
         "license": None,
@@ -130,7 +130,7 @@ def _trainer(config: HeadConfig, target: TargetModel, source: str | None) -> tup
 
 @contextlib.contextmanager
 def unchanged_flags(model: PreTrainedModel) -> Iterator[None]:
-    """Inside, no parameter of the user's model wants gradients; afterwards those that did want them again, and so for its mode."""
+    """Inside, no parameter of the user's model requires gradients. On exit these flags and the training mode are as before."""
     wanted, mode = [p for p in model.parameters() if p.requires_grad], model.training
     for parameter in wanted:
         parameter.requires_grad_(False)

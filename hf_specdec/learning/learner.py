@@ -28,23 +28,23 @@ class Learner:
     """Learns from every text that ends, in the time that an account allows.
 
     Every `JUDGE` steps of training the head's drafts are compared with those of the weights in use, on texts that neither was
-    trained on. Better weights are written to the folder and put in place when decoding next begins a run of steps; much worse
-    ones are dropped. Running texts keep what the head has read of them with the old weights: that costs acceptance, never
+    trained on. Better weights are written to the folder and put in place when `SpeculativeDecoder.active` is next entered; much
+    worse ones are dropped. Running texts keep what the head has read of them with the old weights: that costs acceptance, never
     exactness, since output does not depend on drafts.
 
     Args:
         trainer: holds the head as the folder has it.
         served: the module that drafts, with the same parameters.
         folder: where the head is kept; `learning/` in it has the state to go on from and `log.jsonl`.
-        share: of the decoding thread's time that learning may take.
-        most_bytes: of hidden states kept of past texts.
-        clock: seconds of the thread's work.
+        share: share of the decoding thread's time that learning may take.
+        most_bytes: limit for the hidden states of past texts to train on.
+        clock: returns the seconds that this thread has worked.
 
     Raises:
         ValueError: the two heads' parameters differ, or the folder's state is of another head.
     """
 
-    TOKENS = 384  # of a batch
+    TOKENS = 384  # in a training batch, about
     JUDGE = 16  # steps of training between two comparisons
     BETTER, WORSE = 0.01, 0.15  # differences of tau with which weights are taken, or dropped
     FEWEST = 6  # texts before learning begins
@@ -61,7 +61,7 @@ class Learner:
         wrong = [name for name, own in self.parameters.items() if name not in places or places[name].shape != own.shape]
         if wrong:
             raise ValueError(
-                f"The head that drafts has no parameters {', '.join(wrong[:3])} of the shape that is trained."
+                f"The head that drafts lacks parameters of the trained head, or has them in another shape: {', '.join(wrong[:3])}."
             )
         self.places = {name: places[name] for name in self.parameters}
         self.rate = trainer.options.learning_rate / 3  # for single small batches

@@ -1,4 +1,4 @@
-"""Recorder and LearntTexts: the target's hidden states of texts as they are written, and the texts to learn from."""
+"""Recorder, which keeps the target's hidden states while texts are written, and LearntTexts, the texts to learn from."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ class Text:
     Attributes:
         token_ids: int64 [n].
         is_answer: bool [n], tokens that the target wrote.
-        states: hidden states [n, H]: under "last" the final ones, under i those of layer i.
+        states: hidden states [n, H], by name: "last" for the final ones, i for those of layer i.
     """
 
     token_ids: np.ndarray
@@ -50,7 +50,7 @@ class Recorder:
     """Keeps the hidden states that steps compute anyway.
 
     Args:
-        taps: which.
+        taps: which hidden states.
     """
 
     def __init__(self, taps: Taps):
@@ -98,7 +98,7 @@ class LearntTexts:
     """The newest texts, some of them held out.
 
     Args:
-        most_bytes: memory of their hidden states; the oldest are dropped.
+        most_bytes: limit for the hidden states of texts to train on; above it the oldest texts are dropped.
     """
 
     HELD_OUT = 6  # every sixth text is held out
@@ -110,7 +110,7 @@ class LearntTexts:
         self.held_out: deque[Text] = deque(maxlen=self.MOST_HELD_OUT)
 
     def add(self, text: Text) -> None:
-        """One more."""
+        """Add a text, to train on or to hold out."""
         self.count += 1
         self.num_tokens += len(text.token_ids)
         if self.count % self.HELD_OUT == 2:
@@ -122,7 +122,7 @@ class LearntTexts:
             self.num_bytes -= self.training.popleft().num_bytes
 
     def drawn(self, num_tokens: int, rng: random.Random) -> Batch:
-        """A batch of about so many tokens from the texts to train on; newer ones are drawn more often."""
+        """A batch of about `num_tokens` tokens, of randomly drawn texts to train on; newer ones are drawn more often."""
         texts, count = [], 0
         while count < num_tokens:
             text = self.training[max(rng.randrange(len(self.training)), rng.randrange(len(self.training)))]
