@@ -96,7 +96,7 @@ class HydraTrainer(HeadTrainer):
         own = self.target.config
         if own.model_type not in _LLAMA_LIKE:
             raise TrainingError(
-                f"--prefix-layer has the shape of the target's layers, which must be Llama's; this target is a {own.model_type!r}."
+                f"--prefix-layer needs a target of type {', '.join(_LLAMA_LIKE)}; this one is {own.model_type!r}."
             )
         values = {key: getattr(own, key) for key in _LAYER_KEYS if getattr(own, key, None) is not None}
         config = LlamaConfig(**values, num_hidden_layers=1)
