@@ -121,6 +121,6 @@ def test_chosen_trees_draw_every_node_from_a_distribution(deterministic, distrib
         DraftTrees.choose(plain, sampled, [True, False]) if first else DraftTrees.choose(sampled, plain, [False, True])
     )
     assert chosen.prob_index.shape == chosen.tokens.shape
-    assert (0 <= chosen.prob_index).all() and (chosen.prob_index < chosen.probs.shape[1]).all()
+    assert (chosen.prob_index >= 0).all() and (chosen.prob_index < chosen.probs.shape[1]).all()
     assert torch.equal(chosen.probs[0, chosen.prob_index[0, :nodes]], probs[0, index[0]])
     assert chosen.probs[1, chosen.prob_index[1, :deterministic], 2].tolist() == [1.0] * deterministic

@@ -39,9 +39,7 @@ def lower(tape: Tape, function: Any, args: tuple, kwargs: dict, result: Any) -> 
     """
     if function in _VIEWS:
         return _view(tape, function, args, kwargs)
-    if any(isinstance(each, list) and any(map(_is_ids, each)) for each in args):
-        raise NotLowered(f"{function} of ids")
-    if any(map(_is_ids, args)):
+    if any(isinstance(each, Value) and each.register is None for each in args):
         return _of_ids(tape, function, args, result)
     if function in _UNARY:
         return tape.unary(_UNARY[function], args[0], result.shape, result.dtype)
@@ -51,10 +49,6 @@ def lower(tape: Tape, function: Any, args: tuple, kwargs: dict, result: Any) -> 
     if handler is None:
         raise NotLowered(str(function))
     return handler(tape, args, kwargs, result)
-
-
-def _is_ids(value: Any) -> bool:
-    return isinstance(value, Value) and value.register is None
 
 
 def _view(tape: Tape, function: Any, args: tuple, kwargs: dict) -> Any:
