@@ -124,7 +124,7 @@ class AutoLength(DraftLengthPolicy):
     def _charge(self, seconds: float, num_rows: int) -> None:
         """Charge the time of choosing, or of learning from what was chosen."""
         if self.cost.target:
-            self.account -= seconds / float(self.cost.of_target(num_rows, num_rows))
+            self.account -= seconds / self.cost.of_plain(num_rows)
 
     def _chosen(self, sequences: list[Sequence], caps: list[int]) -> list[int]:
         """`limits` of rows that may draft."""

@@ -52,7 +52,7 @@ class AutoMethod(AutoChoice):
         """See Chooser. The time is charged; heads rest if it is too much. `observe` wakes them."""
         if not self.cost.target:
             return
-        share = seconds / float(self.cost.of_target(num_rows, num_rows))
+        share = seconds / self.cost.of_plain(num_rows)
         self._followed += (1.0 - self.FOLLOWED_MEMORY) * (min(share, 0.5) - self._followed)
         self.account -= min(share, 0.5)
         dear = self._followed > self.LEAST_FOLLOWED and self.num_steps - self._head_drafted >= self.SINCE_A_HEAD

@@ -153,6 +153,7 @@ class StepCost:
         self.drafting = FittedCost(np.zeros(4))
         self.context, self.octave = 0.0, 0
         self._reaches: dict[int, np.ndarray] = {}  # by number of tokens
+        self._plain_fit, self._plain = None, {}  # the coefficients, and by rows and octave what they say of a plain step
 
     def look_at(self, num_rows: int, num_context: int) -> None:
         """The next observations and questions are about steps of `num_rows` rows whose texts have `num_context` tokens together."""
@@ -177,6 +178,16 @@ class StepCost:
         """Record the time of `propose`."""
         size = (depth, num_asked, backlog.bit_length())
         self.drafting.observe(size, np.array([1.0, depth, num_asked, backlog]), seconds)
+
+    def of_plain(self, num_rows: int) -> float:
+        """Seconds of a plain step, as a measure of small times. It is computed once for each fit, number of rows and octave."""
+        coefficients = self.target.coefficients
+        if coefficients is not self._plain_fit:
+            self._plain_fit, self._plain = coefficients, {}
+        key = num_rows, self.octave
+        if key not in self._plain:
+            self._plain[key] = float(self.of_target(num_rows, num_rows))
+        return self._plain[key]
 
     def of_target(self, num_rows: int, num_tokens):
         """Seconds of the target (above 0) for packed token counts: a number or an array, fractions allowed."""
