@@ -187,6 +187,26 @@ def test_worse_weights_are_dropped(tiny_model, tmp_path, monkeypatch):
     assert all(torch.equal(each, learner.places[name]) for name, each in served.items())
 
 
+def test_learning_goes_on_after_a_gradient_that_is_not_finite(tiny_model, tmp_path, eager):
+    config = config_of("mlp_speculator", tmp_path)
+    learner = decoder_of(tiny_model, config).learner
+    tiny_model.generate(**ragged([9, 4]), max_new_tokens=16, speculative_config=config)
+    loss = learner.trainer.loss
+
+    def broken(batch):
+        out = loss(batch)
+        out.loss = out.loss * float("nan")
+        return out
+
+    learner.trainer.loss = broken
+    learner._train()
+    assert learner.rollbacks == 1
+    learner.trainer.loss = loss
+    learner._train()
+    assert learner.rollbacks == 1
+    assert any(not torch.equal(each, learner.best[name]) for name, each in learner.parameters.items())
+
+
 @settings(max_examples=20, deadline=None)
 @given(st.lists(st.floats(0.001, 0.2), min_size=50, max_size=200), st.floats(0.001, 0.3))
 def test_the_account_bounds_the_time(decoding, unit):

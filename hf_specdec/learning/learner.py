@@ -138,10 +138,11 @@ class Learner:
             (out.loss / out.weight.clamp(min=1)).backward()
         norm = nn.utils.clip_grad_norm_(list(self.parameters.values()), self.trainer.options.max_grad_norm or 1.0)
         self.steps += 1
-        if not bool(torch.isfinite(norm)):
+        if bool(torch.isfinite(norm)):
+            self.optimizer.step()
+        else:
             self._roll_back()
-            return
-        self.optimizer.step()
+        # Also after a rollback: later gradients are added to these, and a sum with NaN is NaN.
         self.optimizer.zero_grad(set_to_none=True)
 
     def _judge(self) -> None:
