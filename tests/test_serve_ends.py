@@ -15,14 +15,15 @@ pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
-POISON = 4000
-# The embedding of one id raises.
+POISONS = {4000: "RuntimeError", 4001: "ValueError"}
+# The embeddings of two ids raise.
 RAISES = f"""
-import torch
+import builtins, torch
 before = torch.nn.Embedding.forward
 def forward(self, ids):
-    if (ids == {POISON}).any():
-        raise RuntimeError("poisoned")
+    for poison, error in {POISONS}.items():
+        if (ids == poison).any():
+            raise getattr(builtins, error)("poisoned")
     return before(self, ids)
 torch.nn.Embedding.forward = forward
 """
@@ -115,9 +116,9 @@ def test_a_prompt_for_which_the_model_raises_ends_alone():
 
         bodies = [
             short,
-            {**short, "prompt": [5, POISON, 7]},
+            {**short, "prompt": [5, 4000, 7]},
             short,
-            {**short, "prompt": [POISON], "max_tokens": 3},
+            {**short, "prompt": [4001], "max_tokens": 3},
             short,
         ]
         threads = [threading.Thread(target=ask, args=(body,)) for body in bodies]
@@ -131,7 +132,8 @@ def test_a_prompt_for_which_the_model_raises_ends_alone():
                 assert status == 200 and answer["choices"] == alone["choices"]
             else:
                 assert status == 500 and headers["x-should-retry"] == "false"
-                assert "RuntimeError" in answer["error"]["message"] and "poisoned" not in answer["error"]["message"]
+                error = next(name for poison, name in POISONS.items() if poison in body["prompt"])
+                assert error in answer["error"]["message"] and "poisoned" not in answer["error"]["message"]
         assert is_empty(server)
         assert server.post("/v1/completions", short)[2]["choices"] == alone["choices"]
 

@@ -269,6 +269,7 @@ class Engine:
         logprobs = self._logprobs(result, params.logprobs) if params.logprobs is not None else None
         for i, token in enumerate(result.new_tokens):
             if choice.grammar is not None and not choice.grammar.accept(token):
+                choice.request.is_refused = True
                 self.abort(choice.request, ValueError(choice.grammar.error))
                 return
             output.token_ids.append(token)

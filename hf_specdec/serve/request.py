@@ -47,6 +47,7 @@ class Request:
         number: order of arrival.
         on_update: called in the engine's thread, with the request, after each step that gave it tokens or ended it.
         error: the error that ended it, if any.
+        is_refused: True if that error is the client's mistake.
         prompt_logprobs: for each prompt token read so far; None for the first, which no logits predict.
         kv_transfer_params: parameters for the decode server that continues the request; None if no prompt is kept.
         announcement: parameters for the decode server that pulls the prompt while it is read; taken by whoever delivers them.
@@ -62,6 +63,7 @@ class Request:
     choices: list[Choice] = field(default_factory=list)
     num_cached_tokens: int = 0
     error: BaseException | None = None
+    is_refused: bool = False
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     kv_transfer_params: dict | None = None
     announcement: dict | None = None

@@ -342,9 +342,9 @@ class Server:
             self._record(answer, update)
             if isinstance(update.error, ApiError):
                 raise update.error
-            if isinstance(update.error, ValueError):
+            if update.is_refused:
                 raise bad_request(str(update.error))
-            if update.error is not None:
+            if update.error is not None:  # also a ValueError: what raises in a step is no mistake of the client's
                 raise failed(f"The model raised {type(update.error).__name__} for this request.")
             # after the check for errors: the engine has accepted these ids, so the tokenizer knows them
             answer.make_text(update, self.tokenizer)

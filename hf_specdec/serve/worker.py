@@ -62,7 +62,8 @@ class Update:
         request_finished: True in the last update of a request.
         statistics: see `statistics_of`; only in the last update.
         kv_transfer_params: see `Request`; in the last update, and in an earlier one that announces a prompt that is still being read.
-        error: the error that ended the request: ValueError for the client's mistake, anything else for a failure of the model.
+        error: the error that ended the request.
+        is_refused: True if the engine refused the request, which is the client's mistake; False if the model failed.
     """
 
     id: str
@@ -78,6 +79,7 @@ class Update:
     statistics: dict[str, Any] | None = None
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     error: BaseException | None = None
+    is_refused: bool = False
     hides_end: bool = False
     kv_transfer_params: dict[str, Any] | None = None
 
@@ -215,7 +217,9 @@ class EngineWorker(threading.Thread):
             )
         except Exception as error:
             self._note_load()
-            self.deliver([Update(message.id, request_finished=True, error=error)])
+            self.deliver(
+                [Update(message.id, request_finished=True, error=error, is_refused=isinstance(error, ValueError))]
+            )
             return
         self._requests[message.id] = request
         self._note_load()
@@ -251,7 +255,7 @@ class EngineWorker(threading.Thread):
             self._forget(request)
             found = found or [Update(request.id)]
             last = found[-1]
-            last.request_finished, last.error = True, request.error
+            last.request_finished, last.error, last.is_refused = True, request.error, request.is_refused
             last.num_cached_tokens = request.num_cached_tokens
             last.prompt_logprobs = scored
             last.kv_transfer_params = request.kv_transfer_params
