@@ -1,17 +1,22 @@
 """Replicas by Ray Serve, and a router in front of two servers."""
 
+import asyncio
+import importlib
 import importlib.util
 import json
 import os
 import subprocess
 import sys
 import time
+import types
 import urllib.error
 import urllib.request
 from pathlib import Path
 
 import pytest
+from transformers import AutoTokenizer
 
+from hf_specdec.bundled import resolve_model
 from hf_specdec.cli import main
 
 ROOT = Path(__file__).parents[1]
@@ -34,6 +39,39 @@ def test_without_ray_the_error_names_the_extra(capsys):
 def test_flags_that_replicas_do_not_get_are_refused(capsys):
     assert main(["serve", "tiny", "--replicas", "2", "--tokenizer", "x"]) == 2
     assert "--replicas does not support --tokenizer" in capsys.readouterr().err
+
+
+@pytest.fixture
+def replicas(monkeypatch):
+    """The module of replicas. Without Ray, empty modules stand in for it: these tests call no function of Ray's."""
+    if not has_ray:
+        ray, exceptions = types.ModuleType("ray"), types.ModuleType("ray.exceptions")
+        ray.serve, exceptions.RayError = types.ModuleType("ray.serve"), type("RayError", (Exception,), {})
+        for module in (ray, ray.serve, exceptions):
+            monkeypatch.setitem(sys.modules, module.__name__, module)
+    yield importlib.import_module("hf_specdec.serve.ray")
+    del sys.modules["hf_specdec.serve.ray"]
+
+
+def test_a_replica_reads_its_tokenizer_as_the_arguments_say(replicas, monkeypatch):
+    pytest.importorskip("fastapi")
+    pytest.importorskip("prometheus_client")
+    load, asked = AutoTokenizer.from_pretrained, []
+    monkeypatch.setattr(
+        AutoTokenizer, "from_pretrained", lambda *args, **more: asked.append(more) or load(*args, **more)
+    )
+
+    async def start(**llm):
+        replica = object.__new__(replicas.Replica)
+        llm = {"max_model_len": 64, "kv_cache_memory_bytes": 8 << 20, "speculative_config": {"method": "ngram"}, **llm}
+        await replica.__init__(replicas.Arguments("tiny", llm=llm))
+        assert replica.server.tokenizer is replica.llm.tokenizer
+
+    for llm in ({"revision": "v1", "trust_remote_code": True}, {"tokenizer": resolve_model("tiny"), "revision": "v1"}):
+        asked.clear()
+        asyncio.run(start(**llm))
+        assert [each["revision"] for each in asked] == ["v1"]
+        assert asked[0]["trust_remote_code"] == llm.get("trust_remote_code", False)
 
 
 @pytest.mark.slow

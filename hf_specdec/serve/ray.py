@@ -89,18 +89,15 @@ class Replica:
     """A Ray Serve deployment: an engine, and the server's application in front of it."""
 
     async def __init__(self, arguments: Arguments):
-        from transformers import AutoTokenizer
-
-        from ..bundled import resolve_model
         from .api import make_app
         from .llm import LLM
         from .server import Limits, Privacy, Server
 
         privacy = Privacy(arguments.private_requests, arguments.share_across_api_keys)
         privacy.check(arguments.llm.get("speculative_config"), arguments.api_keys)
-        tokenizer = AutoTokenizer.from_pretrained(resolve_model(arguments.model))
-        self.llm = LLM(arguments.model, tokenizer, **arguments.llm)
-        self.server = Server(tokenizer, [arguments.served_model_name or arguments.model], Limits(), privacy=privacy)
+        self.llm = LLM(arguments.model, **arguments.llm)
+        names = [arguments.served_model_name or arguments.model]
+        self.server = Server(self.llm.tokenizer, names, Limits(), privacy=privacy)
         self.server.start(self.llm, asyncio.get_running_loop())
         self.app = make_app(self.server, arguments.api_keys)
 
