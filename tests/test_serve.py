@@ -423,3 +423,33 @@ def test_silence_in_a_stream_and_readers_that_leave(tiny_tokenizer):
         assert server.metrics.text().count(b'hf_specdec_generation_tokens_total{model_name="tiny"} 2.0') == 1
 
     asyncio.run(read())
+
+
+@pytest.mark.parametrize("path", ["completions", "responses"])
+def test_a_stream_in_which_the_server_fails(tiny_tokenizer, caplog, path):
+    """It ends with an error, and the log has the traceback."""
+    from hf_specdec.serve.endpoints import Completions
+    from hf_specdec.serve.protocol import CompletionRequest
+    from hf_specdec.serve.responses import Responses, ResponsesRequest
+    from hf_specdec.serve.server import Limits, Server
+    from hf_specdec.serve.worker import Load
+
+    async def broken(answers):
+        raise RuntimeError("a bug of ours")
+        yield
+
+    async def read():
+        server = Server(tiny_tokenizer, ["tiny"], Limits())
+        server.max_model_len, server.updates = 256, broken
+        server.worker = SimpleNamespace(failure=None, is_alive=lambda: True, send=lambda message: None, load=Load())
+        if path == "completions":
+            endpoint = Completions(server, CompletionRequest(prompt="x", stream=True))
+        else:
+            endpoint = Responses(server, ResponsesRequest(input="x", stream=True))
+        endpoint.submit()
+        return b"".join([piece async for piece in endpoint.stream()]).decode()
+
+    stream = asyncio.run(read())
+    assert "server_error" in stream and "its log says why" in stream and "a bug of ours" not in stream
+    assert ("response.failed" in stream) == (path == "responses")
+    assert "a bug of ours" in caplog.text and "Traceback" in caplog.text

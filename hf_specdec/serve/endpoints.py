@@ -17,7 +17,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from ..sampling.grammar import Reasoning
 from .answers import Answer
-from .errors import ApiError, bad_request, failed
+from .errors import ApiError, bad_request, shown
 from .frames import chat_logprobs, completion_logprobs, prompt_logprobs, usage
 from .guard import SPACE
 from .messages import MessageParser, joined_calls, reasoning_before, without_tools
@@ -169,7 +169,7 @@ class Endpoint(ABC):
                     more["metrics"] = self.server.timings(self.answers[0], last)
                 yield sse({**self.base, "choices": [], **more})
         except Exception as error:
-            yield sse((error if isinstance(error, ApiError) else failed("The server failed; its log says why.")).body)
+            yield sse(shown(error).body)
         yield b"data: [DONE]\n\n"
 
 

@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import logging
 from typing import Any
+
+logger = logging.getLogger(__name__)
 
 
 class ApiError(Exception):
@@ -49,3 +52,11 @@ def unavailable(message: str, seconds: int) -> ApiError:
 def failed(message: str) -> ApiError:
     """500: the model or the server raised. The header tells clients not to retry, because the same request would fail again."""
     return ApiError(500, message, "server_error", headers={"x-should-retry": "false"})
+
+
+def shown(error: Exception) -> ApiError:
+    """An error that ends a stream, as the client is shown it. If it is not an ApiError, the server is at fault, and the log says why."""
+    if isinstance(error, ApiError):
+        return error
+    logger.error("A stream has ended because the server failed.", exc_info=error)
+    return failed("The server failed; its log says why.")

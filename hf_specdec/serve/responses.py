@@ -11,7 +11,7 @@ from typing import Any, Literal
 from pydantic import Field, StrictInt, ValidationError
 
 from .endpoints import Chat
-from .errors import ApiError, bad_request
+from .errors import bad_request, shown
 from .messages import Delta
 from .protocol import ChatRequest, Part, SamplingFields
 from .server import Server
@@ -301,10 +301,10 @@ class Responses(Chat):
                 if update.request_finished:
                     response = self._response(update)
                     yield frame({"type": f"response.{response['status']}", "response": response})
-        except ApiError as error:
-            told = error.body["error"]
-            code = "server_error" if error.status >= 500 else "invalid_prompt"
-            response = {**self._response(None), "status": "failed", "error": {"code": code, "message": told["message"]}}
+        except Exception as error:
+            told = shown(error)
+            code, message = "server_error" if told.status >= 500 else "invalid_prompt", told.body["error"]["message"]
+            response = {**self._response(None), "status": "failed", "error": {"code": code, "message": message}}
             yield frame({"type": "response.failed", "response": response})
 
     def _add(self, update: Update) -> list[dict[str, Any]]:
