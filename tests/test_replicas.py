@@ -137,3 +137,99 @@ def test_sglang_router_in_front_of_two_servers():
             process.terminate()
         for process in processes:
             process.wait(60)
+
+
+class Handle:
+    """Stands in for Ray's handle of the replicas. `answers`: what the calls return, one by one; an error is raised, None never ends."""
+
+    def __init__(self, answers):
+        self.answers, self.asked, self.cancelled = list(answers), [], 0
+        self.respond = self.stream = types.SimpleNamespace(remote=self._remote)
+
+    def options(self, stream):
+        return self
+
+    def _remote(self, scope, body):
+        self.asked.append((scope["path"], body))
+        return Response(self, self.answers.pop(0))
+
+
+class Response:
+    """One call of a replica."""
+
+    def __init__(self, handle, answer):
+        self.handle, self.answer = handle, answer
+
+    def cancel(self):
+        self.handle.cancelled += 1
+
+    def __await__(self):
+        return self._result().__await__()
+
+    async def _result(self):
+        if self.answer is None:
+            await asyncio.Event().wait()
+        if isinstance(self.answer, Exception):
+            raise self.answer
+        return self.answer
+
+    async def __aiter__(self):
+        yield 200, []
+        await self._result()
+
+
+def answered(replicas, handle, pieces, leaves_after=None):
+    """(messages, seconds) of the ingress for a request whose body is these pieces; its client leaves so many seconds after them."""
+    pytest.importorskip("fastapi")
+    pytest.importorskip("prometheus_client")
+    from hf_specdec.serve.server import Limits
+
+    sent = []
+
+    async def ask():
+        unread = [{"type": "http.request", "body": each, "more_body": True} for each in pieces]
+        unread.append({"type": "http.request", "body": b"", "more_body": False})
+
+        async def receive():
+            if unread:
+                return unread.pop(0)
+            await asyncio.sleep(1000 if leaves_after is None else leaves_after)
+            return {"type": "http.disconnect"}
+
+        async def send(message):
+            sent.append(message)
+
+        scope = {"type": "http", "method": "POST", "path": "/v1/completions", "headers": []}
+        ingress = replicas.Ingress(handle, Limits(max_body_bytes=1000))
+        await asyncio.wait_for(ingress.serve(scope, receive, send), 30)
+
+    began = time.monotonic()
+    asyncio.run(ask())
+    return sent, time.monotonic() - began
+
+
+def test_the_ingress_passes_a_request_on(replicas):
+    handle = Handle([(200, [(b"a", b"b")], b"whole")])
+    sent, _ = answered(replicas, handle, [b'{"prompt"', b': "x"}'])
+    assert handle.asked == [("/v1/completions", b'{"prompt": "x"}')] and not handle.cancelled
+    assert sent[0]["status"] == 200 and sent[0]["headers"] == [(b"a", b"b")] and sent[1]["body"] == b"whole"
+
+
+def test_the_ingress_limits_bodies(replicas):
+    handle = Handle([])
+    sent, _ = answered(replicas, handle, [b" " * 100] * 11)
+    assert sent[0]["status"] == 413 and b"1000 bytes" in sent[1]["body"] and not handle.asked
+
+
+@pytest.mark.parametrize("body", [b'{"prompt": "x"}', b'{"prompt": "x", "stream": true}'])
+def test_a_client_of_the_ingress_that_leaves_ends_its_request(replicas, body):
+    handle = Handle([None])
+    _, seconds = answered(replicas, handle, [body], leaves_after=0.05)
+    assert handle.cancelled == 1 and seconds < 10
+
+
+def test_the_ingress_gives_up_at_once_after_its_last_attempt(replicas, monkeypatch):
+    handle = Handle([replicas.RayError("dead")] * 4)
+    monkeypatch.setattr(replicas, "_PAUSE", 0.3)
+    sent, seconds = answered(replicas, handle, [b"{}"])
+    assert sent[0]["status"] == 503 and len(handle.asked) == 4 and seconds < 1.2

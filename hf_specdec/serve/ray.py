@@ -18,6 +18,11 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from .api import make_app
+from .guard import Guard
+from .llm import LLM
+from .server import Limits, Privacy, Server
+
 try:
     import ray
     from ray import serve
@@ -89,9 +94,6 @@ class Replica:
     """A Ray Serve deployment: an engine, and the server's application in front of it."""
 
     async def __init__(self, arguments: Arguments):
-        from .api import make_app
-        from .llm import LLM
-        from .server import Limits, Privacy, Server
 
         privacy = Privacy(arguments.private_requests, arguments.share_across_api_keys)
         privacy.check(arguments.llm.get("speculative_config"), arguments.api_keys)
@@ -159,48 +161,73 @@ class Replica:
 
 
 class Ingress:
-    """The ingress deployment: sends each request to a replica, and sends it again if that replica dies before it has answered."""
+    """The ingress deployment: sends each request to a replica, and sends it again if that replica dies before it has answered.
 
-    def __init__(self, replicas: Any):
+    Args:
+        replicas: Ray's handle of the replicas.
+        limits: of the body's size and its time; the other limits apply in the replicas.
+    """
+
+    def __init__(self, replicas: Any, limits: Limits):
         self.replicas = replicas
+        self._guard = Guard(self._answer, [], limits)
 
     async def serve(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
         """Answer an ASGI request."""
-        body, more = b"", True
-        while more:
-            message = await receive()
-            body, more = body + message.get("body", b""), message.get("more_body", False)
+        await self._guard(scope, receive, send)
+
+    async def _answer(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
+        """Answer a request, whose whole body is its first message. Stop if its client disconnects."""
+        body = (await receive())["body"]
         kept = (
             "type", "http_version", "method", "scheme", "path", "raw_path", "query_string", "headers", "client", "server",
         )  # fmt: skip
         plain = {key: scope[key] for key in kept if key in scope} | {"root_path": "", "asgi": {"version": "3.0"}}
-        if _wants_stream(body):
-            await self._stream(plain, body, send)
-            return
+        answer = self._stream if _wants_stream(body) else self._whole
+        work, leaves = asyncio.ensure_future(answer(plain, body, send)), asyncio.ensure_future(receive())
+        try:
+            await asyncio.wait({work, leaves}, return_when=asyncio.FIRST_COMPLETED)
+            if work.done():
+                work.result()
+        finally:
+            for each in (work, leaves):
+                each.cancel()
+            await asyncio.gather(work, leaves, return_exceptions=True)
+
+    async def _whole(self, scope: dict[str, Any], body: bytes, send: Any) -> None:
+        """Answer in one piece. If the replica dies, another one gets the request."""
         for attempt in range(1, _ATTEMPTS + 1):
+            found = self.replicas.respond.remote(scope, body)
             try:
-                status, headers, answer = await self.replicas.respond.remote(plain, body)
+                status, headers, answer = await found
                 break
+            except asyncio.CancelledError:  # the client has disconnected
+                found.cancel()
+                raise
             except RayError as error:
                 logger.warning(
                     "A replica has died with a request (attempt %d of %d): %s", attempt, _ATTEMPTS, type(error).__name__
                 )
                 status, headers, answer = _failed()
-                await asyncio.sleep(_PAUSE)
+                if attempt < _ATTEMPTS:
+                    await asyncio.sleep(_PAUSE)
         await send({"type": "http.response.start", "status": status, "headers": headers})
         await send({"type": "http.response.body", "body": answer})
 
     async def _stream(self, scope: dict[str, Any], body: bytes, send: Any) -> None:
         """Answer with a stream. If the replica dies, the stream ends with an error; it is not sent again."""
-        begun = False
+        begun, pieces = False, self.replicas.options(stream=True).stream.remote(scope, body)
         try:
-            async for piece in self.replicas.options(stream=True).stream.remote(scope, body):
+            async for piece in pieces:
                 if begun:
                     await send({"type": "http.response.body", "body": piece, "more_body": True})
                 else:
                     begun = True
                     await send({"type": "http.response.start", "status": piece[0], "headers": piece[1]})
             await send({"type": "http.response.body", "body": b""})
+        except asyncio.CancelledError:  # the client has disconnected
+            pieces.cancel()
+            raise
         except RayError as error:
             logger.warning("A replica has died with a stream: %s", type(error).__name__)
             status, headers, answer = _failed()
@@ -266,7 +293,7 @@ def application(arguments: Arguments) -> Any:
         serve.ingress(_make_ingress)(Ingress), name="Ingress", num_replicas=arguments.num_ingresses, ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=4096,
     )  # fmt: skip
-    return ingresses.bind(replicas.bind(arguments))
+    return ingresses.bind(replicas.bind(arguments), Limits())
 
 
 def run(arguments: Arguments, host: str = "127.0.0.1", port: int = 8000, on_ready: Any = lambda url: None) -> None:
