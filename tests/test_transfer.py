@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from hf_specdec import LLM, SamplingParams
+from hf_specdec.serve import proxy
 from hf_specdec.serve.transfer import Transfers
 
 METHODS = {
@@ -533,6 +534,34 @@ def test_messages_that_make_no_sense_are_ignored(pairs):
     assert again.finish() == again.of_one()
     assert again.counts()["recomputed"] == 1
     assert_clean(both.producer, both.consumer)
+
+
+# ---- the proxy ------------------------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scheme", ["http", "https"])
+def test_what_the_proxy_sends_to_the_prefill_server(monkeypatch, scheme):
+    """One token, whatever the client wants of the answer; https where the URL says so."""
+    sent = []
+
+    class Connection:
+        def __init__(self, host, port, timeout):
+            sent.append((host, port))
+
+        def request(self, method, path, body, headers):
+            sent.append(json.loads(body))
+
+        def getresponse(self):
+            raise ConnectionRefusedError("nobody listens")
+
+    wanted, other = ("HTTPSConnection", "HTTPConnection")[:: 1 if scheme == "https" else -1]
+    monkeypatch.setattr(proxy.http.client, wanted, Connection)
+    monkeypatch.setattr(proxy.http.client, other, None)
+    body = {"prompt": "x", "min_tokens": 8, "max_tokens": 9, "temperature": 0}
+    assert proxy._prefill(f"{scheme}://server:81", "/v1/completions", body, {}) is None
+    assert sent[0] == ("server", 81)
+    assert sent[1].pop("kv_transfer_params") and sent[1].pop("stream")
+    assert sent[1] == {"prompt": "x", "max_tokens": 1, "temperature": 0}
 
 
 # ---- NIXL, between processes ----------------------------------------------------------------------------------------

@@ -22,7 +22,8 @@ from urllib.parse import urlsplit
 logger = logging.getLogger(__name__)
 
 _SECONDS = 600.0  # time limit of an answer
-_DECODE_FIELDS = {"stream", "stream_options", "max_completion_tokens"}  # not sent to prefill servers
+# Not sent to prefill servers, which generate one token: a larger min_tokens would be refused beside max_tokens 1.
+_DECODE_FIELDS = {"stream", "stream_options", "max_completion_tokens", "min_tokens"}
 _HEADERS = ("Authorization", "Content-Type")  # passed on to both kinds of servers
 
 
@@ -33,7 +34,8 @@ def _post(url: str, path: str, body: dict[str, Any], headers: dict[str, str]) ->
         OSError: the server does not answer.
     """
     where = urlsplit(url)
-    connection = http.client.HTTPConnection(where.hostname or "", where.port, timeout=_SECONDS)
+    kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
+    connection = kind(where.hostname or "", where.port, timeout=_SECONDS)
     try:
         connection.request("POST", path, json.dumps(body), {"Content-Type": "application/json", **headers})
         return connection.getresponse()
