@@ -304,7 +304,8 @@ def test_what_was_learnt_is_used_from_the_first_step(tmp_path):
 
 
 @pytest.mark.parametrize(
-    "content", ["", "[]", "{}", '{"drafting": 1, "looking_up": [0, 0]}', "of other drafters", "of no numbers"]
+    "content",
+    ["", "[]", "{}", '{"drafting": 1, "looking_up": [0, 0]}', "of other drafters", "of no numbers", "without gains"],
 )
 def test_a_memory_that_holds_something_else_is_passed_over(tmp_path, caplog, content):
     world = World(TEXTS["a head"], cpu, 0.05)
@@ -317,10 +318,16 @@ def test_a_memory_that_holds_something_else_is_passed_over(tmp_path, caplog, con
     elif content == "of no numbers":
         state["target"][0][1] = float("nan")
         content = json.dumps(state)
+    elif content == "without gains":
+        del state["gained"]
+        content = json.dumps(state)
     path = tmp_path / "it.json"
     path.write_text(content)
     policy = AutoMethod(world.generator, memory=AutoMemory(path))
     assert not policy.cost.target and "measuring anew" in caplog.text
+    fresh = AutoMethod(world.generator)
+    assert policy.drafters.state() == fresh.drafters.state()  # nothing of it is taken over
+    assert [bool(cost) for cost in policy.drafting] == [bool(cost) for cost in fresh.drafting]
     assert world.rate(policy, 60) > 0.8 * world.plain()
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from copy import copy
 from typing import Any
 
 import numpy as np
@@ -189,16 +190,19 @@ class AutoMethod(AutoChoice):
         """Go on from an earlier `state`.
 
         Raises:
-            KeyError, TypeError, ValueError: the state is not of a policy with these drafters.
+            KeyError, TypeError, ValueError: the state is not of a policy with these drafters. Nothing of it is then taken over.
         """
         if len(state["drafting"]) != len(self.drafting) or len(state["looking_up"]) != self.num_lookups:
             raise ValueError("costs of other drafters")
         sizes = [(octave, rows, tokens) for (octave, rows, tokens), *_ in state["target"]]
-        self.drafters.load(state["drafters"])
-        for cost, own in zip([self.cost.target, *self.drafting], [state["target"], *state["drafting"]], strict=True):
+        # Read it into copies: an error in a later part must not leave the earlier ones behind.
+        drafters, costs = copy(self.drafters), [copy(each) for each in (self.cost.target, *self.drafting)]
+        drafters.load(state["drafters"])
+        for cost, own in zip(costs, [state["target"], *state["drafting"]], strict=True):
             cost.load(own)
-        self.lookups.seconds = np.asarray(state["looking_up"], dtype=np.float64)
-        self._gained = np.array([float(each) for each in state["gained"]])
+        seconds, gained = (np.array([float(each) for each in state[name]]) for name in ("looking_up", "gained"))
+        self.drafters, self.cost.target, self.drafting = drafters, costs[0], costs[1:]
+        self.lookups.seconds, self._gained = seconds, gained
         self._knows_price = any(tokens > rows for _, rows, tokens in sizes)
         self._plain_pauses = {octave: self.LONGEST_STALE for octave, *_ in sizes}
         self._plain_due = dict.fromkeys(self._plain_pauses, self.num_steps + self.LONGEST_STALE)
