@@ -93,6 +93,34 @@ def test_what_no_template_describes_is_shown(tiny_tokenizer, size):
     assert "".join(each.content for each in plain) == "A <tool_call>x</tool_call>"
 
 
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize(
+    ("close", "text", "content"),
+    [
+        ({"close_pattern": r"</tool_call>\s*"}, "<tool_call>{bad</tool_call>\n Done.", "{badDone."),
+        ({"close": ["</tool_call>", "</tool_call>!"]}, "<tool_call>{bad</tool_call>Done.", "{badDone."),
+        ({"close": ["!", "xxx!"]}, "<tool_call>{bad xx!Done.", "{bad xxDone."),
+        ({"close": "</tool_call>"}, "<tool_call>{bad</tool_", "{bad</tool_"),
+    ],
+)
+def test_no_character_is_lost_where_the_parser_fails(tiny_tokenizer, size, close, text, content):
+    """It fails where a call ends, which may be known only after the next character, or in the middle of the mark."""
+    calls = {key: value for key, value in TEMPLATE["fields"]["tool_calls"].items() if key != "close"}
+    template = {**TEMPLATE, "fields": {**TEMPLATE["fields"], "tool_calls": {**calls, **close}}}
+    found = fed(parser_of(tiny_tokenizer, template=template), text, size)
+    assert "".join(each.content for each in found) == content and not joined_calls(found)
+
+
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize(
+    "body", ['{"x": 1}', '{"name": "f"}', '{"name": 1, "arguments": {}}', "[1]", '"f"', "null", "[" * 3000]
+)
+def test_json_that_is_no_call_is_content(tiny_tokenizer, size, body):
+    found = fed(parser_of(tiny_tokenizer), f"Well. <tool_call>{body}</tool_call> Done.", size)
+    content = "".join(each.content for each in found)
+    assert content.replace(" ", "") == f"Well.{body}Done.".replace(" ", "") and not joined_calls(found)
+
+
 def test_reasoning_that_the_prompt_began(tiny_tokenizer):
     found = fed(parser_of(tiny_tokenizer, prefix="<|assistant|><think>\n"), "hm</think> yes", 2)
     assert "".join(each.reasoning for each in found) == "hm" and "".join(each.content for each in found) == "yes"

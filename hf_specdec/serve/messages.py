@@ -13,11 +13,8 @@ from ..sampling.grammar import Reasoning
 
 logger = logging.getLogger(__name__)
 
-_PARSER_ERRORS = (
-    ValueError,
-    KeyError,
-    TypeError,
-)  # transformers' parser raises one of these for text that breaks the template
+# Raised by transformers' parser for text that breaks the template; RecursionError for JSON that is nested too deeply.
+_PARSER_ERRORS = (ValueError, KeyError, TypeError, RecursionError)
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the reasoning field in templates
 
 
@@ -128,9 +125,11 @@ class MessageParser:
         for event in events:
             self._take(delta, event)
         if last and self._parser is not None:
+            held = _unread(self._parser)
             try:
                 events = self._parser.finalize()[1]
             except _PARSER_ERRORS as error:
+                rest = held
                 self._give_up(error)
             else:
                 for event in events:
@@ -139,19 +138,21 @@ class MessageParser:
             delta.content, self._body = delta.content + self._body + rest, ""
 
     def _events_before_failure(self, text: str, error: Exception) -> tuple[list[dict[str, Any]], str]:
-        """Returns the events up to the place in `text` where the parser fails (the call that failed returned none), and the text after it.
+        """Returns the events up to the place in `text` where the parser fails, and the text that no event has told.
 
-        Feeds the text again, to a new parser, character by character.
+        Feeds the text again, to a new parser, character by character. The call that fails returns no events. The parser may have kept
+        characters for it that are not part of the mark at which it fails, since some marks end where the next character begins.
         """
         assert self._make is not None
         again, events = self._make(), []
         again.feed(self._fed)
         self._give_up(error)
         for i, character in enumerate(text):
+            known = len(again._body)
             try:
                 events += again.feed(character)
             except _PARSER_ERRORS:
-                return events, text[i + 1 :]
+                return events, again._body[known:] + _unread(again) + text[i + 1 :]
         raise error
 
     def _give_up(self, error: Exception) -> None:
@@ -165,9 +166,8 @@ class MessageParser:
         if kind == "region_open":
             self._body, self._space = "", None
         elif kind == "region_close":
-            calls = event["value"] if isinstance(event.get("value"), list) else [event.get("value")]
-            for call in calls if name == "tool_calls" else ():
-                self._call(delta, call["function"]["name"], call["function"]["arguments"])
+            if name == "tool_calls":
+                self._calls_of(delta, event["value"])
             self._body, self._space = "", None
         elif event.get("dirty") or name == "tool_calls":
             self._body += event["text"]
@@ -205,6 +205,18 @@ class MessageParser:
         for call in calls:
             self._call(delta, call["name"], call["parameters"])
 
+    def _calls_of(self, delta: Delta, value: Any) -> None:
+        """Add the calls of a region, which are what the template makes of its text. If that is not of calls, the text is content."""
+        calls = value if isinstance(value, list) else [value]
+        functions = [call.get("function") if isinstance(call, dict) else None for call in calls]
+        if all(
+            isinstance(each, dict) and isinstance(each.get("name"), str) and "arguments" in each for each in functions
+        ):
+            for each in functions:
+                self._call(delta, each["name"], each["arguments"])
+        else:
+            delta.content += self._body
+
     def _call(self, delta: Delta, name: str, arguments: Any) -> None:
         """Add a tool call, unless there is one already and parallel calls are not allowed."""
         if self.num_calls and not self._parallel:
@@ -215,6 +227,12 @@ class MessageParser:
             {"index": self.num_calls, "id": f"call_{uuid.uuid4().hex}", "type": "function", "function": function}
         )
         self.num_calls += 1
+
+
+def _unread(parser: Any) -> str:
+    """The text that a parser has been fed and that belongs to no region yet: it may be a part of a mark. transformers has no public
+    name for it."""
+    return parser._buffer[parser._pos :]
 
 
 def joined_calls(deltas: list[Delta]) -> list[dict[str, Any]]:
