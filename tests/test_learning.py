@@ -14,6 +14,7 @@ from hf_specdec import LLM, SamplingParams, SpeculativeConfigError, parse_config
 from hf_specdec.candidate_generators.base import DrafterContext
 from hf_specdec.integration import get_decoder
 from hf_specdec.learning.learner import Learner
+from hf_specdec.learning.texts import Recorder
 from hf_specdec.training.target import TargetModel
 
 HEADS = {"mlp_speculator": "tiny-mlp_speculator", "eagle3": "tiny-eagle3"}
@@ -118,6 +119,34 @@ def test_the_recorded_states_are_those_of_the_target(tiny_model, tmp_path, metho
             torch.testing.assert_close(
                 states, found["last_hidden" if name == "last" else name][0], atol=2e-4, rtol=2e-4
             )
+
+
+def test_of_a_long_text_the_newest_states_are_kept(tiny_model, tmp_path, monkeypatch):
+    """So that memory, and the time of a step of training, are bounded."""
+    monkeypatch.setattr(Recorder, "LONGEST", 12)
+    config = config_of("eagle3", tmp_path)
+    learner, most = decoder_of(tiny_model, config).learner, []
+    observe = learner.observe
+
+    def watched(outcome):
+        observe(outcome)
+        for record in learner.recorder._records.values():
+            most.append(sum(len(piece[learner.taps.layers[0]]) for piece in record.pieces))
+
+    learner.observe = watched
+    out = tiny_model.generate(
+        **ragged([30]), max_new_tokens=40, do_sample=False, eos_token_id=[], speculative_config=config
+    )
+    (text,) = learner.texts.training
+    assert len(text.token_ids) == 12 and text.is_answer.all() and 12 < max(most) < 24
+    row = out[0].tolist()
+    (begin,) = [i for i in range(50, 60) if row[i : i + 12] == text.token_ids.tolist()]
+    with TargetModel(tiny_model, None, "tiny")._tapped(learner.taps) as found, torch.no_grad():
+        tiny_model(out)
+    for name, states in text.states.items():
+        torch.testing.assert_close(
+            states, found["last_hidden" if name == "last" else name][0, begin : begin + 12], atol=2e-4, rtol=2e-4
+        )
 
 
 @pytest.mark.parametrize(

@@ -19,7 +19,7 @@ from ..training.batch import Batch
 
 @dataclass
 class Text:
-    """A text, or the end of one whose beginning was cached, with the target's hidden states after each token.
+    """A text, or the end of one that is long or whose beginning was cached, with the target's hidden states after each token.
 
     Attributes:
         token_ids: int64 [n].
@@ -39,11 +39,23 @@ class Text:
 
 @dataclass
 class _Record:
-    """What has been seen of a running text: hidden states of its tokens from `start` on."""
+    """What is kept of a running text: hidden states of its tokens from `start` on."""
 
     start: int
     length: int = 0
     pieces: list[dict[str | int, torch.Tensor]] = field(default_factory=list)
+
+    def add(self, piece: dict[str | int, torch.Tensor], count: int, longest: int) -> None:
+        """Append the states of the next `count` tokens. As soon as there are twice `longest` tokens, only the newest `longest` are kept."""
+        self.pieces.append(piece)
+        self.length += count
+        if self.length >= 2 * longest:
+            self.pieces = [self.joined(slice(self.length - longest, None))]
+            self.start, self.length = self.start + self.length - longest, longest
+
+    def joined(self, part: slice) -> dict[str | int, torch.Tensor]:
+        """The states of a part of the tokens, in memory of their own."""
+        return {name: torch.cat([piece[name] for piece in self.pieces])[part].clone() for name in self.pieces[0]}
 
 
 class Recorder:
@@ -52,6 +64,8 @@ class Recorder:
     Args:
         taps: which hidden states.
     """
+
+    LONGEST = 1024  # newest tokens of a text that are kept: they bound the memory, and the time of a step of training
 
     def __init__(self, taps: Taps):
         self.taps = taps
@@ -72,8 +86,7 @@ class Recorder:
             record = self._records.get(seq.id)
             if record is None or record.start + record.length != end - own:  # a new text, or one that is read again
                 record = self._records[seq.id] = _Record(end - own)
-            record.pieces.append(piece)
-            record.length += count
+            record.add(piece, count, self.LONGEST)
 
     def _taken(self, output: PackedOutput, rows: np.ndarray) -> dict[str | int, torch.Tensor]:
         found: dict[str | int, torch.Tensor] = {index: output.layers[index] for index in self.taps.layers}
@@ -90,8 +103,8 @@ class Recorder:
         at = np.arange(record.start, record.start + record.length)
         tokens = np.asarray(seq.tokens, dtype=np.int64)
         at = at[at < len(tokens)]
-        states = {name: torch.cat([piece[name] for piece in record.pieces])[: len(at)] for name in record.pieces[0]}
-        return Text(tokens[at], at >= seq.prompt_length, states)
+        newest = slice(max(0, len(at) - self.LONGEST), len(at))
+        return Text(tokens[at[newest]], at[newest] >= seq.prompt_length, record.joined(newest))
 
 
 class LearntTexts:
