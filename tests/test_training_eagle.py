@@ -17,7 +17,9 @@ import hf_specdec
 from hf_specdec.candidate_generators.eagle import EagleGenerator
 from hf_specdec.candidate_generators.eagle3 import Eagle3Generator
 from hf_specdec.training import Batch, TrainingError, unrolled
+from hf_specdec.training.dflash import DFlashOptions, layers_config
 from hf_specdec.training.draft_layer import layer_config_for
+from hf_specdec.training.draft_model import DraftModelOptions, draft_config
 from hf_specdec.training.eagle3 import default_layers, most_frequent
 from hf_specdec.training.export import export_head
 
@@ -376,6 +378,21 @@ def test_layers_are_shaped_like_the_targets():
         64,
     )
     assert config.rope_parameters == {"rope_type": "default", "rope_theta": 5e5}
+
+
+def test_the_rotary_base_of_layers_of_several_kinds():
+    """As in Gemma 3: every new drafter gets that of the first kind."""
+    made = target()
+    made.config.rope_parameters = {
+        "full_attention": {"rope_type": "default", "rope_theta": 5e5},
+        "sliding_attention": {"rope_type": "default", "rope_theta": 1e4},
+    }
+    shapes = (
+        layer_config_for(made, None, 1),
+        draft_config(DraftModelOptions(), made),
+        layers_config(DFlashOptions(), made),
+    )
+    assert [each.rope_parameters["rope_theta"] for each in shapes] == [5e5] * 3
 
 
 @pytest.mark.parametrize("heads", [1, 2, 4])

@@ -18,7 +18,7 @@ from ..core.names import CACHE
 from ..core.output import Taps
 from .base import Exported, Guesses, HeadTrainer, StepLoss
 from .batch import Batch
-from .draft_layer import last_norm_scale, state_sizes
+from .draft_layer import last_norm_scale, rotary_base, state_sizes
 from .errors import TrainingError
 from .options import TrainingOptions, option
 from .registry import register
@@ -297,7 +297,6 @@ def target_layers(options: DFlashOptions, target: TargetModel) -> list[int]:
 def layers_config(options: DFlashOptions, target: TargetModel) -> Qwen3Config:
     """The configuration of the drafter's layers: Qwen3's, with the target's width, heads and positions."""
     theirs, width = target.config, target.hidden_size
-    rope = getattr(theirs, "rope_parameters", None) or {}
     heads = theirs.num_attention_heads
     config = Qwen3Config(
         vocab_size=target.vocab_size,
@@ -309,7 +308,7 @@ def layers_config(options: DFlashOptions, target: TargetModel) -> Qwen3Config:
         head_dim=getattr(theirs, "head_dim", None) or width // heads,
         max_position_embeddings=getattr(theirs, "max_position_embeddings", None) or 32768,
         rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
+        rope_parameters={"rope_type": "default", "rope_theta": rotary_base(theirs)},
         use_sliding_window=False,
         tie_word_embeddings=False,
     )

@@ -29,6 +29,13 @@ class Shapes(Plan):
         return self.shapes[canonical]
 
 
+def rotary_base(config: Any) -> float:
+    """The base of a target's rotary frequencies; if its kinds of layers have different ones, that of the first kind."""
+    rope = getattr(config, "rope_parameters", None) or {}
+    found = [each["rope_theta"] for each in (rope, *rope.values()) if isinstance(each, dict) and "rope_theta" in each]
+    return float(found[0]) if found else 10000.0
+
+
 def layer_config_for(
     target: TargetModel, intermediate_size: int | None, num_layers: int, num_key_value_heads: int | None = None
 ) -> LlamaConfig:
@@ -41,11 +48,9 @@ def layer_config_for(
     """
     config, width = target.config, target.hidden_size
     heads = config.num_attention_heads
-    rope = getattr(config, "rope_parameters", None) or {}
     shared = num_key_value_heads or getattr(config, "num_key_value_heads", None) or heads
     if heads % shared:
         raise TrainingError(f"--num-key-value-heads must divide the target's {heads} attention heads, not be {shared}.")
-    own = [each for each in (rope, *rope.values()) if isinstance(each, dict) and "rope_theta" in each]
     layers = LlamaConfig(
         hidden_size=width,
         intermediate_size=intermediate_size or getattr(config, "intermediate_size", None) or 4 * width,
@@ -57,7 +62,7 @@ def layer_config_for(
         max_position_embeddings=getattr(config, "max_position_embeddings", None) or 2048,
         rms_norm_eps=getattr(config, "rms_norm_eps", None) or 1e-6,
         vocab_size=target.vocab_size,
-        rope_parameters={"rope_type": "default", "rope_theta": float(own[0]["rope_theta"]) if own else 10000.0},
+        rope_parameters={"rope_type": "default", "rope_theta": rotary_base(config)},
     )
     attend_unrolled(layers)
     return layers

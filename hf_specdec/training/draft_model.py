@@ -12,6 +12,7 @@ from transformers import GenerationConfig, LlamaConfig, LlamaForCausalLM
 
 from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor
 from .batch import Batch
+from .draft_layer import rotary_base
 from .errors import TrainingError
 from .options import TrainingOptions, option
 from .registry import register
@@ -113,7 +114,6 @@ def draft_config(options: DraftModelOptions, target) -> LlamaConfig:
             f"A width of {width} does not divide into {heads} heads of an even size with {kv_heads} for keys and values: "
             "give --width, --num-heads and --num-kv-heads that do."
         )
-    rope = getattr(theirs, "rope_parameters", None) or {}
     return LlamaConfig(
         vocab_size=target.vocab_size,
         hidden_size=width,
@@ -124,7 +124,7 @@ def draft_config(options: DraftModelOptions, target) -> LlamaConfig:
         max_position_embeddings=getattr(theirs, "max_position_embeddings", None) or 2048,
         rms_norm_eps=1e-6,
         initializer_range=width**-0.5,
-        rope_parameters={"rope_type": "default", "rope_theta": rope.get("rope_theta", 10000.0)},
+        rope_parameters={"rope_type": "default", "rope_theta": rotary_base(theirs)},
         tie_word_embeddings=True,
         **special_tokens(target),
     )
