@@ -181,9 +181,12 @@ def test_heads_begin_as_the_target():
         assert all(torch.equal(guesses[:, :, k], choices) for k in range(HEADS))
 
 
-def test_mlp_speculator_begins_with_the_authors_scale():
-    made = trainer("mlp_speculator", target(), num_heads=HEADS, inner_dim=64)
+@pytest.mark.parametrize("asked", [True, False])
+def test_mlp_speculator_begins_with_the_authors_scale(caplog, asked):
+    """So does one that is wider than the target, whatever `from_target` says; the log says so."""
+    made = trainer("mlp_speculator", target(), num_heads=HEADS, inner_dim=64, from_target=asked)
     made.head = made.build(torch.ones(61, dtype=torch.long))
+    assert ("--inner-dim 64" in caplog.text) == asked
     for each in (*made.head.emb, *made.head.proj, *made.head.head):
         assert float(each.weight.detach().std()) == pytest.approx(1 / 8, rel=0.05)
 

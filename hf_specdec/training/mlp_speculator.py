@@ -5,6 +5,7 @@ The paper's stage 1 (ground truth) is a run on the data as it is; stage 2 (the t
 
 from __future__ import annotations
 
+import logging
 import math
 from dataclasses import dataclass
 
@@ -18,6 +19,8 @@ from .batch import Batch
 from .options import TrainingOptions, option
 from .registry import register
 from .teacher import Teacher
+
+logger = logging.getLogger(__name__)
 
 _CHILDREN = (4, 3, 2)  # children per depth of the tree proposed in config.json; 2 at further depths
 
@@ -33,7 +36,8 @@ class MLPSpeculatorOptions(TrainingOptions):
     tie_weights: bool = option(False, "all steps share their weights (but the first projection): a third of the size")
     scale_input: bool = option(True, "normalise the target's hidden state first")
     from_target: bool = option(
-        True, "embeddings and heads begin as the target's, along their main directions (off: at random)"
+        True,
+        "embeddings and heads begin as the target's, along their main directions (off, or wider than the target: at random)",
     )
     teacher_weight: float = option(0.0, "of the cross-entropy against the target's distribution", minimum=0)
     label_weight: float = option(1.0, "of the cross-entropy against the text's own tokens", minimum=0)
@@ -54,7 +58,7 @@ class MLPSpeculatorTrainer(HeadTrainer):
     head: SumSpeculator
 
     def build(self, token_counts: torch.Tensor) -> nn.Module:
-        """Matrices from N(0, 1 / inner), norms at 1 and 0; with `from_target`, tables initialised from the target's."""
+        """Matrices from N(0, 1 / inner), norms at 1 and 0; with `from_target`, tables from the target's, unless the head is wider."""
         options, target = self.options, self.target
         count, inner, vocab_size = options.num_heads, options.inner_dim or target.hidden_size, target.vocab_size
         num_own, num_projections = (1, min(count, 2)) if options.tie_weights else (count, count)
@@ -73,6 +77,11 @@ class MLPSpeculatorTrainer(HeadTrainer):
             nn.init.constant_(parameter, 1.0 if name.endswith("weight") else 0.0)
         if options.from_target and inner <= target.hidden_size:
             self._begin_as_target(speculator, inner)
+        elif options.from_target and options.init_from is None:
+            logger.warning(
+                "--from-target has no effect: with --inner-dim %d the head is wider than the target (%d), so that it begins at random.",
+                inner, target.hidden_size,
+            )  # fmt: skip
         self.num_guesses = count
         return speculator
 
