@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import pytest
@@ -163,6 +164,44 @@ def test_states_the_decoder_wrote_are_used(tmp_path):
     assert torch.allclose(files(samples, taps).last_hidden[:, :-1], fresh.last_hidden[:, :-1], atol=1e-5)
 
 
+def test_states_of_other_weights_are_not_used(tmp_path, data):
+    """The target's name stays the same while its weights, or its configuration, change."""
+    model = target()
+    samples = encode(read_rows(data), model.tokenizer, VOCAB, {EOS}, 100)[:2]
+    taps = Taps(last_hidden=True)
+    before = FeatureFiles(model, tmp_path, taps, samples)(samples, taps).last_hidden
+    with torch.no_grad():
+        model.lm_head.weight.add_(1)  # not tied to the embeddings
+        model.embed_tokens.weight.mul_(2)
+    after, fresh = (
+        FeatureFiles(model, tmp_path, taps, samples)(samples, taps).last_hidden,
+        FeatureSource(model)(samples, taps),
+    )
+    assert torch.allclose(after[fresh.present], fresh.last_hidden[fresh.present], atol=1e-6)
+    assert not torch.allclose(after, before, atol=1e-3)
+    known = FeatureFiles(model, tmp_path, taps, samples)
+    assert all(known._file(sample) for sample in samples)
+    model.config.rms_norm_eps *= 2
+    assert not any(FeatureFiles(model, tmp_path, taps, samples)._file(sample) for sample in samples)
+
+
+def test_states_the_decoder_wrote_before_the_weights_changed_are_not_used(tmp_path, caplog):
+    source = target()
+    source.model.save_pretrained(tmp_path / "model")
+    model = TargetModel(type(source.model).from_pretrained(tmp_path / "model"), source.tokenizer, "tiny")
+    config = {"method": "extract_hidden_states", "output_dir": str(tmp_path / "states")}
+    ids = torch.tensor([random_text(9)])
+    text = model.model.generate(ids, max_new_tokens=7, do_sample=False, speculative_config=config)[0]
+    rows = [{"prompt_ids": text[:9].tolist(), "answer_ids": text[9:].tolist(), "_where": ""}]
+    (sample,) = encode(rows, model.tokenizer, VOCAB, set(), 100)
+    taps = Taps(last_hidden=True)
+    assert FeatureFiles(model, tmp_path / "states", taps, [sample])._file(sample) is not None
+    later = time.time() + 60
+    os.utime(tmp_path / "model" / "model.safetensors", (later, later))
+    assert FeatureFiles(model, tmp_path / "states", taps, [sample])._file(sample) is None
+    assert "older than" in caplog.text
+
+
 def test_a_run_from_disk_is_a_run_on_the_fly(tmp_path, data):
     said: list[str] = []
     train("hydra", tmp_path / "fly", data)
@@ -193,6 +232,7 @@ def test_accumulated_batches_are_one_big_batch(tmp_path, data):
 
 WORKER = """
 import sys
+import time
 from pathlib import Path
 import torch
 torch.set_num_threads(1)

@@ -13,6 +13,7 @@ from safetensors import safe_open
 from safetensors.torch import save
 
 from ..core.output import Taps
+from ..model.options.fingerprints import fingerprints
 from .batch import Batch
 from .data import Sample
 from .order import collate
@@ -37,8 +38,9 @@ class FeatureFiles(FeatureSource):
     """Hidden states from files, written when a sample is first used.
 
     The files are those of the method `extract_hidden_states` (`hidden_states` [tokens, layers, H] in the target's dtype,
-    `token_ids` [tokens], metadata `layer_ids` and `model`), named by their content. Files written by that method
-    are found too. Runs of different methods can share a folder.
+    `token_ids` [tokens], metadata `layer_ids` and `model`), named by a hash of the text and of the target's weights and configuration.
+    Files written by that method are found too, unless they are older than the files of the target. Runs of different methods can share
+    a folder.
 
     Args:
         taps: the hidden states to keep.
@@ -54,6 +56,7 @@ class FeatureFiles(FeatureSource):
         self.layer_ids = [*sorted(taps.layers), target.num_layers]
         folder.mkdir(parents=True, exist_ok=True)
         self.model_name = str(target.model.config._name_or_path)
+        self._identity = _identity(target)
         self.known = self._found()
         itemsize = target.model.dtype.itemsize
         per_token = len(self.layer_ids) * target.hidden_size * itemsize
@@ -94,20 +97,28 @@ class FeatureFiles(FeatureSource):
         return self.known.get(self._key(sample.token_ids)) or self.known.get(self._key(sample.token_ids[:-1]))
 
     def _key(self, token_ids: np.ndarray) -> str:
-        content = f"{self.model_name}\0{self.layer_ids}\0".encode() + np.asarray(token_ids, dtype=np.int32).tobytes()
-        return hashlib.sha256(content).hexdigest()[:32]
+        content = f"{self.model_name}\0{self.layer_ids}\0".encode() + self._identity
+        return hashlib.sha256(content + np.asarray(token_ids, dtype=np.int32).tobytes()).hexdigest()[:32]
 
     def _found(self) -> dict[str, Path]:
         """Files of this target with these layers, by key. Files named by their key need not be opened."""
-        found = {}
+        found, num_old, changed = {}, 0, _changed(self.model_name)
         for path in self.folder.glob("*.safetensors"):
             if len(path.stem) == 32:
                 found[path.stem] = path
                 continue
             with safe_open(path, framework="pt") as file:
                 metadata = file.metadata() or {}
-                if metadata.get("model") == self.model_name and json.loads(metadata["layer_ids"]) == self.layer_ids:
+                if metadata.get("model") != self.model_name or json.loads(metadata["layer_ids"]) != self.layer_ids:
+                    continue
+                if path.stat().st_mtime < changed:
+                    num_old += 1
+                else:
                     found[self._key(file.get_tensor("token_ids").numpy())] = path
+        if num_old:
+            logger.warning(
+                "%s: %d files are older than the target in %s: not used.", self.folder, num_old, self.model_name
+            )
         return found
 
     def _write(self, samples: list[Sample]) -> None:
@@ -125,3 +136,17 @@ class FeatureFiles(FeatureSource):
             key = self._key(sample.token_ids)
             self.known[key] = path = self.folder / f"{key}.safetensors"
             write_whole(path, lambda file, content=content: file.write(content))
+
+
+def _identity(target: TargetModel) -> bytes:
+    """Equal for targets with equal weights and configurations: weights may change while the target's name stays the same."""
+    config = {key: value for key, value in target.config.to_dict().items() if key != "transformers_version"}
+    return json.dumps(config, sort_keys=True, default=str).encode() + b"".join(
+        fingerprints(list(target.model.parameters()))
+    )
+
+
+def _changed(name: str) -> float:
+    """When the weights or the configuration in the folder of a target were last written; 0 if its name is not that of a folder."""
+    files = [path for pattern in ("config.json", "*.safetensors", "*.bin") for path in Path(name).glob(pattern)]
+    return max((path.stat().st_mtime for path in files), default=0.0)
