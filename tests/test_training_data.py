@@ -255,15 +255,15 @@ def test_an_unfinished_file_is_gone_on_with(tmp_path, monkeypatch, temperature):
     rows = read_rows(write_rows(tmp_path / "data.jsonl", qa_rows(4) + qa_rows(4)))
     settings = Regeneration(**SHORT, temperature=temperature, seed=7)
     whole = regenerate(model, rows, tmp_path / "whole.jsonl", settings, quiet=True).read_bytes()
-    generate, calls = module._generate, []
+    answer, calls = module._answer, []
 
     def stopping(*args):
         calls.append(1)
         if len(calls) == 3:
             raise KeyboardInterrupt
-        return generate(*args)
+        return answer(*args)
 
-    monkeypatch.setattr(module, "_generate", stopping)
+    monkeypatch.setattr(module, "_answer", stopping)
     path = tmp_path / "parts.jsonl"
     with pytest.raises(KeyboardInterrupt):
         regenerate(model, rows, path, settings, quiet=True)
@@ -279,6 +279,21 @@ def test_an_unfinished_file_is_gone_on_with(tmp_path, monkeypatch, temperature):
         regenerate(model, rows, path, Regeneration(**SHORT, temperature=0.5, seed=7), quiet=True)
     with pytest.raises(TrainingError, match="not from --regenerate"):
         regenerate(model, rows, tmp_path / "data.jsonl", settings, quiet=True)
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.9])
+def test_answers_do_not_depend_on_the_batch(tmp_path, temperature):
+    """Although one prompt leaves less room than the others, and one occurs twice."""
+    model = target(max_position_embeddings=64)
+    lengths = (3, 40, 3, 60, 7)
+    rows = [{"prompt": words(random_text(length, seed=length))} for length in lengths]
+    read, found = read_rows(write_rows(tmp_path / "data.jsonl", rows)), []
+    for size in (1, 2, 5):
+        settings = Regeneration(max_new_tokens=40, batch_size=size, temperature=temperature)
+        path = regenerate(model, read, tmp_path / f"{size}.jsonl", settings, quiet=True)
+        found.append([row["answer_ids"] for row in answers(path)])
+    assert found[0] == found[1] == found[2] and max(map(len, found[0])) > 64 - 44
+    assert (found[0][0] == found[0][2]) == (not temperature)
 
 
 def test_prompts_without_room_are_left_out(tmp_path):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import json
 import os
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
@@ -34,7 +35,7 @@ class Regeneration:
         max_new_tokens: of an answer.
         temperature: 0: greedy.
         top_p: nucleus, with a temperature.
-        batch_size: conversations at a time. Answers do not depend on it, unless the target's positions run out in a batch.
+        batch_size: conversations at a time. Answers do not depend on it.
         prompt_tokens: for plain text, how many tokens of each piece are the prompt.
         speculative_config: the method that drafts; the answers do not depend on it.
         seed: of sampling.
@@ -60,6 +61,7 @@ class _Source:
     """A prompt or conversation that is being answered.
 
     Attributes:
+        copy: number of earlier sources that begin with the same prompt. Each copy is sampled with another seed.
         group, task: of its samples, see data.py.
         where: its place in the data, for errors.
         turns: a conversation's messages before each answer; None: the prompt is `prompt_ids`.
@@ -76,6 +78,7 @@ class _Source:
     prompt_ids: list[int] | None = None
     messages: list[dict[str, Any]] = field(default_factory=list)
     rows: list[dict[str, Any]] = field(default_factory=list)
+    copy: int = 0
 
     @property
     def num_turns(self) -> int:
@@ -98,8 +101,11 @@ def regenerate(
         TrainingError: a row has no prompt, the file was written with other settings, or the disk is full.
     """
     sources = [source for row in rows for source in _sources(row, target, settings)]
+    copies = Counter[str]()
     for number, source in enumerate(sources):
-        source.number = number
+        begins = json.dumps(source.prompt_ids if source.turns is None else source.turns[0])
+        source.number, source.copy = number, copies[begins]
+        copies[begins] += 1
     identity = {"target": target.name, "prompts": _fingerprint(sources), **settings.settings()}
     answers = _Answers(path, identity)
     done = answers.done
@@ -189,20 +195,25 @@ def _answer(sources: list[_Source], turn: int, target: TargetModel, settings: Re
         assert ids is not None
         if len(ids) + _SHORTEST <= limit:
             asked.append((source, ids))
-    if not asked:
-        return
-    answers = _generate(
-        [ids for _, ids in asked], min(settings.max_new_tokens, limit - max(len(i) for _, i in asked)), target, settings
-    )
-    for (source, ids), answer in zip(asked, answers, strict=True):
-        text = tokenizer.decode(answer, skip_special_tokens=True)
-        source.messages.append({"role": "assistant", "content": text})
-        known = {"prompt": tokenizer.decode(ids), "answer": text, "prompt_ids": ids, "answer_ids": answer}
-        source.rows.append({"source": source.number, "task": source.task, "group": source.group, **known})
+    # A prompt that leaves less room than the others is answered alone, because it would cut their answers short. Copies of a prompt are
+    # sampled one after another, because in one batch they would be told apart by their order there.
+    batches: dict[tuple[int, int | None], list[tuple[_Source, list[int]]]] = {}
+    for source, ids in asked:
+        has_room = len(ids) + settings.max_new_tokens <= limit
+        copy = source.copy if settings.temperature else 0
+        batches.setdefault((copy, None if has_room else source.number), []).append((source, ids))
+    for (copy, _), batch in batches.items():
+        room = min(settings.max_new_tokens, limit - max(len(ids) for _, ids in batch))
+        answers = _generate([ids for _, ids in batch], room, target, settings, settings.seed + copy)
+        for (source, ids), answer in zip(batch, answers, strict=True):
+            text = tokenizer.decode(answer, skip_special_tokens=True)
+            source.messages.append({"role": "assistant", "content": text})
+            known = {"prompt": tokenizer.decode(ids), "answer": text, "prompt_ids": ids, "answer_ids": answer}
+            source.rows.append({"source": source.number, "task": source.task, "group": source.group, **known})
 
 
 def _generate(
-    prompts: list[list[int]], max_new_tokens: int, target: TargetModel, settings: Regeneration
+    prompts: list[list[int]], max_new_tokens: int, target: TargetModel, settings: Regeneration, seed: int
 ) -> list[list[int]]:
     """The new tokens of each prompt, with the end token if one was generated."""
     width = max(map(len, prompts))
@@ -222,7 +233,7 @@ def _generate(
         do_sample=bool(settings.temperature),
         eos_token_id=sorted(target.end_tokens) or None,
         pad_token_id=next(iter(target.end_tokens), 0),
-        speculative_config={**settings.speculative_config, "seed": settings.seed},
+        speculative_config={**settings.speculative_config, "seed": seed},
         **sampling,
     )
     rows = output[:, width:].tolist()
