@@ -1,6 +1,7 @@
 """Heads that learn while they serve: what they learn from, what it costs, and that the text stays the target's."""
 
 import json
+import shutil
 import threading
 
 import pytest
@@ -8,11 +9,14 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from oracle import ragged
+from safetensors.torch import load_file, save_file
 
 import hf_specdec
 from hf_specdec import LLM, SamplingParams, SpeculativeConfigError, parse_config
+from hf_specdec.bundled import resolve_model
 from hf_specdec.candidate_generators.base import DrafterContext
 from hf_specdec.integration import get_decoder
+from hf_specdec.learning.folder import begin_learning
 from hf_specdec.learning.learner import Learner
 from hf_specdec.learning.texts import Recorder
 from hf_specdec.training.target import TargetModel
@@ -297,6 +301,24 @@ def test_other_heads_do_not_learn(tiny_model):
         tiny_model.generate(
             torch.tensor([[5, 6]]), max_new_tokens=2, speculative_config={"model": "tiny-medusa", "learn": True}
         )
+
+
+def test_errors_about_a_head_name_no_flag_of_the_command_line(tiny_model, tmp_path):
+    """They are those of `train --init-from`, which a learning head does not have."""
+    other = shutil.copytree(resolve_model("tiny-eagle3"), tmp_path / "other")
+    tensors = load_file(other / "model.safetensors")
+    tensors["lm_head.weight"] = tensors["lm_head.weight"][:1000].contiguous()
+    tensors["d2t"], tensors["t2d"] = torch.zeros(1000, dtype=torch.long), torch.zeros(4096, dtype=torch.bool)
+    for name, change in (("t2d", {}), ("hidden_norm", {"midlayer.hidden_norm.weight": None})):
+        save_file(
+            {key: each for key, each in (tensors | change).items() if each is not None}, other / "model.safetensors"
+        )
+        settings = json.loads((other / "config.json").read_text()) | {"draft_vocab_size": 1000}
+        (other / "config.json").write_text(json.dumps(settings))
+        config = parse_config({"method": "eagle3", "model": str(other), "learn": str(tmp_path / name)})
+        with pytest.raises(SpeculativeConfigError, match=f"cannot go on with .*{name}") as found:
+            begin_learning(config, tiny_model, str(other))
+        assert "--init-from" not in str(found.value) and str(found.value).count(str(other)) == 1
 
 
 def test_a_folder_with_the_state_of_another_head(tiny_model, tmp_path):

@@ -481,5 +481,5 @@ def test_a_head_that_does_not_fit_is_refused(tmp_path, data):
         train("medusa", tmp_path / "second", data, num_heads=5, own_lm_head=True, **begun)
     with pytest.raises(TrainingError, match=r"--init-from .*not a head of this shape and layout"):
         train("mlp_speculator", tmp_path / "third", data, **begun)
-    with pytest.raises(TrainingError, match=r"--init-from: .*nowhere"):
+    with pytest.raises(TrainingError, match=r"--init-from .*nowhere"):
         train("medusa", tmp_path / "fourth", data, init_from=str(tmp_path / "nowhere"), max_steps=1)

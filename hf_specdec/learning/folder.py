@@ -81,9 +81,7 @@ def begin_learning(config: HeadConfig, model: PreTrainedModel, begin: str | None
                 (folder / WORK).mkdir(parents=True, exist_ok=True)
                 export(trainer, folder, {"num_samples": 0, "num_tokens": 0, "step": 0})
         except TrainingError as error:
-            raise config.fail(
-                "learn", f"cannot go on with {source}: {str(error).removeprefix('--init-from ')}"
-            ) from error
+            raise config.fail("learn", f"cannot go on with {source}: {error}") from error
     return trainer
 
 

@@ -131,7 +131,7 @@ class HeadTrainer(ABC):
                 own.copy_(given)
             elif not torch.equal(own.to(given.dtype), given):
                 raise TrainingError(
-                    f"--init-from: {name} differs from this run's: the head is for another target or draft vocabulary."
+                    f"{name} differs from this run's: the head is for another target or draft vocabulary."
                 )
 
     def speculative_config(self) -> dict[str, Any]:

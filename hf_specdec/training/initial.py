@@ -17,7 +17,8 @@ def begin_as(trainer: HeadTrainer, name: str) -> None:
         name: bundled name, folder or Hub id; in the first of the trainer's formats.
 
     Raises:
-        TrainingError: the checkpoint does not exist, or a tensor is missing in one of the heads or differs in shape.
+        TrainingError: the checkpoint does not exist, or a tensor is missing in one of the heads or differs in shape. Callers add what
+            names the head: an option, or a key.
     """
     own = trainer.exported(trainer.formats[0]).tensors
     try:
@@ -26,19 +27,18 @@ def begin_as(trainer: HeadTrainer, name: str) -> None:
         if theirs != own.keys():
             missing, unknown = sorted(own.keys() - theirs), sorted(theirs - own.keys())
             raise TrainingError(
-                f"--init-from {name}: not a head of this shape and layout; it lacks {_some(missing)} and has "
-                f"{_some(unknown)} in addition. Give the options it was made with."
+                f"not a head of this shape and layout; it lacks {_some(missing)} and has {_some(unknown)} in addition. "
+                "Give the options it was made with."
             )
         tensors = {}
         for each, tensor in own.items():
             tensors[each] = checkpoint.tensor(each)
             if tensors[each].shape != tensor.shape:
                 raise TrainingError(
-                    f"--init-from {name}: {each} is {tuple(tensors[each].shape)} there and {tuple(tensor.shape)} by these "
-                    "options."
+                    f"{each} is {tuple(tensors[each].shape)} there and {tuple(tensor.shape)} by these options."
                 )
     except CheckpointError as error:
-        raise TrainingError(f"--init-from: {error}") from None
+        raise TrainingError(str(error)) from None
     trainer.take_over(tensors)
 
 

@@ -54,7 +54,7 @@ class Run:
         quiet: no progress bar.
 
     Raises:
-        TrainingError: the folder holds another run, or the disk is full.
+        TrainingError: the folder holds another run, the head of `init_from` cannot be used, or the disk is full.
     """
 
     def __init__(
@@ -91,7 +91,10 @@ class Run:
         seed_everything(options.seed)
         trainer.head = trainer.build(self._token_counts()).to(self.target.device).train()
         if options.init_from is not None:
-            begin_as(trainer, options.init_from)
+            try:
+                begin_as(trainer, options.init_from)
+            except TrainingError as error:
+                raise TrainingError(f"--init-from {options.init_from}: {error}") from None
         self.parameters = {name: p for name, p in trainer.head.named_parameters() if p.requires_grad}
         self._check_parameters()
         self.optimizer = torch.optim.AdamW(self._groups(), lr=options.learning_rate, betas=(0.9, 0.95))
