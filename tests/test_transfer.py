@@ -12,6 +12,7 @@ import pytest
 
 from hf_specdec import LLM, SamplingParams
 from hf_specdec.serve import proxy
+from hf_specdec.serve.nixl_link import NixlLink
 from hf_specdec.serve.transfer import Transfers
 
 METHODS = {
@@ -523,6 +524,9 @@ def test_messages_that_make_no_sense_are_ignored(pairs):
         '{"done": "x"}',
         '{"gone": "x"}',
         '{"want": 3, "from": 1, "first": "a"}',
+        '{"done": ["x"]}',
+        '{"offer": "x", "first": "a", "blocks": [], "digests": []}',
+        '{"something": "else"}',
     ):
         both.exchange.messages[both.producer.engine.transfers.link.name].append(message)
     assert both.finish() == both.of_one() and both.counts()["pulled"] == 1
@@ -534,6 +538,48 @@ def test_messages_that_make_no_sense_are_ignored(pairs):
     assert again.finish() == again.of_one()
     assert again.counts()["recomputed"] == 1
     assert_clean(both.producer, both.consumer)
+
+
+def test_an_error_of_ours_is_no_malformed_message(pairs, monkeypatch):
+    _, producer, _, exchange = pairs("none")
+    transfers = producer.engine.transfers
+
+    def broken(name):
+        raise ValueError("a bug of ours")
+
+    monkeypatch.setattr(transfers.producer, "done", broken)
+    exchange.messages[transfers.link.name].append('{"done": "x"}')
+    with pytest.raises(ValueError, match="a bug of ours"):
+        look(producer)
+
+
+@pytest.mark.parametrize("outcome", ["ERR", RuntimeError("NIXL_ERR_BACKEND"), "PROC"])
+def test_a_nixl_transfer_that_does_not_begin_is_released(outcome):
+    class Agent:
+        released = ()
+
+        def get_xfer_descs(self, pieces, kind):
+            return pieces
+
+        def initialize_xfer(self, *arguments):
+            return "handle"
+
+        def transfer(self, handle):
+            if isinstance(outcome, Exception):
+                raise outcome
+            return outcome
+
+        def release_xfer_handle(self, handle):
+            self.released += (handle,)
+
+    link = object.__new__(NixlLink)
+    link.agent, link.kind, link._peers = Agent(), "DRAM", {"peer": "name"}
+    if outcome == "PROC":
+        assert link.start("peer", [], "") == "handle" and not link.agent.released
+    else:
+        with pytest.raises(ConnectionError):
+            link.start("peer", [], "")
+        assert link.agent.released == ("handle",) and not link._peers
 
 
 # ---- the proxy ------------------------------------------------------------------------------------------------------

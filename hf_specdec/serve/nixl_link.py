@@ -41,6 +41,7 @@ class NixlLink:
 
     def start(self, peer: str, pieces: list[Piece], message: str) -> Any:
         """See Link."""
+        handle = None
         try:
             name = self._name_of(peer)
             here = self.agent.get_xfer_descs([(each.here, each.size, 0) for each in pieces], self.kind)
@@ -49,11 +50,12 @@ class NixlLink:
             if self.agent.transfer(handle) == "ERR":
                 raise ConnectionError("NIXL could not begin the transfer")
             return handle
-        except ConnectionError:
-            self._peers.pop(peer, None)
-            raise
         except Exception as error:  # NIXL's errors have no base class of their own
             self._peers.pop(peer, None)
+            if handle is not None:
+                self.agent.release_xfer_handle(handle)
+            if isinstance(error, ConnectionError):
+                raise
             raise ConnectionError(f"the prefill server cannot be reached ({type(error).__name__}: {error})") from error
 
     def is_done(self, handle: Any) -> bool:

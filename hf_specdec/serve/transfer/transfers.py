@@ -17,6 +17,13 @@ from .producer import Producer, Prompt
 
 logger = logging.getLogger(__name__)
 
+_FIELDS: dict[str, dict[str, type]] = {  # of the messages, by kind; the first is named after the kind
+    "done": {"done": str},
+    "want": {"want": str, "from": str, "first": int},
+    "offer": {"offer": str, "first": int, "blocks": list, "digests": list},
+    "gone": {"gone": str},
+}
+
 
 class Transfers:
     """The prompts that an engine reads and holds for others, and those that it pulls.
@@ -72,18 +79,17 @@ class Transfers:
 
     def _read(self, message: str) -> None:
         """Handle a message. A malformed one (from another version) is ignored: its sender waits a while, then reads the prompt itself."""
-        try:
-            found: dict[str, Any] = json.loads(message)
-            if "done" in found:
-                self.producer.done(found["done"])
-            elif "want" in found:
-                self.producer.wanted(found["want"], found["from"], found["first"])
-            elif "offer" in found:
-                self.consumer.offered(found["offer"], found["first"], found["blocks"], found["digests"])
-            elif "gone" in found:
-                self.consumer.refused(found["gone"])
-        except (ValueError, KeyError, TypeError) as error:
-            logger.warning("A message from another engine could not be handled (%s: %s).", type(error).__name__, error)
+        kind, values = _parsed(message)
+        if kind == "done":
+            self.producer.done(*values)
+        elif kind == "want":
+            self.producer.wanted(*values)
+        elif kind == "offer":
+            self.consumer.offered(*values)
+        elif kind == "gone":
+            self.consumer.refused(*values)
+        else:
+            logger.warning("A message from another engine is not understood: %.200s", message)
 
     @property
     def is_busy(self) -> bool:
@@ -99,3 +105,15 @@ class Transfers:
         """Free all held prompts, and stop all pulls."""
         self.producer.close()
         self.consumer.close()
+
+
+def _parsed(message: str) -> tuple[str | None, list[Any]]:
+    """The kind of a message, None if it is malformed, and the values of its fields."""
+    try:
+        found = json.loads(message)
+    except ValueError:
+        return None, []
+    for kind, fields in _FIELDS.items():
+        if isinstance(found, dict) and all(type(found.get(name)) is each for name, each in fields.items()):
+            return kind, [found[name] for name in fields]
+    return None, []
