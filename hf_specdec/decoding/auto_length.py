@@ -295,7 +295,9 @@ class AutoLength(DraftLengthPolicy):
             self.cost.observe_target(num_rows, packed, step.seconds - step.drafting_seconds)
             if self.cost.target:
                 plain, spent = self.cost.of_target(num_rows, np.array([num_rows, packed]))
-                if num_rows > 1:  # charge the measured time: the estimate's error would be too large for the account
+                # With several rows the estimate's error would be too large for the account: charge what the step took without
+                # drafting, whether that is more or less, but at most `OUTLIER` times the estimate.
+                if num_rows > 1:
                     spent = min(step.seconds - step.drafting_seconds, self.OUTLIER * spent)
                 spent += self.cost.of_drafting(depth, num_asked, backlog - unread)
                 progress = self._progress(step)

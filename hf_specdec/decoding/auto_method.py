@@ -108,7 +108,8 @@ class AutoMethod(AutoChoice):
         if self.cost.target:
             plain, spent = self.cost.of_target(num_rows, np.array([num_rows, packed]))
             spent += drafting + self.lookups.settle(asked.seconds, float(plain), self.num_steps)
-            # with several rows charge the measured time: the estimate's error would be too large for the account
+            # With several rows the estimate's error would be too large for the account: charge the time of the whole step where it is
+            # longer. It is never charged less than the estimate.
             if num_rows > 1:
                 spent = max(spent, step.seconds)
             progress = self._progress(step)
