@@ -122,15 +122,23 @@ def test_intersection_drafts_trees_and_text_does_not():
     target, drafter = tiny_llama(3, vocab_size=len(COARSE)), tiny_llama(4, vocab_size=len(FINE))
     inputs = ragged([6, 9, 3], vocab_size=len(COARSE))
     both = {"assistant_model": drafter, "tokenizer": COARSE, "assistant_tokenizer": FINE}
-    speculate(target, inputs, 20, {"branching_factors": [2, 2], "vocabulary_bridge": "intersection"}, **both)
-    with pytest.raises(hf_specdec.SpeculativeConfigError, match="branching_factors"):
-        speculate(target, inputs, 20, {"branching_factors": [2, 2], "vocabulary_bridge": "text"}, **both)
+    trees = [{"branching_factors": [2, 2]}, {"speculative_token_tree": [[0], [1], [0, 0]]}, {"top_k": 2}]
+    for tree in trees:
+        speculate(target, inputs, 20, {**tree, "vocabulary_bridge": "intersection"}, **both)
+    for tree in [*trees, {"total_tokens": 5}]:
+        key = "top_k" if "total_tokens" in tree else next(iter(tree))
+        with pytest.raises(hf_specdec.SpeculativeConfigError, match=rf"{key}.*'text', which drafts chains"):
+            speculate(target, inputs, 20, {**tree, "vocabulary_bridge": "text"}, **both)
     nothing = word_tokenizer(["x", "y", "z"])
     none_in_common = {
         "assistant_model": tiny_llama(5, vocab_size=4),
         "tokenizer": COARSE,
         "assistant_tokenizer": nothing,
     }
+    with pytest.raises(
+        hf_specdec.SpeculativeConfigError, match=r"top_k.*'text' \(chosen because .* few tokens in common"
+    ):
+        speculate(target, inputs, 5, {"top_k": 2}, **none_in_common)
     with pytest.raises(hf_specdec.SpeculativeConfigError, match="no token in common"):
         speculate(target, inputs, 5, {"vocabulary_bridge": "intersection"}, **none_in_common)
 

@@ -26,7 +26,7 @@ def make_bridge(config: DraftModelConfig, target: PackedModel, drafter: PackedMo
     """Choose how tokens are translated, by comparing tokenizers (vocabulary sizes may differ by padding).
 
     Raises:
-        SpeculativeConfigError: the vocabularies differ and cannot be bridged.
+        SpeculativeConfigError: the vocabularies differ and cannot be bridged, or only for chains while a tree is configured.
     """
     if drafter.model is target.model:
         return SharedVocabulary(target.vocab_size, target.vocab_size)
@@ -51,8 +51,13 @@ def make_bridge(config: DraftModelConfig, target: PackedModel, drafter: PackedMo
             len(pairs), len(ours), "the common tokens" if choice == "intersection" else "text",
         )  # fmt: skip
     if choice == "text":
-        if config.branching_factors is not None:
-            raise config.fail("branching_factors", "cannot be used with vocabulary_bridge 'text', which drafts chains.")
+        if config.tree_key is not None:
+            why = "" if config.vocabulary_bridge else " (chosen because the tokenizers have few tokens in common)"
+            raise config.fail(
+                config.tree_key,
+                f"cannot be used with vocabulary_bridge 'text'{why}, which drafts chains: leave the tree's keys out, or set "
+                "vocabulary_bridge to 'intersection'.",
+            )
         return TextBridge(ours, theirs, target, given)
     if not pairs:
         raise config.fail(

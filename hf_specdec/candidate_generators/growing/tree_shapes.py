@@ -272,6 +272,7 @@ class DynamicTree:
 
 TreeShape = TreeTemplate | DynamicTree
 _MOST_CANDIDATES = 2**20  # most nodes that a dynamic tree is chosen from
+_TREE_KEYS = ("branching_factors", "speculative_token_tree", "top_k")  # at most one may be given
 
 
 def has_too_many_nodes(widths: list[int]) -> bool:
@@ -331,9 +332,7 @@ class TreeDraftingConfig(SpeculativeConfig):
                     "depth", f"is {self.depth}, but num_speculative_tokens is {self.num_speculative_tokens}."
                 )
             self.num_speculative_tokens = self.depth
-        given = [
-            key for key in ("branching_factors", "speculative_token_tree", "top_k") if getattr(self, key) is not None
-        ]
+        given = [key for key in _TREE_KEYS if getattr(self, key) is not None]
         if len(given) > 1:
             raise self.fail(given[1], f"cannot be combined with {given[0]!r}: both give the tree's shape.")
         self._check_factors()
@@ -350,6 +349,11 @@ class TreeDraftingConfig(SpeculativeConfig):
         self._check_dynamic_tree()
         if self.draft_confidence_threshold is not None:
             self.check_number("draft_confidence_threshold", minimum=0.0, maximum=1.0)
+
+    @property
+    def tree_key(self) -> str | None:
+        """The key that gives the shape of a tree; None for chains."""
+        return next((key for key in _TREE_KEYS if getattr(self, key) is not None), None)
 
     def _check_factors(self) -> None:
         factors = self.branching_factors
