@@ -184,6 +184,7 @@ def test_defaults_and_round_trip():
             r"leaves nothing to continue",
         ),
         ({"mtp_strategy": "with_ngram", "branching_factors": [2, 1]}, r"continues chains"),
+        ({"mtp_strategy": "with_ngram", "total_tokens": 20}, r"continues chains"),
         ({"mtp_strategy": "with_ngram", "top_k": 2}, r"continues chains"),
         (
             {"mtp_strategy": "with_ngram", "prompt_lookup_min": 4, "prompt_lookup_max": 3},

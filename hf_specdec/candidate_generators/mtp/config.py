@@ -49,9 +49,7 @@ class MtpConfig(ProposedLengthConfig):
     def __post_init__(self) -> None:
         self.check_choice("mtp_strategy", MTP_STRATEGIES)
         self.check_int("num_model_steps", minimum=1, optional=True)
-        has_tree = any(
-            getattr(self, key) is not None for key in ("branching_factors", "speculative_token_tree", "top_k")
-        )
+        has_tree = self.tree_key is not None or self.total_tokens is not None
         if has_tree and self.continues_by_ngram:
             raise self.fail("mtp_strategy", "is 'with_ngram', which continues chains: leave the tree's keys out.")
         length_open = self.num_speculative_tokens is None and self.depth is None and not has_tree
