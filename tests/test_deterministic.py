@@ -235,6 +235,22 @@ def test_greedy_bf16_text_is_that_of_plain_decoding(bf16, tiny_tokenizer, name, 
     assert all(len(row) == NEW_TOKENS for row in rows) and accepted > 0
 
 
+@pytest.mark.parametrize(
+    "whole",
+    [
+        {"method": "hybrid", "first": METHODS["ngram"], "second": METHODS["early exit"]},
+        {"method": "per_request", "methods": [METHODS["early exit"]]},
+        {"method": "auto", "methods": [METHODS["early exit"]], "memory": False},
+    ],
+    ids=lambda whole: whole["method"],
+)
+def test_a_part_that_exits_early_leaves_the_targets_layers_as_they_are(bf16, tiny_tokenizer, whole):
+    """Without the native library, drafters pack their weights. These layers are the target's, too."""
+    model, prompts, (plain, _) = bf16
+    rows, accepted = decode(model, tiny_tokenizer, prompts[:1], {**whole, "native": False}, 1)
+    assert rows == plain[:1] and accepted > 0
+
+
 def test_it_costs_no_trace_of_the_model(bf16, tiny_tokenizer):
     """After the call, the model's own forward is the one it had."""
     model, prompts, _ = bf16

@@ -20,7 +20,7 @@ from .registry import generator_class, make_generator
 # Keys of the combined method that its parts inherit unless they set their own values.
 _COMMON = (
     "rejection_sample_method", "draft_sample_method", "block_size", "prefill_chunk_size", "prepack_weights", "cuda_graphs", "compile",
-    "native",
+    "native", "deterministic",
 )  # fmt: skip
 
 
