@@ -14,11 +14,12 @@ from test_lossless import bundled_prompts
 from torch.utils._python_dispatch import is_in_torch_dispatch_mode
 
 import hf_specdec
-from hf_specdec import SpeculativeConfigError
+from hf_specdec import DrafterContext, SpeculativeConfigError, integration
 from hf_specdec.core.dispatch_mode import ExclusiveMode
 from hf_specdec.core.errors import UnsupportedModel
 from hf_specdec.core.rows import RowInput
 from hf_specdec.kernels.invariant import reference as ops
+from hf_specdec.model import prepare as preparing
 from hf_specdec.model.architectures import reads_pages
 from hf_specdec.model.native.recording import Recorder
 from hf_specdec.model.options.invariant_ops import InvariantOps
@@ -249,6 +250,18 @@ def test_a_part_that_exits_early_leaves_the_targets_layers_as_they_are(bf16, tin
     model, prompts, (plain, _) = bf16
     rows, accepted = decode(model, tiny_tokenizer, prompts[:1], {**whole, "native": False}, 1)
     assert rows == plain[:1] and accepted > 0
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_on_gpus_a_drafter_that_exits_early_does_not_replace_the_targets_linears(monkeypatch, deterministic):
+    """In captured forwards, few rows take a kernel of our own, which the mode does not see and which adds in another order."""
+    replaced = []
+    monkeypatch.setattr(preparing, "uses_graphs", lambda wanted, packed: True)
+    monkeypatch.setattr(preparing, "few_row_linears", lambda model, **options: replaced.append(model))
+    model = families.make("Llama")
+    config = hf_specdec.parse_config({"method": "draft_model", "early_exit": 1, "deterministic": deterministic})
+    integration.generator_for(model, config, DrafterContext())
+    assert replaced == ([] if deterministic else [model, model])  # the target's, and the drafter's
 
 
 def test_it_costs_no_trace_of_the_model(bf16, tiny_tokenizer):

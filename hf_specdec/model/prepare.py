@@ -30,6 +30,7 @@ class ModelOptions:
         prepack_weights: keep a second copy of the weights, packed for the CPU's fastest product.
         cuda_graphs: run decoding steps as CUDA graphs.
         deterministic: give a token's logits the same bits whatever else is in the batch.
+        keep_linears: never replace the linear layers, because a deterministic model runs them, too.
         quantization: "wint8" or "wint4" weights in the linear layers; None: the model's own weights.
         owned: the model is ours, so quantized weights may replace its own. Otherwise they are swapped in while it is active.
         recurrent_states: "kept" or "replayed": what is kept of each draft by layers with a recurrent state. "auto": see
@@ -42,6 +43,7 @@ class ModelOptions:
     prepack_weights: bool | None = None
     cuda_graphs: bool | None = False
     deterministic: bool = False
+    keep_linears: bool = False
     quantization: str | None = None
     owned: bool = False
     compile: bool | None = False
@@ -77,7 +79,8 @@ def prepare(
             f"'recurrent_states' is for models with recurrent layers; {type(model).__name__} has none. Leave it out."
         )
     # Prepacked products depend on the number of rows, which determinism forbids; and they cannot be compiled.
-    wants_prepacked = False if options.deterministic or options.compile else options.prepack_weights
+    keeps_linears = options.deterministic or options.keep_linears
+    wants_prepacked = False if keeps_linears or options.compile else options.prepack_weights
     linears: Activated | None = None if options.quantization is not None else prepack(model, wants_prepacked)
     packed.with_native = options.native is not False
     tries_native = _wants_program(options) and can_try(packed)
@@ -100,11 +103,11 @@ def prepare(
     layers: Activated | None = _compiled_layers(packed) if options.compile else None
     if uses_graphs(options.cuda_graphs, packed):
         packed.graphs = GraphRunner(packed, by_lines=options.deterministic)
-        if not options.deterministic:
+        if not keeps_linears:
             left_out = architectures.decoder_layers(model) if options.compile else ()
             linears = few_row_linears(model, left_out=left_out)
-            if options.compile is None and options.quantization is None:
-                layers = layers_of(model, paged_attention_forward, RewrittenLayers)
+        if not options.deterministic and options.compile is None and options.quantization is None:
+            layers = layers_of(model, paged_attention_forward, RewrittenLayers)
     # Quantized weights come first, so that the options entered after them compute with these weights.
     packed.active_options = [each for each in (quantized, linears, layers) if each is not None]
     if tries_native and can_try(packed):

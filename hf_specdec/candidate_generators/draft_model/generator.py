@@ -42,8 +42,9 @@ class DraftModelGenerator(CachedGenerator):
         if config.early_exit is not None and config.early_exit >= target.config.num_hidden_layers:
             raise config.fail("early_exit", f"must be less than the target's {target.config.num_hidden_layers} layers.")
         options = ModelOptions(
-            # A target that drafts for itself shares its layers: while it is deterministic they must not be packed.
-            prepack_weights=False if config.deterministic and model is target.model else config.prepack_weights,
+            prepack_weights=config.prepack_weights,
+            # A target that drafts for itself shares its layers.
+            keep_linears=config.deterministic and model is target.model,
             cuda_graphs=config.cuda_graphs,
             quantization=config.quantization,
             owned=config.model is not None,
