@@ -248,7 +248,8 @@ def get_decoder(
         from .learning import located
 
         config = located(config, model)
-    decoder.config = decoder.generator.config = decoder.generator.with_checkpoint_defaults(config)
+    decoder.config = decoder.generator.with_checkpoint_defaults(config)
+    decoder.generator.use(decoder.config)
     return decoder
 
 

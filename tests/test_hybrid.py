@@ -134,6 +134,32 @@ def test_rejection_has_the_targets_distribution(strategy):
     assert_clean(model)
 
 
+def test_parts_draft_for_the_rule_of_each_call():
+    """A decoder is kept from call to call, whatever the rule."""
+    model = tiny_llama(vocab_size=7, initializer_range=0.2, pad_token_id=None, bos_token_id=None)
+    parts = {"first": NGRAM, "second": {"method": "draft_model", "early_exit": 1}}
+    ids = torch.tensor([[5, 6, 5, 6, 5]]).expand(64, -1)
+    arguments = {"max_new_tokens": 6, "do_sample": True, "top_k": 0, "return_dict_in_generate": True}
+
+    def accepted(rule):
+        config = {"method": "hybrid", **parts, "rejection_sample_method": rule, "seed": 1}
+        return model.generate(ids, **arguments, speculative_config=config).speculation["num_accepted_tokens"]
+
+    kept = [accepted(rule) for rule in ("coupled", "rejection", "coupled")]
+    integration.release(model)
+    assert kept == [kept[0], accepted("rejection"), kept[0]]
+    assert_clean(model)
+
+
+def test_synthetic_rule(model):
+    parts = {"first": NGRAM, "second": {"method": "draft_model", "early_exit": 1, "num_speculative_tokens": 5}}
+    config = {"method": "hybrid", **parts, "rejection_sample_method": "synthetic", "synthetic_acceptance_length": 6}
+    output = model.generate(
+        **ragged([9]), max_new_tokens=20, do_sample=True, speculative_config=config, return_dict_in_generate=True
+    )
+    assert output.speculation["num_accepted_tokens"] == output.speculation["num_draft_tokens"] > 0
+
+
 @pytest.mark.parametrize(
     ("values", "message"),
     [

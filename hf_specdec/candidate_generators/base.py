@@ -100,6 +100,10 @@ class CandidateGenerator(ABC):
         """A call's configuration, with defaults that come from the drafter's checkpoint (such as its draft length)."""
         return config
 
+    def use(self, config: SpeculativeConfig) -> None:
+        """Called before each call of `generate()`: its configuration may differ from the last one's in PER_CALL_KEYS."""
+        self.config = config
+
     @classmethod
     def create(
         cls, config: SpeculativeConfig, target: PackedModel, context: DrafterContext | None = None

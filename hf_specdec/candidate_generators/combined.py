@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 from typing import Any
 
 from ..cache import PagedStaticCache
@@ -19,7 +20,7 @@ from .registry import generator_class, make_generator
 
 # Keys of the combined method that its parts inherit unless they set their own values.
 _COMMON = (
-    "rejection_sample_method", "draft_sample_method", "block_size", "prefill_chunk_size", "prepack_weights", "cuda_graphs", "compile",
+    "draft_sample_method", "block_size", "prefill_chunk_size", "prepack_weights", "cuda_graphs", "compile",
     "native", "deterministic",
 )  # fmt: skip
 
@@ -44,11 +45,16 @@ def checked_part(whole: SpeculativeConfig, key: str, part: Any) -> dict[str, Any
 
 def with_common_keys(part: dict[str, Any], whole: SpeculativeConfig) -> SpeculativeConfig:
     """The configuration of a part, with common keys taken from the whole."""
-    shared = {name: getattr(whole, name) for name in _COMMON}
+    shared = {name: getattr(whole, name) for name in _COMMON} | {"rejection_sample_method": _rule_of_parts(whole)}
     learns = issubclass(generator_class(part["method"]).config_class, LookupCacheConfig)
     if learns and isinstance(whole, LookupCacheConfig) and whole.lookup_cache is not None:
         shared |= {"lookup_cache": whole.lookup_cache, "lookup_cache_mb": whole.lookup_cache_mb}
     return parse_config({**{key: value for key, value in shared.items() if value is not None}, **part})
+
+
+def _rule_of_parts(whole: SpeculativeConfig) -> str | None:
+    """The verification rule that parts draft for. Drafts for "synthetic", which needs keys of its own, are those for the default rule."""
+    return None if whole.rejection_sample_method == "synthetic" else whole.rejection_sample_method
 
 
 class CombinedGenerator(CandidateGenerator):
@@ -76,6 +82,14 @@ class CombinedGenerator(CandidateGenerator):
         for part in parts:
             self.taps = self.taps | part.taps
         self.taps_whole_text = any(part.needs_all_features for part in parts)
+
+    def use(self, config: SpeculativeConfig) -> None:
+        """Let all parts draft for the call's verification rule."""
+        super().use(config)
+        for part in self.parts:
+            own = copy.copy(part.config)
+            own.rejection_sample_method = _rule_of_parts(config)
+            part.use(own)
 
     def parts_of(self, seq: Sequence) -> list[CandidateGenerator]:
         """The parts that follow a sequence."""
