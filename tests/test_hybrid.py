@@ -169,6 +169,9 @@ def test_synthetic_rule(model):
         ({"first": NGRAM, "second": {"method": "ngrm"}}, "did you mean 'ngram'"),
         ({"first": NGRAM, "second": NGRAM, "strategy": "extended"}, "did you mean 'extend'"),
         ({"first": NGRAM, "second": NGRAM, "score_threshold": -1}, "at least 0"),
+        ({"first": {**NGRAM, "deterministic": True}, "second": NGRAM}, "'first'.* 'deterministic', .* move it there"),
+        ({"first": NGRAM, "second": {**NGRAM, "seed": 5}}, "'second'.* has 'seed', .* move it there"),
+        ({"first": NGRAM, "second": {"method": "eagle3", "model": "x", "learn": True}}, "'second'.* has 'learn'"),
     ],
 )
 def test_bad_configurations(values, message):

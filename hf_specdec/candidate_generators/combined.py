@@ -7,7 +7,7 @@ import copy
 from typing import Any
 
 from ..cache import PagedStaticCache
-from ..config import SpeculativeConfig
+from ..config import PER_CALL_KEYS, SpeculativeConfig
 from ..core.draft_trees import DraftTrees
 from ..core.outcome import StepOutcome
 from ..core.output import PackedOutput
@@ -23,24 +23,33 @@ _COMMON = (
     "draft_sample_method", "block_size", "prefill_chunk_size", "prepack_weights", "cuda_graphs", "compile",
     "native", "deterministic",
 )  # fmt: skip
+# Keys that act on the target or on whole steps, so that a part has no use for them.
+_OF_THE_WHOLE = (
+    *PER_CALL_KEYS, "deterministic", "target_quantization", "recurrent_states", "num_blocks", "max_model_len", "disable_by_batch_size",
+    "num_speculative_tokens_per_batch_size",
+)  # fmt: skip
 
 
 def checked_part(whole: SpeculativeConfig, key: str, part: Any) -> dict[str, Any]:
     """The configuration of one part, checked, as a dict.
 
     Raises:
-        SpeculativeConfigError: the configuration is wrong, or its method itself has parts.
+        SpeculativeConfigError: the configuration is wrong, its method itself has parts, or it has a key that a part cannot have.
     """
     config = parse_config(part)
     if issubclass(generator_class(config.method), CombinedGenerator):
         raise whole.fail(
             key, f"is {config.method!r}, which has parts itself: only drafters without parts can be combined."
         )
-    if config.target_quantization is not None:
+    given = config.to_dict()
+    for name in _OF_THE_WHOLE:
+        if name in given:
+            raise whole.fail(key, f"has {name!r}, which is a key of the {whole.method!r} itself: move it there.")
+    if given.get("learn"):
         raise whole.fail(
-            key, f"has 'target_quantization', which is a key of the {whole.method!r} itself: move it there."
+            key, "has 'learn', but only a head that drafts without other drafters can learn: leave it out."
         )
-    return config.to_dict()
+    return given
 
 
 def with_common_keys(part: dict[str, Any], whole: SpeculativeConfig) -> SpeculativeConfig:
