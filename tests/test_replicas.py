@@ -36,9 +36,52 @@ def test_without_ray_the_error_names_the_extra(capsys):
     assert "pip install 'hf-specdec[ray]'" in capsys.readouterr().err
 
 
-def test_flags_that_replicas_do_not_get_are_refused(capsys):
-    assert main(["serve", "tiny", "--replicas", "2", "--tokenizer", "x"]) == 2
-    assert "--replicas does not support --tokenizer" in capsys.readouterr().err
+@pytest.mark.parametrize("flag", ["--tokenizer", "--request-read-timeout", "--shutdown-timeout"])
+def test_flags_that_replicas_do_not_get_are_refused(flag, capsys):
+    assert main(["serve", "tiny", "--replicas", "2", flag, "5"]) == 2
+    assert f"--replicas does not support {flag}" in capsys.readouterr().err
+
+
+@pytest.fixture
+def replicas(monkeypatch):
+    """`hf_specdec.serve.ray`, where Ray is not installed with a stand-in for it."""
+    if not has_ray:
+        ray = {name: types.ModuleType(name) for name in ("ray", "ray.serve", "ray.exceptions")}
+        ray["ray"].serve, ray["ray.exceptions"].RayError = ray["ray.serve"], RuntimeError
+        for name, module in ray.items():
+            monkeypatch.setitem(sys.modules, name, module)
+    monkeypatch.delitem(sys.modules, "hf_specdec.serve.ray", raising=False)
+    yield importlib.import_module("hf_specdec.serve.ray")
+    sys.modules.pop("hf_specdec.serve.ray")
+
+
+def test_limits_reach_the_replicas(replicas, monkeypatch):
+    pytest.importorskip("fastapi")
+    from hf_specdec.serve.server import Limits
+
+    started = []
+    monkeypatch.setattr(replicas, "run", lambda arguments, *address: started.append(arguments))
+    limits = ["--max-body-bytes", "1000", "--sse-keep-alive-interval", "0", "--max-request-seconds", "5"]
+    engine = ["--max-model-len", "64", "--kv-cache-memory-bytes", "4000000", "--dtype", "float32"]
+    assert main(["serve", "tiny", "--replicas", "2", *limits, *engine]) == 0
+    (arguments,) = started
+
+    async def answer():
+        replica = replicas.Replica.__new__(replicas.Replica)
+        await replica.__init__(arguments)
+        scope = {
+            "type": "http",
+            "method": "POST",
+            "path": "/v1/completions",
+            "query_string": b"",
+            "headers": [],
+            "root_path": "",
+        }
+        return replica.server.limits, await replica.respond(scope, b"x" * 1001)
+
+    found, (status, _, _) = asyncio.run(answer())
+    assert status == 413
+    assert found == Limits(max_body_bytes=1000, keep_alive_seconds=0, answer_seconds=5)
 
 
 @pytest.fixture

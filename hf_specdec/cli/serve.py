@@ -25,6 +25,10 @@ The speculative configuration and the other requests change the speed, not the a
 a request's seed gives the same tokens every time. Flags have vLLM's names.
 """
 
+# Defaults of options that replicas refuse. argparse's default is None, which shows that an option is not given.
+_READ_SECONDS = 30.0
+_SHUTDOWN_SECONDS = 30.0
+
 
 def add_command(commands) -> argparse.ArgumentParser:
     """Register the subcommand."""
@@ -127,16 +131,16 @@ def _add_http_options(group: argparse._ArgumentGroup) -> None:
         help="seconds of silence after which a stream sends a comment (default: %(default)s; 0: never)",
     )  # fmt: skip
     group.add_argument(
-        "--request-read-timeout", type=float, default=30.0, metavar="S",
-        help="seconds for the headers of a request to arrive, and for its body (default: %(default)s)",
+        "--request-read-timeout", type=float, metavar="S",
+        help=f"seconds for the headers of a request to arrive, and for its body (default: {_READ_SECONDS})",
     )  # fmt: skip
     group.add_argument(
         "--max-request-seconds", type=positive_float, metavar="S",
         help="seconds for an answer, which then ends with what has been generated (default: no limit)",
     )  # fmt: skip
     group.add_argument(
-        "--shutdown-timeout", type=float, default=30.0, metavar="S",
-        help="seconds that running requests get to end after SIGTERM (default: %(default)s)",
+        "--shutdown-timeout", type=float, metavar="S",
+        help=f"seconds that running requests get to end after SIGTERM (default: {_SHUTDOWN_SECONDS})",
     )  # fmt: skip
 
 
@@ -154,12 +158,13 @@ def run(args: argparse.Namespace) -> int:
         return _run_replicas(args, transfer)
     limits = Limits(
         max_body_bytes=args.max_body_bytes, max_queued_requests=args.max_num_queued_reqs,
-        keep_alive_seconds=args.sse_keep_alive_interval, read_seconds=args.request_read_timeout,
-        answer_seconds=args.max_request_seconds,
+        keep_alive_seconds=args.sse_keep_alive_interval, answer_seconds=args.max_request_seconds,
+        read_seconds=_READ_SECONDS if args.request_read_timeout is None else args.request_read_timeout,
     )  # fmt: skip
     serve(
         args.model, args.served_model_name or [args.model], limits, host=args.host, port=args.port, api_keys=_api_keys(args),
-        allowed_origins=args.allowed_origins, shutdown_timeout=args.shutdown_timeout, tokenizer=args.tokenizer,
+        allowed_origins=args.allowed_origins, tokenizer=args.tokenizer,
+        shutdown_timeout=_SHUTDOWN_SECONDS if args.shutdown_timeout is None else args.shutdown_timeout,
         chat_template=_text_of(args.chat_template), response_template=_json_of(args.response_template),
         privacy=Privacy(args.private_requests, args.share_across_api_keys),
         on_ready=lambda url: print(f"Serving {args.model} on {url}", file=sys.stderr, flush=True),
@@ -225,6 +230,7 @@ def _run_replicas(args: argparse.Namespace, transfer: dict | None) -> int:
     unsupported = {
         "--chat-template": args.chat_template, "--response-template": args.response_template, "--tokenizer": args.tokenizer,
         "--allowed-origins": args.allowed_origins, "--max-num-queued-reqs": args.max_num_queued_reqs, "--kv-transfer-config": transfer,
+        "--request-read-timeout": args.request_read_timeout, "--shutdown-timeout": args.shutdown_timeout,
     }  # fmt: skip
     given = [name for name, value in unsupported.items() if value is not None]
     if given or len(args.served_model_name or []) > 1:
@@ -242,6 +248,7 @@ def _run_replicas(args: argparse.Namespace, transfer: dict | None) -> int:
         args.model, (args.served_model_name or [None])[0], args.replicas, num_cpus=0.5,
         num_gpus=args.tensor_parallel_size if on_gpus else 0, api_keys=_api_keys(args), llm=llm,
         private_requests=args.private_requests, share_across_api_keys=args.share_across_api_keys,
+        max_body_bytes=args.max_body_bytes, keep_alive_seconds=args.sse_keep_alive_interval, answer_seconds=args.max_request_seconds,
     )  # fmt: skip
     run(
         arguments, args.host, args.port,

@@ -49,6 +49,7 @@ class Arguments:
         max_ongoing_requests: maximum number of requests that a replica takes at a time; others wait in the ingress.
         api_keys: any of them is accepted on every path; None: no key is needed.
         private_requests, share_across_api_keys: see `Privacy`. Each replica learns for itself.
+        max_body_bytes, keep_alive_seconds, answer_seconds: see `Limits`.
         num_ingresses: number of ingress processes, which receive the requests.
         llm: further arguments of `LLM`.
     """
@@ -63,8 +64,20 @@ class Arguments:
     api_keys: list[str] | None = None
     private_requests: bool = False
     share_across_api_keys: bool = False
+    max_body_bytes: int = 16 << 20
+    keep_alive_seconds: float = 15.0
+    answer_seconds: float | None = None
     num_ingresses: int = 1
     llm: dict[str, Any] = field(default_factory=dict)
+
+    @property
+    def limits(self) -> Limits:
+        """What the ingress and the replicas refuse."""
+        return Limits(
+            max_body_bytes=self.max_body_bytes,
+            keep_alive_seconds=self.keep_alive_seconds,
+            answer_seconds=self.answer_seconds,
+        )
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Arguments:
@@ -99,7 +112,7 @@ class Replica:
         privacy.check(arguments.llm.get("speculative_config"), arguments.api_keys)
         self.llm = LLM(arguments.model, **arguments.llm)
         names = [arguments.served_model_name or arguments.model]
-        self.server = Server(self.llm.tokenizer, names, Limits(), privacy=privacy)
+        self.server = Server(self.llm.tokenizer, names, arguments.limits, privacy=privacy)
         self.server.start(self.llm, asyncio.get_running_loop())
         self.app = make_app(self.server, arguments.api_keys)
 
@@ -293,7 +306,7 @@ def application(arguments: Arguments) -> Any:
         serve.ingress(_make_ingress)(Ingress), name="Ingress", num_replicas=arguments.num_ingresses, ray_actor_options={"num_cpus": 0},
         max_ongoing_requests=4096,
     )  # fmt: skip
-    return ingresses.bind(replicas.bind(arguments), Limits())
+    return ingresses.bind(replicas.bind(arguments), arguments.limits)
 
 
 def run(arguments: Arguments, host: str = "127.0.0.1", port: int = 8000, on_ready: Any = lambda url: None) -> None:
