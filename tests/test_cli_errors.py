@@ -72,6 +72,24 @@ def test_files_that_begin_with_a_byte_order_mark(capsys, tmp_path):
     assert hf_specdec.parse_config("\ufeff" + NGRAM).method == "ngram"
 
 
+@pytest.mark.parametrize(
+    ("option", "content", "says"),
+    [
+        ("--response-template", b'{"a": ', "not JSON: Expecting value"),
+        ("--response-template", DEEP.encode(), "JSON that is nested too deeply"),
+        ("--response-template", b"[1]", "must be a JSON object"),
+        ("--response-template", b"\xff", "not UTF-8 text"),
+        ("--chat-template", b"\xff", "not UTF-8 text"),
+    ],
+)
+def test_a_template_that_cannot_be_read_is_named(capsys, tmp_path, option, content, says):
+    pytest.importorskip("fastapi")
+    file = tmp_path / "template"
+    file.write_bytes(content)
+    line = error_line(capsys, "serve", "tiny", option, str(file))
+    assert f"{option} {file}: {says}" in line
+
+
 def test_prompts_from_stdin_may_begin_with_one(monkeypatch):
     import io
 

@@ -165,7 +165,8 @@ def run(args: argparse.Namespace) -> int:
         args.model, args.served_model_name or [args.model], limits, host=args.host, port=args.port, api_keys=_api_keys(args),
         allowed_origins=args.allowed_origins, tokenizer=args.tokenizer,
         shutdown_timeout=_SHUTDOWN_SECONDS if args.shutdown_timeout is None else args.shutdown_timeout,
-        chat_template=_text_of(args.chat_template), response_template=_json_of(args.response_template),
+        chat_template=_text_of("--chat-template", args.chat_template),
+        response_template=_json_of("--response-template", args.response_template),
         privacy=Privacy(args.private_requests, args.share_across_api_keys),
         on_ready=lambda url: print(f"Serving {args.model} on {url}", file=sys.stderr, flush=True),
         speculative_config=args.speculative_config, kv_transfer_config=transfer, **_engine_arguments(args),
@@ -195,15 +196,38 @@ def _transfer_config(text: str | None) -> dict | None:
     return found
 
 
-def _text_of(file: str | None) -> str | None:
-    """The text of a file; None if no file is given."""
-    return None if file is None else Path(file).read_text(encoding="utf-8")
+def _text_of(option: str, file: str | None) -> str | None:
+    """The text of an option's file; None if no file is given.
+
+    Raises:
+        ValueError: the file is not text.
+    """
+    if file is None:
+        return None
+    try:
+        return Path(file).read_text(encoding="utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise ValueError(f"{option} {file}: not UTF-8 text ({error}).") from None
 
 
-def _json_of(file: str | None) -> dict | None:
-    """The value of a JSON file; None if no file is given."""
-    text = _text_of(file)
-    return None if text is None else json.loads(text)
+def _json_of(option: str, file: str | None) -> dict | None:
+    """The JSON object in an option's file; None if no file is given.
+
+    Raises:
+        ValueError: the file is not JSON, or not an object.
+    """
+    text = _text_of(option, file)
+    if text is None:
+        return None
+    try:
+        value = json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{option} {file}: not JSON: {error}.") from None
+    except RecursionError:
+        raise ValueError(f"{option} {file}: JSON that is nested too deeply.") from None
+    if not isinstance(value, dict):
+        raise ValueError(f"{option} {file}: must be a JSON object, not {type(value).__name__}.")
+    return value
 
 
 def _api_keys(args: argparse.Namespace) -> list[str] | None:
