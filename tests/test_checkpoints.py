@@ -3,6 +3,7 @@
 import json
 import os
 import pickle
+import shutil
 import subprocess
 import sys
 
@@ -14,6 +15,7 @@ from torch import nn
 
 import hf_specdec
 from hf_specdec import SpeculativeConfigError, parse_config
+from hf_specdec.candidate_generators.checkpoints import files
 from hf_specdec.candidate_generators.checkpoints.files import (
     Checkpoint,
     CheckpointError,
@@ -164,6 +166,41 @@ def test_only_the_wanted_shards_are_opened(tmp_path):
     assert checkpoint.names() == ["mtp.fc.weight"]
     with pytest.raises(CheckpointError, match=r"a.safetensors cannot be read"):
         open_checkpoint(str(folder)).names()
+
+
+INDEX = json.dumps({"weight_map": dict.fromkeys(eagle_tensors(), "b.bin")})
+
+
+@pytest.mark.parametrize(
+    ("stored", "fetched"),
+    [
+        (["model.safetensors", "pytorch_model.bin"], ["model.safetensors"]),
+        (["head.pth"], ["head.pth"]),
+        (["training_args.bin", "head.pt"], ["head.pt", "training_args.bin"]),
+        (["b.bin", "other.bin", "pytorch_model.bin.index.json"], ["b.bin", "pytorch_model.bin.index.json"]),
+    ],
+    ids=lambda names: names[0],
+)
+def test_only_the_files_that_are_read_are_downloaded(monkeypatch, tmp_path, stored, fetched):
+    hub, cache = tmp_path / "hub", tmp_path / "cache"
+    cache.mkdir()
+    for file in stored:
+        if file.endswith(".json"):
+            (hub / file).write_text(INDEX)
+        else:
+            write(hub, file=file)
+
+    def download(repo, allow_patterns, **options):
+        for path in hub.iterdir():
+            if any(path.match(pattern) for pattern in allow_patterns):
+                shutil.copy(path, cache)
+        return str(cache)
+
+    monkeypatch.setattr(files, "snapshot_download", download)
+    monkeypatch.setattr(files, "hf_hub_download", lambda repo, file, **options: download(repo, [file]))
+    checkpoint = open_checkpoint("someone/head")
+    assert checkpoint.shape("fc.weight") == (H, 2 * H)
+    assert sorted(path.name for path in cache.iterdir()) == sorted([*fetched, "config.json"])
 
 
 def test_nothing_is_filled_before_everything_fits(tmp_path):

@@ -22,7 +22,8 @@ from ...bundled import resolve_model
 from ...config import SpeculativeConfigError, nearest_hint
 
 _INDEXES = ("model.safetensors.index.json", "pytorch_model.bin.index.json")
-_PICKLES = (".bin", ".pt", ".pth")
+_SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")  # of weight files; those of the first kind that is there are read
+_NO_WEIGHTS = ("training_args", "optimizer", "scheduler")  # what trainers store beside the weights
 _WRAPPED = "module."  # prefix of all names in files saved from a DistributedDataParallel
 _PLAIN_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Left in files by trainers; drafting does not use them.
@@ -108,23 +109,24 @@ class Checkpoint:
                     out[name] = path
         if not out:
             raise self.error(
-                "holds no weights: looked for *.safetensors, *.bin and *.pt"
+                "holds no weights: looked for *.safetensors, *.bin, *.pt and *.pth"
                 + (" with tensors of the drafter." if self.wanted else ".")
             )
         return out
 
+    @property
+    def index(self) -> str | None:
+        """The name of its index; None if it is not sharded."""
+        return next((index for index in _INDEXES if (self.folder / index).is_file()), None)
+
+    def unsharded(self, suffix: str) -> list[Path]:
+        """The weight files of one kind, if there is no index."""
+        return sorted(path for path in self.folder.glob(f"*{suffix}") if path.stem not in _NO_WEIGHTS)
+
     def _weight_files(self) -> list[Path]:
-        for index in _INDEXES:
-            path = self.folder / index
-            if path.is_file():
-                return [self.folder / shard for shard in self.shards(index)]
-        for suffix in (".safetensors", *_PICKLES):
-            found = sorted(
-                p for p in self.folder.glob(f"*{suffix}") if p.stem not in ("training_args", "optimizer", "scheduler")
-            )
-            if found:
-                return found
-        return []
+        if self.index is not None:
+            return [self.folder / shard for shard in self.shards(self.index)]
+        return next(filter(None, map(self.unsharded, _SUFFIXES)), [])
 
     def _names_in(self, path: Path) -> list[str]:
         """The tensors' names in a file, without the prefix of a wrapper."""
@@ -224,20 +226,25 @@ def open_checkpoint(
         return Checkpoint(path, name, wanted)
     try:
         folder = snapshot_download(path, revision=revision, token=token, allow_patterns=["*.json"])
-        patterns = ["*.safetensors", "*.bin", "*.pt"]
-        for index in _INDEXES:
-            if wanted is not None and os.path.isfile(os.path.join(folder, index)):
-                for shard in Checkpoint(folder, name, wanted).shards(index):
-                    hf_hub_download(path, shard, revision=revision, token=token)
-                return Checkpoint(folder, name, wanted)
-        folder = snapshot_download(path, revision=revision, token=token, allow_patterns=["*.json", *patterns])
+        checkpoint = Checkpoint(folder, name, wanted)
+        commit = os.path.basename(folder)  # the branch may move on between two calls
+        index = checkpoint.index
+        if index is not None:
+            for shard in checkpoint.shards(index):
+                hf_hub_download(path, shard, revision=commit, token=token)
+            return checkpoint
+        # One kind after the other, because a repository may hold the same weights in several.
+        for suffix in _SUFFIXES:
+            snapshot_download(path, revision=commit, token=token, allow_patterns=[f"*{suffix}"])
+            if checkpoint.unsharded(suffix):
+                break
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         first_line = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise CheckpointError(
             f"Draft checkpoint {name!r} is neither a bundled name nor a folder, and the Hub (or its cache) did not provide it: "
             f"{first_line}"
         ) from error
-    return Checkpoint(folder, name, wanted)
+    return checkpoint
 
 
 def _unwrapped(names: Iterable[str]) -> list[str]:
