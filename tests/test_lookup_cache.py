@@ -19,6 +19,7 @@ from safetensors.numpy import load_file, save_file
 
 import hf_specdec
 from hf_specdec import LLM, SamplingParams, integration, parse_config
+from hf_specdec.candidate_generators import lookup_cache
 from hf_specdec.candidate_generators import spaces as spaces_module
 from hf_specdec.candidate_generators.lookup_cache import LookupCache
 from hf_specdec.candidate_generators.spaces import Spaces
@@ -375,6 +376,33 @@ def test_a_file_of_another_vocabulary_is_left_as_it_is(make, tmp_path, caplog):
         hf_specdec.release(other)
     assert sum("of another model" in each.message for each in caplog.records) == 1
     assert files_of(tmp_path) == before
+
+
+@pytest.mark.parametrize(
+    ("written_by", "is_replaced", "says"),
+    [
+        ("an earlier release", True, "of an earlier release"),
+        ("a later release", False, "of a later release"),
+        ("somebody else", False, "of another model"),
+    ],
+)
+def test_a_file_in_another_format(tmp_path, caplog, monkeypatch, written_by, is_replaced, says):
+    monkeypatch.setattr(lookup_cache, "FORMAT", 7)
+    path, state = tmp_path / "x.safetensors", {"a": {"ids": np.arange(3)}}
+    header = {"owner": "me", "spaces": '["a"]'}
+    formats = {"an earlier release": {"format": "6"}, "a later release": {"format": "8"}, "somebody else": {}}
+    save_file({"0/ids": np.zeros(2, dtype=np.int64)}, path, header | formats[written_by])
+    before, loaded = path.read_bytes(), []
+    cache = LookupCache(path, "me", 1000)
+    with caplog.at_level(logging.INFO):
+        cache.follow(cache, loaded.append, lambda: state)
+    cache.changed = True
+    cache.save()
+    assert not loaded and [says in each.message for each in caplog.records] == [True]
+    assert (path.read_bytes() != before) == is_replaced
+    if is_replaced:
+        LookupCache(path, "me", 1000).follow(cache, loaded.append, lambda: state)
+        assert loaded[0]["a"]["ids"].tolist() == [0, 1, 2]
 
 
 def test_other_numbers_of_successors(make, plain, tmp_path):

@@ -23,7 +23,7 @@ from ..model.packed_model import PackedModel
 
 logger = logging.getLogger(__name__)
 
-FORMAT = "1"
+FORMAT = 1  # of the files; raise it when a release cannot read what earlier ones wrote
 EVERY = 30.0  # least seconds between two writes
 SHARE = 0.005  # the share of the time that writing may take
 State = dict[str, dict[str, np.ndarray]]  # space → name → integers
@@ -54,8 +54,8 @@ class LookupCacheConfig(SpeculativeConfig):
 class LookupCache:
     """A file of one method's tables. It holds token ids of users' prompts and answers, so only its owner may read it.
 
-    A file that cannot be used is passed over with a warning, since it affects only speed. A file of another tokenizer is left as it
-    is; a broken file is replaced.
+    A file that cannot be used is passed over with a warning, since it affects only speed. A file of another tokenizer or of a
+    later release is left as it is; a broken file, or one of an earlier release, is replaced.
 
     Args:
         path: the file.
@@ -106,11 +106,7 @@ class LookupCache:
         try:
             with safe_open(self.path, framework="numpy") as file:
                 about = file.metadata() or {}
-                if (about.get("format"), about.get("owner")) != (FORMAT, self.owner):
-                    logger.warning(
-                        "lookup_cache: %s is of another model or format: it is neither used nor changed.", self.path
-                    )
-                    self.writes = False
+                if not self._is_readable(about):
                     return
                 state: State = {space: {} for space in json.loads(about["spaces"])}
                 for key in file.keys():  # noqa: SIM118 - it is not a dict
@@ -121,6 +117,22 @@ class LookupCache:
             return
         except (SafetensorError, OSError, ValueError, KeyError, IndexError, TypeError, AttributeError) as error:
             logger.warning("lookup_cache: %s cannot be used (%r); learning starts anew.", self.path, error)
+
+    def _is_readable(self, about: dict[str, str]) -> bool:
+        """Whether the file can be loaded, by its metadata. If not, one line says why, and whether it will be replaced."""
+        form = about.get("format", "")
+        number = int(form) if form.isdecimal() else None
+        if number is None or about.get("owner") != self.owner:
+            whose = "another model"
+        elif number > FORMAT:
+            whose = "a later release"
+        else:
+            if number < FORMAT:
+                logger.warning("lookup_cache: %s is of an earlier release: learning starts anew.", self.path)
+            return number == FORMAT
+        logger.warning("lookup_cache: %s is of %s: it is neither used nor changed.", self.path, whose)
+        self.writes = False
+        return False
 
     def save(self) -> None:
         """Write the tables if they have changed."""
@@ -144,7 +156,7 @@ class LookupCache:
             for index, space in enumerate(spaces)
             for name, each in state[space].items()
         }
-        content = save(tensors, {"format": FORMAT, "owner": self.owner, "spaces": json.dumps(spaces)})
+        content = save(tensors, {"format": str(FORMAT), "owner": self.owner, "spaces": json.dumps(spaces)})
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)
         # readable by its owner only
         handle, unfinished = tempfile.mkstemp(".partial", self.path.name + ".", self.path.parent)
