@@ -55,7 +55,7 @@ class AssistedDrafter(TransformersCandidateGenerator):
     """
 
     def __init__(self, generator: CandidateGenerator):
-        generator.verifies_chains_only = True
+        generator.verify_chains_only()
         self.generator = generator
         self.sequence: Sequence | None = None
         self.features: dict[Any, torch.Tensor] = {}

@@ -87,6 +87,17 @@ def test_processors_and_eos(model, config):
     assert torch.equal(output[:, : plain.shape[1]], plain)
 
 
+def test_parts_do_not_draft_trees_of_which_one_path_is_verified(model):
+    parts = {"first": {"method": "ngram"}, "second": {"method": "token_recycling"}}
+    inputs, drafts = ragged([20]), []
+    with hf_specdec.assisted_loop(model, {"method": "hybrid", **parts}) as drafter:
+        propose = drafter.generator.propose
+        drafter.generator.propose = lambda *args: drafts.append(propose(*args)) or drafts[-1]
+        model.generate(**inputs, max_new_tokens=40, prompt_lookup_num_tokens=1)
+    assert any(draft.num_nodes for draft in drafts)
+    assert all(draft.depths[0, : draft.lengths[0]].tolist() == list(range(1, draft.lengths[0] + 1)) for draft in drafts)
+
+
 def test_text_that_outgrows_the_room_first_given(configs):
     model = tiny_llama(max_position_embeddings=1024)
     inputs = ragged([2])

@@ -87,7 +87,7 @@ class CandidateGenerator(ABC):
     continues_drafts: ClassVar[bool] = False  # whether `continue_drafts` is implemented
     taps: Taps = Taps()
     may_miss_steps: ClassVar[bool] = False  # whether `observe` may be skipped: the drafter then only learns less
-    verifies_chains_only: bool = False  # True in loops that verify only the first path of a tree
+    verifies_chains_only: bool = False  # see `verify_chains_only`
     outlives_texts: bool = False  # see `outlive_texts`
     kept: LookupCache | None = None  # the file that keeps what was learnt from texts
     taps_whole_text: bool = True  # whether tapped features of every token are needed, not only the newest
@@ -168,6 +168,10 @@ class CandidateGenerator(ABC):
     def warm_up(self, row: RowInput, output: PackedOutput) -> None:
         """Allocate the pools of `moved_caches` by reading a row of one token, given the target's output for it. The row's slot is
         reserved."""
+
+    def verify_chains_only(self) -> None:
+        """Called once: the loop verifies only the first path of a tree, so other nodes cost time and bring nothing."""
+        self.verifies_chains_only = True
 
     def outlive_texts(self) -> None:
         """Called once: from now on, keep the prefixes of texts that have ended, because later texts may share them."""

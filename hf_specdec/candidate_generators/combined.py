@@ -140,6 +140,12 @@ class CombinedGenerator(CandidateGenerator):
         for part in self.parts:
             part.warm_up(row, output)
 
+    def verify_chains_only(self) -> None:
+        """Let all parts draft chains."""
+        super().verify_chains_only()
+        for part in self.parts:
+            part.verify_chains_only()
+
     def outlive_texts(self) -> None:
         """Let all parts keep prefixes of texts that have ended."""
         for part in self.parts:
