@@ -10,11 +10,11 @@ import sys
 import pytest
 import torch
 from oracle import assert_clean, ragged, tiny_llama
-from safetensors.torch import save_file
+from safetensors.torch import load_file, save_file
 from torch import nn
 
 import hf_specdec
-from hf_specdec import SpeculativeConfigError, parse_config
+from hf_specdec import SpeculativeConfigError, integration, parse_config
 from hf_specdec.candidate_generators.checkpoints import files
 from hf_specdec.candidate_generators.checkpoints.files import (
     Checkpoint,
@@ -231,6 +231,32 @@ def test_another_head_in_the_same_folder_is_seen(tmp_path):
     write(folder, medusa, {"medusa_num_heads": 1})
     os.utime(folder / "model.safetensors", (2e9, 2e9))  # file systems with coarse clocks
     assert parse_config({"model": str(folder)}).method == "medusa"
+
+
+@pytest.mark.parametrize("method", ["eagle", "draft_model"])
+def test_retrained_weights_in_the_same_folder_are_loaded(tmp_path, method):
+    """While a decoder with the old ones is kept. Two configurations share weights that are the same."""
+    model, decoders = tiny_llama(), []
+    if method == "eagle":
+        folder = write(tmp_path / "head")
+    else:
+        folder = tmp_path / "drafter"
+        tiny_llama(seed=1).save_pretrained(folder)
+
+    def drafter(num_tokens):
+        config = parse_config({"method": method, "model": str(folder), "num_speculative_tokens": num_tokens})
+        decoders.append(integration.get_decoder(model, config))
+        return decoders[-1].generator.modules()[0]
+
+    before = drafter(2)
+    assert drafter(3) is before
+    file = folder / "model.safetensors"
+    save_file({name: value + 1 for name, value in load_file(file).items()}, tmp_path / "new", {"format": "pt"})
+    os.replace(tmp_path / "new", file)
+    os.utime(file, (1e9, 1e9))  # an older time, as of a copy that keeps it
+    after = drafter(4).state_dict()
+    assert all(torch.equal(after[name], value + 1) for name, value in before.state_dict().items())
+    hf_specdec.release(model)
 
 
 def test_an_unknown_format_says_what_was_tried(tmp_path):

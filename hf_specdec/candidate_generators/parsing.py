@@ -8,9 +8,8 @@ import logging
 import os
 from typing import Any
 
-from ..bundled import resolve_model
 from ..config import SpeculativeConfig, SpeculativeConfigError, nearest_hint
-from .checkpoints.files import infer_format, open_checkpoint
+from .checkpoints.files import infer_format, open_checkpoint, versions_of
 from .pasted import IGNORED_KEYS, METHOD_NAMES, renamed_method, translated
 from .registry import available_methods, broken_method, discover, imported_method
 
@@ -63,14 +62,12 @@ def infer_method(model: str, revision: str | None = None, token: str | None = No
     Raises:
         CheckpointError: it cannot be opened, or its format is unknown.
     """
-    folder = resolve_model(model)
-    written = max((entry.stat().st_mtime_ns for entry in os.scandir(folder)), default=0) if os.path.isdir(folder) else 0
-    return _infer_method(model, revision, token, written)
+    return _infer_method(model, revision, token, versions_of(model))
 
 
 @functools.lru_cache(maxsize=64)
-def _infer_method(model: str, revision: str | None, token: str | None, written: int) -> str:
-    """`written` is the time of the folder's newest file. It is part of the cache's key, so a new head in the same folder is read anew."""
+def _infer_method(model: str, revision: str | None, token: str | None, versions: tuple) -> str:
+    """`versions`: of the checkpoint's files. It is only a part of the cache's key."""
     discover()
     form = infer_format(open_checkpoint(model, revision, token))
     logger.info("%s: method %r, inferred from its format: %s.", model, form.method, form.name)

@@ -247,6 +247,19 @@ def open_checkpoint(
     return checkpoint
 
 
+def versions_of(name: str) -> tuple[tuple[str, int, int], ...]:
+    """Name, time and size of each file in a checkpoint's folder, for the keys of what is loaded once: a new checkpoint in the same
+    folder is then loaded anew. Empty for a Hub id.
+    """
+    folder = resolve_model(name)
+    if not os.path.isdir(folder):
+        return ()
+    with os.scandir(folder) as entries:
+        return tuple(
+            sorted((each.name, each.stat().st_mtime_ns, each.stat().st_size) for each in entries if each.is_file())
+        )
+
+
 def _unwrapped(names: Iterable[str]) -> list[str]:
     names = list(names)
     return (

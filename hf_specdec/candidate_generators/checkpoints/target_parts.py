@@ -19,7 +19,7 @@ from ...model.options.quantized import quantizes_natively
 from ...model.packed_model import PackedModel
 from ...model.sharding import whole
 from ..growing.tree_shapes import TreeDraftingConfig
-from .files import Checkpoint, open_checkpoint
+from .files import Checkpoint, open_checkpoint, versions_of
 
 Loaded = TypeVar("Loaded")
 _loaded = weakref.WeakKeyDictionary[nn.Module, "weakref.WeakValueDictionary[tuple, Any]"]()
@@ -77,6 +77,7 @@ def load_once(config: HeadConfig, target: PackedModel, load: Callable[[], Loaded
         config.method,
         config.model,
         config.revision,
+        config.model and versions_of(config.model),
         config.quantization and (config.quantization, quantizes_natively(config)),
         target.model.dtype,
         target.device,

@@ -12,7 +12,7 @@ from ...bundled import resolve_model
 from ...model.options.quantized import quantizes_natively
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext
-from ..checkpoints.files import Checkpoint, register_format
+from ..checkpoints.files import Checkpoint, register_format, versions_of
 from .config import DraftModelConfig
 
 
@@ -52,7 +52,7 @@ def load_drafter(config: DraftModelConfig, target: PackedModel, context: Drafter
 
         sharding["distributed_config"] = DistributedConfig(tp_size=shards)
     quantization = config.quantization and (config.quantization, quantizes_natively(config))
-    key = (name, config.revision, quantization, target.model.dtype, target.device, len(sharding))
+    key = (name, versions_of(name), config.revision, quantization, target.model.dtype, target.device, len(sharding))
     # transformers patches its own classes while it loads: two loads at once would leave them patched.
     with _loading:
         loaded = _loaded.setdefault(target.model, weakref.WeakValueDictionary())
