@@ -21,6 +21,7 @@ from hf_specdec import LLM, SamplingParams, SpeculativeConfigError, parse_config
 from hf_specdec.candidate_generators.auto import discovery, hub, local
 from hf_specdec.candidate_generators.auto.generator import Choice
 from hf_specdec.candidate_generators.base import DrafterContext
+from hf_specdec.core.sequence import Sequence
 from hf_specdec.decoding.auto_method import AutoMethod
 from hf_specdec.decoding.draft_length import DraftLengthPolicy
 from hf_specdec.integration import get_decoder
@@ -161,6 +162,15 @@ def test_requests_name_a_drafter_of_auto(tiny_model, tiny_tokenizer):
     with pytest.raises(ValueError, match="ngram, token_recycling, eagle3"):
         llm.generate(["x"], SamplingParams(drafter="medusa"), use_tqdm=False)
     llm.close()
+
+
+def test_a_sequence_that_names_no_drafter_of_auto_does_not_start(tiny_model):
+    generator = get_decoder(
+        tiny_model, parse_config({"method": "auto", "methods": ["ngram"], "memory": False})
+    ).generator
+    with pytest.raises(ValueError, match="There is no drafter 'x': choose one of ngram"):
+        generator.start(Sequence([1, 2], 10, drafter="x"))
+    hf_specdec.release(tiny_model)
 
 
 # ---- configuration --------------------------------------------------------------------------------------------------

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import copy
+from collections.abc import Iterable
 from typing import Any
 
 from ..cache import PagedStaticCache
@@ -64,6 +65,12 @@ def with_common_keys(part: dict[str, Any], whole: SpeculativeConfig) -> Speculat
 def _rule_of_parts(whole: SpeculativeConfig) -> str | None:
     """The verification rule that parts draft for. Drafts for "synthetic", which needs keys of its own, are those for the default rule."""
     return None if whole.rejection_sample_method == "synthetic" else whole.rejection_sample_method
+
+
+def check_drafter(seq: Sequence, names: Iterable[str]) -> None:
+    """Raise ValueError if a sequence names a drafter that is not among `names`."""
+    if seq.drafter is not None and seq.drafter not in names:
+        raise ValueError(f"There is no drafter {seq.drafter!r}: choose one of {', '.join(names)}.")
 
 
 class CombinedGenerator(CandidateGenerator):

@@ -11,7 +11,7 @@ from ..core.outcome import StepOutcome
 from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
 from .base import CandidateGenerator, DrafterContext
-from .combined import CombinedGenerator, checked_part, with_common_keys
+from .combined import CombinedGenerator, check_drafter, checked_part, with_common_keys
 from .lookup_cache import LookupCacheConfig
 from .registry import register
 
@@ -88,11 +88,8 @@ class PerRequestGenerator(CombinedGenerator):
         Raises:
             ValueError: no drafter has this name.
         """
-        if seq.drafter is None:
-            return self.parts[0]
-        if seq.drafter not in self.by_name:
-            raise ValueError(f"There is no drafter {seq.drafter!r}: choose one of {', '.join(self.by_name)}.")
-        return self.by_name[seq.drafter]
+        check_drafter(seq, self.by_name)
+        return self.parts[0] if seq.drafter is None else self.by_name[seq.drafter]
 
     def parts_of(self, seq: Sequence) -> list[CandidateGenerator]:
         """The sequence's own drafter."""

@@ -17,7 +17,7 @@ from ...core.outcome import StepOutcome
 from ...core.sequence import Sequence
 from ...model.packed_model import PackedModel
 from ..base import CandidateGenerator, DrafterContext
-from ..combined import RivalGenerator, with_common_keys
+from ..combined import RivalGenerator, check_drafter, with_common_keys
 from ..registry import register
 from .config import AutoConfig
 from .discovery import Found, find_drafters
@@ -180,7 +180,12 @@ class AutoGenerator(RivalGenerator):
         return super().moved_caches()
 
     def start(self, seq: Sequence) -> None:
-        """Start the sequence in its parts: without the heads while they rest, unless it names its drafter."""
+        """Start the sequence in its parts: without the heads while they rest, unless it names its drafter.
+
+        Raises:
+            ValueError: no drafter has the name that the sequence gives.
+        """
+        check_drafter(seq, self.names)
         if self._rests(seq):
             self._blind[seq.id] = [part for part in self.parts if part not in self._heads]
         try:
