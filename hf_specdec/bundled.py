@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.util
+import os
 from pathlib import Path
 
 _FOLDER = Path(__file__).parent / "bundled_models"
@@ -55,11 +56,12 @@ def bundled(name: str) -> str:
 
 
 def resolve_model(name_or_path: str) -> str:
-    """The folder of a bundled model, given its name; anything else unchanged. A local folder of that name takes precedence.
+    """The folder of a bundled model, given its name; anything else unchanged, with the home folder for "~". A local folder of that
+    name takes precedence.
 
     Raises:
         ImportError: the name is that of a bundled model that is not installed.
     """
     if (name_or_path in APART or name_or_path in _folders()) and not Path(name_or_path).exists():
         return bundled(name_or_path)
-    return name_or_path
+    return os.path.expanduser(name_or_path)

@@ -22,6 +22,7 @@ from hf_specdec.candidate_generators.auto import discovery, hub, local
 from hf_specdec.candidate_generators.auto.generator import Choice
 from hf_specdec.candidate_generators.base import DrafterContext
 from hf_specdec.core.sequence import Sequence
+from hf_specdec.decoding.auto_memory import AutoMemory
 from hf_specdec.decoding.auto_method import AutoMethod
 from hf_specdec.decoding.draft_length import DraftLengthPolicy
 from hf_specdec.integration import get_decoder
@@ -170,6 +171,14 @@ def test_a_sequence_that_names_no_drafter_of_auto_does_not_start(tiny_model):
     ).generator
     with pytest.raises(ValueError, match="There is no drafter 'x': choose one of ngram"):
         generator.start(Sequence([1, 2], 10, drafter="x"))
+    hf_specdec.release(tiny_model)
+
+
+def test_a_memory_in_the_users_home(tiny_model, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = {"method": "auto", "methods": ["ngram"], "memory": "~/memory"}
+    kept = AutoMemory.of(get_decoder(tiny_model, parse_config(config)).generator)
+    assert kept.path.parent == tmp_path / "memory"
     hf_specdec.release(tiny_model)
 
 

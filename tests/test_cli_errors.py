@@ -10,7 +10,8 @@ import torch
 from test_cli import DRAFT, PROMPT, error_line
 
 import hf_specdec
-from hf_specdec.cli import one_line, options
+from hf_specdec.cli import main, one_line, options
+from hf_specdec.core.folders import cache_folder
 from hf_specdec.jsonl import read_rows
 
 DEEP = "[" * 100_000
@@ -88,6 +89,27 @@ def test_a_template_that_cannot_be_read_is_named(capsys, tmp_path, option, conte
     file.write_bytes(content)
     line = error_line(capsys, "serve", "tiny", option, str(file))
     assert f"{option} {file}: {says}" in line
+
+
+def test_home_folders_that_no_shell_has_expanded(capsys, monkeypatch, tmp_path):
+    """In quotes and after "--option=" shells leave "~" as it is, and nothing expands it in JSON."""
+    monkeypatch.setenv("HOME", str(tmp_path))
+    (tmp_path / "model").symlink_to(hf_specdec.bundled("tiny"))
+    (tmp_path / "prompt.txt").write_text(PROMPT)
+    (tmp_path / "config.json").write_text('{"method": "draft_model", "model": "~/model"}')
+    flags = [
+        "--prompt-file=~/prompt.txt",
+        "--speculative-config=~/config.json",
+        "--max-new-tokens",
+        "4",
+        "--dtype",
+        "float32",
+    ]
+    assert main(["generate", "~/model", *flags]) == 0, capsys.readouterr().err
+    assert hf_specdec.parse_config("~/config.json").method == "draft_model"
+    assert hf_specdec.parse_config({"model": "~/model"}).method == "draft_model"
+    monkeypatch.setenv("HF_SPECDEC_CACHE", "~/cache")
+    assert cache_folder() == tmp_path / "cache"
 
 
 def test_prompts_from_stdin_may_begin_with_one(monkeypatch):

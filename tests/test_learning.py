@@ -16,7 +16,7 @@ from hf_specdec import LLM, SamplingParams, SpeculativeConfigError, parse_config
 from hf_specdec.bundled import resolve_model
 from hf_specdec.candidate_generators.base import DrafterContext
 from hf_specdec.integration import get_decoder
-from hf_specdec.learning.folder import begin_learning
+from hf_specdec.learning.folder import begin_learning, folder_of
 from hf_specdec.learning.learner import Learner
 from hf_specdec.learning.texts import Recorder
 from hf_specdec.training.target import TargetModel
@@ -53,6 +53,12 @@ def eager(monkeypatch):
     monkeypatch.setattr(Learner, "FEWEST", 1)
     monkeypatch.setattr(Learner, "BETTER", -10.0)
     monkeypatch.setattr(Learner, "TOKENS", 24)
+
+
+def test_a_folder_in_the_users_home(tiny_model, monkeypatch, tmp_path):
+    monkeypatch.setenv("HOME", str(tmp_path))
+    config = parse_config(config_of("eagle3", "~/head"))
+    assert folder_of(config, tiny_model) == tmp_path / "head"
 
 
 # ---- what is written ------------------------------------------------------------------------------------------------

@@ -80,11 +80,12 @@ def _read(text: str) -> Any:
         return {"method": "auto"}
     source = text
     if not text.lstrip().startswith("{"):
-        if not os.path.isfile(text):
+        file = os.path.expanduser(text)
+        if not os.path.isfile(file):
             raise SpeculativeConfigError(
                 f"speculative_config {_shown(text)} is neither JSON text nor an existing file."
             )
-        with open(text, encoding="utf-8-sig", errors="replace") as f:
+        with open(file, encoding="utf-8-sig", errors="replace") as f:
             source = f.read()
     try:
         return json.loads(source)

@@ -93,6 +93,9 @@ def main(argv: Sequence[str] | None = None) -> int:
 def _dispatch(argv: Sequence[str] | None) -> int:
     parser = build_parser()
     args = parser.parse_args(argv)
+    for name, value in vars(args).items():  # shells leave "~" as it is in quotes and after "--option="
+        if isinstance(value, str):
+            setattr(args, name, os.path.expanduser(value))
     args.argv = sys.argv[1:] if argv is None else list(argv)
     if args.command is None:
         parser.print_help()

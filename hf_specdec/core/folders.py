@@ -14,7 +14,7 @@ VARIABLE = "HF_SPECDEC_CACHE"
 
 def cache_folder() -> Path:
     """Where files are kept between processes: $HF_SPECDEC_CACHE, otherwise a folder of the Hub's cache."""
-    return Path(os.environ.get(VARIABLE) or Path(constants.HF_HOME) / "hf_specdec")
+    return Path(os.path.expanduser(os.environ.get(VARIABLE) or os.path.join(constants.HF_HOME, "hf_specdec")))
 
 
 def folder_of(model: PreTrainedModel) -> Path | None:

@@ -61,7 +61,7 @@ class AutoMemory:
             [[name, generator.by_name[name].config.to_dict()] for name in generator.names], generator.config.to_dict().get("native"),
         ]  # fmt: skip
         name = hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:24]
-        folder = cache_folder() / "auto" if wanted is True else Path(wanted)
+        folder = cache_folder() / "auto" if wanted is True else Path(os.path.expanduser(wanted))
         return cls(folder / f"{name}.json")
 
     def restore(self, policy: Learnt) -> bool:

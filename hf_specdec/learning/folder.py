@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import os
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -47,7 +48,7 @@ def located(config: SpeculativeConfig, model: PreTrainedModel) -> HeadConfig:
 def folder_of(config: HeadConfig, model: PreTrainedModel) -> Path:
     """Where the head is kept: the folder that `learn` names, otherwise one for this model and this head in the cache."""
     if isinstance(config.learn, str):
-        return Path(config.learn)
+        return Path(os.path.expanduser(config.learn))
     what = [
         config.method,
         config.model,
