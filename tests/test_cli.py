@@ -10,7 +10,7 @@ import pytest
 import hf_specdec
 from hf_specdec.cli import demo, demo_model, main, measure
 from hf_specdec.cli.measure import Measurement, Variant, cut_at_end, equal_rows
-from hf_specdec.cli.options import read_prompts
+from hf_specdec.cli.options import Output, read_prompts
 
 PROMPT = "Tell me a story about a dog."
 DRAFT = '{"method": "draft_model", "model": "tiny-draft", "num_speculative_tokens": 3}'
@@ -166,6 +166,17 @@ def test_demo_shows_text_and_table(capsys):
     for word in ("tokens/s", "τ", "plain generate()", "draft_model", "eagle3", "2/2", "16/16", "--all"):
         assert word in out
     assert "batch size 1: 8 of 8 runs" in err
+
+
+def test_a_demo_that_fails_leaves_no_hook_on_the_model(tiny_model, tiny_tokenizer, monkeypatch):
+    def fail(**arguments):
+        raise RuntimeError("mine")
+
+    monkeypatch.setattr(tiny_model, "generate", fail)
+    shown = demo_model.DemoModel(tiny_model, tiny_tokenizer, hf_specdec.bundled("tiny-eagle3"), False)
+    with pytest.raises(RuntimeError, match="mine"):
+        demo.show_text(Output(), shown, PROMPT, 4)
+    assert not tiny_model.get_input_embeddings()._forward_pre_hooks
 
 
 @pytest.mark.slow

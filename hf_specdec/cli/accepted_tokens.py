@@ -11,9 +11,10 @@ from transformers.generation.streamers import BaseStreamer
 
 
 class AcceptedTokens(BaseStreamer):
-    """Prints the tokens of each step: drafted tokens, which are all but the last, in green.
+    """Prints the tokens of each step: drafted tokens, which are all but the last, in green. Used as a context.
 
     A streamer gets single tokens. To know where a step ends, it hooks the model's embedding layer, which runs once per forward pass.
+    The hook is there inside the context only, also after an error.
     """
 
     def __init__(self, console: Console, model: Any, tokenizer: Any):
@@ -23,7 +24,14 @@ class AcceptedTokens(BaseStreamer):
         self.step: list[int] = []
         self.printed = ""
         self.prompt_seen = False
-        self.hook = model.get_input_embeddings().register_forward_pre_hook(lambda *_: self.end_step())
+        self.embeddings = model.get_input_embeddings()
+
+    def __enter__(self) -> AcceptedTokens:
+        self.hook = self.embeddings.register_forward_pre_hook(lambda *_: self.end_step())
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.hook.remove()
 
     def put(self, value: torch.Tensor) -> None:
         """Receive the next token; the first call passes the prompt."""
@@ -47,6 +55,5 @@ class AcceptedTokens(BaseStreamer):
 
     def end(self) -> None:
         """Print the last step and end the line."""
-        self.hook.remove()
         self.end_step()
         self.console.print()

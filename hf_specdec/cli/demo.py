@@ -92,11 +92,11 @@ def show_text(console: Output, demo: DemoModel, prompt: str, max_new_tokens: int
     """Print the answer to one prompt as it is generated, drafted tokens in green."""
     console.print(Text(f"\n▌ {prompt}", style="bold"))
     inputs = encode_prompts(demo.tokenizer, [prompt], None, demo.model.device)
-    streamer = AcceptedTokens(console, demo.model, demo.tokenizer)
     config = single_variants(demo)[-1].speculative_config
-    demo.model.generate(
-        **inputs, max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer, speculative_config=config
-    )
+    with AcceptedTokens(console, demo.model, demo.tokenizer) as streamer:
+        demo.model.generate(
+            **inputs, max_new_tokens=max_new_tokens, do_sample=False, streamer=streamer, speculative_config=config
+        )
     drafter = "a draft model" if demo.eagle3 is None else "an EAGLE-3 head"
     console.print(f"\n[green]Green[/green]: drafted by {drafter}, accepted by the model.\n")
 

@@ -54,8 +54,8 @@ def run_all(args: argparse.Namespace) -> int:
     for row in rows:
         console.print(Text(f"\n▌ {row['prompt']}", style="bold"))
         inputs = encode_prompts(tokenizer, [row["prompt"]], None, model.device)
-        streamer = AcceptedTokens(console, model, tokenizer)
-        model.generate(**inputs, **arguments, streamer=streamer, speculative_config=SHOWN.speculative_config)
+        with AcceptedTokens(console, model, tokenizer) as streamer:
+            model.generate(**inputs, **arguments, streamer=streamer, speculative_config=SHOWN.speculative_config)
     console.print("\n[green]Green[/green]: drafted by tiny-draft, accepted by tiny. The rest: tiny's own tokens.\n")
 
     texts = [row["prompt"] for row in rows]
