@@ -298,6 +298,16 @@ def test_own_mtp_layers_come_first(cache, tmp_path):
     assert generator.names[generator.num_lookups :] == ["mtp", "draft_model"]
 
 
+def test_files_of_the_target_that_are_damaged_are_noted(cache, tmp_path):
+    """Its MTP layers are then not found. Files without such layers are worth no word."""
+    model = target(other_words(shutil.copytree(TINY, tmp_path / "mine")))
+    assert not [note for note in found_for(model).found.notes if "MTP" in note]
+    hf_specdec.release(model)
+    (tmp_path / "mine" / "model.safetensors.index.json").write_text("{")
+    (note,) = [note for note in found_for(model).found.notes if "MTP" in note]
+    assert note.startswith("the target's own MTP layers: ") and "index.json is not valid JSON" in note
+
+
 def test_a_head_in_the_local_cache_by_its_card(cache):
     snapshot = cache("org/target", TINY)
     cache("org/target-eagle", hf_specdec.bundled("tiny-eagle"), CARD.format("org/target"))

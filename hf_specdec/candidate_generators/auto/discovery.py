@@ -14,7 +14,7 @@ from ...config import SpeculativeConfig
 from ...core.folders import folder_of
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext
-from ..checkpoints.files import Checkpoint, CheckpointError, infer_format
+from ..checkpoints.files import Checkpoint, CheckpointError, NoWeightsError, infer_format
 from ..mtp.layouts import find_layout, is_mtp_tensor
 from ..parsing import parse_config
 from .config import AutoConfig
@@ -107,19 +107,22 @@ def _named(config: AutoConfig, context: DrafterContext | None) -> Candidate | No
 def _with_weights(config: AutoConfig, target: PackedModel, found: Found) -> list[Candidate]:
     """The best head (own MTP layers, or one made for the target) and the best small model with its vocabulary, if there are any.
     Both are taken, since which of the two is faster depends on the text."""
-    heads = itertools.chain(_own_layers(target), _bundled_heads(target), _heads(config, target, found))
+    heads = itertools.chain(_own_layers(target, found), _bundled_heads(target), _heads(config, target, found))
     return [*itertools.islice(heads, 1), *itertools.islice(_small_models(target, found), 1)]
 
 
-def _own_layers(target: PackedModel) -> Iterator[Candidate]:
-    """MTP layers in the files that the target was loaded from."""
+def _own_layers(target: PackedModel, found: Found) -> Iterator[Candidate]:
+    """MTP layers in the files that the target was loaded from; only a note if the files cannot be read."""
     folder = folder_of(target.model)
     if folder is None or not any(folder.glob("*.safetensors")):
         return
     checkpoint = Checkpoint(folder, wanted=is_mtp_tensor(target.config.num_hidden_layers))
     try:
         names = checkpoint.names()
-    except CheckpointError:  # it holds no such tensors
+    except NoWeightsError:  # no MTP layers
+        return
+    except CheckpointError as error:
+        found.notes.append(f"the target's own MTP layers: {error}")
         return
     if find_layout(names, target.config.num_hidden_layers) is not None:
         config = parse_config({"method": "mtp", "model": str(folder), "num_speculative_tokens": "auto"})

@@ -34,6 +34,10 @@ class CheckpointError(SpeculativeConfigError):
     """A checkpoint that cannot be used; the message names the file, tensor or key."""
 
 
+class NoWeightsError(CheckpointError):
+    """A checkpoint that holds none of the tensors that are wanted of it."""
+
+
 @dataclass(frozen=True)
 class Format:
     """A format in which draft heads are stored.
@@ -108,9 +112,9 @@ class Checkpoint:
                 if self.wanted is None or self.wanted(name):
                     out[name] = path
         if not out:
-            raise self.error(
-                "holds no weights: looked for *.safetensors, *.bin, *.pt and *.pth"
-                + (" with tensors of the drafter." if self.wanted else ".")
+            what = " with tensors of the drafter." if self.wanted else "."
+            raise NoWeightsError(
+                str(self.error(f"holds no weights: looked for *.safetensors, *.bin, *.pt and *.pth{what}"))
             )
         return out
 
