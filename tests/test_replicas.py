@@ -44,7 +44,7 @@ def test_flags_that_replicas_do_not_get_are_refused(flag, capsys):
 
 @pytest.fixture
 def replicas(monkeypatch):
-    """`hf_specdec.serve.ray`, where Ray is not installed with a stand-in for it."""
+    """The module of replicas. Without Ray, empty modules stand in for it: these tests call no function of Ray's."""
     if not has_ray:
         ray = {name: types.ModuleType(name) for name in ("ray", "ray.serve", "ray.exceptions")}
         ray["ray"].serve, ray["ray.exceptions"].RayError = ray["ray.serve"], RuntimeError
@@ -82,18 +82,6 @@ def test_limits_reach_the_replicas(replicas, monkeypatch):
     found, (status, _, _) = asyncio.run(answer())
     assert status == 413
     assert found == Limits(max_body_bytes=1000, keep_alive_seconds=0, answer_seconds=5)
-
-
-@pytest.fixture
-def replicas(monkeypatch):
-    """The module of replicas. Without Ray, empty modules stand in for it: these tests call no function of Ray's."""
-    if not has_ray:
-        ray, exceptions = types.ModuleType("ray"), types.ModuleType("ray.exceptions")
-        ray.serve, exceptions.RayError = types.ModuleType("ray.serve"), type("RayError", (Exception,), {})
-        for module in (ray, ray.serve, exceptions):
-            monkeypatch.setitem(sys.modules, module.__name__, module)
-    yield importlib.import_module("hf_specdec.serve.ray")
-    del sys.modules["hf_specdec.serve.ray"]
 
 
 def test_a_replica_reads_its_tokenizer_as_the_arguments_say(replicas, monkeypatch):
