@@ -78,7 +78,34 @@ class Closure(LogitsProcessor):
         return scores.roll(self.shift(), dims=1)
 
 
+class CallsOfTheClass(LogitsProcessor):
+    """Keeps its state in its class."""
+
+    calls = 0
+
+    def __call__(self, input_ids, scores):
+        type(self).calls += 1
+        return scores.roll(type(self).calls % 11, dims=1)
+
+
+def fresh_class():
+    CallsOfTheClass.calls = 0
+    return CallsOfTheClass()
+
+
+class Allowed:
+    """For `prefix_allowed_tokens_fn`: allows other tokens at each call."""
+
+    def __init__(self):
+        self.calls = 0
+
+    def __call__(self, row, ids):
+        self.calls += 1
+        return [(self.calls * 7 + j) % 60 for j in range(20)]
+
+
 MAKERS = {
+    "class": fresh_class,
     "counter": Counter,
     "row machine": RowMachine,
     "late": lambda: Late([]),
@@ -105,6 +132,37 @@ def test_greedy_text_and_state_are_those_of_plain_generate(model, configs, name,
         if name == "late":
             assert processor.seen == wanted_processor.seen and processor.seen
     assert_clean(model)
+
+
+@pytest.mark.parametrize("rows", [1, 3])
+def test_a_function_of_allowed_tokens_that_keeps_state(model, configs, rows):
+    inputs = {key: value[:rows] for key, value in PROMPTS.items()}
+    plain = Allowed()
+    wanted = model.generate(**inputs, max_new_tokens=25, prefix_allowed_tokens_fn=plain)
+    for config in configs.values():
+        allowed = Allowed()
+        found = model.generate(**inputs, max_new_tokens=25, prefix_allowed_tokens_fn=allowed, speculative_config=config)
+        assert found.tolist() == wanted.tolist() and allowed.calls == plain.calls
+    assert_clean(model)
+
+
+def test_who_declares_to_keep_no_state_is_drafted_for(model, configs):
+    """A cache changes at calls, but not what they return."""
+    seen = {}
+
+    def allowed(row, ids):
+        return seen.setdefault(len(ids), [*range(30)])
+
+    def drafts():
+        out = model.generate(
+            **PROMPTS, max_new_tokens=12, prefix_allowed_tokens_fn=allowed, return_dict_in_generate=True,
+            speculative_config=configs["chain"],
+        )  # fmt: skip
+        return out.speculation["num_draft_tokens"]
+
+    assert drafts() == 0
+    allowed.keeps_state = False
+    assert drafts() > 0
 
 
 def test_state_that_begins_late_in_a_batch(model, configs):

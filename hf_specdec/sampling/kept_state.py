@@ -1,8 +1,8 @@
 """KeptState: detect and undo changes that a call makes to an object. Used for logits processors written by users.
 
-An object's state is everything its attributes reach: containers, tensors, arrays, objects of Python classes, closures. State in global
-variables is not seen. Objects whose contents Python does not show (iterators, random generators, compiled grammars) are opaque:
-any object that holds one is assumed to keep state.
+An object's state is everything its attributes and those of its class reach: containers, tensors, arrays, objects of Python classes,
+closures. State in global variables is not seen. Objects whose contents Python does not show (iterators, random generators,
+compiled grammars) are opaque: any object that holds one is assumed to keep state.
 """
 
 from __future__ import annotations
@@ -28,6 +28,15 @@ _SEQUENCES = (list, tuple, collections.deque)
 _SETS = (set, frozenset)
 _CONTAINERS = (*_SEQUENCES, *_SETS, dict)
 _MOST_BYTES = 32 << 20  # the most bytes of tensors and arrays to copy and compare
+_LIBRARIES = {
+    "builtins",
+    "abc",
+    "collections",
+    "typing",
+    "numpy",
+    "torch",
+    "transformers",
+}  # their classes hold no state
 _CODE = (types.FunctionType, types.MethodType, functools.partial)
 
 
@@ -154,10 +163,10 @@ def _restore(saved: _Saved, done: set[int]) -> Any:
             value.clear()
             value.extend(held)
     else:
-        for name in [name for name in _attributes(value) if name not in parts]:
-            delattr(value, name)
-        for name, each in parts.items():
-            setattr(value, name, _restore(each, done))
+        for holder, name in [key for key in _attributes(value) if key not in parts]:
+            delattr(holder or value, name)
+        for (holder, name), each in parts.items():
+            setattr(holder or value, name, _restore(each, done))
     return value
 
 
@@ -177,9 +186,20 @@ def _reached(code: Any) -> list[Any]:
     return [code.__closure__, code.__defaults__, code.__kwdefaults__, code.__dict__]
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def _attributes(value: Any) -> dict[tuple[type | None, str], Any]:
+    """By (holder, name). The holder is None for an object's own attributes, and the class for data of a class."""
     slots = [name for kind in type(value).__mro__ for name in _slots(kind)]
-    return {**{name: getattr(value, name) for name in slots if hasattr(value, name)}, **getattr(value, "__dict__", {})}
+    own = {**{name: getattr(value, name) for name in slots if hasattr(value, name)}, **getattr(value, "__dict__", {})}
+    shared = {key: each for kind in type(value).__mro__ for key, each in _data_of(kind).items()}
+    return {**{(None, name): each for name, each in own.items()}, **shared}
+
+
+def _data_of(kind: type) -> dict[tuple[type | None, str], Any]:
+    """The data that a class of the user's holds itself, such as a counter of its calls."""
+    if kind.__module__.partition(".")[0] in _LIBRARIES:
+        return {}
+    data = (*_PLAIN, *_CONTAINERS, torch.Tensor, np.ndarray)
+    return {(kind, name): each for name, each in vars(kind).items() if isinstance(each, data) and name[:2] != "__"}
 
 
 def _slots(kind: type) -> tuple[str, ...]:

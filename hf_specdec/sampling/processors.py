@@ -94,8 +94,9 @@ class NodeProcessors:
         calls_in_order: nothing may be drafted, because a processor keeps state from call to call, or may do so and has not been
             called yet. It is called once per token, in order, as plain decoding calls it.
 
-    Unknown processors are watched (kept_state.py). A processor keeps state if a call changes its contents, or if it has an attribute
-    `keeps_state` that is true. Changes by calls for drafted nodes are undone, and `calls_in_order` is set.
+    Unknown processors, and the function of `prefix_allowed_tokens_fn`, are watched (kept_state.py). They keep state if a call changes
+    their contents, or if they have an attribute `keeps_state` that is true; if it is False they are not watched. Changes by calls for
+    drafted nodes are undone, and `calls_in_order` is set.
 
     Raises:
         ValueError: a processor keeps state that cannot be followed (watermarking and guidance of transformers).
@@ -109,7 +110,8 @@ class NodeProcessors:
                 )
         self.processors, self.prompt_ids, self.pad_token_id = list(processors), prompt_ids, pad_token_id or 0
         self.needs_prefix = any(not self._is_stateless(p) for p in self.processors)
-        self._watched = [KeptState(processor) for processor in self.processors if type(processor) not in _KNOWN]
+        own = [code for code in map(_code_of_user, self.processors) if code is not None]
+        self._watched = [KeptState(code) for code in own if getattr(code, "keeps_state", None) is not False]
         self.in_step = bool(self._watched)
         self._keeps_state = False
         self.calls_in_order = bool(self._watched)
@@ -142,7 +144,7 @@ class NodeProcessors:
         """
         processors = self.processors if whole else self._first
         if drafted and self._keeps_state:  # scores for a drafter; its drafts will not be used
-            processors = [processor for processor in processors if type(processor) in _KNOWN]
+            processors = [processor for processor in processors if _code_of_user(processor) is None]
         scores = self._applied(processors, sequences, paths, logits)
         if self._watched and not self._keeps_state:
             changed = [state for state in self._watched if state.has_changed()]
@@ -159,7 +161,7 @@ class NodeProcessors:
         logger.warning(
             "%s keeps state from call to call (or holds something opaque), so it is called once per token, in order: "
             "nothing is drafted.",
-            type(processor).__name__,
+            getattr(processor, "__name__", type(processor).__name__),
         )
 
     def _applied(self, processors, sequences, paths, logits: torch.Tensor) -> torch.Tensor:
@@ -181,7 +183,7 @@ class NodeProcessors:
                 prefixes = self._prefixes(sequences, paths, logits.device)
             if type(processor) in _ROW_WISE and getattr(processor, "prompt_ignore_length", None) is None:
                 scores = self._by_length(processor, prefixes, scores)
-            elif type(processor) in _PER_ROW:
+            elif type(processor) in _PER_ROW and not (self._keeps_state and _code_of_user(processor) is not None):
                 scores = self._by_row(processor, sequences, prefixes, scores)
             else:
                 scores = self._in_batches(processor, sequences, prefixes, scores)
@@ -265,6 +267,13 @@ class NodeProcessors:
         ids = self.prompt_ids.new_full((batch, length), self.pad_token_id)
         ids[:, : min(width, length)] = self.prompt_ids[:, :length]
         return ids
+
+
+def _code_of_user(processor: Any) -> Any | None:
+    """What the user wrote of a processor and may keep state: all of it, or its function; None if transformers or we wrote it all."""
+    if type(processor) is hf.PrefixConstrainedLogitsProcessor:
+        return processor._prefix_allowed_tokens_fn
+    return None if type(processor) in _KNOWN else processor
 
 
 def _prefix_constrained_row(processor, row: int, batch: int):
