@@ -25,6 +25,7 @@ QUANTIZATIONS = ("wint8", "wint4")
 RECURRENT_STATES = ("auto", "kept", "replayed")
 DRAFT_LENGTHS = ("fixed", "auto")
 MOST_DRAFT_TOKENS, MOST_DRAFT_NODES = 1024, 4096  # per row and round: longer paths are cut, larger trees are refused
+_LARGEST_BLOCK = 4096  # tokens; a pool has several blocks, however short the texts are
 
 
 class SpeculativeConfigError(ValueError):
@@ -186,7 +187,7 @@ class SpeculativeConfig:
             self.rejection_sample_method = _RULE_ALIASES.get(self.rejection_sample_method, self.rejection_sample_method)
         for key in ("num_blocks", "disable_by_batch_size", "max_model_len", "draft_tensor_parallel_size"):
             self.check_int(key, minimum=1, optional=True)
-        self.check_int("block_size", minimum=1)
+        self.check_int("block_size", minimum=1, maximum=_LARGEST_BLOCK)
         self.check_int("prefill_chunk_size", minimum=1)
         self.check_int("seed", minimum=0, maximum=2**63 - 1, optional=True)
         self.check_choice("rejection_sample_method", VERIFICATION_RULES, optional=True)
@@ -303,7 +304,7 @@ class SpeculativeConfig:
         if self.synthetic_acceptance_rates is not None:
             return self.synthetic_acceptance_rates
         whole, part = divmod((self.synthetic_acceptance_length or 1.0) - 1.0, 1.0)
-        return [1.0] * int(whole) + [part]
+        return [1.0] * min(int(whole), MOST_DRAFT_TOKENS) + [part]
 
     def _check_rule_keys(self) -> None:
         """Check the keys that belong to one verification rule: their values, and that this rule is used."""

@@ -92,8 +92,21 @@ REFUSED = [
     ({"method": "lookahead", "window_size": 10**6}, "window_size", "at most 4096"),
     ({"method": "lookahead", "ngram_size": 10**12}, "window_size", "ngram_size = 1000000000000"),
     ({"method": "lookahead", "guess_set_size": 10**12}, "window_size", "guess_set_size = 1000000000000"),
+    ({"method": "ngram", "prompt_lookup_max": 10**9}, "prompt_lookup_max", "at most 64"),
+    ({"method": "ngram", "block_size": 10**9}, "block_size", "at most 4096"),
     ({"method": "suffix", "suffix_decoding_max_tree_depth": 10**12}, "suffix_decoding_max_tree_depth", "2147483647"),
 ]
+
+
+@pytest.mark.parametrize(
+    "length", [{"accept_policy": "accept_all"}, {"rejection_sample_method": "synthetic", "synthetic_acceptance_length": 10**9}]
+)  # fmt: skip
+def test_a_synthetic_length_is_a_bound(tiny_model, length):
+    before = resident()
+    config = {"method": "ngram", "num_speculative_tokens": 10**12, **length}
+    assert len(parse_config(config).acceptance_rates) <= 1025
+    tiny_model.generate(torch.arange(5, 25)[None], max_new_tokens=8, do_sample=False, speculative_config=config)
+    assert resident() - before < 64 * MEBI
 
 
 @pytest.mark.parametrize(("config", "key", "what"), REFUSED, ids=lambda value: value if isinstance(value, str) else "")

@@ -13,6 +13,7 @@ from test_checkpoints import eagle_config, eagle_tensors, write
 
 import hf_specdec
 from hf_specdec.candidate_generators.checkpoints.files import CheckpointError
+from hf_specdec.candidate_generators.checkpoints.target_parts import fits_vocabulary
 
 HEADS = ("eagle", "eagle3", "mtp", "mlp_speculator", "medusa", "hydra", "dflash")
 
@@ -178,6 +179,13 @@ def test_flat_matrices(tmp_path, name):
 
 
 # ---- vocabularies ---------------------------------------------------------------------------------------------------
+
+
+def test_a_larger_vocabulary_is_a_padded_one():
+    assert all(fits_vocabulary(size, 61) for size in (59, 60, 61, 64, 128, 512))
+    assert not any(fits_vocabulary(size, 61) for size in (62, 161, 461, 573, 574, 1024))
+    assert fits_vocabulary(152_064, 151_936)  # Qwen 2.5 of 7 and of 3 billion parameters
+    assert fits_vocabulary(151_936, 152_064) and not fits_vocabulary(1000, 152_064)
 
 
 @pytest.mark.parametrize("method", HEADS)

@@ -11,6 +11,8 @@ from ..model.packed_model import PackedModel
 from .base import CandidateGenerator, DrafterContext
 from .registry import register
 
+LONGEST_NGRAM = 64  # the index has an entry per token and length
+
 
 @dataclass
 class NGramConfig(SpeculativeConfig):
@@ -28,8 +30,8 @@ class NGramConfig(SpeculativeConfig):
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_int("prompt_lookup_min", minimum=1, optional=True)
-        self.check_int("prompt_lookup_max", minimum=1, optional=True)
+        for key in ("prompt_lookup_min", "prompt_lookup_max"):
+            self.check_int(key, minimum=1, maximum=LONGEST_NGRAM, optional=True)
         if self.ngram_range[0] > self.ngram_range[1]:
             raise self.fail(
                 "prompt_lookup_min",

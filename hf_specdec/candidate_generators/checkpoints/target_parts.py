@@ -23,7 +23,7 @@ from .files import Checkpoint, open_checkpoint, versions_of
 
 Loaded = TypeVar("Loaded")
 _loaded = weakref.WeakKeyDictionary[nn.Module, "weakref.WeakValueDictionary[tuple, Any]"]()
-_PADDING = 512  # embeddings and heads may be padded to a multiple of up to this
+_PADDING = 512  # embeddings and heads may be padded to a multiple of this, or of a smaller power of two
 
 
 @dataclass
@@ -137,7 +137,7 @@ def draft_vocabulary(
         CheckpointError: the table has another length, ids out of the target's range, or a token twice.
     """
     if offsets is None:
-        if abs(size - target.vocab_size) > _PADDING:
+        if not fits_vocabulary(size, target.vocab_size):
             raise checkpoint.error(
                 f"has logits for {size} tokens and no table d2t, but the target has {target.vocab_size} tokens."
                 + trained_for(checkpoint)
@@ -278,9 +278,18 @@ def check_target(checkpoint: Checkpoint, target: PackedModel, hidden_size: int |
         check_vocabulary(checkpoint, target, vocab_size)
 
 
+def fits_vocabulary(size: int, target_size: int) -> bool:
+    """True if a head for `size` tokens can serve the target: the same, a few less (tokens were added to the target later), or the
+    target's rounded up to a multiple of a power of two from 8 to `_PADDING`."""
+    if size <= target_size:
+        return target_size - size <= _PADDING
+    multiples = [2**power for power in range(3, _PADDING.bit_length())]
+    return size in [-(-target_size // each) * each for each in multiples]
+
+
 def check_vocabulary(checkpoint: Checkpoint, target: PackedModel, vocab_size: int) -> None:
     """Raise CheckpointError if a head's vocabulary is not the target's, which may be padded differently."""
-    if abs(vocab_size - target.vocab_size) > _PADDING:
+    if not fits_vocabulary(vocab_size, target.vocab_size):
         raise checkpoint.error(
             f"is for a vocabulary of {vocab_size} tokens; the target has {target.vocab_size}." + trained_for(checkpoint)
         )
