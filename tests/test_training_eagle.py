@@ -381,7 +381,7 @@ def test_layers_are_shaped_like_the_targets():
 
 
 def test_the_rotary_base_of_layers_of_several_kinds():
-    """As in Gemma 3: every new drafter gets that of the first kind."""
+    """Every new drafter gets that of the first kind."""
     made = target()
     made.config.rope_parameters = {
         "full_attention": {"rope_type": "default", "rope_theta": 5e5},

@@ -18,17 +18,17 @@ from collections.abc import AsyncIterator
 from dataclasses import dataclass, field
 from typing import Any
 
-from .api import make_app
-from .guard import Guard
-from .llm import LLM
-from .server import Limits, Privacy, Server
-
 try:
     import ray
     from ray import serve
     from ray.exceptions import RayError
 except ImportError as error:
     raise ImportError("replicas need Ray Serve: pip install 'hf-specdec[ray]'") from error
+
+from .api import make_app
+from .guard import Guard
+from .llm import LLM
+from .server import Limits, Privacy, Server
 
 logger = logging.getLogger(__name__)
 

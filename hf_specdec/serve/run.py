@@ -10,7 +10,7 @@ import os
 import signal
 import socket
 import threading
-from collections.abc import Callable
+from collections.abc import AsyncIterator, Callable, Iterator
 from typing import Any
 
 import uvicorn
@@ -41,6 +41,47 @@ class _DrainingServer(uvicorn.Server):
             await super().shutdown(sockets)
         finally:
             timer.cancel()
+
+
+class _Watch:
+    """Watches the engine while the server runs: tells the server when the model is loaded, and ends it if there is no engine any more.
+
+    Args:
+        on_ready: called once the model is loaded.
+
+    Attributes:
+        failure: the error for which the server was ended; None: it ends for another reason, or not yet.
+        ends: set once the server ends.
+    """
+
+    def __init__(self, server: Server, engine: EngineProcess, on_ready: Callable[[], None]):
+        self.server, self.engine, self.on_ready = server, engine, on_ready
+        self.failure: BaseException | None = None
+        self.ends = threading.Event()
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, app: Any) -> AsyncIterator[None]:
+        """Watch the engine while the application runs; end it when the application stops."""
+        loop = asyncio.get_running_loop()
+        threading.Thread(target=self._watch, args=(loop,), name="hf-specdec-watch", daemon=True).start()
+        yield
+        self.ends.set()
+        await asyncio.to_thread(self.server.stop)
+
+    def _watch(self, loop: asyncio.AbstractEventLoop) -> None:
+        """Wait until the model is loaded, then until the engine ends. A failure ends the server."""
+        try:
+            self.server.connect(self.engine, self.engine.loaded.result(), loop)
+            self.on_ready()
+            self.engine.join()
+            if self.engine.failure is not None:
+                loop.call_soon_threadsafe(self.server.end_lost_answers)
+            if isinstance(self.engine.failure, ChildProcessError) and not self.ends.wait(_SECONDS_FOR_ERRORS):
+                raise self.engine.failure
+        except BaseException as error:
+            if not self.ends.is_set():
+                self.failure = error
+                os.kill(os.getpid(), signal.SIGINT)
 
 
 def serve(
@@ -82,54 +123,46 @@ def serve(
     """
     privacy = privacy or Privacy()
     privacy.check(arguments.get("speculative_config"), api_keys)
-    name = resolve_model(os.fspath(tokenizer or model))
-    loading = {key: arguments[key] for key in ("revision", "trust_remote_code") if key in arguments}
-    loaded_tokenizer = AutoTokenizer.from_pretrained(name, **loading)
-    if chat_template is not None:
-        loaded_tokenizer.chat_template = chat_template
+    loaded_tokenizer = _load_tokenizer(tokenizer or model, chat_template, arguments)
     server = Server(loaded_tokenizer, names, limits, response_template, privacy)
-    arguments |= {"model": model, "tokenizer": tokenizer}
-    engine = EngineProcess(server.deliver, arguments)
-    failure: list[BaseException] = []
-    ends = threading.Event()
-
-    def watch(loop: asyncio.AbstractEventLoop) -> None:
-        """Wait until the model is loaded, then until the engine ends. A failure ends the server, and `serve` raises it."""
+    engine = EngineProcess(server.deliver, {**arguments, "model": model, "tokenizer": tokenizer})
+    watch = _Watch(server, engine, lambda: on_ready(f"http://{host}:{port}"))
+    app = make_app(server, api_keys, allowed_origins, watch.lifespan)
+    config = _uvicorn_config(app, limits, host, port, shutdown_timeout)
+    with _harmless_sigterm():
         try:
-            server.connect(engine, engine.loaded.result(), loop)
-            on_ready(f"http://{host}:{port}")
-            engine.join()
-            if engine.failure is not None:
-                loop.call_soon_threadsafe(server.end_lost_answers)
-            if isinstance(engine.failure, ChildProcessError) and not ends.wait(_SECONDS_FOR_ERRORS):
-                raise engine.failure
-        except BaseException as error:
-            if not ends.is_set():
-                failure.append(error)
-                os.kill(os.getpid(), signal.SIGINT)
+            with contextlib.suppress(KeyboardInterrupt):
+                _DrainingServer(config, server, shutdown_timeout).run()
+        finally:
+            watch.ends.set()
+            engine.end()
+    if watch.failure is not None:
+        raise watch.failure
 
-    @contextlib.asynccontextmanager
-    async def lifespan(app):
-        """Watch the engine while the server runs; end it when the server stops."""
-        threading.Thread(target=watch, args=(asyncio.get_running_loop(),), name="hf-specdec-watch", daemon=True).start()
-        yield
-        ends.set()
-        await asyncio.to_thread(server.stop)
 
-    app = make_app(server, api_keys, allowed_origins, lifespan)
-    config = uvicorn.Config(
+def _load_tokenizer(name: str, chat_template: str | None, arguments: dict[str, Any]) -> Any:
+    """The tokenizer of this name or folder. `arguments`: those of `LLM`."""
+    loading = {key: arguments[key] for key in ("revision", "trust_remote_code") if key in arguments}
+    tokenizer = AutoTokenizer.from_pretrained(resolve_model(os.fspath(name)), **loading)
+    if chat_template is not None:
+        tokenizer.chat_template = chat_template
+    return tokenizer
+
+
+def _uvicorn_config(app: Any, limits: Limits, host: str, port: int, shutdown_timeout: float) -> uvicorn.Config:
+    """How uvicorn serves the application. After the signal it waits until `_DrainingServer` has ended all answers."""
+    return uvicorn.Config(
         app, http=protocol_with_timeout(limits.read_seconds), host=host, port=port, log_level="warning", access_log=False,
         timeout_keep_alive=30, timeout_graceful_shutdown=math.ceil(shutdown_timeout) + _SECONDS_FOR_ERRORS,
         h11_max_incomplete_event_size=64 << 10,
     )  # fmt: skip
-    # After draining, uvicorn raises the signal again for the handler that was set before its own: it must not end the process.
+
+
+@contextlib.contextmanager
+def _harmless_sigterm() -> Iterator[None]:
+    """Inside, SIGTERM does not end the process: after draining, uvicorn raises it again for the handler that was set before its own."""
     previous_handler = signal.signal(signal.SIGTERM, lambda *_: None)
     try:
-        with contextlib.suppress(KeyboardInterrupt):
-            _DrainingServer(config, server, shutdown_timeout).run()
+        yield
     finally:
-        ends.set()
-        engine.end()
         signal.signal(signal.SIGTERM, previous_handler)
-    if failure:
-        raise failure[0]
