@@ -26,9 +26,10 @@ class HybridInflation(Inflation):
         self.residual_scale = math.sqrt(self.eps_scale / share["hidden_size"])
         self.value_heads, self.key_sources = head_places(old, new, STATE_VALUE_HEADS, STATE_KEY_HEADS)
 
-    def place_heads(self, rotary_share: float = 1.0) -> None:
-        """As for other models; only the first channels of a head are rotated."""
-        super().place_heads(self.model.config.rope_parameters.get("partial_rotary_factor", 1.0))
+    @property
+    def rotary_share(self) -> float:
+        """As in the base, from the model's configuration."""
+        return self.model.config.rope_parameters.get("partial_rotary_factor", 1.0)
 
     def fill_layer(self, layer: nn.Module, source: nn.Module | None) -> None:
         """Set the tensors of a recurrent layer or of an attention layer."""

@@ -68,17 +68,19 @@ class Inflation:
         self.place_heads()
         self.layer_places = layer_places(old["num_hidden_layers"], new["num_hidden_layers"])
 
-    def place_heads(self, rotary_share: float = 1.0) -> None:
+    @property
+    def rotary_share(self) -> float:
+        """r/d, the share of a head that is rotated: its first channels."""
+        return 1.0
+
+    def place_heads(self) -> None:
         """Choose the new rows of q, k and v in which the old rows are placed.
 
         `q_rows`: new row of each old query row. `kv_rows`, `kv_sources`: new key-value rows and the old rows they copy.
         Rotary pairs (i, i + r/2) of an old head go to (m i, m i + m r/2) with m = d'/d: the same frequency.
-
-        Args:
-            rotary_share: r/d, the share of a head that is rotated: its first channels.
         """
         d, d_new = self.old["head_dim"], self.new["head_dim"]
-        m, r = d_new // d, int(d * rotary_share)
+        m, r = d_new // d, int(d * self.rotary_share)
         self.q_heads, sources = head_places(self.old, self.new)
         self.kv_heads = list(range(len(sources)))
         pairs = torch.arange(r // 2) * m

@@ -207,7 +207,7 @@ class FeatureGenerator(CachedGenerator):
             if unread >= self.config.block_size and self.try_reserve(seq, end):
                 ended.append(seq)
         if ended:
-            self.read_all(ended)
+            self._read_to_end(ended)
 
     def num_unread(self, seq: Sequence) -> int:
         """Number of rows of the text whose features are known but not read yet."""
@@ -229,8 +229,9 @@ class FeatureGenerator(CachedGenerator):
             features.append(own)
         return inputs, features
 
-    def read(self, sequences: list[Sequence], chunk: int) -> torch.Tensor:
-        """Read up to `chunk` rows of each text into the cache, whose slots are reserved; returns each text's last hidden state [R, H]."""
+    def read(self, sequences: list[Sequence], chunk: int) -> torch.Tensor | None:
+        """Read up to `chunk` rows of each text into the cache, whose slots are reserved; returns each text's last hidden state [R, H], or
+        None from heads that compute only keys and values of a text."""
         inputs, features = self.take(sequences, chunk)
         hidden = self.head.read(inputs, _joined(features), self.cache)
         for seq, row in zip(sequences, inputs, strict=True):
@@ -248,6 +249,11 @@ class FeatureGenerator(CachedGenerator):
 
     def read_all(self, sequences: list[Sequence]) -> torch.Tensor:
         """Read all unread rows of each text; returns the head's hidden states [R, H] at the texts' ends."""
+        hidden = self._read_to_end(sequences)
+        assert hidden is not None
+        return hidden
+
+    def _read_to_end(self, sequences: list[Sequence]) -> torch.Tensor | None:
         self.read_all_but_last_chunk(sequences)
         return self.read(sequences, self.config.prefill_chunk_size)
 
