@@ -11,7 +11,8 @@ from test_scheduling import make_decoder
 from transformers import StoppingCriteria, StoppingCriteriaList
 
 import hf_specdec
-from hf_specdec.core.sequence import Sequence
+from hf_specdec.candidate_generators.ngram import NGramGenerator
+from hf_specdec.core.sequence import UNKNOWN, Sequence
 from hf_specdec.decoding import SpeculativeDecoder
 
 
@@ -151,6 +152,24 @@ def test_a_prefix_is_registered_by_tokens_that_are_known(model):
         assert hashes and hashes == decoder.cache._block_hashes(seq.tokens, len(hashes), [])
         decoder.remove(seq)
     hf_specdec.release(model)
+
+
+def test_no_draft_follows_a_token_that_is_not_known(model, monkeypatch):
+    """Three rows do not draft. One of them waits for blocks, and two would draft."""
+    inputs, drafted_after = ragged([14, 3, 6]), []
+    plain = model.generate(**inputs, max_new_tokens=20)
+    propose = NGramGenerator.propose
+
+    def looking(self, sequences, limits):
+        drafted_after.extend(seq.tokens[-1] for seq in sequences)
+        return propose(self, sequences, limits)
+
+    monkeypatch.setattr(NGramGenerator, "propose", looking)
+    few = {"block_size": 4, "num_blocks": 16, "disable_by_batch_size": 2, "async_scheduling": True}
+    config = {"method": "ngram", "prompt_lookup_min": 1, **few}
+    assert torch.equal(model.generate(**inputs, max_new_tokens=20, speculative_config=config), plain)
+    assert drafted_after and UNKNOWN not in drafted_after
+    assert_clean(model)
 
 
 def test_the_only_row_that_found_room_has_ended():

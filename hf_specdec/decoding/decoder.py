@@ -272,7 +272,9 @@ class SpeculativeDecoder:
         rows = self._admit(sequences, num_tokens)
         num_own = [end - self.cache.tables[seq.id].length for seq, end in rows]
         decoding = [seq for seq, end in rows if end == len(seq.tokens)]
-        limits = self._draft_limits(decoding)
+        # Where rows wait for blocks, fewer rows are left than `can_begin_after` was asked about, which might draft. But what a draft would
+        # follow is not known.
+        limits = [0] * len(decoding) if next_tokens else self._draft_limits(decoding)
         trees = self._propose(decoding, limits)
         if self.policy.needs_observations and any(limits):
             self.timer.proposed()
