@@ -142,11 +142,18 @@ def test_example_parses(path):
 def test_every_method_has_a_page_with_an_example_and_a_figure():
     for method in available_methods():
         page = DOCS / "methods" / ("mlp_speculator.md" if method == "arctic" else f"{method}.md")
-        text = page.read_text(encoding="utf-8")
-        assert method in {values.get("method") for values in examples(page)}, method
-        assert "../figures/step-" in text or "```mermaid" in text, method
-        assert "**Choose it**" in text and "**It costs**" in text and "**Keys:**" in text, method
-        assert f"methods/{page.name}" in (DOCS / "methods.md").read_text(encoding="utf-8"), method
+        exists = page.is_file()
+        text = page.read_text(encoding="utf-8") if exists else ""
+        wanted = {
+            f'an example: speculative_config = {{"method": "{method}"}}': exists
+            and method in {values.get("method") for values in examples(page)},
+            "a step figure (../figures/step-..) or a mermaid block": "../figures/step-" in text or "```mermaid" in text,
+            **{f"a paragraph {title}": title in text for title in ("**Choose it**", "**It costs**", "**Keys:**")},
+            "a link to it in docs/methods.md": f"methods/{page.name}"
+            in (DOCS / "methods.md").read_text(encoding="utf-8"),
+        }
+        missing = [what for what, is_there in wanted.items() if not is_there]
+        assert not missing, f"{'complete' if exists else 'write'} {name_of(page)} with {'; '.join(missing)}"
 
 
 @cache

@@ -9,9 +9,9 @@ import pytest
 
 from hf_specdec import SpeculativeConfigError, parse_config
 
-EXAMPLE = re.search(
+EXAMPLE, TRIAL = re.findall(
     r"```python\n(.*?)```", (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8"), flags=re.S
-)[1]
+)
 # The same file outside the package: what it needs comes from `hf_specdec`. Its name is another one, for trees that have the example.
 OUTSIDE = re.sub(r"from \.+[\w.]* import (\w+)", r"from hf_specdec import \1", EXAMPLE).replace(
     "copy_last", "copy_outside"
@@ -66,6 +66,7 @@ def test_an_installed_package_and_a_class_by_its_path(tmp_path):
     ):
         (line,) = [line for line in done.stderr.splitlines() if f"package {package!r}" in line]
         assert problem in line and "hf_specdec.methods" in line
+    assert "mean_accepted_length" in run(tmp_path, TRIAL.replace("copy_last", "copy_outside")).stdout
     code = """
 import hf_specdec
 try:
