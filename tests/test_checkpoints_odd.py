@@ -165,6 +165,13 @@ def test_many_steps_of_tied_weights_are_no_more_weights(tmp_path, tiny_model):
         ({"num_hidden_layers": 0}, "num_hidden_layers = 0; it must be an integer of at least 1"),
         ({"hidden_act": "sliu"}, r"hidden_act = 'sliu' \(did you mean 'silu'\?\)"),
         ({"vocab_size": "many"}, "vocab_size = 'many'; it must be an integer"),
+        ({"hidden_act": ["silu"]}, r"hidden_act = \['silu'\]; it must be a name"),
+        ({"layer_types": 3}, "layer_types = 3; it must be a list of names"),
+        ({"architectures": 3}, "architectures = 3; it must be a list of names"),
+        ({"intermediate_size": "x"}, "cannot be read: .*intermediate_size.*'x'"),
+        ({"intermediate_size": 10**18}, "config.json describes no drafter that can be built: .*overflow"),
+        ({"rms_norm_eps": "x"}, "cannot be read: .*rms_norm_eps.*'x'"),
+        ({"num_attention_heads": 7}, "attention heads"),
     ],
 )
 def test_bad_values(tmp_path, changes, message):
@@ -172,7 +179,9 @@ def test_bad_values(tmp_path, changes, message):
     refused(tiny_llama(), "eagle", write(tmp_path / "head", tensors, eagle_config() | changes), message)
 
 
-@pytest.mark.parametrize("name", ["layers.0.self_attn.q_proj.weight", "fc.weight"])
+@pytest.mark.parametrize(
+    "name", ["layers.0.self_attn.q_proj.weight", "fc.weight", "embed_tokens.weight", "lm_head.weight"]
+)
 def test_flat_matrices(tmp_path, name):
     folder = write(tmp_path / "head", eagle_tensors() | {name: torch.zeros(32)})
     refused(tiny_llama(), "eagle", folder, rf"{name} has shape \[32\]; it must be a matrix")

@@ -319,6 +319,26 @@ BAD = {
     "tables differ": (
         {"style": "speculators", "draft_ids": [1, 2, 60]}, None, lambda w: w.update(d2t=w["d2t"] - 1), "t2d and d2t name different",
     ),
+    "flat fc": ({}, None, lambda w: w.update({"fc.weight": torch.zeros(32)}), r"fc.weight has shape \[32\]; it must be a matrix"),
+    "flat fc, DSpark": ({"head": "dspark"}, None, lambda w: w.update({"fc.weight": torch.zeros(32)}), r"fc.weight .* must be a matrix"),
+    "flat fc, Domino": ({"head": "domino"}, None, lambda w: w.update({"fc.weight": torch.zeros(32)}), r"fc.weight .* must be a matrix"),
+    "flat embeddings": ({"own_embeddings": True}, None, lambda w: w.update({"embed_tokens.weight": torch.zeros(61)}), "must be a matrix"),
+    "huge state": ({"head": "domino"}, lambda c: c["dflash_config"].update(gru_hidden_dim=10**9), None,
+                   "gru_hidden_dim = 1000000000, but its prefix_gru.weight_hh_l0 reads 10 numbers"),
+    "no state": ({"head": "domino"}, lambda c: c["dflash_config"].update(gru_hidden_dim=0), None, "gru_hidden_dim = 0, but its"),
+    "huge bottleneck": ({"head": "domino"}, lambda c: c["dflash_config"].update(emb_dim=10**18), None, "emb_dim = 10+, but its"),
+    "pure length": ({"head": "domino"}, lambda c: c["dflash_config"].update(pure_draft_prefix_len="x"), None, "pure_draft_prefix_len"),
+    "huge rank": ({"head": "dspark"}, lambda c: c["dflash_config"].update(markov_rank=10**18), None, "no drafter that can be built"),
+    "rank of no kind": ({"head": "dspark"}, lambda c: c["dflash_config"].update(markov_rank="x"), None, "integer 'markov_rank'"),
+    "confidence": ({"head": "dspark"}, lambda c: (c["dflash_config"].pop("enable_confidence_head"),
+                   c["dflash_config"].update(confidence_head_alpha="x")), None, "a number 'confidence_head_alpha'"),
+    "settings": ({}, lambda c: c.update(dflash_config=[1]), None, "dflash_config in its config.json is not an object"),
+    "architectures": ({}, lambda c: c.update(architectures=3), None, "architectures = 3; it must be a list of names"),
+    "activations": ({}, lambda c: c.update(hidden_act=["silu"]), None, "hidden_act = .*; it must be a name"),
+    "draft vocabulary": ({"style": "speculators"}, lambda c: c.update(draft_vocab_size="x"), None, "draft_vocab_size = 'x'; it must be an"),
+    "width": ({}, lambda c: c.update(intermediate_size="x"), None, "cannot be read: .*intermediate_size.*'x'"),
+    "epsilon": ({}, lambda c: c.update(rms_norm_eps="x"), None, "cannot be read: .*rms_norm_eps.*'x'"),
+    "heads": ({}, lambda c: c.update(num_attention_heads=7), None, "num_attention_heads|attention heads|has shape"),
     "table without head": ({}, None, lambda w: w.update(d2t=torch.zeros(4)), "d2t.* and no lm_head"),
 }  # fmt: skip
 
@@ -329,9 +349,9 @@ def test_bad_checkpoints(target, tmp_path, case):
     made = make(tmp_path, target, **options)
     _edit(made, config, weights)
     before = kept_decoders(target)
-    with pytest.raises(CheckpointError, match=message):
+    with pytest.raises(CheckpointError, match=message) as raised:
         target.generate(**ragged([5]), max_new_tokens=4, speculative_config={"method": "dflash", "model": made.folder})
-    assert kept_decoders(target) == before
+    assert kept_decoders(target) == before and "\n" not in str(raised.value)
 
 
 def test_a_drafter_of_another_kind(target, tmp_path):

@@ -58,6 +58,15 @@ BAD = {
     "no layers": ("yuhuili", lambda t, c: c.update(num_hidden_layers=0), "num_hidden_layers = 0; it must be an integer of at least 1"),
     "many layers": ("yuhuili", lambda t, c: c.update(num_hidden_layers=10**12), r"num_hidden_layers = 1000000000000, but the file.* of 1"),
     "activation": ("yuhuili", lambda t, c: c.update(hidden_act="sliu"), r"hidden_act = 'sliu' \(did you mean 'silu'"),
+    "list of activations": ("yuhuili", lambda t, c: c.update(hidden_act=["silu"]), r"hidden_act = \['silu'\]; it must be a name"),
+    "number of architectures": ("yuhuili", lambda t, c: c.update(architectures=3), "architectures = 3; it must be a list of names"),
+    "kinds of layers": ("yuhuili", lambda t, c: c.update(layer_types=3), "layer_types = 3; it must be a list of names"),
+    "kinds of nested layers": (
+        "speculators", lambda t, c: c["transformer_layer_config"].update(layer_types=3), "layer_types = 3; it must be a list of names",
+    ),
+    "draft vocabulary": ("yuhuili", lambda t, c: c.update(draft_vocab_size="x"), "draft_vocab_size = 'x'; it must be an integer"),
+    "width of the MLP": ("yuhuili", lambda t, c: c.update(intermediate_size="x"), "cannot be read: .*intermediate_size.*'x'"),
+    "scalar for a head": ("yuhuili", lambda t, c: t.update({"lm_head.weight": torch.tensor(1.0)}), r"shape \[\]; it must be a matrix"),
     "scale": ("yuhuili", lambda t, c: c.update(logit_scale="big"), "logit_scale = 'big'; it must be a number"),
     "flat queries": (
         "yuhuili",

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import pickle
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -14,7 +15,7 @@ from typing import Any
 
 import torch
 from huggingface_hub import hf_hub_download, snapshot_download
-from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError
+from huggingface_hub.errors import HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, StrictDataclassError
 from safetensors import SafetensorError, safe_open
 from torch import nn
 
@@ -27,7 +28,24 @@ _NO_WEIGHTS = ("training_args", "optimizer", "scheduler")  # what trainers store
 _WRAPPED = "module."  # prefix of all names in files saved from a DistributedDataParallel
 _PLAIN_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
 # Left in files by trainers; drafting does not use them.
+_NEWLINE = re.compile(r"\s*\n\s*")  # in messages of other libraries
 _IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias|position_ids)$")
+
+# What torch and transformers raise for values that do not describe a model.
+BAD_VALUES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeError, ValueError, StrictDataclassError)
+
+
+def _is_names(value: Any) -> bool:
+    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+
+
+# Keys of config.json, or of its section of the layers, that mean the same in every format and are read in several places.
+_KINDS: dict[str, tuple[str, Callable[[Any], bool]]] = {
+    "architectures": ("a list of names", _is_names),
+    "layer_types": ("a list of names", _is_names),
+    "hidden_act": ("a name", lambda value: isinstance(value, str)),
+    "draft_vocab_size": ("an integer", lambda value: type(value) is int),
+}
 
 
 class CheckpointError(SpeculativeConfigError):
@@ -82,8 +100,14 @@ class Checkpoint:
 
     @cached_property
     def config(self) -> dict[str, Any]:
-        """`config.json`, {} if there is none."""
-        return self._object("config.json") if (self.folder / "config.json").is_file() else {}
+        """`config.json`, {} if there is none; keys that are read in several places have values of the right kind, or are null."""
+        found = self._object("config.json") if (self.folder / "config.json").is_file() else {}
+        nested = found.get("transformer_layer_config")
+        for values in (found, nested if isinstance(nested, dict) else {}):
+            for key, (kind, fits) in _KINDS.items():
+                if values.get(key) is not None and not fits(values[key]):
+                    raise self.error(f"config.json has {key} = {values[key]!r}; it must be {kind}.")
+        return found
 
     def _object(self, file: str) -> dict[str, Any]:
         """A JSON object in a file."""
@@ -210,8 +234,24 @@ class Checkpoint:
         return self._pickled(path)[self._stored(name)]
 
     def error(self, what: str) -> CheckpointError:
-        """An error about this checkpoint; the caller raises it."""
-        return CheckpointError(f"Draft checkpoint {self.name!r}: {what}")
+        """An error about this checkpoint, on one line; the caller raises it."""
+        return CheckpointError(f"Draft checkpoint {self.name!r}: {_NEWLINE.sub(' ', what)}")
+
+    @contextlib.contextmanager
+    def building(self) -> Iterator[None]:
+        """Build modules from its configuration, on the meta device.
+
+        Raises:
+            CheckpointError: torch or transformers raised: the configuration describes no module that can be built.
+        """
+        try:
+            with torch.device("meta"):
+                yield
+        except SpeculativeConfigError:
+            raise
+        except BAD_VALUES as error:
+            what = str(error) or type(error).__name__
+            raise self.error(f"config.json describes no drafter that can be built: {what}") from error
 
 
 def open_checkpoint(

@@ -12,7 +12,7 @@ from transformers.models.llama.modeling_llama import LlamaDecoderLayer, LlamaRot
 from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from ...model.packed_model import PackedModel
-from .files import Checkpoint, Plan
+from .files import BAD_VALUES, Checkpoint, Plan
 from .target_parts import layer_config, plain_rope, section, target_embeddings
 
 # Keys that describe the layers; the others describe a whole language model, which the head is not.
@@ -151,7 +151,7 @@ class RotaryPositions(nn.Module):
         super().__init__()
         try:
             rope = LlamaRotaryEmbedding(config)  # pyright: ignore[reportArgumentType]
-        except (KeyError, ValueError, TypeError) as error:
+        except BAD_VALUES as error:
             raise checkpoint.error(
                 f"its rotary parameters {config.rope_parameters} cannot be used: {error!r}"
             ) from None

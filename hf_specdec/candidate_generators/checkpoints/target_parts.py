@@ -8,7 +8,6 @@ from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
 from torch import nn
 from transformers import AutoConfig, PretrainedConfig
 from transformers.activations import ACT2FN
@@ -19,7 +18,7 @@ from ...model.options.quantized import quantizes_natively
 from ...model.packed_model import PackedModel
 from ...model.sharding import whole
 from ..growing.tree_shapes import TreeDraftingConfig
-from .files import Checkpoint, open_checkpoint, versions_of
+from .files import BAD_VALUES, Checkpoint, open_checkpoint, versions_of
 
 Loaded = TypeVar("Loaded")
 _loaded = weakref.WeakKeyDictionary[nn.Module, "weakref.WeakValueDictionary[tuple, Any]"]()
@@ -223,7 +222,7 @@ def layer_config(checkpoint: Checkpoint, values: dict[str, Any], default_type: s
         )
     try:
         config = AutoConfig.for_model(model_type, **values)
-    except (ValueError, TypeError, KeyError, StrictDataclassError) as error:
+    except BAD_VALUES as error:
         raise checkpoint.error(f"its configuration of model_type {model_type!r} cannot be read: {error}") from None
     return config
 

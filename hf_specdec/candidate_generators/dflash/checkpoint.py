@@ -19,6 +19,7 @@ from ..checkpoints.target_parts import (
     layer_config,
     place_of,
     plain_rope,
+    section,
     target_embeddings,
     target_head,
     trained_for,
@@ -73,10 +74,10 @@ def read_layout(checkpoint: Checkpoint, target: PackedModel) -> DFlashLayout:
 def _read_own(checkpoint: Checkpoint, target: PackedModel) -> DFlashLayout:
     """z-lab's and SpecForge's configuration: the layers' keys at the top level, the drafter's in `dflash_config`."""
     config = checkpoint.config
-    own = config.get("dflash_config") or {}
+    own = section(checkpoint, "dflash_config")
     values = plain_rope({k: v for k, v in config.items() if k not in _OTHER_KEYS})
     check_layer_count(checkpoint, values, Plan(checkpoint, _canonical))
-    layers = _qwen3(checkpoint, layer_config(checkpoint, values, "qwen3"))
+    layers = _read_layers(checkpoint, values)
     num_target_layers = config.get("num_target_layers") or target.config.num_hidden_layers
     if num_target_layers != target.config.num_hidden_layers:
         raise checkpoint.error(
@@ -91,6 +92,9 @@ def _read_own(checkpoint: Checkpoint, target: PackedModel) -> DFlashLayout:
         (config.get("architectures") or [""])[0]
     )
     causal = bool(own.get("causal", False))
+    alpha = own.get("confidence_head_alpha") or 0
+    if not isinstance(alpha, (int, float)):
+        raise checkpoint.error(f"needs a number 'confidence_head_alpha' in its configuration, not {alpha!r}.")
     return DFlashLayout(
         layers=layers,
         block_size=_integer(checkpoint, config.get("block_size") or own.get("block_size"), "block_size"),
@@ -103,7 +107,7 @@ def _read_own(checkpoint: Checkpoint, target: PackedModel) -> DFlashLayout:
         starts_in_anchor_slot=False,
         heads={
             "markov_rank": 0,
-            "enable_confidence_head": (own.get("confidence_head_alpha") or 0) > 0,
+            "enable_confidence_head": alpha > 0,
             "confidence_head_with_markov": False,
             **own,
             "projector_type": projector,
@@ -125,7 +129,7 @@ def _read_speculators(checkpoint: Checkpoint, kind: str) -> DFlashLayout:
         "confidence_head_with_markov": True,
     }
     return DFlashLayout(
-        layers=_qwen3(checkpoint, layer_config(checkpoint, values, "qwen3")),
+        layers=_read_layers(checkpoint, values),
         block_size=_integer(checkpoint, config.get("block_size", 8), "block_size"),
         mask_token_id=_integer(checkpoint, config.get("mask_token_id"), "mask_token_id"),
         tapped=tuple(_integers(checkpoint, config.get("aux_hidden_state_layer_ids"), "aux_hidden_state_layer_ids")),
@@ -135,6 +139,12 @@ def _read_speculators(checkpoint: Checkpoint, kind: str) -> DFlashLayout:
         starts_in_anchor_slot=True,
         heads={k: config.get(k, v) for k, v in defaults.items()} | {"projector_type": kind} if kind == "dspark" else {},
     )
+
+
+def _read_layers(checkpoint: Checkpoint, values: dict[str, Any]) -> Qwen3Config:
+    source = layer_config(checkpoint, values, "qwen3")
+    with checkpoint.building():
+        return _qwen3(checkpoint, source)
 
 
 def _qwen3(checkpoint: Checkpoint, source: PretrainedConfig) -> Qwen3Config:
@@ -190,6 +200,8 @@ def _check(checkpoint: Checkpoint, layout: DFlashLayout, target: PackedModel) ->
             f"reads hidden states {list(layout.tapped)}, but the target has {num_layers} layers. It is for another target."
         )
     heads = layout.heads
+    if heads.get("markov_rank"):
+        _integer(checkpoint, heads["markov_rank"], "markov_rank")
     if (
         heads.get("enable_confidence_head")
         and heads.get("confidence_head_with_markov")
@@ -201,8 +213,14 @@ def _check(checkpoint: Checkpoint, layout: DFlashLayout, target: PackedModel) ->
             f"has markov_head_type {heads['markov_head_type']!r}; known are {', '.join(MARKOV_TYPES)}."
         )
     if heads.get("projector_type") == "domino":
-        for key in ("emb_dim", "gru_hidden_dim"):
-            _integer(checkpoint, heads.get(key), f"dflash_config.{key}")
+        _integer(checkpoint, heads.get("pure_draft_prefix_len", 0), "dflash_config.pure_draft_prefix_len")
+        plan = Plan(checkpoint, _canonical)
+        # Weights that are read: the state by the GRU, the bottleneck by the last layer.
+        for key, tensor in (("emb_dim", "embed_proj.2.weight"), ("gru_hidden_dim", "prefix_gru.weight_hh_l0")):
+            size = _integer(checkpoint, heads.get(key), f"dflash_config.{key}")
+            held = plan.matrix(f"domino.{tensor}")[1] if f"domino.{tensor}" in plan else size
+            if size < 1 or size != held:
+                raise checkpoint.error(f"has dflash_config.{key} = {size}, but its {tensor} reads {held} numbers.")
 
 
 def _canonical(name: str) -> str | None:
@@ -233,13 +251,14 @@ def load_dflash(
     config = layout.layers
     plan = Plan(checkpoint, _canonical)
     owns = {
-        key: plan.shape(f"{key}.weight") if f"{key}.weight" in plan else None for key in ("embed_tokens", "lm_head")
+        key: plan.matrix(f"{key}.weight") if f"{key}.weight" in plan else None for key in ("embed_tokens", "lm_head")
     }
     check_target(checkpoint, target, None if all(owns.values()) else config.hidden_size, config.vocab_size)
     feature_size = target.config.hidden_size
-    if "fc.weight" in plan and plan.shape("fc.weight")[1] != len(layout.tapped) * feature_size:
+    reads = plan.matrix("fc.weight")[1] if "fc.weight" in plan else None
+    if reads not in (None, len(layout.tapped) * feature_size):
         raise checkpoint.error(
-            f"fc.weight reads {plan.shape('fc.weight')[1]} numbers, but {len(layout.tapped)} of the target's layers have "
+            f"fc.weight reads {reads} numbers, but {len(layout.tapped)} of the target's layers have "
             f"{len(layout.tapped) * feature_size}. It is for another target." + trained_for(checkpoint)
         )
     shared_head: Any = target_head(target)
@@ -249,7 +268,7 @@ def load_dflash(
     rows = (owns["embed_tokens"] or table.weight.shape)[0]
     if layout.mask_token_id >= rows:
         raise checkpoint.error(f"has mask_token_id {layout.mask_token_id}, but there are {rows} embeddings.")
-    with torch.device("meta"):
+    with checkpoint.building():
         drafter = DFlashDrafter(layout, feature_size, size, owns)
     device, dtype = place_of(target)
     rotary = RotaryPositions(checkpoint, config, device)

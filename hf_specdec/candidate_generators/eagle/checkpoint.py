@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-import torch
 from torch import nn
 
 from ...model.packed_head import PackedHead
@@ -70,13 +69,13 @@ def load_eagle(checkpoint: Checkpoint, target: PackedModel, prepack_weights: boo
     )  # fmt: skip
     config = read_layer_config(checkpoint, plan)
     has_embeddings, has_lm_head = "embed_tokens.weight" in plan, "lm_head.weight" in plan
-    vocab_size = plan.shape("embed_tokens.weight")[0] if has_embeddings else vocab_size_of(checkpoint)
+    vocab_size = plan.matrix("embed_tokens.weight")[0] if has_embeddings else vocab_size_of(checkpoint)
     check_target(checkpoint, target, config.hidden_size, vocab_size)
     vocabulary = DraftVocabulary(target.vocab_size)
     if has_lm_head:
-        vocabulary = draft_vocabulary(checkpoint, target, None, plan.shape("lm_head.weight")[0])
+        vocabulary = draft_vocabulary(checkpoint, target, None, plan.matrix("lm_head.weight")[0])
     device, dtype = place_of(target)
-    with torch.device("meta"):
+    with checkpoint.building():
         module = EagleHead(config, plan)
     load_module(module, plan, device, dtype)
     module.rotary = RotaryPositions(checkpoint, config, device)

@@ -38,9 +38,9 @@ class EagleHead(nn.Module):
         if "layers.0.input_layernorm.weight" not in plan:
             self.layers[0].input_layernorm = nn.Identity()
         if "embed_tokens.weight" in plan:
-            self.embed_tokens = nn.Embedding(plan.shape("embed_tokens.weight")[0], width)
+            self.embed_tokens = nn.Embedding(plan.matrix("embed_tokens.weight")[0], width)
         if "lm_head.weight" in plan:
-            self.lm_head = nn.Linear(width, plan.shape("lm_head.weight")[0])
+            self.lm_head = nn.Linear(width, plan.matrix("lm_head.weight")[0])
         fit_biases(self, plan)
 
     def borrowed(self) -> list[nn.Module]:

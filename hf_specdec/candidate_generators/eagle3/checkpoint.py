@@ -237,7 +237,7 @@ def load_eagle3(
     _check_target(checkpoint, plan, options, target, is_mapped=offsets is not None)
     vocabulary, lm_head = _vocabulary(checkpoint, plan, target, offsets, config.hidden_size)
     device, dtype = place_of(target)
-    with torch.device("meta"):
+    with checkpoint.building():
         module = Eagle3Head(config, plan, options, max(1, len(options.taps.layers)), target.config.hidden_size)
     load_module(module, plan, device, dtype)
     module.rotary = RotaryPositions(checkpoint, config, device)
@@ -261,7 +261,7 @@ def _check_target(
     """Raise CheckpointError if the head does not fit the target's width, number of layers or vocabulary (which d2t may map)."""
     given = checkpoint.config.get("target_hidden_size")
     sizes = [plan.matrix("embed_tokens.weight")[0]] if "embed_tokens.weight" in plan else []
-    sizes += [checkpoint.shape("t2d")[0]] if "t2d" in checkpoint else []
+    sizes += list(checkpoint.shape("t2d")[:1]) if "t2d" in checkpoint else []
     check_target(checkpoint, target, given, None)
     for size in sizes:
         check_vocabulary(checkpoint, target, min(size, target.vocab_size) if is_mapped else size)
@@ -280,7 +280,7 @@ def _vocabulary(
 ) -> tuple[DraftVocabulary, nn.Module | None]:
     """The draft vocabulary, and the target's language-model head if the checkpoint has none."""
     if "lm_head.weight" in plan:
-        size = plan.shape("lm_head.weight")[0]
+        size = plan.matrix("lm_head.weight")[0]
         if offsets is None and size == checkpoint.config.get("draft_vocab_size") != vocab_size_of(checkpoint):
             raise checkpoint.error(f"has logits for a draft vocabulary of {size} tokens, but no table d2t.")
         return draft_vocabulary(checkpoint, target, offsets, size), None

@@ -84,9 +84,9 @@ class Eagle3Head(nn.Module):
         if "fc_norm.0.weight" in plan:
             self.fc_norm = nn.ModuleList(LlamaRMSNorm(state_width, eps) for _ in range(num_states))
         if "embed_tokens.weight" in plan:
-            self.embed_tokens = nn.Embedding(plan.shape("embed_tokens.weight")[0], width)
+            self.embed_tokens = nn.Embedding(plan.matrix("embed_tokens.weight")[0], width)
         if "lm_head.weight" in plan:
-            self.lm_head = nn.Linear(width, plan.shape("lm_head.weight")[0])
+            self.lm_head = nn.Linear(width, plan.matrix("lm_head.weight")[0])
         if "mask_hidden" in plan:
             self.mask_hidden = nn.Parameter(torch.empty(plan.shape("mask_hidden")))
         fit_biases(self, plan)

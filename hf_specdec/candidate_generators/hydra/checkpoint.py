@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 
-import torch
 from transformers import LlamaConfig
 
 from ...model.packed_model import PackedModel
@@ -75,14 +74,14 @@ def load_hydra(checkpoint: Checkpoint, target: PackedModel) -> HydraHeads:
     for canonical, name in ((first, f"hydra_mlp.0.{places[0]}.linear.weight"), (lm_head, "hydra_lm_head.0.weight")):
         if canonical not in plan:
             raise checkpoint.error(f"has no {name}.")
-    (hidden_size, width), vocab_size = plan.matrix(first), plan.shape(lm_head)[0]
+    (hidden_size, width), vocab_size = plan.matrix(first), plan.matrix(lm_head)[0]
     check_target(checkpoint, target, hidden_size, vocab_size)
     grounded = width > hidden_size
     if checkpoint.config.get("grounded_heads", grounded) != grounded:
         raise checkpoint.error(
             f"config.json says grounded_heads = {not grounded}, but the first head reads width {width}."
         )
-    with torch.device("meta"):
+    with checkpoint.building():
         hydra = HydraHeads(
             hidden_size,
             num_heads=counted(checkpoint, (int(match[1]) for match in matches), "head"),
@@ -117,5 +116,5 @@ def _prefix_config(checkpoint: Checkpoint, target: PackedModel, plan: Plan) -> L
         if name not in plan:
             raise checkpoint.error(f"has no {name.replace('prefix.', 'prefix_embeding_layer.')}.")
     values = {key: getattr(own, key) for key in _LAYER_KEYS}
-    head_dim = plan.shape(queries)[0] // own.num_attention_heads
-    return LlamaConfig(**values, head_dim=head_dim, intermediate_size=plan.shape(gate)[0], num_hidden_layers=1)
+    head_dim = plan.matrix(queries)[0] // own.num_attention_heads
+    return LlamaConfig(**values, head_dim=head_dim, intermediate_size=plan.matrix(gate)[0], num_hidden_layers=1)

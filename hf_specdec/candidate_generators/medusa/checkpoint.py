@@ -96,11 +96,11 @@ def load_medusa(checkpoint: Checkpoint, target: PackedModel) -> MedusaHeads:
     if first not in plan:
         raise checkpoint.error(f"has no {first} (0.0.linear.weight in the original layout).")
     hidden_size = plan.matrix(first)[0]
-    sizes = [plan.shape(name)[0] for name in plan.sources if name.startswith("lm_heads.")]
+    sizes = [plan.matrix(name)[0] for name in plan.sources if name.startswith("lm_heads.")]
     vocab_size = sizes[0] if sizes else target.vocab_size
     check_target(checkpoint, target, hidden_size, None if "token_map" in plan else vocab_size)
     target_ids = _target_ids(checkpoint, target, plan, vocab_size)
-    with torch.device("meta"):
+    with checkpoint.building():
         heads = MedusaHeads(
             hidden_size,
             layout.num_heads,

@@ -7,7 +7,6 @@ import re
 from collections.abc import Collection
 from typing import Any
 
-import torch
 from torch import nn
 
 from ...model.packed_model import PackedModel
@@ -57,7 +56,7 @@ def load_mlp(checkpoint: Checkpoint, target: PackedModel) -> Speculator:
     check_steps(checkpoint, n_predict, tied)
     check_target(checkpoint, target, emb_dim, vocab_size)
     count, num_projections = (1, min(n_predict, 2)) if tied else (n_predict, n_predict)
-    with torch.device("meta"):
+    with checkpoint.building():
         speculator = SumSpeculator(
             n_predict, inner, scale_input,
             emb=[nn.Embedding(vocab_size, inner) for _ in range(count)],
@@ -118,7 +117,7 @@ def load_lstm(checkpoint: Checkpoint, target: PackedModel) -> Speculator:
         raise checkpoint.error("config.json has no tie_weights = true, but all steps of an LSTM share their weights.")
     check_target(checkpoint, target, hidden_size, vocab_size)
     scale_input = flag(checkpoint, "scale_input")
-    with torch.device("meta"):
+    with checkpoint.building():
         speculator = LSTMSpeculator(n_predict, hidden_size, sizes[0], vocab_size, scale_input, tie_embeddings)
     rename = one_copy(checkpoint, lambda name: _lstm_name(unprefixed(name), n_predict, tie_embeddings))
     load_module(speculator, Plan(checkpoint, rename), *place_of(target))
@@ -154,7 +153,7 @@ def load_rnn(checkpoint: Checkpoint, target: PackedModel) -> Speculator:
     tied, width = flag(checkpoint, "tie_weights"), inner[0]
     check_steps(checkpoint, n_predict, tied)
     count, num_projections = (1, min(n_predict, 2)) if tied else (n_predict, n_predict)
-    with torch.device("meta"):
+    with checkpoint.building():
         starts = [nn.Linear(inner[-1] if i else hidden_size, width, bias=False) for i in range(num_projections)]
         speculator = SumSpeculator(
             n_predict, width, flag(checkpoint, "scale_input"),

@@ -124,7 +124,7 @@ def _family(source: Checkpoint, target: PackedModel) -> Family:
         raise source.error(f"is for a target of {stated} layers; this one has {own}." + trained_for(source))
     config = layer_config(source, values)
     check_target(source, target, config.hidden_size, config.vocab_size)
-    with torch.device("meta"):
+    with source.building():
         model = AutoModelForCausalLM.from_config(config)
     return Family.of(model, source)
 
