@@ -1,6 +1,8 @@
 """The command line at its edges: what fails does so early and in one short line, and nothing foreign is printed."""
 
 import json
+import re
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -89,6 +91,56 @@ def test_a_template_that_cannot_be_read_is_named(capsys, tmp_path, option, conte
     file.write_bytes(content)
     line = error_line(capsys, "serve", "tiny", option, str(file))
     assert f"{option} {file}: {says}" in line
+
+
+@pytest.mark.parametrize("port", ["99999999", "-1", "http", "65536"])
+def test_a_port_that_is_none(capsys, port):
+    with pytest.raises(SystemExit) as ended:
+        main(["serve", "tiny", f"--port={port}"])
+    line = capsys.readouterr().err
+    assert ended.value.code == 2 and f"must be a port from 0 to 65535, not '{port}'" in line and line.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("host", "says"),
+    [
+        ("127.0.0.1", "--port|another port"),
+        ("no-such-host.invalid", "name or address of this machine"),
+        ("x" * 100, "name or address of this machine"),
+        ("192.0.2.7", "name or address of this machine"),  # of documentation: no machine has it
+    ],
+)
+def test_an_address_that_cannot_be_served_is_found_first(capsys, monkeypatch, host, says):
+    run = pytest.importorskip("hf_specdec.serve.run")
+    monkeypatch.setattr(run, "EngineProcess", None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        port = taken.getsockname()[1]
+        line = error_line(capsys, "serve", "tiny", "--host", host, "--port", str(port))
+    assert re.search(says, line) and f"{host}:{port}" in line and "Errno" not in line
+
+
+@pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", ""])
+def test_one_server_for_an_address(host):
+    """Also before the first has answered anything."""
+    from hf_specdec.serve.address import listen
+
+    try:
+        first = listen(host, 0)
+    except OSError:
+        pytest.skip(f"this machine has no {host}")
+    try:
+        ports = {each.getsockname()[1] for each in first}
+        assert len(ports) == 1
+        with pytest.raises(OSError, match="in use"):
+            listen(host, *ports)
+        for each in first:
+            assert not each.get_inheritable()
+            socket.create_connection(each.getsockname()[:2]).close()
+    finally:
+        for each in first:
+            each.close()
+    for each in listen(host, *ports):  # at once: connections of the last server do not hold the port
+        each.close()
 
 
 def test_home_folders_that_no_shell_has_expanded(capsys, monkeypatch, tmp_path):

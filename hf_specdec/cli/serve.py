@@ -13,7 +13,7 @@ import torch
 
 import hf_specdec
 
-from .options import DTYPES, positive_float, positive_int
+from .options import DTYPES, port_number, positive_float, positive_int
 
 EPILOG = """\
 examples:
@@ -98,7 +98,7 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
 def _add_http_options(group: argparse._ArgumentGroup) -> None:
     """Add options for the address, access and limits."""
     group.add_argument("--host", default="127.0.0.1", help="default: %(default)s; 0.0.0.0 for all interfaces")
-    group.add_argument("--port", type=int, default=8000, help="default: %(default)s")
+    group.add_argument("--port", type=port_number, default=8000, help="default: %(default)s")
     group.add_argument(
         "--api-key", action="append", metavar="KEY",
         help="needed for every path but /health; repeatable (default: HF_SPECDEC_API_KEY)",

@@ -19,6 +19,8 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
+from .address import listen
+
 logger = logging.getLogger(__name__)
 
 _SECONDS = 600.0  # time limit of an answer
@@ -162,7 +164,12 @@ def main() -> None:
     parser.add_argument("--host", default="127.0.0.1", help="default: %(default)s")
     parser.add_argument("--port", type=int, default=8000, help="default: %(default)s")
     args = parser.parse_args()
-    uvicorn.run(make_app(args.prefill, args.decode), host=args.host, port=args.port, log_level="warning")
+    app = make_app(args.prefill, args.decode)
+    try:
+        sockets = listen(args.host, args.port)
+    except (OSError, ValueError) as error:
+        parser.error(str(error))
+    uvicorn.Server(uvicorn.Config(app, host=args.host, port=args.port, log_level="warning")).run(sockets)
 
 
 if __name__ == "__main__":

@@ -17,6 +17,7 @@ import uvicorn
 from transformers import AutoTokenizer
 
 from ..bundled import resolve_model
+from .address import address, listen
 from .api import make_app
 from .connections import protocol_with_timeout
 from .engine_process import EngineProcess
@@ -118,6 +119,7 @@ def serve(
 
     Raises:
         ValueError: see `Privacy.check`.
+        OSError: the address cannot be had (see `listen`); the model has not been loaded then.
         Exception: the error with which loading the model failed.
         ChildProcessError: the engine's process was killed.
     """
@@ -125,17 +127,21 @@ def serve(
     privacy.check(arguments.get("speculative_config"), api_keys)
     loaded_tokenizer = _load_tokenizer(tokenizer or model, chat_template, arguments)
     server = Server(loaded_tokenizer, names, limits, response_template, privacy)
+    sockets = listen(host, port)
+    where = address(host, sockets[0].getsockname()[1])
     engine = EngineProcess(server.deliver, {**arguments, "model": model, "tokenizer": tokenizer})
-    watch = _Watch(server, engine, lambda: on_ready(f"http://{host}:{port}"))
+    watch = _Watch(server, engine, lambda: on_ready(f"http://{where}"))
     app = make_app(server, api_keys, allowed_origins, watch.lifespan)
-    config = _uvicorn_config(app, limits, host, port, shutdown_timeout)
+    config = _uvicorn_config(app, limits, shutdown_timeout)
     with _harmless_sigterm():
         try:
             with contextlib.suppress(KeyboardInterrupt):
-                _DrainingServer(config, server, shutdown_timeout).run()
+                _DrainingServer(config, server, shutdown_timeout).run(sockets)
         finally:
             watch.ends.set()
             engine.end()
+            for each in sockets:
+                each.close()
     if watch.failure is not None:
         raise watch.failure
 
@@ -149,10 +155,10 @@ def _load_tokenizer(name: str, chat_template: str | None, arguments: dict[str, A
     return tokenizer
 
 
-def _uvicorn_config(app: Any, limits: Limits, host: str, port: int, shutdown_timeout: float) -> uvicorn.Config:
+def _uvicorn_config(app: Any, limits: Limits, shutdown_timeout: float) -> uvicorn.Config:
     """How uvicorn serves the application. After the signal it waits until `_DrainingServer` has ended all answers."""
     return uvicorn.Config(
-        app, http=protocol_with_timeout(limits.read_seconds), host=host, port=port, log_level="warning", access_log=False,
+        app, http=protocol_with_timeout(limits.read_seconds), log_level="warning", access_log=False,
         timeout_keep_alive=30, timeout_graceful_shutdown=math.ceil(shutdown_timeout) + _SECONDS_FOR_ERRORS,
         h11_max_incomplete_event_size=64 << 10,
     )  # fmt: skip
