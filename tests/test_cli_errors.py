@@ -1,6 +1,7 @@
 """The command line at its edges: what fails does so early and in one short line, and nothing foreign is printed."""
 
 import json
+import os
 import re
 import socket
 import subprocess
@@ -43,6 +44,40 @@ COMMANDS = {
 def test_a_report_that_cannot_be_written_is_found_first(capsys, no_model, tmp_path, command, where):
     line = error_line(capsys, *COMMANDS[command], "--json", str(tmp_path / where))
     assert "--json" in line and str(tmp_path) in line
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+@pytest.mark.parametrize("content", [None, "an earlier report"])
+def test_a_report_that_a_folder_refuses_is_found_first(capsys, monkeypatch, no_model, tmp_path, command, content):
+    """Where the folder's permissions say nothing: for root, on file systems that are full or read-only, in /proc."""
+    file, opened = tmp_path / "report.json", os.open
+
+    def refuse(path, *args, **kwargs):
+        if os.fspath(path) == str(file):
+            raise PermissionError(13, "Permission denied", str(file))
+        return opened(path, *args, **kwargs)
+
+    if content is not None:
+        file.write_text(content)
+    monkeypatch.setattr(options.os, "open", refuse)
+    line = error_line(capsys, *COMMANDS[command], "--json", str(file))
+    assert f"--json {file}: cannot be written: permission denied" in line
+
+
+@pytest.mark.skipif(not Path("/proc/self").is_dir(), reason="no /proc")
+def test_no_report_in_proc(capsys, no_model):
+    line = error_line(capsys, *COMMANDS["bench"], "--json", "/proc/x.json")
+    assert "--json /proc/x.json: cannot be written: no such file or directory" in line
+
+
+def test_the_check_of_a_report_leaves_no_trace(tmp_path):
+    new, old = tmp_path / "new.json", tmp_path / "old.json"
+    old.write_text("an earlier report")
+    link = tmp_path / "link.json"
+    link.symlink_to(new)
+    for file in (new, old, link):
+        options.check_output_file(str(file), "--json")
+    assert link.is_symlink() and not new.exists() and old.read_text() == "an earlier report"
 
 
 def test_a_plot_that_cannot_be_written_is_found_first(capsys, no_model, tmp_path):

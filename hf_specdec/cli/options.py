@@ -70,8 +70,21 @@ def check_output_file(path: str | None, option: str) -> None:
         raise ValueError(f"{option} {path}: a folder, not a file.")
     if not file.parent.is_dir():
         raise ValueError(f"{option} {path}: no such folder: {file.parent}.")
-    if not os.access(file if file.exists() else file.parent, os.W_OK):
-        raise ValueError(f"{option} {path}: not writable.")
+    if file.exists() and not file.is_file():  # a pipe or device: opening it may wait for a reader
+        if not os.access(file, os.W_OK):
+            raise ValueError(f"{option} {path}: not writable.")
+        return
+    # Permissions are not all that can be in the way: the file system may be read-only, or one like /proc.
+    is_new = not file.exists()
+    if is_new and file.is_symlink():
+        file = file.resolve()  # what it points to is made
+    try:
+        os.close(os.open(file, os.O_WRONLY | (os.O_CREAT | os.O_EXCL if is_new else 0), 0o666))
+        if is_new:
+            file.unlink()
+    except OSError as error:
+        why = (error.strerror or str(error)).lower()
+        raise ValueError(f"{option} {path}: cannot be written: {why}.") from None
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
