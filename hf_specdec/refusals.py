@@ -212,7 +212,8 @@ def _are_of_ids(
 def _is_neutral(model: PreTrainedModel, name: str, value: Any) -> bool:
     """True if an input changes nothing. For models that see images, generate() adds empty ones to every text prompt.
 
-    Token types of zeros mean "text" to such a model. Other models (GPT-2) add an embedding for them, even for zeros.
+    Token types of zeros mean "text" to such a model, and BERT's relatives take zeros if none are given. Other models (GPT-2) add an
+    embedding for them, even for zeros.
     """
     if isinstance(value, dict):
         return all(each is None for each in value.values())
@@ -220,7 +221,12 @@ def _is_neutral(model: PreTrainedModel, name: str, value: Any) -> bool:
         return True
     if not isinstance(value, torch.Tensor):
         return False
-    return value.numel() == 0 or (name in _TOKEN_TYPES and is_multimodal(model) and not bool(value.any()))
+    if value.numel() == 0:
+        return True
+    zeros_are_none = is_multimodal(model) or any(
+        each.endswith("token_type_embeddings") for each, _ in model.named_modules()
+    )
+    return name in _TOKEN_TYPES and zeros_are_none and not bool(value.any())
 
 
 def _counts_positions(input_ids: torch.Tensor, length: int, mask: torch.Tensor | None, positions) -> bool:

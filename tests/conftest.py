@@ -7,12 +7,12 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 os.environ.setdefault("HF_HUB_OFFLINE", "1")
 os.environ.setdefault("TOKENIZERS_PARALLELISM", "false")
 
+import hf_specdec  # isort: skip  # before transformers: it holds back what torchao prints while it loads
+
 import pytest
 import torch
 from oracle import drafter_of, method_configs, tiny_llama
 from transformers import AutoModelForCausalLM, AutoTokenizer
-
-import hf_specdec
 
 torch.set_num_threads(1)
 _CACHE = tempfile.TemporaryDirectory(prefix="hf_specdec-")

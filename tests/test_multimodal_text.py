@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+import transformers
 from families import VOCAB, make, perturbed
 from multimodal import HYBRID, MULTIMODAL, build_multimodal, token_types
 from oracle import ragged
@@ -63,3 +64,22 @@ def test_token_types_that_are_embedded():
     inputs["token_type_ids"] = torch.zeros_like(inputs["input_ids"])
     with pytest.raises(UnsupportedModel, match="token_type_ids"):
         model.generate(**inputs, max_new_tokens=4, speculative_config=CONFIGS["ngram"])
+
+
+@pytest.mark.parametrize("family", ["Bert", "Electra", "Ernie"])
+def test_types_of_zeros_are_the_default_of_berts_relatives(family):
+    config, kind = (
+        getattr(transformers, f"{family}Config"),
+        getattr(transformers, "BertLMHeadModel" if family == "Bert" else f"{family}ForCausalLM"),
+    )
+    sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 64}
+    model = kind(
+        config(vocab_size=100, is_decoder=True, pad_token_id=0, eos_token_id=None, initializer_range=0.3, **sizes)
+    ).eval()
+    ids = torch.tensor([[4, 5, 6, 4, 5, 6, 4, 5]])
+    inputs = {"input_ids": ids, "attention_mask": torch.ones_like(ids), "max_new_tokens": 8, "do_sample": False}
+    zeros = {"token_type_ids": torch.zeros_like(ids)}
+    wanted = model.generate(**inputs, **zeros)
+    assert model.generate(**inputs, **zeros, speculative_config={"method": "ngram"}).tolist() == wanted.tolist()
+    with pytest.raises(UnsupportedModel, match="token_type_ids"):
+        model.generate(**inputs, token_type_ids=torch.ones_like(ids), speculative_config={"method": "ngram"})

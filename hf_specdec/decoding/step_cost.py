@@ -153,10 +153,8 @@ class StepCost:
         self.drafting = FittedCost(np.zeros(4))
         self.context, self.octave = 0.0, 0
         self._reaches: dict[int, np.ndarray] = {}  # by number of tokens
-        self._plain_fit, self._plain = (
-            None,
-            {},
-        )  # the coefficients, and by rows and octave what they say of a plain step
+        self._plain_fit: np.ndarray | None = None  # the fit that `_plain` was computed from
+        self._plain: dict[tuple[int, int], float] = {}  # seconds of a plain step, by rows and octave
 
     def look_at(self, num_rows: int, num_context: int) -> None:
         """The next observations and questions are about steps of `num_rows` rows whose texts have `num_context` tokens together."""
