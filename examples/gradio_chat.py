@@ -30,7 +30,6 @@ class Pieces(AcceptedTokens):
             self.printed = text
 
     def end(self):
-        self.hook.remove()
         self.end_step()
         self.queue.put(None)
 
@@ -43,12 +42,13 @@ def answers(model, tokenizer, speculative_config, message, max_new_tokens=128):
 
     def write():
         try:
-            model.generate(
-                **inputs.to(model.device),
-                max_new_tokens=max_new_tokens,
-                speculative_config=speculative_config,
-                streamer=pieces,
-            )
+            with pieces:
+                model.generate(
+                    **inputs.to(model.device),
+                    max_new_tokens=max_new_tokens,
+                    speculative_config=speculative_config,
+                    streamer=pieces,
+                )
         except Exception as error:
             failure.append(error)
             pieces.queue.put(None)
