@@ -207,7 +207,7 @@ def test_moves_that_do_not_fit():
     table = PoolTable.of([torch.zeros(4, 1, 2)])
     with pytest.raises(ValueError, match="int64"):
         move_slots(table, torch.zeros(2, dtype=torch.int32), torch.zeros(2, dtype=torch.int32))
-    with pytest.raises(ValueError, match="equal"):
+    with pytest.raises(ValueError, match=r"must both be \[B, N\] or both \[N\]"):
         move_slots(table, torch.zeros(2, dtype=torch.long), torch.zeros(3, dtype=torch.long))
     with pytest.raises(ValueError, match="equally many slots"):
         PoolTable.of([torch.zeros(4, 1, 2), torch.zeros(5, 1, 2)])
