@@ -223,10 +223,12 @@ def _is_neutral(model: PreTrainedModel, name: str, value: Any) -> bool:
         return False
     if value.numel() == 0:
         return True
-    zeros_are_none = is_multimodal(model) or any(
-        each.endswith("token_type_embeddings") for each, _ in model.named_modules()
-    )
-    return name in _TOKEN_TYPES and zeros_are_none and not bool(value.any())
+    return name in _TOKEN_TYPES and _takes_zeros_for_none(model) and not bool(value.any())
+
+
+def _takes_zeros_for_none(model: PreTrainedModel) -> bool:
+    """True if token types of zeros and no token types are the same to a model."""
+    return is_multimodal(model) or any(each.endswith("token_type_embeddings") for each, _ in model.named_modules())
 
 
 def _counts_positions(input_ids: torch.Tensor, length: int, mask: torch.Tensor | None, positions) -> bool:

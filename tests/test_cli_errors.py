@@ -113,9 +113,9 @@ def test_files_that_begin_with_a_byte_order_mark(capsys, tmp_path):
 @pytest.mark.parametrize(
     ("option", "content", "says"),
     [
-        ("--response-template", b'{"a": ', "not JSON: Expecting value"),
+        ("--response-template", b'{"a": ', "not JSON (Expecting value"),
         ("--response-template", DEEP.encode(), "JSON that is nested too deeply"),
-        ("--response-template", b"[1]", "must be a JSON object"),
+        ("--response-template", b"[1]", "expected a JSON object"),
         ("--response-template", b"\xff", "not UTF-8 text"),
         ("--chat-template", b"\xff", "not UTF-8 text"),
     ],

@@ -13,6 +13,7 @@ import torch
 
 import hf_specdec
 
+from ..jsonl import json_object
 from .options import DTYPES, port_number, positive_float, positive_int
 
 EPILOG = """\
@@ -217,17 +218,7 @@ def _json_of(option: str, file: str | None) -> dict | None:
         ValueError: the file is not JSON, or not an object.
     """
     text = _text_of(option, file)
-    if text is None:
-        return None
-    try:
-        value = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise ValueError(f"{option} {file}: not JSON: {error}.") from None
-    except RecursionError:
-        raise ValueError(f"{option} {file}: JSON that is nested too deeply.") from None
-    if not isinstance(value, dict):
-        raise ValueError(f"{option} {file}: must be a JSON object, not {type(value).__name__}.")
-    return value
+    return None if text is None else json_object(text, f"{option} {file}")
 
 
 def _api_keys(args: argparse.Namespace) -> list[str] | None:

@@ -27,8 +27,8 @@ _SUFFIXES = (".safetensors", ".bin", ".pt", ".pth")  # of weight files; those of
 _NO_WEIGHTS = ("training_args", "optimizer", "scheduler")  # what trainers store beside the weights
 _WRAPPED = "module."  # prefix of all names in files saved from a DistributedDataParallel
 _PLAIN_FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
-# Left in files by trainers; drafting does not use them.
 _NEWLINE = re.compile(r"\s*\n\s*")  # in messages of other libraries
+# Left in files by trainers; drafting does not use them.
 _IGNORED = re.compile(r"(^|\.)(rotary_emb\.inv_freq|masked_bias|position_ids)$")
 
 # What torch and transformers raise for values that do not describe a model.
