@@ -240,6 +240,7 @@ def _run_replicas(args: argparse.Namespace, transfer: dict | None) -> int:
     """Serve several engines, in processes of Ray. Returns the exit code.
 
     Raises:
+        OSError: another process serves at the address.
         ValueError: an option is given that replicas do not support.
     """
     unsupported = {
@@ -253,8 +254,14 @@ def _run_replicas(args: argparse.Namespace, transfer: dict | None) -> int:
             f"--replicas does not support {', '.join(given) or 'several names (--served-model-name)'}: start the servers one by one, "
             "with a router in front of them (docs/distributed.md)."
         )
+    from ..serve.address import listen
     from ..serve.ray import Arguments, run
 
+    if (
+        "RAY_ADDRESS" not in os.environ
+    ):  # Ray's proxy will run here, and reports an address in use after models are loaded
+        for each in listen(args.host, args.port):
+            each.close()
     config = args.speculative_config
     llm = _engine_arguments(args)
     llm["speculative_config"] = None if config is None else hf_specdec.parse_config(config).to_dict()

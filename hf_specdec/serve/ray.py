@@ -107,7 +107,6 @@ class Replica:
     """A Ray Serve deployment: an engine, and the server's application in front of it."""
 
     async def __init__(self, arguments: Arguments):
-
         privacy = Privacy(arguments.private_requests, arguments.share_across_api_keys)
         privacy.check(arguments.llm.get("speculative_config"), arguments.api_keys)
         self.llm = LLM(arguments.model, **arguments.llm)

@@ -55,10 +55,11 @@ def bounded_shape(config: LastHiddenConfig, shape: TreeShape, num_heads: int) ->
         return dataclasses.replace(shape, depth=num_heads)
     if shape.is_chain and is_bound:
         return TreeTemplate.from_widths([1] * num_heads)
+    asked = max(shape.depth, config.num_speculative_tokens or 0)  # the shape's depth is bounded
     raise config.fail(
         "num_speculative_tokens",
-        f"(or the tree) asks for drafts of {shape.depth} tokens, but {config.model!r} has heads for {num_heads}: "
-        f"use at most {num_heads}, or leave it out.",
+        f"(or the tree) asks for drafts of {asked} tokens, but {config.model!r} has heads for {num_heads}: use at most {num_heads}, "
+        "or leave it out.",
     )
 
 
