@@ -26,6 +26,8 @@ CALLS = [
 METHODS = {
     "plain": None,
     "none": {"method": "none"},
+    "ngram": {"method": "ngram"},
+    "token_recycling": {"method": "token_recycling"},
     "draft_model": {"method": "draft_model", "num_speculative_tokens": 4},
 }
 PROMPT = 64

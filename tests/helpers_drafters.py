@@ -159,6 +159,8 @@ def assert_four_heads_bound_the_length(model, base: dict[str, Any], too_deep: Se
     for more in ({"num_speculative_tokens": 5}, {"branching_factors": [2, 1, 1, 1, 1]}, *too_deep):
         with pytest.raises(SpeculativeConfigError, match=r"drafts of 5 tokens.* has heads for 4"):
             integration.get_decoder(model, parse_config(base | more))
+    with pytest.raises(SpeculativeConfigError, match=r"drafts of 1000000000000 tokens"):
+        integration.get_decoder(model, parse_config(base | {"num_speculative_tokens": 10**12}))
 
 
 def assert_refused(model, config: dict[str, Any], message: str) -> None:

@@ -143,6 +143,8 @@ def test_returned_tensors(model, config, inputs, eos):
             rows = alive[step]
             real = mask[rows] if step == 0 else torch.ones(int(rows.sum()), 1, dtype=torch.bool)
             assert torch.allclose(x[rows][real], y[rows][real], atol=1e-4)
+            if step == 0:
+                assert not y[~mask].any()  # docs/limits.md
     transition = model.compute_transition_scores(ours.sequences, ours.scores, normalize_logits=True)
     expected = model.compute_transition_scores(plain.sequences, plain.scores, normalize_logits=True)
     assert torch.allclose(transition[alive.T], expected[alive.T], atol=1e-4)

@@ -5,6 +5,7 @@ import importlib
 import importlib.util
 import json
 import os
+import socket
 import subprocess
 import sys
 import time
@@ -63,7 +64,7 @@ def test_limits_reach_the_replicas(replicas, monkeypatch):
     monkeypatch.setattr(replicas, "run", lambda arguments, *address: started.append(arguments))
     limits = ["--max-body-bytes", "1000", "--sse-keep-alive-interval", "0", "--max-request-seconds", "5"]
     engine = ["--max-model-len", "64", "--kv-cache-memory-bytes", "4000000", "--dtype", "float32"]
-    assert main(["serve", "tiny", "--replicas", "2", *limits, *engine]) == 0
+    assert main(["serve", "tiny", "--replicas", "2", "--port", "0", *limits, *engine]) == 0
     (arguments,) = started
 
     async def answer():
@@ -82,6 +83,14 @@ def test_limits_reach_the_replicas(replicas, monkeypatch):
     found, (status, _, _) = asyncio.run(answer())
     assert status == 413
     assert found == Limits(max_body_bytes=1000, keep_alive_seconds=0, answer_seconds=5)
+
+
+def test_an_address_in_use_is_known_before_replicas_are_started(replicas, monkeypatch, capsys):
+    monkeypatch.delenv("RAY_ADDRESS", raising=False)
+    monkeypatch.setattr(replicas, "run", lambda *args: pytest.fail("started"))
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        assert main(["serve", "tiny", "--replicas", "2", "--port", str(taken.getsockname()[1])]) == 2
+    assert "in use" in capsys.readouterr().err
 
 
 def test_a_replica_reads_its_tokenizer_as_the_arguments_say(replicas, monkeypatch):
