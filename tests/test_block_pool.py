@@ -74,6 +74,9 @@ class PoolMachine(RuleBasedStateMachine):
 
     @rule(blocks=consumes(held))
     def release(self, blocks):
+        self.give_back(blocks)
+
+    def give_back(self, blocks):
         assert all(self.refs[b] > 0 for b in blocks), "the test itself lost count"
         self.pool.release(blocks)
         for block in reversed(blocks):
@@ -81,17 +84,23 @@ class PoolMachine(RuleBasedStateMachine):
             if self.refs[block] == 0 and block in self.content:
                 self.cached.append(block)
 
-    @rule(block=st.integers(0, 11), content=st.integers(0, 5))
-    def register(self, block, content):
-        if block >= len(self.refs):
-            return
-        if self.refs[block] == 0:
-            with pytest.raises(ValueError, match="not in use"):
-                self.pool.register(block, content)
-            return
-        self.pool.register(block, content)
-        if block not in self.content and content not in self.content.values():
-            self.content[block] = content
+    @rule(blocks=held, content=st.integers(0, 5))
+    def register(self, blocks, content):
+        self.make_known(blocks, content)
+
+    def make_known(self, blocks, content):
+        """The blocks get the contents `content`, `content + 1`, .."""
+        for block in blocks:
+            self.pool.register(block, content)
+            if block not in self.content and content not in self.content.values():
+                self.content[block] = content
+            content = (content + 1) % 6
+
+    @rule(blocks=consumes(held), content=st.integers(0, 5))
+    def leave(self, blocks, content):
+        """As a row that ends: what it has read stays known."""
+        self.make_known(blocks, content)
+        self.give_back(blocks)
 
     @rule(content=st.integers(0, 5), target=held)
     def take_by_content(self, content):
@@ -120,6 +129,8 @@ class PoolMachine(RuleBasedStateMachine):
             self.pool.retain([block])
         with pytest.raises(ValueError, match="not in use"):
             self.pool.release([block])
+        with pytest.raises(ValueError, match="not in use"):
+            self.pool.register(block, 0)
         assert self.snapshot() == before
 
     def snapshot(self):
