@@ -33,7 +33,7 @@ def compile_cases() -> list[CompileCase]:
         ("mamba-2 falcon-h1 (64, 256)", "bf16", 24, 1, 64, 256),
         ("mamba-2 granite float32 (64, 128)", "fp32", 128, 1, 64, 128),
     ):
-        signature = dict.fromkeys(("out", "x", "steps", "reads", "writes", "skip", "bias"), f"*{kind}")
+        signature = dict.fromkeys(("out", "x", "steps", "into_state", "out_of_state", "skip", "bias"), f"*{kind}")
         signature |= {"rate": "*fp32", **_STATES, **_WALK}
         block_p, block_n = mamba2_blocks(width, size)
         constants = {

@@ -172,8 +172,8 @@ class PagedStaticCache(Cache):
         if self.pool.num_blocks < self.most_blocks:
             self._grow(self.most_blocks)
 
-    def place_of(self, num_slots: int, num_sequences: int) -> int:
-        """The `num_slots` to pass to `add` for each of `num_sequences` sequences that may become `num_slots` long."""
+    def slots_each(self, num_slots: int, num_sequences: int) -> int:
+        """Slots for each of `num_sequences` sequences: `num_slots`, or an equal share of the pool if that is less."""
         return min(num_slots, self.pool.num_blocks // max(num_sequences, 1) * self.block_size)
 
     # ---- growth -----------------------------------------------------------------------------------------------------

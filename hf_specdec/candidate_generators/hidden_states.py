@@ -77,7 +77,7 @@ class HiddenStatesWriter(CandidateGenerator):
         )
         self.folder = Path(config.output_dir)
         self.folder.mkdir(parents=True, exist_ok=True)
-        self.num_written = 1 + max(
+        self.next_number = 1 + max(
             (int(p.stem) for p in self.folder.glob("*.safetensors") if p.stem.isdigit()), default=-1
         )
         self.collected: dict[int, list[torch.Tensor]] = {}  # per sequence, [n, layers, H] on the CPU
@@ -120,8 +120,8 @@ class HiddenStatesWriter(CandidateGenerator):
         if not collected:
             return
         hidden = torch.cat(collected)
-        path = self.folder / f"{self.num_written:08d}.safetensors"
-        self.num_written += 1
+        path = self.folder / f"{self.next_number:08d}.safetensors"
+        self.next_number += 1
         unfinished = path.with_suffix(".partial")
         save_file(
             {"hidden_states": hidden, "token_ids": torch.tensor(seq.tokens[: len(hidden)])},

@@ -78,17 +78,17 @@ class Ranks:
 
     # ---- agreement on the host --------------------------------------------------------------------------------------
 
-    def same(self, numbers: Sequence[int] = (), believed: int = 0) -> list[int]:
+    def same(self, numbers: Sequence[int] = (), in_common: int = 0) -> list[int]:
         """Rank 0's numbers, on every rank. Every rank must call it.
 
         Args:
             numbers: int64; what the other ranks pass is ignored.
-            believed: a digest of what the ranks should have in common.
+            in_common: a digest of what the ranks should have in common.
 
         Raises:
             RankError: another rank has failed, or has passed another digest.
         """
-        found, digests = self._exchange(numbers, believed)
+        found, digests = self._exchange(numbers, in_common)
         if len(set(digests)) > 1:
             raise RankError(
                 f"The ranks disagree about what comes next (digests {digests}): their inputs or settings differ, or "

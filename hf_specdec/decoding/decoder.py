@@ -123,7 +123,7 @@ class SpeculativeDecoder:
                 f"{self.config.block_size}): raise num_blocks, or shorten the prompt."
             )
         whole = seq.max_length + self.generator.max_draft_nodes if self.rows_have_places else 0
-        self.cache.add(seq.id, self.cache.place_of(whole, self._num_sequences))
+        self.cache.add(seq.id, self.cache.slots_each(whole, self._num_sequences))
         try:
             self.generator.start(seq)
         except BaseException:

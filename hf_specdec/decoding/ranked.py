@@ -55,10 +55,10 @@ def agreed_call(
     }  # fmt: skip
     own = json.dumps({**config.to_dict(), "token": None}, sort_keys=True, default=str)
     with ranks.watched(), ranks.agreed():
-        believed = digest(
+        in_common = digest(
             own, sorted(settings.items()), tuple(input_ids.shape), input_ids, *([] if mask is None else [mask])
         )
-        (seed,) = ranks.same([seed], believed)
+        (seed,) = ranks.same([seed], in_common)
         yield seed
 
 
@@ -138,19 +138,19 @@ class RankedDecoder(SpeculativeDecoder):
 
     def _propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
         """Rank 0's drafts. The limits are the same on all ranks, so a row drafts on all ranks or on none."""
-        believed = digest(
+        in_common = digest(
             limits, [(len(seq.tokens), seq.tokens[-4:], self.cache.tables[seq.id].length) for seq in sequences]
         )
         if not any(limits):
-            self.ranks.same((), believed)
+            self.ranks.same((), in_common)
             return super()._propose(sequences, limits)
         own = self._drafted(sequences, limits)
-        trees = self._same_trees(own, believed)
+        trees = self._same_trees(own, in_common)
         if not self.ranks.leads:
             self._own_drafts = {seq.id: (own, row) for row, seq in enumerate(sequences) if own.lengths[row]}
         return self._with_slots(sequences, trees)
 
-    def _same_trees(self, own: DraftTrees, believed: int) -> DraftTrees:
+    def _same_trees(self, own: DraftTrees, in_common: int) -> DraftTrees:
         """Rank 0's trees."""
         reads = own.probs is not None and self.config.verification_rule in _READS_PROBS
         shape = own.probs.shape[1:] if reads and own.probs is not None else (0, 0)
@@ -164,7 +164,7 @@ class RankedDecoder(SpeculativeDecoder):
                 numbers += own.parents.flatten().tolist()
             if own.prob_index is not None:
                 numbers += own.prob_index.flatten().tolist()
-        found = self.ranks.same([int(each) for each in numbers], believed)
+        found = self.ranks.same([int(each) for each in numbers], in_common)
         width, is_chain, is_indexed, count, vocab = found[:5]
         batch, rest = len(own.lengths), found[5:]
         lengths, rest = rest[:batch], rest[batch:]

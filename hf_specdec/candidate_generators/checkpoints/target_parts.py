@@ -153,7 +153,7 @@ def draft_vocabulary(
     if len(torch.unique(ids)) != size:
         raise checkpoint.error("d2t names a token of the target twice.")
     _check_t2d(checkpoint, ids)
-    return DraftVocabulary(target.vocab_size, ids.to(place_of(target)[0]))
+    return DraftVocabulary(target.vocab_size, ids.to(device_and_dtype(target)[0]))
 
 
 def _check_t2d(checkpoint: Checkpoint, ids: torch.Tensor) -> None:
@@ -195,7 +195,7 @@ def _own_head(target: PackedModel) -> nn.Module:
     return head
 
 
-def place_of(target: PackedModel) -> tuple[torch.device, torch.dtype]:
+def device_and_dtype(target: PackedModel) -> tuple[torch.device, torch.dtype]:
     """Device and dtype for heads: those of the target's language-model head, where its features are."""
     weight = _own_head(target).weight
     assert isinstance(weight, torch.Tensor)

@@ -15,9 +15,9 @@ from ..checkpoints.layers import Embeddings, RotaryPositions, check_layer_count,
 from ..checkpoints.target_parts import (
     DraftVocabulary,
     check_target,
+    device_and_dtype,
     draft_vocabulary,
     layer_config,
-    place_of,
     plain_rope,
     section,
     target_embeddings,
@@ -270,7 +270,7 @@ def load_dflash(
         raise checkpoint.error(f"has mask_token_id {layout.mask_token_id}, but there are {rows} embeddings.")
     with checkpoint.building():
         drafter = DFlashDrafter(layout, feature_size, size, owns)
-    device, dtype = place_of(target)
+    device, dtype = device_and_dtype(target)
     rotary = RotaryPositions(checkpoint, config, device)
     load_module(drafter, plan, device, dtype)
     if drafter.embed_tokens is None:

@@ -17,7 +17,7 @@ from ..checkpoints.layers import (
     shared_embeddings,
     vocab_size_of,
 )
-from ..checkpoints.target_parts import DraftVocabulary, check_target, draft_vocabulary, place_of, target_head
+from ..checkpoints.target_parts import DraftVocabulary, check_target, device_and_dtype, draft_vocabulary, target_head
 from .head import EagleHead
 
 _RENAMED = {
@@ -74,7 +74,7 @@ def load_eagle(checkpoint: Checkpoint, target: PackedModel, prepack_weights: boo
     vocabulary = DraftVocabulary(target.vocab_size)
     if has_lm_head:
         vocabulary = draft_vocabulary(checkpoint, target, None, plan.matrix("lm_head.weight")[0])
-    device, dtype = place_of(target)
+    device, dtype = device_and_dtype(target)
     with checkpoint.building():
         module = EagleHead(config, plan)
     load_module(module, plan, device, dtype)

@@ -26,10 +26,10 @@ from ..checkpoints.target_parts import (
     DraftVocabulary,
     check_target,
     check_vocabulary,
+    device_and_dtype,
     draft_vocabulary,
     gather_features,
     number_of,
-    place_of,
     section,
     target_head,
     trained_for,
@@ -236,7 +236,7 @@ def load_eagle3(
     config = read_layer_config(checkpoint, plan)
     _check_target(checkpoint, plan, options, target, is_mapped=offsets is not None)
     vocabulary, lm_head = _vocabulary(checkpoint, plan, target, offsets, config.hidden_size)
-    device, dtype = place_of(target)
+    device, dtype = device_and_dtype(target)
     with checkpoint.building():
         module = Eagle3Head(config, plan, options, max(1, len(options.taps.layers)), target.config.hidden_size)
     load_module(module, plan, device, dtype)

@@ -176,7 +176,7 @@ class CachedGenerator(GrowingGenerator):
     def start(self, seq: Sequence) -> None:
         """Add an empty cache entry."""
         whole = self.own_tokens(seq.max_length) + self.num_draft_slots
-        self.cache.add(seq.id, self.cache.place_of(whole, self._num_sequences))
+        self.cache.add(seq.id, self.cache.slots_each(whole, self._num_sequences))
 
     def evict(self, seq: Sequence) -> None:
         """Give the KV blocks back; they will be recomputed."""

@@ -22,7 +22,7 @@ from ...model.options.prepacked import prepack
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext
 from ..checkpoints.config import ProposedLengthConfig
-from ..checkpoints.target_parts import place_of
+from ..checkpoints.target_parts import device_and_dtype
 from .grower import GrowingGenerator
 from .tree_shapes import DynamicTree, TreeShape, TreeTemplate
 
@@ -89,7 +89,7 @@ class LastHiddenGenerator(GrowingGenerator):
 
     def __init__(self, config: LastHiddenConfig, target: PackedModel, context: DrafterContext | None = None):
         super().__init__(config, target, context)
-        self.device, self.dtype = place_of(target)
+        self.device, self.dtype = device_and_dtype(target)
         self.slots: dict[int, int] = {}  # sequence id → its row of `hidden`
         self.known: set[int] = set()  # ids of the sequences whose row is filled
         self.hidden: torch.Tensor | None = None  # [slots, H]

@@ -9,7 +9,7 @@ from transformers import LlamaConfig
 from ...model.packed_model import PackedModel
 from ..checkpoints.files import Checkpoint, Plan, counted, load_module, register_format
 from ..checkpoints.layers import RotaryPositions, fit_biases, shared_embeddings
-from ..checkpoints.target_parts import check_target, place_of
+from ..checkpoints.target_parts import check_target, device_and_dtype
 from ..checkpoints.tied import share_equal
 from .head import HydraHeads
 
@@ -93,7 +93,7 @@ def load_hydra(checkpoint: Checkpoint, target: PackedModel) -> HydraHeads:
         )
     if hydra.prefix is not None:
         fit_biases(hydra.prefix, Plan(checkpoint, _name_in_prefix))
-    device, dtype = place_of(target)
+    device, dtype = device_and_dtype(target)
     load_module(hydra, plan, device, dtype)
     share_equal(hydra)
     if hydra.prefix is not None and hydra.prefix_config is not None:

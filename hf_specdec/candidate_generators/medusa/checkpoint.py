@@ -10,7 +10,7 @@ import torch
 
 from ...model.packed_model import PackedModel
 from ..checkpoints.files import Checkpoint, Plan, counted, load_module, register_format
-from ..checkpoints.target_parts import check_target, place_of, target_head
+from ..checkpoints.target_parts import check_target, device_and_dtype, target_head
 from ..checkpoints.tied import one_copy, share_equal
 from .head import MedusaHeads
 
@@ -110,7 +110,7 @@ def load_medusa(checkpoint: Checkpoint, target: PackedModel) -> MedusaHeads:
             target_head=target_head(target),
             scale=float(scale),
         )
-    load_module(heads, plan, *place_of(target))
+    load_module(heads, plan, *device_and_dtype(target))
     share_equal(heads)
     heads.target_ids = target_ids
     return heads
@@ -129,4 +129,4 @@ def _target_ids(checkpoint: Checkpoint, target: PackedModel, plan: Plan, size: i
             f"token_map holds ids from {int(ids.min())} to {int(ids.max())}; they must all differ and be below the target's "
             f"{target.vocab_size} tokens."
         )
-    return ids.to(place_of(target)[0])
+    return ids.to(device_and_dtype(target)[0])

@@ -11,7 +11,7 @@ from torch import nn
 
 from ...model.packed_model import PackedModel
 from ..checkpoints.files import Checkpoint, Plan, load_module, register_format
-from ..checkpoints.target_parts import check_target, place_of
+from ..checkpoints.target_parts import check_target, device_and_dtype
 from ..checkpoints.tied import one_copy
 from .head import GATES, LSTMSpeculator, ScaledNorm, Speculator, SumSpeculator
 
@@ -65,7 +65,7 @@ def load_mlp(checkpoint: Checkpoint, target: PackedModel) -> Speculator:
             head=[nn.Linear(inner, vocab_size, bias=False) for _ in range(count)],
         )  # fmt: skip
     rename = one_copy(checkpoint, lambda name: tied_name(unprefixed(name), n_predict)) if tied else unprefixed
-    load_module(speculator, Plan(checkpoint, rename), *place_of(target))
+    load_module(speculator, Plan(checkpoint, rename), *device_and_dtype(target))
     return speculator
 
 
@@ -120,7 +120,7 @@ def load_lstm(checkpoint: Checkpoint, target: PackedModel) -> Speculator:
     with checkpoint.building():
         speculator = LSTMSpeculator(n_predict, hidden_size, sizes[0], vocab_size, scale_input, tie_embeddings)
     rename = one_copy(checkpoint, lambda name: _lstm_name(unprefixed(name), n_predict, tie_embeddings))
-    load_module(speculator, Plan(checkpoint, rename), *place_of(target))
+    load_module(speculator, Plan(checkpoint, rename), *device_and_dtype(target))
     speculator.fuse()
     return speculator
 
@@ -163,7 +163,7 @@ def load_rnn(checkpoint: Checkpoint, target: PackedModel) -> Speculator:
             head=[nn.Linear(inner[-1], vocab_size, bias=False) for _ in range(count)],
         )  # fmt: skip
     rename = one_copy(checkpoint, lambda name: tied_name(unprefixed(name), n_predict)) if tied else unprefixed
-    load_module(speculator, Plan(checkpoint, rename), *place_of(target))
+    load_module(speculator, Plan(checkpoint, rename), *device_and_dtype(target))
     return speculator
 
 

@@ -16,8 +16,8 @@ from ..checkpoints.files import Checkpoint, Plan, counted, load_module, register
 from ..checkpoints.target_parts import (
     check_target,
     check_vocabulary,
+    device_and_dtype,
     layer_config,
-    place_of,
     section,
     target_embeddings,
     target_head,
@@ -62,7 +62,7 @@ def load_mtp(source: Checkpoint, target: PackedModel, prepack_weights: bool | No
     Raises:
         CheckpointError: it has no MTP modules, or they do not fit.
     """
-    device, dtype = place_of(target)
+    device, dtype = device_and_dtype(target)
     family = _family(source, target)
     stacks = any(name.endswith("experts.gate_up_proj") for name in _expert_names(family))
     nothing = (

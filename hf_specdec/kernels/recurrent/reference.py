@@ -69,15 +69,15 @@ def mamba2(inputs: Inputs, constants: Inputs, state: torch.Tensor) -> tuple[torc
         constants: A, D and dt's bias, each [H].
         state: S [b, H, p, N], float32.
     """
-    x, step, reads, writes = inputs  # dt, B, C
+    x, step, into_state, out_of_state = inputs  # dt, B, C
     rate, skip, bias = constants
-    group = x.shape[1] // reads.shape[1]
-    reads, writes = (each.repeat_interleave(group, dim=1) for each in (reads, writes))
+    group = x.shape[1] // into_state.shape[1]
+    into_state, out_of_state = (each.repeat_interleave(group, dim=1) for each in (into_state, out_of_state))
     step = F.softplus(step + bias.to(step.dtype))
     decay = torch.exp(step.float() * rate.float())[..., None, None]
-    new = (step[..., None] * reads)[:, :, None] * x[..., None]
+    new = (step[..., None] * into_state)[:, :, None] * x[..., None]
     state = state * decay + new
-    out = (state.to(writes.dtype).float() * writes.float()[:, :, None]).sum(-1).to(writes.dtype)
+    out = (state.to(out_of_state.dtype).float() * out_of_state.float()[:, :, None]).sum(-1).to(out_of_state.dtype)
     return (out + x * skip[:, None]).to(x.dtype), state
 
 

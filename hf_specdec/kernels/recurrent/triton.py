@@ -40,15 +40,15 @@ def mamba2(
     pool: torch.Tensor,
 ) -> torch.Tensor:
     """See `kernels.recurrent.mamba2`; memory traffic as `gated_delta`."""
-    x, steps, reads, writes = (each.contiguous() for each in inputs)
+    x, steps, into_state, out_of_state = (each.contiguous() for each in inputs)
     rate, skip, bias = (each.contiguous() for each in constants)
     num_lines, tokens, heads, width = x.shape
-    groups, size = reads.shape[2:]
+    groups, size = into_state.shape[2:]
     out = torch.zeros_like(x)
     block_p, block_n = mamba2_blocks(width, size)
     with torch.cuda.device_of(before):
         mamba2_kernel[(num_lines, heads, ceil_div(width, block_p))](
-            out, x, steps, reads, writes, rate, skip, bias, _checked(before, before), _checked(pool, before),
+            out, x, steps, into_state, out_of_state, rate, skip, bias, _checked(before, before), _checked(pool, before),
             _places(walk, before), walk.parents, walk.into, walk.saved, tokens, HEADS=heads, GROUPS=groups, WIDTH=width,
             SIZE=size, ROUNDS_SKIP=skip.dtype == x.dtype, SAVES=walk.num_saved > 0, BLOCK_P=block_p, BLOCK_N=block_n,
             num_warps=4,

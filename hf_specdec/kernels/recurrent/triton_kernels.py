@@ -96,7 +96,7 @@ def gated_delta_kernel(
 
 @triton.jit
 def mamba2_kernel(
-    out, x, steps, reads, writes, rate, skip, bias, before, pool, saved_states, parents, into, saved, tokens,
+    out, x, steps, into_state, out_of_state, rate, skip, bias, before, pool, saved_states, parents, into, saved, tokens,
     HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, ROUNDS_SKIP: tl.constexpr,
     SAVES: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
 ):  # fmt: skip
@@ -127,8 +127,8 @@ def mamba2_kernel(
             from_x = (at * HEADS + head) * WIDTH + rows
             from_group = (at * GROUPS + group) * SIZE + columns
             own = tl.load(x + from_x, mask=in_width, other=0.0).to(tl.float32)
-            b = tl.load(reads + from_group, mask=in_size, other=0.0).to(tl.float32)
-            c = tl.load(writes + from_group, mask=in_size, other=0.0).to(tl.float32)
+            b = tl.load(into_state + from_group, mask=in_size, other=0.0).to(tl.float32)
+            c = tl.load(out_of_state + from_group, mask=in_size, other=0.0).to(tl.float32)
             new = _rounded(_rounded(step * b, dtype)[None, :] * own[:, None], dtype)
             state = state * tl.exp(step * a) + new
             read = _rounded(tl.sum(_rounded(state, dtype) * c[None, :], 1), dtype)
