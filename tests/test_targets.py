@@ -499,6 +499,57 @@ def test_self_test_catches_mistakes_in_half_precision(family_models, dtype, no_v
         prepare(broken)
 
 
+@pytest.mark.parametrize(
+    ("model_type", "options"),
+    [
+        ("roberta", {}), ("camembert", {}), ("data2vec-text", {}), ("roberta-prelayernorm", {}), ("xlm-roberta", {}),
+        ("xlm-roberta-xl", {}), ("xmod", {"languages": ["en_XX"], "default_language": "en_XX", "seed": 4}),
+    ],
+)  # fmt: skip
+def test_positions_that_are_counted_otherwise_without_position_ids(model_type, options, no_verdicts):
+    """RoBERTa's relatives count from `pad_token_id + 1`, but generate() gives them `position_ids` from 0."""
+    model = build(model_type, **{"seed": 1, "is_decoder": True, "pad_token_id": 1, **options})
+    (table,) = (module for name, module in model.named_modules() if name.endswith("position_embeddings"))
+    with torch.no_grad():
+        table.weight *= 4  # so that the text varies, and depends on positions
+    for batch_size in (1, 5):
+        inputs = prompts(batch_size)
+        expected = plain(model, inputs)
+        for config in (NGRAM, CHAIN, TREE):
+            drafter = {} if config is NGRAM else {"assistant_model": perturbed(model, 0.05)}
+            output = speculative(model, inputs, config, **drafter)
+            assert_same_tokens(output, expected, model_type)
+    assert len(expected.sequences[0, -NEW_TOKENS:].unique()) > 4, "the text repeats itself: too easy"
+    assert 0 < output.speculation["num_accepted_tokens"] < output.speculation["num_draft_tokens"]
+    assert not is_gathered(model)
+    with torch.no_grad():
+        table.weight[:-2] = table.weight[2:].clone()
+    assert not torch.equal(plain(model, inputs).sequences, expected.sequences)
+
+
+class ShiftedLlama(LlamaForCausalLM):
+    """generate() gives it no positions, and it counts from 3."""
+
+    def prepare_inputs_for_generation(self, *args, **kwargs):
+        inputs = super().prepare_inputs_for_generation(*args, **kwargs)
+        del inputs["position_ids"]
+        return inputs
+
+    def forward(self, input_ids=None, position_ids=None, **kwargs):
+        if position_ids is None:
+            cache = kwargs.get(CACHE)
+            past = 0 if cache is None else cache.get_seq_length()
+            position_ids = torch.arange(past, past + input_ids.shape[1])[None] * 2 + 3
+        return super().forward(input_ids=input_ids, position_ids=position_ids, **kwargs)
+
+
+def test_self_test_reads_positions_as_generate_gives_them(family_models, no_verdicts):
+    """Positions that generate() leaves to the model are the model's."""
+    broken = with_weights_of(family_models("Llama")[0], ShiftedLlama)
+    with pytest.raises(UnsupportedModel, match="ShiftedLlama does not compute"):
+        speculative(broken, prompts(1), NGRAM)
+
+
 @pytest.mark.parametrize("name", ["BigBird", "Bert"])
 def test_self_test_catches_attention_to_later_tokens(name, no_verdicts):
     """Encoders with a language-model head, not told to be decoders: their own batched forward is as wrong as ours."""

@@ -222,8 +222,23 @@ class _Expected:
         if self.packed.recurrent is not None:
             return self._token_by_token(ids)
         with architectures.first_layers(self.packed.model, self.packed.num_layers):
-            more = architectures.causal_inputs(self.packed.model, ids)
+            more = architectures.causal_inputs(self.packed.model, ids) | self._positions(ids)
             return self.packed.model(input_ids=ids, use_cache=False, return_dict=True, **more).logits.float()
+
+    def _positions(self, ids: torch.Tensor) -> dict[str, torch.Tensor]:
+        """`position_ids` if generate() would pass them, which is not always what the model counts without them (RoBERTa).
+
+        Classes with a text model inside count the same in both ways, or on several axes, and are left to count.
+        """
+        model = self.packed.model
+        if "position_ids" not in self.packed.forward_parameters or architectures.is_multimodal(model):
+            return {}
+        positions = torch.arange(ids.shape[1], device=ids.device)[None].expand(ids.shape)
+        inputs = model.prepare_inputs_for_generation(
+            ids, position_ids=positions, attention_mask=None, use_cache=False, is_first_iteration=True
+        )
+        given = inputs.get("position_ids")
+        return {} if given is None else {"position_ids": given}
 
     def _token_by_token(self, ids: torch.Tensor) -> torch.Tensor:
         positions, cache, logits = torch.arange(ids.shape[1], device=ids.device)[None].expand(ids.shape), None, []
