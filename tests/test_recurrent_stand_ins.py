@@ -108,6 +108,9 @@ PACKAGES = {
         "from ..rule import named\nchunk_gated_delta_rule = named('chunk_gated_delta_rule', 3.0)\n"
         "fused_recurrent_gated_delta_rule = named('fused_recurrent_gated_delta_rule')\n"
     ),
+    "fla/ops/kda/__init__.py": (
+        "from ..rule import named\nchunk_kda = named('chunk_kda', 3.0)\nfused_recurrent_kda = named('fused_recurrent_kda')\n"
+    ),
     "causal_conv1d/__init__.py": CONVOLUTION,
     "mamba_ssm/__init__.py": MAMBA,
 }
@@ -122,6 +125,7 @@ torch.set_num_threads(1)
 for name, chunk, one_token in (
     ("Qwen3.5", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
     ("Qwen3-Next", "chunk_gated_delta_rule", "fused_recurrent_gated_delta_rule"),
+    ("Kimi-Linear", "chunk_kda", "fused_recurrent_kda"),
     ("Granite-hybrid", "mamba_chunk_scan_combined", "selective_state_update"),
 ):
     model = make(name)
@@ -152,4 +156,4 @@ def test_kernels_of_other_packages_are_called_as_plain_decoding_calls_them(tmp_p
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, folders)), "OMP_NUM_THREADS": "1"}
     ran = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True, timeout=600)
     assert ran.returncode == 0, ran.stderr[-3000:]
-    assert ran.stdout.split("\n")[:3] == ["Qwen3.5", "Qwen3-Next", "Granite-hybrid"]
+    assert ran.stdout.split("\n")[:4] == ["Qwen3.5", "Qwen3-Next", "Kimi-Linear", "Granite-hybrid"]
