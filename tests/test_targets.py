@@ -550,6 +550,22 @@ def test_self_test_reads_positions_as_generate_gives_them(family_models, no_verd
         speculative(broken, prompts(1), NGRAM)
 
 
+class FailingLlama(LlamaForCausalLM):
+    """As layers whose kernels need a GPU fail on a CPU (fla's)."""
+
+    def forward(self, *args, **kwargs):
+        raise RuntimeError("0 active drivers")
+
+
+def test_self_test_says_that_the_models_own_forward_fails(family_models, no_verdicts):
+    broken = with_weights_of(family_models("Llama")[0], FailingLlama)
+    with pytest.raises(
+        UnsupportedModel,
+        match=r"cannot run on token ids alone: its own forward raised RuntimeError \(0 active drivers\)",
+    ):
+        speculative(broken, prompts(1), NGRAM)
+
+
 @pytest.mark.parametrize("name", ["BigBird", "Bert"])
 def test_self_test_catches_attention_to_later_tokens(name, no_verdicts):
     """Encoders with a language-model head, not told to be decoders: their own batched forward is as wrong as ours."""

@@ -158,7 +158,7 @@ class _Expected:
             raise
         except Exception as failure:
             raise UnsupportedModel(
-                f"{type(packed.model).__name__} cannot run on token ids alone: {failure}"
+                f"{type(packed.model).__name__} cannot run on token ids alone: its own forward raised {type(failure).__name__} ({failure})."
             ) from failure
         self.logits = self._in_packed_order(lines)
         self._check_causal(batch, lines)
