@@ -16,9 +16,13 @@ from transformers.generation import GenerationMixin
 from transformers.models.clip import CLIPImageProcessorPil
 
 import hf_specdec
+from hf_specdec import CandidateGenerator, DraftTrees, integration
+from hf_specdec.candidate_generators import parse_config
 from hf_specdec.core.errors import UnsupportedModel
 from hf_specdec.core.names import CACHE
+from hf_specdec.decoding import SpeculativeDecoder
 from hf_specdec.model import prompt as prompt_module
+from hf_specdec.model.prepare import prepare
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 TREE = {"method": "draft_model", "early_exit": 2, "branching_factors": [2, 2, 1]}
@@ -335,6 +339,27 @@ def test_image_ids_beyond_the_vocabulary(method):
     plain = model.generate(**inputs, **GREEDY)
     output = model.generate(**inputs, **GREEDY, speculative_config=METHODS[method])
     assert torch.equal(output, plain)
+
+
+class ImageTokens(CandidateGenerator):
+    """Drafts the image's token, then another one, then the image's again."""
+
+    def propose(self, sequences, limits):
+        drafts = [[IMAGE, 9, IMAGE][:limit] for limit in limits]
+        return DraftTrees.from_lists(drafts, device=self.target.device)
+
+
+@pytest.mark.parametrize("family", families(quick=("gemma3", "qwen2_5_vl")))
+def test_image_tokens_in_drafts(family, monkeypatch):
+    """They are read as ids, never as places for features, also in the first step after a prompt with images."""
+    model = build_multimodal(family)
+    inputs = image_prompts(model, [2, 0, 1], [9, 7, 12])
+    packed, config = prepare(model), parse_config(NGRAM)
+    decoder = SpeculativeDecoder(packed, ImageTokens(config, packed), config)
+    monkeypatch.setattr(integration, "get_decoder", lambda *_: decoder)
+    output = model.generate(**inputs, **GREEDY, speculative_config=NGRAM, return_dict_in_generate=True)
+    assert torch.equal(output.sequences, model.generate(**inputs, **GREEDY))
+    assert output.speculation.num_draft_tokens > 30
 
 
 # ---- drafters that read features ------------------------------------------------------------------------------------
