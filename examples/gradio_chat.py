@@ -74,7 +74,8 @@ def main(argv=None, launch=True):
 
     with gr.Blocks(title="hf-specdec") as app:
         message = gr.Textbox(label="You", value="Tell me a story about a big dog.")
-        answer = gr.HighlightedText(label="The model", color_map={"drafted": "green"}, combine_adjacent=False)
+        colours = {"drafted": "green"}
+        answer = gr.HighlightedText(label="The model", color_map=colours, show_legend=True, show_inline_category=False)
 
         def reply(text):
             yield from answers(model, tokenizer, args.speculative_config, text)

@@ -6,6 +6,7 @@ import sys
 from pathlib import Path
 
 import pytest
+from transformers import GenerationMixin
 
 import hf_specdec
 from hf_specdec.candidate_generators import registry
@@ -92,6 +93,22 @@ def test_langchain():
     needs = (("langchain_huggingface", "langchain-huggingface"), ("langchain_core", "langchain-core"))
     answers = load("langchain_pipeline.py", *needs).main([])
     assert len(answers) == 2 and all(answers)
+
+
+def test_llama_index_drafts(monkeypatch):
+    """The configuration reaches every generate() that LlamaIndex calls, and the texts are plain decoding's."""
+    script = load("langchain_pipeline.py", ("llama_index.llms.huggingface", "llama-index-llms-huggingface"))
+    given, generate = [], GenerationMixin.generate
+
+    def watched(self, *args, **kwargs):
+        given.append(kwargs.get("speculative_config"))
+        return generate(self, *args, **kwargs)
+
+    monkeypatch.setattr(GenerationMixin, "generate", watched)
+    drafted = script.main(["--llama-index"])
+    assert given == [script.CONFIG] * 2
+    monkeypatch.setattr(script, "CONFIG", None)
+    assert script.main(["--llama-index"]) == drafted and all(drafted)
 
 
 @pytest.mark.slow

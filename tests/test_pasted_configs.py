@@ -3,6 +3,7 @@ length of a block."""
 
 import importlib.util
 import logging
+import re
 
 import pytest
 import torch
@@ -187,6 +188,16 @@ def test_one_warning_a_key(caplog):
     )
     assert any("'enforce_eager'] means nothing here: 'cuda_graphs' says" in each for each in said)
     assert_clean(model)
+
+
+def test_a_key_of_kernels_is_told_what_runs_instead(caplog):
+    pasted._say.cache_clear()
+    config = {"method": "ngram", "moe_backend": "triton", "attention_backend": "FLASH_ATTN"}
+    with caplog.at_level(logging.WARNING, logger="hf_specdec"):
+        parse_config(config)
+    said = {re.search(r"\['(\w+)'\]", each)[1]: each for each in caplog.messages}
+    assert "attention" in said["attention_backend"] and "attention" not in said["moe_backend"]
+    assert "experts" in said["moe_backend"]
 
 
 # ---- keys that have a meaning of their own --------------------------------------------------------------------------

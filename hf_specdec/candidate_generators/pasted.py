@@ -48,7 +48,7 @@ IGNORED_KEYS = {
     "code_revision": _LOADING,
     "draft_load_config": _LOADING,
     "draft_model_config": "the drafter's own config.json is read",
-    "moe_backend": _KERNELS,
+    "moe_backend": "experts run as in transformers",
     "attention_backend": _KERNELS,
     "kv_cache_dtype": "keys and values are in the model's dtype",
     "use_local_argmax_reduction": _SHARDS,
