@@ -64,20 +64,20 @@ def acceptance_per_position() -> None:
     save(figure, "positions")
 
 
-def speed_against_engines() -> None:
-    """Speed over transformers' plain generate() beside vLLM's and llama.cpp's engines, at batch size 1."""
-    rows = [row for row in read("decode-cpu-bf16-250M")["rows"] if row["batch_size"] == 1]
+def speed_against_engines(results: str, name: str) -> None:
+    """Speed over transformers' plain generate() beside other engines, at batch size 1."""
+    rows = [row for row in read(results)["rows"] if row["batch_size"] == 1]
     tasks = list(dict.fromkeys(row["task"] for row in rows))
     figure, axes = plt.subplots(1, len(tasks), figsize=(10, 3), sharey=True, layout="constrained")
-    names = [row["name"] for row in rows if row["task"] == tasks[0]]
+    ways = [row["name"] for row in rows if row["task"] == tasks[0]]
     for axis, task in zip(axes, tasks, strict=True):
         values = {row["name"]: row["over_plain"] for row in rows if row["task"] == task}
-        bars = axis.barh(names, [values[name] for name in names], color=[COLOURS[name.split()[0]] for name in names])
+        bars = axis.barh(ways, [values[way] for way in ways], color=[COLOURS[way.split()[0]] for way in ways])
         axis.bar_label(bars, fmt="%.1f", padding=2, fontsize=8)
         axis.set(title=task, xlabel="× transformers' generate()")
         axis.margins(x=0.12)
     axes[0].invert_yaxis()
-    save(figure, "cpu")
+    save(figure, name)
 
 
 def speed_by_method() -> None:
@@ -140,7 +140,8 @@ def speed_by_batch_on_an_h100() -> None:
 
 def main() -> None:
     """Draw all."""
-    speed_against_engines()
+    speed_against_engines("decode-cpu-bf16-250M", "cpu")
+    speed_against_engines("decode-cpu-amx-bf16-250M", "cpu-amx")
     speed_by_method()
     speed_by_draft_length()
     speed_by_batch_on_an_h100()

@@ -287,6 +287,32 @@ def test_figures_are_drawings():
         assert ElementTree.parse(figure).getroot().tag.endswith("svg")
 
 
+def drawn(figure):
+    """What a plot shows: its text, and the points of its lines and bars in tenths of a point, without matplotlib's ids."""
+    root = ElementTree.parse(figure).getroot()
+    texts = [element.text for element in root.iter("{http://www.w3.org/2000/svg}text")]
+    paths = [re.findall(r"-?[\d.]+", each.get("d")) for each in root.iter("{http://www.w3.org/2000/svg}path")]
+    return texts, [[round(float(number), 1) for number in numbers] for numbers in paths]
+
+
+def test_the_plots_of_benchmarks_show_the_kept_results(tmp_path, monkeypatch):
+    """docs/benchmarks.md shows every plot that scripts/benchmark_plots.py draws, as the results draw them now."""
+    mpl = pytest.importorskip("matplotlib", reason="pip install 'hf-specdec[train]'")
+    kept = {figure.name: figure for figure in (DOCS / "figures").glob("bench-*.svg")}
+    assert set(re.findall(r"bench-[\w-]+\.svg", (DOCS / "benchmarks.md").read_text(encoding="utf-8"))) == set(kept)
+    with mpl.rc_context():
+        plots = load_script(ROOT / "scripts" / "benchmark_plots.py")
+        monkeypatch.setattr(plots, "FIGURES", tmp_path)
+        plots.main()
+    assert {figure.name for figure in tmp_path.iterdir()} == set(kept)
+    for name, figure in kept.items():
+        by = re.search(r"Matplotlib v([\d.]+)", figure.read_text(encoding="utf-8")).group(1)
+        (texts, paths), (now_texts, now_paths) = drawn(figure), drawn(tmp_path / name)
+        assert texts == now_texts, name
+        if by == mpl.__version__:  # another version may set margins otherwise
+            assert all(a == pytest.approx(b, abs=0.2) for a, b in zip(paths, now_paths, strict=True)), name
+
+
 @pytest.mark.parametrize(("target", "file"), [("tiny", "acceptance"), ("tiny-hybrid", "acceptance-hybrid")])
 def test_the_acceptance_tables_show_the_kept_figures(target, file):
     """docs/acceptance.md's tables are what benchmarks/acceptance.py makes of its kept results."""
