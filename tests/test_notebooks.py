@@ -35,6 +35,8 @@ def test_it_is_saved_with_its_outputs(path):
     messages = [output.text for output in outputs if output.get("name") == "stderr"]
     assert all("lossy" in text for text in messages), messages  # what the rule "typical" says of itself
     assert any("image/png" in output.get("data", {}) for output in outputs)
+    text = "\n".join(cell.source for cell in cells(path, "markdown"))
+    assert "GPU" in text and "Hub" in text  # what changes there
     assert path.stat().st_size < 400_000
 
 
