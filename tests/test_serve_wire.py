@@ -64,6 +64,40 @@ def test_ignored_fields_are_named_wherever_they_are(server, path, body, names):
     assert (status, headers["x-ignored-fields"]) == (200, names), answer
 
 
+@pytest.mark.parametrize(
+    ("path", "body"),
+    [
+        (COMPLETIONS, {"prompt": "Once upon", "max_tokens": 5}),
+        (CHAT, {"messages": USER, "max_tokens": 5}),
+        ("/v1/responses", {"input": "Once upon", "max_output_tokens": 5}),
+        ("/tokenize", {"prompt": "Once upon"}),
+    ],
+)
+def test_null_is_the_same_as_nothing(server, path, body):
+    """Clients send null for what they leave open: OpenAI's fields may be null, `n`, `stream`, `echo` and penalties among them."""
+    body = body if path == "/tokenize" else {**body, "temperature": 0}
+    request = urllib.request.Request(server.url + "/openapi.json", headers=server.headers)
+    with urllib.request.urlopen(request, timeout=60) as answer:
+        api = json.loads(answer.read())
+    reference = api["paths"][path]["post"]["requestBody"]["content"]["application/json"]["schema"]["$ref"]
+    names = api["components"]["schemas"][reference.rpartition("/")[2]]["properties"]
+    assert len(names) > 4
+    expected = server.post(path, body)
+    status, headers, answer = server.post(path, {**dict.fromkeys(names), **body})
+    assert (status, headers["x-ignored-fields"]) == (200, None), answer
+    for name in {"tokens", "choices", "output", "usage"} & answer.keys():
+        assert _without_ids(answer[name]) == _without_ids(expected[2][name])
+    if path != "/tokenize":  # within a part, too; but what is needed may not be null
+        assert server.post(path, {**body, "speculative_config": None, "stream_options": {"include_usage": None}})[0] == 200
+    assert server.post(path, {**body, next(iter(body)): None})[0] == 400
+
+
+def _without_ids(value):
+    if isinstance(value, dict):
+        return {name: _without_ids(each) for name, each in value.items() if name not in ("id", "prompt_tokens_details", "input_tokens_details")}
+    return [_without_ids(each) for each in value] if isinstance(value, list) else value
+
+
 # ---- log-probabilities ----------------------------------------------------------------------------------------------
 
 

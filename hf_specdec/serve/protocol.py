@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Iterator
 from typing import Any, Literal
 
@@ -21,13 +22,24 @@ _UNSUPPORTED_FIELDS = (
 )  # fmt: skip
 
 
-def _has_lone_surrogate(value: Any) -> bool:
-    """True if a text in a JSON value holds half of a surrogate pair, such as "\\ud800", which cannot be encoded in UTF-8."""
+def _refuse_unsendable(value: Any) -> None:
+    """Raise ValueError for what Python's parser reads but no answer can hold: NaN and infinite numbers, which are not JSON, and text with
+    half of a surrogate pair, such as "\\ud800", which cannot be encoded in UTF-8.
+    """
     if isinstance(value, str):
-        return not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value)
-    if isinstance(value, dict):
-        return any(_has_lone_surrogate(each) for pair in value.items() for each in pair)
-    return isinstance(value, list) and any(_has_lone_surrogate(each) for each in value if type(each) is not int)
+        if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
+            raise ValueError("a text holds a lone surrogate (half a character)")
+    elif isinstance(value, float):
+        if not math.isfinite(value):
+            raise ValueError("a number is NaN or infinite, which JSON does not have")
+    elif isinstance(value, dict):
+        for key, each in value.items():
+            _refuse_unsendable(key)
+            _refuse_unsendable(each)
+    elif isinstance(value, list):
+        for each in value:
+            if type(each) is not int:
+                _refuse_unsendable(each)
 
 
 class Part(BaseModel):
@@ -35,9 +47,18 @@ class Part(BaseModel):
 
     model_config = ConfigDict(extra="allow")
 
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_nulls(cls, values: Any) -> Any:
+        """null means that a field is not given, as in OpenAI's API, where most fields may be null."""
+        if not isinstance(values, dict):
+            return values
+        optional = {field.alias or name for name, field in cls.model_fields.items() if not field.is_required()}
+        return {name: value for name, value in values.items() if value is not None or name not in optional}
+
 
 class Body(Part):
-    """Base of all request bodies: refuses text that cannot be encoded."""
+    """Base of all request bodies: refuses what cannot be sent back."""
 
     @property
     def unknown_fields(self) -> list[str]:
@@ -46,10 +67,9 @@ class Body(Part):
 
     @model_validator(mode="before")
     @classmethod
-    def _refuse_lone_surrogates(cls, values: Any) -> Any:
+    def _refuse_what_cannot_be_sent(cls, values: Any) -> Any:
         try:
-            if _has_lone_surrogate(values):
-                raise ValueError("a text holds a lone surrogate (half a character)")
+            _refuse_unsendable(values)
         except RecursionError:
             raise ValueError("the body is nested too deeply") from None
         return values
