@@ -132,6 +132,29 @@ def test_echoed_prompts_are_scored_in_every_form(server):
             assert each["token_logprobs"][1:] == pytest.approx(expected["token_logprobs"][1:], abs=1e-4)
 
 
+@pytest.mark.parametrize("echo", [True, False])
+def test_places_of_tokens_are_those_in_the_text(server, echo):
+    """Whatever a frame holds back (a stop text may have begun, a character is not complete) and leaves out (special tokens)."""
+    more = {"max_tokens": 30, "temperature": 0, "logprobs": 0, "echo": echo, "ignore_eos": True, "return_token_ids": True}
+    for body in (
+        {"prompt": "def f(x):\n    return", "stop": ["zz zz"]},
+        {"prompt": "Once upon a time", "stop": ["here wax", "was b", "little gil"]},
+        {"prompt": "é日本 x", "structured_outputs": {"regex": "é😀 [a-z]{3} 日本!"}, "stop": [" !", "本?"]},
+    ):
+        (whole,) = server.post(COMPLETIONS, {**body, **more})[2]["choices"]
+        places, text = whole["logprobs"]["text_offset"], ""
+        assert "return" not in body["prompt"] or "<|end|>" in whole["logprobs"]["tokens"]
+        for token, place in zip(whole["logprobs"]["tokens"], places, strict=True):
+            shown = not token.startswith(("bytes:", "<|"))
+            assert not shown or whole["text"][place:].startswith(token), (token, place)
+            text += token * shown
+        assert len(text) > 20 or "regex" in str(body)
+        frames = streamed(server, COMPLETIONS, {**body, **more})
+        choices = [choice for frame in frames for choice in frame["choices"]]
+        assert "".join(choice["text"] for choice in choices) == whole["text"]
+        assert [place for choice in choices for place in choice["logprobs"]["text_offset"]] == places
+
+
 def test_scoring_alone_is_the_same_in_a_stream(server):
     """max_tokens 0: the token that the engine draws is shown nowhere."""
     body = {"prompt": "Once upon a time", "echo": True, "logprobs": 1, "max_tokens": 0, "return_token_ids": True}

@@ -18,7 +18,7 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 from ..sampling.grammar import Reasoning
 from .answers import Answer
 from .errors import ApiError, bad_request, shown
-from .frames import chat_logprobs, completion_logprobs, prompt_logprobs, usage
+from .frames import TextOffsets, chat_logprobs, completion_logprobs, prompt_logprobs, usage
 from .guard import SPACE
 from .messages import MessageParser, joined_calls, reasoning_before, without_tools
 from .protocol import ChatRequest, CompletionRequest, SamplingFields
@@ -190,7 +190,8 @@ class Completions(Endpoint):
         }  # fmt: skip
         self.prompts = body.prompts()
         self.ids = [self.server.encode(prompt) for prompt in self.prompts]
-        self.shown: dict[tuple[int, int], int] = {}
+        self.offsets: dict[tuple[int, int], TextOffsets] = {}  # by number of the prompt and index of the choice
+        self.special_ids = set(self.server.tokenizer.all_special_ids)
         tokens = body.max_tokens if body.max_tokens is None else max(body.max_tokens, 1)
         for prompt, ids in zip(self.prompts, self.ids, strict=True):
             params = body.sampling_params(self.server.defaults, tokens, **more)
@@ -204,31 +205,37 @@ class Completions(Endpoint):
         return [self.server.tokenizer.decode([token]) for token in tokens]
 
     def _logprobs(
-        self, number: int, tokens: list[int], entries: list, offset: int, echoed: bool
+        self, number: int, tokens: list[int], entries: list, offsets: TextOffsets, echoed: bool
     ) -> dict[str, Any] | None:
-        """The field `logprobs` for new tokens, whose text begins at `offset`. With `echoed`, the prompt's tokens come first."""
+        """The field `logprobs` for new tokens. With `echoed`, the prompt's tokens come first. `offsets` is told all of them."""
         if self.body.logprobs is None:
             return None
+        places = []
         if echoed:
             prompt = self.ids[number]
+            num_added = len(prompt) - len(self.server.encode(self.prompts[number], add_special_tokens=False))
+            places = [offsets.add(b"" if i < num_added else self.token_bytes(id)) for i, id in enumerate(prompt)]
             # None for prompt tokens that were not read before the answer's time was over
             scored = [*(self.answers[number].prompt_logprobs or []), *[None] * len(prompt)][: len(prompt)]
-            tokens, entries, offset = [*prompt, *tokens], [*scored, *entries], 0
-        return completion_logprobs(entries, tokens, self._texts(tokens), self.body.logprobs, offset, self.token_bytes)
+            entries = [*scored, *entries]
+        places += [offsets.add(b"" if self._is_hidden(id) else self.token_bytes(id)) for id in tokens]
+        tokens = [*self.ids[number], *tokens] if echoed else tokens
+        return completion_logprobs(entries, tokens, self._texts(tokens), self.body.logprobs, places, self.token_bytes)
+
+    def _is_hidden(self, token: int) -> bool:
+        """True if an answer's text leaves this token out."""
+        return self.body.skip_special_tokens and token in self.special_ids
 
     def choice(self, number: int, update: Update) -> dict[str, Any]:
         """The text since the last frame; with `echo`, the first frame begins with the prompt's text."""
         key = number, update.index
-        echoed = self.body.echo and key not in self.shown
+        echoed = self.body.echo and key not in self.offsets
         tokens, entries, new, reason = update.token_ids, update.logprobs or [], update.text, update.finish_reason
         if self.body.max_tokens == 0:
             tokens, entries, new, reason = [], [], "", reason and "length"
-        text = (self._echoed(number) if echoed else "") + new
-        offset = self.shown.get(key, 0)
-        self.shown[key] = offset + len(text)
         found = {
-            "text": text,
-            "logprobs": self._logprobs(number, tokens, entries, offset, echoed),
+            "text": (self._echoed(number) if echoed else "") + new,
+            "logprobs": self._logprobs(number, tokens, entries, self.offsets.setdefault(key, TextOffsets()), echoed),
             "finish_reason": reason,
         }
         return {**found, "token_ids": tokens} if self.body.return_token_ids else found
@@ -240,9 +247,9 @@ class Completions(Endpoint):
         text, reason = "".join(update.text for update in updates), updates[-1].finish_reason
         if self.body.max_tokens == 0:
             tokens, entries, text, reason = [], [], "", "length"
-        echoed = self._echoed(number) if self.body.echo else ""
         found = {
-            "text": echoed + text, "logprobs": self._logprobs(number, tokens, entries, len(echoed), self.body.echo),
+            "text": (self._echoed(number) if self.body.echo else "") + text,
+            "logprobs": self._logprobs(number, tokens, entries, TextOffsets(), self.body.echo),
             "finish_reason": reason, "stop_reason": updates[-1].stop_reason,
         }  # fmt: skip
         if self.body.prompt_logprobs is not None:

@@ -68,12 +68,29 @@ def _bytes(token: int, text: str, bytes_of: Callable[[int], bytes]) -> bytes:
     return bytes_of(token) if _PART in text else text.encode()
 
 
+class TextOffsets:
+    """The places of a text's tokens in it, in characters. It is told the tokens in order, frame by frame.
+
+    A place is not that of the text that a stream has sent: text is held back while it may begin a stop text, or is part of a character.
+    """
+
+    def __init__(self) -> None:
+        self._next = 0
+        self._characters = codecs.getincrementaldecoder("utf-8")("replace")  # counts a character of several tokens once
+
+    def add(self, token: bytes) -> int:
+        """The place of the next token; its bytes are empty if it is not shown."""
+        place = self._next
+        self._next += len(self._characters.decode(token))
+        return place
+
+
 def completion_logprobs(
     entries: Sequence[dict[int, Logprob] | None],
     tokens: Sequence[int],
     texts: Sequence[str],
     top: int,
-    offset: int,
+    offsets: Sequence[int],
     bytes_of: Callable[[int], bytes],
 ) -> dict[str, Any]:
     """The field `logprobs` of a completion choice.
@@ -82,7 +99,7 @@ def completion_logprobs(
         entries: for each token; None for the first token of a prompt, which no logits predict.
         texts: the text of each token.
         top: number of most probable tokens to list for each token.
-        offset: position of the first token in the text, in characters.
+        offsets: the place of each token in the text, in characters.
         bytes_of: a token's bytes. A token that is a part of a character is shown by them, as OpenAI does: "bytes:\\xc3".
     """
 
@@ -90,15 +107,12 @@ def completion_logprobs(
         found = _bytes(token, text, bytes_of)
         return text if found == text.encode() else "bytes:" + "".join(f"\\x{byte:02x}" for byte in found)
 
-    offsets, logprobs, tops = [], [], []
-    characters = codecs.getincrementaldecoder("utf-8")("replace")  # counts a character of several tokens once
-    for entry, token, text in zip(entries, tokens, texts, strict=True):
-        offsets.append(offset)
-        offset += len(characters.decode(_bytes(token, text, bytes_of)))
+    logprobs, tops = [], []
+    for entry, token in zip(entries, tokens, strict=True):
         logprobs.append(None if entry is None else max(entry[token].logprob, _LEAST))
         best = sorted((entry or {}).items(), key=lambda each: each[1].rank)[:top]
         own = [] if entry is None or token in dict(best) else [(token, entry[token])]
         found = {name(id, each.decoded_token or ""): max(each.logprob, _LEAST) for id, each in [*best, *own]}
         tops.append(None if entry is None else found)
     shown = [name(token, text) for token, text in zip(tokens, texts, strict=True)]
-    return {"text_offset": offsets, "token_logprobs": logprobs, "tokens": shown, "top_logprobs": tops}
+    return {"text_offset": list(offsets), "token_logprobs": logprobs, "tokens": shown, "top_logprobs": tops}
