@@ -1,6 +1,7 @@
 """What goes over the wire: fields that are named as ignored, log-probabilities in every form, errors, CORS, and the queue's limit."""
 
 import asyncio
+import gzip
 import json
 import urllib.error
 import urllib.request
@@ -228,6 +229,42 @@ def test_bodies_that_are_not_json_are_told_what_is_wrong(server):
         assert status == 400 and "Content-Type: application/json" in answer["error"]["message"]
     status, _, answer = server.post(COMPLETIONS, {"prompt": "x", "best_of": 4})
     assert status == 400 and answer["error"]["message"].startswith("best_of is not served")
+    compressed = gzip.compress(b'{"prompt": "x"}')
+    for body, headers, message in (
+        (b'{"prompt": "caf\xe9"}', {}, "'utf-8' codec"),
+        (compressed, {"Content-Encoding": "gzip"}, "compressed (gzip), which is not supported"),
+    ):
+        status, _, answer = server.post(COMPLETIONS, body, headers)
+        assert status == 400 and message in answer["error"]["message"], answer
+
+
+@pytest.mark.parametrize(
+    ("path", "body", "param", "message"),
+    [
+        (COMPLETIONS, {"prompt": None}, "prompt", "Input should be a valid string or a valid list"),
+        (COMPLETIONS, {"prompt": [5, "x"]}, "prompt.0", "Input should be a valid string"),
+        (COMPLETIONS, {"prompt": "x", "stop": 5}, "stop", "Input should be a valid string or a valid list"),
+        (CHAT, {"messages": USER, "tool_choice": "any"}, "tool_choice", "Input should be 'none', 'auto' or 'required'"),
+        (CHAT, {"messages": USER, "tool_choice": {"type": "function"}}, "tool_choice.function", "Field required"),
+        (CHAT, {"messages": [{"role": "user", "content": 5}]}, "messages.0.content", "a valid string or a valid list"),
+        (CHAT, {"messages": [*USER, {"content": "x"}]}, "messages.1.role", "Field required"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text"}]}]}, "messages", "the text of a part"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "messages", "the text of a part"),
+        (CHAT, {"messages": USER, "structured_outputs": {"xml": 1}}, "structured_outputs", "has no 'xml'; its keys are json"),
+        (COMPLETIONS, {}, "prompt", "Field required"),
+        ("/v1/responses", {"input": 5}, "input", "Input should be a valid string or a valid list"),
+    ],
+)  # fmt: skip
+def test_errors_name_the_field_and_what_it_may_be(server, path, body, param, message):
+    status, _, answer = server.post(path, body)
+    error = answer["error"]
+    assert (status, error["param"]) == (400, param) and message in error["message"] and "[" not in error["message"], error
+
+
+@pytest.mark.parametrize(("name", "value"), [("best_of", 1), ("suffix", ""), ("modalities", ["text"])])
+def test_values_that_ask_for_what_is_done_anyway(server, name, value):
+    status, headers, answer = server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1, name: value})
+    assert (status, headers["x-ignored-fields"]) == (200, name), answer
 
 
 def asked(server, method, path, headers, body=None):

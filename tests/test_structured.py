@@ -206,7 +206,7 @@ def test_white_space_has_a_bound(make):
         ({"choice": []}, "choice must be"),
         ({"choice": ["a", 1]}, "choice must be"),
         ({"regex": "x" * (MOST_BYTES + 1)}, "bytes; 32768 are allowed"),
-        ({"xml": "a"}, "unexpected keyword"),
+        ({"xml": "a"}, "has no 'xml'; its keys are json"),
         ({"regex": "\ud800"}, "cannot|no JSON"),
     ],
 )

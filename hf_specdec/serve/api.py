@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -70,12 +71,16 @@ def _add_error_handlers(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def on_invalid_body(request: Request, error: RequestValidationError) -> Response:
-        return JSONResponse(_invalid_body(error.errors()[0], request.headers.get("content-type", "")).body, 400)
+        found = _invalid_body(error.errors(), error.body, request.headers.get("content-type", ""))
+        return JSONResponse(found.body, 400)
 
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
-        path = request.url.path
+        path, encoding = request.url.path, request.headers.get("content-encoding")
         messages = {404: f"Nothing is served at {path}.", 405: f"{path} does not accept {request.method}."}
+        if error.__cause__ is not None:  # FastAPI could not parse the body
+            compressed = f" It is compressed ({encoding}), which is not supported." if encoding else ""
+            messages[400] = f"The body cannot be read as JSON: {error.__cause__}.{compressed}"
         body = ApiError(error.status_code, messages.get(error.status_code, str(error.detail))).body
         return JSONResponse(body, error.status_code, error.headers)
 
@@ -84,20 +89,36 @@ def _add_error_handlers(app: FastAPI) -> None:
         return JSONResponse(failed("The server failed; its log says why.").body, 500, {"x-should-retry": "false"})
 
 
-def _invalid_body(error: dict[str, Any], content_type: str) -> ApiError:
-    """What is wrong with a body, from pydantic's first error."""
-    place = [str(part) for part in error["loc"] if part != "body"]
-    if error["type"] == "json_invalid":
+def _invalid_body(errors: Sequence[dict[str, Any]], body: Any, content_type: str) -> ApiError:
+    """What is wrong with a body, from pydantic's errors, of which there is one for each type that a field may have."""
+    first = errors[0]
+    if first["type"] == "json_invalid":
         return bad_request(
-            f"The body is not JSON: {error.get('ctx', {}).get('error', error['msg'])} (character {place[-1]})."
+            f"The body is not JSON: {first.get('ctx', {}).get('error', first['msg'])} (character {first['loc'][-1]})."
         )
+    places = [_place(error, body) for error in errors]
+    place = max((each for each in places if each[:1] == places[0][:1]), key=len)
     if not place and "json" not in content_type.lower():
         return bad_request(
             f"The body has the type {content_type!r}: send JSON, with the header Content-Type: application/json."
         )
-    if error["type"] == "value_error":  # raised by our own checks, whose message names the field
-        return bad_request(f"{error['ctx']['error']}.", ".".join(place) or None)
-    return bad_request(f"{'.'.join(place) or 'The body'}: {error['msg']}.", ".".join(place) or None)
+    found = [error for error, each in zip(errors, places, strict=True) if each == place]
+    name = ".".join(place)
+    if found[0]["type"] == "value_error":  # raised by our own checks, whose message names the field
+        return bad_request(f"{found[0]['ctx']['error']}.", name or None)
+    first_message, *others = dict.fromkeys(error["msg"] for error in found)
+    message = " or ".join([first_message, *(each.removeprefix("Input should be ") for each in others)])
+    return bad_request(f"{name or 'The body'}: {message}.", name or None)
+
+
+def _place(error: dict[str, Any], body: Any) -> list[str]:
+    """Field names and indices that lead to what is wrong, without those that pydantic adds for each type that a field may have."""
+    found, value = [], body
+    for part in error["loc"][1:]:
+        if (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int)):
+            value = value[part]
+            found.append(str(part))
+    return [*found, str(error["loc"][-1])] if error["type"] == "missing" and len(error["loc"]) > 1 else found
 
 
 def _add_page(app: FastAPI) -> None:

@@ -93,10 +93,7 @@ class SamplingParams:
         self.stop_token_ids = list(self.stop_token_ids or [])
         self.bad_words = list(self.bad_words or [])
         if isinstance(self.structured_outputs, dict):
-            try:
-                self.structured_outputs = StructuredOutputsParams(**self.structured_outputs)
-            except TypeError as error:
-                raise ValueError(f"structured_outputs: {error}") from None
+            self.structured_outputs = StructuredOutputsParams.of(self.structured_outputs)
         self._check_integer("n", 1, MOST_CHOICES)
         self._check_integer("top_k", -1, 2**31 - 1)
         self._check_integer("max_tokens", 1, optional=True)

@@ -21,6 +21,8 @@ _UNSUPPORTED_FIELDS = (
     "best_of", "use_beam_search", "audio", "modalities", "prompt_embeds",
 )  # fmt: skip
 
+_HARMLESS = {"best_of": [1], "suffix": [""], "modalities": [["text"]]}  # values of these fields that ask for what is done anyway
+
 
 def _refuse_unsendable(value: Any) -> None:
     """Raise ValueError for what Python's parser reads but no answer can hold: NaN and infinite numbers, which are not JSON, and text with
@@ -170,7 +172,7 @@ class SamplingFields(Body):
     def _refuse_unsupported_fields(cls, values: Any) -> Any:
         """Refuse known fields that cannot be served: ignoring them would silently change the answer."""
         for field in _UNSUPPORTED_FIELDS:
-            if isinstance(values, dict) and values.get(field) not in (None, False, [], "none"):
+            if isinstance(values, dict) and values.get(field) not in (None, False, [], "none", *_HARMLESS.get(field, ())):
                 instead = ": use structured_outputs" if field.startswith("guided") else ""
                 raise ValueError(f"{field} is not served here{instead}")
         return values
@@ -188,8 +190,8 @@ class SamplingFields(Body):
         if wanted is None:
             return None
         try:
-            return StructuredOutputsParams(**wanted)
-        except (TypeError, ValueError) as error:
+            return StructuredOutputsParams.of(wanted)
+        except ValueError as error:
             raise bad_request(str(error), "structured_outputs") from None
 
     def sampling_params(self, defaults: SamplingParams, max_tokens: int | None, **more: Any) -> SamplingParams:
@@ -281,7 +283,9 @@ class ChatMessage(BaseModel):
                 raise bad_request(
                     "messages may hold text parts only: this server gives models no images or audio.", "messages"
                 )
-            found["content"] = "".join(str(part.get("text", "")) for part in self.content)
+            if any(not isinstance(part.get("text"), str) for part in self.content):
+                raise bad_request("messages: the text of a part must be a text.", "messages")
+            found["content"] = "".join(part["text"] for part in self.content)
         return found
 
 

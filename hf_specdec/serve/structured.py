@@ -6,7 +6,7 @@ import json
 import threading
 from collections import OrderedDict
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from typing import Any
 
 from ..sampling.grammar import shortened
@@ -66,6 +66,19 @@ class StructuredOutputsParams:
             raise ValueError(f"structured_outputs: {given[0]} cannot be written as JSON text: {error}") from None
         if size > MOST_BYTES:
             raise ValueError(f"structured_outputs: {given[0]} has {size} bytes; {MOST_BYTES} are allowed.")
+
+    @classmethod
+    def of(cls, given: dict[str, Any]) -> StructuredOutputsParams:
+        """From a dictionary.
+
+        Raises:
+            ValueError: a key does not exist, or see the class.
+        """
+        names = [field.name for field in fields(cls)]
+        unknown = ", ".join(repr(key) for key in given if key not in names)
+        if unknown:
+            raise ValueError(f"structured_outputs has no {unknown}; its keys are {', '.join(names)}.")
+        return cls(**given)
 
     @property
     def source(self) -> str:
