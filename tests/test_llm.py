@@ -335,6 +335,27 @@ def test_text_grows_by_whole_characters():
         assert found.text == "".join(pieces) == tokenizer.decode(ids[:cut])
 
 
+def test_tokens_keep_the_spaces_that_their_own_text_loses():
+    """SentencePiece's tokenizers (Llama 2, Mistral) decode "▁dog" by itself to "dog". Log-probabilities show each token by itself."""
+    from tokenizers import Tokenizer, decoders, models
+    from transformers import PreTrainedTokenizerFast
+
+    from hf_specdec.serve.text import token_bytes, token_text
+
+    pieces = ["<unk>", "<s>", "▁a", "▁", "▁▁▁", "▁▁dog", "s", "<0xC3>", "<0xA9>", "▁é"]
+    raw = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True))
+    raw.decoder = decoders.Sequence(
+        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
+    )
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", unk_token="<unk>")
+    ids = [2, 2, 3, 4, 5, 6, 7, 8, 9]
+    assert tokenizer.decode([5]) == " dog"  # one space too few
+    texts = [token_text(tokenizer, id) for id in ids]
+    assert texts == [" a", " a", " ", "   ", "  dog", "s", "\ufffd", "\ufffd", " é"]
+    assert b"".join(token_bytes(tokenizer, id) for id in ids).decode() == " " + tokenizer.decode(ids)
+    assert token_text(tokenizer, 1) == "<s>" and token_text(None, 1) is None
+
+
 def test_stop_texts_are_found_across_tokens():
     from hf_specdec.serve.text import find_stop
 

@@ -24,7 +24,7 @@ from .messages import MessageParser, joined_calls, reasoning_before, without_too
 from .protocol import ChatRequest, CompletionRequest, SamplingFields
 from .server import Server
 from .structured import StructuredOutputsParams
-from .text import token_bytes
+from .text import token_bytes, token_text
 from .worker import Update
 
 IGNORED_HEADER = "x-ignored-fields"
@@ -202,7 +202,7 @@ class Completions(Endpoint):
         return prompt if isinstance(prompt, str) else self.server.tokenizer.decode(prompt)
 
     def _texts(self, tokens: list[int]) -> list[str]:
-        return [self.server.tokenizer.decode([token]) for token in tokens]
+        return [token_text(self.server.tokenizer, token) or "" for token in tokens]
 
     def _logprobs(
         self, number: int, tokens: list[int], entries: list, offsets: TextOffsets, echoed: bool
@@ -214,7 +214,10 @@ class Completions(Endpoint):
         if echoed:
             prompt = self.ids[number]
             num_added = len(prompt) - len(self.server.encode(self.prompts[number], add_special_tokens=False))
-            places = [offsets.add(b"" if i < num_added else self.token_bytes(id)) for i, id in enumerate(prompt)]
+            pieces = [b"" if i < num_added else self.token_bytes(id) for i, id in enumerate(prompt)]
+            if num_added < len(pieces) and not self._echoed(number).startswith(" "):
+                pieces[num_added] = pieces[num_added].removeprefix(b" ")  # SentencePiece's, which is not in the text
+            places = [offsets.add(piece) for piece in pieces]
             # None for prompt tokens that were not read before the answer's time was over
             scored = [*(self.answers[number].prompt_logprobs or []), *[None] * len(prompt)][: len(prompt)]
             entries = [*scored, *entries]

@@ -8,6 +8,7 @@ from typing import Any
 from tokenizers.decoders import DecodeStream
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
+_SPACE = "\u2581"  # how SentencePiece writes a space
 _BYTE_OF = {character: byte for byte, character in bytes_to_unicode().items()}
 
 
@@ -75,9 +76,19 @@ def find_stop(text: str, num_new: int, stops: list[str]) -> tuple[int, str] | No
     return min(found, default=None)
 
 
+def token_text(tokenizer: Any, token: int) -> str | None:
+    """The text of one token by itself, as it is within a text; None without a tokenizer."""
+    if tokenizer is None:
+        return None
+    text, piece = tokenizer.decode([token]), tokenizer.convert_ids_to_tokens(token) or ""
+    num_spaces = len(piece) - len(piece.lstrip(_SPACE))
+    # Tokenizers of Llama 2's kind leave out one space at the beginning of a text.
+    return " " * num_spaces + text.lstrip(" ") if num_spaces else text
+
+
 def token_bytes(tokenizer: Any, token: int) -> bytes:
     """The bytes of one token by itself. Unlike its text they are exact for a token that is a part of a character."""
-    text = tokenizer.decode([token])
+    text = token_text(tokenizer, token) or ""
     if "\ufffd" not in text:
         return text.encode()
     piece = tokenizer.convert_ids_to_tokens(token) or ""
@@ -85,8 +96,3 @@ def token_bytes(tokenizer: Any, token: int) -> bytes:
         return bytes([int(piece[3:-1], 16)])
     found = [_BYTE_OF.get(character) for character in piece]  # byte-level BPE writes each byte as a character
     return text.encode() if None in found else bytes(found)
-
-
-def token_text(tokenizer: Any, token: int) -> str | None:
-    """The text of one token by itself; None without a tokenizer."""
-    return None if tokenizer is None else tokenizer.decode([token])
