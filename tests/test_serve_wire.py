@@ -159,9 +159,12 @@ def test_places_of_tokens_are_those_in_the_text(server, echo):
 def test_scoring_alone_is_the_same_in_a_stream(server):
     """max_tokens 0: the token that the engine draws is shown nowhere."""
     body = {"prompt": "Once upon a time", "echo": True, "logprobs": 1, "max_tokens": 0, "return_token_ids": True}
-    (whole,) = server.post(COMPLETIONS, body)[2]["choices"]
-    (frame,) = streamed(server, COMPLETIONS, body)
+    answer = server.post(COMPLETIONS, body)[2]
+    (whole,), usage = answer["choices"], answer["usage"]
+    frame, last = streamed(server, COMPLETIONS, {**body, "stream_options": {"include_usage": True}})
     (choice,) = frame["choices"]
+    for found in (usage, last["usage"]):
+        assert (found["prompt_tokens"], found["completion_tokens"], found["total_tokens"]) == (4, 0, 4)
     assert choice["text"] == whole["text"] and choice["logprobs"] == whole["logprobs"]
     assert choice["token_ids"] == whole["token_ids"] == [] and choice["finish_reason"] == "length"
 

@@ -197,6 +197,13 @@ class Completions(Endpoint):
             params = body.sampling_params(self.server.defaults, tokens, **more)
             self.answers.append(self.server.submit(prompt, ids, params, None, self.answers, body.max_time, self.space))
 
+    def usage(self) -> dict[str, Any]:
+        """As of any request, but with `max_tokens` 0 without the token that the engine draws all the same: it is shown nowhere."""
+        found = super().usage()
+        if self.body.max_tokens == 0:
+            found |= {"completion_tokens": 0, "total_tokens": found["prompt_tokens"]}
+        return found
+
     def _echoed(self, number: int) -> str:
         prompt = self.prompts[number]
         return prompt if isinstance(prompt, str) else self.server.tokenizer.decode(prompt)
