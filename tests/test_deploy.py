@@ -100,4 +100,6 @@ def test_a_server_as_compose_starts_it_exports_what_the_dashboard_asks_for():
         assert names <= labels.keys(), names - labels.keys()
         assert asked <= set.union(*(labels[name] for name in names)), target["expr"]
     values = {line.partition("{")[0]: float(line.rpartition(" ")[2]) for line in samples}
-    assert values["vllm:spec_decode_num_accepted_tokens_total"] > 0 and values["hf_specdec_generation_tokens_total"] == 40
+    assert (
+        values["vllm:spec_decode_num_accepted_tokens_total"] > 0 and values["hf_specdec_generation_tokens_total"] == 40
+    )

@@ -106,6 +106,8 @@ def test_parents_stand_before_children(parents):
 def test_lengths_fit(lengths):
     with pytest.raises(ValueError, match="do not fit"):
         DraftTrees(torch.zeros(1, 2, dtype=torch.long), lengths).check()
+    with pytest.raises(ValueError, match="do not fit"):
+        DraftTrees(torch.zeros(len(lengths) + 1, 2, dtype=torch.long), [1, *lengths[:-1], -1]).check()
 
 
 @given(st.integers(0, 4), st.integers(1, 4), st.integers(1, 6), st.booleans())

@@ -7,6 +7,7 @@ import torch
 from oracle import tiny_llama
 
 import hf_specdec
+from hf_specdec.sampling.penalties import TokenBiasLogitsProcessor
 from hf_specdec.serve import LLM, SamplingParams
 
 METHODS = [
@@ -300,6 +301,19 @@ def test_bad_prompts_are_one_clear_error(make, prompts, params, message):
 def test_bad_parameters_name_the_field(wrong):
     with pytest.raises(ValueError, match=next(iter(wrong))):
         SamplingParams(**wrong)
+
+
+def test_numbers_at_the_ends_of_their_ranges():
+    assert SamplingParams(logit_bias={3: 100, 4: -100}).logit_bias == {3: 100.0, 4: -100.0}
+    with pytest.raises(ValueError, match="from 0 to 9, not 10"):
+        TokenBiasLogitsProcessor(10, {10: 1.0})
+    with pytest.raises(ValueError, match="from 0 to 9, not -1"):
+        TokenBiasLogitsProcessor(10, allowed=[-1])
+
+
+def test_a_bias_allows_no_token_that_is_not_allowed():
+    biased = TokenBiasLogitsProcessor(4, {1: 2.0, 2: 50.0}, allowed=[0, 1])
+    assert biased(torch.tensor([[0]]), torch.ones(1, 4)).tolist() == [[1.0, 3.0, float("-inf"), float("-inf")]]
 
 
 def test_arguments_that_do_not_exist():

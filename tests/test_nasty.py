@@ -76,7 +76,8 @@ BODIES = {
     "endless bias": (COMPLETIONS, b'{"prompt": "x", "logit_bias": {"5": Infinity}}'),
     "not a number in what is sent back": (RESPONSES, b'{"input": "x", "max_output_tokens": 1, "tool_choice": "none", '
                                           b'"tools": [{"type": "function", "name": "f", "parameters": {"a": NaN}}]}'),
-    "endless number in what is sent back": (RESPONSES, b'{"input": "x", "max_output_tokens": 1, "text": {"format": {"type": "text", "a": 1e999}}}'),
+    "endless number in what is sent back": (RESPONSES, b'{"input": "x", "max_output_tokens": 1, '
+                                            b'"text": {"format": {"type": "text", "a": 1e999}}}'),
     "not a number in a constant": (COMPLETIONS, b'{"prompt": "x", "structured_outputs": {"json": {"const": NaN}}}'),
     "huge bias": (COMPLETIONS, b'{"prompt": "x", "logit_bias": {"' + b"9" * 400 + b'": 1}}'),
     "many stops": (CHAT, json.dumps({"messages": USER, "stop": [str(i) for i in range(10_000)]}).encode()),

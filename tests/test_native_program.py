@@ -139,6 +139,19 @@ def test_a_table_of_positions_that_ends(positions):
     assert torch.equal(ours, model.generate(ids, **arguments))
 
 
+def test_tables_reach_every_position_that_is_read(monkeypatch):
+    """Token by token, so that a text's newest position is once the first that its tables lack."""
+    monkeypatch.setattr(program, "_POSITIONS_AT_FIRST", 4)
+    model = make_for_pages("Llama")
+    native, plain = prepare(model), prepare(model, ModelOptions(native=False))
+    ids = np.arange(1, 24)
+    tokens = [[RowInput(row, ids[:1] + row, 0) for row in range(3)]]
+    tokens += [[RowInput(0, ids[i : i + 1], i)] for i in range(1, 20)]
+    found = outputs(native, tokens, len(tokens))
+    for i, (ours, own) in enumerate(zip(found, outputs(plain, tokens, len(tokens)), strict=True)):
+        assert is_close(ours.logits, own.logits), i
+
+
 def test_early_exit_runs_the_first_layers():
     model = make("Llama")
     native, plain = prepare(model, num_layers=2), prepare(model, ModelOptions(native=False), num_layers=2)

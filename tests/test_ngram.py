@@ -126,6 +126,15 @@ def test_speed(bound):
     )
 
 
+@pytest.mark.parametrize(
+    ("keys", "range_"),
+    [({}, (5, 5)), ({"min": 2}, (2, 2)), ({"max": 3}, (3, 3)), ({"min": 2, "max": 4}, (2, 4))],
+)
+def test_a_missing_length_equals_the_other(keys, range_):
+    config = parse_config({"method": "ngram", **{f"prompt_lookup_{name}": value for name, value in keys.items()}})
+    assert config.ngram_range == range_
+
+
 def test_the_work_does_not_grow_with_the_text():
     """One entry per token and n, once: indexing 100k tokens token by token is no slower per token at the end."""
     index, tokens = NGramIndex(2, 4), list(np.random.default_rng(0).integers(50, size=100_000))

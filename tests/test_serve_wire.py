@@ -89,13 +89,19 @@ def test_null_is_the_same_as_nothing(server, path, body):
     for name in {"tokens", "choices", "output", "usage"} & answer.keys():
         assert _without_ids(answer[name]) == _without_ids(expected[2][name])
     if path != "/tokenize":  # within a part, too; but what is needed may not be null
-        assert server.post(path, {**body, "speculative_config": None, "stream_options": {"include_usage": None}})[0] == 200
+        assert (
+            server.post(path, {**body, "speculative_config": None, "stream_options": {"include_usage": None}})[0] == 200
+        )
     assert server.post(path, {**body, next(iter(body)): None})[0] == 400
 
 
 def _without_ids(value):
     if isinstance(value, dict):
-        return {name: _without_ids(each) for name, each in value.items() if name not in ("id", "prompt_tokens_details", "input_tokens_details")}
+        return {
+            name: _without_ids(each)
+            for name, each in value.items()
+            if name not in ("id", "prompt_tokens_details", "input_tokens_details")
+        }
     return [_without_ids(each) for each in value] if isinstance(value, list) else value
 
 
@@ -136,7 +142,14 @@ def test_echoed_prompts_are_scored_in_every_form(server):
 @pytest.mark.parametrize("echo", [True, False])
 def test_places_of_tokens_are_those_in_the_text(server, echo):
     """Whatever a frame holds back (a stop text may have begun, a character is not complete) and leaves out (special tokens)."""
-    more = {"max_tokens": 30, "temperature": 0, "logprobs": 0, "echo": echo, "ignore_eos": True, "return_token_ids": True}
+    more = {
+        "max_tokens": 30,
+        "temperature": 0,
+        "logprobs": 0,
+        "echo": echo,
+        "ignore_eos": True,
+        "return_token_ids": True,
+    }
     for body in (
         {"prompt": "def f(x):\n    return", "stop": ["zz zz"]},
         {"prompt": "Once upon a time", "stop": ["here wax", "was b", "little gil"]},
@@ -261,7 +274,9 @@ def test_bodies_that_are_not_json_are_told_what_is_wrong(server):
 def test_errors_name_the_field_and_what_it_may_be(server, path, body, param, message):
     status, _, answer = server.post(path, body)
     error = answer["error"]
-    assert (status, error["param"]) == (400, param) and message in error["message"] and "[" not in error["message"], error
+    assert (status, error["param"]) == (400, param) and message in error["message"] and "[" not in error["message"], (
+        error
+    )
 
 
 @pytest.mark.parametrize(("name", "value"), [("best_of", 1), ("suffix", ""), ("modalities", ["text"])])
