@@ -21,8 +21,11 @@ _UNSUPPORTED_FIELDS = (
     "best_of", "use_beam_search", "audio", "modalities", "prompt_embeds",
 )  # fmt: skip
 
-# Values of these fields that ask for what is done anyway.
-_HARMLESS = {"best_of": [1], "suffix": [""], "modalities": [["text"]]}
+_HARMLESS = {
+    "best_of": [1],
+    "suffix": [""],
+    "modalities": [["text"]],
+}  # values of these fields that ask for what is done anyway
 
 
 def _refuse_unsendable(value: Any) -> None:
@@ -173,8 +176,13 @@ class SamplingFields(Body):
     def _refuse_unsupported_fields(cls, values: Any) -> Any:
         """Refuse known fields that cannot be served: ignoring them would silently change the answer."""
         for field in _UNSUPPORTED_FIELDS:
-            harmless = [None, False, [], "none", *_HARMLESS.get(field, [])]
-            if isinstance(values, dict) and values.get(field) not in harmless:
+            if isinstance(values, dict) and values.get(field) not in (
+                None,
+                False,
+                [],
+                "none",
+                *_HARMLESS.get(field, ()),
+            ):
                 instead = ": use structured_outputs" if field.startswith("guided") else ""
                 raise ValueError(f"{field} is not served here{instead}")
         return values
