@@ -21,11 +21,8 @@ _UNSUPPORTED_FIELDS = (
     "best_of", "use_beam_search", "audio", "modalities", "prompt_embeds",
 )  # fmt: skip
 
-_HARMLESS = {
-    "best_of": [1],
-    "suffix": [""],
-    "modalities": [["text"]],
-}  # values of these fields that ask for what is done anyway
+# Values of unsupported fields that ask for what is done anyway.
+_HARMLESS = {"best_of": [1], "suffix": [""], "modalities": [["text"]]}
 
 
 def _refuse_unsendable(value: Any) -> None:
@@ -176,13 +173,8 @@ class SamplingFields(Body):
     def _refuse_unsupported_fields(cls, values: Any) -> Any:
         """Refuse known fields that cannot be served: ignoring them would silently change the answer."""
         for field in _UNSUPPORTED_FIELDS:
-            if isinstance(values, dict) and values.get(field) not in (
-                None,
-                False,
-                [],
-                "none",
-                *_HARMLESS.get(field, ()),
-            ):
+            harmless = [None, False, [], "none", *_HARMLESS.get(field, [])]
+            if isinstance(values, dict) and values.get(field) not in harmless:
                 instead = ": use structured_outputs" if field.startswith("guided") else ""
                 raise ValueError(f"{field} is not served here{instead}")
         return values
