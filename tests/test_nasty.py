@@ -7,6 +7,7 @@ import shutil
 import socket
 import subprocess
 import time
+from pathlib import Path
 
 import pytest
 from helpers_server import Process
@@ -116,6 +117,32 @@ def test_the_client_is_told(server):
                 status,
                 answer,
             )
+
+
+def held_by(server):
+    """Bytes of memory, threads, and open files of a server's two processes together."""
+    folders = [Path(f"/proc/{pid}") for pid in (server.process.pid, server.engine())]
+    pages = sum(int((folder / "statm").read_text().split()[1]) for folder in folders)
+    return pages * os.sysconf("SC_PAGE_SIZE"), *(
+        sum(len(list((f / name).iterdir())) for f in folders) for name in ("task", "fd")
+    )
+
+
+@pytest.mark.skipif(not Path("/proc/self/statm").exists(), reason="reads /proc")
+def test_bad_requests_leave_nothing_behind(server):
+    """Memory, threads, files and sockets, over a thousand of them."""
+
+    def asked(times):
+        for _ in range(times):
+            for path, body in BODIES.values():
+                server.post(path, body)
+
+    asked(8)
+    before, *held = held_by(server)
+    asked(25)
+    after, *now = held_by(server)
+    assert after - before < 24 << 20, f"{(after - before) / 2**20:.1f} MiB more"
+    assert all(a <= b + 1 for a, b in zip(now, held, strict=True)), (now, held)  # a connection may still be open
 
 
 def test_odd_requests_that_are_served(server):

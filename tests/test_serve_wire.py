@@ -1,6 +1,7 @@
 """What goes over the wire: fields that are named as ignored, log-probabilities in every form, errors, CORS, and the queue's limit."""
 
 import asyncio
+import copy
 import gzip
 import json
 import urllib.error
@@ -392,3 +393,23 @@ def test_the_engine_tells_its_load_while_a_step_runs(tiny_model, tiny_tokenizer)
     (load,) = seen
     assert (load.running, load.waiting, load.free_rows, load.num_read) == (2, 1, 0, 3)
     llm.close()
+
+
+# ---- chat templates -------------------------------------------------------------------------------------------------
+
+
+def test_a_tokenizer_without_a_chat_template_gets_chatml_and_the_log_says_so(tiny_tokenizer, caplog):
+    from hf_specdec.serve.protocol import ChatRequest
+    from hf_specdec.serve.server import Limits, Server
+
+    own = Server(tiny_tokenizer, ["tiny"], Limits())
+    assert "ChatML" not in caplog.text
+    bare = copy.deepcopy(tiny_tokenizer)
+    bare.chat_template = None
+    server = Server(bare, ["tiny"], Limits())
+    assert "no chat template" in caplog.text and "ChatML" in caplog.text
+    messages = [{"role": "system", "content": "Be nice."}, {"role": "user", "content": "Hi"}]
+    ids = server.chat_prompt(ChatRequest.model_validate({"messages": messages}))
+    expected = "<|im_start|>system\nBe nice.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
+    assert tiny_tokenizer.decode(ids) == expected
+    assert own.chat_prompt(ChatRequest.model_validate({"messages": messages})) != ids
