@@ -170,6 +170,17 @@ def test_near_the_best_fixed_drafter_and_length(machine, text, noise):
     assert np.mean(ratios) > 0.95, ratios
 
 
+def test_noise_does_not_end_drafting():
+    """The account is charged what steps take, but a few long ones are no reason to stop a head that gains a sixth."""
+    ratios = []
+    for seed in (1, 7):  # whose first steps with drafts are long
+        world = World(TEXTS["eight rows"], cpu, 0.1, seed)
+        policy = AutoMethod(world.generator)
+        world.rate(policy, 150)
+        ratios.append(world.rate(policy, 500) / world.plain())
+    assert min(ratios) > 1.1, ratios
+
+
 def test_better_than_any_fixed_drafter_where_rows_differ():
     world = World(TEXTS["rows of two kinds"], cpu, 0.05)
     policy = AutoMethod(world.generator)

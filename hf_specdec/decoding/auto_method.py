@@ -34,6 +34,8 @@ class AutoMethod(AutoChoice):
     FOLLOWED_MEMORY = 0.9  # decay of the time that heads take to follow a step
     LEAST_FOLLOWED = 0.005  # share of a plain step: heads that take less never rest
     HEADS_REST_AT = -0.25  # plain steps in the account
+    NOISE = 1.25  # a step of several rows that takes up to this many times its estimate is taken for noise
+    SETTLED = 0.1  # share of the time not charged yet that such a step is charged
     SINCE_A_HEAD = 8  # heads rest only after this many steps without a draft of theirs
 
     def __init__(
@@ -41,6 +43,9 @@ class AutoMethod(AutoChoice):
     ):
         super().__init__(generator, clock)
         self.heads_follow, self._followed, self._head_drafted = True, 0.0, 0
+        self._overrun = (
+            0.0  # seconds of steps of several rows beyond their estimates that are not charged yet; may be negative
+        )
         self.steps = Counter[str]()
         self.memory = memory
         if memory is not None:
@@ -108,14 +113,22 @@ class AutoMethod(AutoChoice):
         if self.cost.target:
             plain, spent = self.cost.of_target(num_rows, np.array([num_rows, packed]))
             spent += drafting + self.lookups.settle(asked.seconds, float(plain), self.num_steps)
-            # With several rows the estimate's error would be too large for the account: charge the time of the whole step where it is
-            # longer. It is never charged less than the estimate.
             if num_rows > 1:
-                spent = max(spent, step.seconds)
+                spent = self._charged(spent, step.seconds)
             progress = self._progress(step)
             self._settle(float(spent / plain), progress)
             self._settle_promise(step.sequences, progress)
         return bool(drafted.any())
+
+    def _charged(self, estimate: float, seconds: float) -> float:
+        """Seconds that the account is charged for a step of several rows. Estimates alone are off by more than it bears, and a few long
+        steps would end drafting if each were charged as it was. So what is within `NOISE` of the estimate is charged over some steps,
+        whether it is more or less; what is beyond, at once."""
+        beyond = max(seconds - self.NOISE * estimate, 0.0)
+        self._overrun += seconds - beyond - estimate
+        charged = estimate + beyond + self.SETTLED * self._overrun
+        self._overrun *= 1.0 - self.SETTLED
+        return charged
 
     def _judged(
         self, step: DraftedStep, asked: Asked, at: np.ndarray, drafter: np.ndarray
