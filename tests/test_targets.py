@@ -628,14 +628,22 @@ def test_self_test_allows_for_rounding_that_depends_on_later_tokens(inside, monk
     """Other bits before a change are no proof of attention to it."""
     model = make("Llama", hidden_size=64)
     rounds_with_later_tokens(model)
-    expected = []
+    answers = []
     ask = self_test._Expected._has_gradient_from_later
     monkeypatch.setattr(
-        self_test._Expected, "_has_gradient_from_later", lambda *args: expected.append(ask(*args)) or expected[-1]
+        self_test._Expected, "_has_gradient_from_later", lambda *args: answers.append(ask(*args)) or answers[-1]
     )
     with inside():
         prepare(model)
-    assert expected == [False]
+    assert answers == [False]
+
+
+def test_self_test_of_a_model_that_does_not_call_its_embeddings(monkeypatch, no_verdicts):
+    """Nothing can be asked of gradients then: the tolerance decides, as before."""
+    model = make("Llama", hidden_size=64)
+    rounds_with_later_tokens(model)
+    monkeypatch.setattr(model, "get_input_embeddings", lambda: nn.Embedding(2, 2))
+    prepare(model)
 
 
 # ---- taps -----------------------------------------------------------------------------------------------------------

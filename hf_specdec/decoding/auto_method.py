@@ -34,18 +34,16 @@ class AutoMethod(AutoChoice):
     FOLLOWED_MEMORY = 0.9  # decay of the time that heads take to follow a step
     LEAST_FOLLOWED = 0.005  # share of a plain step: heads that take less never rest
     HEADS_REST_AT = -0.25  # plain steps in the account
-    NOISE = 1.25  # a step of several rows that takes up to this many times its estimate is taken for noise
-    SETTLED = 0.1  # share of the time not charged yet that such a step is charged
     SINCE_A_HEAD = 8  # heads rest only after this many steps without a draft of theirs
+    NOISE = 1.25  # up to so many times its estimate, the time of a step of several rows counts as noise
+    SETTLED = 0.1  # share of `_overrun` that one step is charged
 
     def __init__(
         self, generator: AutoGenerator, clock: Callable[[], float] | None = None, memory: AutoMemory | None = None
     ):
         super().__init__(generator, clock)
         self.heads_follow, self._followed, self._head_drafted = True, 0.0, 0
-        self._overrun = (
-            0.0  # seconds of steps of several rows beyond their estimates that are not charged yet; may be negative
-        )
+        self._overrun = 0.0  # noise that is not charged yet, in seconds; negative if steps were shorter than estimated
         self.steps = Counter[str]()
         self.memory = memory
         if memory is not None:
@@ -121,9 +119,11 @@ class AutoMethod(AutoChoice):
         return bool(drafted.any())
 
     def _charged(self, estimate: float, seconds: float) -> float:
-        """Seconds that the account is charged for a step of several rows. Estimates alone are off by more than it bears, and a few long
-        steps would end drafting if each were charged as it was. So what is within `NOISE` of the estimate is charged over some steps,
-        whether it is more or less; what is beyond, at once."""
+        """Seconds that the account is charged for a step of several rows.
+
+        The account cannot bear the error of estimates alone. If each step were charged its own time, a few long ones would end
+        drafting. So the noise, what differs from the estimate by less than `NOISE`, is charged over later steps. The rest is charged now.
+        """
         beyond = max(seconds - self.NOISE * estimate, 0.0)
         self._overrun += seconds - beyond - estimate
         charged = estimate + beyond + self.SETTLED * self._overrun
