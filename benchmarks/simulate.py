@@ -79,7 +79,7 @@ class Measured:
     scale: float = 1.0  # medians leave out the slow steps, which take time all the same
 
     def seconds(self, rows, packed, drafting, length, unread):
-        drafted = self.cost.of_drafting(length * (drafting > 0), drafting * length, unread)
+        drafted = self.cost.drafting.of_draft(length * (drafting > 0), drafting * length, unread)
         return self.scale * float(self.cost.of_target(rows, packed) + drafted)
 
     def settle(self):
@@ -146,7 +146,7 @@ def run_engine(llm, jobs, length, measured=None):
                 measured.steps.append((rows, packed, drafted, length, unread, seconds))
                 measured.cost.observe_target(rows, packed, seconds - drafting)
                 if drafted:  # as the decoder counts: a head cannot draft in the step that reads the prompt
-                    measured.cost.observe_drafting(length, drafted * length, unread, drafting)
+                    measured.cost.drafting.observe_draft(length, drafted * length, unread, drafting)
     decoder.generator.propose = propose
     return jobs
 

@@ -24,7 +24,7 @@ from hf_specdec.decoding.acceptance import DraftedStep
 from hf_specdec.decoding.auto_length import AutoLength, Menu
 from hf_specdec.decoding.draft_length import DraftLengthPolicy, LengthPerBatchSize
 from hf_specdec.decoding.policies import make_policy
-from hf_specdec.decoding.step_cost import FittedCost, StepCost, StepTimer
+from hf_specdec.decoding.step_cost import DraftingCost, FittedCost, StepCost, StepTimer
 from hf_specdec.model.prepare import prepare
 
 TABLE = "num_speculative_tokens_per_batch_size"
@@ -544,12 +544,31 @@ def test_costs_are_learnt_from_noisy_measurements():
         noise = math.exp(0.05 * random.standard_normal()) * (5 if random.random() < 0.05 else 1)
         cost.observe_target(1, num_tokens, cpu(1, num_tokens) * noise)
         depth, behind = int(random.integers(1, 9)), int(random.choice([0, 0, 0, 100]))
-        cost.observe_drafting(depth, depth, behind, model(depth, depth, behind) * noise)
+        cost.drafting.observe_draft(depth, depth, behind, model(depth, depth, behind) * noise)
     for num_tokens in (1, 2, 4, 8, 16, 32):
         assert cost.of_target(1, num_tokens) == pytest.approx(cpu(1, num_tokens), rel=0.1)
     for depth, behind in itertools.product((1, 4, 8), (0, 100)):
-        assert cost.of_drafting(depth, depth, behind) == pytest.approx(model(depth, depth, behind), rel=0.15)
-    assert cost.of_drafting(0, 0, 100) == 0
+        assert cost.drafting.of_draft(depth, depth, behind) == pytest.approx(model(depth, depth, behind), rel=0.15)
+    assert cost.drafting.of_draft(0, 0, 100) == 0
+
+
+def test_short_backlogs_do_not_show_what_reading_a_long_one_costs():
+    """One draft of 8 tokens took 35 ms, with 3 tokens to catch up with: a draft of one token with 120 of them is not 40 times as slow."""
+    cost = DraftingCost()
+    for _ in range(2):
+        cost.observe_draft(8, 8, 3, 0.035)
+    assert cost.of_draft(8, 8, 3) == pytest.approx(0.035, rel=0.05)
+    assert cost.of_draft(1, 1, 120) < 0.035
+    for backlog in (100, 200) * 3:
+        cost.observe_draft(8, 8, backlog, 0.035 + 0.001 * backlog)
+    assert cost.of_draft(1, 1, 120) == pytest.approx(0.13, rel=0.15)
+
+
+def test_drafts_are_short_until_one_was_timed():
+    world, policy = World([0.9] * 4, gpu, model), AutoLength(8)
+    history = world.run(policy, 40)[1]
+    drafts = [max(limits) for limits in history if any(limits)]
+    assert drafts[0] == AutoLength.FIRST_DRAFT and drafts[1] == AutoLength.UNTIMED and max(drafts) > 6
 
 
 @settings(max_examples=50, deadline=None)

@@ -13,7 +13,7 @@ from ..core.sequence import Sequence
 from .auto_length import AutoLength, Menu, tokens_left
 from .drafter_acceptance import DrafterAcceptance, promised_rates
 from .lookups import Lookups
-from .step_cost import FittedCost, StepCost
+from .step_cost import DraftingCost, StepCost
 
 
 @dataclass
@@ -62,7 +62,7 @@ class AutoChoice(AutoLength):
         self.names, self.num_lookups = generator.names, generator.num_lookups
         self.longest = generator.longest
         self.drafters = DrafterAcceptance(len(self.names), longest)
-        self.drafting = [FittedCost(np.zeros(4), dropped=2) for _ in self.names]  # with weights: see StepCost.drafting
+        self.drafting = [DraftingCost(dropped=2) for _ in self.names]  # of those with weights
         self.lookups = Lookups(self.num_lookups)
         self._rows: set[int] = set()  # ids of the sequences that have been asked for
         self._drafted_for: set[int] = set()  # those of them that the last choice drafted for
@@ -272,8 +272,7 @@ class AutoChoice(AutoLength):
 
     def of_drafting(self, drafter: int, num_rows: int, depth, num_asked, backlog):
         """Seconds that a drafter with weights takes. The look-ups have been asked already."""
-        fixed, per_depth, per_token, per_backlog = self.drafting[drafter].coefficients
-        return (num_asked > 0) * (fixed + per_depth * depth + per_backlog * backlog) + per_token * num_asked
+        return self.drafting[drafter].of_draft(depth, num_asked, backlog)
 
     def _wake(self, sequences: list[Sequence], choice: Choice) -> None:
         """Ask all look-ups again if a row was drafted for until now and no longer is, because its text has changed."""

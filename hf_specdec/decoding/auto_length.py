@@ -69,6 +69,7 @@ class AutoLength(DraftLengthPolicy):
     PREFIXES = 256  # how many prefixes of the order are compared
     HORIZON = 32  # steps over which the cost of the drafter catching up is spread
     FIRST_DRAFT = 1  # draft length in the prompt's step, before any cost is known
+    UNTIMED = 2  # longest draft before the cost of drafting is known
     DOUBT = 64  # steps without drafting after which the estimated extra cost is halved
     EVERY_PLAIN = 8  # every 8th step without drafts is timed
     PROMISES = 8.0  # initial weight, in tokens, of the belief that `_soonest`'s promises are kept
@@ -135,6 +136,8 @@ class AutoLength(DraftLengthPolicy):
         if not self.cost.target:  # no costs are known: draft only in a step that reads a prompt, where it costs little
             begins = [seq.num_generated == 0 for seq in sequences]
             return np.where(begins, np.minimum(room, self.FIRST_DRAFT), 0).tolist()
+        if not self.cost.drafting:
+            room = np.minimum(room, self.UNTIMED)
         if self._end_together(sequences):
             left = tokens_left(sequences)
             chosen, _ = self._soonest(Menu.of_one(gains, nodes, backlogs, room), left)
@@ -250,7 +253,7 @@ class AutoLength(DraftLengthPolicy):
 
     def of_drafting(self, drafter: int, num_rows: int, depth, num_asked, backlog):
         """Seconds that a drafter takes for these sizes. Here there is one drafter."""
-        return self.cost.of_drafting(depth, num_asked, backlog)
+        return self.cost.drafting.of_draft(depth, num_asked, backlog)
 
     # ---- learning ---------------------------------------------------------------------------------------------------
 
@@ -288,18 +291,23 @@ class AutoLength(DraftLengthPolicy):
         backlogs = self.acceptance.backlogs(rows, step.sequences) - new_tokens  # as it was when drafting began
         backlog, unread = int(backlogs[asked].sum()), int(self._unread(rows, step.sequences)[asked].sum())
         depth, num_asked = int(limits.max()), int(limits.sum())
-        self.cost.observe_drafting(depth, num_asked, backlog, step.drafting_seconds)
+        self.cost.drafting.observe_draft(depth, num_asked, backlog, step.drafting_seconds)
         self._last_drafted = self.num_steps
         num_rows, packed = len(rows), len(rows) + int(step.nodes.sum())
         if step.seconds is not None:
             self.cost.observe_target(num_rows, packed, step.seconds - step.drafting_seconds)
             if self.cost.target:
-                plain, spent = self.cost.of_target(num_rows, np.array([num_rows, packed]))
+                plain, target = self.cost.of_target(num_rows, np.array([num_rows, packed]))
+                drafting, with_prompts = self.cost.drafting.of_draft(
+                    depth, num_asked, np.array([backlog - unread, backlog])
+                )
+                if not self.cost.drafting:
+                    drafting = with_prompts = min(step.drafting_seconds, plain)  # it may have compiled something
+                spent = target + drafting
                 # With several rows the estimate's error would be too large for the account: charge what the step took without
-                # drafting, whether that is more or less, but at most `OUTLIER` times the estimate.
+                # reading prompts, whether that is more or less, but at most `OUTLIER` times the estimate.
                 if num_rows > 1:
-                    spent = min(step.seconds - step.drafting_seconds, self.OUTLIER * spent)
-                spent += self.cost.of_drafting(depth, num_asked, backlog - unread)
+                    spent = min(step.seconds - (with_prompts - drafting), self.OUTLIER * spent)
                 progress = self._progress(step)
                 self._settle(float(spent / plain), progress)
                 self._settle_promise(step.sequences, progress)

@@ -18,7 +18,7 @@ from ..core.folders import cache_folder
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 2
+FORMAT = 3
 EVERY = 2.0  # seconds between two writes, at least
 
 

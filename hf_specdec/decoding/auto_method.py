@@ -157,10 +157,9 @@ class AutoMethod(AutoChoice):
         backlog = int((begun - self.drafters.read_up_to[slots[asks], index]).sum())
         unread = int(np.array([seq.prompt_length for seq in step.sequences])[asks][first].sum())
         depth, num_asked = int(limits.max()), int(limits.sum())
-        features = np.array([1.0, depth, num_asked, backlog])
         seconds = max(step.drafting_seconds - lookup_seconds, 0.0)
         self._head_drafted = self.num_steps
-        self.drafting[index].observe((depth, num_asked, backlog.bit_length()), features, seconds)
+        self.drafting[index].observe_draft(depth, num_asked, backlog, seconds)
         self.drafters.asked(index, slots[asks], limits[asks], step.nodes[asks], lengths, self.num_steps)
         return float(self.of_drafting(index, len(slots), depth, num_asked, max(backlog - unread, 0)))
 

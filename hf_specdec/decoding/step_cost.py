@@ -128,12 +128,37 @@ def non_negative_solution(gram: np.ndarray, moment: np.ndarray) -> np.ndarray:
     return solution
 
 
+class DraftingCost(FittedCost):
+    """Seconds of drafting: by depth (a drafter's forwards run one after another), by draft tokens asked for, and by tokens that the
+    drafter has to catch up with.
+
+    Args:
+        dropped: how many measurements are dropped.
+    """
+
+    BACKLOG = 64  # tokens: backlogs that are much shorter do not show what a token of them costs, and the fit pulls it towards 0
+
+    def __init__(self, dropped: int = 1):
+        super().__init__(np.zeros(4), dropped=dropped)
+
+    def observe_draft(self, depth: int, num_asked: int, backlog: int, seconds: float) -> None:
+        """Record the time of one draft."""
+        features = np.array([1.0, depth, num_asked, backlog / self.BACKLOG])
+        self.observe((depth, num_asked, backlog.bit_length()), features, seconds)
+
+    def of_draft(self, depth, num_asked, backlog):
+        """Seconds for numbers or arrays that broadcast; 0 where nothing is asked for."""
+        fixed, per_depth, per_token, per_backlog = self.coefficients
+        return (num_asked > 0) * (
+            fixed + per_depth * depth + per_backlog / self.BACKLOG * backlog
+        ) + per_token * num_asked
+
+
 class StepCost:
     """Seconds of a decoding step.
 
     Target: by rows and by packed tokens, piecewise linear between `knots` (the cost grows in steps: the second token may cost
-    much, tokens up to the next multiple of a tile nothing). Drafting: by depth (a drafter's forwards run one after
-    another), by draft tokens asked for, and by tokens that the drafter has to catch up with.
+    much, tokens up to the next multiple of a tile nothing). Drafting: see `DraftingCost`.
 
     Attention adds to the target's cost what each row and each packed token costs for every token of context.
 
@@ -150,7 +175,7 @@ class StepCost:
     def __init__(self, knots: np.ndarray = OCTAVES):
         self.knots = knots
         self.target = FittedCost(np.concatenate([[0.8, 0.01, 0.0, 0.0], self._OCTAVE * np.diff(np.log2(self.knots))]))
-        self.drafting = FittedCost(np.zeros(4))
+        self.drafting = DraftingCost()
         self.context, self.octave = 0.0, 0
         self._reaches: dict[int, np.ndarray] = {}  # by number of tokens
         self._plain_fit: np.ndarray | None = None  # the fit that `_plain` was computed from
@@ -175,11 +200,6 @@ class StepCost:
             self._reaches[num_tokens] = np.clip((num_tokens - low) / (high - low), 0.0, 1.0)
         return self._reaches[num_tokens]
 
-    def observe_drafting(self, depth: int, num_asked: int, backlog: int, seconds: float) -> None:
-        """Record the time of `propose`."""
-        size = (depth, num_asked, backlog.bit_length())
-        self.drafting.observe(size, np.array([1.0, depth, num_asked, backlog]), seconds)
-
     def of_plain(self, num_rows: int) -> float:
         """Seconds of a plain step, as a measure of small times. It is computed once for each fit, number of rows and octave."""
         coefficients = self.target.coefficients
@@ -195,11 +215,6 @@ class StepCost:
         fixed, per_row, per_read, per_product, *octaves = self.target.coefficients
         seconds = fixed + per_row * num_rows + np.interp(num_tokens, self.knots, np.cumsum([0.0, *octaves]))
         return np.maximum(seconds + self.context * (per_read * num_rows + per_product * num_tokens), 1e-9)
-
-    def of_drafting(self, depth, num_asked, backlog):
-        """Seconds of `propose`, for numbers or arrays that broadcast; 0 where nothing is asked for."""
-        fixed, per_depth, per_token, per_backlog = self.drafting.coefficients
-        return (num_asked > 0) * (fixed + per_depth * depth + per_backlog * backlog) + per_token * num_asked
 
 
 class StepTimer:
