@@ -118,7 +118,7 @@ template <class E> void attend(const Attention& call, const Row& row, i64 query,
     for (i64 h = 0; h < group; h += MOST_TOKENS) {
       int count = (int)smaller(MOST_TOKENS, group - h);
       float sums[MOST_SUMS];
-      dots<4>(count, four, queries + h * call.width, call.width, Part{0, call.width, true, nullptr}, 0, sums);
+      dots<4>(count, four, queries + h * call.width, call.width, Part{0, call.width, true, nullptr}, 0, Fetched<E>{}, sums);
       for (int i = 0; i < count; i++) memcpy(scores + (h + i) * padded + j, sums + 4 * i, 16);
     }
   }

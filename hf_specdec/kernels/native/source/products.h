@@ -34,10 +34,24 @@ struct Part {
   Floats* kept;
 };
 
-// sums[t * ROWS + r] = w[r] . x[t] for COUNT tokens. Each sum has the same order whatever ROWS, COUNT and the parts are. While these rows
-// are read, the numbers that are `ahead` after them in memory are fetched.
-template <int ROWS, int COUNT, bool FETCHES, class E>
-inline void dots(const E* const* w, const float* x, i64 ldx, Part part, i64 ahead, float* sums) {
+// Rows of weights that are fetched from memory while others are read.
+template <class E> struct Fetched {
+  const E* first;
+  i64 ldw;
+};
+
+// The cache that they are fetched to: 3 the first, 2 the second. On AMD's Zen 4 the first one waits for so few lines at a time that the
+// products of 4 to 12 tokens take up to twice as long. Where that was not measured, the first.
+#if defined(__AVX512BF16__) && !defined(__AMX_BF16__)
+constexpr int FETCHED_TO = 2;
+#else
+constexpr int FETCHED_TO = 3;
+#endif
+
+// sums[t * ROWS + r] = w[r] . x[t] for COUNT tokens, while FETCHES other rows are fetched. Each sum has the same order whatever ROWS,
+// COUNT and the parts are.
+template <int ROWS, int COUNT, int FETCHES, class E>
+inline void dots(const E* const* w, const float* x, i64 ldx, Part part, Fetched<E> next, float* sums) {
   Floats total[COUNT][ROWS] = {};
   i64 i = part.from;
   if (i)
@@ -45,10 +59,8 @@ inline void dots(const E* const* w, const float* x, i64 ldx, Part part, i64 ahea
       UNROLLED for (int r = 0; r < ROWS; r++) total[t][r] = part.kept[t * ROWS + r];
   for (; i + LANES <= part.to; i += LANES) {
     Floats weights[ROWS];
-    UNROLLED for (int r = 0; r < ROWS; r++) {
-      weights[r] = load(w[r] + i);
-      if (FETCHES) __builtin_prefetch(w[r] + i + ahead);
-    }
+    UNROLLED for (int r = 0; r < ROWS; r++) weights[r] = load(w[r] + i);
+    UNROLLED for (int r = 0; r < FETCHES; r++) __builtin_prefetch(next.first + r * next.ldw + i, 0, FETCHED_TO);
     UNROLLED for (int t = 0; t < COUNT; t++) {
       Floats own = load(x + t * ldx + i);
       UNROLLED for (int r = 0; r < ROWS; r++) total[t][r] += weights[r] * own;
@@ -72,8 +84,8 @@ inline void dots(const E* const* w, const float* x, i64 ldx, Part part, i64 ahea
 #if defined(__AVX512BF16__)
 template <> struct Met<bf16> { typedef bf16 type; };
 
-template <int ROWS, int COUNT, bool FETCHES>
-inline void dots(const bf16* const* w, const bf16* x, i64 ldx, Part part, i64 ahead, float* sums) {
+template <int ROWS, int COUNT, int FETCHES>
+inline void dots(const bf16* const* w, const bf16* x, i64 ldx, Part part, Fetched<bf16> next, float* sums) {
   Floats total[COUNT][ROWS] = {};
   i64 i = part.from;
   if (i)
@@ -81,10 +93,8 @@ inline void dots(const bf16* const* w, const bf16* x, i64 ldx, Part part, i64 ah
       UNROLLED for (int r = 0; r < ROWS; r++) total[t][r] = part.kept[t * ROWS + r];
   for (; i + 32 <= part.to; i += 32) {
     __m512bh weights[ROWS];
-    UNROLLED for (int r = 0; r < ROWS; r++) {
-      weights[r] = (__m512bh)_mm512_loadu_si512(w[r] + i);
-      if (FETCHES) __builtin_prefetch(w[r] + i + ahead);
-    }
+    UNROLLED for (int r = 0; r < ROWS; r++) weights[r] = (__m512bh)_mm512_loadu_si512(w[r] + i);
+    UNROLLED for (int r = 0; r < FETCHES; r++) __builtin_prefetch(next.first + r * next.ldw + i, 0, FETCHED_TO);
     UNROLLED for (int t = 0; t < COUNT; t++) {
       __m512bh own = (__m512bh)_mm512_loadu_si512(x + t * ldx + i);
       UNROLLED for (int r = 0; r < ROWS; r++)
@@ -114,16 +124,18 @@ inline void dots(const bf16* const* w, const bf16* x, i64 ldx, Part part, i64 ah
 #endif
 
 template <int ROWS, int COUNT, class E, class X>
-inline void dots_of(const E* const* w, const X* x, i64 ldx, Part part, i64 ahead, float* sums) {
-  if (ahead) dots<ROWS, COUNT, true>(w, x, ldx, part, ahead, sums);
-  else dots<ROWS, COUNT, false>(w, x, ldx, part, ahead, sums);
+inline void dots_of(const E* const* w, const X* x, i64 ldx, Part part, int fetches, Fetched<E> next, float* sums) {
+  if (fetches == 0) dots<ROWS, COUNT, 0>(w, x, ldx, part, next, sums);
+  else if (fetches == 1) dots<ROWS, COUNT, 1>(w, x, ldx, part, next, sums);
+  else if (fetches == 2) dots<ROWS, COUNT, ROWS < 2 ? 1 : 2>(w, x, ldx, part, next, sums);
+  else dots<ROWS, COUNT, ROWS>(w, x, ldx, part, next, sums);
 }
 
-// `dots` for a number of tokens known at run time, at most MOST_SUMS / ROWS and 12.
+// `dots` for a number of tokens known at run time, at most MOST_SUMS / ROWS and 12, and of fetched rows: 0, 1, 2 or ROWS.
 template <int ROWS, class E, class X>
-inline void dots(int count, const E* const* w, const X* x, i64 ldx, Part part, i64 ahead, float* sums) {
+inline void dots(int count, const E* const* w, const X* x, i64 ldx, Part part, int fetches, Fetched<E> next, float* sums) {
   constexpr int MOST = MOST_SUMS / ROWS < 12 ? MOST_SUMS / ROWS : 12;
-#define CASE(COUNT) case COUNT: if constexpr (COUNT <= MOST) dots_of<ROWS, COUNT>(w, x, ldx, part, ahead, sums); return;
+#define CASE(COUNT) case COUNT: if constexpr (COUNT <= MOST) dots_of<ROWS, COUNT>(w, x, ldx, part, fetches, next, sums); return;
   switch (count) {
     CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) CASE(7) CASE(8) CASE(9) CASE(10) CASE(11) CASE(12)
   }
@@ -176,11 +188,15 @@ void linear_by(const Linear& call, const X* x, i64 ldx, i64 first, i64 last) {
         // What is read four rows of weights later: in this panel, or its next part, or the next panel's first part.
         i64 ahead = n + ROWS + 4 <= end_of_panel ? 4 * call.ldw : !part.is_last ? size - (panel - 4) * call.ldw
                   : n + ROWS + 4 <= last ? 4 * call.ldw - begin : 0;
+        // It is fetched by all tiles: one of them alone would wait for memory.
+        const int each = ahead ? (int)larger(1, tiles < 4 ? ROWS / smaller(tiles, 2) : ROWS / 4) : 0;
         for (i64 tile = 0; tile < tiles; tile++) {
           i64 t = call.rows * tile / tiles, end = call.rows * (tile + 1) / tiles;
           float sums[MOST_SUMS];
           part.kept = kept + (n - from) * call.rows + t * ROWS;
-          dots<ROWS>((int)(end - t), w, x + t * ldx, ldx, part, tile ? 0 : ahead, sums);
+          const i64 row = tile * each;
+          dots<ROWS>((int)(end - t), w, x + t * ldx, ldx, part, row < ROWS ? each : 0, Fetched<E>{w[0] + ahead + row * call.ldw, call.ldw},
+                     sums);
           if (!part.is_last) continue;
           for (i64 i = t; i < end; i++) {
             float* own = sums + (i - t) * ROWS;

@@ -14,7 +14,8 @@
 namespace {
 
 constexpr int PANEL_OUTPUTS = 16, PARTS = PANEL_OUTPUTS / LANES;  // vectors per panel
-constexpr i64 LONGEST_BLOCK = 128, AHEAD = 1024;  // inputs; bytes that are fetched ahead of those in use
+constexpr i64 LONGEST_BLOCK = 128;  // inputs
+constexpr i64 AHEAD = FETCHED_TO == 2 ? 4096 : 1024;  // bytes that are fetched ahead of those in use
 constexpr int LOW_BITS = 14;  // of the second digit
 
 typedef int16_t Shorts __attribute__((vector_size(4 * LANES)));
@@ -173,7 +174,7 @@ template <int BITS, int DIGITS, int COUNT, int VECTORS> __attribute__((noinline)
       Ints own[VECTORS];
       UNROLLED for (int v = 0; v < VECTORS; v++) {
         own[v] = from[v].load(word);
-        __builtin_prefetch(from[v].words + word * PANEL_OUTPUTS * 4 + AHEAD);
+        __builtin_prefetch(from[v].words + word * PANEL_OUTPUTS * 4 + AHEAD, 0, FETCHED_TO);
       }
       UNROLLED for (int pair = 0; pair < PAIRS; pair++) {
         Ints weights[VECTORS];
