@@ -30,7 +30,7 @@ def program(widths, moves):
         made.append(register)
     registers = list({id(each): each for step in steps for each in _registers(step)}.values())
     slot_of = {id(each): slot for slot, each in enumerate(registers)}
-    slots, memory = _allocated(steps, registers, 8)
+    slots, memory = _allocated(steps, registers)
     return steps, slots, slot_of, _encoded(steps, slot_of, slots, streams=False), memory
 
 

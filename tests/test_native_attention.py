@@ -33,7 +33,7 @@ def instruction_set(request):
 def problems(draw):
     """Shapes, options and rows (queries, keys before them, region or None) of a batch."""
     group, kv_heads = draw(st.sampled_from([1, 2, 3, 4, 7, 8])), draw(st.integers(1, 3))
-    rows = draw(st.lists(st.tuples(st.integers(1, 7), st.integers(0, 70), st.booleans()), min_size=1, max_size=4))
+    rows = draw(st.lists(st.tuples(st.integers(1, 20), st.integers(0, 70), st.booleans()), min_size=1, max_size=4))
     return {
         "heads": group * kv_heads, "kv_heads": kv_heads, "rows": rows,
         "width": draw(st.sampled_from([8, 20, 32, 64, 80, 128])), "value_width": draw(st.sampled_from([4, 16, 33, 64, 96])),
@@ -126,6 +126,27 @@ def test_a_query_does_not_depend_on_its_batch(instruction_set):
         alone = NativeRows.of([row._replace(start=0, end=row.end - row.start)])
         found = native.paged_attention(query[row.start : row.end], keys, values, alone, 0.125)
         assert torch.equal(found, together[row.start : row.end])
+
+
+@pytest.mark.parametrize("window", [None, 9])
+@pytest.mark.parametrize("is_tree", [False, True])
+@pytest.mark.parametrize("dtype", BOUNDS, ids=str)
+def test_a_query_does_not_depend_on_its_neighbours(instruction_set, dtype, is_tree, window):
+    """Bit for bit: blocks of queries, with blocks that end in the middle of the row."""
+    problem = {
+        "heads": 6, "kv_heads": 2, "rows": [(37, 45, is_tree)], "width": 40, "value_width": 72, "window": window, "softcap": None,
+        "seed": 5, "dtype": dtype,
+    }  # fmt: skip
+    query, keys, values, table, (row,), _, _ = batch(problem)
+    together = native.paged_attention(query, keys, values, table, 0.2, window)
+    for q in range(row.end):
+        if is_tree:
+            own = row.visibility[q : q + 1], row.region_positions, row.positions[q : q + 1]
+            alone = NativeRow(0, 1, row.length, row.slots, *own)
+        else:
+            alone = NativeRow(0, 1, row.length - row.end + q + 1, row.slots, None, None, None)
+        found = native.paged_attention(query[q : q + 1], keys, values, NativeRows.of([alone]), 0.2, window)
+        assert torch.equal(found[0], together[q]), q
 
 
 def test_threads_share_the_work(instruction_set, monkeypatch):

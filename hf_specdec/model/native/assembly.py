@@ -9,7 +9,7 @@ import torch
 
 from ...kernels.native import TYPES
 from ...kernels.native.operations import OP, UNARY_FUNCTIONS, Operation, Rows
-from .program import Output, Program, most_tokens_for
+from .program import MOST_TOKENS, Output, Program
 from .tape import NotLowered, Place, Register, Step, Tape, Value
 
 _KEEPS = {Operation.WRITE, Operation.ATTEND}
@@ -25,7 +25,7 @@ def assemble(
     dtype: torch.dtype,
     max_positions: int | None = None,
 ) -> Program:
-    """The program of a tape, with buffers for `most_tokens_for(dtype)` tokens.
+    """The program of a tape, with buffers for `MOST_TOKENS` tokens.
 
     Args:
         outputs: the values to return, each [T or R, width] after dimensions of size 1.
@@ -40,12 +40,11 @@ def assemble(
     steps = _needed([*tape.steps, *(_copy(tape, *each) for each in zip(outputs, returned, strict=True))])
     registers = list({id(each): each for step in steps for each in _registers(step)}.values())
     slot_of = {id(each): slot for slot, each in enumerate(registers)}
-    most_tokens = most_tokens_for(dtype)
-    slots, memory = _allocated(steps, registers, most_tokens)
+    slots, memory = _allocated(steps, registers)
     weights = [each.tensor for each in registers if each.tensor is not None]
     streams = sum(each.nbytes for each in weights) > _CACHED_BYTES
     return Program(
-        most_tokens, _encoded(steps, slot_of, slots, streams), slots, memory, weights,
+        MOST_TOKENS, _encoded(steps, slot_of, slots, streams), slots, memory, weights,
         [(slot_of[id(each)], each.table) for each in registers if each.table is not None],
         next((slot_of[id(each)] for each in registers if each.features), None),
         [
@@ -76,7 +75,7 @@ def _copy(tape: Tape, value: Value, output: Register) -> Step:
     )
 
 
-def _allocated(steps: list[Step], registers: list[Register], most_tokens: int) -> tuple[np.ndarray, torch.Tensor]:
+def _allocated(steps: list[Step], registers: list[Register]) -> tuple[np.ndarray, torch.Tensor]:
     """The address of every register, int64, and the buffer that holds the program's own registers. Registers share memory if one is
     written after the last step that reads the other."""
     last = {}
@@ -94,7 +93,7 @@ def _allocated(steps: list[Step], registers: list[Register], most_tokens: int) -
         for key, register in own.items():
             if key in places:
                 continue
-            size = -(-register.elements * register.dtype.itemsize * most_tokens // _ALIGNMENT) * _ALIGNMENT
+            size = -(-register.elements * register.dtype.itemsize * MOST_TOKENS // _ALIGNMENT) * _ALIGNMENT
             if free.get(size):
                 places[key] = (free[size].pop(), size)
             else:

@@ -11,21 +11,16 @@ import torch
 
 from ...cache import PagedStaticCache
 from ...kernels.native import Step as StepInputs
-from ...kernels.native import instruction_set, library
+from ...kernels.native import library
 from ...kernels.native.operations import Rows
 from ..packed_batch import PackedBatch
 from .tape import Table
 
+# The most tokens of a forward that runs as a program. Measured: for more, torch's products and its attention are as fast or faster.
+MOST_TOKENS = 256
+
 _POSITIONS_AT_FIRST = 1024
 _BYTES_PER_THREAD = 2 << 20  # of weights: a thread that reads fewer costs more at the barriers than it saves
-
-
-def most_tokens_for(dtype: torch.dtype) -> int:
-    """The most tokens of a forward that runs as a program. Measured: for more tokens torch is faster, in bfloat16 and float16 in its
-    matrix products (with AMX at 256 tokens they take equally long), in float32 in its attention."""
-    loaded = library()
-    has_tiles = loaded is not None and instruction_set(loaded) == "amx_bf16"
-    return 256 if dtype == torch.float32 or (dtype == torch.bfloat16 and has_tiles) else 128
 
 
 class Output(NamedTuple):

@@ -1,25 +1,134 @@
 // Attention of the rows of a ragged batch over a paged cache.
+//
+// Queries that are next to each other in a row see the same keys but for the last ones, so a block of them reads the shared keys and values once.
+// Each query's sums have the order of its own keys, whatever the block.
 #pragma once
 #include "products.h"
 
 namespace {
 
-// The slots of the keys that one query of a row sees, in order; returns their number.
-inline i64 visible_slots(const Row& row, i64 query, i64 window, i64* out) {
-  i64 count = row.end - row.start, before = row.length - row.region;
-  i64 position = row.positions ? row.positions[query] : row.length - count + query;
-  i64 end = row.visibility ? before : row.length - count + query + 1;
-  i64 begin = window ? larger(0, position - window + 1) : 0;
-  i64 found = 0;
-  for (i64 key = begin; key < end; key++) out[found++] = row.slots[key];
-  if (!row.visibility) return found;
-  const uint8_t* seen = row.visibility + query * row.region;
-  for (i64 i = 0; i < row.region; i++) {
-    i64 place = row.region_positions ? row.region_positions[i] : before + i;
-    if (seen[i] && (!window || position - place < window)) out[found++] = row.slots[before + i];
-  }
-  return found;
+constexpr i64 MOST_QUERIES = 16, SCORE_BYTES = 1 << 20;  // of a block; its scores stay in the second cache
+constexpr i64 VALUE_KEYS = 64;                             // whose values stay in the first cache while they are read for all queries
+
+// The keys that a block of queries sees: all of begin .. common, and each query its own of common .. end.
+struct Seen { i64 begin, common, end; };
+
+inline i64 count_of(const Row& row) { return row.end - row.start; }
+inline i64 place_of(const Row& row, i64 query) { return row.positions ? row.positions[query] : row.length - count_of(row) + query; }
+inline i64 begin_of(const Row& row, i64 query, i64 window) { return window ? larger(0, place_of(row, query) - window + 1) : 0; }
+// The first key that not every later query of the row sees.
+inline i64 common_of(const Row& row, i64 query) {
+  return row.visibility ? row.length - row.region : row.length - count_of(row) + query + 1;
 }
+
+inline Seen seen_by(const Row& row, i64 first, i64 count, i64 window) {
+  const i64 common = common_of(row, first), begin = smaller(begin_of(row, first, window), common);
+  return {begin, common, row.visibility ? row.length : common_of(row, first + count - 1)};
+}
+
+// True if a query sees a key that is not before all queries of its block.
+inline bool sees(const Row& row, i64 query, i64 key, i64 window) {
+  if (!row.visibility) return key < common_of(row, query);
+  const i64 i = key - (row.length - row.region), place = row.region_positions ? row.region_positions[i] : key;
+  return row.visibility[query * row.region + i] && (!window || place_of(row, query) - place < window);
+}
+
+// The number of queries from `first` on that make a block: their windows begin at the same key.
+inline i64 block_from(const Attention& call, const Row& row, i64 first) {
+  const i64 bytes = call.heads / call.kv_heads * (row.length + 2 * LANES) * 4, most = larger(1, smaller(MOST_QUERIES, SCORE_BYTES / bytes));
+  const i64 begin = begin_of(row, first, call.window);
+  i64 count = 1;
+  while (count < most && first + count < count_of(row) && begin_of(row, first + count, call.window) == begin) count++;
+  return count;
+}
+
+#if defined(__AVX512F__)
+// Scores of 16 keys at a time. Words of keys (a number, or two of bfloat16) are packed as [words][16 keys], where each meets the same word of a
+// query. Even and odd words have sums of their own.
+constexpr int MOST_SCORED = 6;  // queries at a time
+template <class X> constexpr i64 PER_WORD = 4 / sizeof(X);
+template <class X> constexpr i64 PER_VECTOR = 64 / sizeof(X);
+
+inline __mmask32 first_of(i64 n) { return n >= 32 ? ~0u : (1u << n) - 1; }
+template <class X> inline __m512 words_of(const float* p, i64 n) { return _mm512_maskz_loadu_ps((__mmask16)first_of(n), p); }
+template <class X> inline __m512 words_of(const f16* p, i64 n) {
+  return _mm512_cvtph_ps(_mm256_maskz_loadu_epi16((__mmask16)first_of(n), p));
+}
+template <class X> inline __m512 words_of(const bf16* p, i64 n) {
+  if constexpr (sizeof(X) == 2) return (__m512)_mm512_maskz_loadu_epi16(first_of(n), p);
+  return (__m512)_mm512_slli_epi32(_mm512_cvtepu16_epi32(_mm256_maskz_loadu_epi16((__mmask16)first_of(n), p)), 16);
+}
+
+inline Floats with_word(Floats total, Floats keys, const float* word) { return total + keys * *word; }
+#if defined(__AVX512BF16__)
+inline Floats with_word(Floats total, Floats keys, const bf16* pair) {
+  int bits;
+  memcpy(&bits, pair, 4);
+  return (Floats)_mm512_dpbf16_ps((__m512)total, (__m512bh)keys, (__m512bh)_mm512_set1_epi32(bits));
+}
+#endif
+
+// Pack 16 keys; the last one is repeated if there are fewer.
+template <class X, class E> inline void pack_keys(const E* keys, i64 pitch, const i64* slots, i64 n, i64 width, float* out) {
+  const E* each[LANES];
+  for (i64 j = 0; j < LANES; j++) each[j] = keys + slots[smaller(j, n - 1)] * pitch;
+  for (i64 d = 0; d < width; d += PER_VECTOR<X>, out += LANES * LANES) {
+    __m512 v[4][4];
+    UNROLLED for (int i = 0; i < 4; i++)
+      UNROLLED for (int j = 0; j < 4; j++) v[i][j] = words_of<X>(each[4 * i + j] + d, width - d);
+    turn(v);
+    UNROLLED for (int i = 0; i < 4; i++)
+      UNROLLED for (int j = 0; j < 4; j++) _mm512_storeu_ps(out + (4 * i + j) * LANES, v[i][j]);
+  }
+}
+
+template <int ROWS, class X> inline void scores_of(const float* keys, i64 words, const X* x, i64 ldx, float* out, i64 ldo) {
+  Floats even[ROWS] = {}, odd[ROWS] = {};
+  for (i64 word = 0; word < words; word += 2) {
+    const Floats first = load(keys + word * LANES), second = load(keys + (word + 1) * LANES);
+    UNROLLED for (int r = 0; r < ROWS; r++) {
+      const X* own = x + r * ldx + word * PER_WORD<X>;
+      even[r] = with_word(even[r], first, own), odd[r] = with_word(odd[r], second, own + PER_WORD<X>);
+    }
+  }
+  UNROLLED for (int r = 0; r < ROWS; r++) store(out + r * ldo, even[r] + odd[r]);
+}
+
+// The numbers between two queries in memory: those after the query's own are zeros.
+template <class X> inline i64 pitch_of(i64 width) { return (width + PER_VECTOR<X> - 1) / PER_VECTOR<X> * PER_VECTOR<X>; }
+
+// out[r][j] = x[r] . keys[slots[j]] for n keys and `rows` queries. `out` has room for n rounded up to whole vectors.
+template <class E, class X>
+void scores_of(const E* keys, i64 pitch, const i64* slots, i64 n, i64 width, const X* x, i64 rows, float* out, i64 ldo) {
+  const i64 ldx = pitch_of<X>(width), words = ldx / PER_WORD<X>;
+  float* packed = (float*)scratch(0, words * LANES * 4);
+  for (i64 j = 0; j < n; j += LANES) {
+    pack_keys<X>(keys, pitch, slots + j, n - j, width, packed);
+    for (i64 r = 0; r < rows; r += MOST_SCORED) {
+#define CASE(COUNT) case COUNT: scores_of<COUNT>(packed, words, x + r * ldx, ldx, out + r * ldo + j, ldo); break;
+      switch (smaller(MOST_SCORED, rows - r)) { CASE(1) CASE(2) CASE(3) CASE(4) CASE(5) CASE(6) }
+#undef CASE
+    }
+  }
+}
+#else
+template <class X> inline i64 pitch_of(i64 width) { return width; }
+
+// out[r][j] = x[r] . keys[slots[j]] for n keys and `rows` queries. `out` has room for n rounded up to whole vectors.
+template <class E, class X>
+void scores_of(const E* keys, i64 pitch, const i64* slots, i64 n, i64 width, const X* x, i64 rows, float* out, i64 ldo) {
+  for (i64 j = 0; j < n; j += 4) {
+    const E* four[4];
+    for (int i = 0; i < 4; i++) four[i] = keys + slots[smaller(j + i, n - 1)] * pitch;
+    for (i64 r = 0; r < rows; r += MOST_TOKENS) {
+      const int count = (int)smaller(MOST_TOKENS, rows - r);
+      float sums[MOST_SUMS];
+      dots<4>(count, four, x + r * width, width, Part{0, width, true, nullptr}, 0, Fetched<E>{}, sums);
+      for (int i = 0; i < count; i++) memcpy(out + (r + i) * ldo + j, sums + 4 * i, 16);
+    }
+  }
+}
+#endif
 
 inline Floats rounded_to(float, Floats x) { return x; }
 template <class E> inline Floats rounded_to(E, Floats x) {
@@ -61,84 +170,109 @@ template <class E> inline float softmax(float* scores, i64 n, i64 padded, float 
   return 1;
 }
 
-// out[h][d] = factors[h] * sum of weights[h][j] * values[slots[j]][d] for HEADS heads and VECTORS * LANES columns.
+// totals[h][d] += the sum over j of weights[h][j] * values[slots[j]][d], for HEADS heads and VECTORS * LANES columns.
 template <int HEADS, int VECTORS, class E>
-inline void weighted_sum(const float* weights, i64 stride, const E* values, i64 slot, const i64* slots, i64 n, const float* factors, E* out,
-                         i64 ldo) {
-  Floats total[HEADS][VECTORS] = {};
+inline void add_columns(const float* weights, i64 stride, const E* values, i64 pitch, const i64* slots, i64 n, i64 width, float* totals) {
+  Floats total[HEADS][VECTORS];
+  UNROLLED for (int h = 0; h < HEADS; h++)
+    UNROLLED for (int v = 0; v < VECTORS; v++) total[h][v] = load(totals + h * width + v * LANES);
   for (i64 j = 0; j < n; j++) {
-    const E* value = values + slots[j] * slot;
+    const E* value = values + slots[j] * pitch;
     Floats own[VECTORS];
     UNROLLED for (int v = 0; v < VECTORS; v++) own[v] = load(value + v * LANES);
     UNROLLED for (int h = 0; h < HEADS; h++)
       UNROLLED for (int v = 0; v < VECTORS; v++) total[h][v] += own[v] * weights[h * stride + j];
   }
   UNROLLED for (int h = 0; h < HEADS; h++)
-    UNROLLED for (int v = 0; v < VECTORS; v++) store(out + h * ldo + v * LANES, total[h][v] * factors[h]);
+    UNROLLED for (int v = 0; v < VECTORS; v++) store(totals + h * width + v * LANES, total[h][v]);
 }
 
 template <int HEADS, class E>
-inline void weighted_sums(const float* weights, i64 stride, const E* values, i64 slot, const i64* slots, i64 n, i64 width,
-                          const float* factors, E* out) {
+inline void add_values(const float* weights, i64 stride, const E* values, i64 pitch, const i64* slots, i64 n, i64 width, float* totals) {
   i64 d = 0;
-  for (; d + 4 * LANES <= width; d += 4 * LANES)
-    weighted_sum<HEADS, 4>(weights, stride, values + d, slot, slots, n, factors, out + d, width);
-  for (; d + 2 * LANES <= width; d += 2 * LANES)
-    weighted_sum<HEADS, 2>(weights, stride, values + d, slot, slots, n, factors, out + d, width);
-  for (; d + LANES <= width; d += LANES)
-    weighted_sum<HEADS, 1>(weights, stride, values + d, slot, slots, n, factors, out + d, width);
+  for (; d + 4 * LANES <= width; d += 4 * LANES) add_columns<HEADS, 4>(weights, stride, values + d, pitch, slots, n, width, totals + d);
+  for (; d + 2 * LANES <= width; d += 2 * LANES) add_columns<HEADS, 2>(weights, stride, values + d, pitch, slots, n, width, totals + d);
+  for (; d + LANES <= width; d += LANES) add_columns<HEADS, 1>(weights, stride, values + d, pitch, slots, n, width, totals + d);
   for (; d < width; d++)
-    for (int h = 0; h < HEADS; h++) {
-      float total = 0;
-      for (i64 j = 0; j < n; j++) total += weights[h * stride + j] * to_float(values[slots[j] * slot + d]);
-      store(out + h * width + d, total * factors[h]);
-    }
+    for (int h = 0; h < HEADS; h++)
+      for (i64 j = 0; j < n; j++) totals[h * width + d] += weights[h * stride + j] * to_float(values[slots[j] * pitch + d]);
 }
 
-// One query token, the heads that share one key head.
-template <class E> void attend(const Attention& call, const Row& row, i64 query, i64 kv_head) {
+// The same for any number of heads.
+template <class E>
+void add_values(i64 heads, const float* weights, i64 stride, const E* values, i64 pitch, const i64* slots, i64 n, i64 width, float* totals) {
+  for (i64 h = 0; h < heads;) {
+    const float* own = weights + h * stride;
+    float* there = totals + h * width;
+    if (heads - h >= 4) add_values<4>(own, stride, values, pitch, slots, n, width, there), h += 4;
+    else if (heads - h >= 2) add_values<2>(own, stride, values, pitch, slots, n, width, there), h += 2;
+    else add_values<1>(own, stride, values, pitch, slots, n, width, there), h += 1;
+  }
+}
+
+inline float sink_of(const Attention& call, i64 head) {
+  if (call.sinks_type == FLOAT32) return ((const float*)call.sinks)[head];
+  return call.sinks_type == BFLOAT16 ? to_float(((const bf16*)call.sinks)[head]) : to_float(((const f16*)call.sinks)[head]);
+}
+
+// A block of queries [first, first + count) of a row, and the heads that share one key head. Row q * group + h of queries, scores and totals
+// is head h of query q.
+template <class E> void attend(const Attention& call, const Row& row, i64 first, i64 count, i64 kv_head) {
   typedef typename Met<E>::type X;
-  i64 group = call.heads / call.kv_heads, token = row.start + query;
-  i64 padded = (row.length + LANES - 1) / LANES * LANES + LANES;
-  i64* slots = (i64*)scratch(1, (row.length + 4) * 8);
-  float* scores = (float*)scratch(2, group * (padded + 1) * 4);
-  float* factors = scores + group * padded;
-  X* queries = (X*)scratch(3, group * call.width * sizeof(X));
-  i64 n = visible_slots(row, query, call.window, slots);
-  const E* q = (const E*)call.query + token * call.query_token + kv_head * group * call.query_head;
-  for (i64 h = 0; h < group; h++)
+  const i64 group = call.heads / call.kv_heads, rows = count * group, width = call.value_width;
+  const Seen seen = seen_by(row, first, count, call.window);
+  const i64 shared = seen.common - seen.begin, rest = seen.end - seen.common;
+  const i64 padded = (shared + rest + LANES - 1) / LANES * LANES + LANES, padded_rest = (rest + LANES - 1) / LANES * LANES;
+  float* scores = (float*)scratch(2, rows * (padded + padded_rest + 1 + width) * 4);
+  float *own_scores = scores + rows * padded, *factors = own_scores + rows * padded_rest, *totals = factors + rows;
+  i64 *own_slots = (i64*)scratch(1, (count * rest + count) * 8), *num_own = own_slots + count * rest;
+
+  const i64 pitch = pitch_of<X>(call.width);
+  X* queries = (X*)scratch(3, rows * pitch * sizeof(X));
+  memset(queries, 0, rows * pitch * sizeof(X));
+  for (i64 r = 0; r < rows; r++) {
+    const E* q = (const E*)call.query + (row.start + first + r / group) * call.query_token + (kv_head * group + r % group) * call.query_head;
     for (i64 d = 0; d < call.width; d++) {
-      if constexpr (sizeof(X) == sizeof(E)) memcpy(queries + h * call.width + d, q + h * call.query_head + d, sizeof(E));
-      else queries[h * call.width + d] = to_float(q[h * call.query_head + d]);
+      if constexpr (sizeof(X) == sizeof(E)) memcpy(queries + r * pitch + d, q + d, sizeof(E));
+      else queries[r * pitch + d] = to_float(q[d]);
     }
+  }
+
   const E* keys = (const E*)call.keys + kv_head * call.key_head;
-  for (i64 j = 0; j < n; j += 4) {
-    const E* four[4];
-    for (int i = 0; i < 4; i++) four[i] = keys + slots[smaller(j + i, n - 1)] * call.key_slot;
-    for (i64 h = 0; h < group; h += MOST_TOKENS) {
-      int count = (int)smaller(MOST_TOKENS, group - h);
-      float sums[MOST_SUMS];
-      dots<4>(count, four, queries + h * call.width, call.width, Part{0, call.width, true, nullptr}, 0, Fetched<E>{}, sums);
-      for (int i = 0; i < count; i++) memcpy(scores + (h + i) * padded + j, sums + 4 * i, 16);
+  scores_of(keys, call.key_slot, row.slots + seen.begin, shared, call.width, queries, rows, scores, padded);
+  scores_of(keys, call.key_slot, row.slots + seen.common, rest, call.width, queries, rows, own_scores, padded_rest);
+  for (i64 q = 0; q < count; q++) {
+    i64 n = 0;
+    for (i64 key = seen.common; key < seen.end; key++) {
+      if (!sees(row, first + q, key, call.window)) continue;
+      for (i64 r = q * group; r < (q + 1) * group; r++) scores[r * padded + shared + n] = own_scores[r * padded_rest + key - seen.common];
+      own_slots[q * rest + n++] = row.slots[key];
     }
+    num_own[q] = n;
   }
-  i64 used = (n + LANES - 1) / LANES * LANES;
-  for (i64 h = 0; h < group; h++) {
-    i64 head = kv_head * group + h;
-    float sink = 0;
-    if (call.sinks) sink = call.sinks_type == FLOAT32 ? ((const float*)call.sinks)[head]
-                         : call.sinks_type == BFLOAT16 ? to_float(((const bf16*)call.sinks)[head])
-                         : to_float(((const f16*)call.sinks)[head]);
-    factors[h] = softmax<E>(scores + h * padded, n, used, (float)call.scaling, (float)call.softcap, call.sinks ? &sink : nullptr);
+
+  for (i64 r = 0; r < rows; r++) {
+    const i64 n = shared + num_own[r / group];
+    const float sink = call.sinks ? sink_of(call, kv_head * group + r % group) : 0;
+    factors[r] = softmax<E>(scores + r * padded, n, (n + LANES - 1) / LANES * LANES, (float)call.scaling, (float)call.softcap,
+                            call.sinks ? &sink : nullptr);
   }
+
   const E* values = (const E*)call.values + kv_head * call.value_head;
-  E* out = (E*)call.out + (token * call.heads + kv_head * group) * call.value_width;
-  for (i64 h = 0; h < group;) {
-    E* there = out + h * call.value_width;
-    const float* own = scores + h * padded;
-    if (group - h >= 4) weighted_sums<4>(own, padded, values, call.value_slot, slots, n, call.value_width, factors + h, there), h += 4;
-    else if (group - h >= 2) weighted_sums<2>(own, padded, values, call.value_slot, slots, n, call.value_width, factors + h, there), h += 2;
-    else weighted_sums<1>(own, padded, values, call.value_slot, slots, n, call.value_width, factors + h, there), h += 1;
+  memset(totals, 0, rows * width * 4);
+  const i64 step = rows <= 4 ? larger(shared, 1) : VALUE_KEYS;
+  for (i64 j = 0; j < shared; j += step)
+    add_values(rows, scores + j, padded, values, call.value_slot, row.slots + seen.begin + j, smaller(step, shared - j), width, totals);
+  for (i64 q = 0; q < count; q++) {
+    const float* weights = scores + q * group * padded + shared;
+    add_values(group, weights, padded, values, call.value_slot, own_slots + q * rest, num_own[q], width, totals + q * group * width);
+    E* out = (E*)call.out + ((row.start + first + q) * call.heads + kv_head * group) * width;
+    for (i64 h = 0; h < group; h++) {
+      const i64 r = q * group + h;
+      i64 d = 0;
+      for (; d + LANES <= width; d += LANES) store(out + h * width + d, load(totals + r * width + d) * factors[r]);
+      for (; d < width; d++) store(out + h * width + d, totals[r * width + d] * factors[r]);
+    }
   }
 }
 
@@ -146,13 +280,15 @@ void attention(const Attention& call, i64 part, i64 parts) {
   i64 item = 0;
   for (i64 r = 0; r < call.num_rows; r++) {
     const Row& row = call.rows[r];
-    for (i64 kv_head = 0; kv_head < call.kv_heads; kv_head++)
-      for (i64 query = 0; query < row.end - row.start; query++) {
+    for (i64 first = 0, count; first < count_of(row); first += count) {
+      count = block_from(call, row, first);
+      for (i64 kv_head = 0; kv_head < call.kv_heads; kv_head++) {
         if (item++ % parts != part) continue;
-        if (call.type == FLOAT32) attend<float>(call, row, query, kv_head);
-        else if (call.type == BFLOAT16) attend<bf16>(call, row, query, kv_head);
-        else attend<f16>(call, row, query, kv_head);
+        if (call.type == FLOAT32) attend<float>(call, row, first, count, kv_head);
+        else if (call.type == BFLOAT16) attend<bf16>(call, row, first, count, kv_head);
+        else attend<f16>(call, row, first, count, kv_head);
       }
+    }
   }
 }
 

@@ -14,25 +14,6 @@ constexpr i64 TILE = SIDE * SIDE;      // a tile's words of 32 bits
 constexpr i64 MOST_TILES = 6;          // of tokens that meet a tile of weights at once: the other two registers hold what meets
 constexpr i64 PACKED_BYTES = 1 << 20;  // of tokens that stay in the second cache while weights meet them several times; measured
 
-// Transpose 4 x 4 within each quarter: v[j] becomes what v[0] .. v[3] have at j.
-inline void turn_quarters(__m512 (&v)[4]) {
-  __m512d a = (__m512d)_mm512_unpacklo_ps(v[0], v[1]), b = (__m512d)_mm512_unpackhi_ps(v[0], v[1]);
-  __m512d c = (__m512d)_mm512_unpacklo_ps(v[2], v[3]), d = (__m512d)_mm512_unpackhi_ps(v[2], v[3]);
-  v[0] = (__m512)_mm512_unpacklo_pd(a, c), v[1] = (__m512)_mm512_unpackhi_pd(a, c);
-  v[2] = (__m512)_mm512_unpacklo_pd(b, d), v[3] = (__m512)_mm512_unpackhi_pd(b, d);
-}
-
-// The transpose of 16 rows; row 4 i + j is v[i][j].
-inline void turn(__m512 (&v)[4][4]) {
-  UNROLLED for (int i = 0; i < 4; i++) turn_quarters(v[i]);
-  UNROLLED for (int j = 0; j < 4; j++) {
-    __m512 a = _mm512_shuffle_f32x4(v[0][j], v[1][j], 0x44), b = _mm512_shuffle_f32x4(v[0][j], v[1][j], 0xee);
-    __m512 c = _mm512_shuffle_f32x4(v[2][j], v[3][j], 0x44), d = _mm512_shuffle_f32x4(v[2][j], v[3][j], 0xee);
-    v[0][j] = _mm512_shuffle_f32x4(a, c, 0x88), v[1][j] = _mm512_shuffle_f32x4(a, c, 0xdd);
-    v[2][j] = _mm512_shuffle_f32x4(b, d, 0x88), v[3][j] = _mm512_shuffle_f32x4(b, d, 0xdd);
-  }
-}
-
 // A mask of the numbers of block `block` that exist in a row of k numbers.
 inline __mmask32 inside(i64 k, i64 block) { return k - block * DEPTH >= DEPTH ? ~0u : (1u << (k - block * DEPTH)) - 1; }
 

@@ -131,6 +131,27 @@ inline void sums_of_four(Floats a, Floats b, Floats c, Floats d, float* out) {
 #endif
 }
 
+#if defined(__AVX512F__)
+// Transpose 4 x 4 within each quarter: v[j] becomes what v[0] .. v[3] have at j.
+inline void turn_quarters(__m512 (&v)[4]) {
+  __m512d a = (__m512d)_mm512_unpacklo_ps(v[0], v[1]), b = (__m512d)_mm512_unpackhi_ps(v[0], v[1]);
+  __m512d c = (__m512d)_mm512_unpacklo_ps(v[2], v[3]), d = (__m512d)_mm512_unpackhi_ps(v[2], v[3]);
+  v[0] = (__m512)_mm512_unpacklo_pd(a, c), v[1] = (__m512)_mm512_unpackhi_pd(a, c);
+  v[2] = (__m512)_mm512_unpacklo_pd(b, d), v[3] = (__m512)_mm512_unpackhi_pd(b, d);
+}
+
+// The transpose of 16 rows; row 4 i + j is v[i][j].
+inline void turn(__m512 (&v)[4][4]) {
+  UNROLLED for (int i = 0; i < 4; i++) turn_quarters(v[i]);
+  UNROLLED for (int j = 0; j < 4; j++) {
+    __m512 a = _mm512_shuffle_f32x4(v[0][j], v[1][j], 0x44), b = _mm512_shuffle_f32x4(v[0][j], v[1][j], 0xee);
+    __m512 c = _mm512_shuffle_f32x4(v[2][j], v[3][j], 0x44), d = _mm512_shuffle_f32x4(v[2][j], v[3][j], 0xee);
+    v[0][j] = _mm512_shuffle_f32x4(a, c, 0x88), v[1][j] = _mm512_shuffle_f32x4(a, c, 0xdd);
+    v[2][j] = _mm512_shuffle_f32x4(b, d, 0x88), v[3][j] = _mm512_shuffle_f32x4(b, d, 0xdd);
+  }
+}
+#endif
+
 // The sum of n floats, in an order that depends on n only.
 inline float sum(const float* x, i64 n) {
   Floats total = {};
