@@ -20,7 +20,7 @@ ROOT = Path(__file__).resolve().parents[1]
 MODELS = ROOT / "hf_specdec" / "bundled_models"
 LIBRARY = ROOT / "hf_specdec" / "kernels" / "native" / "library.so"
 MOST_BYTES = 15_000_000
-NATIVE_LIBRARY = 580_000  # compressed, at most; the wheels built here are without
+NATIVE_LIBRARY = 595_000  # compressed, at most; the wheels built here are without
 
 
 @pytest.fixture

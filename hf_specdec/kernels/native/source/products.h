@@ -123,15 +123,18 @@ inline void dots(const bf16* const* w, const bf16* x, i64 ldx, Part part, Fetche
 }
 #endif
 
+// With one tile of tokens, ROWS rows are fetched. With several, which have three tokens or more, each tile of 4 rows fetches two or one.
 template <int ROWS, int COUNT, class E, class X>
 inline void dots_of(const E* const* w, const X* x, i64 ldx, Part part, int fetches, Fetched<E> next, float* sums) {
-  if (fetches == 0) dots<ROWS, COUNT, 0>(w, x, ldx, part, next, sums);
-  else if (fetches == 1) dots<ROWS, COUNT, 1>(w, x, ldx, part, next, sums);
-  else if (fetches == 2) dots<ROWS, COUNT, ROWS < 2 ? 1 : 2>(w, x, ldx, part, next, sums);
-  else dots<ROWS, COUNT, ROWS>(w, x, ldx, part, next, sums);
+  if (fetches == 0) return dots<ROWS, COUNT, 0>(w, x, ldx, part, next, sums);
+  if constexpr (ROWS == 4 && COUNT >= 3) {
+    if (fetches == 1) return dots<ROWS, COUNT, 1>(w, x, ldx, part, next, sums);
+    if (fetches == 2) return dots<ROWS, COUNT, 2>(w, x, ldx, part, next, sums);
+  }
+  dots<ROWS, COUNT, ROWS>(w, x, ldx, part, next, sums);
 }
 
-// `dots` for a number of tokens known at run time, at most MOST_SUMS / ROWS and 12, and of fetched rows: 0, 1, 2 or ROWS.
+// `dots` for a number of tokens known at run time, at most MOST_SUMS / ROWS and 12.
 template <int ROWS, class E, class X>
 inline void dots(int count, const E* const* w, const X* x, i64 ldx, Part part, int fetches, Fetched<E> next, float* sums) {
   constexpr int MOST = MOST_SUMS / ROWS < 12 ? MOST_SUMS / ROWS : 12;
