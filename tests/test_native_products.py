@@ -10,7 +10,7 @@ import torch
 from hf_specdec.kernels.native import TYPES, Linear, library
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native library is not compiled")
-ROWS = [1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 13, 16, 17, 30, 48, 97, 128, 256]
+ROWS = [0, 1, 2, 3, 4, 5, 6, 7, 8, 10, 11, 12, 13, 16, 17, 30, 48, 97, 128, 256]
 SHAPES = [(64, 64), (5, 7), (37, 1000), (3, 2816), (130, 96)]  # outputs, inputs; with remainders of every tile
 
 

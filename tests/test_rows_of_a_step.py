@@ -37,7 +37,7 @@ def ids(choices):
 
 
 def test_256_rows_run_and_the_next_ones_wait(make):
-    engine = make()
+    engine = make(max_num_batched_tokens=2048)
     prompts = {str(i): [5 + i % 7] * (1 + i % 3) for i in range(300)}
     requests = {
         name: engine.add(name, None, prompt, SamplingParams(temperature=0, max_tokens=4, ignore_eos=True))

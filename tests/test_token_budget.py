@@ -1,11 +1,15 @@
 """The token budget of a step: it holds for every method, and long drafts do not keep other rows from joining."""
 
 import random
+from types import SimpleNamespace
 
 import pytest
 
 from hf_specdec import LLM
+from hf_specdec.kernels.native import library
+from hf_specdec.model.native.program import MOST_TOKENS
 from hf_specdec.serve import SamplingParams
+from hf_specdec.serve.scheduler import Scheduler
 
 METHODS = {
     "none": {"method": "none"},
@@ -61,3 +65,23 @@ def test_long_drafts_leave_prompts_their_part(tiny_model, tiny_tokenizer, name):
     plain, run = (Run(tiny_model, tiny_tokenizer, each, budget=96, rows=32, count=64) for each in ("none", name))
     assert run.drafted > 100 and max(run.running) > 20
     assert len(run.tokens) <= len(plain.tokens), (len(run.tokens), len(plain.tokens))
+
+
+@pytest.mark.skipif(library() is None, reason="the native library is not compiled")
+def test_without_a_budget_steps_are_as_large_as_one_native_call(tiny_model, tiny_tokenizer, monkeypatch):
+    """As many tokens as one call runs, while few rows decode; for models without such calls, the usual number."""
+    size = {"budget": None, "rows": 12, "count": 40, "longest": 100}
+    run = Run(tiny_model, tiny_tokenizer, "copies", **size)
+    assert max(run.tokens) == MOST_TOKENS and max(run.running) == 12
+    monkeypatch.setitem(METHODS, "none", {"method": "none", "native": False})
+    plain = Run(tiny_model, tiny_tokenizer, "none", **size)
+    assert max(plain.tokens) > 1.5 * MOST_TOKENS and run.answers == plain.answers
+
+
+def test_the_budget_leaves_prompts_at_least_half():
+    target = SimpleNamespace(most_tokens_of_one_call=256)
+    scheduler = Scheduler(SimpleNamespace(target=target), 256, None)
+    assert [scheduler._budget(rows) for rows in (0, 128, 129, 256)] == [256, 256, 2048, 2048]
+    target.most_tokens_of_one_call = 0
+    assert scheduler._budget(0) == 2048
+    assert Scheduler(SimpleNamespace(target=target), 256, 7)._budget(0) == 7

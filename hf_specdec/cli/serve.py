@@ -76,8 +76,8 @@ def _add_engine_options(group: argparse._ArgumentGroup) -> None:
         help="most rows that run at once (default: %(default)s)",
     )  # fmt: skip
     group.add_argument(
-        "--max-num-batched-tokens", type=positive_int, default=2048, metavar="N",
-        help="most tokens of a step, prompt chunks and drafts included (default: %(default)s)",
+        "--max-num-batched-tokens", type=positive_int, metavar="N",
+        help="most tokens of a step, prompt chunks and drafts included (default: 2048; on a CPU 256, while few rows decode)",
     )  # fmt: skip
     group.add_argument(
         "--kv-cache-memory-bytes", type=positive_int, metavar="N",

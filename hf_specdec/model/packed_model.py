@@ -52,10 +52,16 @@ class SmallForwards(Activated, Protocol):
     Attributes:
         is_on: True if it can run forwards now.
         refused: why it runs no forward; None: it can, or no attempt was made yet.
+        most_tokens: maximum number of tokens of the forwards that it runs now; 0: it runs none.
     """
 
     is_on: bool
     refused: str | None
+
+    @property
+    def most_tokens(self) -> int:
+        """See the class."""
+        ...
 
     def run(self, rows: list[RowInput], cache: PagedStaticCache) -> PackedOutput | None:
         """The outputs of a forward over `rows`; None if the model must run it itself."""
@@ -285,6 +291,11 @@ class PackedModel:
                     stack.enter_context(option.active())
             stack.enter_context(architectures.without_checkpointing(self.model))
             yield
+
+    @property
+    def most_tokens_of_one_call(self) -> int:
+        """Maximum number of tokens of the forwards that run as one native call now; 0: none do. Larger ones cost more per token."""
+        return 0 if self.native is None else self.native.most_tokens
 
     def forward(self, rows: list[RowInput], cache: PagedStaticCache, all_hidden_states: bool = False) -> PackedOutput:
         """One forward over the new tokens of `rows`. Writes their keys and values to their slots.

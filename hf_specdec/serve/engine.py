@@ -52,7 +52,7 @@ class Engine:
         num_blocks: int,
         max_model_len: int,
         max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 2048,
+        max_num_batched_tokens: int | None = None,
         seed: int | None = None,
     ):
         self.decoder, self.tokenizer, self.max_model_len = decoder, tokenizer, max_model_len

@@ -64,7 +64,8 @@ class LLM:
         device: device of the model; None: a GPU if there is one, else the CPU. Ignored with a loaded model.
         max_model_len: maximum number of tokens of a prompt and its answer together; None: the number of the model's positions.
         max_num_seqs: maximum number of rows that run at once.
-        max_num_batched_tokens: maximum number of tokens in a step.
+        max_num_batched_tokens: maximum number of tokens in a step; None: 2048, or on a CPU the 256 that run as one native call, while
+            decoding rows take at most half of them.
         kv_cache_memory_bytes: memory of the target's KV cache; None: half of the free memory (0.8 of a GPU's), or what `max_num_seqs`
             texts of `max_model_len` tokens need if that is less.
         seed: seed of the random numbers for requests that have no seed of their own; None: a random one.
@@ -97,7 +98,7 @@ class LLM:
         device: str | torch.device | None = None,
         max_model_len: int | None = None,
         max_num_seqs: int = 256,
-        max_num_batched_tokens: int = 2048,
+        max_num_batched_tokens: int | None = None,
         kv_cache_memory_bytes: int | None = None,
         seed: int | None = 0,
         tensor_parallel_size: int = 1,

@@ -24,13 +24,16 @@ class Scheduler:
     Args:
         max_num_seqs: maximum number of rows that run at once.
         max_num_batched_tokens: maximum number of tokens in a step. Rows that decode are never left out; their drafts are shortened instead.
+            None: as many as the model runs in one native call, while decoding rows take at most half of them; else `USUAL_TOKENS`.
 
     Attributes:
         waiting, running: sorted by priority, then by arrival; the first runs first.
         num_preemptions: number of preemptions so far.
     """
 
-    def __init__(self, decoder: SpeculativeDecoder, max_num_seqs: int, max_num_batched_tokens: int):
+    USUAL_TOKENS = 2048
+
+    def __init__(self, decoder: SpeculativeDecoder, max_num_seqs: int, max_num_batched_tokens: int | None):
         self.decoder = decoder
         self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
         self.waiting: list[Choice] = []
@@ -65,8 +68,9 @@ class Scheduler:
         pending = [self._pending(choice) for choice in running]
         num_decoding = sum(count == 1 for count in pending)
         waiting = self.waiting if only is None else [choice for choice in self.waiting if choice in only]
-        self._limit_drafts(num_decoding, sum(pending) - num_decoding, waiting)
-        left = self.max_num_batched_tokens - sum(
+        budget = self._budget(num_decoding)
+        self._limit_drafts(budget, num_decoding, sum(pending) - num_decoding, waiting)
+        left = budget - sum(
             1 + self._num_drafts(choice) for choice, count in zip(running, pending, strict=True) if count == 1
         )
         rows, counts = [], []
@@ -105,6 +109,13 @@ class Scheduler:
         self.preempt(holders[-1])
         return True
 
+    def _budget(self, num_decoding: int) -> int:
+        """Maximum number of tokens in a step in which so many rows decode."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        most = self.decoder.target.most_tokens_of_one_call
+        return most if most and 2 * num_decoding <= most else self.USUAL_TOKENS
+
     def _pending(self, choice: Choice) -> int:
         """Number of tokens of a row's text whose KV is not in the cache yet; 1 for a row that decodes."""
         seq = choice.sequence
@@ -120,17 +131,18 @@ class Scheduler:
             most = min(own, most)
         return most if seq.draft_room is None else min(most, seq.draft_room)
 
-    def _limit_drafts(self, num_decoding: int, num_pending: int, waiting: list[Choice]) -> None:
+    def _limit_drafts(self, budget: int, num_decoding: int, num_pending: int, waiting: list[Choice]) -> None:
         """Set the rows' room for drafts so that the drafts of all decoding rows fit the budget together with the prompts.
 
         Args:
+            budget: maximum number of tokens in the step.
             num_pending: prompt tokens that running rows have still to read.
             waiting: rows that may join.
         """
         most = self.decoder.generator.max_draft_nodes
         if not most or not num_decoding:
             return
-        left = max(0, self.max_num_batched_tokens - num_decoding)
+        left = max(0, budget - num_decoding)
         num_free = self.max_num_seqs - len(self.running)
         if waiting and num_free > 0 and self._fits(waiting[0]):
             for choice in waiting[:num_free]:

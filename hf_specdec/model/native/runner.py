@@ -52,6 +52,11 @@ class NativeRunner:
         assert packed is not None
         return packed
 
+    @property
+    def most_tokens(self) -> int:
+        """Maximum number of tokens of the forwards that `run` runs now; 0: it runs none."""
+        return self._program.most_tokens if self.is_on and self._program is not None else 0
+
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
         """Inside the context, `run` uses a program that is right for the model as it is now."""

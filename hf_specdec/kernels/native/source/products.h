@@ -218,6 +218,7 @@ void linear_by(const Linear& call, const X* x, i64 ldx, i64 first, i64 last) {
 // From memory, few rows of weights at a time are read fastest; from a cache, or where they have to be converted, four rows make
 // the most of what is loaded. The bounds are measured.
 template <class E> void linear_of(const Linear& call, i64 first, i64 last) {
+  if (!call.rows) return;
   i64 ldx = call.ldx;
   const auto* x = met((const E*)call.x, call.rows, call.k, &ldx);
   const i64 rows = call.rows, most = sizeof(*x) == 2 ? 5 : 4;
