@@ -123,11 +123,11 @@ inline void dots(const bf16* const* w, const bf16* x, i64 ldx, Part part, Fetche
 }
 #endif
 
-// With one tile of tokens, ROWS rows are fetched. With several, each of which is at least half full, a tile of 4 rows fetches two or one.
+// With one tile of tokens, ROWS rows are fetched. With several, which have three tokens or more, each tile of 4 rows fetches two or one.
 template <int ROWS, int COUNT, class E, class X>
 inline void dots_of(const E* const* w, const X* x, i64 ldx, Part part, int fetches, Fetched<E> next, float* sums) {
   if (fetches == 0) return dots<ROWS, COUNT, 0>(w, x, ldx, part, next, sums);
-  if constexpr (ROWS == 4 && COUNT >= (MOST_TOKENS + 1) / 2) {
+  if constexpr (ROWS == 4 && COUNT >= 3) {
     if (fetches == 1) return dots<ROWS, COUNT, 1>(w, x, ldx, part, next, sums);
     if (fetches == 2) return dots<ROWS, COUNT, 2>(w, x, ldx, part, next, sums);
   }
