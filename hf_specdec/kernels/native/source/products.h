@@ -123,7 +123,8 @@ inline void dots(const bf16* const* w, const bf16* x, i64 ldx, Part part, Fetche
 }
 #endif
 
-// With one tile of tokens, ROWS rows are fetched. With several, which have three tokens or more, each tile of 4 rows fetches two or one.
+// With one tile of tokens, ROWS rows are fetched. With several, which have three tokens or more with AVX-512, each tile of 4 rows fetches two
+// or one; smaller tiles fetch some rows twice.
 template <int ROWS, int COUNT, class E, class X>
 inline void dots_of(const E* const* w, const X* x, i64 ldx, Part part, int fetches, Fetched<E> next, float* sums) {
   if (fetches == 0) return dots<ROWS, COUNT, 0>(w, x, ldx, part, next, sums);
