@@ -8,7 +8,7 @@
 namespace {
 
 constexpr i64 MOST_QUERIES = 16, SCORE_BYTES = 1 << 20;  // of a block; its scores stay in the second cache
-constexpr i64 VALUE_KEYS = 64;                             // whose values stay in the first cache while they are read for all queries
+constexpr i64 VALUE_KEYS = 64;  // whose values stay in the first cache while they are read for all queries
 
 // The keys that a block of queries sees: all of begin .. common, and each query its own of common .. end.
 struct Seen { i64 begin, common, end; };
@@ -16,7 +16,7 @@ struct Seen { i64 begin, common, end; };
 inline i64 count_of(const Row& row) { return row.end - row.start; }
 inline i64 place_of(const Row& row, i64 query) { return row.positions ? row.positions[query] : row.length - count_of(row) + query; }
 inline i64 begin_of(const Row& row, i64 query, i64 window) { return window ? larger(0, place_of(row, query) - window + 1) : 0; }
-// The first key that not every later query of the row sees.
+// The end of the keys that this query and all later ones of the row see.
 inline i64 common_of(const Row& row, i64 query) {
   return row.visibility ? row.length - row.region : row.length - count_of(row) + query + 1;
 }
