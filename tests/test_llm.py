@@ -327,58 +327,6 @@ def test_it_is_the_packages_own():
     assert hf_specdec.LLM is LLM and hf_specdec.SamplingParams is SamplingParams
 
 
-def test_text_grows_by_whole_characters():
-    """Byte by byte, against decoding everything at once; what ends inside a character becomes U+FFFD."""
-    from tokenizers import Tokenizer, decoders, models, pre_tokenizers
-    from transformers import PreTrainedTokenizerFast
-
-    from hf_specdec.serve.text import Detokenizer
-
-    alphabet = sorted(pre_tokenizers.ByteLevel.alphabet())
-    raw = Tokenizer(models.BPE({char: i for i, char in enumerate(alphabet)}, []))
-    raw.pre_tokenizer, raw.decoder = pre_tokenizers.ByteLevel(add_prefix_space=False), decoders.ByteLevel()
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw)
-    text = "näive 🎉 数字 e\u0301 end"
-    ids = tokenizer(text)["input_ids"]
-    for cut in range(1, len(ids) + 1):
-        found, pieces = Detokenizer(tokenizer, ids[:0]), []
-        for token in ids[:cut]:
-            pieces.append(found.add(token))
-            assert "\ufffd" not in pieces[-1]
-        pieces.append(found.finish())
-        assert found.text == "".join(pieces) == tokenizer.decode(ids[:cut])
-
-
-def test_tokens_keep_the_spaces_that_their_own_text_loses():
-    """SentencePiece's tokenizers (Llama 2, Mistral) decode "▁dog" by itself to "dog". Log-probabilities show each token by itself."""
-    from tokenizers import Tokenizer, decoders, models
-    from transformers import PreTrainedTokenizerFast
-
-    from hf_specdec.serve.text import token_bytes, token_text
-
-    pieces = ["<unk>", "<s>", "▁a", "▁", "▁▁▁", "▁▁dog", "s", "<0xC3>", "<0xA9>", "▁é"]
-    raw = Tokenizer(models.BPE({piece: i for i, piece in enumerate(pieces)}, [], unk_token="<unk>", byte_fallback=True))
-    raw.decoder = decoders.Sequence(
-        [decoders.Replace("▁", " "), decoders.ByteFallback(), decoders.Fuse(), decoders.Strip(" ", 1, 0)]
-    )
-    tokenizer = PreTrainedTokenizerFast(tokenizer_object=raw, bos_token="<s>", unk_token="<unk>")
-    ids = [2, 2, 3, 4, 5, 6, 7, 8, 9]
-    assert tokenizer.decode([5]) == " dog"  # one space too few
-    texts = [token_text(tokenizer, id) for id in ids]
-    assert texts == [" a", " a", " ", "   ", "  dog", "s", "\ufffd", "\ufffd", " é"]
-    assert b"".join(token_bytes(tokenizer, id) for id in ids).decode() == " " + tokenizer.decode(ids)
-    assert token_text(tokenizer, 1) == "<s>" and token_text(None, 1) is None
-
-
-def test_stop_texts_are_found_across_tokens():
-    from hf_specdec.serve.text import find_stop
-
-    assert find_stop("abcde", 1, ["de", "cde"]) == (2, "cde")
-    assert find_stop("abcde", 1, ["bc"]) is None  # found when its last character came
-    assert find_stop("abcbc", 2, ["bc"]) == (3, "bc")
-    assert find_stop("", 0, ["x"]) is None
-
-
 @pytest.mark.parametrize("config", METHODS[:2], ids=["plain", "ngram"])
 def test_logprobs_of_the_prompt(make, tiny_model, config):
     """Also where it is read in chunks, beside other rows, and its prefix is cached."""

@@ -174,10 +174,9 @@ def test_options_that_leave_no_token_end_the_request(make):
             temperature=temperature, structured_outputs={"choice": ["dog"]}, allowed_token_ids=allowed
         )
         other = SamplingParams(temperature=0, max_tokens=6)
-        with pytest.raises(ValueError, match="none of the tokens that the other options leave"):
-            llm.generate(["Lily", "Tom"], [params, other], use_tqdm=False)
-    (free,) = llm.generate(["Tom"], other, use_tqdm=False)
-    assert len(free.outputs[0].token_ids) == 6
+        refused, free = llm.generate(["Lily", "Tom"], [params, other], use_tqdm=False)
+        assert "none of the tokens that the other options leave" in str(refused.error)
+        assert refused.outputs[0].token_ids == [] and len(free.outputs[0].token_ids) == 6
 
 
 def test_a_complete_text_ends_even_if_end_tokens_are_ignored(make):

@@ -67,7 +67,7 @@ class Answer:
         began, first: `time.monotonic()` when the request came, and when its first token did; None before that.
         ended: True after its last update, or once the client has disconnected.
         deadline: timer that ends it when its time limit is reached; None: no limit.
-        prompt_end: the last ids of the prompt, which a `Detokenizer` needs.
+        prompt: the prompt's ids, which a `Detokenizer` needs.
         prompt_logprobs: see `Request`; None before the first update, and unless requested.
         texts: detokenizers by choice index; empty if the engine makes the text, because it must look for stop texts.
     """
@@ -83,7 +83,7 @@ class Answer:
     num_new: int = 0
     num_cached: int = 0
     deadline: asyncio.TimerHandle | None = None
-    prompt_end: list[int] = field(default_factory=list)
+    prompt: list[int] = field(default_factory=list)
     prompt_logprobs: list[dict[int, Logprob] | None] | None = None
     texts: dict[int, Detokenizer] = field(default_factory=dict)
 
@@ -93,7 +93,7 @@ class Answer:
             return
         text = self.texts.get(update.index)
         if text is None:
-            text = Detokenizer(tokenizer, self.prompt_end, self.params.skip_special_tokens)
+            text = Detokenizer(tokenizer, self.prompt, self.params.skip_special_tokens)
             self.texts[update.index] = text
         tokens = update.token_ids[:-1] if update.hides_end else update.token_ids
         update.text = "".join([text.add(token) for token in tokens])

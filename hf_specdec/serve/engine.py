@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import logging
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Any
 
@@ -22,7 +23,7 @@ from .params import SamplingParams
 from .request import Choice, Request
 from .scheduler import Scheduler
 from .structured import GrammarCompiler
-from .text import find_stop, token_text
+from .text import Detokenizer, find_stop, token_text
 from .transfer import Transfers
 
 logger = logging.getLogger(__name__)
@@ -107,11 +108,15 @@ class Engine:
         return True
 
     def abort(self, request: Request, error: BaseException | None = None, reason: str = "abort") -> None:
-        """End a request with what has been generated. Its KV blocks are free before the next step."""
+        """End a request with what has been generated. Its KV blocks are free before the next step.
+
+        Args:
+            error: why it failed, if it did. Its `finish_reason` is then "error", whatever `reason` says.
+        """
         request.error = error
         for choice in request.choices:
             if not choice.output.finished():
-                self._end(choice, reason)
+                self._end(choice, reason if error is None else "error")
 
     @property
     def has_work(self) -> bool:
@@ -168,13 +173,15 @@ class Engine:
             return self._after_failure(rows, error)
         if group is not None:
             self._isolated.pop(0)
-        self._read_prompt_logits()
         touched: dict[int, Request] = {}
+        for request in self._read_prompt_logits():
+            touched[request.number] = request
         for result in results:
-            # None if another choice of the same request has ended it in this loop
+            # None if the request has ended in this loop, by another choice or by its prompt's log-probabilities
             choice = self._choices.get(result.sequence.id)
             if choice is not None and result.new_tokens:
-                self._accept(choice, result)
+                with self._boundary(choice.request):
+                    self._accept(choice, result)
                 touched[choice.request.number] = choice.request
         if self.transfers is not None:
             for choice in self.transfers.producer.has_read(rows):
@@ -183,22 +190,32 @@ class Engine:
             self.scheduler.make_room(rows[len(results) :])
         for request in touched.values():
             if request.on_update is not None:
-                request.on_update(request)
+                with self._boundary(request):
+                    request.on_update(request)
         return list(touched.values())
 
+    @contextlib.contextmanager
+    def _boundary(self, request: Request) -> Iterator[None]:
+        """End the request alone if the block raises: tokenizer, grammar, log-probabilities and callback are the request's."""
+        try:
+            yield
+        except Exception as error:
+            logger.exception("Request %s ends, because its processing raised.", request.id)
+            for choice in request.choices:
+                choice.text = None  # what raised may raise again
+            self.abort(request, error)
+
     def run(self) -> None:
-        """Run steps until every request has ended.
+        """Run steps until every request has ended. `Request.error` tells which of them failed.
 
         Raises:
-            Exception: the error of a request; the other requests then end with "abort".
+            RankError: another rank has failed; the requests end with "abort".
         """
         try:
             while self.has_work:
                 with self.decoder.active():
                     while self.has_work and not self.decoder.wants_pause:
-                        for request in self.step():
-                            if request.error is not None:
-                                raise request.error
+                        self.step()
         except BaseException:
             self._drop_all()
             raise
@@ -283,7 +300,7 @@ class Engine:
                     choice.text.add(token)
                 self._end(choice, "stop")
                 return
-            if choice.text is not None and self._stops_at(choice, choice.text.add(token)):
+            if choice.text is not None and self._stops_at(choice, choice.text, choice.text.add(token)):
                 self._end(choice, "stop", text_is_whole=True)
                 return
             if choice.grammar is not None and choice.grammar.finished:
@@ -292,18 +309,18 @@ class Engine:
         if seq.finished:
             self._end(choice, "length")
 
-    def _stops_at(self, choice: Choice, piece: str) -> bool:
+    def _stops_at(self, choice: Choice, text: Detokenizer, piece: str) -> bool:
         """Append new text to the output. True if it completes a stop text, which is then cut off (unless it is to be included)."""
-        output, params, text = choice.output, choice.request.params, choice.text
-        assert text is not None
+        output, params = choice.output, choice.request.params
         output.text = text.text
-        if not piece or not params.stop or len(output.token_ids) <= params.min_tokens:
+        if not params.stop or len(output.token_ids) <= params.min_tokens:
             return False
-        found = find_stop(text.text, len(piece), params.stop)
+        whole = text.text + text.tail
+        found = find_stop(whole, len(piece) + len(text.tail), params.stop)
         if found is None:
             return False
         start, output.stop_reason = found
-        output.text = text.text[: start + (len(found[1]) if params.include_stop_str_in_output else 0)]
+        output.text = whole[: start + (len(found[1]) if params.include_stop_str_in_output else 0)]
         return True
 
     def _end(self, choice: Choice, reason: str, text_is_whole: bool = False) -> None:
@@ -313,18 +330,18 @@ class Engine:
             text_is_whole: the output's text is already complete.
         """
         choice.output.finish_reason = reason
-        if choice.text is not None and not text_is_whole:
-            choice.text.finish()
-            choice.output.text = choice.text.text
         del self._choices[choice.sequence.id]
-        if self.transfers is not None and self.transfers.consumer.cancel(choice):
-            return
-        self.scheduler.remove(choice)
-        if choice.is_added:
-            statistics = self._remove_row(choice, reason)
-            statistics.keep(len(choice.output.token_ids))
-            choice.request.num_cached_tokens = max(choice.request.num_cached_tokens, statistics.num_cached_tokens)
-            choice.request.statistics.append(statistics)
+        if self.transfers is None or not self.transfers.consumer.cancel(choice):
+            self.scheduler.remove(choice)
+            if choice.is_added:
+                statistics = self._remove_row(choice, reason)
+                statistics.keep(len(choice.output.token_ids))
+                choice.request.num_cached_tokens = max(choice.request.num_cached_tokens, statistics.num_cached_tokens)
+                choice.request.statistics.append(statistics)
+        if choice.text is not None and not text_is_whole:
+            with self._boundary(choice.request):
+                choice.text.finish()
+                choice.output.text = choice.text.text
 
     def _remove_row(self, choice: Choice, reason: str) -> RowStatistics:
         """Remove a row from the decoder, or keep its KV for another engine. Returns its statistics."""
@@ -337,20 +354,26 @@ class Engine:
             self.transfers.producer.forget(choice)
         return self.decoder.remove(choice.sequence)
 
-    def _read_prompt_logits(self) -> None:
-        """Append the log-probabilities of the prompt tokens that the last step has read."""
+    def _read_prompt_logits(self) -> list[Request]:
+        """Append the log-probabilities of the prompt tokens that the last step has read. Returns the requests that this ended."""
         last = self.decoder.last
         assert last is not None
-        for seq_id, (start, logits) in last.prompt_logits.items():
-            request = self._choices[seq_id].request
-            found, prompt = request.prompt_logprobs, request.prompt_token_ids
-            assert found is not None
-            # The logits at prompt[i] predict prompt[i + 1]. After a preemption, tokens are read for a second time: skip those.
-            known = len(found) - (start + 1)
-            following = prompt[len(found) : start + 1 + len(logits)]
-            if following:
-                rows, count = logits[known : known + len(following)], request.params.prompt_logprobs or 0
-                found += logprobs_of(rows, following, count, partial(token_text, self.tokenizer))
+        requests = [self._choices[seq_id].request for seq_id in last.prompt_logits]
+        for request, (start, logits) in zip(requests, last.prompt_logits.values(), strict=True):
+            with self._boundary(request):
+                self._score_prompt(request, start, logits)
+        return [request for request in requests if request.finished]
+
+    def _score_prompt(self, request: Request, start: int, logits: torch.Tensor) -> None:
+        """Append log-probabilities of prompt tokens from their `logits` [R, V], of which the first are those at `prompt[start]`."""
+        found, prompt = request.prompt_logprobs, request.prompt_token_ids
+        assert found is not None
+        # The logits at prompt[i] predict prompt[i + 1]. After a preemption, tokens are read for a second time: skip those.
+        known = len(found) - (start + 1)
+        following = prompt[len(found) : start + 1 + len(logits)]
+        if following:
+            rows, count = logits[known : known + len(following)], request.params.prompt_logprobs or 0
+            found += logprobs_of(rows, following, count, partial(token_text, self.tokenizer))
 
     def _logprobs(self, result: StepResult, count: int) -> list[dict[int, Logprob]]:
         """For each new token of a step, the log-probabilities of the `count` most probable tokens and of itself."""

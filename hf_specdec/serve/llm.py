@@ -199,7 +199,7 @@ class LLM:
 
         Raises:
             ValueError: a request cannot be served. Nothing is generated then.
-            Exception: the error of a request that failed while it ran.
+            Exception: every request failed while it ran; this is the error of the first. If only some fail, `RequestOutput.error` tells.
         """
         from tqdm.auto import tqdm
 
@@ -225,9 +225,9 @@ class LLM:
             finally:
                 for request in requests:
                     self.engine.abort(request, request.error)
-        failed = next((request for request in requests if request.error is not None), None)
-        if failed is not None:
-            raise failed.error
+        errors = [request.error for request in requests if request.error is not None]
+        if errors and len(errors) == len(requests):
+            raise errors[0]
         return [request.result() for request in requests]
 
     def chat(

@@ -30,7 +30,7 @@ class CompletionOutput:
         token_ids: new ids; if an end-of-sequence or stop token ended the choice, it is the last one.
         cumulative_logprob: sum of the new tokens' log-probabilities; None unless `logprobs` was requested.
         logprobs: {id: Logprob} for each new token; None unless requested.
-        finish_reason: "stop", "length", "abort", or None while it runs.
+        finish_reason: "stop", "length", "abort", "error", or None while it runs.
         stop_reason: the stop text or id that ended it; None for the end-of-sequence token.
     """
 
@@ -58,6 +58,7 @@ class RequestOutput:
         speculation: statistics of speculation over all choices (see `Speculation`).
         kv_transfer_params: with the method `extract_hidden_states`, {"hidden_states_path": the first choice's file}; on a prefill server
             that keeps the prompt's KV, the parameters for the decode server; else None.
+        error: why the request failed while it ran; its choices then have what was generated before. None: it did not fail.
     """
 
     request_id: str
@@ -69,3 +70,4 @@ class RequestOutput:
     num_cached_tokens: int = 0
     speculation: dict[str, Any] | None = None
     kv_transfer_params: dict[str, Any] | None = None
+    error: BaseException | None = None

@@ -88,4 +88,5 @@ class Request:
             num_cached_tokens=self.num_cached_tokens,
             speculation=summarize(self.statistics, 0) if self.finished and self.error is None else None,
             kv_transfer_params=self.kv_transfer_params or self.choices[0].sequence.files or None,
+            error=self.error,
         )

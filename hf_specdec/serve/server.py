@@ -23,7 +23,6 @@ from .params import SamplingParams
 from .protocol import ChatRequest, TokenizeRequest
 from .start import Facts, facts_of, worker_of
 from .structured import StructuredOutputsParams
-from .text import Detokenizer
 from .worker import Cancel, EngineWorker, Load, Submit, Update
 
 logger = logging.getLogger(__name__)
@@ -306,7 +305,7 @@ class Server:
         private = params.private or self.privacy.private
         space = "" if self.privacy.shares_across_keys else space
         params = params.copy(detokenize=bool(params.stop), private=private, space=space)
-        answer = Answer(uuid.uuid4().hex, number, inbox, len(ids), params, prompt_end=ids[-Detokenizer.CONTEXT :])
+        answer = Answer(uuid.uuid4().hex, number, inbox, len(ids), params, prompt=ids)
         self.answers[answer.id] = answer
         self._num_submitted += params.n
         worker.send(Submit(answer.id, prompt if isinstance(prompt, str) else None, ids, params, reasoning))
@@ -346,8 +345,11 @@ class Server:
                 raise bad_request(str(update.error))
             if update.error is not None:  # also a ValueError: what raises in a step is no mistake of the client's
                 raise failed(f"The model raised {type(update.error).__name__} for this request.")
-            # after the check for errors: the engine has accepted these ids, so the tokenizer knows them
-            answer.make_text(update, self.tokenizer)
+            try:  # after the check for errors: the engine has accepted these ids
+                answer.make_text(update, self.tokenizer)
+            except Exception as error:
+                logger.exception("The tokenizer raised for the new tokens of request %s.", answer.id)
+                raise failed(f"The tokenizer raised {type(error).__name__} for the new tokens.") from error
             yield found
 
     def release(self, answers: list[Answer]) -> None:

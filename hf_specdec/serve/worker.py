@@ -235,11 +235,24 @@ class EngineWorker(threading.Thread):
             self.deliver(updates)
 
     def _forget(self, request: Request) -> None:
+        self._requests.pop(request.id, None)
         for choice in request.choices:
             self._sent.pop((request.id, choice.output.index), None)
 
     def _updates(self, request: Request) -> list[Update]:
-        """The updates of a request's choices since the last call. If it has ended, the last one says so, and the request is forgotten."""
+        """The updates of a request's choices since the last call. If it has ended, the last one says so, and the request is forgotten.
+
+        If making them raises, the request ends with that error, and no other does.
+        """
+        try:
+            return self._new_updates(request)
+        except Exception as error:
+            logger.exception("Request %s ends, because its updates could not be made.", request.id)
+            self.engine.abort(request, error)
+            self._forget(request)
+            return [Update(request.id, request_finished=True, error=error)]
+
+    def _new_updates(self, request: Request) -> list[Update]:
         scored = request.prompt_logprobs
         if scored is not None and len(scored) < len(request.prompt_token_ids) and not request.finished:
             return []  # another choice than the one that scores the prompt has begun: its tokens wait
@@ -251,7 +264,6 @@ class EngineWorker(threading.Thread):
         if is_first and found:
             found[0].prompt_logprobs = scored
         if request.finished:
-            self._requests.pop(request.id, None)
             self._forget(request)
             found = found or [Update(request.id)]
             last = found[-1]
