@@ -25,6 +25,7 @@ from .decoding import SpeculativeDecoder, decode
 from .decoding.ranked import agreed_call, decoder_of
 from .model.architectures import has_bidirectional_prompts
 from .model.prepare import ModelOptions, prepare
+from .model.structure import structure_of
 from .refusals import check_inputs, check_mode, check_model
 
 _lock = threading.RLock()
@@ -105,9 +106,10 @@ MOST_DECODERS = 16  # per model
 
 @dataclass(eq=False)
 class _Entry:
-    """A cached decoder, its configuration, and weak references to the call's objects that it uses (None if one was not passed)."""
+    """A cached decoder, the configuration and the structure of the model that it was made for, and weak references to the call's objects
+    that it uses (None if one was not passed)."""
 
-    config: str
+    made_for: tuple[str, tuple]
     given: dict[str, Callable[[], Any] | None]
     decoder: SpeculativeDecoder
 
@@ -132,18 +134,18 @@ class _Kept:
         self.entries: list[_Entry] = []  # the most recently used last
         self.lock = threading.RLock()
 
-    def find(self, config: str, context: DrafterContext) -> SpeculativeDecoder | None:
-        """The decoder for a configuration and the call's objects, or None."""
+    def find(self, made_for: tuple[str, tuple], context: DrafterContext) -> SpeculativeDecoder | None:
+        """The decoder for a configuration, the model as it is now and the call's objects, or None."""
         for entry in list(self.entries):
-            if entry.config == config and entry.serves(context):
+            if entry.made_for == made_for and entry.serves(context):
                 self.entries.remove(entry)
                 self.entries.append(entry)
                 return entry.decoder
         return None
 
-    def keep(self, config: str, context: DrafterContext, decoder: SpeculativeDecoder) -> None:
+    def keep(self, made_for: tuple[str, tuple], context: DrafterContext, decoder: SpeculativeDecoder) -> None:
         """Keep a new decoder until one of the objects it was built from is deleted."""
-        entry = _Entry(config, {}, decoder)
+        entry = _Entry(made_for, {}, decoder)
         kept, made = weakref.ref(self), weakref.ref(entry)
 
         def gone(reference: Any) -> None:
@@ -229,15 +231,15 @@ def _new_decoder(model: PreTrainedModel, config: SpeculativeConfig, context: Dra
 def get_decoder(
     model: PreTrainedModel, config: SpeculativeConfig, context: DrafterContext | None = None
 ) -> SpeculativeDecoder:
-    """The decoder for a model, a configuration and the context's objects that it uses. Built at the first call and kept (see
-    `_Kept`).
+    """The decoder for a model as it is now, a configuration and the context's objects that it uses. Built at the first call and kept
+    (see `_Kept`); a model with other modules, hooks or adapters than before gets another one.
 
     Seed and verification are per call, so they do not need a new decoder. If the kept one is running (a callback called
     `generate()` again), the result is a new one that is not kept.
     """
     context = context or DrafterContext()
     per_decoder = {k: v for k, v in config.to_dict().items() if k not in PER_CALL_KEYS}
-    key = json.dumps(per_decoder, sort_keys=True)
+    key = json.dumps(per_decoder, sort_keys=True), structure_of(model)
     kept = _kept(model)
     found = decoder = kept.find(key, context)
     if decoder is None or decoder.statistics:

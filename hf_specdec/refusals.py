@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
@@ -9,14 +10,14 @@ import transformers
 from packaging.version import Version
 from transformers import GenerationConfig, PreTrainedModel, SynthIDTextWatermarkingConfig
 from transformers.cache_utils import DynamicCache
-from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL
+from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL, GenerationMixin
 
 from .candidate_generators import generator_class
 from .config import SpeculativeConfig, SpeculativeConfigError
 from .core.errors import UnsupportedModel
 from .core.names import CACHE, NEWEST_TRANSFORMERS
 from .decoding.prompts import text_length
-from .model.architectures import check_supported, has_bidirectional_prompts, is_multimodal
+from .model.architectures import all_modules, check_supported, has_bidirectional_prompts, is_multimodal
 
 _COMPATIBLE_MODES = ("greedy_search", "sample", "assisted_generation")
 _OTHER_SPECULATION = (
@@ -76,6 +77,8 @@ def check_model(
         raise ValueError(
             "speculative_config cannot return attention weights (paged attention never forms them): drop output_attentions."
         )
+    _check_adapters(model)
+    _check_overrides(model)
     # PEFT replaces this method on the model while it generates with virtual tokens.
     prepare = vars(model).get("prepare_inputs_for_generation")
     peft_config = getattr(getattr(prepare, "__self__", None), "active_peft_config", None)
@@ -84,6 +87,82 @@ def check_model(
             f"PEFT's {peft_config.peft_type.value} adds virtual tokens outside the prompt, which speculative_config does not support; "
             "LoRA and other weight adapters work."
         )
+
+
+def _check_adapters(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModel if PEFT's hooks choose an adapter by row or token. It leaves them on the model after an error: remove them."""
+    chosen = set()
+    for module in all_modules(model):
+        for number, hook in list(module._forward_pre_hooks.items()):
+            function = getattr(hook, "func", None)  # a partial
+            if getattr(function, "__module__", "").startswith("peft."):
+                chosen |= {"adapter_names", "alora_offsets"} & hook.keywords.keys()
+                del module._forward_pre_hooks[number]
+                module._forward_pre_hooks_with_kwargs.pop(number, None)
+    if chosen:
+        what = (
+            "adapter_names chooses an adapter for each row"
+            if "adapter_names" in chosen
+            else "an activated LoRA (aLoRA) begins inside a row"
+        )
+        raise UnsupportedModel(
+            f"{what}, which PEFT computes by the row's place in the batch; speculative_config packs all rows into one. Call generate() "
+            "with one adapter at a time (set_adapter) and an ordinary LoRA, or without speculative_config."
+        )
+
+
+def _check_overrides(model: PreTrainedModel) -> None:
+    """Raise UnsupportedModel if the model samples in a way of its own."""
+    if type(model)._sample is not GenerationMixin._sample or "_sample" in vars(model):
+        raise UnsupportedModel(
+            f"{type(model).__name__} overrides _sample, the decoding loop that speculative_config replaces. Call generate() without it."
+        )
+
+
+def _check_prepared_inputs(model: PreTrainedModel, input_ids: torch.Tensor, model_kwargs: dict) -> None:
+    """Raise UnsupportedModel if a `prepare_inputs_for_generation` from outside transformers changes what the model reads.
+
+    It is asked for the prompt [B, S], and for the prompt with one more token.
+    """
+    prepare = model.prepare_inputs_for_generation
+    if prepare.__module__.startswith("peft."):  # it calls the class's
+        prepare = functools.partial(type(model).prepare_inputs_for_generation, model)
+    origin = getattr(prepare, "func", prepare).__module__
+    if origin.startswith("transformers."):
+        return
+    mask = model_kwargs.get("attention_mask")
+    mask = torch.ones_like(input_ids) if mask is None else mask
+    given = {name: value for name, value in model_kwargs.items() if name != "attention_mask"}
+    for more in (0, 1):
+        ids, seen = (torch.cat([each, each[:, each.shape[1] - more :]], dim=1) for each in (input_ids, mask))
+        positions = given.get("position_ids")
+        if more and positions is not None:
+            given["position_ids"] = torch.cat([positions, positions[..., -1:] + 1], dim=-1)
+        inputs = prepare(ids, attention_mask=seen, **{**given, "is_first_iteration": not more})
+        changed = [
+            name
+            for name, own in (("input_ids", ids), ("attention_mask", seen))
+            if not _is_end_of(inputs.get(name), own)
+        ]
+        if not _counts_positions(ids, seen.shape[1], seen, inputs.get("position_ids")):
+            changed.append("position_ids")
+        known = {*_KNOWN_INPUTS, *model_kwargs, "input_ids", "cache_position"} - (
+            {"inputs_embeds"} - model_kwargs.keys()
+        )
+        changed += [name for name, value in inputs.items() if name not in known and not _is_neutral(model, name, value)]
+        if changed:
+            raise UnsupportedModel(
+                f"prepare_inputs_for_generation of {type(model).__name__} ({origin}) changes {', '.join(changed)}; speculative_config "
+                "decodes from the token ids as they are. Call generate() without it."
+            )
+
+
+def _is_end_of(tensor: torch.Tensor | None, whole: torch.Tensor) -> bool:
+    """True if a tensor [B, n] has the last n columns of `whole` [B, S]. None and masks of more dimensions stand for the whole."""
+    if tensor is None or tensor.dim() != 2:
+        return True
+    start = whole.shape[1] - tensor.shape[1]
+    return 0 <= start < whole.shape[1] and torch.equal(tensor, whole[:, start:].to(tensor))
 
 
 def _settle_cache_implementation(model: PreTrainedModel, generation_config: GenerationConfig) -> None:
@@ -143,6 +222,7 @@ def check_inputs(
     if is_multimodal(model):
         in_prompt |= given & (_TOKEN_TYPES | _FOR_POSITIONS)
     _check_known(model, sorted(given - in_prompt))
+    _check_prepared_inputs(model, input_ids, model_kwargs)
     embeds = model_kwargs.get("inputs_embeds")
     embedded = embeds is not None and not _are_of_ids(model, input_ids, embeds, model_kwargs.get("attention_mask"))
     mask, cache = model_kwargs.get("attention_mask"), model_kwargs.get(CACHE)

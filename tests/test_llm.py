@@ -7,6 +7,7 @@ import torch
 from oracle import tiny_llama
 
 import hf_specdec
+from hf_specdec.core.errors import UnsupportedModel
 from hf_specdec.sampling.penalties import TokenBiasLogitsProcessor
 from hf_specdec.serve import LLM, SamplingParams
 
@@ -236,7 +237,7 @@ def test_an_aborted_request_gives_its_blocks_back_at_once(make):
 def test_a_step_that_raises_leaves_an_engine_that_works(make, tiny_model, monkeypatch):
     llm = make(METHODS[1])
     with monkeypatch.context() as patch:
-        patch.setattr(tiny_model.lm_head, "forward", lambda *a, **k: 1 / 0)
+        patch.setattr(llm.engine.decoder.target, "forward", lambda *a, **k: 1 / 0)
         with pytest.raises(ZeroDivisionError):
             llm.generate([TEXTS[0], TEXTS[1]], GREEDY, use_tqdm=False)
     check_empty(llm)
@@ -250,6 +251,19 @@ def test_the_model_generates_as_before_between_calls(make, tiny_model):
     before = generated(tiny_model, ids, GREEDY)
     llm.generate([TEXTS[0]], GREEDY, use_tqdm=False)
     assert generated(tiny_model, ids, GREEDY) == before == generated(tiny_model, ids, GREEDY, METHODS[1])
+
+
+def test_a_model_that_others_change_is_not_the_one_it_was_made_for(make, tiny_model):
+    llm = make(METHODS[1])
+    (before,) = llm.generate([TEXTS[0]], GREEDY, use_tqdm=False)
+    handle = tiny_model.model.layers[0].register_forward_hook(lambda module, args, output: output + 1)
+    try:
+        with pytest.raises(UnsupportedModel, match="hooks or adapters have changed"):
+            llm.generate([TEXTS[0]], GREEDY, use_tqdm=False)
+    finally:
+        handle.remove()
+    (after,) = llm.generate([TEXTS[0]], GREEDY, use_tqdm=False)
+    assert after.outputs[0].token_ids == before.outputs[0].token_ids
 
 
 def test_names_and_older_spellings():

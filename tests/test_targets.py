@@ -263,10 +263,16 @@ def count_forwards(model) -> list[int]:
     """Lengths of the inputs of every forward from now on, also those of an encoder."""
     calls = []
     parts = [model, model.get_encoder()] if model.config.is_encoder_decoder else [model]
+
+    def counting(call):
+        def counted(*args, **kwargs):
+            calls.append(kwargs["input_ids"].numel())
+            return call(*args, **kwargs)
+
+        return counted
+
     for part in parts:
-        part.register_forward_pre_hook(
-            lambda _, args, kwargs: calls.append(kwargs["input_ids"].numel()), with_kwargs=True
-        )
+        part._call_impl = counting(part._call_impl)  # not a hook: models with hooks are tested otherwise
     return calls
 
 
@@ -320,12 +326,13 @@ def test_falcon_has_its_own_biases_again():
     mask = torch.ones(1, 5, dtype=torch.long)
 
     def from_another_thread(*_):
+        if modeling_falcon.build_alibi_tensor is original:  # the self-test's plain forward
+            return
         thread = threading.Thread(
             target=lambda: seen.append(modeling_falcon.build_alibi_tensor(mask, 4, torch.float32))
         )
         thread.start()
         thread.join()
-        assert modeling_falcon.build_alibi_tensor is not original
 
     prepare(model)
     hook = model.transformer.h[0].register_forward_pre_hook(from_another_thread)
@@ -628,6 +635,7 @@ def test_self_test_allows_for_rounding_that_depends_on_later_tokens(inside, monk
     """Other bits before a change are no proof of attention to it."""
     model = make("Llama", hidden_size=64)
     rounds_with_later_tokens(model)
+    monkeypatch.setattr(self_test, "interventions", lambda model: [])  # what rounds is the model's own
     answers = []
     ask = self_test._Expected._has_gradient_from_later
     monkeypatch.setattr(
@@ -642,6 +650,7 @@ def test_self_test_of_a_model_that_does_not_call_its_embeddings(monkeypatch, no_
     """Nothing can be asked of gradients then: the tolerance decides, as before."""
     model = make("Llama", hidden_size=64)
     rounds_with_later_tokens(model)
+    monkeypatch.setattr(self_test, "interventions", lambda model: [])  # what rounds is the model's own
     monkeypatch.setattr(model, "get_input_embeddings", lambda: nn.Embedding(2, 2))
     prepare(model)
 

@@ -128,10 +128,15 @@ def make_generator(
     """The drafter of a configuration, its weights quantized if the configuration says so.
 
     Raises:
-        SpeculativeConfigError: `draft_tensor_parallel_size` does not fit the target's number of ranks.
+        SpeculativeConfigError: `draft_tensor_parallel_size` does not fit the target's number of ranks, or the drafter reads hidden
+            states after a layer that the target lacks.
     """
     _check_size(config, target)
     made = generator_class(config.method).create(config, target, context)
+    deepest = max(made.taps.layers, default=0)
+    if deepest > target.config.num_hidden_layers:
+        count = target.config.num_hidden_layers
+        raise config.fail("model", f"reads hidden states after layer {deepest} of the target, which has {count} layers.")
     quantize_head(made)
     return made
 

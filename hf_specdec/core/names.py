@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-import inspect
-from collections.abc import Callable
+from collections.abc import Iterable
 
 from transformers.modeling_outputs import BaseModelOutputWithPast
 
@@ -18,7 +17,8 @@ CACHE = next(
 )
 
 
-def cache_argument(forward: Callable) -> str:
-    """The name by which a module's forward takes its KV cache. Code from a model's repository may keep an older name than CACHE."""
-    taken = inspect.signature(forward).parameters
+def cache_argument(parameters: Iterable[str]) -> str:
+    """The name of the KV cache among the parameters of a module's forward. Code from a model's repository may keep an older name than
+    CACHE."""
+    taken = set(parameters)
     return next((name for name in (CACHE, *_CACHE_NAMES) if name in taken), CACHE)

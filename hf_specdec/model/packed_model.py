@@ -119,8 +119,8 @@ class PackedModel:
         self.native: SmallForwards | None = None
         self.with_native = True
         self.active_options: list[Activated] = []
-        self.forward_parameters = inspect.signature(model.forward).parameters
-        self.cache_argument = cache_argument(model.forward)
+        self.forward_parameters = _parameters(model)
+        self.cache_argument = cache_argument(self.forward_parameters)
         self._windows = architectures.layer_windows(self.config)
         self._wants_masks_by_kind = architectures.takes_masks_by_kind(model)
         self._has_alibi = alibi.is_needed(model)
@@ -406,6 +406,13 @@ class PackedModel:
                 "through pages, which its configuration does not allow (attn_implementation='eager' may)."
             )
         return next(iter(masks.values()))
+
+
+def _parameters(model: PreTrainedModel) -> dict[str, inspect.Parameter]:
+    """The arguments of a model's forward by name. One that wraps the class's forward and passes everything on has that one's, too."""
+    own = dict(inspect.signature(model.forward).parameters)
+    passes_on = "forward" in vars(model) and any(each.kind == each.VAR_KEYWORD for each in own.values())
+    return {**inspect.signature(type(model).forward).parameters, **own} if passes_on else own
 
 
 def _of_one_line(states: torch.Tensor) -> torch.Tensor:

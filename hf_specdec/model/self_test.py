@@ -19,6 +19,7 @@ from ..core.errors import UnsupportedModel
 from ..core.names import ATTENTION_NAME, CACHE
 from ..core.rows import RowInput
 from . import architectures
+from .structure import forwards_of, interventions
 
 if TYPE_CHECKING:
     from .packed_model import PackedModel
@@ -41,10 +42,11 @@ _MOST_NOISE = {torch.float64: 1e-4, torch.float32: 1e-2}
 _MOST_NOISE_LOW_PRECISION = 0.25
 
 _verdicts: dict[tuple, tuple[str | None, str]] = {}  # ("paged" or "gather", ""), or (None, why neither works)
+_MOST_VERDICTS = 256  # the oldest goes first; a hook that comes and goes with each call asks for a verdict each time
 
 
 def check(packed: PackedModel) -> None:
-    """Compare a short packed forward with the model's own, once per class and configuration.
+    """Compare a short packed forward with the model's own, once per configuration and all that the forward calls.
 
     Sets `packed.gather` if attention through pages is wrong but attention to gathered keys is right, and logs one warning.
     Costs three forwards over about ten tokens each. Does nothing inside another PackedModel's `active()` of the same model,
@@ -65,6 +67,8 @@ def check(packed: PackedModel) -> None:
     if not known:
         with torch.no_grad(), evaluating(packed.model):
             _verdicts[key] = _judge(packed)
+        if len(_verdicts) > _MOST_VERDICTS:
+            del _verdicts[next(iter(_verdicts))]
     way, reason = _verdicts[key]
     if way is None:
         raise UnsupportedModel(reason)
@@ -82,7 +86,8 @@ def signature(packed: PackedModel, whole: bool = False) -> tuple:
     config = json.dumps(fields, sort_keys=True, default=str)
     layers = None if whole else packed.num_layers
     size = 1 if packed.ranks is None else packed.ranks.size  # a verdict on the whole model says nothing of its shards
-    return type(model), size, packed.config._attn_implementation, model.dtype, layers, packed.gather, config
+    kind = type(model), forwards_of(model)
+    return kind, size, packed.config._attn_implementation, model.dtype, layers, packed.gather, config
 
 
 def _judge(packed: PackedModel) -> tuple[str | None, str]:
@@ -104,9 +109,13 @@ def _judge(packed: PackedModel) -> tuple[str | None, str]:
                 )
             return way, ""
         problems.append(problem)
+    others = interventions(packed.model)
+    because = (
+        f" Rows are packed into one line of tokens, which these must not notice: {', '.join(others)}." if others else ""
+    )
     return None, (
         f"{what} does not compute the same logits over packed rows as alone: "
-        f"{'; '.join(map('{}: {}'.format, ways, problems))}. Call generate() without speculative_config."
+        f"{'; '.join(map('{}: {}'.format, ways, problems))}.{because} Call generate() without speculative_config."
     )
 
 
@@ -138,8 +147,9 @@ def _problem(packed: PackedModel, expected: _Expected) -> str | None:
 
 class _Expected:
     """The logits of every packed token from the model's plain forward: no cache, its own attention, one line per tree path.
-    A model with a recurrent state reads the first _READ tokens at once and the others one by one with its own cache, because what
-    it computes for many tokens may differ by more than rounding.
+    Some models read the first _READ tokens at once and the others one by one with their own cache, as `generate()` does: those with a
+    recurrent state, which for many tokens may differ by more than rounding, and those with hooks or forwards of others, which may
+    depend on the number of tokens.
 
     Raises:
         UnsupportedModel: the plain forward fails on token ids alone, or attends to later tokens.
@@ -147,6 +157,7 @@ class _Expected:
 
     def __init__(self, packed: PackedModel):
         self.packed = packed
+        self._by_token = packed.recurrent is not None or bool(interventions(packed.model))
         first, second, nodes = _texts(packed.vocab_size)
         paths = [first] + [np.concatenate([second, nodes[path]]) for path in _leaf_paths()]
         self.paths = [torch.from_numpy(path).to(packed.device) for path in paths]
@@ -184,11 +195,11 @@ class _Expected:
     def _has_gradient_from_later(self, batch: torch.Tensor) -> bool:
         """True if logits have a gradient with respect to the embeddings of later tokens.
 
-        False also where this cannot be asked: of layers that have no backward pass (quantized ones), of layers with a recurrent
-        state, which read token by token, and of a model spread over several processes.
+        False also where this cannot be asked: of layers that have no backward pass (quantized ones), of models that read token by
+        token, and of a model spread over several processes.
         """
         model, embeddings = self.packed.model, []
-        if self.packed.recurrent is not None or self.packed.ranks is not None:
+        if self._by_token or self.packed.ranks is not None:
             return False
 
         def follow(module, args, output):
@@ -219,8 +230,9 @@ class _Expected:
         return relative_error(self._in_packed_order(lines), self.logits)
 
     def _plain_forward(self, ids: torch.Tensor) -> torch.Tensor:
-        if self.packed.recurrent is not None:
-            return self._token_by_token(ids)
+        if self._by_token:
+            with architectures.first_layers(self.packed.model, self.packed.num_layers):
+                return self._token_by_token(ids)
         with architectures.first_layers(self.packed.model, self.packed.num_layers):
             more = architectures.causal_inputs(self.packed.model, ids) | self._positions(ids)
             return self.packed.model(input_ids=ids, use_cache=False, return_dict=True, **more).logits.float()
@@ -241,13 +253,15 @@ class _Expected:
         return {} if given is None else {"position_ids": given}
 
     def _token_by_token(self, ids: torch.Tensor) -> torch.Tensor:
-        positions, cache, logits = torch.arange(ids.shape[1], device=ids.device)[None].expand(ids.shape), None, []
+        given, cache, logits = self._positions(ids), None, []
+        if self.packed.recurrent is not None:
+            given = {"position_ids": torch.arange(ids.shape[1], device=ids.device)[None].expand(ids.shape)}
         for piece in (slice(0, _READ), *(slice(i, i + 1) for i in range(_READ, ids.shape[1]))):
             output = self.packed.model(
                 input_ids=ids[:, piece],
-                position_ids=positions[:, piece],
                 use_cache=True,
                 return_dict=True,
+                **{name: positions[:, piece] for name, positions in given.items()},
                 **{self.packed.cache_argument: cache},
             )
             cache = getattr(output, CACHE)

@@ -19,9 +19,11 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from ..bundled import resolve_model
 from ..candidate_generators import parse_config
 from ..candidate_generators.base import DrafterContext
+from ..core.errors import UnsupportedModel
 from ..core.ranks import digest
 from ..integration import make_decoder, model_lock
 from ..model.options.fingerprints import fingerprints
+from ..model.structure import structure_of
 from .engine import Engine
 from .followers import Followers, Run
 from .hidden_states import NIXL, KVTransferConfig, with_storage
@@ -165,6 +167,7 @@ class LLM:
         )
         self._ids = itertools.count()
         self._contents: list[bytes] = []
+        self._structure = structure_of(self.model)
 
     def generate(
         self,
@@ -294,7 +297,15 @@ class LLM:
             self.followers = None
 
     def _check_weights(self) -> None:
-        """Drop cached prefixes if the weights have changed since the last call: the prefixes were computed with the old ones."""
+        """Drop cached prefixes if the weights have changed since the last call: the prefixes were computed with the old ones.
+
+        Raises:
+            UnsupportedModel: more than weights has changed, and the engine was made for the model as it was.
+        """
+        if structure_of(self.model) != self._structure:
+            raise UnsupportedModel(
+                "The model's modules, hooks or adapters have changed since this LLM was made: undo the change, or make another LLM."
+            )
         contents = fingerprints([*self.model.parameters(), *self.model.buffers()])
         changed = contents != self._contents
         if self.ranks is not None:

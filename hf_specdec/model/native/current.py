@@ -10,6 +10,7 @@ from torch import nn
 
 from ..architectures import _rope_parameters
 from ..options.native_weights import NativeWeight
+from ..structure import hooks_of
 from .building import build
 from .program import Program
 from .subjects import Subject
@@ -52,8 +53,7 @@ def state_of(subject: Subject) -> tuple:
     for module in subject.modules():
         kind = type(module)
         settings = tuple(value for value in vars(module).values() if type(value) in _SETTINGS)
-        hooks = len(_hooks_of(module)), len(module._forward_pre_hooks), "forward" in vars(module)
-        found.append((kind, kind.forward, settings, hooks))
+        found.append((kind, kind.forward, settings, hooks_of(module), "forward" in vars(module)))
         for tensors in (module._parameters, module._buffers):
             found += [
                 None if each is None else (_address(each), each.shape, each.stride(), each.dtype, each.device)
@@ -68,13 +68,6 @@ def _address(tensor: torch.Tensor) -> int:
 
 
 _SETTINGS = {int, float, bool, str, type(None)}
-
-
-def _hooks_of(module: nn.Module) -> list[Any]:
-    """A module's forward hooks, except those with which transformers records hidden states. The latter stay on a model after a call that
-    returned hidden states, and do nothing in other calls."""
-    hooks = module._forward_hooks.values()
-    return [each for each in hooks if getattr(each, "__module__", None) != "transformers.utils.output_capturing"]
 
 
 def obstacle(subject: Subject) -> str | None:
@@ -93,7 +86,7 @@ def obstacle(subject: Subject) -> str | None:
         name = type(module).__name__
         if not type(module).__module__.startswith(known):
             return f"{name} is neither torch's nor transformers'"
-        if _hooks_of(module) or module._forward_pre_hooks or "forward" in vars(module):
+        if hooks_of(module) or "forward" in vars(module):
             return f"its {name} is hooked or wrapped"
         for each in (*module._parameters.values(), *module._buffers.values()):
             plain = (nn.Parameter, torch.Tensor, nn.Buffer, NativeWeight)

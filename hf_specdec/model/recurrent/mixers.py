@@ -82,7 +82,7 @@ class RecurrentLayers:
     def _replaced_forward(self, mixer: nn.Module):
         before, own, layer = vars(mixer).get("forward"), mixer.forward, int(mixer.layer_idx)
         signature = inspect.signature(own)
-        name = cache_argument(own)
+        name = cache_argument(signature.parameters)
 
         @functools.wraps(own)
         def forward(*args: Any, **kwargs: Any) -> torch.Tensor:

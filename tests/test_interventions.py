@@ -1,0 +1,227 @@
+"""Hooks, wrappers, adapters and patches that others put into a model: followed, or refused by name; never another text."""
+
+import copy
+
+import pytest
+import torch
+from oracle import ragged, tiny_llama
+from torch import nn
+
+from hf_specdec.core.errors import UnsupportedModel
+
+NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
+
+
+@pytest.fixture
+def model():
+    return tiny_llama()
+
+
+def assert_same_text(model, config=NGRAM, lengths=(6, 3)):
+    inputs = ragged(list(lengths))
+    plain = model.generate(**inputs, max_new_tokens=12, do_sample=False)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=12, do_sample=False, speculative_config=config), plain)
+
+
+class Steered(nn.Module):
+    """Adds a vector after a layer, but not to padding: to what follows the last position 0, as repeng's control vectors."""
+
+    def __init__(self, layer):
+        super().__init__()
+        self.layer, self.vector = layer, torch.linspace(-2, 2, 64)
+
+    def __getattr__(self, name):
+        try:
+            return super().__getattr__(name)
+        except AttributeError:
+            return getattr(super().__getattr__("layer"), name)
+
+    def forward(self, *args, **kwargs):
+        hidden = self.layer(*args, **kwargs)
+        positions = kwargs["position_ids"]
+        start = (positions == 0).cumsum(1).argmax(1, keepdim=True)
+        mask = torch.arange(positions.shape[1])[None] >= start
+        return hidden + self.vector[: hidden.shape[-1]].to(hidden) * mask[..., None]
+
+
+@pytest.mark.parametrize("first", ["an ordinary call", "the wrapped model"])
+def test_a_wrapper_that_sees_positions_is_refused_alone(model, first):
+    other = copy.deepcopy(model)
+    if first == "an ordinary call":
+        assert_same_text(model)
+    model.model.layers[1] = Steered(model.model.layers[1])
+    with pytest.raises(UnsupportedModel, match="Steered"):
+        model.generate(**ragged([6, 3]), max_new_tokens=4, speculative_config=NGRAM)
+    assert_same_text(other)
+    model.model.layers[1] = model.model.layers[1].layer
+    assert_same_text(model)
+
+
+def last_token(module, args, output):
+    output = output.clone()
+    output[:, -1] += 1
+    return output
+
+
+def single_tokens(module, args, output):
+    return output if output.shape[1] > 1 else output + 1
+
+
+def first_row(module, args, output):
+    output = output.clone()
+    output[0] += 1
+    return output
+
+
+def everything(module, args, output):
+    return output + 1
+
+
+@pytest.mark.parametrize("when", ["before the first call", "between two calls"])
+@pytest.mark.parametrize("hook", [last_token, single_tokens, first_row, everything], ids=lambda hook: hook.__name__)
+def test_hooks(model, hook, when):
+    if when == "between two calls":
+        assert_same_text(model)
+    handle = model.model.layers[0].register_forward_hook(hook)
+    if hook is everything:
+        assert_same_text(model)
+    else:
+        with pytest.raises(UnsupportedModel, match="must not notice: a hook on LlamaDecoderLayer"):
+            model.generate(**ragged([6, 3]), max_new_tokens=4, speculative_config=NGRAM)
+    handle.remove()
+    assert_same_text(model)
+    assert_same_text(copy.deepcopy(model))
+
+
+def test_the_forward_of_another_object(model):
+    """It takes `*args, **kwargs`, and the forward behind it counts positions by itself if it is given none."""
+    original = model.forward
+    model.forward = lambda *args, **kwargs: original(*args, **kwargs)
+    assert_same_text(model)
+    model.forward = lambda *args, **kwargs: original(*args, **{**kwargs, "position_ids": None})
+    with pytest.raises(UnsupportedModel, match="a forward of its own on LlamaForCausalLM"):
+        model.generate(**ragged([6, 3]), max_new_tokens=4, speculative_config=NGRAM)
+
+
+def test_a_model_that_lost_layers(tiny_model):
+    """After a call with a head that reads all of them."""
+    model, config = copy.deepcopy(tiny_model), {"method": "eagle3", "model": "tiny-eagle3"}
+    assert_same_text(model, config)
+    del model.model.layers[2:]
+    model.config.num_hidden_layers = 2
+    with pytest.raises(ValueError, match=r"after layer \d of the target, which has 2 layers"):
+        model.generate(**ragged([6, 3]), max_new_tokens=4, speculative_config=config)
+    assert_same_text(model)
+
+
+# ---- adapters -------------------------------------------------------------------------------------------------------
+
+
+def with_adapters(model, **alora):
+    peft = pytest.importorskip("peft")
+
+    def adapter(seed, **more):
+        torch.manual_seed(seed)
+        return peft.LoraConfig(
+            r=4, target_modules=["q_proj", "down_proj"], init_lora_weights=False, task_type="CAUSAL_LM", **more
+        )
+
+    found = peft.get_peft_model(model, adapter(1, **alora), "first").eval()
+    found.add_adapter("second", adapter(2))
+    return found
+
+
+def test_adapters_that_are_switched(model):
+    """One after another, disabled, merged; a kept decoder serves the adapter that it was made for."""
+    found = with_adapters(model)
+    for name in ("first", "second", "first"):
+        found.set_adapter(name)
+        assert_same_text(found)
+    with found.disable_adapter():
+        assert_same_text(found)
+    assert_same_text(found)
+    found.merge_adapter()
+    assert_same_text(found)
+
+
+@pytest.mark.parametrize("first", [True, False], ids=["after an ordinary call", "at once"])
+@pytest.mark.parametrize("kind", ["adapter_names", "aLoRA"])
+def test_adapters_by_row_are_named(model, kind, first):
+    inputs = ragged([6, 3])
+    alora = {"alora_invocation_tokens": inputs["input_ids"][0, -3:-1].tolist()} if kind == "aLoRA" else {}
+    found = with_adapters(model, **alora)
+    names = {"adapter_names": ["first", "second"]} if kind == "adapter_names" else {}
+    if first:
+        found.set_adapter("second")
+        assert_same_text(found)
+    found.set_adapter("first")
+    with pytest.raises(UnsupportedModel, match="adapter_names" if names else "aLoRA"):
+        found.generate(**inputs, **names, max_new_tokens=4, speculative_config=NGRAM)
+    assert not any(module._forward_pre_hooks for module in model.modules())
+    found.set_adapter("second")
+    assert_same_text(found)
+
+
+# ---- methods of generate() that a class overrides -------------------------------------------------------------------
+
+
+def changed_ids(prepare, self, input_ids, **kwargs):
+    return prepare(self, torch.where(input_ids == input_ids[:, -1:], 5, input_ids), **kwargs)
+
+
+def changed_mask(prepare, self, input_ids, attention_mask=None, **kwargs):
+    return prepare(self, input_ids, attention_mask=attention_mask.flip(1), **kwargs)
+
+
+def embedded(prepare, self, input_ids, **kwargs):
+    found = prepare(self, input_ids, **kwargs)
+    return {**found, "input_ids": None, "inputs_embeds": self.get_input_embeddings()(found["input_ids"]) + 1}
+
+
+def with_more(prepare, self, input_ids, **kwargs):
+    return {**prepare(self, input_ids, **kwargs), "output_router_logits": True}
+
+
+def other_positions(prepare, self, input_ids, **kwargs):
+    found = prepare(self, input_ids, **kwargs)
+    return {**found, "position_ids": torch.zeros_like(found["input_ids"])}
+
+
+def after_the_first(prepare, self, input_ids, is_first_iteration=False, **kwargs):
+    ids = input_ids if is_first_iteration else input_ids.flip(1)
+    return prepare(self, ids, is_first_iteration=is_first_iteration, **kwargs)
+
+
+def unchanged(prepare, self, input_ids, **kwargs):
+    return prepare(self, input_ids, **kwargs)
+
+
+@pytest.mark.parametrize("on", ["class", "instance"])
+@pytest.mark.parametrize(
+    ("change", "name"),
+    [
+        (changed_ids, "input_ids"), (changed_mask, "attention_mask"), (embedded, "inputs_embeds"), (with_more, "output_router_logits"),
+        (other_positions, "position_ids"), (after_the_first, "input_ids"), (unchanged, None),
+    ],
+)  # fmt: skip
+def test_prepared_inputs(model, change, name, on):
+    original = type(model).prepare_inputs_for_generation
+
+    def prepare(self, input_ids, **kwargs):
+        return change(original, self, input_ids, **kwargs)
+
+    if on == "class":
+        model.__class__ = type("Overriding", (type(model),), {"prepare_inputs_for_generation": prepare})
+    else:
+        model.prepare_inputs_for_generation = prepare.__get__(model)
+    if name is None:
+        return assert_same_text(model)
+    with pytest.raises(UnsupportedModel, match=rf"prepare_inputs_for_generation of .* changes {name}"):
+        model.generate(**ragged([6, 3]), max_new_tokens=4, speculative_config=NGRAM)
+    return None
+
+
+def test_a_decoding_loop_of_the_models_own(model):
+    model.__class__ = type("Sampling", (type(model),), {"_sample": lambda self, *args, **kwargs: None})
+    with pytest.raises(UnsupportedModel, match="overrides _sample"):
+        model.generate(**ragged([6, 3]), max_new_tokens=4, speculative_config=NGRAM)
