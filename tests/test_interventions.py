@@ -1,12 +1,17 @@
 """Hooks, wrappers, adapters and patches that others put into a model: followed, or refused by name; never another text."""
 
+import contextlib
 import copy
 
 import pytest
 import torch
 from oracle import ragged, tiny_llama
 from torch import nn
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from transformers.models.llama import modeling_llama
 
+from hf_specdec import integration
 from hf_specdec.core.errors import UnsupportedModel
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
@@ -225,3 +230,103 @@ def test_a_decoding_loop_of_the_models_own(model):
     model.__class__ = type("Sampling", (type(model),), {"_sample": lambda self, *args, **kwargs: None})
     with pytest.raises(UnsupportedModel, match="overrides _sample"):
         model.generate(**ragged([6, 3]), max_new_tokens=4, speculative_config=NGRAM)
+
+
+# ---- what a program of the native library assumes -----------------------------------------------------------------------
+
+
+class Doubling(TorchFunctionMode):
+    def __torch_function__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out * 2 if func is nn.functional.silu else out
+
+
+class DoublingBelow(TorchDispatchMode):
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        out = func(*args, **(kwargs or {}))
+        return out * 2 if func is torch.ops.aten.silu.default else out
+
+
+@contextlib.contextmanager
+def hook_of_all_modules():
+    def double(module, args, output):
+        return output * 2 if type(module).__name__ == "LlamaMLP" else output
+
+    handle = nn.modules.module.register_module_forward_hook(double)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+SCALE = 1.0
+
+
+@contextlib.contextmanager
+def patched(owner, name, make):
+    original = getattr(owner, name)
+    setattr(owner, name, make(original))
+    try:
+        yield
+    finally:
+        setattr(owner, name, original)
+
+
+def scaled_by_a_global(original):
+    return lambda self, hidden: original(self, hidden) * SCALE
+
+
+def doubled(original):
+    return lambda *args, **kwargs: original(*args, **kwargs) * 2
+
+
+def swapped(original):
+    def rotary(q, k, cos, sin, *args, **kwargs):
+        return original(q, k, sin, cos, *args, **kwargs)
+
+    return rotary
+
+
+INTERVENTIONS = {
+    "a function mode": Doubling,
+    "a dispatch mode": DoublingBelow,
+    "a hook of all modules": hook_of_all_modules,
+    "a class patch": lambda: patched(modeling_llama.LlamaMLP, "forward", doubled),
+    "a function of the model's module": lambda: patched(modeling_llama, "apply_rotary_pos_emb", swapped),
+    "a function of torch": lambda: patched(nn.functional, "silu", doubled),
+    "a method of tensors": lambda: patched(torch.Tensor, "pow", doubled),
+}
+
+
+@pytest.mark.parametrize("what", INTERVENTIONS)
+def test_a_program_is_not_used_where_others_intervene(model, what):
+    """Before and after it, and in the first call of a model, too."""
+    fresh, plain = copy.deepcopy(model), model.generate(**ragged([6, 3]), max_new_tokens=12)
+    assert_same_text(model)
+    with INTERVENTIONS[what]():
+        assert not torch.equal(model.generate(**ragged([6, 3]), max_new_tokens=12), plain), "it changes nothing"
+        assert_same_text(model)
+        assert_same_text(fresh)
+    assert_same_text(model)
+    assert_same_text(fresh)
+    assert integration.kept_decoders(model)[-1].target.native.refused is None
+
+
+def test_a_patch_that_reads_a_number(model, monkeypatch):
+    """A program would keep the number that it saw."""
+    monkeypatch.setattr(modeling_llama.LlamaMLP, "forward", scaled_by_a_global(modeling_llama.LlamaMLP.forward))
+    for scale in (1.0, 3.0, -2.0):
+        monkeypatch.setitem(globals(), "SCALE", scale)
+        assert_same_text(model)
+    assert "scaled_by_a_global" in integration.kept_decoders(model)[-1].target.native.refused
+
+
+def test_an_unchanged_model_keeps_its_program(model, monkeypatch):
+    from hf_specdec.model.native import current
+
+    made, build = [], current.build
+    monkeypatch.setattr(current, "build", lambda *args: made.append(args) or build(*args))
+    for _ in range(3):
+        with torch.device("cpu"):
+            assert_same_text(model)
+    assert len(made) == 1

@@ -9,6 +9,7 @@ from ...core.rows import RowInput
 from ..packed_batch import PackedBatch, _OnDevice
 from ..self_test import TOLERANCES, relative_error
 from .assembly import assemble
+from .assumptions import CalledCode
 from .program import Program, addresses
 from .recording import Recorder
 from .subjects import Subject
@@ -19,8 +20,11 @@ _MORE = 8  # slots reserved per row for the tokens of later batches
 
 
 @torch.no_grad()
-def build(subject: Subject) -> Program:
+def build(subject: Subject, called: CalledCode) -> Program:
     """The program of a subject.
+
+    Args:
+        called: is told the code that the recorded forward runs.
 
     Raises:
         NotLowered: the library cannot run it, or computes something else; the message says why.
@@ -28,7 +32,7 @@ def build(subject: Subject) -> Program:
     num_selected, num_tokens = _sizes(subject)
     tape = Tape(num_tokens, num_selected)
     if not subject.reads_ids:
-        return _build_on_rows(subject, tape, num_tokens, num_selected)
+        return _build_on_rows(subject, called, tape, num_tokens, num_selected)
     if subject.max_positions is not None and subject.max_positions < num_tokens + _MORE:
         raise NotLowered(f"its {subject.max_positions} positions, too few to record a forward")
     rows = _first_rows(num_tokens, num_selected, subject.vocab_size)
@@ -37,7 +41,7 @@ def build(subject: Subject) -> Program:
     recorder = Recorder(subject.modules(), tape, batch, features)
     batch._on_device[subject.device] = _OnDevice(batch.write_slots, None, recorder.write, recorder.attend)
     try:
-        outputs = _recorded(subject, recorder, batch, features)
+        outputs = _recorded(subject, called, recorder, batch, features)
     finally:
         batch._on_device.clear()  # breaks a cycle of references that would keep the model alive until the garbage collector runs
     if any(cache.layers[layer].keys.dtype != subject.dtype for layer in recorder.pools):
@@ -51,11 +55,11 @@ def build(subject: Subject) -> Program:
     return program
 
 
-def _build_on_rows(subject: Subject, tape: Tape, num_rows: int, num_more: int) -> Program:
+def _build_on_rows(subject: Subject, called: CalledCode, tape: Tape, num_rows: int, num_more: int) -> Program:
     """The program of a function of features alone."""
     features = _features(subject, num_rows)
     recorder = Recorder(subject.modules(), tape, None, features)
-    outputs = _recorded(subject, recorder, None, features)
+    outputs = _recorded(subject, called, recorder, None, features)
     program = assemble(tape, [recorder.value_of(each) for each in outputs], {}, subject.dtype)
     for count in (num_rows, num_more, 1):
         features = _features(subject, count)
@@ -126,18 +130,19 @@ def _batch(subject: Subject, rows: list[RowInput], cache) -> PackedBatch:
 
 
 def _recorded(
-    subject: Subject, recorder: Recorder, batch: PackedBatch | None, features: torch.Tensor | None
+    subject: Subject, called: CalledCode, recorder: Recorder, batch: PackedBatch | None, features: torch.Tensor | None
 ) -> list[torch.Tensor]:
     """What the subject returns, computed under the recorder."""
     try:
-        with recorder.angles_by_position(), recorder:
+        with recorder.angles_by_position(), recorder, called:
             outputs = subject.compute(batch, features)
     except (NotLowered, torch.OutOfMemoryError):
         raise
     except Exception as failure:  # an unknown model may do anything with the recorded tensors
         raise NotLowered(f"its recorded forward raised {type(failure).__name__} ({failure})") from failure
-    if recorder.problem is not None:
-        raise NotLowered(recorder.problem)
+    problem = recorder.problem if called.foreign is None else f"{called.foreign}, which may depend on anything"
+    if problem is not None:
+        raise NotLowered(problem)
     return outputs
 
 

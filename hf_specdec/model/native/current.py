@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import logging
+import types
 from typing import Any
 
 import torch
@@ -10,7 +12,8 @@ from torch import nn
 
 from ..architectures import _rope_parameters
 from ..options.native_weights import NativeWeight
-from ..structure import hooks_of
+from ..structure import hooks_of, number_of
+from .assumptions import Assumption, CalledCode, hold
 from .building import build
 from .program import Program
 from .subjects import Subject
@@ -18,7 +21,8 @@ from .tape import NotLowered
 
 logger = logging.getLogger(__name__)
 
-Made = tuple[tuple, Program | str]  # the subject's state, and the program for this state or why none can be made
+# the subject's state, what was assumed, and the program under both or why none can be made
+Made = tuple[tuple, list[Assumption], Program | str]
 
 
 def current_program(subject: Subject, made: dict[Any, Made]) -> Program | str:
@@ -28,23 +32,25 @@ def current_program(subject: Subject, made: dict[Any, Made]) -> Program | str:
         made: earlier results by the subject's key. A result is used again if the subject has not changed.
     """
     state = state_of(subject)
-    if subject.key not in made or made[subject.key][0] != state:
-        made[subject.key] = state, _built(subject)
-    found = made[subject.key][1]
+    if subject.key not in made or made[subject.key][0] != state or not hold(made[subject.key][1]):
+        made[subject.key] = state, *_built(subject)
+    found = made[subject.key][2]
     if isinstance(found, Program):
         found.num_positions = 0  # a module's frequencies may have changed
     return found
 
 
-def _built(subject: Subject) -> Program | str:
+def _built(subject: Subject) -> tuple[list[Assumption], Program | str]:
+    called = CalledCode()
     try:
         problem = obstacle(subject)
         if problem is not None:
             raise NotLowered(problem)
-        return build(subject)
+        found: Program | str = build(subject, called)
     except NotLowered as error:
         logger.info("%s runs operator by operator on the CPU: %s.", subject.name, error)
-        return str(error)
+        found = str(error)
+    return called.assumptions(subject.modules()), found
 
 
 def state_of(subject: Subject) -> tuple:
@@ -52,7 +58,7 @@ def state_of(subject: Subject) -> tuple:
     found: list[Any] = []
     for module in subject.modules():
         kind = type(module)
-        settings = tuple(value for value in vars(module).values() if type(value) in _SETTINGS)
+        settings = tuple(setting for value in vars(module).values() if (setting := _setting(value)) is not _NONE)
         found.append((kind, kind.forward, settings, hooks_of(module), "forward" in vars(module)))
         for tensors in (module._parameters, module._buffers):
             found += [
@@ -67,7 +73,18 @@ def _address(tensor: torch.Tensor) -> int:
     return tensor.panels.data_ptr() if isinstance(tensor, NativeWeight) else tensor.data_ptr()
 
 
-_SETTINGS = {int, float, bool, str, type(None)}
+_SCALARS = {int, float, bool, str, type(None)}
+_FUNCTIONS = {types.FunctionType, types.BuiltinFunctionType, types.MethodType, functools.partial}
+_NONE = object()
+
+
+def _setting(value: Any) -> Any:
+    """What an attribute of a module that is no tensor adds to its state; _NONE: nothing."""
+    if type(value) in _SCALARS:
+        return value
+    if type(value) in (tuple, list) and all(type(each) in _SCALARS for each in value):
+        return tuple(value)
+    return number_of(value) if type(value) in _FUNCTIONS else _NONE
 
 
 def obstacle(subject: Subject) -> str | None:

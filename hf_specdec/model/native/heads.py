@@ -16,6 +16,7 @@ from ...core.rows import RowInput
 from ...kernels.dispatch import uses_native
 from ...kernels.native import TYPES
 from ..packed_batch import PackedBatch
+from .assumptions import interposed
 from .current import Made, current_program
 from .program import Program, addresses
 from .subjects import HeadForward, RowFunction, Subject
@@ -61,7 +62,7 @@ class NativeHead:
     @property
     def refused(self) -> list[str]:
         """The reason of each refusal to make a program."""
-        return [found for _, found in self._made.values() if isinstance(found, str)]
+        return [found for *_, found in self._made.values() if isinstance(found, str)]
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
@@ -80,7 +81,7 @@ class NativeHead:
 
     def _program(self, key: str, subject: Callable[[], Subject]) -> Program | None:
         """The program of a subject with this key; None if the caller must compute it."""
-        if not self._depth or self._stack is not None or torch.is_autocast_enabled("cpu"):
+        if not self._depth or self._stack is not None or torch.is_autocast_enabled("cpu") or interposed():
             return None
         if key not in self._current:
             with self._lock:

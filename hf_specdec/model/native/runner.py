@@ -17,6 +17,7 @@ from ...core.rows import RowInput
 from ...kernels.dispatch import uses_native
 from ...kernels.native import TYPES
 from ..packed_batch import PackedBatch
+from .assumptions import interposed
 from .current import Made, current_program
 from .program import Program, addresses
 from .subjects import ModelForward
@@ -78,7 +79,7 @@ class NativeRunner:
 
     def run(self, rows: list[RowInput], cache: PagedStaticCache) -> PackedOutput | None:
         """The outputs of a forward over `rows`; None if the model must run it itself."""
-        if not self.is_on or torch.is_autocast_enabled("cpu"):
+        if not self.is_on or torch.is_autocast_enabled("cpu") or interposed():
             return None
         assert self._program is not None
         if not 0 < sum([row.num_tokens for row in rows]) <= self._program.most_tokens:
