@@ -13,6 +13,8 @@ import torch
 from transformers import PreTrainedModel
 from transformers.models.falcon import modeling_falcon
 
+from .threads import for_this_thread
+
 if TYPE_CHECKING:
     from .packed_batch import PackedBatch
 
@@ -37,7 +39,8 @@ def packed(model: PreTrainedModel, batch: PackedBatch) -> Iterator[None]:
             yield
     elif kind in _BUILDERS and inner is not None:
         name, make = _BUILDERS[kind]
-        setattr(inner, name, make(getattr(inner, name), batch))
+        original = getattr(inner, name)
+        setattr(inner, name, for_this_thread(make(original, batch), original))
         try:
             yield
         finally:

@@ -8,11 +8,12 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedConfig, PreTrainedModel
 
 from ..core.errors import UnsupportedModel
 from ..core.rows import Chunks
 from .recurrent.families import family_of, mixers_of
+from .threads import FalseInThisThread, FirstLayers, for_this_thread
 
 if TYPE_CHECKING:
     from ..core.output import Taps
@@ -191,6 +192,18 @@ def all_modules(module: nn.Module) -> Iterator[nn.Module]:
             waiting += [child for child in reversed(module._modules.values()) if child is not None]
 
 
+def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
+    """The configurations of the model's modules, except those of parts that do not use transformers' attention interface."""
+    found, refused = {}, set()
+    for module in all_modules(model):
+        config = vars(module).get("config")
+        if isinstance(config, PreTrainedConfig):
+            found[id(config)] = config
+            if isinstance(module, PreTrainedModel) and not module._can_set_attn_implementation():
+                refused.add(id(config))
+    return [config for key, config in found.items() if key not in refused]
+
+
 def all_parameters(module: nn.Module) -> list[torch.Tensor]:
     """Every parameter once: `module.parameters()`, faster."""
     found = {id(each): each for inner in all_modules(module) for each in inner._parameters.values() if each is not None}
@@ -226,13 +239,13 @@ def decoder_layers(model: PreTrainedModel) -> nn.ModuleList:
 
 @contextlib.contextmanager
 def first_layers(model: PreTrainedModel, count: int | None):
-    """Early exit: inside, the model has only its first `count` layers, then its own final norm and head. None: all layers."""
+    """Early exit: inside, for this thread, the model has only its first `count` layers, then its own final norm and head. None: all."""
     if count is None:
         yield
         return
     decoder, name = layer_list(model)
     layers = getattr(decoder, name)
-    decoder._modules[name] = layers[:count]
+    decoder._modules[name] = FirstLayers(layers, count)
     try:
         yield
     finally:
@@ -251,7 +264,7 @@ def without_temperature(model: PreTrainedModel):
     if _tempers(model.config.get_text_config(decoder=True)):
         tuned = [module for module in model.modules() if vars(module).get("attn_temperature_tuning")]
     for module in tuned:
-        module.attn_temperature_tuning = False
+        module.attn_temperature_tuning = FalseInThisThread()
     try:
         yield
     finally:
@@ -265,7 +278,7 @@ def without_checkpointing(model: PreTrainedModel):
     modules = model.modules() if model.training else ()
     checkpointed = [module for module in modules if vars(module).get("gradient_checkpointing")]
     for module in checkpointed:
-        module.gradient_checkpointing = False
+        module.gradient_checkpointing = FalseInThisThread()
     try:
         yield
     finally:
@@ -290,14 +303,18 @@ def tapped(model: PreTrainedModel, taps: Taps, found: dict[Any, torch.Tensor] | 
 
 @contextlib.contextmanager
 def tapping(model: PreTrainedModel, taps: Taps, keep: Callable[[Any, torch.Tensor], None]):
-    """Inside the context, every forward calls `keep` with each tapped layer's index, or "last_hidden", and its hidden states [B, S, H]."""
+    """Inside the context, every forward of this thread calls `keep` with each tapped layer's index, or "last_hidden", and its hidden states
+    [B, S, H]."""
     handles = []
+
+    def nothing(*args):
+        return None
 
     def output_of(key):
         def hook(module, args, output):
             keep(key, output[0] if isinstance(output, tuple) else getattr(output, "last_hidden_state", output))
 
-        return hook
+        return for_this_thread(hook, nothing)
 
     def input_of_first(module, args, kwargs):
         keep(0, args[0] if args else kwargs["hidden_states"])
@@ -309,7 +326,8 @@ def tapping(model: PreTrainedModel, taps: Taps, keep: Callable[[Any, torch.Tenso
         layers = getattr(decoder, name)
         for index in taps.layers:
             if index == 0:  # the first layer's input, not the embeddings: some models scale them or add positions
-                handles.append(layers[0].register_forward_pre_hook(input_of_first, with_kwargs=True))
+                first = for_this_thread(input_of_first, nothing)
+                handles.append(layers[0].register_forward_pre_hook(first, with_kwargs=True))
             else:
                 handles.append(layers[index - 1].register_forward_hook(output_of(index)))
     try:

@@ -2,7 +2,15 @@
 
 from __future__ import annotations
 
-from transformers import AttentionInterface
+import contextlib
+import functools
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from transformers import AttentionInterface, PreTrainedConfig
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import AttentionMaskInterface, sdpa_mask
 
 from ..cache.paged_layer import tokens_first
@@ -22,8 +30,6 @@ def paged_attention_forward(
     if specdec is TRACED:
         return traced_attention(query, key, value, scaling=scaling, **kwargs), None
     if specdec is None:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
         return sdpa_attention_forward(
             module, query, key, value, attention_mask, scaling=scaling, dropout=dropout, **kwargs
         )
@@ -42,6 +48,52 @@ def paged_attention_forward(
         with batch.invariant.direct():
             out = attend(packed, layer.keys, layer.values, batch, scaling, **options)
     return out[None].contiguous(), None  # as transformers' own functions: layers reshape it, and some take views
+
+
+_lock = threading.Lock()
+_owners: dict[int, list[int]] = {}  # threads in which a configuration names our attention function, by id of the configuration
+
+
+@contextlib.contextmanager
+def replaced_attention(configs: list[PreTrainedConfig]) -> Iterator[None]:
+    """Inside the context, modules with these configurations attend with our function in this thread, and with their own in others.
+
+    A thread may be anywhere in a forward, so no value that it reads may change: the configurations answer by thread.
+    """
+    thread = threading.get_ident()
+    with _lock:
+        for config in configs:
+            if id(config) not in _owners:
+                config.__class__ = _by_thread(type(config))
+            _owners.setdefault(id(config), []).append(thread)
+    try:
+        yield
+    finally:
+        with _lock:
+            for config in configs:
+                _owners[id(config)].remove(thread)
+                if not _owners[id(config)]:
+                    del _owners[id(config)]
+                    config.__class__ = type(config).__base__
+
+
+@functools.cache
+def _by_thread(kind: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
+    """A class of configurations that name our attention function in the thread that owns them. Copies are of the class `kind`."""
+
+    def implementation(self: PreTrainedConfig) -> str | None:
+        # Layers are traced for us alone, and the tracer does not know threads.
+        ours = torch.compiler.is_compiling() or threading.get_ident() in _owners.get(id(self), ())
+        return ATTENTION_NAME if ours else self._attn_implementation_internal
+
+    def reduce(self: PreTrainedConfig, protocol: Any) -> tuple:
+        function, (_, *arguments), *state = kind.__reduce_ex__(self, protocol)
+        return function, (kind, *arguments), *state
+
+    own = property(implementation, kind._attn_implementation.fset)  # type: ignore[attr-defined]
+    return type(
+        kind.__name__, (kind,), {"_attn_implementation": own, "__reduce_ex__": reduce, "__module__": kind.__module__}
+    )
 
 
 def _window_of(module, known: dict[int, int | None]) -> int | None:

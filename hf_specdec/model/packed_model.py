@@ -20,10 +20,10 @@ from ..cache.memory import free_bytes
 from ..cache.prefix_states import PrefixStates
 from ..cache.state_pool import StatePool
 from ..core.errors import UnsupportedModel
-from ..core.names import ATTENTION_NAME, cache_argument
+from ..core.names import cache_argument
 from ..core.output import PackedOutput, Taps
 from ..core.rows import RowInput
-from . import alibi, architectures, attention  # noqa: F401  (importing `attention` registers it)
+from . import alibi, architectures, attention
 from .graphs import CapturedBatch, GraphRunner
 from .options.invariant_ops import InvariantOps
 from .options.quantized import QuantizedLinears
@@ -270,8 +270,7 @@ class PackedModel:
         self._unread_mask = torch.zeros(1, 1, 1, 1, dtype=self.model.dtype, device=self.device)
         with contextlib.ExitStack() as stack:
             if not self.gather:
-                stack.callback(self.model.set_attn_implementation, self.config._attn_implementation)
-                self.model.set_attn_implementation(ATTENTION_NAME)
+                stack.enter_context(attention.replaced_attention(architectures.configs_of(self.model)))
             if self.recurrent is not None:
                 stack.enter_context(self.recurrent.active())
             for option in self.active_options:

@@ -21,6 +21,7 @@ from torch import nn
 from ...core.errors import UnsupportedModel
 from ...kernels.dispatch import uses_native
 from ..sharding import is_sharded, local, sharded_forward, weight_of
+from ..threads import OwnParameters
 from .fingerprints import fingerprints
 from .native_weights import native_weight
 
@@ -83,19 +84,19 @@ class QuantizedLinears:
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Inside the context, the layers have quantized weights. Weights that have changed since the last time are quantized again.
+        """Inside the context, for this thread, the layers have quantized weights. Weights that have changed are quantized again.
 
         To find changes, all weights are read: a write may leave no other trace (see fingerprints.py).
         """
-        originals: list[tuple[nn.Linear, nn.Parameter]] = []
+        replaced: list[nn.Linear] = []
         try:
             for linear, copy in self.copies():
-                originals.append((linear, linear.weight))
-                linear._parameters["weight"] = copy
+                vars(linear)["_parameters"] = OwnParameters(linear._parameters, {"weight": copy})
+                replaced.append(linear)
             yield
         finally:
-            for linear, weight in originals:
-                linear._parameters["weight"] = weight
+            for linear in replaced:
+                vars(linear)["_parameters"] = linear._parameters.theirs  # type: ignore[attr-defined]
 
     def copies(self) -> list[tuple[nn.Linear, nn.Parameter]]:
         """The quantized layers, each with its up-to-date quantized weight.
