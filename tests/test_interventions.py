@@ -5,10 +5,11 @@ import copy
 
 import pytest
 import torch
-from oracle import ragged, tiny_llama
+from oracle import drafter_of, ragged, tiny_llama
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
+from transformers import LogitsProcessor, LogitsProcessorList
 from transformers.models.llama import modeling_llama
 
 from hf_specdec import integration
@@ -330,3 +331,75 @@ def test_an_unchanged_model_keeps_its_program(model, monkeypatch):
         with torch.device("cpu"):
             assert_same_text(model)
     assert len(made) == 1
+
+
+# ---- code of the user's for prefixes that plain decoding never reaches --------------------------------------------------
+
+
+class Trie:
+    """Answers of a fixed set. Asked for a prefix of none, it raises, as lookups without a default do."""
+
+    def __init__(self, prompt_length, answers):
+        self.start, self.after = prompt_length, {}
+        for answer in answers:
+            for i, token in enumerate(answer):
+                self.after.setdefault(tuple(answer[:i]), set()).add(token)
+
+    def __call__(self, row, ids):
+        return sorted(self.after[tuple(ids.tolist()[self.start :])])
+
+
+class TrieProcessor(LogitsProcessor):
+    """The same for whole batches."""
+
+    keeps_state = False
+
+    def __init__(self, trie):
+        self.trie = trie
+
+    def __call__(self, ids, scores):
+        for row in range(len(ids)):
+            wanted = torch.full_like(scores[row], -torch.inf)
+            allowed = self.trie(row, ids[row])
+            wanted[allowed] = scores[row, allowed]
+            scores[row] = wanted
+        return scores
+
+
+ANSWERS = [[7, 8, 9, 7, 8, 9, 3], [7, 8, 11, 7, 8, 11, 3], [7, 12, 3], [20, 21, 22, 20, 21, 22, 20, 3]]
+DRAFTS = {
+    "ngram": NGRAM,
+    "chain": {"method": "draft_model", "num_speculative_tokens": 5},
+    "tree": {"method": "draft_model", "branching_factors": [3, 2, 1]},
+    "rejection": {"method": "draft_model", "num_speculative_tokens": 4, "rejection_sample_method": "rejection"},
+}
+
+
+@pytest.mark.parametrize("kind", ["function", "processor"])
+@pytest.mark.parametrize("drafts", DRAFTS)
+def test_a_strict_trie(model, drafts, kind):
+    """It raises for what is not below it, and after the end of an answer."""
+    inputs = {"input_ids": torch.tensor([[5, 7, 8, 9, 6]])}
+    trie = Trie(5, ANSWERS)
+    trie.keeps_state = False
+    if kind == "function":
+        more = {"prefix_allowed_tokens_fn": trie}
+    else:
+        more = {"logits_processor": LogitsProcessorList([TrieProcessor(trie)])}
+    more |= {"max_new_tokens": 12, "eos_token_id": 3, "do_sample": drafts == "rejection"}
+    assistant = {} if drafts == "ngram" else {"assistant_model": drafter_of(model, 0.5)}
+    plain = model.generate(**inputs, **more)
+    for _ in range(6):
+        found = model.generate(**inputs, **more, **assistant, speculative_config=DRAFTS[drafts])
+        assert drafts == "rejection" or torch.equal(found, plain)
+        assert found[0, 5:].tolist() in ANSWERS
+
+
+def test_what_raises_on_the_way_of_plain_decoding_is_raised(model):
+    inputs = {"input_ids": torch.tensor([[5, 7, 8, 9, 6]])}
+    trie = Trie(5, [answer[:-1] for answer in ANSWERS])
+    trie.keeps_state = False
+    for config in (None, NGRAM):
+        more = {} if config is None else {"speculative_config": config}
+        with pytest.raises(KeyError):
+            model.generate(**inputs, max_new_tokens=12, prefix_allowed_tokens_fn=trie, **more)

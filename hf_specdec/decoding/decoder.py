@@ -283,9 +283,12 @@ class SpeculativeDecoder:
         # while the drafter called a row's processors, they may have shown that they must be called in order
         if any(trees.lengths) and any(map(calls_in_order, decoding)):
             trees, tensors = tensors.without_drafts(trees)
-        tensors.processed, tensors.sampling = node_scores(decoding, trees, tensors.processed, self.config)
+        tensors.processed, tensors.sampling = node_scores(
+            decoding, trees, tensors.processed, self.config, tensors.failed
+        )
         if any(trees.lengths) and any(map(calls_in_order, decoding)):  # or in these calls, which are then undone
             trees, tensors = tensors.without_drafts(trees)
+            tensors.failed.clear()
             tensors.processed, tensors.sampling = node_scores(decoding, trees, tensors.processed, self.config)
         verdict = None
         if decoding:
@@ -478,9 +481,14 @@ class SpeculativeDecoder:
             deepest, several = trees.row_depths, bool(self.generator.drafters)
             for i, seq in zip(present, sequences, strict=True):
                 path, first = accepted[i], int(root_rows[i])
-                drafted = verdict.tokens[i, path].tolist() if path else []
+                drafted, following = verdict.tokens[i, path].tolist() if path else [], next_tokens[i]
+                failed = next((k for k, node in enumerate(path) if first + 1 + node in pending.tensors.failed), None)
+                if (
+                    failed is not None
+                ):  # what follows that token has no scores: the next step asks again, as plain decoding does
+                    path, drafted, following = path[:failed], drafted[:failed], drafted[failed]
                 kept.append((seq.id, len(seq.tokens), path))
-                new = seq.accept([*drafted, next_tokens[i]])
+                new = seq.accept([*drafted, following])
                 path = path[: len(new)]
                 seq.num_steps += 1
                 drafter = self.generator.drafter_of(seq) if several else None

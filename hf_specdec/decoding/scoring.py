@@ -14,17 +14,25 @@ from ..sampling.logits import needs_prefix, process_logits
 
 
 def node_scores(
-    sequences: list[Sequence], trees: DraftTrees, logits: torch.Tensor, config: SpeculativeConfig
+    sequences: list[Sequence],
+    trees: DraftTrees,
+    logits: torch.Tensor,
+    config: SpeculativeConfig,
+    failed: set[int] | None = None,
 ) -> tuple[torch.Tensor, FusedSampling | None]:
     """Logits [R, V] of every root and node after its row's processors, which see the node's own prefix; and the sampling parameters
-    that the verification kernels apply themselves (None: they are applied already)."""
+    that the verification kernels apply themselves (None: they are applied already).
+
+    Args:
+        failed: receives the rows of nodes that have no scores, because code of the user's raised for their prefix.
+    """
     if all(seq.processors is None for seq in sequences):
         return logits, None
     owners = [seq for seq, count in zip(sequences, trees.lengths, strict=True) for _ in range(count + 1)]
     paths = _drafted_paths(trees) if needs_prefix(sequences) else None
     if not fuses_sampling(sequences, config, logits.device):
-        return process_logits(owners, paths, logits, drafted=any(trees.lengths)), None
-    scores = process_logits(owners, paths, logits, whole=False, drafted=any(trees.lengths))
+        return process_logits(owners, paths, logits, drafted=any(trees.lengths), failed=failed), None
+    scores = process_logits(owners, paths, logits, whole=False, drafted=any(trees.lengths), failed=failed)
     return scores, fused_sampling(trees, scores, sequences)
 
 

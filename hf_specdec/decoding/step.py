@@ -44,6 +44,7 @@ class StepTensors:
         starts: sequence id → index of its first packed token.
         prompt_logits: sequence id → (index of the first prompt token that this step fed, logits [n, V] after each of the n tokens fed),
             for sequences that want them.
+        failed: rows of the R that have no scores, because code of the user's raised for a drafted prefix.
     """
 
     output: PackedOutput
@@ -52,6 +53,7 @@ class StepTensors:
     logit_rows: np.ndarray
     starts: dict[int, int]
     prompt_logits: dict[int, tuple[int, torch.Tensor]] = field(default_factory=dict)
+    failed: set[int] = field(default_factory=set)
 
     @functools.cached_property
     def scores(self) -> torch.Tensor:

@@ -131,11 +131,12 @@ def check_length(model: PreTrainedModel, prompt_length: int, max_length: int) ->
     text = model.config.get_text_config(decoder=True)
     limit = getattr(text, "max_seq_len" if text.model_type == "mpt" else "max_position_embeddings", None)
     rope = getattr(text, "rope_parameters", None)
-    if limit is not None and prompt_length >= limit:
+    ends = limit is not None and not rope and text.model_type != "bloom"  # rotary frequencies and BLOOM's biases go on
+    if ends and prompt_length >= limit:
         raise ValueError(
             f"The prompt has {prompt_length} tokens; {type(model).__name__} has {limit} positions. Shorten the prompt."
         )
-    if limit is not None and not rope and getattr(text, "model_type", "") != "bloom" and max_length > limit:
+    if ends and max_length > limit:
         raise ValueError(
             f"{max_length} tokens (prompt and output) were requested from {type(model).__name__}, which has {limit} "
             "positions. Lower max_new_tokens or max_length."

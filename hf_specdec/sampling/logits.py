@@ -16,6 +16,7 @@ def process_logits(
     logits: torch.Tensor,
     whole: bool = True,
     drafted: bool = True,
+    failed: set[int] | None = None,
 ) -> torch.Tensor:
     """Apply each node's processors (`processors.NodeProcessors`) to its logits.
 
@@ -23,7 +24,7 @@ def process_logits(
         sequences: R sequences, one per node (a sequence appears once per node of its tree).
         paths: drafted ids between the sequence's tokens and each node, int64 [depth] each; None if all are empty.
         logits: float32 [R, V]; not modified.
-        whole, drafted: see `NodeProcessors.apply`.
+        whole, drafted, failed: see `NodeProcessors.apply`.
     """
     groups: dict[Hashable, list[int]] = {}
     for i, seq in enumerate(sequences):
@@ -32,14 +33,16 @@ def process_logits(
     if not groups:
         return logits
     if len(groups) == 1 and len(next(iter(groups.values()))) == len(sequences):
-        return sequences[0].processors.apply(sequences, paths, logits, whole, drafted)
+        return sequences[0].processors.apply(sequences, paths, logits, whole, drafted, failed)
     scores = logits.clone()
     for members in groups.values():
         index = torch.tensor(members, device=logits.device)
-        chosen = [sequences[i] for i in members]
+        chosen, without = [sequences[i] for i in members], set[int]()
         scores[index] = chosen[0].processors.apply(
-            chosen, None if paths is None else [paths[i] for i in members], logits[index], whole, drafted
+            chosen, None if paths is None else [paths[i] for i in members], logits[index], whole, drafted, without
         )
+        if failed is not None:
+            failed.update(members[i] for i in without)
     return scores
 
 

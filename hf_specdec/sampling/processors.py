@@ -94,6 +94,9 @@ class NodeProcessors:
         calls_in_order: nothing may be drafted, because a processor keeps state from call to call, or may do so and has not been
             called yet. It is called once per token, in order, as plain decoding calls it.
 
+    What the user wrote is called for prefixes that plain decoding may reach: for a node only if its parent's scores allow its token, and
+    not after an end-of-sequence token. If it raises for a drafted prefix, plain decoding may still never come there.
+
     Unknown processors, and the function of `prefix_allowed_tokens_fn`, are watched (kept_state.py). They keep state if a call changes
     their contents, or if they have an attribute `keeps_state` that is true; if it is False they are not watched. Changes by calls for
     drafted nodes are undone, and `calls_in_order` is set.
@@ -133,6 +136,7 @@ class NodeProcessors:
         logits: torch.Tensor,
         whole: bool = True,
         drafted: bool = True,
+        failed: set[int] | None = None,
     ) -> torch.Tensor:
         """Scores [R, V] of R nodes.
 
@@ -141,11 +145,15 @@ class NodeProcessors:
             whole: False: leave out the final temperature, top-k, top-p and min-p, which the caller applies.
             drafted: False: every node is a row's last token, and its scores choose the next one. Changes that such calls make to
                 a processor's state are kept.
+            failed: receives the drafted nodes for which the user's code raised; they keep their logits.
         """
         processors = self.processors if whole else self._first
         if drafted and self._keeps_state:  # scores for a drafter; its drafts will not be used
             processors = [processor for processor in processors if _code_of_user(processor) is None]
-        scores = self._applied(processors, sequences, paths, logits)
+        if paths is not None and any(_code_of_user(processor) is not None for processor in processors):
+            scores = self._along_trees(processors, sequences, paths, logits, set() if failed is None else failed)
+        else:
+            scores = self._applied(processors, sequences, paths, logits)
         if self._watched and not self._keeps_state:
             changed = [state for state in self._watched if state.has_changed()]
             if drafted:
@@ -163,6 +171,40 @@ class NodeProcessors:
             "nothing is drafted.",
             getattr(processor, "__name__", type(processor).__name__),
         )
+
+    def _along_trees(self, processors, sequences, paths, logits: torch.Tensor, failed: set[int]) -> torch.Tensor:
+        """`_applied`, depth by depth, for the nodes that plain decoding may reach."""
+        scores, on_host = logits.clone(), [tuple(path.tolist()) for path in paths]
+        places = {(seq.id, path): i for i, (seq, path) in enumerate(zip(sequences, on_host, strict=True))}
+        scored: set[int] = set()
+
+        def score(nodes: list[int]) -> None:
+            index = torch.tensor(nodes, device=logits.device)
+            chosen = [sequences[i] for i in nodes], [paths[i] for i in nodes]
+            scores[index] = self._applied(processors, *chosen, logits[index])
+            scored.update(nodes)
+
+        def is_possible(node: int) -> bool:
+            seq, path = sequences[node], on_host[node]
+            parent = places.get((seq.id, path[:-1])) if path else None
+            if path and path[-1] in seq.eos_token_ids:
+                return False
+            return parent is None or (parent in scored and bool(scores[parent, path[-1]] > -math.inf))
+
+        for depth in sorted(set(map(len, on_host))):
+            nodes = [i for i, path in enumerate(on_host) if len(path) == depth and is_possible(i)]
+            try:
+                if nodes:
+                    score(nodes)
+            except Exception:
+                if not depth:
+                    raise
+                for node in nodes:
+                    try:
+                        score([node])
+                    except Exception:
+                        failed.add(node)
+        return scores
 
     def _applied(self, processors, sequences, paths, logits: torch.Tensor) -> torch.Tensor:
         if not processors:
@@ -252,8 +294,12 @@ class NodeProcessors:
                 "not: its state began to change after tokens had been drafted, or the rows do not fit the KV cache together. Set "
                 "keeps_state = True on the processor, raise num_blocks, or pass one row at a time."
             )
+        texts = {seq.row: (len(seq.shown_tokens), prefix) for seq, prefix in zip(sequences, prefixes, strict=True)}
         for (length, _), members in waves.items():
             ids = self._filler(length)
+            for row, (count, prefix) in texts.items():
+                if count >= length:  # the row has come by there
+                    ids[row] = prefix[:length]
             batch = scores.new_zeros(ids.shape[0], scores.shape[1])
             for row, i in members.items():
                 ids[row], batch[row] = prefixes[i], scores[i]
