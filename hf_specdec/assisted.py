@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from transformers import PreTrainedModel
 from transformers.generation.candidate_generator import CandidateGenerator as TransformersCandidateGenerator
+from transformers.generation.stopping_criteria import EosTokenCriteria, StoppingCriteriaList, StopStringCriteria
 
 from .candidate_generators import CandidateGenerator, parse_config
 from .candidate_generators.base import DrafterContext
@@ -17,6 +18,8 @@ from .core.output import PackedOutput
 from .core.sequence import Sequence
 from .integration import generator_for
 from .model.architectures import tapped
+
+_ENDS = (EosTokenCriteria, StopStringCriteria)
 
 
 @contextlib.contextmanager
@@ -32,16 +35,25 @@ def assisted_loop(
         with hf_specdec.assisted_loop(model, {"method": "ngram"}):
             model.generate(**inputs, prompt_lookup_num_tokens=1)  # any argument that turns assisted generation on
 
-    transformers has no argument for a candidate generator, so the model's `_get_candidate_generator` is replaced.
+    transformers has no argument for a candidate generator, so the model's `_get_candidate_generator` is replaced. Its loop looks at
+    stopping criteria only after all tokens of a step, so drafts end where a stop text or an end-of-sequence token would.
     """
     context = DrafterContext(assistant_model, tokenizer, assistant_tokenizer)
     drafter = AssistedDrafter(generator_for(model, parse_config(speculative_config), context))
+    original = model._get_stopping_criteria
+
+    def criteria(*args, **kwargs):
+        found = original(*args, **kwargs)
+        drafter.ends = StoppingCriteriaList(each for each in found if isinstance(each, _ENDS))
+        return found
+
     model._get_candidate_generator = lambda *args, **kwargs: drafter
+    model._get_stopping_criteria = criteria
     try:
         with tapped(model, drafter.generator.taps, drafter.features):
             yield drafter
     finally:
-        del model._get_candidate_generator
+        del model._get_candidate_generator, model._get_stopping_criteria
         drafter.close()
 
 
@@ -52,12 +64,14 @@ class AssistedDrafter(TransformersCandidateGenerator):
         generator: the drafter.
         sequence: the text that is being generated; None before the first call and after `close`.
         features: the target's hidden states in its last forward, [T, H] by tap: filled from outside (see `tapped`).
+        ends: criteria of the call by which a token ends the text.
     """
 
     def __init__(self, generator: CandidateGenerator):
         generator.verify_chains_only()
         self.generator = generator
         self.sequence: Sequence | None = None
+        self.ends = StoppingCriteriaList()
         self.features: dict[Any, torch.Tensor] = {}
         self._proposal: tuple[DraftTrees, list[int]] | None = None  # the last draft, and its nodes that were candidates
         self._num_fed = 0  # length of the text when the draft was proposed
@@ -72,9 +86,16 @@ class AssistedDrafter(TransformersCandidateGenerator):
         with self.generator.active():
             trees = self.generator.propose([seq], [self.generator.config.longest_draft])
         path = _first_path(trees)
-        self._proposal, self._num_fed = (trees, path), len(seq.tokens)
         tokens = trees.tokens[0, torch.tensor(path, dtype=torch.long, device=trees.tokens.device)]
-        return torch.cat([input_ids, tokens[None].to(input_ids.device)], dim=1), None
+        candidates = torch.cat([input_ids, tokens[None].to(input_ids.device)], dim=1)
+        start = input_ids.shape[1]
+        # The token that ends the text is not drafted: verification gives it after the last draft, and then nothing follows.
+        count = next((i for i in range(len(path)) if self._is_end(candidates[:, : start + i + 1])), len(path))
+        self._proposal, self._num_fed = (trees, path[:count]), len(seq.tokens)
+        return candidates[:, : start + count], None
+
+    def _is_end(self, input_ids: torch.LongTensor) -> bool:
+        return bool(self.ends) and bool(self.ends(input_ids, None).all())  # type: ignore[arg-type]
 
     def update_candidate_strategy(self, input_ids: torch.LongTensor, scores: torch.Tensor, num_matches: int) -> None:
         """Tell the generator which candidates the last forward accepted.

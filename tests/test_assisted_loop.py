@@ -143,3 +143,13 @@ def test_sampling_has_the_targets_distribution():
             )
             counts[output[0, 6]] += 1
     assert stats.chisquare(counts.numpy(), expected / expected.sum() * draws).pvalue > 1e-3
+
+
+@pytest.mark.parametrize("method", [{"method": "ngram"}, {"method": "draft_model", "model": "tiny-draft"}])
+def test_text_ends_at_stop_strings_inside_a_draft(tiny_model, tiny_tokenizer, method):
+    inputs = tiny_tokenizer("Tom went to the park. Tom went to the park. Tom went to", return_tensors="pt")
+    for stop in ("the", "park.", "ark. T", "Tom", "was"):
+        more = {"max_new_tokens": 40, "stop_strings": [stop], "tokenizer": tiny_tokenizer}
+        plain = tiny_model.generate(**inputs, **more)
+        with hf_specdec.assisted_loop(tiny_model, method):
+            assert torch.equal(tiny_model.generate(**inputs, **more, prompt_lookup_num_tokens=1), plain)

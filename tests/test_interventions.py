@@ -2,6 +2,8 @@
 
 import contextlib
 import copy
+import json
+import shutil
 
 import pytest
 import torch
@@ -9,9 +11,10 @@ from oracle import drafter_of, ragged, tiny_llama
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import LogitsProcessor, LogitsProcessorList
+from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
 from transformers.models.llama import modeling_llama
 
+import hf_specdec
 from hf_specdec import integration
 from hf_specdec.core.errors import UnsupportedModel
 
@@ -403,3 +406,49 @@ def test_what_raises_on_the_way_of_plain_decoding_is_raised(model):
         more = {} if config is None else {"speculative_config": config}
         with pytest.raises(KeyError):
             model.generate(**inputs, max_new_tokens=12, prefix_allowed_tokens_fn=trie, **more)
+
+
+# ---- code of a model's repository ---------------------------------------------------------------------------------------
+
+
+def with_code(folder, source):
+    """A copy of a model's folder whose classes are in files beside the weights."""
+    shutil.copytree(source, folder)
+    config = json.loads((folder / "config.json").read_text())
+    classes = {"AutoConfig": "configuration_x.XConfig", "AutoModelForCausalLM": "modeling_x.XForCausalLM"}
+    (folder / "config.json").write_text(json.dumps({**config, "model_type": "x_model", "auto_map": classes}))
+    (folder / "configuration_x.py").write_text(
+        "from transformers import LlamaConfig\n\n\nclass XConfig(LlamaConfig):\n    model_type = 'x_model'\n"
+    )
+    (folder / "modeling_x.py").write_text(
+        "from transformers import LlamaForCausalLM\n\nfrom .configuration_x import XConfig\n\n\n"
+        "class XForCausalLM(LlamaForCausalLM):\n    config_class = XConfig\n"
+    )
+    return folder
+
+
+def test_code_that_the_user_trusted_is_not_asked_about_again(tmp_path, monkeypatch):
+    """A drafter of a kind that transformers knows runs transformers' code all the same."""
+    monkeypatch.setattr("builtins.input", lambda *_: pytest.fail("it asks"))
+    target, draft = (with_code(tmp_path / name, hf_specdec.bundled(name)) for name in ("tiny", "tiny-draft"))
+    model = AutoModelForCausalLM.from_pretrained(target, trust_remote_code=True)
+    assert type(model).__module__.startswith("transformers_modules.")
+    for config in (
+        {"method": "eagle3", "model": "tiny-eagle3"},
+        {"method": "draft_model", "model": str(draft)},
+        {"method": "draft_model", "model": "tiny-draft"},
+    ):
+        assert_same_text(model, config)
+    known = json.loads((draft / "config.json").read_text()) | {"model_type": "llama"}
+    (draft / "config.json").write_text(json.dumps(known))
+    hf_specdec.release(model)
+    assert_same_text(model, {"method": "draft_model", "model": str(draft), "num_speculative_tokens": 2})
+    (head,) = [decoder.generator.drafter.model for decoder in integration.kept_decoders(model)]
+    assert type(head).__module__.startswith("transformers.models.llama")
+
+
+@pytest.mark.parametrize("config", [NGRAM, {"method": "eagle3", "model": "tiny-eagle3"}])
+def test_activations_that_are_quantized_together_are_named(tiny_model, config):
+    quantized = torch.ao.quantization.quantize_dynamic(tiny_model, {nn.Linear}, dtype=torch.qint8)
+    with pytest.raises(UnsupportedModel, match=r"dynamic quantization .* rounds activations"):
+        quantized.generate(**ragged([6, 3]), max_new_tokens=4, speculative_config=config)

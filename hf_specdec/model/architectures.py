@@ -42,6 +42,12 @@ def check_supported(model: PreTrainedModel) -> None:
             f"{name} is an encoder-decoder model; speculative_config works with decoder-only models."
         )
     _check_cache_holds_ids(model)
+    if any(".quantized.dynamic." in f"{type(module).__module__}." for module in all_modules(model)):
+        raise UnsupportedModel(
+            f"torch.ao's dynamic quantization of {name} rounds activations by the largest of all tokens in a forward, so a token's logits "
+            "change with the drafts beside it. Quantize weights only ('target_quantization': 'wint8'), or call generate() without "
+            "speculative_config."
+        )
     if model.get_output_embeddings() is None:
         raise UnsupportedModel(f"{name} has no language-model head.")
     kinds = set(getattr(text, "layer_types", None) or []) - _ATTENTION_LAYER_TYPES
@@ -77,6 +83,11 @@ def _check_cache_holds_ids(model: PreTrainedModel) -> None:
         raise UnsupportedModel(
             f"{type(model).__name__} caches keys of images for which a prompt has no ids. Call generate() without speculative_config."
         )
+
+
+def has_repository_code(model: PreTrainedModel) -> bool:
+    """True for a model that was loaded with `trust_remote_code=True` and runs code of its repository: the user has trusted that."""
+    return type(model).__module__.startswith("transformers_modules.")
 
 
 def is_multimodal(model: PreTrainedModel) -> bool:

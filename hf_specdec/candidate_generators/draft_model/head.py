@@ -5,10 +5,11 @@ from __future__ import annotations
 import threading
 import weakref
 
-from transformers import AutoModelForCausalLM, PreTrainedModel
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 from ...bundled import resolve_model
+from ...model.architectures import has_repository_code
 from ...model.options.quantized import quantizes_natively
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext
@@ -59,10 +60,18 @@ def load_drafter(config: DraftModelConfig, target: PackedModel, context: Drafter
         model = loaded.get(key)
         if model is None:
             try:
+                revision = config.revision or "main"
+                trusted = has_repository_code(target.model) and not is_known(name, revision)
                 model = AutoModelForCausalLM.from_pretrained(
-                    name, revision=config.revision or "main", dtype=target.model.dtype, **sharding
+                    name, revision=revision, dtype=target.model.dtype, trust_remote_code=trusted, **sharding
                 )
             except (OSError, ValueError) as error:
                 raise config.fail("model", f"could not be loaded from {name!r}: {error}") from error
             model = loaded[key] = (model if sharding else model.to(target.device)).eval()
     return model
+
+
+def is_known(name: str, revision: str) -> bool:
+    """True if transformers has the code of a model: then no code of its repository is run."""
+    values, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
+    return values.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES

@@ -11,6 +11,7 @@ from transformers import AutoTokenizer, PreTrainedModel
 
 from ...core.draft_trees import DraftTrees
 from ...core.sequence import Sequence
+from ...model.architectures import has_repository_code
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext, held_weakly
 from .config import DraftModelConfig
@@ -71,7 +72,9 @@ def _tokenizer_of(model: PreTrainedModel) -> Any:
     if not name:
         return None
     try:
-        return AutoTokenizer.from_pretrained(name, local_files_only=os.path.isdir(name))
+        return AutoTokenizer.from_pretrained(
+            name, local_files_only=os.path.isdir(name), trust_remote_code=has_repository_code(model)
+        )
     except (OSError, ValueError) as error:
         logger.info("No tokenizer found for %s (%s).", name, error)
         return None
