@@ -408,6 +408,15 @@ def test_what_raises_on_the_way_of_plain_decoding_is_raised(model):
             model.generate(**inputs, max_new_tokens=12, prefix_allowed_tokens_fn=trie, **more)
 
 
+@pytest.mark.parametrize("lengths", [(16, 7), (40, 15)])
+def test_prompts_beyond_the_positions_of_a_rotary_model(lengths):
+    """Plain `generate()` runs them; a position embedding would end."""
+    model = tiny_llama(max_position_embeddings=16)
+    assert_same_text(model, lengths=lengths)
+    for config in ({"method": "none"}, {"method": "draft_model", "early_exit": 1}):
+        assert_same_text(model, config, lengths)
+
+
 # ---- code of a model's repository ---------------------------------------------------------------------------------------
 
 
