@@ -19,7 +19,7 @@ _RULE_OF_KEY = {
     "synthetic_acceptance_length": "synthetic",
 }
 # Keys that may differ between calls that share a decoder and its drafter.
-PER_CALL_KEYS = ("seed", "rejection_sample_method", "async_scheduling", *_RULE_OF_KEY)
+PER_CALL_KEYS = ("seed", "rejection_sample_method", "async_scheduling", "trace", *_RULE_OF_KEY)
 DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
 QUANTIZATIONS = ("wint8", "wint4")
 RECURRENT_STATES = ("auto", "kept", "replayed")
@@ -176,6 +176,14 @@ class SpeculativeConfig:
         },
     )
 
+    trace: bool = field(
+        default=False,
+        metadata={
+            "help": "record every step in `output.speculation.trace`: the tokens drafted, accepted and rejected, and the milliseconds of "
+            "drafting, the forward and the choice of tokens; steps do not overlap then"
+        },
+    )
+
     def __post_init__(self) -> None:
         self.method = self.method or self.name
         if self.method != self.name:
@@ -206,6 +214,7 @@ class SpeculativeConfig:
             if self.native and getattr(self, key):
                 raise self.fail(key, "cannot be combined with 'native': leave one of them out.")
         self.check_bool("deterministic")
+        self.check_bool("trace")
         for key in ("prepack_weights", "target_quantization", "compile", "native"):
             if self.deterministic and getattr(self, key):
                 raise self.fail(key, "cannot be combined with 'deterministic': leave one of them out.")

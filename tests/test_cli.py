@@ -136,17 +136,37 @@ def test_bench_writes_table_and_json(capsys, tmp_path):
     code, out, err = run(
         capsys, "bench", "tiny", "--speculative-config", '{"method": "ngram"}', "--speculative-config", DRAFT,
         "--dtype", "float32", "--limit", "3", "--batch-size", "2", "--max-new-tokens", "12", "--repeats", "2",
-        "--json", str(report_file),
+        "--json", str(report_file), "--trace",
     )  # fmt: skip
     assert code == 0, err
-    assert "tokens/s" in out
+    assert out.index("× none") < out.index("× plain") < out.index("tokens/s") and 'method "none"' in out
     report = json.loads(report_file.read_text())
     assert report["environment"]["versions"]["transformers"]
-    assert [r["rows_equal_to_baseline"] for r in report["results"]] == [3, 3, 3]
-    baseline, _, draft = report["results"]
-    assert baseline["mean_accepted_length"] is None
+    assert [r["rows_equal_to_baseline"] for r in report["results"]] == [3, 3, 3, 3]
+    plain, none, _, draft = report["results"]
+    assert plain["mean_accepted_length"] is None and none["speculative_config"] == {"method": "none"}
+    assert none["speed_up_over_none"] == plain["speed_up"] == 1
+    assert draft["speed_up_over_none"] == draft["tokens_per_second"] / none["tokens_per_second"]
     assert draft["mean_accepted_length"] >= 1
     assert len(draft["seconds"]) == 2
+    steps = report["traces"][DRAFT]
+    assert all(step["drafted"] for step in steps if step["rejected"] or step["accepted"]) and "rejected" in out
+    assert {step["row"] for step in steps} == {0, 1} and all(step["forward_ms"] > 0 for step in steps)
+
+
+def test_what_drafting_brings_is_compared_with_the_same_loop():
+    """Other weights or kernels of the target are not the drafter's merit; and a loss is marked, however fast the loop is."""
+    quantized = Variant("q", {"method": "ngram", "target_quantization": "wint4"})
+    ngram = Variant("n", '{"method": "ngram"}')
+    variants = measure.with_baselines([ngram, quantized, Variant("x", {"method": "none"})])
+    configs = [each.speculative_config for each in variants]
+    four_bits = {"method": "none", "target_quantization": "wint4"}
+    assert configs == [None, {"method": "none"}, four_bits, ngram.speculative_config, quantized.speculative_config]
+    speeds = [10, 28, 40, 30, 31]
+    results = [Measurement(v, [1.0], [n], [[1]]) for v, n in zip(variants, speeds, strict=True)]
+    shown = [measure.times_none(each, results) for each in results]
+    assert shown == ["0.36 ×", "1.00 ×", "1.00 ×", "1.07 ×", f"0.78 × {measure.LOSES}"]
+    assert measure.LOSED in measure.remarks(results) and measure.LOSED not in measure.remarks(results[:4])
 
 
 def test_bench_prints_json(capsys):
@@ -155,7 +175,7 @@ def test_bench_prints_json(capsys):
         "--repeats", "1", "--json", "-",
     )  # fmt: skip
     assert code == 0, err
-    assert len(json.loads(out)["results"]) == 2
+    assert len(json.loads(out)["results"]) == 3
 
 
 def test_demo_shows_text_and_table(capsys):
@@ -163,9 +183,9 @@ def test_demo_shows_text_and_table(capsys):
         capsys, "demo", "--size", "tiny", "--dtype", "float32", "--prompts", "2", "--max-new-tokens", "6"
     )
     assert code == 0, (out, err)
-    for word in ("tokens/s", "τ", "plain generate()", "draft_model", "eagle3", "2/2", "16/16", "--all"):
+    for word in ("tokens/s", "τ", "× none", "draft_model", "eagle3", "2/2", "16/16", "--all"):
         assert word in out
-    assert "batch size 1: 8 of 8 runs" in err
+    assert "batch size 1: 10 of 10 runs" in err
 
 
 def test_a_demo_that_fails_leaves_no_hook_on_the_model(tiny_model, tiny_tokenizer, monkeypatch):
@@ -256,9 +276,10 @@ def test_what_the_demo_compares_can_be_parsed(cheap_rows, light):
     model = demo_model.DemoModel(None, None, hf_specdec.bundled("tiny-eagle3"), cheap_rows)
     variants = [*demo.single_variants(model), *demo.batch_variants(model)]
     methods = [hf_specdec.parse_config(each.speculative_config).method for each in variants if each.speculative_config]
+    assert methods.count("none") == 2
     if importlib.util.find_spec("arctic_inference") is None:
         light = "ngram" if light == "suffix" else light
-    assert methods == [light, "draft_model", "eagle3", "eagle3"]
+    assert [each for each in methods if each != "none"] == [light, "draft_model", "eagle3", "eagle3"]
 
 
 def test_rows_end_at_their_end_token():

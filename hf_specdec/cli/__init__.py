@@ -27,7 +27,8 @@ start here:
 """
 
 EXPECTED_ERRORS = (ValueError, OSError, ImportError)
-LONG_VALUE = re.compile(r"'[^']{200,}'|\"[^\"]{200,}\"|\S{200,}")
+# An opening quote follows no letter: the apostrophe in "target's", or the end of another value, opens nothing.
+LONG_VALUE = re.compile(r"(?<!\w)'[^']{200,}'|(?<!\w)\"[^\"]{200,}\"|\S{200,}")
 
 
 class Parser(argparse.ArgumentParser):

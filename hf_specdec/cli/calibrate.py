@@ -5,16 +5,13 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from rich.table import Table
 
-from ..candidate_generators import parse_config
-from ..candidate_generators.base import DrafterContext
+import hf_specdec
+
 from ..config import SpeculativeConfig
-from ..decoding.calibration import calibrated_tree, expected_accepted_length, measure_accuracies
-from ..integration import get_decoder
 from .measure import end_tokens
 from .options import (
     BUNDLED_PROMPTS,
@@ -26,6 +23,9 @@ from .options import (
     positive_int,
     read_prompts,
 )
+
+if TYPE_CHECKING:
+    import numpy as np
 
 EPILOG = """\
 examples:
@@ -82,8 +82,12 @@ def add_command(commands) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the subcommand; returns the exit code."""
+    from ..candidate_generators.base import DrafterContext
+    from ..decoding.calibration import calibrated_tree, expected_accepted_length, measure_accuracies
+    from ..integration import get_decoder
+
     check_output_file(args.json, "--json")
-    config = parse_config(args.speculative_config)
+    config = hf_specdec.parse_config(args.speculative_config)
     prompts = [row["prompt"] for row in read_prompts(args.prompts)][: args.limit]
     model, tokenizer = load_model_and_tokenizer(args)
     encoded = [

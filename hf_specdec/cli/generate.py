@@ -6,13 +6,10 @@ import argparse
 import sys
 import time
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from transformers import TextStreamer
-from transformers.generation.streamers import BaseStreamer
 
 import hf_specdec
 
@@ -26,6 +23,9 @@ from .options import (
     load_model_and_tokenizer,
     read_prompts,
 )
+
+if TYPE_CHECKING:
+    import torch
 
 EPILOG = """\
 examples:
@@ -69,8 +69,8 @@ def add_command(commands) -> argparse.ArgumentParser:
     return parser
 
 
-class TokenBar(BaseStreamer):
-    """A streamer that advances a progress bar as tokens arrive. The first call of `put` passes the prompt."""
+class TokenBar:
+    """A streamer, for `generate()`, that advances a progress bar as tokens arrive. The first call of `put` passes the prompt."""
 
     def __init__(self, progress: Progress, total: int):
         self.progress = progress
@@ -89,6 +89,9 @@ class TokenBar(BaseStreamer):
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the subcommand; returns the exit code."""
+    import torch
+    from transformers import TextStreamer
+
     arguments = decoding_arguments(args)
     hf_specdec.parse_config(args.speculative_config)
     prompts = args.prompt or [row["prompt"] for row in read_prompts(args.prompt_file)]

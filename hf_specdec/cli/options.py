@@ -6,16 +6,16 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 import hf_specdec
 
 from ..jsonl import read_rows, rows_of
+
+if TYPE_CHECKING:
+    import torch
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
 BUNDLED_PROMPTS = Path(__file__).parents[1] / "bundled_models" / "prompts.jsonl"
@@ -54,7 +54,7 @@ class Output(Console):
     """A console on stdout that raises BrokenPipeError if the pipe is closed."""
 
     def __init__(self) -> None:
-        super().__init__(highlight=False)
+        super().__init__(highlight=False, emoji=False)
 
     def on_broken_pipe(self) -> None:
         """Raise, so that `main` handles it."""
@@ -142,6 +142,10 @@ def load_model_and_tokenizer(args: argparse.Namespace) -> tuple[Any, Any]:
     Raises:
         ValueError: the folder does not exist.
     """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as transformers_logging
+
     folder = hf_specdec.resolve_model(args.model)
     if folder.startswith(("/", ".", "~")) and not Path(folder).is_dir():
         raise ValueError(f"{folder}: no such folder.")

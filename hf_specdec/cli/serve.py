@@ -9,8 +9,6 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import hf_specdec
 
 from ..jsonl import json_object
@@ -254,6 +252,8 @@ def _run_replicas(args: argparse.Namespace, transfer: dict | None) -> int:
             f"--replicas does not support {', '.join(given) or 'several names (--served-model-name)'}: start the servers one by one, "
             "with a router in front of them (docs/distributed.md)."
         )
+    import torch
+
     from ..serve.address import listen
     from ..serve.ray import Arguments, run
 

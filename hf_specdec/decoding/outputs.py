@@ -30,7 +30,8 @@ class Speculation(dict):
     tokens), `acceptance_per_position` (of the rounds that drafted this deep, the share in which the token at this depth was
     accepted), `drafters` (method "auto": the same figures, by drafter, of the steps it drafted for), `learning` (where a head
     learns: the texts, tokens and steps it has learnt from, weights put in place and dropped, seconds, and τ on held-out texts),
-    `kv_cache_bytes` (peak memory of the target's KV and states) and `rows`: the same figures for each row.
+    `trace` (if the configuration has it: see `decoding.trace.Trace`), `kv_cache_bytes` (peak memory of the target's KV and
+    states) and `rows`: the same figures for each row.
     """
 
     def __getattr__(self, name: str) -> Any:
