@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import itertools
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
+T = TypeVar("T")
 VERIFICATION_RULES = ("greedy", "coupled", "rejection", "block", "typical", "synthetic")
 _RULE_ALIASES = {"standard": "rejection", "probabilistic": "rejection", "strict": "coupled"}  # vLLM's names
 _RULE_OF_KEY = {
@@ -445,6 +447,27 @@ def _integer(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise ValueError(value)
     return int(value)
+
+
+def unknown_argument(owner: str, name: str, known: Iterable[str]) -> TypeError:
+    """The error about an argument that a class does not have; the caller raises it."""
+    return TypeError(f"{owner}() has no argument {name!r}{nearest_hint(name, known)}.")
+
+
+def with_hints(dataclass_type: type[T]) -> type[T]:
+    """Class decorator: an argument that the dataclass does not have is a TypeError that suggests the nearest one."""
+    initialize = dataclass_type.__init__
+    known = [f.name for f in dataclasses.fields(dataclass_type)]  # type: ignore[arg-type]
+
+    @functools.wraps(initialize)
+    def checked(self, *args, **values) -> None:
+        for name in values:
+            if name not in known:
+                raise unknown_argument(dataclass_type.__name__, name, known)
+        initialize(self, *args, **values)
+
+    setattr(dataclass_type, "__init__", checked)  # noqa: B010 (a method, to a type checker)
+    return dataclass_type
 
 
 def nearest_hint(word: Any, choices: Iterable[str]) -> str:

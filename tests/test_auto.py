@@ -498,7 +498,10 @@ def test_what_no_step_has_shown_is_unknown(tiny_model):
         "methods": [{"method": "ngram"}, {"method": "eagle3", "model": "tiny-eagle3"}],
         "memory": False,
     }
-    tiny_model.generate(**ragged([12]), max_new_tokens=1, do_sample=False, speculative_config=config)
+    output = tiny_model.generate(
+        **ragged([12]), max_new_tokens=1, do_sample=False, speculative_config=config, return_dict_in_generate=True
+    )
+    assert output.speculation["drafters"] == output.speculation["rows"][0]["drafters"] == {}
     (decoder,) = hf_specdec.integration.kept_decoders(tiny_model)
     drafters = decoder.policy.report()["drafters"]
     assert drafters["eagle3"] == {"milliseconds": None, "acceptance": None, "steps": 0}

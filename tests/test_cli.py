@@ -88,7 +88,7 @@ def test_generate_batch_from_file_with_stop_and_config_file(capsys, tmp_path):
     prompts.write_text("\n".join(json.dumps({"prompt": p}) for p in (PROMPT, "What is 2 + 3?")))
     config.write_text('{"method": "ngram", "prompt_lookup_max": 4}')
     code, out, err = run(
-        capsys, "generate", "tiny", "--prompt-file", str(prompts), "--speculative-config", str(config),
+        capsys, "generate", "tiny", "--prompts", str(prompts), "--speculative-config", str(config),
         "--max-new-tokens", "16", "--stop", ".", "--no-chat",
     )  # fmt: skip
     assert code == 0, err
@@ -180,7 +180,7 @@ def test_bench_prints_json(capsys):
 
 def test_demo_shows_text_and_table(capsys):
     code, out, err = run(
-        capsys, "demo", "--size", "tiny", "--dtype", "float32", "--prompts", "2", "--max-new-tokens", "6"
+        capsys, "demo", "--size", "tiny", "--dtype", "float32", "--limit", "2", "--max-new-tokens", "6"
     )
     assert code == 0, (out, err)
     for word in ("tokens/s", "τ", "× none", "draft_model", "eagle3", "2/2", "16/16", "--all"):
@@ -201,7 +201,7 @@ def test_a_demo_that_fails_leaves_no_hook_on_the_model(tiny_model, tiny_tokenize
 
 @pytest.mark.slow
 def test_demo_of_every_method(capsys):
-    code, out, err = run(capsys, "demo", "--all", "--prompts", "2", "--max-new-tokens", "6")
+    code, out, err = run(capsys, "demo", "--all", "--limit", "2", "--max-new-tokens", "6")
     assert code == 0, (out, err)
     for word in ("tokens/s", "τ", "ngram", "draft_model, chain", "draft_model, tree", "2/2"):
         assert word in out
@@ -210,7 +210,12 @@ def test_demo_of_every_method(capsys):
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["frobnicate"], "frobnicate"),
+        (["genrate"], "did you mean 'generate'"),
+        (["generate", "tniy", "--prompt", "x"], "did you mean 'tiny'"),
+        (["bench", "tiny", "--speculative-config", '{"model": "tiny-eagel3"}'], "did you mean 'tiny-eagle3'"),
+        (["bench", "tiny", "--speculative-config", "ngrm"], "did you mean 'ngram'"),
+        (["bench", "tiny", "--speculative-config", "ngram", "--repeat-count", "3"], "did you mean '--repeats'"),
+        (["train", "medusa", "--target", "t", "--data", "d", "--output", "o", "--epoch-count", "3"], "did you mean '--epochs'"),
         (["generate", "tiny"], "--prompt"),
         (["generate", "tiny", "--prompt", "x", "--max-new-tokens", "0"], "at least 1"),
         (["generate", "tiny", "--prompt", "x", "--temperature", "0.5"], "--do-sample"),
@@ -221,7 +226,7 @@ def test_demo_of_every_method(capsys):
          "prompt_lookup_max"),
         (["generate", "tiny", "--prompt", "x", "--speculative-config", "{not json"], "{not json"),
         (["generate", "/no/such/model", "--prompt", "x"], "/no/such/model"),
-        (["models", "ngrm"], "ngram"),
+        (["models", "ngrm"], "did you mean 'ngram'"),
         (["bench", "tiny"], "--speculative-config"),
         (["bench", "tiny", "--speculative-config", '{"method": "ngram"}', "--prompts", "/nowhere.jsonl"], "/nowhere.jsonl"),
     ],
@@ -244,6 +249,15 @@ def test_bad_prompt_files_are_named(tmp_path, text, says):
     with pytest.raises(ValueError, match=says) as error:
         read_prompts(str(path))
     assert str(path) in str(error.value)
+
+
+def test_a_text_file_has_a_prompt_a_line(tmp_path, capsys):
+    """And whatever has no rows says how it was read."""
+    for name, content, prompts in (("p.txt", "a\n\nb c\n", ["a", "b c"]), ("p.md", "a\n\nb", ["a\n\nb"])):
+        path = tmp_path / name
+        path.write_text(content)
+        assert [row["prompt"] for row in read_prompts(str(path))] == prompts
+        assert f"{path}: {len(prompts)} prompt" in capsys.readouterr().err
 
 
 def test_prompt_files_of_known_data_sets(tmp_path):

@@ -4,6 +4,7 @@ import json
 import os
 import re
 import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -312,3 +313,20 @@ def test_cards_that_are_not_the_users_are_not_changed(capsys, no_model, tmp_path
     shutil.copytree(folder, copy)
     (copy / "README.md").write_text("# Mine")
     assert "no model card" in error_line(capsys, "eval", str(copy), "--target", "tiny", "--update-card")
+
+
+def test_interrupted_while_it_imports(tmp_path):
+    """One line, whatever is being imported, and the exit code of interrupted commands."""
+    (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(hf_specdec.__file__).parents[1])]),
+    }
+    command = [sys.executable, "-m", "hf_specdec", "env"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "hf-specdec env: interrupted\n")

@@ -26,10 +26,11 @@ from .measure import (
     with_baselines,
 )
 from .options import (
-    BUNDLED_PROMPTS,
+    CONFIG_HELP,
     Output,
     add_decoding_options,
     add_model_options,
+    add_prompts_option,
     check_output_file,
     decoding_arguments,
     encode_prompts,
@@ -62,16 +63,10 @@ def add_command(commands) -> argparse.ArgumentParser:
         action="append",
         required=True,
         metavar="JSON",
-        help="JSON text or the path of a JSON file; repeat it to compare several",
+        help=f"{CONFIG_HELP}; repeat it to compare several",
     )
     group = parser.add_argument_group("measurement")
-    group.add_argument(
-        "--prompts",
-        default=str(BUNDLED_PROMPTS),
-        metavar="FILE",
-        help='.jsonl with a "prompt" a row (default: the bundled prompts)',
-    )
-    group.add_argument("--limit", type=positive_int, metavar="N", help="use only the first N prompts")
+    add_prompts_option(group)
     group.add_argument("--batch-size", type=positive_int, default=1, metavar="B", help="default: %(default)s")
     group.add_argument("--repeats", type=positive_int, default=3, metavar="R", help="default: %(default)s")
     group.add_argument(

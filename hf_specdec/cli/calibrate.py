@@ -14,9 +14,10 @@ import hf_specdec
 from ..config import SpeculativeConfig
 from .measure import end_tokens
 from .options import (
-    BUNDLED_PROMPTS,
+    CONFIG_HELP,
     Output,
     add_model_options,
+    add_prompts_option,
     check_output_file,
     encode_prompts,
     load_model_and_tokenizer,
@@ -51,17 +52,9 @@ def add_command(commands) -> argparse.ArgumentParser:
         "calibrate", help="measure a drafter and fit a draft tree to it", description=__doc__, epilog=EPILOG
     )
     add_model_options(parser)
-    parser.add_argument(
-        "--speculative-config", required=True, metavar="JSON", help="JSON text or the path of a JSON file"
-    )
+    parser.add_argument("--speculative-config", required=True, metavar="JSON", help=CONFIG_HELP)
     group = parser.add_argument_group("measurement")
-    group.add_argument(
-        "--prompts",
-        default=str(BUNDLED_PROMPTS),
-        metavar="FILE",
-        help='.jsonl with a "prompt" a row (default: the bundled prompts)',
-    )
-    group.add_argument("--limit", type=positive_int, metavar="N", help="use only the first N prompts")
+    add_prompts_option(group)
     group.add_argument(
         "--chat",
         action=argparse.BooleanOptionalAction,

@@ -29,7 +29,7 @@ EPILOG = """\
 examples:
   hf-specdec demo
   hf-specdec demo --all
-  hf-specdec demo --all --prompts 12 --max-new-tokens 64 --batch-size 4
+  hf-specdec demo --all --limit 12 --max-new-tokens 64 --batch-size 4
 
 The bundled model has 6 million parameters, too few for any drafter to make it faster. So the demo first makes it bigger: the added zeros
 and idle layers change no logit, but cost as much time as the weights of a real model. Green text was drafted and accepted; the other
@@ -48,7 +48,8 @@ def add_command(commands) -> argparse.ArgumentParser:
         "demo", help="show text and speed on the bundled models", description=__doc__, epilog=EPILOG
     )
     parser.add_argument("--all", action="store_true", help="run every method on the small model and compare the texts")
-    parser.add_argument("--prompts", type=positive_int, metavar="N", help="most prompts (default: 8; with --all 6)")
+    parser.add_argument("--limit", type=positive_int, metavar="N", help="use only N prompts (default: 8; with --all 6)")
+    parser.add_argument("--prompts", dest="limit", type=positive_int, help=argparse.SUPPRESS)  # its earlier name
     parser.add_argument("--max-new-tokens", type=positive_int, metavar="N", help="default: 48; with --all 96")
     parser.add_argument("--size", choices=["auto", *SIZES], default="auto", help="of the model (default: %(default)s)")
     parser.add_argument(
@@ -65,7 +66,7 @@ def add_command(commands) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Carry out the subcommand; returns the exit code."""
     args.max_new_tokens = args.max_new_tokens or (96 if args.all else 48)
-    args.prompts = args.prompts or (6 if args.all else 8)
+    args.limit = args.limit or (6 if args.all else 8)
     if args.all:
         return run_all(args)
     console = Output()
@@ -78,10 +79,10 @@ def run(args: argparse.Namespace) -> int:
 
 def show(console: Output, demo: DemoModel, args: argparse.Namespace) -> int:
     """Show one text, then the table. Returns 1 if a text differs in float32."""
-    rows = spread(read_prompts(str(BUNDLED_PROMPTS)), max(args.prompts, 2 * BATCH))
+    rows = spread(read_prompts(str(BUNDLED_PROMPTS)), max(args.limit, 2 * BATCH))
     prompts = [row["prompt"] for row in rows]
     show_text(console, demo, prompts[0], args.max_new_tokens)
-    single, batched = [[each] for each in spread(prompts, args.prompts)], [prompts[:BATCH], prompts[BATCH:]]
+    single, batched = [[each] for each in spread(prompts, args.limit)], [prompts[:BATCH], prompts[BATCH:]]
     # Half as many tokens in a batch, so that its runs take about as long as those of single prompts.
     tables = {
         1: compare(demo, single, single_variants(demo), args.max_new_tokens, 1),

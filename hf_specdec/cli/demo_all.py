@@ -62,7 +62,7 @@ def run_all(args: argparse.Namespace) -> int:
     console = Output()
     # The bundled models are too small to gain from a second thread, which is slow on a busy machine.
     torch.set_num_threads(1)
-    rows = spread(read_prompts(str(BUNDLED_PROMPTS)), args.prompts)
+    rows = spread(read_prompts(str(BUNDLED_PROMPTS)), args.limit)
     args.dtype = "float32"
     model, tokenizer = load_model_and_tokenizer(args)
     arguments = {"max_new_tokens": args.max_new_tokens, "do_sample": False}

@@ -31,9 +31,9 @@ from .measure import (
     without_drafts,
 )
 from .options import (
-    BUNDLED_PROMPTS,
     Output,
     add_decoding_options,
+    add_prompts_option,
     check_output_file,
     decoding_arguments,
     encode_prompts,
@@ -48,10 +48,10 @@ examples:
   hf-specdec eval ./my-eagle3 --target ./my-model --prompts held-out.jsonl --json figures.json --plot figures.png --update-card
   hf-specdec eval ./my-eagle3 --target ./my-model --speculative-config '{"top_k": 8, "total_tokens": 60, "depth": 5}'
 
-Prompts with a "task" are counted by task. τ is the number of tokens per row and forward pass of the target. Acceptance per position is
-the share of steps in which the draft's 1st, 2nd, .. token was accepted. "× none" compares with the same loop without drafts, "× plain"
-with transformers' own generate(), on this machine; ▼ marks a task in which the head makes decoding slower. They are estimates from one
-pass over the prompts; `hf-specdec bench` repeats the measurement.
+Prompts with a "task" are counted by task, and --limit is of each task. τ is the number of tokens per row and forward pass of the target.
+Acceptance per position is the share of steps in which the draft's 1st, 2nd, .. token was accepted. "× none" compares with the same loop
+without drafts, "× plain" with transformers' own generate(), on this machine; ▼ marks a task in which the head makes decoding slower. They
+are estimates from one pass over the prompts; `hf-specdec bench` repeats the measurement.
 """
 
 
@@ -72,9 +72,7 @@ def add_command(commands) -> argparse.ArgumentParser:
         "--trust-remote-code", action="store_true", help="run Python code that the checkpoint contains"
     )
     group = parser.add_argument_group("measurement")
-    group.add_argument("--prompts", default=str(BUNDLED_PROMPTS), metavar="FILE", help='.jsonl with a "prompt" and a "task" a row '
-                       "(default: the bundled prompts)")  # fmt: skip
-    group.add_argument("--limit", type=positive_int, metavar="N", help="at most N prompts of each task")
+    add_prompts_option(group)
     group.add_argument("--batch-size", type=positive_int, default=1, metavar="B", help="default: %(default)s")
     group.add_argument(
         "--speculative-config",

@@ -25,10 +25,10 @@ from .measure import (
     with_baselines,
 )
 from .options import (
-    BUNDLED_PROMPTS,
     Output,
     add_decoding_options,
     add_model_options,
+    add_prompts_option,
     decoding_arguments,
     encode_prompts,
     load_model_and_tokenizer,
@@ -62,13 +62,7 @@ def add_command(commands) -> argparse.ArgumentParser:
     )
     group = parser.add_argument_group("measurement")
     group.add_argument("--no-measurement", action="store_true", help="only list what was found")
-    group.add_argument(
-        "--prompts",
-        default=str(BUNDLED_PROMPTS),
-        metavar="FILE",
-        help=".jsonl with a prompt a row (default: bundled ones)",
-    )
-    group.add_argument("--limit", type=positive_int, default=8, metavar="N", help="prompts (default: %(default)s)")
+    add_prompts_option(group, limit=8)
     group.add_argument("--batch-size", type=positive_int, default=1, metavar="B", help="default: %(default)s")
     group.add_argument("--json", action="store_true", help="print JSON")
     add_decoding_options(parser, max_new_tokens=64)

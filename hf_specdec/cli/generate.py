@@ -16,6 +16,8 @@ import hf_specdec
 from .launch import add_ranks_option, start_ranks
 from .measure import cut_at_end, end_tokens
 from .options import (
+    CONFIG_HELP,
+    PROMPTS_HELP,
     add_decoding_options,
     add_model_options,
     decoding_arguments,
@@ -32,7 +34,7 @@ examples:
   hf-specdec generate tiny --prompt "Tell me a story about a dog."
   hf-specdec generate tiny --prompt "Tell me a story about a dog." --speculative-config '{"method": "ngram"}'
   hf-specdec generate tiny --prompt "..." --speculative-config '{"method": "draft_model", "model": "tiny-draft"}'
-  hf-specdec generate ./my-model --prompt-file prompts.jsonl --speculative-config speculation.json
+  hf-specdec generate ./my-model --prompts prompts.jsonl --speculative-config speculation.json
   hf-specdec generate tiny --prompt "..." --do-sample --temperature 0.8 --top-p 0.95 --seed 7
 
 The speculative configuration changes the speed, not the text: greedy decoding gives the same tokens with every method, and
@@ -47,16 +49,13 @@ def add_command(commands) -> argparse.ArgumentParser:
     add_ranks_option(parser)
     source = parser.add_argument_group("prompts").add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", action="append", metavar="TEXT", help="the prompt; repeat it for a batch")
-    source.add_argument(
-        "--prompt-file",
-        metavar="FILE",
-        help='rows with a "prompt" if it ends in .jsonl, else one prompt; - reads stdin',
-    )
+    source.add_argument("--prompts", metavar="FILE", help=PROMPTS_HELP)
+    source.add_argument("--prompt-file", dest="prompts", metavar="FILE", help=argparse.SUPPRESS)  # its earlier name
     parser.add_argument(
         "--speculative-config",
         default='{"method": "none"}',
         metavar="JSON",
-        help="JSON text or the path of a JSON file (default: %(default)s, plain decoding)",
+        help=f"{CONFIG_HELP} (default: %(default)s, plain decoding)",
     )
     add_decoding_options(parser, max_new_tokens=128)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end when this text appears; repeatable")
@@ -94,7 +93,7 @@ def run(args: argparse.Namespace) -> int:
 
     arguments = decoding_arguments(args)
     hf_specdec.parse_config(args.speculative_config)
-    prompts = args.prompt or [row["prompt"] for row in read_prompts(args.prompt_file)]
+    prompts = args.prompt or [row["prompt"] for row in read_prompts(args.prompts)]
     stream = args.stream if args.stream is not None else len(prompts) == 1 and sys.stdout.isatty()
     if stream and len(prompts) > 1:
         raise ValueError("--stream shows one prompt at a time.")

@@ -14,6 +14,7 @@ from rich.table import Table
 import hf_specdec
 from hf_specdec import SpeculativeConfig, SpeculativeConfigError
 from hf_specdec.bundled import APART, HOW_TO_INSTALL
+from hf_specdec.config import nearest_hint
 
 from .options import Output
 
@@ -44,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
     console = Output()
     if args.method is not None:
         if args.method not in methods:
-            raise ValueError(f"no method {args.method!r}; there are {', '.join(methods)}.")
+            hint = nearest_hint(args.method, methods)
+            raise ValueError(f"no method {args.method!r}{hint}; there are {', '.join(methods)}.")
         methods = {args.method: methods[args.method]}
     else:
         console.print("[bold]bundled models[/bold]")

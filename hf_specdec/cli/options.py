@@ -18,6 +18,10 @@ if TYPE_CHECKING:
     import torch
 
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+PROMPTS_HELP = (
+    'prompts: a .jsonl file with a "prompt" a row, a .txt file with one a line, or a text that is one; - reads stdin'
+)
+CONFIG_HELP = "a method's name, JSON text, or the path of a JSON file"
 BUNDLED_PROMPTS = Path(__file__).parents[1] / "bundled_models" / "prompts.jsonl"
 
 
@@ -123,6 +127,23 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_new_tokens: int) -
     )
 
 
+def add_prompts_option(group: argparse._ArgumentGroup, limit: int | None = None) -> None:
+    """Add --prompts and --limit."""
+    group.add_argument(
+        "--prompts",
+        default=str(BUNDLED_PROMPTS),
+        metavar="FILE",
+        help=f"{PROMPTS_HELP} (default: the bundled prompts)",
+    )
+    group.add_argument(
+        "--limit",
+        type=positive_int,
+        default=limit,
+        metavar="N",
+        help="use only N of the prompts" + (" (default: %(default)s)" if limit else ""),
+    )
+
+
 def decoding_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of `generate()` from the options of `add_decoding_options`.
 
@@ -201,14 +222,22 @@ def encode_prompts(
 def read_prompts(path: str) -> list[dict[str, str]]:
     """Read prompts: for each row of a .jsonl file a dictionary with "prompt" and "task" ("" if the row has none).
 
-    Any other file is one prompt; "-" reads stdin.
+    A .txt file has a prompt a line. Any other file is one prompt; "-" reads stdin. What files without rows were read as is said on stderr.
 
     Raises:
         ValueError: the file has no prompts, or a row has no prompt.
     """
-    rows = (
-        rows_of(sys.stdin.read().removeprefix("\ufeff"), path, "prompt") if path == "-" else read_rows(path, "prompt")
-    )
+    if path == "-":
+        rows = rows_of(sys.stdin.read().removeprefix("\ufeff"), path, "prompt")
+    else:
+        rows = read_rows(path, "prompt")
+    if rows and rows[0].get("_plain") and path != "-":
+        if Path(path).suffix == ".txt":
+            rows = [{"prompt": line} for line in rows[0]["prompt"].splitlines() if line.strip()]
+        each = (
+            "a prompt a line" if Path(path).suffix == ".txt" else "the whole file (.txt: a prompt a line; .jsonl: rows)"
+        )
+        print(f"{path}: {len(rows)} prompt{'s' * (len(rows) > 1)}, {each}", file=sys.stderr)
     if not rows:
         raise ValueError(f"{path}: no prompt in it.")
     return [{"prompt": prompt_of(row), "task": str(row.get("task", ""))} for row in rows]

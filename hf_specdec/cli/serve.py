@@ -12,7 +12,7 @@ from typing import Any
 import hf_specdec
 
 from ..jsonl import json_object
-from .options import DTYPES, port_number, positive_float, positive_int
+from .options import CONFIG_HELP, DTYPES, port_number, positive_float, positive_int
 
 EPILOG = """\
 examples:
@@ -33,9 +33,7 @@ def add_command(commands) -> argparse.ArgumentParser:
     """Register the subcommand."""
     parser = commands.add_parser("serve", help="serve a model over HTTP", description=__doc__, epilog=EPILOG)
     parser.add_argument("model", metavar="MODEL", help="a bundled name, a folder, or a Hub id")
-    parser.add_argument(
-        "--speculative-config", metavar="JSON", help="JSON text or the path of a JSON file (default: plain decoding)"
-    )
+    parser.add_argument("--speculative-config", metavar="JSON", help=f"{CONFIG_HELP} (default: plain decoding)")
     _add_model_options(parser.add_argument_group("model"))
     _add_engine_options(parser.add_argument_group("engine"))
     _add_http_options(parser.add_argument_group("HTTP"))

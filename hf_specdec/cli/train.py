@@ -13,7 +13,6 @@ from rich.console import Console
 
 import hf_specdec
 
-from ..jsonl import json_object
 from ..training.options import TrainingOptions, options_by_method
 from .options import DTYPES, load_model_and_tokenizer, positive_int
 
@@ -52,6 +51,7 @@ def add_command(commands) -> argparse.ArgumentParser:
         group = method.add_argument_group("training")
         for field in dataclasses.fields(options_class):
             add_option(group, field)
+        method.set_defaults(parser=method)
         method.add_argument("--debug", action="store_true", help="show the traceback of an error and all log messages")
     return parser
 
@@ -145,7 +145,7 @@ def regeneration_of(args: argparse.Namespace) -> Regeneration | None:
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         batch_size=args.generation_batch_size,
-        speculative_config=json_object(args.speculative_config, "--speculative-config"),
+        speculative_config=hf_specdec.parse_config(args.speculative_config).to_dict(),
         seed=args.seed,
     )
 
@@ -171,8 +171,6 @@ def run(args: argparse.Namespace) -> int:
     if args.device == "auto" and "LOCAL_RANK" in os.environ and torch.cuda.is_available():
         args.device = f"cuda:{os.environ['LOCAL_RANK']}"  # this is one of several processes
     regeneration = regeneration_of(args)
-    if regeneration is not None:
-        hf_specdec.parse_config(regeneration.speculative_config)
     model, tokenizer = load_model_and_tokenizer(args)
     trained = train_head(
         args.method,

@@ -131,7 +131,7 @@ class SpeculativeDecoder:
         except BaseException:
             self.cache.remove(seq.id)
             raise
-        self.statistics[seq.id] = RowStatistics()
+        self.statistics[seq.id] = RowStatistics(several=bool(self.generator.drafters))
 
     def remove(self, seq: Sequence) -> RowStatistics:
         """Remove a sequence, finished or not: free its blocks and return its statistics."""
