@@ -17,7 +17,7 @@ from .options import CONFIG_HELP, DTYPES, port_number, positive_float, positive_
 EPILOG = """\
 examples:
   hf-specdec serve tiny --speculative-config '{"method": "eagle3", "model": "tiny-eagle3"}'
-  curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+  curl --retry 60 --retry-delay 1 --retry-connrefused localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
        -d '{"messages": [{"role": "user", "content": "Tell me a story about a dog."}]}'
 
 The speculative configuration and the other requests change the speed, not the answers: greedy answers are those of plain decoding, and
