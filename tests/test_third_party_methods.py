@@ -87,8 +87,14 @@ WRONG = {
     "lists": (lambda self, sequences, limits: [[1] * limit for limit in limits], "returned list"),
     "too far": (lambda self, sequences, limits: chains(self, [limit + 2 for limit in limits]), "row 0, whose limit is"),
     "too few rows": (lambda self, sequences, limits: chains(self, limits[:1]), "returned 1 rows for 2 sequences"),
-    "no such token": (lambda self, sequences, limits: chains(self, limits, 10**6), "ids that are not among the target's"),
-    "no integers": (lambda self, sequences, limits: DraftTrees(torch.ones(2, 1), [1, 1]), "torch.float32, on cpu, not int64"),
+    "no such token": (
+        lambda self, sequences, limits: chains(self, limits, 10**6),
+        "ids that are not among the target's",
+    ),
+    "no integers": (
+        lambda self, sequences, limits: DraftTrees(torch.ones(2, 1), [1, 1]),
+        "torch.float32, on cpu, not int64",
+    ),
 }
 
 
@@ -112,7 +118,9 @@ def test_a_drafter_that_breaks_the_contract_is_named(model, wrong):
 
     inputs = ragged([9, 4])
     try:
-        with pytest.raises(RuntimeError, match=f"Method 'wrong {wrong}': {__name__}.*Wrong.propose .*{says}.*must return DraftTrees"):
+        with pytest.raises(
+            RuntimeError, match=f"Method 'wrong {wrong}': {__name__}.*Wrong.propose .*{says}.*must return DraftTrees"
+        ):
             model.generate(**inputs, max_new_tokens=9, speculative_config=f"wrong {wrong}")
     finally:
         registry._CONFIGS.pop(WrongConfig.name), registry._GENERATORS.pop(WrongConfig.name)

@@ -48,14 +48,14 @@ def _checked(generator: CandidateGenerator, name: str) -> Any:
             raise
         except Exception as error:
             raise MethodError(f"{where} raised {type(error).__name__}: {error}. {CONTRACTS[name]}.") from error
-        if name == "propose" and (problem := _problem(found, *args, generator)):
+        if name == "propose" and (problem := _problem(generator, found, *args)):
             raise MethodError(f"{where} {problem}. {CONTRACTS[name]}.")
         return found
 
     return checked
 
 
-def _problem(found: Any, sequences: list[Sequence], limits: list[int], generator: CandidateGenerator) -> str | None:
+def _problem(generator: CandidateGenerator, found: Any, sequences: list[Sequence], limits: list[int]) -> str | None:
     """What is wrong with a proposal; None if it may be verified."""
     if not isinstance(found, DraftTrees):
         return f"returned {type(found).__name__}"
@@ -72,7 +72,9 @@ def _problem(found: Any, sequences: list[Sequence], limits: list[int], generator
         if depth > limit:
             return f"drafted {depth} tokens for row {row}, whose limit is {limit}"
     if max(found.lengths, default=0) > generator.max_draft_nodes:
-        return f"drafted {max(found.lengths)} nodes for a row, more than its max_draft_nodes, {generator.max_draft_nodes}"
+        return (
+            f"drafted {max(found.lengths)} nodes for a row, more than its max_draft_nodes, {generator.max_draft_nodes}"
+        )
     size = generator.target.vocab_size
     drafted = tokens[torch.from_numpy(found.valid)] if device.type == "cpu" else tokens[:0]  # elsewhere it would wait
     if ((drafted < 0) | (drafted >= size)).any():

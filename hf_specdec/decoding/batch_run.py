@@ -87,7 +87,9 @@ class BatchRun:
         no times of its parts."""
         wanted, returns = self.decoder.config.async_scheduling, self.returns
         wanted = self.decoder.target.device.type == "cuda" if wanted is None else wanted
-        return wanted and not (self.decoder.tracer or returns.scores or returns.logits or returns.hidden or self.keep_cache)
+        return wanted and not (
+            self.decoder.tracer or returns.scores or returns.logits or returns.hidden or self.keep_cache
+        )
 
     def _until_done_overlapping(self) -> None:
         """Asynchronous scheduling: criteria and streamers see a step while the device works on the next one.
