@@ -226,6 +226,7 @@ def test_demo_of_every_method(capsys):
          "prompt_lookup_max"),
         (["generate", "tiny", "--prompt", "x", "--speculative-config", "{not json"], "{not json"),
         (["generate", "/no/such/model", "--prompt", "x"], "/no/such/model"),
+        (["generate", str(Path(hf_specdec.bundled("tiny")).parent / "tiny-darft"), "--prompt", "x"], "did you mean 'tiny-draft'"),
         (["models", "ngrm"], "did you mean 'ngram'"),
         (["bench", "tiny"], "--speculative-config"),
         (["bench", "tiny", "--speculative-config", '{"method": "ngram"}', "--prompts", "/nowhere.jsonl"], "/nowhere.jsonl"),

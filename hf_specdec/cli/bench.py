@@ -153,6 +153,7 @@ def print_report(report: dict[str, Any], results: list[Measurement], compare: bo
         f"{settings['prompts']} prompts, batch size {settings['batch_size']}, "
         f"{settings['max_new_tokens']} new tokens, {settings['repeats']} repeats",
         soft_wrap=True,
+        markup=False,
     )
     console.print(results_table(results, compare))
     console.print(remarks(results), soft_wrap=True, markup=False)

@@ -99,7 +99,9 @@ def run(args: argparse.Namespace) -> int:
     fitted = with_tree(config, tree)
 
     console = Output()
-    console.print(f"{args.model}: {len(prompts)} prompts, up to {args.max_new_tokens} new tokens", soft_wrap=True)
+    console.print(
+        f"{args.model}: {len(prompts)} prompts, up to {args.max_new_tokens} new tokens", soft_wrap=True, markup=False
+    )
     console.print(accuracies_table(accuracies))
     console.print(
         f"expected τ: {expected['tree']:.2f} with {len(tree)} nodes; {expected['chain']:.2f} with a chain of {len(chain)}",

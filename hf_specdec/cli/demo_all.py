@@ -101,5 +101,5 @@ def compare(console: Console, model, batches: list[dict[str, torch.Tensor]], arg
             warm_up(model, batches[0], variant, arguments)
             usable.append(variant)
         except ImportError as error:
-            console.print(f"{variant.name}: skipped, {' '.join(str(error).split())}")
+            console.print(f"{variant.name}: skipped, {' '.join(str(error).split())}", markup=False)
     return measure_with_progress("comparing the methods", model, batches, usable, arguments, repeats=2, seed=0)

@@ -95,10 +95,10 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(report, indent=1, ensure_ascii=False))
         return 0
     for each in report["drafters"]:
-        output.print(f"drafts with {each['method']}: {each['from']}")
+        output.print(f"drafts with {each['method']}: {each['from']}", soft_wrap=True, markup=False)
     for title in ("not_taken", "downloads"):
         for line in report[title]:
-            output.print(f"{title.replace('_', ' ')}: {line}")
+            output.print(f"{title.replace('_', ' ')}: {line}", soft_wrap=True, markup=False)
     if results:
         output.print(f"\n{setup_line(environment(model))}, batch size {args.batch_size}")
         output.print(results_table(results, compare=not args.do_sample))
@@ -109,9 +109,9 @@ def run(args: argparse.Namespace) -> int:
 
 def _always_drafting(config: SpeculativeConfig) -> SpeculativeConfig:
     """The configuration with the method's usual draft length in every step. With learnt lengths, a drafter that loses would not draft."""
-    return dataclasses.replace(
-        config, draft_length="fixed", num_speculative_tokens=config.default_num_speculative_tokens
-    )
+    usual = config.default_num_speculative_tokens
+    length = min(config.num_speculative_tokens or usual, usual)
+    return dataclasses.replace(config, draft_length="fixed", num_speculative_tokens=length)
 
 
 def _measure(

@@ -12,6 +12,7 @@ from rich.console import Console
 
 import hf_specdec
 
+from ..config import nearest_hint
 from ..jsonl import read_rows, rows_of
 
 if TYPE_CHECKING:
@@ -169,7 +170,8 @@ def load_model_and_tokenizer(args: argparse.Namespace) -> tuple[Any, Any]:
 
     folder = hf_specdec.resolve_model(args.model)
     if folder.startswith(("/", ".", "~")) and not Path(folder).is_dir():
-        raise ValueError(f"{folder}: no such folder.")
+        beside = [each.name for each in Path(folder).parent.glob("*") if each.is_dir()]
+        raise ValueError(f"{folder}: no such folder{nearest_hint(Path(folder).name, beside)}.")
     if not args.debug:
         transformers_logging.set_verbosity_error()
     if folder != args.model:  # a bundled model loads too fast for a progress bar

@@ -124,7 +124,7 @@ def add_option(group: argparse._ArgumentGroup, field: dataclasses.Field) -> None
         group.add_argument(name, action=argparse.BooleanOptionalAction, default=field.default, help=shown)
         return
     parse = {"int": int, "float": float, "str": str}[kind]
-    shown = f"{help} (default: {default})"
+    shown = help if "default:" in help else f"{help} (default: {default})"
     metavar = None if meta["choices"] else {"int": "N", "float": "X", "str": "TEXT"}[kind]
     group.add_argument(name, type=parse, default=field.default, choices=meta["choices"], metavar=metavar, help=shown)
 
