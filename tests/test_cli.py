@@ -159,6 +159,12 @@ def test_what_drafting_brings_is_compared_with_the_same_loop():
     quantized = Variant("q", {"method": "ngram", "target_quantization": "wint4"})
     ngram = Variant("n", '{"method": "ngram"}')
     variants = measure.with_baselines([ngram, quantized, Variant("x", {"method": "none"})])
+    chunks = {"method": "none", "prefill_chunk_size": 64}
+    assert [v.speculative_config for v in measure.with_baselines([Variant("y", chunks)])] == [
+        None,
+        {"method": "none"},
+        chunks,
+    ]
     configs = [each.speculative_config for each in variants]
     four_bits = {"method": "none", "target_quantization": "wint4"}
     assert configs == [None, {"method": "none"}, four_bits, ngram.speculative_config, quantized.speculative_config]

@@ -236,14 +236,10 @@ def evaluate(
                 tokens = sum(map(len, rows))
                 if variant is drafted:
                     figures.count(speculation, seconds, tokens)
-                elif variant is loop:
-                    figures.none_tokens, figures.none_seconds = (
-                        figures.none_tokens + tokens,
-                        figures.none_seconds + seconds,
-                    )
                 else:
-                    figures.plain_tokens += tokens
-                    figures.plain_seconds += seconds
+                    name = "none" if variant is loop else "plain"
+                    vars(figures)[f"{name}_tokens"] += tokens
+                    vars(figures)[f"{name}_seconds"] += seconds
             advance(len(group))
     hf_specdec.release(model)
     return out

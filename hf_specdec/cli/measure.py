@@ -38,9 +38,10 @@ class Variant:
 
 
 PLAIN = Variant("plain generate()")
-# Keys that change the forward pass of the target: a configuration is compared with "none" under the same ones.
-TARGET_KEYS = (
+# Keys of the loop and of the target's forward pass: a configuration is compared with "none" under the same ones.
+LOOP_KEYS = (
     "target_quantization", "native", "compile", "cuda_graphs", "prepack_weights", "deterministic", "recurrent_states", "block_size",
+    "num_blocks", "prefill_chunk_size", "async_scheduling",
 )  # fmt: skip
 LOSES = "▼"
 READING = (
@@ -53,8 +54,10 @@ LOSED = f"{LOSES} Slower than without drafts: do not draft in this way here."
 
 
 def without_drafts(config: Any) -> Variant:
-    """The loop of a configuration without its drafts: method "none", with the configuration's `TARGET_KEYS`."""
-    kept = {key: value for key, value in hf_specdec.parse_config(config).to_dict().items() if key in TARGET_KEYS}
+    """The loop of a configuration without its drafts: method "none", with the configuration's `LOOP_KEYS`. "none" is its own loop."""
+    found = hf_specdec.parse_config(config).to_dict()
+    is_none = found.pop("method") == "none"
+    kept = {key: value for key, value in found.items() if is_none or key in LOOP_KEYS}
     return Variant(json.dumps({"method": "none", **kept}) if kept else "none", {"method": "none", **kept})
 
 
