@@ -487,11 +487,15 @@ def test_a_head_that_does_not_fit_is_refused(tmp_path, data):
         train("medusa", tmp_path / "fourth", data, init_from=str(tmp_path / "nowhere"), max_steps=1)
 
 
-def test_few_steps_are_announced_with_values_that_help():
-    """Six steps of the defaults, for example; the values that are named make about as many steps as are wanted."""
-    text = pipeline._advice(6, 40, 6000, TrainingOptions())
+@pytest.mark.parametrize(("samples", "length"), [(3, 30), (40, 150), (900, 250)])
+def test_few_steps_are_announced_with_values_that_help(samples, length):
+    """The values that are named make about as many steps as are wanted."""
+    steps = BatchOrder([length] * samples, TrainingOptions().tokens_per_batch, 1, 0).num_steps(TrainingOptions().epochs)
+    text = pipeline._advice(steps, samples, samples * length, TrainingOptions())
     size, epochs = (int(text.split(name)[1].split()[0]) for name in ("--tokens-per-batch ", "--epochs "))
-    assert text.startswith("6 steps teach a head little: 40 samples have only 6000 tokens")
+    assert steps < pipeline.FEW_STEPS and text.startswith(f"{steps} steps teach a head little")
     assert (
-        0.8 * pipeline.FEW_STEPS < 6 / 3 * epochs * TrainingOptions().tokens_per_batch / size < 2 * pipeline.FEW_STEPS
+        0.8 * pipeline.FEW_STEPS
+        < BatchOrder([length] * samples, size, 1, 0).num_steps(epochs)
+        < 1.5 * pipeline.FEW_STEPS
     )

@@ -143,12 +143,11 @@ class _Texts:
 
 def _advice(steps: int, samples: int, tokens: int, options: TrainingOptions) -> str:
     """What to do about a run of few steps."""
-    factor = -(-FEW_STEPS // steps)
-    smaller = max(options.tokens_per_batch // factor, min(options.tokens_per_batch, 512))
-    epochs = -(-options.epochs * factor * smaller // options.tokens_per_batch)
+    size = min(options.tokens_per_batch, max(512, tokens * options.epochs // FEW_STEPS))
+    per_pass = max(1, min(samples, -(-tokens // size)) // options.gradient_accumulation)
     return (
         f"{steps} steps teach a head little: {samples} samples have only {tokens} tokens. Give more data (thousands of samples), or try "
-        f"--tokens-per-batch {smaller} --epochs {epochs} for about {FEW_STEPS} steps."
+        f"--tokens-per-batch {size} --epochs {-(-FEW_STEPS // per_pass)} for about {FEW_STEPS} steps."
     )
 
 
