@@ -173,6 +173,7 @@ def test_what_drafting_brings_is_compared_with_the_same_loop():
     shown = [measure.times_none(each, results) for each in results]
     assert shown == ["0.36 ×", "1.00 ×", "1.00 ×", "1.07 ×", f"0.78 × {measure.LOSES}"]
     assert measure.LOSED in measure.remarks(results) and measure.LOSED not in measure.remarks(results[:4])
+    assert measure.FASTER_LOOP in measure.remarks(results) and measure.SLOWER_LOOP in measure.reading(0.7, False)
 
 
 def test_bench_prints_json(capsys):

@@ -19,12 +19,11 @@ import hf_specdec
 
 from ..jsonl import json_object
 from .measure import (
-    LOSED,
     LOSES,
     PLAIN,
-    READING,
     Variant,
     environment,
+    reading,
     setup_line,
     timed_generate,
     warm_up,
@@ -260,7 +259,9 @@ def write_report(report: dict[str, Any], args: argparse.Namespace) -> None:
         console.print(table(report))
         if not args.no_baseline:
             marked = any(LOSES in cell for row in all_cells(report) for cell in row)
-            console.print(READING + f"\n{LOSED}" * marked, soft_wrap=True, markup=False)
+            whole = report["all"]
+            loop = whole["none_tokens_per_second"] / whole["plain_tokens_per_second"]
+            console.print(reading(loop, marked), soft_wrap=True, markup=False)
         if args.json:
             Path(args.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if args.plot:

@@ -44,12 +44,17 @@ LOOP_KEYS = (
     "num_blocks", "prefill_chunk_size", "async_scheduling",
 )  # fmt: skip
 LOSES = "▼"
-READING = (
+COLUMNS = (
     "× none: speed over this package's loop without drafts (method \"none\"), which is what drafting brings. × plain: over transformers' "
-    "generate(). The loop alone is faster than generate(), because it runs a step with less work around the model: on a CPU as one "
-    "call of the compiled library, on a GPU as one CUDA graph. τ: tokens per row and forward of the model."
+    "generate(). τ: tokens per row and forward of the model."
 )
-
+FASTER_LOOP = (
+    "The loop alone is faster than generate(), because it runs a step with less work around the model: on a CPU as one call of the "
+    "compiled library, on a GPU as one CUDA graph."
+)
+SLOWER_LOOP = (
+    "The loop alone is slower than generate() here: this model's steps run operator by operator, with more around them."
+)
 LOSED = f"{LOSES} Slower than without drafts: do not draft in this way here."
 
 
@@ -290,9 +295,15 @@ def results_table(results: list[Measurement], compare: bool) -> Table:
 
 
 def remarks(*tables: list[Measurement]) -> str:
-    """What the columns of the tables say, and what the mark says if it is there."""
+    """How to read tables of results."""
     marked = any(LOSES in times_none(result, results) for results in tables for result in results)
-    return READING + f"\n{LOSED}" * marked
+    plain, none = tables[0][:2]
+    return reading(speed_up(none, plain), marked)
+
+
+def reading(loop: float, marked: bool) -> str:
+    """What the columns of a table say, and the mark if it is there. `loop`: how many times as fast as `generate()` the loop alone is."""
+    return "\n".join([f"{COLUMNS} {FASTER_LOOP if loop >= 1 else SLOWER_LOOP}", *([LOSED] if marked else [])])
 
 
 def environment(model: Any) -> dict[str, Any]:
