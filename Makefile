@@ -32,8 +32,13 @@ install-demo install-dev install-docs:
 	bash scripts/setup_venv.sh "$(VENV)" $(@:install-%=%)
 
 # The site in site/. Fails on a warning: a dead link or anchor, a page that is in no menu, a docstring that does not fit its function.
-docs: install-docs
+docs: install-docs docs/figures/mermaid.min.js
 	NO_MKDOCS_2_WARNING=1 "$(VENV)/bin/python" -m mkdocs build --strict
+
+# Diagrams without a network. Where npm is missing, the reader's browser loads the file from a CDN instead.
+docs/figures/mermaid.min.js:
+	mkdir -p build && npm pack --silent --pack-destination build mermaid@11.17.2 >/dev/null && \
+	tar -xzOf build/mermaid-11.17.2.tgz package/dist/mermaid.min.js >$@ || { rm -f $@; echo "without npm, diagrams come from a CDN"; }
 
 suffix:
 	bash scripts/setup_venv.sh "$(VENV)" suffix

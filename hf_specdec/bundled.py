@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import difflib
 import importlib.util
 import os
 from pathlib import Path
@@ -61,7 +62,17 @@ def resolve_model(name_or_path: str) -> str:
 
     Raises:
         ImportError: the name is that of a bundled model that is not installed.
+        ValueError: nothing has this name, which is nearly that of a bundled model. A Hub id would have an owner.
     """
-    if (name_or_path in APART or name_or_path in _folders()) and not Path(name_or_path).exists():
+    path, names = os.path.expanduser(name_or_path), {*APART, *_folders()}
+    if os.path.exists(path):
+        return path
+    if name_or_path in names:
         return bundled(name_or_path)
-    return os.path.expanduser(name_or_path)
+    near = difflib.get_close_matches(name_or_path, names, n=1, cutoff=0.6) if "/" not in name_or_path else None
+    if near:
+        raise ValueError(
+            f"No model is called {name_or_path!r} (did you mean {near[0]!r}?): it is neither bundled nor a folder here, and a Hub id "
+            "has the form OWNER/NAME."
+        )
+    return path

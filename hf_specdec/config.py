@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import dataclasses
 import difflib
+import functools
 import itertools
 import json
 from collections.abc import Iterable
 from dataclasses import dataclass, field
-from typing import Any, ClassVar
+from typing import Any, ClassVar, TypeVar
 
+T = TypeVar("T")
 VERIFICATION_RULES = ("greedy", "coupled", "rejection", "block", "typical", "synthetic")
 _RULE_ALIASES = {"standard": "rejection", "probabilistic": "rejection", "strict": "coupled"}  # vLLM's names
 _RULE_OF_KEY = {
@@ -19,7 +21,7 @@ _RULE_OF_KEY = {
     "synthetic_acceptance_length": "synthetic",
 }
 # Keys that may differ between calls that share a decoder and its drafter.
-PER_CALL_KEYS = ("seed", "rejection_sample_method", "async_scheduling", *_RULE_OF_KEY)
+PER_CALL_KEYS = ("seed", "rejection_sample_method", "async_scheduling", "trace", *_RULE_OF_KEY)
 DRAFT_SAMPLE_METHODS = ("greedy", "probabilistic")
 QUANTIZATIONS = ("wint8", "wint4")
 RECURRENT_STATES = ("auto", "kept", "replayed")
@@ -176,6 +178,14 @@ class SpeculativeConfig:
         },
     )
 
+    trace: bool = field(
+        default=False,
+        metadata={
+            "help": "record every step in `output.speculation.trace`: the tokens drafted, accepted and rejected, and the milliseconds of "
+            "drafting, the forward and the choice of tokens; steps do not overlap then"
+        },
+    )
+
     def __post_init__(self) -> None:
         self.method = self.method or self.name
         if self.method != self.name:
@@ -206,6 +216,7 @@ class SpeculativeConfig:
             if self.native and getattr(self, key):
                 raise self.fail(key, "cannot be combined with 'native': leave one of them out.")
         self.check_bool("deterministic")
+        self.check_bool("trace")
         for key in ("prepack_weights", "target_quantization", "compile", "native"):
             if self.deterministic and getattr(self, key):
                 raise self.fail(key, "cannot be combined with 'deterministic': leave one of them out.")
@@ -436,6 +447,27 @@ def _integer(value: Any) -> int:
     if isinstance(value, bool) or not isinstance(value, (int, str)):
         raise ValueError(value)
     return int(value)
+
+
+def unknown_argument(owner: str, name: str, known: Iterable[str]) -> TypeError:
+    """The error about an argument that a class does not have; the caller raises it."""
+    return TypeError(f"{owner}() has no argument {name!r}{nearest_hint(name, known)}.")
+
+
+def with_hints(dataclass_type: type[T]) -> type[T]:
+    """Class decorator: an argument that the dataclass does not have is a TypeError that suggests the nearest one."""
+    initialize = dataclass_type.__init__
+    known = [f.name for f in dataclasses.fields(dataclass_type)]  # type: ignore[arg-type]
+
+    @functools.wraps(initialize)
+    def checked(self, *args, **values) -> None:
+        for name in values:
+            if name not in known:
+                raise unknown_argument(dataclass_type.__name__, name, known)
+        initialize(self, *args, **values)
+
+    setattr(dataclass_type, "__init__", checked)  # noqa: B010 (a method, to a type checker)
+    return dataclass_type
 
 
 def nearest_hint(word: Any, choices: Iterable[str]) -> str:

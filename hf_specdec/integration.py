@@ -203,12 +203,15 @@ def make_decoder(
 
     Raises:
         UnsupportedModel: the model attends to prompts bidirectionally, so only `generate()` can read them.
+        SpeculativeConfigError: the configuration has `trace`, which `generate()` returns.
     """
     if has_bidirectional_prompts(model):
         raise UnsupportedModel(
             f"{type(model).__name__} attends to its prompts bidirectionally, so only its own generate() can read them: call "
             "generate(..., speculative_config=...) instead."
         )
+    if config.trace:
+        raise config.fail("trace", "is for generate() and `hf-specdec bench --trace`: leave it out here.")
     return _new_decoder(model, config, context or DrafterContext())
 
 

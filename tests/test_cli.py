@@ -88,7 +88,7 @@ def test_generate_batch_from_file_with_stop_and_config_file(capsys, tmp_path):
     prompts.write_text("\n".join(json.dumps({"prompt": p}) for p in (PROMPT, "What is 2 + 3?")))
     config.write_text('{"method": "ngram", "prompt_lookup_max": 4}')
     code, out, err = run(
-        capsys, "generate", "tiny", "--prompt-file", str(prompts), "--speculative-config", str(config),
+        capsys, "generate", "tiny", "--prompts", str(prompts), "--speculative-config", str(config),
         "--max-new-tokens", "16", "--stop", ".", "--no-chat",
     )  # fmt: skip
     assert code == 0, err
@@ -136,17 +136,44 @@ def test_bench_writes_table_and_json(capsys, tmp_path):
     code, out, err = run(
         capsys, "bench", "tiny", "--speculative-config", '{"method": "ngram"}', "--speculative-config", DRAFT,
         "--dtype", "float32", "--limit", "3", "--batch-size", "2", "--max-new-tokens", "12", "--repeats", "2",
-        "--json", str(report_file),
+        "--json", str(report_file), "--trace",
     )  # fmt: skip
     assert code == 0, err
-    assert "tokens/s" in out
+    assert out.index("× none") < out.index("× plain") < out.index("tokens/s") and 'method "none"' in out
     report = json.loads(report_file.read_text())
     assert report["environment"]["versions"]["transformers"]
-    assert [r["rows_equal_to_baseline"] for r in report["results"]] == [3, 3, 3]
-    baseline, _, draft = report["results"]
-    assert baseline["mean_accepted_length"] is None
+    assert [r["rows_equal_to_baseline"] for r in report["results"]] == [3, 3, 3, 3]
+    plain, none, _, draft = report["results"]
+    assert plain["mean_accepted_length"] is None and none["speculative_config"] == {"method": "none"}
+    assert none["speed_up_over_none"] == plain["speed_up"] == 1
+    assert draft["speed_up_over_none"] == draft["tokens_per_second"] / none["tokens_per_second"]
     assert draft["mean_accepted_length"] >= 1
     assert len(draft["seconds"]) == 2
+    steps = report["traces"][DRAFT]
+    assert all(step["drafted"] for step in steps if step["rejected"] or step["accepted"]) and "rejected" in out
+    assert {step["row"] for step in steps} == {0, 1} and all(step["forward_ms"] > 0 for step in steps)
+
+
+def test_what_drafting_brings_is_compared_with_the_same_loop():
+    """Other weights or kernels of the target are not the drafter's merit; and a loss is marked, however fast the loop is."""
+    quantized = Variant("q", {"method": "ngram", "target_quantization": "wint4"})
+    ngram = Variant("n", '{"method": "ngram"}')
+    variants = measure.with_baselines([ngram, quantized, Variant("x", {"method": "none"})])
+    chunks = {"method": "none", "prefill_chunk_size": 64}
+    assert [v.speculative_config for v in measure.with_baselines([Variant("y", chunks)])] == [
+        None,
+        {"method": "none"},
+        chunks,
+    ]
+    configs = [each.speculative_config for each in variants]
+    four_bits = {"method": "none", "target_quantization": "wint4"}
+    assert configs == [None, {"method": "none"}, four_bits, ngram.speculative_config, quantized.speculative_config]
+    speeds = [10, 28, 40, 30, 31]
+    results = [Measurement(v, [1.0], [n], [[1]]) for v, n in zip(variants, speeds, strict=True)]
+    shown = [measure.times_none(each, results) for each in results]
+    assert shown == ["0.36 ×", "1.00 ×", "1.00 ×", "1.07 ×", f"0.78 × {measure.LOSES}"]
+    assert measure.LOSED in measure.remarks(results) and measure.LOSED not in measure.remarks(results[:4])
+    assert measure.FASTER_LOOP in measure.remarks(results) and measure.SLOWER_LOOP in measure.reading(0.7, False)
 
 
 def test_bench_prints_json(capsys):
@@ -155,17 +182,17 @@ def test_bench_prints_json(capsys):
         "--repeats", "1", "--json", "-",
     )  # fmt: skip
     assert code == 0, err
-    assert len(json.loads(out)["results"]) == 2
+    assert len(json.loads(out)["results"]) == 3
 
 
 def test_demo_shows_text_and_table(capsys):
     code, out, err = run(
-        capsys, "demo", "--size", "tiny", "--dtype", "float32", "--prompts", "2", "--max-new-tokens", "6"
+        capsys, "demo", "--size", "tiny", "--dtype", "float32", "--limit", "2", "--max-new-tokens", "6"
     )
     assert code == 0, (out, err)
-    for word in ("tokens/s", "τ", "plain generate()", "draft_model", "eagle3", "2/2", "16/16", "--all"):
+    for word in ("tokens/s", "τ", "× none", "draft_model", "eagle3", "2/2", "16/16", "--all"):
         assert word in out
-    assert "batch size 1: 8 of 8 runs" in err
+    assert "batch size 1: 10 of 10 runs" in err
 
 
 def test_a_demo_that_fails_leaves_no_hook_on_the_model(tiny_model, tiny_tokenizer, monkeypatch):
@@ -181,7 +208,7 @@ def test_a_demo_that_fails_leaves_no_hook_on_the_model(tiny_model, tiny_tokenize
 
 @pytest.mark.slow
 def test_demo_of_every_method(capsys):
-    code, out, err = run(capsys, "demo", "--all", "--prompts", "2", "--max-new-tokens", "6")
+    code, out, err = run(capsys, "demo", "--all", "--limit", "2", "--max-new-tokens", "6")
     assert code == 0, (out, err)
     for word in ("tokens/s", "τ", "ngram", "draft_model, chain", "draft_model, tree", "2/2"):
         assert word in out
@@ -190,7 +217,12 @@ def test_demo_of_every_method(capsys):
 @pytest.mark.parametrize(
     ("argv", "says"),
     [
-        (["frobnicate"], "frobnicate"),
+        (["genrate"], "did you mean 'generate'"),
+        (["generate", "tniy", "--prompt", "x"], "did you mean 'tiny'"),
+        (["bench", "tiny", "--speculative-config", '{"model": "tiny-eagel3"}'], "did you mean 'tiny-eagle3'"),
+        (["bench", "tiny", "--speculative-config", "ngrm"], "did you mean 'ngram'"),
+        (["bench", "tiny", "--speculative-config", "ngram", "--repeat-count", "3"], "did you mean '--repeats'"),
+        (["train", "medusa", "--target", "t", "--data", "d", "--output", "o", "--epoch-count", "3"], "did you mean '--epochs'"),
         (["generate", "tiny"], "--prompt"),
         (["generate", "tiny", "--prompt", "x", "--max-new-tokens", "0"], "at least 1"),
         (["generate", "tiny", "--prompt", "x", "--temperature", "0.5"], "--do-sample"),
@@ -201,7 +233,8 @@ def test_demo_of_every_method(capsys):
          "prompt_lookup_max"),
         (["generate", "tiny", "--prompt", "x", "--speculative-config", "{not json"], "{not json"),
         (["generate", "/no/such/model", "--prompt", "x"], "/no/such/model"),
-        (["models", "ngrm"], "ngram"),
+        (["generate", str(Path(hf_specdec.bundled("tiny")).parent / "tiny-darft"), "--prompt", "x"], "did you mean 'tiny-draft'"),
+        (["models", "ngrm"], "did you mean 'ngram'"),
         (["bench", "tiny"], "--speculative-config"),
         (["bench", "tiny", "--speculative-config", '{"method": "ngram"}', "--prompts", "/nowhere.jsonl"], "/nowhere.jsonl"),
     ],
@@ -224,6 +257,15 @@ def test_bad_prompt_files_are_named(tmp_path, text, says):
     with pytest.raises(ValueError, match=says) as error:
         read_prompts(str(path))
     assert str(path) in str(error.value)
+
+
+def test_a_text_file_has_a_prompt_a_line(tmp_path, capsys):
+    """And whatever has no rows says how it was read."""
+    for name, content, prompts in (("p.txt", "a\n\nb c\n", ["a", "b c"]), ("p.md", "a\n\nb", ["a\n\nb"])):
+        path = tmp_path / name
+        path.write_text(content)
+        assert [row["prompt"] for row in read_prompts(str(path))] == prompts
+        assert f"{path}: {len(prompts)} prompt" in capsys.readouterr().err
 
 
 def test_prompt_files_of_known_data_sets(tmp_path):
@@ -256,9 +298,10 @@ def test_what_the_demo_compares_can_be_parsed(cheap_rows, light):
     model = demo_model.DemoModel(None, None, hf_specdec.bundled("tiny-eagle3"), cheap_rows)
     variants = [*demo.single_variants(model), *demo.batch_variants(model)]
     methods = [hf_specdec.parse_config(each.speculative_config).method for each in variants if each.speculative_config]
+    assert methods.count("none") == 2
     if importlib.util.find_spec("arctic_inference") is None:
         light = "ngram" if light == "suffix" else light
-    assert methods == [light, "draft_model", "eagle3", "eagle3"]
+    assert [each for each in methods if each != "none"] == [light, "draft_model", "eagle3", "eagle3"]
 
 
 def test_rows_end_at_their_end_token():

@@ -3,6 +3,8 @@
 import json
 import os
 import re
+import shutil
+import signal
 import socket
 import subprocess
 import sys
@@ -10,10 +12,11 @@ from pathlib import Path
 
 import pytest
 import torch
+import transformers
 from test_cli import DRAFT, PROMPT, error_line
 
 import hf_specdec
-from hf_specdec.cli import main, one_line, options
+from hf_specdec.cli import main, one_line, options, shortened
 from hf_specdec.core.folders import cache_folder
 from hf_specdec.jsonl import read_rows
 
@@ -28,8 +31,8 @@ def no_model(monkeypatch):
     def load(*args, **kwargs):
         raise AssertionError("the model was loaded first")
 
-    monkeypatch.setattr(options.AutoModelForCausalLM, "from_pretrained", load)
-    monkeypatch.setattr(options.AutoTokenizer, "from_pretrained", load)
+    monkeypatch.setattr(transformers.AutoModelForCausalLM, "from_pretrained", load)
+    monkeypatch.setattr(transformers.AutoTokenizer, "from_pretrained", load)
 
 
 COMMANDS = {
@@ -289,3 +292,41 @@ def test_torchao_is_heard_with_debug():
     with process("models", "none", "--debug") as command:
         _, err = command.communicate()
     assert command.returncode == 0 and "torchao" in err
+
+
+def test_only_values_are_shortened(capsys):
+    """An apostrophe, or the end of one quoted value and the beginning of the next, is no quotation."""
+    words = (
+        "method ('medusa' then, 'hydra' now), " + "a setting (1 then, 2 now), " * 12 + "the target's, or the draft's"
+    )
+    assert shortened(words) == words
+    assert shortened(f"not {'x' * 300!r}.") == "not 'xxx" + "x" * 76 + "…."
+
+
+def test_cards_that_are_not_the_users_are_not_changed(capsys, no_model, tmp_path):
+    """Nor is a card looked for after minutes of measuring."""
+    folder = hf_specdec.bundled("tiny-medusa")
+    for head in ("tiny-medusa", folder):
+        line = error_line(capsys, "eval", head, "--target", "tiny", "--update-card")
+        assert "--update-card" in line and "bundled head" in line
+    copy = tmp_path / "copy"
+    shutil.copytree(folder, copy)
+    (copy / "README.md").write_text("# Mine")
+    assert "no model card" in error_line(capsys, "eval", str(copy), "--target", "tiny", "--update-card")
+
+
+def test_interrupted_while_it_imports(tmp_path):
+    """One line, whatever is being imported, and the exit code of interrupted commands."""
+    (tmp_path / "torch.py").write_text("import time\nprint('importing', flush=True)\ntime.sleep(60)")
+    environment = {
+        **os.environ,
+        "PYTHONPATH": os.pathsep.join([str(tmp_path), str(Path(hf_specdec.__file__).parents[1])]),
+    }
+    command = [sys.executable, "-m", "hf_specdec", "env"]
+    with subprocess.Popen(
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=environment
+    ) as process:
+        assert process.stdout.readline() == "importing\n"
+        process.send_signal(signal.SIGINT)
+        out, err = process.communicate(timeout=60)
+    assert (process.returncode, out, err) == (130, "", "hf-specdec env: interrupted\n")

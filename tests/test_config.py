@@ -301,7 +301,9 @@ def test_broken_json(text):
 def test_files_that_cannot_be_read(tmp_path):
     assert "neither JSON text nor an existing file" in error(str(tmp_path / "missing.json"))
     assert "neither JSON text nor an existing file" in error(str(tmp_path))  # a folder
-    assert "neither JSON text nor an existing file" in error("ngram")
+    assert "neither JSON text nor an existing file, and no method has this name (did you mean 'ngram'?)" in error(
+        "ngrm"
+    )
     broken, listed, binary = tmp_path / "broken.json", tmp_path / "list.json", tmp_path / "binary.json"
     broken.write_text("method: ngram")
     assert "not valid JSON" in error(broken)

@@ -12,7 +12,6 @@ from pathlib import Path
 
 import pytest
 import torch
-import transformers
 
 import hf_specdec
 from hf_specdec import available_methods, parse_config
@@ -87,14 +86,11 @@ def assigned_configs(block):
 
 @pytest.mark.parametrize("path", [path for path in TEXTS[:-1] if blocks(path, "python")], ids=name_of)
 def test_the_code_of_a_page_runs(path, tiny_model, tiny_tokenizer, tmp_path, monkeypatch):
-    """Block after block in one namespace, as a reader would; a `speculative_config` that is only assigned decodes a few tokens."""
+    """Block after block in one namespace, as a reader would who has a model, a tokenizer and inputs; a `speculative_config` that is only
+    assigned decodes a few tokens."""
     monkeypatch.chdir(tmp_path)
     inputs = tiny_tokenizer("Once upon a time there was a dog. Once upon", return_tensors="pt")
-    known = {
-        "hf_specdec": hf_specdec, "torch": torch, "model": tiny_model, "tokenizer": tiny_tokenizer, "inputs": inputs,
-        "ids": inputs["input_ids"], "mask": inputs["attention_mask"],
-        **{name: getattr(transformers, name) for name in ("AutoModelForCausalLM", "AutoTokenizer", "LogitsProcessorList", "pipeline")},
-    }  # fmt: skip
+    known = {"hf_specdec": hf_specdec, "model": tiny_model, "tokenizer": tiny_tokenizer, "inputs": inputs}
     plain = tiny_model.generate(**inputs, max_new_tokens=8)
     ran = 0
     for block in blocks(path, "python"):

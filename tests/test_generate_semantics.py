@@ -1,5 +1,6 @@
 """Everything a caller passes to `generate()` keeps its meaning: plain `generate()` in float32 is the oracle."""
 
+import json
 import subprocess
 import sys
 from pathlib import Path
@@ -21,6 +22,7 @@ from transformers import (
 )
 from transformers.generation.utils import GenerateDecoderOnlyOutput
 
+import hf_specdec
 from hf_specdec.core.names import CACHE
 
 METHODS = ["none", "ngram", "chain", "tree"]
@@ -309,6 +311,46 @@ def test_speculation_figures(model, config, inputs, eos):
         assert figures.mean_accepted_length > 1.2 and figures["acceptance_per_position"][0] > 0
     if config["method"] == "none":
         assert figures.num_draft_tokens == 0 and figures.mean_accepted_length == 1
+
+
+@pytest.mark.parametrize("name", ["chain", "tree"])
+def test_a_trace_accounts_for_every_token(model, configs, name):
+    """Each step's drafts are accepted or rejected, what it wrote makes up the text, and the text is that of the call without a trace."""
+    inputs = ragged([9, 4])
+    plain = model.generate(**inputs, max_new_tokens=17, do_sample=False)
+    output = model.generate(
+        **inputs, max_new_tokens=17, do_sample=False, return_dict_in_generate=True,
+        speculative_config={**configs[name], "trace": True, "async_scheduling": True},
+    )  # fmt: skip
+    assert torch.equal(output.sequences, plain)
+    trace = output.speculation.trace
+    for row, figures in enumerate(output.speculation.rows):
+        steps = [step for step in trace if step["row"] == row]
+        assert len(steps) == figures.num_steps and [step["step"] for step in steps] == sorted(
+            step["step"] for step in steps
+        )
+        assert [token for step in steps for token in step["written"]] == output.sequences[row, 9:].tolist()
+        assert sum(len(step["drafted"]) for step in steps) == figures.num_draft_tokens
+        assert sum(len(step["accepted"]) for step in steps) == figures.num_accepted_tokens
+        for step in steps:
+            assert sorted(step["accepted"] + step["rejected"]) == sorted(step["drafted"])
+            assert step["accepted"] == step["written"][: len(step["accepted"])]
+            assert step["forward_ms"] > 0 and step["verify_ms"] > 0 and (not step["drafted"] or step["propose_ms"] > 0)
+
+
+def test_the_trace_as_text(tiny_model, tiny_tokenizer):
+    inputs = tiny_tokenizer("One day. One day.", return_tensors="pt")
+    config = {"method": "ngram", "trace": True}
+    output = tiny_model.generate(
+        **inputs, max_new_tokens=8, do_sample=False, return_dict_in_generate=True, speculative_config=config
+    )
+    hf_specdec.release(tiny_model)
+    trace = output.speculation.trace
+    lines = [json.loads(line) for line in trace.to_json(tiny_tokenizer).splitlines()]
+    written = "".join(text for line in lines for text in line["written"])
+    assert written == tiny_tokenizer.decode(output.sequences[0, inputs["input_ids"].shape[1] :])
+    table = trace.table(tiny_tokenizer).splitlines()
+    assert len(table) == len(lines) + 1 and "propose ms" in table[0] and "rejected" in table[0]
 
 
 def test_tokens_dropped_by_a_criterion_do_not_count(model, configs):

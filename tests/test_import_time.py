@@ -81,6 +81,24 @@ def test_the_import_brings_the_plugin_only():
     assert len(speculative) > 100
 
 
+def test_help_and_typing_errors_need_no_torch():
+    """Of every subcommand, and of every method of `train`."""
+    code = """
+import contextlib, io, sys
+from hf_specdec.cli import build_parser, main
+commands = build_parser()._subparsers._group_actions[0].choices
+methods = commands["train"]._subparsers._group_actions[0].choices
+lines = [["--version"], ["frobnicate"], [], *([name, "--help"] for name in commands), *(["train", name, "--help"] for name in methods)]
+for line in lines:
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.redirect_stderr(io.StringIO()), contextlib.suppress(SystemExit):
+        main(line)
+print(len(lines), [name for name in ("torch", "transformers", "numpy", "huggingface_hub", "yaml") if name in sys.modules])
+"""
+    run = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    count, _, heavy = run.stdout.strip().partition(" ")
+    assert int(count) > 20 and heavy == "[]", run.stdout
+
+
 @pytest.mark.parametrize("order", ORDERS)
 def test_transformers_is_patched_whenever_it_is_imported(order):
     run = subprocess.run([sys.executable, "-c", ORDERS[order] + CHECKS], capture_output=True, text=True)

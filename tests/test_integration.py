@@ -157,7 +157,7 @@ def test_forms_of_a_configuration(model, tmp_path):
     path.write_text(json.dumps(NGRAM))
     inputs = ragged([6, 3])
     plain = model.generate(**inputs, max_new_tokens=6)
-    for form in (NGRAM, json.dumps(NGRAM), str(path), path, hf_specdec.parse_config(NGRAM)):
+    for form in (NGRAM, json.dumps(NGRAM), str(path), path, hf_specdec.parse_config(NGRAM), "ngram", "naive"):
         sequences, speculation = tokens_and_speculation(model, **inputs, max_new_tokens=6, speculative_config=form)
         assert torch.equal(sequences, plain) and speculation.num_new_tokens == 12
         config = GenerationConfig(max_new_tokens=6, speculative_config=form)

@@ -9,7 +9,7 @@ from oracle import tiny_llama
 import hf_specdec
 from hf_specdec.core.errors import UnsupportedModel
 from hf_specdec.sampling.penalties import TokenBiasLogitsProcessor
-from hf_specdec.serve import LLM, SamplingParams
+from hf_specdec.serve import LLM, SamplingParams, metrics
 
 METHODS = [
     None,
@@ -331,10 +331,34 @@ def test_a_bias_allows_no_token_that_is_not_allowed():
 
 
 def test_arguments_that_do_not_exist():
-    with pytest.raises(TypeError, match="no argument 'modle'"):
+    with pytest.raises(TypeError, match=r"LLM\(\) has no argument 'modle' \(did you mean 'model'\?\)"):
         LLM(model="tiny", modle=1)
+    with pytest.raises(TypeError, match="no kv_cache_dtype, pipeline_parallel_size, which are arguments of vLLM's"):
+        LLM(model="tiny", kv_cache_dtype="fp8", pipeline_parallel_size=2)
+    with pytest.raises(TypeError, match=r"SamplingParams.* 'temprature' .did you mean 'temperature'"):
+        SamplingParams(temprature=0.5)
+    with pytest.raises(ValueError, match="did you mean 'tiny'"):
+        LLM(model="tniy")
+    with pytest.raises(ValueError, match=r"\['trace'\].* is for generate"):
+        LLM(model="tiny", speculative_config={"method": "ngram", "trace": True})
     with pytest.raises(ValueError, match="tensor_parallel_size"):
         LLM(model="tiny", tensor_parallel_size=0)
+
+
+def test_metrics_of_speculation_as_vllms_example_reads_them(tiny_model):
+    """Over several calls, under vLLM's names, in vLLM's classes, and as the outputs say."""
+    llm = LLM(tiny_model, speculative_config="ngram")
+    prompts, params = [[5, 6, 7, 5, 6, 7, 5], [9, 4]], SamplingParams(temperature=0, max_tokens=20, ignore_eos=True)
+    outputs = [*llm.generate(prompts, params, use_tqdm=False), *llm.generate(prompts[:1], params, use_tqdm=False)]
+    found = {each.name: each for each in llm.get_metrics()}
+    drafted = sum(output.speculation["num_draft_tokens"] for output in outputs)
+    assert found["vllm:spec_decode_num_draft_tokens"].value == drafted > 0
+    accepted, by_position = (found[f"vllm:spec_decode_num_accepted_tokens{end}"] for end in ("", "_per_pos"))
+    assert isinstance(accepted, metrics.Counter) and isinstance(by_position, metrics.Vector)
+    assert accepted.value == sum(by_position.values) == sum(o.speculation["num_accepted_tokens"] for o in outputs)
+    assert 0 < found["vllm:spec_decode_num_drafts"].value <= found["hf_specdec_verification_steps"].value
+    assert found["hf_specdec_requests"].value == 3 and found["hf_specdec_generation_tokens"].value == 60
+    llm.close()
 
 
 def test_it_is_the_packages_own():

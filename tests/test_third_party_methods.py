@@ -3,11 +3,16 @@
 import re
 import subprocess
 import sys
+from dataclasses import dataclass
 from pathlib import Path
 
 import pytest
+import torch
+from oracle import ragged
 
-from hf_specdec import SpeculativeConfigError, parse_config
+import hf_specdec
+from hf_specdec import CandidateGenerator, DraftTrees, SpeculativeConfig, SpeculativeConfigError, parse_config
+from hf_specdec.candidate_generators import registry
 
 EXAMPLE, TRIAL = re.findall(
     r"```python\n(.*?)```", (Path(__file__).parents[1] / "CONTRIBUTING.md").read_text(encoding="utf-8"), flags=re.S
@@ -75,6 +80,52 @@ except hf_specdec.SpeculativeConfigError as error:
     print(error)
 """
     assert "package 'failing' cannot be used: RuntimeError: mine" in run(tmp_path, code).stdout
+
+
+WRONG = {
+    "raises": (lambda self, sequences, limits: {}["mine"], "raised KeyError: 'mine'"),
+    "lists": (lambda self, sequences, limits: [[1] * limit for limit in limits], "returned list"),
+    "too far": (lambda self, sequences, limits: chains(self, [limit + 2 for limit in limits]), "row 0, whose limit is"),
+    "too few rows": (lambda self, sequences, limits: chains(self, limits[:1]), "returned 1 rows for 2 sequences"),
+    "no such token": (
+        lambda self, sequences, limits: chains(self, limits, 10**6),
+        "ids that are not among the target's",
+    ),
+    "no integers": (
+        lambda self, sequences, limits: DraftTrees(torch.ones(2, 1), [1, 1]),
+        "torch.float32, on cpu, not int64",
+    ),
+}
+
+
+def chains(generator, lengths, token=1):
+    return DraftTrees.from_lists([[token] * length for length in lengths], device=generator.target.device)
+
+
+@pytest.mark.parametrize("wrong", WRONG)
+def test_a_drafter_that_breaks_the_contract_is_named(model, wrong):
+    """By its method and class, with the contract, and the next call works."""
+    propose, says = WRONG[wrong]
+
+    @dataclass
+    class WrongConfig(SpeculativeConfig):
+        name = f"wrong {wrong}"
+
+    @hf_specdec.register(WrongConfig)
+    class Wrong(CandidateGenerator):
+        def propose(self, sequences, limits):
+            return propose(self, sequences, limits)
+
+    inputs = ragged([9, 4])
+    try:
+        with pytest.raises(
+            RuntimeError, match=f"Method 'wrong {wrong}': {__name__}.*Wrong.propose .*{says}.*must return DraftTrees"
+        ):
+            model.generate(**inputs, max_new_tokens=9, speculative_config=f"wrong {wrong}")
+    finally:
+        registry._CONFIGS.pop(WrongConfig.name), registry._GENERATORS.pop(WrongConfig.name)
+    plain = model.generate(**inputs, max_new_tokens=9)
+    assert torch.equal(model.generate(**inputs, max_new_tokens=9, speculative_config="ngram"), plain)
 
 
 @pytest.mark.slow

@@ -19,7 +19,7 @@ import hf_specdec
 from hf_specdec.candidate_generators import parse_config
 from hf_specdec.cli import main
 from hf_specdec.core.output import Taps
-from hf_specdec.training import TrainingError, TrainingOptions, available_trainers, trainer_class
+from hf_specdec.training import TrainingError, TrainingOptions, available_trainers, pipeline, trainer_class
 from hf_specdec.training.data import encode, read_rows
 from hf_specdec.training.export import push_to_hub
 from hf_specdec.training.features import FeatureFiles, FeatureSource
@@ -389,6 +389,7 @@ def test_train_and_eval_commands(tmp_path, capsys):
     assert out.startswith(f"{head}: 6 steps; estimated τ ")
     assert "the target answers 8 prompts" in err
     assert "hidden states: kept in" in err
+    assert "steps teach a head little" not in err  # with --max-steps they are what was asked for
     assert (head / "training" / "regenerated.jsonl").is_file()
 
     figures, bars = tmp_path / "figures.json", tmp_path / "bars.png"
@@ -397,14 +398,14 @@ def test_train_and_eval_commands(tmp_path, capsys):
         "--update-card", "--dtype", "float32",
     ]  # fmt: skip
     assert main(command) == 0, capsys.readouterr().err
-    out, _ = capsys.readouterr()
+    out, err = capsys.readouterr()
     report = json.loads(figures.read_text())
     assert report["method"] == "medusa"
     assert list(report["tasks"]) == ["math", "code", "story", "edit"]
     for task in (*report["tasks"].values(), report["all"]):
         assert 1.0 <= task["tau"] <= 3.0
         assert len(task["acceptance_per_position"]) == 2
-        assert task["speed_up"] > 0
+        assert task["speed_up"] > 0 and task["speed_up_over_none"] > 0
     assert report["all"]["prompts"] == 4
     assert "story" in out
     assert bars.read_bytes()[:4] == b"\x89PNG"
@@ -413,6 +414,7 @@ def test_train_and_eval_commands(tmp_path, capsys):
     assert "base_model: tiny" in card
     assert f"| all | 4 | {report['all']['tau']:.2f} |" in card
     assert "answers written by the target" in card
+    assert f"wrote {head / 'README.md'}" in err
 
 
 def test_the_command_line_says_what_is_wrong(tmp_path, capsys):
@@ -483,3 +485,17 @@ def test_a_head_that_does_not_fit_is_refused(tmp_path, data):
         train("mlp_speculator", tmp_path / "third", data, **begun)
     with pytest.raises(TrainingError, match=r"--init-from .*nowhere"):
         train("medusa", tmp_path / "fourth", data, init_from=str(tmp_path / "nowhere"), max_steps=1)
+
+
+@pytest.mark.parametrize(("samples", "length"), [(3, 30), (40, 150), (900, 250)])
+def test_few_steps_are_announced_with_values_that_help(samples, length):
+    """The values that are named make about as many steps as are wanted."""
+    steps = BatchOrder([length] * samples, TrainingOptions().tokens_per_batch, 1, 0).num_steps(TrainingOptions().epochs)
+    text = pipeline._advice(steps, samples, samples * length, TrainingOptions())
+    size, epochs = (int(text.split(name)[1].split()[0]) for name in ("--tokens-per-batch ", "--epochs "))
+    assert steps < pipeline.FEW_STEPS and text.startswith(f"{steps} steps teach a head little")
+    assert (
+        0.8 * pipeline.FEW_STEPS
+        < BatchOrder([length] * samples, size, 1, 0).num_steps(epochs)
+        < 1.5 * pipeline.FEW_STEPS
+    )

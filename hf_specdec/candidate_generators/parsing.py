@@ -23,7 +23,7 @@ def parse_config(value: Any) -> SpeculativeConfig:
     imported, so a method can be used without installing a package.
 
     Args:
-        value: a `SpeculativeConfig`, a dict, JSON text, the path of a JSON file, or "auto". `{}` is an error.
+        value: a `SpeculativeConfig`, a dict, JSON text, the path of a JSON file, or a method's name such as "auto". `{}` is an error.
 
     Raises:
         SpeculativeConfigError: unknown method or key (with the nearest valid one), bad value, unreadable text.
@@ -34,7 +34,8 @@ def parse_config(value: Any) -> SpeculativeConfig:
         value = _read(os.fspath(value))
     if not isinstance(value, dict):
         raise SpeculativeConfigError(
-            f"speculative_config must be a dict, JSON text, a path to a JSON file or a SpeculativeConfig, not {type(value).__name__}."
+            "speculative_config must be a dict, JSON text, a path to a JSON file, a method's name or a SpeculativeConfig, not "
+            f"{type(value).__name__}."
         )
     methods = available_methods()
     value = renamed_method(value)
@@ -76,14 +77,16 @@ def _infer_method(model: str, revision: str | None, token: str | None, versions:
 
 def _read(text: str) -> Any:
     text = text.removeprefix("\ufeff")
-    if text == "auto":
-        return {"method": "auto"}
+    names = {*available_methods(), *METHOD_NAMES}
+    if text in names:
+        return {"method": text}
     source = text
     if not text.lstrip().startswith("{"):
         file = os.path.expanduser(text)
         if not os.path.isfile(file):
             raise SpeculativeConfigError(
-                f"speculative_config {_shown(text)} is neither JSON text nor an existing file."
+                f"speculative_config {_shown(text)} is neither JSON text nor an existing file, and no method has this "
+                f"name{nearest_hint(text, names)}."
             )
         with open(file, encoding="utf-8-sig", errors="replace") as f:
             source = f.read()

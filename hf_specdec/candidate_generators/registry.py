@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING
 
 from ..config import SpeculativeConfig, SpeculativeConfigError
 from .checkpoints.quantization import quantize_head
+from .contract import hold_to_contract
 
 if TYPE_CHECKING:
     from ..model.packed_model import PackedModel
@@ -133,6 +134,7 @@ def make_generator(
     """
     _check_size(config, target)
     made = generator_class(config.method).create(config, target, context)
+    hold_to_contract(made)
     deepest = max(made.taps.layers, default=0)
     if deepest > target.config.num_hidden_layers:
         count = target.config.num_hidden_layers

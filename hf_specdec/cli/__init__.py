@@ -10,6 +10,7 @@ from collections.abc import Sequence
 
 import hf_specdec
 from hf_specdec import foreign_messages
+from hf_specdec.config import nearest_hint
 
 from . import bench, calibrate, demo, env, eval, explain, generate, models, serve, train
 from .launch import leave_ranks
@@ -27,11 +28,29 @@ start here:
 """
 
 EXPECTED_ERRORS = (ValueError, OSError, ImportError)
-LONG_VALUE = re.compile(r"'[^']{200,}'|\"[^\"]{200,}\"|\S{200,}")
+# An opening quote follows no letter: the apostrophe in "target's", or the end of another value, opens nothing.
+LONG_VALUE = re.compile(r"(?<!\w)'[^']{200,}'|(?<!\w)\"[^\"]{200,}\"|\S{200,}")
 
 
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one line that points to --help; exit code 2."""
+
+    def parse_args(self, args=None, namespace=None):
+        """Parse the command line. An option that the subcommand does not have is an error with the nearest one that it has."""
+        found, unknown = self.parse_known_args(args, namespace)
+        parser = getattr(found, "parser", self)
+        if unknown:
+            parser.error(
+                f"unrecognized arguments: {' '.join(unknown)}{nearest_hint(unknown[0], parser._option_string_actions)}"
+            )
+        return found
+
+    def _check_value(self, action, value):
+        if action.choices is not None and value not in action.choices:
+            choices = ", ".join(map(str, action.choices))
+            raise argparse.ArgumentError(
+                action, f"invalid choice: {value!r}{nearest_hint(value, action.choices)} (choose from {choices})"
+            )
 
     def exit(self, status: int = 0, message: str | None = None):
         """Flush stdout, so that `main` notices a closed pipe, and end the process."""
@@ -54,7 +73,7 @@ def build_parser() -> argparse.ArgumentParser:
         command = module.add_command(commands)
         command.formatter_class = argparse.RawDescriptionHelpFormatter
         command.add_argument("--debug", action="store_true", help="show the traceback of an error and all log messages")
-        command.set_defaults(run=module.run)
+        command.set_defaults(run=module.run, parser=command)
     return parser
 
 
@@ -107,6 +126,7 @@ def _dispatch(argv: Sequence[str] | None) -> int:
         leave_ranks()
         return code
     except KeyboardInterrupt:
+        print(f"hf-specdec {args.command}: interrupted", file=sys.stderr)
         return 130
     except BrokenPipeError:
         raise

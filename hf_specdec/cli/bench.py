@@ -11,12 +11,26 @@ from typing import Any
 import hf_specdec
 
 from .launch import add_ranks_option, start_ranks
-from .measure import Measurement, Variant, environment, equal_rows, measure_with_progress, results_table, setup_line
+from .measure import (
+    Measurement,
+    Variant,
+    environment,
+    equal_rows,
+    loop_of,
+    measure_with_progress,
+    remarks,
+    results_table,
+    setup_line,
+    speed_up,
+    traced,
+    with_baselines,
+)
 from .options import (
-    BUNDLED_PROMPTS,
+    CONFIG_HELP,
     Output,
     add_decoding_options,
     add_model_options,
+    add_prompts_option,
     check_output_file,
     decoding_arguments,
     encode_prompts,
@@ -32,9 +46,10 @@ examples:
   hf-specdec bench ./my-model --prompts gsm8k.jsonl --limit 20 --repeats 5 --json result.json \\
       --speculative-config '{"method": "ngram"}' --speculative-config '{"method": "suffix"}'
 
-The baseline is transformers' own generate(). Each batch is decoded by the baseline and by every configuration before the
-next batch begins, so that other load on the machine affects all of them alike. tokens/s is the median over the repeats; τ is
-the number of tokens per row and forward pass of the target. Methods that learn from outputs (suffix) start each repeat empty.
+Two baselines are measured with your configurations: transformers' own generate(), and the loop of this package without drafts (none).
+"× none" is what drafting brings; ▼ marks a configuration that is slower than none. Each batch is decoded in every way before the next
+one begins, so that other load on the machine affects all alike; on a CPU the clock counts the CPU time of the decoding thread. tokens/s
+is the median over the repeats. Methods that learn from outputs (suffix) start each repeat empty.
 """
 
 
@@ -48,18 +63,18 @@ def add_command(commands) -> argparse.ArgumentParser:
         action="append",
         required=True,
         metavar="JSON",
-        help="JSON text or the path of a JSON file; repeat it to compare several",
+        help=f"{CONFIG_HELP}; repeat it to compare several",
     )
     group = parser.add_argument_group("measurement")
-    group.add_argument(
-        "--prompts",
-        default=str(BUNDLED_PROMPTS),
-        metavar="FILE",
-        help='.jsonl with a "prompt" a row (default: the bundled prompts)',
-    )
-    group.add_argument("--limit", type=positive_int, metavar="N", help="use only the first N prompts")
+    add_prompts_option(group)
     group.add_argument("--batch-size", type=positive_int, default=1, metavar="B", help="default: %(default)s")
     group.add_argument("--repeats", type=positive_int, default=3, metavar="R", help="default: %(default)s")
+    group.add_argument(
+        "--trace",
+        action="store_true",
+        help="decode the first batch once more with each configuration, and show what every step drafted, accepted and rejected, and "
+        "its milliseconds",
+    )
     group.add_argument(
         "--json", metavar="OUT", help="write everything to this file as JSON; - prints it instead of the table"
     )
@@ -78,10 +93,12 @@ def run(args: argparse.Namespace) -> int:
     model, tokenizer = load_model_and_tokenizer(args)
     groups = [prompts[i : i + args.batch_size] for i in range(0, len(prompts), args.batch_size)]
     batches = [encode_prompts(tokenizer, group, args.chat, model.device) for group in groups]
-    variants = [Variant("plain generate()"), *(Variant(text, text) for text in args.speculative_config)]
+    variants = with_baselines([Variant(text, text) for text in args.speculative_config])
 
     results = measure_with_progress("measuring", model, batches, variants, arguments, args.repeats, args.seed)
 
+    shown = args.speculative_config if args.trace else []
+    traces = {text: traced(model, batches[0], Variant(text, text), arguments, args.seed) for text in shown}
     report = {
         "model": args.model,
         "environment": environment(model),
@@ -92,24 +109,30 @@ def run(args: argparse.Namespace) -> int:
             "repeats": args.repeats,
             "seed": args.seed,
         },
-        "results": [describe(result, results[0]) for result in results],
+        "results": [describe(result, results) for result in results],
     }
+    if args.trace:
+        report["traces"] = {text: trace.with_text(tokenizer) for text, trace in traces.items()}
     if args.json == "-":
         json.dump(report, sys.stdout, indent=2)
         print()
         return 0
     print_report(report, results, compare=not args.do_sample)
+    for text, trace in traces.items():
+        print(f"\n{text}\n{trace.table(tokenizer)}")
     if args.json:
         Path(args.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return 0
 
 
-def describe(result: Measurement, baseline: Measurement) -> dict[str, Any]:
+def describe(result: Measurement, results: list[Measurement]) -> dict[str, Any]:
     """One result as a dictionary for JSON."""
+    plain = results[0]
     return {
         "speculative_config": result.variant.speculative_config,
         "tokens_per_second": result.tokens_per_second,
-        "speed_up": result.tokens_per_second / baseline.tokens_per_second,
+        "speed_up_over_none": speed_up(result, loop_of(result, results)),
+        "speed_up": speed_up(result, plain),
         "seconds": result.seconds,
         "new_tokens": result.new_tokens,
         "mean_accepted_length": result.accepted_length,
@@ -117,7 +140,7 @@ def describe(result: Measurement, baseline: Measurement) -> dict[str, Any]:
         "num_draft_tokens": result.drafted,
         "num_accepted_tokens": result.accepted,
         "rows": len(result.outputs),
-        "rows_equal_to_baseline": equal_rows(result, baseline),
+        "rows_equal_to_baseline": equal_rows(result, plain),
     }
 
 
@@ -130,5 +153,7 @@ def print_report(report: dict[str, Any], results: list[Measurement], compare: bo
         f"{settings['prompts']} prompts, batch size {settings['batch_size']}, "
         f"{settings['max_new_tokens']} new tokens, {settings['repeats']} repeats",
         soft_wrap=True,
+        markup=False,
     )
     console.print(results_table(results, compare))
+    console.print(remarks(results), soft_wrap=True, markup=False)

@@ -5,27 +5,28 @@ from __future__ import annotations
 import argparse
 import json
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import numpy as np
 from rich.table import Table
 
-from ..candidate_generators import parse_config
-from ..candidate_generators.base import DrafterContext
+import hf_specdec
+
 from ..config import SpeculativeConfig
-from ..decoding.calibration import calibrated_tree, expected_accepted_length, measure_accuracies
-from ..integration import get_decoder
 from .measure import end_tokens
 from .options import (
-    BUNDLED_PROMPTS,
+    CONFIG_HELP,
     Output,
     add_model_options,
+    add_prompts_option,
     check_output_file,
     encode_prompts,
     load_model_and_tokenizer,
     positive_int,
     read_prompts,
 )
+
+if TYPE_CHECKING:
+    import numpy as np
 
 EPILOG = """\
 examples:
@@ -51,17 +52,9 @@ def add_command(commands) -> argparse.ArgumentParser:
         "calibrate", help="measure a drafter and fit a draft tree to it", description=__doc__, epilog=EPILOG
     )
     add_model_options(parser)
-    parser.add_argument(
-        "--speculative-config", required=True, metavar="JSON", help="JSON text or the path of a JSON file"
-    )
+    parser.add_argument("--speculative-config", required=True, metavar="JSON", help=CONFIG_HELP)
     group = parser.add_argument_group("measurement")
-    group.add_argument(
-        "--prompts",
-        default=str(BUNDLED_PROMPTS),
-        metavar="FILE",
-        help='.jsonl with a "prompt" a row (default: the bundled prompts)',
-    )
-    group.add_argument("--limit", type=positive_int, metavar="N", help="use only the first N prompts")
+    add_prompts_option(group)
     group.add_argument(
         "--chat",
         action=argparse.BooleanOptionalAction,
@@ -82,8 +75,12 @@ def add_command(commands) -> argparse.ArgumentParser:
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the subcommand; returns the exit code."""
+    from ..candidate_generators.base import DrafterContext
+    from ..decoding.calibration import calibrated_tree, expected_accepted_length, measure_accuracies
+    from ..integration import get_decoder
+
     check_output_file(args.json, "--json")
-    config = parse_config(args.speculative_config)
+    config = hf_specdec.parse_config(args.speculative_config)
     prompts = [row["prompt"] for row in read_prompts(args.prompts)][: args.limit]
     model, tokenizer = load_model_and_tokenizer(args)
     encoded = [
@@ -102,7 +99,9 @@ def run(args: argparse.Namespace) -> int:
     fitted = with_tree(config, tree)
 
     console = Output()
-    console.print(f"{args.model}: {len(prompts)} prompts, up to {args.max_new_tokens} new tokens", soft_wrap=True)
+    console.print(
+        f"{args.model}: {len(prompts)} prompts, up to {args.max_new_tokens} new tokens", soft_wrap=True, markup=False
+    )
     console.print(accuracies_table(accuracies))
     console.print(
         f"expected τ: {expected['tree']:.2f} with {len(tree)} nodes; {expected['chain']:.2f} with a chain of {len(chain)}",

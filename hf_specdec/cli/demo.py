@@ -7,22 +7,29 @@ import importlib.util
 import time
 from typing import Any
 
-import torch
-from rich.table import Table
 from rich.text import Text
 
 from ..bundled import HOW_TO_INSTALL
-from .accepted_tokens import AcceptedTokens
 from .demo_all import run_all
 from .demo_model import SIZES, DemoModel, demo_model
-from .measure import Measurement, Variant, environment, equal_rows, measure_with_progress, setup_line
+from .measure import (
+    Measurement,
+    Variant,
+    environment,
+    equal_rows,
+    measure_with_progress,
+    remarks,
+    results_table,
+    setup_line,
+    with_baselines,
+)
 from .options import BUNDLED_PROMPTS, Output, encode_prompts, positive_int, read_prompts, spread
 
 EPILOG = """\
 examples:
   hf-specdec demo
   hf-specdec demo --all
-  hf-specdec demo --all --prompts 12 --max-new-tokens 64 --batch-size 4
+  hf-specdec demo --all --limit 12 --max-new-tokens 64 --batch-size 4
 
 The bundled model has 6 million parameters, too few for any drafter to make it faster. So the demo first makes it bigger: the added zeros
 and idle layers change no logit, but cost as much time as the weights of a real model. Green text was drafted and accepted; the other
@@ -30,7 +37,6 @@ tokens come from the model itself, one per forward pass. --all runs every method
 with that of plain generate(); the exit code is 1 if one differs.
 """
 
-PLAIN = Variant("plain generate()")
 DRAFT: dict[str, Any] = {"method": "draft_model", "model": "tiny-draft"}
 BATCH = 8
 SECONDS = {1: 34.0, BATCH: 16.0}  # time limit by batch size; a slow machine measures fewer prompts in it
@@ -42,7 +48,8 @@ def add_command(commands) -> argparse.ArgumentParser:
         "demo", help="show text and speed on the bundled models", description=__doc__, epilog=EPILOG
     )
     parser.add_argument("--all", action="store_true", help="run every method on the small model and compare the texts")
-    parser.add_argument("--prompts", type=positive_int, metavar="N", help="most prompts (default: 8; with --all 6)")
+    parser.add_argument("--limit", type=positive_int, metavar="N", help="use only N prompts (default: 8; with --all 6)")
+    parser.add_argument("--prompts", dest="limit", type=positive_int, help=argparse.SUPPRESS)  # its earlier name
     parser.add_argument("--max-new-tokens", type=positive_int, metavar="N", help="default: 48; with --all 96")
     parser.add_argument("--size", choices=["auto", *SIZES], default="auto", help="of the model (default: %(default)s)")
     parser.add_argument(
@@ -59,7 +66,7 @@ def add_command(commands) -> argparse.ArgumentParser:
 def run(args: argparse.Namespace) -> int:
     """Carry out the subcommand; returns the exit code."""
     args.max_new_tokens = args.max_new_tokens or (96 if args.all else 48)
-    args.prompts = args.prompts or (6 if args.all else 8)
+    args.limit = args.limit or (6 if args.all else 8)
     if args.all:
         return run_all(args)
     console = Output()
@@ -72,17 +79,20 @@ def run(args: argparse.Namespace) -> int:
 
 def show(console: Output, demo: DemoModel, args: argparse.Namespace) -> int:
     """Show one text, then the table. Returns 1 if a text differs in float32."""
-    rows = spread(read_prompts(str(BUNDLED_PROMPTS)), max(args.prompts, 2 * BATCH))
+    rows = spread(read_prompts(str(BUNDLED_PROMPTS)), max(args.limit, 2 * BATCH))
     prompts = [row["prompt"] for row in rows]
     show_text(console, demo, prompts[0], args.max_new_tokens)
-    single, batched = [[each] for each in spread(prompts, args.prompts)], [prompts[:BATCH], prompts[BATCH:]]
+    single, batched = [[each] for each in spread(prompts, args.limit)], [prompts[:BATCH], prompts[BATCH:]]
     # Half as many tokens in a batch, so that its runs take about as long as those of single prompts.
     tables = {
         1: compare(demo, single, single_variants(demo), args.max_new_tokens, 1),
         BATCH: compare(demo, batched, batch_variants(demo), max(args.max_new_tokens // 2, 1), BATCH),
     }
-    console.print(table_of(tables))
-    float32 = demo.model.dtype == torch.float32
+    for batch_size, results in tables.items():
+        console.print(f"Batch size {batch_size}:")
+        console.print(results_table(results, compare=True))
+    console.print(remarks(*tables.values()), soft_wrap=True, markup=False)
+    float32 = str(demo.model.dtype) == "torch.float32"
     console.print(remark(demo, float32), soft_wrap=True, markup=False)
     results = [(result, found[0]) for found in tables.values() for result in found]
     return int(float32 and any(equal_rows(result, plain) < len(plain.outputs) for result, plain in results))
@@ -90,6 +100,8 @@ def show(console: Output, demo: DemoModel, args: argparse.Namespace) -> int:
 
 def show_text(console: Output, demo: DemoModel, prompt: str, max_new_tokens: int) -> None:
     """Print the answer to one prompt as it is generated, drafted tokens in green."""
+    from .accepted_tokens import AcceptedTokens
+
     console.print(Text(f"\n▌ {prompt}", style="bold"))
     inputs = encode_prompts(demo.tokenizer, [prompt], None, demo.model.device)
     config = single_variants(demo)[-1].speculative_config
@@ -110,17 +122,17 @@ def single_variants(demo: DemoModel) -> list[Variant]:
         method = "suffix" if importlib.util.find_spec("arctic_inference") else "ngram"
         light = Variant(method, {"method": method})
         tokens, tree = 3, {"depth": 4, "top_k": 3, "total_tokens": 8}
-    variants = [PLAIN, light, Variant(f"draft_model, {tokens} tokens", {**DRAFT, "num_speculative_tokens": tokens})]
+    variants = [light, Variant(f"draft_model, {tokens} tokens", {**DRAFT, "num_speculative_tokens": tokens})]
     if demo.eagle3 is not None:
         variants.append(Variant(f"eagle3, tree of {tree['total_tokens']}", {"model": demo.eagle3, **tree}))
-    return variants
+    return with_baselines(variants)
 
 
 def batch_variants(demo: DemoModel) -> list[Variant]:
     """The variants for a batch, in which each drafted token costs more: short drafts."""
     tokens = 4 if demo.cheap_rows else 2
     name, drafter = ("draft_model", DRAFT) if demo.eagle3 is None else ("eagle3", {"model": demo.eagle3})
-    return [PLAIN, Variant(f"{name}, {tokens} tokens", {**drafter, "num_speculative_tokens": tokens})]
+    return with_baselines([Variant(f"{name}, {tokens} tokens", {**drafter, "num_speculative_tokens": tokens})])
 
 
 def compare(
@@ -133,30 +145,9 @@ def compare(
     return measure_with_progress(title, demo.model, batches, variants, arguments, 1, 0, SECONDS[batch_size])
 
 
-def table_of(tables: dict[int, list[Measurement]]) -> Table:
-    """A table of results by batch size, compared with plain decoding at the same size."""
-    table = Table()
-    for title in ("batch", "decoding", "tokens/s", "speed-up", "τ", "same text"):
-        table.add_column(title, justify="left" if title == "decoding" else "right")
-    for batch_size, results in tables.items():
-        plain = results[0]
-        for result in results:
-            tau, prompts = result.accepted_length, len(plain.outputs)
-            table.add_row(
-                str(batch_size),
-                result.variant.name,
-                f"{result.tokens_per_second:.1f}",
-                f"{result.tokens_per_second / plain.tokens_per_second:.2f} ×",
-                "1.00" if tau is None else f"{tau:.2f}",
-                "–" if result is plain else f"{equal_rows(result, plain)}/{prompts}",
-            )
-        table.add_section()
-    return table
-
-
 def remark(demo: DemoModel, float32: bool) -> str:
     """Notes on reading the table, for this machine."""
-    lines = ["Plain: transformers' own generate() on the same model. τ: tokens per forward of the model."]
+    lines = []
     if not float32:
         lines.append(
             "bfloat16 rounds: where two tokens are about equally likely, a text may continue with the other token. Two batch sizes "

@@ -3,15 +3,27 @@
 from __future__ import annotations
 
 import argparse
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 from rich.text import Text
 
-from .accepted_tokens import AcceptedTokens
-from .measure import Variant, environment, equal_rows, measure_with_progress, results_table, setup_line, warm_up
+from .measure import (
+    PLAIN,
+    Variant,
+    environment,
+    equal_rows,
+    measure_with_progress,
+    remarks,
+    results_table,
+    setup_line,
+    warm_up,
+    without_drafts,
+)
 from .options import BUNDLED_PROMPTS, Output, encode_prompts, load_model_and_tokenizer, read_prompts, spread
+
+if TYPE_CHECKING:
+    import torch
 
 DRAFT = {"method": "draft_model", "model": "tiny-draft"}
 TREE = {"depth": 5, "top_k": 4, "total_tokens": 24}
@@ -19,10 +31,10 @@ SHOWN = Variant("draft_model, chain", {**DRAFT, "num_speculative_tokens": 5})
 
 
 def variants() -> list[Variant]:
-    """The variants; the first is the baseline."""
+    """The variants; the first two are the baselines."""
     return [
-        Variant("plain generate()"),
-        Variant("none", {"method": "none"}),
+        PLAIN,
+        without_drafts({"method": "none"}),
         Variant("ngram", {"method": "ngram"}),
         Variant("suffix", {"method": "suffix"}),
         SHOWN,
@@ -43,10 +55,14 @@ def variants() -> list[Variant]:
 
 def run_all(args: argparse.Namespace) -> int:
     """Decode with every method; returns the exit code, 1 if a text differs."""
+    import torch
+
+    from .accepted_tokens import AcceptedTokens
+
     console = Output()
     # The bundled models are too small to gain from a second thread, which is slow on a busy machine.
     torch.set_num_threads(1)
-    rows = spread(read_prompts(str(BUNDLED_PROMPTS)), args.prompts)
+    rows = spread(read_prompts(str(BUNDLED_PROMPTS)), args.limit)
     args.dtype = "float32"
     model, tokenizer = load_model_and_tokenizer(args)
     arguments = {"max_new_tokens": args.max_new_tokens, "do_sample": False}
@@ -68,6 +84,7 @@ def run_all(args: argparse.Namespace) -> int:
         soft_wrap=True,
     )
     console.print(results_table(results, compare=True))
+    console.print(remarks(results), soft_wrap=True, markup=False)
     different = sum(len(results[0].outputs) - equal_rows(result, results[0]) for result in results)
     if different:
         console.print(f"[red]{different} outputs differ from transformers' generate().[/red]")
@@ -84,5 +101,5 @@ def compare(console: Console, model, batches: list[dict[str, torch.Tensor]], arg
             warm_up(model, batches[0], variant, arguments)
             usable.append(variant)
         except ImportError as error:
-            console.print(f"{variant.name}: skipped, {' '.join(str(error).split())}")
+            console.print(f"{variant.name}: skipped, {' '.join(str(error).split())}", markup=False)
     return measure_with_progress("comparing the methods", model, batches, usable, arguments, repeats=2, seed=0)

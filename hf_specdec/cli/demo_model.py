@@ -7,16 +7,17 @@ import tempfile
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
-from typing import Any
-
-import torch
+from typing import TYPE_CHECKING, Any
 
 import hf_specdec
-from hf_specdec.inflation import DIMENSIONS, PRESETS, inflate, inflate_eagle3
 
 from .options import load_model_and_tokenizer
 
-SIZES = {"tiny": None, "100m": (768, 14, 2048, 12, 4, 64), "300m": PRESETS["300m"], "1b": PRESETS["1b"]}
+if TYPE_CHECKING:
+    import torch
+
+SIZES = ("tiny", "100m", "300m", "1b")
+_HUNDRED = (768, 14, 2048, 12, 4, 64)  # the size "100m"; inflation.PRESETS has the larger ones
 
 
 @dataclass
@@ -38,6 +39,8 @@ class DemoModel:
 
 def has_bfloat16(device: torch.device) -> bool:
     """True if the device multiplies in bfloat16 in hardware."""
+    import torch
+
     if device.type != "cpu":
         return device.type == "cuda" and torch.cuda.is_bf16_supported(including_emulation=False)
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
@@ -53,11 +56,16 @@ def _affordable(device: torch.device, cheap_rows: bool) -> str:
 @contextmanager
 def demo_model(args: argparse.Namespace) -> Iterator[DemoModel]:
     """The model of `args.size` ("auto": a size for the device) in `args.dtype` ("auto": bfloat16 if the device has it)."""
+    import torch
+
+    from hf_specdec.inflation import DIMENSIONS, PRESETS, inflate, inflate_eagle3
+
     args.model, wanted, args.dtype = "tiny", args.dtype, "float32"
     source, tokenizer = load_model_and_tokenizer(args)
     cheap_rows = has_bfloat16(source.device) if wanted == "auto" else wanted == "bfloat16"
     dtype = torch.bfloat16 if cheap_rows else torch.float32
-    size = SIZES[args.size if args.size != "auto" else _affordable(source.device, cheap_rows)]
+    name = args.size if args.size != "auto" else _affordable(source.device, cheap_rows)
+    size = {"tiny": None, "100m": _HUNDRED, **PRESETS}[name]
     sizes = {} if size is None else dict(zip(DIMENSIONS, size, strict=True))
     model = inflate(source, **sizes, dtype=dtype)
     with tempfile.TemporaryDirectory(prefix="hf-specdec-demo-") as folder:

@@ -12,11 +12,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-import torch
-from huggingface_hub import constants
-
 import hf_specdec
-from hf_specdec.kernels.dispatch import uses_triton
 
 from .measure import device_name
 
@@ -88,6 +84,9 @@ def run(args: argparse.Namespace) -> int:
 
 def environment() -> dict[str, Any]:
     """Versions, devices, extras and settings, without secrets, as values for JSON."""
+    import torch
+    from huggingface_hub import constants
+
     return {
         "hf-specdec": hf_specdec.__version__,
         "installed in": str(Path(hf_specdec.__file__).parent),
@@ -111,6 +110,10 @@ def environment() -> dict[str, Any]:
 
 def kernels() -> str:
     """The implementation of the tensor operations on the first GPU, or on the CPU if there is none: "triton" or "reference"."""
+    import torch
+
+    from ..kernels.dispatch import uses_triton
+
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
     return "triton" if uses_triton(device) else "reference"
 
@@ -136,6 +139,8 @@ def missing_of(modules: tuple[str, ...]) -> str:
 
 def cpu() -> dict[str, Any]:
     """The processor, its instruction sets, the number of cores for this process, and the number of threads that torch uses."""
+    import torch
+
     info = Path("/proc/cpuinfo")
     lines = info.read_text().splitlines() if info.exists() else []
     flags = next((line.split(":", 1)[1].split() for line in lines if line.startswith(("flags", "Features"))), [])
@@ -151,6 +156,8 @@ def cpu() -> dict[str, Any]:
 
 def gpus() -> list[dict[str, Any]]:
     """Every GPU that torch sees."""
+    import torch
+
     properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return [
         {

@@ -10,21 +10,29 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import hf_specdec
 
-from ..candidate_generators import parse_config
 from ..jsonl import json_object
-from ..training.card import add_measurements
-from ..training.state import write_whole
-from .measure import Variant, environment, setup_line, timed_generate, warm_up
+from .measure import (
+    LOSES,
+    PLAIN,
+    Variant,
+    environment,
+    reading,
+    setup_line,
+    timed_generate,
+    warm_up,
+    without_drafts,
+)
 from .options import (
-    BUNDLED_PROMPTS,
     Output,
     add_decoding_options,
+    add_prompts_option,
     check_output_file,
     decoding_arguments,
     encode_prompts,
@@ -39,9 +47,10 @@ examples:
   hf-specdec eval ./my-eagle3 --target ./my-model --prompts held-out.jsonl --json figures.json --plot figures.png --update-card
   hf-specdec eval ./my-eagle3 --target ./my-model --speculative-config '{"top_k": 8, "total_tokens": 60, "depth": 5}'
 
-Prompts with a "task" are counted by task. τ is the number of tokens per row and forward pass of the target. Acceptance per position is
-the share of steps in which the draft's 1st, 2nd, .. token was accepted. The speed-up is over transformers' own generate() on this
-machine. It is an estimate from one pass over the prompts; `hf-specdec bench` repeats the measurement.
+Prompts with a "task" are counted by task, and --limit is of each task. τ is the number of tokens per row and forward pass of the target.
+Acceptance per position is the share of steps in which the draft's 1st, 2nd, .. token was accepted. "× none" compares with the same loop
+without drafts, "× plain" with transformers' own generate(), on this machine; ▼ marks a task in which the head makes decoding slower. They
+are estimates from one pass over the prompts; `hf-specdec bench` repeats the measurement.
 """
 
 
@@ -62,9 +71,7 @@ def add_command(commands) -> argparse.ArgumentParser:
         "--trust-remote-code", action="store_true", help="run Python code that the checkpoint contains"
     )
     group = parser.add_argument_group("measurement")
-    group.add_argument("--prompts", default=str(BUNDLED_PROMPTS), metavar="FILE", help='.jsonl with a "prompt" and a "task" a row '
-                       "(default: the bundled prompts)")  # fmt: skip
-    group.add_argument("--limit", type=positive_int, metavar="N", help="at most N prompts of each task")
+    add_prompts_option(group)
     group.add_argument("--batch-size", type=positive_int, default=1, metavar="B", help="default: %(default)s")
     group.add_argument(
         "--speculative-config",
@@ -73,7 +80,7 @@ def add_command(commands) -> argparse.ArgumentParser:
         help="further keys, for example the draft length or a tree",
     )
     group.add_argument(
-        "--no-baseline", action="store_true", help="do not time plain generate(); the speed-up is left out"
+        "--no-baseline", action="store_true", help="do not time decoding without drafts; the speed-ups are left out"
     )
     group.add_argument(
         "--json", metavar="OUT", help="write the figures to this file; - prints them instead of the table"
@@ -92,7 +99,7 @@ class TaskFigures:
 
     Attributes:
         steps: forward passes of the target, counted once for each row.
-        new_tokens, seconds: with the head; `plain_tokens`, `plain_seconds`: without it.
+        new_tokens, seconds: with the head; `none_`: in the same loop without drafts; `plain_`: in transformers' own.
         drafted, accepted: draft tokens.
         accepted_at: for each position of a draft, the number of steps in which its token was accepted.
     """
@@ -103,6 +110,8 @@ class TaskFigures:
     drafted: int = 0
     accepted: int = 0
     seconds: float = 0.0
+    none_tokens: int = 0
+    none_seconds: float = 0.0
     plain_tokens: int = 0
     plain_seconds: float = 0.0
     accepted_at: list[float] = field(default_factory=list)
@@ -130,6 +139,7 @@ class TaskFigures:
     def summary(self) -> dict[str, Any]:
         """The figures, as values for JSON."""
         speed = self.new_tokens / self.seconds if self.seconds else None
+        none = self.none_tokens / self.none_seconds if self.none_seconds else None
         plain = self.plain_tokens / self.plain_seconds if self.plain_seconds else None
         return {
             "prompts": self.prompts,
@@ -137,7 +147,9 @@ class TaskFigures:
             "acceptance_rate": self.accepted / self.drafted if self.drafted else None,
             "acceptance_per_position": [value / self.steps for value in self.accepted_at],
             "tokens_per_second": speed,
+            "none_tokens_per_second": none,
             "plain_tokens_per_second": plain,
+            "speed_up_over_none": speed / none if speed and none else None,
             "speed_up": speed / plain if speed and plain else None,
         }
 
@@ -147,8 +159,10 @@ def run(args: argparse.Namespace) -> int:
     arguments = decoding_arguments(args)
     check_output_file(args.json, "--json")
     check_output_file(args.plot, "--plot")
+    if args.update_card:
+        check_card(args.head)
     config = head_config(args.head, args.speculative_config)
-    method = parse_config(config).method
+    method = hf_specdec.parse_config(config).method
     tasks: dict[str, list[str]] = {}
     for row in read_prompts(args.prompts):
         tasks.setdefault(row.get("task") or "prompts", []).append(row["prompt"])
@@ -176,6 +190,20 @@ def run(args: argparse.Namespace) -> int:
     return 0
 
 
+def check_card(head: str) -> None:
+    """Raise ValueError unless the head has a card of its own that --update-card may change."""
+    from ..training.card import has_measurements
+
+    folder = Path(hf_specdec.resolve_model(head)).resolve()
+    if folder in (Path(hf_specdec.bundled(name)).resolve() for name in hf_specdec.bundled_names()):
+        raise ValueError(
+            f"--update-card: {head} is a bundled head, whose card has figures of its own: leave the option out, or copy {folder} and "
+            "measure the copy."
+        )
+    if not has_measurements(folder):
+        raise ValueError(f"--update-card: {head} has no model card written by hf-specdec train.")
+
+
 def head_config(head: str, keys: str) -> dict[str, Any]:
     """The speculative configuration of a head, with further keys from JSON text."""
     return {**json_object(keys, "--speculative-config"), "model": head}
@@ -191,9 +219,10 @@ def evaluate(
     advance: Callable[[int], None],
 ) -> dict[str, TaskFigures]:
     """Decode each batch with and without the head. Returns the figures by task. Calls `advance` with the number of prompts done."""
-    drafted, plain = Variant("head", config), Variant("plain generate()")
+    drafted, loop = Variant("head", config), without_drafts(config)
+    variants = [drafted] if args.no_baseline else [drafted, loop, PLAIN]
     first = encode_prompts(tokenizer, next(iter(tasks.values()))[:1], args.chat, model.device)
-    for variant in (drafted,) if args.no_baseline else (drafted, plain):
+    for variant in variants:
         warm_up(model, first, variant, arguments)
     out = {}
     for task, prompts in tasks.items():
@@ -201,12 +230,15 @@ def evaluate(
         for i in range(0, len(prompts), args.batch_size):
             group = prompts[i : i + args.batch_size]
             inputs = encode_prompts(tokenizer, group, args.chat, model.device)
-            rows, seconds, speculation = timed_generate(model, inputs, drafted, arguments, args.seed)
-            figures.count(speculation, seconds, sum(map(len, rows)))
-            if not args.no_baseline:
-                rows, seconds, _ = timed_generate(model, inputs, plain, arguments, args.seed)
-                figures.plain_tokens += sum(map(len, rows))
-                figures.plain_seconds += seconds
+            for variant in variants if i // args.batch_size % 2 == 0 else reversed(variants):
+                rows, seconds, speculation = timed_generate(model, inputs, variant, arguments, args.seed)
+                tokens = sum(map(len, rows))
+                if variant is drafted:
+                    figures.count(speculation, seconds, tokens)
+                else:
+                    name = "none" if variant is loop else "plain"
+                    vars(figures)[f"{name}_tokens"] += tokens
+                    vars(figures)[f"{name}_seconds"] += seconds
             advance(len(group))
     hf_specdec.release(model)
     return out
@@ -216,11 +248,7 @@ def evaluate(
 
 
 def write_report(report: dict[str, Any], args: argparse.Namespace) -> None:
-    """Write what the options ask for: the table, JSON, the plot and the model card.
-
-    Raises:
-        ValueError: the head has no model card that could be updated.
-    """
+    """Write what the options ask for: the table, JSON, the plot and the model card."""
     if args.json == "-":
         json.dump(report, sys.stdout, indent=2)
         print()
@@ -229,24 +257,34 @@ def write_report(report: dict[str, Any], args: argparse.Namespace) -> None:
         setup = setup_line(report["environment"])
         console.print(f"{args.head} ({report['method']}) for {args.target}: {setup}", soft_wrap=True, markup=False)
         console.print(table(report))
+        if not args.no_baseline:
+            marked = any(LOSES in cell for row in all_cells(report) for cell in row)
+            whole = report["all"]
+            loop = whole["none_tokens_per_second"] / whole["plain_tokens_per_second"]
+            console.print(reading(loop, marked), soft_wrap=True, markup=False)
         if args.json:
             Path(args.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if args.plot:
         plot(report, Path(args.plot))
-    if args.update_card and not add_measurements(Path(hf_specdec.resolve_model(args.head)), markdown(report)):
-        raise ValueError(f"--update-card: {args.head} has no model card written by hf-specdec train.")
+    if args.update_card:
+        from ..training.card import add_measurements
+
+        print(f"wrote {add_measurements(Path(hf_specdec.resolve_model(args.head)), markdown(report))}", file=sys.stderr)
 
 
 def cells(task: str, figures: dict[str, Any]) -> list[str]:
     """A task's row of the table."""
     shown = [task, str(figures["prompts"]), "–" if figures["tau"] is None else f"{figures['tau']:.2f}"]
     shown.append(" ".join(f"{rate:.0%}" for rate in figures["acceptance_per_position"]))
+    over_none, over_plain = figures["speed_up_over_none"], figures["speed_up"]
+    mark = "" if over_none is None or round(over_none, 2) >= 1 else f" {LOSES}"
+    shown.append("–" if over_none is None else f"{over_none:.2f} ×{mark}")
+    shown.append("–" if over_plain is None else f"{over_plain:.2f} ×")
     shown.append("–" if figures["tokens_per_second"] is None else f"{figures['tokens_per_second']:.1f}")
-    shown.append("–" if figures["speed_up"] is None else f"{figures['speed_up']:.2f} ×")
     return shown
 
 
-TITLES = ("task", "prompts", "τ", "accepted at 1, 2, ..", "tokens/s", "speed-up")
+TITLES = ("task", "prompts", "τ", "accepted at 1, 2, ..", "× none", "× plain", "tokens/s")
 
 
 def all_cells(report: dict[str, Any]) -> list[list[str]]:
@@ -256,9 +294,9 @@ def all_cells(report: dict[str, Any]) -> list[list[str]]:
 
 def table(report: dict[str, Any]) -> Table:
     """The table for a terminal."""
-    out = Table()
+    out = Table(box=SIMPLE_HEAD, padding=0)
     for i, title in enumerate(TITLES):
-        out.add_column(title, justify="left" if i in (0, 3) else "right")
+        out.add_column(title, justify="left" if i in (0, 3) else "right", no_wrap=i != 3)
     for row in all_cells(report):
         out.add_row(*row)
     return out
@@ -281,6 +319,8 @@ def plot(report: dict[str, Any], path: Path) -> None:
     """Plot τ per task and acceptance per position as bars."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
+
+    from ..training.state import write_whole
 
     tasks = {**report["tasks"], "all": report["all"]}
     figure = Figure(figsize=(11, 3.8), layout="constrained")

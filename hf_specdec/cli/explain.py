@@ -3,23 +3,32 @@
 from __future__ import annotations
 
 import argparse
+import dataclasses
 import json
+import statistics
 from typing import Any
 
-from rich.table import Table
+import hf_specdec
+from hf_specdec.config import SpeculativeConfig, SpeculativeConfigError
 
-from hf_specdec.candidate_generators import parse_config
-from hf_specdec.candidate_generators.auto import AutoConfig, AutoGenerator
-from hf_specdec.config import SpeculativeConfigError
-from hf_specdec.decoding.auto_method import AutoMethod
-from hf_specdec.integration import get_decoder
-
-from .measure import environment, setup_line
+from .measure import (
+    Measurement,
+    Variant,
+    environment,
+    loop_of,
+    measure_with_progress,
+    remarks,
+    results_table,
+    setup_line,
+    speed_up,
+    traced,
+    with_baselines,
+)
 from .options import (
-    BUNDLED_PROMPTS,
     Output,
     add_decoding_options,
     add_model_options,
+    add_prompts_option,
     decoding_arguments,
     encode_prompts,
     load_model_and_tokenizer,
@@ -36,6 +45,8 @@ examples:
 
 It searches as `generate(speculative_config="auto")` does: the model's own MTP layers, a bundled head, a head in the local cache or on
 the Hub, a small model with the same vocabulary. Methods that look up earlier text (suffix, ngram, token_recycling) are always included.
+Every drafter is measured on its own, with its usual draft length in every step, beside "auto", which drafts where that pays, decoding
+without drafts (none), and transformers' own generate().
 """
 
 
@@ -51,13 +62,7 @@ def add_command(commands) -> argparse.ArgumentParser:
     )
     group = parser.add_argument_group("measurement")
     group.add_argument("--no-measurement", action="store_true", help="only list what was found")
-    group.add_argument(
-        "--prompts",
-        default=str(BUNDLED_PROMPTS),
-        metavar="FILE",
-        help=".jsonl with a prompt a row (default: bundled ones)",
-    )
-    group.add_argument("--limit", type=positive_int, default=8, metavar="N", help="prompts (default: %(default)s)")
+    add_prompts_option(group, limit=8)
     group.add_argument("--batch-size", type=positive_int, default=1, metavar="B", help="default: %(default)s")
     group.add_argument("--json", action="store_true", help="print JSON")
     add_decoding_options(parser, max_new_tokens=64)
@@ -65,67 +70,93 @@ def add_command(commands) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Find the drafters, decode the prompts to measure them, and print the report; returns the exit code."""
-    config = parse_config(args.speculative_config)
+    """Find the drafters, decode the prompts with all of them, and print the report; returns the exit code."""
+    from ..candidate_generators.auto import AutoConfig, AutoGenerator
+    from ..integration import get_decoder
+
+    config = hf_specdec.parse_config(args.speculative_config)
     if not isinstance(config, AutoConfig):
         raise SpeculativeConfigError(f"--speculative-config has method {config.method!r}; `explain` needs 'auto'.")
     output = Output()
     model, tokenizer = load_model_and_tokenizer(args)
-    decoder = get_decoder(model, config)
-    generator, policy = decoder.generator, decoder.policy
-    assert isinstance(generator, AutoGenerator) and isinstance(policy, AutoMethod)
+    generator = get_decoder(model, config).generator
+    assert isinstance(generator, AutoGenerator)
     found = generator.found
     report: dict[str, Any] = {
         "drafters": [{"method": each.config.method, "from": each.why} for each in found.taken],
         "not_taken": found.notes,
         "downloads": found.downloads,
     }
+    drafters = [Variant(name, _always_drafting(part.config)) for name, part in generator.by_name.items()]
+    results: list[Measurement] = []
     if not args.no_measurement:
-        report |= _measured(args, model, tokenizer, config, policy)
+        results = _measure(args, model, tokenizer, [*drafters, Variant("auto", config)], report)
     if args.json:
         print(json.dumps(report, indent=1, ensure_ascii=False))
         return 0
     for each in report["drafters"]:
-        output.print(f"drafts with {each['method']}: {each['from']}")
+        output.print(f"drafts with {each['method']}: {each['from']}", soft_wrap=True, markup=False)
     for title in ("not_taken", "downloads"):
         for line in report[title]:
-            output.print(f"{title.replace('_', ' ')}: {line}")
-    if "plain_ms" in report:
+            output.print(f"{title.replace('_', ' ')}: {line}", soft_wrap=True, markup=False)
+    if results:
         output.print(f"\n{setup_line(environment(model))}, batch size {args.batch_size}")
-        output.print(
-            f"a step without drafts: {report['plain_ms']:.2f} ms; each drafted token adds {report['token_ms']:.2f} ms"
-        )
-        output.print(_table(report["measured"]))
-        output.print(f"τ {report['mean_accepted_length']:.2f}: tokens per forward of the model")
+        output.print(results_table(results, compare=not args.do_sample))
+        output.print(_times(report), soft_wrap=True, markup=False)
+        output.print(remarks(results), soft_wrap=True, markup=False)
     return 0
 
 
-def _measured(args: argparse.Namespace, model, tokenizer, config: AutoConfig, policy: AutoMethod) -> dict[str, Any]:
-    """Decode the prompts, and return what the policy has learnt: milliseconds, acceptance, τ."""
+def _always_drafting(config: SpeculativeConfig) -> SpeculativeConfig:
+    """The configuration with the method's usual draft length in every step. With learnt lengths, a drafter that loses would not draft."""
+    usual = config.default_num_speculative_tokens
+    length = min(config.num_speculative_tokens or usual, usual)
+    return dataclasses.replace(config, draft_length="fixed", num_speculative_tokens=length)
+
+
+def _measure(
+    args: argparse.Namespace, model, tokenizer, variants: list[Variant], report: dict[str, Any]
+) -> list[Measurement]:
+    """Decode the prompts with the variants, "auto" last, and add to the report what each of them costs and gains."""
+    from ..decoding.auto_method import AutoMethod
+    from ..integration import get_decoder
+
     prompts = [row["prompt"] for row in spread(read_prompts(args.prompts), args.limit)]
+    groups = [prompts[i : i + args.batch_size] for i in range(0, len(prompts), args.batch_size)]
+    batches = [encode_prompts(tokenizer, group, args.chat, model.device) for group in groups]
     arguments = decoding_arguments(args)
-    steps = tokens = 0
-    for first in range(0, len(prompts), args.batch_size):
-        inputs = encode_prompts(tokenizer, prompts[first : first + args.batch_size], args.chat, model.device)
-        out = model.generate(**inputs, **arguments, speculative_config=config, return_dict_in_generate=True)
-        steps += out.speculation["num_steps"]
-        tokens += out.speculation["num_new_tokens"]
-    report = policy.report(args.batch_size)
-    return {
-        "plain_ms": report["plain_ms"], "token_ms": report["token_ms"], "measured": report["drafters"],
-        "mean_accepted_length": tokens / max(steps, 1),
+    results = measure_with_progress(
+        "measuring", model, batches, with_baselines(variants), arguments, repeats=1, seed=args.seed
+    )
+    policy = get_decoder(model, hf_specdec.parse_config(args.speculative_config)).policy
+    assert isinstance(policy, AutoMethod)
+    learnt = policy.report(args.batch_size)
+    report |= {
+        "plain_ms": learnt["plain_ms"], "token_ms": learnt["token_ms"], "mean_accepted_length": results[-1].accepted_length,
+        "measured": {},
     }  # fmt: skip
+    for variant, result in zip(variants, results[-len(variants) :], strict=True):
+        steps = [step for step in traced(model, batches[0], variant, arguments, args.seed) if step["drafted"]]
+        drafting = [step["propose_ms"] + step["observe_ms"] for step in steps]
+        report["measured"][variant.name] = {
+            "speed_up_over_none": speed_up(result, loop_of(result, results)),
+            "mean_accepted_length": result.accepted_length,
+            "milliseconds": statistics.median(drafting) if drafting else None,
+            "acceptance": sum(bool(step["accepted"]) for step in steps) / len(steps) if steps else None,
+            "steps": learnt["drafters"].get(variant.name, {}).get("steps"),
+        }
+    return results
 
 
-def _table(drafters: dict[str, dict[str, Any]]) -> Table:
-    """One row a drafter. A dash stands for what was not measured, because the drafter was never asked."""
-    table = Table("drafter", "ms to ask it", "first token accepted", "drafts taken")
-    for name, figures in drafters.items():
-        milliseconds, acceptance = figures["milliseconds"], figures["acceptance"]
-        table.add_row(
-            name,
-            "–" if milliseconds is None else f"{milliseconds:.2f}",
-            "–" if acceptance is None else f"{acceptance:.0%}",
-            f"{figures['steps']}",
-        )
-    return table
+def _times(report: dict[str, Any]) -> str:
+    """What steps cost, and what "auto" drafted with. A drafter that found nothing to draft has no time."""
+    measured = {name: figures for name, figures in report["measured"].items() if name != "auto"}
+    drafting = (
+        f"{name} {'–' if figures['milliseconds'] is None else format(figures['milliseconds'], '.2f')}"
+        for name, figures in measured.items()
+    )
+    taken = (f"{name} {figures['steps']}" for name, figures in measured.items() if figures["steps"])
+    return (
+        f"A step without drafts: {report['plain_ms']:.2f} ms; each drafted token adds {report['token_ms']:.2f} ms. Drafting, in ms: "
+        f"{', '.join(drafting)}. Drafts that auto took: {', '.join(taken) or 'none'}."
+    )

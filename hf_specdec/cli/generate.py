@@ -6,19 +6,18 @@ import argparse
 import sys
 import time
 from contextlib import nullcontext
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
-from transformers import TextStreamer
-from transformers.generation.streamers import BaseStreamer
 
 import hf_specdec
 
 from .launch import add_ranks_option, start_ranks
 from .measure import cut_at_end, end_tokens
 from .options import (
+    CONFIG_HELP,
+    PROMPTS_HELP,
     add_decoding_options,
     add_model_options,
     decoding_arguments,
@@ -27,12 +26,15 @@ from .options import (
     read_prompts,
 )
 
+if TYPE_CHECKING:
+    import torch
+
 EPILOG = """\
 examples:
   hf-specdec generate tiny --prompt "Tell me a story about a dog."
   hf-specdec generate tiny --prompt "Tell me a story about a dog." --speculative-config '{"method": "ngram"}'
   hf-specdec generate tiny --prompt "..." --speculative-config '{"method": "draft_model", "model": "tiny-draft"}'
-  hf-specdec generate ./my-model --prompt-file prompts.jsonl --speculative-config speculation.json
+  hf-specdec generate ./my-model --prompts prompts.jsonl --speculative-config speculation.json
   hf-specdec generate tiny --prompt "..." --do-sample --temperature 0.8 --top-p 0.95 --seed 7
 
 The speculative configuration changes the speed, not the text: greedy decoding gives the same tokens with every method, and
@@ -47,16 +49,13 @@ def add_command(commands) -> argparse.ArgumentParser:
     add_ranks_option(parser)
     source = parser.add_argument_group("prompts").add_mutually_exclusive_group(required=True)
     source.add_argument("--prompt", action="append", metavar="TEXT", help="the prompt; repeat it for a batch")
-    source.add_argument(
-        "--prompt-file",
-        metavar="FILE",
-        help='rows with a "prompt" if it ends in .jsonl, else one prompt; - reads stdin',
-    )
+    source.add_argument("--prompts", metavar="FILE", help=PROMPTS_HELP)
+    source.add_argument("--prompt-file", dest="prompts", metavar="FILE", help=argparse.SUPPRESS)  # its earlier name
     parser.add_argument(
         "--speculative-config",
         default='{"method": "none"}',
         metavar="JSON",
-        help="JSON text or the path of a JSON file (default: %(default)s, plain decoding)",
+        help=f"{CONFIG_HELP} (default: %(default)s, plain decoding)",
     )
     add_decoding_options(parser, max_new_tokens=128)
     parser.add_argument("--stop", action="append", metavar="TEXT", help="end when this text appears; repeatable")
@@ -69,8 +68,8 @@ def add_command(commands) -> argparse.ArgumentParser:
     return parser
 
 
-class TokenBar(BaseStreamer):
-    """A streamer that advances a progress bar as tokens arrive. The first call of `put` passes the prompt."""
+class TokenBar:
+    """A streamer, for `generate()`, that advances a progress bar as tokens arrive. The first call of `put` passes the prompt."""
 
     def __init__(self, progress: Progress, total: int):
         self.progress = progress
@@ -89,9 +88,12 @@ class TokenBar(BaseStreamer):
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the subcommand; returns the exit code."""
+    import torch
+    from transformers import TextStreamer
+
     arguments = decoding_arguments(args)
     hf_specdec.parse_config(args.speculative_config)
-    prompts = args.prompt or [row["prompt"] for row in read_prompts(args.prompt_file)]
+    prompts = args.prompt or [row["prompt"] for row in read_prompts(args.prompts)]
     stream = args.stream if args.stream is not None else len(prompts) == 1 and sys.stdout.isatty()
     if stream and len(prompts) > 1:
         raise ValueError("--stream shows one prompt at a time.")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import dataclasses
 import itertools
+import json
 import platform
 import statistics
 import sys
@@ -12,14 +14,17 @@ from contextlib import contextmanager
 from dataclasses import dataclass, field
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
+from rich.box import SIMPLE_HEAD
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Table
 
 import hf_specdec
+
+if TYPE_CHECKING:
+    import torch
 
 RECORDED_PACKAGES = ("transformers", "torch", "arctic-inference", "triton")
 
@@ -30,6 +35,42 @@ class Variant:
 
     name: str
     speculative_config: Any = None
+
+
+PLAIN = Variant("plain generate()")
+# Keys of the loop and of the target's forward pass: a configuration is compared with "none" under the same ones.
+LOOP_KEYS = (
+    "target_quantization", "native", "compile", "cuda_graphs", "prepack_weights", "deterministic", "recurrent_states", "block_size",
+    "num_blocks", "prefill_chunk_size", "async_scheduling",
+)  # fmt: skip
+LOSES = "▼"
+COLUMNS = (
+    "× none: speed over this package's loop without drafts (method \"none\"), which is what drafting brings. × plain: over transformers' "
+    "generate(). τ: tokens per row and forward of the model."
+)
+FASTER_LOOP = (
+    "The loop alone is faster than generate(), because it runs a step with less work around the model: on a CPU as one call of the "
+    "compiled library, on a GPU as one CUDA graph."
+)
+SLOWER_LOOP = (
+    "The loop alone is slower than generate() here: this model's steps run operator by operator, with more around them."
+)
+LOSED = f"{LOSES} Slower than without drafts: do not draft in this way here."
+
+
+def without_drafts(config: Any) -> Variant:
+    """The loop of a configuration without its drafts: method "none", with the configuration's `LOOP_KEYS`. "none" is its own loop."""
+    found = hf_specdec.parse_config(config).to_dict()
+    is_none = found.pop("method") == "none"
+    kept = {key: value for key, value in found.items() if is_none or key in LOOP_KEYS}
+    return Variant(json.dumps({"method": "none", **kept}) if kept else "none", {"method": "none", **kept})
+
+
+def with_baselines(variants: list[Variant]) -> list[Variant]:
+    """`PLAIN`, the loops of the variants without drafts, and the variants, of which those that never draft are among the loops."""
+    loops = [without_drafts({"method": "none"}), *(without_drafts(each.speculative_config) for each in variants)]
+    drafting = [v for v in variants if hf_specdec.parse_config(v.speculative_config).method != "none"]
+    return [PLAIN, *(loop for i, loop in enumerate(loops) if loop not in loops[:i]), *drafting]
 
 
 @dataclass
@@ -89,15 +130,21 @@ def cut_at_end(rows: list[list[int]], ends: set[int]) -> list[list[int]]:
 def timed_generate(
     model: Any, inputs: dict[str, torch.Tensor], variant: Variant, arguments: dict[str, Any], seed: int
 ) -> tuple[list[list[int]], float, Any]:
-    """Call `generate()` once. Returns the new tokens of each row, the seconds, and the output's `speculation` (None without)."""
+    """Call `generate()` once. Returns the new tokens of each row, the seconds (see `clock_for`), and the output's `speculation`
+    (None without)."""
+    import torch
+
+    from ..core.clock import clock_for
+
+    clock = clock_for(model.device)
     if variant.speculative_config is not None:
         arguments = {**arguments, "speculative_config": variant.speculative_config}
     torch.manual_seed(seed)
     synchronize(model.device)
-    start = time.perf_counter()
+    start = clock()
     output = model.generate(**inputs, **arguments, return_dict_in_generate=True)
     synchronize(model.device)
-    seconds = time.perf_counter() - start
+    seconds = clock() - start
     rows = output.sequences[:, inputs["input_ids"].shape[1] :].tolist()
     return cut_at_end(rows, end_tokens(model)), seconds, output.get("speculation")
 
@@ -108,9 +155,19 @@ def warm_up(model: Any, inputs: dict[str, torch.Tensor], variant: Variant, argum
     timed_generate(model, last, variant, {**arguments, "max_new_tokens": 4}, seed=0)
 
 
+def traced(model: Any, inputs: dict[str, torch.Tensor], variant: Variant, arguments: dict[str, Any], seed: int) -> Any:
+    """The `Trace` of one call of `generate()` by a drafter that has learnt nothing from earlier calls."""
+    hf_specdec.release(model)
+    warm_up(model, inputs, variant, arguments)
+    config = dataclasses.replace(hf_specdec.parse_config(variant.speculative_config), trace=True)
+    return timed_generate(model, inputs, Variant(variant.name, config), arguments, seed)[2].trace
+
+
 def synchronize(device: torch.device) -> None:
     """Wait until the device is idle, before a clock is read."""
     if device.type == "cuda":
+        import torch
+
         torch.cuda.synchronize(device)
 
 
@@ -197,29 +254,62 @@ def equal_rows(result: Measurement, baseline: Measurement) -> int:
     return sum(ours == theirs for ours, theirs in zip(result.outputs, baseline.outputs, strict=True))
 
 
+def speed_up(result: Measurement, baseline: Measurement) -> float:
+    """How many times as fast as the baseline."""
+    return result.tokens_per_second / baseline.tokens_per_second
+
+
+def loop_of(result: Measurement, results: list[Measurement]) -> Measurement:
+    """The measurement of the result's loop without drafts (of `plain generate()`: the loop with default keys)."""
+    loop = without_drafts(result.variant.speculative_config or {"method": "none"})
+    return next(each for each in results if each.variant == loop)
+
+
+def times_none(result: Measurement, results: list[Measurement]) -> str:
+    """How many times as fast as the loop without drafts, with `LOSES` if drafts made it slower."""
+    ratio = speed_up(result, loop := loop_of(result, results))
+    slower = result is not loop and result.variant != PLAIN and round(ratio, 2) < 1
+    return f"{ratio:.2f} ×{' ' + LOSES if slower else ''}"
+
+
 def results_table(results: list[Measurement], compare: bool) -> Table:
-    """A table of results, of which the first is the baseline. `compare`: add the number of outputs that equal the baseline's."""
-    baseline = results[0]
-    table = Table()
-    table.add_column("decoding")
-    for title in ("tokens/s", "speed-up", "τ", "acceptance", *(["same output"] if compare else [])):
-        table.add_column(title, justify="right")
+    """A table of results, of which the first is `PLAIN`. `compare`: add the number of outputs that equal its outputs."""
+    table = Table(box=SIMPLE_HEAD, padding=0)  # it fits 80 columns
+    table.add_column("decoding", overflow="fold")
+    for title in ("× none", "× plain", "tokens/s", "τ", "accepted", *(["same text"] if compare else [])):
+        table.add_column(title, justify="right", no_wrap=True)
     for result in results:
         cells = [
             result.variant.name,
+            times_none(result, results),
+            f"{speed_up(result, results[0]):.2f} ×",
             f"{result.tokens_per_second:.1f}",
-            f"{result.tokens_per_second / baseline.tokens_per_second:.2f} ×",
             "1.00" if result.accepted_length is None else f"{result.accepted_length:.2f}",
             "–" if result.acceptance_rate is None else f"{result.acceptance_rate:.0%}",
         ]
         if compare:
-            cells.append("–" if result is baseline else f"{equal_rows(result, baseline)}/{len(baseline.outputs)}")
+            same = f"{equal_rows(result, results[0])}/{len(results[0].outputs)}"
+            cells.append("–" if result is results[0] else same)
         table.add_row(*cells)
     return table
 
 
+def remarks(*tables: list[Measurement]) -> str:
+    """How to read tables of results."""
+    marked = any(LOSES in times_none(result, results) for results in tables for result in results)
+    plain, none = tables[0][:2]
+    return reading(speed_up(none, plain), marked)
+
+
+def reading(loop: float, marked: bool) -> str:
+    """What the columns of a table say, and the mark if it is there. `loop`: how many times as fast as `generate()` the loop alone is."""
+    return "\n".join([f"{COLUMNS} {FASTER_LOOP if loop >= 1 else SLOWER_LOOP}", *([LOSED] if marked else [])])
+
+
 def environment(model: Any) -> dict[str, Any]:
     """Versions, hardware and the model's size, as values for JSON."""
+    import torch
+
     versions = {"hf-specdec": hf_specdec.__version__}
     for package in RECORDED_PACKAGES:
         try:
@@ -245,6 +335,8 @@ def setup_line(where: dict[str, Any]) -> str:
 def device_name(device: torch.device) -> str:
     """The name of the GPU, or of the processor."""
     if device.type == "cuda":
+        import torch
+
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
     lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []

@@ -10,13 +10,11 @@ from pathlib import Path
 
 from rich.markup import escape
 from rich.table import Table
-from transformers import AutoConfig
 
 import hf_specdec
 from hf_specdec import SpeculativeConfig, SpeculativeConfigError
 from hf_specdec.bundled import APART, HOW_TO_INSTALL
-from hf_specdec.candidate_generators.growing.tree_shapes import TreeDraftingConfig
-from hf_specdec.kernels import native
+from hf_specdec.config import nearest_hint
 
 from .options import Output
 
@@ -47,7 +45,8 @@ def run(args: argparse.Namespace) -> int:
     console = Output()
     if args.method is not None:
         if args.method not in methods:
-            raise ValueError(f"no method {args.method!r}; there are {', '.join(methods)}.")
+            hint = nearest_hint(args.method, methods)
+            raise ValueError(f"no method {args.method!r}{hint}; there are {', '.join(methods)}.")
         methods = {args.method: methods[args.method]}
     else:
         console.print("[bold]bundled models[/bold]")
@@ -56,6 +55,8 @@ def run(args: argparse.Namespace) -> int:
         missing = sorted(set(APART) - set(hf_specdec.bundled_names()))
         if missing:
             console.print(f"  not installed: {', '.join(missing)}; {HOW_TO_INSTALL}", soft_wrap=True, markup=False)
+        from ..kernels import native
+
         console.print(f"\n[bold]native library[/bold] for CPUs {native.description()}", soft_wrap=True)
         console.print("\n[bold]methods[/bold]")
     for name, config in methods.items():
@@ -64,16 +65,23 @@ def run(args: argparse.Namespace) -> int:
         own = own_fields(config)
         if own:
             console.print(keys_table(own, config))
-        if issubclass(config, TreeDraftingConfig):
+        if issubclass(config, tree_config()):
             console.print("  and the keys of trees")
         console.print()
-    if any(issubclass(config, TreeDraftingConfig) for config in methods.values()):
+    if any(issubclass(config, tree_config()) for config in methods.values()):
         console.print("[bold]keys of trees[/bold]")
-        console.print(keys_table(tree_fields(), TreeDraftingConfig))
+        console.print(keys_table(tree_fields(), tree_config()))
         console.print()
     console.print("[bold]keys of every method[/bold]")
     console.print(keys_table(shared_fields(), SpeculativeConfig))
     return 0
+
+
+def tree_config() -> type[SpeculativeConfig]:
+    """The base of configurations that take the keys of trees."""
+    from ..candidate_generators.growing.tree_shapes import TreeDraftingConfig
+
+    return TreeDraftingConfig
 
 
 def shared_fields() -> list[dataclasses.Field]:
@@ -84,13 +92,13 @@ def shared_fields() -> list[dataclasses.Field]:
 def tree_fields() -> list[dataclasses.Field]:
     """The keys that shape trees."""
     shared = {f.name for f in dataclasses.fields(SpeculativeConfig)}
-    return [f for f in dataclasses.fields(TreeDraftingConfig) if f.name not in shared]
+    return [f for f in dataclasses.fields(tree_config()) if f.name not in shared]
 
 
 def own_fields(config: type[SpeculativeConfig]) -> list[dataclasses.Field]:
     """The keys that only this method has, and `num_speculative_tokens` if its default differs from the common one."""
     shared = {f.name for f in shared_fields()} | {"method"}
-    if issubclass(config, TreeDraftingConfig):
+    if issubclass(config, tree_config()):
         shared |= {f.name for f in tree_fields()}
     own = [f for f in dataclasses.fields(config) if f.name not in shared]
     if default_length(config) != str(SpeculativeConfig.default_num_speculative_tokens):
@@ -111,10 +119,10 @@ def markdown_page(methods: dict[str, type[SpeculativeConfig]]) -> str:
     lines = ["# Keys of `speculative_config`", "", "Written by `hf-specdec models --markdown`.", ""]
     sections = [
         ("Keys of every method", shared_fields(), SpeculativeConfig, ""),
-        ("Keys of trees", tree_fields(), TreeDraftingConfig, ""),
+        ("Keys of trees", tree_fields(), tree_config(), ""),
     ]
     for name, config in methods.items():
-        trees = " Takes the keys of trees." if issubclass(config, TreeDraftingConfig) else ""
+        trees = " Takes the keys of trees." if issubclass(config, tree_config()) else ""
         needs = f" Needs {', '.join(config.requires)}." if config.requires else ""
         sections.append((f"`{name}`", own_fields(config), config, description(config) + needs + trees))
     for title, fields, config, text in sections:
@@ -133,6 +141,8 @@ def bundled_line(name: str) -> str:
     folder = Path(hf_specdec.bundled(name))
     megabytes = sum(file.stat().st_size for file in folder.glob("*.safetensors")) / 1e6
     if (folder / "tokenizer.json").is_file():
+        from transformers import AutoConfig
+
         config = AutoConfig.from_pretrained(folder)
         what = f"{config.model_type}, {config.num_hidden_layers} layers, hidden {config.hidden_size}, vocabulary {config.vocab_size}"
     else:

@@ -6,18 +6,23 @@ import argparse
 import os
 import sys
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
-import torch
 from rich.console import Console
-from transformers import AutoModelForCausalLM, AutoTokenizer
-from transformers.utils import logging as transformers_logging
 
 import hf_specdec
 
+from ..config import nearest_hint
 from ..jsonl import read_rows, rows_of
 
+if TYPE_CHECKING:
+    import torch
+
 DTYPES = ("auto", "float32", "bfloat16", "float16")
+PROMPTS_HELP = (
+    'prompts: a .jsonl file with a "prompt" a row, a .txt file with one a line, or a text that is one; - reads stdin'
+)
+CONFIG_HELP = "a method's name, JSON text, or the path of a JSON file"
 BUNDLED_PROMPTS = Path(__file__).parents[1] / "bundled_models" / "prompts.jsonl"
 
 
@@ -54,7 +59,7 @@ class Output(Console):
     """A console on stdout that raises BrokenPipeError if the pipe is closed."""
 
     def __init__(self) -> None:
-        super().__init__(highlight=False)
+        super().__init__(highlight=False, emoji=False)
 
     def on_broken_pipe(self) -> None:
         """Raise, so that `main` handles it."""
@@ -123,6 +128,23 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_new_tokens: int) -
     )
 
 
+def add_prompts_option(group: argparse._ArgumentGroup, limit: int | None = None) -> None:
+    """Add --prompts and --limit."""
+    group.add_argument(
+        "--prompts",
+        default=str(BUNDLED_PROMPTS),
+        metavar="FILE",
+        help=f"{PROMPTS_HELP} (default: the bundled prompts)",
+    )
+    group.add_argument(
+        "--limit",
+        type=positive_int,
+        default=limit,
+        metavar="N",
+        help="use only N of the prompts" + (" (default: %(default)s)" if limit else ""),
+    )
+
+
 def decoding_arguments(args: argparse.Namespace) -> dict[str, Any]:
     """Arguments of `generate()` from the options of `add_decoding_options`.
 
@@ -142,9 +164,14 @@ def load_model_and_tokenizer(args: argparse.Namespace) -> tuple[Any, Any]:
     Raises:
         ValueError: the folder does not exist.
     """
+    import torch
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+    from transformers.utils import logging as transformers_logging
+
     folder = hf_specdec.resolve_model(args.model)
     if folder.startswith(("/", ".", "~")) and not Path(folder).is_dir():
-        raise ValueError(f"{folder}: no such folder.")
+        beside = [each.name for each in Path(folder).parent.glob("*") if each.is_dir()]
+        raise ValueError(f"{folder}: no such folder{nearest_hint(Path(folder).name, beside)}.")
     if not args.debug:
         transformers_logging.set_verbosity_error()
     if folder != args.model:  # a bundled model loads too fast for a progress bar
@@ -197,14 +224,22 @@ def encode_prompts(
 def read_prompts(path: str) -> list[dict[str, str]]:
     """Read prompts: for each row of a .jsonl file a dictionary with "prompt" and "task" ("" if the row has none).
 
-    Any other file is one prompt; "-" reads stdin.
+    A .txt file has a prompt a line. Any other file is one prompt; "-" reads stdin. What files without rows were read as is said on stderr.
 
     Raises:
         ValueError: the file has no prompts, or a row has no prompt.
     """
-    rows = (
-        rows_of(sys.stdin.read().removeprefix("\ufeff"), path, "prompt") if path == "-" else read_rows(path, "prompt")
-    )
+    if path == "-":
+        rows = rows_of(sys.stdin.read().removeprefix("\ufeff"), path, "prompt")
+    else:
+        rows = read_rows(path, "prompt")
+    if rows and rows[0].get("_plain") and path != "-":
+        if Path(path).suffix == ".txt":
+            rows = [{"prompt": line} for line in rows[0]["prompt"].splitlines() if line.strip()]
+        each = (
+            "a prompt a line" if Path(path).suffix == ".txt" else "the whole file (.txt: a prompt a line; .jsonl: rows)"
+        )
+        print(f"{path}: {len(rows)} prompt{'s' * (len(rows) > 1)}, {each}", file=sys.stderr)
     if not rows:
         raise ValueError(f"{path}: no prompt in it.")
     return [{"prompt": prompt_of(row), "task": str(row.get("task", ""))} for row in rows]

@@ -9,17 +9,15 @@ import sys
 from pathlib import Path
 from typing import Any
 
-import torch
-
 import hf_specdec
 
 from ..jsonl import json_object
-from .options import DTYPES, port_number, positive_float, positive_int
+from .options import CONFIG_HELP, DTYPES, port_number, positive_float, positive_int
 
 EPILOG = """\
 examples:
   hf-specdec serve tiny --speculative-config '{"method": "eagle3", "model": "tiny-eagle3"}'
-  curl localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
+  curl --retry 60 --retry-delay 1 --retry-connrefused localhost:8000/v1/chat/completions -H 'Content-Type: application/json' \\
        -d '{"messages": [{"role": "user", "content": "Tell me a story about a dog."}]}'
 
 The speculative configuration and the other requests change the speed, not the answers: greedy answers are those of plain decoding, and
@@ -35,9 +33,7 @@ def add_command(commands) -> argparse.ArgumentParser:
     """Register the subcommand."""
     parser = commands.add_parser("serve", help="serve a model over HTTP", description=__doc__, epilog=EPILOG)
     parser.add_argument("model", metavar="MODEL", help="a bundled name, a folder, or a Hub id")
-    parser.add_argument(
-        "--speculative-config", metavar="JSON", help="JSON text or the path of a JSON file (default: plain decoding)"
-    )
+    parser.add_argument("--speculative-config", metavar="JSON", help=f"{CONFIG_HELP} (default: plain decoding)")
     _add_model_options(parser.add_argument_group("model"))
     _add_engine_options(parser.add_argument_group("engine"))
     _add_http_options(parser.add_argument_group("HTTP"))
@@ -254,6 +250,8 @@ def _run_replicas(args: argparse.Namespace, transfer: dict | None) -> int:
             f"--replicas does not support {', '.join(given) or 'several names (--served-model-name)'}: start the servers one by one, "
             "with a router in front of them (docs/distributed.md)."
         )
+    import torch
+
     from ..serve.address import listen
     from ..serve.ray import Arguments, run
 

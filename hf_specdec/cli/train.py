@@ -7,18 +7,18 @@ import dataclasses
 import logging
 import os
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
 from rich.console import Console
 
-from ..candidate_generators import parse_config
-from ..jsonl import json_object
-from ..training.export import DTYPES, check_format, push_to_hub
-from ..training.options import TrainingOptions
-from ..training.pipeline import Trained, check_installed, train_head
-from ..training.regenerate import Regeneration
-from ..training.registry import available_trainers
-from .options import load_model_and_tokenizer, positive_int
+import hf_specdec
+
+from ..training.options import TrainingOptions, options_by_method
+from .options import DTYPES, load_model_and_tokenizer, positive_int
+
+if TYPE_CHECKING:
+    from ..training.pipeline import Trained
+    from ..training.regenerate import Regeneration
 
 EPILOG = """\
 examples:
@@ -39,19 +39,19 @@ def add_command(commands) -> argparse.ArgumentParser:
     """Register the subcommand, which has a further subcommand for each method."""
     parser = commands.add_parser("train", help="train a draft head for a target", description=__doc__, epilog=EPILOG)
     methods = parser.add_subparsers(title="methods", metavar="METHOD", dest="method", required=True)
-    for name, trainer in available_trainers().items():
-        summary = (trainer.__doc__ or "").strip().split("\n\n")[0]
+    for name, options_class in options_by_method().items():
         method = methods.add_parser(
             name,
-            help=" ".join(summary.split()),
-            description=summary,
+            help=options_class.__doc__,
+            description=options_class.__doc__,
             epilog=METHOD_EPILOG,
             formatter_class=argparse.RawDescriptionHelpFormatter,
         )
         add_arguments(method)
         group = method.add_argument_group("training")
-        for field in dataclasses.fields(trainer.options_class):
+        for field in dataclasses.fields(options_class):
             add_option(group, field)
+        method.set_defaults(parser=method)
         method.add_argument("--debug", action="store_true", help="show the traceback of an error and all log messages")
     return parser
 
@@ -71,7 +71,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     loading = parser.add_argument_group("loading the target")
     loading.add_argument(
         "--dtype",
-        choices=("auto", *DTYPES),
+        choices=DTYPES,
         default="auto",
         help="precision of its weights (default: the checkpoint's)",
     )
@@ -107,9 +107,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     )
     export = parser.add_argument_group("the exported head")
     export.add_argument("--format", metavar="NAME", help="layout of the files (default: the method's original one)")
-    export.add_argument(
-        "--export-dtype", choices=tuple(DTYPES), help="precision of the weights (default: the target's)"
-    )
+    export.add_argument("--export-dtype", choices=DTYPES[1:], help="precision of the weights (default: the target's)")
     export.add_argument("--license", metavar="ID", help="for the model card, e.g. apache-2.0")
     export.add_argument("--push-to-hub", metavar="REPO", help="upload the folder to this Hub repository")
     export.add_argument("--private", action="store_true", help="make that repository a private one")
@@ -126,7 +124,7 @@ def add_option(group: argparse._ArgumentGroup, field: dataclasses.Field) -> None
         group.add_argument(name, action=argparse.BooleanOptionalAction, default=field.default, help=shown)
         return
     parse = {"int": int, "float": float, "str": str}[kind]
-    shown = f"{help} (default: {default})"
+    shown = help if "default:" in help else f"{help} (default: {default})"
     metavar = None if meta["choices"] else {"int": "N", "float": "X", "str": "TEXT"}[kind]
     group.add_argument(name, type=parse, default=field.default, choices=meta["choices"], metavar=metavar, help=shown)
 
@@ -140,33 +138,39 @@ def regeneration_of(args: argparse.Namespace) -> Regeneration | None:
     """The settings of --regenerate; None without it."""
     if args.regenerate is None:
         return None
+    from ..training.regenerate import Regeneration
+
     return Regeneration(
         path=args.regenerate or None,
         max_new_tokens=args.max_new_tokens,
         temperature=args.temperature,
         batch_size=args.generation_batch_size,
-        speculative_config=json_object(args.speculative_config, "--speculative-config"),
+        speculative_config=hf_specdec.parse_config(args.speculative_config).to_dict(),
         seed=args.seed,
     )
 
 
 def run(args: argparse.Namespace) -> int:
     """Carry out the subcommand; returns the exit code."""
+    import torch
+
+    from ..training import export
+    from ..training.pipeline import check_installed, train_head
+    from ..training.registry import trainer_class
+
     check_installed()
-    trainer = available_trainers()[args.method]
+    trainer = trainer_class(args.method)
     options = options_of(args, trainer.options_class)
-    check_format(trainer, args.format)
+    export.check_format(trainer, args.format)
     if not Path(args.data).is_file():
         raise ValueError(f"--data {args.data}: no such file.")
     if args.debug:
         logging.basicConfig(level=logging.INFO)
-    console = Console(stderr=True, highlight=False)
+    console = Console(stderr=True, highlight=False, emoji=False)
     args.model = args.target
     if args.device == "auto" and "LOCAL_RANK" in os.environ and torch.cuda.is_available():
         args.device = f"cuda:{os.environ['LOCAL_RANK']}"  # this is one of several processes
     regeneration = regeneration_of(args)
-    if regeneration is not None:
-        parse_config(regeneration.speculative_config)
     model, tokenizer = load_model_and_tokenizer(args)
     trained = train_head(
         args.method,
@@ -179,14 +183,14 @@ def run(args: argparse.Namespace) -> int:
         regeneration=regeneration,
         cache_dir=args.cache_dir,
         form=args.format,
-        dtype=DTYPES[args.export_dtype] if args.export_dtype else None,
+        dtype=export.DTYPES[args.export_dtype] if args.export_dtype else None,
         license=args.license,
         quiet=args.quiet,
         say=lambda line: console.print(line, soft_wrap=True, markup=False),
     )
     print(summary(trained))
     if args.push_to_hub:
-        print(push_to_hub(trained.folder, args.push_to_hub, private=args.private))
+        print(export.push_to_hub(trained.folder, args.push_to_hub, private=args.private))
     return 0
 
 

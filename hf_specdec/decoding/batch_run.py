@@ -83,10 +83,13 @@ class BatchRun:
             self._let_go([seq for seq in self.running if seq.finished or finished], finished)
 
     def _overlaps(self) -> bool:
-        """True if the next step may begin before this step is shown, because the caller gets no tensor of this step's forward."""
+        """True if the next step may begin before this step is shown, because the caller gets no tensor of this step's forward, and
+        no times of its parts."""
         wanted, returns = self.decoder.config.async_scheduling, self.returns
         wanted = self.decoder.target.device.type == "cuda" if wanted is None else wanted
-        return wanted and not (returns.scores or returns.logits or returns.hidden or self.keep_cache)
+        return wanted and not (
+            self.decoder.tracer or returns.scores or returns.logits or returns.hidden or self.keep_cache
+        )
 
     def _until_done_overlapping(self) -> None:
         """Asynchronous scheduling: criteria and streamers see a step while the device works on the next one.

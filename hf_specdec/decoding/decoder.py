@@ -30,6 +30,7 @@ from .scoring import node_scores
 from .step import PendingStep, StepResult, StepTensors
 from .step_cost import StepTimer
 from .step_learner import HeadLearner
+from .trace import Tracer
 
 
 class SpeculativeDecoder:
@@ -60,6 +61,7 @@ class SpeculativeDecoder:
         self.last: StepTensors | None = None
         self.all_hidden_states = False
         self.learner: HeadLearner | None = None
+        self.tracer: Tracer | None = None
         self._num_sequences = 1
         self.rows_have_places = (
             False  # static batches: each row's slots are contiguous, so attention reads them without a copy
@@ -129,7 +131,7 @@ class SpeculativeDecoder:
         except BaseException:
             self.cache.remove(seq.id)
             raise
-        self.statistics[seq.id] = RowStatistics()
+        self.statistics[seq.id] = RowStatistics(several=bool(self.generator.drafters))
 
     def remove(self, seq: Sequence) -> RowStatistics:
         """Remove a sequence, finished or not: free its blocks and return its statistics."""
@@ -269,6 +271,9 @@ class SpeculativeDecoder:
         self, sequences: list[Sequence], num_tokens: list[int] | None, next_tokens: dict[int, torch.Tensor]
     ) -> PendingStep:
         """`begin`. `next_tokens`: sequence id → its last token [1], on the device, where the host does not know it yet."""
+        tracer = self.tracer
+        if tracer is not None:
+            tracer.begin(first=True)
         rows = self._admit(sequences, num_tokens)
         num_own = [end - self.cache.tables[seq.id].length for seq, end in rows]
         decoding = [seq for seq, end in rows if end == len(seq.tokens)]
@@ -278,8 +283,12 @@ class SpeculativeDecoder:
         trees = self._propose(decoding, limits)
         if self.policy.needs_observations and any(limits):
             self.timer.proposed()
+        if tracer is not None:
+            tracer.end("propose")
         fed = FedRows.of(rows, [self.cache.tables[seq.id].length for seq, _ in rows], trees, next_tokens)
         tensors = fed.results(self.target.forward(fed.inputs, self.cache, self.all_hidden_states))
+        if tracer is not None:
+            tracer.end("forward")
         # while the drafter called a row's processors, they may have shown that they must be called in order
         if any(trees.lengths) and any(map(calls_in_order, decoding)):
             trees, tensors = tensors.without_drafts(trees)
@@ -295,6 +304,8 @@ class SpeculativeDecoder:
             verdict = begin_verification(
                 trees, tensors.processed, decoding, self.config, tensors.sampling, self.agree_on_verdict
             )
+        if tracer is not None:
+            tracer.end("verify")
         return PendingStep(rows, num_own, decoding, limits, trees, tensors, verdict)
 
     def begin_with(self, sequences: list[Sequence], prompt: ReadPrompt) -> PendingStep:
@@ -324,6 +335,9 @@ class SpeculativeDecoder:
 
         Sequences that were finished or removed in the meantime get nothing.
         """
+        tracer = self.tracer
+        if tracer is not None:
+            tracer.begin()
         results = {seq.id: StepResult(seq) for seq, _ in pending.rows}
         present = [i for i, (seq, _) in enumerate(pending.rows) if not seq.finished and seq.id in self.statistics]
         outcome = self._commit(pending, {pending.rows[i][0].id for i in present}, results)
@@ -332,8 +346,13 @@ class SpeculativeDecoder:
         outcome.num_own = [pending.num_own[i] for i in present]
         outcome.starts = [pending.tensors.starts[seq.id] for seq, _ in outcome.chunks]
         self.last = pending.tensors
+        if tracer is not None:
+            tracer.end("verify")
         if outcome.chunks:
             self.generator.observe(self.outcome_for_drafter(outcome))
+        if tracer is not None:
+            tracer.end("observe")
+            tracer.record(outcome)
         if self.policy.needs_observations and outcome.sequences:
             whole = len(outcome.sequences) == len(pending.rows) == sum(pending.num_own)
             self._inform_policy(outcome, pending, timed=whole)

@@ -29,6 +29,7 @@ from .outputs import (
 )
 from .prompts import prompt_columns, sequences_of, text_length
 from .ranked import observer_for
+from .trace import Tracer
 
 logger = logging.getLogger(__name__)
 
@@ -94,6 +95,7 @@ def decode(
     run = BatchRun(decoder, sequences, observer, tensors, returns, export is not None)
     decoder.all_hidden_states, decoder.rows_have_places = returns.hidden, True
     decoder.policy.begin_batch()
+    decoder.tracer = Tracer(decoder.target.device, decoder.generator.drafter_of) if decoder.config.trace else None
     try:
         decoder.allocate(sum(seq.max_length + decoder.generator.max_draft_nodes for seq in sequences), len(sequences))
         if prompt_inputs is not None:
@@ -203,6 +205,8 @@ def _speculation(run: BatchRun) -> Speculation:
     found = summarize([run.statistics[seq.row] for seq in run.sequences], run.kv_cache_bytes)
     if run.decoder.learner is not None:
         found["learning"] = run.decoder.learner.report()
+    if run.decoder.tracer is not None:
+        found["trace"] = run.decoder.tracer.trace
     return found
 
 

@@ -28,9 +28,10 @@ class Speculation(dict):
     Keys: `num_steps` (target forwards a row took part in, summed over rows), `num_draft_tokens`, `num_accepted_tokens`,
     `num_new_tokens`, `mean_accepted_length` (τ: tokens emitted per target forward), `acceptance_rate` (accepted / drafted
     tokens), `acceptance_per_position` (of the rounds that drafted this deep, the share in which the token at this depth was
-    accepted), `drafters` (method "auto": the same figures, by drafter, of the steps it drafted for), `learning` (where a head
-    learns: the texts, tokens and steps it has learnt from, weights put in place and dropped, seconds, and τ on held-out texts),
-    `kv_cache_bytes` (peak memory of the target's KV and states) and `rows`: the same figures for each row.
+    accepted), `drafters` (method "auto": the same figures, by drafter, of the steps it drafted for; those that drafted),
+    `learning` (where a head learns: the texts, tokens and steps it has learnt from, weights put in place and dropped, seconds, and τ on
+    held-out texts), `trace` (if the configuration has it: see `decoding.trace.Trace`), `kv_cache_bytes` (peak memory of the target's KV
+    and states) and `rows`: the same figures for each row.
     """
 
     def __getattr__(self, name: str) -> Any:
@@ -47,6 +48,7 @@ class RowStatistics:
 
     steps: list[tuple[int, int, int, int]] = field(default_factory=list)
     drafters: list[str | None] = field(default_factory=list)
+    several: bool = False  # whether there are several drafters, even if none of them drafted
     num_cached_tokens: int = 0  # tokens of its prompt whose KV came from earlier sequences
 
     def record(self, num_nodes: int, num_new: int, num_accepted: int, depth: int, drafter: str | None = None) -> None:
@@ -80,7 +82,7 @@ class RowStatistics:
             acceptance_per_position=[a / d for a, d in zip(accepted_at, drafted_at, strict=True)],
         )
         names = dict.fromkeys(name for name in self.drafters if name is not None)
-        if names:
+        if names or self.several:
             steps = list(zip(self.steps, self.drafters, strict=True))
             by_name = {name: RowStatistics([step for step, own in steps if own == name]) for name in names}
             out["drafters"] = {name: own.summary() for name, own in by_name.items()}
@@ -90,7 +92,7 @@ class RowStatistics:
 def summarize(rows: list[RowStatistics], kv_cache_bytes: int) -> Speculation:
     """Figures over all rows, and each row's own under `rows`."""
     steps, drafters = [step for row in rows for step in row.steps], [name for row in rows for name in row.drafters]
-    total = RowStatistics(steps, drafters).summary()
+    total = RowStatistics(steps, drafters, any(row.several for row in rows)).summary()
     total["kv_cache_bytes"] = kv_cache_bytes
     total["rows"] = [row.summary() for row in rows]
     return total

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import contextlib
+import importlib.util
+import inspect
 import itertools
 import logging
 import os
@@ -10,7 +12,7 @@ import random
 import warnings
 from collections.abc import Iterable
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, PreTrainedModel
 from ..bundled import resolve_model
 from ..candidate_generators import parse_config
 from ..candidate_generators.base import DrafterContext
+from ..config import unknown_argument
 from ..core.errors import UnsupportedModel
 from ..core.ranks import digest
 from ..integration import make_decoder, model_lock
@@ -30,8 +33,12 @@ from .hidden_states import NIXL, KVTransferConfig, with_storage
 from .nixl_link import NixlLink
 from .outputs import RequestOutput
 from .params import SamplingParams
+from .request import Request
 from .transfer import Transfers
-from .worker import Submit
+from .worker import Load, Submit, statistics_of
+
+if TYPE_CHECKING:
+    from .metrics import Metric, Metrics
 
 logger = logging.getLogger(__name__)
 
@@ -48,6 +55,20 @@ _IGNORED_ARGUMENTS = (
     "async_scheduling", "compilation_config", "disable_log_stats", "distributed_executor_backend", "enable_chunked_prefill",
     "enable_prefix_caching", "enforce_eager", "gpu_memory_utilization", "swap_space",
     "use_v2_block_manager",
+)  # fmt: skip
+# vLLM's arguments that cannot be ignored, because they change what is computed or loaded.
+_REFUSED_ARGUMENTS = (
+    "additional_config", "allowed_local_media_path", "allowed_media_domains", "attention_config", "block_size", "calculate_kv_scales",
+    "config_format", "convert", "cpu_offload_gb", "data_parallel_size", "decode_context_parallel_size", "default_mm_loras",
+    "disable_custom_all_reduce", "disable_sliding_window", "enable_eplb", "enable_lora", "enable_prompt_embeds", "eplb_config",
+    "generation_config", "hf_config_path", "hf_overrides", "hf_token", "ignore_patterns", "kv_cache_dtype", "kv_events_config",
+    "kv_offloading_backend", "kv_offloading_size", "limit_mm_per_prompt", "load_format", "logits_processors", "logprobs_mode",
+    "long_prefill_token_threshold", "lora_dtype", "max_cpu_loras", "max_logprobs", "max_lora_rank", "max_loras", "max_num_partial_prefills",
+    "max_seq_len_to_capture", "mm_processor_cache_gb", "mm_processor_kwargs", "model_impl", "model_loader_extra_config",
+    "num_gpu_blocks_override", "optimization_level", "override_generation_config", "override_pooler_config", "pipeline_parallel_size",
+    "pooler_config", "prefill_context_parallel_size", "profiler_config", "quantization", "reasoning_parser", "rope_scaling", "rope_theta",
+    "runner", "scheduling_policy", "seed_everything", "skip_tokenizer_init", "structured_outputs_config", "task", "tokenizer_mode",
+    "tokenizer_revision", "worker_cls", "worker_extension_cls",
 )  # fmt: skip
 
 
@@ -117,6 +138,7 @@ class LLM:
         _check_others(others)
         config = parse_config(speculative_config if speculative_config is not None else {"method": "none"})
         self.followers = _followers(given)
+        self._metrics = self._new_metrics(str(getattr(getattr(model, "config", None), "_name_or_path", model)))
         try:
             self._load(config, **{name: given[name] for name in _LOADED_WITH})
             self.engine.transfers = _transfers(self.engine, KVTransferConfig.of(kv_transfer_config))
@@ -228,6 +250,7 @@ class LLM:
             finally:
                 for request in requests:
                     self.engine.abort(request, request.error)
+        self._count(requests)
         errors = [request.error for request in requests if request.error is not None]
         if errors and len(errors) == len(requests):
             raise errors[0]
@@ -288,6 +311,44 @@ class LLM:
             for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         }
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
+
+    def _new_metrics(self, model: str) -> Metrics | None:
+        """Counts of this object; None if the package for them is not installed."""
+        if importlib.util.find_spec("prometheus_client") is None:
+            return None
+        from .metrics import Metrics
+
+        return Metrics(model, self._load_now)
+
+    def get_metrics(self) -> list[Metric]:
+        """Metrics of all requests so far, under the names that the server's `/metrics` has: `Counter`, `Gauge` and `Vector` of
+        `hf_specdec.serve.metrics`, as vLLM's method returns them. Figures of speculation are `vllm:spec_decode_*`.
+
+        Raises:
+            ImportError: prometheus-client is not installed.
+        """
+        if self._metrics is None:
+            raise ImportError("get_metrics() needs prometheus-client: pip install 'hf-specdec[serve]'")
+        return self._metrics.snapshot()
+
+    def _count(self, requests: list[Request]) -> None:
+        """Count requests that have ended."""
+        if self._metrics is None:
+            return
+        for request in requests:
+            found = statistics_of(request, self.engine.decoder.config.longest_draft)
+            self._metrics.tokens_written(found["num_new_tokens"], found["num_steps"])
+            reason = "error" if request.error is not None else request.choices[0].output.finish_reason or "abort"
+            self._metrics.request_ended(reason, len(request.prompt_token_ids), request.num_cached_tokens, found)
+
+    def _load_now(self) -> Load:
+        """How busy the engine is."""
+        scheduler, cache = self.engine.scheduler, self.engine.decoder.cache
+        usage = cache.pool.num_used / max(cache.most_blocks, 1)
+        return Load(
+            len(scheduler.running), len(scheduler.waiting), usage, scheduler.num_preemptions,
+            None if self.engine.decoder.learner is None else self.engine.decoder.learner.report(),
+        )  # fmt: skip
 
     def close(self) -> None:
         """Free the KV cache and end the processes of the other ranks. A model that was passed in stays usable."""
@@ -398,8 +459,14 @@ def _check_others(others: dict[str, Any]) -> None:
     if ignored:
         logger.warning("LLM(%s): ignored, because it has no effect here.", ", ".join(ignored))
     unknown = [key for key in others if key not in _IGNORED_ARGUMENTS]
+    if theirs := [key for key in unknown if key in _REFUSED_ARGUMENTS]:
+        raise TypeError(
+            f"LLM() has no {', '.join(theirs)}, which {'is an argument' if len(theirs) == 1 else 'are arguments'} of vLLM's: leave "
+            f"{'it' if len(theirs) == 1 else 'them'} out (docs/coming-from/vllm.md)."
+        )
     if unknown:
-        raise TypeError(f"LLM() has no argument {unknown[0]!r}.")
+        known = [*inspect.signature(LLM).parameters, *_IGNORED_ARGUMENTS, *_OLDER_NAMES]
+        raise unknown_argument("LLM", unknown[0], known)
 
 
 def _num_blocks(

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
+from dataclasses import dataclass
 from typing import Any
 
-from prometheus_client import CollectorRegistry, Counter, Histogram, generate_latest
+from prometheus_client import CollectorRegistry, Histogram, generate_latest
+from prometheus_client import Counter as PrometheusCounter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
 from .worker import Load
@@ -20,6 +22,35 @@ _LEARNT = {
     "seconds": "Seconds spent on learning.",
     "held_out_tau": "Tokens per step on held-out texts with the weights in use.",
 }
+
+
+@dataclass
+class Metric:
+    """A metric now, as `LLM.get_metrics` returns it; names of classes and attributes are vLLM's."""
+
+    name: str
+    labels: dict[str, str]
+
+
+@dataclass
+class Counter(Metric):
+    """A number that only grows."""
+
+    value: int
+
+
+@dataclass
+class Gauge(Metric):
+    """A number that rises and falls."""
+
+    value: float
+
+
+@dataclass
+class Vector(Metric):
+    """Counters by position in a draft."""
+
+    values: list[int]
 
 
 class Metrics:
@@ -38,8 +69,8 @@ class Metrics:
         self.registry = CollectorRegistry()
         self._model, self._load = model, load
 
-        def counter(name: str, text: str, labels: Iterable[str] = ()) -> Counter:
-            return Counter(f"hf_specdec_{name}", text, ["model_name", *labels], registry=self.registry)
+        def counter(name: str, text: str, labels: Iterable[str] = ()) -> PrometheusCounter:
+            return PrometheusCounter(f"hf_specdec_{name}", text, ["model_name", *labels], registry=self.registry)
 
         def seconds(name: str, text: str) -> Any:
             found = Histogram(
@@ -138,3 +169,16 @@ class Metrics:
     def text(self) -> bytes:
         """All metrics in Prometheus's text format."""
         return generate_latest(self.registry)
+
+    def snapshot(self) -> list[Metric]:
+        """All metrics but histograms, which measure requests over HTTP."""
+        found: list[Metric] = []
+        for family in self.registry.collect():
+            samples = [each for each in family.samples if not each.name.endswith("_created")]
+            if family.name.endswith("_per_pos"):
+                found.append(Vector(family.name, {"model_name": self._model}, [int(each.value) for each in samples]))
+            elif family.type == "counter":
+                found += [Counter(family.name, dict(each.labels), int(each.value)) for each in samples]
+            elif family.type == "gauge":
+                found += [Gauge(family.name, dict(each.labels), each.value) for each in samples]
+        return found

@@ -7,6 +7,7 @@ import math
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..config import with_hints
 from .structured import StructuredOutputsParams
 
 MOST_LOGPROBS = 20
@@ -16,6 +17,7 @@ _LEAST_TEMPERATURE = 1e-20
 _LEAST_PENALTY = 1e-3
 
 
+@with_hints
 @dataclass
 class SamplingParams:
     """How one request is decoded.

@@ -1,16 +1,17 @@
 """Training draft heads: `hf-specdec train METHOD --target MODEL --data FILE --output DIR`, or `train_head` in `pipeline.py`.
 
 Each method is one file in this package. It imports the head's network from `candidate_generators`, so that training and
-drafting run the same modules. To add a trainer, add a file; nothing else is edited. The file holds
+drafting run the same modules. To add a trainer, add its options to options.py, which needs no torch, and a file. They hold
 
     @dataclass
     class MyOptions(TrainingOptions):          # options.py; every field becomes a command-line option
+        method: ClassVar[str] = "my_method"    # the method that drafts with the exported head
         learning_rate: float = option(1e-4, "peak of the learning rate")     # other defaults
         num_heads: int = option(4, "heads, one per drafted token")
 
     @register(MyOptions)
     class MyTrainer(HeadTrainer):              # base.py
-        method = "my_method"                   # the method that drafts with the exported head
+        method = "my_method"
         taps = Taps(last_hidden=True)          # what it reads of the target (or set in __init__)
         formats = ("original", "speculators")  # layouts for export; the first is the default
 
@@ -56,11 +57,15 @@ newest token (a = t + 1 above), under teacher forcing: recurrent heads read the 
 held-out text: acceptance of guess k given that all earlier ones were accepted, and τ = 1 + the sum over k of their products up to k.
 """
 
-from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor
-from .batch import Batch
-from .errors import TrainingError
-from .options import TrainingOptions, option
-from .registry import available_trainers, register, trainer_class
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor
+    from .batch import Batch
+    from .errors import TrainingError
+    from .options import TrainingOptions, option
+    from .registry import available_trainers, register, trainer_class
 
 __all__ = [
     "Batch",
@@ -76,3 +81,19 @@ __all__ = [
     "register",
     "trainer_class",
 ]
+
+# Imported when they are first asked for: options.py and errors.py, which the command line reads, need no torch.
+_MODULE_OF = {
+    **dict.fromkeys(("Exported", "Guesses", "HeadTrainer", "StepLoss", "every_anchor"), "base"),
+    "Batch": "batch",
+    "TrainingError": "errors",
+    **dict.fromkeys(("TrainingOptions", "option"), "options"),
+    **dict.fromkeys(("available_trainers", "register", "trainer_class"), "registry"),
+}
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _MODULE_OF:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    value = globals()[name] = getattr(importlib.import_module(f".{_MODULE_OF[name]}", __name__), name)
+    return value

@@ -68,13 +68,16 @@ def write_card(folder: Path, facts: dict[str, Any]) -> None:
     write_whole(folder / "README.md", lambda file: file.write("\n".join(lines).encode("utf-8")))
 
 
-def add_measurements(folder: Path, table: str) -> bool:
-    """Add a table of measurements to the card; False if the folder has no card of ours."""
+def has_measurements(folder: Path) -> bool:
+    """Whether the folder has a card of ours, which has a place for measurements."""
     path = folder / "README.md"
-    text = path.read_text(encoding="utf-8") if path.is_file() else ""
-    begin, end = text.find(_BEGIN), text.find(_END)
-    if begin < 0 or end < begin:
-        return False
-    new = f"{text[: begin + len(_BEGIN)]}\n{table.strip()}\n{text[end:]}"
+    return path.is_file() and 0 <= (text := path.read_text(encoding="utf-8")).find(_BEGIN) < text.find(_END)
+
+
+def add_measurements(folder: Path, table: str) -> Path:
+    """Put a table of measurements in the place of the earlier one in a card of ours. Returns the card's file."""
+    path = folder / "README.md"
+    text = path.read_text(encoding="utf-8")
+    new = f"{text[: text.find(_BEGIN) + len(_BEGIN)]}\n{table.strip()}\n{text[text.find(_END) :]}"
     write_whole(path, lambda file: file.write(new.encode("utf-8")))
-    return True
+    return path

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -20,37 +19,16 @@ from .base import Exported, Guesses, HeadTrainer, StepLoss
 from .batch import Batch
 from .draft_layer import last_norm_scale, rotary_base, state_sizes
 from .errors import TrainingError
-from .options import TrainingOptions, option
+from .options import DFlashOptions
 from .registry import register
 from .speculators import speculators_config
 from .target import TargetModel
-from .token_loss import OBJECTIVES, token_loss
+from .token_loss import token_loss
 
 logger = logging.getLogger(__name__)
 
 ATTENTION_NAME = "hf_specdec_blocks"  # registered with transformers under this name
 _BLOCKS_AT_ONCE = 32  # blocks of a text that share a row of the attention mask
-
-
-@dataclass
-class DFlashOptions(TrainingOptions):
-    """The drafter's shape, and the number of blocks trained on per text."""
-
-    learning_rate: float = option(2e-3, "peak of the learning rate", minimum=0)
-    num_layers: int = option(3, "decoder layers", minimum=1)
-    block_size: int = option(6, "slots of a block; the first holds the newest token, the others are drafted", minimum=2)
-    intermediate_size: int | None = option(
-        None, "of the MLPs (default: the target's, or three times the width)", minimum=1
-    )
-    target_layers: str | None = option(
-        None, "layers of the target whose output is read, such as 1,3,5 (from 0; default: spread evenly)"
-    )
-    num_anchors: int = option(64, "blocks per text, at new random places in every step", minimum=1)
-    loss_decay: float = option(4.0, "slot j (from 1) has the weight exp(-(j - 1) / this)", minimum=1e-3)
-    objective: str = option("kl", "kl: the target's distributions; ce: the text's tokens", choices=OBJECTIVES)
-    mask_token_id: int | None = option(
-        None, "token in the slots to be drafted (default: a token that no text has)", minimum=0
-    )
 
 
 @register(DFlashOptions)

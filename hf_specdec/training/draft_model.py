@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -14,23 +13,9 @@ from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor
 from .batch import Batch
 from .draft_layer import rotary_base
 from .errors import TrainingError
-from .options import TrainingOptions, option
+from .options import DraftModelOptions
 from .registry import register
-from .token_loss import OBJECTIVES, token_loss
-
-
-@dataclass
-class DraftModelOptions(TrainingOptions):
-    """The draft model's shape and its loss."""
-
-    learning_rate: float = option(2e-3, "peak of the learning rate", minimum=0)
-    num_layers: int = option(2, "decoder layers", minimum=1)
-    width: int | None = option(None, "hidden size (default: half the target's)", minimum=1)
-    intermediate_size: int | None = option(None, "of the MLPs (default: three times the width)", minimum=1)
-    num_heads: int | None = option(None, "query heads (default: as many as give the target's head size)", minimum=1)
-    num_kv_heads: int | None = option(None, "key and value heads (default: half the query heads)", minimum=1)
-    objective: str = option("kl", "kl: the target's distributions; ce: the text's tokens", choices=OBJECTIVES)
-    num_draft_tokens: int = option(5, "tokens of a draft, in the estimate and in measurements", minimum=1)
+from .token_loss import token_loss
 
 
 @register(DraftModelOptions)

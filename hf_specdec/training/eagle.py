@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -14,34 +13,9 @@ from ..core.output import Taps
 from .base import Exported, Guesses, HeadTrainer, StepLoss
 from .batch import Batch
 from .draft_layer import Shapes, embedding_table, layer_config_for, layer_json, prepare
-from .options import TrainingOptions, option
+from .options import EagleOptions
 from .registry import register
 from .unrolled import Places, argmax_of, greedy_guesses, probabilities, soft_cross_entropy, unroll
-
-
-@dataclass
-class EagleOptions(TrainingOptions):
-    """EAGLE-1's own options."""
-
-    num_steps: int = option(
-        3, "steps trained: from the second on the head reads its own output (HASS); 1 is EAGLE-1", minimum=1
-    )
-    step_decay: float = option(
-        1.0, "step s (from 0) has this weight to the power of s in the loss", minimum=0, maximum=1
-    )
-    feature_weight: float = option(
-        1.0, "of SmoothL1 between the head's output and the target's hidden state", minimum=0
-    )
-    token_weight: float = option(0.1, "of the cross-entropy against the target's distribution", minimum=0)
-    feature_noise: float = option(
-        0.2, "width of uniform noise on hidden states of a text of 512 tokens; less on longer ones", minimum=0
-    )
-    num_layers: int = option(1, "decoder layers", minimum=1)
-    intermediate_size: int | None = option(None, "width of the layers' MLP (none: the target's)", minimum=1)
-    own_embeddings: bool = option(
-        True, "the file has a copy of the target's embeddings, as published heads do (off: readers take the target's)"
-    )
-    draft_length: int = option(5, "tokens of a draft in the estimate", minimum=1)
 
 
 @register(EagleOptions)

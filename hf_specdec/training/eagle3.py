@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,54 +14,13 @@ from .base import Exported, Guesses, HeadTrainer, StepLoss
 from .batch import Batch
 from .draft_layer import Shapes, embedding_table, last_norm_scale, layer_config_for, layer_json, prepare
 from .errors import TrainingError
-from .options import TrainingOptions, option
+from .options import Eagle3TrainingOptions
 from .registry import register
 from .speculators import speculators_config
 from .unrolled import Places, argmax_of, greedy_guesses, probabilities, soft_cross_entropy, unroll
 
 _WHOLE_VOCABULARY = 8192  # up to this vocabulary of the target the head drafts all tokens
 _DRAFT_VOCABULARY = 32000  # default size of the draft vocabulary for larger targets
-
-
-@dataclass
-class Eagle3TrainingOptions(TrainingOptions):
-    """EAGLE-3's own options."""
-
-    num_steps: int = option(5, "steps of the training-time test: tokens drafted in training", minimum=1)
-    step_decay: float = option(
-        0.8, "step s (from 0) has this weight to the power of s in the loss", minimum=0, maximum=1
-    )
-    feature_weight: float = option(
-        0.0,
-        "of SmoothL1 between the head's normed output and the target's last hidden state, added to the cross-entropy: EAGLE-1's "
-        "loss, which learns faster from little data",
-        minimum=0,
-    )
-    lm_head_rate: float = option(
-        0.05,
-        "factor on the learning rate of the language-model head: it begins as a copy of the target's, and large steps would undo "
-        "that",
-        minimum=0,
-        maximum=1,
-    )
-    draft_vocab_size: int | None = option(
-        None, "tokens the head can draft, the most frequent ones (none: all of up to 8192, else 32000)", minimum=1
-    )
-    feature_layers: str | None = option(
-        None,
-        "which hidden states of the target are read, as i,j,k (i: after i layers; default: a low, a middle and a high one)",
-    )
-    fc_norm: bool = option(False, "a norm on each hidden state that is read (EAGLE-3.1)")
-    norm_output: bool = option(False, "feed the normed output back (EAGLE-3.1)")
-    num_layers: int = option(1, "decoder layers", minimum=1)
-    intermediate_size: int | None = option(None, "width of the layers' MLP (none: the target's)", minimum=1)
-    num_key_value_heads: int | None = option(
-        None,
-        "of the layers (none: the target's). The newest token reaches the output only through their values: if the target has few "
-        "and narrow ones, more are worth their size",
-        minimum=1,
-    )
-    draft_length: int = option(5, "tokens of a draft in the estimate", minimum=1)
 
 
 def default_layers(num_layers: int) -> tuple[int, ...]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +16,7 @@ from ..candidate_generators.hydra import HydraHeads
 from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor
 from .batch import Batch
 from .errors import TrainingError
-from .options import TrainingOptions, option
+from .options import HydraOptions
 from .registry import register
 from .teacher import Teacher
 
@@ -26,27 +25,6 @@ _LAYER_KEYS = (
     "max_position_embeddings", "rope_parameters",
 )  # fmt: skip
 _LLAMA_LIKE = ("llama", "mistral", "qwen2")
-
-
-@dataclass
-class HydraOptions(TrainingOptions):
-    """Hydra's own options."""
-
-    num_heads: int = option(4, "heads: tokens drafted", minimum=1)
-    num_layers: int = option(1, "residual blocks per head", minimum=1)
-    teacher_weight: float = option(1.0, "of the cross-entropy against the target's distribution", minimum=0)
-    label_weight: float = option(0.0, "of the cross-entropy against the text's own tokens", minimum=0)
-    head_decay: float = option(
-        1.0, "head k (from 0) has this weight to the power of k in the loss", minimum=0, maximum=1
-    )
-    lm_head_rate: float = option(
-        0.05,
-        "factor on the learning rate of the heads' language-model heads: they begin as copies of the target's, and large steps "
-        "would undo that",
-        minimum=0,
-        maximum=1,
-    )
-    prefix_layer: bool = option(False, "Hydra++: a decoder layer of their own over the target's hidden states")
 
 
 @register(HydraOptions)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -12,20 +11,8 @@ from torch import nn
 from ..candidate_generators.medusa import MedusaHeads
 from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor
 from .batch import Batch
-from .options import TrainingOptions, option
+from .options import MedusaOptions
 from .registry import register
-
-
-@dataclass
-class MedusaOptions(TrainingOptions):
-    """Medusa's own options."""
-
-    num_heads: int = option(4, "heads: tokens drafted", minimum=1)
-    num_layers: int = option(1, "residual blocks per head", minimum=1)
-    head_decay: float = option(
-        0.8, "head k (from 0) has this weight to the power of k in the loss", minimum=0, maximum=1
-    )
-    own_lm_head: bool = option(True, "every head has a vocabulary-sized layer of its own (off: all use the target's)")
 
 
 @register(MedusaOptions)

@@ -7,7 +7,6 @@ from __future__ import annotations
 
 import logging
 import math
-from dataclasses import dataclass
 
 import torch
 import torch.nn.functional as F
@@ -16,31 +15,13 @@ from torch import nn
 from ..candidate_generators.mlp_speculator.head import ScaledNorm, SumSpeculator
 from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor
 from .batch import Batch
-from .options import TrainingOptions, option
+from .options import MLPSpeculatorOptions
 from .registry import register
 from .teacher import Teacher
 
 logger = logging.getLogger(__name__)
 
 _CHILDREN = (4, 3, 2)  # children per depth of the tree proposed in config.json; 2 at further depths
-
-
-@dataclass
-class MLPSpeculatorOptions(TrainingOptions):
-    """MLP speculators' own options; other defaults are the authors'."""
-
-    weight_decay: float = option(0.1, "of AdamW, on matrices", minimum=0)
-    final_learning_rate: float = option(0.1, "learning rate at the end, as a share of the peak", minimum=0, maximum=1)
-    num_heads: int = option(3, "steps of the recurrence: tokens drafted", minimum=1)
-    inner_dim: int = option(0, "width of its state; 0: the target's hidden size", minimum=0)
-    tie_weights: bool = option(False, "all steps share their weights (but the first projection): a third of the size")
-    scale_input: bool = option(True, "normalise the target's hidden state first")
-    from_target: bool = option(
-        True,
-        "embeddings and heads begin as the target's, along their main directions (off, or wider than the target: at random)",
-    )
-    teacher_weight: float = option(0.0, "of the cross-entropy against the target's distribution", minimum=0)
-    label_weight: float = option(1.0, "of the cross-entropy against the text's own tokens", minimum=0)
 
 
 @torch.no_grad()

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -15,28 +14,12 @@ from ..model import architectures
 from .base import Exported, Guesses, HeadTrainer, StepLoss
 from .batch import Batch
 from .errors import TrainingError
-from .options import TrainingOptions, option
+from .options import MtpOptions
 from .registry import register
 from .speculators import speculators_config
 from .target import TargetModel
-from .token_loss import OBJECTIVES, token_loss
+from .token_loss import token_loss
 from .unrolled import argmax_of, attend_unrolled, greedy_guesses, unroll
-
-
-@dataclass
-class MtpOptions(TrainingOptions):
-    """How far the module is unrolled, and its initial weights."""
-
-    learning_rate: float = option(2e-3, "peak of the learning rate", minimum=0)
-    num_steps: int = option(4, "steps of the unroll: tokens drafted from one place of the text in training", minimum=1)
-    step_decay: float = option(
-        0.6, "step k (from 0) has this weight to the power of k; weights sum to 1", minimum=0, maximum=1
-    )
-    objective: str = option("kl", "kl: the target's distributions; ce: the text's tokens", choices=OBJECTIVES)
-    copy_layer: bool = option(
-        True, "begin with the weights of the target's last layer of the same shape (off: at random)"
-    )
-    num_draft_tokens: int = option(5, "tokens of a draft, in the estimate and in measurements", minimum=1)
 
 
 @register(MtpOptions)

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import dataclasses
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, ClassVar
 
 from ..config import nearest_hint
 from .errors import TrainingError
 
 SCHEDULES = ("cosine", "linear", "constant")
+OBJECTIVES = ("kl", "ce")
 
 
 def option(
@@ -26,12 +27,13 @@ def option(
 
 @dataclass
 class TrainingOptions:
-    """Options of every method. A method's subclass adds its own and changes defaults.
+    """Options of every method. A method's subclass adds its own and changes defaults; its docstring is the method's help.
 
     Raises:
         TrainingError: a value is out of range.
     """
 
+    method: ClassVar[str] = ""
     init_from: str | None = option(
         None, "a head of the same shape and layout (folder, Hub id, bundled name) whose weights the run begins with"
     )
@@ -82,3 +84,184 @@ class TrainingOptions:
     def to_dict(self) -> dict[str, Any]:
         """All values, JSON-serialisable."""
         return dataclasses.asdict(self)
+
+
+@dataclass
+class DFlashOptions(TrainingOptions):
+    """DFlash: a few layers that draft a whole block of tokens in one forward pass."""
+
+    method: ClassVar[str] = "dflash"
+    learning_rate: float = option(2e-3, "peak of the learning rate", minimum=0)
+    num_layers: int = option(3, "decoder layers", minimum=1)
+    block_size: int = option(6, "slots of a block; the first holds the newest token, the others are drafted", minimum=2)
+    intermediate_size: int | None = option(
+        None, "of the MLPs (default: the target's, or three times the width)", minimum=1
+    )
+    target_layers: str | None = option(
+        None, "layers of the target whose output is read, such as 1,3,5 (from 0; default: spread evenly)"
+    )
+    num_anchors: int = option(64, "blocks per text, at new random places in every step", minimum=1)
+    loss_decay: float = option(4.0, "slot j (from 1) has the weight exp(-(j - 1) / this)", minimum=1e-3)
+    objective: str = option("kl", "kl: the target's distributions; ce: the text's tokens", choices=OBJECTIVES)
+    mask_token_id: int | None = option(
+        None, "token in the slots to be drafted (default: a token that no text has)", minimum=0
+    )
+
+
+@dataclass
+class DraftModelOptions(TrainingOptions):
+    """Distillation of a Llama of a few layers with the target's tokens."""
+
+    method: ClassVar[str] = "draft_model"
+    learning_rate: float = option(2e-3, "peak of the learning rate", minimum=0)
+    num_layers: int = option(2, "decoder layers", minimum=1)
+    width: int | None = option(None, "hidden size (default: half the target's)", minimum=1)
+    intermediate_size: int | None = option(None, "of the MLPs (default: three times the width)", minimum=1)
+    num_heads: int | None = option(None, "query heads (default: as many as give the target's head size)", minimum=1)
+    num_kv_heads: int | None = option(None, "key and value heads (default: half the query heads)", minimum=1)
+    objective: str = option("kl", "kl: the target's distributions; ce: the text's tokens", choices=OBJECTIVES)
+    num_draft_tokens: int = option(5, "tokens of a draft, in the estimate and in measurements", minimum=1)
+
+
+@dataclass
+class EagleOptions(TrainingOptions):
+    """EAGLE-1: one layer continues the target's last hidden states. With several steps as in HASS."""
+
+    method: ClassVar[str] = "eagle"
+    num_steps: int = option(
+        3, "steps trained: from the second on the head reads its own output (HASS); 1 is EAGLE-1", minimum=1
+    )
+    step_decay: float = option(
+        1.0, "step s (from 0) has this weight to the power of s in the loss", minimum=0, maximum=1
+    )
+    feature_weight: float = option(
+        1.0, "of SmoothL1 between the head's output and the target's hidden state", minimum=0
+    )
+    token_weight: float = option(0.1, "of the cross-entropy against the target's distribution", minimum=0)
+    feature_noise: float = option(
+        0.2, "width of uniform noise on hidden states of a text of 512 tokens; less on longer ones", minimum=0
+    )
+    num_layers: int = option(1, "decoder layers", minimum=1)
+    intermediate_size: int | None = option(None, "width of the layers' MLP (none: the target's)", minimum=1)
+    own_embeddings: bool = option(
+        True, "the file has a copy of the target's embeddings, as published heads do (off: readers take the target's)"
+    )
+    draft_length: int = option(5, "tokens of a draft in the estimate", minimum=1)
+
+
+@dataclass
+class Eagle3TrainingOptions(TrainingOptions):
+    """EAGLE-3: one layer reads three of the target's layers, and is trained on its own output, too."""
+
+    method: ClassVar[str] = "eagle3"
+    num_steps: int = option(5, "steps of the training-time test: tokens drafted in training", minimum=1)
+    step_decay: float = option(
+        0.8, "step s (from 0) has this weight to the power of s in the loss", minimum=0, maximum=1
+    )
+    feature_weight: float = option(
+        0.0,
+        "of SmoothL1 between the head's normed output and the target's last hidden state, added to the cross-entropy: EAGLE-1's "
+        "loss, which learns faster from little data",
+        minimum=0,
+    )
+    lm_head_rate: float = option(
+        0.05,
+        "factor on the learning rate of the language-model head: it begins as a copy of the target's, and large steps would undo "
+        "that",
+        minimum=0,
+        maximum=1,
+    )
+    draft_vocab_size: int | None = option(
+        None, "tokens the head can draft, the most frequent ones (none: all of up to 8192, else 32000)", minimum=1
+    )
+    feature_layers: str | None = option(
+        None,
+        "which hidden states of the target are read, as i,j,k (i: after i layers; default: a low, a middle and a high one)",
+    )
+    fc_norm: bool = option(False, "a norm on each hidden state that is read (EAGLE-3.1)")
+    norm_output: bool = option(False, "feed the normed output back (EAGLE-3.1)")
+    num_layers: int = option(1, "decoder layers", minimum=1)
+    intermediate_size: int | None = option(None, "width of the layers' MLP (none: the target's)", minimum=1)
+    num_key_value_heads: int | None = option(
+        None,
+        "of the layers (none: the target's). The newest token reaches the output only through their values: if the target has few "
+        "and narrow ones, more are worth their size",
+        minimum=1,
+    )
+    draft_length: int = option(5, "tokens of a draft in the estimate", minimum=1)
+
+
+@dataclass
+class HydraOptions(TrainingOptions):
+    """Hydra: Medusa heads that also read the tokens before theirs. Hydra++ with --prefix-layer."""
+
+    method: ClassVar[str] = "hydra"
+    num_heads: int = option(4, "heads: tokens drafted", minimum=1)
+    num_layers: int = option(1, "residual blocks per head", minimum=1)
+    teacher_weight: float = option(1.0, "of the cross-entropy against the target's distribution", minimum=0)
+    label_weight: float = option(0.0, "of the cross-entropy against the text's own tokens", minimum=0)
+    head_decay: float = option(
+        1.0, "head k (from 0) has this weight to the power of k in the loss", minimum=0, maximum=1
+    )
+    lm_head_rate: float = option(
+        0.05,
+        "factor on the learning rate of the heads' language-model heads: they begin as copies of the target's, and large steps "
+        "would undo that",
+        minimum=0,
+        maximum=1,
+    )
+    prefix_layer: bool = option(False, "Hydra++: a decoder layer of their own over the target's hidden states")
+
+
+@dataclass
+class MedusaOptions(TrainingOptions):
+    """Medusa: head k predicts the token k + 2 places after the text from the target's last hidden state."""
+
+    method: ClassVar[str] = "medusa"
+    num_heads: int = option(4, "heads: tokens drafted", minimum=1)
+    num_layers: int = option(1, "residual blocks per head", minimum=1)
+    head_decay: float = option(
+        0.8, "head k (from 0) has this weight to the power of k in the loss", minimum=0, maximum=1
+    )
+    own_lm_head: bool = option(True, "every head has a vocabulary-sized layer of its own (off: all use the target's)")
+
+
+@dataclass
+class MLPSpeculatorOptions(TrainingOptions):
+    """An MLP speculator: a small recurrence from the last hidden state, a step for each token. Other defaults are the authors'."""
+
+    method: ClassVar[str] = "mlp_speculator"
+    weight_decay: float = option(0.1, "of AdamW, on matrices", minimum=0)
+    final_learning_rate: float = option(0.1, "learning rate at the end, as a share of the peak", minimum=0, maximum=1)
+    num_heads: int = option(3, "steps of the recurrence: tokens drafted", minimum=1)
+    inner_dim: int = option(0, "width of its state; 0: the target's hidden size", minimum=0)
+    tie_weights: bool = option(False, "all steps share their weights (but the first projection): a third of the size")
+    scale_input: bool = option(True, "normalise the target's hidden state first")
+    from_target: bool = option(
+        True,
+        "embeddings and heads begin as the target's, along their main directions (off, or wider than the target: at random)",
+    )
+    teacher_weight: float = option(0.0, "of the cross-entropy against the target's distribution", minimum=0)
+    label_weight: float = option(1.0, "of the cross-entropy against the text's own tokens", minimum=0)
+
+
+@dataclass
+class MtpOptions(TrainingOptions):
+    """One MTP module: a decoder layer of the target's type, unrolled over several tokens (FastMTP)."""
+
+    method: ClassVar[str] = "mtp"
+    learning_rate: float = option(2e-3, "peak of the learning rate", minimum=0)
+    num_steps: int = option(4, "steps of the unroll: tokens drafted from one place of the text in training", minimum=1)
+    step_decay: float = option(
+        0.6, "step k (from 0) has this weight to the power of k; weights sum to 1", minimum=0, maximum=1
+    )
+    objective: str = option("kl", "kl: the target's distributions; ce: the text's tokens", choices=OBJECTIVES)
+    copy_layer: bool = option(
+        True, "begin with the weights of the target's last layer of the same shape (off: at random)"
+    )
+    num_draft_tokens: int = option(5, "tokens of a draft, in the estimate and in measurements", minimum=1)
+
+
+def options_by_method() -> dict[str, type[TrainingOptions]]:
+    """The options of every method that can be trained. In this module, so that a command line needs no torch."""
+    return {each.method: each for each in sorted(TrainingOptions.__subclasses__(), key=lambda each: each.method)}

@@ -27,6 +27,8 @@ from .target import TargetModel
 
 logger = logging.getLogger(__name__)
 
+FEW_STEPS = 200  # fewer are worth a remark
+
 
 @dataclass
 class Trained:
@@ -108,7 +110,10 @@ def train_head(
     features = _feature_source(trainer, texts, cache_dir, say)
     identity = {"target": target.name, "data": fingerprint(texts.samples)}
     run = Run(trainer, texts.training, texts.held_out, features, work, identity, accelerator, quiet)
-    say(f"{method}: {run.num_parameters / 1e6:.2f} M parameters, {run.num_steps} steps, from step {run.step}")
+    resumed = f", {run.step} of which are done" if run.step else ""
+    say(f"{method}: {run.num_parameters / 1e6:.2f} M parameters, {run.num_steps} steps{resumed}")
+    if run.num_steps < FEW_STEPS and options.max_steps is None:
+        say(_advice(run.num_steps, len(texts.training), texts.num_tokens, options))
     estimate = run.train()
     if run.is_main:
         facts = {
@@ -134,6 +139,16 @@ class _Texts:
     def num_tokens(self) -> int:
         """Number of tokens to train on."""
         return sum(map(len, self.training))
+
+
+def _advice(steps: int, samples: int, tokens: int, options: TrainingOptions) -> str:
+    """What to do about a run of few steps."""
+    size = min(options.tokens_per_batch, max(512, tokens * options.epochs // FEW_STEPS))
+    per_pass = max(1, min(samples, -(-tokens // size)) // options.gradient_accumulation)
+    return (
+        f"{steps} steps teach a head little: {samples} samples have only {tokens} tokens. Give more data (thousands of samples), or try "
+        f"--tokens-per-batch {size} --epochs {-(-FEW_STEPS // per_pass)} for about {FEW_STEPS} steps."
+    )
 
 
 def _accelerator_for(model: PreTrainedModel) -> Any:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-OBJECTIVES = ("kl", "ce")
-
 
 def token_loss(logits: torch.Tensor, labels: torch.Tensor, teacher: torch.Tensor | None) -> torch.Tensor:
     """The loss of each of n tokens, in nats [n].
