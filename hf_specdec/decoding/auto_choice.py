@@ -91,11 +91,11 @@ class AutoChoice(AutoLength):
 
     def _is_quiet(self, sequences: list[Sequence]) -> bool:
         """As in the base, but only while all look-ups rest: one that is awake may find a match in any step."""
-        return not self.lookups.awake(self.num_steps).any() and super()._is_quiet(sequences)
+        return self.lookups.all_rest(self.num_steps) and super()._is_quiet(sequences)
 
     def is_awake(self, index: int) -> bool:
         """See Chooser."""
-        return bool(self.lookups.awake(self.num_steps)[index])
+        return self.lookups.rests_until[index] <= self.num_steps
 
     def choose(
         self, sequences: list[Sequence], limits: list[int], offers: list[DraftTrees], seconds: list[float],

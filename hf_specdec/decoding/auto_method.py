@@ -67,6 +67,14 @@ class AutoMethod(AutoChoice):
 
     def observe(self, step: DraftedStep) -> None:
         """Update acceptance, costs and the account."""
+        if self._asked is None and step.seconds is None and step.sequences:  # nothing was asked and nothing was timed
+            quiet = self._is_quiet(step.sequences)
+            if quiet or self._must_be_plain():
+                self._quiet_until = self._quiet_until if quiet else 0
+                self._settle(1.0, 1.0)
+                self.heads_follow |= self.account >= self.CREDIT
+                self.num_steps += 1
+                return
         asked, self._asked, was_free = self._asked, None, not self._must_be_plain()
         began, drafted = self.clock(), False
         if step.sequences:
@@ -172,7 +180,7 @@ class AutoMethod(AutoChoice):
             due = self.drafters.drafted_at[slots, models] + self.drafters.pauses[slots, models]
             self._quiet_until = max(int(due.min()), self.num_steps + 1)
         elif chose_none:
-            self._quiet_until = int(self.lookups.rests_until.min())
+            self._quiet_until = min(self.lookups.rests_until)
         self._quiet_rows = frozenset(seq.id for seq in sequences)
 
     def forget(self, seq: Sequence) -> None:

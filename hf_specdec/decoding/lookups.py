@@ -12,7 +12,7 @@ class Lookups:
 
     Attributes:
         seconds: float [L], time that each takes in a step in which it is asked.
-        rests_until: int [L], the step in which it is asked again.
+        rests_until: L ints, the step in which it is asked again.
     """
 
     TRIAL = 8  # steps in which a look-up is asked before it is judged
@@ -22,18 +22,23 @@ class Lookups:
 
     def __init__(self, count: int):
         self.seconds = np.zeros(count)
-        self.rests_until = np.zeros(count, dtype=np.int64)
+        self.rests_until = [0] * count
         self._worth = np.zeros(count)  # share of a step that each is expected to save in a step
         self._asked_for = np.zeros(count, dtype=np.int64)  # steps since it last rested
         self._rest = np.full(count, self.RESTS[0])
 
     def awake(self, now: int) -> np.ndarray:
         """bool [L]: those that are asked in this step."""
-        return self.rests_until <= now
+        return np.array(self.rests_until, dtype=np.int64) <= now
+
+    def all_rest(self, now: int) -> bool:
+        """True if none is asked in this step."""
+        return min(self.rests_until, default=now + 1) > now
 
     def wake(self) -> None:
         """Ask all again."""
-        self.rests_until[:] = self._asked_for[:] = 0
+        self.rests_until = [0] * len(self.rests_until)
+        self._asked_for[:] = 0
 
     def value(self, worth: np.ndarray, now: int) -> None:
         """Note what each look-up that is awake adds to the best of the other drafters.
@@ -65,7 +70,7 @@ class Lookups:
             if self._worth[index] >= self.seconds[index] / plain:
                 self._rest[index] = self.RESTS[0]
             else:
-                self.rests_until[index] = now + 1 + self._rest[index]
+                self.rests_until[index] = now + 1 + int(self._rest[index])
                 self._rest[index] = min(2 * self._rest[index], self.RESTS[1])
                 self._asked_for[index] = 0
         return spent

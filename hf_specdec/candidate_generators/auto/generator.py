@@ -122,12 +122,16 @@ class AutoGenerator(RivalGenerator):
         self.combine(list(self.by_name.values()))
         self.longest = np.array([min(part.config.longest_draft, part.max_draft_nodes) for part in self.parts])
         self.chooser: Chooser = FirstChoice(self.num_lookups, len(self.parts))
-        self._learns = [type(part).observe is not CandidateGenerator.observe for part in self.parts]
+        # indices of the parts that learn, and of the heads
+        self._learning = [
+            i for i, part in enumerate(self.parts) if type(part).observe is not CandidateGenerator.observe
+        ]
         self.asked = [False] * len(self.parts)  # look-ups that were asked in this step
         # seconds that each look-up took to learn from the last step, if it may rest
         self.observing = [0.0] * len(self.parts)
         self.chosen: dict[int, str] = {}  # sequence id → name of the drafter of its last draft
         self._heads = [part for part in self.parts if part.needs_all_features]
+        self._head_indices = {i for i, part in enumerate(self.parts) if part in self._heads}
         # sequence id → its other parts, if heads do not follow it
         self._blind: dict[int, list[CandidateGenerator]] = {}
         self._heads_may_rest = True
@@ -266,17 +270,19 @@ class AutoGenerator(RivalGenerator):
     def observe(self, outcome: StepOutcome) -> None:
         """As in the base, but only parts that learn are told, and of those not the look-ups that rest and may miss steps. The time that
         learning takes is kept for the choice."""
-        following = 0.0
-        for index, part in enumerate(self.parts):
-            if self._learns[index] and (self.asked[index] or not part.may_miss_steps):
-                began = self.clock()
-                seen = self._seen_by(part, outcome)
-                if seen is not None:
-                    part.observe(self.as_seen_by(index, seen) if any(self.proposed) else seen)
+        following, blind = 0.0, bool(self._blind) and all(seq.id in self._blind for seq, _ in outcome.chunks or [])
+        for index in self._learning:
+            part, asked, is_head = self.parts[index], self.asked[index], index in self._head_indices
+            if (part.may_miss_steps and not asked) or (is_head and blind):
+                continue
+            seen = outcome.of(lambda seq: seq.id not in self._blind) if is_head and self._blind else outcome
+            began = self.clock() if asked or is_head else 0.0  # others only note what was kept, which takes no time
+            part.observe(self.as_seen_by(index, seen) if any(self.proposed) else seen)
+            if asked or is_head:
                 seconds = self.clock() - began
                 self.observing[index] = seconds if part.may_miss_steps else 0.0
                 following += 0.0 if part.may_miss_steps else seconds
-            self.asked[index] = False
+        self.asked = [False] * len(self.parts)
         for proposed in self.proposed:
             proposed.clear()
         own = outcome.num_own or []
@@ -284,15 +290,6 @@ class AutoGenerator(RivalGenerator):
             self.chooser.followed(following, len(own))
             if not self.chooser.heads_follow:
                 self._let_heads_rest([seq for seq, _ in outcome.chunks or [] if not seq.finished])
-
-    def _seen_by(self, part: CandidateGenerator, outcome: StepOutcome) -> StepOutcome | None:
-        """The step without the rows that the part does not follow; None if it follows none of them."""
-        if not self._blind or part not in self._heads:
-            return outcome
-        rows = [*outcome.sequences, *(seq for seq, _ in outcome.chunks or [])]
-        if all(seq.id in self._blind for seq in rows):
-            return None
-        return outcome.of(lambda seq: seq.id not in self._blind)
 
     def drafter_of(self, seq: Sequence) -> str | None:
         """The name of the drafter of the sequence's last draft."""
