@@ -322,7 +322,7 @@ def test_a_quantized_model_that_is_ours():
     native.native._program = None
     with contextlib.ExitStack() as stack:
         stack.enter_context(native.active())
-        native.native.is_on = False
+        native.native._active = False
         again = logits(native)
     for ours, own in zip(found, again, strict=True):
         assert (ours - own).norm() <= 2e-5 * own.norm()

@@ -45,7 +45,8 @@ class NativeRunner:
         self._otherwise, self._required = otherwise, required
         self._program: Program | None = None
         self.refused: str | None = None
-        self.is_on = False
+        self._stack: contextlib.ExitStack | None = None  # while active and prepared; holds `otherwise` if no program runs
+        self._active = False
 
     @property
     def _packed(self) -> PackedModel:
@@ -54,32 +55,45 @@ class NativeRunner:
         return packed
 
     @property
+    def is_on(self) -> bool:
+        """True if `run` runs forwards now."""
+        if self._active and self._stack is None:
+            self._prepare()
+        return self._active and self._program is not None
+
+    @property
     def most_tokens(self) -> int:
         """Maximum number of tokens of the forwards that `run` runs now; 0: it runs none."""
         return self._program.most_tokens if self.is_on and self._program is not None else 0
 
     @contextlib.contextmanager
     def active(self) -> Iterator[None]:
-        """Inside the context, `run` uses a program that is right for the model as it is now."""
-        self._prepare()
-        self.is_on = self._program is not None
+        """Inside the context, `run` uses a program that is right for the model as it is when it is first used: a drafter may not be."""
+        self._active, self._program = True, None
         try:
-            with contextlib.nullcontext() if self.is_on or self._otherwise is None else self._otherwise.active():
-                yield
+            if self._required:
+                self._prepare()
+            yield
         finally:
-            self.is_on = False
+            self._active = False
+            stack, self._stack = self._stack, None
+            if stack is not None:
+                stack.close()
 
     def _prepare(self) -> None:
+        self._stack = contextlib.ExitStack()
         subject = ModelForward(self._packed)
         found = current_program(subject, _made.setdefault(subject.model, {}))
         self._program = found if isinstance(found, Program) else None
         self.refused = found if isinstance(found, str) else None
         if self._program is None and self._required:
             raise UnsupportedModel(f"'native' cannot run {subject.name}: {found}. Leave the key out.")
+        if self._program is None and self._otherwise is not None:
+            self._stack.enter_context(self._otherwise.active())
 
     def run(self, rows: list[RowInput], cache: PagedStaticCache) -> PackedOutput | None:
         """The outputs of a forward over `rows`; None if the model must run it itself."""
-        if not self.is_on or torch.is_autocast_enabled("cpu") or interposed():
+        if torch.is_autocast_enabled("cpu") or interposed() or not self.is_on:
             return None
         assert self._program is not None
         if not 0 < sum([row.num_tokens for row in rows]) <= self._program.most_tokens:
