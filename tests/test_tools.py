@@ -1,5 +1,6 @@
 """Tool calls and reasoning: parsed by transformers' response templates, streamed, and forced by grammars."""
 
+import copy
 import json
 
 import pytest
@@ -15,10 +16,11 @@ from hf_specdec.serve.messages import (
 )
 from hf_specdec.serve.structured import GrammarCompiler, StructuredOutputsParams
 
-pytest.importorskip("openai")
+openai = pytest.importorskip("openai")
 pytest.importorskip("llguidance")
 pytest.importorskip("uvicorn")
 
+SPACES = {"226": 100, "453": 100}  # " " and ' "'
 TEMPLATE = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<|assistant|>",
@@ -121,6 +123,28 @@ def test_json_that_is_no_call_is_content(tiny_tokenizer, size, body):
     assert content.replace(" ", "") == f"Well.{body}Done.".replace(" ", "") and not joined_calls(found)
 
 
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize("forced", ["required", "weather"])
+def test_a_forced_call_that_is_cut_is_still_a_call(forced, size):
+    """Wherever the text ends: nothing of it is content, and the last call has what was written of its arguments."""
+    names, arguments = ["weather", 'clo"ck', "n"], ['{"city": "a\\\\]}, {\\"name", "days": [1, 2]}', "{}", "-1.5"]
+    pairs = zip(map(json.dumps, names), arguments, strict=True)
+    text = "[" + ", ".join(f'{{"name": {name}, "parameters": {each}}}' for name, each in pairs) + "]"
+    text = text if forced == "required" else arguments[0]
+    for end in range(len(text) + 1):
+        parser, begun = MessageParser(None, forced), text[:end]
+        pieces = [begun[i : i + size] for i in range(0, end, size)]
+        found = [*map(parser.feed, pieces), parser.feed("", last=True)]
+        calls = [call["function"] for call in joined_calls(found)]
+        assert not any(each.content for each in found)
+        num_calls = begun.count('"parameters":') if forced == "required" else min(end, 1)
+        assert [call["name"] for call in calls] == names[:num_calls]
+        written = [call["arguments"] for call in calls]
+        assert written[:-1] == arguments[: max(num_calls - 1, 0)]
+        assert not calls or arguments[num_calls - 1].startswith(written[-1])
+    assert written == arguments[:num_calls] and num_calls == (3 if forced == "required" else 1)
+
+
 def test_reasoning_that_the_prompt_began(tiny_tokenizer):
     found = fed(parser_of(tiny_tokenizer, prefix="<|assistant|><think>\n"), "hm</think> yes", 2)
     assert "".join(each.reasoning for each in found) == "hm" and "".join(each.content for each in found) == "yes"
@@ -218,6 +242,24 @@ def test_forced_calls(client):
     assert reason == "tool_calls" and len(message.tool_calls) == 1
     arguments = json.loads(message.tool_calls[0].function.arguments)
     assert set(arguments) == (set(WEATHER["required"]) if message.tool_calls[0].function.name == "weather" else set())
+    for most in (1, 20):
+        message, reason = both(client, tools=TOOLS[:1], tool_choice="required", max_completion_tokens=most)
+        assert reason == "length" and not message.content and len(message.tool_calls or []) == (most > 1)
+
+
+def test_how_json_is_spaced(client):
+    """At most one space after "," and ":", in calls and formats alike; `structured_outputs` may say otherwise."""
+    named = {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}}
+    schema = {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER}}
+    for wanted in (named, {"response_format": schema}):
+        for more, separators in (({}, (", ", ": ")), ({"disable_any_whitespace": True}, (",", ":"))):
+            message, _ = both(client, **wanted, extra_body={"structured_outputs": more, "logit_bias": SPACES})
+            text = message.content or message.tool_calls[0].function.arguments
+            assert text == json.dumps(json.loads(text), separators=separators)
+        message, _ = both(client, **wanted, extra_body={"structured_outputs": {"whitespace_pattern": " {2}"}})
+        assert (message.content or message.tool_calls[0].function.arguments).startswith('{  "city"')
+    with pytest.raises(openai.BadRequestError, match="cannot be combined"):
+        both(client, **named, extra_body={"structured_outputs": {"regex": "a"}})
 
 
 def test_the_answer_after_the_reasoning_is_constrained(client):
@@ -231,12 +273,53 @@ def test_the_answer_after_the_reasoning_is_constrained(client):
     assert message.reasoning_content and message.tool_calls and message.content is None
 
 
+TEXTS = ['{"city": "Os', "null", "5", "[1]", "Oslo", "[" * 2000, r'{"a": "\ud800"}', '{"a": NaN}', "{}", ""]
+
+
+def test_calls_are_shown_to_templates_as_they_were_written(tiny_tokenizer):
+    """`arguments` are free text: an object if they are one, else the text, whatever the template does with it."""
+    from hf_specdec.serve.errors import ApiError
+    from hf_specdec.serve.protocol import ChatRequest
+    from hf_specdec.serve.server import Limits, Server
+
+    def shown(template, arguments):
+        tokenizer = copy.deepcopy(tiny_tokenizer)
+        tokenizer.chat_template = "{% for call in messages[0].tool_calls %}" + template + "{% endfor %}"
+        call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+        body = ChatRequest.model_validate({"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]})
+        return tokenizer.decode(Server(tokenizer, ["tiny"], Limits()).chat_prompt(body))
+
+    told = "{% set given = call.function.arguments %}{{ given if given is string else given | tojson }}"
+    quoted = "{{ call.function.arguments | tojson }}"
+    walked = "{% for k, v in call.function.arguments | items %}{{ k }}={{ v }}{% endfor %}"
+    for text in TEXTS:
+        assert shown(told, text) == text or (text == "" and shown(told, text) == "{}")
+        assert shown(quoted, text) in (json.dumps(text), text, "{}")
+        if text in ("", "{}"):
+            assert shown(walked, text) == ""
+        else:
+            with pytest.raises(ApiError, match=r"refused the messages: .*are no JSON object"):
+                shown(walked, text)
+    for value, text in ((None, "{}"), (5, "5"), ([1, "é"], '[1, "é"]'), ({"a": None}, '{"a": null}')):
+        assert shown(told, value) == text
+    assert (
+        shown(walked, '{"city": "Oslo", "days": 2}') == shown(walked, {"city": "Oslo", "days": 2}) == "city=Oslodays=2"
+    )
+
+
 def test_a_conversation_with_calls_goes_on(server):
-    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
-    messages = [*ASK, {"role": "assistant", "content": None, "tool_calls": [call]},
-                {"role": "tool", "tool_call_id": "call_1", "content": "It rains."}]  # fmt: skip
-    status, _, answer = server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 4, "tools": TOOLS})
-    assert status == 200, answer
+    for arguments in ['{"city": "Oslo"}', *TEXTS, None, 5, [1], {"city": "Oslo"}]:
+        call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+        messages = [*ASK, {"role": "assistant", "content": "", "tool_calls": [call]},
+                    {"role": "tool", "tool_call_id": "call_1", "content": "It rains."}]  # fmt: skip
+        status, _, answer = server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1, "tools": TOOLS})
+        assert status == 200, answer
+        items = [
+            {"type": "function_call", "call_id": "1", "name": "weather", "arguments": arguments},
+            {"role": "user", "content": "?"},
+        ]
+        status, _, answer = server.post("/v1/responses", {"input": items, "max_output_tokens": 1})
+        assert status == 200, answer
 
 
 @pytest.mark.parametrize(
@@ -253,7 +336,6 @@ def test_a_conversation_with_calls_goes_on(server):
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}], "tool_choice": "required"},
             "Unimplemented",
         ),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, "must be JSON"),
     ],
 )  # fmt: skip
 def test_bad_tools_are_the_clients_errors(server, more, message):

@@ -12,7 +12,7 @@ from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_
 from .errors import bad_request
 from .messages import tool_grammar
 from .params import SamplingParams
-from .structured import StructuredOutputsParams
+from .structured import WHITE_SPACE, StructuredOutputsParams
 
 _MOST_STOPS = 64
 _MOST_PROMPTS = 1024
@@ -179,20 +179,30 @@ class SamplingFields(Body):
                 raise ValueError(f"{field} is not served here{instead}")
         return values
 
+    def wanted_format(self) -> dict[str, Any] | None:
+        """What the text must match by other fields than `structured_outputs`, as arguments of `StructuredOutputsParams`; None: any text.
+
+        Raises:
+            ApiError: 400, these fields are malformed.
+        """
+        return None if self.response_format is None else self.response_format.structured_outputs()
+
     def grammar(self) -> StructuredOutputsParams | None:
         """What the text must match; None: any text.
 
         Raises:
-            ApiError: 400, it is malformed, or both fields are given.
+            ApiError: 400, it is malformed, or two fields say it.
         """
-        wanted = None if self.response_format is None else self.response_format.structured_outputs()
-        if wanted and self.structured_outputs:
-            raise bad_request("Give either response_format or structured_outputs.", "structured_outputs")
-        wanted = self.structured_outputs if wanted is None else wanted
-        if wanted is None:
+        wanted, given = self.wanted_format(), self.structured_outputs
+        if wanted is not None and given is not None and not given.keys() <= WHITE_SPACE:
+            raise bad_request(
+                "structured_outputs cannot be combined with response_format or a forced tool call, except for "
+                f"{' and '.join(sorted(WHITE_SPACE))}.", "structured_outputs",
+            )  # fmt: skip
+        if wanted is None and given is None:
             return None
         try:
-            return StructuredOutputsParams.of(wanted)
+            return StructuredOutputsParams.of({**(given or {}), **(wanted or {})})
         except ValueError as error:
             raise bad_request(str(error), "structured_outputs") from None
 
@@ -270,25 +280,49 @@ class ChatMessage(BaseModel):
         """The message as chat templates expect it: text parts joined, arguments of tool calls parsed.
 
         Raises:
-            ApiError: 400, a part is not text, or arguments are not JSON.
+            ApiError: 400, a part is not text.
         """
         found = self.model_dump(exclude_none=True)
-        for call in found.get("tool_calls") or []:  # OpenAI sends arguments as JSON text, templates want the object
-            function = call.get("function") if isinstance(call, dict) else None
-            if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-                try:
-                    function["arguments"] = json.loads(function["arguments"] or "{}")
-                except (ValueError, RecursionError):
-                    raise bad_request("messages: the arguments of a tool call must be JSON.", "messages") from None
+        for call in found.get("tool_calls") or []:
+            if isinstance(call.get("function"), dict):
+                call["function"]["arguments"] = _arguments(call["function"].get("arguments"))
         if isinstance(self.content, list):
-            if any(part.get("type") != "text" for part in self.content):
-                raise bad_request(
-                    "messages may hold text parts only: this server gives models no images or audio.", "messages"
-                )
-            if any(not isinstance(part.get("text"), str) for part in self.content):
-                raise bad_request("messages: the text of a part must be a text.", "messages")
-            found["content"] = "".join(part["text"] for part in self.content)
+            found["content"] = joined_text(self.content, ("text",), "messages")
         return found
+
+
+def _arguments(given: Any) -> dict[str, Any] | str:
+    """The arguments of an earlier tool call as templates want them: an object, which OpenAI sends as JSON text. A text that is not of an
+    object, such as that of a call that was cut off, stays a text.
+    """
+    if given is None or given == "":
+        return {}
+    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    try:
+        found = json.loads(text)
+        _refuse_unsendable(found)
+    except (ValueError, RecursionError):
+        return text
+    return found if isinstance(found, dict) else text
+
+
+def joined_text(parts: list[dict[str, Any]], kinds: tuple[str, ...], param: str) -> str:
+    """The joined texts of a content's parts. Besides `kinds` there may be refusals, the text of which is in another field.
+
+    Raises:
+        ApiError: 400, a part is not text; `param` is the field that holds it.
+    """
+    texts = []
+    for part in parts:
+        kind = part.get("type")
+        if kind not in (*kinds, "refusal"):
+            raise bad_request(
+                f"{param}: parts of type {kind!r} are not served here: this server gives models no images, files or audio.", param
+            )  # fmt: skip
+        texts.append(part.get("refusal" if kind == "refusal" else "text"))
+        if not isinstance(texts[-1], str):
+            raise bad_request(f"{param}: the text of a part must be a text.", param)
+    return "".join(texts)
 
 
 class Function(BaseModel):
@@ -362,24 +396,19 @@ class ChatRequest(SamplingFields):
             )
         return choice.function.name
 
-    def grammar(self) -> StructuredOutputsParams | None:
-        """What the text must match, which may be a forced tool call; None: any text.
+    def wanted_format(self) -> dict[str, Any] | None:
+        """As in other requests; or the JSON of a forced tool call.
 
         Raises:
-            ApiError: 400, it is malformed, or a forced call is combined with another format.
+            ApiError: 400, a field is malformed, or a forced call is combined with another format.
         """
-        found, forced = super().grammar(), self.forced_tool
+        found, forced = super().wanted_format(), self.forced_tool
         if forced is None:
             return found
         if found is not None:
-            raise bad_request(
-                "tool_choice cannot be combined with response_format or structured_outputs.", "tool_choice"
-            )
+            raise bad_request("tool_choice cannot be combined with response_format.", "tool_choice")
         functions = {tool.function.name: tool.function.parameters or {"type": "object"} for tool in self.tools or []}
-        try:
-            return StructuredOutputsParams(json=tool_grammar(functions, forced, self.parallel_tool_calls))
-        except ValueError as error:
-            raise bad_request(str(error), "tools") from None
+        return {"json": tool_grammar(functions, forced, self.parallel_tool_calls)}
 
 
 class TokenizeRequest(Body):

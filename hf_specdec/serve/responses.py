@@ -13,7 +13,7 @@ from pydantic import Field, StrictInt, ValidationError
 from .endpoints import Chat
 from .errors import bad_request, shown
 from .messages import Delta
-from .protocol import ChatRequest, Part, SamplingFields
+from .protocol import ChatRequest, Part, SamplingFields, joined_text
 from .server import Server
 from .worker import Update
 
@@ -124,7 +124,7 @@ class ResponsesRequest(SamplingFields):
                 reasoning += _text_of(item.get("content") or item.get("summary") or [])
                 continue
             if kind.startswith("function_call"):
-                _check_texts(item, ("call_id", "name", "arguments") if kind == "function_call" else ("call_id",))
+                _check_texts(item, ("call_id", "name") if kind == "function_call" else ("call_id",))
             if kind == "function_call":
                 function = {"name": item.get("name"), "arguments": item.get("arguments")}
                 call = {"id": item.get("call_id"), "type": "function", "function": function}
@@ -162,9 +162,7 @@ def _text_of(content: Any) -> str:
         return content
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         raise bad_request("input: the content of an item is a text or a list of parts.", "input")
-    if any(part.get("type") not in _TEXT_PARTS or not isinstance(part.get("text"), str) for part in content):
-        raise bad_request("input: parts hold text only: this server gives models no images, files or audio.", "input")
-    return "".join(part["text"] for part in content)
+    return joined_text(content, _TEXT_PARTS, "input")
 
 
 class Output:

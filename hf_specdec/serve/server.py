@@ -36,6 +36,14 @@ _SHUTS_DOWN = "The server is shutting down. Send the request again, to another s
 _ENGINE_CHECK_SECONDS = 15.0  # without updates: a stream that sends no comments then checks that the engine still runs
 
 
+def _calls_at_fault(messages: list[dict[str, Any]]) -> str:
+    """A sentence if an earlier tool call has no object of arguments, for which a template may have raised; else empty."""
+    functions = [call.get("function") for message in messages for call in message.get("tool_calls", ())]
+    if any(isinstance(each, dict) and isinstance(each["arguments"], str) for each in functions):
+        return ". The arguments of a tool call are no JSON object, which this template may need."
+    return ""
+
+
 @dataclass
 class Limits:
     """Limits of the server; times are in seconds.
@@ -250,7 +258,9 @@ class Server:
                 continue_final_message=final, tokenize=True, return_dict=False, **more,
             )  # fmt: skip
         except Exception as error:  # a template is a program from the checkpoint and may raise anything
-            raise bad_request(f"The chat template refused the messages: {error}", "messages") from None
+            raise bad_request(
+                f"The chat template refused the messages: {error}{_calls_at_fault(messages)}", "messages"
+            ) from None
 
     async def compile(self, grammar: StructuredOutputsParams | None) -> None:
         """Compile a grammar before the request is submitted, so that the engine's thread need not wait for it. None: do nothing.
