@@ -21,8 +21,8 @@ _UNSUPPORTED_FIELDS = (
     "best_of", "use_beam_search", "audio", "modalities", "prompt_embeds",
 )  # fmt: skip
 
-# Values of unsupported fields that ask for what is done anyway.
-_HARMLESS = {"best_of": [1], "suffix": [""], "modalities": [["text"]]}
+# Values of unsupported fields that ask for what is done anyway; so does `best_of` with the value of `n`.
+_HARMLESS = {"suffix": [""], "modalities": [["text"]]}
 
 
 def _refuse_unsendable(value: Any) -> None:
@@ -56,8 +56,13 @@ class Part(BaseModel):
         """null means that a field is not given, as in OpenAI's API, where most fields may be null."""
         if not isinstance(values, dict):
             return values
-        optional = {field.alias or name for name, field in cls.model_fields.items() if not field.is_required()}
-        return {name: value for name, value in values.items() if value is not None or name not in optional}
+        needed = {field.alias or name for name, field in cls.model_fields.items() if field.is_required()}
+        return {name: value for name, value in values.items() if value is not None or name in needed}
+
+    @property
+    def without_effect(self) -> list[str]:
+        """Names of the fields that change nothing: those that are unknown."""
+        return list(self.model_extra or {})
 
 
 class Body(Part):
@@ -65,7 +70,7 @@ class Body(Part):
 
     @property
     def unknown_fields(self) -> list[str]:
-        """Sorted names of fields that the server does not know and therefore ignores, such as "stream_options.foo"."""
+        """Sorted names of fields that the server does not know or that change nothing, such as "stream_options.foo"."""
         return sorted(set(_unknown_fields(self, "")))
 
     @model_validator(mode="before")
@@ -79,21 +84,27 @@ class Body(Part):
 
 
 def _unknown_fields(value: Any, place: str) -> Iterator[str]:
-    """Names of the unknown fields of a body, or of a part of one. `place`: what they begin with."""
+    """Names of the ignored fields of a body, or of a part of one. `place`: what they begin with."""
     if isinstance(value, list):
         for each in value:
             yield from _unknown_fields(each, place)
     elif isinstance(value, Part):
-        yield from (place + name for name in value.model_extra or {})
+        yield from (place + name for name in value.without_effect)
         for name in value.model_fields_set & type(value).model_fields.keys():
             yield from _unknown_fields(getattr(value, name), f"{place}{name}.")
 
 
 class StreamOptions(Part):
-    """Which token counts a stream contains: in a last frame, or in every frame."""
+    """Which token counts a stream contains: in a last frame, and then also in every frame."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+
+    @property
+    def without_effect(self) -> list[str]:
+        """As in vLLM, also `continuous_usage_stats` without `include_usage`."""
+        alone = self.continuous_usage_stats and not self.include_usage
+        return [*super().without_effect, *(["continuous_usage_stats"] if alone else [])]
 
 
 class Speculation(BaseModel):
@@ -109,10 +120,13 @@ class Speculation(BaseModel):
 class JsonSchema(Part):
     """The schema of a response format."""
 
-    name: str | None = None
-    description: str | None = None
     strict: bool | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+    @property
+    def without_effect(self) -> list[str]:
+        """Also `strict: false`: schemas are always followed."""
+        return [*super().without_effect, *(["strict"] if self.strict is False else [])]
 
 
 class ResponseFormat(Part):
@@ -161,7 +175,6 @@ class SamplingFields(Body):
     skip_special_tokens: bool = True
     prompt_logprobs: StrictInt | None = Field(None, ge=0, le=20)
     priority: StrictInt = 0
-    user: str | None = None
     max_time: float | None = Field(None, gt=0, allow_inf_nan=False)
     speculative_config: Speculation | None = None
     return_token_ids: bool = False
@@ -172,12 +185,19 @@ class SamplingFields(Body):
     @classmethod
     def _refuse_unsupported_fields(cls, values: Any) -> Any:
         """Refuse known fields that cannot be served: ignoring them would silently change the answer."""
+        known = {**_HARMLESS, "best_of": [values.get("n") or 1]} if isinstance(values, dict) else {}
         for field in _UNSUPPORTED_FIELDS:
-            harmless = [None, False, [], "none", *_HARMLESS.get(field, [])]
+            harmless = [None, False, [], "none", *known.get(field, [])]
             if isinstance(values, dict) and values.get(field) not in harmless:
                 instead = ": use structured_outputs" if field.startswith("guided") else ""
                 raise ValueError(f"{field} is not served here{instead}")
         return values
+
+    @model_validator(mode="after")
+    def _refuse_options_without_stream(self) -> SamplingFields:
+        if self.stream_options is not None and not self.stream:
+            raise bad_request("stream_options needs stream: true.", "stream_options")
+        return self
 
     def wanted_format(self) -> dict[str, Any] | None:
         """What the text must match by other fields than `structured_outputs`, as arguments of `StructuredOutputsParams`; None: any text.
@@ -223,10 +243,12 @@ class SamplingFields(Body):
         speculation = self.speculative_config or Speculation()
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         given = {name: getattr(defaults if getattr(self, name) is None else self, name) for name in names}
-        try:
-            bias = None if self.logit_bias is None else {int(token): value for token, value in self.logit_bias.items()}
-        except ValueError:
-            raise bad_request("logit_bias must map token ids to numbers.", "logit_bias") from None
+        wrong = [token for token in self.logit_bias or () if not token.strip().isdecimal()]
+        if wrong:
+            raise bad_request(
+                f"logit_bias must map token ids to numbers: {', '.join(wrong[:5])} are no ids.", "logit_bias"
+            )
+        bias = None if self.logit_bias is None else {int(token): value for token, value in self.logit_bias.items()}
         try:
             return SamplingParams(
                 **given, n=self.n, presence_penalty=self.presence_penalty, frequency_penalty=self.frequency_penalty,
@@ -300,7 +322,7 @@ def _arguments(given: Any) -> dict[str, Any] | str:
     text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
     try:
         found = json.loads(text)
-        _refuse_unsendable(found)
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()  # no NaN, and no half of a character
     except (ValueError, RecursionError):
         return text
     return found if isinstance(found, dict) else text
@@ -368,6 +390,19 @@ class ChatRequest(SamplingFields):
     tools: list[Tool] | None = Field(None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
     parallel_tool_calls: bool = True
+
+    @model_validator(mode="after")
+    def _refuse_two_continuations(self) -> ChatRequest:
+        if (
+            self.continue_final_message
+            and self.add_generation_prompt
+            and "add_generation_prompt" in self.model_fields_set
+        ):
+            raise bad_request(
+                "add_generation_prompt begins another message: leave out either it or continue_final_message.",
+                "add_generation_prompt",
+            )
+        return self
 
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
