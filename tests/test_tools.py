@@ -4,7 +4,9 @@ import copy
 import json
 
 import pytest
+import torch
 from helpers_server import Process
+from oracle import tiny_llama
 
 from hf_specdec.serve.messages import (
     MessageParser,
@@ -403,3 +405,86 @@ def test_forced_calls_with_definitions(client):
     message, reason = both(client, tools=tools, tool_choice="required", parallel_tool_calls=False)
     (call,) = message.tool_calls
     assert reason == "tool_calls" and json.loads(call.function.arguments)["by"] in ("bus", "ship")
+
+
+# ---- a model that calls --------------------------------------------------------------------------------------------
+
+WRITTEN = {"name": "weather", "arguments": {"city": "Oslo", "days": 2}}
+CHAT_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
+    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|end|>{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory, tiny_tokenizer):
+    """A server whose small model has learnt one conversation by heart: it thinks, calls `weather`, and answers when it knows the weather."""
+    tokenizer, folder = copy.deepcopy(tiny_tokenizer), tmp_path_factory.mktemp("caller")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": WRITTEN}]}
+    turns = {
+        f"<think>I look.</think><tool_call>{json.dumps(WRITTEN)}</tool_call><|end|>": ASK,
+        "Take a coat.<|end|>": [*ASK, called, {"role": "tool", "content": "It rains."}],
+    }
+    rows = []
+    for text, messages in turns.items():
+        prompt = tokenizer.apply_chat_template(messages, tools=TOOLS, add_generation_prompt=True, return_dict=False)
+        answer = tokenizer.encode(text)
+        rows.append((torch.tensor([prompt + answer]), torch.tensor([[-100] * len(prompt) + answer])))
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_key_value_heads": 4, "max_position_embeddings": 512}
+    model = tiny_llama(0, len(tokenizer), **sizes, initializer_range=0.02)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    for _ in range(80):
+        optimizer.zero_grad()
+        loss = sum(model(input_ids=ids, labels=labels).loss for ids, labels in rows)
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.2
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "template.json").write_text(json.dumps(TEMPLATE))
+    flags = ["--speculative-config", '{"method": "ngram"}', "--response-template", str(folder / "template.json")]
+    with (
+        Process.running(*flags, "--served-model-name", "tiny", model=folder) as made,
+        openai.OpenAI(base_url=made.url + "/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+def test_a_whole_round_of_a_tool(caller):
+    """The model calls a function of its own accord, and reads what that returned."""
+    message, reason = both(caller, tools=TOOLS)
+    (call,) = message.tool_calls
+    assert (reason, message.content, message.reasoning_content) == ("tool_calls", None, "I look.")
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", WRITTEN["arguments"])
+    asked = {"role": "assistant", "content": "", "tool_calls": [call.to_dict()]}
+    told = {"role": "tool", "tool_call_id": call.id, "content": "It rains."}
+    message, reason = both(caller, messages=[*ASK, asked, told], tools=TOOLS)
+    assert (reason, message.content, message.tool_calls) == ("stop", "Take a coat.", None)
+
+
+def test_a_whole_round_of_a_tool_in_responses(caller):
+    functions = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    arguments = {"model": "tiny", "temperature": 0, "tools": functions}
+    answer = caller.responses.create(input="What is the weather?", **arguments)
+    thought, call = answer.output
+    assert thought.content[0].text == "I look." and json.loads(call.arguments) == WRITTEN["arguments"]
+    told = {"type": "function_call_output", "call_id": call.call_id, "output": "It rains."}
+    items = [{"role": "user", "content": "What is the weather?"}, *(each.to_dict() for each in answer.output[1:]), told]
+    assert caller.responses.create(input=items, **arguments).output_text == "Take a coat."
+
+
+def test_a_call_that_was_cut_off_is_no_dead_end(caller):
+    """Its text goes back to the model, whatever `max_completion_tokens` left of it."""
+    named = {"type": "function", "function": {"name": "weather"}}
+    for choice in (named, "required", "auto"):
+        for most in (1, 9, 20, 40):
+            message, reason = both(caller, tools=TOOLS, tool_choice=choice, max_completion_tokens=most)
+            assert reason in ("length", "stop", "tool_calls")
+            told = [
+                {"role": "tool", "tool_call_id": call.id, "content": "It rains."} for call in message.tool_calls or []
+            ]
+            both(caller, messages=[*ASK, message.to_dict(), *told], tools=TOOLS, max_completion_tokens=1)
