@@ -411,15 +411,15 @@ def test_forced_calls_with_definitions(client):
 
 WRITTEN = {"name": "weather", "arguments": {"city": "Oslo", "days": 2}}
 CHAT_TEMPLATE = (
-    "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{% for message in messages %}<|{{ message.role }}|>{{ message.content }}"
-    "{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|end|>{% endfor %}"
+    "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
+    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|end|>{% endfor %}"
     "{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 
 @pytest.fixture(scope="module")
 def caller(tmp_path_factory, tiny_tokenizer):
-    """A server whose small model has learnt one conversation by heart: it thinks, calls `weather`, and answers when it knows the weather."""
+    """A server whose small model knows one conversation by heart: it thinks, calls `weather`, and answers once that has returned."""
     tokenizer, folder = copy.deepcopy(tiny_tokenizer), tmp_path_factory.mktemp("caller")
     tokenizer.chat_template = CHAT_TEMPLATE
     called = {"role": "assistant", "content": "", "tool_calls": [{"function": WRITTEN}]}
