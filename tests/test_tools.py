@@ -411,9 +411,9 @@ def test_forced_calls_with_definitions(client):
 
 WRITTEN = {"name": "weather", "arguments": {"city": "Oslo", "days": 2}}
 CHAT_TEMPLATE = (
-    "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}"
-    "{% for message in messages %}<|{{ message.role }}|>{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>{% endfor %}<|end|>{% endfor %}"
-    "{% if add_generation_prompt %}<|assistant|>{% endif %}"
+    "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{% for message in messages %}<|{{ message.role }}|>"
+    "{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>"
+    "{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
 )
 
 
