@@ -324,6 +324,13 @@ def test_a_conversation_with_calls_goes_on(server):
         assert status == 200, answer
 
 
+def test_special_tokens_are_not_skipped_where_a_template_reads_them(server):
+    for path, body in (("/v1/chat/completions", {"messages": ASK}), ("/v1/responses", {"input": "x"})):
+        for value, ignored in ((True, "skip_special_tokens"), (False, None)):
+            status, headers, _ = server.post(path, {**body, "max_time": 0.1, "skip_special_tokens": value})
+            assert (status, headers["x-ignored-fields"]) == (200, ignored)
+
+
 @pytest.mark.parametrize(
     ("more", "message"),
     [

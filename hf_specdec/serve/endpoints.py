@@ -290,6 +290,13 @@ class Chat(Endpoint):
     template: dict | None
     parsers: list[MessageParser]
 
+    @property
+    def ignored_fields(self) -> list[str]:
+        """As of any request; also `skip_special_tokens: true` where a template may look for such tokens, so that they are not skipped."""
+        asked = "skip_special_tokens" in self.body.model_fields_set and self.body.skip_special_tokens
+        kept = asked and self.server.response_template is not None
+        return [*super().ignored_fields, *(["skip_special_tokens"] if kept else [])]
+
     def submit(self) -> None:
         """Send the conversation to the engine as one request."""
         body = self.body

@@ -272,7 +272,7 @@ class Responses(Chat):
     @property
     def ignored_fields(self) -> list[str]:
         """Names of the request's fields that the server ignores."""
-        return self.request.unknown_fields
+        return sorted({*self.request.unknown_fields, *super().ignored_fields})
 
     async def collect(self) -> dict[str, Any]:
         """The body of the whole response. Waits until it is complete."""
