@@ -216,6 +216,7 @@ def test_json_has_at_most_one_space_after_its_separators(make):
         ({"json_object": True, "regex": "a"}, "2 are given"),
         ({"json": 5}, "wrong type"),
         ({"json_object": True, "disable_any_whitespace": True, "whitespace_pattern": " "}, "give either"),
+        ({"regex": "a", "disable_any_whitespace": True}, "for JSON only"),
         ({"choice": []}, "choice must be"),
         ({"choice": ["a", 1]}, "choice must be"),
         ({"regex": "x" * (MOST_BYTES + 1)}, "bytes; 32768 are allowed"),

@@ -20,7 +20,7 @@ from .worker import Update
 _UNSUPPORTED_FIELDS = (
     "previous_response_id", "conversation", "background", "store", "prompt", "include", "top_logprobs", "max_tool_calls",
     "context_management", "messages", "response_format", "max_tokens", "max_completion_tokens", "logprobs",
-    "prompt_logprobs", "return_token_ids",
+    "prompt_logprobs", "return_token_ids", "kv_transfer_params",
 )  # fmt: skip
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
@@ -89,7 +89,7 @@ class ResponsesRequest(SamplingFields):
             value = getattr(self, name, None)
             if value is not None if name == "prompt_logprobs" else value not in (None, False, []):
                 raise bad_request(
-                    f"{name} is not served here: responses are not stored, and hold no log-probabilities or ids.", name
+                    f"{name} is not served here: responses are not stored, and hold only text and calls.", name
                 )
         if self.n != 1:
             raise bad_request("n must be 1.", "n")

@@ -17,8 +17,6 @@ _STACK_BYTES = 256 << 20  # stack of the compiling thread, which recurses as dee
 _MOST_KEPT = 64  # number of compiled grammars that are kept
 # By default JSON may have one space after "," and ":", and no other white space, on which a model could spend all of its tokens.
 _ONE_SPACE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
-
-
 WHITE_SPACE = frozenset({"disable_any_whitespace", "whitespace_pattern"})  # fields that only say how JSON is spaced
 
 
@@ -57,8 +55,9 @@ class StructuredOutputsParams:
                 raise ValueError(
                     f"structured_outputs: {name} has the wrong type, {type(getattr(self, name)).__name__}."
                 )
-        if self.disable_any_whitespace and self.whitespace_pattern is not None:
-            raise ValueError("structured_outputs: give either disable_any_whitespace or whitespace_pattern.")
+        spaces = [name for name in sorted(WHITE_SPACE) if getattr(self, name)]
+        if len(spaces) > 1 or (spaces and self.json is None and not self.json_object):
+            raise ValueError(f"structured_outputs: give either {' or '.join(sorted(WHITE_SPACE))}, for JSON only.")
         if self.choice is not None and not (
             isinstance(self.choice, list)
             and self.choice
