@@ -59,9 +59,9 @@ def named(more, **base):
     return Case("named", more, base)
 
 
-def elsewhere(more, where):
+def elsewhere(more, where, **base):
     """The answer is the same by intention; this test, "file::name", shows what the field does."""
-    return Case("elsewhere", more, {}, where)
+    return Case("elsewhere", more, base, where)
 
 
 def tool(**more):
