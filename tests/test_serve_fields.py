@@ -191,6 +191,10 @@ FIELDS = {
         "model": refused({"model": "other"}),
         "prompt": acts({"prompt": "x"}),
         "add_special_tokens": acts({"add_special_tokens": False}),
+        **{  # the prompt does not say which tool must be called
+            name: elsewhere({"tool_choice": tool()}, "test_tools.py::test_forced_calls", tools=[tool()], tool_choice="required")
+            for name in ("tool_choice.function", "tool_choice.function.name")
+        },
     },
     "/detokenize": {"model": refused({"model": "other"}), "tokens": acts({"tokens": [577]})},
 }  # fmt: skip
