@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from helpers_server import Process
+from tokenizers.processors import TemplateProcessing
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("llguidance")
@@ -50,15 +51,13 @@ TOOL = {"type": "function", "function": {"name": "f", "strict": True}, "odd": 1}
     ("path", "body", "names"),
     [
         (COMPLETIONS, {"prompt": "x", "max_tokens": 1, "foo": 1, "bar": 2}, "bar, foo"),
-        (COMPLETIONS, {"prompt": "x", "max_tokens": 1, "stream_options": {"odd": True}}, "stream_options.odd"),
-        (CHAT, {"messages": USER, "response_format": FORMAT}, "response_format.json_schema.odd"),
+        (CHAT, {"messages": USER, "response_format": FORMAT}, "response_format.json_schema.name, response_format.json_schema.odd"),
         (CHAT, {"messages": USER, "max_tokens": 1, "tools": [TOOL] * 2, "tool_choice": "none"}, "tools.odd"),
         ("/v1/responses", {"input": "x", "max_output_tokens": 1, "text": {"odd": 1}, "foo": 1}, "foo, text.odd"),
         ("/v1/responses", {"input": "x", "max_output_tokens": 1, "text": {"format": {"type": "text", "odd": 1}}}, "text.format.odd"),
         ("/tokenize", {"prompt": "x", "foo": 1}, "foo"),
         ("/detokenize", {"tokens": [5], "foo": 1}, "foo"),
         (CHAT, {"messages": [{**USER[0], "name": "me"}], "max_tokens": 1}, None),  # the template may show it
-        (CHAT, {"messages": USER, "max_tokens": 1, "stream_options": {"include_usage": False}}, None),
     ],
 )  # fmt: skip
 def test_ignored_fields_are_named_wherever_they_are(server, path, body, names):
@@ -90,9 +89,7 @@ def test_null_is_the_same_as_nothing(server, path, body):
     for name in {"tokens", "choices", "output", "usage"} & answer.keys():
         assert _without_ids(answer[name]) == _without_ids(expected[2][name])
     if path != "/tokenize":  # within a part, too; but what is needed may not be null
-        assert (
-            server.post(path, {**body, "speculative_config": None, "stream_options": {"include_usage": None}})[0] == 200
-        )
+        assert server.post(path, {**body, "speculative_config": {"method": None}, "stream_options": None})[0] == 200
     assert server.post(path, {**body, next(iter(body)): None})[0] == 400
 
 
@@ -234,6 +231,39 @@ def test_prompts_are_scored_on_request(server):
     assert status == 400 and answer["error"]["param"] == "prompt_logprobs"
 
 
+def test_ids_and_reasons_in_every_form(server):
+    """vLLM's `token_ids`, `prompt_token_ids` and `stop_reason`: in answers and in streams, there the prompt's in the first frame only."""
+    body = {"max_tokens": 20, "temperature": 0, "return_token_ids": True, "stop": [" "], "n": 2}
+    for path, more in ((COMPLETIONS, {"prompt": ["Once upon", "Lily"]}), (CHAT, {"messages": USER})):
+        whole = server.post(path, {**body, **more})[2]
+        prompts, frames = {}, streamed(server, path, {**body, **more})
+        for choice in whole["choices"]:
+            own = [(frame, each) for frame in frames for each in frame["choices"] if each["index"] == choice["index"]]
+            assert [token for _, each in own for token in each.get("token_ids", [])] == choice["token_ids"] != []
+            assert choice["stop_reason"] == own[-1][1]["stop_reason"] == " "
+            assert not any(each.get("stop_reason") for _, each in own[:-1])
+            told = [each.get("prompt_token_ids") or frame.get("prompt_token_ids") for frame, each in own]
+            prompts[choice["index"]] = choice.get("prompt_token_ids") or whole["prompt_token_ids"]
+            assert told == [prompts[choice["index"]]] + [None] * (len(own) - 1)
+        if path == COMPLETIONS:
+            ids = [server.post("/tokenize", {"prompt": text})[2]["tokens"] for text in more["prompt"]]
+            assert [prompts[i] for i in range(4)] == [ids[0]] * 2 + [ids[1]] * 2
+        else:
+            assert prompts[0] == server.post("/tokenize", {"messages": USER})[2]["tokens"]
+
+
+def test_refusals_of_earlier_turns_are_text(server):
+    def tokens(path, content):
+        name, usage = ("messages", "prompt_tokens") if path == CHAT else ("input", "input_tokens")
+        body = {name: [{"role": "user", "content": "x"}, {"role": "assistant", "content": content}]}
+        status, _, answer = server.post(path, {**body, "max_tokens" if path == CHAT else "max_output_tokens": 1})
+        assert status == 200, answer
+        return answer["usage"][usage]
+
+    for path in (CHAT, "/v1/responses"):
+        assert tokens(path, [{"type": "refusal", "refusal": "I cannot."}]) == tokens(path, "I cannot.")
+
+
 # ---- errors and CORS ------------------------------------------------------------------------------------------------
 
 
@@ -270,6 +300,12 @@ def test_bodies_that_are_not_json_are_told_what_is_wrong(server):
         (CHAT, {"messages": USER, "structured_outputs": {"xml": 1}}, "structured_outputs", "has no 'xml'; its keys are json"),
         (COMPLETIONS, {}, "prompt", "Field required"),
         ("/v1/responses", {"input": 5}, "input", "Input should be a valid string or a valid list"),
+        (COMPLETIONS, {"prompt": [5] * 300}, "prompt", "300 tokens"),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 300}]}, "messages", "tokens; with max_model_len 256"),
+        (COMPLETIONS, {"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
+        (CHAT, {"messages": USER, "add_generation_prompt": True, "continue_final_message": True}, "add_generation_prompt", "leave out"),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {"5": 1, "no": 1}}, "logit_bias", "no are no ids"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages", "parts of type 'input_audio'"),
     ],
 )  # fmt: skip
 def test_errors_name_the_field_and_what_it_may_be(server, path, body, param, message):
@@ -280,9 +316,9 @@ def test_errors_name_the_field_and_what_it_may_be(server, path, body, param, mes
     )
 
 
-@pytest.mark.parametrize(("name", "value"), [("best_of", 1), ("suffix", ""), ("modalities", ["text"])])
+@pytest.mark.parametrize(("name", "value"), [("best_of", 2), ("suffix", ""), ("modalities", ["text"])])
 def test_values_that_ask_for_what_is_done_anyway(server, name, value):
-    status, headers, answer = server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1, name: value})
+    status, headers, answer = server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1, "n": 2, name: value})
     assert (status, headers["x-ignored-fields"]) == (200, name), answer
 
 
@@ -413,3 +449,8 @@ def test_a_tokenizer_without_a_chat_template_gets_chatml_and_the_log_says_so(tin
     expected = "<|im_start|>system\nBe nice.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert tiny_tokenizer.decode(ids) == expected
     assert own.chat_prompt(ChatRequest.model_validate({"messages": messages})) != ids
+    bare.bos_token = "<|endoftext|>"  # a token that is not added to texts is not added here
+    assert server.chat_prompt(ChatRequest.model_validate({"messages": messages})) == ids
+    first = [("<|endoftext|>", bare.bos_token_id)]
+    bare.backend_tokenizer.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=first)
+    assert server.chat_prompt(ChatRequest.model_validate({"messages": messages})) == [bare.bos_token_id, *ids]

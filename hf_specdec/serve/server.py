@@ -35,6 +35,14 @@ _SHUTS_DOWN = "The server is shutting down. Send the request again, to another s
 _ENGINE_CHECK_SECONDS = 15.0  # without updates: a stream that sends no comments then checks that the engine still runs
 
 
+def _calls_at_fault(messages: list[dict[str, Any]]) -> str:
+    """A sentence if an earlier tool call has no object of arguments, for which a template may have raised; else empty."""
+    functions = [call.get("function") for message in messages for call in message.get("tool_calls", ())]
+    if any(isinstance(each, dict) and isinstance(each["arguments"], str) for each in functions):
+        return ". The arguments of a tool call are no JSON object, which this template may need."
+    return ""
+
+
 @dataclass
 class Limits:
     """Limits of the server; times are in seconds.
@@ -229,6 +237,11 @@ class Server:
             else self.tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"]
         )
 
+    def _chatml(self) -> str:
+        """ChatML, after the token with which the tokenizer begins every text, if it has one."""
+        begins = self.tokenizer.bos_token is not None and self.encode("x")[0] == self.tokenizer.bos_token_id
+        return "{{ bos_token }}" + CHATML if begins else CHATML
+
     def chat_prompt(self, body: ChatRequest | TokenizeRequest) -> list[int]:
         """Token ids of a conversation, by the tokenizer's chat template (ChatML if it has none).
 
@@ -240,7 +253,7 @@ class Server:
         reserved = sorted(more.keys() & inspect.signature(self.tokenizer.apply_chat_template).parameters.keys())
         if reserved and reserved != ["documents"]:
             raise bad_request(f"chat_template_kwargs may not set {', '.join(reserved)}.", "chat_template_kwargs")
-        template = None if self.tokenizer.chat_template is not None else CHATML
+        template = None if self.tokenizer.chat_template is not None else self._chatml()
         final = getattr(body, "continue_final_message", False)
         tools = getattr(body, "offered_tools", None)
         try:
@@ -249,7 +262,9 @@ class Server:
                 continue_final_message=final, tokenize=True, return_dict=False, **more,
             )  # fmt: skip
         except Exception as error:  # a template is a program from the checkpoint and may raise anything
-            raise bad_request(f"The chat template refused the messages: {error}", "messages") from None
+            raise bad_request(
+                f"The chat template refused the messages: {error}{_calls_at_fault(messages)}", "messages"
+            ) from None
 
     async def compile(self, grammar: StructuredOutputsParams | None) -> None:
         """Compile a grammar before the request is submitted, so that the engine's thread need not wait for it. None: do nothing.
@@ -268,7 +283,7 @@ class Server:
 
     def submit(
         self,
-        prompt: str | list[int],
+        prompt: str | list[int] | None,
         ids: list[int],
         params: SamplingParams,
         reasoning: Reasoning | None = None,
@@ -279,7 +294,7 @@ class Server:
         """Send one prompt to the engine.
 
         Args:
-            prompt: as the client gave it; `ids` are its token ids.
+            prompt: as the client gave it; None: as messages. `ids` are its token ids.
             reasoning: what the model writes before the text that a grammar describes.
             among: answers to the earlier prompts of the same client's request, with which this one shares an inbox.
             max_time: seconds after which the answer ends with what has been generated. The server's own limit also applies.
@@ -288,13 +303,13 @@ class Server:
         Raises:
             ApiError: 400, the prompt is empty or too long; 429, too many requests are waiting; 503, see `running_worker`.
         """
-        worker = self.running_worker
+        worker, place = self.running_worker, "messages" if prompt is None else "prompt"
         if not ids:
-            raise bad_request("The prompt is empty: it needs at least one token.", "prompt")
+            raise bad_request("The prompt is empty: it needs at least one token.", place)
         if len(ids) >= self.max_model_len:
             raise ApiError(
                 400, f"The prompt has {len(ids)} tokens; with max_model_len {self.max_model_len} it may have {self.max_model_len - 1}.",
-                param="messages" if isinstance(prompt, list) else "prompt", code="context_length_exceeded",
+                param=place, code="context_length_exceeded",
             )  # fmt: skip
         most = self.limits.max_queued_requests
         if most is not None and self._num_waiting(worker.load) >= most:
