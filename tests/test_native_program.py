@@ -324,3 +324,21 @@ def test_a_recorded_model_goes_with_its_last_reference():
         assert [each() for each in alive] == [None] * 4
     finally:
         gc.enable()
+
+
+def test_a_collection_while_a_forward_is_recorded_is_no_part_of_it():
+    """Python calls `gc.callbacks` from wherever it happens to be."""
+
+    def callback(phase, info):
+        pass
+
+    before = gc.get_threshold()
+    gc.callbacks.append(callback)
+    gc.set_threshold(1)
+    try:
+        native = prepare(make("Llama"))
+        outputs(native, steps())
+    finally:
+        gc.callbacks.remove(callback)
+        gc.set_threshold(*before)
+    assert native.native.refused is None and gc.isenabled()

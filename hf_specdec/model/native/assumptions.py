@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 from collections.abc import Iterable, Mapping
 from types import CodeType, FrameType, ModuleType
@@ -39,12 +40,15 @@ class CalledCode:
         self._codes: dict[CodeType, dict[str, Any]] = {}
 
     def __enter__(self) -> CalledCode:
-        self._before = sys.getprofile()
+        self._before, self._collects = sys.getprofile(), gc.isenabled()
+        gc.disable()  # a collection would run code that the forward does not call
         sys.setprofile(self._see)
         return self
 
     def __exit__(self, *args: Any) -> None:
         sys.setprofile(self._before)
+        if self._collects:
+            gc.enable()
 
     def _see(self, frame: FrameType, event: str, arg: Any) -> None:
         if event != "call" or frame.f_code in self._codes:
