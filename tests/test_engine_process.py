@@ -133,13 +133,13 @@ def test_an_engine_that_is_killed_ends_answers_and_the_server(started):
 
 def test_no_engine_outlives_the_server_and_only_it_holds_the_model(started, tmp_path):
     server = started(before=NOTE_MODELS.format(folder=str(tmp_path))).wait()
-    engine, running = server.engine(), stream(server, n=32)
+    engine, copies, running = server.engine(), server.copies(), stream(server, n=32)
     pids = {int(file.name) for file in tmp_path.iterdir()}
     assert engine in pids and server.process.pid not in pids
     assert ".safetensors" not in Path(f"/proc/{server.process.pid}/maps").read_text()
     server.process.send_signal(signal.SIGKILL)
     server.process.wait()
-    assert is_gone(engine)
+    assert len(copies) == 1 and all(map(is_gone, [engine, *copies]))
     running.close()
     assert server.said().count("Traceback") == 0
 

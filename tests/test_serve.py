@@ -446,6 +446,7 @@ def test_a_stream_in_which_the_server_fails(tiny_tokenizer, caplog, path):
             endpoint = Completions(server, CompletionRequest(prompt="x", stream=True))
         else:
             endpoint = Responses(server, ResponsesRequest(input="x", stream=True))
+        endpoint.prepare()
         endpoint.submit()
         return b"".join([piece async for piece in endpoint.stream()]).decode()
 

@@ -56,6 +56,8 @@ TOOL = {"type": "function", "function": {"name": "f", "strict": True}, "odd": 1}
         ("/v1/responses", {"input": "x", "max_output_tokens": 1, "text": {"odd": 1}, "foo": 1}, "foo, text.odd"),
         ("/v1/responses", {"input": "x", "max_output_tokens": 1, "text": {"format": {"type": "text", "odd": 1}}}, "text.format.odd"),
         ("/tokenize", {"prompt": "x", "foo": 1}, "foo"),
+        ("/tokenize", {"messages": USER, "add_special_tokens": True, "tools": [TOOL], "n": 1}, "add_special_tokens, n, tools.odd"),
+        ("/tokenize", {"prompt": "x", "chat_template_kwargs": {}, "tool_choice": "none"}, "chat_template_kwargs, tool_choice"),
         ("/detokenize", {"tokens": [5], "foo": 1}, "foo"),
         (CHAT, {"messages": [{**USER[0], "name": "me"}], "max_tokens": 1}, None),  # the template may show it
         (CHAT, {"messages": USER, "max_tokens": 1, "stream_options": {"include_usage": False}}, None),
@@ -240,7 +242,7 @@ def test_prompts_are_scored_on_request(server):
 def test_bodies_that_are_not_json_are_told_what_is_wrong(server):
     status, _, answer = server.post(COMPLETIONS, b'{"prompt": "x",}')
     assert (status, answer["error"]["param"]) == (400, None) and "not JSON" in answer["error"]["message"]
-    assert "15" in answer["error"]["message"]  # where
+    assert "column 16" in answer["error"]["message"]
     for wrong in ("text/plain", "application/x-www-form-urlencoded"):  # the latter is curl's, without -H
         status, _, answer = server.post(COMPLETIONS, {"prompt": "x"}, {"Content-Type": wrong})
         assert status == 400 and "Content-Type: application/json" in answer["error"]["message"]
@@ -269,6 +271,8 @@ def test_bodies_that_are_not_json_are_told_what_is_wrong(server):
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "messages", "the text of a part"),
         (CHAT, {"messages": USER, "structured_outputs": {"xml": 1}}, "structured_outputs", "has no 'xml'; its keys are json"),
         (COMPLETIONS, {}, "prompt", "Field required"),
+        ("/tokenize", {"messages": USER, "chat_template_kwargs": 5}, "chat_template_kwargs", "Input should be a valid dictionary"),
+        ("/tokenize", {"messages": USER, "prompt": "x"}, None, "either prompt or messages"),
         ("/v1/responses", {"input": 5}, "input", "Input should be a valid string or a valid list"),
     ],
 )  # fmt: skip
@@ -413,3 +417,27 @@ def test_a_tokenizer_without_a_chat_template_gets_chatml_and_the_log_says_so(tin
     expected = "<|im_start|>system\nBe nice.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert tiny_tokenizer.decode(ids) == expected
     assert own.chat_prompt(ChatRequest.model_validate({"messages": messages})) != ids
+
+
+def test_tokenize_makes_the_prompt_that_chat_makes(tiny_tokenizer):
+    """Whatever a field does to the prompt of a chat request, it does here."""
+    from hf_specdec.serve.protocol import ChatRequest, TokenizeRequest
+    from hf_specdec.serve.server import Limits, Server
+
+    shows_all = copy.deepcopy(tiny_tokenizer)
+    shows_all.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ tools | tojson }}{{ mood }}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    server, base = Server(shows_all, ["tiny"], Limits()), {"messages": USER}
+    seen = [server.chat_prompt(TokenizeRequest.model_validate(base))]
+    for more in (
+        {"tools": [TOOL]}, {"add_generation_prompt": False}, {"continue_final_message": True, "add_generation_prompt": False},
+        {"chat_template_kwargs": {"mood": "glad"}}, {"messages": [{"role": "user", "content": [{"type": "text", "text": "parts"}]}]},
+    ):  # fmt: skip
+        ids = server.chat_prompt(TokenizeRequest.model_validate({**base, **more}))
+        assert ids == server.chat_prompt(ChatRequest.model_validate({**base, **more})) and ids not in seen, more
+        seen.append(ids)
+    assert (
+        server.chat_prompt(TokenizeRequest.model_validate({**base, "tools": [TOOL], "tool_choice": "none"})) == seen[0]
+    )

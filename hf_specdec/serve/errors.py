@@ -33,6 +33,9 @@ class ApiError(Exception):
         self.status, self.headers = status, headers or {}
         self.body: dict[str, Any] = {"error": {"message": message, "type": type, "param": param, "code": code}}
 
+    def __reduce__(self) -> tuple:
+        return ApiError, (self.status, *self.body["error"].values(), self.headers)
+
 
 def bad_request(message: str, param: str | None = None) -> ApiError:
     """400: the request is wrong; `param` is the field at fault."""

@@ -17,10 +17,11 @@ from ..sampling.grammar import Reasoning
 from .answers import Answer, Inbox
 from .engine_process import EngineProcess
 from .errors import ApiError, bad_request, failed, overloaded, unavailable
+from .lanes import Lanes
 from .llm import LLM
 from .metrics import Metrics
 from .params import SamplingParams
-from .protocol import ChatRequest, TokenizeRequest
+from .protocol import Conversation
 from .start import Facts, facts_of, worker_of
 from .structured import StructuredOutputsParams
 from .text import Detokenizer
@@ -93,7 +94,8 @@ class Server:
     """Sends the requests of all endpoints to the engine, and the updates of each request to its client.
 
     The engine runs in a process of its own (`connect`), or in a thread of this one (`start`). Methods are called in the event loop's
-    thread, except `deliver` (the engine's), `connect` and `start` (the one that loads the model) and `stop` (any other).
+    thread, except `deliver` (the engine's), `connect` and `start` (the one that loads the model), `stop` (any other), and those that
+    make token ids (those of `lanes`).
 
     Args:
         tokenizer: the model's tokenizer, from transformers.
@@ -104,9 +106,10 @@ class Server:
 
     Attributes:
         worker: runs the engine; None until the model is loaded.
-        defaults: sampling parameters for requests that leave them out.
-        max_model_len: maximum number of tokens of a prompt and its answer together.
+        facts: what is known about the model; None until it is loaded.
+        defaults, max_model_len: see `Facts`.
         answers: answers that have not ended, by id.
+        lanes: threads for work that grows with a body.
         created: when the server was made, in seconds since 1970.
         is_closed: True once the time for draining is over; every request is then refused.
     """
@@ -125,6 +128,10 @@ class Server:
         self.worker: EngineWorker | EngineProcess | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self.answers: dict[str, Answer] = {}
+        self.facts: Facts | None = None
+        self.lanes = Lanes(self)
+        self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)  # characters
+        self.encode("")  # sets the tokenizer's options, which must not change while another thread uses it
         self._num_submitted = 0  # choices
         self.created, self.is_closed = int(time.time()), False
         self.metrics = Metrics(names[0], lambda: Load() if self.worker is None else self.worker.load)
@@ -137,7 +144,8 @@ class Server:
         Raises:
             Exception: see `connect`.
         """
-        self._take(facts_of(llm, self.tokenizer), loop)
+        self.know(facts_of(llm, self.tokenizer))
+        self.loop = loop
         self.worker = worker_of(llm, self.deliver)
         self.worker.start()
 
@@ -147,12 +155,13 @@ class Server:
         Raises:
             Exception: what transformers raises for a malformed response template.
         """
-        self._take(facts, loop)
+        self.know(facts)
+        self.loop = loop
         self.worker = worker
 
-    def _take(self, facts: Facts, loop: asyncio.AbstractEventLoop) -> None:
+    def know(self, facts: Facts) -> None:
         """Take over what must be known about the model. Raises: see `connect`."""
-        self.defaults, self.max_model_len, self.loop = facts.defaults, facts.max_model_len, loop
+        self.facts, self.defaults, self.max_model_len = facts, facts.defaults, facts.max_model_len
         if self.response_template is None:
             self.response_template = facts.response_template
         if self.response_template is not None:
@@ -222,35 +231,70 @@ class Server:
                 code="model_not_found",
             )  # fmt: skip
 
-    def encode(self, prompt: str | list[int], add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt, which may be text or token ids."""
-        return (
-            list(prompt)
-            if isinstance(prompt, list)
-            else self.tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"]
-        )
+    def model(self, name: str) -> dict[str, Any]:
+        """What OpenAI's API tells about a model. Its length is not known until it is loaded."""
+        found = {"id": name, "object": "model", "created": self.created, "owned_by": "hf-specdec"}
+        return found if self.facts is None else {**found, "max_model_len": self.max_model_len}
 
-    def chat_prompt(self, body: ChatRequest | TokenizeRequest) -> list[int]:
-        """Token ids of a conversation, by the tokenizer's chat template (ChatML if it has none).
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        return self.tokenizer(
+            text, add_special_tokens=add_special_tokens, return_attention_mask=False, return_token_type_ids=False
+        )["input_ids"]
+
+    def prompt_ids(self, prompt: str | list[int], param: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt, which may be text or token ids. `param`: the field of the request from which it comes.
+
+        Raises:
+            ApiError: 400, the prompt is empty or too long.
+        """
+        if isinstance(prompt, str):
+            self._refuse_long_text(prompt, param)
+            prompt = self.encode(prompt, add_special_tokens)
+        if not prompt:
+            raise bad_request("The prompt is empty: it needs at least one token.", "prompt")
+        if len(prompt) >= self.max_model_len:
+            raise self._too_long(f"{len(prompt)} tokens", f"{self.max_model_len - 1}", param)
+        return prompt
+
+    def _refuse_long_text(self, text: str, param: str) -> None:
+        """Refuse a text that is too long even if all its tokens are as long as the longest, without counting them. White space does not
+        count, because some tokenizers leave it out."""
+        most = self.max_model_len * self._longest_token
+        if len(text) > most and (length := sum(map(len, text.split()))) > most:
+            raise self._too_long(
+                f"{length} characters without white space", f"at most {self.max_model_len - 1} tokens", param
+            )
+
+    def _too_long(self, size: str, most: str, param: str) -> ApiError:
+        """400: the prompt has this size, and may have `most`."""
+        message = f"The prompt has {size}; with max_model_len {self.max_model_len} it may have {most}."
+        return ApiError(400, message, param=param, code="context_length_exceeded")
+
+    def chat_text(self, body: Conversation) -> str:
+        """A conversation as text, by the tokenizer's chat template (ChatML if it has none).
 
         Raises:
             ApiError: 400, the template raises for these messages, or `chat_template_kwargs` sets an argument that the server sets.
         """
-        messages = [message.for_template() for message in body.messages or []]
-        more = getattr(body, "chat_template_kwargs", None) or {}
+        messages = [message.for_template() for message in body.messages]
+        more = body.chat_template_kwargs or {}
         reserved = sorted(more.keys() & inspect.signature(self.tokenizer.apply_chat_template).parameters.keys())
         if reserved and reserved != ["documents"]:
             raise bad_request(f"chat_template_kwargs may not set {', '.join(reserved)}.", "chat_template_kwargs")
         template = None if self.tokenizer.chat_template is not None else CHATML
-        final = getattr(body, "continue_final_message", False)
-        tools = getattr(body, "offered_tools", None)
+        final = body.continue_final_message
         try:
             return self.tokenizer.apply_chat_template(
-                messages, tools=tools, chat_template=template, add_generation_prompt=body.add_generation_prompt and not final,
-                continue_final_message=final, tokenize=True, return_dict=False, **more,
+                messages, tools=body.offered_tools, chat_template=template, tokenize=False,
+                add_generation_prompt=body.add_generation_prompt and not final, continue_final_message=final, **more,
             )  # fmt: skip
         except Exception as error:  # a template is a program from the checkpoint and may raise anything
             raise bad_request(f"The chat template refused the messages: {error}", "messages") from None
+
+    def chat_prompt(self, body: Conversation) -> list[int]:
+        """Token ids of a conversation. The template writes the special tokens. Raises: see `chat_text`."""
+        return self.encode(self.chat_text(body), add_special_tokens=False)
 
     async def compile(self, grammar: StructuredOutputsParams | None) -> None:
         """Compile a grammar before the request is submitted, so that the engine's thread need not wait for it. None: do nothing.
@@ -280,23 +324,16 @@ class Server:
         """Send one prompt to the engine.
 
         Args:
-            prompt: as the client gave it; `ids` are its token ids.
+            prompt: as the client gave it; `ids` are its token ids, see `prompt_ids`.
             reasoning: what the model writes before the text that a grammar describes.
             among: answers to the earlier prompts of the same client's request, with which this one shares an inbox.
             max_time: seconds after which the answer ends with what has been generated. The server's own limit also applies.
             space: see `Sequence.space`; not used if API keys share what is learnt.
 
         Raises:
-            ApiError: 400, the prompt is empty or too long; 429, too many requests are waiting; 503, see `running_worker`.
+            ApiError: 429, too many requests are waiting; 503, see `running_worker`.
         """
         worker = self.running_worker
-        if not ids:
-            raise bad_request("The prompt is empty: it needs at least one token.", "prompt")
-        if len(ids) >= self.max_model_len:
-            raise ApiError(
-                400, f"The prompt has {len(ids)} tokens; with max_model_len {self.max_model_len} it may have {self.max_model_len - 1}.",
-                param="messages" if isinstance(prompt, list) else "prompt", code="context_length_exceeded",
-            )  # fmt: skip
         most = self.limits.max_queued_requests
         if most is not None and self._num_waiting(worker.load) >= most:
             raise overloaded(f"{most} requests are waiting already (--max-num-queued-reqs). Try again later.")
