@@ -4,6 +4,7 @@ import asyncio
 import copy
 import gzip
 import json
+import re
 import urllib.error
 import urllib.request
 from types import SimpleNamespace
@@ -441,3 +442,18 @@ def test_tokenize_makes_the_prompt_that_chat_makes(tiny_tokenizer):
     assert (
         server.chat_prompt(TokenizeRequest.model_validate({**base, "tools": [TOOL], "tool_choice": "none"})) == seen[0]
     )
+
+
+def test_openapi_describes_what_is_served(tiny_tokenizer):
+    """Every path with its methods; schemathesis checks the rest."""
+    from hf_specdec.serve.api import make_app
+    from hf_specdec.serve.server import Limits, Server
+
+    app = make_app(Server(tiny_tokenizer, ["tiny"], Limits()), ["secret"])
+    document = app.openapi()
+    served = {(re.sub("{.*}", "{}", route.path), method) for route in app.routes for method in route.methods - {"HEAD"}}
+    ours = {(re.sub("{.*}", "{}", path), method.upper()) for path, found in document["paths"].items() for method in found}
+    assert ours == {each for each in served if each[0] not in ("/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc")}
+    for path, found in document["paths"].items():
+        for operation in found.values():
+            assert ("401" in operation["responses"]) == (path != "/health")

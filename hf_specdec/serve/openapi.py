@@ -31,6 +31,10 @@ _ERROR = {
         "properties": {"message": _TEXT, "type": _TEXT, **{name: {"type": ["string", "null"]} for name in ("param", "code")}},
     }},
 }  # fmt: skip
+_EVENT = {
+    "description": "One event. Its data is JSON, or [DONE] at the end.",
+    "type": "object", "required": ["data"], "properties": {"event": _TEXT, "data": _TEXT},
+}  # fmt: skip
 _INTEGER = {"type": "integer"}
 _MODEL = {
     "type": "object", "required": ["id", "object", "created", "owned_by"],
@@ -63,7 +67,7 @@ def describe(needs_key: bool) -> dict[str, Any]:
     def post(path: str, summary: str, required: dict[str, Any], *errors: int, streams: bool = True) -> dict[str, Any]:
         answer = {_JSON: {"schema": {"type": "object", "required": list(required), "properties": required}}}
         if streams:
-            answer["text/event-stream"] = {"schema": _TEXT}
+            answer["text/event-stream"] = {"schema": _EVENT}
         header = {"description": "Names of fields that were ignored.", "schema": _TEXT}
         ok = {"description": "OK", "content": answer, "headers": {IGNORED_HEADER: header}}
         form = {_JSON: {"schema": {"$ref": _REFERENCE.format(model=_FORMS[path].__name__)}}}

@@ -194,8 +194,17 @@ class Server:
         """The worker that runs the engine, if it is running.
 
         Raises:
-            ApiError: 503, the model is still being loaded, or the engine has stopped.
+            ApiError: 503, the model is still being loaded, the engine has stopped, or it does not say anything.
         """
+        worker = self._live_worker
+        if isinstance(worker, EngineProcess) and worker.is_silent:
+            seconds = round(time.monotonic() - worker.heard)
+            raise unavailable(f"The engine's process has said nothing for {seconds} s. It may have been stopped.", 5)
+        return worker
+
+    @property
+    def _live_worker(self) -> EngineWorker | EngineProcess:
+        """The same, even if it does not say anything: answers that have begun wait for it."""
         worker = self.worker
         if worker is None:
             raise unavailable("The model is loading.", 5)
@@ -369,7 +378,7 @@ class Server:
         while left:
             found = await inbox.get()
             if found is None:
-                _ = self.running_worker  # raises if it has stopped
+                _ = self._live_worker  # raises if it has stopped
                 if self.limits.keep_alive_seconds:
                     yield None
                 continue
