@@ -278,6 +278,7 @@ def test_large_requests_do_not_hold_up_streams(server):
 
 def test_a_lane_keeps_the_order_and_forgets_who_has_left(tiny_tokenizer):
     """A short body does not wait for a long one."""
+    from hf_specdec.serve.errors import ApiError
     from hf_specdec.serve.lanes import Lanes
 
     async def check():
@@ -294,6 +295,14 @@ def test_a_lane_keeps_the_order_and_forgets_who_has_left(tiny_tokenizer):
         assert await long
         await stays
         assert done == [0, 1, 2, 3, 4, "b"]
+        may_end.clear()
+        first, second = (asyncio.ensure_future(lanes.run(1 << 20, lambda _: may_end.wait(10))) for _ in range(2))
+        await asyncio.sleep(0)
+        lanes.end()
+        for each in (first, second):
+            with pytest.raises(ApiError, match="shutting down"):
+                await each
+        may_end.set()
 
     asyncio.run(check())
 

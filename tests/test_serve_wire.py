@@ -414,10 +414,10 @@ def test_a_tokenizer_without_a_chat_template_gets_chatml_and_the_log_says_so(tin
     server = Server(bare, ["tiny"], Limits())
     assert "no chat template" in caplog.text and "ChatML" in caplog.text
     messages = [{"role": "system", "content": "Be nice."}, {"role": "user", "content": "Hi"}]
-    ids = server.chat_prompt(ChatRequest.model_validate({"messages": messages}))
+    text = server.chat_text(ChatRequest.model_validate({"messages": messages}))
     expected = "<|im_start|>system\nBe nice.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert tiny_tokenizer.decode(ids) == expected
-    assert own.chat_prompt(ChatRequest.model_validate({"messages": messages})) != ids
+    assert text == expected
+    assert own.chat_text(ChatRequest.model_validate({"messages": messages})) != text
 
 
 def test_tokenize_makes_the_prompt_that_chat_makes(tiny_tokenizer):
@@ -431,17 +431,15 @@ def test_tokenize_makes_the_prompt_that_chat_makes(tiny_tokenizer):
         "{% if add_generation_prompt %}assistant: {% endif %}"
     )
     server, base = Server(shows_all, ["tiny"], Limits()), {"messages": USER}
-    seen = [server.chat_prompt(TokenizeRequest.model_validate(base))]
+    seen = [server.chat_text(TokenizeRequest.model_validate(base))]
     for more in (
         {"tools": [TOOL]}, {"add_generation_prompt": False}, {"continue_final_message": True, "add_generation_prompt": False},
         {"chat_template_kwargs": {"mood": "glad"}}, {"messages": [{"role": "user", "content": [{"type": "text", "text": "parts"}]}]},
     ):  # fmt: skip
-        ids = server.chat_prompt(TokenizeRequest.model_validate({**base, **more}))
-        assert ids == server.chat_prompt(ChatRequest.model_validate({**base, **more})) and ids not in seen, more
-        seen.append(ids)
-    assert (
-        server.chat_prompt(TokenizeRequest.model_validate({**base, "tools": [TOOL], "tool_choice": "none"})) == seen[0]
-    )
+        text = server.chat_text(TokenizeRequest.model_validate({**base, **more}))
+        assert text == server.chat_text(ChatRequest.model_validate({**base, **more})) and text not in seen, more
+        seen.append(text)
+    assert server.chat_text(TokenizeRequest.model_validate({**base, "tools": [TOOL], "tool_choice": "none"})) == seen[0]
 
 
 def test_openapi_describes_what_is_served(tiny_tokenizer):
@@ -452,8 +450,32 @@ def test_openapi_describes_what_is_served(tiny_tokenizer):
     app = make_app(Server(tiny_tokenizer, ["tiny"], Limits()), ["secret"])
     document = app.openapi()
     served = {(re.sub("{.*}", "{}", route.path), method) for route in app.routes for method in route.methods - {"HEAD"}}
-    ours = {(re.sub("{.*}", "{}", path), method.upper()) for path, found in document["paths"].items() for method in found}
-    assert ours == {each for each in served if each[0] not in ("/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc")}
+    ours = {
+        (re.sub("{.*}", "{}", path), method.upper()) for path, found in document["paths"].items() for method in found
+    }
+    assert ours == {
+        each for each in served if each[0] not in ("/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc")
+    }
     for path, found in document["paths"].items():
         for operation in found.values():
             assert ("401" in operation["responses"]) == (path != "/health")
+
+
+def test_long_texts_are_refused_before_they_are_tokenized(tiny_tokenizer):
+    """Unless their tokens are long, too: then they are counted."""
+    from hf_specdec.serve.errors import ApiError
+    from hf_specdec.serve.server import Limits, Server
+
+    server, sizes = Server(tiny_tokenizer, ["tiny"], Limits()), []
+    server.max_model_len, encode = 64, server.encode
+    server.encode = lambda text, *more: sizes.append(len(text)) or encode(text, *more)
+    with pytest.raises(ApiError, match="more than 64 tokens; with max_model_len 64 it may have 63") as error:
+        server.prompt_ids("Once upon a time " * 50_000, "prompt")
+    assert error.value.body["error"]["code"] == "context_length_exceeded" and sum(sizes) < 20_000
+    with pytest.raises(ApiError, match="has 65 tokens"):
+        server.prompt_ids([5] * 65, "prompt")
+    sizes.clear()
+    server.encode = lambda text, *more: sizes.append(len(text)) or [5] * (len(text) // 1000)
+    assert len(server.prompt_ids("x" * 5000, "prompt")) == 5 and sizes == [512, 1024, 2048, 4096, 5000]
+    with pytest.raises(ApiError, match="at most 1048576"):
+        server.text_ids("x" * 2**21, "prompt")

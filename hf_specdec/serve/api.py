@@ -144,9 +144,12 @@ def _tokenized(server: Server, raw: bytes, headers: dict[str, str]) -> tuple[byt
     """The answer to POST /tokenize, and its headers."""
     body = read_body(TokenizeRequest, raw, headers)
     server.check_model(body.model)
-    ids = server.chat_prompt(body) if body.prompt is None else server.encode(body.prompt, body.add_special_tokens)
-    found = {"tokens": ids, "count": len(ids), "max_model_len": server.max_model_len}
-    return to_json(found), ignored_header(body.unknown_fields)
+    if body.prompt is None:
+        ids = server.text_ids(server.chat_text(body), "messages", add_special_tokens=False)
+    else:
+        ids = server.text_ids(body.prompt, "prompt", body.add_special_tokens)
+    known = {} if server.facts is None else {"max_model_len": server.max_model_len}
+    return to_json({"tokens": ids, "count": len(ids), **known}), ignored_header(body.unknown_fields)
 
 
 def _detokenized(server: Server, raw: bytes, headers: dict[str, str]) -> tuple[bytes, dict[str, str]]:

@@ -52,6 +52,11 @@ def unavailable(message: str, seconds: int) -> ApiError:
     return ApiError(503, message, "service_unavailable", headers={"Retry-After": str(seconds)})
 
 
+def shutting_down() -> ApiError:
+    """503: the time for draining is over."""
+    return unavailable("The server is shutting down. Send the request again, to another server or later.", 5)
+
+
 def failed(message: str) -> ApiError:
     """500: the model or the server raised. The header tells clients not to retry, because the same request would fail again."""
     return ApiError(500, message, "server_error", headers={"x-should-retry": "false"})

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import gc
 import logging
 import multiprocessing
@@ -18,6 +19,7 @@ from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from .engine_process import SIGNALS
+from .errors import shutting_down
 
 if TYPE_CHECKING:
     from .server import Server
@@ -42,19 +44,26 @@ class Lanes:
         self._short, self._long = _Lane("hf-specdec-short-bodies"), _Lane("hf-specdec-long-bodies")
         self._process: ProcessPoolExecutor | None = None
         self._pid = 0
+        self._waiting: set[asyncio.Future] = set()
+        self._has_ended = False
 
     def fork(self) -> None:
         """Fork this process for long bodies. The copy has the tokenizer and needs little memory. Call before other threads are started."""
         gc.collect()
         gc.freeze()  # collections would copy the memory that the processes share, and make streams wait
-        context = multiprocessing.get_context("fork")
-        self._process = ProcessPoolExecutor(1, context, initializer=_begin, initargs=(self._server,))
+        try:
+            context = multiprocessing.get_context("fork")
+            self._process = ProcessPoolExecutor(1, context, initializer=_begin, initargs=(self._server,))
+        except (OSError, NotImplementedError, ValueError) as error:  # no semaphores, as without /dev/shm; no fork
+            logger.warning("There is no process for long bodies, which may hold up streams: %s", error)
+            return
         self._pid = self._process.submit(os.getpid).result()
 
     def close(self) -> None:
         """Kill the process, which may be busy with a text that takes a minute."""
         if self._process is not None:
-            os.kill(self._pid, signal.SIGKILL)
+            with contextlib.suppress(ProcessLookupError):  # somebody else has killed it
+                os.kill(self._pid, signal.SIGKILL)
             self._process.shutdown(wait=False)
             self._process = None
 
@@ -63,18 +72,41 @@ class Lanes:
 
         Args:
             num_bytes: size of the body. For a long one, the arguments and the result must be picklable.
+
+        Raises:
+            ApiError: 503, see `end`.
+            BrokenProcessPool: the process has ended.
+            Exception: what the function raises.
         """
-        is_long = num_bytes > _LONG_BYTES
+        try:
+            return await self._outcome(self._submit(num_bytes > _LONG_BYTES, function, args))
+        except BrokenProcessPool:
+            self._process = None
+            logger.warning("The process for long bodies has ended; a thread takes its place.")
+            raise
+
+    async def _outcome(self, future: Future) -> Any:
+        waiting = asyncio.wrap_future(future)
+        self._waiting.add(waiting)
+        try:
+            return await waiting
+        except asyncio.CancelledError:
+            if self._has_ended:
+                raise shutting_down() from None
+            raise
+        finally:
+            self._waiting.discard(waiting)
+
+    def _submit(self, is_long: bool, function: Callable[..., Any], args: tuple) -> Future:
         if is_long and self._process is not None:
-            try:
-                future = self._process.submit(_call, self._server.facts, function, args)
-                return await asyncio.wrap_future(future)
-            except BrokenProcessPool:
-                logger.warning("The process for long bodies has ended; a thread takes its place.")
-                self._process = None
-                raise
-        lane = self._long if is_long else self._short
-        return await asyncio.wrap_future(lane.submit(partial(function, self._server, *args)))
+            return self._process.submit(_call, self._server.facts, function, args)
+        return (self._long if is_long else self._short).submit(partial(function, self._server, *args))
+
+    def end(self) -> None:
+        """End whatever waits with an error, because the time for draining is over. Call in the event loop's thread."""
+        self._has_ended = True
+        for each in self._waiting:
+            each.cancel()
 
 
 class _Lane:

@@ -16,7 +16,7 @@ from ..candidate_generators import parse_config
 from ..sampling.grammar import Reasoning
 from .answers import Answer, Inbox
 from .engine_process import EngineProcess
-from .errors import ApiError, bad_request, failed, overloaded, unavailable
+from .errors import ApiError, bad_request, failed, overloaded, shutting_down, unavailable
 from .lanes import Lanes
 from .llm import LLM
 from .metrics import Metrics
@@ -33,7 +33,9 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-_SHUTS_DOWN = "The server is shutting down. Send the request again, to another server or later."
+_MOST_PER_TOKEN = 8  # characters: the tokens of long texts have fewer
+_TOKENS_OF_CUT_WORD = 1024  # that a word may have more if the text ends inside it
+_MOST_CHARACTERS = 1 << 20  # take one to three seconds
 _ENGINE_CHECK_SECONDS = 15.0  # without updates: a stream that sends no comments then checks that the engine still runs
 
 
@@ -130,7 +132,6 @@ class Server:
         self.answers: dict[str, Answer] = {}
         self.facts: Facts | None = None
         self.lanes = Lanes(self)
-        self._longest_token = max(map(len, tokenizer.get_vocab()), default=1)  # characters
         self.encode("")  # sets the tokenizer's options, which must not change while another thread uses it
         self._num_submitted = 0  # choices
         self.created, self.is_closed = int(time.time()), False
@@ -173,7 +174,8 @@ class Server:
         for answer in list(self.answers.values()):
             if self.worker is not None:
                 self.worker.send(Cancel(answer.id))
-        self._end_with(unavailable(_SHUTS_DOWN, 5))
+        self._end_with(shutting_down())
+        self.lanes.end()
 
     def end_lost_answers(self) -> None:
         """End all answers with an error, because the engine has stopped."""
@@ -209,7 +211,7 @@ class Server:
         if worker is None:
             raise unavailable("The model is loading.", 5)
         if self.is_closed:
-            raise unavailable(_SHUTS_DOWN, 5)
+            raise shutting_down()
         if worker.failure is not None or not worker.is_alive():
             raise _stopped()
         return worker
@@ -263,25 +265,37 @@ class Server:
         if not prompt:
             raise bad_request("The prompt is empty: it needs at least one token.", "prompt")
         if len(prompt) >= self.max_model_len:
-            raise self._too_long(f"{len(prompt)} tokens", f"{self.max_model_len - 1}", param)
+            raise self._too_long(str(len(prompt)), param)
         return prompt
 
     def _refuse_long_text(self, text: str, param: str) -> None:
-        """Refuse a text that is too long even if all its tokens are as long as the longest, without counting them. White space does not
-        count, because some tokenizers leave it out."""
-        most = self.max_model_len * self._longest_token
-        if len(text) > most and (length := sum(map(len, text.split()))) > most:
-            raise self._too_long(
-                f"{length} characters without white space", f"at most {self.max_model_len - 1} tokens", param
-            )
+        """Refuse a text much of which is too long already: tokens of beginnings are counted, the next one twice as long."""
+        size = _MOST_PER_TOKEN * self.max_model_len
+        while size < len(text):
+            if len(self.encode(text[:size])) > self.max_model_len + _TOKENS_OF_CUT_WORD:
+                raise self._too_long(f"more than {self.max_model_len}", param)
+            size *= 2
 
-    def _too_long(self, size: str, most: str, param: str) -> ApiError:
-        """400: the prompt has this size, and may have `most`."""
-        message = f"The prompt has {size}; with max_model_len {self.max_model_len} it may have {most}."
+    def _too_long(self, size: str, param: str) -> ApiError:
+        """400: the prompt has this many tokens."""
+        message = f"The prompt has {size} tokens; with max_model_len {self.max_model_len} it may have {self.max_model_len - 1}."
         return ApiError(400, message, param=param, code="context_length_exceeded")
 
+    def text_ids(self, text: str, param: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text that need not be a prompt, but must not keep others waiting. `param`: see `prompt_ids`.
+
+        Raises:
+            ApiError: 400, the text is too long.
+        """
+        most = max(_MOST_CHARACTERS, _MOST_PER_TOKEN * self.max_model_len)
+        if len(text) > most:
+            raise bad_request(
+                f"{param}: the text has {len(text)} characters; at most {most} are tokenized at once.", param
+            )
+        return self.encode(text, add_special_tokens)
+
     def chat_text(self, body: Conversation) -> str:
-        """A conversation as text, by the tokenizer's chat template (ChatML if it has none).
+        """A conversation as text with its special tokens, by the tokenizer's chat template (ChatML if it has none).
 
         Raises:
             ApiError: 400, the template raises for these messages, or `chat_template_kwargs` sets an argument that the server sets.
@@ -300,10 +314,6 @@ class Server:
             )  # fmt: skip
         except Exception as error:  # a template is a program from the checkpoint and may raise anything
             raise bad_request(f"The chat template refused the messages: {error}", "messages") from None
-
-    def chat_prompt(self, body: Conversation) -> list[int]:
-        """Token ids of a conversation. The template writes the special tokens. Raises: see `chat_text`."""
-        return self.encode(self.chat_text(body), add_special_tokens=False)
 
     async def compile(self, grammar: StructuredOutputsParams | None) -> None:
         """Compile a grammar before the request is submitted, so that the engine's thread need not wait for it. None: do nothing.
