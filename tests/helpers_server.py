@@ -37,9 +37,9 @@ def children(pid, word):
 
 
 class Process:
-    """A server in processes of its own. `before`: code that each of them runs first."""
+    """A server in processes of its own. `model`: its name or folder; `before`: code that each of them runs first."""
 
-    def __init__(self, *flags, before=None, **more):
+    def __init__(self, *flags, model="tiny", before=None, **more):
         self.port, self.headers = free_port(), {}  # headers of every request
         self.url = f"http://127.0.0.1:{self.port}"
         code = "import sys; from hf_specdec.cli import main; sys.exit(main())"
@@ -48,7 +48,7 @@ class Process:
             self.folder = tempfile.TemporaryDirectory(prefix="server-")
             Path(self.folder.name, "sitecustomize.py").write_text(before)
             environment["PYTHONPATH"] = os.pathsep.join([self.folder.name, environment.get("PYTHONPATH", "")])
-        arguments = ["serve", "tiny", "--dtype", "float32", "--port", str(self.port), *flags]
+        arguments = ["serve", str(model), "--dtype", "float32", "--port", str(self.port), *flags]
         self.log = tempfile.TemporaryFile("w+")  # a pipe that nobody reads would stop a server that says much  # noqa: SIM115
         self.process = subprocess.Popen(
             [sys.executable, "-c", code, *arguments], cwd=ROOT, env=environment, stdout=self.log,

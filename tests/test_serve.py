@@ -231,7 +231,7 @@ def test_other_endpoints(server, client, tiny_tokenizer):
             "/v1/chat/completions",
             {"messages": [{"role": "user", "content": [{"type": "image_url"}]}]},
             400,
-            "text parts",
+            "parts of type .image_url.",
         ),
         (
             "/v1/chat/completions",

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from helpers_server import Process
+from tokenizers.processors import TemplateProcessing
 
 pytest.importorskip("uvicorn")
 pytest.importorskip("llguidance")
@@ -51,8 +52,7 @@ TOOL = {"type": "function", "function": {"name": "f", "strict": True}, "odd": 1}
     ("path", "body", "names"),
     [
         (COMPLETIONS, {"prompt": "x", "max_tokens": 1, "foo": 1, "bar": 2}, "bar, foo"),
-        (COMPLETIONS, {"prompt": "x", "max_tokens": 1, "stream_options": {"odd": True}}, "stream_options.odd"),
-        (CHAT, {"messages": USER, "response_format": FORMAT}, "response_format.json_schema.odd"),
+        (CHAT, {"messages": USER, "response_format": FORMAT}, "response_format.json_schema.name, response_format.json_schema.odd"),
         (CHAT, {"messages": USER, "max_tokens": 1, "tools": [TOOL] * 2, "tool_choice": "none"}, "tools.odd"),
         ("/v1/responses", {"input": "x", "max_output_tokens": 1, "text": {"odd": 1}, "foo": 1}, "foo, text.odd"),
         ("/v1/responses", {"input": "x", "max_output_tokens": 1, "text": {"format": {"type": "text", "odd": 1}}}, "text.format.odd"),
@@ -61,7 +61,6 @@ TOOL = {"type": "function", "function": {"name": "f", "strict": True}, "odd": 1}
         ("/tokenize", {"prompt": "x", "chat_template_kwargs": {}, "tool_choice": "none"}, "chat_template_kwargs, tool_choice"),
         ("/detokenize", {"tokens": [5], "foo": 1}, "foo"),
         (CHAT, {"messages": [{**USER[0], "name": "me"}], "max_tokens": 1}, None),  # the template may show it
-        (CHAT, {"messages": USER, "max_tokens": 1, "stream_options": {"include_usage": False}}, None),
     ],
 )  # fmt: skip
 def test_ignored_fields_are_named_wherever_they_are(server, path, body, names):
@@ -93,9 +92,7 @@ def test_null_is_the_same_as_nothing(server, path, body):
     for name in {"tokens", "choices", "output", "usage"} & answer.keys():
         assert _without_ids(answer[name]) == _without_ids(expected[2][name])
     if path != "/tokenize":  # within a part, too; but what is needed may not be null
-        assert (
-            server.post(path, {**body, "speculative_config": None, "stream_options": {"include_usage": None}})[0] == 200
-        )
+        assert server.post(path, {**body, "speculative_config": {"method": None}, "stream_options": None})[0] == 200
     assert server.post(path, {**body, next(iter(body)): None})[0] == 400
 
 
@@ -237,6 +234,39 @@ def test_prompts_are_scored_on_request(server):
     assert status == 400 and answer["error"]["param"] == "prompt_logprobs"
 
 
+def test_ids_and_reasons_in_every_form(server):
+    """vLLM's `token_ids`, `prompt_token_ids` and `stop_reason`: in answers and in streams, there the prompt's in the first frame only."""
+    body = {"max_tokens": 20, "temperature": 0, "return_token_ids": True, "stop": [" "], "n": 2}
+    for path, more in ((COMPLETIONS, {"prompt": ["Once upon", "Lily"]}), (CHAT, {"messages": USER})):
+        whole = server.post(path, {**body, **more})[2]
+        prompts, frames = {}, streamed(server, path, {**body, **more})
+        for choice in whole["choices"]:
+            own = [(frame, each) for frame in frames for each in frame["choices"] if each["index"] == choice["index"]]
+            assert [token for _, each in own for token in each.get("token_ids", [])] == choice["token_ids"] != []
+            assert choice["stop_reason"] == own[-1][1]["stop_reason"] == " "
+            assert not any(each.get("stop_reason") for _, each in own[:-1])
+            told = [each.get("prompt_token_ids") or frame.get("prompt_token_ids") for frame, each in own]
+            prompts[choice["index"]] = choice.get("prompt_token_ids") or whole["prompt_token_ids"]
+            assert told == [prompts[choice["index"]]] + [None] * (len(own) - 1)
+        if path == COMPLETIONS:
+            ids = [server.post("/tokenize", {"prompt": text})[2]["tokens"] for text in more["prompt"]]
+            assert [prompts[i] for i in range(4)] == [ids[0]] * 2 + [ids[1]] * 2
+        else:
+            assert prompts[0] == server.post("/tokenize", {"messages": USER})[2]["tokens"]
+
+
+def test_refusals_of_earlier_turns_are_text(server):
+    def tokens(path, content):
+        name, usage = ("messages", "prompt_tokens") if path == CHAT else ("input", "input_tokens")
+        body = {name: [{"role": "user", "content": "x"}, {"role": "assistant", "content": content}]}
+        status, _, answer = server.post(path, {**body, "max_tokens" if path == CHAT else "max_output_tokens": 1})
+        assert status == 200, answer
+        return answer["usage"][usage]
+
+    for path in (CHAT, "/v1/responses"):
+        assert tokens(path, [{"type": "refusal", "refusal": "I cannot."}]) == tokens(path, "I cannot.")
+
+
 # ---- errors and CORS ------------------------------------------------------------------------------------------------
 
 
@@ -275,6 +305,12 @@ def test_bodies_that_are_not_json_are_told_what_is_wrong(server):
         ("/tokenize", {"messages": USER, "chat_template_kwargs": 5}, "chat_template_kwargs", "Input should be a valid dictionary"),
         ("/tokenize", {"messages": USER, "prompt": "x"}, None, "either prompt or messages"),
         ("/v1/responses", {"input": 5}, "input", "Input should be a valid string or a valid list"),
+        (COMPLETIONS, {"prompt": [5] * 300}, "prompt", "300 tokens"),
+        (CHAT, {"messages": [{"role": "user", "content": "x" * 300}]}, "messages", "tokens; with max_model_len 256"),
+        (COMPLETIONS, {"prompt": "x", "stream_options": {"include_usage": True}}, "stream_options", "stream: true"),
+        (CHAT, {"messages": USER, "add_generation_prompt": True, "continue_final_message": True}, "add_generation_prompt", "leave out"),
+        (COMPLETIONS, {"prompt": "x", "logit_bias": {"5": 1, "no": 1}}, "logit_bias", "no are no ids"),
+        (CHAT, {"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "messages", "parts of type 'input_audio'"),
     ],
 )  # fmt: skip
 def test_errors_name_the_field_and_what_it_may_be(server, path, body, param, message):
@@ -285,9 +321,9 @@ def test_errors_name_the_field_and_what_it_may_be(server, path, body, param, mes
     )
 
 
-@pytest.mark.parametrize(("name", "value"), [("best_of", 1), ("suffix", ""), ("modalities", ["text"])])
+@pytest.mark.parametrize(("name", "value"), [("best_of", 2), ("suffix", ""), ("modalities", ["text"])])
 def test_values_that_ask_for_what_is_done_anyway(server, name, value):
-    status, headers, answer = server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1, name: value})
+    status, headers, answer = server.post(COMPLETIONS, {"prompt": "x", "max_tokens": 1, "n": 2, name: value})
     assert (status, headers["x-ignored-fields"]) == (200, name), answer
 
 
@@ -418,6 +454,11 @@ def test_a_tokenizer_without_a_chat_template_gets_chatml_and_the_log_says_so(tin
     expected = "<|im_start|>system\nBe nice.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
     assert text == expected
     assert own.chat_text(ChatRequest.model_validate({"messages": messages})) != text
+    bare.bos_token = "<|endoftext|>"  # a token that is not added to texts is not added here
+    assert server.chat_text(ChatRequest.model_validate({"messages": messages})) == text
+    first = [("<|endoftext|>", bare.bos_token_id)]
+    bare.backend_tokenizer.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=first)
+    assert server.chat_text(ChatRequest.model_validate({"messages": messages})) == "<|endoftext|>" + text
 
 
 def test_tokenize_makes_the_prompt_that_chat_makes(tiny_tokenizer):

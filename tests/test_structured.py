@@ -188,13 +188,25 @@ def test_a_complete_text_ends_even_if_end_tokens_are_ignored(make):
         assert output.outputs[0].finish_reason == "stop" and output.outputs[0].text in ("dog", "doggy")
 
 
-def test_white_space_has_a_bound(make):
+def test_json_has_at_most_one_space_after_its_separators(make):
+    """A model that loves white space spends no tokens on it, unless the request says how much there may be."""
     llm = make()
-    space = llm.tokenizer(" ")["input_ids"][-1]
-    schema = {"type": "array", "items": {"const": 1}, "maxItems": 1}
-    params = SamplingParams(temperature=0, max_tokens=80, structured_outputs={"json": schema}, logit_bias={space: 100})
-    (output,) = llm.generate(["A"], params, use_tqdm=False)
-    assert output.outputs[0].finish_reason == "stop" and json.loads(output.outputs[0].text) in ([], [1])
+    bias = {llm.tokenizer.convert_tokens_to_ids(each): 100 for each in ("Ġ", 'Ġ"')}
+    pair = {"type": "object", "properties": {"a": {"const": 1}, "b": {"const": [1, 2]}}, "required": ["a", "b"]}
+    schema = {"type": "array", "items": {**pair, "additionalProperties": False}, "minItems": 2, "maxItems": 2}
+
+    def written(**more):
+        params = SamplingParams(
+            temperature=0, max_tokens=200, structured_outputs={"json": schema, **more}, logit_bias=bias
+        )
+        (choice,) = llm.generate(["A"], params, use_tqdm=False)[0].outputs
+        assert choice.finish_reason == "stop" and json.loads(choice.text) == [{"a": 1, "b": [1, 2]}] * 2
+        return choice.text
+
+    value = [{"a": 1, "b": [1, 2]}] * 2
+    assert written() == json.dumps(value)
+    assert written(disable_any_whitespace=True) == json.dumps(value, separators=(",", ":"))
+    assert written(whitespace_pattern=r"[ \n]{1,3}").startswith('[   {   "a"   :   1   ,')
 
 
 @pytest.mark.parametrize(
@@ -203,6 +215,8 @@ def test_white_space_has_a_bound(make):
         ({}, "exactly one of"),
         ({"json_object": True, "regex": "a"}, "2 are given"),
         ({"json": 5}, "wrong type"),
+        ({"json_object": True, "disable_any_whitespace": True, "whitespace_pattern": " "}, "give either"),
+        ({"regex": "a", "disable_any_whitespace": True}, "for JSON only"),
         ({"choice": []}, "choice must be"),
         ({"choice": ["a", 1]}, "choice must be"),
         ({"regex": "x" * (MOST_BYTES + 1)}, "bytes; 32768 are allowed"),

@@ -1,9 +1,12 @@
 """Tool calls and reasoning: parsed by transformers' response templates, streamed, and forced by grammars."""
 
+import copy
 import json
 
 import pytest
+import torch
 from helpers_server import Process
+from oracle import tiny_llama
 
 from hf_specdec.serve.messages import (
     MessageParser,
@@ -15,10 +18,11 @@ from hf_specdec.serve.messages import (
 )
 from hf_specdec.serve.structured import GrammarCompiler, StructuredOutputsParams
 
-pytest.importorskip("openai")
+openai = pytest.importorskip("openai")
 pytest.importorskip("llguidance")
 pytest.importorskip("uvicorn")
 
+SPACES = {"226": 100, "453": 100}  # " " and ' "'
 TEMPLATE = {
     "defaults": {"role": "assistant"},
     "start_anchor": "<|assistant|>",
@@ -121,6 +125,28 @@ def test_json_that_is_no_call_is_content(tiny_tokenizer, size, body):
     assert content.replace(" ", "") == f"Well.{body}Done.".replace(" ", "") and not joined_calls(found)
 
 
+@pytest.mark.parametrize("size", [1, 1000])
+@pytest.mark.parametrize("forced", ["required", "weather"])
+def test_a_forced_call_that_is_cut_is_still_a_call(forced, size):
+    """Wherever the text ends: nothing of it is content, and the last call has what was written of its arguments."""
+    names, arguments = ["weather", 'clo"ck', "n"], ['{"city": "a\\\\]}, {\\"name", "days": [1, 2]}', "{}", "-1.5"]
+    pairs = zip(map(json.dumps, names), arguments, strict=True)
+    text = "[" + ", ".join(f'{{"name": {name}, "parameters": {each}}}' for name, each in pairs) + "]"
+    text = text if forced == "required" else arguments[0]
+    for end in range(len(text) + 1):
+        parser, begun = MessageParser(None, forced), text[:end]
+        pieces = [begun[i : i + size] for i in range(0, end, size)]
+        found = [*map(parser.feed, pieces), parser.feed("", last=True)]
+        calls = [call["function"] for call in joined_calls(found)]
+        assert not any(each.content for each in found)
+        num_calls = begun.count('"parameters":') if forced == "required" else min(end, 1)
+        assert [call["name"] for call in calls] == names[:num_calls]
+        written = [call["arguments"] for call in calls]
+        assert written[:-1] == arguments[: max(num_calls - 1, 0)]
+        assert not calls or arguments[num_calls - 1].startswith(written[-1])
+    assert written == arguments[:num_calls] and num_calls == (3 if forced == "required" else 1)
+
+
 def test_reasoning_that_the_prompt_began(tiny_tokenizer):
     found = fed(parser_of(tiny_tokenizer, prefix="<|assistant|><think>\n"), "hm</think> yes", 2)
     assert "".join(each.reasoning for each in found) == "hm" and "".join(each.content for each in found) == "yes"
@@ -218,6 +244,24 @@ def test_forced_calls(client):
     assert reason == "tool_calls" and len(message.tool_calls) == 1
     arguments = json.loads(message.tool_calls[0].function.arguments)
     assert set(arguments) == (set(WEATHER["required"]) if message.tool_calls[0].function.name == "weather" else set())
+    for most in (1, 20):
+        message, reason = both(client, tools=TOOLS[:1], tool_choice="required", max_completion_tokens=most)
+        assert reason == "length" and not message.content and len(message.tool_calls or []) == (most > 1)
+
+
+def test_how_json_is_spaced(client):
+    """At most one space after "," and ":", in calls and formats alike; `structured_outputs` may say otherwise."""
+    named = {"tools": TOOLS, "tool_choice": {"type": "function", "function": {"name": "weather"}}}
+    schema = {"type": "json_schema", "json_schema": {"name": "weather", "schema": WEATHER}}
+    for wanted in (named, {"response_format": schema}):
+        for more, separators in (({}, (", ", ": ")), ({"disable_any_whitespace": True}, (",", ":"))):
+            message, _ = both(client, **wanted, extra_body={"structured_outputs": more, "logit_bias": SPACES})
+            text = message.content or message.tool_calls[0].function.arguments
+            assert text == json.dumps(json.loads(text), separators=separators)
+        message, _ = both(client, **wanted, extra_body={"structured_outputs": {"whitespace_pattern": " {2}"}})
+        assert (message.content or message.tool_calls[0].function.arguments).startswith('{  "city"')
+    with pytest.raises(openai.BadRequestError, match="cannot be combined"):
+        both(client, **named, extra_body={"structured_outputs": {"regex": "a"}})
 
 
 def test_the_answer_after_the_reasoning_is_constrained(client):
@@ -231,12 +275,60 @@ def test_the_answer_after_the_reasoning_is_constrained(client):
     assert message.reasoning_content and message.tool_calls and message.content is None
 
 
+TEXTS = ['{"city": "Os', "null", "5", "[1]", "Oslo", "[" * 2000, r'{"a": "\ud800"}', '{"a": NaN}', "{}", ""]
+
+
+def test_calls_are_shown_to_templates_as_they_were_written(tiny_tokenizer):
+    """`arguments` are free text: an object if they are one, else the text, whatever the template does with it."""
+    from hf_specdec.serve.errors import ApiError
+    from hf_specdec.serve.protocol import ChatRequest
+    from hf_specdec.serve.server import Limits, Server
+
+    def shown(template, arguments):
+        tokenizer = copy.deepcopy(tiny_tokenizer)
+        tokenizer.chat_template = "{% for call in messages[0].tool_calls %}" + template + "{% endfor %}"
+        call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+        body = ChatRequest.model_validate({"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]})
+        return Server(tokenizer, ["tiny"], Limits()).chat_text(body)
+
+    told = "{% set given = call.function.arguments %}{{ given if given is string else given | tojson }}"
+    quoted = "{{ call.function.arguments | tojson }}"
+    walked = "{% for k, v in call.function.arguments | items %}{{ k }}={{ v }}{% endfor %}"
+    for text in TEXTS:
+        assert shown(told, text) == text or (text == "" and shown(told, text) == "{}")
+        assert shown(quoted, text) in (json.dumps(text), text, "{}")
+        if text in ("", "{}"):
+            assert shown(walked, text) == ""
+        else:
+            with pytest.raises(ApiError, match=r"refused the messages: .*are no JSON object"):
+                shown(walked, text)
+    for value, text in ((None, "{}"), (5, "5"), ([1, "é"], '[1, "é"]'), ({"a": None}, '{"a": null}')):
+        assert shown(told, value) == text
+    assert (
+        shown(walked, '{"city": "Oslo", "days": 2}') == shown(walked, {"city": "Oslo", "days": 2}) == "city=Oslodays=2"
+    )
+
+
 def test_a_conversation_with_calls_goes_on(server):
-    call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": '{"city": "Oslo"}'}}
-    messages = [*ASK, {"role": "assistant", "content": None, "tool_calls": [call]},
-                {"role": "tool", "tool_call_id": "call_1", "content": "It rains."}]  # fmt: skip
-    status, _, answer = server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 4, "tools": TOOLS})
-    assert status == 200, answer
+    for arguments in ['{"city": "Oslo"}', *TEXTS, None, 5, [1], {"city": "Oslo"}]:
+        call = {"id": "call_1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
+        messages = [*ASK, {"role": "assistant", "content": "", "tool_calls": [call]},
+                    {"role": "tool", "tool_call_id": "call_1", "content": "It rains."}]  # fmt: skip
+        status, _, answer = server.post("/v1/chat/completions", {"messages": messages, "max_tokens": 1, "tools": TOOLS})
+        assert status == 200, answer
+        items = [
+            {"type": "function_call", "call_id": "1", "name": "weather", "arguments": arguments},
+            {"role": "user", "content": "?"},
+        ]
+        status, _, answer = server.post("/v1/responses", {"input": items, "max_output_tokens": 1})
+        assert status == 200, answer
+
+
+def test_special_tokens_are_not_skipped_where_a_template_reads_them(server):
+    for path, body in (("/v1/chat/completions", {"messages": ASK}), ("/v1/responses", {"input": "x"})):
+        for value, ignored in ((True, "skip_special_tokens"), (False, None)):
+            status, headers, _ = server.post(path, {**body, "max_time": 0.1, "skip_special_tokens": value})
+            assert (status, headers["x-ignored-fields"]) == (200, ignored)
 
 
 @pytest.mark.parametrize(
@@ -253,7 +345,6 @@ def test_a_conversation_with_calls_goes_on(server):
             {"tools": [{"type": "function", "function": {"name": "f", "parameters": {"not": {}}}}], "tool_choice": "required"},
             "Unimplemented",
         ),
-        ({"messages": [{"role": "assistant", "tool_calls": [{"function": {"name": "f", "arguments": "{"}}]}]}, "must be JSON"),
     ],
 )  # fmt: skip
 def test_bad_tools_are_the_clients_errors(server, more, message):
@@ -321,3 +412,86 @@ def test_forced_calls_with_definitions(client):
     message, reason = both(client, tools=tools, tool_choice="required", parallel_tool_calls=False)
     (call,) = message.tool_calls
     assert reason == "tool_calls" and json.loads(call.function.arguments)["by"] in ("bus", "ship")
+
+
+# ---- a model that calls --------------------------------------------------------------------------------------------
+
+WRITTEN = {"name": "weather", "arguments": {"city": "Oslo", "days": 2}}
+CHAT_TEMPLATE = (
+    "{% for tool in tools or [] %}{{ tool.function.name }}{% endfor %}{% for message in messages %}<|{{ message.role }}|>"
+    "{{ message.content }}{% for call in message.tool_calls or [] %}<tool_call>{{ call.function | tojson }}</tool_call>"
+    "{% endfor %}<|end|>{% endfor %}{% if add_generation_prompt %}<|assistant|>{% endif %}"
+)
+
+
+@pytest.fixture(scope="module")
+def caller(tmp_path_factory, tiny_tokenizer):
+    """A server whose small model knows one conversation by heart: it thinks, calls `weather`, and answers once that has returned."""
+    tokenizer, folder = copy.deepcopy(tiny_tokenizer), tmp_path_factory.mktemp("caller")
+    tokenizer.chat_template = CHAT_TEMPLATE
+    called = {"role": "assistant", "content": "", "tool_calls": [{"function": WRITTEN}]}
+    turns = {
+        f"<think>I look.</think><tool_call>{json.dumps(WRITTEN)}</tool_call><|end|>": ASK,
+        "Take a coat.<|end|>": [*ASK, called, {"role": "tool", "content": "It rains."}],
+    }
+    rows = []
+    for text, messages in turns.items():
+        prompt = tokenizer.apply_chat_template(messages, tools=TOOLS, add_generation_prompt=True, return_dict=False)
+        answer = tokenizer.encode(text)
+        rows.append((torch.tensor([prompt + answer]), torch.tensor([[-100] * len(prompt) + answer])))
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 64, "num_hidden_layers": 2, "num_key_value_heads": 4, "max_position_embeddings": 512}
+    model = tiny_llama(0, len(tokenizer), **sizes, initializer_range=0.02)
+    optimizer = torch.optim.Adam(model.parameters(), lr=5e-3)
+    for _ in range(80):
+        optimizer.zero_grad()
+        loss = sum(model(input_ids=ids, labels=labels).loss for ids, labels in rows)
+        loss.backward()
+        optimizer.step()
+    assert loss < 0.2
+    model.generation_config.eos_token_id = tokenizer.eos_token_id
+    model.save_pretrained(folder)
+    tokenizer.save_pretrained(folder)
+    (folder / "template.json").write_text(json.dumps(TEMPLATE))
+    flags = ["--speculative-config", '{"method": "ngram"}', "--response-template", str(folder / "template.json")]
+    with (
+        Process.running(*flags, "--served-model-name", "tiny", model=folder) as made,
+        openai.OpenAI(base_url=made.url + "/v1", api_key="none", max_retries=0) as client,
+    ):
+        yield client
+
+
+def test_a_whole_round_of_a_tool(caller):
+    """The model calls a function of its own accord, and reads what that returned."""
+    message, reason = both(caller, tools=TOOLS)
+    (call,) = message.tool_calls
+    assert (reason, message.content, message.reasoning_content) == ("tool_calls", None, "I look.")
+    assert (call.function.name, json.loads(call.function.arguments)) == ("weather", WRITTEN["arguments"])
+    asked = {"role": "assistant", "content": "", "tool_calls": [call.to_dict()]}
+    told = {"role": "tool", "tool_call_id": call.id, "content": "It rains."}
+    message, reason = both(caller, messages=[*ASK, asked, told], tools=TOOLS)
+    assert (reason, message.content, message.tool_calls) == ("stop", "Take a coat.", None)
+
+
+def test_a_whole_round_of_a_tool_in_responses(caller):
+    functions = [{"type": "function", **tool["function"]} for tool in TOOLS]
+    arguments = {"model": "tiny", "temperature": 0, "tools": functions}
+    answer = caller.responses.create(input="What is the weather?", **arguments)
+    thought, call = answer.output
+    assert thought.content[0].text == "I look." and json.loads(call.arguments) == WRITTEN["arguments"]
+    told = {"type": "function_call_output", "call_id": call.call_id, "output": "It rains."}
+    items = [{"role": "user", "content": "What is the weather?"}, *(each.to_dict() for each in answer.output[1:]), told]
+    assert caller.responses.create(input=items, **arguments).output_text == "Take a coat."
+
+
+def test_a_call_that_was_cut_off_is_no_dead_end(caller):
+    """Its text goes back to the model, whatever `max_completion_tokens` left of it."""
+    named = {"type": "function", "function": {"name": "weather"}}
+    for choice in (named, "required", "auto"):
+        for most in (1, 9, 20, 40):
+            message, reason = both(caller, tools=TOOLS, tool_choice=choice, max_completion_tokens=most)
+            assert reason in ("length", "stop", "tool_calls")
+            told = [
+                {"role": "tool", "tool_call_id": call.id, "content": "It rains."} for call in message.tool_calls or []
+            ]
+            both(caller, messages=[*ASK, message.to_dict(), *told], tools=TOOLS, max_completion_tokens=1)

@@ -100,7 +100,7 @@ class Endpoint(ABC):
             self.answers.append(answer)
 
     def begin_frames(self, index: int) -> list[dict[str, Any]]:
-        """The `choices` entries that are sent for choice `index` before its first text."""
+        """What the frames hold that are sent for choice `index` before its first text."""
         return []
 
     @abstractmethod
@@ -179,17 +179,18 @@ class Endpoint(ABC):
     async def stream(self) -> AsyncIterator[bytes]:
         """Yield server-sent events. An error ends the stream with an event that holds it, because the status has been sent."""
         options = self.body.stream_options
-        wants_usage, running = bool(options and options.include_usage), bool(options and options.continuous_usage_stats)
+        wants_usage = bool(options and options.include_usage)
+        running = wants_usage and bool(options and options.continuous_usage_stats)
         last = None
 
         def frame(choices: list[dict[str, Any]], **more: Any) -> bytes:
-            counts = {"usage": self.usage() if running else None} if wants_usage or running else {}
+            counts = {"usage": self.usage() if running else None} if wants_usage else {}
             return sse({**self.base, "choices": choices, **counts, **more})
 
         for number in range(len(self.answers)):
             for index in range(self.body.n):
-                for choice in self.begin_frames(self.index(number, index)):
-                    yield frame([choice])
+                for fields in self.begin_frames(self.index(number, index)):
+                    yield frame(**fields)
         try:
             async for found in self.server.updates(self.answers):
                 if found is None:
@@ -291,16 +292,23 @@ class Completions(Endpoint):
     def choice(self, number: int, update: Update) -> dict[str, Any]:
         """The text since the last frame; with `echo`, the first frame begins with the prompt's text."""
         key = number, update.index
-        echoed = self.body.echo and key not in self.offsets
+        first = key not in self.offsets
+        echoed = self.body.echo and first
         tokens, entries, new, reason = update.token_ids, update.logprobs or [], update.text, update.finish_reason
         if self.body.max_tokens == 0:
             tokens, entries, new, reason = [], [], "", reason and "length"
         found = {
             "text": (self._echoed(number) if echoed else "") + new,
             "logprobs": self._logprobs(number, tokens, entries, self.offsets.setdefault(key, TextOffsets()), echoed),
-            "finish_reason": reason,
-        }
-        return {**found, "token_ids": tokens} if self.body.return_token_ids else found
+            "finish_reason": reason, "stop_reason": update.stop_reason,
+        }  # fmt: skip
+        return found | self._ids(number, tokens, first)
+
+    def _ids(self, number: int, tokens: list[int], with_prompt: bool = True) -> dict[str, Any]:
+        """The ids of new tokens, and of the prompt, if they are wanted."""
+        if not self.body.return_token_ids:
+            return {}
+        return {"token_ids": tokens, **({"prompt_token_ids": self.ids[number]} if with_prompt else {})}
 
     def whole(self, number: int, index: int, updates: list[Update]) -> dict[str, Any]:
         """The whole text; with `echo`, it begins with the prompt's text."""
@@ -312,13 +320,12 @@ class Completions(Endpoint):
         found = {
             "text": (self._echoed(number) if self.body.echo else "") + text,
             "logprobs": self._logprobs(number, tokens, entries, TextOffsets(), self.body.echo),
-            "finish_reason": reason, "stop_reason": updates[-1].stop_reason,
-        }  # fmt: skip
-        if self.body.prompt_logprobs is not None:
-            found["prompt_logprobs"] = prompt_logprobs(
+            "finish_reason": reason, "stop_reason": updates[-1].stop_reason, "token_ids": None, "prompt_token_ids": None,
+            "prompt_logprobs": prompt_logprobs(
                 self.answers[number].prompt_logprobs, self.ids[number], self.body.prompt_logprobs
-            )
-        return {**found, "token_ids": tokens} if self.body.return_token_ids else found
+            ),
+        }  # fmt: skip
+        return found | self._ids(number, tokens)
 
 
 class Chat(Endpoint):
@@ -353,6 +360,8 @@ class Chat(Endpoint):
         self.reasoning = self._choose_template(ids)
         if self.template is not None:  # the marks it looks for may be special tokens
             self.params = self.params.copy(skip_special_tokens=False)
+            if body.skip_special_tokens and "skip_special_tokens" in body.model_fields_set:
+                self.ignored_fields = [*self.ignored_fields, "skip_special_tokens"]
 
     def submit(self) -> None:
         """Send the conversation to the engine."""
@@ -394,16 +403,18 @@ class Chat(Endpoint):
     async def collect(self) -> dict[str, Any]:
         """The body of the whole answer. Waits until it is complete."""
         body = await super().collect()
-        if self.body.prompt_logprobs is not None:
-            body["prompt_logprobs"] = prompt_logprobs(
-                self.answers[0].prompt_logprobs, self.ids[0], self.body.prompt_logprobs
-            )
-        return body
+        scored = prompt_logprobs(self.answers[0].prompt_logprobs, self.ids[0], self.body.prompt_logprobs)
+        return {**body, "prompt_logprobs": scored, "prompt_token_ids": None, **self._prompt_ids}
+
+    @property
+    def _prompt_ids(self) -> dict[str, Any]:
+        return {"prompt_token_ids": self.ids[0]} if self.body.return_token_ids else {}
 
     def begin_frames(self, index: int) -> list[dict[str, Any]]:
         """One frame with the role."""
         delta = {"role": "assistant", "content": ""}
-        return [{"index": index, "delta": delta, "logprobs": None, "finish_reason": None}]
+        choice = {"index": index, "delta": delta, "logprobs": None, "finish_reason": None}
+        return [{"choices": [choice], **self._prompt_ids}]
 
     def choice(self, number: int, update: Update) -> dict[str, Any]:
         """What the text since the last frame adds to the message."""
@@ -414,11 +425,7 @@ class Chat(Endpoint):
             delta["tool_calls"] = found.tool_calls
         if not delta and update.finish_reason is None:
             delta["content"] = ""
-        return {
-            "delta": delta,
-            "logprobs": self._logprobs(update.logprobs or [], update.token_ids),
-            "finish_reason": self._finish_reason(parser, update),
-        }
+        return {"delta": delta, **self._ending(parser, update.token_ids, update.logprobs or [], update)}
 
     def whole(self, number: int, index: int, updates: list[Update]) -> dict[str, Any]:
         """The whole message."""
@@ -429,12 +436,16 @@ class Chat(Endpoint):
         content, calls = "".join(each.content for each in found), joined_calls(found)
         message = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
         message |= _reasoning("".join(each.reasoning for each in found))
-        return {
-            "message": {**message, "tool_calls": calls} if calls else message,
-            "logprobs": self._logprobs(entries, tokens),
-            "finish_reason": self._finish_reason(parser, updates[-1]),
-            "stop_reason": updates[-1].stop_reason,
-        }
+        message = {**message, "tool_calls": calls} if calls else message
+        return {"message": message, "token_ids": None, **self._ending(parser, tokens, entries, updates[-1])}
+
+    def _ending(self, parser: MessageParser, tokens: list[int], entries: list, update: Update) -> dict[str, Any]:
+        """What a choice holds besides the message: of these new tokens, and as of this update."""
+        found = {
+            "logprobs": self._logprobs(entries, tokens), "finish_reason": self._finish_reason(parser, update),
+            "stop_reason": update.stop_reason,
+        }  # fmt: skip
+        return {**found, "token_ids": tokens} if self.body.return_token_ids else found
 
 
 def _reasoning(text: str) -> dict[str, str]:

@@ -97,10 +97,11 @@ class Engine:
             ValueError: the request's kv_transfer_params cannot be used here.
         """
         params = choice.request.params.kv_transfer_params or {}
+        if self.transfers is None and (params.get("do_remote_prefill") or params.get("do_remote_decode")):
+            raise ValueError("kv_transfer_params need a server that was started with kv_transfer_config.")
         if not params.get("do_remote_prefill"):
             return False
-        if self.transfers is None:
-            raise ValueError("kv_transfer_params need a server that was started with kv_transfer_config.")
+        assert self.transfers is not None
         if choice.request.params.n > 1 or choice.request.params.prompt_logprobs is not None:
             raise ValueError("kv_transfer_params serve one choice (n = 1) without prompt_logprobs.")
         self.transfers.consumer.expect(choice, params)

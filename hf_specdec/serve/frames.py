@@ -47,14 +47,17 @@ def chat_logprobs(
 
 
 def prompt_logprobs(
-    entries: Sequence[dict[int, Logprob] | None] | None, tokens: Sequence[int], top: int
-) -> list[dict[str, Any] | None]:
+    entries: Sequence[dict[int, Logprob] | None] | None, tokens: Sequence[int], top: int | None
+) -> list[dict[str, Any] | None] | None:
     """vLLM's field `prompt_logprobs`: for each token of a prompt, the log-probabilities of itself and of the `top` most probable tokens,
     by id. None for the first, and for tokens that were not read.
 
     Args:
         entries: one for each token that was read; an entry may hold more than the `top` most probable tokens.
+        top: None: the field is not wanted, and null.
     """
+    if top is None:
+        return None
     found: list[dict[str, Any] | None] = [None] * len(tokens)
     for place, (token, entry) in enumerate(zip(tokens, entries or [], strict=False)):
         if entry is not None:

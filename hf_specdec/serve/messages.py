@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+import re
 import uuid
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -15,6 +16,9 @@ logger = logging.getLogger(__name__)
 
 # Raised by transformers' parser for text that breaks the template; RecursionError for JSON that is nested too deeply.
 _PARSER_ERRORS = (ValueError, KeyError, TypeError, RecursionError)
+_JSON = json.JSONDecoder()
+# A call in the JSON of "required" (`tool_grammar`), up to its arguments, with what divides it from the call before.
+_FORCED_CALL = re.compile(r'(?:\s*\})?\s*[\[,]\s*\{\s*"name"\s*:\s*("(?:[^"\\]|\\.)*")\s*,\s*"parameters"\s*:\s*')
 _REASONING = ("reasoning_content", "thinking", "reasoning")  # names of the reasoning field in templates
 
 
@@ -196,14 +200,16 @@ class MessageParser:
             delta.tool_calls.append({"index": 0, "function": {"arguments": text}})
 
     def _required(self, delta: Delta) -> None:
-        """Add the calls of "required", whose JSON is complete now."""
-        try:
-            calls = json.loads(self._calls)
-        except ValueError:  # cut off by max_tokens
-            delta.content += self._calls
-            return
-        for call in calls:
-            self._call(delta, call["name"], call["parameters"])
+        """Add the calls of "required", whose text is complete now. The last one's arguments may have been cut off."""
+        found = _FORCED_CALL.match(self._calls)
+        while found is not None:
+            start = found.end()
+            try:
+                end = _JSON.raw_decode(self._calls, start)[1]
+            except (ValueError, RecursionError):
+                end = len(self._calls)
+            self._call(delta, json.loads(found[1]), self._calls[start:end])
+            found = _FORCED_CALL.match(self._calls, end)
 
     def _calls_of(self, delta: Delta, value: Any) -> None:
         """Add the calls of a region, which are what the template makes of its text. If that is not of calls, the text is content."""

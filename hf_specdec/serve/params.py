@@ -40,7 +40,8 @@ class SamplingParams:
         prompt_logprobs: the same for the prompt's tokens. The prompt is then read as a whole, without cached prefixes.
         logit_bias: token id → number added to its logit.
         allowed_token_ids: only these ids may be chosen.
-        bad_words: texts that the answer may not contain.
+        bad_words: words that may not be written by their usual tokens, without or with a space before them (vLLM's meaning). Other tokens
+            can still spell the same letters.
         detokenize: make text of the new tokens; False: only ids are returned.
         num_speculative_tokens: draft length for this request, at most the engine's own; 0 switches speculation off.
         drafter: name of the drafter for this request, one of those that the engine has (method "per_request"); None: the first.

@@ -62,12 +62,12 @@ def row_processors(
 
 
 def _spellings(words: list[str], tokenizer: Any) -> list[list[int]]:
-    """Token ids of each word, both at the beginning of a text and after a space."""
+    """Token ids of each word, without and with a space before it, as in vLLM."""
     if tokenizer is None:
         raise ValueError("bad_words need a tokenizer.")
     found = []
     for word in words:
-        for text in (word, " " + word.lstrip()):
+        for text in (word.lstrip(), " " + word.lstrip()):
             ids = tokenizer.encode(text, add_special_tokens=False)
             if ids and ids not in found:
                 found.append(ids)

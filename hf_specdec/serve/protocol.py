@@ -21,7 +21,7 @@ from pydantic import (
 from .errors import bad_request
 from .messages import tool_grammar
 from .params import SamplingParams
-from .structured import StructuredOutputsParams
+from .structured import WHITE_SPACE, StructuredOutputsParams
 
 _MOST_STOPS = 64
 _MOST_PROMPTS = 1024
@@ -33,8 +33,8 @@ _UNSUPPORTED_FIELDS = (
     "best_of", "use_beam_search", "audio", "modalities", "prompt_embeds",
 )  # fmt: skip
 
-# Values of unsupported fields that ask for what is done anyway.
-_HARMLESS = {"best_of": [1], "suffix": [""], "modalities": [["text"]]}
+# Values of unsupported fields that ask for what is done anyway; so does `best_of` with the value of `n`.
+_HARMLESS = {"suffix": [""], "modalities": [["text"]]}
 
 
 Item = TypeVar("Item")
@@ -74,8 +74,13 @@ class Part(BaseModel):
         """null means that a field is not given, as in OpenAI's API, where most fields may be null."""
         if not isinstance(values, dict):
             return values
-        optional = {field.alias or name for name, field in cls.model_fields.items() if not field.is_required()}
-        return {name: value for name, value in values.items() if value is not None or name not in optional}
+        needed = {field.alias or name for name, field in cls.model_fields.items() if field.is_required()}
+        return {name: value for name, value in values.items() if value is not None or name in needed}
+
+    @property
+    def without_effect(self) -> list[str]:
+        """Names of the fields that change nothing: those that are unknown."""
+        return list(self.model_extra or {})
 
 
 class Body(Part):
@@ -83,7 +88,7 @@ class Body(Part):
 
     @property
     def unknown_fields(self) -> list[str]:
-        """Sorted names of fields that the server does not know and therefore ignores, such as "stream_options.foo"."""
+        """Sorted names of fields that the server does not know or that change nothing, such as "stream_options.foo"."""
         return sorted(set(_unknown_fields(self, "")))
 
     def leave_out_what_is_done(self) -> None:
@@ -100,21 +105,27 @@ class Body(Part):
 
 
 def _unknown_fields(value: Any, place: str) -> Iterator[str]:
-    """Names of the unknown fields of a body, or of a part of one. `place`: what they begin with."""
+    """Names of the ignored fields of a body, or of a part of one. `place`: what they begin with."""
     if isinstance(value, list):
         for each in value:
             yield from _unknown_fields(each, place)
     elif isinstance(value, Part):
-        yield from (place + name for name in value.model_extra or {})
+        yield from (place + name for name in value.without_effect)
         for name in value.model_fields_set & type(value).model_fields.keys():
             yield from _unknown_fields(getattr(value, name), f"{place}{name}.")
 
 
 class StreamOptions(Part):
-    """Which token counts a stream contains: in a last frame, or in every frame."""
+    """Which token counts a stream contains: in a last frame, and then also in every frame."""
 
     include_usage: bool = False
     continuous_usage_stats: bool = False
+
+    @property
+    def without_effect(self) -> list[str]:
+        """As in vLLM, also `continuous_usage_stats` without `include_usage`."""
+        alone = self.continuous_usage_stats and not self.include_usage
+        return [*super().without_effect, *(["continuous_usage_stats"] if alone else [])]
 
 
 class Speculation(BaseModel):
@@ -130,10 +141,13 @@ class Speculation(BaseModel):
 class JsonSchema(Part):
     """The schema of a response format."""
 
-    name: str | None = None
-    description: str | None = None
     strict: bool | None = None
     schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+    @property
+    def without_effect(self) -> list[str]:
+        """Also `strict: false`: schemas are always followed."""
+        return [*super().without_effect, *(["strict"] if self.strict is False else [])]
 
 
 class ResponseFormat(Part):
@@ -182,7 +196,6 @@ class SamplingFields(Body):
     skip_special_tokens: bool = True
     prompt_logprobs: StrictInt | None = Field(None, ge=0, le=20)
     priority: StrictInt = 0
-    user: str | None = None
     max_time: float | None = Field(None, gt=0, allow_inf_nan=False)
     speculative_config: Speculation | None = None
     return_token_ids: bool = False
@@ -193,27 +206,44 @@ class SamplingFields(Body):
     @classmethod
     def _refuse_unsupported_fields(cls, values: Any) -> Any:
         """Refuse known fields that cannot be served: ignoring them would silently change the answer."""
+        known = {**_HARMLESS, "best_of": [values.get("n") or 1]} if isinstance(values, dict) else {}
         for field in _UNSUPPORTED_FIELDS:
-            harmless = [None, False, [], "none", *_HARMLESS.get(field, [])]
+            harmless = [None, False, [], "none", *known.get(field, [])]
             if isinstance(values, dict) and values.get(field) not in harmless:
                 instead = ": use structured_outputs" if field.startswith("guided") else ""
                 raise ValueError(f"{field} is not served here{instead}")
         return values
 
+    @model_validator(mode="after")
+    def _refuse_options_without_stream(self) -> SamplingFields:
+        if self.stream_options is not None and not self.stream:
+            raise bad_request("stream_options needs stream: true.", "stream_options")
+        return self
+
+    def wanted_format(self) -> dict[str, Any] | None:
+        """What the text must match by other fields than `structured_outputs`, as arguments of `StructuredOutputsParams`; None: any text.
+
+        Raises:
+            ApiError: 400, these fields are malformed.
+        """
+        return None if self.response_format is None else self.response_format.structured_outputs()
+
     def grammar(self) -> StructuredOutputsParams | None:
         """What the text must match; None: any text.
 
         Raises:
-            ApiError: 400, it is malformed, or both fields are given.
+            ApiError: 400, it is malformed, or two fields say it.
         """
-        wanted = None if self.response_format is None else self.response_format.structured_outputs()
-        if wanted and self.structured_outputs:
-            raise bad_request("Give either response_format or structured_outputs.", "structured_outputs")
-        wanted = self.structured_outputs if wanted is None else wanted
-        if wanted is None:
+        wanted, given = self.wanted_format(), self.structured_outputs
+        if wanted is not None and given is not None and not given.keys() <= WHITE_SPACE:
+            raise bad_request(
+                "structured_outputs cannot be combined with response_format or a forced tool call, except for "
+                f"{' and '.join(sorted(WHITE_SPACE))}.", "structured_outputs",
+            )  # fmt: skip
+        if wanted is None and given is None:
             return None
         try:
-            return StructuredOutputsParams.of(wanted)
+            return StructuredOutputsParams.of({**(given or {}), **(wanted or {})})
         except ValueError as error:
             raise bad_request(str(error), "structured_outputs") from None
 
@@ -234,10 +264,12 @@ class SamplingFields(Body):
         speculation = self.speculative_config or Speculation()
         names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
         given = {name: getattr(defaults if getattr(self, name) is None else self, name) for name in names}
-        try:
-            bias = None if self.logit_bias is None else {int(token): value for token, value in self.logit_bias.items()}
-        except ValueError:
-            raise bad_request("logit_bias must map token ids to numbers.", "logit_bias") from None
+        wrong = [token for token in self.logit_bias or () if not token.strip().isdecimal()]
+        if wrong:
+            raise bad_request(
+                f"logit_bias must map token ids to numbers: {', '.join(wrong[:5])} are no ids.", "logit_bias"
+            )
+        bias = None if self.logit_bias is None else {int(token): value for token, value in self.logit_bias.items()}
         try:
             return SamplingParams(
                 **given, n=self.n, presence_penalty=self.presence_penalty, frequency_penalty=self.frequency_penalty,
@@ -296,25 +328,49 @@ class ChatMessage(BaseModel):
         """The message as chat templates expect it: text parts joined, arguments of tool calls parsed.
 
         Raises:
-            ApiError: 400, a part is not text, or arguments are not JSON.
+            ApiError: 400, a part is not text.
         """
         found = self.model_dump(exclude_none=True)
-        for call in found.get("tool_calls") or []:  # OpenAI sends arguments as JSON text, templates want the object
-            function = call.get("function") if isinstance(call, dict) else None
-            if isinstance(function, dict) and isinstance(function.get("arguments"), str):
-                try:
-                    function["arguments"] = json.loads(function["arguments"] or "{}")
-                except (ValueError, RecursionError):
-                    raise bad_request("messages: the arguments of a tool call must be JSON.", "messages") from None
+        for call in found.get("tool_calls") or []:
+            if isinstance(call.get("function"), dict):
+                call["function"]["arguments"] = _arguments(call["function"].get("arguments"))
         if isinstance(self.content, list):
-            if any(part.get("type") != "text" for part in self.content):
-                raise bad_request(
-                    "messages may hold text parts only: this server gives models no images or audio.", "messages"
-                )
-            if any(not isinstance(part.get("text"), str) for part in self.content):
-                raise bad_request("messages: the text of a part must be a text.", "messages")
-            found["content"] = "".join(part["text"] for part in self.content)
+            found["content"] = joined_text(self.content, ("text",), "messages")
         return found
+
+
+def _arguments(given: Any) -> dict[str, Any] | str:
+    """The arguments of an earlier tool call as templates want them: an object, which OpenAI sends as JSON text. A text that is not of an
+    object, such as that of a call that was cut off, stays a text.
+    """
+    if given is None or given == "":
+        return {}
+    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    try:
+        found = json.loads(text)
+        json.dumps(found, ensure_ascii=False, allow_nan=False).encode()  # no NaN, and no half of a character
+    except (ValueError, RecursionError):
+        return text
+    return found if isinstance(found, dict) else text
+
+
+def joined_text(parts: list[dict[str, Any]], kinds: tuple[str, ...], param: str) -> str:
+    """The joined texts of a content's parts. Besides `kinds` there may be refusals, the text of which is in another field.
+
+    Raises:
+        ApiError: 400, a part is not text; `param` is the field that holds it.
+    """
+    texts = []
+    for part in parts:
+        kind = part.get("type")
+        if kind not in (*kinds, "refusal"):
+            raise bad_request(
+                f"{param}: parts of type {kind!r} are not served here: this server gives models no images, files or audio.", param
+            )  # fmt: skip
+        texts.append(part.get("refusal" if kind == "refusal" else "text"))
+        if not isinstance(texts[-1], str):
+            raise bad_request(f"{param}: the text of a part must be a text.", param)
+    return "".join(texts)
 
 
 class Function(BaseModel):
@@ -356,6 +412,19 @@ class Conversation(Body):
     tools: list[Tool] | None = Field(None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
 
+    @model_validator(mode="after")
+    def _refuse_two_continuations(self) -> ChatRequest:
+        if (
+            self.continue_final_message
+            and self.add_generation_prompt
+            and "add_generation_prompt" in self.model_fields_set
+        ):
+            raise bad_request(
+                "add_generation_prompt begins another message: leave out either it or continue_final_message.",
+                "add_generation_prompt",
+            )
+        return self
+
     @property
     def offered_tools(self) -> list[dict[str, Any]] | None:
         """The tools that the chat template shows to the model; None if the model may not call any."""
@@ -393,24 +462,19 @@ class ChatRequest(Conversation, SamplingFields):
             )
         return choice.function.name
 
-    def grammar(self) -> StructuredOutputsParams | None:
-        """What the text must match, which may be a forced tool call; None: any text.
+    def wanted_format(self) -> dict[str, Any] | None:
+        """As in other requests; or the JSON of a forced tool call.
 
         Raises:
-            ApiError: 400, it is malformed, or a forced call is combined with another format.
+            ApiError: 400, a field is malformed, or a forced call is combined with another format.
         """
-        found, forced = super().grammar(), self.forced_tool
+        found, forced = super().wanted_format(), self.forced_tool
         if forced is None:
             return found
         if found is not None:
-            raise bad_request(
-                "tool_choice cannot be combined with response_format or structured_outputs.", "tool_choice"
-            )
+            raise bad_request("tool_choice cannot be combined with response_format.", "tool_choice")
         functions = {tool.function.name: tool.function.parameters or {"type": "object"} for tool in self.tools or []}
-        try:
-            return StructuredOutputsParams(json=tool_grammar(functions, forced, self.parallel_tool_calls))
-        except ValueError as error:
-            raise bad_request(str(error), "tools") from None
+        return {"json": tool_grammar(functions, forced, self.parallel_tool_calls)}
 
 
 class TokenizeRequest(Conversation):

@@ -13,25 +13,22 @@ from pydantic import Field, StrictInt, ValidationError
 from .endpoints import Chat
 from .errors import bad_request, shown
 from .messages import Delta
-from .protocol import MOST_MESSAGES, ChatRequest, Items, Part, SamplingFields
+from .protocol import MOST_MESSAGES, ChatRequest, Items, JsonSchema, Part, SamplingFields, joined_text
 from .server import Server
 from .worker import Update
 
 _UNSUPPORTED_FIELDS = (
     "previous_response_id", "conversation", "background", "store", "prompt", "include", "top_logprobs", "max_tool_calls",
     "context_management", "messages", "response_format", "max_tokens", "max_completion_tokens", "logprobs",
+    "prompt_logprobs", "return_token_ids", "kv_transfer_params",
 )  # fmt: skip
 _TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
 
 
-class TextFormat(Part):
+class TextFormat(JsonSchema):
     """What the answer's text must be: `response_format` of chat in another shape."""
 
     type: Literal["text", "json_object", "json_schema"] = "text"
-    name: str | None = None
-    description: str | None = None
-    strict: bool | None = None
-    schema_: dict[str, Any] | None = Field(None, alias="schema")
 
 
 class TextOptions(Part):
@@ -48,6 +45,11 @@ class FunctionTool(Part):
     description: str | None = None
     parameters: dict[str, Any] | None = None
     strict: bool | None = None
+
+    @property
+    def without_effect(self) -> list[str]:
+        """Also `strict`: forced calls are always strict, and those that the model chooses to make never are."""
+        return [*super().without_effect, *([] if self.strict is None else ["strict"])]
 
 
 class NamedTool(Part):
@@ -68,8 +70,14 @@ class ResponsesRequest(SamplingFields):
     parallel_tool_calls: bool = True
     text: TextOptions | None = None
     metadata: dict[str, str] | None = None
+    user: str | None = None
     truncation: Literal["disabled"] | None = None
     chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def without_effect(self) -> list[str]:
+        """Also `stream_options`: a stream always ends with the usage, and has it nowhere else."""
+        return [*super().without_effect, *(["stream_options"] if self.stream_options is not None else [])]
 
     def to_chat(self) -> ChatRequest:
         """The same request for /v1/chat/completions.
@@ -78,14 +86,11 @@ class ResponsesRequest(SamplingFields):
             ApiError: 400, it has a field or an item that is not supported, or a bad value.
         """
         for name in _UNSUPPORTED_FIELDS:
-            if (self.model_extra or {}).get(name) not in (None, False, [], 0):
+            value = getattr(self, name, None)
+            if value is not None if name == "prompt_logprobs" else value not in (None, False, []):
                 raise bad_request(
-                    f"{name} is not served here: responses are not stored, and hold no log-probabilities.", name
+                    f"{name} is not served here: responses are not stored, and hold only text and calls.", name
                 )
-        if self.prompt_logprobs is not None:
-            raise bad_request(
-                "prompt_logprobs is not served here: responses hold no log-probabilities.", "prompt_logprobs"
-            )
         if self.n != 1:
             raise bad_request("n must be 1.", "n")
         fields = {name: getattr(self, name) for name in SamplingFields.model_fields if name in self.model_fields_set}
@@ -124,7 +129,7 @@ class ResponsesRequest(SamplingFields):
                 reasoning += _text_of(item.get("content") or item.get("summary") or [])
                 continue
             if kind.startswith("function_call"):
-                _check_texts(item, ("call_id", "name", "arguments") if kind == "function_call" else ("call_id",))
+                _check_texts(item, ("call_id", "name") if kind == "function_call" else ("call_id",))
             if kind == "function_call":
                 function = {"name": item.get("name"), "arguments": item.get("arguments")}
                 call = {"id": item.get("call_id"), "type": "function", "function": function}
@@ -162,9 +167,7 @@ def _text_of(content: Any) -> str:
         return content
     if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
         raise bad_request("input: the content of an item is a text or a list of parts.", "input")
-    if any(part.get("type") not in _TEXT_PARTS or not isinstance(part.get("text"), str) for part in content):
-        raise bad_request("input: parts hold text only: this server gives models no images, files or audio.", "input")
-    return "".join(part["text"] for part in content)
+    return joined_text(content, _TEXT_PARTS, "input")
 
 
 class Output:

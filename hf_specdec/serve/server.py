@@ -39,6 +39,14 @@ _MOST_CHARACTERS = 1 << 20  # take one to three seconds
 _ENGINE_CHECK_SECONDS = 15.0  # without updates: a stream that sends no comments then checks that the engine still runs
 
 
+def _calls_at_fault(messages: list[dict[str, Any]]) -> str:
+    """A sentence if an earlier tool call has no object of arguments, for which a template may have raised; else empty."""
+    functions = [call.get("function") for message in messages for call in message.get("tool_calls", ())]
+    if any(isinstance(each, dict) and isinstance(each["arguments"], str) for each in functions):
+        return ". The arguments of a tool call are no JSON object, which this template may need."
+    return ""
+
+
 @dataclass
 class Limits:
     """Limits of the server; times are in seconds.
@@ -263,7 +271,7 @@ class Server:
             self._refuse_long_text(prompt, param)
             prompt = self.encode(prompt, add_special_tokens)
         if not prompt:
-            raise bad_request("The prompt is empty: it needs at least one token.", "prompt")
+            raise bad_request("The prompt is empty: it needs at least one token.", param)
         if len(prompt) >= self.max_model_len:
             raise self._too_long(str(len(prompt)), param)
         return prompt
@@ -294,6 +302,11 @@ class Server:
             )
         return self.encode(text, add_special_tokens)
 
+    def _chatml(self) -> str:
+        """ChatML, after the token with which the tokenizer begins every text, if it has one."""
+        begins = self.tokenizer.bos_token is not None and self.encode("x")[0] == self.tokenizer.bos_token_id
+        return "{{ bos_token }}" + CHATML if begins else CHATML
+
     def chat_text(self, body: Conversation) -> str:
         """A conversation as text with its special tokens, by the tokenizer's chat template (ChatML if it has none).
 
@@ -305,7 +318,7 @@ class Server:
         reserved = sorted(more.keys() & inspect.signature(self.tokenizer.apply_chat_template).parameters.keys())
         if reserved and reserved != ["documents"]:
             raise bad_request(f"chat_template_kwargs may not set {', '.join(reserved)}.", "chat_template_kwargs")
-        template = None if self.tokenizer.chat_template is not None else CHATML
+        template = None if self.tokenizer.chat_template is not None else self._chatml()
         final = body.continue_final_message
         try:
             return self.tokenizer.apply_chat_template(
@@ -313,7 +326,9 @@ class Server:
                 add_generation_prompt=body.add_generation_prompt and not final, continue_final_message=final, **more,
             )  # fmt: skip
         except Exception as error:  # a template is a program from the checkpoint and may raise anything
-            raise bad_request(f"The chat template refused the messages: {error}", "messages") from None
+            raise bad_request(
+                f"The chat template refused the messages: {error}{_calls_at_fault(messages)}", "messages"
+            ) from None
 
     async def compile(self, grammar: StructuredOutputsParams | None) -> None:
         """Compile a grammar before the request is submitted, so that the engine's thread need not wait for it. None: do nothing.

@@ -15,8 +15,9 @@ from ..sampling.grammar import shortened
 MOST_BYTES = 32 << 10
 _STACK_BYTES = 256 << 20  # stack of the compiling thread, which recurses as deeply as the grammar is nested
 _MOST_KEPT = 64  # number of compiled grammars that are kept
-# White space is limited: a model that has finished could otherwise write spaces until its tokens are used up.
-_WHITESPACE = r"[\x20\x0A\x0D\x09]{1,16}"
+# By default JSON may have one space after "," and ":", and no other white space, on which a model could spend all of its tokens.
+_ONE_SPACE = {"whitespace_flexible": False, "item_separator": ", ?", "key_separator": ": ?"}
+WHITE_SPACE = frozenset({"disable_any_whitespace", "whitespace_pattern"})  # fields that only say how JSON is spaced
 
 
 @dataclass
@@ -29,8 +30,8 @@ class StructuredOutputsParams:
         regex: a regular expression for the whole text.
         choice: one of these texts.
         grammar: a context-free grammar, in Lark's or GBNF's notation.
-        disable_any_whitespace: JSON without white space between its parts.
-        whitespace_pattern: a regular expression for that white space.
+        disable_any_whitespace: JSON without white space between its parts, where one space may otherwise follow "," and ":".
+        whitespace_pattern: a regular expression for the white space that may stand at any place between the parts of JSON.
 
     Raises:
         ValueError: none or several are given, or one is empty, of the wrong type, or too large.
@@ -54,6 +55,9 @@ class StructuredOutputsParams:
                 raise ValueError(
                     f"structured_outputs: {name} has the wrong type, {type(getattr(self, name)).__name__}."
                 )
+        spaces = [name for name in sorted(WHITE_SPACE) if getattr(self, name)]
+        if len(spaces) > 1 or (spaces and self.json is None and not self.json_object):
+            raise ValueError(f"structured_outputs: give either {' or '.join(sorted(WHITE_SPACE))}, for JSON only.")
         if self.choice is not None and not (
             isinstance(self.choice, list)
             and self.choice
@@ -108,9 +112,9 @@ class StructuredOutputsParams:
             except Exception as error:  # its parser has no error class of its own
                 raise ValueError(f"structured_outputs: the grammar cannot be read: {shortened(str(error))}") from None
         schema = '{"type": "object"}' if self.json is None else self.json
-        spaces = {"whitespace_flexible": False} if self.disable_any_whitespace else {
-            "whitespace_flexible": True, "whitespace_pattern": self.whitespace_pattern or _WHITESPACE,
-        }  # fmt: skip
+        spaces: dict[str, Any] = {"whitespace_flexible": False} if self.disable_any_whitespace else _ONE_SPACE
+        if self.whitespace_pattern is not None:
+            spaces = {"whitespace_flexible": True, "whitespace_pattern": self.whitespace_pattern}
         try:
             return LLMatcher.grammar_from_json_schema(schema, defaults=spaces)  # type: ignore[arg-type]
         except (ValueError, RecursionError) as error:
