@@ -84,6 +84,10 @@ class Process:
         (found,) = children(self.process.pid, "engine_main")
         return found
 
+    def copies(self):
+        """The ids of its other processes: copies of the first."""
+        return set(children(self.process.pid, "hf_specdec.cli")) - {self.engine()}
+
     def said(self):
         """What both processes have written."""
         self.log.seek(0)

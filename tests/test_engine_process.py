@@ -41,6 +41,10 @@ def schedule(self, only=None):
     return before(self, only)
 scheduler.Scheduler.schedule = schedule
 """
+IMPATIENT = """
+from hf_specdec.serve import engine_process
+engine_process.BEAT_SECONDS, engine_process.MOST_SILENT_SECONDS = 0.1, 1.0
+"""
 NOTE_MODELS = """
 import os
 from transformers import PreTrainedModel
@@ -131,15 +135,51 @@ def test_an_engine_that_is_killed_ends_answers_and_the_server(started):
     assert "SIGKILL" in line
 
 
+def test_an_engine_that_is_stopped_for_a_while(started):
+    """/health and new requests get 503 meanwhile; an answer that had begun waits, and goes on."""
+    server = started(before=IMPATIENT).wait()
+    server.post("/v1/completions", LONG)
+    whole = server.post("/v1/completions", LONG)[2]["choices"][0]["text"]
+    engine, running = server.engine(), stream(server)
+
+    def health_becomes(status):
+        deadline = time.monotonic() + 20
+        while asked(server, "/health") != status:
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+
+    os.kill(engine, signal.SIGSTOP)
+    try:
+        health_becomes(503)
+        status, headers, answer = server.post("/v1/completions", LONG)
+        assert (status, headers["Retry-After"]) == (503, "5") and "has said nothing" in answer["error"]["message"]
+        assert asked(server, "/v1/models") == 200
+    finally:
+        os.kill(engine, signal.SIGCONT)
+    health_becomes(200)
+    frames = [json.loads(event)["choices"][0] for event in events(running)[:-1]]
+    assert whole.endswith("".join(frame["text"] for frame in frames)) and frames[-1]["finish_reason"] == "length"
+    assert server.post("/v1/completions", LONG)[2]["choices"][0]["text"] == whole
+
+
+def asked(server, path):
+    """The status of a GET."""
+    try:
+        with urllib.request.urlopen(server.url + path, timeout=5) as answer:
+            return answer.status
+    except urllib.error.HTTPError as error:
+        return error.code
+
+
 def test_no_engine_outlives_the_server_and_only_it_holds_the_model(started, tmp_path):
     server = started(before=NOTE_MODELS.format(folder=str(tmp_path))).wait()
-    engine, running = server.engine(), stream(server, n=32)
+    engine, copies, running = server.engine(), server.copies(), stream(server, n=32)
     pids = {int(file.name) for file in tmp_path.iterdir()}
     assert engine in pids and server.process.pid not in pids
     assert ".safetensors" not in Path(f"/proc/{server.process.pid}/maps").read_text()
     server.process.send_signal(signal.SIGKILL)
     server.process.wait()
-    assert is_gone(engine)
+    assert len(copies) == 1 and all(map(is_gone, [engine, *copies]))
     running.close()
     assert server.said().count("Traceback") == 0
 

@@ -100,6 +100,53 @@ def test_chat_in_a_browser(server, browser):
 
 
 @browsing
+def test_what_is_shown_is_what_the_next_question_has(server, browser):
+    """Stop keeps the turn that is shown, or gives the text back if nothing came; Clear forgets all, also a turn that still runs."""
+    browser.call("Page.navigate", url=server.url.replace("//", "//me:secret@") + "/?again")
+    browser.wait("typeof send === 'function' && document.getElementById('model').textContent === 'tiny'")
+    sent = "window.sent = []; const real = fetch; "
+    sent += "fetch = (url, how) => { if (how) sent.push(JSON.parse(how.body)); return real(url, how); }"
+    browser.run(
+        sent + "; document.getElementById('tokens').value = 400; document.getElementById('temperature').value = 0"
+    )
+    ask = "document.getElementById('text').value = {}; document.querySelector('form').requestSubmit()"
+    last, button = "sent[sent.length - 1].messages", "document.getElementById('send')"
+    assert "tokens per step" in browser.run("document.getElementById('tau').textContent")
+    assert "Shift" in browser.run("document.getElementById('text').placeholder")
+    browser.wait("document.querySelector('#tau b').textContent === '–'")  # nothing runs
+    colors = browser.run(
+        "['#text', '#tokens', '.row label'].map((each) => getComputedStyle(document.querySelector(each)).color)"
+    )
+    assert colors[0] == colors[1] != colors[2]
+    quiet = browser.run(f"getComputedStyle({button}).backgroundColor")
+
+    browser.run(ask.format(json.dumps(STORY)))
+    browser.wait("document.querySelector('.said.assistant').textContent.length > 20")
+    assert browser.run(f"{button}.textContent") == "Stop"
+    assert browser.run(f"getComputedStyle({button}).backgroundColor") != quiet
+    browser.run(f"{button}.click()")
+    browser.wait("running === null")
+    said = (
+        browser.run("document.querySelector('.said.assistant').firstChild.parentNode.innerText")
+        .removesuffix("Stopped.")
+        .strip()
+    )
+    browser.run(ask.format(json.dumps("And then?")))
+    first, second, third = browser.run(last)
+    assert (first["content"], third["content"]) == (STORY, "And then?") and second["content"].strip() == said
+
+    browser.run("document.getElementById('clear').click()")
+    browser.wait("running === null")
+    assert browser.run("document.getElementById('log').textContent") == ""
+    browser.run(ask.format(json.dumps("Who?")))
+    assert [each["content"] for each in browser.run(last)] == ["Who?"]
+    browser.run(f"{button}.click()")  # before the first token, or after it
+    browser.wait("running === null")
+    shown = browser.run("document.querySelectorAll('.said').length")
+    assert (shown, browser.run("document.getElementById('text').value")) in ((0, "Who?"), (2, ""))
+
+
+@browsing
 def test_the_page_fits_a_phone(server, browser):
     browser.resize(360, 640, mobile=True)
     browser.wait("document.documentElement.clientWidth <= 360")

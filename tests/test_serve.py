@@ -18,7 +18,7 @@ from helpers_server import Process
 pytest.importorskip("uvicorn")
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
-pytest.importorskip("openai")
+openai = pytest.importorskip("openai")
 
 CONFIG = {"method": "eagle3", "model": "tiny-eagle3", "num_speculative_tokens": 3}
 SERVED = {
@@ -186,7 +186,12 @@ def test_a_request_chooses_its_drafter(server):
 
 
 def test_other_endpoints(server, client, tiny_tokenizer):
-    assert [model.id for model in client.models.list()] == ["tiny"]
+    (listed,) = client.models.list()
+    assert listed.id == "tiny" and client.models.retrieve("tiny") == listed
+    for name in ("huge", "org/huge", "tiny/"):
+        with pytest.raises(openai.NotFoundError) as error:
+            client.models.retrieve(name)
+        assert error.value.code == "model_not_found" and error.value.param == "model"
     _, _, found = server.post("/tokenize", {"prompt": STORY})
     assert found["tokens"] == tiny_tokenizer(STORY)["input_ids"] and found["count"] == len(found["tokens"])
     assert server.post("/detokenize", {"tokens": found["tokens"]})[2]["prompt"] == tiny_tokenizer.decode(
@@ -446,6 +451,7 @@ def test_a_stream_in_which_the_server_fails(tiny_tokenizer, caplog, path):
             endpoint = Completions(server, CompletionRequest(prompt="x", stream=True))
         else:
             endpoint = Responses(server, ResponsesRequest(input="x", stream=True))
+        endpoint.prepare()
         endpoint.submit()
         return b"".join([piece async for piece in endpoint.stream()]).decode()
 

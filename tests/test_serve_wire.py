@@ -4,6 +4,7 @@ import asyncio
 import copy
 import gzip
 import json
+import re
 import urllib.error
 import urllib.request
 from types import SimpleNamespace
@@ -56,6 +57,8 @@ TOOL = {"type": "function", "function": {"name": "f", "strict": True}, "odd": 1}
         ("/v1/responses", {"input": "x", "max_output_tokens": 1, "text": {"odd": 1}, "foo": 1}, "foo, text.odd"),
         ("/v1/responses", {"input": "x", "max_output_tokens": 1, "text": {"format": {"type": "text", "odd": 1}}}, "text.format.odd"),
         ("/tokenize", {"prompt": "x", "foo": 1}, "foo"),
+        ("/tokenize", {"messages": USER, "add_special_tokens": True, "tools": [TOOL], "n": 1}, "add_special_tokens, n, tools.odd"),
+        ("/tokenize", {"prompt": "x", "chat_template_kwargs": {}, "tool_choice": "none"}, "chat_template_kwargs, tool_choice"),
         ("/detokenize", {"tokens": [5], "foo": 1}, "foo"),
         (CHAT, {"messages": [{**USER[0], "name": "me"}], "max_tokens": 1}, None),  # the template may show it
     ],
@@ -270,7 +273,7 @@ def test_refusals_of_earlier_turns_are_text(server):
 def test_bodies_that_are_not_json_are_told_what_is_wrong(server):
     status, _, answer = server.post(COMPLETIONS, b'{"prompt": "x",}')
     assert (status, answer["error"]["param"]) == (400, None) and "not JSON" in answer["error"]["message"]
-    assert "15" in answer["error"]["message"]  # where
+    assert "column 16" in answer["error"]["message"]
     for wrong in ("text/plain", "application/x-www-form-urlencoded"):  # the latter is curl's, without -H
         status, _, answer = server.post(COMPLETIONS, {"prompt": "x"}, {"Content-Type": wrong})
         assert status == 400 and "Content-Type: application/json" in answer["error"]["message"]
@@ -299,6 +302,8 @@ def test_bodies_that_are_not_json_are_told_what_is_wrong(server):
         (CHAT, {"messages": [{"role": "user", "content": [{"type": "text", "text": None}]}]}, "messages", "the text of a part"),
         (CHAT, {"messages": USER, "structured_outputs": {"xml": 1}}, "structured_outputs", "has no 'xml'; its keys are json"),
         (COMPLETIONS, {}, "prompt", "Field required"),
+        ("/tokenize", {"messages": USER, "chat_template_kwargs": 5}, "chat_template_kwargs", "Input should be a valid dictionary"),
+        ("/tokenize", {"messages": USER, "prompt": "x"}, None, "either prompt or messages"),
         ("/v1/responses", {"input": 5}, "input", "Input should be a valid string or a valid list"),
         (COMPLETIONS, {"prompt": [5] * 300}, "prompt", "300 tokens"),
         (CHAT, {"messages": [{"role": "user", "content": "x" * 300}]}, "messages", "tokens; with max_model_len 256"),
@@ -445,12 +450,73 @@ def test_a_tokenizer_without_a_chat_template_gets_chatml_and_the_log_says_so(tin
     server = Server(bare, ["tiny"], Limits())
     assert "no chat template" in caplog.text and "ChatML" in caplog.text
     messages = [{"role": "system", "content": "Be nice."}, {"role": "user", "content": "Hi"}]
-    ids = server.chat_prompt(ChatRequest.model_validate({"messages": messages}))
+    text = server.chat_text(ChatRequest.model_validate({"messages": messages}))
     expected = "<|im_start|>system\nBe nice.<|im_end|>\n<|im_start|>user\nHi<|im_end|>\n<|im_start|>assistant\n"
-    assert tiny_tokenizer.decode(ids) == expected
-    assert own.chat_prompt(ChatRequest.model_validate({"messages": messages})) != ids
+    assert text == expected
+    assert own.chat_text(ChatRequest.model_validate({"messages": messages})) != text
     bare.bos_token = "<|endoftext|>"  # a token that is not added to texts is not added here
-    assert server.chat_prompt(ChatRequest.model_validate({"messages": messages})) == ids
+    assert server.chat_text(ChatRequest.model_validate({"messages": messages})) == text
     first = [("<|endoftext|>", bare.bos_token_id)]
     bare.backend_tokenizer.post_processor = TemplateProcessing(single="<|endoftext|> $A", special_tokens=first)
-    assert server.chat_prompt(ChatRequest.model_validate({"messages": messages})) == [bare.bos_token_id, *ids]
+    assert server.chat_text(ChatRequest.model_validate({"messages": messages})) == "<|endoftext|>" + text
+
+
+def test_tokenize_makes_the_prompt_that_chat_makes(tiny_tokenizer):
+    """Whatever a field does to the prompt of a chat request, it does here."""
+    from hf_specdec.serve.protocol import ChatRequest, TokenizeRequest
+    from hf_specdec.serve.server import Limits, Server
+
+    shows_all = copy.deepcopy(tiny_tokenizer)
+    shows_all.chat_template = (
+        "{% for m in messages %}{{ m.role }}: {{ m.content }}\n{% endfor %}{{ tools | tojson }}{{ mood }}"
+        "{% if add_generation_prompt %}assistant: {% endif %}"
+    )
+    server, base = Server(shows_all, ["tiny"], Limits()), {"messages": USER}
+    seen = [server.chat_text(TokenizeRequest.model_validate(base))]
+    for more in (
+        {"tools": [TOOL]}, {"add_generation_prompt": False}, {"continue_final_message": True, "add_generation_prompt": False},
+        {"chat_template_kwargs": {"mood": "glad"}}, {"messages": [{"role": "user", "content": [{"type": "text", "text": "parts"}]}]},
+    ):  # fmt: skip
+        text = server.chat_text(TokenizeRequest.model_validate({**base, **more}))
+        assert text == server.chat_text(ChatRequest.model_validate({**base, **more})) and text not in seen, more
+        seen.append(text)
+    assert server.chat_text(TokenizeRequest.model_validate({**base, "tools": [TOOL], "tool_choice": "none"})) == seen[0]
+
+
+def test_openapi_describes_what_is_served(tiny_tokenizer):
+    """Every path with its methods; schemathesis checks the rest."""
+    from hf_specdec.serve.api import make_app
+    from hf_specdec.serve.server import Limits, Server
+
+    app = make_app(Server(tiny_tokenizer, ["tiny"], Limits()), ["secret"])
+    document = app.openapi()
+    served = {(re.sub("{.*}", "{}", route.path), method) for route in app.routes for method in route.methods - {"HEAD"}}
+    ours = {
+        (re.sub("{.*}", "{}", path), method.upper()) for path, found in document["paths"].items() for method in found
+    }
+    assert ours == {
+        each for each in served if each[0] not in ("/openapi.json", "/docs", "/docs/oauth2-redirect", "/redoc")
+    }
+    for path, found in document["paths"].items():
+        for operation in found.values():
+            assert ("401" in operation["responses"]) == (path != "/health")
+
+
+def test_long_texts_are_refused_before_they_are_tokenized(tiny_tokenizer):
+    """Unless their tokens are long, too: then they are counted."""
+    from hf_specdec.serve.errors import ApiError
+    from hf_specdec.serve.server import Limits, Server
+
+    server, sizes = Server(tiny_tokenizer, ["tiny"], Limits()), []
+    server.max_model_len, encode = 64, server.encode
+    server.encode = lambda text, *more: sizes.append(len(text)) or encode(text, *more)
+    with pytest.raises(ApiError, match="more than 64 tokens; with max_model_len 64 it may have 63") as error:
+        server.prompt_ids("Once upon a time " * 50_000, "prompt")
+    assert error.value.body["error"]["code"] == "context_length_exceeded" and sum(sizes) < 20_000
+    with pytest.raises(ApiError, match="has 65 tokens"):
+        server.prompt_ids([5] * 65, "prompt")
+    sizes.clear()
+    server.encode = lambda text, *more: sizes.append(len(text)) or [5] * (len(text) // 1000)
+    assert len(server.prompt_ids("x" * 5000, "prompt")) == 5 and sizes == [512, 1024, 2048, 4096, 5000]
+    with pytest.raises(ApiError, match="at most 1048576"):
+        server.text_ids("x" * 2**21, "prompt")

@@ -289,7 +289,7 @@ def test_calls_are_shown_to_templates_as_they_were_written(tiny_tokenizer):
         tokenizer.chat_template = "{% for call in messages[0].tool_calls %}" + template + "{% endfor %}"
         call = {"id": "1", "type": "function", "function": {"name": "weather", "arguments": arguments}}
         body = ChatRequest.model_validate({"messages": [{"role": "assistant", "content": None, "tool_calls": [call]}]})
-        return tokenizer.decode(Server(tokenizer, ["tiny"], Limits()).chat_prompt(body))
+        return Server(tokenizer, ["tiny"], Limits()).chat_text(body)
 
     told = "{% set given = call.function.arguments %}{{ given if given is string else given | tojson }}"
     quoted = "{{ call.function.arguments | tojson }}"

@@ -2,22 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 from fastapi import FastAPI, Request
-from fastapi.exceptions import RequestValidationError
 from fastapi.responses import JSONResponse, Response
+from pydantic_core import to_json
 from starlette.exceptions import HTTPException
 
 import hf_specdec
 
-from .endpoints import IGNORED_HEADER, Chat, Completions, ignored_header
+from .bodies import read_body
+from .endpoints import IGNORED_HEADER, Chat, Completions, Endpoint, ignored_header, unless_disconnected
 from .errors import ApiError, bad_request, failed
 from .guard import Guard
-from .protocol import ChatRequest, CompletionRequest, DetokenizeRequest, TokenizeRequest
-from .responses import Responses, ResponsesRequest
+from .openapi import describe
+from .protocol import DetokenizeRequest, TokenizeRequest
+from .responses import Responses
 from .server import Server
 
 _PAGE = Path(__file__).with_name("page.html").read_bytes()
@@ -43,6 +45,7 @@ def make_app(
     _add_status_routes(app, server)
     _add_tokenizer_routes(app, server)
     _add_generation_routes(app, server)
+    app.openapi = lambda: describe(bool(api_keys))
     return app
 
 
@@ -69,56 +72,16 @@ def _add_error_handlers(app: FastAPI) -> None:
     async def on_api_error(request: Request, error: ApiError) -> Response:
         return JSONResponse(error.body, error.status, error.headers)
 
-    @app.exception_handler(RequestValidationError)
-    async def on_invalid_body(request: Request, error: RequestValidationError) -> Response:
-        found = _invalid_body(error.errors(), error.body, request.headers.get("content-type", ""))
-        return JSONResponse(found.body, 400)
-
     @app.exception_handler(HTTPException)
     async def on_http_error(request: Request, error: HTTPException) -> Response:
-        path, encoding = request.url.path, request.headers.get("content-encoding")
+        path = request.url.path
         messages = {404: f"Nothing is served at {path}.", 405: f"{path} does not accept {request.method}."}
-        if error.__cause__ is not None:  # FastAPI could not parse the body
-            compressed = f" It is compressed ({encoding}), which is not supported." if encoding else ""
-            messages[400] = f"The body cannot be read as JSON: {error.__cause__}.{compressed}"
         body = ApiError(error.status_code, messages.get(error.status_code, str(error.detail))).body
         return JSONResponse(body, error.status_code, error.headers)
 
     @app.exception_handler(Exception)
     async def on_failure(request: Request, error: Exception) -> Response:
         return JSONResponse(failed("The server failed; its log says why.").body, 500, {"x-should-retry": "false"})
-
-
-def _invalid_body(errors: Sequence[dict[str, Any]], body: Any, content_type: str) -> ApiError:
-    """What is wrong with a body, from pydantic's errors, of which there is one for each type that a field may have."""
-    first = errors[0]
-    if first["type"] == "json_invalid":
-        return bad_request(
-            f"The body is not JSON: {first.get('ctx', {}).get('error', first['msg'])} (character {first['loc'][-1]})."
-        )
-    places = [_place(error, body) for error in errors]
-    place = max((each for each in places if each[:1] == places[0][:1]), key=len)
-    if not place and "json" not in content_type.lower():
-        return bad_request(
-            f"The body has the type {content_type!r}: send JSON, with the header Content-Type: application/json."
-        )
-    found = [error for error, each in zip(errors, places, strict=True) if each == place]
-    name = ".".join(place)
-    if found[0]["type"] == "value_error":  # raised by our own checks, whose message names the field
-        return bad_request(f"{found[0]['ctx']['error']}.", name or None)
-    first_message, *others = dict.fromkeys(error["msg"] for error in found)
-    message = " or ".join([first_message, *(each.removeprefix("Input should be ") for each in others)])
-    return bad_request(f"{name or 'The body'}: {message}.", name or None)
-
-
-def _place(error: dict[str, Any], body: Any) -> list[str]:
-    """Field names and indices that lead to what is wrong, without those that pydantic adds for each type that a field may have."""
-    found, value = [], body
-    for part in error["loc"][1:]:
-        if (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int)):
-            value = value[part]
-            found.append(str(part))
-    return [*found, str(error["loc"][-1])] if error["type"] == "missing" and len(error["loc"]) > 1 else found
 
 
 def _add_page(app: FastAPI) -> None:
@@ -151,48 +114,62 @@ def _add_status_routes(app: FastAPI, server: Server) -> None:
 
     @app.get("/v1/models")
     async def models() -> dict[str, Any]:
-        one = {
-            "object": "model",
-            "created": server.created,
-            "owned_by": "hf-specdec",
-            "max_model_len": server.max_model_len,
-        }
-        return {"object": "list", "data": [{"id": name, **one} for name in server.names]}
+        return {"object": "list", "data": [server.model(name) for name in server.names]}
+
+    @app.get("/v1/models/{name:path}")  # a name may contain slashes
+    async def model(name: str) -> dict[str, Any]:
+        server.check_model(name)
+        return server.model(name)
 
 
 def _add_tokenizer_routes(app: FastAPI, server: Server) -> None:
     """Text to token ids, and back."""
 
-    @app.post("/tokenize")
-    async def tokenize(body: TokenizeRequest, response: Response) -> dict[str, Any]:
-        response.headers.update(ignored_header(body.unknown_fields))
-        server.check_model(body.model)
-        if (body.prompt is None) == (body.messages is None):
-            raise bad_request("Give either prompt or messages.", "prompt")
-        ids = server.chat_prompt(body) if body.prompt is None else server.encode(body.prompt, body.add_special_tokens)
-        return {"tokens": ids, "count": len(ids), "max_model_len": server.max_model_len}
+    def add(path: str, function: Callable[[Server, bytes, dict[str, str]], tuple[bytes, dict[str, str]]]) -> None:
+        @app.post(path)
+        async def answer(request: Request) -> Response:
+            raw = await request.body()
+            work = server.lanes.run(len(raw), function, raw, dict(request.headers))
+            found, headers = await unless_disconnected(request, work)
+            return Response(found, headers=headers, media_type="application/json")
 
-    @app.post("/detokenize")
-    async def detokenize(body: DetokenizeRequest, response: Response) -> dict[str, str]:
-        response.headers.update(ignored_header(body.unknown_fields))
-        server.check_model(body.model)
-        size = len(server.tokenizer)
-        if any(not 0 <= token < size for token in body.tokens):
-            raise bad_request(f"tokens must be ids from 0 to {size - 1}.", "tokens")
-        return {"prompt": server.tokenizer.decode(body.tokens)}
+    add("/tokenize", _tokenized)
+    add("/detokenize", _detokenized)
+
+
+# An answer is written by pydantic, because Python takes several times as long for a list of a million ids.
+
+
+def _tokenized(server: Server, raw: bytes, headers: dict[str, str]) -> tuple[bytes, dict[str, str]]:
+    """The answer to POST /tokenize, and its headers."""
+    body = read_body(TokenizeRequest, raw, headers)
+    server.check_model(body.model)
+    if body.prompt is None:
+        ids = server.text_ids(server.chat_text(body), "messages", add_special_tokens=False)
+    else:
+        ids = server.text_ids(body.prompt, "prompt", body.add_special_tokens)
+    known = {} if server.facts is None else {"max_model_len": server.max_model_len}
+    return to_json({"tokens": ids, "count": len(ids), **known}), ignored_header(body.unknown_fields)
+
+
+def _detokenized(server: Server, raw: bytes, headers: dict[str, str]) -> tuple[bytes, dict[str, str]]:
+    """The answer to POST /detokenize, and its headers."""
+    body = read_body(DetokenizeRequest, raw, headers)
+    server.check_model(body.model)
+    size = len(server.tokenizer)
+    if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < size:
+        raise bad_request(f"tokens must be ids from 0 to {size - 1}.", "tokens")
+    return to_json({"prompt": server.tokenizer.decode(body.tokens)}), ignored_header(body.unknown_fields)
 
 
 def _add_generation_routes(app: FastAPI, server: Server) -> None:
     """The endpoints that generate text."""
 
-    @app.post("/v1/completions")
-    async def completions(body: CompletionRequest, request: Request) -> Response:
-        return await Completions(server, body).respond(request)
+    def add(path: str, kind: type[Endpoint]) -> None:
+        @app.post(path)
+        async def answer(request: Request) -> Response:
+            return await kind.respond(server, request)
 
-    @app.post("/v1/chat/completions")
-    async def chat(body: ChatRequest, request: Request) -> Response:
-        return await Chat(server, body).respond(request)
-
-    @app.post("/v1/responses")
-    async def responses(body: ResponsesRequest, request: Request) -> Response:
-        return await Responses(server, body).respond(request)
+    add("/v1/completions", Completions)
+    add("/v1/chat/completions", Chat)
+    add("/v1/responses", Responses)

@@ -17,11 +17,12 @@ from fastapi.responses import JSONResponse, Response, StreamingResponse
 
 from ..sampling.grammar import Reasoning
 from .answers import Answer
+from .bodies import read_body
 from .errors import ApiError, bad_request, shown
 from .frames import TextOffsets, chat_logprobs, completion_logprobs, prompt_logprobs, usage
 from .guard import SPACE
 from .messages import MessageParser, joined_calls, reasoning_before, without_tools
-from .protocol import ChatRequest, CompletionRequest, SamplingFields
+from .protocol import Body, ChatRequest, CompletionRequest, SamplingFields
 from .server import Server
 from .structured import StructuredOutputsParams
 from .text import token_bytes, token_text
@@ -34,21 +35,38 @@ _to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
 class Endpoint(ABC):
     """One client's request to an endpoint that generates text. It may hold several prompts, each with `n` choices.
 
+    One of the server's lanes makes and prepares it, perhaps in another process, whose copy of the server it leaves behind. The other
+    methods are called in the event loop's thread.
+
     Attributes:
+        form: the class of the bodies that the endpoint takes.
         object, prefix: OpenAI's name for the frames of a stream (for the whole answer: without ".chunk"), and the prefix of the id.
+        ignored_fields: names of the request's fields that the server does not know and therefore ignores.
+        prompts: as the client gave them, or as the chat template made them.
+        ids: token ids of each prompt.
+        params: of all prompts.
+        reasoning: what the model writes before the text that a grammar describes.
         answers: the state of each prompt's answer, in the order of the prompts.
         grammar: what the text must match; None: any text.
         space: see `Sequence.space`; named after the request's API key.
         base: the fields that every frame begins with.
     """
 
+    form: type[Body]
     object: str
     prefix: str
 
-    def __init__(self, server: Server, body: SamplingFields):
+    body: SamplingFields
+
+    def __init__(self, server: Server, body: Any):
         self.server, self.body = server, body
         server.check_model(body.model)
+        self.prompts: list[str | list[int]] = []
+        self.ids: list[list[int]] = []
+        self.params = server.defaults
+        self.reasoning: Reasoning | None = None
         self.answers: list[Answer] = []
+        self.ignored_fields: list[str] = []
         self.grammar: StructuredOutputsParams | None = None
         self.space = ""
         self.base = {
@@ -57,12 +75,29 @@ class Endpoint(ABC):
         }  # fmt: skip
 
     @abstractmethod
-    def submit(self) -> None:
-        """Send the prompts to the engine and set `answers`.
+    def prepare(self) -> None:
+        """Check the request and set what `submit` sends.
 
         Raises:
             ApiError: the request cannot be served.
         """
+        if self.body.prompt_logprobs is not None and self.body.stream:
+            raise bad_request(
+                "prompt_logprobs are not sent in streams: leave out stream, or prompt_logprobs.", "prompt_logprobs"
+            )
+        self.grammar = self.body.grammar()
+
+    def submit(self) -> None:
+        """Send the prompts to the engine, each as a request of its own, and set `answers`.
+
+        Raises:
+            ApiError: see `Server.submit`.
+        """
+        for prompt, ids in zip(self.prompts, self.ids, strict=True):
+            answer = self.server.submit(
+                prompt, ids, self.params, self.reasoning, self.answers, self.body.max_time, self.space
+            )
+            self.answers.append(answer)
 
     def begin_frames(self, index: int) -> list[dict[str, Any]]:
         """What the frames hold that are sent for choice `index` before its first text."""
@@ -76,31 +111,33 @@ class Endpoint(ABC):
     def whole(self, number: int, index: int, updates: list[Update]) -> dict[str, Any]:
         """The `choices` entry of the whole answer, without its index, from all updates of choice `index` of prompt `number`."""
 
-    @property
-    def ignored_fields(self) -> list[str]:
-        """Names of the request's fields that the server ignores."""
-        return self.body.unknown_fields
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "server": None}
 
-    async def respond(self, request: Request) -> Response:
-        """Serve the request: return the whole answer, or a stream.
+    @classmethod
+    async def respond(cls, server: Server, request: Request) -> Response:
+        """Serve a request: return the whole answer, or a stream.
 
         Raises:
             ApiError: the request cannot be served, or the client has disconnected.
         """
+        raw = await request.body()
+        return await unless_disconnected(request, cls._respond(server, request, raw))
+
+    @classmethod
+    async def _respond(cls, server: Server, request: Request, raw: bytes) -> Response:
+        _ = server.running_worker  # before the model is loaded, the length of prompts is not known
+        self = await server.lanes.run(len(raw), _prepared, cls, raw, dict(request.headers))
+        self.server = server
         headers = ignored_header(self.ignored_fields)
-        if self.body.prompt_logprobs is not None and self.body.stream:
-            raise bad_request(
-                "prompt_logprobs are not sent in streams: leave out stream, or prompt_logprobs.", "prompt_logprobs"
-            )
         self.space = request.scope.get(SPACE, "")
-        self.grammar = self.body.grammar()
-        await self.server.compile(self.grammar)
+        await server.compile(self.grammar)
         with contextlib.ExitStack() as at_end:
-            at_end.callback(self.server.release, self.answers)
+            at_end.callback(server.release, self.answers)
             self.submit()
             if self.body.stream:
                 return EventStream(self.stream(), at_end.pop_all().close, headers)
-            return JSONResponse(await unless_disconnected(request, self.collect()), headers=headers)
+            return JSONResponse(await self.collect(), headers=headers)
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of a token in the text."""
@@ -174,29 +211,44 @@ class Endpoint(ABC):
         yield b"data: [DONE]\n\n"
 
 
+def _prepared(server: Server, kind: type[Endpoint], raw: bytes, headers: dict[str, str]) -> Endpoint:
+    """An endpoint of this kind, made of the bytes of a body and prepared. Raises: ApiError, the request cannot be served."""
+    body = read_body(kind.form, raw, headers)
+    endpoint = kind(server, body)
+    endpoint.ignored_fields = body.unknown_fields
+    endpoint.prepare()
+    for each in (body, endpoint.body):
+        each.leave_out_what_is_done()
+    return endpoint
+
+
 class Completions(Endpoint):
     """POST /v1/completions."""
 
+    form = CompletionRequest
     object = "text_completion"
     prefix = "cmpl"
     body: CompletionRequest
 
-    def submit(self) -> None:
-        """Send each prompt to the engine as a request of its own."""
+    def prepare(self) -> None:
+        """Make token ids of each prompt."""
+        super().prepare()
         body = self.body
         counts = [body.prompt_logprobs, body.logprobs if body.echo else None]
-        more = {
-            "logprobs": body.logprobs, "structured_outputs": self.grammar,
-            "prompt_logprobs": max((count for count in counts if count is not None), default=None),
-        }  # fmt: skip
+        self.params = body.sampling_params(
+            self.server.defaults, body.max_tokens if body.max_tokens is None else max(body.max_tokens, 1), logprobs=body.logprobs,
+            structured_outputs=self.grammar, prompt_logprobs=max((each for each in counts if each is not None), default=None),
+        )  # fmt: skip
         self.prompts = body.prompts()
-        self.ids = [self.server.encode(prompt) for prompt in self.prompts]
+        self.ids = [self.server.prompt_ids(prompt, "prompt") for prompt in self.prompts]
         self.offsets: dict[tuple[int, int], TextOffsets] = {}  # by number of the prompt and index of the choice
         self.special_ids = set(self.server.tokenizer.all_special_ids)
-        tokens = body.max_tokens if body.max_tokens is None else max(body.max_tokens, 1)
-        for prompt, ids in zip(self.prompts, self.ids, strict=True):
-            params = body.sampling_params(self.server.defaults, tokens, **more)
-            self.answers.append(self.server.submit(prompt, ids, params, None, self.answers, body.max_time, self.space))
+        if body.echo and body.logprobs is not None:
+            self.num_added = [self._num_added(*each) for each in zip(self.prompts, self.ids, strict=True)]
+
+    def _num_added(self, prompt: str | list[int], ids: list[int]) -> int:
+        """Number of special tokens that were added before a prompt."""
+        return len(ids) - len(self.server.encode(prompt, False)) if isinstance(prompt, str) else 0
 
     def usage(self) -> dict[str, Any]:
         """As of any request, but with `max_tokens` 0 without the token that the engine draws all the same: it is shown nowhere."""
@@ -221,7 +273,7 @@ class Completions(Endpoint):
         places = []
         if echoed:
             prompt = self.ids[number]
-            num_added = len(prompt) - len(self.server.encode(self.prompts[number], add_special_tokens=False))
+            num_added = self.num_added[number]
             pieces = [b"" if i < num_added else self.token_bytes(id) for i, id in enumerate(prompt)]
             if num_added < len(pieces) and not self._echoed(number).startswith(" "):
                 pieces[num_added] = pieces[num_added].removeprefix(b" ")  # SentencePiece's, which is not in the text
@@ -281,58 +333,62 @@ class Chat(Endpoint):
 
     Attributes:
         template: the response template by which the text is parsed; None: all of it is content.
+        prefix: the prompt's text, if there is a template.
         parsers: one for each choice.
     """
 
+    form = ChatRequest
     object = "chat.completion.chunk"
     prefix = "chatcmpl"
     body: ChatRequest
     template: dict | None
     parsers: list[MessageParser]
 
-    @property
-    def ignored_fields(self) -> list[str]:
-        """As of any request; also `skip_special_tokens: true` where a template may look for such tokens, so that they are not skipped."""
-        asked = "skip_special_tokens" in self.body.model_fields_set and self.body.skip_special_tokens
-        kept = asked and self.server.response_template is not None
-        return [*super().ignored_fields, *(["skip_special_tokens"] if kept else [])]
-
-    def submit(self) -> None:
-        """Send the conversation to the engine as one request."""
+    def prepare(self) -> None:
+        """Make token ids of the conversation."""
+        super().prepare()
         body = self.body
         if body.top_logprobs is not None and not body.logprobs:
             raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs")
         most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
-        params = body.sampling_params(
+        self.params = body.sampling_params(
             self.server.defaults, most, logprobs=(body.top_logprobs or 0) if body.logprobs else None,
             structured_outputs=self.grammar, prompt_logprobs=body.prompt_logprobs,
         )  # fmt: skip
-        ids = self.ids = self.server.chat_prompt(body)
-        reasoning = self._prepare_parsers(ids)
+        ids = self.server.prompt_ids(self.server.chat_text(body), "messages", add_special_tokens=False)
+        self.prompts, self.ids = [ids], [ids]
+        self.reasoning = self._choose_template(ids)
         if self.template is not None:  # the marks it looks for may be special tokens
-            params = params.copy(skip_special_tokens=False)
-        self.answers.append(self.server.submit(None, ids, params, reasoning, max_time=body.max_time, space=self.space))
+            self.params = self.params.copy(skip_special_tokens=False)
+            if body.skip_special_tokens and "skip_special_tokens" in body.model_fields_set:
+                self.ignored_fields = [*self.ignored_fields, "skip_special_tokens"]
 
-    def _prepare_parsers(self, ids: list[int]) -> Reasoning | None:
-        """Set `template` and `parsers`. Returns the reasoning that may come before the text that a grammar describes.
+    def submit(self) -> None:
+        """Send the conversation to the engine."""
+        body, make = self.body, None
+        if self.template is not None:
+            make = partial(
+                self.server.tokenizer.get_response_parser, self.template, prefix=self.prefix, tools=body.offered_tools
+            )
+        self.parsers = [MessageParser(make, body.forced_tool, body.parallel_tool_calls) for _ in range(body.n)]
+        super().submit()
+
+    def _choose_template(self, ids: list[int]) -> Reasoning | None:
+        """Set `template` and `prefix`. Returns the reasoning that may come before the text that a grammar describes.
 
         Raises:
             ApiError: 400, the model may choose a tool, and no template says how it writes tool calls.
         """
-        body, tokenizer, forced = self.body, self.server.tokenizer, self.body.forced_tool
+        body, tokenizer = self.body, self.server.tokenizer
         template, tools = self.server.response_template, body.offered_tools
-        if tools and forced is None and "tool_calls" not in (template or {"fields": ()})["fields"]:
+        if tools and body.forced_tool is None and "tool_calls" not in (template or {"fields": ()})["fields"]:
             raise bad_request(
                 "The server does not know how this model writes tool calls (--response-template): set tool_choice to "
                 "'required', a function, or 'none'.", "tools",
             )  # fmt: skip
         template = self.template = template if tools and self.grammar is None else without_tools(template)
-        prefix = "" if template is None else tokenizer.decode(ids)
-        make = (
-            None if template is None else partial(tokenizer.get_response_parser, template, prefix=prefix, tools=tools)
-        )
-        self.parsers = [MessageParser(make, forced, body.parallel_tool_calls) for _ in range(body.n)]
-        return None if self.grammar is None else reasoning_before(tokenizer, template, prefix)
+        self.prefix = "" if template is None else tokenizer.decode(ids)
+        return None if self.grammar is None else reasoning_before(tokenizer, template, self.prefix)
 
     def _finish_reason(self, parser: MessageParser, update: Update) -> str | None:
         """As in vLLM: "tool_calls" if the model chose the function to call, but "stop" if the request named the function."""
@@ -347,12 +403,12 @@ class Chat(Endpoint):
     async def collect(self) -> dict[str, Any]:
         """The body of the whole answer. Waits until it is complete."""
         body = await super().collect()
-        scored = prompt_logprobs(self.answers[0].prompt_logprobs, self.ids, self.body.prompt_logprobs)
+        scored = prompt_logprobs(self.answers[0].prompt_logprobs, self.ids[0], self.body.prompt_logprobs)
         return {**body, "prompt_logprobs": scored, "prompt_token_ids": None, **self._prompt_ids}
 
     @property
     def _prompt_ids(self) -> dict[str, Any]:
-        return {"prompt_token_ids": self.ids} if self.body.return_token_ids else {}
+        return {"prompt_token_ids": self.ids[0]} if self.body.return_token_ids else {}
 
     def begin_frames(self, index: int) -> list[dict[str, Any]]:
         """One frame with the role."""

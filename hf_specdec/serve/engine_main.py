@@ -13,7 +13,7 @@ import torch.distributed as dist
 
 from .. import foreign_messages
 from .channel import Channel, portable
-from .engine_process import SECONDS_TO_END, SIGNALS, Begin, Compile, Compiled, Ended
+from .engine_process import BEAT_SECONDS, SECONDS_TO_END, SIGNALS, Begin, Compile, Compiled, Ended
 from .llm import LLM
 from .start import facts_of, worker_of
 from .worker import EngineWorker, Update
@@ -117,5 +117,7 @@ def _serve(begin: Begin, channel: Channel, reader: Reader) -> BaseException | No
     channel.put(worker.load)
     channel.put(facts)
     worker.start()
-    worker.join()
+    while worker.is_alive():
+        worker.join(BEAT_SECONDS)
+        channel.put(worker.load)  # the HTTP side takes a process that says nothing for stopped
     return worker.failure

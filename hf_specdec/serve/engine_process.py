@@ -10,6 +10,7 @@ import socket
 import subprocess
 import sys
 import threading
+import time
 from collections.abc import Callable
 from concurrent.futures import Future
 from dataclasses import dataclass
@@ -22,6 +23,8 @@ from .structured import StructuredOutputsParams
 from .worker import Cancel, Load, Submit, Update
 
 SECONDS_TO_END = 10.0  # for a process to end after it was told to; it is then killed
+BEAT_SECONDS = 2.0  # after this time the engine's process says something, even if nothing runs
+MOST_SILENT_SECONDS = 10.0  # then it is taken for stopped
 SIGNALS = (signal.SIGINT, signal.SIGTERM)  # end the server: the HTTP side handles them
 
 
@@ -89,6 +92,7 @@ class EngineProcess(threading.Thread):
         loaded: what the HTTP side must know about the model, once it is loaded; or the error with which loading failed.
         load: see `Load`; replaced, never changed.
         failure: the error that ended the engine, ChildProcessError if its process was killed; None if no error did.
+        heard: `time.monotonic()` when the process last said something.
     """
 
     def __init__(self, deliver: Callable[[list[Update]], None], arguments: dict[str, Any]):
@@ -97,6 +101,7 @@ class EngineProcess(threading.Thread):
         self.loaded: Future[Facts] = Future()
         self.load = Load()
         self.failure: BaseException | None = None
+        self.heard = time.monotonic()
         self._has_told_its_end = self._has_ended = False
         self._compiling: dict[int, Future[None]] = {}
         self._numbers = itertools.count()
@@ -111,6 +116,11 @@ class EngineProcess(threading.Thread):
     def send(self, message: Submit | Cancel) -> None:
         """Send a message. May be called in any thread."""
         self._channel.put(message)
+
+    @property
+    def is_silent(self) -> bool:
+        """True if the process, which is alive, has said nothing for so long that it must be stopped (SIGSTOP), or be waiting for memory."""
+        return time.monotonic() - self.heard > MOST_SILENT_SECONDS
 
     def compile(self, grammar: StructuredOutputsParams) -> Future[None]:
         """Begin to compile a grammar. The future's error is ValueError for a malformed one, ChildProcessError if the engine ends."""
@@ -137,7 +147,9 @@ class EngineProcess(threading.Thread):
         """Read what the process sends until it has ended."""
         try:
             while True:
-                for message in self._channel.get():
+                messages = self._channel.get()
+                self.heard = time.monotonic()
+                for message in messages:
                     self._handle(message)
         except EOFError:
             pass

@@ -33,6 +33,9 @@ class ApiError(Exception):
         self.status, self.headers = status, headers or {}
         self.body: dict[str, Any] = {"error": {"message": message, "type": type, "param": param, "code": code}}
 
+    def __reduce__(self) -> tuple:
+        return ApiError, (self.status, *self.body["error"].values(), self.headers)
+
 
 def bad_request(message: str, param: str | None = None) -> ApiError:
     """400: the request is wrong; `param` is the field at fault."""
@@ -47,6 +50,11 @@ def overloaded(message: str) -> ApiError:
 def unavailable(message: str, seconds: int) -> ApiError:
     """503: the server cannot answer now; the client may try again after `seconds`."""
     return ApiError(503, message, "service_unavailable", headers={"Retry-After": str(seconds)})
+
+
+def shutting_down() -> ApiError:
+    """503: the time for draining is over."""
+    return unavailable("The server is shutting down. Send the request again, to another server or later.", 5)
 
 
 def failed(message: str) -> ApiError:

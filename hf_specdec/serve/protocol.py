@@ -5,9 +5,18 @@ from __future__ import annotations
 import json
 import math
 from collections.abc import Iterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal, TypeVar
 
-from pydantic import BaseModel, ConfigDict, Field, StrictBool, StrictInt, model_validator
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    StrictBool,
+    StrictInt,
+    field_validator,
+    model_validator,
+)
 
 from .errors import bad_request
 from .messages import tool_grammar
@@ -16,6 +25,9 @@ from .structured import WHITE_SPACE, StructuredOutputsParams
 
 _MOST_STOPS = 64
 _MOST_PROMPTS = 1024
+MOST_MESSAGES = 32768
+_MOST_BIASES = 65536
+_PROMPT_FIELDS = {"prompt", "messages", "input"}
 _UNSUPPORTED_FIELDS = (
     "functions", "function_call", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "suffix",
     "best_of", "use_beam_search", "audio", "modalities", "prompt_embeds",
@@ -25,30 +37,36 @@ _UNSUPPORTED_FIELDS = (
 _HARMLESS = {"suffix": [""], "modalities": [["text"]]}
 
 
-def _refuse_unsendable(value: Any) -> None:
-    """Raise ValueError for what Python's parser reads but no answer can hold: NaN and infinite numbers, which are not JSON, and text with
-    half of a surrogate pair, such as "\\ud800", which cannot be encoded in UTF-8.
-    """
-    if isinstance(value, str):
-        if not value.isascii() and any("\ud800" <= character <= "\udfff" for character in value):
-            raise ValueError("a text holds a lone surrogate (half a character)")
-    elif isinstance(value, float):
-        if not math.isfinite(value):
-            raise ValueError("a number is NaN or infinite, which JSON does not have")
+Item = TypeVar("Item")
+Items = Annotated[list[Item], Field(fail_fast=True)]  # one error per item of a long list would take seconds to make
+
+
+def _refuse_infinite(value: Any) -> None:
+    """Raise ValueError for numbers such as 1e999, which JSON allows, Python reads as infinite, and no answer can hold."""
+    if isinstance(value, float):
+        if math.isinf(value):
+            raise ValueError("a number is infinite")
     elif isinstance(value, dict):
-        for key, each in value.items():
-            _refuse_unsendable(key)
-            _refuse_unsendable(each)
+        for each in value.values():
+            _refuse_infinite(each)
     elif isinstance(value, list):
         for each in value:
             if type(each) is not int:
-                _refuse_unsendable(each)
+                _refuse_infinite(each)
 
 
 class Part(BaseModel):
-    """An object within a body. Its unknown fields are kept, so that they can be named."""
+    """An object within a body. Its unknown fields are kept, so that they can be named. Types are those of JSON: "1" is no number."""
 
-    model_config = ConfigDict(extra="allow")
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        found = handler.resolve_ref_schema(handler(schema))
+        for name, each in found.get("properties", {}).items():
+            if name not in found.get("required", ()) and {"type": "null"} not in each.get("anyOf", ()):
+                found["properties"][name] = {"anyOf": [each, {"type": "null"}]}
+        return found
 
     @model_validator(mode="before")
     @classmethod
@@ -73,13 +91,16 @@ class Body(Part):
         """Sorted names of fields that the server does not know or that change nothing, such as "stream_options.foo"."""
         return sorted(set(_unknown_fields(self, "")))
 
+    def leave_out_what_is_done(self) -> None:
+        """Forget the prompt, which has been read, and unknown fields: a body may have to be sent to another process."""
+        for name in _PROMPT_FIELDS & self.model_fields_set:
+            setattr(self, name, [])
+        (self.model_extra or {}).clear()
+
     @model_validator(mode="before")
     @classmethod
     def _refuse_what_cannot_be_sent(cls, values: Any) -> Any:
-        try:
-            _refuse_unsendable(values)
-        except RecursionError:
-            raise ValueError("the body is nested too deeply") from None
+        _refuse_infinite(values)
         return values
 
 
@@ -110,7 +131,7 @@ class StreamOptions(Part):
 class Speculation(BaseModel):
     """The field `speculative_config` of a request: drafter, draft length, or no drafts at all; and whether others learn from it."""
 
-    model_config = ConfigDict(extra="forbid")
+    model_config = ConfigDict(extra="forbid", strict=True)
     method: str | None = None
     num_speculative_tokens: StrictInt | None = Field(None, ge=0)
     enabled: bool = True
@@ -164,14 +185,14 @@ class SamplingFields(Body):
     frequency_penalty: float = 0.0
     repetition_penalty: float | None = None
     seed: StrictInt | None = None
-    stop: str | list[str] | None = None
-    stop_token_ids: list[StrictInt] | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[StrictInt] | None = None
     include_stop_str_in_output: bool = False
     ignore_eos: bool = False
     min_tokens: StrictInt = 0
-    logit_bias: dict[str, float] | None = None
-    allowed_token_ids: list[StrictInt] | None = None
-    bad_words: list[str] | None = None
+    logit_bias: dict[str, float] | None = Field(None, max_length=_MOST_BIASES)
+    allowed_token_ids: Items[StrictInt] | None = None
+    bad_words: Items[str] | None = None
     skip_special_tokens: bool = True
     prompt_logprobs: StrictInt | None = Field(None, ge=0, le=20)
     priority: StrictInt = 0
@@ -266,16 +287,23 @@ class SamplingFields(Body):
 class CompletionRequest(SamplingFields):
     """POST /v1/completions."""
 
-    prompt: str | list[str] | list[StrictInt] | list[list[StrictInt]]
+    prompt: str | Items[str] | Items[StrictInt] | Items[Items[StrictInt]]
     max_tokens: StrictInt | None = Field(16, ge=0)
     logprobs: StrictInt | None = Field(None, ge=0, le=20)
     echo: bool = False
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _refuse_many_prompts(cls, prompt: Any) -> Any:
+        if isinstance(prompt, list) and len(prompt) > _MOST_PROMPTS and type(prompt[0]) is not int:
+            raise ValueError(f"prompt may hold {_MOST_PROMPTS} prompts, not {len(prompt)}")
+        return prompt
 
     def prompts(self) -> list[str | list[int]]:
         """The prompts as a list, each a text or a list of token ids.
 
         Raises:
-            ApiError: 400, the list is empty or too long.
+            ApiError: 400, the list is empty.
         """
         prompt = self.prompt
         if isinstance(prompt, str):
@@ -284,8 +312,6 @@ class CompletionRequest(SamplingFields):
             raise bad_request("prompt is empty.", "prompt")
         if isinstance(prompt[0], int):
             return [list(prompt)]  # type: ignore[list-item]
-        if len(prompt) > _MOST_PROMPTS:
-            raise bad_request(f"prompt may hold {_MOST_PROMPTS} prompts, not {len(prompt)}.", "prompt")
         return list(prompt)  # type: ignore[list-item]
 
 
@@ -294,8 +320,8 @@ class ChatMessage(BaseModel):
 
     model_config = ConfigDict(extra="allow")
     role: str
-    content: str | list[dict[str, Any]] | None = None
-    tool_calls: list[dict[str, Any]] | None = None
+    content: str | Items[dict[str, Any]] | None = None
+    tool_calls: Items[dict[str, Any]] | None = None
     tool_call_id: str | None = None
 
     def for_template(self) -> dict[str, Any]:
@@ -376,20 +402,15 @@ class NamedTool(Part):
     function: NamedFunction
 
 
-class ChatRequest(SamplingFields):
-    """POST /v1/chat/completions."""
+class Conversation(Body):
+    """The fields that make the prompt of a conversation."""
 
-    messages: list[ChatMessage] = Field(min_length=1)
-    max_tokens: StrictInt | None = Field(None, ge=1)
-    max_completion_tokens: StrictInt | None = Field(None, ge=1)
-    logprobs: bool = False
-    top_logprobs: StrictInt | None = Field(None, ge=0, le=20)
+    messages: Items[ChatMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
     add_generation_prompt: bool = True
     continue_final_message: bool = False
     chat_template_kwargs: dict[str, Any] | None = None
     tools: list[Tool] | None = Field(None, max_length=128)
     tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
-    parallel_tool_calls: bool = True
 
     @model_validator(mode="after")
     def _refuse_two_continuations(self) -> ChatRequest:
@@ -410,6 +431,16 @@ class ChatRequest(SamplingFields):
         if not self.tools or self.tool_choice == "none":
             return None
         return [tool.model_dump(include={"type", "function"}, exclude_none=True) for tool in self.tools]
+
+
+class ChatRequest(Conversation, SamplingFields):
+    """POST /v1/chat/completions."""
+
+    max_tokens: StrictInt | None = Field(None, ge=1)
+    max_completion_tokens: StrictInt | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: StrictInt | None = Field(None, ge=0, le=20)
+    parallel_tool_calls: bool = True
 
     @property
     def forced_tool(self) -> str | None:
@@ -446,18 +477,33 @@ class ChatRequest(SamplingFields):
         return {"json": tool_grammar(functions, forced, self.parallel_tool_calls)}
 
 
-class TokenizeRequest(Body):
-    """POST /tokenize."""
+class TokenizeRequest(Conversation):
+    """POST /tokenize: a text, or a conversation as /v1/chat/completions takes it."""
 
+    model_config = ConfigDict(json_schema_extra={"oneOf": [
+        {"required": ["prompt"], "properties": {"prompt": {"type": "string"}, "messages": {"type": "null"}}},
+        {"required": ["messages"], "properties": {"messages": {"type": "array"}, "prompt": {"type": "null"}}},
+    ]})  # fmt: skip
     model: str | None = None
     prompt: str | None = None
-    messages: list[ChatMessage] | None = None
+    messages: Items[ChatMessage] | None = Field(None, min_length=1, max_length=MOST_MESSAGES)  # type: ignore[assignment]
     add_special_tokens: bool = True
-    add_generation_prompt: bool = True
+
+    @model_validator(mode="after")
+    def _check_form(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+    @property
+    def unknown_fields(self) -> list[str]:
+        """Sorted names of fields that are ignored: also those that belong to the other form."""
+        other = {"add_special_tokens"} if self.prompt is None else Conversation.model_fields.keys()
+        return sorted({*super().unknown_fields, *(other & self.model_fields_set)})
 
 
 class DetokenizeRequest(Body):
     """POST /detokenize."""
 
     model: str | None = None
-    tokens: list[StrictInt]
+    tokens: Items[StrictInt]

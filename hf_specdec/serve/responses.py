@@ -6,14 +6,14 @@ import json
 import time
 import uuid
 from collections.abc import AsyncIterator
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field, StrictInt, ValidationError
 
 from .endpoints import Chat
 from .errors import bad_request, shown
 from .messages import Delta
-from .protocol import ChatRequest, JsonSchema, Part, SamplingFields, joined_text
+from .protocol import MOST_MESSAGES, ChatRequest, Items, JsonSchema, Part, SamplingFields, joined_text
 from .server import Server
 from .worker import Update
 
@@ -62,7 +62,7 @@ class NamedTool(Part):
 class ResponsesRequest(SamplingFields):
     """POST /v1/responses."""
 
-    input: str | list[dict[str, Any]]
+    input: str | Annotated[Items[dict[str, Any]], Field(max_length=MOST_MESSAGES)]
     instructions: str | None = None
     max_output_tokens: StrictInt | None = Field(None, ge=1)
     tools: list[FunctionTool] | None = None
@@ -264,15 +264,12 @@ class Output:
 class Responses(Chat):
     """POST /v1/responses. Submits and parses like `Chat`; only the answer's shape differs."""
 
+    form = ResponsesRequest
+
     def __init__(self, server: Server, body: ResponsesRequest):
         super().__init__(server, body.to_chat())
         self.request, self.output = body, Output()
         self.id, self.created, self.num_reasoning = _id("resp"), time.time(), 0
-
-    @property
-    def ignored_fields(self) -> list[str]:
-        """Names of the request's fields that the server ignores."""
-        return sorted({*self.request.unknown_fields, *super().ignored_fields})
 
     async def collect(self) -> dict[str, Any]:
         """The body of the whole response. Waits until it is complete."""

@@ -127,6 +127,7 @@ def serve(
     privacy.check(arguments.get("speculative_config"), api_keys)
     loaded_tokenizer = _load_tokenizer(tokenizer or model, chat_template, arguments)
     server = Server(loaded_tokenizer, names, limits, response_template, privacy)
+    server.lanes.fork()
     sockets = listen(host, port)
     where = address(host, sockets[0].getsockname()[1])
     engine = EngineProcess(server.deliver, {**arguments, "model": model, "tokenizer": tokenizer})
@@ -139,6 +140,7 @@ def serve(
                 _DrainingServer(config, server, shutdown_timeout).run(sockets)
         finally:
             watch.ends.set()
+            server.lanes.close()
             engine.end()
             for each in sockets:
                 each.close()

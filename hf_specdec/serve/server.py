@@ -16,11 +16,12 @@ from ..candidate_generators import parse_config
 from ..sampling.grammar import Reasoning
 from .answers import Answer, Inbox
 from .engine_process import EngineProcess
-from .errors import ApiError, bad_request, failed, overloaded, unavailable
+from .errors import ApiError, bad_request, failed, overloaded, shutting_down, unavailable
+from .lanes import Lanes
 from .llm import LLM
 from .metrics import Metrics
 from .params import SamplingParams
-from .protocol import ChatRequest, TokenizeRequest
+from .protocol import Conversation
 from .start import Facts, facts_of, worker_of
 from .structured import StructuredOutputsParams
 from .worker import Cancel, EngineWorker, Load, Submit, Update
@@ -31,7 +32,9 @@ CHATML = (
     "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-_SHUTS_DOWN = "The server is shutting down. Send the request again, to another server or later."
+_MOST_PER_TOKEN = 8  # characters: the tokens of long texts have fewer
+_TOKENS_OF_CUT_WORD = 1024  # that a word may have more if the text ends inside it
+_MOST_CHARACTERS = 1 << 20  # take one to three seconds
 _ENGINE_CHECK_SECONDS = 15.0  # without updates: a stream that sends no comments then checks that the engine still runs
 
 
@@ -100,7 +103,8 @@ class Server:
     """Sends the requests of all endpoints to the engine, and the updates of each request to its client.
 
     The engine runs in a process of its own (`connect`), or in a thread of this one (`start`). Methods are called in the event loop's
-    thread, except `deliver` (the engine's), `connect` and `start` (the one that loads the model) and `stop` (any other).
+    thread, except `deliver` (the engine's), `connect` and `start` (the one that loads the model), `stop` (any other), and those that
+    make token ids (those of `lanes`).
 
     Args:
         tokenizer: the model's tokenizer, from transformers.
@@ -111,9 +115,10 @@ class Server:
 
     Attributes:
         worker: runs the engine; None until the model is loaded.
-        defaults: sampling parameters for requests that leave them out.
-        max_model_len: maximum number of tokens of a prompt and its answer together.
+        facts: what is known about the model; None until it is loaded.
+        defaults, max_model_len: see `Facts`.
         answers: answers that have not ended, by id.
+        lanes: threads for work that grows with a body.
         created: when the server was made, in seconds since 1970.
         is_closed: True once the time for draining is over; every request is then refused.
     """
@@ -132,6 +137,9 @@ class Server:
         self.worker: EngineWorker | EngineProcess | None = None
         self.loop: asyncio.AbstractEventLoop | None = None
         self.answers: dict[str, Answer] = {}
+        self.facts: Facts | None = None
+        self.lanes = Lanes(self)
+        self.encode("")  # sets the tokenizer's options, which must not change while another thread uses it
         self._num_submitted = 0  # choices
         self.created, self.is_closed = int(time.time()), False
         self.metrics = Metrics(names[0], lambda: Load() if self.worker is None else self.worker.load)
@@ -144,7 +152,8 @@ class Server:
         Raises:
             Exception: see `connect`.
         """
-        self._take(facts_of(llm, self.tokenizer), loop)
+        self.know(facts_of(llm, self.tokenizer))
+        self.loop = loop
         self.worker = worker_of(llm, self.deliver)
         self.worker.start()
 
@@ -154,12 +163,13 @@ class Server:
         Raises:
             Exception: what transformers raises for a malformed response template.
         """
-        self._take(facts, loop)
+        self.know(facts)
+        self.loop = loop
         self.worker = worker
 
-    def _take(self, facts: Facts, loop: asyncio.AbstractEventLoop) -> None:
+    def know(self, facts: Facts) -> None:
         """Take over what must be known about the model. Raises: see `connect`."""
-        self.defaults, self.max_model_len, self.loop = facts.defaults, facts.max_model_len, loop
+        self.facts, self.defaults, self.max_model_len = facts, facts.defaults, facts.max_model_len
         if self.response_template is None:
             self.response_template = facts.response_template
         if self.response_template is not None:
@@ -171,7 +181,8 @@ class Server:
         for answer in list(self.answers.values()):
             if self.worker is not None:
                 self.worker.send(Cancel(answer.id))
-        self._end_with(unavailable(_SHUTS_DOWN, 5))
+        self._end_with(shutting_down())
+        self.lanes.end()
 
     def end_lost_answers(self) -> None:
         """End all answers with an error, because the engine has stopped."""
@@ -192,13 +203,22 @@ class Server:
         """The worker that runs the engine, if it is running.
 
         Raises:
-            ApiError: 503, the model is still being loaded, or the engine has stopped.
+            ApiError: 503, the model is still being loaded, the engine has stopped, or it does not say anything.
         """
+        worker = self._live_worker
+        if isinstance(worker, EngineProcess) and worker.is_silent:
+            seconds = round(time.monotonic() - worker.heard)
+            raise unavailable(f"The engine's process has said nothing for {seconds} s. It may have been stopped.", 5)
+        return worker
+
+    @property
+    def _live_worker(self) -> EngineWorker | EngineProcess:
+        """The same, even if it does not say anything: answers that have begun wait for it."""
         worker = self.worker
         if worker is None:
             raise unavailable("The model is loading.", 5)
         if self.is_closed:
-            raise unavailable(_SHUTS_DOWN, 5)
+            raise shutting_down()
         if worker.failure is not None or not worker.is_alive():
             raise _stopped()
         return worker
@@ -229,37 +249,80 @@ class Server:
                 code="model_not_found",
             )  # fmt: skip
 
-    def encode(self, prompt: str | list[int], add_special_tokens: bool = True) -> list[int]:
-        """Token ids of a prompt, which may be text or token ids."""
-        return (
-            list(prompt)
-            if isinstance(prompt, list)
-            else self.tokenizer(prompt, add_special_tokens=add_special_tokens)["input_ids"]
-        )
+    def model(self, name: str) -> dict[str, Any]:
+        """What OpenAI's API tells about a model. Its length is not known until it is loaded."""
+        found = {"id": name, "object": "model", "created": self.created, "owned_by": "hf-specdec"}
+        return found if self.facts is None else {**found, "max_model_len": self.max_model_len}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text."""
+        return self.tokenizer(
+            text, add_special_tokens=add_special_tokens, return_attention_mask=False, return_token_type_ids=False
+        )["input_ids"]
+
+    def prompt_ids(self, prompt: str | list[int], param: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt, which may be text or token ids. `param`: the field of the request from which it comes.
+
+        Raises:
+            ApiError: 400, the prompt is empty or too long.
+        """
+        if isinstance(prompt, str):
+            self._refuse_long_text(prompt, param)
+            prompt = self.encode(prompt, add_special_tokens)
+        if not prompt:
+            raise bad_request("The prompt is empty: it needs at least one token.", param)
+        if len(prompt) >= self.max_model_len:
+            raise self._too_long(str(len(prompt)), param)
+        return prompt
+
+    def _refuse_long_text(self, text: str, param: str) -> None:
+        """Refuse a text much of which is too long already: tokens of beginnings are counted, the next one twice as long."""
+        size = _MOST_PER_TOKEN * self.max_model_len
+        while size < len(text):
+            if len(self.encode(text[:size])) > self.max_model_len + _TOKENS_OF_CUT_WORD:
+                raise self._too_long(f"more than {self.max_model_len}", param)
+            size *= 2
+
+    def _too_long(self, size: str, param: str) -> ApiError:
+        """400: the prompt has this many tokens."""
+        message = f"The prompt has {size} tokens; with max_model_len {self.max_model_len} it may have {self.max_model_len - 1}."
+        return ApiError(400, message, param=param, code="context_length_exceeded")
+
+    def text_ids(self, text: str, param: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text that need not be a prompt, but must not keep others waiting. `param`: see `prompt_ids`.
+
+        Raises:
+            ApiError: 400, the text is too long.
+        """
+        most = max(_MOST_CHARACTERS, _MOST_PER_TOKEN * self.max_model_len)
+        if len(text) > most:
+            raise bad_request(
+                f"{param}: the text has {len(text)} characters; at most {most} are tokenized at once.", param
+            )
+        return self.encode(text, add_special_tokens)
 
     def _chatml(self) -> str:
         """ChatML, after the token with which the tokenizer begins every text, if it has one."""
         begins = self.tokenizer.bos_token is not None and self.encode("x")[0] == self.tokenizer.bos_token_id
         return "{{ bos_token }}" + CHATML if begins else CHATML
 
-    def chat_prompt(self, body: ChatRequest | TokenizeRequest) -> list[int]:
-        """Token ids of a conversation, by the tokenizer's chat template (ChatML if it has none).
+    def chat_text(self, body: Conversation) -> str:
+        """A conversation as text with its special tokens, by the tokenizer's chat template (ChatML if it has none).
 
         Raises:
             ApiError: 400, the template raises for these messages, or `chat_template_kwargs` sets an argument that the server sets.
         """
-        messages = [message.for_template() for message in body.messages or []]
-        more = getattr(body, "chat_template_kwargs", None) or {}
+        messages = [message.for_template() for message in body.messages]
+        more = body.chat_template_kwargs or {}
         reserved = sorted(more.keys() & inspect.signature(self.tokenizer.apply_chat_template).parameters.keys())
         if reserved and reserved != ["documents"]:
             raise bad_request(f"chat_template_kwargs may not set {', '.join(reserved)}.", "chat_template_kwargs")
         template = None if self.tokenizer.chat_template is not None else self._chatml()
-        final = getattr(body, "continue_final_message", False)
-        tools = getattr(body, "offered_tools", None)
+        final = body.continue_final_message
         try:
             return self.tokenizer.apply_chat_template(
-                messages, tools=tools, chat_template=template, add_generation_prompt=body.add_generation_prompt and not final,
-                continue_final_message=final, tokenize=True, return_dict=False, **more,
+                messages, tools=body.offered_tools, chat_template=template, tokenize=False,
+                add_generation_prompt=body.add_generation_prompt and not final, continue_final_message=final, **more,
             )  # fmt: skip
         except Exception as error:  # a template is a program from the checkpoint and may raise anything
             raise bad_request(
@@ -283,7 +346,7 @@ class Server:
 
     def submit(
         self,
-        prompt: str | list[int] | None,
+        prompt: str | list[int],
         ids: list[int],
         params: SamplingParams,
         reasoning: Reasoning | None = None,
@@ -294,23 +357,16 @@ class Server:
         """Send one prompt to the engine.
 
         Args:
-            prompt: as the client gave it; None: as messages. `ids` are its token ids.
+            prompt: as the client gave it; `ids` are its token ids, see `prompt_ids`.
             reasoning: what the model writes before the text that a grammar describes.
             among: answers to the earlier prompts of the same client's request, with which this one shares an inbox.
             max_time: seconds after which the answer ends with what has been generated. The server's own limit also applies.
             space: see `Sequence.space`; not used if API keys share what is learnt.
 
         Raises:
-            ApiError: 400, the prompt is empty or too long; 429, too many requests are waiting; 503, see `running_worker`.
+            ApiError: 429, too many requests are waiting; 503, see `running_worker`.
         """
-        worker, place = self.running_worker, "messages" if prompt is None else "prompt"
-        if not ids:
-            raise bad_request("The prompt is empty: it needs at least one token.", place)
-        if len(ids) >= self.max_model_len:
-            raise ApiError(
-                400, f"The prompt has {len(ids)} tokens; with max_model_len {self.max_model_len} it may have {self.max_model_len - 1}.",
-                param=place, code="context_length_exceeded",
-            )  # fmt: skip
+        worker = self.running_worker
         most = self.limits.max_queued_requests
         if most is not None and self._num_waiting(worker.load) >= most:
             raise overloaded(f"{most} requests are waiting already (--max-num-queued-reqs). Try again later.")
@@ -346,7 +402,7 @@ class Server:
         while left:
             found = await inbox.get()
             if found is None:
-                _ = self.running_worker  # raises if it has stopped
+                _ = self._live_worker  # raises if it has stopped
                 if self.limits.keep_alive_seconds:
                     yield None
                 continue
