@@ -5,6 +5,7 @@ import copy
 import gzip
 import json
 import re
+import threading
 import urllib.error
 import urllib.request
 from types import SimpleNamespace
@@ -381,6 +382,47 @@ def test_no_page_may_read_unless_it_is_asked_for(tiny_tokenizer):
         answered("GET", "/version"),
     ):
         assert status in (200, 405) and not [name for name in names if name.startswith("access-control")]
+
+
+@pytest.mark.parametrize(("stream", "threads"), [(False, [False]), (True, [False, True])])
+def test_long_answers_are_made_off_the_event_loop(tiny_tokenizer, monkeypatch, stream, threads):
+    """Whole ones, and frames that echo a prompt: with log-probabilities they may take seconds."""
+    from hf_specdec.serve.api import make_app
+    from hf_specdec.serve.endpoints import Completions
+    from hf_specdec.serve.server import Limits, Server
+    from hf_specdec.serve.worker import Load, Update
+
+    in_loop, name = [], "choice" if stream else "whole"
+    made = getattr(Completions, name)
+
+    def noting(*args):
+        in_loop.append(threading.current_thread() is threading.main_thread())
+        return made(*args)
+
+    async def updates(answers):
+        yield answers[0], Update(answers[0].id, text="a", token_ids=[7])
+        yield answers[0], Update(answers[0].id, text="b", token_ids=[8], finish_reason="length", request_finished=True)
+
+    monkeypatch.setattr(Completions, name, noting)
+    server = Server(tiny_tokenizer, ["tiny"], Limits())
+    server.max_model_len, server.updates = 256, updates
+    server.worker = SimpleNamespace(failure=None, is_alive=lambda: True, send=lambda message: None, load=Load())
+    body = json.dumps({"prompt": "x", "echo": True, "stream": stream}).encode()
+    unread, sent = [{"type": "http.request", "body": body, "more_body": False}], []
+
+    async def receive():
+        if not unread:
+            await asyncio.sleep(60)
+        return unread.pop()
+
+    async def send(message):
+        sent.append(message.get("body", b""))
+
+    scope = {"type": "http", "method": "POST", "path": COMPLETIONS, "headers": [(b"content-type", b"application/json")]}
+    asyncio.run(
+        make_app(server)({**scope, "query_string": b"", "http_version": "1.1", "scheme": "http"}, receive, send)
+    )
+    assert in_loop == threads and b'"text":"xa' in b"".join(sent)
 
 
 # ---- the queue ------------------------------------------------------------------------------------------------------

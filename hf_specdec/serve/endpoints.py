@@ -13,7 +13,8 @@ from functools import partial
 from typing import Any
 
 from fastapi import Request
-from fastapi.responses import JSONResponse, Response, StreamingResponse
+from fastapi.responses import Response, StreamingResponse
+from pydantic_core import to_json
 
 from ..sampling.grammar import Reasoning
 from .answers import Answer
@@ -103,6 +104,10 @@ class Endpoint(ABC):
         """What the frames hold that are sent for choice `index` before its first text."""
         return []
 
+    def is_long(self, number: int, update: Update) -> bool:
+        """Whether the frame of an update may be long, so that a thread has to make it."""
+        return False
+
     @abstractmethod
     def choice(self, number: int, update: Update) -> dict[str, Any]:
         """The `choices` entry of a frame, without its index: what `update` adds to a choice of prompt `number`."""
@@ -137,7 +142,10 @@ class Endpoint(ABC):
             self.submit()
             if self.body.stream:
                 return EventStream(self.stream(), at_end.pop_all().close, headers)
-            return JSONResponse(await self.collect(), headers=headers)
+            results = await self.all_updates()
+            # in a thread: with log-probabilities an answer may hold a million entries
+            found = await asyncio.to_thread(lambda: to_json(self.answer(results)))
+            return Response(found, headers=headers, media_type="application/json")
 
     def token_bytes(self, token: int) -> bytes:
         """The bytes of a token in the text."""
@@ -147,9 +155,8 @@ class Endpoint(ABC):
         """The index, over all prompts, of choice `index` of prompt `number`."""
         return number * self.body.n + index
 
-    async def collect(self) -> dict[str, Any]:
-        """The body of the whole answer. Waits until it is complete."""
-        results = await self.all_updates()
+    def answer(self, results: list[list[Update]]) -> dict[str, Any]:
+        """The body of the whole answer, from all updates of each prompt. Any thread may call it."""
         choices = []
         for number, updates in enumerate(results):
             for index in range(self.body.n):
@@ -200,7 +207,11 @@ class Endpoint(ABC):
                 last = update if update.request_finished else last
                 index = self.index(answer.number, update.index)
                 handed = {} if update.kv_transfer_params is None else {"kv_transfer_params": update.kv_transfer_params}
-                yield frame([{"index": index, **self.choice(answer.number, update)}], **handed)
+                if self.is_long(answer.number, update):
+                    choice = await asyncio.to_thread(self.choice, answer.number, update)
+                else:
+                    choice = self.choice(answer.number, update)
+                yield frame([{"index": index, **choice}], **handed)
             if wants_usage:
                 more = {"usage": self.usage()}
                 if len(self.answers) == 1 and self.body.n == 1 and last is not None:
@@ -285,15 +296,18 @@ class Completions(Endpoint):
         tokens = [*self.ids[number], *tokens] if echoed else tokens
         return completion_logprobs(entries, tokens, self._texts(tokens), self.body.logprobs, places, self.token_bytes)
 
+    def is_long(self, number: int, update: Update) -> bool:
+        """True if the frame echoes the prompt."""
+        return self.body.echo and (number, update.index) not in self.offsets
+
     def _is_hidden(self, token: int) -> bool:
         """True if an answer's text leaves this token out."""
         return self.body.skip_special_tokens and token in self.special_ids
 
     def choice(self, number: int, update: Update) -> dict[str, Any]:
         """The text since the last frame; with `echo`, the first frame begins with the prompt's text."""
-        key = number, update.index
+        key, echoed = (number, update.index), self.is_long(number, update)
         first = key not in self.offsets
-        echoed = self.body.echo and first
         tokens, entries, new, reason = update.token_ids, update.logprobs or [], update.text, update.finish_reason
         if self.body.max_tokens == 0:
             tokens, entries, new, reason = [], [], "", reason and "length"
@@ -400,11 +414,12 @@ class Chat(Endpoint):
             return None
         return chat_logprobs(entries, tokens, self.body.top_logprobs or 0, self.token_bytes)
 
-    async def collect(self) -> dict[str, Any]:
-        """The body of the whole answer. Waits until it is complete."""
-        body = await super().collect()
+    def answer(self, results: list[list[Update]]) -> dict[str, Any]:
+        """The body of the whole answer."""
         scored = prompt_logprobs(self.answers[0].prompt_logprobs, self.ids[0], self.body.prompt_logprobs)
-        return {**body, "prompt_logprobs": scored, "prompt_token_ids": None, **self._prompt_ids}
+        return {
+            **super().answer(results), "prompt_logprobs": scored, "prompt_token_ids": None, **self._prompt_ids
+        }  # fmt: skip
 
     @property
     def _prompt_ids(self) -> dict[str, Any]:

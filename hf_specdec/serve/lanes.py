@@ -16,13 +16,10 @@ from collections.abc import Callable
 from concurrent.futures import Future, ProcessPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from functools import partial
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from .engine_process import SIGNALS
 from .errors import shutting_down
-
-if TYPE_CHECKING:
-    from .server import Server
 
 logger = logging.getLogger(__name__)
 
@@ -37,9 +34,12 @@ class Lanes:
 
     The short lane is a thread. So is the long one, until `fork` makes a process for it: parsers and checks of a body keep the
     interpreter's lock, for seconds if it holds a million items.
+
+    Args:
+        server: the `Server`, the first argument of every function.
     """
 
-    def __init__(self, server: Server):
+    def __init__(self, server: Any):
         self._server = server
         self._short, self._long = _Lane("hf-specdec-short-bodies"), _Lane("hf-specdec-long-bodies")
         self._process: ProcessPoolExecutor | None = None
@@ -138,7 +138,7 @@ class _Lane:
 _server: Any = None  # in the forked process: its copy of the server
 
 
-def _begin(server: Server) -> None:
+def _begin(server: Any) -> None:
     """Begin the forked process: only the other process ends it, by a signal that cannot be ignored or by its own end."""
     global _server
     _server = server

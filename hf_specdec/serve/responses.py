@@ -271,9 +271,9 @@ class Responses(Chat):
         self.request, self.output = body, Output()
         self.id, self.created, self.num_reasoning = _id("resp"), time.time(), 0
 
-    async def collect(self) -> dict[str, Any]:
-        """The body of the whole response. Waits until it is complete."""
-        (updates,) = await self.all_updates()
+    def answer(self, results: list[list[Update]]) -> dict[str, Any]:
+        """The body of the whole response."""
+        (updates,) = results
         for update in updates:
             self._add(update)
         return self._response(updates[-1])
