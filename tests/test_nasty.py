@@ -114,6 +114,8 @@ def test_the_client_is_told(server):
         status, _, answer = server.post(path, body)
         if name == "as deep as JSON goes":  # whether it is too deep depends on the Python
             assert status in (200, 400)
+        elif name == "deep arguments":  # they are text that a model wrote, and this template leaves them out
+            assert status == 200
         else:
             assert status == 400 and set(answer["error"]) == {"message", "type", "param", "code"}, (
                 name,
