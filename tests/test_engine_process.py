@@ -114,7 +114,7 @@ def started():
 
 def test_an_engine_that_is_killed_ends_answers_and_the_server(started):
     server = started().wait()
-    engine, running = server.engine(), stream(server)
+    engine, running = server.engine(), stream(server, n=16)  # long enough to be running when the engine ends
     found = []
     thread = threading.Thread(target=lambda: found.append(server.post("/v1/completions", {**LONG, "n": 40})))
     thread.start()
