@@ -1,6 +1,7 @@
 """Every bad input gives one clear error before any work; after each, the next call works and nothing is left behind."""
 
 import builtins
+import contextlib
 
 import pytest
 import torch
@@ -69,7 +70,6 @@ BAD_CALLS = {
     "tree and its depth": (
         lambda m: {"speculative_config": {**DRAFT, "branching_factors": [2, 1], "num_speculative_tokens": 3}}, "has 2 depths",
     ),
-    "prompt longer than the model": (lambda m: {"input_ids": torch.full((1, 300), 5), "attention_mask": None}, "256 positions"),
     "prompt longer than the cache": (lambda m: {"speculative_config": {**NGRAM, "num_blocks": 1, "block_size": 4}}, "raise num_blocks"),
     "nothing to generate": (lambda m: {"max_new_tokens": 0}, "max_new_tokens"),
     "max_length reached": (lambda m: {"max_new_tokens": None, "max_length": 7}, "max_length"),
@@ -124,6 +124,23 @@ def checked(model):
     prepare(model)
 
 
+@contextlib.contextmanager
+def interposed(module, call):
+    """Inside the context, `call` follows each call of a module. It is no hook: models with hooks are tested with them before any work."""
+    original = module._call_impl
+
+    def followed(*args, **kwargs):
+        output = original(*args, **kwargs)
+        call(module, args, output)
+        return output
+
+    module._call_impl = followed
+    try:
+        yield
+    finally:
+        del module._call_impl
+
+
 @pytest.mark.parametrize("name", BAD_CALLS)
 def test_bad_call(model, checked, name):
     make, message = BAD_CALLS[name]
@@ -133,12 +150,8 @@ def test_bad_call(model, checked, name):
         assert hub.HF_HUB_OFFLINE
     arguments = {**ONE, "max_new_tokens": 5, "speculative_config": NGRAM, **make(model)}
     forwards = []
-    hook = model.register_forward_pre_hook(lambda *_: forwards.append(1))
-    try:
-        with pytest.raises(ValueError) as caught:
-            model.generate(**arguments)
-    finally:
-        hook.remove()
+    with interposed(model, lambda *_: forwards.append(1)), pytest.raises(ValueError) as caught:
+        model.generate(**arguments)
     assert message.lower() in str(caught.value).lower()
     if name not in ("other vocabulary", "too many layers"):  # which need a look at the models
         assert not forwards, "the error must come before any work"
@@ -239,32 +252,23 @@ def test_exception_in_the_middle(model, configs, next_call_works, method, where,
         Streamer: lambda: {"streamer": failing},
         Hook: dict,
     }[where]()
-    hook = model.model.layers[1].register_forward_hook(failing) if where is Hook else None
+    inside = interposed(model.model.layers[1], failing) if where is Hook else contextlib.nullcontext()
     cache = DynamicCache()
-    try:
-        with pytest.raises(type(error)):
-            model.generate(
-                **ragged([6, 3, 8]),
-                max_new_tokens=20,
-                speculative_config=configs[method],
-                **{CACHE: cache},
-                **arguments,
-            )
-    finally:
-        if hook is not None:
-            hook.remove()
+    config = {**configs[method], "native": False} if where is Hook else configs[method]
+    with inside, pytest.raises(type(error)):
+        model.generate(
+            **ragged([6, 3, 8]), max_new_tokens=20, speculative_config=config, **{CACHE: cache}, **arguments
+        )
     assert cache.get_seq_length() == 0, "a failed call leaves the caller's cache alone"
 
 
 def test_drafter_that_fails(model, configs, next_call_works):
     drafter = drafter_of(model)
     calls = FailsAt(3, Failure())
-    hook = drafter.model.layers[0].register_forward_hook(lambda *_: calls.tick())
-    try:
-        with pytest.raises(Failure):
-            model.generate(**ragged([6, 3]), max_new_tokens=20, speculative_config=DRAFT, assistant_model=drafter)
-    finally:
-        hook.remove()
+    inside = interposed(drafter.model.layers[0], lambda *_: calls.tick())
+    with inside, pytest.raises(Failure):
+        config = {**DRAFT, "native": False}
+        model.generate(**ragged([6, 3]), max_new_tokens=20, speculative_config=config, assistant_model=drafter)
     assert drafter.config._attn_implementation != "hf_specdec"
     plain = model.generate(**ragged([6, 3]), max_new_tokens=9)
     assert torch.equal(

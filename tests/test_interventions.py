@@ -7,6 +7,7 @@ import shutil
 
 import pytest
 import torch
+from families import make
 from oracle import drafter_of, ragged, tiny_llama
 from torch import nn
 from torch.overrides import TorchFunctionMode
@@ -415,6 +416,12 @@ def test_prompts_beyond_the_positions_of_a_rotary_model(lengths):
     assert_same_text(model, lengths=lengths)
     for config in ({"method": "none"}, {"method": "draft_model", "early_exit": 1}):
         assert_same_text(model, config, lengths)
+
+
+def test_prompts_beyond_a_table_of_positions():
+    model = make("GPT-2")
+    with pytest.raises(ValueError, match=r"The prompt has 300 tokens; GPT2LMHeadModel has 256 positions\. Shorten"):
+        model.generate(torch.full((1, 300), 5), max_new_tokens=4, speculative_config=NGRAM)
 
 
 # ---- code of a model's repository ---------------------------------------------------------------------------------------
