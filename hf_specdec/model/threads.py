@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 from collections.abc import Callable
@@ -38,6 +39,9 @@ class FalseInThisThread:
     def __bool__(self) -> bool:
         return _here() != self._owner
 
+    def __reduce__(self) -> tuple:
+        return bool, (True,)  # what a copy of the model had before
+
 
 class FirstLayers(nn.ModuleList):
     """A model's layers. The thread that made this object sees only the first `count`."""
@@ -59,6 +63,12 @@ class FirstLayers(nn.ModuleList):
 
     def __len__(self) -> int:
         return len(self._seen())
+
+    def __deepcopy__(self, memo: dict) -> nn.ModuleList:
+        return copy.deepcopy(vars(self)["_all"], memo)
+
+    def __reduce_ex__(self, protocol: Any) -> tuple:
+        return vars(self)["_all"].__reduce_ex__(protocol)
 
 
 class OwnParameters(dict):
@@ -88,3 +98,6 @@ class OwnParameters(dict):
     def items(self) -> Any:
         """Names and parameters."""
         return self._seen().items()
+
+    def __reduce__(self) -> tuple:
+        return dict, (dict(self.theirs),)
