@@ -2,8 +2,10 @@
 
 import contextlib
 import copy
+import functools
 import json
 import pickle
+import queue
 import shutil
 
 import pytest
@@ -269,6 +271,12 @@ def test_adapters_that_are_switched(model):
     assert_same_text(found)
     found.merge_adapter()
     assert_same_text(found)
+
+
+def test_a_hook_without_a_module(model):
+    """A partial of a builtin method: PEFT's hooks are partials, too."""
+    model.model.layers[0].register_forward_pre_hook(functools.partial(queue.SimpleQueue().put))
+    assert_same_text(model)
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["after an ordinary call", "at once"])
