@@ -64,11 +64,8 @@ class FirstLayers(nn.ModuleList):
     def __len__(self) -> int:
         return len(self._seen())
 
-    def __deepcopy__(self, memo: dict) -> nn.ModuleList:
-        return copy.deepcopy(vars(self)["_all"], memo)
-
-    def __reduce_ex__(self, protocol: Any) -> tuple:
-        return vars(self)["_all"].__reduce_ex__(protocol)
+    def __reduce__(self) -> tuple:
+        return copy.copy, (vars(self)["_all"],)
 
 
 class OwnParameters(dict):
