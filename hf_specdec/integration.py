@@ -25,7 +25,8 @@ from .decoding import SpeculativeDecoder, decode
 from .decoding.ranked import agreed_call, decoder_of
 from .model.architectures import has_bidirectional_prompts
 from .model.prepare import ModelOptions, prepare
-from .model.structure import structure_of
+from .model.self_test import check, is_intervened
+from .model.structure import hooks_in, structure_of
 from .refusals import check_inputs, check_mode, check_model
 
 _lock = threading.RLock()
@@ -156,8 +157,13 @@ class _Kept:
         for name in context.used:
             thing = context.given[name]
             entry.given[name] = None if thing is None else held_weakly(thing, gone)
-        self.entries.append(entry)
-        del self.entries[:-MOST_DECODERS]
+        hooks = hooks_in(made_for[1])  # decoders for others will not be found again
+        self.entries = [
+            each
+            for each in self.entries
+            if hooks_in(each.made_for[1]) <= hooks and not (each.made_for == made_for and each.serves(context))
+        ]
+        self.entries = [*self.entries, entry][-MOST_DECODERS:]
 
     def __deepcopy__(self, memo) -> _Kept:
         return _Kept()
@@ -245,6 +251,11 @@ def get_decoder(
     key = json.dumps(per_decoder, sort_keys=True), structure_of(model)
     kept = _kept(model)
     found = decoder = kept.find(key, context)
+    ranks = ranks_of(model)
+    if ranks is not None and not ranks.least(int(found is not None)):
+        found = decoder = None  # all ranks make one, or none does
+    if decoder is not None and is_intervened(decoder.target):
+        check(decoder.target)
     if decoder is None or decoder.statistics:
         decoder = _new_decoder(model, config, context)
         if found is None:

@@ -95,7 +95,7 @@ def _check_adapters(model: PreTrainedModel) -> None:
     for module in all_modules(model):
         for number, hook in list(module._forward_pre_hooks.items()):
             function = getattr(hook, "func", None)  # a partial
-            if getattr(function, "__module__", "").startswith("peft."):
+            if str(getattr(function, "__module__", None)).startswith("peft."):
                 chosen |= {"adapter_names", "alora_offsets"} & hook.keywords.keys()
                 del module._forward_pre_hooks[number]
                 module._forward_pre_hooks_with_kwargs.pop(number, None)

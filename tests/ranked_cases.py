@@ -288,6 +288,23 @@ def stopping():
 
 
 @case
+def hook_on_one_rank():
+    """It does nothing, but the ranks must judge the model, and make decoders, in the same way. Before the first call, and after it."""
+    found = []
+    for first in (True, False):
+        model = random_target("Llama") if first else target()
+        expected = random_run(random_target("Llama", 1), None) if first else plain()
+        handles = []
+        if dist.get_rank() == 0:
+            handles.append(model.model.layers[0].register_forward_hook(lambda *args: None))
+        for _ in range(2):
+            found.append((random_run(model, METHODS["ngram"]) if first else run(METHODS["ngram"])) == expected)
+            for handle in handles:
+                handle.remove()
+    return found
+
+
+@case
 def bytes_per_rank():
     """Bytes of the KV pool, sharded and whole."""
     more = {"return_dict_in_generate": True, "do_sample": False, "max_new_tokens": 8, "pad_token_id": 0}

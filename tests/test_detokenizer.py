@@ -100,9 +100,9 @@ def test_characters_of_several_tokens(kind):
 
 
 @pytest.mark.parametrize("kind", [kind for kind in KINDS if KINDS[kind][2]])
-@pytest.mark.parametrize("byte", [0xFF, ord("x"), None])
-def test_long_texts_take_time_in_proportion(kind, byte):
-    """Of one byte that is a character, one that is none, or a special token: few ids are decoded for a new one."""
+@pytest.mark.parametrize("what", ["no character", "a character", "special", "no token", "words and bytes"])
+def test_long_texts_take_time_in_proportion(kind, what):
+    """Few ids are decoded for a new one."""
     tokenizer, ids_of = tokenizer_of(kind)
     counts = []
 
@@ -115,8 +115,13 @@ def test_long_texts_take_time_in_proportion(kind, byte):
             return tokenizer.decode(ids, **arguments)
 
     found = Detokenizer(Counting(), [ids_of[ord("a")]] * 300)
-    for _ in range(2000):
-        found.add(tokenizer.eos_token_id if byte is None else ids_of[byte])
+    word = tokenizer.convert_tokens_to_ids("theĠ" if kind == "byte level" else "▁the")
+    repeated = {
+        "no character": [ids_of[0xFF]], "a character": [ids_of[ord("x")]], "special": [tokenizer.eos_token_id],
+        "no token": [len(tokenizer) + 5], "words and bytes": [word, ids_of[ord("x")], ids_of[ord("y")]],
+    }[what]  # fmt: skip
+    for token in repeated * (2000 // len(repeated)):
+        found.add(token)
     found.finish()
     assert sum(counts) < 2400 * 40
 
@@ -135,6 +140,22 @@ def test_tokens_keep_the_spaces_that_their_own_text_loses():
     assert texts == [" a", " a", " ", "   ", "  dog", "s", "\ufffd", "\ufffd", " é"]
     assert b"".join(token_bytes(tokenizer, id) for id in ids).decode() == " " + tokenizer.decode(ids)
     assert token_text(tokenizer, 1) == "<s>" and token_text(None, 1) is None
+
+
+def test_a_tokenizer_whose_tokens_are_bytes():
+    """As QWen's first one."""
+
+    class Bytes:
+        def convert_ids_to_tokens(self, token):
+            return bytes([token])
+
+        def decode(self, ids, skip_special_tokens=False):
+            return bytes(ids).decode(errors="replace")
+
+    found = Detokenizer(Bytes(), list(b"a"))
+    assert [found.add(token) for token in "é\N{THUMBS UP SIGN}b".encode()] == ["", "é", "", "", "", "👍", "b"]
+    assert found.add(0xFF) == "\ufffd"
+    assert token_text(Bytes(), 97) == "a" and token_bytes(Bytes(), 0xC3) == b"\xc3"
 
 
 def test_stop_texts_are_found_across_tokens():

@@ -2,7 +2,10 @@
 
 import contextlib
 import copy
+import functools
 import json
+import pickle
+import queue
 import shutil
 
 import pytest
@@ -12,12 +15,13 @@ from oracle import drafter_of, ragged, tiny_llama
 from torch import nn
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
-from transformers import AutoModelForCausalLM, LogitsProcessor, LogitsProcessorList
+from transformers import AutoModelForCausalLM, LlamaConfig, LogitsProcessor, LogitsProcessorList, StoppingCriteriaList
 from transformers.models.llama import modeling_llama
 
 import hf_specdec
 from hf_specdec import integration
 from hf_specdec.core.errors import UnsupportedModel
+from hf_specdec.model import structure
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 
@@ -103,6 +107,122 @@ def test_hooks(model, hook, when):
     assert_same_text(copy.deepcopy(model))
 
 
+@contextlib.contextmanager
+def hook_of_last_tokens(model):
+    """Of all modules; it acts on the decoder's layers."""
+    layer = type(model.model.layers[0])
+
+    def hook(module, args, output):
+        return last_token(module, args, output) if isinstance(module, layer) else None
+
+    handle = nn.modules.module.register_module_forward_hook(hook)
+    try:
+        yield
+    finally:
+        handle.remove()
+
+
+@contextlib.contextmanager
+def rotary_by_place(model):
+    """A function of transformers' module that looks at the last token."""
+
+    def make(original):
+        def rotary(q, k, *args, **kwargs):
+            q, k = original(q, k, *args, **kwargs)
+            return torch.cat([q[:, :, :-1], 2 * q[:, :, -1:]], dim=2), k
+
+        return rotary
+
+    with patched(modeling_llama, "apply_rotary_pos_emb", make):
+        yield
+
+
+@pytest.mark.parametrize("intervention", [hook_of_last_tokens, rotary_by_place])
+def test_what_all_models_share(intervention):
+    """A refusal lasts as long as its reason."""
+    model = tiny_llama(intermediate_size=48 if intervention is hook_of_last_tokens else 40)
+    if intervention is hook_of_last_tokens:
+        assert_same_text(model)
+    with intervention(model), pytest.raises(UnsupportedModel, match="does not compute the same logits"):
+        model.generate(**ragged([6, 3]), max_new_tokens=4, speculative_config=NGRAM)
+    assert_same_text(model)
+    assert_same_text(copy.deepcopy(model))
+
+
+@pytest.mark.parametrize("kind", ["hook", "wrapper"])
+def test_a_vector_that_is_set_later(model, kind):
+    """The modules and hooks stay the same."""
+    vector = torch.zeros(32)
+
+    def add(module, args, output):
+        output = output.clone()
+        output[:, -1] += vector
+        return output
+
+    if kind == "hook":
+        model.model.layers[1].register_forward_hook(add)
+    else:
+        original = model.model.layers[1].forward
+        model.model.layers[1].forward = lambda *args, **kwargs: add(None, None, original(*args, **kwargs))
+    assert_same_text(model)
+    vector.fill_(2.0)
+    with pytest.raises(UnsupportedModel, match="must not notice"):
+        model.generate(**ragged([6, 3]), max_new_tokens=4, speculative_config=NGRAM)
+    vector.zero_()
+    assert_same_text(model)
+
+
+def test_decoders_for_hooks_that_are_gone_are_freed(model):
+    assert_same_text(model)
+    for _ in range(4):
+        handle = model.model.layers[0].register_forward_hook(everything)
+        assert_same_text(model)
+        handle.remove()
+    assert_same_text(model)
+    assert len(integration.kept_decoders(model)) == 1 + 1
+
+
+def test_wrappers_of_libraries_are_no_interventions(model):
+    """They are many, and the self-test would run at each call."""
+    hooks = pytest.importorskip("accelerate.hooks")
+    for module in list(model.modules()):
+        hooks.add_hook_to_module(module, hooks.AlignDevicesHook())
+    model.model.layers[0].forward = torch.compile(model.model.layers[0].forward, backend="eager")
+    assert_same_text(model)
+    assert not structure.interventions(model)
+
+    class Mine(hooks.ModelHook):
+        def post_forward(self, module, output):
+            return last_token(module, (), output)
+
+    hooks.add_hook_to_module(model.model.layers[1], Mine(), append=True)
+    with pytest.raises(UnsupportedModel, match="a forward of its own on LlamaDecoderLayer"):
+        model.generate(**ragged([6, 3]), max_new_tokens=4, speculative_config=NGRAM)
+
+
+@pytest.mark.parametrize("config", [NGRAM, {"method": "none", "target_quantization": "wint8"}], ids=["ngram", "wint8"])
+def test_copies_that_a_callback_makes(config):
+    """While a decoder runs: copies, pickles and models with the same configuration are as if none ran."""
+    if "target_quantization" in config:
+        pytest.importorskip("torchao")
+    model, made = tiny_llama(attn_implementation="eager"), []
+
+    def criterion(ids, scores, **kwargs):
+        if not made:
+            made.extend([copy.deepcopy(model), pickle.loads(pickle.dumps(model))])
+            type(model)(model.config)
+        return torch.zeros(len(ids), dtype=torch.bool)
+
+    inputs = ragged([6, 3])
+    plain = model.generate(**inputs, max_new_tokens=12)
+    criteria = StoppingCriteriaList([criterion])
+    model.generate(**inputs, max_new_tokens=3, speculative_config=config, stopping_criteria=criteria)
+    for each in (model, *made):
+        assert type(each.config) is LlamaConfig and each.config._attn_implementation == "eager"
+        assert {type(module._parameters) for module in each.modules()} == {dict}
+        assert torch.equal(each.generate(**inputs, max_new_tokens=12), plain)
+
+
 def test_the_forward_of_another_object(model):
     """It takes `*args, **kwargs`, and the forward behind it counts positions by itself if it is given none."""
     original = model.forward
@@ -152,6 +272,12 @@ def test_adapters_that_are_switched(model):
     assert_same_text(found)
     found.merge_adapter()
     assert_same_text(found)
+
+
+def test_a_hook_without_a_module(model):
+    """A partial of a builtin method: PEFT's hooks are partials, too."""
+    model.model.layers[0].register_forward_pre_hook(functools.partial(queue.SimpleQueue().put))
+    assert_same_text(model)
 
 
 @pytest.mark.parametrize("first", [True, False], ids=["after an ordinary call", "at once"])

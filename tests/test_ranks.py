@@ -107,6 +107,11 @@ def test_rank_0_decides_what_ends_the_text(found):
         assert each["overlapping"] is True
 
 
+def test_a_hook_on_one_rank(found):
+    for each in found:
+        assert each["hook_on_one_rank"] == [True] * 4
+
+
 def test_a_rank_keeps_its_heads_keys_only(found):
     for each in found:
         sharded, whole = each["bytes_per_rank"]

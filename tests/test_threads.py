@@ -1,5 +1,7 @@
 """Plain `generate()` in another thread, on the model that a decoder is running on: it sees the model as it is."""
 
+import copy
+import pickle
 import threading
 
 import pytest
@@ -8,6 +10,7 @@ from families import make
 from oracle import ragged
 
 import hf_specdec
+from hf_specdec.model.threads import FalseInThisThread, FirstLayers, OwnParameters
 
 NUM_CALLS = 10
 
@@ -56,6 +59,18 @@ def test_a_model_with_our_changes(tiny_model, tiny_tokenizer, name):
     expected = tiny_model.generate(**inputs, max_new_tokens=12, do_sample=False)
     assert race(tiny_model, inputs, CONFIGS[name], expected, rounds=name == "quantized") == 0
     hf_specdec.release(tiny_model)
+
+
+@pytest.mark.parametrize(
+    "copied", [copy.deepcopy, lambda thing: pickle.loads(pickle.dumps(thing))], ids=["copy", "pickle"]
+)
+def test_copies_are_of_what_others_see(copied):
+    layers, weight = torch.nn.ModuleList(torch.nn.Linear(2, 2) for _ in range(3)), torch.nn.Parameter(torch.zeros(1))
+    found = copied(FirstLayers(layers, 1))
+    assert type(found) is torch.nn.ModuleList and len(found) == 3
+    assert copied(FalseInThisThread()) is True
+    found = copied(OwnParameters({"weight": weight}, {"weight": torch.nn.Parameter(torch.ones(1))}))
+    assert type(found) is dict and not found["weight"].any()
 
 
 @pytest.mark.parametrize("family", ["Gemma2", "gpt-oss", "BLOOM", "MPT", "Falcon ALiBi", "Llama4"])

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import copyreg
 import functools
 import threading
 from collections.abc import Iterator
@@ -51,7 +52,9 @@ def paged_attention_forward(
 
 
 _lock = threading.Lock()
-_owners: dict[int, list[int]] = {}  # threads in which a configuration names our attention function, by id of the configuration
+_owners: dict[
+    int, list[int]
+] = {}  # threads in which a configuration names our attention function, by id of the configuration
 
 
 @contextlib.contextmanager
@@ -86,14 +89,21 @@ def _by_thread(kind: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
         ours = torch.compiler.is_compiling() or threading.get_ident() in _owners.get(id(self), ())
         return ATTENTION_NAME if ours else self._attn_implementation_internal
 
-    def reduce(self: PreTrainedConfig, protocol: Any) -> tuple:
-        function, (_, *arguments), *state = kind.__reduce_ex__(self, protocol)
-        return function, (kind, *arguments), *state
+    def choose(self: PreTrainedConfig, value: str | None) -> None:
+        if value != ATTENTION_NAME:  # a model that is made from the configuration writes what it has read
+            vars(self)["_attn_implementation_internal"] = value
 
-    own = property(implementation, kind._attn_implementation.fset)  # type: ignore[attr-defined]
-    return type(
-        kind.__name__, (kind,), {"_attn_implementation": own, "__reduce_ex__": reduce, "__module__": kind.__module__}
-    )
+    def reduce(self: PreTrainedConfig, protocol: Any) -> tuple:
+        _, _, *state = kind.__reduce_ex__(self, 2)
+        return copyreg._reconstructor, (kind, object, None), *state  # type: ignore[attr-defined]
+
+    own = {
+        "_attn_implementation": property(implementation, kind._attn_implementation.fset),  # type: ignore[attr-defined]
+        "_attn_implementation_internal": property(lambda self: vars(self)["_attn_implementation_internal"], choose),
+        "__reduce_ex__": reduce,
+        "__module__": kind.__module__,
+    }
+    return type(kind.__name__, (kind,), own)
 
 
 def _window_of(module, known: dict[int, int | None]) -> int | None:

@@ -41,12 +41,13 @@ _NOISE_FACTOR = 10
 _MOST_NOISE = {torch.float64: 1e-4, torch.float32: 1e-2}
 _MOST_NOISE_LOW_PRECISION = 0.25
 
-_verdicts: dict[tuple, tuple[str | None, str]] = {}  # ("paged" or "gather", ""), or (None, why neither works)
-_MOST_VERDICTS = 256  # the oldest goes first; a hook that comes and goes with each call asks for a verdict each time
+_verdicts: dict[tuple, str] = {}  # "paged" or "gather"; refusals are not kept, because what was in the way may go
+_MOST_VERDICTS = 256  # the oldest goes first
 
 
 def check(packed: PackedModel) -> None:
-    """Compare a short packed forward with the model's own, once per configuration and all that the forward calls.
+    """Compare a short packed forward with the model's own, once per configuration and all that the forward calls. Where others
+    intervene, a verdict holds for one call: a vector or a flag that a hook reads is nowhere to be seen.
 
     Sets `packed.gather` if attention through pages is wrong but attention to gathered keys is right, and logs one warning.
     Costs three forwards over about ten tokens each. Does nothing inside another PackedModel's `active()` of the same model,
@@ -58,10 +59,10 @@ def check(packed: PackedModel) -> None:
     if packed.config._attn_implementation == ATTENTION_NAME:
         return
     # If pages are wrong for the whole model, its first layers are not tried with pages, and there is no second warning.
-    if packed.num_layers is not None and _verdicts.get(signature(packed, whole=True), ("", ""))[0] == "gather":
+    if packed.num_layers is not None and _verdicts.get(signature(packed, whole=True)) == "gather":
         packed.gather = True
     key = signature(packed)
-    known = int(key in _verdicts)
+    known = int(key in _verdicts and not interventions(packed.model))
     if packed.ranks is not None:
         known = packed.ranks.least(known)  # a process may have judged this model before its other ranks were started
     if not known:
@@ -69,10 +70,13 @@ def check(packed: PackedModel) -> None:
             _verdicts[key] = _judge(packed)
         if len(_verdicts) > _MOST_VERDICTS:
             del _verdicts[next(iter(_verdicts))]
-    way, reason = _verdicts[key]
-    if way is None:
-        raise UnsupportedModel(reason)
-    packed.gather = way == "gather"
+    packed.gather = _verdicts[key] == "gather"
+
+
+def is_intervened(packed: PackedModel) -> bool:
+    """True if others intervene in the model's forward, on any of its ranks."""
+    found = bool(interventions(packed.model))
+    return found if packed.ranks is None else not packed.ranks.least(int(not found))
 
 
 def signature(packed: PackedModel, whole: bool = False) -> tuple:
@@ -90,8 +94,8 @@ def signature(packed: PackedModel, whole: bool = False) -> tuple:
     return kind, size, packed.config._attn_implementation, model.dtype, layers, packed.gather, config
 
 
-def _judge(packed: PackedModel) -> tuple[str | None, str]:
-    """The first way to attend, "paged" or "gather", that gives the model's own logits; or None, and an error message."""
+def _judge(packed: PackedModel) -> str:
+    """The first way to attend, "paged" or "gather", that gives the model's own logits. Raises UnsupportedModel if neither does."""
     name = type(packed.model).__name__
     what = name if packed.num_layers is None else f"{name} with its first {packed.num_layers} layers"
     expected = _Expected(packed)
@@ -107,13 +111,13 @@ def _judge(packed: PackedModel) -> tuple[str | None, str]:
                     what,
                     problems[0],
                 )
-            return way, ""
+            return way
         problems.append(problem)
     others = interventions(packed.model)
     because = (
         f" Rows are packed into one line of tokens, which these must not notice: {', '.join(others)}." if others else ""
     )
-    return None, (
+    raise UnsupportedModel(
         f"{what} does not compute the same logits over packed rows as alone: "
         f"{'; '.join(map('{}: {}'.format, ways, problems))}.{because} Call generate() without speculative_config."
     )
@@ -157,7 +161,7 @@ class _Expected:
 
     def __init__(self, packed: PackedModel):
         self.packed = packed
-        self._by_token = packed.recurrent is not None or bool(interventions(packed.model))
+        self._by_token = packed.recurrent is not None or is_intervened(packed)
         first, second, nodes = _texts(packed.vocab_size)
         paths = [first] + [np.concatenate([second, nodes[path]]) for path in _leaf_paths()]
         self.paths = [torch.from_numpy(path).to(packed.device) for path in paths]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import functools
 import threading
 from collections.abc import Callable
@@ -38,6 +39,9 @@ class FalseInThisThread:
     def __bool__(self) -> bool:
         return _here() != self._owner
 
+    def __reduce__(self) -> tuple:
+        return bool, (True,)  # what a copy of the model had before
+
 
 class FirstLayers(nn.ModuleList):
     """A model's layers. The thread that made this object sees only the first `count`."""
@@ -59,6 +63,9 @@ class FirstLayers(nn.ModuleList):
 
     def __len__(self) -> int:
         return len(self._seen())
+
+    def __reduce__(self) -> tuple:
+        return copy.copy, (vars(self)["_all"],)
 
 
 class OwnParameters(dict):
@@ -88,3 +95,6 @@ class OwnParameters(dict):
     def items(self) -> Any:
         """Names and parameters."""
         return self._seen().items()
+
+    def __reduce__(self) -> tuple:
+        return dict, (dict(self.theirs),)

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ..cache import OutOfBlocks
+from ..core.errors import is_failure
 from ..core.ranks import RankError
 from ..decoding.decoder import SpeculativeDecoder, StepResult
 from ..decoding.outputs import RowStatistics
@@ -168,8 +169,8 @@ class Engine:
                 self.abort(rows[0].request, error)
                 return [rows[0].request]
             return []
-        except Exception as error:
-            if isinstance(error, RankError) and error.is_final:
+        except BaseException as error:
+            if not is_failure(error) or (isinstance(error, RankError) and error.is_final):
                 raise
             return self._after_failure(rows, error)
         if group is not None:
@@ -200,7 +201,9 @@ class Engine:
         """End the request alone if the block raises: tokenizer, grammar, log-probabilities and callback are the request's."""
         try:
             yield
-        except Exception as error:
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             logger.exception("Request %s ends, because its processing raised.", request.id)
             for choice in request.choices:
                 choice.text = None  # what raised may raise again
@@ -230,7 +233,7 @@ class Engine:
             self._isolated.pop(0)
         return None
 
-    def _after_failure(self, rows: list[Choice], error: Exception) -> list[Request]:
+    def _after_failure(self, rows: list[Choice], error: BaseException) -> list[Request]:
         """Handle a step that raised. If it had one row, end that row's request; else let each half of the rows run alone.
 
         Halving is repeated until the row is found that makes a step raise. The step may have written wrong KV. So its rows are

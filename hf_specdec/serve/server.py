@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..candidate_generators import parse_config
+from ..core.errors import is_failure
 from ..sampling.grammar import Reasoning
 from .answers import Answer, Inbox
 from .engine_process import EngineProcess
@@ -418,7 +419,9 @@ class Server:
                 raise failed(f"The model raised {type(update.error).__name__} for this request.")
             try:  # after the check for errors: the engine has accepted these ids
                 answer.make_text(update, self.tokenizer)
-            except Exception as error:
+            except BaseException as error:
+                if not is_failure(error):
+                    raise
                 logger.exception("The tokenizer raised for the new tokens of request %s.", answer.id)
                 raise failed(f"The tokenizer raised {type(error).__name__} for the new tokens.") from error
             yield found

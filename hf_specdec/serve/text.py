@@ -51,7 +51,7 @@ class Detokenizer:
 
     def add(self, token: int) -> str:
         """Add a token. Returns the text it completes; empty if it ends inside a character of several tokens."""
-        if self.skip_special_tokens and self._is_skipped(token):
+        if self._is_skipped(token):
             return ""
         byte = _fallback_byte(self.tokenizer, token)
         self._ids.append(token)
@@ -80,27 +80,29 @@ class Detokenizer:
 
     def _forget(self, decoded: str) -> None:
         """Drop tokens at the beginning if the text of the others shows that it does not depend on them."""
-        ids = self._ids[-self.CONTEXT :]
+        ids = self._ids[self._start_of_text(self._ids, self.CONTEXT) :]
         shorter = self._decode(ids)
         fixed, num_dropped = shorter[: self._end_of_fixed(shorter)], len(decoded) - len(shorter)
         in_step = len(fixed) >= _LONGEST or bool(fixed.strip(_UNKNOWN))
-        if (
-            in_step and num_dropped <= self._num_shown and decoded.endswith(shorter)
-            and _fallback_byte(self.tokenizer, ids[0]) is None
-        ):  # fmt: skip
+        if in_step and num_dropped <= self._num_shown and decoded.endswith(shorter):
             self._ids, self._num_shown = ids, self._num_shown - num_dropped
 
     def _context(self, prompt: list[int]) -> tuple[list[int], str]:
         """The last ids of the prompt, from a place where a character begins, and their text."""
         count = self.CONTEXT
         while True:
-            start = max(0, len(prompt) - count)
-            while start and _fallback_byte(self.tokenizer, prompt[start]) is not None:
-                start -= 1
+            start = self._start_of_text(prompt, count)
             decoded = self._decode(prompt[start:])
             if start == 0 or (decoded and not decoded.startswith(_UNKNOWN)):
                 return prompt[start:], decoded
             count = 2 * (len(prompt) - start)
+
+    def _start_of_text(self, ids: list[int], count: int) -> int:
+        """Where the last `count` ids begin, or before them, so that no run of bytes is cut."""
+        start = max(0, len(ids) - count)
+        while start and _fallback_byte(self.tokenizer, ids[start]) is not None:
+            start -= 1
+        return start
 
     def _end_of_fixed(self, decoded: str) -> int:
         """Where the text ends whose bytes are complete."""
@@ -116,7 +118,12 @@ class Detokenizer:
         return bool(decoder.getstate()[0])
 
     def _is_skipped(self, token: int) -> bool:
-        return not self._decode([token]) and bool(self.tokenizer.decode([token], skip_special_tokens=False))
+        """True for special tokens that are left out, and for ids of the model that the tokenizer does not have."""
+        if self.tokenizer.convert_ids_to_tokens(token) is None:
+            return True
+        if not self.skip_special_tokens or self._decode([token]):
+            return False
+        return bool(self.tokenizer.decode([token], skip_special_tokens=False))
 
     def _decode(self, ids: list[int]) -> str:
         return self.tokenizer.decode(ids, skip_special_tokens=self.skip_special_tokens)
@@ -154,8 +161,13 @@ def _fallback_byte(tokenizer: Any, token: int) -> int | None:
     return int(piece[3:-1], 16)
 
 
-def _bytes_of_piece(piece: str | None) -> bytes | None:
-    """The bytes of a token of byte-level BPE, which writes each of them as a character; None if the token is of another kind."""
+def _bytes_of_piece(piece: str | bytes | None) -> bytes | None:
+    """The bytes of a token of byte-level BPE, which writes each of them as a character; None if the token is of another kind.
+
+    QWen's first tokenizer gives the bytes.
+    """
+    if isinstance(piece, bytes):
+        return piece
     found = [_BYTE_OF.get(character) for character in piece or ""]
     return None if None in found else bytes(found)  # type: ignore[arg-type]
 
@@ -174,8 +186,8 @@ def token_text(tokenizer: Any, token: int) -> str | None:
     """The text of one token by itself, as it is within a text; None without a tokenizer."""
     if tokenizer is None:
         return None
-    text, piece = tokenizer.decode([token]), tokenizer.convert_ids_to_tokens(token) or ""
-    num_spaces = len(piece) - len(piece.lstrip(_SPACE))
+    text, piece = tokenizer.decode([token]), tokenizer.convert_ids_to_tokens(token)
+    num_spaces = len(piece) - len(piece.lstrip(_SPACE)) if isinstance(piece, str) else 0
     # Tokenizers of Llama 2's kind leave out one space at the beginning of a text.
     return " " * num_spaces + text.lstrip(" ") if num_spaces else text
 

@@ -10,6 +10,7 @@ from concurrent.futures import Future
 from dataclasses import dataclass, field
 from typing import Any
 
+from ..core.errors import is_failure
 from ..decoding.outputs import summarize
 from ..sampling.grammar import Reasoning
 from .engine import Engine
@@ -215,7 +216,9 @@ class EngineWorker(threading.Thread):
             request = self.engine.add(
                 message.id, message.prompt, message.prompt_token_ids, message.params, reasoning=message.reasoning
             )
-        except Exception as error:
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             self._note_load()
             self.deliver(
                 [Update(message.id, request_finished=True, error=error, is_refused=isinstance(error, ValueError))]
@@ -246,7 +249,9 @@ class EngineWorker(threading.Thread):
         """
         try:
             return self._new_updates(request)
-        except Exception as error:
+        except BaseException as error:
+            if not is_failure(error):
+                raise
             logger.exception("Request %s ends, because its updates could not be made.", request.id)
             self.engine.abort(request, error)
             self._forget(request)

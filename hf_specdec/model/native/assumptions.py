@@ -1,4 +1,4 @@
-"""What a program takes for granted: the Python objects that the recorded forward looked up, and that nobody listens to operators."""
+"""What a program takes for granted: the Python objects that the recorded forward looked up."""
 
 from __future__ import annotations
 
@@ -10,22 +10,9 @@ from typing import Any
 
 import torch
 from torch import nn
-from torch.nn.modules import module as hooks
-from torch.utils._device import DeviceContext
 
 _LIBRARIES = {"torch", "transformers", "hf_specdec", "numpy", "accelerate", *sys.stdlib_module_names}
 _WATCHED = ("transformers.", "torch.nn.")  # the code that computes a forward; elsewhere globals change all the time
-
-
-def interposed() -> bool:
-    """True if each operator or module call has listeners that a program would not call: torch modes, or hooks of all modules.
-
-    `torch.device` as a context is such a mode, too, and only says where new tensors go.
-    """
-    if hooks._global_forward_hooks or hooks._global_forward_pre_hooks or torch._C._len_torch_dispatch_stack():
-        return True
-    modes = [torch._C._get_function_stack_at(i) for i in range(torch._C._len_torch_function_stack())]
-    return not all(isinstance(mode, DeviceContext) for mode in modes)
 
 
 class CalledCode:

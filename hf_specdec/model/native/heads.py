@@ -16,7 +16,7 @@ from ...core.rows import RowInput
 from ...kernels.dispatch import uses_native
 from ...kernels.native import TYPES
 from ..packed_batch import PackedBatch
-from .assumptions import interposed
+from ..structure import interposed
 from .current import Made, current_program
 from .program import Program, addresses
 from .subjects import HeadForward, RowFunction, Subject
