@@ -52,9 +52,8 @@ def paged_attention_forward(
 
 
 _lock = threading.Lock()
-_owners: dict[
-    int, list[int]
-] = {}  # threads in which a configuration names our attention function, by id of the configuration
+# By id of a configuration: the threads in which it names our attention function.
+_owners: dict[int, list[int]] = {}
 
 
 @contextlib.contextmanager
