@@ -47,13 +47,16 @@ def assisted_loop(
         drafter.ends = StoppingCriteriaList(each for each in found if isinstance(each, _ENDS))
         return found
 
-    model._get_candidate_generator = lambda *args, **kwargs: drafter
-    model._get_stopping_criteria = criteria
+    ours = {"_get_candidate_generator": lambda *args, **kwargs: drafter, "_get_stopping_criteria": criteria}
+    own = {name: vars(model)[name] for name in ours if name in vars(model)}
+    vars(model).update(ours)
     try:
         with tapped(model, drafter.generator.taps, drafter.features):
             yield drafter
     finally:
-        del model._get_candidate_generator, model._get_stopping_criteria
+        for name in ours:
+            del vars(model)[name]
+        vars(model).update(own)
         drafter.close()
 
 
