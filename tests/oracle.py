@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 from typing import Any
 
@@ -50,6 +51,23 @@ def ragged(lengths: list[int], vocab_size: int = VOCAB, seed: int = 0) -> dict[s
         ids[row, width - length :] = pattern.repeat(3)[:length]
         mask[row, width - length :] = 1
     return {"input_ids": ids, "attention_mask": mask}
+
+
+@contextlib.contextmanager
+def interposed(module, call):
+    """Inside the context, `call` follows each call of a module. It is no hook: models with hooks are tested with them before any work."""
+    original = module._call_impl
+
+    def followed(*args, **kwargs):
+        output = original(*args, **kwargs)
+        call(module, args, output)
+        return output
+
+    module._call_impl = followed
+    try:
+        yield
+    finally:
+        del module._call_impl
 
 
 def method_configs(drafter_path: str) -> dict[str, dict[str, Any]]:

@@ -19,21 +19,16 @@ HEADS = ["eagle", "eagle3", "mtp", "mlp_speculator", "medusa", "hydra", "dflash"
 
 def test_the_name_is_that_of_this_transformers():
     assert CACHE in inspect.signature(LlamaAttention.forward).parameters
-    assert cache_argument(LlamaAttention.forward) == CACHE
+    assert cache_argument(inspect.signature(LlamaAttention.forward).parameters) == CACHE
 
 
 @pytest.mark.parametrize("name", ["cache", "past_key_values", "cache_params"])
 def test_the_name_of_a_repository_s_own_code(name):
-    def forward(input_ids, **kwargs):
-        return input_ids
-
-    parameters = [inspect.Parameter(each, inspect.Parameter.KEYWORD_ONLY) for each in ("input_ids", name)]
-    forward.__signature__ = inspect.Signature(parameters)
-    assert cache_argument(forward) == name
+    assert cache_argument(["input_ids", name]) == name
 
 
 def test_a_forward_that_names_no_cache():
-    assert cache_argument(lambda input_ids, **kwargs: input_ids) == CACHE
+    assert cache_argument(["input_ids", "kwargs"]) == CACHE
 
 
 @pytest.mark.parametrize("name", BOTH_NAMES)

@@ -6,7 +6,7 @@ import contextlib
 import pytest
 import torch
 from combinations import covering
-from oracle import assert_clean, drafter_of, ragged, tiny_llama
+from oracle import assert_clean, drafter_of, interposed, ragged, tiny_llama
 from transformers import (
     DynamicCache,
     GenerationConfig,
@@ -124,23 +124,6 @@ def checked(model):
     prepare(model)
 
 
-@contextlib.contextmanager
-def interposed(module, call):
-    """Inside the context, `call` follows each call of a module. It is no hook: models with hooks are tested with them before any work."""
-    original = module._call_impl
-
-    def followed(*args, **kwargs):
-        output = original(*args, **kwargs)
-        call(module, args, output)
-        return output
-
-    module._call_impl = followed
-    try:
-        yield
-    finally:
-        del module._call_impl
-
-
 @pytest.mark.parametrize("name", BAD_CALLS)
 def test_bad_call(model, checked, name):
     make, message = BAD_CALLS[name]
@@ -256,9 +239,7 @@ def test_exception_in_the_middle(model, configs, next_call_works, method, where,
     cache = DynamicCache()
     config = {**configs[method], "native": False} if where is Hook else configs[method]
     with inside, pytest.raises(type(error)):
-        model.generate(
-            **ragged([6, 3, 8]), max_new_tokens=20, speculative_config=config, **{CACHE: cache}, **arguments
-        )
+        model.generate(**ragged([6, 3, 8]), max_new_tokens=20, speculative_config=config, **{CACHE: cache}, **arguments)
     assert cache.get_seq_length() == 0, "a failed call leaves the caller's cache alone"
 
 

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 from combinations import covering
-from oracle import VOCAB, drafter_of, method_configs, ragged
+from oracle import VOCAB, drafter_of, interposed, method_configs, ragged
 from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import (
     MaxLengthCriteria,
@@ -243,11 +243,9 @@ def test_tokens_arrive_as_they_are_accepted(model, configs):
         def end(self):
             events.append("end")
 
-    hook = model.register_forward_pre_hook(lambda *_: events.append("forward"))
-    try:
-        model.generate(**ragged([8]), max_new_tokens=20, streamer=Events(), speculative_config=configs["perfect"])
-    finally:
-        hook.remove()
+    config = {**configs["perfect"], "native": False}
+    with interposed(model, lambda *_: events.append("forward")):
+        model.generate(**ragged([8]), max_new_tokens=20, streamer=Events(), speculative_config=config)
     assert events == ["token", "forward", *["token"] * 10, "forward", *["token"] * 10, "end"]
 
 

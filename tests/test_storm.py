@@ -171,7 +171,7 @@ def weather(model, tokenizer, config, count, seed, **limits):
 
 @pytest.mark.parametrize("name", ["copy", "tree", "mixed"])
 def test_a_storm_of_requests(tiny_model, tiny_tokenizer, name):
-    config = {**CONFIGS[name], "num_blocks": 20}
+    config = {**CONFIGS[name], "num_blocks": 12}
     weather(tiny_model, tiny_tokenizer, config, 24, 0, max_num_batched_tokens=40, max_num_seqs=6)
 
 
