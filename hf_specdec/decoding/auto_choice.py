@@ -40,8 +40,8 @@ class AutoChoice(AutoLength):
     the look-up from which it is expected to gain most. Then, for each drafter with weights, there is one more division of the rows:
     this drafter takes the rows that it serves better. The fastest division is used.
 
-    The account of AutoLength bounds what all of this may cost: on text that no drafter guesses, decoding is slower than plain
-    decoding by at most `ALLOWANCE`.
+    The account of AutoLength bounds what wasted drafts may cost: `ALLOWANCE` of plain decoding. The bookkeeping of steps without drafts
+    comes on top; where a step takes less than a millisecond, that shows.
 
     Args:
         generator: the drafters. This policy becomes its chooser.
