@@ -88,6 +88,12 @@ def _by_thread(kind: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
         ours = torch.compiler.is_compiling() or threading.get_ident() in _owners.get(id(self), ())
         return ATTENTION_NAME if ours else self._attn_implementation_internal
 
+    def chosen(self: PreTrainedConfig) -> str | None:
+        try:
+            return vars(self)["_attn_implementation_internal"]
+        except KeyError as error:  # one that is being made: transformers asks with a default
+            raise AttributeError(*error.args) from error
+
     def choose(self: PreTrainedConfig, value: str | None) -> None:
         if value != ATTENTION_NAME:  # a model that is made from the configuration writes what it has read
             vars(self)["_attn_implementation_internal"] = value
@@ -98,7 +104,7 @@ def _by_thread(kind: type[PreTrainedConfig]) -> type[PreTrainedConfig]:
 
     own = {
         "_attn_implementation": property(implementation, kind._attn_implementation.fset),  # type: ignore[attr-defined]
-        "_attn_implementation_internal": property(lambda self: vars(self)["_attn_implementation_internal"], choose),
+        "_attn_implementation_internal": property(chosen, choose),
         "__reduce_ex__": reduce,
         "__module__": kind.__module__,
     }
