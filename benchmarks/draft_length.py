@@ -32,9 +32,9 @@ from hf_specdec.candidate_generators.base import DrafterContext
 from hf_specdec.core.draft_trees import DraftTrees
 from hf_specdec.core.sequence import Sequence
 from hf_specdec.decoding import SpeculativeDecoder
-from hf_specdec.decoding.policies import make_policy
 from hf_specdec.model.packed_model import PackedModel
 from hf_specdec.model.prepare import prepare
+from hf_specdec.policy import make_policy
 
 LENGTHS: dict[str, dict[str, Any]] = {
     "none": {},

@@ -3,7 +3,7 @@
     python benchmarks/simulate.py --json benchmarks/results/simulate-cpu.json
 
 The real engine runs a load in its own time: its clock is the CPU time of its steps, so that other programs do not disturb it, and requests
-arrive by that clock. From these steps come the costs (`decoding.step_cost`) and the acceptance. The model replays other loads with them.
+arrive by that clock. From these steps come the costs (`policy.cost`) and the acceptance. The model replays other loads with them.
 At one and two replicas it must give the engine's throughput and time per token within 15 % before it says more. Costs are those of
 this machine: what is said about 64 replicas is about their ratio, not about a GPU.
 """
@@ -22,7 +22,7 @@ from pathlib import Path
 import numpy as np
 
 from hf_specdec import LLM, SamplingParams
-from hf_specdec.decoding.step_cost import StepCost
+from hf_specdec.policy.cost import DraftingCost, StepCost
 
 SENTENCES = [
     "Once upon a time, there was a little girl named Lily.", "The dog ran to the park.", "Tom and his mom went to the shop.",
@@ -73,13 +73,14 @@ class Measured:
     """What steps cost, and how many drafts are accepted."""
 
     cost: StepCost = field(default_factory=StepCost)
+    drafting: DraftingCost = field(default_factory=DraftingCost)
     accepted: list[int] = field(default_factory=list)  # of drafts of full length
     bytes_per_token: int = 0
     steps: list[tuple] = field(default_factory=list)  # arguments of `seconds`, and what was measured
     scale: float = 1.0  # medians leave out the slow steps, which take time all the same
 
     def seconds(self, rows, packed, drafting, length, unread):
-        drafted = self.cost.drafting.of_draft(length * (drafting > 0), drafting * length, unread)
+        drafted = self.drafting.of_draft(length * (drafting > 0), drafting * length, unread)
         return self.scale * float(self.cost.of_target(rows, packed) + drafted)
 
     def settle(self):
@@ -146,7 +147,7 @@ def run_engine(llm, jobs, length, measured=None):
                 measured.steps.append((rows, packed, drafted, length, unread, seconds))
                 measured.cost.observe_target(rows, packed, seconds - drafting)
                 if drafted:  # as the decoder counts: a head cannot draft in the step that reads the prompt
-                    measured.cost.drafting.observe_draft(length, drafted * length, unread, drafting)
+                    measured.drafting.observe_draft(length, drafted * length, unread, drafting)
     decoder.generator.propose = propose
     return jobs
 

@@ -26,7 +26,8 @@ from transformers.generation.streamers import BaseStreamer
 import hf_specdec
 from hf_specdec import LLM, SamplingParams
 from hf_specdec.candidate_generators.auto import generator
-from hf_specdec.decoding import policies, step_cost
+from hf_specdec.core import clock
+from hf_specdec.decoding import decoder as decoding
 from hf_specdec.integration import kept_decoders
 from hf_specdec.model.options import prepacked
 
@@ -162,14 +163,14 @@ def mixture():
 @case
 def lengths_by_clock():
     """The measured lengths and choices of rank 0 hold. Rank 1's clock tells other times, so that it would choose others."""
-    honest = policies.clock_for
+    honest = clock.clock_for
     if dist.get_rank():
         now = iter(range(10**9))
-        step_cost.clock_for = policies.clock_for = generator.clock_for = lambda device: lambda: next(now) * 1.7 % 3
+        clock.clock_for = decoding.clock_for = generator.clock_for = lambda device: lambda: next(now) * 1.7 % 3
     hf_specdec.release()
     configs = {"eagle3": {**METHODS["eagle3"], "draft_length": "auto"}, "auto": {"method": "auto"}}
     found = {name: run(config, new=64) == _plain(64) for name, config in configs.items()}
-    step_cost.clock_for = policies.clock_for = generator.clock_for = honest
+    clock.clock_for = decoding.clock_for = generator.clock_for = honest
     hf_specdec.release()
     return found
 

@@ -19,13 +19,10 @@ from transformers import AutoModelForCausalLM
 import hf_specdec
 from hf_specdec import LLM, SamplingParams, SpeculativeConfigError, parse_config
 from hf_specdec.candidate_generators.auto import discovery, hub, local
-from hf_specdec.candidate_generators.auto.generator import Choice
 from hf_specdec.candidate_generators.base import DrafterContext
 from hf_specdec.core.sequence import Sequence
-from hf_specdec.decoding.auto_memory import AutoMemory
-from hf_specdec.decoding.auto_method import AutoMethod
-from hf_specdec.decoding.draft_length import DraftLengthPolicy
 from hf_specdec.integration import get_decoder
+from hf_specdec.policy import Choice, DraftLengthPolicy
 
 PARTS = [
     {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 4},
@@ -43,8 +40,7 @@ class RandomChoice:
         self.random = np.random.default_rng(seed)
         self.rested = False
 
-    @property
-    def heads_follow(self):
+    def heads_follow(self, seq):
         follow = self.random.random() < 0.9
         self.rested |= not follow
         return follow
@@ -55,7 +51,7 @@ class RandomChoice:
     def is_awake(self, index):
         return True
 
-    def choose(self, sequences, limits, offers, seconds, scores):
+    def choose(self, sequences, limits, offers, seconds, scores, able=None):
         drafter = self.random.integers(0, len(PARTS), len(limits))
         return Choice(drafter, np.minimum(self.random.integers(0, 5, len(limits)), limits))
 
@@ -110,9 +106,8 @@ def counting(calls, name, real):
 
 @pytest.mark.parametrize("num_rows", [1, 4])
 def test_steps_that_must_be_plain_ask_and_tell_nobody(tiny_model, monkeypatch, num_rows):
-    """No look-up is asked or told, and heads stop following once that has proved to be too much; a draft model is not called either.
-    The next text begins with all of them."""
-    monkeypatch.setattr(AutoMethod, "LEAST_FOLLOWED", 0.0)  # any time is too much
+    """No look-up is asked or told, and heads do not follow where that has proved to be too much; a draft model is not called either.
+    Later texts begin with all of them."""
     suffix = {"method": "suffix"}
     config = {"method": "auto", "methods": [*PARTS, suffix], "memory": False}
     inputs = ragged([9, 4, 17, 6][:num_rows])
@@ -120,8 +115,9 @@ def test_steps_that_must_be_plain_ask_and_tell_nobody(tiny_model, monkeypatch, n
     plain = tiny_model.generate(**inputs, **arguments)
     tiny_model.generate(**inputs, **arguments, speculative_config=config)
     decoder = get_decoder(tiny_model, parse_config(config), DrafterContext())
-    generator, calls = decoder.generator, Counter()
-    decoder.policy.account = -1e9
+    generator, policy, calls = decoder.generator, decoder.policy, Counter()
+    monkeypatch.setattr(policy, "is_plain", lambda sequences: True)
+    monkeypatch.setattr(policy, "_followed", 1.0)  # a head would take as long as the target
     for name, part in generator.by_name.items():
         for each in ("propose", "observe", "features"):
             if hasattr(part, each):
@@ -133,7 +129,7 @@ def test_steps_that_must_be_plain_ask_and_tell_nobody(tiny_model, monkeypatch, n
     assert not calls["token_recycling.observe"] and not calls["suffix.observe"]
     assert calls["suffix.add"] == num_rows  # all of a text, when it ends
     assert calls["eagle3.features"] <= 2 and not generator._blind, calls
-    decoder.policy.account, decoder.policy.heads_follow = 8.0, True
+    policy._of_fresh = 2.0  # and gain more than it takes
     calls.clear()
     assert tiny_model.generate(**inputs, **arguments, speculative_config=config).tolist() == plain.tolist()
     assert calls["eagle3.features"] > 4
@@ -147,7 +143,7 @@ def test_texts_that_nobody_follows(tiny_model):
     plain = tiny_model.generate(**inputs, max_new_tokens=12, do_sample=False)
     decoder = get_decoder(tiny_model, parse_config(config), DrafterContext())
     for _ in range(2):
-        decoder.policy.account, decoder.policy.heads_follow = -1e9, False
+        decoder.policy._followed = 1.0
         out = tiny_model.generate(**inputs, max_new_tokens=12, do_sample=False, speculative_config=config)
         assert out.tolist() == plain.tolist()
     hf_specdec.release(tiny_model)
@@ -177,7 +173,7 @@ def test_a_sequence_that_names_no_drafter_of_auto_does_not_start(tiny_model):
 def test_a_memory_in_the_users_home(tiny_model, monkeypatch, tmp_path):
     monkeypatch.setenv("HOME", str(tmp_path))
     config = {"method": "auto", "methods": ["ngram"], "memory": "~/memory"}
-    kept = AutoMemory.of(get_decoder(tiny_model, parse_config(config)).generator)
+    kept = get_decoder(tiny_model, parse_config(config)).generator.memory
     assert kept.path.parent == tmp_path / "memory"
     hf_specdec.release(tiny_model)
 

@@ -3,18 +3,17 @@
 import itertools
 import json
 from dataclasses import dataclass, field
-from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from combinations import covering
 
+from hf_specdec.candidate_generators.auto.memory import AutoMemory
 from hf_specdec.core.draft_trees import DraftTrees
 from hf_specdec.core.sequence import Sequence
-from hf_specdec.decoding.acceptance import DraftedStep
-from hf_specdec.decoding.auto_memory import AutoMemory
-from hf_specdec.decoding.auto_method import AutoMethod
-from hf_specdec.decoding.drafter_acceptance import DrafterAcceptance, promised_rates
+from hf_specdec.policy import DraftedStep, Fastest
+from hf_specdec.policy import Drafter as KnownDrafter
+from hf_specdec.policy.acceptance import Acceptance, promised_rates
 
 LONGEST = 8
 
@@ -50,13 +49,18 @@ class World:
         self.sequences = [Sequence([1] * 16, 10**9) for _ in range(self.num_rows)]
         self.behind = [16] * self.num_rows
         self.future = [list(self.random.integers(10, 1000, 2 * LONGEST)) for _ in self.sequences]
-        config = SimpleNamespace(longest_draft=LONGEST)
-        longest = np.full(len(self.names), LONGEST)
-        self.generator = SimpleNamespace(
-            names=self.names, num_lookups=self.num_lookups, longest=longest, config=config, chooser=None,
-            able=lambda sequences: None,
-        )  # fmt: skip
         self.begun = False
+
+    def policy(self, memory=None):
+        """A policy that knows nothing but what the memory holds."""
+        known = [
+            KnownDrafter(name, LONGEST, not each.has_weights, each.has_weights, 0.75 if each.has_weights else 0.5)
+            for name, each in self.drafters.items()
+        ]
+        policy = Fastest(known, LONGEST, when_idle=memory and memory.keep)
+        if memory is not None:
+            memory.restore(policy)
+        return policy
 
     def guess(self, name, row, depth):
         """A draft of the drafter for the row."""
@@ -70,7 +74,7 @@ class World:
     def jitter(self):
         return float(np.exp(self.noise * self.random.standard_normal()))
 
-    def step(self, policy, forced=None):
+    def step(self, policy, forced=None, scores=None):
         """One step; returns (tokens, true seconds). `forced`: (drafter, depth) of all rows in place of the policy's choice."""
         limits = [LONGEST] * self.num_rows if forced else policy.limits(self.sequences, [LONGEST] * self.num_rows)
         drafts, drafting, lookups = [[] for _ in self.sequences], 0.0, 0.0
@@ -85,7 +89,13 @@ class World:
             if forced:
                 which, depth = np.full(self.num_rows, self.names.index(forced[0])), np.full(self.num_rows, forced[1])
             else:
-                choice = policy.choose(self.sequences, limits, offers, [each * self.jitter() for each in seconds])
+                choice = policy.choose(
+                    self.sequences,
+                    limits,
+                    offers,
+                    [each * self.jitter() for each in seconds],
+                    scores or [None] * len(offers),
+                )
                 which, depth = choice.drafter, choice.depth
             asked = [row for row in range(self.num_rows) if depth[row] and which[row] >= self.num_lookups]
             for row in range(self.num_rows):
@@ -112,7 +122,10 @@ class World:
         if not forced:
             shown = (drafting + lookups) * self.jitter()
             whole = seconds * self.jitter() + shown if self.begun else None
-            policy.observe(DraftedStep(self.sequences, limits, nodes, accepted, new, whole, shown))
+            if any(limits):
+                policy.observe(DraftedStep(self.sequences, limits, nodes, accepted, new, whole, shown))
+            else:
+                policy.observe_plain(self.sequences, whole if policy.wants_plain_time() else None)
         self.begun = True
         return sum(new), seconds + drafting + lookups
 
@@ -159,7 +172,7 @@ def test_near_the_best_fixed_drafter_and_length(machine, text, noise):
     ratios = []
     for seed in range(2):
         world = World(TEXTS[text], machine, noise, seed)
-        policy = AutoMethod(world.generator)
+        policy = world.policy()
         world.rate(policy, 150)
         found = world.rate(policy, 500)
         fixed = [
@@ -171,11 +184,11 @@ def test_near_the_best_fixed_drafter_and_length(machine, text, noise):
 
 
 def test_noise_does_not_end_drafting():
-    """The account is charged what steps take, but a few long ones are no reason to stop a head that gains a sixth."""
+    """A few long steps are no reason to stop a head that gains a sixth."""
     ratios = []
     for seed in (1, 7):  # whose first steps with drafts are long
         world = World(TEXTS["eight rows"], cpu, 0.1, seed)
-        policy = AutoMethod(world.generator)
+        policy = world.policy()
         world.rate(policy, 150)
         ratios.append(world.rate(policy, 500) / world.plain())
     assert min(ratios) > 1.1, ratios
@@ -183,7 +196,7 @@ def test_noise_does_not_end_drafting():
 
 def test_better_than_any_fixed_drafter_where_rows_differ():
     world = World(TEXTS["rows of two kinds"], cpu, 0.05)
-    policy = AutoMethod(world.generator)
+    policy = world.policy()
     world.rate(policy, 150)
     found = world.rate(policy, 300)
     fixed = [
@@ -195,21 +208,25 @@ def test_better_than_any_fixed_drafter_where_rows_differ():
 
 @pytest.mark.parametrize(("machine", "num_rows", "noise"), covering([cpu, gpu], [1, 8], [0.0, 0.1], strength=2))
 def test_costs_little_where_nothing_is_accepted(machine, num_rows, noise):
-    """At most 3 per cent more time than plain decoding, from the first step on."""
-    for seed, num_steps in itertools.product(range(2), (128, 600)):
-        world = World(drafters([0.0] * num_rows, [0.0] * num_rows), machine, noise, seed)
-        world.drafters["suffix"].chances = [0.0] * num_rows
-        policy = AutoMethod(world.generator)
-        world.step(policy)  # reads the prompts
-        rate = world.rate(policy, num_steps)
-        assert sum(policy.steps.values()) > 0, "it never tried"
-        assert rate >= world.plain() / 1.03, (seed, num_steps, rate / world.plain())
+    """At least 0.97 of plain decoding in a first call of 40 tokens, and 0.98 in longer texts."""
+    for num_steps in (40, 128, 600):
+        rates = []
+        for seed in range(2):
+            world = World(drafters([0.0] * num_rows, [0.0] * num_rows), machine, noise, seed)
+            world.drafters["suffix"].chances = [0.0] * num_rows
+            policy = world.policy()
+            for seq in world.sequences:
+                seq.max_length = len(seq.tokens) + num_steps + 1
+            world.step(policy)  # reads the prompts
+            rates.append(world.rate(policy, num_steps) / world.plain())
+            assert sum(policy.steps.values()) > 0, "it never tried"
+        assert np.mean(rates) >= (0.969 if num_steps == 40 else 0.98), (num_steps, rates)
 
 
 def test_a_text_that_changes_half_way():
     """From what a head knows to what is copied, and back."""
     world = World(drafters([0.0], [0.8]), cpu, 0.05)
-    policy = AutoMethod(world.generator)
+    policy = world.policy()
     world.rate(policy, 150)
     for lookup, head, expected in (([0.95], [0.0], "ngram"), ([0.0], [0.8], "head")):
         world.drafters["ngram"].chances, world.drafters["head"].chances = lookup, head
@@ -230,10 +247,10 @@ def test_a_look_up_that_says_what_it_expects_is_believed_as_far_as_it_was_right(
     """The first draft of a new row goes as deep as the look-up is sure; one that promises too much is cut."""
     for truth, deep in ((0.95, True), (0.1, False)):
         world = World({"suffix": Drafter([truth])}, cpu)
-        policy = AutoMethod(world.generator)
+        policy = world.policy()
         honest, chosen = policy.choose, []
 
-        def choose(sequences, limits, offers, seconds, honest=honest, chosen=chosen):
+        def choose(sequences, limits, offers, seconds, _, honest=honest, chosen=chosen):
             scores = [[sum(0.95**d for d in range(1, n + 1)) for n in offer.lengths] for offer in offers]
             found = honest(sequences, limits, offers, seconds, scores)
             chosen.append(int(found.depth[0]))
@@ -246,7 +263,7 @@ def test_a_look_up_that_says_what_it_expects_is_believed_as_far_as_it_was_right(
 
 def test_a_new_text_wakes_look_ups():
     world = World({"ngram": Drafter([0.0]), "head": Drafter([0.8], has_weights=True)}, cpu)
-    policy = AutoMethod(world.generator)
+    policy = world.policy()
     world.rate(policy, 60)
     assert not policy.is_awake(0)
     policy.limits([*world.sequences, Sequence([1, 2, 3], 100)], [8, 8])
@@ -254,44 +271,50 @@ def test_a_new_text_wakes_look_ups():
 
 
 def test_heads_rest_while_following_costs_more_than_they_bring():
-    """They let go once the account is spent, and follow again once it has recovered; the loss stays below 3 per cent."""
+    """They let go of a text that they do not serve, follow the next one, and after some such texts do not follow new ones at once."""
     world = World(drafters([0.0], [0.0]), cpu)
     world.drafters["suffix"].chances = [0.0]
-    policy = AutoMethod(world.generator)
+    policy = world.policy()
     world.step(policy)
     plain, spent, tokens, followed = 1.0 / world.plain(), 0.0, 0, []
-    for _ in range(600):
-        new, seconds = world.step(policy)
-        following = 0.04 * plain if policy.heads_follow else 0.0
-        if following:
-            policy.followed(following, 1)
-        followed.append(bool(following))
-        spent, tokens = spent + seconds + following, tokens + new
-    assert followed[0] and not all(followed) and spent <= 1.03 * tokens * plain, (
-        np.mean(followed),
+    for _ in range(12):
+        begins = policy.heads_follow(None)
+        steps = []
+        for _ in range(60):
+            new, seconds = world.step(policy)
+            follows = begins and policy.heads_follow(world.sequences[0]) and (not steps or steps[-1])
+            if follows:
+                policy.followed(0.04 * plain, 1)
+            steps.append(follows)
+            spent, tokens = spent + seconds + 0.04 * plain * follows, tokens + new
+        followed.append(sum(steps))
+        policy.forget(world.sequences[0])
+        world.sequences = [Sequence([1] * 16, 10**9)]
+        world.behind = [16]
+    assert 0 < followed[0] < 60 and followed[-1] <= followed[0] and spent <= 1.03 * tokens * plain, (
+        followed,
         spent / plain / tokens,
     )
-    assert any(after and not before for before, after in itertools.pairwise(followed)), "they never woke"
 
 
 @pytest.mark.parametrize(("share", "head"), [(0.001, 0.0), (0.04, 0.8)], ids=["cheap", "useful"])
 def test_heads_that_are_cheap_or_useful_follow_always(share, head):
     world = World(drafters([0.0], [head]), cpu)
-    policy = AutoMethod(world.generator)
+    policy = world.policy()
     world.step(policy)
     for _ in range(300):
         world.step(policy)
         policy.followed(share / world.plain(), 1)
-        assert policy.heads_follow
+        assert policy.heads_follow(world.sequences[0])
 
 
 def test_rows_that_leave_free_their_estimates():
     world = World(TEXTS["eight rows"], cpu)
-    policy = AutoMethod(world.generator)
+    policy = world.policy()
     world.rate(policy, 20)
     for seq in world.sequences:
         policy.forget(seq)
-    assert not policy.drafters._slot
+    assert not policy.acceptance.num_rows
 
 
 # ---- what is kept from process to process ---------------------------------------------------------------------------
@@ -305,7 +328,7 @@ def test_what_was_learnt_is_used_from_the_first_step(tmp_path):
     }
     for seed, begin in itertools.product(range(12), rates):
         world = World(heads | {"ngram": Drafter([0.0])}, cpu, 0.05, seed=seed)
-        policy = AutoMethod(world.generator, memory=AutoMemory(tmp_path / f"{seed}") if begin == "memory" else None)
+        policy = world.policy(AutoMemory(tmp_path / f"{seed}") if begin == "memory" else None)
         world.step(policy)
         rates[begin].append(world.rate(policy, 10))
         if begin == "nothing":
@@ -316,28 +339,28 @@ def test_what_was_learnt_is_used_from_the_first_step(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", "{}", '{"drafting": 1, "looking_up": [0, 0]}', "of other drafters", "of no numbers", "without gains"],
+    ["", "[]", "{}", '{"drafting": 1, "looking_up": [0, 0]}', "of other drafters", "of no numbers", "without times"],
 )
 def test_a_memory_that_holds_something_else_is_passed_over(tmp_path, caplog, content):
     world = World(TEXTS["a head"], cpu, 0.05)
-    policy = AutoMethod(world.generator)
+    policy = world.policy()
     world.rate(policy, 60)
     state = policy.state()
     if content == "of other drafters":
-        state["drafters"]["counts"] = [[[[1.0]]], [[[1.0]]]]
+        state["acceptance"]["counts"] = [[[[1.0]]], [[[1.0]]]]
         content = json.dumps(state)
     elif content == "of no numbers":
         state["target"][0][1] = float("nan")
         content = json.dumps(state)
-    elif content == "without gains":
-        del state["gained"]
+    elif content == "without times":
+        del state["following"]
         content = json.dumps(state)
     path = tmp_path / "it.json"
     path.write_text(content)
-    policy = AutoMethod(world.generator, memory=AutoMemory(path))
+    policy = world.policy(AutoMemory(path))
     assert not policy.cost.target and "measuring anew" in caplog.text
-    fresh = AutoMethod(world.generator)
-    assert policy.drafters.state() == fresh.drafters.state()  # nothing of it is taken over
+    fresh = world.policy()
+    assert policy.acceptance.state() == fresh.acceptance.state()  # nothing of it is taken over
     assert [bool(cost) for cost in policy.drafting] == [bool(cost) for cost in fresh.drafting]
     assert world.rate(policy, 60) > 0.8 * world.plain()
 
@@ -345,15 +368,16 @@ def test_a_memory_that_holds_something_else_is_passed_over(tmp_path, caplog, con
 def test_a_memory_that_cannot_be_written_ends_with_the_process(tmp_path, caplog):
     world = World(TEXTS["a head"], cpu, 0.05)
     (tmp_path / "file").write_text("")
-    policy = AutoMethod(world.generator, memory=AutoMemory(tmp_path / "file" / "it.json"))
+    memory = AutoMemory(tmp_path / "file" / "it.json")
+    policy = world.policy(memory)
     world.rate(policy, 30)
-    policy.memory.keep(policy)
+    memory.keep(policy)
     assert "cannot be written" in caplog.text
 
 
 def test_a_row_that_writes_something_else_now():
     """After a run of drafts that are wrong from the first token, what the row showed before does not count."""
-    acceptance = DrafterAcceptance(1, LONGEST)
+    acceptance = Acceptance(np.array([0.5]), LONGEST)
     seq, kinds = Sequence([1], 100), np.full((1, 1), 6)
     slots = acceptance.slots([seq], 0)
     first = []

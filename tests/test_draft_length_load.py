@@ -3,9 +3,7 @@
 import itertools
 
 import pytest
-from test_draft_length import DRAFTERS, MACHINES, World
-
-from hf_specdec.decoding.auto_length import AutoLength
+from test_draft_length import DRAFTERS, MACHINES, World, learnt
 
 LOADS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64, 96)
 LONGEST = 6
@@ -34,6 +32,12 @@ class Table:
     def observe(self, step):
         pass
 
+    def observe_plain(self, sequences, seconds):
+        pass
+
+    def wants_plain_time(self):
+        return False
+
     def forget(self, sequence):
         pass
 
@@ -47,7 +51,7 @@ def falls(found):
 @pytest.mark.parametrize("machine", MACHINES)
 def test_throughput_does_not_fall_where_lengths_change(machine, drafter):
     """From one row to 96: long drafts for one, short ones or none for many."""
-    found = under_rising_load(AutoLength(LONGEST), MACHINES[machine], DRAFTERS[drafter])
+    found = under_rising_load(learnt(LONGEST), MACHINES[machine], DRAFTERS[drafter])
     lengths = [length for _, _, length in found]
     assert lengths[0] > 2.5 and lengths[-1] < 1.2  # so that lengths do change
     assert falls(found) < 0.1, found

@@ -11,6 +11,7 @@ FLOORS = [
     {"core"},
     {"cache"},
     {"model"},
+    {"policy"},
     {"sampling"},
     {"verification"},
     {"candidate_generators"},

@@ -13,7 +13,7 @@ from test_config import error
 import hf_specdec
 from hf_specdec import parse_config
 from hf_specdec.candidate_generators import pasted
-from hf_specdec.decoding.policies import make_policy
+from hf_specdec.policy import make_policy
 
 # The page's configuration → our method. Heads and drafters are bundled ones in place of the page's.
 PAGES = {
@@ -210,6 +210,8 @@ def test_disable_by_batch_size(length):
     """No drafts where more rows are decoding."""
     policy = make_policy(parse_config({"method": "ngram", "disable_by_batch_size": 2, **length}))
     rows = [hf_specdec.core.sequence.Sequence([1, 2, 3], max_length=50) for _ in range(3)]
+    for _ in range(3):
+        policy.observe_plain(rows[:2], 0.01)
     assert policy.limits(rows, [4, 4, 4]) == [0, 0, 0]
     assert sum(policy.limits(rows[:2], [4, 4])) > 0
 

@@ -19,3 +19,42 @@ def clock_for(device: torch.device) -> Callable[[], float]:
     """
     own_time = device.type == "cpu" and time.get_clock_info("thread_time").resolution <= _FINE
     return time.thread_time if own_time else time.perf_counter
+
+
+class StepTimer:
+    """Times a step and the drafting in it, without waiting for the device.
+
+    A step ends when the verification result has reached the host, so the clock measures all of it on every device. On CUDA
+    drafting runs asynchronously; two events in the stream time it, and are read after the result has arrived.
+    """
+
+    def __init__(self, device: torch.device):
+        self._events, self._clock = None, clock_for(device)
+        if device.type == "cuda":
+            self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
+        self._begin = self._proposed = 0.0
+        self._counts = self._has_proposed = False
+
+    def start(self, counts: bool = True) -> None:
+        """Start timing, before drafting, if the time of this step counts. Reading the clock after a forward takes 5 µs."""
+        self._counts, self._has_proposed = counts, False
+        if not counts:
+            return
+        self._begin = self._proposed = self._clock()
+        if self._events:
+            self._events[0].record()
+
+    def proposed(self) -> None:
+        """Mark the end of drafting (or of queueing it). Left out by steps without drafts."""
+        self._proposed, self._has_proposed = self._clock(), True
+        if self._events:
+            self._events[1].record()
+
+    def stop(self) -> tuple[float, float] | None:
+        """(seconds of the step, seconds of its drafting); None if they do not count. Call after the step's result has reached the host."""
+        if not self._counts:
+            return None
+        total, drafting = self._clock() - self._begin, self._proposed - self._begin
+        if self._events and self._has_proposed:
+            drafting = max(drafting, self._events[0].elapsed_time(self._events[1]) / 1e3)
+        return total, min(drafting, total)

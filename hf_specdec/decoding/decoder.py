@@ -11,24 +11,23 @@ import torch
 
 from ..cache import OutOfBlocks
 from ..candidate_generators import CandidateGenerator
+from ..candidate_generators.auto import AutoGenerator
 from ..config import MOST_DRAFT_TOKENS, SpeculativeConfig
+from ..core.clock import StepTimer, clock_for
 from ..core.draft_trees import DraftTrees
 from ..core.outcome import StepOutcome
 from ..core.rows import RowInput
 from ..core.sequence import UNKNOWN, Sequence
 from ..model.packed_model import PackedModel
 from ..model.prompt import KeysValues, ReadPrompt
+from ..policy import DraftedStep, DraftLengthPolicy, make_policy
 from ..sampling.grammar import without_impossible_ends
 from ..sampling.logits import calls_in_order, needs_prefix
 from ..verification.verify import begin_verification
-from .acceptance import DraftedStep
-from .draft_length import DraftLengthPolicy
 from .fed_rows import FedRows
 from .outputs import RowStatistics, read_cache
-from .policies import make_policy
 from .scoring import node_scores
 from .step import PendingStep, StepResult, StepTensors
-from .step_cost import StepTimer
 from .step_learner import HeadLearner
 from .trace import Tracer
 
@@ -53,7 +52,8 @@ class SpeculativeDecoder:
         self._max_drafted = min((each for each in (target.max_positions, config.max_model_len) if each), default=None)
         self._drafts = generator.max_draft_nodes > 0
         self._observes = type(generator).observe is not CandidateGenerator.observe
-        self.policy = make_policy(config, generator) if self._drafts else DraftLengthPolicy()
+        measured = generator.policy if isinstance(generator, AutoGenerator) else None
+        self.policy = make_policy(config, clock_for(target.device), measured) if self._drafts else DraftLengthPolicy()
         self.timer = StepTimer(target.device)
         self.cache = target.new_cache(1, config.block_size)
         self.statistics: dict[int, RowStatistics] = {}
@@ -434,7 +434,7 @@ class SpeculativeDecoder:
         hidden states could not draft yet."""
         seconds, drafting_seconds = self.timer.stop() or (None, 0.0)
         if not any(pending.limits):
-            self.policy.observe(DraftedStep.of_plain(outcome.sequences, seconds if timed else None))
+            self.policy.observe_plain(outcome.sequences, seconds if timed else None)
             return
         nodes, accepted = outcome.trees.nodes_by_depth, [len(path) for path in outcome.accepted]
         num_new = [len(new) for new in outcome.new_tokens]

@@ -17,16 +17,15 @@ import torch
 from ..cache import OutOfBlocks
 from ..candidate_generators import CandidateGenerator
 from ..candidate_generators.auto import AutoGenerator
-from ..candidate_generators.auto.generator import Choice, Chooser
+from ..candidate_generators.auto.agreed import AgreedChoice
 from ..config import SpeculativeConfig
 from ..core.draft_trees import DraftTrees
 from ..core.outcome import StepOutcome
 from ..core.ranks import Ranks, digest
 from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
-from .acceptance import DraftedStep
+from ..policy import DraftLengthPolicy
 from .decoder import SpeculativeDecoder
-from .draft_length import DraftLengthPolicy
 from .step import PendingStep, StepResult
 from .stopping import LockstepObserver
 
@@ -67,40 +66,9 @@ class _Followed(DraftLengthPolicy):
 
     needs_observations = True
 
-    def observe(self, step: DraftedStep) -> None:
-        """Learn nothing: rank 0 measures."""
-
-
-class _AgreedChoice:
-    """The choice of drafters that rank 0 makes.
-
-    Args:
-        chooser: rank 0's; on the other ranks it is not asked.
-
-    Attributes:
-        heads_follow: what rank 0's chooser said when this step began, so that heads rest on all ranks or on none.
-    """
-
-    def __init__(self, ranks: Ranks, chooser: Chooser):
-        self.ranks, self.chooser, self.heads_follow = ranks, chooser, True
-
-    def followed(self, seconds: float, num_rows: int) -> None:
-        """Rank 0's times count."""
-        if self.ranks.leads:
-            self.chooser.followed(seconds, num_rows)
-
-    def is_awake(self, index: int) -> bool:
-        """Rank 0's look-ups rest; the others ask all of theirs, because they learn from being asked."""
-        return not self.ranks.leads or self.chooser.is_awake(index)
-
-    def choose(self, sequences, limits, offers, seconds, scores=None) -> Choice:
-        """Rank 0's choice."""
-        numbers: list[int] = []
-        if self.ranks.leads:
-            choice = self.chooser.choose(sequences, limits, offers, seconds, scores)
-            numbers = [*np.asarray(choice.drafter).tolist(), *np.asarray(choice.depth).tolist()]
-        found = np.asarray(self.ranks.same(numbers), dtype=np.int64)
-        return Choice(found[: len(limits)], found[len(limits) :])
+    def wants_plain_time(self) -> bool:
+        """No: rank 0 measures."""
+        return False
 
 
 class RankedDecoder(SpeculativeDecoder):
@@ -115,9 +83,8 @@ class RankedDecoder(SpeculativeDecoder):
         self._own_drafts: dict[int, tuple[DraftTrees, int]] = {}
         if self._measures and not ranks.leads:
             self.policy = _Followed()
-        self._choice: _AgreedChoice | None = None
-        if isinstance(generator, AutoGenerator):
-            self._choice = generator.chooser = _AgreedChoice(ranks, generator.chooser)
+        chooser = generator.chooser if isinstance(generator, AutoGenerator) else None
+        self._choice = chooser if isinstance(chooser, AgreedChoice) else None
 
     # ---- the loop ---------------------------------------------------------------------------------------------------
 
@@ -130,11 +97,9 @@ class RankedDecoder(SpeculativeDecoder):
         limits = super()._draft_limits(sequences)
         if not self._measures:
             return limits
-        if self._choice is None:
-            return self.ranks.same(limits)
-        *limits, follow = self.ranks.same([*limits, self._choice.chooser.heads_follow])
-        self._choice.heads_follow = bool(follow)
-        return limits
+        if self._choice is not None:
+            self._choice.agree(sequences)
+        return self.ranks.same(limits)
 
     def _propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
         """Rank 0's drafts. The limits are the same on all ranks, so a row drafts on all ranks or on none."""

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import logging
-from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -16,85 +14,16 @@ from ...core.draft_trees import DraftTrees
 from ...core.outcome import StepOutcome
 from ...core.sequence import Sequence
 from ...model.packed_model import PackedModel
+from ...policy import Chooser, Drafter, Fastest
 from ..base import CandidateGenerator, DrafterContext
 from ..combined import RivalGenerator, check_drafter, with_common_keys
 from ..registry import register
+from .agreed import AgreedChoice
 from .config import AutoConfig
 from .discovery import Found, find_drafters
+from .memory import AutoMemory
 
 logger = logging.getLogger(__name__)
-
-
-@dataclass
-class Choice:
-    """Which drafter each row uses in this step, and how deep it drafts. A row that names its drafter gets that one in any case.
-
-    Attributes:
-        drafter: int [B], index among the parts.
-        depth: int [B]; 0: no draft.
-    """
-
-    drafter: np.ndarray
-    depth: np.ndarray
-
-
-class Chooser(Protocol):
-    """Chooses drafters and depths: `decoding.auto_method.AutoMethod`.
-
-    Attributes:
-        heads_follow: whether drafters that read hidden states of every token follow the texts. A drafter that misses some tokens can
-            no longer draft for that text.
-    """
-
-    heads_follow: bool
-
-    def followed(self, seconds: float, num_rows: int) -> None:
-        """Called with the seconds that drafters which may not miss steps took to follow a step of `num_rows` rows."""
-        ...
-
-    def is_awake(self, index: int) -> bool:
-        """Whether a look-up is asked in this step."""
-        ...
-
-    def choose(
-        self, sequences: list[Sequence], limits: list[int], offers: list[DraftTrees], seconds: list[float],
-        scores: list[list[float] | None] | None = None,
-    ) -> Choice:  # fmt: skip
-        """The choice for each row.
-
-        Args:
-            limits: how deep each row may draft.
-            offers: what each look-up has found; empty if it is not awake.
-            seconds: how long each of them took.
-            scores: per look-up, how many tokens of each row's offer it expects to be accepted; None: it makes no estimate.
-        """
-        ...
-
-
-class FirstChoice:
-    """Without measurements: the first drafter with weights, otherwise the first look-up that found something."""
-
-    heads_follow = True
-
-    def followed(self, seconds: float, num_rows: int) -> None:
-        """Nothing is measured."""
-
-    def __init__(self, num_lookups: int, num_parts: int):
-        self.num_lookups, self.num_parts = num_lookups, num_parts
-
-    def is_awake(self, index: int) -> bool:
-        """Always."""
-        return True
-
-    def choose(
-        self, sequences: list[Sequence], limits: list[int], offers: list[DraftTrees], seconds: list[float],
-        scores: list[list[float] | None] | None = None,
-    ) -> Choice:  # fmt: skip
-        """See Chooser."""
-        if self.num_parts > self.num_lookups:
-            return Choice(np.full(len(limits), self.num_lookups), np.asarray(limits))
-        found = np.array([offer.lengths for offer in offers]) > 0
-        return Choice(found.argmax(0), np.where(found.any(0), limits, 0))
 
 
 @register(AutoConfig)
@@ -106,12 +35,19 @@ class AutoGenerator(RivalGenerator):
         found: what was found to draft with, and what was not.
         names: the names of the parts; look-ups come first.
         num_lookups: how many parts are look-ups.
-        chooser: picks the drafters and depths; the decoder's policy sets it.
+        policy: measures; the decoder asks it for draft lengths.
+        memory: keeps what the policy learns from process to process; None: it is not kept.
+        chooser: picks the drafters and depths.
+
+    Args:
+        chooser: in place of the policy.
     """
 
     config: AutoConfig
 
-    def __init__(self, config: AutoConfig, target: PackedModel, context: DrafterContext | None = None):
+    def __init__(
+        self, config: AutoConfig, target: PackedModel, context: DrafterContext | None = None, chooser: Chooser | None = None
+    ):  # fmt: skip
         super().__init__(config, target, context)
         self.clock = clock_for(target.device)
         self.found = find_drafters(config, target, context)
@@ -121,17 +57,26 @@ class AutoGenerator(RivalGenerator):
         self.names, self.num_lookups = list(self.by_name), len(lookups)
         self.combine(list(self.by_name.values()))
         self.longest = np.array([min(part.config.longest_draft, part.max_draft_nodes) for part in self.parts])
-        self.chooser: Chooser = FirstChoice(self.num_lookups, len(self.parts))
-        # indices of the parts that learn, and of the heads
-        self._learning = [
-            i for i, part in enumerate(self.parts) if type(part).observe is not CandidateGenerator.observe
-        ]
+        known = [
+            Drafter(name, int(longest), not part.config.has_weights, part.needs_all_features, 0.75 if part.config.has_weights else 0.5)
+            for (name, part), longest in zip(self.by_name.items(), self.longest, strict=True)
+        ]  # fmt: skip
+        self.memory = AutoMemory.of(config, target, self.by_name)
+        self.policy = Fastest(known, config.longest_draft or 1, self.clock, self.memory and self.memory.keep)
+        if self.memory is not None:
+            self.memory.restore(self.policy)
+        ranks = target.ranks
+        self.chooser: Chooser = chooser or (self.policy if ranks is None else AgreedChoice(ranks, self.policy))
+        self._heads = [part for part in self.parts if part.needs_all_features]
+        learning = [i for i, part in enumerate(self.parts) if type(part).observe is not CandidateGenerator.observe]
+        # Indices of the parts that learn: heads, look-ups that may miss steps, and the others, which see every step.
+        self._learning_heads = [i for i in learning if self.parts[i] in self._heads]
+        self._may_miss = [i for i in learning if self.parts[i].may_miss_steps]
+        self._always = [i for i in learning if i not in self._learning_heads and i not in self._may_miss]
         self.asked = [False] * len(self.parts)  # look-ups that were asked in this step
         # seconds that each look-up took to learn from the last step, if it may rest
         self.observing = [0.0] * len(self.parts)
         self.chosen: dict[int, str] = {}  # sequence id → name of the drafter of its last draft
-        self._heads = [part for part in self.parts if part.needs_all_features]
-        self._head_indices = {i for i, part in enumerate(self.parts) if part in self._heads}
         # sequence id → its other parts, if heads do not follow it
         self._blind: dict[int, list[CandidateGenerator]] = {}
         self._heads_may_rest = True
@@ -190,7 +135,7 @@ class AutoGenerator(RivalGenerator):
             ValueError: no drafter has the name that the sequence gives.
         """
         check_drafter(seq, self.names)
-        if self._rests(seq):
+        if self._rests(seq, begins=True):
             self._blind[seq.id] = [part for part in self.parts if part not in self._heads]
         try:
             super().start(seq)
@@ -204,8 +149,12 @@ class AutoGenerator(RivalGenerator):
         super().stop(seq)
         self._blind.pop(seq.id, None)
 
-    def _rests(self, seq: Sequence) -> bool:
-        return bool(self._heads) and self._heads_may_rest and seq.drafter is None and not self.chooser.heads_follow
+    def _rests(self, seq: Sequence, begins: bool = False) -> bool:
+        """Whether heads do not follow a sequence that `begins`, or that they have followed until now."""
+        known = None if begins else seq
+        return (
+            bool(self._heads) and self._heads_may_rest and seq.drafter is None and not self.chooser.heads_follow(known)
+        )
 
     def _let_heads_rest(self, sequences: list[Sequence]) -> None:
         """Heads stop following these texts, for good: the hidden states that they would miss are not computed again."""
@@ -239,7 +188,7 @@ class AutoGenerator(RivalGenerator):
             says = type(part).draft_scores is not CandidateGenerator.draft_scores
             scores.append(part.draft_scores(offers[-1]) if says else None)
             seconds.append(self.clock() - began + self.observing[index])
-        choice = self.chooser.choose(sequences, limits, offers, seconds, scores)
+        choice = self.chooser.choose(sequences, limits, offers, seconds, scores, self.able(sequences))
         for i, seq in enumerate(sequences):
             if seq.drafter is not None:
                 choice.drafter[i], choice.depth[i] = self.names.index(seq.drafter), limits[i]
@@ -268,29 +217,34 @@ class AutoGenerator(RivalGenerator):
     # ---- learning ---------------------------------------------------------------------------------------------------
 
     def observe(self, outcome: StepOutcome) -> None:
-        """As in the base, but only parts that learn are told, and of those not the look-ups that rest and may miss steps. The time that
-        learning takes is kept for the choice."""
-        following, blind = 0.0, bool(self._blind) and all(seq.id in self._blind for seq, _ in outcome.chunks or [])
-        for index in self._learning:
-            part, asked, is_head = self.parts[index], self.asked[index], index in self._head_indices
-            if (part.may_miss_steps and not asked) or (is_head and blind):
-                continue
-            seen = outcome.of(lambda seq: seq.id not in self._blind) if is_head and self._blind else outcome
-            # Others are not timed, so not charged: a draft model takes 1.5 µs, and reading the clock twice takes as long.
-            began = self.clock() if asked or is_head else 0.0
-            part.observe(self.as_seen_by(index, seen) if any(self.proposed) else seen)
-            if asked or is_head:
-                seconds = self.clock() - began
-                self.observing[index] = seconds if part.may_miss_steps else 0.0
-                following += 0.0 if part.may_miss_steps else seconds
-        self.asked = [False] * len(self.parts)
-        for proposed in self.proposed:
-            proposed.clear()
-        own = outcome.num_own or []
-        if following and sum(own) == len(own):  # a step that reads prompts takes longer
-            self.chooser.followed(following, len(own))
-            if not self.chooser.heads_follow:
-                self._let_heads_rest([seq for seq, _ in outcome.chunks or [] if not seq.finished])
+        """As in the base, but only parts that learn are told, and of those not the look-ups that rest. The time that learning takes is
+        kept for the choice."""
+        for index in self._always:  # not timed: a draft model takes 1.5 µs, and reading the clock twice takes as long
+            self._tell(index, outcome)
+        for index in self._may_miss:
+            if self.asked[index]:
+                began = self.clock()
+                self._tell(index, outcome)
+                self.observing[index] = self.clock() - began
+        if self._heads and not (self._blind and all(seq.id in self._blind for seq, _ in outcome.chunks or [])):
+            self._tell_heads(outcome)
+        if any(self.asked) or any(self.proposed):
+            self.asked = [False] * len(self.parts)
+            for proposed in self.proposed:
+                proposed.clear()
+
+    def _tell(self, index: int, outcome: StepOutcome) -> None:
+        self.parts[index].observe(self.as_seen_by(index, outcome) if any(self.proposed) else outcome)
+
+    def _tell_heads(self, outcome: StepOutcome) -> None:
+        """Tell the heads about the texts that they follow. They let go of those for which that is too much."""
+        seen, began = outcome.of(lambda seq: seq.id not in self._blind) if self._blind else outcome, self.clock()
+        for index in self._learning_heads:
+            self._tell(index, seen)
+        fed = outcome.num_own or []
+        if sum(fed) == len(fed):  # a step that reads prompts takes longer
+            self.chooser.followed(self.clock() - began, len(fed))
+            self._let_heads_rest([seq for seq, _ in outcome.chunks or [] if not seq.finished])
 
     def drafter_of(self, seq: Sequence) -> str | None:
         """The name of the drafter of the sequence's last draft."""

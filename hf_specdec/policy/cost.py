@@ -5,9 +5,6 @@ from __future__ import annotations
 from collections import Counter, OrderedDict, deque
 
 import numpy as np
-import torch
-
-from ..core.clock import clock_for
 
 
 class FittedCost:
@@ -146,36 +143,33 @@ class DraftingCost(FittedCost):
         features = np.array([1.0, depth, num_asked, backlog / self.BACKLOG])
         self.observe((depth, num_asked, backlog.bit_length()), features, seconds)
 
-    def of_draft(self, depth, num_asked, backlog):
+    def of_draft(self, depth, num_asked, backlog=0):
         """Seconds for numbers or arrays that broadcast; 0 where nothing is asked for."""
-        fixed, per_depth, per_token, per_backlog = self.coefficients
-        return (num_asked > 0) * (
-            fixed + per_depth * depth + per_backlog / self.BACKLOG * backlog
-        ) + per_token * num_asked
+        fixed, per_depth, per_token, _ = self.coefficients
+        return (num_asked > 0) * (fixed + per_depth * depth + self.of_backlog(backlog)) + per_token * num_asked
+
+    def of_backlog(self, num_tokens):
+        """Seconds that catching up with so many tokens takes."""
+        return self.coefficients[3] / self.BACKLOG * num_tokens
 
 
 class StepCost:
-    """Seconds of a decoding step.
+    """Seconds of a decoding step without drafting.
 
-    Target: by rows and by packed tokens, piecewise linear between `knots` (the cost grows in steps: the second token may cost
-    much, tokens up to the next multiple of a tile nothing). Drafting: see `DraftingCost`.
-
-    Attention adds to the target's cost what each row and each packed token costs for every token of context.
+    By rows and by packed tokens, piecewise linear between `KNOTS` (the cost grows in steps: the second token may cost much, tokens
+    up to the next multiple of a tile nothing). Attention adds what each row and each packed token costs for every token of context.
 
     Attributes:
         context: mean length of the texts, in units of `CONTEXT` tokens, of the steps that are observed or asked for next.
         octave: 0 up to `CONTEXT` / 4 tokens of mean length, and one more for each doubling. Times are kept apart by it.
     """
 
-    OCTAVES = 2.0 ** np.arange(13)  # 1, 2, 4, .. 4096 tokens
-    FINE = np.array([1.0, 2.0, 3.0, 4.0, 6.0, *OCTAVES[3:]])  # where drafts of many lengths are measured
+    KNOTS = np.array([1.0, 2.0, 3.0, 4.0, 6.0, *2.0 ** np.arange(3, 13)])  # up to 4096 tokens
     CONTEXT = 4096  # while texts are much shorter, they do not show what context costs, and the fit pulls it towards 0
     _OCTAVE = 0.1  # initial guess: how much longer a forward gets when its tokens double
 
-    def __init__(self, knots: np.ndarray = OCTAVES):
-        self.knots = knots
-        self.target = FittedCost(np.concatenate([[0.8, 0.01, 0.0, 0.0], self._OCTAVE * np.diff(np.log2(self.knots))]))
-        self.drafting = DraftingCost()
+    def __init__(self):
+        self.target = FittedCost(np.concatenate([[0.8, 0.01, 0.0, 0.0], self._OCTAVE * np.diff(np.log2(self.KNOTS))]))
         self.context, self.octave = 0.0, 0
         self._reaches: dict[int, np.ndarray] = {}  # by number of tokens
         self._plain_fit: np.ndarray | None = None  # the fit that `_plain` was computed from
@@ -196,7 +190,7 @@ class StepCost:
     def _reach(self, num_tokens: int) -> np.ndarray:
         """float [knots - 1]: how far into each octave the tokens reach, from 0 to 1."""
         if num_tokens not in self._reaches:
-            low, high = self.knots[:-1], self.knots[1:]
+            low, high = self.KNOTS[:-1], self.KNOTS[1:]
             self._reaches[num_tokens] = np.clip((num_tokens - low) / (high - low), 0.0, 1.0)
         return self._reaches[num_tokens]
 
@@ -213,44 +207,5 @@ class StepCost:
     def of_target(self, num_rows: int, num_tokens):
         """Seconds of the target (above 0) for packed token counts: a number or an array, fractions allowed."""
         fixed, per_row, per_read, per_product, *octaves = self.target.coefficients
-        seconds = fixed + per_row * num_rows + np.interp(num_tokens, self.knots, np.cumsum([0.0, *octaves]))
+        seconds = fixed + per_row * num_rows + np.interp(num_tokens, self.KNOTS, np.cumsum([0.0, *octaves]))
         return np.maximum(seconds + self.context * (per_read * num_rows + per_product * num_tokens), 1e-9)
-
-
-class StepTimer:
-    """Times a step and the drafting in it, without waiting for the device.
-
-    A step ends when the verification result has reached the host, so the clock measures all of it on every device. On CUDA
-    drafting runs asynchronously; two events in the stream time it, and are read after the result has arrived.
-    """
-
-    def __init__(self, device: torch.device):
-        self._events, self._clock = None, clock_for(device)
-        if device.type == "cuda":
-            self._events = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-        self._begin = self._proposed = 0.0
-        self._counts = self._has_proposed = False
-
-    def start(self, counts: bool = True) -> None:
-        """Start timing, before drafting, if the time of this step counts. Reading the clock after a forward takes 5 µs."""
-        self._counts, self._has_proposed = counts, False
-        if not counts:
-            return
-        self._begin = self._proposed = self._clock()
-        if self._events:
-            self._events[0].record()
-
-    def proposed(self) -> None:
-        """Mark the end of drafting (or of queueing it). Left out by steps without drafts."""
-        self._proposed, self._has_proposed = self._clock(), True
-        if self._events:
-            self._events[1].record()
-
-    def stop(self) -> tuple[float, float] | None:
-        """(seconds of the step, seconds of its drafting); None if they do not count. Call after the step's result has reached the host."""
-        if not self._counts:
-            return None
-        total, drafting = self._clock() - self._begin, self._proposed - self._begin
-        if self._events and self._has_proposed:
-            drafting = max(drafting, self._events[0].elapsed_time(self._events[1]) / 1e3)
-        return total, min(drafting, total)

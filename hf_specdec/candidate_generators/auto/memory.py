@@ -9,29 +9,19 @@ import os
 import platform
 import time
 from pathlib import Path
-from typing import Any, Protocol
 
 import torch
 
-from ..candidate_generators.auto.generator import AutoGenerator
-from ..core.folders import cache_folder
+from ...core.folders import cache_folder
+from ...model.packed_model import PackedModel
+from ...policy import Fastest
+from ..base import CandidateGenerator
+from .config import AutoConfig
 
 logger = logging.getLogger(__name__)
 
-FORMAT = 3
+FORMAT = 4
 EVERY = 2.0  # seconds between two writes, at least
-
-
-class Learnt(Protocol):
-    """What an `AutoMemory` keeps: an `auto_method.AutoMethod`."""
-
-    def state(self) -> dict[str, Any]:
-        """What was learnt, as JSON; empty if nothing was."""
-        ...
-
-    def load(self, state: dict[str, Any]) -> None:
-        """Go on from an earlier `state`."""
-        ...
 
 
 class AutoMemory:
@@ -49,22 +39,21 @@ class AutoMemory:
         self._kept_at = -EVERY
 
     @classmethod
-    def of(cls, generator: AutoGenerator) -> AutoMemory | None:
-        """The memory that the generator's configuration asks for; None if it asks for none."""
-        wanted = generator.config.memory
-        if wanted is False:
+    def of(cls, config: AutoConfig, target: PackedModel, drafters: dict[str, CandidateGenerator]) -> AutoMemory | None:
+        """The memory that a configuration asks for; None if it asks for none. `drafters`: by name."""
+        if config.memory is False:
             return None
-        model, device = generator.target.model, generator.target.device
+        model, device = target.model, target.device
         what = [
             FORMAT, type(model).__name__, model.name_or_path, sum(p.numel() for p in model.parameters()), str(model.dtype), str(device),
             torch.cuda.get_device_name(device) if device.type == "cuda" else _processor(), torch.get_num_threads(),
-            [[name, generator.by_name[name].config.to_dict()] for name in generator.names], generator.config.to_dict().get("native"),
+            [[name, part.config.to_dict()] for name, part in drafters.items()], config.to_dict().get("native"),
         ]  # fmt: skip
         name = hashlib.sha256(json.dumps(what, sort_keys=True, default=str).encode()).hexdigest()[:24]
-        folder = cache_folder() / "auto" if wanted is True else Path(os.path.expanduser(wanted))
+        folder = cache_folder() / "auto" if config.memory is True else Path(os.path.expanduser(config.memory))
         return cls(folder / f"{name}.json")
 
-    def restore(self, policy: Learnt) -> bool:
+    def restore(self, policy: Fastest) -> bool:
         """Give a new policy what was learnt before. Returns whether there was anything."""
         try:
             state = json.loads(self.path.read_text(encoding="utf-8"))
@@ -80,7 +69,7 @@ class AutoMemory:
             return False
         return True
 
-    def keep(self, policy: Learnt) -> None:
+    def keep(self, policy: Fastest) -> None:
         """Write what the policy knows, if it knows anything and the last write was at least `EVERY` seconds ago."""
         now = time.monotonic()
         if now - self._kept_at < EVERY:

@@ -1,20 +1,43 @@
-"""Draft length policies: fixed, and by batch size. The measured ones are in auto_length.py and auto_method.py."""
+"""Draft lengths that are given: fixed, and by batch size. Those that are measured are in fastest.py."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
 from typing import ClassVar
 
 import numpy as np
 
 from ..core.sequence import Sequence
-from .acceptance import DraftedStep
+
+
+@dataclass
+class DraftedStep:
+    """One verified step in which some row was asked to draft, as policies see it.
+
+    Attributes:
+        sequences: the B rows, with what was accepted.
+        limits: how deep each was asked to draft.
+        nodes: int [B, D], drafted nodes of each row at depth 1, 2, .. D.
+        accepted: per row, how many drafted tokens were accepted.
+        num_new: per row, tokens emitted.
+        seconds: time of the whole step, drafting included; None if it also read prompts and cannot be compared.
+        drafting_seconds: time of the drafting in it, choosing included.
+    """
+
+    sequences: list[Sequence]
+    limits: list[int]
+    nodes: np.ndarray
+    accepted: list[int]
+    num_new: list[int]
+    seconds: float | None = None
+    drafting_seconds: float = 0.0
 
 
 class DraftLengthPolicy:
     """Decides how deep each row drafts. This base class uses a fixed length: as deep as the row may.
 
     A policy changes speed, never the text: greedy and coupled output does not depend on drafts, and rejection sampling keeps
-    its distribution for any draft. Without `needs_observations`, `limits` has no side effects: it may be called twice for a step.
+    its distribution for any draft. `limits` has no side effects: it may be called twice for a step.
     """
 
     needs_observations: ClassVar[bool] = False
@@ -31,7 +54,10 @@ class DraftLengthPolicy:
         return caps
 
     def observe(self, step: DraftedStep) -> None:
-        """Learn from a verified step."""
+        """Learn from a verified step in which some row was asked to draft."""
+
+    def observe_plain(self, sequences: list[Sequence], seconds: float | None) -> None:
+        """A step in which no row was asked to draft took so long; None: it was not timed."""
 
     def wants_plain_time(self) -> bool:
         """True if the time of the next step is useful even if the step does not draft. Otherwise the clock is not read."""
@@ -64,8 +90,12 @@ class UpToBatchSize(DraftLengthPolicy):
     def __init__(self, lengths: DraftLengthPolicy, most_rows: int):
         self.lengths, self.most_rows = lengths, most_rows
         self.needs_observations = lengths.needs_observations  # pyright: ignore[reportAttributeAccessIssue]
-        self.begin_batch, self.is_plain = lengths.begin_batch, lengths.is_plain
-        self.observe, self.wants_plain_time, self.forget = lengths.observe, lengths.wants_plain_time, lengths.forget
+        self.begin_batch, self.is_plain, self.observe = lengths.begin_batch, lengths.is_plain, lengths.observe
+        self.observe_plain, self.wants_plain_time, self.forget = (
+            lengths.observe_plain,
+            lengths.wants_plain_time,
+            lengths.forget,
+        )
 
     def limits(self, sequences: list[Sequence], caps: list[int]) -> list[int]:
         """The other policy's, or 0."""

@@ -1,0 +1,59 @@
+"""Policies: who drafts for which row in a step, and how deep.
+
+The measured policy, `Fastest`, maximizes expected tokens per second. Its unit is the plain step: one forward of B rows without drafts,
+which writes B tokens. With
+
+* t(B, n, c), seconds of a forward of B rows with n tokens and texts of c tokens: a non-negative combination of features, piecewise linear
+  in n, fitted to the medians of recent measurements (`cost.StepCost`);
+* d(k, m, b), seconds of a drafter for depth k, m tokens in all, and b tokens to catch up with (`cost.DraftingCost`), and o, seconds of
+  choosing and of learning from the choice;
+* s(i, k), probability that the first k tokens of a draft for row i are accepted: a drafter's rates over all texts, times a row's factor,
+  both with forgetting (`acceptance.Acceptance`);
+
+a step that gives row i a draft of depth k_i has the speed
+
+    [1 + mean_i sum_{j <= k_i} s(i, j)] * t(B, B, c) / [t(B, B + sum_i k_i, c) + d + o],
+
+and the choice is the fastest one over drafters and depths. In a static batch that ends when its slowest row ends, it is the choice with
+which that row ends soonest.
+
+A trial of a drafter that does not seem to pay is worth P * H * g tokens: P is the chance that the drafter pays on the row (the share of
+rows on which it paid, times the likelihood of its failures there, which ages), g what it would gain in a step, H the tokens for which the
+text is expected to stay as it is. A trial is made if that is more than its price, what it takes less what it is expected to gain at once,
+and if the price is small against what the rows may still write. So trials become rare by themselves where nothing is accepted.
+
+Look-ups take time in every step in which they are asked, and heads in every step in which they follow. They rest while what they add, or
+the hope of it, is less than what they take. While nothing is chosen and nobody may wake, no choice is made at all.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+
+from ..config import SpeculativeConfig
+from .fastest import Choice, Chooser, Drafter, Fastest
+from .lengths import DraftedStep, DraftLengthPolicy, LengthPerBatchSize, UpToBatchSize
+
+__all__ = [
+    "Choice", "Chooser", "DraftLengthPolicy", "DraftedStep", "Drafter", "Fastest", "LengthPerBatchSize", "UpToBatchSize", "make_policy",
+]  # fmt: skip
+
+
+def make_policy(
+    config: SpeculativeConfig, clock: Callable[[], float] | None = None, measured: Fastest | None = None
+) -> DraftLengthPolicy:
+    """The policy of draft lengths that a configuration asks for.
+
+    Args:
+        clock: see Fastest.
+        measured: the policy that a drafter made of several has for them.
+    """
+    policy, longest = DraftLengthPolicy(), config.longest_draft or 1
+    if measured is not None:
+        policy = measured
+    elif config.num_speculative_tokens_per_batch_size is not None:
+        policy = LengthPerBatchSize(config.num_speculative_tokens_per_batch_size)
+    elif config.draft_length == "auto":
+        policy = Fastest([Drafter(config.method, longest, guess=0.6)], longest, clock)
+    most_rows = config.disable_by_batch_size
+    return policy if most_rows is None else UpToBatchSize(policy, most_rows)

@@ -1,0 +1,697 @@
+"""Fastest: the drafter and the draft length of each row that give the most tokens per second, by measured costs and acceptance."""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Callable
+from copy import copy
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import numpy as np
+
+from ..core.draft_trees import DraftTrees
+from ..core.sequence import Sequence
+from .acceptance import Acceptance, promised_rates
+from .cost import DraftingCost, StepCost
+from .lengths import DraftedStep, DraftLengthPolicy
+
+
+@dataclass(frozen=True)
+class Drafter:
+    """What is known of a drafter before it drafts.
+
+    Attributes:
+        longest: its deepest draft.
+        is_lookup: its drafts are known before the choice. Others are asked for the depth that was chosen.
+        is_head: it reads hidden states of every token, so it has to follow a text from its beginning.
+        guess: rate of acceptance per token that is assumed of it.
+    """
+
+    name: str
+    longest: int
+    is_lookup: bool = False
+    is_head: bool = False
+    guess: float = 0.75
+
+
+@dataclass
+class Choice:
+    """Which drafter each row uses in this step, and how deep it drafts.
+
+    Attributes:
+        drafter: int [B], index among the drafters.
+        depth: int [B]; 0: no draft.
+    """
+
+    drafter: np.ndarray
+    depth: np.ndarray
+
+    @classmethod
+    def nothing(cls, num_rows: int) -> Choice:
+        """No row drafts."""
+        return cls(np.zeros(num_rows, dtype=np.int64), np.zeros(num_rows, dtype=np.int64))
+
+
+class Chooser(Protocol):
+    """What method "auto" asks about its drafters in a step. `Fastest` answers by measurement."""
+
+    def heads_follow(self, seq: Sequence | None) -> bool:
+        """Whether heads follow the text; None: a text that begins now. A head that misses some tokens cannot draft for that text again."""
+        ...
+
+    def followed(self, seconds: float, num_rows: int) -> None:
+        """Heads took so long to follow a step of `num_rows` rows."""
+        ...
+
+    def is_awake(self, index: int) -> bool:
+        """Whether a look-up is asked in this step."""
+        ...
+
+    def choose(
+        self, sequences: list[Sequence], limits: list[int], offers: list[DraftTrees], seconds: list[float],
+        scores: list[list[float] | None], able: np.ndarray | None = None,
+    ) -> Choice:  # fmt: skip
+        """The choice for each row.
+
+        Args:
+            limits: how deep each row may draft.
+            offers: what each look-up proposes; nothing if it is not awake.
+            seconds: how long each of them took.
+            scores: per look-up, how many tokens of each row's offer it expects to be accepted; None: it makes no estimate.
+            able: bool [D, B], which drafters follow which rows; None: all follow all.
+        """
+        ...
+
+
+@dataclass
+class Menu:
+    """What the rows of a step may draft.
+
+    Attributes:
+        gains: float [B, K], accepted tokens that drafting to depth d adds to drafting to d - 1.
+        nodes: float [B, K], packed tokens that depth d adds.
+        backlogs: [B], tokens that the drafter has to catch up with before it can draft.
+        room: [B], the deepest that each row may draft.
+        asks: bool [B], rows whose drafts take the drafter's time. The drafts of the other rows are known already.
+        drafter: which drafter is asked.
+    """
+
+    gains: np.ndarray
+    nodes: np.ndarray
+    backlogs: np.ndarray
+    room: np.ndarray
+    asks: np.ndarray
+    drafter: int = 0
+
+
+@dataclass
+class Asked:
+    """One round of choosing: sequence id → row; each look-up's drafts and its seconds; the kinds [D, B] of all drafts (see
+    `Acceptance`); and what was chosen."""
+
+    order: dict[int, int]
+    offers: list[DraftTrees]
+    seconds: list[float]
+    kinds: np.ndarray
+    choice: Choice
+
+
+class Fastest(DraftLengthPolicy):
+    """Maximizes expected accepted tokens per second. The mathematics is in the package's docstring.
+
+    Args:
+        drafters: the look-ups come first.
+        longest: K, the deepest draft there can be.
+        clock: seconds, to charge the time of choosing; None: it is not charged.
+        when_idle: called when the last row has left, with the policy.
+
+    Attributes:
+        steps: drafter → number of its drafts, counted per row.
+    """
+
+    needs_observations = True
+    HORIZON = 32  # tokens: a row's text is expected to stay as it is for so long
+    RISK = 0.01  # share of the tokens that rows may still write, at most 128 a row, that one trial may cost
+    TRIED = 4  # a drafter is tried on at most one in this many rows at a time, and in one of so many steps with other drafts
+    UNKNOWN = 0.15  # plain steps: a draft's time before one was measured
+    UNREAD = 0.003  # plain steps: the same for a token that the drafter has to catch up with
+    DOUBT = 64  # steps without drafts after which an estimated extra time is halved, at most twice
+    TRIAL = 4  # asks without use after which the hope in a look-up is halved
+    WORTH = 0.9  # decay per ask of what a look-up is worth, and of the times of look-ups, heads and choosing
+    LEAST_FOLLOWED = 0.005  # share of a plain step: heads that take less may always follow
+    LONGEST_QUIET = 64  # steps between two choices for rows that do not draft: longer texts change what drafts cost
+    QUIET_SHARE = 0.003  # share of the time that choices may take while nothing is chosen
+    LONGEST_STALE = 256  # steps between two measurements of a plain step: the machine may become slower
+    SPEEDS = 256  # how many speeds of a static batch are compared; and prefixes of the order of draft tokens
+
+    def __init__(
+        self, drafters: list[Drafter], longest: int, clock: Callable[[], float] | None = None,
+        when_idle: Callable[[Fastest], None] | None = None,
+    ):  # fmt: skip
+        self.drafters, self.clock, self.when_idle = drafters, clock or (lambda: 0.0), when_idle
+        self.num_lookups = sum(drafter.is_lookup for drafter in drafters)
+        self.models = range(self.num_lookups, len(drafters))  # the drafters that are asked for a depth
+        self.longest = np.array([drafter.longest for drafter in drafters])
+        self.acceptance = Acceptance(np.array([drafter.guess for drafter in drafters]), longest)
+        self.cost, self.drafting = StepCost(), [DraftingCost() for _ in drafters]
+        self.steps = Counter[str]()
+        self.num_steps = self._last_drafted = 0
+        self._depth = np.arange(1, longest + 1)
+        self._depths = np.unique(np.minimum(longest, [1, 2, 3, 4, 5, 6, 8, 10, 12, 16, 24, 32, longest]))  # candidates
+        self._knows_price = False  # whether a step with drafts has been timed
+        self._static, self._asked = False, None
+        self._quiet_until, self._quiet_rows, self._quiet_left = 0, frozenset[int](), 0
+        self._num_rows = 1  # of the last step
+        self._of_fresh = 1.0  # tokens a step that heads may gain on a text that begins
+        self._plain_pauses: dict[int, int] = {}  # by octave of the texts' length; see `_schedule_plain`
+        self._plain_due: dict[int, int] = {}
+        self._overhead = self._spent = 0.0  # seconds of choosing and of learning from it: usually, and in this step
+        self._followed = 0.0  # share of a plain step that heads take to follow
+        self._prospects: dict[int, float] = {}  # sequence id → tokens a step that heads may gain
+        # Per look-up: seconds of an ask, tokens gained a step, asks since it was useful, and the step of the last ask.
+        self.seconds, self._worth, self._idle, self._asked_at = np.zeros((4, self.num_lookups))
+        self._drafted_for: set[int] = set()  # ids of the sequences that the last choice drafted for
+
+    def begin_batch(self) -> None:
+        """See DraftLengthPolicy."""
+        self._static = True
+
+    # ---- choosing ---------------------------------------------------------------------------------------------------
+
+    def is_plain(self, sequences: list[Sequence]) -> bool:
+        """True if nothing can be chosen for these rows yet, a plain step is due to be measured, or no costs are known."""
+        if self.num_steps < self._quiet_until and self._are_quiet(sequences):
+            return True
+        self._look_at(sequences)
+        return not self.cost.target or self._plain_is_due()
+
+    def _are_quiet(self, sequences: list[Sequence]) -> bool:
+        """True if nothing was chosen for these sequences, or for others that had just begun, as these have, and had more to write."""
+        for seq in sequences:
+            begins = seq not in self.acceptance and seq.drafter is None
+            if seq.id not in self._quiet_rows and not (begins and seq.max_length - len(seq.tokens) <= self._quiet_left):
+                return False
+        return len(sequences) <= len(self._quiet_rows)
+
+    def limits(self, sequences: list[Sequence], caps: list[int]) -> list[int]:
+        """The fastest depths. With look-ups the caps, within which `choose` chooses when their drafts are known."""
+        if not any(caps) or self.is_plain(sequences):
+            return [0] * len(sequences)
+        if self.num_lookups:
+            self._welcome(sequences)
+            return caps
+        self._asked = self._round(sequences, caps, [], [], [], None)
+        return self._asked.choice.depth.tolist()
+
+    def choose(
+        self, sequences: list[Sequence], limits: list[int], offers: list[DraftTrees], seconds: list[float],
+        scores: list[list[float] | None], able: np.ndarray | None = None,
+    ) -> Choice:  # fmt: skip
+        """See Chooser."""
+        began = self.clock()
+        self._asked = self._round(sequences, limits, offers, seconds, scores, able)
+        self._spent = self.clock() - began
+        return self._asked.choice
+
+    def _round(self, sequences, limits, offers, seconds, scores, able) -> Asked:
+        begins = [seq not in self.acceptance for seq in sequences]
+        room, slots = np.asarray(limits), self.acceptance.slots(sequences, self.num_steps)
+        kinds = np.repeat(self.acceptance.usual_kinds[:, None], len(room), 1)
+        for index, expected in enumerate(scores):
+            if expected is not None and any(offers[index].lengths):
+                rates = promised_rates(np.asarray(expected), np.asarray(offers[index].lengths))
+                kinds[index] = self.acceptance.kind(rates)
+        self._quiet_until = 0
+        choice, quiet = self._best(sequences, slots, kinds, offers, room, able)
+        if quiet and not any(seq.drafter for seq in sequences):
+            self._be_quiet(sequences, quiet, begins)
+        return Asked({seq.id: i for i, seq in enumerate(sequences)}, offers, seconds, kinds, choice)
+
+    def _best(self, sequences, slots, kinds, offers, room, able) -> tuple[Choice, float]:
+        """The fastest division of the rows among the drafters, plus the trials that are worth their price; and the steps for which
+        nothing need be chosen."""
+        found, nodes, reach = self._nodes(offers, room, able)
+        won = self.acceptance.survival(slots, kinds, self.num_steps) * found
+        backlogs = np.array([len(seq.tokens) for seq in sequences]) - self.acceptance.read_up_to[slots].T
+        rates = self._rates(won, nodes, reach, backlogs / self.HORIZON)
+        worth = np.maximum(rates.max(2) - 1.0, 0.0)
+        left = tokens_left(sequences)
+        if len(room) == 1:
+            drafter, depth = divmod(int(rates.argmax()), rates.shape[2])
+            choice = Choice(np.array([drafter]), np.array([depth + 1 if worth[drafter, 0] > 0 else 0]))
+        else:
+            choice = self._divided(won, nodes, reach, worth, backlogs, left if self._end_together(sequences) else None)
+            if self._end_together(sequences):
+                room = np.where(left == left.max(), room, 0)  # another row's trial would gain nothing
+        self._value_lookups(worth)
+        drafted = {seq.id for seq, depth in zip(sequences, choice.depth.tolist(), strict=True) if depth}
+        if any(seq.id in self._drafted_for and seq.id not in drafted for seq in sequences):
+            self._idle *= 0.5  # a text has changed
+        self._drafted_for = drafted
+        choice, due = self._with_trials(
+            choice, sequences, slots, worth, won[:, :, 0], backlogs, room, np.minimum(left, self.HORIZON), able
+        )
+        return choice, 0.0 if choice.depth.any() else due
+
+    def _nodes(
+        self, offers: list[DraftTrees], room: np.ndarray, able: np.ndarray | None
+    ) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """[D, B, K] each: P(a draft has a node at a depth), and the nodes that it has there; and int [D, B], how deep it may be."""
+        found, nodes = np.zeros((2, len(self.drafters), len(room), len(self._depth)))
+        for index, offer in enumerate(offers):
+            counts = offer.nodes_by_depth[:, : len(self._depth)]
+            nodes[index, :, : counts.shape[1]] = counts
+        found[: self.num_lookups] = nodes[: self.num_lookups] > 0
+        for index in self.models:
+            found[index], nodes[index] = self.acceptance.offered(index)
+        # One token at most until the price of a packed token is known, and trials only until a drafter's time is.
+        longest = self.longest if self._knows_price else np.minimum(self.longest, 1)
+        known = [index < self.num_lookups or bool(self.drafting[index]) for index in range(len(found))]
+        reach = np.minimum(room, (longest * known)[:, None])
+        return found, nodes, reach if able is None else reach * able
+
+    def _rates(
+        self, won: np.ndarray, nodes: np.ndarray, reach: np.ndarray, backlogs: np.ndarray, doubt: float = 1.0
+    ) -> np.ndarray:
+        """[D, B, K]: tokens per row in the time of a plain step, if all rows drafted as one row does; 0 where it may not. `doubt`: a
+        factor on drafting times."""
+        num_rows, plain = won.shape[1], self.cost.of_plain(won.shape[1])
+        seconds = self._doubt * (self.cost.of_target(num_rows, num_rows * (1.0 + nodes.cumsum(2))) - plain)
+        for index in self.models:
+            seconds[index] += doubt * self._of_drafting(index, self._depth, num_rows * self._depth, plain)
+            seconds[index] += self._of_backlog(index, num_rows * backlogs[index], plain)[:, None]
+        rates = (1.0 + won.cumsum(2)) / (1.0 + seconds / plain)
+        return np.where((self._depth <= reach[:, :, None]) & (nodes > 0), rates, 0.0)
+
+    def _of_drafting(self, drafter: int, depth, num_asked, plain: float):
+        """Seconds that a drafter takes to draft; look-ups have drafted already."""
+        if drafter < self.num_lookups:
+            return 0.0
+        if not self.drafting[drafter]:
+            return (self.UNKNOWN * plain + self._overhead) * (np.asarray(num_asked) > 0)
+        return self.drafting[drafter].of_draft(depth, num_asked) + self._overhead * (np.asarray(num_asked) > 0)
+
+    def _of_backlog(self, drafter: int, num_tokens, plain: float):
+        """Seconds that a drafter takes to catch up with tokens that it has not read."""
+        known = drafter < self.num_lookups or self.drafting[drafter]
+        return self.drafting[drafter].of_backlog(num_tokens) if known else self.UNREAD * plain * num_tokens
+
+    def _extra(self, num_rows: int, num_packed, depth, num_asked, backlog, drafter: int = 0):
+        """Extra time of a step over a plain one, in plain steps."""
+        plain = self.cost.of_plain(num_rows)
+        drafting = self._of_drafting(drafter, depth, num_asked, plain)
+        seconds = self._doubt * (self.cost.of_target(num_rows, num_packed) - plain) + drafting
+        return (seconds + self._of_backlog(drafter, backlog, plain)) / plain
+
+    @property
+    def _doubt(self) -> float:
+        """Factor on the target's extra times. While nothing is drafted nothing is measured, so it is less and less certain."""
+        return max(0.5 ** ((self.num_steps - self._last_drafted) / self.DOUBT), 0.25)
+
+    def _end_together(self, sequences: list[Sequence]) -> bool:
+        """True if the rows of a static batch can only end at their maximum length."""
+        return self._static and not any(seq.eos_token_ids for seq in sequences)
+
+    def _divided(
+        self, won: np.ndarray, nodes: np.ndarray, reach: np.ndarray, worth: np.ndarray, backlogs: np.ndarray, left: np.ndarray | None
+    ) -> Choice:  # fmt: skip
+        """The fastest of the divisions of several rows: all rows look up, or some ask a drafter that serves them better."""
+        rows = np.arange(len(worth[0]))
+        lookup = worth[: self.num_lookups].argmax(0) if self.num_lookups else np.zeros_like(rows)
+        value = worth[lookup, rows] if self.num_lookups else np.zeros(len(rows))
+        best, speed = Choice.nothing(len(rows)), 1.0
+        for index in (0, *self.models) if self.num_lookups else self.models:
+            asks = worth[index] > value if index >= self.num_lookups else np.zeros(len(rows), dtype=bool)
+            if index >= self.num_lookups and not asks.any():
+                continue
+            whose, has = np.where(asks, index, lookup), (asks | (value > 0))[:, None]
+            menu = Menu(
+                won[whose, rows] * has,
+                nodes[whose, rows] * has,
+                backlogs[index] * asks,
+                reach[whose, rows],
+                asks,
+                index,
+            )
+            depth, faster = self._fastest(menu) if left is None else self._soonest(menu, left)
+            if faster > speed:
+                best, speed = Choice(whose, depth), faster
+        return best
+
+    def _fastest(self, menu: Menu) -> tuple[np.ndarray, float]:
+        """int [B]: the depths with the most expected tokens per second; and their speed, 1 for plain decoding.
+
+        Draft tokens are sorted by gain per packed token. Of all prefixes of that order, at each depth of drafting, the one with the
+        most expected tokens per second is chosen. So an easy row drafts far while a hard row beside it does not draft.
+        """
+        num_rows, longest = menu.gains.shape
+        worth = np.minimum.accumulate(menu.gains / np.maximum(menu.nodes, 1e-9), axis=1)  # depths are taken in order
+        allowed = np.arange(longest) < menu.room[:, None]
+        order = np.argsort(-worth.T, axis=None, kind="stable")  # ties: shallow first
+        order = order[allowed.T.ravel()[order]]
+        if not len(order):
+            return np.zeros(num_rows, dtype=np.int64), 1.0
+        depth, row = np.divmod(order, num_rows)
+        asks = menu.asks[row]
+        taken = (depth < self._depths[:, None]) | ~asks  # [depths, tokens]
+        won = (menu.gains[row, depth] * taken).cumsum(1)
+        packed = num_rows + (menu.nodes[row, depth] * taken).cumsum(1)
+        missed = ((depth == 0) * asks * menu.backlogs[row]).cumsum() / self.HORIZON
+        ends = np.unique(np.linspace(0, len(order) - 1, min(len(order), self.SPEEDS)).astype(np.int64))
+        asked = (taken & asks).cumsum(1)[:, ends]
+        extra = self._extra(num_rows, packed[:, ends], self._depths[:, None], asked, missed[ends], menu.drafter)
+        rates = (num_rows + won[:, ends]) / (1.0 + extra)
+        which, end = np.unravel_index(rates.argmax(), rates.shape)
+        if rates[which, end] <= num_rows:
+            return np.zeros(num_rows, dtype=np.int64), 1.0
+        prefix = slice(ends[end] + 1)
+        depths = np.bincount(row[prefix][taken[which, prefix]], minlength=num_rows)
+        return depths, float(rates[which, end]) / num_rows
+
+    def _soonest(self, menu: Menu, left: np.ndarray) -> tuple[np.ndarray, float]:
+        """int [B]: the depths with which the row that ends last ends soonest; and the speed of that row, 1 for plain decoding. A static
+        batch takes as long as its slowest row, so a row ahead of it does not draft.
+
+        Args:
+            left: [B], tokens that each row still has to write.
+        """
+        num_rows, longest = menu.gains.shape
+        won = np.concatenate([np.zeros((num_rows, 1)), menu.gains.cumsum(1)], axis=1)  # [B, K + 1], by depth
+        packed = np.concatenate([np.zeros((num_rows, 1)), menu.nodes.cumsum(1)], axis=1)
+        slowest = int(left.argmax())
+        # Candidates: the speeds, in tokens of the slowest row a step, at which one of the rows ends last. Each of the others then
+        # drafts just deep enough to end with it or before.
+        rates = np.unique(left[slowest] / np.maximum(left, 1)[:, None] * (1.0 + won))
+        rates = np.append(1.0, rates[rates > 1.0])
+        rates = rates[np.linspace(0, len(rates) - 1, min(len(rates), self.SPEEDS)).astype(np.int64)]
+        needed = left / left[slowest] * rates[:, None] - 1.0  # [C, B], accepted tokens a step
+        depth = (won[None, :, :] < needed[:, :, None] - 1e-9).sum(2)  # [C, B]
+        reached = (depth <= np.minimum(menu.room, longest)).all(1)
+        depth = np.minimum(depth, longest)
+        added = np.take_along_axis(packed[None], depth[:, :, None], 2)[:, :, 0].sum(1)
+        asked = depth * menu.asks
+        missed = ((asked > 0) * menu.backlogs).sum(1) / self.HORIZON
+        extra = self._extra(num_rows, num_rows + added, asked.max(1), asked.sum(1), missed, menu.drafter)
+        times = np.where(reached, (1.0 + extra) / rates, np.inf)
+        best = int(times.argmin())
+        return depth[best], float(1.0 / times[best])
+
+    # ---- exploring --------------------------------------------------------------------------------------------------
+
+    def _with_trials(
+        self, best: Choice, sequences, slots, worth, expected, backlogs, room, left, able
+    ) -> tuple[Choice, float]:
+        """`best`, with one token of a drafter for rows where a trial is worth its price; and the steps until another may be."""
+        awake = [self.is_awake(index) for index in range(self.num_lookups)]
+        if not self.models or (self.num_steps % self.TRIED and (best.depth.any() or any(awake))):
+            return best, self.LONGEST_QUIET
+        num_rows, rows, soonest = len(room), np.arange(len(room)), float(self.LONGEST_QUIET)
+        current = np.where(best.depth > 0, worth[best.drafter, rows], 0.0)
+        likelihoods, shares = self.acceptance.log_likelihood(slots, self.num_steps), self.acceptance.share_of_rows
+        gains, prospects = self._hoped_gains(room, able), np.zeros(num_rows)
+        heads = [index for index in self.models if self.drafters[index].is_head]
+        self._of_fresh = max([float(shares[index] * gains[index].max()) for index in heads], default=0.0)
+        for index in self.models:
+            mine = (best.drafter == index) & (best.depth > 0)
+            if index in heads:
+                # heads let go for good, so failures count half
+                patient = shares[index] * np.exp(0.5 * likelihoods[index])
+                prospects = np.maximum(prospects, np.maximum(worth[index], patient * gains[index]))
+            # the first trial measures the drafter for later texts too
+            risk, least, horizon = (self.RISK, 0, left) if self.drafting[index] else (2 * self.RISK, 64, self.HORIZON)
+            value = (
+                shares[index] * np.exp(likelihoods[index]) * horizon * (gains[index] - current) * (~mine & (room > 0))
+            )
+            waiting = np.flatnonzero(value > 0)
+            waiting = waiting[np.argsort(-value[waiting], kind="stable")][: max(1, num_rows // self.TRIED)]
+            while len(waiting):
+                count, backlog = len(waiting), backlogs[index, waiting].sum()
+                price = num_rows * self._extra(num_rows, num_rows + count, 1, count, backlog, index)
+                # what is gained without it, less what it is expected to gain at once
+                price += (current - expected[index])[waiting].sum()
+                allowed = risk * np.clip(tokens_left(sequences), least, 128).sum()
+                if value[waiting].sum() > price and price <= allowed:
+                    best = Choice(best.drafter.copy(), best.depth.copy())
+                    best.drafter[waiting], best.depth[waiting] = index, 1
+                    current[waiting] = np.inf  # no other drafter is tried on these rows
+                    break
+                if count == 1 and price <= allowed:  # how long the likelihood must age until the value is the price
+                    log = likelihoods[index, waiting[0]]
+                    needed = log + math.log(max(float(price), 1e-9) / float(value[waiting[0]]))
+                    if needed < 0 and log < 0:
+                        soonest = min(soonest, math.log(needed / log) / math.log(Acceptance.AGEING))
+                waiting = waiting[: len(waiting) // 2]
+        if self._followed > self.LEAST_FOLLOWED:
+            self._prospects.update((seq.id, float(p)) for seq, p in zip(sequences, prospects, strict=True))
+        return best, soonest
+
+    def _hoped_gains(self, room: np.ndarray, able: np.ndarray | None) -> np.ndarray:
+        """[D, B]: tokens a step that each drafter gains on a row if it is as good as one may hope."""
+        found, nodes, _ = self._nodes([], room, able)
+        hoped = np.repeat(self.acceptance.hope[:, None], len(room), 1) * found
+        reach = np.minimum(room, self.longest[:, None])
+        rates = self._rates(
+            hoped, nodes, reach if able is None else reach * able, np.zeros(found.shape[:2]), self._doubt
+        )
+        return np.maximum(rates.max(2) - 1.0, 0.0)
+
+    def _be_quiet(self, sequences: list[Sequence], steps: float, begins: list[bool]) -> None:
+        """No row is worth drafting for: skip the choice until a trial may be due or a look-up wakes."""
+        plain, fresh = self.cost.of_plain(len(sequences)), any(begins)
+        for index, share in enumerate(self.acceptance.share_of_rows[: self.num_lookups].tolist()):
+            if self.is_awake(index):
+                return
+            fresh &= share < self._price(index, plain)
+            needed = self.TRIAL * math.log2(max(share / self._price(index, plain), 1.0))
+            if needed:
+                steps = min(steps, math.log(needed / self._aged_idle(index)) / math.log(Acceptance.AGEING))
+        self._quiet_until = self.num_steps + max(1, int(steps), int(self._overhead / plain / self.QUIET_SHARE))
+        self._quiet_rows = frozenset(seq.id for seq in sequences)
+        left = tokens_left(sequences)[begins]
+        self._quiet_left = int(left.max()) if fresh else 0
+
+    # ---- look-ups and heads: what is paid in every step -------------------------------------------------------------
+
+    def is_awake(self, index: int) -> bool:
+        """True if a look-up may save more than it takes: by its worth, and by the hope that halves with `TRIAL` asks in vain."""
+        hope = self.acceptance.share_of_rows[index] * 0.5 ** (self._aged_idle(index) / self.TRIAL)
+        return self._worth[index] + hope >= self._price(index, self.cost.of_plain(self._num_rows))
+
+    def _aged_idle(self, index: int) -> float:
+        return float(self._idle[index] * Acceptance.AGEING ** (self.num_steps - self._asked_at[index]))
+
+    def _price(self, index: int, plain: float) -> float:
+        """Tokens a row that asking a look-up costs, with the choice that follows."""
+        return float(self.seconds[index] + self._overhead) / plain
+
+    def _welcome(self, sequences: list[Sequence]) -> None:
+        """A text that begins gives look-ups another chance."""
+        if any(seq not in self.acceptance for seq in sequences):
+            self._idle[:] = 0.0
+
+    def _value_lookups(self, worth: np.ndarray) -> None:
+        """Note what each look-up that is awake adds to the best of the other drafters."""
+        best, plain = worth.max(0), self.cost.of_plain(worth.shape[1])
+        for index in range(self.num_lookups):
+            if self.is_awake(index):
+                others = np.delete(worth, index, 0).max(0, initial=0.0)
+                added = float((best - others).mean())
+                self._worth[index] += (1.0 - self.WORTH) * (added - self._worth[index])
+                self._idle[index] = 0.0 if added > self._price(index, plain) else self._aged_idle(index) + 1.0
+                self._asked_at[index] = self.num_steps
+
+    def followed(self, seconds: float, num_rows: int) -> None:
+        """See Chooser."""
+        if self.cost.target:
+            share = seconds / self.cost.of_plain(num_rows)
+            self._followed += (1.0 - self.WORTH) * (share - self._followed)
+
+    def heads_follow(self, seq: Sequence | None) -> bool:
+        """See Chooser: they follow while they may gain what following takes."""
+        if self._followed <= self.LEAST_FOLLOWED:
+            return True
+        known = None if seq is None else self._prospects.get(seq.id)
+        return (self._of_fresh if known is None else known) >= self._followed
+
+    # ---- learning ---------------------------------------------------------------------------------------------------
+
+    def wants_plain_time(self) -> bool:
+        """See DraftLengthPolicy: at growing intervals."""
+        return not self.cost.target or self._plain_is_due()
+
+    def _plain_is_due(self) -> bool:
+        """True if a plain step is to be measured, so that its cost stays known."""
+        return bool(self.cost.target) and self.num_steps >= self._plain_due.get(self.cost.octave, 0)
+
+    def _look_at(self, sequences: list[Sequence]) -> None:
+        """From now on, costs are those of steps of these rows."""
+        self._num_rows = len(sequences)
+        self.cost.look_at(len(sequences), sum([len(seq.tokens) for seq in sequences]))
+
+    def _schedule_plain(self) -> None:
+        """A plain step was measured: schedule the next one with texts of about this length, at growing intervals."""
+        octave = self.cost.octave
+        self._plain_pauses[octave] = min(
+            2 * self._plain_pauses.get(octave, 4 if self._plain_pauses else 1), self.LONGEST_STALE
+        )
+        self._plain_due[octave] = self.num_steps + self._plain_pauses[octave]
+
+    def observe_plain(self, sequences: list[Sequence], seconds: float | None) -> None:
+        """See DraftLengthPolicy."""
+        if seconds is not None and sequences:
+            self._look_at(sequences)
+            self.cost.observe_target(len(sequences), len(sequences), seconds)
+            self._schedule_plain()
+        self._asked = None
+        self.num_steps += 1
+
+    def observe(self, step: DraftedStep) -> None:
+        """Update acceptance and costs."""
+        asked, self._asked = self._asked, None
+        if asked is None or not step.sequences:
+            return self.observe_plain(step.sequences, None)
+        began = self.clock()
+        self._look_at(step.sequences)
+        at = np.array([asked.order[seq.id] for seq in step.sequences])
+        drafter, depth = asked.choice.drafter[at], np.where(np.asarray(step.limits) > 0, asked.choice.depth[at], 0)
+        slots = self.acceptance.slots(step.sequences, self.num_steps)
+        drafted = depth > 0
+        offered, accepted = self._judged(step, asked, at, drafter)
+        # A row that has ended was cut short, which says nothing about its last draft.
+        written = np.where([seq.finished for seq in step.sequences], 0, step.num_new)
+        drafting = 0.0
+        for index in np.unique(drafter[drafted & (drafter >= self.num_lookups)]).tolist():
+            limits = np.where(drafter == index, depth, 0)
+            drafting += self._observe_model(step, index, slots, limits, sum(asked.seconds))
+        self.acceptance.observe(slots, asked.kinds[:, at], offered, accepted, written, self.num_steps)
+        self.steps.update([self.drafters[index].name for index in drafter[drafted].tolist()])
+        num_rows, packed = len(at), len(at) + int(step.nodes.sum())
+        if step.seconds is not None:
+            self.cost.observe_target(num_rows, packed, step.seconds - step.drafting_seconds)
+            self._knows_price |= packed > num_rows
+            if packed == num_rows:
+                self._schedule_plain()
+        self._settle(asked.seconds, slots, drafter, drafted, np.asarray(step.num_new) - 1, packed, drafting)
+        if drafted.any():
+            self._last_drafted = self.num_steps
+        self.num_steps += 1
+        spent, self._spent = self._spent + self.clock() - began, 0.0
+        self._overhead += (1.0 - self.WORTH if self._overhead else 1.0) * (spent - self._overhead)
+        return None
+
+    def _settle(self, seconds: list[float], slots, drafter, drafted, gained, packed: int, drafting: float) -> None:
+        """Note what the look-ups took, and what drafts saved on each row."""
+        for index, taken in enumerate(seconds):
+            if taken:
+                known = self.seconds[index]
+                self.seconds[index] = known + (1.0 - self.WORTH) * (min(taken, 4 * known) - known) if known else taken
+                self.acceptance.saved[slots, 1, index] += 1.0
+        if drafted.any() and self.cost.target:
+            num_rows, plain = len(slots), self.cost.of_plain(len(slots))
+            spent = (float(self.cost.of_target(num_rows, packed)) - plain + drafting) / plain
+            saved = gained[drafted] - num_rows * spent / drafted.sum()
+            self.acceptance.saved[slots[drafted], :, drafter[drafted]] += np.stack([saved, np.ones(len(saved))], axis=1)
+
+    def _judged(
+        self, step: DraftedStep, asked: Asked, at: np.ndarray, drafter: np.ndarray
+    ) -> tuple[np.ndarray, np.ndarray]:
+        """int [D, B] each: how deep the draft of each drafter was, and how far it agrees with the text that was written."""
+        offered, accepted = np.zeros((2, len(self.drafters), len(at)), dtype=np.int64)
+        for index, offer in enumerate(asked.offers):
+            if offer.num_nodes:
+                new = [
+                    seq.tokens[len(seq.tokens) - count :]
+                    for seq, count in zip(step.sequences, step.num_new, strict=True)
+                ]
+                offered[index] = (offer.nodes_by_depth[at] > 0).sum(1)
+                accepted[index] = [
+                    len(offer.matching_path(row, text)) for row, text in zip(at.tolist(), new, strict=True)
+                ]
+        rows = np.flatnonzero(drafter >= self.num_lookups)
+        offered[drafter[rows], rows] = (step.nodes[rows] > 0).sum(1)
+        accepted[drafter[rows], rows] = np.asarray(step.accepted)[rows]
+        return offered, accepted
+
+    def _observe_model(
+        self, step: DraftedStep, index: int, slots: np.ndarray, limits: np.ndarray, lookup_seconds: float
+    ) -> float:
+        """Learn what the drafts of a drafter that was asked cost. Returns its estimated seconds, reading prompts left out."""
+        asks = np.flatnonzero(limits)
+        lengths = np.array([len(seq.tokens) for seq in step.sequences])[asks]
+        read = self.acceptance.read_up_to[slots[asks], index]
+        backlogs = lengths - np.asarray(step.num_new)[asks] - read
+        depth, num_asked = int(limits.max()), int(limits.sum())
+        seconds = max(step.drafting_seconds - lookup_seconds - self._spent, 0.0)
+        self.drafting[index].observe_draft(depth, num_asked, int(backlogs.sum()), seconds)
+        self.acceptance.asked(index, slots[asks], limits[asks], step.nodes[asks], lengths)
+        unread = int(backlogs[read > 0].sum())
+        plain = self.cost.of_plain(len(slots))
+        return float(self._of_drafting(index, depth, num_asked, plain) + self._of_backlog(index, unread, plain))
+
+    def forget(self, seq: Sequence) -> None:
+        """Drop the row's estimates."""
+        self.acceptance.forget(seq)
+        self._prospects.pop(seq.id, None)
+        if self.when_idle is not None and not self.acceptance.num_rows:
+            self.when_idle(self)
+
+    # ---- memory -----------------------------------------------------------------------------------------------------
+
+    def state(self) -> dict[str, Any]:
+        """What was learnt of the model and the machine, as JSON; empty before a step was timed."""
+        if not self.cost.target:
+            return {}
+        return {
+            "target": self.cost.target.state(), "drafting": [cost.state() for cost in self.drafting],
+            "looking_up": self.seconds.tolist(), "overhead": self._overhead, "following": self._followed,
+            "acceptance": self.acceptance.state(),
+        }  # fmt: skip
+
+    def load(self, state: dict[str, Any]) -> None:
+        """Go on from an earlier `state`.
+
+        Raises:
+            KeyError, TypeError, ValueError: the state is not of a policy with these drafters. Nothing of it is then taken over.
+        """
+        if len(state["drafting"]) != len(self.drafting) or len(state["looking_up"]) != self.num_lookups:
+            raise ValueError("costs of other drafters")
+        sizes = [(octave, rows, tokens) for (octave, rows, tokens), *_ in state["target"]]
+        # Read it into copies: an error in a later part must not leave the earlier ones behind.
+        acceptance, costs = copy(self.acceptance), [copy(cost) for cost in (self.cost.target, *self.drafting)]
+        acceptance.load(state["acceptance"])
+        for cost, kept in zip(costs, [state["target"], *state["drafting"]], strict=True):
+            cost.load(kept)
+        seconds = np.array([float(value) for value in state["looking_up"]])
+        overhead, following = float(state["overhead"]), float(state["following"])
+        if not np.isfinite([*seconds, overhead, following]).all():
+            raise ValueError("invalid times")
+        self.acceptance, self.cost.target, self.drafting = acceptance, costs[0], costs[1:]
+        self.seconds, self._overhead, self._followed = seconds, overhead, following
+        self._knows_price = any(tokens > rows for _, rows, tokens in sizes)
+        self._plain_pauses = {octave: self.LONGEST_STALE for octave, *_ in sizes}
+        self._plain_due = dict.fromkeys(self._plain_pauses, self.num_steps + self.LONGEST_STALE)
+
+    # ---- for people -------------------------------------------------------------------------------------------------
+
+    def report(self, num_rows: int = 1) -> dict[str, Any]:
+        """What was measured: milliseconds of a plain step, of each further packed token and of each drafter; P(accepted) of a
+        draft's first token; and how many drafts of rows each drafter made. What no step has shown yet is None."""
+        plain, double = 1e3 * self.cost.of_target(num_rows, np.array([num_rows, 2 * num_rows]))
+        drafters = {}
+        for index, drafter in enumerate(self.drafters):
+            if drafter.is_lookup:
+                seconds = float(self.seconds[index]) or None
+            else:
+                seconds = float(self.drafting[index].of_draft(1, num_rows, 0)) if self.drafting[index] else None
+            drafters[drafter.name] = {
+                "milliseconds": seconds and 1e3 * seconds, "acceptance": self.acceptance.of_first_token(index),
+                "steps": self.steps[drafter.name],
+            }  # fmt: skip
+        return {"plain_ms": float(plain), "token_ms": float(double - plain) / num_rows, "drafters": drafters}
+
+
+def tokens_left(sequences: list[Sequence]) -> np.ndarray:
+    """int [B]: tokens that each row may still write."""
+    return np.array([seq.max_length - len(seq.tokens) for seq in sequences])
