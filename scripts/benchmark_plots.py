@@ -1,4 +1,4 @@
-"""Draws docs/figures/bench-*.svg, the plots of docs/benchmarks.md, from the files in benchmarks/results.
+"""Draws docs/figures/bench-*.svg, the plots of docs/performance.md, from the files in benchmarks/results.
 
 python scripts/benchmark_plots.py
 """
