@@ -3,8 +3,9 @@
     python benchmarks/acceptance.py [--json benchmarks/results/acceptance.json] [--only eagle3 ..]
     python benchmarks/acceptance.py --target tiny-hybrid [..]    # the target with recurrent layers, and the time too
 
-Greedy, float32, batch 1; scripts/result_tables.py shows the results in docs/performance.md. τ is tokens per forward of the target; every output must equal plain generate()'s. For the hybrid, tokens per
+Greedy, float32, batch 1. τ is tokens per forward of the target; every output must equal plain generate()'s. For the hybrid, tokens per
 second of CPU time beside those of the loop without drafts and of plain generate(): each prompt in every way in turn, one thread.
+scripts/result_tables.py shows the results in docs/performance.md.
 """
 
 from __future__ import annotations
