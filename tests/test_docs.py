@@ -16,7 +16,7 @@ import torch
 import hf_specdec
 from hf_specdec import available_methods, parse_config
 from hf_specdec.cli import build_parser
-from hf_specdec.cli.models import shared_fields, tree_fields
+from hf_specdec.cli.models import shared_fields
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
@@ -155,7 +155,7 @@ def test_every_method_has_a_page_with_an_example_and_a_figure():
 @cache
 def known_names():
     """Keys of any configuration, fields of a request, flags of the server and arguments of generate()."""
-    fields = [f.name for f in [*shared_fields(), *tree_fields()]]
+    fields = [f.name for f in shared_fields()]
     for config in available_methods().values():
         fields += [f.name for f in config.__dataclass_fields__.values()]
     fields += list(hf_specdec.SamplingParams.__dataclass_fields__)
