@@ -139,7 +139,8 @@ def markdown_page(methods: dict[str, type[SpeculativeConfig]]) -> str:
         if fields:
             lines += ["| key | default | meaning |", "|---|---|---|"]
             for field in fields:
-                meaning = field.metadata.get("help", "").replace("|", "\\|")
+                again = field.name == "num_speculative_tokens" and config is not SpeculativeConfig
+                meaning = "see above" if again else field.metadata.get("help", "").replace("|", "\\|")
                 lines.append(f"| `{field.name}` | {default_text(field, config)} | {meaning} |")
             lines.append("")
     return "\n".join(lines)
