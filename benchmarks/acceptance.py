@@ -1,10 +1,11 @@
 """τ of every method with the bundled heads, chain and tree, on the held-out prompts that come with them.
 
-    python benchmarks/acceptance.py [--json benchmarks/results/acceptance.json] [--readme docs/acceptance.md] [--only eagle3 ..]
+    python benchmarks/acceptance.py [--json benchmarks/results/acceptance.json] [--only eagle3 ..]
     python benchmarks/acceptance.py --target tiny-hybrid [..]    # the target with recurrent layers, and the time too
 
 Greedy, float32, batch 1. τ is tokens per forward of the target; every output must equal plain generate()'s. For the hybrid, tokens per
 second of CPU time beside those of the loop without drafts and of plain generate(): each prompt in every way in turn, one thread.
+scripts/result_tables.py shows the results in docs/performance.md.
 """
 
 from __future__ import annotations
@@ -25,10 +26,7 @@ from hf_specdec.cli.measure import Variant, environment, timed_generate, warm_up
 from hf_specdec.cli.options import BUNDLED_PROMPTS, encode_prompts, read_prompts
 
 K = 5
-MARKERS = {  # of the targets' tables
-    "tiny": ("<!-- acceptance: benchmarks/acceptance.py -->", "<!-- end of acceptance -->"),
-    "tiny-hybrid": ("<!-- hybrid: benchmarks/acceptance.py -->", "<!-- end of hybrid -->"),
-}
+TARGETS = ("tiny", "tiny-hybrid")
 CHAIN = {"num_speculative_tokens": K}
 DYNAMIC = {"depth": K, "top_k": 4, "total_tokens": 24}
 STATIC = {"branching_factors": [3, 2, 1, 1, 1]}
@@ -150,36 +148,10 @@ def with_others(results: list[dict[str, Any]], earlier: list[dict[str, Any]]) ->
     return [found[method, shape] for method in CONFIGS for shape in CONFIGS[method] if (method, shape) in found]
 
 
-def markdown(report: dict[str, Any]) -> str:
-    """The table of docs/acceptance.md."""
-    tasks = list(report["results"][0]["tasks"])
-    timed = "speed_up" in report["results"][0]["tasks"]["all"]
-    heads = [*tasks, *(["× none", "× plain", "tokens/s"] if timed else [])]
-    lines = ["| method | draft | " + " | ".join(heads) + " |", "|---|---|" + "---|" * len(heads)]
-    if timed:
-        none = report["results"][0]["tasks"]["all"]["tokens_per_second"]  # the loop without drafts
-        speed = report["results"][0]["tasks"]["all"]["plain_tokens_per_second"]
-        lines.append(
-            f"| plain `generate()` | – | {'– | ' * (len(tasks) - 1)}1.00 | {speed / none:.2f} | 1.00 | {speed:.0f} |"
-        )
-    for result in report["results"]:
-        keys = {
-            k: v for k, v in result["speculative_config"].items() if k not in ("method", "model", "first", "second")
-        }
-        shape = f"{result['shape']} `{json.dumps(keys)}`" if keys else result["shape"]
-        taus = " | ".join(f"{result['tasks'][task]['tau']:.2f}" for task in tasks)
-        if timed:
-            whole = result["tasks"]["all"]
-            taus += f" | {whole['tokens_per_second'] / none:.2f} | {whole['speed_up']:.2f} | {whole['tokens_per_second']:.0f}"
-        lines.append(f"| `{result['method']}` | {shape} | {taus} |")
-    return "\n".join(lines)
-
-
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--target", choices=MARKERS, default="tiny", help="the bundled target")
+    parser.add_argument("--target", choices=TARGETS, default="tiny", help="the bundled target")
     parser.add_argument("--json", type=Path, help="write the figures here")
-    parser.add_argument("--readme", type=Path, help="put the table into this file, between its markers")
     parser.add_argument(
         "--only", nargs="+", choices=CONFIGS, default=list(CONFIGS), help="measure these; the file keeps the others"
     )
@@ -207,15 +179,8 @@ def main() -> None:
     if args.json and args.json.is_file() and set(args.only) != set(CONFIGS):
         results = with_others(results, json.loads(args.json.read_text(encoding="utf-8"))["results"])
     report = {"environment": environment(model), "max_new_tokens": 128, "results": results}
-    print(markdown(report))
     if args.json:
         args.json.write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    if args.readme:
-        text = args.readme.read_text(encoding="utf-8")
-        begin, end = MARKERS[args.target]
-        head, rest = text.split(begin)
-        tail = rest.split(end)[1]
-        args.readme.write_text(f"{head}{begin}\n{markdown(report)}\n{end}{tail}", encoding="utf-8")
 
 
 if __name__ == "__main__":

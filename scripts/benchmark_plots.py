@@ -1,4 +1,4 @@
-"""Draws docs/figures/bench-*.svg, the plots of docs/benchmarks.md, from the files in benchmarks/results.
+"""Draws docs/figures/bench-*.svg, the plots of docs/performance.md, from the files in benchmarks/results.
 
 python scripts/benchmark_plots.py
 """
@@ -16,9 +16,16 @@ import matplotlib.pyplot as plt
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS, FIGURES = ROOT / "benchmarks" / "results", ROOT / "docs" / "figures"
 TASKS = ("math", "code", "story", "edit")
-COLOURS = {"transformers": "#8c8c8c", "ours": "#4c72b0", "vLLM": "#dd8452", "llama.cpp": "#937860"}
+COLOURS = {
+    "transformers": "#9e9e9e",
+    "ours": "#4051b5",
+    "vLLM": "#ef6c00",
+    "llama.cpp": "#8d6e63",
+}  # ours: the site's indigo
+LINES = ["#4051b5", "#ef6c00", "#2e7d32", "#8e24aa", "#00838f", "#c62828", "#8d6e63", "#546e7a"]
 CHAINS = ("ngram", "draft_model", "eagle", "eagle3", "mtp", "medusa", "hydra", "dflash")
 mpl.rcParams.update({"svg.hashsalt": "hf-specdec", "svg.fonttype": "none", "font.size": 10})
+mpl.rcParams.update({"axes.prop_cycle": mpl.cycler(color=LINES)})
 mpl.rcParams.update({"axes.spines.top": False, "axes.spines.right": False})
 
 
@@ -38,7 +45,7 @@ def tau_by_task() -> None:
     results = sorted(read("acceptance")["results"], key=lambda each: each["tasks"]["all"]["tau"])
     names = [f"{each['method']}, {each['shape']}" for each in results]
     figure, axis = plt.subplots(figsize=(8, 5.6), layout="constrained")
-    axis.barh(names, [each["tasks"]["all"]["tau"] for each in results], color="#c9d5e8", label="all")
+    axis.barh(names, [each["tasks"]["all"]["tau"] for each in results], color="#c5cae9", label="all")
     for task, marker in zip(TASKS, "os^D", strict=True):
         axis.plot([each["tasks"][task]["tau"] for each in results], names, marker, label=task, markersize=5)
     axis.set(xlabel="τ: tokens per forward pass of the model", xlim=(1, None))
@@ -86,7 +93,7 @@ def speed_by_method() -> None:
     figure, axes = plt.subplots(2, 3, figsize=(10, 4.4), sharey=True, sharex=True, layout="constrained")
     for axis, cell in zip(axes.flat, cells, strict=True):
         speeds = {name: value for name, value in cell["warm"]["speed_up"].items() if name != "auto, kept"}
-        colours = ["#55a868" if name == "auto" else COLOURS["ours"] for name in speeds]
+        colours = ["#2e7d32" if name == "auto" else COLOURS["ours"] for name in speeds]
         axis.bar_label(axis.barh(list(speeds), list(speeds.values()), color=colours), fmt="%.2f", padding=2, fontsize=8)
         axis.axvline(1, color="#8c8c8c", linewidth=1, linestyle=":")
         axis.set_title(cell["task"], fontsize=10)

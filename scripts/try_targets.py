@@ -16,6 +16,7 @@ import contextlib
 import copy
 import inspect
 import logging
+import re
 import signal
 import sys
 import warnings
@@ -310,7 +311,11 @@ def one_line(error: Exception) -> str:
 
 
 def markdown(trials: list[Trial]) -> str:
-    """The page docs/targets.md."""
+    """The page docs/targets.md: the classes of each way, and those of each reason."""
+    classes_of: dict[tuple[str, str], list[str]] = {}
+    for trial in sorted(trials, key=lambda trial: WAYS.index(trial.way)):
+        reason = re.split(": |, and |, so ", trial.why.removeprefix(trial.name).strip())[0].rstrip(".")
+        classes_of.setdefault((trial.way, reason), []).append(f"`{trial.name}`")
     counts = Counter(trial.way for trial in trials)
     lines = [
         "# Every causal language model of transformers",
@@ -318,14 +323,18 @@ def markdown(trials: list[Trial]) -> str:
         f"Written by `python scripts/try_targets.py --markdown docs/targets.md` with transformers {transformers.__version__}: "
         f"{len(trials)} classes, " + ", ".join(f"{counts[way]} {way}" for way in WAYS if counts[way]) + ".",
         "",
-        "Each class is built small, with random weights in float32, and decodes one row and three ragged rows with drafts from n-grams and",
-        "as trees; the text is compared with plain `generate()`. *Paged*, *gather*: see [models.md](models.md). *State*: with a recurrent",
-        "state. *Not tried*: no small configuration is known here, or plain `generate()` itself fails; the message is transformers'.",
+        "A class is built small, with random weights in float32, and decodes one row and three ragged rows with drafts from n-grams and",
+        "as trees; the text is compared with plain `generate()`. [Supported models](models.md) explains the ways. *Not tried*: no small",
+        "configuration is known here, or plain `generate()` itself fails. *Weak evidence*: the random model repeats one or two tokens,",
+        "or no draft was accepted.",
         "",
-        "| model type | class | way | |",
-        "|---|---|---|---|",
+        "| way | reason | classes |",
+        "|---|---|---|",
     ]
-    lines += [f"| {t.model_type} | {t.name} | {t.way} | {t.why.replace('|', chr(92) + '|')} |" for t in trials]
+    lines += [
+        f"| {way} | {why.replace('|', chr(92) + '|')} | {', '.join(names)} |"
+        for (way, why), names in classes_of.items()
+    ]
     return "\n".join(lines) + "\n"
 
 

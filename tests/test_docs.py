@@ -16,14 +16,14 @@ import torch
 import hf_specdec
 from hf_specdec import available_methods, parse_config
 from hf_specdec.cli import build_parser
-from hf_specdec.cli.models import shared_fields, tree_fields
+from hf_specdec.cli.models import shared_fields
 
 ROOT = Path(__file__).resolve().parents[1]
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
 TEXTS = [*PAGES, ROOT / "README.md", ROOT / "CONTRIBUTING.md"]
 OTHERS = [
-    *(ROOT / name for name in ("CHANGELOG.md", "SECURITY.md", ".github/PULL_REQUEST_TEMPLATE.md")),
+    *(ROOT / name for name in ("CHANGELOG.md", "SECURITY.md", "benchmarks/LOG.md", ".github/PULL_REQUEST_TEMPLATE.md")),
     *(ROOT / folder / "README.md" for folder in ("examples", "models", "notebooks")),
     *sorted(ROOT.glob("recipes/*/README.md")),
 ]
@@ -155,7 +155,7 @@ def test_every_method_has_a_page_with_an_example_and_a_figure():
 @cache
 def known_names():
     """Keys of any configuration, fields of a request, flags of the server and arguments of generate()."""
-    fields = [f.name for f in [*shared_fields(), *tree_fields()]]
+    fields = [f.name for f in shared_fields()]
     for config in available_methods().values():
         fields += [f.name for f in config.__dataclass_fields__.values()]
     fields += list(hf_specdec.SamplingParams.__dataclass_fields__)
@@ -272,13 +272,17 @@ def test_docstrings_name_parameters_that_exist(path):
 
 
 def test_every_page_is_in_the_menu():
-    menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")[1]
-    assert sorted(re.findall(r"[\w/-]+\.md", menu)) == sorted(str(path.relative_to(DOCS)) for path in PAGES)
+    """But for those that mkdocs.yml says are not."""
+    settings, menu = (ROOT / "mkdocs.yml").read_text(encoding="utf-8").split("\nnav:\n")
+    outside = re.findall(r"[\w/-]+\.md", re.search(r"^not_in_nav: (.*?) *#", settings, flags=re.M).group(1))
+    assert sorted([*re.findall(r"[\w/-]+\.md", menu), *outside]) == sorted(
+        str(path.relative_to(DOCS)) for path in PAGES
+    )
 
 
 def test_figures_are_drawings():
-    figures = sorted((DOCS / "figures").glob("step-*.svg"))
-    assert len(figures) >= 14
+    figures = sorted((DOCS / "figures").glob("*.svg"))
+    assert len(figures) >= 24
     for figure in figures:
         assert ElementTree.parse(figure).getroot().tag.endswith("svg")
 
@@ -292,10 +296,10 @@ def drawn(figure):
 
 
 def test_the_plots_of_benchmarks_show_the_kept_results(tmp_path, monkeypatch):
-    """docs/benchmarks.md shows every plot that scripts/benchmark_plots.py draws, as the results draw them now."""
+    """docs/performance.md shows every plot that scripts/benchmark_plots.py draws, as the results draw them now."""
     mpl = pytest.importorskip("matplotlib", reason="pip install 'hf-specdec[train]'")
     kept = {figure.name: figure for figure in (DOCS / "figures").glob("bench-*.svg")}
-    assert set(re.findall(r"bench-[\w-]+\.svg", (DOCS / "benchmarks.md").read_text(encoding="utf-8"))) == set(kept)
+    assert set(re.findall(r"bench-[\w-]+\.svg", (DOCS / "performance.md").read_text(encoding="utf-8"))) == set(kept)
     with mpl.rc_context():
         plots = load_script(ROOT / "scripts" / "benchmark_plots.py")
         monkeypatch.setattr(plots, "FIGURES", tmp_path)
@@ -309,14 +313,21 @@ def test_the_plots_of_benchmarks_show_the_kept_results(tmp_path, monkeypatch):
             assert all(a == pytest.approx(b, abs=0.2) for a, b in zip(paths, now_paths, strict=True)), name
 
 
-@pytest.mark.parametrize(("target", "file"), [("tiny", "acceptance"), ("tiny-hybrid", "acceptance-hybrid")])
-def test_the_acceptance_tables_show_the_kept_figures(target, file):
-    """docs/acceptance.md's tables are what benchmarks/acceptance.py makes of its kept results."""
-    path = DOCS.parent / "benchmarks" / "acceptance.py"
-    acceptance = load_script(path)
-    report = json.loads((path.parent / "results" / f"{file}.json").read_text(encoding="utf-8"))
-    text = (DOCS / "acceptance.md").read_text(encoding="utf-8")
-    begin, end = acceptance.MARKERS[target]
-    shown = text.split(begin)[1].split(end)[0]
-    assert shown.strip() == acceptance.markdown(report)
-    assert all(result["equal"] == result["prompts"] for result in report["results"])
+def test_the_tables_of_performance_show_the_kept_results():
+    """docs/performance.md has every table that scripts/result_tables.py makes, as the results have it now."""
+    tables = load_script(ROOT / "scripts" / "result_tables.py")
+    text = (DOCS / "performance.md").read_text(encoding="utf-8")
+    assert re.findall(r"<!-- table: ([\w-]+) -->", text) == list(tables.TABLES)
+    assert tables.filled(text) == text, "write it anew: python scripts/result_tables.py"
+    for file in ("acceptance", "acceptance-hybrid"):
+        assert all(result["equal"] == result["prompts"] for result in tables.read(file)["results"]), file
+
+
+def test_the_speed_in_readme_is_the_measured_one():
+    """README's multiples of batch size 1 are those of the H100's file."""
+    rows = load_script(ROOT / "scripts" / "result_tables.py").read("gpu-h100-decoding")["rows"]
+    speed = {row["name"]: row["value"] for row in rows}
+    ours, eagle3 = speed["ours, plain, graphs, batch 1"], speed["ours, EAGLE-3, graphs, batch 1"]
+    plain = speed["transformers, plain, batch 1"]
+    shown = re.findall(r"\b(\d\.\d) times", (ROOT / "README.md").read_text(encoding="utf-8"))
+    assert sorted(shown) == sorted(f"{ratio:.1f}" for ratio in (eagle3 / plain, eagle3 / ours, ours / plain))

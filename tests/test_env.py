@@ -1,7 +1,9 @@
 """`hf-specdec env`: what a bug report needs is there, and nothing that should stay secret."""
 
 import json
+import re
 import runpy
+from pathlib import Path
 
 import pytest
 import torch
@@ -9,6 +11,7 @@ import transformers
 
 import hf_specdec
 from hf_specdec.cli import env, main
+from hf_specdec.kernels import native
 
 
 def test_it_says_what_a_report_needs(capsys):
@@ -46,6 +49,25 @@ def test_secrets_are_not_printed(capsys, monkeypatch):
         assert "do-not-tell" not in shown
         assert "OMP_NUM_THREADS" in shown
     assert env.environment()["variables"]["HF_TOKEN"] == "set"
+
+
+def test_it_knows_every_variable_of_the_package():
+    package = Path(hf_specdec.__file__).parent
+    used = {
+        name for file in package.rglob("*.py") for name in re.findall(r"\"(HF_SPECDEC_\w+)\"", file.read_text("utf-8"))
+    }
+    assert used - {"HF_SPECDEC_FOLLOWER"} <= {
+        *env.VARIABLES,
+        *env.SECRETS,
+    }  # FOLLOWER: set for processes that it starts
+
+
+@pytest.mark.skipif(torch.cuda.is_available(), reason="the GPU's kernels are named")
+def test_the_native_library_is_named_where_it_runs(monkeypatch):
+    monkeypatch.delenv("HF_SPECDEC_KERNELS", raising=False)
+    assert env.kernels() == ("native" if native.library() else "reference")
+    monkeypatch.setenv("HF_SPECDEC_KERNELS", "reference")
+    assert env.kernels() == "reference"
 
 
 def test_what_an_extra_lacks_is_named():

@@ -1,6 +1,7 @@
 """The rule of the house: imports point one way, down the floors."""
 
 import ast
+import re
 from pathlib import Path
 
 import pytest
@@ -77,6 +78,26 @@ def test_imports_point_down(path):
 def test_every_module_has_a_floor():
     names = {path.relative_to(PACKAGE).with_suffix("").parts[0] for path in FILES}
     assert names <= set(FLOOR_OF) | LEAVES | {"__init__"}
+
+
+def test_the_picture_shows_the_imports():
+    """Every arrow of docs/architecture.md is an import, and every import goes along arrows."""
+    page = (PACKAGE.parent / "docs" / "architecture.md").read_text(encoding="utf-8")
+    picture = next(block for block in page.split("```") if block.startswith("mermaid") and "top[" in block)
+    arrows = set(re.findall(r"(\w+)(?:\[[^\]]*\])? --> (\w+)", picture))
+    room = {name: "top" if names == FLOORS[-1] else name for names in FLOORS for name in names}
+    first_names = {(path.relative_to(PACKAGE).with_suffix("").parts[0], path) for path in FILES}
+    imports = {
+        (room[own], room[target[0]])
+        for own, path in first_names
+        for target in imports_of(path)
+        if own in room and target and target[0] in room and room[own] != room[target[0]]
+    }
+    assert arrows <= imports, arrows - imports
+    reached = set(arrows)
+    for _ in FLOORS:
+        reached |= {(a, d) for a, b in reached for c, d in arrows if b == c}
+    assert imports <= reached, imports - reached
 
 
 @pytest.mark.parametrize(

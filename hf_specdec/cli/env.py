@@ -60,8 +60,8 @@ CPU_FEATURES = (
     "sve",
 )
 VARIABLES = (
-    "HF_SPECDEC_KERNELS", "HF_SPECDEC_FLASH_ATTENTION", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES", "HF_HOME",
-    "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "TRITON_INTERPRET", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_CUDA_ALLOC_CONF",
+    "HF_SPECDEC_CACHE", "HF_SPECDEC_KERNELS", "HF_SPECDEC_FLASH_ATTENTION", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES",
+    "HF_HOME", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "TRITON_INTERPRET", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_CUDA_ALLOC_CONF",
 )  # fmt: skip
 SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_SPECDEC_API_KEY")
 
@@ -109,13 +109,13 @@ def environment() -> dict[str, Any]:
 
 
 def kernels() -> str:
-    """The implementation of the tensor operations on the first GPU, or on the CPU if there is none: "triton" or "reference"."""
+    """What the tensor operations run in, on the first GPU, or on the CPU if there is none: "triton", "native" or "reference"."""
     import torch
 
-    from ..kernels.dispatch import uses_triton
+    from ..kernels.dispatch import uses_native, uses_triton
 
     device = torch.device("cuda", 0) if torch.cuda.is_available() else torch.device("cpu")
-    return "triton" if uses_triton(device) else "reference"
+    return "triton" if uses_triton(device) else "native" if uses_native(device) else "reference"
 
 
 def installed(package: str) -> str | None:

@@ -65,23 +65,38 @@ def run(args: argparse.Namespace) -> int:
         own = own_fields(config)
         if own:
             console.print(keys_table(own, config))
-        if issubclass(config, tree_config()):
-            console.print("  and the keys of trees")
+        groups = groups_of(config)
+        if groups:
+            console.print(f"  and the keys of {' and '.join(groups)}")
         console.print()
-    if any(issubclass(config, tree_config()) for config in methods.values()):
-        console.print("[bold]keys of trees[/bold]")
-        console.print(keys_table(tree_fields(), tree_config()))
-        console.print()
+    for group, base in key_groups().items():
+        if any(issubclass(config, base) for config in methods.values()):
+            console.print(f"[bold]keys of {group}[/bold]")
+            console.print(keys_table(group_fields(base), base))
+            console.print()
     console.print("[bold]keys of every method[/bold]")
     console.print(keys_table(shared_fields(), SpeculativeConfig))
     return 0
 
 
-def tree_config() -> type[SpeculativeConfig]:
-    """The base of configurations that take the keys of trees."""
+def key_groups() -> dict[str, type[SpeculativeConfig]]:
+    """Keys that several methods take: the name of a group, and the base of their configurations."""
+    from ..candidate_generators.checkpoints.target_parts import HeadConfig
     from ..candidate_generators.growing.tree_shapes import TreeDraftingConfig
+    from ..candidate_generators.lookup_cache import LookupCacheConfig
 
-    return TreeDraftingConfig
+    return {"trees": TreeDraftingConfig, "heads": HeadConfig, "look-ups": LookupCacheConfig}
+
+
+def groups_of(config: type[SpeculativeConfig]) -> list[str]:
+    """The groups whose keys a configuration takes."""
+    return [group for group, base in key_groups().items() if issubclass(config, base)]
+
+
+def group_fields(base: type[SpeculativeConfig]) -> list[dataclasses.Field]:
+    """The keys that a base adds to the configuration that it extends."""
+    inherited = {f.name for f in dataclasses.fields(base.__mro__[1])}
+    return [f for f in dataclasses.fields(base) if f.name not in inherited]
 
 
 def shared_fields() -> list[dataclasses.Field]:
@@ -89,17 +104,10 @@ def shared_fields() -> list[dataclasses.Field]:
     return list(dataclasses.fields(SpeculativeConfig)[1:])
 
 
-def tree_fields() -> list[dataclasses.Field]:
-    """The keys that shape trees."""
-    shared = {f.name for f in dataclasses.fields(SpeculativeConfig)}
-    return [f for f in dataclasses.fields(tree_config()) if f.name not in shared]
-
-
 def own_fields(config: type[SpeculativeConfig]) -> list[dataclasses.Field]:
     """The keys that only this method has, and `num_speculative_tokens` if its default differs from the common one."""
     shared = {f.name for f in shared_fields()} | {"method"}
-    if issubclass(config, tree_config()):
-        shared |= {f.name for f in tree_fields()}
+    shared |= {f.name for group in groups_of(config) for f in group_fields(key_groups()[group])}
     own = [f for f in dataclasses.fields(config) if f.name not in shared]
     if default_length(config) != str(SpeculativeConfig.default_num_speculative_tokens):
         own += [f for f in dataclasses.fields(config) if f.name == "num_speculative_tokens"]
@@ -119,18 +127,20 @@ def markdown_page(methods: dict[str, type[SpeculativeConfig]]) -> str:
     lines = ["# Keys of `speculative_config`", "", "Written by `hf-specdec models --markdown`.", ""]
     sections = [
         ("Keys of every method", shared_fields(), SpeculativeConfig, ""),
-        ("Keys of trees", tree_fields(), tree_config(), ""),
+        *((f"Keys of {group}", group_fields(base), base, "") for group, base in key_groups().items()),
     ]
     for name, config in methods.items():
-        trees = " Takes the keys of trees." if issubclass(config, tree_config()) else ""
+        groups = groups_of(config)
+        taken = f" Takes the keys of {' and '.join(groups)}." if groups else ""
         needs = f" Needs {', '.join(config.requires)}." if config.requires else ""
-        sections.append((f"`{name}`", own_fields(config), config, description(config) + needs + trees))
+        sections.append((f"`{name}`", own_fields(config), config, description(config) + needs + taken))
     for title, fields, config, text in sections:
         lines += [f"## {title}", ""] + ([text, ""] if text else [])
         if fields:
             lines += ["| key | default | meaning |", "|---|---|---|"]
             for field in fields:
-                meaning = field.metadata.get("help", "").replace("|", "\\|")
+                again = field.name == "num_speculative_tokens" and config is not SpeculativeConfig
+                meaning = "see above" if again else field.metadata.get("help", "").replace("|", "\\|")
                 lines.append(f"| `{field.name}` | {default_text(field, config)} | {meaning} |")
             lines.append("")
     return "\n".join(lines)

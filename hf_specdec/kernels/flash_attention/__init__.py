@@ -23,7 +23,7 @@ LONGEST_CHAIN = 64  # tokens per row; batches with longer rows count as prompts
 HUB_KERNELS = {3: "kernels-community/flash-attn3", 2: "kernels-community/flash-attn2"}
 
 # Where flash-attn was measured to be faster, by compute capability: "chains", "prompts". benchmarks/gpu.py times both kinds
-# (see the table in docs/performance.md). Empty, because no device has been measured yet.
+# (see the table in benchmarks/LOG.md). Empty, because no device has been measured yet.
 FASTER: dict[tuple[int, int], frozenset[str]] = {}
 
 

@@ -1,7 +1,7 @@
 """NativeWeight: 8-bit or 4-bit weights of a linear layer on a CPU, stored as the native library reads them.
 
 torchao quantizes; the integers, scales and zero points are its own, bit for bit. Only their order in memory differs. In this order the
-library's products are faster than torchao's (docs/performance.md).
+library's products are faster than torchao's (benchmarks/LOG.md).
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Linear layers on a CPU with weights in oneDNN's blocked layout, packed once instead of at every call.
 
-Inductor's freezing does the same for a compiled model; this needs no compilation (measurements in docs/performance.md). It
+Inductor's freezing does the same for a compiled model; this needs no compilation (measurements in benchmarks/LOG.md). It
 costs a second copy of the weights and, once per generate() call, a hash of all weights, which takes as long as one step at
 batch 1: a write to the weights may leave no other trace. Layers with the same input (queries, keys and values) share one
 product. Results differ from `torch.nn.functional.linear` only by float rounding.

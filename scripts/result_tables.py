@@ -1,0 +1,156 @@
+"""Fills the tables of docs/performance.md from the files in benchmarks/results.
+
+    python scripts/result_tables.py            # writes the page
+    python scripts/result_tables.py --check    # exit status 1 if the page shows other figures
+
+A table stands between `<!-- table: NAME -->` and `<!-- end -->`; NAME is a key of TABLES.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import sys
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE, RESULTS = ROOT / "docs" / "performance.md", ROOT / "benchmarks" / "results"
+
+
+def read(name: str) -> dict[str, Any]:
+    """A file of results."""
+    return json.loads((RESULTS / f"{name}.json").read_text(encoding="utf-8"))
+
+
+def table(heads: Iterable[str], rows: Iterable[Iterable[Any]]) -> str:
+    """Lines of markdown; numbers get two digits after the point, a missing one a dash."""
+    heads = list(heads)
+    shown = [["–" if v is None else f"{v:.2f}" if isinstance(v, float) else str(v) for v in row] for row in rows]
+    return "\n".join(
+        ["| " + " | ".join(heads) + " |", "|---" * len(heads) + "|", *("| " + " | ".join(r) + " |" for r in shown)]
+    )
+
+
+def engines(*sources: tuple[str, dict[str, str]]) -> str:
+    """Speed over `generate()` by task and batch size. A source: a file, and a title for each way to take from it."""
+    speeds: dict[tuple[str, int], dict[str, float]] = {}
+    for file, titles in sources:
+        for row in read(file)["rows"]:
+            if row["name"] in titles:
+                speeds.setdefault((row["task"], row["batch_size"]), {})[titles[row["name"]]] = row["over_plain"]
+    columns = [title for _, titles in sources for title in titles.values()]
+    return table(["task", "batch", *columns], [[*key, *map(row.get, columns)] for key, row in speeds.items()])
+
+
+def h100() -> str:
+    """Tokens per second of `generate()`, and multiples of it, by batch size."""
+    speeds: dict[int, dict[str, float]] = {}
+    for row in read("gpu-h100-decoding")["rows"]:
+        match = re.fullmatch(r"(transformers|ours), ([\w\- ]+?)(?:, graphs)?, batch (\d+)", row["name"])
+        if match and row["unit"] == "tokens/s":
+            speeds.setdefault(int(match[3]), {})[f"{match[1]}, {match[2]}"] = row["value"]
+    plain = "transformers, plain"
+    ways = ["ours, plain", "ours, ngram", "ours, EAGLE-3", "ours, EAGLE-3 tree", "ours, draft model"]
+    heads = ["batch", "`generate()`, tokens/s", *(way.removeprefix("ours, ") for way in ways)]
+    rows = [
+        [size, round(of[plain]), *(of[way] / of[plain] if way in of else None for way in ways)]
+        for size, of in speeds.items()
+    ]
+    return table(heads, rows)
+
+
+def servers() -> str:
+    """Tokens per second over those of `transformers serve`, by load."""
+    loads = read("serve-cpu-bf16-85M")["loads"]
+    ways = [way for way in next(iter(loads.values())) if way != "transformers"]
+    heads = ["load", *(way if "vLLM" in way else f"ours, {way}" for way in ways)]
+    return table(heads, [[load, *(of[way]["tokens_per_second_ratio"] for way in ways)] for load, of in loads.items()])
+
+
+def auto() -> str:
+    """Speed over `none` after the first texts: the best fixed method, and `auto`."""
+    rows = []
+    for cell in read("auto-cpu-f32-85M")["cells"]:
+        warm = cell["warm"]
+        best, of = warm["best"], warm["speed_up"]
+        rows.append(
+            [cell["task"], f"{cell['temperature']:g}", f"`{best}` {of[best]:.2f}", of["auto"], of["auto, kept"]]
+        )
+    return table(["task", "temperature", "best fixed method", "`auto`", "`auto`, kept"], rows)
+
+
+def quantized() -> str:
+    """Time of a step over that of the model as it is, by the number of tokens."""
+    report = read("quantized-cpu-bf16-319M")
+    tokens, names = (1, 6, 16, 256), ("as it is", "wint8", "wint4")
+    rows = [
+        [name, round(report["mebibytes"][name]), *(report["ratio"][f"{name}, {count}"] for count in tokens)]
+        for name in names
+    ]
+    return table(["weights", "MiB", "1 token", *(f"{count} tokens" for count in tokens[1:])], rows)
+
+
+def acceptance() -> str:
+    """τ of every method with the bundled heads, over all prompts."""
+    taus: dict[str, dict[str, float]] = {}
+    for each in read("acceptance")["results"]:
+        taus.setdefault(each["method"], {})[each["shape"]] = each["tasks"]["all"]["tau"]
+    return table(["method", "chain", "tree"], [[f"`{m}`", of.get("chain"), of.get("tree")] for m, of in taus.items()])
+
+
+def hybrid_acceptance() -> str:
+    """τ and speed for the bundled target with recurrent layers."""
+    results = read("acceptance-hybrid")["results"]
+    none = results[0]["tasks"]["all"]["tokens_per_second"]
+    rows = [
+        [
+            f"`{each['method']}`, {each['shape']}".removesuffix(", –"),
+            whole["tau"],
+            whole["tokens_per_second"] / none,
+            whole["speed_up"],
+        ]
+        for each in results
+        for whole in [each["tasks"]["all"]]
+    ]
+    return table(["method", "τ", "× `none`", "× `generate()`"], rows)
+
+
+OURS = {"ours plain": "plain", "ours ngram": "n-gram", "ours ngram, auto length": "n-gram, auto"}
+EAGLE = {"ours EAGLE-3": "EAGLE-3"}
+TABLES = {
+    "h100": h100,
+    "engines-amd": lambda: engines(
+        ("decode-cpu-bf16-250M", {**OURS, **EAGLE, "vLLM plain": "vLLM", "llama.cpp plain": "llama.cpp"})
+    ),
+    "engines-amx": lambda: engines(
+        ("decode-cpu-amx-bf16-250M", OURS),
+        ("decode-cpu-amx-bf16-250M-eagle3", EAGLE),
+        ("decode-cpu-amx-bf16-250M", {"vLLM plain": "vLLM", "vLLM ngram": "vLLM n-gram"}),
+    ),
+    "servers": servers,
+    "auto": auto,
+    "acceptance": acceptance,
+    "acceptance-hybrid": hybrid_acceptance,
+    "quantized": quantized,
+}
+
+
+def filled(text: str) -> str:
+    """The page with every table as the results have it now."""
+    pattern = re.compile(r"<!-- table: ([\w-]+) -->\n.*?<!-- end -->", flags=re.S)
+    return pattern.sub(lambda match: f"<!-- table: {match[1]} -->\n{TABLES[match[1]]()}\n<!-- end -->", text)
+
+
+def main() -> int:
+    """Write the page, or compare it."""
+    text = PAGE.read_text(encoding="utf-8")
+    if sys.argv[1:] == ["--check"]:
+        return int(filled(text) != text)
+    PAGE.write_text(filled(text), encoding="utf-8")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
