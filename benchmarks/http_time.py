@@ -80,8 +80,8 @@ def queue_clock(process: int, thread: int | None = None) -> Callable[[], float]:
 def start(form: str, folder: str, tokenizer: Any, options: argparse.Namespace) -> tuple[Any, tuple]:
     """(a server whose engine runs in a thread or in a process, clocks: CPU of the HTTP side and of the engine, wait for a core)."""
     from hf_specdec import LLM
-    from hf_specdec.serve.engine_process import EngineProcess
-    from hf_specdec.serve.server import Limits, Server
+    from hf_specdec.serve.http.server import Limits, Server
+    from hf_specdec.serve.ipc.engine_process import EngineProcess
 
     config = None if options.method == "none" else {"method": "ngram", "num_speculative_tokens": 4}
     arguments = dict(
@@ -106,7 +106,7 @@ def measure(server: Any, clocks: tuple, streams: int, options: argparse.Namespac
     """
     import uvicorn
 
-    from hf_specdec.serve.api import make_app
+    from hf_specdec.serve.http.api import make_app
 
     marks: list[list[float]] = []  # at the end of each such step
     deliver, clocks = server.worker.deliver, (*clocks, time.perf_counter)

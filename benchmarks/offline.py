@@ -59,7 +59,7 @@ def main() -> None:
         return [found[name].generated_tokens for name in sorted(found, key=lambda name: int(name.rpartition("_")[2]))]
 
     def ours(name: str) -> list[list[int]]:
-        engines[name].engine.forget_prefixes()
+        engines[name].engine.decoder.forget_prefixes()
         return [output.outputs[0].token_ids for output in engines[name].generate(ids, params, use_tqdm=False)]
 
     ways = {"transformers": transformers_way, **{name: (lambda name=name: ours(name)) for name in engines}}

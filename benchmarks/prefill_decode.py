@@ -57,7 +57,7 @@ def produce(config, pipe):
             read_in_chunks(llm, pipe, *prompt)
             continue
         if prompt == "held":
-            pipe.send(len(llm.engine.transfers.held))
+            pipe.send(len(llm.engine.transfers.producer.held))
             continue
         began = time.perf_counter()
         params = run(llm, prompt, 1, {"do_remote_decode": True}).kv_transfer_params
@@ -70,7 +70,7 @@ def produce(config, pipe):
 def read_in_chunks(llm, pipe, prompt, in_chunks):
     """Read a prompt in chunks of 64 tokens; send its `kv_transfer_params` as soon as they are there, then the time of the end."""
     engine = llm.engine
-    engine.forget_prefixes()
+    engine.decoder.forget_prefixes()
     engine.scheduler.max_num_batched_tokens = 64
     asked = {"do_remote_decode": True, "in_chunks": in_chunks}
     params = SamplingParams(temperature=0, max_tokens=1, kv_transfer_params=asked)
@@ -103,7 +103,7 @@ def overlap(config, repeats=6):
     transfers, rows = consumer.engine.transfers, []
     for number in range(2 * repeats):
         prompt, in_chunks = f"Story {number}. " + SENTENCE * 30, number % 2 == 0
-        consumer.engine.forget_prefixes()
+        consumer.engine.decoder.forget_prefixes()
         before = transfers.statistics.bytes, transfers.statistics.pulled, time.monotonic()
         pipe.send((prompt, in_chunks))
         ids = consumer.tokenizer(prompt)["input_ids"]

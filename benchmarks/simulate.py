@@ -99,7 +99,7 @@ def engine_of(length):
 def run_engine(llm, jobs, length, measured=None):
     """Serve jobs with the real engine; its clock is the CPU time of its steps."""
     engine, decoder, now = llm.engine, llm.engine.decoder, 0.0
-    engine.forget_prefixes()
+    engine.decoder.forget_prefixes()
     waiting, running = deque(jobs), {}
     propose, drafting = decoder.generator.propose, 0.0
 

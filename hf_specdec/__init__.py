@@ -1,9 +1,9 @@
 """Speculative decoding for Hugging Face transformers: `model.generate(..., speculative_config={"method": "ngram"})`."""
 
 import importlib
+import logging
 from typing import TYPE_CHECKING, Any
 
-from . import foreign_messages
 from .bundled import bundled, bundled_names, resolve_model
 from .config import SpeculativeConfig, SpeculativeConfigError
 from .plugin import generate, install, release, uninstall
@@ -51,8 +51,8 @@ __all__ = [
 # Imported when they are first asked for: `import hf_specdec` loads no more than the plugin.
 _MODULE_OF = {
     "LLM": ".serve",
-    "SamplingParams": ".serve.params",
-    "StructuredOutputsParams": ".serve.structured",
+    "SamplingParams": ".serve.engine.params",
+    "StructuredOutputsParams": ".serve.engine.structured",
     "CandidateGenerator": ".candidate_generators",
     "available_methods": ".candidate_generators",
     "parse_config": ".candidate_generators",
@@ -79,5 +79,8 @@ def __dir__() -> list[str]:
     return sorted({*globals(), *__all__})
 
 
-foreign_messages.hold_back()
+# transformers imports torchao wherever it is installed, needed or not: both then warn of what does not concern the user.
+FOREIGN_LOGGERS = [logging.getLogger(name) for name in ("torchao", "torch.utils._pytree")]
+for _logger in FOREIGN_LOGGERS:
+    _logger.setLevel(logging.ERROR)
 install()

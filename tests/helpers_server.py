@@ -81,7 +81,7 @@ class Process:
 
     def engine(self):
         """The id of the engine's process."""
-        (found,) = children(self.process.pid, "engine_main")
+        (found,) = children(self.process.pid, "engine_process")
         return found
 
     def copies(self):

@@ -149,7 +149,7 @@ def test_a_port_that_is_none(capsys, port):
     ],
 )
 def test_an_address_that_cannot_be_served_is_found_first(capsys, monkeypatch, host, says):
-    run = pytest.importorskip("hf_specdec.serve.run")
+    run = pytest.importorskip("hf_specdec.serve.http.run")
     monkeypatch.setattr(run, "EngineProcess", None)
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
@@ -160,7 +160,7 @@ def test_an_address_that_cannot_be_served_is_found_first(capsys, monkeypatch, ho
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost", ""])
 def test_one_server_for_an_address(host):
     """Also before the first has answered anything."""
-    from hf_specdec.serve.address import listen
+    from hf_specdec.serve.http.address import listen
 
     try:
         first = listen(host, 0)

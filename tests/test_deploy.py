@@ -12,8 +12,8 @@ from hf_specdec.cli import build_parser
 
 pytest.importorskip("prometheus_client")
 
+from hf_specdec.serve.ipc.messages import Load
 from hf_specdec.serve.metrics import Metrics
-from hf_specdec.serve.worker import Load
 
 DEPLOY = Path(__file__).parents[1] / "deploy"
 
@@ -43,7 +43,7 @@ def test_the_dashboard_asks_for_metrics_that_exist():
 
 
 def test_the_metrics_of_the_page_exist():
-    text = (DEPLOY.parent / "hf_specdec/serve/page.html").read_text()
+    text = (DEPLOY.parent / "hf_specdec/serve/http/page.html").read_text()
     asked = set(re.findall(r"\bhf_specdec_[a-z_]+[a-z]\b", text))
     assert len(asked) == 5 and asked <= metric_names()
 

@@ -7,7 +7,7 @@ from tokenizers import Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from transformers.convert_slow_tokenizer import bytes_to_unicode
 
-from hf_specdec.serve.text import Detokenizer, find_stop, token_bytes, token_text
+from hf_specdec.serve.engine.text import Detokenizer, find_stop, token_bytes, token_text
 
 LETTERS = bytes_to_unicode()  # how byte-level BPE writes bytes
 

@@ -18,7 +18,7 @@ pytest.importorskip("uvicorn")
 pytest.importorskip("fastapi")
 pytest.importorskip("prometheus_client")
 
-from hf_specdec.serve.channel import Channel, portable
+from hf_specdec.serve.ipc.channel import Channel, portable
 
 LONG = {"prompt": "Once upon a time", "max_tokens": 400, "ignore_eos": True, "temperature": 0}
 NEVER_LOADED = (
@@ -33,7 +33,7 @@ def load(*_, **__):
 transformers.AutoModelForCausalLM.from_pretrained = load
 """
 SCHEDULE_RAISES = """
-import hf_specdec.serve.scheduler as scheduler
+import hf_specdec.serve.engine.scheduler as scheduler
 before = scheduler.Scheduler.schedule
 def schedule(self, only=None):
     if any(choice.request.params.seed == 666 for choice in self.waiting):
@@ -42,7 +42,7 @@ def schedule(self, only=None):
 scheduler.Scheduler.schedule = schedule
 """
 IMPATIENT = """
-from hf_specdec.serve import engine_process
+from hf_specdec.serve.ipc import engine_process
 engine_process.BEAT_SECONDS, engine_process.MOST_SILENT_SECONDS = 0.1, 1.0
 """
 NOTE_MODELS = """
@@ -87,7 +87,7 @@ def events(answer):
 def engine_of(server):
     """The id of the engine's process, once it has been started."""
     deadline = time.monotonic() + 60
-    while not (found := children(server.process.pid, "engine_main")):
+    while not (found := children(server.process.pid, "engine_process")):
         assert time.monotonic() < deadline and server.process.poll() is None, server.said()
         time.sleep(0.02)
     return found[0]
@@ -252,8 +252,8 @@ def test_an_engine_in_a_thread_serves_the_same_application(tiny_model, tiny_toke
     pytest.importorskip("llguidance")
     from hf_specdec import LLM
     from hf_specdec.serve import SamplingParams, StructuredOutputsParams
-    from hf_specdec.serve.errors import ApiError
-    from hf_specdec.serve.server import Limits, Server
+    from hf_specdec.serve.http.errors import ApiError
+    from hf_specdec.serve.http.server import Limits, Server
 
     async def serve():
         server = Server(tiny_tokenizer, ["tiny"], Limits())

@@ -9,8 +9,8 @@ from test_scheduling_heads import made
 from hf_specdec import parse_config
 from hf_specdec.candidate_generators.base import CandidateGenerator
 from hf_specdec.integration import make_decoder
-from hf_specdec.serve.engine import Engine
-from hf_specdec.serve.params import SamplingParams
+from hf_specdec.serve.engine.engine import Engine
+from hf_specdec.serve.engine.params import SamplingParams
 
 BLOCK = 8
 METHODS = ["eagle", "eagle3", "hydra++", "dflash", "hybrid", "mtp", "mtp in turn"]
@@ -99,7 +99,7 @@ def test_a_changed_model_forgets_what_the_head_read(target, tmp_path):
     run = Run(*target_and_config("eagle3", target, tmp_path))
     (prompt,) = prompts(1)
     assert [run.answer(prompt)[1] for _ in range(2)] == [0, 40]
-    run.engine.forget_prefixes()
+    run.engine.decoder.forget_prefixes()
     assert run.engine.decoder.generator.cache.known_prefix(prompt) == 0
     assert run.answer(prompt)[1] == 0
 
@@ -126,7 +126,7 @@ def test_modules_in_turn_share_blocks_of_any_size(tmp_path, block_size):
     assert run.drafts == without.drafts and run.answer(prompt)[1] > 30
     boundaries = run.engine.decoder.generator.boundaries
     assert not boundaries._waiting and boundaries._kept
-    run.engine.forget_prefixes()
+    run.engine.decoder.forget_prefixes()
     assert not boundaries._kept
     run.engine.close(), without.engine.close()
 

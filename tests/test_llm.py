@@ -213,10 +213,8 @@ def test_lower_numbers_run_first(make):
     llm = make(None, max_num_seqs=1)
     ended = []
     for name, priority in (("late", 5), ("first", -1), ("middle", 0)):
-        llm.engine.add(
-            name, None, [3, 4, 5], GREEDY.copy(priority=priority), lambda r: ended.append(r.id) if r.finished else None
-        )
-    llm.engine.run()
+        llm.engine.add(name, None, [3, 4, 5], GREEDY.copy(priority=priority))
+    llm.engine.run(lambda touched: ended.extend(request.id for request in touched if request.finished))
     assert ended == ["first", "middle", "late"]
 
 

@@ -24,8 +24,8 @@ from hf_specdec.candidate_generators import spaces as spaces_module
 from hf_specdec.candidate_generators.lookup_cache import LookupCache
 from hf_specdec.candidate_generators.spaces import Spaces
 from hf_specdec.core.sequence import Sequence
-from hf_specdec.serve.guard import space_of
-from hf_specdec.serve.server import Privacy
+from hf_specdec.serve.http.guard import space_of
+from hf_specdec.serve.http.server import Privacy
 
 PROMPT = "Once upon a time there was a little dog. The"
 GREEDY = SamplingParams(temperature=0, max_tokens=40, seed=0)

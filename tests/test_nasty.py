@@ -280,8 +280,8 @@ def test_large_requests_do_not_hold_up_streams(server):
 
 def test_a_lane_keeps_the_order_and_forgets_who_has_left(tiny_tokenizer):
     """A short body does not wait for a long one."""
-    from hf_specdec.serve.errors import ApiError
-    from hf_specdec.serve.lanes import Lanes
+    from hf_specdec.serve.http.errors import ApiError
+    from hf_specdec.serve.http.lanes import Lanes
 
     async def check():
         lanes, done, may_end = Lanes(None), [], threading.Event()

@@ -13,7 +13,7 @@ from helpers_server import Process
 
 pytest.importorskip("uvicorn")
 
-PAGE = Path(__file__).parents[1] / "hf_specdec" / "serve" / "page.html"
+PAGE = Path(__file__).parents[1] / "hf_specdec" / "serve" / "http" / "page.html"
 STORY = "Tell me a story about a dog."
 browsing = pytest.mark.skipif(find_browser() is None, reason="no Chromium is installed (apt-get install chromium)")
 

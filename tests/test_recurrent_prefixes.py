@@ -11,8 +11,8 @@ from hf_specdec.cache.prefix_states import PrefixStates
 from hf_specdec.cache.state_pool import KeptStates
 from hf_specdec.candidate_generators.base import DrafterContext
 from hf_specdec.integration import make_decoder
-from hf_specdec.serve.engine import Engine
-from hf_specdec.serve.params import SamplingParams
+from hf_specdec.serve.engine.engine import Engine
+from hf_specdec.serve.engine.params import SamplingParams
 
 pytestmark = pytest.mark.skipif(
     not hasattr(Cache, "get_conv_state"), reason="needs transformers 5.23, as the models do"
@@ -63,7 +63,7 @@ def test_a_shared_prefix_is_read_once(name, states):
     assert run.answers(PREFIX[:100] + [7, 8, 9]) == [0]  # a shorter beginning: its state is not known yet
     assert run.answers(PREFIX[:100] + [9, 8, 7]) == [CHUNK]
     assert run.answers(prompt(9, 1)) == [2 * CHUNK]
-    run.engine.forget_prefixes()
+    run.engine.decoder.forget_prefixes()
     assert run.answers(prompt(9, 2)) == [0]
     run.engine.close()
 

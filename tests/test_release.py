@@ -76,7 +76,7 @@ def structured():
         llm.close()
 
 def nixl():
-    from hf_specdec.serve.nixl_link import NixlLink
+    from hf_specdec.serve.transfer.nixl_link import NixlLink
     NixlLink()
 
 def ray():

@@ -58,7 +58,7 @@ def replicas(monkeypatch):
 
 def test_limits_reach_the_replicas(replicas, monkeypatch):
     pytest.importorskip("fastapi")
-    from hf_specdec.serve.server import Limits
+    from hf_specdec.serve.http.server import Limits
 
     started = []
     monkeypatch.setattr(replicas, "run", lambda arguments, *address: started.append(arguments))
@@ -222,7 +222,7 @@ def answered(replicas, handle, pieces, leaves_after=None):
     """(messages, seconds) of the ingress for a request whose body is these pieces; its client leaves so many seconds after them."""
     pytest.importorskip("fastapi")
     pytest.importorskip("prometheus_client")
-    from hf_specdec.serve.server import Limits
+    from hf_specdec.serve.http.server import Limits
 
     sent = []
 

@@ -9,9 +9,12 @@ from tokenizers import decoders
 from transformers.generation.logits_process import NoBadWordsLogitsProcessor
 
 from hf_specdec.sampling.grammar import GrammarLogitsProcessor
-from hf_specdec.serve import LLM, SamplingParams, StructuredOutputsParams, engine, worker
-from hf_specdec.serve.text import Detokenizer
-from hf_specdec.serve.worker import EngineWorker, Submit
+from hf_specdec.serve import LLM, SamplingParams, StructuredOutputsParams
+from hf_specdec.serve.engine import engine, request
+from hf_specdec.serve.engine.request import Request
+from hf_specdec.serve.engine.text import Detokenizer
+from hf_specdec.serve.ipc.messages import Submit
+from hf_specdec.serve.ipc.worker import EngineWorker
 
 NUM_OTHERS = 31
 BAD = SamplingParams(
@@ -31,8 +34,8 @@ SITES = {
     "grammar, masks": (GrammarLogitsProcessor, "along", lambda bad, grammar, *_: grammar is bad.grammar),
     "grammar, drafts": (GrammarLogitsProcessor, "num_possible", lambda bad, grammar, *_: grammar is bad.grammar),
     "a processor": (NoBadWordsLogitsProcessor, "__call__", lambda *_: True),
-    "end of what can be sent": (worker, "safe_length", lambda bad, text, stops: stops == ["bad"]),
-    "statistics": (worker, "statistics_of", lambda bad, request, longest: request.id == "bad"),
+    "end of what can be sent": (request, "safe_length", lambda bad, text, stops: stops == ["bad"]),
+    "statistics": (Request, "figures", lambda bad, request, longest: request.id == "bad"),
 }  # fmt: skip
 SITES |= {f"panic: {site}": SITES[site] for site in ("text of a token", "grammar, masks", "statistics")}
 
@@ -98,24 +101,9 @@ def test_one_request_fails_and_the_others_finish(llm, others, monkeypatch, caplo
         tokens.get(update.id, []).extend(update.token_ids)
     assert list(tokens.values()) == expected and all(ended[id].error is None for id in tokens)
     assert any("injected" in str(record.exc_info) for record in caplog.records)
-    assert not running._requests and not running._sent and not llm.engine._choices
+    assert not running._requests and not llm.engine._choices
     llm.engine.decoder.cache.pool.check()
     assert llm.engine.decoder.cache.pool.num_used == 0
-
-
-def test_a_callback_that_raises_ends_its_request(llm, others):
-    prompt, params, expected = others
-    calls = []
-
-    def on_update(request):
-        calls.append(request.id)
-        raise RuntimeError("callback")
-
-    requests = [llm.engine.add(str(i), None, prompt, each) for i, each in enumerate(params[:3])]
-    bad = llm.engine.add("bad", None, prompt, SamplingParams(max_tokens=5), on_update)
-    llm.engine.run()
-    assert calls == ["bad"] and str(bad.error) == "callback" and bad.choices[0].output.finish_reason == "error"
-    assert [request.choices[0].output.token_ids for request in requests] == expected[:3]
 
 
 def test_a_batch_keeps_the_answers_of_the_others(llm, others, monkeypatch):
@@ -139,8 +127,8 @@ def test_a_batch_keeps_the_answers_of_the_others(llm, others, monkeypatch):
 def test_text_that_is_made_for_the_client(tiny_model, tiny_tokenizer, monkeypatch, caplog):
     """Without stop texts the HTTP side makes the text: one client reads an error, the other its answer."""
     pytest.importorskip("fastapi")
-    from hf_specdec.serve.errors import ApiError
-    from hf_specdec.serve.server import Limits, Server
+    from hf_specdec.serve.http.errors import ApiError
+    from hf_specdec.serve.http.server import Limits, Server
 
     original, params = Detokenizer.add, SamplingParams(temperature=0, max_tokens=8)
     bad_ids, good_ids = (tiny_tokenizer(text)["input_ids"] for text in ("A bad one", "A good one"))

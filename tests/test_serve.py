@@ -399,8 +399,8 @@ def test_answers_that_do_not_end_in_time_end_with_an_error():
 
 def test_silence_in_a_stream_and_readers_that_leave(tiny_tokenizer):
     """None after every so many seconds without an update, not before; who leaves before the end cancels what has not ended."""
-    from hf_specdec.serve.server import Limits, Server
-    from hf_specdec.serve.worker import Cancel, Load, Submit, Update
+    from hf_specdec.serve.http.server import Limits, Server
+    from hf_specdec.serve.ipc.messages import Cancel, Load, Submit, Update
 
     async def read():
         sent, silence = [], 0.05
@@ -433,11 +433,11 @@ def test_silence_in_a_stream_and_readers_that_leave(tiny_tokenizer):
 @pytest.mark.parametrize("path", ["completions", "responses"])
 def test_a_stream_in_which_the_server_fails(tiny_tokenizer, caplog, path):
     """It ends with an error, and the log has the traceback."""
-    from hf_specdec.serve.endpoints import Completions
-    from hf_specdec.serve.protocol import CompletionRequest
-    from hf_specdec.serve.responses import Responses, ResponsesRequest
-    from hf_specdec.serve.server import Limits, Server
-    from hf_specdec.serve.worker import Load
+    from hf_specdec.serve.http.endpoints import Completions
+    from hf_specdec.serve.http.protocol import CompletionRequest
+    from hf_specdec.serve.http.responses import Responses, ResponsesRequest
+    from hf_specdec.serve.http.server import Limits, Server
+    from hf_specdec.serve.ipc.messages import Load
 
     async def broken(answers):
         raise RuntimeError("a bug of ours")

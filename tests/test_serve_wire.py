@@ -358,8 +358,8 @@ def test_pages_of_allowed_origins_may_read_answers_and_errors(server):
 
 
 def test_no_page_may_read_unless_it_is_asked_for(tiny_tokenizer):
-    from hf_specdec.serve.api import make_app
-    from hf_specdec.serve.server import Limits, Server
+    from hf_specdec.serve.http.api import make_app
+    from hf_specdec.serve.http.server import Limits, Server
 
     app = make_app(Server(tiny_tokenizer, ["tiny"], Limits()))
 
@@ -387,10 +387,10 @@ def test_no_page_may_read_unless_it_is_asked_for(tiny_tokenizer):
 @pytest.mark.parametrize(("stream", "threads"), [(False, [False]), (True, [False, True])])
 def test_long_answers_are_made_off_the_event_loop(tiny_tokenizer, monkeypatch, stream, threads):
     """Whole ones, and frames that echo a prompt: with log-probabilities they may take seconds."""
-    from hf_specdec.serve.api import make_app
-    from hf_specdec.serve.endpoints import Completions
-    from hf_specdec.serve.server import Limits, Server
-    from hf_specdec.serve.worker import Load, Update
+    from hf_specdec.serve.http.api import make_app
+    from hf_specdec.serve.http.endpoints import Completions
+    from hf_specdec.serve.http.server import Limits, Server
+    from hf_specdec.serve.ipc.messages import Load, Update
 
     in_loop, name = [], "choice" if stream else "whole"
     made = getattr(Completions, name)
@@ -430,9 +430,9 @@ def test_long_answers_are_made_off_the_event_loop(tiny_tokenizer, monkeypatch, s
 
 def test_a_burst_does_not_overfill_the_queue(tiny_tokenizer):
     """Requests that came while the engine computes one step count, too; rows that are free do not make anybody wait."""
-    from hf_specdec.serve.errors import ApiError
-    from hf_specdec.serve.server import Limits, Server
-    from hf_specdec.serve.worker import Load
+    from hf_specdec.serve.http.errors import ApiError
+    from hf_specdec.serve.http.server import Limits, Server
+    from hf_specdec.serve.ipc.messages import Load
 
     async def accepted(load, n=1):
         server = Server(tiny_tokenizer, ["tiny"], Limits(max_queued_requests=2))
@@ -463,7 +463,8 @@ def test_the_engine_tells_its_load_while_a_step_runs(tiny_model, tiny_tokenizer)
     """A request that was just scheduled does not count as waiting while its first step is computed."""
     from hf_specdec import LLM
     from hf_specdec.serve import SamplingParams
-    from hf_specdec.serve.worker import EngineWorker, Submit
+    from hf_specdec.serve.ipc.messages import Submit
+    from hf_specdec.serve.ipc.worker import EngineWorker
 
     llm = LLM(tiny_model, tiny_tokenizer, {"method": "none"}, max_model_len=64, max_num_seqs=2)
     worker = EngineWorker(llm.engine, lambda updates: None, llm.engine)
@@ -482,8 +483,8 @@ def test_the_engine_tells_its_load_while_a_step_runs(tiny_model, tiny_tokenizer)
 
 
 def test_a_tokenizer_without_a_chat_template_gets_chatml_and_the_log_says_so(tiny_tokenizer, caplog):
-    from hf_specdec.serve.protocol import ChatRequest
-    from hf_specdec.serve.server import Limits, Server
+    from hf_specdec.serve.http.protocol import ChatRequest
+    from hf_specdec.serve.http.server import Limits, Server
 
     own = Server(tiny_tokenizer, ["tiny"], Limits())
     assert "ChatML" not in caplog.text
@@ -505,8 +506,8 @@ def test_a_tokenizer_without_a_chat_template_gets_chatml_and_the_log_says_so(tin
 
 def test_tokenize_makes_the_prompt_that_chat_makes(tiny_tokenizer):
     """Whatever a field does to the prompt of a chat request, it does here."""
-    from hf_specdec.serve.protocol import ChatRequest, TokenizeRequest
-    from hf_specdec.serve.server import Limits, Server
+    from hf_specdec.serve.http.protocol import ChatRequest, TokenizeRequest
+    from hf_specdec.serve.http.server import Limits, Server
 
     shows_all = copy.deepcopy(tiny_tokenizer)
     shows_all.chat_template = (
@@ -527,8 +528,8 @@ def test_tokenize_makes_the_prompt_that_chat_makes(tiny_tokenizer):
 
 def test_openapi_describes_what_is_served(tiny_tokenizer):
     """Every path with its methods; schemathesis checks the rest."""
-    from hf_specdec.serve.api import make_app
-    from hf_specdec.serve.server import Limits, Server
+    from hf_specdec.serve.http.api import make_app
+    from hf_specdec.serve.http.server import Limits, Server
 
     app = make_app(Server(tiny_tokenizer, ["tiny"], Limits()), ["secret"])
     document = app.openapi()
@@ -546,8 +547,8 @@ def test_openapi_describes_what_is_served(tiny_tokenizer):
 
 def test_long_texts_are_refused_before_they_are_tokenized(tiny_tokenizer):
     """Unless their tokens are long, too: then they are counted."""
-    from hf_specdec.serve.errors import ApiError
-    from hf_specdec.serve.server import Limits, Server
+    from hf_specdec.serve.http.errors import ApiError
+    from hf_specdec.serve.http.server import Limits, Server
 
     server, sizes = Server(tiny_tokenizer, ["tiny"], Limits()), []
     server.max_model_len, encode = 64, server.encode

@@ -9,7 +9,7 @@ import torch
 
 from hf_specdec.sampling.grammar import GrammarLogitsProcessor, Reasoning
 from hf_specdec.serve import LLM, SamplingParams, StructuredOutputsParams
-from hf_specdec.serve.structured import MOST_BYTES, GrammarCompiler
+from hf_specdec.serve.engine.structured import MOST_BYTES, GrammarCompiler
 
 pytest.importorskip("llguidance")
 

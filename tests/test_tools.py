@@ -8,15 +8,15 @@ import torch
 from helpers_server import Process
 from oracle import tiny_llama
 
-from hf_specdec.serve.messages import (
+from hf_specdec.serve.engine.structured import GrammarCompiler, StructuredOutputsParams
+from hf_specdec.serve.http.chat_parser import (
     MessageParser,
     joined_calls,
     reasoning_before,
-    response_template_of,
     tool_grammar,
     without_tools,
 )
-from hf_specdec.serve.structured import GrammarCompiler, StructuredOutputsParams
+from hf_specdec.serve.ipc.messages import response_template_of
 
 openai = pytest.importorskip("openai")
 pytest.importorskip("llguidance")
@@ -280,9 +280,9 @@ TEXTS = ['{"city": "Os', "null", "5", "[1]", "Oslo", "[" * 2000, r'{"a": "\ud800
 
 def test_calls_are_shown_to_templates_as_they_were_written(tiny_tokenizer):
     """`arguments` are free text: an object if they are one, else the text, whatever the template does with it."""
-    from hf_specdec.serve.errors import ApiError
-    from hf_specdec.serve.protocol import ChatRequest
-    from hf_specdec.serve.server import Limits, Server
+    from hf_specdec.serve.http.errors import ApiError
+    from hf_specdec.serve.http.protocol import ChatRequest
+    from hf_specdec.serve.http.server import Limits, Server
 
     def shown(template, arguments):
         tokenizer = copy.deepcopy(tiny_tokenizer)

@@ -12,8 +12,8 @@ import pytest
 
 from hf_specdec import LLM, SamplingParams
 from hf_specdec.serve import proxy
-from hf_specdec.serve.nixl_link import NixlLink
 from hf_specdec.serve.transfer import Transfers
+from hf_specdec.serve.transfer.nixl_link import NixlLink
 
 METHODS = {
     "none": {"method": "none"},
@@ -126,8 +126,8 @@ def assert_clean(*engines):
     for llm in engines:
         transfers, decoder = llm.engine.transfers, llm.engine.decoder
         look(llm)
-        assert not transfers.held and not transfers.pulling and not decoder.statistics
-        for cache in transfers.caches:
+        assert not transfers.producer.held and not transfers.consumer.pulling and not decoder.statistics
+        for cache in transfers.pools.caches:
             assert not cache.tables
             cache.pool.check()
             assert cache.pool.num_used == 0
@@ -144,7 +144,7 @@ def pairs():
             made[name] = engine(name), engine(name, exchange), engine(name, exchange), exchange
         _, producer, consumer, exchange = made[name]
         for each in (producer, consumer):
-            each.engine.forget_prefixes()
+            each.engine.decoder.forget_prefixes()
             each.engine.transfers.producer.hold_seconds, each.engine.transfers.consumer.pull_seconds = 60.0, 20.0
             each.engine.scheduler.max_num_batched_tokens = 2048
         exchange.reset()
@@ -160,9 +160,9 @@ def pairs():
 def test_text_and_steps_are_those_of_one_server(pairs, name):
     one, producer, consumer, exchange = pairs(name)
     for params in (GREEDY, SAMPLED):
-        one.engine.forget_prefixes()
-        producer.engine.forget_prefixes()
-        consumer.engine.forget_prefixes()
+        one.engine.decoder.forget_prefixes()
+        producer.engine.decoder.forget_prefixes()
+        consumer.engine.decoder.forget_prefixes()
         before, exchange.delay = consumer.engine.transfers.statistics.pulled, 3
         expected = run(one, params)
         found = run(consumer, params, transfer=prefill(producer, params))
@@ -175,7 +175,7 @@ def test_text_and_steps_are_those_of_one_server(pairs, name):
 
 def test_only_missing_blocks_move(pairs):
     _, producer, consumer, _ = pairs("eagle3")
-    link = consumer.engine.transfers.link
+    link = consumer.engine.transfers.pools.link
     run(consumer, transfer=prefill(producer))
     whole, link.moved = link.moved, 0
     run(consumer, transfer=prefill(producer))
@@ -198,7 +198,7 @@ def test_failures_end_in_reading_the_prompt_again(pairs, name, failure):
     before = consumer.engine.transfers.statistics.recomputed
     params = prefill(producer)
     FAILURES[failure](exchange)
-    one.engine.forget_prefixes()
+    one.engine.decoder.forget_prefixes()
     expected, found = run(one), run(consumer, transfer=params)
     assert found.outputs[0].token_ids == expected.outputs[0].token_ids and steps(found) == steps(expected)
     assert consumer.engine.transfers.statistics.recomputed == before + 1
@@ -212,7 +212,7 @@ def test_failures_end_in_reading_the_prompt_again(pairs, name, failure):
 def end_transfers(consumer, exchange):
     """Let the bytes come that nobody waits for any more."""
     for handle in list(exchange.running):
-        consumer.engine.transfers.link.copy(handle)
+        consumer.engine.transfers.pools.link.copy(handle)
 
 
 def test_a_slow_consumer_finds_other_texts_in_the_blocks(pairs):
@@ -223,8 +223,8 @@ def test_a_slow_consumer_finds_other_texts_in_the_blocks(pairs):
     params = prefill(producer)
     time.sleep(0.1)
     look(producer)
-    assert not producer.engine.transfers.held
-    producer.engine.forget_prefixes()
+    assert not producer.engine.transfers.producer.held
+    producer.engine.decoder.forget_prefixes()
     for number in range(6):
         run(
             producer,
@@ -244,7 +244,7 @@ def test_a_request_that_is_cancelled_while_its_keys_come(pairs):
     request = consumer.engine.add("x", PROMPT, ids, SamplingParams(max_tokens=4, kv_transfer_params=params))
     with consumer.engine.decoder.active():
         consumer.engine.step()
-        assert consumer.engine.transfers.pulling
+        assert consumer.engine.transfers.consumer.pulling
         consumer.engine.abort(request)
     assert not consumer.engine.has_work
     end_transfers(consumer, exchange)
@@ -258,16 +258,18 @@ def test_blocks_stay_taken_until_a_stopped_transfer_has_ended(pairs):
     params, exchange.delay = prefill(producer), 10**9
     run(consumer, transfer=params)  # has given up and read the prompt itself
     taken = {id(cache): [b for each, blocks in consumer.engine.transfers.consumer.stopped[0][1] if each is cache for b in blocks]
-             for cache in consumer.engine.transfers.caches}  # fmt: skip
+             for cache in consumer.engine.transfers.pools.caches}  # fmt: skip
     assert all(taken.values())
     other = "The dog and the cat went to the river to find something new to eat for dinner. They"
-    consumer.engine.forget_prefixes()
+    consumer.engine.decoder.forget_prefixes()
     with consumer.engine.decoder.active():
         request = consumer.engine.add("y", other, consumer.tokenizer(other)["input_ids"], GREEDY)
         while not request.choices[0].output.token_ids:
             consumer.engine.step()
-        tables = [cache.tables[request.choices[0].sequence.id].blocks for cache in consumer.engine.transfers.caches]
-        for cache, blocks in zip(consumer.engine.transfers.caches, tables, strict=True):
+        tables = [
+            cache.tables[request.choices[0].sequence.id].blocks for cache in consumer.engine.transfers.pools.caches
+        ]
+        for cache, blocks in zip(consumer.engine.transfers.pools.caches, tables, strict=True):
             assert not set(blocks) & set(taken[id(cache)])
         end_transfers(consumer, exchange)
         while consumer.engine.has_work:
@@ -352,7 +354,7 @@ class Overlap:
         return output.outputs[0].token_ids, steps(output)
 
     def of_one(self):
-        self.one.engine.forget_prefixes()
+        self.one.engine.decoder.forget_prefixes()
         output = run(self.one, self.params, LONG)
         return output.outputs[0].token_ids, steps(output)
 
@@ -361,10 +363,10 @@ class Overlap:
 def test_chunks_are_pulled_while_the_next_ones_are_read(pairs, name):
     pair = pairs(name)
     for params in (FEW, FEW_SAMPLED):
-        pair[1].engine.forget_prefixes()
-        pair[2].engine.forget_prefixes()
+        pair[1].engine.decoder.forget_prefixes()
+        pair[2].engine.decoder.forget_prefixes()
         both = Overlap(pair, params)
-        link, size = both.consumer.engine.transfers.link, both.consumer.engine.transfers.pools.block_size
+        link, size = both.consumer.engine.transfers.pools.link, both.consumer.engine.transfers.pools.block_size
         before, link.moved = link.moved, 0
         while not both.read.finished:
             moved = link.moved
@@ -377,7 +379,7 @@ def test_chunks_are_pulled_while_the_next_ones_are_read(pairs, name):
         # the last chunk and the one before it, whose transfer may still run
         assert moved >= link.moved * (1 - (2 * 32 / size + 1) / blocks) and left + moved <= link.moved
         assert both.written.num_cached_tokens == len(both.ids) - 1
-        assert link.registered == 1 == both.producer.engine.transfers.link.registered
+        assert link.registered == 1 == both.producer.engine.transfers.pools.link.registered
         link.moved += before
         assert_clean(both.producer, both.consumer)
 
@@ -386,12 +388,12 @@ def test_only_missing_chunks_move(pairs):
     pair = pairs("eagle3")
     run(pair[2], prompt=LONG[: len(LONG) // 2])
     both = Overlap(pair)
-    link = both.consumer.engine.transfers.link
+    link = both.consumer.engine.transfers.pools.link
     moved = link.moved
     assert both.finish()[0] == both.of_one()[0]
     missing = link.moved - moved
-    pair[1].engine.forget_prefixes()
-    pair[2].engine.forget_prefixes()
+    pair[1].engine.decoder.forget_prefixes()
+    pair[2].engine.decoder.forget_prefixes()
     moved = link.moved
     Overlap(pair).finish()
     assert 0 < missing < 0.7 * (link.moved - moved)
@@ -401,7 +403,7 @@ def test_only_missing_chunks_move(pairs):
 def lose_a_message(both):
     """The producer's next offer is lost; the consumer asks again."""
     both.step(both.consumer, both.producer)
-    both.exchange.messages[both.consumer.engine.transfers.link.name].clear()
+    both.exchange.messages[both.consumer.engine.transfers.pools.link.name].clear()
 
 
 def abort_at_the_producer(both):
@@ -418,16 +420,18 @@ def half_of_a_chunk(both):
 
 
 def never_ends(both):
-    both.consumer.engine.transfers.consumer.pull_seconds = both.consumer.engine.transfers.pulling[0].until = 0.2
+    both.consumer.engine.transfers.consumer.pull_seconds = both.consumer.engine.transfers.consumer.pulling[0].until = (
+        0.2
+    )
     both.exchange.delay = 10**9
 
 
 def overwritten(both):
     """The producer takes the row's blocks and others overwrite them, before the consumer has read its offer."""
     both.step(both.consumer, both.producer)
-    scheduler, caches = both.producer.engine.scheduler, both.producer.engine.transfers.caches
+    scheduler, caches = both.producer.engine.scheduler, both.producer.engine.transfers.pools.caches
     scheduler.preempt(scheduler.running[0])
-    both.producer.engine.forget_prefixes()
+    both.producer.engine.decoder.forget_prefixes()
     for cache in caches:
         for layer in cache.layers:
             layer.keys.fill_(7)
@@ -449,7 +453,7 @@ IN_THE_MIDDLE = {
 def test_failures_in_the_middle_of_a_prompt(pairs, name, failure):
     both = Overlap(pairs(name))
     both.step(both.consumer, both.producer, both.consumer, both.consumer)
-    assert not both.read.finished and both.consumer.engine.transfers.pulling[0].have
+    assert not both.read.finished and both.consumer.engine.transfers.consumer.pulling[0].have
     fail, outcome = IN_THE_MIDDLE[failure]
     fail(both)
     assert both.finish() == both.of_one()
@@ -468,11 +472,11 @@ def test_a_prompt_that_is_preempted_in_the_middle(pairs, name):
     """What has come stays; the rest is offered again once it has been read again, wherever that is."""
     both = Overlap(pairs(name))
     both.step(both.consumer, both.producer, both.consumer, both.consumer)
-    pull = both.consumer.engine.transfers.pulling[0]
+    pull = both.consumer.engine.transfers.consumer.pulling[0]
     assert pull.have and pull.handle is None
-    scheduler, caches = both.producer.engine.scheduler, both.producer.engine.transfers.caches
+    scheduler, caches = both.producer.engine.scheduler, both.producer.engine.transfers.pools.caches
     scheduler.preempt(scheduler.running[0])
-    both.producer.engine.forget_prefixes()
+    both.producer.engine.decoder.forget_prefixes()
     for cache in caches:
         for layer in cache.layers:
             layer.keys.fill_(7)
@@ -514,7 +518,7 @@ def test_a_consumer_that_asks_when_the_prompt_has_been_read_or_freed(pairs):
 def test_messages_that_make_no_sense_are_ignored(pairs):
     both = Overlap(pairs("none"))
     both.step(both.consumer)
-    key, name = both.read.choices[0].sequence.id, both.consumer.engine.transfers.pulling[0].name
+    key, name = both.read.choices[0].sequence.id, both.consumer.engine.transfers.consumer.pulling[0].name
     assert str(key) in name
     for message in (
         "",
@@ -528,13 +532,13 @@ def test_messages_that_make_no_sense_are_ignored(pairs):
         '{"offer": "x", "first": "a", "blocks": [], "digests": []}',
         '{"something": "else"}',
     ):
-        both.exchange.messages[both.producer.engine.transfers.link.name].append(message)
+        both.exchange.messages[both.producer.engine.transfers.pools.link.name].append(message)
     assert both.finish() == both.of_one() and both.counts()["pulled"] == 1
     again = Overlap(pairs("none"))
     again.step(again.consumer)
-    pull = again.consumer.engine.transfers.pulling[0]
+    pull = again.consumer.engine.transfers.consumer.pulling[0]
     bad = {"offer": pull.name, "first": 0, "blocks": [["a"]], "digests": [["x"]]}
-    again.exchange.messages[again.consumer.engine.transfers.link.name].append(json.dumps(bad))
+    again.exchange.messages[again.consumer.engine.transfers.pools.link.name].append(json.dumps(bad))
     assert again.finish() == again.of_one()
     assert again.counts()["recomputed"] == 1
     assert_clean(both.producer, both.consumer)
@@ -548,7 +552,7 @@ def test_an_error_of_ours_is_no_malformed_message(pairs, monkeypatch):
         raise ValueError("a bug of ours")
 
     monkeypatch.setattr(transfers.producer, "done", broken)
-    exchange.messages[transfers.link.name].append('{"done": "x"}')
+    exchange.messages[transfers.pools.link.name].append('{"done": "x"}')
     with pytest.raises(ValueError, match="a bug of ours"):
         look(producer)
 

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import argparse
+import logging
 import os
 import re
 import sys
 from collections.abc import Sequence
 
 import hf_specdec
-from hf_specdec import foreign_messages
 from hf_specdec.config import nearest_hint
 
 from . import bench, calibrate, demo, env, eval, explain, generate, models, serve, train
@@ -120,7 +120,8 @@ def _dispatch(argv: Sequence[str] | None) -> int:
         parser.print_help()
         return 0
     if args.debug:
-        foreign_messages.show()
+        for logger in hf_specdec.FOREIGN_LOGGERS:
+            logger.setLevel(logging.NOTSET)
     try:
         code = args.run(args)
         leave_ranks()

@@ -144,8 +144,8 @@ def _add_http_options(group: argparse._ArgumentGroup) -> None:
 def run(args: argparse.Namespace) -> int:
     """Carry out the subcommand; returns the exit code."""
     try:
-        from ..serve.run import serve
-        from ..serve.server import Limits, Privacy
+        from ..serve.http.run import serve
+        from ..serve.http.server import Limits, Privacy
     except ImportError as error:
         raise ImportError(f"serve needs {error.name}: pip install 'hf-specdec[serve]'") from error
     if args.speculative_config is not None:
@@ -252,7 +252,7 @@ def _run_replicas(args: argparse.Namespace, transfer: dict | None) -> int:
         )
     import torch
 
-    from ..serve.address import listen
+    from ..serve.http.address import listen
     from ..serve.ray import Arguments, run
 
     if (

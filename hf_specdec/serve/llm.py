@@ -10,7 +10,7 @@ import logging
 import os
 import random
 import warnings
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,18 +24,19 @@ from ..candidate_generators.base import DrafterContext
 from ..config import unknown_argument
 from ..core.errors import UnsupportedModel
 from ..core.ranks import digest
+from ..decoding.decoder import SpeculativeDecoder
 from ..integration import make_decoder, model_lock
 from ..model.options.fingerprints import fingerprints
 from ..model.structure import structure_of
-from .engine import Engine
-from .followers import Followers, Run
+from .engine.engine import Engine
+from .engine.params import SamplingParams
+from .engine.request import Request, RequestOutput
 from .hidden_states import NIXL, KVTransferConfig, with_storage
-from .nixl_link import NixlLink
-from .outputs import RequestOutput
-from .params import SamplingParams
-from .request import Request
+from .ipc.messages import Load, Order, Submit, Update
+from .ipc.worker import EngineWorker, load_of
+from .ranks.rank_processes import RankProcesses
 from .transfer import Transfers
-from .worker import Load, Submit, statistics_of
+from .transfer.nixl_link import NixlLink
 
 if TYPE_CHECKING:
     from .metrics import Metric, Metrics
@@ -137,59 +138,49 @@ class LLM:
         speculative_config = with_storage(_from_older_arguments(speculative_config, others), kv_transfer_config)
         _check_others(others)
         config = parse_config(speculative_config if speculative_config is not None else {"method": "none"})
-        self.followers = _followers(given)
-        self._metrics = self._new_metrics(str(getattr(getattr(model, "config", None), "_name_or_path", model)))
+        self.processes = _rank_processes(given)
+        self._metrics: Metrics | None = None  # without the package for them there are none
+        if importlib.util.find_spec("prometheus_client") is not None:
+            from .metrics import Metrics
+
+            name = str(getattr(getattr(model, "config", None), "_name_or_path", model))
+            self._metrics = Metrics(name, lambda: load_of(self.engine))
         try:
-            self._load(config, **{name: given[name] for name in _LOADED_WITH})
-            self.engine.transfers = _transfers(self.engine, KVTransferConfig.of(kv_transfer_config))
+            self.model, self.tokenizer = _loaded(
+                model, tokenizer, dtype, device, tensor_parallel_size, enable_expert_parallel, revision, trust_remote_code
+            )  # fmt: skip
+            self._make_engine(
+                config, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory_bytes, seed,
+                _make_transfers(KVTransferConfig.of(kv_transfer_config)),
+            )  # fmt: skip
         except BaseException:
-            if self.followers is not None:
-                self.followers.end()
+            if self.processes is not None:
+                self.processes.end()
             raise
-
-    def _load(
-        self, config, model, tokenizer, dtype, device, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory_bytes, seed,
-        tensor_parallel_size, enable_expert_parallel, revision, trust_remote_code,
-    ) -> None:  # fmt: skip
-        """Load the model and make the engine. Arguments: see the class."""
-        if not isinstance(model, PreTrainedModel):
-            name = resolve_model(os.fspath(model))
-            loading = {"revision": revision, "trust_remote_code": trust_remote_code}
-            tokenizer = name if tokenizer is None else tokenizer
-            dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
-            if tensor_parallel_size > 1:
-                from transformers.distributed import DistributedConfig
-
-                experts = tensor_parallel_size if enable_expert_parallel else 1
-                loading["distributed_config"] = DistributedConfig(tp_size=tensor_parallel_size, ep_size=experts)
-            model = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **loading).eval()
-            if tensor_parallel_size == 1:
-                model = model.to(device or ("cuda" if torch.cuda.is_available() else "cpu"))
-        if isinstance(tokenizer, (str, Path)):
-            tokenizer = AutoTokenizer.from_pretrained(
-                resolve_model(os.fspath(tokenizer)), revision=revision, trust_remote_code=trust_remote_code
-            )
-        self.model, self.tokenizer = model, tokenizer
-        decoder = make_decoder(model, config, DrafterContext(tokenizer=tokenizer))
-        positions = decoder.target.max_positions
-        self.max_model_len = max_model_len or positions or 4096
-        if positions is not None and self.max_model_len > positions:
-            raise ValueError(f"max_model_len is {max_model_len}; {type(model).__name__} has {positions} positions.")
-        num_blocks = config.num_blocks or _num_blocks(
-            decoder.target, self.max_model_len + decoder.generator.max_draft_nodes, max_num_seqs, config.block_size,
-            kv_cache_memory_bytes, decoder.generator.max_draft_nodes,
-        )  # fmt: skip
-        self.ranks = decoder.target.ranks
-        if self.ranks is not None:
-            chosen = -1 if seed is None else seed
-            (chosen,) = self.ranks.same([random.getrandbits(62) if seed is None else seed], digest(chosen, num_blocks))
-            seed = chosen
-        self.engine = Engine(
-            decoder, tokenizer, num_blocks, self.max_model_len, max_num_seqs, max_num_batched_tokens, seed
-        )
         self._ids = itertools.count()
         self._contents: list[bytes] = []
         self._structure = structure_of(self.model)
+
+    def _make_engine(
+        self, config, max_model_len, max_num_seqs, max_num_batched_tokens, kv_cache_memory_bytes, seed, make_transfers
+    ) -> None:
+        """Set `engine`, `ranks` and `max_model_len`. Arguments: see the class."""
+        decoder = make_decoder(self.model, config, DrafterContext(tokenizer=self.tokenizer))
+        positions, num_drafts = decoder.target.max_positions, decoder.generator.max_draft_nodes
+        self.max_model_len = max_model_len or positions or 4096
+        if positions is not None and self.max_model_len > positions:
+            name = type(self.model).__name__
+            raise ValueError(f"max_model_len is {max_model_len}; {name} has {positions} positions.")
+        num_blocks = config.num_blocks or _num_blocks(
+            decoder.target, self.max_model_len + num_drafts, max_num_seqs, config.block_size, kv_cache_memory_bytes, num_drafts
+        )  # fmt: skip
+        self.ranks = decoder.target.ranks
+        if self.ranks is not None:
+            agreed = digest(-1 if seed is None else seed, num_blocks)
+            (seed,) = self.ranks.same([random.getrandbits(62) if seed is None else seed], agreed)
+        self.engine = Engine(
+            decoder, self.tokenizer, num_blocks, self.max_model_len, max_num_seqs, max_num_batched_tokens, seed, make_transfers
+        )  # fmt: skip
 
     def generate(
         self,
@@ -208,15 +199,14 @@ class LLM:
             ValueError: a prompt cannot be served. Nothing is generated then.
         """
         texts = [prompts] if _is_single(prompts) else list(prompts)
-        each = self.get_default_sampling_params() if sampling_params is None else sampling_params
-        params = list(each) if isinstance(each, (list, tuple)) else [each] * len(texts)
+        params = self.get_default_sampling_params() if sampling_params is None else sampling_params
+        params = list(params) if isinstance(params, (list, tuple)) else [params] * len(texts)
         if len(params) != len(texts):
-            raise ValueError(
-                f"There are {len(texts)} prompts and {len(params)} sampling_params: pass one for all, or one each."
-            )
-        wanted = [Submit(str(next(self._ids)), *self._read(text), own) for text, own in zip(texts, params, strict=True)]
-        if self.followers is not None and self.ranks is not None:
-            self.ranks.same_object(Run(wanted))
+            counts = f"{len(texts)} prompts and {len(params)} sampling_params"
+            raise ValueError(f"There are {counts}: pass one for all, or one each.")
+        wanted = [Submit(str(next(self._ids)), *self._read(text), of) for text, of in zip(texts, params, strict=True)]
+        if self.processes is not None and self.ranks is not None:
+            self.ranks.same_object(Order("run", wanted))
         return self.run_requests(wanted, use_tqdm)
 
     def run_requests(self, wanted: list[Submit], use_tqdm: bool = False) -> list[RequestOutput]:
@@ -235,18 +225,11 @@ class LLM:
             model_lock(self.model),
             tqdm(total=len(wanted), desc="Prompts", disable=not use_tqdm or not (ranks is None or ranks.leads)) as bar,
         ):
-
-            def on_update(request):
-                if request.finished:
-                    bar.update()
-
             self._check_weights()
             try:
-                for each in wanted:
-                    requests.append(
-                        self.engine.add(each.id, each.prompt, each.prompt_token_ids, each.params, on_update)
-                    )
-                self.engine.run()
+                for it in wanted:
+                    requests.append(self.engine.add(it.id, it.prompt, it.prompt_token_ids, it.params))
+                self.engine.run(lambda touched: bar.update(sum(request.finished for request in touched)))
             finally:
                 for request in requests:
                     self.engine.abort(request, request.error)
@@ -298,27 +281,16 @@ class LLM:
         return self.generate(prompts, sampling_params, use_tqdm)
 
     def get_tokenizer(self) -> Any:
-        """The tokenizer; None if there is none."""
         return self.tokenizer
 
     def get_default_sampling_params(self) -> SamplingParams:
         """The sampling parameters of the model's generation config; greedy decoding if that does not sample."""
-        found = self.model.generation_config
-        if not found.do_sample:
+        config = self.model.generation_config
+        if not config.do_sample:
             return SamplingParams(temperature=0.0)
-        given = {
-            name: getattr(found, name, None)
-            for name in ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
-        }
+        names = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")
+        given = {name: getattr(config, name, None) for name in names}
         return SamplingParams(**{name: value for name, value in given.items() if value is not None})
-
-    def _new_metrics(self, model: str) -> Metrics | None:
-        """Counts of this object; None if the package for them is not installed."""
-        if importlib.util.find_spec("prometheus_client") is None:
-            return None
-        from .metrics import Metrics
-
-        return Metrics(model, self._load_now)
 
     def get_metrics(self) -> list[Metric]:
         """Metrics of all requests so far, under the names that the server's `/metrics` has: `Counter`, `Gauge` and `Vector` of
@@ -332,37 +304,31 @@ class LLM:
         return self._metrics.snapshot()
 
     def _count(self, requests: list[Request]) -> None:
-        """Count requests that have ended."""
         if self._metrics is None:
             return
         for request in requests:
-            found = statistics_of(request, self.engine.decoder.config.longest_draft)
-            self._metrics.tokens_written(found["num_new_tokens"], found["num_steps"])
+            figures = request.figures(self.engine.decoder.config.longest_draft)
+            self._metrics.tokens_written(figures["num_new_tokens"], figures["num_steps"])
             reason = "error" if request.error is not None else request.choices[0].output.finish_reason or "abort"
-            self._metrics.request_ended(reason, len(request.prompt_token_ids), request.num_cached_tokens, found)
+            self._metrics.request_ended(reason, len(request.prompt_token_ids), request.num_cached_tokens, figures)
 
-    def _load_now(self) -> Load:
-        """How busy the engine is."""
-        scheduler, cache = self.engine.scheduler, self.engine.decoder.cache
-        usage = cache.pool.num_used / max(cache.most_blocks, 1)
-        return Load(
-            len(scheduler.running), len(scheduler.waiting), usage, scheduler.num_preemptions,
-            None if self.engine.decoder.learner is None else self.engine.decoder.learner.report(),
-        )  # fmt: skip
+    def make_worker(
+        self, deliver: Callable[[list[Update]], None], on_load: Callable[[Load], None] = lambda load: None
+    ) -> EngineWorker:
+        """The thread that will run the engine, not started yet; see `EngineWorker`. The other ranks are told to serve, too."""
+        if self.ranks is not None:
+            self.ranks.same_object(Order("serve"))
+        return EngineWorker(self.engine, deliver, model_lock(self.model), self.ranks, on_load)
 
     def close(self) -> None:
         """Free the KV cache and end the processes of the other ranks. A model that was passed in stays usable."""
         self.engine.close()
-        if self.followers is not None:
-            self.followers.end(self.ranks)
-            self.followers = None
+        if self.processes is not None:
+            self.processes.end(self.ranks)
+            self.processes = None
 
     def _check_weights(self) -> None:
-        """Drop cached prefixes if the weights have changed since the last call: the prefixes were computed with the old ones.
-
-        Raises:
-            UnsupportedModel: more than weights has changed, and the engine was made for the model as it was.
-        """
+        """Drop cached prefixes, which old weights have computed, if weights have changed. Raises UnsupportedModel: more has changed."""
         if structure_of(self.model) != self._structure:
             raise UnsupportedModel(
                 "The model's modules, hooks or adapters have changed since this LLM was made: undo the change, or make another LLM."
@@ -372,15 +338,11 @@ class LLM:
         if self.ranks is not None:
             changed = self.ranks.least(int(not changed)) == 0
         if changed:
-            self.engine.forget_prefixes()
+            self.engine.decoder.forget_prefixes()
             self._contents = contents
 
     def _read(self, prompt: Any) -> tuple[str | None, list[int]]:
-        """A prompt's text, if it was given as text, and its token ids.
-
-        Raises:
-            ValueError: it is not a prompt, or it is text and the model has no tokenizer.
-        """
+        """A prompt's text, if it was given as text, and its token ids. Raises ValueError: no prompt, or a text without a tokenizer."""
         if isinstance(prompt, dict):
             if "prompt_token_ids" in prompt:
                 return prompt.get("prompt"), list(prompt["prompt_token_ids"])
@@ -391,32 +353,44 @@ class LLM:
             return prompt, self.tokenizer(prompt)["input_ids"]
         if isinstance(prompt, (list, tuple)) and all(isinstance(token, int) for token in prompt):
             return None, list(prompt)
-        raise ValueError(
-            "A prompt is a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}, not "
-            f"{type(prompt).__name__}."
+        kinds = "a text, a list of token ids, {'prompt': text} or {'prompt_token_ids': ids}"
+        raise ValueError(f"A prompt is {kinds}, not {type(prompt).__name__}.")
+
+
+def _loaded(
+    model, tokenizer, dtype, device, tensor_parallel_size, enable_expert_parallel, revision, trust_remote_code
+) -> tuple[PreTrainedModel, Any]:
+    """The model and its tokenizer. Arguments: see `LLM`."""
+    if not isinstance(model, PreTrainedModel):
+        name = resolve_model(os.fspath(model))
+        loading: dict[str, Any] = {"revision": revision, "trust_remote_code": trust_remote_code}
+        tokenizer = name if tokenizer is None else tokenizer
+        dtype = getattr(torch, dtype) if isinstance(dtype, str) and dtype != "auto" else dtype
+        if tensor_parallel_size > 1:
+            from transformers.distributed.configuration_utils import DistributedConfig
+
+            experts = tensor_parallel_size if enable_expert_parallel else 1
+            loading["distributed_config"] = DistributedConfig(tp_size=tensor_parallel_size, ep_size=experts)
+        loaded: Any = AutoModelForCausalLM.from_pretrained(name, dtype=dtype, **loading).eval()
+        on_one = device or ("cuda" if torch.cuda.is_available() else "cpu")
+        model = loaded.to(on_one) if tensor_parallel_size == 1 else loaded
+    if isinstance(tokenizer, (str, Path)):
+        tokenizer = AutoTokenizer.from_pretrained(
+            resolve_model(os.fspath(tokenizer)), revision=revision, trust_remote_code=trust_remote_code
         )
+    return model, tokenizer
 
 
-def _transfers(engine: Engine, config: KVTransferConfig | None) -> Transfers | None:
-    """What moves prompts' KV between this engine and others; None if the configuration does not ask for that."""
+def _make_transfers(config: KVTransferConfig | None) -> Callable[[SpeculativeDecoder], Transfers] | None:
+    """Makes what moves prompts' KV between this engine and others; None if the configuration does not ask for that."""
     if config is None or config.kv_connector != NIXL:
         return None
     seconds = {key: value for key, value in config.kv_connector_extra_config.items() if key.endswith("_seconds")}
-    return Transfers(engine.decoder, NixlLink(), **seconds)
+    return lambda decoder: Transfers(decoder, NixlLink(), **seconds)
 
 
-_LOADED_WITH = (
-    "model", "tokenizer", "dtype", "device", "max_model_len", "max_num_seqs", "max_num_batched_tokens", "kv_cache_memory_bytes", "seed",
-    "tensor_parallel_size", "enable_expert_parallel", "revision", "trust_remote_code",
-)  # fmt: skip
-
-
-def _followers(given: dict[str, Any]) -> Followers | None:
-    """Start the processes of the other ranks. None if there is only one rank, or torchrun has started them.
-
-    Raises:
-        ValueError: the arguments do not fit together.
-    """
+def _rank_processes(given: dict[str, Any]) -> RankProcesses | None:
+    """Start the other ranks' processes; None for one rank, or under torchrun. Raises ValueError: the arguments do not fit together."""
     size = given["tensor_parallel_size"]
     if size == 1:
         return None
@@ -427,43 +401,36 @@ def _followers(given: dict[str, Any]) -> Followers | None:
         )
     if dist.is_initialized() or "WORLD_SIZE" in os.environ:
         return None
-    return Followers(size, {**given, "model": os.fspath(given["model"])})
+    return RankProcesses(size, {**given, "model": os.fspath(given["model"])})
 
 
 def _is_single(prompts: Any) -> bool:
-    """True for one prompt, False for a list of prompts."""
     return isinstance(prompts, (str, dict)) or (
         isinstance(prompts, (list, tuple)) and bool(prompts) and all(isinstance(token, int) for token in prompts)
     )
 
 
 def _from_older_arguments(config: Any, others: dict[str, Any]) -> Any:
-    """`speculative_config`, or one made from vLLM's older arguments, which are removed from `others`.
-
-    Raises:
-        ValueError: both are given.
-    """
+    """`speculative_config`, or one made from vLLM's older arguments, which are removed from `others`. Raises ValueError: both are given."""
     given = {key: others.pop(key) for key in _OLDER_NAMES if key in others}
     if not given:
         return config
     if config is not None:
         raise ValueError(f"{', '.join(given)} cannot be combined with speculative_config: put everything into that.")
-    found = {_OLDER_NAMES[key]: value for key, value in given.items()}
-    warnings.warn(f"{', '.join(given)}: pass speculative_config={found!r} instead.", FutureWarning, stacklevel=3)
-    return found
+    config = {_OLDER_NAMES[key]: value for key, value in given.items()}
+    warnings.warn(f"{', '.join(given)}: pass speculative_config={config!r} instead.", FutureWarning, stacklevel=3)
+    return config
 
 
 def _check_others(others: dict[str, Any]) -> None:
-    """Warn of ignored arguments; raise TypeError for an unknown one."""
     ignored = [key for key in others if key in _IGNORED_ARGUMENTS]
     if ignored:
         logger.warning("LLM(%s): ignored, because it has no effect here.", ", ".join(ignored))
     unknown = [key for key in others if key not in _IGNORED_ARGUMENTS]
     if theirs := [key for key in unknown if key in _REFUSED_ARGUMENTS]:
-        raise TypeError(
-            f"LLM() has no {', '.join(theirs)}, which {'is an argument' if len(theirs) == 1 else 'are arguments'} of vLLM's: leave "
-            f"{'it' if len(theirs) == 1 else 'them'} out (docs/coming-from/vllm.md)."
-        )
+        are, them = ("is an argument", "it") if len(theirs) == 1 else ("are arguments", "them")
+        names = ", ".join(theirs)
+        raise TypeError(f"LLM() has no {names}, which {are} of vLLM's: leave {them} out (docs/coming-from/vllm.md).")
     if unknown:
         known = [*inspect.signature(LLM).parameters, *_IGNORED_ARGUMENTS, *_OLDER_NAMES]
         raise unknown_argument("LLM", unknown[0], known)

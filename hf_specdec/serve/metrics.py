@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from typing import Any
 
@@ -10,7 +10,7 @@ from prometheus_client import CollectorRegistry, Histogram, generate_latest
 from prometheus_client import Counter as PrometheusCounter
 from prometheus_client.core import CounterMetricFamily, GaugeMetricFamily
 
-from .worker import Load
+from .ipc.messages import Load
 
 _SECONDS = (0.005, 0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120)
 _LEARNT = {
@@ -21,6 +21,11 @@ _LEARNT = {
     "rollbacks": "Times that worse weights were dropped.",
     "seconds": "Seconds spent on learning.",
     "held_out_tau": "Tokens per step on held-out texts with the weights in use.",
+}
+_BY_DRAFTER = {
+    "drafter_steps": "Steps of rows whose drafts came from this drafter.",
+    "drafter_draft_tokens": "Tokens drafted, by drafter.",
+    "drafter_accepted_tokens": "Drafted tokens accepted, by drafter.",
 }
 
 
@@ -58,7 +63,6 @@ class Metrics:
 
     Args:
         model: value of the label `model_name`.
-        load: returns how busy the engine is now.
 
     Attributes:
         first_token, whole, per_token: histograms in seconds, which the server observes: time to the first token, of the whole request,
@@ -73,10 +77,8 @@ class Metrics:
             return PrometheusCounter(f"hf_specdec_{name}", text, ["model_name", *labels], registry=self.registry)
 
         def seconds(name: str, text: str) -> Any:
-            found = Histogram(
-                f"hf_specdec_{name}_seconds", text, ["model_name"], buckets=_SECONDS, registry=self.registry
-            )
-            return found.labels(model)
+            name = f"hf_specdec_{name}_seconds"
+            return Histogram(name, text, ["model_name"], buckets=_SECONDS, registry=self.registry).labels(model)
 
         self._requests = counter("requests", "Requests that ended.", ["finish_reason"])
         self._prompt_tokens = counter("prompt_tokens", "Prompt tokens read.").labels(model)
@@ -93,7 +95,6 @@ class Metrics:
         self.registry.register(self)  # type: ignore[arg-type]
 
     def tokens_written(self, count: int, num_rows: int) -> None:
-        """Count a step: `count` new tokens, in `num_rows` rows."""
         self._new_tokens.inc(count)
         self._steps.inc(num_rows)
 
@@ -103,7 +104,7 @@ class Metrics:
         Args:
             reason: its finish_reason, or "error".
             num_prompt, num_cached: prompt tokens, and those of them whose KV was cached.
-            statistics: see `worker.statistics_of`; None if it was cancelled.
+            statistics: see `Request.figures`; None if it was cancelled.
         """
         self._requests.labels(self._model, reason).inc()
         self._prompt_tokens.inc(num_prompt)
@@ -113,10 +114,12 @@ class Metrics:
         self._drafts += statistics["num_drafts"]
         self._drafted += statistics["num_draft_tokens"]
         self._accepted += statistics["num_accepted_tokens"]
-        for name, own in statistics.get("drafters", {}).items():
-            before = self._by_drafter.get(name, [0, 0, 0])
-            counts = (own["num_steps"], own["num_draft_tokens"], own["num_accepted_tokens"])
-            self._by_drafter[name] = [a + b for a, b in zip(before, counts, strict=True)]
+        for drafter, counts in statistics.get("drafters", {}).items():
+            before, names = (
+                self._by_drafter.get(drafter, [0, 0, 0]),
+                ("num_steps", "num_draft_tokens", "num_accepted_tokens"),
+            )
+            self._by_drafter[drafter] = [count + counts[name] for count, name in zip(before, names, strict=True)]
         per_position = statistics["num_accepted_per_position"]
         self._accepted_at += [0] * (len(per_position) - len(self._accepted_at))
         for position, count in enumerate(per_position):
@@ -125,60 +128,49 @@ class Metrics:
     def collect(self) -> Iterable[Any]:
         """The metrics that are read when Prometheus asks: the engine's load, and speculation. Called by prometheus-client."""
         load = self._load()
-        for name, text, value in (
+        learnt = {} if load.learning is None else load.learning
+        gauges = [
             ("requests_running", "Rows in the batch.", load.running),
             ("requests_waiting", "Rows that wait to run.", load.waiting),
             ("kv_cache_usage_ratio", "Used share of the KV cache.", load.kv_usage),
-        ):
-            gauge = GaugeMetricFamily(f"hf_specdec_{name}", text, labels=["model_name"])
-            gauge.add_metric([self._model], value)
-            yield gauge
+            *((f"learning_{name}", text, learnt.get(name)) for name, text in _LEARNT.items()),
+        ]
+        for name, text, value in gauges:
+            if value is not None:
+                yield self._family(GaugeMetricFamily, f"hf_specdec_{name}", text, {(): value})
         for name, text, value in (
             ("hf_specdec_preemptions", "Rows that lost their KV blocks for a while.", load.preemptions),
             ("vllm:spec_decode_num_drafts", "Drafts verified.", self._drafts),
             ("vllm:spec_decode_num_draft_tokens", "Tokens drafted.", self._drafted),
             ("vllm:spec_decode_num_accepted_tokens", "Drafted tokens accepted.", self._accepted),
         ):
-            counter = CounterMetricFamily(name, text, labels=["model_name"])
-            counter.add_metric([self._model], value)
-            yield counter
-        for name, text in _LEARNT.items() if load.learning else ():
-            value = load.learning[name]  # pyright: ignore[reportOptionalSubscript]
-            if value is not None:
-                gauge = GaugeMetricFamily(f"hf_specdec_learning_{name}", text, labels=["model_name"])
-                gauge.add_metric([self._model], value)
-                yield gauge
-        for at, (name, text) in enumerate(
-            (
-                ("drafter_steps", "Steps of rows whose drafts came from this drafter."),
-                ("drafter_draft_tokens", "Tokens drafted, by drafter."),
-                ("drafter_accepted_tokens", "Drafted tokens accepted, by drafter."),
-            )
-        ):
-            chosen = CounterMetricFamily(f"hf_specdec_{name}", text, labels=["model_name", "drafter"])
-            for drafter, counts in sorted(self._by_drafter.copy().items()):
-                chosen.add_metric([self._model, drafter], counts[at])
-            yield chosen
-        positions = CounterMetricFamily(
-            "vllm:spec_decode_num_accepted_tokens_per_pos", "Accepted by position.", labels=["model_name", "position"]
-        )
-        for position, count in enumerate(self._accepted_at):
-            positions.add_metric([self._model, str(position)], count)
-        yield positions
+            yield self._family(CounterMetricFamily, name, text, {(): value})
+        by_drafter = sorted(self._by_drafter.copy().items())
+        for i, (name, text) in enumerate(_BY_DRAFTER.items()):
+            counts = {(drafter,): numbers[i] for drafter, numbers in by_drafter}
+            yield self._family(CounterMetricFamily, f"hf_specdec_{name}", text, counts, "drafter")
+        accepted = {(str(position),): count for position, count in enumerate(self._accepted_at)}
+        name = "vllm:spec_decode_num_accepted_tokens_per_pos"
+        yield self._family(CounterMetricFamily, name, "Accepted by position.", accepted, "position")
+
+    def _family(self, kind: Any, name: str, text: str, values: Mapping[tuple[str, ...], float], *labels: str) -> Any:
+        family = kind(name, text, labels=["model_name", *labels])
+        for label_values, value in values.items():
+            family.add_metric([self._model, *label_values], value)
+        return family
 
     def text(self) -> bytes:
-        """All metrics in Prometheus's text format."""
         return generate_latest(self.registry)
 
     def snapshot(self) -> list[Metric]:
         """All metrics but histograms, which measure requests over HTTP."""
-        found: list[Metric] = []
+        metrics: list[Metric] = []
         for family in self.registry.collect():
-            samples = [each for each in family.samples if not each.name.endswith("_created")]
+            samples = [sample for sample in family.samples if not sample.name.endswith("_created")]
             if family.name.endswith("_per_pos"):
-                found.append(Vector(family.name, {"model_name": self._model}, [int(each.value) for each in samples]))
+                metrics.append(Vector(family.name, {"model_name": self._model}, [int(one.value) for one in samples]))
             elif family.type == "counter":
-                found += [Counter(family.name, dict(each.labels), int(each.value)) for each in samples]
+                metrics += [Counter(family.name, dict(one.labels), int(one.value)) for one in samples]
             elif family.type == "gauge":
-                found += [Gauge(family.name, dict(each.labels), each.value) for each in samples]
-        return found
+                metrics += [Gauge(family.name, dict(one.labels), one.value) for one in samples]
+        return metrics

@@ -19,7 +19,7 @@ from collections.abc import Iterator
 from typing import Any
 from urllib.parse import urlsplit
 
-from .address import listen
+from .http.address import listen
 
 logger = logging.getLogger(__name__)
 
@@ -30,11 +30,7 @@ _HEADERS = ("Authorization", "Content-Type")  # passed on to both kinds of serve
 
 
 def _post(url: str, path: str, body: dict[str, Any], headers: dict[str, str]) -> http.client.HTTPResponse:
-    """Send a request to a server. Returns its answer, whose body is still to be read.
-
-    Raises:
-        OSError: the server does not answer.
-    """
+    """Send a request to a server. Returns its answer, whose body is still to be read. Raises OSError: the server does not answer."""
     where = urlsplit(url)
     kind = http.client.HTTPSConnection if where.scheme == "https" else http.client.HTTPConnection
     connection = kind(where.hostname or "", where.port, timeout=_SECONDS)
@@ -54,7 +50,9 @@ def _prefill(url: str, path: str, body: dict[str, Any], headers: dict[str, str])
         if answer.status != 200:  # the decode server will report the error
             answer.close()
             return None
-        params = _first_params(answer)
+        events = (json.loads(line[6:]) for line in iter(answer.readline, b"") if line.startswith(b"data: {"))
+        handed = (event.get("kv_transfer_params") for event in events)
+        params = next((params for params in handed if params is not None), None)
     except (OSError, ValueError, http.client.HTTPException) as error:
         logger.warning("The prefill server %s does not answer: %s", url, error)
         return None
@@ -63,29 +61,15 @@ def _prefill(url: str, path: str, body: dict[str, Any], headers: dict[str, str])
     return params
 
 
-def _first_params(answer: http.client.HTTPResponse) -> dict[str, Any] | None:
-    """The first `kv_transfer_params` in a stream of events; None if the stream ends without any."""
-    for line in iter(answer.readline, b""):
-        data = line.removeprefix(b"data: ").strip()
-        if line.startswith(b"data: {"):
-            params = json.loads(data).get("kv_transfer_params")
-            if params is not None:
-                return params
-    return None
-
-
 def _read_to_the_end(url: str, answer: http.client.HTTPResponse) -> None:
     try:
-        while answer.read1(1 << 16):
+        for _ in _pieces(answer):
             pass
     except (OSError, http.client.HTTPException) as error:
         logger.warning("The prefill server %s ended an answer early: %s", url, error)
-    finally:
-        answer.close()
 
 
 def _pieces(answer: http.client.HTTPResponse) -> Iterator[bytes]:
-    """Yield an answer's body as it arrives; close the connection at the end."""
     try:
         while piece := answer.read1(1 << 16):
             yield piece
@@ -94,26 +78,23 @@ def _pieces(answer: http.client.HTTPResponse) -> Iterator[bytes]:
 
 
 def make_app(prefill: list[str], decode: list[str]) -> Any:
-    """Make the proxy's ASGI application.
-
-    Args:
-        prefill, decode: URLs of the servers.
-    """
+    """Make the proxy's ASGI application."""
     from starlette.applications import Starlette
     from starlette.concurrency import run_in_threadpool
     from starlette.requests import Request
-    from starlette.responses import Response, StreamingResponse
+    from starlette.responses import JSONResponse, Response, StreamingResponse
     from starlette.routing import Route
 
     prefill_turns, decode_turns = itertools.cycle(prefill), itertools.cycle(decode)
 
     def forward(path: str, body: dict[str, Any], headers: dict[str, str]) -> http.client.HTTPResponse:
         """Have both kinds of servers answer a request. One with several choices or prompts goes to a decode server only."""
-        is_one = body.get("n", 1) == 1 and not (isinstance(body.get("prompt"), list) and _is_several(body["prompt"]))
+        prompt = body.get("prompt")
+        is_list = isinstance(prompt, list) and len(prompt) > 1 and not all(isinstance(token, int) for token in prompt)
+        is_one = body.get("n", 1) == 1 and not is_list
         params = _prefill(next(prefill_turns), path, body, headers) if is_one else None
-        return _post(
-            next(decode_turns), path, body if params is None else {**body, "kv_transfer_params": params}, headers
-        )
+        handed = {} if params is None else {"kv_transfer_params": params}
+        return _post(next(decode_turns), path, {**body, **handed}, headers)
 
     async def complete(request: Request) -> Response:
         try:
@@ -121,41 +102,22 @@ def make_app(prefill: list[str], decode: list[str]) -> Any:
             if not isinstance(body, dict):
                 raise ValueError(f"it is a {type(body).__name__}")
         except ValueError as error:
-            return Response(
-                json.dumps({"error": {"message": f"The body is not a JSON object: {error}"}}),
-                400,
-                media_type="application/json",
-            )
+            return JSONResponse({"error": {"message": f"The body is not a JSON object: {error}"}}, 400)
         headers = {name: request.headers[name] for name in _HEADERS if name in request.headers}
         try:
             answer = await run_in_threadpool(forward, request.url.path, body, headers)
         except OSError as error:
-            return Response(
-                json.dumps({"error": {"message": f"The decode server does not answer: {error}"}}),
-                502,
-                media_type="application/json",
-            )
+            return JSONResponse({"error": {"message": f"The decode server does not answer: {error}"}}, 502)
         return StreamingResponse(_pieces(answer), answer.status, media_type=answer.getheader("Content-Type"))
 
     async def health(request: Request) -> Response:
         return Response()
 
-    return Starlette(
-        routes=[
-            Route("/v1/completions", complete, methods=["POST"]),
-            Route("/v1/chat/completions", complete, methods=["POST"]),
-            Route("/health", health),
-        ]
-    )
-
-
-def _is_several(prompt: list[Any]) -> bool:
-    """True for a list of several prompts, False for one list of token ids."""
-    return len(prompt) > 1 and not all(isinstance(token, int) for token in prompt)
+    paths = ("/v1/completions", "/v1/chat/completions")
+    return Starlette(routes=[*(Route(path, complete, methods=["POST"]) for path in paths), Route("/health", health)])
 
 
 def main() -> None:
-    """The command line."""
     import uvicorn
 
     parser = argparse.ArgumentParser(prog="python -m hf_specdec.serve.proxy", description=__doc__)

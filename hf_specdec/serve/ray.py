@@ -9,31 +9,38 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import dataclasses
 import json
 import logging
 import signal
 import threading
-from collections.abc import AsyncIterator
+from collections.abc import AsyncIterator, MutableMapping
 from dataclasses import dataclass, field
+from importlib import import_module
 from typing import Any
 
 try:
-    import ray
-    from ray import serve
-    from ray.exceptions import RayError
+    ray, serve = import_module("ray"), import_module("ray.serve")  # `import ray` would be this file for type checkers
+    RayError = import_module("ray.exceptions").RayError
 except ImportError as error:
     raise ImportError("replicas need Ray Serve: pip install 'hf-specdec[ray]'") from error
 
-from .api import make_app
-from .guard import Guard
+from .http.api import make_app
+from .http.endpoints import unless_disconnected
+from .http.errors import ApiError
+from .http.guard import Guard
+from .http.server import Limits, Privacy, Server
+from .ipc.engine_process import SIGNALS
 from .llm import LLM
-from .server import Limits, Privacy, Server
 
 logger = logging.getLogger(__name__)
 
 _ATTEMPTS = 4  # how often a request is sent, each time to a replica that Ray chooses
 _PAUSE = 0.5  # seconds between two attempts
+_ERROR = ApiError(503, "The replica that had this request has died.", "server_error").body
+# status, headers and body of the error for a request whose replica has died
+_DIED = 503, [(b"content-type", b"application/json")], json.dumps(_ERROR).encode()
 
 
 @dataclass
@@ -72,12 +79,8 @@ class Arguments:
 
     @property
     def limits(self) -> Limits:
-        """What the ingress and the replicas refuse."""
-        return Limits(
-            max_body_bytes=self.max_body_bytes,
-            keep_alive_seconds=self.keep_alive_seconds,
-            answer_seconds=self.answer_seconds,
-        )
+        names = ("max_body_bytes", "keep_alive_seconds", "answer_seconds")
+        return Limits(**{name: getattr(self, name) for name in names})
 
     @classmethod
     def of(cls, given: dict[str, Any]) -> Arguments:
@@ -87,16 +90,14 @@ class Arguments:
             ValueError: no model is named.
         """
         values = {key: _read(value) for key, value in given.items()}
-        own = {each.name for each in dataclasses.fields(cls)} - {"llm"}
+        names = {field.name for field in dataclasses.fields(cls)} - {"llm"}
         if "model" not in values:
             raise ValueError("Name the model: serve run hf_specdec.serve.ray:app model=NAME.")
-        return cls(
-            **{k: v for k, v in values.items() if k in own}, llm={k: v for k, v in values.items() if k not in own}
-        )
+        of_llm = {key: value for key, value in values.items() if key not in names}
+        return cls(**{key: value for key, value in values.items() if key in names}, llm=of_llm)
 
 
 def _read(value: Any) -> Any:
-    """The value of a text that is JSON; any other value as it is."""
     try:
         return json.loads(value) if isinstance(value, str) else value
     except ValueError:
@@ -128,32 +129,25 @@ class Replica:
 
     async def stream(self, scope: dict[str, Any], body: bytes) -> AsyncIterator[Any]:
         """Run the application on a request. Yields (status, headers), then pieces of the body."""
-        found: asyncio.Queue[Any] = asyncio.Queue()
-        is_sent, gone = False, asyncio.Event()
+        pieces: asyncio.Queue[Any] = asyncio.Queue()
+        unread, gone = [{"type": "http.request", "body": body, "more_body": False}], asyncio.Event()
 
-        async def receive() -> dict[str, Any]:
-            nonlocal is_sent
-            if not is_sent:
-                is_sent = True
-                return {"type": "http.request", "body": body, "more_body": False}
+        async def receive() -> MutableMapping[str, Any]:
+            if unread:
+                return unread.pop()
             await gone.wait()
             return {"type": "http.disconnect"}
 
-        async def send(message: dict[str, Any]) -> None:
+        async def send(message: MutableMapping[str, Any]) -> None:
             if message["type"] == "http.response.start":
-                found.put_nowait((message["status"], [(bytes(k), bytes(v)) for k, v in message["headers"]]))
+                pieces.put_nowait((message["status"], [(bytes(k), bytes(v)) for k, v in message["headers"]]))
             elif message.get("body"):
-                found.put_nowait(message["body"])
+                pieces.put_nowait(message["body"])
 
-        async def run() -> None:
-            try:
-                await self.app(scope, receive, send)
-            finally:
-                found.put_nowait(None)
-
-        task = asyncio.create_task(run())
+        task = asyncio.create_task(self.app(scope, receive, send))
+        task.add_done_callback(lambda _: pieces.put_nowait(None))
         try:
-            while (piece := await found.get()) is not None:
+            while (piece := await pieces.get()) is not None:
                 yield piece
             await task
         finally:
@@ -185,7 +179,6 @@ class Ingress:
         self._guard = Guard(self._answer, [], limits)
 
     async def serve(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
-        """Answer an ASGI request."""
         await self._guard(scope, receive, send)
 
     async def _answer(self, scope: dict[str, Any], receive: Any, send: Any) -> None:
@@ -196,35 +189,26 @@ class Ingress:
         )  # fmt: skip
         plain = {key: scope[key] for key in kept if key in scope} | {"root_path": "", "asgi": {"version": "3.0"}}
         answer = self._stream if _wants_stream(body) else self._whole
-        work, leaves = asyncio.ensure_future(answer(plain, body, send)), asyncio.ensure_future(receive())
-        try:
-            await asyncio.wait({work, leaves}, return_when=asyncio.FIRST_COMPLETED)
-            if work.done():
-                work.result()
-        finally:
-            for each in (work, leaves):
-                each.cancel()
-            await asyncio.gather(work, leaves, return_exceptions=True)
+        with contextlib.suppress(ApiError):  # the client has disconnected
+            await unless_disconnected(receive, answer(plain, body, send))
 
     async def _whole(self, scope: dict[str, Any], body: bytes, send: Any) -> None:
         """Answer in one piece. If the replica dies, another one gets the request."""
+        answer = _DIED
         for attempt in range(1, _ATTEMPTS + 1):
-            found = self.replicas.respond.remote(scope, body)
+            called = self.replicas.respond.remote(scope, body)
             try:
-                status, headers, answer = await found
+                answer = await called
                 break
             except asyncio.CancelledError:  # the client has disconnected
-                found.cancel()
+                called.cancel()
                 raise
             except RayError as error:
-                logger.warning(
-                    "A replica has died with a request (attempt %d of %d): %s", attempt, _ATTEMPTS, type(error).__name__
-                )
-                status, headers, answer = _failed()
+                kind = type(error).__name__
+                logger.warning("A replica has died with a request (attempt %d of %d): %s", attempt, _ATTEMPTS, kind)
                 if attempt < _ATTEMPTS:
                     await asyncio.sleep(_PAUSE)
-        await send({"type": "http.response.start", "status": status, "headers": headers})
-        await send({"type": "http.response.body", "body": answer})
+        await _send(send, answer)
 
     async def _stream(self, scope: dict[str, Any], body: bytes, send: Any) -> None:
         """Answer with a stream. If the replica dies, the stream ends with an error; it is not sent again."""
@@ -242,25 +226,16 @@ class Ingress:
             raise
         except RayError as error:
             logger.warning("A replica has died with a stream: %s", type(error).__name__)
-            status, headers, answer = _failed()
             if begun:
-                await send({"type": "http.response.body", "body": b"data: " + answer + b"\n\ndata: [DONE]\n\n"})
+                await send({"type": "http.response.body", "body": b"data: " + _DIED[2] + b"\n\ndata: [DONE]\n\n"})
             else:
-                await send({"type": "http.response.start", "status": status, "headers": headers})
-                await send({"type": "http.response.body", "body": answer})
+                await _send(send, _DIED)
 
 
-def _failed() -> tuple[int, list, bytes]:
-    """(status, headers, body) of the error for a request whose replica has died."""
-    message = {
-        "error": {
-            "message": "The replica that had this request has died.",
-            "type": "server_error",
-            "param": None,
-            "code": None,
-        }
-    }
-    return 503, [(b"content-type", b"application/json")], json.dumps(message).encode()
+async def _send(send: Any, answer: tuple[int, list, bytes]) -> None:
+    status, headers, body = answer
+    await send({"type": "http.response.start", "status": status, "headers": headers})
+    await send({"type": "http.response.body", "body": body})
 
 
 def _wants_stream(body: bytes) -> bool:
@@ -272,7 +247,6 @@ def _wants_stream(body: bytes) -> bool:
 
 
 async def _pass_on(scope: dict[str, Any], receive: Any, send: Any) -> None:
-    """The ASGI application of an ingress process: passes requests to its `Ingress`."""
     if scope["type"] == "lifespan":
         await receive()
         await send({"type": "lifespan.startup.complete"})
@@ -293,7 +267,6 @@ def app(given: dict[str, Any]) -> Any:
 
 
 def application(arguments: Arguments) -> Any:
-    """The Ray Serve application: ingress processes, which call replicas."""
     many: dict[str, Any] = {"num_replicas": arguments.num_replicas}
     if arguments.autoscaling is not None:
         many = {"autoscaling_config": arguments.autoscaling}
@@ -309,14 +282,10 @@ def application(arguments: Arguments) -> Any:
 
 
 def run(arguments: Arguments, host: str = "127.0.0.1", port: int = 8000, on_ready: Any = lambda url: None) -> None:
-    """Serve until SIGINT or SIGTERM, in an existing cluster (RAY_ADDRESS) or in a new one on this machine.
-
-    Args:
-        on_ready: called with the URL once the replicas are ready.
-    """
+    """Serve until SIGINT or SIGTERM, in an existing cluster (RAY_ADDRESS) or in a new one on this machine."""
     stopped = threading.Event()
     ray.init(include_dashboard=False, log_to_driver=False, logging_level=logging.WARNING)
-    before = {each: signal.signal(each, lambda *_: stopped.set()) for each in (signal.SIGINT, signal.SIGTERM)}
+    before = {number: signal.signal(number, lambda *_: stopped.set()) for number in SIGNALS}
     try:
         serve.start(http_options={"host": host, "port": port})
         serve.run(application(arguments), name="hf-specdec")
@@ -325,5 +294,5 @@ def run(arguments: Arguments, host: str = "127.0.0.1", port: int = 8000, on_read
     finally:
         serve.shutdown()
         ray.shutdown()
-        for each, handler in before.items():
-            signal.signal(each, handler)
+        for number, handler in before.items():
+            signal.signal(number, handler)

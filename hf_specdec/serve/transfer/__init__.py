@@ -23,7 +23,6 @@ Why no wrong KV is ever used, whatever happens to the blocks in the meantime:
 If anything fails, the consumer reads the prompt itself.
 """
 
-from .link import Link, Piece
-from .transfers import Transfers, TransferStatistics
+from .transfers import Transfers
 
-__all__ = ["Link", "Piece", "TransferStatistics", "Transfers"]
+__all__ = ["Transfers"]

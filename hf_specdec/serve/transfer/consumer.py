@@ -10,8 +10,8 @@ from typing import Any
 
 from ...cache import OutOfBlocks, PagedStaticCache
 from ...core.ranks import digest
-from ..request import Choice
-from .pools import MovedPools
+from ..engine.request import RequestChoice
+from .pools import MovedPools, TransferStatistics
 
 logger = logging.getLogger(__name__)
 
@@ -36,7 +36,7 @@ class Pull:
         refused: True if the producer no longer has the prompt, or has sent a malformed offer.
     """
 
-    choice: Choice
+    choice: RequestChoice
     params: dict[str, Any]
     until: float
     offers: dict[int, tuple[list[int], list[str]]] = field(default_factory=dict)
@@ -51,43 +51,22 @@ class Pull:
 
     @property
     def name(self) -> str:
-        """The producer's name for the prompt."""
         return self.params["remote_request_id"]
 
     @property
     def peer(self) -> str:
-        """The producer's address."""
         return self.params["remote_agent"]
 
     def note(self, first: int, blocks: list[list[int]], digests: list[list[str]]) -> None:
         """Note an offer of blocks from index `first` on. It takes the place of earlier ones, whose blocks may have been freed."""
         for i in range(len(blocks[0])):
-            self.offers[first + i] = [own[i] for own in blocks], [own[i] for own in digests]
-
-
-@dataclass
-class TransferStatistics:
-    """Counts so far.
-
-    Attributes:
-        pulled: requests whose KV was pulled.
-        recomputed: requests that read their prompt themselves, because the pull failed.
-        expired: prompts that were held and that no consumer pulled in time.
-        bytes, seconds: size and duration of the pulls.
-    """
-
-    pulled: int = 0
-    recomputed: int = 0
-    expired: int = 0
-    bytes: int = 0
-    seconds: float = 0.0
+            self.offers[first + i] = [numbers[i] for numbers in blocks], [texts[i] for texts in digests]
 
 
 class Consumer:
     """The requests that wait for their prompts' KV.
 
     Attributes:
-        pull_seconds: how long a request waits for blocks; then it reads the prompt itself.
         pulling: requests whose blocks are being pulled.
         stopped: transfers that were given up but are still running, and the blocks that they write to.
     """
@@ -97,7 +76,7 @@ class Consumer:
         self.pulling: list[Pull] = []
         self.stopped: list[tuple[Any, list[tuple[PagedStaticCache, list[int]]]]] = []
 
-    def expect(self, choice: Choice, params: dict[str, Any]) -> None:
+    def expect(self, choice: RequestChoice, params: dict[str, Any]) -> None:
         """Let a request wait for its blocks; `poll` pulls them.
 
         Args:
@@ -109,7 +88,7 @@ class Consumer:
         in_chunks = params.get("in_chunks") is True
         names = ["fingerprint", "num_tokens", "prompt", "remote_agent", "remote_request_id", "pools"]
         missing = next(
-            (each for each in names + ["remote_blocks", "digests"] * (not in_chunks) if each not in params), None
+            (name for name in names + ["remote_blocks", "digests"] * (not in_chunks) if name not in params), None
         )
         if missing is not None:
             raise ValueError(
@@ -135,25 +114,15 @@ class Consumer:
 
     def _are_addresses(self, params: dict[str, Any]) -> bool:
         """True if the addresses have the shape of this engine's own."""
-        pools = params["pools"]
-        if not isinstance(pools, list) or not all(
-            isinstance(params[key], str) for key in ("remote_agent", "remote_request_id")
-        ):
-            return False
-        lengths = [len(own) for own in self.pools.addresses()]
-        return [len(own) if _are(own, int) else -1 for own in pools] == lengths
+        are_texts = all(isinstance(params[key], str) for key in ("remote_agent", "remote_request_id"))
+        return are_texts and _lengths(params["pools"], int) == [len(pools) for pools in self.pools.addresses()]
 
     def _fits(self, pull: Pull, first: int, blocks: Any, digests: Any, count: int | None = None) -> bool:
-        """Store an offer and return True if it is well-formed; else return False.
-
-        Args:
-            count: the number of blocks that it must have; None: any number.
-        """
-        num_caches = len(self.pools.caches)
-        for lists, kind in ((blocks, int), (digests, str)):
-            if not isinstance(lists, list) or len(lists) != num_caches or not all(_are(own, kind) for own in lists):
-                return False
-        if len({len(own) for own in (*blocks, *digests)} | ({count} if count is not None else set())) != 1:
+        """Store an offer and return True if it is well-formed, with `count` blocks unless that is None; else return False."""
+        lengths = _lengths(blocks, int)
+        if lengths is None or lengths != _lengths(digests, str) or len(lengths) != len(self.pools.caches):
+            return False
+        if len({*lengths, lengths[0] if count is None else count}) != 1:
             return False
         pull.note(first, blocks, digests)
         return True
@@ -167,41 +136,39 @@ class Consumer:
                 pull.refused = True
 
     def refused(self, name: str) -> None:
-        """A producer no longer has this prompt."""
         for pull in self.pulling:
             pull.refused = pull.refused or pull.name == name
 
     # ---- pulling ----------------------------------------------------------------------------------------------------
 
-    def cancel(self, choice: Choice) -> bool:
-        """Stop pulling for a request. False if it is not being pulled."""
-        found = next((each for each in self.pulling if each.choice is choice), None)
-        if found is None:
+    def cancel(self, choice: RequestChoice) -> bool:
+        pull = next((pull for pull in self.pulling if pull.choice is choice), None)
+        if pull is None:
             return False
-        self.pulling.remove(found)
-        self._give_up(found)
+        self.pulling.remove(pull)
+        self._give_up(pull)
         return True
 
-    def poll(self) -> list[Choice]:
+    def poll(self) -> list[RequestChoice]:
         """Begin, continue and finish pulls. Call inside `decoder.active()`. Returns the requests that can run now."""
         self._free_stopped()
         ready = []
-        for each in list(self.pulling):
+        for pull in list(self.pulling):
             try:
-                if not self._advance(each):
+                if not self._advance(pull):
                     continue
-                self._finish(each)
+                self._finish(pull)
                 self.statistics.pulled += 1
             except (ConnectionError, ValueError) as error:
                 logger.warning("This server reads a prompt itself, because its KV could not be pulled: %s.", error)
                 self.statistics.recomputed += 1
-                self._give_up(each)
-            self.pulling.remove(each)
-            ready.append(each.choice)
+                self._give_up(pull)
+            self.pulling.remove(pull)
+            ready.append(pull.choice)
         return ready
 
     def _advance(self, pull: Pull) -> bool:
-        """Do what can be done now. True if all blocks are here.
+        """Do what can be done now, by the methods below. True if all blocks are here.
 
         Raises:
             ConnectionError: the producer has ended or given up the prompt, or there was no progress for too long.
@@ -226,11 +193,7 @@ class Consumer:
         return False
 
     def _begin(self, pull: Pull) -> bool:
-        """Take blocks for the whole prompt. False if they are not free now.
-
-        Raises:
-            ConnectionError: no blocks were free in time, or the producer cannot be reached.
-        """
+        """Take blocks for the whole prompt. False if they are not free now."""
         decoder, seq, count = self.pools.decoder, pull.choice.sequence, pull.params["num_tokens"]
         decoder.add(seq)
         pull.choice.is_added = True
@@ -253,23 +216,13 @@ class Consumer:
         return True
 
     def _ask(self, pull: Pull) -> None:
-        """Ask the producer for the blocks that are missing.
-
-        Raises:
-            ConnectionError: it cannot be reached.
-        """
         pull.asked = time.monotonic()
         wish = {"want": pull.name, "from": self.pools.address(), "first": pull.have}
         if not self.pools.link.tell(pull.peer, json.dumps(wish)):
             raise ConnectionError("the prefill server cannot be reached")
 
     def _start(self, pull: Pull, needed: int) -> None:
-        """Pull the next offered blocks, if any. The end of the last transfer tells the producer to free its blocks.
-
-        Raises:
-            ConnectionError: the producer cannot be reached.
-            ValueError: its pools are not like this engine's.
-        """
+        """Pull the next offered blocks, if any. The end of the last transfer tells the producer to free its blocks."""
         pull.end = pull.have
         while pull.end in pull.offers and pull.end < needed:
             pull.end += 1
@@ -277,9 +230,9 @@ class Consumer:
             return
         seq, pieces = pull.choice.sequence, []
         for i, cache in enumerate(self.pools.caches):
-            own = cache.tables[seq.id].blocks[pull.have : pull.end]
+            ours = cache.tables[seq.id].blocks[pull.have : pull.end]
             theirs = [pull.offers[index][0][i] for index in range(pull.have, pull.end)]
-            pieces += self.pools.pieces(cache, pull.params["pools"][i], own, theirs)
+            pieces += self.pools.pieces(cache, pull.params["pools"][i], ours, theirs)
         message = json.dumps({"done": pull.name}) if pull.end == needed else ""
         pull.wanted = [pull.offers[index][1] for index in range(pull.have, pull.end)]
         pull.started = time.monotonic()
@@ -287,18 +240,13 @@ class Consumer:
         self.statistics.bytes += sum(piece.size for piece in pieces)
 
     def _check(self, pull: Pull) -> None:
-        """Compare the bytes that have arrived with the digests.
-
-        Raises:
-            ValueError: they are not what the producer had.
-        """
         seq = pull.choice.sequence
         self.statistics.seconds += time.monotonic() - pull.started
         self.pools.link.drop(pull.handle)
         pull.handle = None
         for i, cache in enumerate(self.pools.caches):
             blocks = cache.tables[seq.id].blocks[pull.have : pull.end]
-            if self.pools.digests(cache, blocks) != [each[i] for each in pull.wanted]:
+            if self.pools.digests(cache, blocks) != [digests[i] for digests in pull.wanted]:
                 raise ValueError(
                     "the blocks have changed since the prefill server announced them; it may have freed them"
                 )
@@ -315,8 +263,7 @@ class Consumer:
         self.pools.decoder.statistics[seq.id].num_cached_tokens = count
 
     def _give_up(self, pull: Pull) -> None:
-        """Free the blocks that a request has taken, and tell the producer that it need not hold its own. Blocks that are still being
-        written to stay taken until that ends."""
+        """Free a request's blocks, those that are still written to once that ends, and tell the producer that it need not hold its own."""
         seq = pull.choice.sequence
         if pull.handle is not None and not self.pools.link.drop(pull.handle):
             taken = [(cache, list(cache.tables[seq.id].blocks)) for cache in self.pools.caches]
@@ -330,7 +277,6 @@ class Consumer:
             pull.choice.is_added = False
 
     def _free_stopped(self) -> None:
-        """Free the blocks of transfers that were given up and have ended."""
         for stopped in list(self.stopped):
             handle, taken = stopped
             if self.pools.link.drop(handle):
@@ -339,12 +285,15 @@ class Consumer:
                 self.stopped.remove(stopped)
 
     def close(self) -> None:
-        """Stop all pulls."""
-        for each in self.pulling:
-            self._give_up(each)
+        for pull in self.pulling:
+            self._give_up(pull)
         self.pulling.clear()
 
 
-def _are(values: Any, kind: type) -> bool:
-    """True for a list of values of one type."""
-    return isinstance(values, list) and all(type(each) is kind for each in values)
+def _lengths(lists: Any, kind: type) -> list[int] | None:
+    """The lengths of lists that hold values of one type; None if they are anything else."""
+    if not isinstance(lists, list) or not all(isinstance(values, list) for values in lists):
+        return None
+    return (
+        [len(values) for values in lists] if all(type(value) is kind for values in lists for value in values) else None
+    )

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
@@ -14,10 +15,28 @@ from ...cache import PagedStaticCache
 from ...core.rows import RowInput
 from ...decoding.decoder import SpeculativeDecoder
 from ...model.options.fingerprints import fingerprints
-from .link import Link, Piece
+from .nixl_link import NixlLink, Piece
 
 _WARM_UP = -1  # id of the sequence whose forward pass allocates the pools
 _PROTOCOL = 2  # version of the messages; engines with different versions refuse each other
+
+
+@dataclass
+class TransferStatistics:
+    """Counts so far.
+
+    Attributes:
+        pulled: requests whose KV was pulled.
+        recomputed: requests that read their prompt themselves, because the pull failed.
+        expired: prompts that were held and that no consumer pulled in time.
+        bytes, seconds: size and duration of the pulls.
+    """
+
+    pulled: int = 0
+    recomputed: int = 0
+    expired: int = 0
+    bytes: int = 0
+    seconds: float = 0.0
 
 
 class MovedPools:
@@ -30,7 +49,7 @@ class MovedPools:
         ValueError: the KV of this model or drafter cannot be moved.
     """
 
-    def __init__(self, decoder: SpeculativeDecoder, link: Link):
+    def __init__(self, decoder: SpeculativeDecoder, link: NixlLink):
         if decoder.target.ranks is not None or decoder.target.recurrent is not None:
             what = "sharded over ranks" if decoder.target.ranks is not None else "recurrent"
             raise ValueError(f"kv_transfer_config: the keys and values of a model that is {what} cannot be moved.")
@@ -42,7 +61,7 @@ class MovedPools:
             )
         self.decoder, self.link = decoder, link
         self.block_size = decoder.config.block_size
-        self._registered: tuple[Any, str] | None = None
+        self._registered: tuple[Any, str] = (None, "")
         self._allocate()
         self.fingerprint = self._fingerprint()
 
@@ -72,9 +91,10 @@ class MovedPools:
     def _fingerprint(self) -> str:
         """A hash of everything that must be equal for KV to be exchanged: weights, shapes, method, block size, quantization."""
         model, config = self.decoder.target.model, self.decoder.config
+        layers: list[list[Any]] = [list(cache.layers) for cache in self.caches]
         shapes = [
-            [[*layer.keys.shape[1:], *layer.values.shape[1:], str(layer.keys.dtype)] for layer in cache.layers]
-            for cache in self.caches
+            [[*layer.keys.shape[1:], *layer.values.shape[1:], str(layer.keys.dtype)] for layer in held]
+            for held in layers
         ]
         settings = json.dumps(
             [_PROTOCOL, config.method, config.block_size, shapes, config.target_quantization], default=str
@@ -85,52 +105,42 @@ class MovedPools:
     def address(self) -> str:
         """This process's address for peers. The first call registers the pools."""
         identity = tuple(cache.identity for cache in self.caches)
-        if self._registered is None or self._registered[0] != identity:
+        if self._registered[0] != identity:
             self._registered = identity, self.link.register([pool for cache in self.caches for pool in _pools(cache)])
         return self._registered[1]
 
     def addresses(self) -> list[list[int]]:
-        """Per cache, the address of each pool."""
         return [[pool.data_ptr() for pool in _pools(cache)] for cache in self.caches]
 
     def num_blocks(self, count: int) -> int:
-        """Number of blocks of `count` tokens."""
         return -(-count // self.block_size)
 
     def digests(self, cache: PagedStaticCache, blocks: list[int]) -> list[str]:
-        """A digest of each block's keys and values in all layers."""
-        size, found = self.block_size, []
+        size, digests = self.block_size, []
         for block in blocks:
             hasher = xxhash.xxh3_128()
             for pool in _pools(cache):
                 rows = pool[block * size : (block + 1) * size].contiguous()
-                hasher.update(rows.view(torch.uint8).cpu().numpy())
-            found.append(hasher.hexdigest())
-        return found
+                hasher.update(rows.view(torch.uint8).cpu().numpy().data)
+            digests.append(hasher.hexdigest())
+        return digests
 
-    def pieces(self, cache: PagedStaticCache, addresses: list[int], own: list[int], theirs: list[int]) -> list[Piece]:
-        """The runs of bytes that move blocks `theirs` of a peer's cache into the blocks `own`; adjacent runs are joined.
-
-        Args:
-            addresses: of the peer's pools.
-
-        Raises:
-            ValueError: the peer has a different number of pools, or the lists have different lengths.
-        """
-        found: list[Piece] = []
+    def pieces(self, cache: PagedStaticCache, addresses: list[int], ours: list[int], theirs: list[int]) -> list[Piece]:
+        """Runs of bytes that move a peer's blocks `theirs` into `ours`, adjacent ones joined. Raises ValueError: it has other pools."""
+        pieces: list[Piece] = []
         for pool, there in zip(_pools(cache), addresses, strict=True):
             num_bytes = pool[0].nbytes * self.block_size
             last = None
-            for mine, block in zip(own, theirs, strict=True):
+            for mine, block in zip(ours, theirs, strict=True):
                 here, remote = pool.data_ptr() + mine * num_bytes, there + block * num_bytes
                 if last is not None and last.here + last.size == here and last.there + last.size == remote:
                     last.size += num_bytes
                 else:
                     last = Piece(here, remote, num_bytes)
-                    found.append(last)
-        return found
+                    pieces.append(last)
+        return pieces
 
 
 def _pools(cache: PagedStaticCache) -> list[torch.Tensor]:
-    """The pools of keys and of values of all layers, in order; each [slots, ...]."""
-    return [pool for layer in cache.layers if layer.is_initialized for pool in (layer.keys, layer.values)]
+    layers: list[Any] = list(cache.layers)
+    return [pool for layer in layers if layer.is_initialized for pool in (layer.keys, layer.values)]

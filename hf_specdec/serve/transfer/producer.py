@@ -10,14 +10,14 @@ from typing import Any
 
 from ...cache import BlockTable, OutOfBlocks
 from ...core.ranks import digest
-from ..request import Choice
-from .pools import MovedPools
+from ..engine.request import RequestChoice
+from .pools import MovedPools, TransferStatistics
 
 logger = logging.getLogger(__name__)
 
 
 @dataclass
-class Prompt:
+class OfferedPrompt:
     """A prompt whose blocks others may pull.
 
     Attributes:
@@ -28,7 +28,7 @@ class Prompt:
         until: when to free it (`time.monotonic`); None while it is being read.
     """
 
-    choice: Choice
+    choice: RequestChoice
     tables: list[BlockTable]
     blocks: list[list[int]]
     digests: list[list[str]]
@@ -38,34 +38,26 @@ class Prompt:
 
     @property
     def num_blocks(self) -> int:
-        """Number of leading blocks that can be pulled."""
         return len(self.blocks[0])
 
 
 class Producer:
     """The prompts that an engine reads for others, and those that it holds for them.
 
-    Args:
-        engine_id: id of this engine, which is part of the prompts' names.
-
     Attributes:
-        hold_seconds: how long a prompt's blocks wait for a consumer; then they are freed.
         reading: prompts that have been announced and are still being read, by the name that the consumer is told.
         held: prompts that have been read.
-        expired: number of prompts that no consumer has pulled in time.
-        unwanted: choices that are still being read, but whose consumer has given up.
     """
 
-    def __init__(self, pools: MovedPools, engine_id: str, hold_seconds: float):
-        self.pools, self.id, self.hold_seconds = pools, engine_id, hold_seconds
-        self.reading: dict[str, Prompt] = {}
-        self.held: dict[str, Prompt] = {}
-        self.expired = 0
-        self.unwanted: list[Choice] = []
+    def __init__(self, pools: MovedPools, engine_id: str, hold_seconds: float, statistics: TransferStatistics):
+        self.pools, self.id, self.hold_seconds, self.statistics = pools, engine_id, hold_seconds, statistics
+        self.reading: dict[str, OfferedPrompt] = {}
+        self.held: dict[str, OfferedPrompt] = {}
+        self._unwanted: list[RequestChoice] = []
 
     # ---- prompts that are being read ----------------------------------------------------------------------------------
 
-    def has_read(self, rows: list[Choice]) -> list[Choice]:
+    def has_read(self, rows: list[RequestChoice]) -> list[RequestChoice]:
         """After a step of these rows: offer the blocks that are complete. Call inside `decoder.active()`.
 
         Returns:
@@ -90,14 +82,14 @@ class Producer:
             self._offer(name, prompt)
         return announced
 
-    def _new(self, choice: Choice) -> Prompt:
+    def _new(self, choice: RequestChoice) -> OfferedPrompt:
         caches = self.pools.caches
-        return Prompt(choice, self._tables(choice), [[] for _ in caches], [[] for _ in caches])
+        return OfferedPrompt(choice, self._tables(choice), [[] for _ in caches], [[] for _ in caches])
 
-    def _tables(self, choice: Choice) -> list[BlockTable]:
+    def _tables(self, choice: RequestChoice) -> list[BlockTable]:
         return [cache.tables[choice.sequence.id] for cache in self.pools.caches]
 
-    def _read_on(self, prompt: Prompt) -> None:
+    def _read_on(self, prompt: OfferedPrompt) -> None:
         """Note the full blocks that are complete now. After a preemption, begin again."""
         seq, size = prompt.choice.sequence, self.pools.block_size
         self._note_again_if_preempted(prompt)
@@ -108,33 +100,32 @@ class Producer:
             full = min(full, *(table.length // size for table in prompt.tables))
         self._note(prompt, full)
 
-    def _note_again_if_preempted(self, prompt: Prompt) -> None:
+    def _note_again_if_preempted(self, prompt: OfferedPrompt) -> None:
         """If the row has other blocks than before, forget those: they are noted and offered again."""
         tables = self._tables(prompt.choice)
         if any(new is not old for new, old in zip(tables, prompt.tables, strict=True)):
             fresh = self._new(prompt.choice)
             prompt.tables, prompt.blocks, prompt.digests, prompt.num_offered = tables, fresh.blocks, fresh.digests, 0
 
-    def _note(self, prompt: Prompt, count: int) -> None:
-        """Note the places and digests of the first `count` blocks."""
+    def _note(self, prompt: OfferedPrompt, count: int) -> None:
         for i, cache in enumerate(self.pools.caches):
             new = prompt.tables[i].blocks[len(prompt.blocks[i]) : count]
             prompt.blocks[i] += new
             prompt.digests[i] += self.pools.digests(cache, new)
 
-    def _offer(self, name: str, prompt: Prompt) -> None:
+    def _offer(self, name: str, prompt: OfferedPrompt) -> None:
         """Tell the consumer about the blocks that it does not know of."""
         first = prompt.num_offered
         if prompt.consumer is None or first >= prompt.num_blocks:
             return
         prompt.num_offered = prompt.num_blocks
         offer = {
-            "offer": name, "first": first, "blocks": [own[first:] for own in prompt.blocks],
-            "digests": [own[first:] for own in prompt.digests],
+            "offer": name, "first": first, "blocks": [blocks[first:] for blocks in prompt.blocks],
+            "digests": [digests[first:] for digests in prompt.digests],
         }  # fmt: skip
         self.pools.link.tell(prompt.consumer, json.dumps(offer))
 
-    def forget(self, choice: Choice) -> None:
+    def forget(self, choice: RequestChoice) -> None:
         """A request has ended without its prompt being held: tell the consumer, who reads the prompt itself."""
         prompt = self.reading.pop(self._name(choice), None)
         if prompt is not None:
@@ -146,7 +137,7 @@ class Producer:
 
     # ---- prompts that have been read --------------------------------------------------------------------------------
 
-    def hold(self, choice: Choice) -> dict[str, Any] | None:
+    def hold(self, choice: RequestChoice) -> dict[str, Any] | None:
         """Keep the blocks of a prompt that has been read. Call inside `decoder.active()`.
 
         Returns: the consumer's kv_transfer_params. None if the head finds no blocks to read the prompt into; the row is then removed.
@@ -168,10 +159,10 @@ class Producer:
         self._offer(name, prompt)
         return {**self._params(choice), "remote_blocks": prompt.blocks, "digests": prompt.digests}
 
-    def _name(self, choice: Choice) -> str:
+    def _name(self, choice: RequestChoice) -> str:
         return f"{self.id}/{choice.sequence.id}"
 
-    def _params(self, choice: Choice) -> dict[str, Any]:
+    def _params(self, choice: RequestChoice) -> dict[str, Any]:
         """What a consumer must know of a prompt before it asks for blocks."""
         seq = choice.sequence
         return {
@@ -179,6 +170,11 @@ class Producer:
             "remote_request_id": self._name(choice), "remote_agent": self.pools.address(), "fingerprint": self.pools.fingerprint,
             "num_tokens": seq.prompt_length - 1, "prompt": digest(seq.tokens[: seq.prompt_length]), "pools": self.pools.addresses(),
         }  # fmt: skip
+
+    def take_unwanted(self) -> list[RequestChoice]:
+        """The choices that are still being read, but whose consumer has given up; each is told once."""
+        unwanted, self._unwanted = self._unwanted, []
+        return unwanted
 
     # ---- messages ---------------------------------------------------------------------------------------------------
 
@@ -198,7 +194,7 @@ class Producer:
             self.pools.decoder.remove(held.choice.sequence)
         reading = self.reading.pop(name, None)
         if reading is not None:
-            self.unwanted.append(reading.choice)
+            self._unwanted.append(reading.choice)
 
     def release(self) -> None:
         """Free the prompts that nobody has pulled in time."""
@@ -208,7 +204,7 @@ class Producer:
                 logger.warning(
                     "No decode server has read the KV of a prompt within %.0f s: it is freed.", self.hold_seconds
                 )
-                self.expired += 1
+                self.statistics.expired += 1
                 self.done(name)
                 self._refuse(name, held.consumer)
 
@@ -223,13 +219,12 @@ class Producer:
         )
 
     def close(self) -> None:
-        """Free all prompts that are held."""
         for name in list(self.held):
             self.done(name)
         self.reading.clear()
 
 
-def asks_for_chunks(choice: Choice) -> bool:
+def asks_for_chunks(choice: RequestChoice) -> bool:
     """True if a request's prompt is to be announced after its first chunk."""
     params = choice.request.params.kv_transfer_params or {}
     return bool(params.get("do_remote_decode") and params.get("in_chunks"))

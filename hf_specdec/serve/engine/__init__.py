@@ -1,0 +1,1 @@
+"""The engine: continuous batching around one SpeculativeDecoder."""

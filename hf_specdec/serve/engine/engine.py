@@ -1,0 +1,356 @@
+"""Engine: continuous batching. Requests join and leave between the steps of one SpeculativeDecoder."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import time
+from collections.abc import Callable, Iterator
+from functools import partial
+from typing import Any
+
+import torch
+
+from ...cache import OutOfBlocks
+from ...core.errors import is_failure
+from ...core.ranks import RankError
+from ...decoding.decoder import SpeculativeDecoder, StepResult
+from ...decoding.outputs import RowStatistics
+from ...sampling.grammar import Reasoning
+from ..transfer import Transfers
+from .admission import Admission
+from .params import SamplingParams
+from .request import Logprob, Request, RequestChoice, logprobs_of
+from .scheduler import Scheduler
+from .structured import GrammarCompiler
+from .text import Detokenizer, find_stop, token_text
+
+logger = logging.getLogger(__name__)
+
+
+class Engine:
+    """Continuous batching: a scheduler around a SpeculativeDecoder. One thread at a time may use it.
+
+    Args:
+        decoder: must have no running sequences; the engine owns it until `close`.
+        tokenizer: from transformers; None: no text is made of the new tokens.
+        num_blocks: number of KV blocks of the pool, which lives as long as the engine.
+        max_model_len: maximum number of tokens of a prompt and its answer together.
+        max_num_seqs, max_num_batched_tokens: see `Scheduler`.
+        seed: seed of the random numbers for requests that have no seed of their own; None: a random one.
+        make_transfers: makes `transfers`, once the pools are allocated.
+
+    Attributes:
+        transfers: moves prompts' KV between this engine and others; None: not configured.
+        grammars: compiles grammars; it may be called in any thread.
+    """
+
+    def __init__(
+        self, decoder: SpeculativeDecoder, tokenizer: Any, num_blocks: int, max_model_len: int,
+        max_num_seqs: int = 256, max_num_batched_tokens: int | None = None, seed: int | None = None,
+        make_transfers: Callable[[SpeculativeDecoder], Transfers] | None = None
+    ):  # fmt: skip
+        self.decoder, self.tokenizer, self.max_model_len = decoder, tokenizer, max_model_len
+        decoder.target.choose_states(max_num_seqs, decoder.generator.max_draft_nodes)
+        decoder.allocate(num_blocks * decoder.config.block_size, 0)
+        if decoder.cache.states is not None:
+            decoder.cache.states.reserve(max_num_seqs, decoder.generator.max_draft_nodes)
+        decoder.generator.outlive_texts()
+        self.scheduler = Scheduler(decoder, max_num_seqs, max_num_batched_tokens)
+        self._choices: dict[int, RequestChoice] = {}  # choices that have not ended, by id of their sequence
+        self.transfers = None if make_transfers is None else make_transfers(decoder)
+        self._isolated: list[
+            list[RequestChoice]
+        ] = []  # groups of rows that run in steps of their own, see `_after_failure`
+        self.eos_token_ids = _eos_token_ids(decoder.target.model)
+        self.grammars = GrammarCompiler(tokenizer, decoder.target.vocab_size, self.eos_token_ids)
+        self.admission = Admission(decoder, tokenizer, max_model_len, self.grammars, seed)
+
+    # ---- requests ---------------------------------------------------------------------------------------------------
+
+    def add(
+        self, request_id: str, prompt: str | None, prompt_token_ids: list[int], params: SamplingParams,
+        reasoning: Reasoning | None = None
+    ) -> Request:  # fmt: skip
+        """Add a request; its choices wait until the scheduler lets them run. For arguments and errors see `Admission.request`."""
+        request = self.admission.request(request_id, prompt, prompt_token_ids, params, reasoning)
+        for choice in request.choices:
+            waits_for_pull = self._start_pull(choice)
+            self._choices[choice.sequence.id] = choice
+            if not waits_for_pull:
+                self.scheduler.add(choice)
+        return request
+
+    def _start_pull(self, choice: RequestChoice) -> bool:
+        """Pull the prompt's KV, if the request wants that: True if it now waits for it. Raises ValueError: it cannot be pulled."""
+        params = choice.request.params.kv_transfer_params or {}
+        if self.transfers is None and (params.get("do_remote_prefill") or params.get("do_remote_decode")):
+            raise ValueError("kv_transfer_params need a server that was started with kv_transfer_config.")
+        if not params.get("do_remote_prefill"):
+            return False
+        assert self.transfers is not None
+        if choice.request.params.n > 1 or choice.request.params.prompt_logprobs is not None:
+            raise ValueError("kv_transfer_params serve one choice (n = 1) without prompt_logprobs.")
+        self.transfers.consumer.expect(choice, params)
+        return True
+
+    def abort(self, request: Request, error: BaseException | None = None, reason: str = "abort") -> None:
+        """End a request with what has been generated; an `error` is its reason. Its KV blocks are free before the next step."""
+        request.error = error
+        for choice in request.choices:
+            if not choice.output.finished():
+                self._end(choice, reason if error is None else "error")
+
+    @property
+    def has_work(self) -> bool:
+        """True while a request waits, runs, or pulls its prompt's KV."""
+        is_pulling = self.transfers is not None and self.transfers.consumer.pulling
+        return bool(self.scheduler.waiting or self.scheduler.running or is_pulling)
+
+    # ---- the loop ---------------------------------------------------------------------------------------------------
+
+    def step(self, on_schedule: Callable[[], None] = lambda: None) -> list[Request]:
+        """Run one step of the decoder. Call inside `decoder.active()`. Returns the requests that got tokens or ended.
+
+        Args:
+            on_schedule: called once the rows are chosen.
+
+        Raises:
+            RankError: another rank has failed, and the ranks cannot go on.
+        """
+        return self._poll_transfers() + self._decode(on_schedule)
+
+    def _poll_transfers(self) -> list[Request]:
+        """Schedule the requests whose blocks have arrived. End those that no decode server waits for any more, and return them."""
+        if self.transfers is None:
+            return []
+        for choice in self.transfers.poll():
+            self.scheduler.add(choice)
+        unwanted = self.transfers.producer.take_unwanted()
+        requests = [choice.request for choice in unwanted if not choice.output.finished()]
+        for request in requests:
+            self.abort(request)
+        return requests
+
+    def _decode(self, on_schedule: Callable[[], None]) -> list[Request]:
+        group = self._next_group()
+        rows, counts = self.scheduler.schedule(group)
+        on_schedule()
+        if not rows:
+            if self.transfers is not None and self.transfers.is_busy:
+                time.sleep(0.001)
+            return []
+        try:
+            results = self.decoder.step([choice.sequence for choice in rows], counts)
+        except OutOfBlocks as error:
+            if not self.scheduler.make_room(rows):
+                self.abort(rows[0].request, error)
+                return [rows[0].request]
+            return []
+        except BaseException as error:
+            if not is_failure(error) or (isinstance(error, RankError) and error.is_final):
+                raise
+            return self._after_failure(rows, error)
+        if group is not None:
+            self._isolated.pop(0)
+        touched = {request.number: request for request in self._read_prompt_logits()}
+        for result in results:
+            # None if the request has ended in this loop, by another choice or by its prompt's log-probabilities
+            choice = self._choices.get(result.sequence.id)
+            if choice is not None and result.new_tokens:
+                with self._boundary(choice.request):
+                    self._accept(choice, result)
+                touched[choice.request.number] = choice.request
+        announced = [] if self.transfers is None else self.transfers.producer.has_read(rows)
+        touched |= {choice.request.number: choice.request for choice in announced}
+        if len(results) < len(rows):  # too few blocks were free for the last rows
+            self.scheduler.make_room(rows[len(results) :])
+        return list(touched.values())
+
+    @contextlib.contextmanager
+    def _boundary(self, request: Request) -> Iterator[None]:
+        """End the request alone if the block raises: tokenizer, grammar and log-probabilities are the request's."""
+        try:
+            yield
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            logger.exception("Request %s ends, because its processing raised.", request.id)
+            for choice in request.choices:
+                choice.text = None  # what raised may raise again
+            self.abort(request, error)
+
+    def run(self, on_step: Callable[[list[Request]], object] = lambda requests: None) -> None:
+        """Run steps until every request has ended. `Request.error` tells which of them failed.
+
+        Args:
+            on_step: called after each step with the requests that got tokens or ended.
+
+        Raises:
+            RankError: another rank has failed; the requests end with "abort".
+        """
+        try:
+            while self.has_work:
+                with self.decoder.active():
+                    while self.has_work and not self.decoder.wants_pause:
+                        on_step(self.step())
+        except BaseException:
+            self._drop_all()
+            raise
+
+    def _next_group(self) -> list[RequestChoice] | None:
+        """The rows that run alone in the next step, because one of them may have made a step raise; None: all rows may run."""
+        groups = ([choice for choice in group if not choice.output.finished()] for group in self._isolated)
+        self._isolated = [group for group in groups if group]
+        return self._isolated[0] if self._isolated else None
+
+    def _after_failure(self, rows: list[RequestChoice], error: BaseException) -> list[Request]:
+        """Handle a step that raised. If it had one row, end that row's request; else let each half of the rows run alone.
+
+        Halving is repeated until the row is found that makes a step raise. The step may have written wrong KV. So its rows are
+        preempted, which makes them read their texts again, and all cached prefixes are dropped.
+        """
+        logger.error("A step of %d rows raised %s: %s", len(rows), type(error).__name__, error, exc_info=error)
+        if self._isolated:
+            self._isolated.pop(0)
+        for choice in rows:
+            seq = choice.sequence
+            del seq.tokens[seq.prompt_length + len(choice.output.token_ids) :]
+            seq.finished = False
+            self.scheduler.preempt(choice)
+        self.decoder.forget_prefixes()
+        if len(rows) > 1:
+            middle = len(rows) // 2
+            self._isolated[:0] = [rows[:middle], rows[middle:]]
+            return []
+        self.abort(rows[0].request, error)
+        return [rows[0].request]
+
+    def _drop_all(self) -> None:
+        self._isolated.clear()
+        choices = list(self._choices.values())
+        for choice in choices:
+            choice.output.finish_reason = "abort"
+        self._choices.clear()
+        self.scheduler.waiting.clear()
+        self.scheduler.running.clear()
+        if self.transfers is not None:
+            self.transfers.close()
+        self.decoder.abort([choice.sequence for choice in choices if choice.is_added])
+
+    def close(self) -> None:
+        """Abort all requests and free the KV pools."""
+        for choice in list(self._choices.values()):
+            self.abort(choice.request)
+        self.decoder.generator.save_tables()
+        self.grammars.close()
+        if self.transfers is not None:
+            self.transfers.close()
+        self.decoder.release()
+
+    # ---- tokens -----------------------------------------------------------------------------------------------------
+
+    def _accept(self, choice: RequestChoice, result: StepResult) -> None:
+        """Append a step's tokens to a choice, up to the first that ends it."""
+        output, params, seq = choice.output, choice.request.params, choice.sequence
+        logprobs = self._logprobs(result, params.logprobs) if params.logprobs is not None else None
+        for i, token in enumerate(result.new_tokens):
+            if choice.grammar is not None and not choice.grammar.accept(token):
+                choice.request.is_refused = True
+                self.abort(choice.request, ValueError(choice.grammar.error))
+                return
+            output.token_ids.append(token)
+            if logprobs is not None and output.logprobs is not None:
+                output.logprobs.append(logprobs[i])
+                output.cumulative_logprob = (output.cumulative_logprob or 0.0) + logprobs[i][token].logprob
+            if token in seq.eos_token_ids:
+                output.stop_reason = None if token in self.eos_token_ids and not params.ignore_eos else token
+                choice.hides_end = not params.include_stop_str_in_output
+                if choice.text is not None and params.include_stop_str_in_output:
+                    choice.text.add(token)
+                self._end(choice, "stop")
+                return
+            if choice.text is not None and self._stops_at(choice, choice.text, choice.text.add(token)):
+                self._end(choice, "stop", text_is_whole=True)
+                return
+            if choice.grammar is not None and choice.grammar.finished:
+                self._end(choice, "stop")
+                return
+        if seq.finished:
+            self._end(choice, "length")
+
+    def _stops_at(self, choice: RequestChoice, text: Detokenizer, piece: str) -> bool:
+        """Append new text to the output. True if it completes a stop text, which is then cut off (unless it is to be included)."""
+        output, params = choice.output, choice.request.params
+        output.text = text.text
+        if not params.stop or len(output.token_ids) <= params.min_tokens:
+            return False
+        whole = text.text + text.tail
+        match = find_stop(whole, len(piece) + len(text.tail), params.stop)
+        if match is None:
+            return False
+        start, output.stop_reason = match
+        output.text = whole[: start + (len(match[1]) if params.include_stop_str_in_output else 0)]
+        return True
+
+    def _end(self, choice: RequestChoice, reason: str, text_is_whole: bool = False) -> None:
+        """End a choice; its KV blocks are free, or cached, at once."""
+        choice.output.finish_reason = reason
+        del self._choices[choice.sequence.id]
+        if self.transfers is None or not self.transfers.consumer.cancel(choice):
+            self.scheduler.remove(choice)
+            if choice.is_added:
+                statistics = self._remove_row(choice, reason)
+                statistics.keep(len(choice.output.token_ids))
+                choice.request.num_cached_tokens = max(choice.request.num_cached_tokens, statistics.num_cached_tokens)
+                choice.request.statistics.append(statistics)
+        if choice.text is not None and not text_is_whole:
+            with self._boundary(choice.request):
+                choice.text.finish()
+                choice.output.text = choice.text.text
+
+    def _remove_row(self, choice: RequestChoice, reason: str) -> RowStatistics:
+        """Remove a row from the decoder, or keep its KV for another engine. Returns its statistics."""
+        params = choice.request.params.kv_transfer_params or {}
+        if params.get("do_remote_decode") and self.transfers is not None:
+            if reason != "abort":
+                statistics = self.decoder.statistics[choice.sequence.id]
+                choice.request.kv_transfer_params = self.transfers.producer.hold(choice)
+                return statistics
+            self.transfers.producer.forget(choice)
+        return self.decoder.remove(choice.sequence)
+
+    def _read_prompt_logits(self) -> list[Request]:
+        """Append the log-probabilities of the prompt tokens that the last step has read. Returns the requests that this ended."""
+        last = self.decoder.last
+        assert last is not None
+        requests = [self._choices[seq_id].request for seq_id in last.prompt_logits]
+        for request, (start, logits) in zip(requests, last.prompt_logits.values(), strict=True):
+            with self._boundary(request):
+                self._score_prompt(request, start, logits)
+        return [request for request in requests if request.finished]
+
+    def _score_prompt(self, request: Request, start: int, logits: torch.Tensor) -> None:
+        """Append log-probabilities of prompt tokens from their `logits` [R, V], of which the first are those at `prompt[start]`."""
+        scored, prompt = request.prompt_logprobs, request.prompt_token_ids
+        assert scored is not None
+        # The logits at prompt[i] predict prompt[i + 1]. After a preemption, tokens are read for a second time: skip those.
+        known = len(scored) - (start + 1)
+        following = prompt[len(scored) : start + 1 + len(logits)]
+        if following:
+            rows, count = logits[known : known + len(following)], request.params.prompt_logprobs or 0
+            scored += logprobs_of(rows, following, count, partial(token_text, self.tokenizer))
+
+    def _logprobs(self, result: StepResult, count: int) -> list[dict[int, Logprob]]:
+        """For each new token of a step, the log-probabilities of the `count` most probable tokens and of itself."""
+        last = self.decoder.last
+        assert last is not None
+        index = torch.tensor(result.nodes, device=last.output.logits.device)
+        return logprobs_of(last.output.logits[index], result.new_tokens, count, partial(token_text, self.tokenizer))
+
+
+def _eos_token_ids(model) -> frozenset[int]:
+    """The end-of-sequence ids of a model's generation config; without one, of its config."""
+    ids = getattr(getattr(model, "generation_config", None), "eos_token_id", None)
+    ids = model.config.get_text_config(decoder=True).eos_token_id if ids is None else ids
+    return frozenset(() if ids is None else [ids] if isinstance(ids, int) else ids)

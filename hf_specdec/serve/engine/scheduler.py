@@ -1,0 +1,160 @@
+"""Scheduler: chooses the rows of the next step, and how many tokens of its own text each row feeds."""
+
+from __future__ import annotations
+
+from bisect import insort
+from collections.abc import Collection
+from operator import attrgetter
+
+from ...decoding.decoder import SpeculativeDecoder
+from .request import RequestChoice
+
+_order = attrgetter("order")
+
+
+class Scheduler:
+    """Fills each step's token budget with running rows first, then with waiting rows.
+
+    A row that decodes feeds one token and its drafts. A row that reads its prompt feeds a chunk of it in the same forward pass. While
+    prompts are to be read, drafts are cut so that they take at most half of what decoding rows leave of the budget: long drafts would
+    keep other rows from joining. A waiting row may start only if the free blocks hold its whole text. When blocks run out, the last
+    row by priority and arrival is preempted: it gives its blocks back, waits, and later reads its text again.
+
+    Args:
+        max_num_seqs: maximum number of rows that run at once.
+        max_num_batched_tokens: maximum number of tokens in a step. Rows that decode are never left out; their drafts are shortened instead.
+            None: as many as the model runs in one native call, while decoding rows take at most half of them; else `USUAL_TOKENS`.
+
+    Attributes:
+        waiting, running: sorted by priority, then by arrival; the first runs first.
+        num_preemptions: number of preemptions so far.
+    """
+
+    USUAL_TOKENS = 2048
+
+    def __init__(self, decoder: SpeculativeDecoder, max_num_seqs: int, max_num_batched_tokens: int | None):
+        self.decoder = decoder
+        self.max_num_seqs, self.max_num_batched_tokens = max_num_seqs, max_num_batched_tokens
+        self.waiting: list[RequestChoice] = []
+        self.running: list[RequestChoice] = []
+        self.num_preemptions = 0
+
+    def add(self, choice: RequestChoice) -> None:
+        insort(self.waiting, choice, key=_order)
+
+    def remove(self, choice: RequestChoice) -> None:
+        (self.running if choice in self.running else self.waiting).remove(choice)
+
+    def preempt(self, choice: RequestChoice) -> None:
+        """Take the blocks of a running choice and let it wait."""
+        self.decoder.preempt(choice.sequence)
+        self.running.remove(choice)
+        self.add(choice)
+        self.num_preemptions += 1
+
+    def schedule(self, only: Collection[RequestChoice] | None = None) -> tuple[list[RequestChoice], list[int]]:
+        """Choose the rows of the next step; waiting rows among them become running ones.
+
+        Args:
+            only: the rows that may take part; None: all.
+
+        Returns:
+            The rows, and for each the maximum number of tokens of its own text that it feeds.
+        """
+        running = [choice for choice in self.running if only is None or choice in only]
+        pending = [self._pending(choice) for choice in running]
+        num_decoding = sum(count == 1 for count in pending)
+        waiting = self.waiting if only is None else [choice for choice in self.waiting if choice in only]
+        budget = self._budget(num_decoding)
+        self._limit_drafts(budget, num_decoding, sum(pending) - num_decoding, waiting)
+        with_pending = list(zip(running, pending, strict=True))
+        left = budget - sum(1 + self._num_drafts(choice) for choice, count in with_pending if count == 1)
+        rows, counts = [], []
+        for choice, count in with_pending:
+            chunk = 1 if count == 1 else min(count, left)
+            if chunk < 1:
+                if max(counts, default=1) > 1:
+                    continue
+                chunk = min(count, self.decoder.config.block_size)  # one prompt always advances, even without budget
+            left -= 0 if count == 1 else chunk
+            rows.append(choice)
+            counts.append(chunk)
+        reading = [choice for choice, count in with_pending if count > 1]
+        num_running = len(rows)
+        while waiting and left > 0 and len(self.running) < self.max_num_seqs and self._fits(waiting[0]):
+            choice = waiting.pop(0)
+            if only is not None:
+                self.waiting.remove(choice)
+            if not choice.is_added:
+                self.decoder.add(choice.sequence)
+                choice.is_added = True
+            insort(self.running, choice, key=_order)
+            chunk = min(self._pending(choice), left)
+            left -= chunk
+            rows.append(choice)
+            counts.append(chunk)
+        self._limit_first_drafts([*reading, *rows[num_running:]], left)
+        return rows, counts
+
+    def make_room(self, wanting: list[RequestChoice]) -> bool:
+        """Preempt the last running row that holds blocks, for rows that need some. False if no other row holds any."""
+        cache = self.decoder.cache
+        holders = [choice for choice in self.running if cache.tables[choice.sequence.id].blocks]
+        if not holders or (len(self.running) == 1 and holders == wanting[:1]):
+            return False
+        self.preempt(holders[-1])
+        return True
+
+    def _budget(self, num_decoding: int) -> int:
+        """Maximum number of tokens in a step in which so many rows decode."""
+        if self.max_num_batched_tokens is not None:
+            return self.max_num_batched_tokens
+        most = self.decoder.target.most_tokens_of_one_call
+        return most if most and 2 * num_decoding <= most else self.USUAL_TOKENS
+
+    def _pending(self, choice: RequestChoice) -> int:
+        """Number of tokens of a row's text whose KV is not in the cache yet; 1 for a row that decodes."""
+        seq = choice.sequence
+        return len(seq.tokens) - self.decoder.cache.tables[seq.id].length
+
+    def _num_drafts(self, choice: RequestChoice) -> int:
+        """Maximum number of draft tokens of a row in a step."""
+        seq, most = choice.sequence, self.decoder.generator.max_draft_nodes
+        depth = seq.num_speculative_tokens  # it bounds the nodes of chains only
+        if depth == 0:
+            return 0
+        if depth is not None and most <= self.decoder.config.longest_draft:
+            most = min(depth, most)
+        return most if seq.draft_room is None else min(most, seq.draft_room)
+
+    def _limit_drafts(self, budget: int, num_decoding: int, num_pending: int, waiting: list[RequestChoice]) -> None:
+        """Set the rows' room for drafts so that the drafts of all decoding rows fit the budget together with the prompts."""
+        most = self.decoder.generator.max_draft_nodes
+        if not most or not num_decoding:
+            return
+        left = max(0, budget - num_decoding)
+        num_free = self.max_num_seqs - len(self.running)
+        if waiting and num_free > 0 and self._fits(waiting[0]):
+            for choice in waiting[:num_free]:
+                if num_pending >= left:
+                    break
+                num_pending += len(choice.sequence.tokens)
+        allowed = (left - min(num_pending, left // 2)) // num_decoding
+        for choice in self.running:
+            choice.sequence.draft_room = None if allowed >= most else allowed
+
+    def _limit_first_drafts(self, reading: list[RequestChoice], left: int) -> None:
+        """Give the rows that read prompts equal parts of what is left of the budget: those whose prompt ends may draft."""
+        most = self.decoder.generator.max_draft_nodes
+        for choice in reading:
+            room = max(0, left) // len(reading)
+            choice.sequence.draft_room = None if room >= most else room
+
+    def _fits(self, choice: RequestChoice) -> bool:
+        """True if a waiting row may start: the free blocks hold its text, or nothing else is running."""
+        if not self.running:
+            return True
+        cache = self.decoder.cache
+        needed = -(-(len(choice.sequence.tokens) + 1) // cache.block_size)
+        # Leave one block for each running row to grow into, so that the new row is not preempted at once.
+        return needed + len(self.running) <= cache.most_blocks - cache.pool.num_used

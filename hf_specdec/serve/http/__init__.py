@@ -1,0 +1,1 @@
+"""The HTTP side of the server: bodies, endpoints, and the application around them."""

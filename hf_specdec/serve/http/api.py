@@ -1,0 +1,140 @@
+"""The ASGI application: OpenAI's endpoints, and errors in OpenAI's shape."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+from fastapi import FastAPI, Request
+from fastapi.middleware.cors import CORSMiddleware
+from fastapi.responses import JSONResponse, Response
+from pydantic_core import to_json
+from starlette.exceptions import HTTPException
+
+import hf_specdec
+
+from .endpoints import IGNORED_HEADER, Chat, Completions, ignored_header, unless_disconnected
+from .errors import ApiError, bad_request, failed
+from .guard import Guard
+from .openapi import describe
+from .protocol import DetokenizeRequest, TokenizeRequest, read_body
+from .responses import Responses
+from .server import Server
+
+_PAGE = Path(__file__).with_name("page.html").read_bytes()
+_PAGE_POLICY = (
+    "default-src 'none'; script-src 'unsafe-inline'; style-src 'unsafe-inline'; connect-src 'self'; img-src data:"
+)
+
+
+def make_app(
+    server: Server, api_keys: list[str] | None = None, allowed_origins: list[str] | None = None, lifespan=None
+) -> FastAPI:
+    """Make the ASGI application of a server.
+
+    Args:
+        api_keys: any of them is accepted on every path; /health needs none. None: no path needs a key.
+        allowed_origins: origins of web pages that may call the API from a browser (CORS); None: no page may.
+        lifespan: an ASGI lifespan context manager, which loads the model and starts the engine.
+    """
+    app = FastAPI(title="hf-specdec", version=hf_specdec.__version__, lifespan=lifespan)
+    # The last one added runs first. That is CORS: browsers send no key with a preflight, and a page must be able to read a refusal.
+    app.add_middleware(Guard, keys=[key.encode() for key in api_keys or []], limits=server.limits)  # type: ignore[arg-type]
+    if allowed_origins:
+        app.add_middleware(
+            CORSMiddleware, allow_origins=allowed_origins, allow_methods=["*"], allow_headers=["*"],
+            expose_headers=[IGNORED_HEADER, "x-should-retry", "Retry-After"],
+        )  # fmt: skip
+    _add_error_handlers(app)
+    _add_status_routes(app, server)
+    for path, work in (("/tokenize", _tokenized), ("/detokenize", _detokenized)):
+        app.add_route(path, partial(_in_a_lane, server, work), methods=["POST"])
+    endpoints = (("/v1/completions", Completions), ("/v1/chat/completions", Chat), ("/v1/responses", Responses))
+    for path, kind in endpoints:
+        app.add_route(path, partial(kind.respond, server), methods=["POST"])
+    app.openapi = lambda: describe(bool(api_keys))
+    return app
+
+
+def _add_error_handlers(app: FastAPI) -> None:
+
+    @app.exception_handler(ApiError)
+    async def on_api_error(request: Request, error: ApiError) -> Response:
+        return JSONResponse(error.body, error.status, error.headers)
+
+    @app.exception_handler(HTTPException)
+    async def on_http_error(request: Request, error: HTTPException) -> Response:
+        path = request.url.path
+        messages = {404: f"Nothing is served at {path}.", 405: f"{path} does not accept {request.method}."}
+        body = ApiError(error.status_code, messages.get(error.status_code, str(error.detail))).body
+        return JSONResponse(body, error.status_code, error.headers)
+
+    @app.exception_handler(Exception)
+    async def on_failure(request: Request, error: Exception) -> Response:
+        return JSONResponse(failed("The server failed; its log says why.").body, 500, {"x-should-retry": "false"})
+
+
+def _add_status_routes(app: FastAPI, server: Server) -> None:
+    """The web page, one file that loads nothing from other hosts; and what load balancers, Prometheus and OpenAI's clients ask."""
+
+    @app.get("/", include_in_schema=False)
+    async def page() -> Response:
+        headers = {"Content-Security-Policy": _PAGE_POLICY}
+        return Response(_PAGE, media_type="text/html; charset=utf-8", headers=headers)
+
+    @app.get("/health")
+    async def health() -> Response:
+        """200 if the model is loaded and the engine is running."""
+        _ = server.running_worker  # raises ApiError 503 otherwise
+        return Response()
+
+    @app.get("/version")
+    async def version() -> dict[str, str]:
+        return {"version": hf_specdec.__version__}
+
+    @app.get("/metrics")
+    async def metrics() -> Response:
+        _ = server.running_worker  # raises ApiError 503 if it is not running
+        return Response(server.metrics.text(), media_type="text/plain; version=0.0.4; charset=utf-8")
+
+    @app.get("/v1/models")
+    async def models() -> dict[str, Any]:
+        return {"object": "list", "data": [server.model(name) for name in server.names]}
+
+    @app.get("/v1/models/{name:path}")  # a name may contain slashes
+    async def model(name: str) -> dict[str, Any]:
+        server.check_model(name)
+        return server.model(name)
+
+
+async def _in_a_lane(server: Server, work: Callable[..., tuple[bytes, dict[str, str]]], request: Request) -> Response:
+    """Answer a request with JSON and headers that `work` makes of a server, a body and its headers."""
+    raw = await request.body()
+    done = server.lanes.run(len(raw), work, raw, dict(request.headers))
+    answer, headers = await unless_disconnected(request.receive, done)
+    return Response(answer, headers=headers, media_type="application/json")
+
+
+# An answer is written by pydantic, because Python takes several times as long for a list of a million ids.
+
+
+def _tokenized(server: Server, raw: bytes, headers: dict[str, str]) -> tuple[bytes, dict[str, str]]:
+    body = read_body(TokenizeRequest, raw, headers)
+    server.check_model(body.model)
+    if body.prompt is None:
+        ids = server.text_ids(server.chat_text(body), "messages", add_special_tokens=False)
+    else:
+        ids = server.text_ids(body.prompt, "prompt", body.add_special_tokens)
+    known = {} if server.facts is None else {"max_model_len": server.max_model_len}
+    return to_json({"tokens": ids, "count": len(ids), **known}), ignored_header(body.unknown_fields)
+
+
+def _detokenized(server: Server, raw: bytes, headers: dict[str, str]) -> tuple[bytes, dict[str, str]]:
+    body = read_body(DetokenizeRequest, raw, headers)
+    server.check_model(body.model)
+    size = len(server.tokenizer)
+    if body.tokens and not 0 <= min(body.tokens) <= max(body.tokens) < size:
+        raise bad_request(f"tokens must be ids from 0 to {size - 1}.", "tokens")
+    return to_json({"prompt": server.tokenizer.decode(body.tokens)}), ignored_header(body.unknown_fields)

@@ -1,0 +1,467 @@
+"""The endpoints that generate text: how a request is submitted, and how its answer is sent, whole or as a stream."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import time
+import uuid
+from abc import ABC, abstractmethod
+from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
+from functools import partial
+from typing import Any, Generic, TypeVar
+
+from fastapi import Request
+from fastapi.responses import Response, StreamingResponse
+from pydantic_core import to_json
+
+from ...sampling.grammar import Reasoning
+from ..engine.structured import StructuredOutputsParams
+from ..engine.text import token_bytes, token_text
+from ..ipc.messages import Update
+from .chat_parser import MessageParser, joined_calls, reasoning_before, without_tools
+from .errors import ApiError, bad_request, shown
+from .guard import SPACE
+from .logprobs import TextOffsets, chat_logprobs, completion_logprobs, prompt_logprobs
+from .protocol import Body, ChatRequest, CompletionRequest, SamplingFields, StreamOptions, read_body
+from .server import Answer, Server
+
+IGNORED_HEADER = "x-ignored-fields"
+AnySampling = TypeVar("AnySampling", bound=SamplingFields)
+_to_json = json.JSONEncoder(separators=(",", ":"), allow_nan=False).encode
+
+
+def joined(updates: list[Update]) -> Update:
+    """All updates of a choice as one."""
+    return replace(
+        updates[-1], text="".join(update.text for update in updates), token_ids=[id for update in updates for id in update.token_ids],
+        logprobs=[entry for update in updates for entry in update.logprobs or []],
+    )  # fmt: skip
+
+
+class Endpoint(ABC, Generic[AnySampling]):
+    """One client's request to an endpoint that generates text. It may hold several prompts, each with `n` choices.
+
+    One of the server's lanes makes and prepares it, perhaps in another process, whose copy of the server it leaves behind. The other
+    methods are called in the event loop's thread.
+
+    Attributes:
+        form: the class of the bodies that the endpoint takes.
+        object, prefix: OpenAI's name for the frames of a stream (for the whole answer: without ".chunk"), and the prefix of the id.
+        ignored_fields: names of the request's fields that the server does not know and therefore ignores.
+        prompts: as the client gave them, or as the chat template made them.
+        ids: token ids of each prompt.
+        params: of all prompts.
+        reasoning: what the model writes before the text that a grammar describes.
+        answers: the state of each prompt's answer, in the order of the prompts.
+        last: the last update whose events were made.
+        grammar: what the text must match; None: any text.
+        base: the fields that every frame begins with.
+    """
+
+    form: type[Body]
+    object: str
+    prefix: str
+
+    def __init__(self, server: Server, body: AnySampling):
+        self.server, self.body = server, body
+        server.check_model(body.model)
+        self.prompts: list[str | list[int]] = []
+        self.ids: list[list[int]] = []
+        self.params = server.defaults
+        self.reasoning: Reasoning | None = None
+        self.answers: list[Answer] = []
+        self.last: Update | None = None
+        self.options = body.stream_options or StreamOptions()
+        self.ignored_fields: list[str] = []
+        self.grammar: StructuredOutputsParams | None = None
+        self.base = {
+            "id": f"{self.prefix}-{uuid.uuid4().hex}", "object": self.object, "created": int(time.time()),
+            "model": body.model or server.names[0],
+        }  # fmt: skip
+
+    @abstractmethod
+    def prepare(self) -> None:
+        """Check the request and set what `submit` sends. Raises ApiError: the request cannot be served."""
+        if self.body.prompt_logprobs is not None and self.body.stream:
+            message = "prompt_logprobs are not sent in streams: leave out stream, or prompt_logprobs."
+            raise bad_request(message, "prompt_logprobs")
+        self.grammar = self.body.grammar()
+
+    def submit(self, space: str = "") -> None:
+        """Send the prompts to the engine, each as a request of its own, and set `answers`. `space`, and errors: see `Server.submit`."""
+        for prompt, ids in zip(self.prompts, self.ids, strict=True):
+            answer = self.server.submit(
+                prompt, ids, self.params, self.reasoning, self.answers, self.body.max_time, space
+            )
+            self.answers.append(answer)
+
+    def is_long(self, answer: Answer, update: Update) -> bool:
+        """Whether the events of an update may be long, so that a thread has to make them."""
+        return False
+
+    @abstractmethod
+    def choice(self, number: int, update: Update) -> dict[str, Any]:
+        """The `choices` entry of a frame, without its index: what `update` adds to a choice of prompt `number`."""
+
+    @abstractmethod
+    def whole(self, number: int, updates: list[Update]) -> dict[str, Any]:
+        """The `choices` entry of the whole answer, without its index, from all updates of a choice of prompt `number`."""
+
+    def __getstate__(self) -> dict[str, Any]:
+        return {**vars(self), "server": None}
+
+    @classmethod
+    async def respond(cls, server: Server, request: Request) -> Response:
+        """Serve a request: return the whole answer, or a stream.
+
+        Raises:
+            ApiError: the request cannot be served, or the client has disconnected.
+        """
+        raw = await request.body()
+        return await unless_disconnected(request.receive, cls._respond(server, request, raw))
+
+    @classmethod
+    async def _respond(cls, server: Server, request: Request, raw: bytes) -> Response:
+        _ = server.running_worker  # before the model is loaded, the length of prompts is not known
+        self = await server.lanes.run(len(raw), _prepared, cls, raw, dict(request.headers))
+        self.server = server
+        headers = ignored_header(self.ignored_fields)
+        await server.compile(self.grammar)
+        with contextlib.ExitStack() as at_end:
+            at_end.callback(server.release, self.answers)
+            self.submit(request.scope.get(SPACE, ""))
+            if self.body.stream:
+                return EventStream(self.stream(), at_end.pop_all().close, headers)
+            results = await self.all_updates()
+            # in a thread: with log-probabilities an answer may hold a million entries
+            answer = await asyncio.to_thread(lambda: to_json(self.answer(results)))
+            return Response(answer, headers=headers, media_type="application/json")
+
+    def token_bytes(self, token: int) -> bytes:
+        return token_bytes(self.server.tokenizer, token)
+
+    def prompt_logprobs(self, number: int) -> list[dict[str, Any] | None] | None:
+        """The field of that name of prompt `number`; None: it is not wanted."""
+        top, prompt = self.body.prompt_logprobs, self.answers[number].prompt_logprobs
+        return None if top is None else prompt_logprobs(prompt, self.ids[number], top)
+
+    def index(self, number: int, index: int) -> int:
+        return number * self.body.n + index
+
+    def answer(self, results: list[list[Update]]) -> dict[str, Any]:
+        """The body of the whole answer, from all updates of each prompt. Any thread may call it."""
+        choices = []
+        for number, updates in enumerate(results):
+            for index in range(self.body.n):
+                written = [update for update in updates if update.index == index]
+                choices.append({"index": self.index(number, index), **self.whole(number, written)})
+        body = {**self.base, "object": self.object.removesuffix(".chunk"), "choices": choices, "usage": self.usage()}
+        if len(self.answers) == 1 and self.body.n == 1:
+            body["metrics"] = self.server.timings(self.answers[0], results[0][-1])
+            if results[0][-1].kv_transfer_params is not None:
+                body["kv_transfer_params"] = results[0][-1].kv_transfer_params
+        return body
+
+    async def all_updates(self) -> list[list[Update]]:
+        """All updates of each answer, in the order of the prompts. Waits until all have ended."""
+        updates: list[list[Update]] = [[] for _ in self.answers]
+        async for item in self.server.updates(self.answers):
+            if item is not None:
+                updates[item[0].number].append(item[1])
+        return updates
+
+    def usage(self) -> dict[str, Any]:
+        """The field `usage`: numbers of tokens, over all prompts and choices so far."""
+        num_prompt, num_new, num_cached = (
+            sum(getattr(answer, name) for answer in self.answers) for name in ("num_prompt", "num_new", "num_cached")
+        )
+        return {
+            "prompt_tokens": num_prompt, "completion_tokens": num_new, "total_tokens": num_prompt + num_new,
+            "prompt_tokens_details": {"cached_tokens": num_cached},
+        }  # fmt: skip
+
+    async def stream(self) -> AsyncIterator[bytes]:
+        """Yield server-sent events. An error ends the stream with an event that holds it, because the status has been sent."""
+        yield self.begin()
+        try:
+            async for item in self.server.updates(self.answers):
+                if item is None:
+                    yield b": ping\n\n"
+                elif self.is_long(*item):
+                    yield await asyncio.to_thread(self.events, *item)
+                else:
+                    yield self.events(*item)
+            yield self.end()
+        except Exception as error:
+            yield self.end(shown(error))
+
+    def begin(self) -> bytes:
+        """The events before the first text."""
+        return b""
+
+    def events(self, answer: Answer, update: Update) -> bytes:
+        self.last = update
+        handed = {} if update.kv_transfer_params is None else {"kv_transfer_params": update.kv_transfer_params}
+        index = self.index(answer.number, update.index)
+        return self._frame([{"index": index, **self.choice(answer.number, update)}], **handed)
+
+    def end(self, error: ApiError | None = None) -> bytes:
+        """The last events; `error`: what ended the stream."""
+        end = b"data: [DONE]\n\n"
+        if error is not None:
+            return sse(error.body) + end
+        if not self.options.include_usage:
+            return end
+        more = {"usage": self.usage()}
+        if len(self.answers) == 1 and self.body.n == 1 and self.last is not None:
+            more["metrics"] = self.server.timings(self.answers[0], self.last)
+        return sse({**self.base, "choices": [], **more}) + end
+
+    def _frame(self, choices: list[dict[str, Any]], **more: Any) -> bytes:
+        """One event. If the client wants token counts, all frames have the field, but only some have numbers."""
+        counts = {"usage": self.usage() if self.options.continuous_usage_stats else None}
+        return sse({**self.base, "choices": choices, **(counts if self.options.include_usage else {}), **more})
+
+
+def _prepared(server: Server, kind: type[Endpoint], raw: bytes, headers: dict[str, str]) -> Endpoint:
+    """An endpoint of this kind, made of the bytes of a body and prepared. Raises: ApiError, the request cannot be served."""
+    body = read_body(kind.form, raw, headers)
+    endpoint = kind(server, body)
+    endpoint.ignored_fields = body.unknown_fields
+    endpoint.prepare()
+    for read in (body, endpoint.body):
+        read.leave_out_what_is_done()
+    return endpoint
+
+
+class Completions(Endpoint[CompletionRequest]):
+    """POST /v1/completions."""
+
+    form = CompletionRequest
+    object = "text_completion"
+    prefix = "cmpl"
+
+    def prepare(self) -> None:
+        super().prepare()
+        body = self.body
+        counts = [body.prompt_logprobs, body.logprobs if body.echo else None]
+        self.params = body.sampling_params(
+            self.server.defaults, body.max_tokens if body.max_tokens is None else max(body.max_tokens, 1), logprobs=body.logprobs,
+            structured_outputs=self.grammar, prompt_logprobs=max((count for count in counts if count is not None), default=None),
+        )  # fmt: skip
+        self.prompts = body.prompts()
+        self.ids = [self.server.prompt_ids(prompt, "prompt") for prompt in self.prompts]
+        self.offsets: dict[tuple[int, int], TextOffsets] = {}  # by number of the prompt and index of the choice
+        self.special_ids = set(self.server.tokenizer.all_special_ids)
+        if body.echo and body.logprobs is not None:  # special tokens that were added before each prompt
+            self.num_added = [
+                len(ids) - len(self.server.encode(prompt, False)) if isinstance(prompt, str) else 0
+                for prompt, ids in zip(self.prompts, self.ids, strict=True)
+            ]
+
+    def usage(self) -> dict[str, Any]:
+        """As of any request, but with `max_tokens` 0 without the token that the engine draws all the same: it is shown nowhere."""
+        counts = super().usage()
+        if self.body.max_tokens == 0:
+            counts |= {"completion_tokens": 0, "total_tokens": counts["prompt_tokens"]}
+        return counts
+
+    def _logprobs(self, number: int, update: Update, offsets: TextOffsets, echoed: bool) -> dict[str, Any] | None:
+        """The field `logprobs` for new tokens. With `echoed`, the prompt's tokens come first. `offsets` is told all of them."""
+        if self.body.logprobs is None:
+            return None
+        tokens, entries, places = update.token_ids, list(update.logprobs or []), []
+        if echoed:
+            prompt, num_added = self.ids[number], self.num_added[number]
+            pieces = [b"" if i < num_added else self.token_bytes(id) for i, id in enumerate(prompt)]
+            if num_added < len(pieces) and not self._prompt_text(number).startswith(" "):
+                pieces[num_added] = pieces[num_added].removeprefix(b" ")  # SentencePiece's, which is not in the text
+            places = [offsets.add(piece) for piece in pieces]
+            # None for prompt tokens that were not read before the answer's time was over
+            entries = [*(self.answers[number].prompt_logprobs or []), *[None] * len(prompt)][: len(prompt)] + entries
+        hides = self.body.skip_special_tokens
+        places += [offsets.add(b"" if hides and id in self.special_ids else self.token_bytes(id)) for id in tokens]
+        tokens = [*self.ids[number], *tokens] if echoed else tokens
+        texts = [token_text(self.server.tokenizer, token) or "" for token in tokens]
+        return completion_logprobs(entries, tokens, texts, self.body.logprobs, places, self.token_bytes)
+
+    def is_long(self, answer: Answer, update: Update) -> bool:
+        return self.body.echo and (answer.number, update.index) not in self.offsets
+
+    def choice(self, number: int, update: Update) -> dict[str, Any]:
+        key = number, update.index
+        is_first = key not in self.offsets
+        echoed = self.body.echo and is_first
+        if self.body.max_tokens == 0:
+            reason = update.finish_reason and "length"
+            update = replace(update, text="", token_ids=[], logprobs=[], finish_reason=reason)
+        choice = {
+            "text": (self._prompt_text(number) if echoed else "") + update.text,
+            "logprobs": self._logprobs(number, update, self.offsets.setdefault(key, TextOffsets()), echoed),
+            "finish_reason": update.finish_reason, "stop_reason": update.stop_reason,
+        }  # fmt: skip
+        if self.body.return_token_ids:
+            choice |= {"token_ids": update.token_ids, **({"prompt_token_ids": self.ids[number]} if is_first else {})}
+        return choice
+
+    def whole(self, number: int, updates: list[Update]) -> dict[str, Any]:
+        absent = {"token_ids": None, "prompt_token_ids": None}
+        return {**absent, **self.choice(number, joined(updates)), "prompt_logprobs": self.prompt_logprobs(number)}
+
+    def _prompt_text(self, number: int) -> str:
+        prompt = self.prompts[number]
+        return prompt if isinstance(prompt, str) else self.server.tokenizer.decode(prompt)
+
+
+class Chat(Endpoint[ChatRequest]):
+    """POST /v1/chat/completions.
+
+    Attributes:
+        template: the response template by which the text is parsed; None: all of it is content.
+        prefix: the prompt's text, if there is a template.
+        parsers: one for each choice.
+    """
+
+    form: type[Body] = ChatRequest
+    object = "chat.completion.chunk"
+    prefix = "chatcmpl"
+    template: dict | None
+    parsers: list[MessageParser]
+
+    def prepare(self) -> None:
+        super().prepare()
+        body = self.body
+        if body.top_logprobs is not None and not body.logprobs:
+            raise bad_request("top_logprobs needs logprobs: true.", "top_logprobs")
+        most = body.max_completion_tokens if body.max_completion_tokens is not None else body.max_tokens
+        self.params = body.sampling_params(
+            self.server.defaults, most, logprobs=(body.top_logprobs or 0) if body.logprobs else None,
+            structured_outputs=self.grammar, prompt_logprobs=body.prompt_logprobs,
+        )  # fmt: skip
+        ids = self.server.prompt_ids(self.server.chat_text(body), "messages", add_special_tokens=False)
+        self.prompts, self.ids = [ids], [ids]
+        self.reasoning = self._choose_template(ids)
+        if self.template is not None:  # the marks it looks for may be special tokens
+            self.params = self.params.copy(skip_special_tokens=False)
+            if body.skip_special_tokens and "skip_special_tokens" in body.model_fields_set:
+                self.ignored_fields = [*self.ignored_fields, "skip_special_tokens"]
+
+    def submit(self, space: str = "") -> None:
+        body, make = self.body, None
+        if self.template is not None:
+            make = partial(
+                self.server.tokenizer.get_response_parser, self.template, prefix=self.prefix, tools=body.offered_tools
+            )
+        self.parsers = [MessageParser(make, body.forced_tool, body.parallel_tool_calls) for _ in range(body.n)]
+        super().submit(space)
+
+    def _choose_template(self, ids: list[int]) -> Reasoning | None:
+        """Set `template` and `prefix`. Returns the reasoning before a grammar's text. Raises ApiError: 400, no template has tool calls."""
+        body, tokenizer = self.body, self.server.tokenizer
+        template, tools = self.server.response_template, body.offered_tools
+        if tools and body.forced_tool is None and "tool_calls" not in (template or {"fields": ()})["fields"]:
+            raise bad_request(
+                "The server does not know how this model writes tool calls (--response-template): set tool_choice to "
+                "'required', a function, or 'none'.", "tools",
+            )  # fmt: skip
+        template = self.template = template if tools and self.grammar is None else without_tools(template)
+        self.prefix = "" if template is None else tokenizer.decode(ids)
+        return None if self.grammar is None else reasoning_before(tokenizer, template, self.prefix)
+
+    def answer(self, results: list[list[Update]]) -> dict[str, Any]:
+        shown_ids = self.ids[0] if self.body.return_token_ids else None
+        return {**super().answer(results), "prompt_logprobs": self.prompt_logprobs(0), "prompt_token_ids": shown_ids}
+
+    def begin(self) -> bytes:
+        ids = {"prompt_token_ids": self.ids[0]} if self.body.return_token_ids else {}
+        choice = {"delta": {"role": "assistant", "content": ""}, "logprobs": None, "finish_reason": None}
+        return b"".join(self._frame([{"index": index, **choice}], **ids) for index in range(self.body.n))
+
+    def choice(self, number: int, update: Update) -> dict[str, Any]:
+        parser = self.parsers[update.index]
+        added = parser.feed(update.text, last=update.finish_reason is not None)
+        delta: dict[str, Any] = {**_reasoning(added.reasoning), **({"content": added.content} if added.content else {})}
+        if added.tool_calls:
+            delta["tool_calls"] = added.tool_calls
+        if not delta and update.finish_reason is None:
+            delta["content"] = ""
+        return {"delta": delta, **self._ending(parser, update)}
+
+    def whole(self, number: int, updates: list[Update]) -> dict[str, Any]:
+        parser = self.parsers[updates[-1].index]
+        deltas = [parser.feed(update.text, last=update is updates[-1]) for update in updates]
+        content, calls = "".join(delta.content for delta in deltas), joined_calls(deltas)
+        message = {"role": "assistant", "content": content if content or not calls else None, "refusal": None}
+        message |= _reasoning("".join(delta.reasoning for delta in deltas))
+        message = {**message, "tool_calls": calls} if calls else message
+        return {"message": message, "token_ids": None, **self._ending(parser, joined(updates))}
+
+    def _ending(self, parser: MessageParser, update: Update) -> dict[str, Any]:
+        # As in vLLM: "tool_calls" if the model chose the function to call, but "stop" if the request named the function.
+        chosen, top = parser.num_calls and self.body.forced_tool in (None, "required"), self.body.top_logprobs or 0
+        ending: dict[str, Any] = {
+            "logprobs": chat_logprobs(update, top, self.token_bytes) if self.body.logprobs else None,
+            "finish_reason": "tool_calls" if chosen and update.finish_reason == "stop" else update.finish_reason,
+            "stop_reason": update.stop_reason,
+        }  # fmt: skip
+        return {**ending, "token_ids": update.token_ids} if self.body.return_token_ids else ending
+
+
+def _reasoning(text: str) -> dict[str, str]:
+    """Reasoning under the two names that clients look for: DeepSeek's and transformers' `reasoning_content`, vLLM's `reasoning`."""
+    return {"reasoning_content": text, "reasoning": text} if text else {}
+
+
+class EventStream(StreamingResponse):
+    """A response of server-sent events.
+
+    Args:
+        release: called once, after the last event or after the client has disconnected.
+    """
+
+    def __init__(self, events: AsyncIterator[bytes], release: Callable[[], None], headers: dict[str, str]):
+        super().__init__(events, media_type="text/event-stream", headers=headers)
+        self.release = release
+
+    async def __call__(self, scope, receive, send) -> None:
+        try:
+            await super().__call__(scope, receive, send)
+        finally:
+            self.release()
+
+
+def ignored_header(names: list[str]) -> dict[str, str]:
+    """The header that names a request's ignored fields; none if there are none. Headers must be ASCII, and short."""
+    ignored = ", ".join(names)[:1000].encode("unicode_escape").decode().strip()
+    return {IGNORED_HEADER: ignored} if ignored else {}
+
+
+def sse(body: dict[str, Any]) -> bytes:
+    """Encode one server-sent event. The JSON is ASCII, because some clients end a line at U+2028."""
+    return b"data: " + _to_json(body).encode() + b"\n\n"
+
+
+async def unless_disconnected(receive: Callable[[], Awaitable[Any]], work: Awaitable[Any]) -> Any:
+    """Return the result of `work`; cancel it when the client disconnects, which `receive` tells.
+
+    Raises:
+        ApiError: 499, the client has disconnected.
+    """
+
+    async def wait_for_disconnect() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, watch = asyncio.ensure_future(work), asyncio.ensure_future(wait_for_disconnect())
+    try:
+        await asyncio.wait({task, watch}, return_when=asyncio.FIRST_COMPLETED)
+        if task.done():
+            return task.result()
+        raise ApiError(499, "The client has disconnected.")
+    finally:
+        task.cancel()
+        watch.cancel()
+        await asyncio.gather(task, watch, return_exceptions=True)

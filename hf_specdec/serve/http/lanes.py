@@ -1,0 +1,157 @@
+"""Lanes: where bodies are read and tokenized, so that the event loop, and with it every stream, need not wait."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import gc
+import logging
+import multiprocessing
+import os
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import Future, ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from functools import partial
+from typing import Any
+
+from ..ipc.engine_process import SIGNALS
+from .errors import shutting_down
+
+logger = logging.getLogger(__name__)
+
+_LONG_BYTES = 32 << 10  # the text of a longer body may take more than 0.1 s
+_PARENT_CHECK_SECONDS = 1.0
+_NICENESS = 10  # of the process for long bodies: where cores are few, streams go first
+
+
+class Lanes:
+    """Two lanes, one for short bodies and one for long ones: a short request never waits for a long one. Tasks of a lane run in the order
+    in which they came.
+
+    The short lane is a thread. So is the long one, until `fork` makes a process for it: parsers and checks of a body keep the
+    interpreter's lock, for seconds if it holds a million items.
+    """
+
+    def __init__(self, server: Any):
+        self._server = server
+        self._short, self._long = _Lane("hf-specdec-short-bodies"), _Lane("hf-specdec-long-bodies")
+        self._process: ProcessPoolExecutor | None = None
+        self._pid = 0
+        self._waiting: set[asyncio.Future] = set()
+        self._has_ended = False
+
+    def fork(self) -> None:
+        """Fork this process for long bodies. The copy has the tokenizer and needs little memory. Call before other threads are started."""
+        gc.collect()
+        gc.freeze()  # collections would copy the memory that the processes share, and make streams wait
+        try:
+            context = multiprocessing.get_context("fork")
+            self._process = ProcessPoolExecutor(1, context, initializer=_begin, initargs=(self._server,))
+        except (OSError, NotImplementedError, ValueError) as error:  # no semaphores, as without /dev/shm; no fork
+            logger.warning("There is no process for long bodies, which may hold up streams: %s", error)
+            return
+        self._pid = self._process.submit(os.getpid).result()
+
+    def close(self) -> None:
+        """Kill the process, which may be busy with a text that takes a minute."""
+        if self._process is not None:
+            with contextlib.suppress(ProcessLookupError):  # somebody else has killed it
+                os.kill(self._pid, signal.SIGKILL)
+            self._process.shutdown(wait=False)
+            self._process = None
+
+    async def run(self, num_bytes: int, function: Callable[..., Any], *args: Any) -> Any:
+        """Returns `function(server, *args)`. If the caller is cancelled before its turn comes, the function is not called.
+
+        Args:
+            num_bytes: size of the body. For a long one, the arguments and the result must be picklable.
+
+        Raises:
+            ApiError: 503, see `end`.
+            BrokenProcessPool: the process has ended.
+            Exception: what the function raises.
+        """
+        try:
+            waiting = asyncio.wrap_future(self._submit(num_bytes > _LONG_BYTES, function, args))
+            self._waiting.add(waiting)
+            waiting.add_done_callback(self._waiting.discard)
+            return await waiting
+        except BrokenProcessPool:
+            self._process = None
+            logger.warning("The process for long bodies has ended; a thread takes its place.")
+            raise
+        except asyncio.CancelledError:
+            if self._has_ended:
+                raise shutting_down() from None
+            raise
+
+    def _submit(self, is_long: bool, function: Callable[..., Any], args: tuple) -> Future:
+        if is_long and self._process is not None:
+            return self._process.submit(_call, self._server.facts, function, args)
+        return (self._long if is_long else self._short).submit(partial(function, self._server, *args))
+
+    def end(self) -> None:
+        """End whatever waits with an error, because the time for draining is over. Call in the event loop's thread."""
+        self._has_ended = True
+        for future in self._waiting:
+            future.cancel()
+
+
+class _Lane:
+    """A thread that runs tasks one by one. Unlike an executor's it is a daemon: a long text does not delay the end of the process."""
+
+    def __init__(self, name: str):
+        self._tasks: queue.SimpleQueue[tuple[Future, Callable[[], Any]]] = queue.SimpleQueue()
+        self._thread = threading.Thread(target=self._run, name=name, daemon=True)
+
+    def submit(self, task: Callable[[], Any]) -> Future:
+        """Append a task. Call in the event loop's thread only."""
+        if self._thread.ident is None:
+            self._thread.start()
+        future: Future = Future()
+        self._tasks.put((future, task))
+        return future
+
+    def _run(self) -> None:
+        while True:
+            future, task = self._tasks.get()
+            if future.set_running_or_notify_cancel():
+                try:
+                    future.set_result(task())
+                except BaseException as error:
+                    future.set_exception(error)
+            del future, task  # they hold the body and what was made of it
+
+
+_server: Any = None  # in the forked process: its copy of the server
+
+
+def _begin(server: Any) -> None:
+    """Begin the forked process: only the other process ends it, by a signal that cannot be ignored or by its own end."""
+    global _server
+    _server = server
+    os.nice(_NICENESS)
+    gc.disable()  # collections would take most of the time that it takes to read a million items
+    for number in SIGNALS:
+        signal.signal(number, signal.SIG_IGN)
+    threading.Thread(target=_end_with, args=(os.getppid(),), daemon=True).start()
+
+
+def _end_with(parent: int) -> None:
+    while os.getppid() == parent:
+        time.sleep(_PARENT_CHECK_SECONDS)
+    os._exit(1)
+
+
+def _call(facts: Any, function: Callable[..., Any], args: tuple) -> Any:
+    """Run a task in the forked process. `facts`: what the server has been told about the model since."""
+    if facts is not None:
+        _server.know(facts)
+    try:
+        return function(_server, *args)
+    finally:
+        gc.collect()

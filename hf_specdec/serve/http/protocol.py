@@ -1,0 +1,501 @@
+"""Request bodies of the HTTP API, read and checked: OpenAI's fields, and sampling parameters that vLLM adds to them.
+
+What is wrong with a body is an ApiError, 400, which names the field.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import fields
+from typing import Annotated, Any, Literal, TypeVar
+
+from pydantic import (
+    BaseModel,
+    ConfigDict,
+    Field,
+    GetJsonSchemaHandler,
+    StrictBool,
+    StrictInt,
+    ValidationError,
+    field_validator,
+    model_validator,
+)
+from pydantic_core import ErrorDetails, from_json
+
+from ..engine.params import SamplingParams
+from ..engine.structured import WHITE_SPACE, StructuredOutputsParams
+from .chat_parser import tool_grammar
+from .errors import ApiError, bad_request
+
+_MOST_STOPS = 64
+_MOST_PROMPTS = 1024
+MOST_MESSAGES = 32768
+_MOST_BIASES = 65536
+_PROMPT_FIELDS = {"prompt", "messages", "input"}
+_UNSUPPORTED_FIELDS = (
+    "functions", "function_call", "guided_json", "guided_regex", "guided_choice", "guided_grammar", "suffix",
+    "best_of", "use_beam_search", "audio", "modalities", "prompt_embeds",
+)  # fmt: skip
+
+# Values of unsupported fields that ask for what is done anyway; so does `best_of` with the value of `n`.
+_HARMLESS = {"suffix": [""], "modalities": [["text"]]}
+
+
+Item = TypeVar("Item")
+AnyBody = TypeVar("AnyBody", bound="Body")
+Items = Annotated[list[Item], Field(fail_fast=True)]  # one error per item of a long list would take seconds to make
+
+
+def _refuse_infinite(value: Any) -> None:
+    """Raise ValueError for numbers such as 1e999, which JSON allows, Python reads as infinite, and no answer can hold."""
+    if isinstance(value, float):
+        if math.isinf(value):
+            raise ValueError("a number is infinite")
+    elif isinstance(value, (dict, list)):
+        for inner in value.values() if isinstance(value, dict) else value:
+            if type(inner) is not int:  # a list may hold a million
+                _refuse_infinite(inner)
+
+
+class Part(BaseModel):
+    """An object within a body. Its unknown fields are kept, so that they can be named. Types are those of JSON: "1" is no number."""
+
+    model_config = ConfigDict(extra="allow", strict=True)
+
+    @classmethod
+    def __get_pydantic_json_schema__(cls, schema: Any, handler: GetJsonSchemaHandler) -> dict[str, Any]:
+        described = handler.resolve_ref_schema(handler(schema))
+        for name, of_field in described.get("properties", {}).items():
+            if name not in described.get("required", ()) and {"type": "null"} not in of_field.get("anyOf", ()):
+                described["properties"][name] = {"anyOf": [of_field, {"type": "null"}]}
+        return described
+
+    @model_validator(mode="before")
+    @classmethod
+    def _leave_out_nulls(cls, values: Any) -> Any:
+        """null means that a field is not given, as in OpenAI's API, where most fields may be null."""
+        if not isinstance(values, dict):
+            return values
+        needed = {field.alias or name for name, field in cls.model_fields.items() if field.is_required()}
+        return {name: value for name, value in values.items() if value is not None or name in needed}
+
+    @property
+    def without_effect(self) -> list[str]:
+        """Names of the fields that change nothing: those that are unknown."""
+        return list(self.model_extra or {})
+
+
+class Body(Part):
+    """Base of all request bodies: refuses what cannot be sent back."""
+
+    @property
+    def unknown_fields(self) -> list[str]:
+        """Sorted names of fields that the server does not know or that change nothing, such as "stream_options.foo"."""
+        return sorted(set(_unknown_fields(self, "")))
+
+    def leave_out_what_is_done(self) -> None:
+        """Forget the prompt, which has been read, and unknown fields: a body may have to be sent to another process."""
+        for name in _PROMPT_FIELDS & self.model_fields_set:
+            setattr(self, name, [])
+        (self.model_extra or {}).clear()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_what_cannot_be_sent(cls, values: Any) -> Any:
+        _refuse_infinite(values)
+        return values
+
+
+def _unknown_fields(value: Any, place: str) -> Iterator[str]:
+    """Names of the ignored fields of a body, or of a part of one. `place`: what they begin with."""
+    if isinstance(value, list):
+        for item in value:
+            yield from _unknown_fields(item, place)
+    elif isinstance(value, Part):
+        yield from (place + name for name in value.without_effect)
+        for name in value.model_fields_set & type(value).model_fields.keys():
+            yield from _unknown_fields(getattr(value, name), f"{place}{name}.")
+
+
+class StreamOptions(Part):
+    """Which token counts a stream contains: in a last frame, and then also in every frame."""
+
+    include_usage: bool = False
+    continuous_usage_stats: bool = False
+
+    @property
+    def without_effect(self) -> list[str]:
+        """As in vLLM, also `continuous_usage_stats` without `include_usage`."""
+        alone = self.continuous_usage_stats and not self.include_usage
+        return [*super().without_effect, *(["continuous_usage_stats"] if alone else [])]
+
+
+class SpeculationField(BaseModel):
+    """The field `speculative_config` of a request: drafter, draft length, or no drafts at all; and whether others learn from it."""
+
+    model_config = ConfigDict(extra="forbid", strict=True)
+    method: str | None = None
+    num_speculative_tokens: StrictInt | None = Field(default=None, ge=0)
+    enabled: bool = True
+    private: StrictBool = False
+
+
+class JsonSchema(Part):
+    """The schema of a response format."""
+
+    strict: bool | None = None
+    schema_: dict[str, Any] | None = Field(None, alias="schema")
+
+    @property
+    def without_effect(self) -> list[str]:
+        """Also `strict: false`: schemas are always followed."""
+        return [*super().without_effect, *(["strict"] if self.strict is False else [])]
+
+
+class ResponseFormat(Part):
+    """The field `response_format`: what the answer must be."""
+
+    type: Literal["text", "json_object", "json_schema"]
+    json_schema: JsonSchema | None = None
+
+    def structured_outputs(self) -> dict[str, Any] | None:
+        """The same as arguments of `StructuredOutputsParams`; None: any text."""
+        if self.type == "json_schema":
+            if self.json_schema is None or self.json_schema.schema_ is None:
+                raise bad_request("response_format of type json_schema needs json_schema.schema.", "response_format")
+            return {"json": self.json_schema.schema_}
+        return {"json_object": True} if self.type == "json_object" else None
+
+
+class SamplingFields(Body):
+    """The fields that chat, completion and response requests share."""
+
+    model: str | None = None
+    kv_transfer_params: dict[str, Any] | None = None
+    n: StrictInt = Field(1, ge=1, le=128)
+    stream: bool = False
+    stream_options: StreamOptions | None = None
+    temperature: float | None = None
+    top_p: float | None = None
+    top_k: int | None = None
+    min_p: float | None = None
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    repetition_penalty: float | None = None
+    seed: StrictInt | None = None
+    stop: str | Items[str] | None = None
+    stop_token_ids: Items[StrictInt] | None = None
+    include_stop_str_in_output: bool = False
+    ignore_eos: bool = False
+    min_tokens: StrictInt = 0
+    logit_bias: dict[str, float] | None = Field(None, max_length=_MOST_BIASES)
+    allowed_token_ids: Items[StrictInt] | None = None
+    bad_words: Items[str] | None = None
+    skip_special_tokens: bool = True
+    prompt_logprobs: StrictInt | None = Field(None, ge=0, le=20)
+    priority: StrictInt = 0
+    max_time: float | None = Field(None, gt=0, allow_inf_nan=False)
+    speculative_config: SpeculationField | None = None
+    return_token_ids: bool = False
+    response_format: ResponseFormat | None = None
+    structured_outputs: dict[str, Any] | None = None
+
+    @model_validator(mode="before")
+    @classmethod
+    def _refuse_unsupported_fields(cls, values: Any) -> Any:
+        """Refuse known fields that cannot be served: ignoring them would silently change the answer."""
+        known = {**_HARMLESS, "best_of": [values.get("n") or 1]} if isinstance(values, dict) else {}
+        for field in _UNSUPPORTED_FIELDS if isinstance(values, dict) else ():
+            if values.get(field) not in [None, False, [], "none", *known.get(field, [])]:
+                instead = ": use structured_outputs" if field.startswith("guided") else ""
+                raise ValueError(f"{field} is not served here{instead}")
+        return values
+
+    @model_validator(mode="after")
+    def _refuse_options_without_stream(self) -> SamplingFields:
+        if self.stream_options is not None and not self.stream:
+            raise bad_request("stream_options needs stream: true.", "stream_options")
+        return self
+
+    def wanted_format(self) -> dict[str, Any] | None:
+        """What other fields than `structured_outputs` say that the text must match, as arguments of `StructuredOutputsParams`."""
+        return None if self.response_format is None else self.response_format.structured_outputs()
+
+    def grammar(self) -> StructuredOutputsParams | None:
+        """What the text must match; None: any text."""
+        wanted, given = self.wanted_format(), self.structured_outputs
+        if wanted is None and given is None:
+            return None
+        try:
+            if wanted is not None and given is not None and not given.keys() <= WHITE_SPACE:
+                raise ValueError(
+                    "structured_outputs cannot be combined with response_format or a forced tool call, except for "
+                    f"{' and '.join(sorted(WHITE_SPACE))}."
+                )
+            return StructuredOutputsParams.of({**(given or {}), **(wanted or {})})
+        except ValueError as error:
+            raise bad_request(str(error), "structured_outputs") from None
+
+    def sampling_params(self, defaults: SamplingParams, max_tokens: int | None, **more: Any) -> SamplingParams:
+        """The request's parameters for the engine.
+
+        Args:
+            defaults: values for temperature, top-p, top-k, min-p and repetition penalty where the request has none.
+            max_tokens: maximum number of new tokens; None: only the model's length limits them.
+            more: further fields of `SamplingParams`."""
+        stops = [self.stop] if isinstance(self.stop, str) else self.stop or []
+        if len(stops) > _MOST_STOPS:
+            raise bad_request(f"stop may hold {_MOST_STOPS} texts, not {len(stops)}.", "stop")
+        wrong = [token for token in self.logit_bias or () if not token.strip().isdecimal()]
+        if wrong:
+            message = f"logit_bias must map token ids to numbers: {', '.join(wrong[:5])} are no ids."
+            raise bad_request(message, "logit_bias")
+        speculation = self.speculative_config or SpeculationField()
+        given = {name: getattr(defaults, name) for name in _DEFAULTS}
+        given |= {name: value for name in _SHARED if (value := getattr(self, name)) is not None}
+        given |= {"stop": stops, "max_tokens": max_tokens, "drafter": speculation.method, **more}
+        given["num_speculative_tokens"] = speculation.num_speculative_tokens if speculation.enabled else 0
+        try:
+            return SamplingParams(**given, private=speculation.private)
+        except ValueError as error:
+            raise bad_request(str(error), str(error).partition(" ")[0]) from None
+
+
+_DEFAULTS = ("temperature", "top_p", "top_k", "min_p", "repetition_penalty")  # a model may have values of its own
+_SHARED = {field.name for field in fields(SamplingParams)} & SamplingFields.model_fields.keys()
+
+
+class CompletionRequest(SamplingFields):
+    """POST /v1/completions."""
+
+    prompt: str | Items[str] | Items[StrictInt] | Items[Items[StrictInt]]
+    max_tokens: StrictInt | None = Field(16, ge=0)
+    logprobs: StrictInt | None = Field(None, ge=0, le=20)
+    echo: bool = False
+
+    @field_validator("prompt", mode="before")
+    @classmethod
+    def _refuse_many_prompts(cls, prompt: Any) -> Any:
+        if isinstance(prompt, list) and len(prompt) > _MOST_PROMPTS and type(prompt[0]) is not int:
+            raise ValueError(f"prompt may hold {_MOST_PROMPTS} prompts, not {len(prompt)}")
+        return prompt
+
+    def prompts(self) -> list[str | list[int]]:
+        """The prompts as a list, each a text or a list of token ids."""
+        prompt = self.prompt
+        if isinstance(prompt, str):
+            return [prompt]
+        if not prompt:
+            raise bad_request("prompt is empty.", "prompt")
+        return [list(prompt)] if isinstance(prompt[0], int) else list(prompt)  # type: ignore[list-item]
+
+
+class ChatMessage(BaseModel):
+    """One message of a conversation. The template sees fields that are unknown here, so they are not ignored."""
+
+    model_config = ConfigDict(extra="allow")
+    role: str
+    content: str | Items[dict[str, Any]] | None = None
+    tool_calls: Items[dict[str, Any]] | None = None
+    tool_call_id: str | None = None
+
+    def for_template(self) -> dict[str, Any]:
+        """The message as chat templates expect it: text parts joined, arguments of tool calls parsed."""
+        message = self.model_dump(exclude_none=True)
+        for call in message.get("tool_calls") or []:
+            if isinstance(call.get("function"), dict):
+                call["function"]["arguments"] = _arguments(call["function"].get("arguments"))
+        if isinstance(self.content, list):
+            message["content"] = joined_text(self.content, ("text",), "messages")
+        return message
+
+
+def _arguments(given: Any) -> dict[str, Any] | str:
+    """The arguments of an earlier tool call as an object, as templates want them. A text that is not of one, if cut off, stays a text."""
+    if given is None or given == "":
+        return {}
+    text = given if isinstance(given, str) else json.dumps(given, ensure_ascii=False)
+    try:
+        arguments = json.loads(text)
+        json.dumps(arguments, ensure_ascii=False, allow_nan=False).encode()  # no NaN, and no half of a character
+    except (ValueError, RecursionError):
+        return text
+    return arguments if isinstance(arguments, dict) else text
+
+
+def joined_text(parts: list[dict[str, Any]], kinds: tuple[str, ...], param: str) -> str:
+    """The joined texts of a content's parts. Besides `kinds` there may be refusals, the text of which is in another field."""
+    texts = []
+    for part in parts:
+        kind = part.get("type")
+        if kind not in (*kinds, "refusal"):
+            raise bad_request(
+                f"{param}: parts of type {kind!r} are not served here: this server gives models no images, files or audio.", param
+            )  # fmt: skip
+        texts.append(part.get("refusal" if kind == "refusal" else "text"))
+        if not isinstance(texts[-1], str):
+            raise bad_request(f"{param}: the text of a part must be a text.", param)
+    return "".join(texts)
+
+
+class Function(BaseModel):
+    """A function that the model may call. The template sees fields that are unknown here, so they are not ignored."""
+
+    model_config = ConfigDict(extra="allow")
+    name: str = Field(min_length=1, max_length=256)
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+
+
+class Tool(Part):
+    """A tool. Functions are the only kind."""
+
+    type: Literal["function"]
+    function: Function
+
+
+class NamedFunction(Part):
+    """The name of the function to call."""
+
+    name: str
+
+
+class NamedTool(Part):
+    """The form of `tool_choice` that names a function."""
+
+    type: Literal["function"]
+    function: NamedFunction
+
+
+class Conversation(Body):
+    """The fields that make the prompt of a conversation."""
+
+    messages: Items[ChatMessage] = Field(min_length=1, max_length=MOST_MESSAGES)
+    add_generation_prompt: bool = True
+    continue_final_message: bool = False
+    chat_template_kwargs: dict[str, Any] | None = None
+    tools: list[Tool] | None = Field(None, max_length=128)
+    tool_choice: Literal["none", "auto", "required"] | NamedTool | None = None
+
+    @model_validator(mode="after")
+    def _refuse_two_continuations(self) -> Conversation:
+        begins_another = self.add_generation_prompt and "add_generation_prompt" in self.model_fields_set
+        if self.continue_final_message and begins_another:
+            message = "add_generation_prompt begins another message: leave out either it or continue_final_message."
+            raise bad_request(message, "add_generation_prompt")
+        return self
+
+    @property
+    def offered_tools(self) -> list[dict[str, Any]] | None:
+        """The tools that the chat template shows to the model; None if the model may not call any."""
+        if not self.tools or self.tool_choice == "none":
+            return None
+        return [tool.model_dump(include={"type", "function"}, exclude_none=True) for tool in self.tools]
+
+
+class ChatRequest(Conversation, SamplingFields):
+    """POST /v1/chat/completions."""
+
+    max_tokens: StrictInt | None = Field(None, ge=1)
+    max_completion_tokens: StrictInt | None = Field(None, ge=1)
+    logprobs: bool = False
+    top_logprobs: StrictInt | None = Field(None, ge=0, le=20)
+    parallel_tool_calls: bool = True
+
+    @property
+    def forced_tool(self) -> str | None:
+        """ "required", or the name of the function that must be called; None: the model decides."""
+        choice = self.tool_choice
+        if choice in (None, "none", "auto"):
+            return None
+        if not self.tools:
+            raise bad_request("tool_choice needs tools.", "tool_choice")
+        if not isinstance(choice, NamedTool):
+            return "required"
+        name = choice.function.name
+        if name not in {tool.function.name for tool in self.tools}:
+            raise bad_request(f"tool_choice names {name!r}, which is not among the tools.", "tool_choice")
+        return name
+
+    def wanted_format(self) -> dict[str, Any] | None:
+        """As in other requests; or the JSON of a forced tool call."""
+        wanted, forced = super().wanted_format(), self.forced_tool
+        if forced is None:
+            return wanted
+        if wanted is not None:
+            raise bad_request("tool_choice cannot be combined with response_format.", "tool_choice")
+        functions = {tool.function.name: tool.function.parameters or {"type": "object"} for tool in self.tools or []}
+        return {"json": tool_grammar(functions, forced, self.parallel_tool_calls)}
+
+
+class TokenizeRequest(Conversation):
+    """POST /tokenize: a text, or a conversation as /v1/chat/completions takes it."""
+
+    model_config = ConfigDict(json_schema_extra={"oneOf": [
+        {"required": ["prompt"], "properties": {"prompt": {"type": "string"}, "messages": {"type": "null"}}},
+        {"required": ["messages"], "properties": {"messages": {"type": "array"}, "prompt": {"type": "null"}}},
+    ]})  # fmt: skip
+    model: str | None = None
+    prompt: str | None = None
+    messages: Items[ChatMessage] | None = Field(None, min_length=1, max_length=MOST_MESSAGES)  # type: ignore[assignment]
+    add_special_tokens: bool = True
+
+    @model_validator(mode="after")
+    def _check_form(self) -> TokenizeRequest:
+        if (self.prompt is None) == (self.messages is None):
+            raise ValueError("give either prompt or messages")
+        return self
+
+    @property
+    def unknown_fields(self) -> list[str]:
+        """Sorted names of fields that are ignored: also those that belong to the other form."""
+        other = {"add_special_tokens"} if self.prompt is None else Conversation.model_fields.keys()
+        return sorted({*super().unknown_fields, *(other & self.model_fields_set)})
+
+
+class DetokenizeRequest(Body):
+    """POST /detokenize."""
+
+    model: str | None = None
+    tokens: Items[StrictInt]
+
+
+def read_body(form: type[AnyBody], raw: bytes, headers: Mapping[str, str]) -> AnyBody:
+    """The body that these bytes hold."""
+    kind, encoding = headers.get("content-type", ""), headers.get("content-encoding")
+    if "json" not in kind.lower():
+        raise bad_request(f"The body has the type {kind!r}: send JSON, with the header Content-Type: application/json.")
+    try:  # pydantic's parser refuses NaN, lone surrogates and deep nesting, and is faster than Python's
+        value = from_json(raw.decode(), allow_inf_nan=False)
+    except ValueError as error:
+        compressed = f" It is compressed ({encoding}), which is not supported." if encoding else ""
+        raise bad_request(f"The body is not JSON: {error}.{compressed}") from None
+    try:
+        return form.model_validate(value)
+    except ValidationError as error:
+        raise _invalid(error.errors(include_url=False, include_input=False), value) from None
+
+
+def _invalid(errors: Sequence[ErrorDetails], body: Any) -> ApiError:
+    """What is wrong with a body, from pydantic's errors, of which there is one for each type that a field may have."""
+    places = [_place(error, body) for error in errors]
+    place = max((place for place in places if place[:1] == places[0][:1]), key=len)
+    at_place = [error for error, where in zip(errors, places, strict=True) if where == place]
+    name = ".".join(place)
+    if at_place[0]["type"] == "value_error":  # raised by our own checks, whose message names the field
+        return bad_request(f"{at_place[0].get('ctx', {})['error']}.", name or None)
+    first_message, *others = dict.fromkeys(error["msg"] for error in at_place)
+    message = " or ".join([first_message, *(other.removeprefix("Input should be ") for other in others)])
+    return bad_request(f"{name or 'The body'}: {message}.", name or None)
+
+
+def _place(error: ErrorDetails, body: Any) -> list[str]:
+    """Field names and indices that lead to what is wrong, without those that pydantic adds for each type that a field may have."""
+    place, value = [], body
+    for part in error["loc"]:
+        if (isinstance(value, dict) and part in value) or (isinstance(value, list) and isinstance(part, int)):
+            value = value[part]  # pyright: ignore[reportArgumentType, reportCallIssue]
+            place.append(str(part))
+    return [*place, str(error["loc"][-1])] if error["type"] == "missing" and error["loc"] else place

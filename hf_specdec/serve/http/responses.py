@@ -1,0 +1,325 @@
+"""POST /v1/responses: the request is translated into a chat request, or refused (ApiError, 400); its answer into items and events."""
+
+from __future__ import annotations
+
+import time
+import uuid
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, StrictInt, ValidationError
+
+from ..ipc.messages import Update
+from .chat_parser import Delta
+from .endpoints import Chat, sse
+from .errors import ApiError, bad_request
+from .protocol import MOST_MESSAGES, ChatRequest, Items, JsonSchema, NamedFunction, Part, SamplingFields, joined_text
+from .server import Answer, Server
+
+_UNSUPPORTED_FIELDS = (
+    "previous_response_id", "conversation", "background", "store", "prompt", "include", "top_logprobs", "max_tool_calls",
+    "context_management", "messages", "response_format", "max_tokens", "max_completion_tokens", "logprobs",
+    "prompt_logprobs", "return_token_ids", "kv_transfer_params",
+)  # fmt: skip
+_TEXT_PARTS = ("input_text", "output_text", "text", "reasoning_text", "summary_text")
+
+
+class TextFormat(JsonSchema):
+    """What the answer's text must be: `response_format` of chat in another shape."""
+
+    type: Literal["text", "json_object", "json_schema"] = "text"
+
+
+class TextOptions(Part):
+    """The field `text` of a request."""
+
+    format: TextFormat | None = None
+
+
+class FunctionTool(Part):
+    """A function that the model may call."""
+
+    type: Literal["function"]
+    name: str
+    description: str | None = None
+    parameters: dict[str, Any] | None = None
+    strict: bool | None = None
+
+    @property
+    def without_effect(self) -> list[str]:
+        """Also `strict`: forced calls are always strict, and those that the model chooses to make never are."""
+        return [*super().without_effect, *([] if self.strict is None else ["strict"])]
+
+
+class NamedFunctionTool(NamedFunction):
+    """The form of `tool_choice` that names a function."""
+
+    type: Literal["function"]
+
+
+class ResponsesRequest(SamplingFields):
+    """POST /v1/responses."""
+
+    input: str | Annotated[Items[dict[str, Any]], Field(max_length=MOST_MESSAGES)]
+    instructions: str | None = None
+    max_output_tokens: StrictInt | None = Field(None, ge=1)
+    tools: list[FunctionTool] | None = None
+    tool_choice: Literal["none", "auto", "required"] | NamedFunctionTool | None = None
+    parallel_tool_calls: bool = True
+    text: TextOptions | None = None
+    metadata: dict[str, str] | None = None
+    user: str | None = None
+    truncation: Literal["disabled"] | None = None
+    chat_template_kwargs: dict[str, Any] | None = None
+
+    @property
+    def without_effect(self) -> list[str]:
+        """Also `stream_options`: a stream always ends with the usage, and has it nowhere else."""
+        return [*super().without_effect, *(["stream_options"] if self.stream_options is not None else [])]
+
+    def to_chat(self) -> ChatRequest:
+        """The same request for /v1/chat/completions."""
+        for name in _UNSUPPORTED_FIELDS:
+            value = getattr(self, name, None)
+            if value is not None if name == "prompt_logprobs" else value not in (None, False, []):
+                message = f"{name} is not served here: responses are not stored, and hold only text and calls."
+                raise bad_request(message, name)
+        if self.n != 1:
+            raise bad_request("n must be 1.", "n")
+        fields = {name: getattr(self, name) for name in SamplingFields.model_fields if name in self.model_fields_set}
+        fields |= {"messages": self._messages(), "parallel_tool_calls": self.parallel_tool_calls}
+        fields |= {"max_completion_tokens": self.max_output_tokens, "chat_template_kwargs": self.chat_template_kwargs}
+        if self.tools:
+            shown = {"name", "description", "parameters"}
+            functions = [tool.model_dump(include=shown, exclude_none=True) for tool in self.tools]
+            fields["tools"] = [{"type": "function", "function": function} for function in functions]
+        if isinstance(self.tool_choice, NamedFunctionTool):
+            fields["tool_choice"] = {"type": "function", "function": {"name": self.tool_choice.name}}
+        elif self.tool_choice is not None:
+            fields["tool_choice"] = self.tool_choice
+        wanted = self.text.format if self.text is not None else None
+        if wanted is not None:
+            schema = {"json_schema": {"schema": wanted.schema_}} if wanted.type == "json_schema" else {}
+            fields["response_format"] = {"type": wanted.type, **schema}
+        try:
+            return ChatRequest.model_validate(fields)
+        except ValidationError as error:
+            first = error.errors()[0]
+            raise bad_request(f"{'.'.join(map(str, first['loc']))}: {first['msg']}.", "input") from None
+
+    def _messages(self) -> list[dict[str, Any]]:
+        """The items as messages of a conversation. Reasoning joins the assistant's next message; successive calls share a message."""
+        messages: list[dict[str, Any]] = []
+        if self.instructions:
+            messages.append({"role": "system", "content": self.instructions})
+        items = [{"role": "user", "content": self.input}] if isinstance(self.input, str) else self.input
+        reasoning = ""
+        for item in items:
+            kind = str(item.get("type") or "message")
+            if kind == "reasoning":
+                reasoning += _text_of(item.get("content") or item.get("summary") or [])
+                continue
+            for name in {"function_call": ("call_id", "name"), "function_call_output": ("call_id",)}.get(kind, ()):
+                if not isinstance(item.get(name), str):
+                    raise bad_request(f"input: {name} of a {kind} must be a text.", "input")
+            if kind == "function_call":
+                function = {"name": item.get("name"), "arguments": item.get("arguments")}
+                call = {"id": item.get("call_id"), "type": "function", "function": function}
+                if messages and messages[-1].get("tool_calls"):
+                    messages[-1]["tool_calls"].append(call)
+                    continue
+                message = {"role": "assistant", "tool_calls": [call]}
+            elif kind == "function_call_output":
+                message = {"role": "tool", "tool_call_id": item.get("call_id"), "content": _text_of(item.get("output"))}
+            elif kind == "message" and isinstance(item.get("role"), str):
+                role = "system" if item["role"] == "developer" else item["role"]
+                message = {"role": role, "content": _text_of(item.get("content"))}
+            else:
+                raise bad_request(f"input: items of type {kind!r} are not served here.", "input")
+            if reasoning and message["role"] == "assistant":
+                message["reasoning_content"], reasoning = reasoning, ""
+            messages.append(message)
+        return messages
+
+
+def _text_of(content: Any) -> str:
+    """An item's content as one text: the content itself, or the joined texts of its parts."""
+    if isinstance(content, str):
+        return content
+    if not isinstance(content, list) or not all(isinstance(part, dict) for part in content):
+        raise bad_request("input: the content of an item is a text or a list of parts.", "input")
+    return joined_text(content, _TEXT_PARTS, "input")
+
+
+class ResponseItems:
+    """The items of a response while they are generated. Methods return events, still without their sequence numbers.
+
+    Attributes:
+        items: the items so far; the last may still be growing.
+    """
+
+    def __init__(self) -> None:
+        self.items: list[dict[str, Any]] = []
+        self._open: dict[str, Any] | None = None
+
+    def add(self, delta: Delta) -> list[dict[str, Any]]:
+        events = []
+        if delta.reasoning:
+            events += self._write("reasoning", "reasoning_text", delta.reasoning)
+        if delta.content:
+            events += self._write("message", "output_text", delta.content)
+        for call in delta.tool_calls:
+            events += self._call(call)
+        return events
+
+    def close(self, status: str = "completed") -> list[dict[str, Any]]:
+        """End the item that is growing, if any, with this status. Returns its events."""
+        item, self._open = self._open, None
+        if item is None:
+            return []
+        item["status"] = status
+        if item["type"] == "function_call":
+            done = {"arguments": item["arguments"], "name": item["name"]}
+            events = [self._event("function_call_arguments.done", item, **done)]
+        else:
+            (part,) = item["content"]
+            text = {"content_index": 0, "text": part["text"], **_logprobs(item)}
+            events = [
+                self._event(f"{part['type']}.done", item, **text),
+                self._event("content_part.done", item, content_index=0, part=dict(part)),
+            ]
+        return [*events, self._event("output_item.done", item=_copy(item))]
+
+    def _event(self, kind: str, of: dict[str, Any] | None = None, **fields: Any) -> dict[str, Any]:
+        """An event about the last item; `of`: that item, if the event names it by its id."""
+        name = {} if of is None else {"item_id": of["id"]}
+        return {"type": f"response.{kind}", **name, "output_index": len(self.items) - 1, **fields}
+
+    def _write(self, kind: str, part_type: str, text: str) -> list[dict[str, Any]]:
+        """Append text to the item that is growing; begin one if it is of another kind."""
+        events, item = [], self._open
+        if item is None or item["type"] != kind:
+            part: dict[str, Any] = {"type": part_type, "text": ""}
+            if kind == "message":
+                part |= {"annotations": [], "logprobs": []}
+                item = {"id": _id("msg"), "type": kind, "role": "assistant", "status": "in_progress", "content": []}
+            else:
+                item = {"id": _id("rs"), "type": kind, "summary": [], "status": "in_progress", "content": []}
+            events += self._begin(item)
+            events.append(self._event("content_part.added", item, content_index=0, part=dict(part)))
+            item["content"].append(part)
+        item["content"][0]["text"] += text
+        return [*events, self._event(f"{part_type}.delta", item, content_index=0, delta=text, **_logprobs(item))]
+
+    def _call(self, call: dict[str, Any]) -> list[dict[str, Any]]:
+        """Append a piece of a tool call; the first piece, which has an id, begins an item."""
+        events, function = [], call["function"]
+        if "id" in call:
+            item = {"id": _id("fc"), "type": "function_call", "status": "in_progress", "call_id": call["id"]}
+            events += self._begin({**item, "name": function["name"], "arguments": ""})
+        assert self._open is not None
+        if function["arguments"]:
+            self._open["arguments"] += function["arguments"]
+            events.append(self._event("function_call_arguments.delta", self._open, delta=function["arguments"]))
+        return events
+
+    def _begin(self, item: dict[str, Any]) -> list[dict[str, Any]]:
+        events = self.close()
+        self.items.append(item)
+        self._open = item
+        return [*events, self._event("output_item.added", item=_copy(item))]
+
+
+class Responses(Chat):
+    """POST /v1/responses. Submits and parses like `Chat`; only the answer's shape differs."""
+
+    form = ResponsesRequest
+
+    def __init__(self, server: Server, body: ResponsesRequest):
+        super().__init__(server, body.to_chat())
+        self.request, self.output = body, ResponseItems()
+        self.id, self.created = _id("resp"), time.time()
+        self.num_reasoning = self.num_events = 0
+
+    def answer(self, results: list[list[Update]]) -> dict[str, Any]:
+        (updates,) = results
+        for update in updates:
+            self._add(update)
+        return self._response(updates[-1])
+
+    def begin(self) -> bytes:
+        """Two events that show the response before its first text."""
+        kinds = ("response.created", "response.in_progress")
+        return self._encoded([{"type": kind, "response": self._response(None)} for kind in kinds])
+
+    def events(self, answer: Answer, update: Update) -> bytes:
+        """The events of an update; the last one of a response is response.completed, response.incomplete or response.failed."""
+        events = self._add(update)
+        if update.request_finished:
+            response = self._response(update)
+            events.append({"type": f"response.{response['status']}", "response": response})
+        return self._encoded(events)
+
+    def end(self, error: ApiError | None = None) -> bytes:
+        """The event for an error, if there is one."""
+        if error is None:
+            return b""
+        code, message = "server_error" if error.status >= 500 else "invalid_prompt", error.body["error"]["message"]
+        response = {**self._response(None), "status": "failed", "error": {"code": code, "message": message}}
+        return self._encoded([{"type": "response.failed", "response": response}])
+
+    def _encoded(self, events: list[dict[str, Any]]) -> bytes:
+        encoded = b""
+        for number, event in enumerate(events, self.num_events):
+            encoded += f"event: {event['type']}\n".encode() + sse({**event, "sequence_number": number})
+        self.num_events += len(events)
+        return encoded
+
+    def _add(self, update: Update) -> list[dict[str, Any]]:
+        """Append an update's text to the items. Returns its events."""
+        delta = self.parsers[0].feed(update.text, last=update.finish_reason is not None)
+        if delta.reasoning:
+            self.num_reasoning = update.num_tokens
+        events = self.output.add(delta)
+        if update.finish_reason is not None:
+            events += self.output.close("incomplete" if update.finish_reason == "length" else "completed")
+        return events
+
+    def _response(self, last: Update | None) -> dict[str, Any]:
+        """The response object. `last`: the update that ended it; None while it is being generated."""
+        request, answer = self.request, self.answers[0]
+        cut = last is not None and last.finish_reason == "length"
+        wanted = request.text.format if request.text is not None else None
+        response = {
+            "id": self.id, "object": "response", "created_at": self.created, "model": self.base["model"],
+            "status": "in_progress" if last is None else "incomplete" if cut else "completed", "error": None,
+            "incomplete_details": {"reason": "max_output_tokens"} if cut else None, "output": [_copy(item) for item in self.output.items],
+            "instructions": request.instructions, "max_output_tokens": request.max_output_tokens, "metadata": request.metadata or {},
+            "parallel_tool_calls": request.parallel_tool_calls, "previous_response_id": None, "store": False, "background": False,
+            "temperature": answer.params.temperature, "top_p": answer.params.top_p, "truncation": "disabled",
+            "tool_choice": request.model_dump(include={"tool_choice"})["tool_choice"] or "auto",
+            "tools": [tool.model_dump() for tool in request.tools or []], "user": request.user,
+            "text": {"format": {"type": "text"} if wanted is None else wanted.model_dump(by_alias=True, exclude_none=True)},
+            "usage": None,
+        }  # fmt: skip
+        if last is not None:
+            response["usage"] = {
+                "input_tokens": answer.num_prompt, "input_tokens_details": {"cached_tokens": answer.num_cached, "cache_write_tokens": 0},
+                "output_tokens": answer.num_new, "output_tokens_details": {"reasoning_tokens": self.num_reasoning},
+                "total_tokens": answer.num_prompt + answer.num_new,
+            }  # fmt: skip
+            response["metrics"] = self.server.timings(answer, last)
+        return response
+
+
+def _id(prefix: str) -> str:
+    return f"{prefix}_{uuid.uuid4().hex}"
+
+
+def _copy(item: dict[str, Any]) -> dict[str, Any]:
+    """A copy of an item as it is now: events are encoded after the item has changed again."""
+    return {**item, "content": [dict(part) for part in item["content"]]} if "content" in item else dict(item)
+
+
+def _logprobs(item: dict[str, Any]) -> dict[str, Any]:
+    """A field that OpenAI's clients expect in events about a message's text."""
+    return {"logprobs": []} if item["type"] == "message" else {}

@@ -1,0 +1,492 @@
+"""Server: sends the requests of all endpoints to the engine, and the updates of each request to its client."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import inspect
+import logging
+import time
+import uuid
+from collections.abc import AsyncIterator
+from dataclasses import dataclass, field
+from typing import Any
+
+from ...candidate_generators import parse_config
+from ...core.errors import is_failure
+from ...sampling.grammar import Reasoning
+from ..engine.params import SamplingParams
+from ..engine.request import Logprob
+from ..engine.structured import StructuredOutputsParams
+from ..engine.text import Detokenizer
+from ..ipc.engine_process import EngineProcess
+from ..ipc.messages import Cancel, Facts, Load, Submit, Update
+from ..ipc.worker import EngineWorker
+from ..llm import LLM
+from ..metrics import Metrics
+from .errors import ApiError, bad_request, failed, overloaded, shutting_down, unavailable
+from .lanes import Lanes
+from .protocol import Conversation
+
+logger = logging.getLogger(__name__)
+
+CHATML = (
+    "{% for message in messages %}<|im_start|>{{ message['role'] }}\n{{ message['content'] }}<|im_end|>\n{% endfor %}"
+    "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
+)
+_MOST_PER_TOKEN = 8  # characters: the tokens of long texts have fewer
+_TOKENS_OF_CUT_WORD = 1024  # that a word may have more if the text ends inside it
+_MOST_CHARACTERS = 1 << 20  # take one to three seconds
+_ENGINE_CHECK_SECONDS = 15.0  # without updates: a stream that sends no comments then checks that the engine still runs
+
+
+def _calls_at_fault(messages: list[dict[str, Any]]) -> str:
+    """A sentence if an earlier tool call has no object of arguments, for which a template may have raised; else empty."""
+    functions = [call.get("function") for message in messages for call in message.get("tool_calls", ())]
+    if any(isinstance(function, dict) and isinstance(function["arguments"], str) for function in functions):
+        return ". The arguments of a tool call are no JSON object, which this template may need."
+    return ""
+
+
+@dataclass
+class Limits:
+    """Limits of the server; times are in seconds.
+
+    Attributes:
+        max_body_bytes: largest body of a request.
+        max_queued_requests: requests that may wait for the engine; a further one is answered with 429. None: no limit.
+        keep_alive_seconds: time without an update after which a stream sends a comment; 0: it never does.
+        read_seconds: time for the headers of a request to arrive, and for its body (large bodies get more).
+        answer_seconds: time for an answer, which then ends with what has been generated. None: no limit.
+    """
+
+    max_body_bytes: int = 16 << 20
+    max_queued_requests: int | None = None
+    keep_alive_seconds: float = 15.0
+    read_seconds: float = 30.0
+    answer_seconds: float | None = None
+
+
+@dataclass
+class Privacy:
+    """Whose texts may shape whose drafts. Drafts never change a text, but the speed of an answer can reveal what was drafted.
+
+    Attributes:
+        private: every request is private (`SamplingParams.private`).
+        shares_across_keys: requests with different API keys share what look-ups learn, and may teach one head.
+    """
+
+    private: bool = False
+    shares_across_keys: bool = False
+
+    def check(self, speculative_config: Any, api_keys: list[str] | None) -> None:
+        """Refuse that one API key's requests shape another's drafts, unless allowed. Raises ValueError: a head would learn from both."""
+        config = None if speculative_config is None else parse_config(speculative_config)
+        keeps_apart = len(set(api_keys or [])) > 1 and not (self.private or self.shares_across_keys)
+        if keeps_apart and getattr(config, "learn", False):
+            raise ValueError(
+                "'learn' teaches one head from the requests of all API keys: allow that with --share-across-api-keys, or leave 'learn' out."
+            )
+
+
+class Inbox(asyncio.Queue["tuple[Answer, Update] | None"]):
+    """Queue of the updates for one client's request. It also delivers None after `seconds` without an update: one timer serves all
+    items, because each step brings an update for each stream. Used in the event loop's thread only.
+    """
+
+    def __init__(self, seconds: float):
+        super().__init__()
+        self.seconds, self.loop = seconds, asyncio.get_running_loop()
+        self._last_put = self.loop.time()
+        self._timer = self.loop.call_later(seconds, self._on_timer)
+
+    def put_nowait(self, item: tuple[Answer, Update] | None) -> None:
+        self._last_put = self.loop.time()
+        super().put_nowait(item)
+
+    def close(self) -> None:
+        """Stop the timer. Call once nobody reads any more."""
+        self._timer.cancel()
+
+    def _on_timer(self) -> None:
+        """Put None if nothing came for `seconds`; then set the timer for `seconds` after the last item."""
+        if self.loop.time() >= self._last_put + self.seconds:
+            self.put_nowait(None)
+        self._timer = self.loop.call_at(self._last_put + self.seconds, self._on_timer)
+
+
+@dataclass
+class Answer:
+    """The state of the answer to one prompt, while it is generated.
+
+    Attributes:
+        number: index of the prompt in the client's request, from 0.
+        inbox: receives its updates, and those of the other prompts of the same client's request.
+        num_prompt, num_new, num_cached: prompt tokens; new tokens of all choices so far; prompt tokens whose KV was cached.
+        began, first: `time.monotonic()` when the request came, and when its first token did; None before that.
+        ended: True after its last update, or once the client has disconnected.
+        deadline: timer that ends it when its time limit is reached; None: no limit.
+        prompt: the prompt's ids, which a `Detokenizer` needs.
+        prompt_logprobs: see `Request`; None before the first update, and unless requested.
+        texts: detokenizers by choice index; empty if the engine makes the text, because it must look for stop texts.
+    """
+
+    id: str
+    number: int
+    inbox: Inbox
+    num_prompt: int
+    params: SamplingParams
+    began: float = field(default_factory=time.monotonic)
+    first: float | None = None
+    ended: bool = False
+    num_new: int = 0
+    num_cached: int = 0
+    deadline: asyncio.TimerHandle | None = None
+    prompt: list[int] = field(default_factory=list)
+    prompt_logprobs: list[dict[int, Logprob] | None] | None = None
+    texts: dict[int, Detokenizer] = field(default_factory=dict)
+
+    def make_text(self, update: Update, tokenizer: Any) -> None:
+        if self.params.detokenize:
+            return
+        text = self.texts.get(update.index)
+        if text is None:
+            text = Detokenizer(tokenizer, self.prompt, self.params.skip_special_tokens)
+            self.texts[update.index] = text
+        tokens = update.token_ids[:-1] if update.hides_end else update.token_ids
+        update.text = "".join([text.add(token) for token in tokens])
+        if update.finish_reason is not None:
+            update.text += text.finish()
+
+
+_STOPPED = "The engine has stopped; the log says why."
+
+
+class Server:
+    """Sends the requests of all endpoints to the engine, and the updates of each request to its client.
+
+    The engine runs in a process of its own (`connect`), or in a thread of this one (`start`). Methods are called in the event loop's
+    thread, except `deliver` (the engine's), `connect` and `start` (the one that loads the model), `stop` (any other), and those that
+    make token ids (those of `lanes`).
+
+    Args:
+        names: names by which clients may call the model; answers contain the first.
+        response_template: how the model marks reasoning and tool calls, in transformers' format; None: the tokenizer's own, or the
+            one that transformers has for this family of models.
+        privacy: whose texts may shape whose drafts; None: only texts of the same API key do.
+
+    Attributes:
+        worker: runs the engine; None until the model is loaded.
+        facts: what is known about the model; None until it is loaded.
+        answers: answers that have not ended, by id.
+        lanes: threads for work that grows with a body.
+        is_closed: True once the time for draining is over; every request is then refused.
+    """
+
+    def __init__(
+        self, tokenizer: Any, names: list[str], limits: Limits, response_template: dict | None = None,
+        privacy: Privacy | None = None
+    ):  # fmt: skip
+        self.response_template, self.privacy = response_template, privacy or Privacy()
+        self.tokenizer, self.names, self.limits = tokenizer, names, limits
+        self.defaults, self.max_model_len = SamplingParams(), 0
+        self.worker: EngineWorker | EngineProcess | None = None
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.answers: dict[str, Answer] = {}
+        self.facts: Facts | None = None
+        self.lanes = Lanes(self)
+        self.encode("")  # sets the tokenizer's options, which must not change while another thread uses it
+        self._num_submitted = 0  # choices
+        self.created, self.is_closed = int(time.time()), False
+        self.metrics = Metrics(names[0], lambda: Load() if self.worker is None else self.worker.load)
+        if tokenizer.chat_template is None:
+            logger.warning("The tokenizer has no chat template: /v1/chat/completions uses ChatML.")
+
+    def start(self, llm: LLM, loop: asyncio.AbstractEventLoop) -> None:
+        """Start the engine of a loaded model in a thread of this process; for `loop` and errors see `connect`."""
+        self.know(Facts.of(llm, self.tokenizer))
+        self.worker, self.loop = llm.make_worker(self.deliver), loop
+        self.worker.start()
+
+    def connect(self, worker: EngineProcess, facts: Facts, loop: asyncio.AbstractEventLoop) -> None:
+        """Send requests to this engine, whose `deliver` is ours. Raises Exception: transformers', for a malformed response template."""
+        self.know(facts)
+        self.worker, self.loop = worker, loop
+
+    def know(self, facts: Facts) -> None:
+        """Take over what must be known about the model. Raises: see `connect`."""
+        self.facts, self.defaults, self.max_model_len = facts, facts.defaults, facts.max_model_len
+        if self.response_template is None:
+            self.response_template = facts.response_template
+        if self.response_template is not None:
+            self.tokenizer.get_response_parser(self.response_template, prefix="")  # raises if it is malformed
+
+    def end_answers(self) -> None:
+        """End all remaining answers with an error, because the time for draining is over. Clients then see why the connection closes."""
+        self.is_closed = True
+        if self.worker is not None:
+            for name in list(self.answers):
+                self.worker.send(Cancel(name))
+        self._end_with(shutting_down())
+        self.lanes.end()
+
+    def end_lost_answers(self) -> None:
+        """End all answers with an error, because the engine has stopped."""
+        self._end_with(ApiError(503, _STOPPED, "service_unavailable"))
+
+    def _end_with(self, error: ApiError) -> None:
+        self._route([Update(answer, request_finished=True, error=error) for answer in list(self.answers)])
+
+    def stop(self) -> None:
+        """End the engine and wait for it; running requests are aborted."""
+        if self.worker is not None:
+            self.worker.stop()
+            self.worker.join()
+
+    @property
+    def running_worker(self) -> EngineWorker | EngineProcess:
+        """The worker that runs the engine, if it is running.
+
+        Raises:
+            ApiError: 503, the model is still being loaded, the engine has stopped, or it does not say anything.
+        """
+        worker = self._live_worker
+        if isinstance(worker, EngineProcess) and worker.is_silent:
+            seconds = round(time.monotonic() - worker.heard)
+            raise unavailable(f"The engine's process has said nothing for {seconds} s. It may have been stopped.", 5)
+        return worker
+
+    @property
+    def _live_worker(self) -> EngineWorker | EngineProcess:
+        """The same, even if it does not say anything: answers that have begun wait for it."""
+        worker = self.worker
+        if worker is None:
+            raise unavailable("The model is loading.", 5)
+        if self.is_closed:
+            raise shutting_down()
+        if worker.failure is not None or not worker.is_alive():
+            raise ApiError(503, _STOPPED, "service_unavailable")
+        return worker
+
+    def deliver(self, updates: list[Update]) -> None:
+        if self.loop is not None and not self.loop.is_closed():
+            with contextlib.suppress(RuntimeError):  # the loop has just closed: there are no readers any more
+                self.loop.call_soon_threadsafe(self._route, updates)
+
+    def _route(self, updates: list[Update]) -> None:
+        """Put each update into the inbox of its answer, and count the new tokens."""
+        for update in updates:
+            # Remove the answer here and not in its reader: a stream that was never read would keep it for ever.
+            answer = self.answers.pop(update.id, None) if update.request_finished else self.answers.get(update.id)
+            if answer is not None:
+                if answer.deadline is not None and update.request_finished:
+                    answer.deadline.cancel()
+                answer.inbox.put_nowait((answer, update))
+        written = [len(update.token_ids) for update in updates if update.token_ids]
+        self.metrics.tokens_written(sum(written), len(written))
+
+    def check_model(self, name: str | None) -> None:
+        """Raise ApiError 404 if a request names a model that is not served; None is always accepted."""
+        if name is not None and name not in self.names:
+            message = f"The model {name!r} does not exist here. Served: {', '.join(self.names)}."
+            raise ApiError(404, message, param="model", code="model_not_found")
+
+    def model(self, name: str) -> dict[str, Any]:
+        """What OpenAI's API tells about a model. Its length is not known until it is loaded."""
+        known = {} if self.facts is None else {"max_model_len": self.max_model_len}
+        return {"id": name, "object": "model", "created": self.created, "owned_by": "hf-specdec", **known}
+
+    def encode(self, text: str, add_special_tokens: bool = True) -> list[int]:
+        options = {"return_attention_mask": False, "return_token_type_ids": False}
+        return self.tokenizer(text, add_special_tokens=add_special_tokens, **options)["input_ids"]
+
+    def prompt_ids(self, prompt: str | list[int], param: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a prompt, which may be text or token ids. `param`: the field of the request from which it comes.
+
+        Raises:
+            ApiError: 400, the prompt is empty or too long.
+        """
+        if isinstance(prompt, str):
+            self._refuse_long_text(prompt, param)
+            prompt = self.encode(prompt, add_special_tokens)
+        if not prompt:
+            raise bad_request("The prompt is empty: it needs at least one token.", param)
+        if len(prompt) >= self.max_model_len:
+            raise self._too_long(str(len(prompt)), param)
+        return prompt
+
+    def _refuse_long_text(self, text: str, param: str) -> None:
+        """Refuse a text much of which is too long already: tokens of beginnings are counted, the next one twice as long."""
+        size = _MOST_PER_TOKEN * self.max_model_len
+        while size < len(text):
+            if len(self.encode(text[:size])) > self.max_model_len + _TOKENS_OF_CUT_WORD:
+                raise self._too_long(f"more than {self.max_model_len}", param)
+            size *= 2
+
+    def _too_long(self, size: str, param: str) -> ApiError:
+        message = f"The prompt has {size} tokens; with max_model_len {self.max_model_len} it may have {self.max_model_len - 1}."
+        return ApiError(400, message, param=param, code="context_length_exceeded")
+
+    def text_ids(self, text: str, param: str, add_special_tokens: bool = True) -> list[int]:
+        """Token ids of a text that need not be a prompt, but must not keep others waiting. `param` and errors: see `prompt_ids`."""
+        most = max(_MOST_CHARACTERS, _MOST_PER_TOKEN * self.max_model_len)
+        if len(text) > most:
+            message = f"{param}: the text has {len(text)} characters; at most {most} are tokenized at once."
+            raise bad_request(message, param)
+        return self.encode(text, add_special_tokens)
+
+    def _chatml(self) -> str:
+        """ChatML, after the token with which the tokenizer begins every text, if it has one."""
+        begins = self.tokenizer.bos_token is not None and self.encode("x")[0] == self.tokenizer.bos_token_id
+        return "{{ bos_token }}" + CHATML if begins else CHATML
+
+    def chat_text(self, body: Conversation) -> str:
+        """A conversation as text with its special tokens, by the tokenizer's chat template (ChatML if it has none).
+
+        Raises:
+            ApiError: 400, the template raises for these messages, or `chat_template_kwargs` sets an argument that the server sets.
+        """
+        messages = [message.for_template() for message in body.messages]
+        more = body.chat_template_kwargs or {}
+        reserved = sorted(more.keys() & inspect.signature(self.tokenizer.apply_chat_template).parameters.keys())
+        if reserved and reserved != ["documents"]:
+            raise bad_request(f"chat_template_kwargs may not set {', '.join(reserved)}.", "chat_template_kwargs")
+        template = None if self.tokenizer.chat_template is not None else self._chatml()
+        final = body.continue_final_message
+        try:
+            return self.tokenizer.apply_chat_template(
+                messages, tools=body.offered_tools, chat_template=template, tokenize=False,
+                add_generation_prompt=body.add_generation_prompt and not final, continue_final_message=final, **more,
+            )  # fmt: skip
+        except Exception as error:  # a template is a program from the checkpoint and may raise anything
+            message = f"The chat template refused the messages: {error}{_calls_at_fault(messages)}"
+            raise bad_request(message, "messages") from None
+
+    async def compile(self, grammar: StructuredOutputsParams | None) -> None:
+        """Compile a grammar before the request is submitted, so that the engine's thread need not wait for it. None: do nothing.
+
+        Raises:
+            ApiError: 400, it is malformed or too complex; 503, see `running_worker`.
+        """
+        if grammar is None:
+            return
+        try:
+            await asyncio.wrap_future(self.running_worker.compile(grammar))
+        except ValueError as error:
+            raise bad_request(str(error), "structured_outputs") from None
+        except ChildProcessError:
+            raise ApiError(503, _STOPPED, "service_unavailable") from None
+
+    def submit(
+        self, prompt: str | list[int], ids: list[int], params: SamplingParams, reasoning: Reasoning | None = None,
+        among: list[Answer] | None = None, max_time: float | None = None, space: str = ""
+    ) -> Answer:  # fmt: skip
+        """Send one prompt to the engine.
+
+        Args:
+            prompt: as the client gave it; `ids` are its token ids, see `prompt_ids`.
+            reasoning: what the model writes before the text that a grammar describes.
+            among: answers to the earlier prompts of the same client's request, with which this one shares an inbox.
+            max_time: seconds after which the answer ends with what has been generated. The server's own limit also applies.
+            space: see `Sequence.space`; not used if API keys share what is learnt.
+
+        Raises:
+            ApiError: 429, too many requests are waiting; 503, see `running_worker`.
+        """
+        worker = self.running_worker
+        most = self.limits.max_queued_requests
+        if most is not None and self._num_waiting(worker.load) >= most:
+            raise overloaded(f"{most} requests are waiting already (--max-num-queued-reqs). Try again later.")
+        silence = self.limits.keep_alive_seconds or _ENGINE_CHECK_SECONDS
+        number, inbox = (len(among), among[0].inbox) if among else (0, Inbox(silence))
+        # Only stop texts need text in the engine. Otherwise it is made in this thread, while the engine computes its next step.
+        private = params.private or self.privacy.private
+        space = "" if self.privacy.shares_across_keys else space
+        params = params.copy(detokenize=bool(params.stop), private=private, space=space)
+        answer = Answer(uuid.uuid4().hex, number, inbox, len(ids), params, prompt=ids)
+        self.answers[answer.id] = answer
+        self._num_submitted += params.n
+        worker.send(Submit(answer.id, prompt if isinstance(prompt, str) else None, ids, params, reasoning))
+        limits = [limit for limit in (max_time, self.limits.answer_seconds) if limit is not None]
+        if limits:
+            end = Cancel(answer.id, "length")
+            answer.deadline = asyncio.get_running_loop().call_later(min(limits), worker.send, end)
+        return answer
+
+    def _num_waiting(self, load: Load) -> int:
+        """Number of waiting choices: those that the engine has reported, and those sent to it since then for which it has no free row."""
+        free = 0 if load.waiting else load.free_rows  # if choices wait although rows are free, blocks are missing
+        return load.waiting + max(0, self._num_submitted - load.num_read - free)
+
+    async def updates(self, answers: list[Answer]) -> AsyncIterator[tuple[Answer, Update] | None]:
+        """Yield the updates of a client's answers until all have ended. Call `release` afterwards, also after an error.
+
+        With `keep_alive_seconds`, also yield None after every such time without an update.
+
+        Raises:
+            ApiError: 400 or 500, one of the answers ended with an error; 503, the engine has stopped, or the server is shutting down.
+        """
+        left, inbox = len(answers), answers[0].inbox
+        while left:
+            item = await inbox.get()
+            if item is None:
+                _ = self._live_worker  # raises if it has stopped
+                if self.limits.keep_alive_seconds:
+                    yield None
+                continue
+            answer, update = item
+            left -= update.request_finished
+            answer.ended = update.request_finished
+            self._record(answer, update)
+            if isinstance(update.error, ApiError):
+                raise update.error
+            if update.is_refused:
+                raise bad_request(str(update.error))
+            if update.error is not None:  # also a ValueError: what raises in a step is no mistake of the client's
+                raise failed(f"The model raised {type(update.error).__name__} for this request.")
+            try:  # after the check for errors: the engine has accepted these ids
+                answer.make_text(update, self.tokenizer)
+            except BaseException as error:
+                if not is_failure(error):
+                    raise
+                logger.exception("The tokenizer raised for the new tokens of request %s.", answer.id)
+                raise failed(f"The tokenizer raised {type(error).__name__} for the new tokens.") from error
+            yield item
+
+    def release(self, answers: list[Answer]) -> None:
+        """Forget a client's answers, because nobody reads them any more; cancel those that have not ended. May be called twice."""
+        for answer in answers:
+            answer.inbox.close()
+            self.answers.pop(answer.id, None)
+            if answer.deadline is not None:
+                answer.deadline.cancel()
+            if not answer.ended:
+                answer.ended = True
+                self.metrics.request_ended("abort", answer.num_prompt, answer.num_cached, None)
+                if self.worker is not None:
+                    self.worker.send(Cancel(answer.id))
+
+    def _record(self, answer: Answer, update: Update) -> None:
+        now = time.monotonic()
+        answer.num_new += len(update.token_ids)
+        answer.num_cached = max(answer.num_cached, update.num_cached_tokens)
+        answer.prompt_logprobs = update.prompt_logprobs or answer.prompt_logprobs
+        if answer.first is None and update.token_ids:
+            answer.first = now
+            self.metrics.first_token.observe(now - answer.began)
+        if update.request_finished:
+            self.metrics.whole.observe(now - answer.began)
+            if answer.first is not None and answer.num_new > 1:
+                self.metrics.per_token.observe((now - answer.first) / (answer.num_new - 1))
+            reason = "error" if update.error is not None else update.finish_reason or "stop"
+            self.metrics.request_ended(reason, answer.num_prompt, answer.num_cached, update.statistics)
+
+    def timings(self, answer: Answer, update: Update) -> dict[str, Any]:
+        """The field `metrics` of an answer: times in milliseconds, and `update`'s statistics of speculation in vLLM's form."""
+        timings: dict[str, Any] = {}
+        if answer.first is not None:
+            timings["time_to_first_token_ms"] = round(1e3 * (answer.first - answer.began), 3)
+            timings["generation_time_ms"] = round(1e3 * (time.monotonic() - answer.first), 3)
+        if update.statistics is not None:
+            timings["speculative_decoding"] = update.statistics["speculative_decoding"]
+        return timings

@@ -1,0 +1,1 @@
+"""The engine in a thread or a process of its own, and the messages that cross."""

@@ -1,0 +1,267 @@
+"""An engine in a process of its own, so that it and the HTTP side do not wait for one interpreter lock.
+
+`EngineProcess` is the HTTP side's end. `main` runs in the process: it loads the model and serves what the HTTP side sends.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import os
+import pickle
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable
+from concurrent.futures import Future
+from functools import partial
+from typing import Any
+
+import torch.distributed as dist
+
+from ..engine.structured import StructuredOutputsParams
+from ..llm import LLM
+from .channel import Channel, portable
+from .messages import Cancel, Compile, Compiled, Ended, Facts, Load, Submit, Update
+from .worker import EngineWorker
+
+SECONDS_TO_END = 10.0  # for a process to end after it was told to; it is then killed
+BEAT_SECONDS = 2.0  # after this time the engine's process says something, even if nothing runs
+MOST_SILENT_SECONDS = 10.0  # then it is taken for stopped
+SIGNALS = (signal.SIGINT, signal.SIGTERM)  # end the server: the HTTP side handles them
+
+
+class EngineTraceback(Exception):
+    """Cause of an error that came from the engine's process: its traceback there."""
+
+    def __str__(self) -> str:
+        return f"\n{self.args[0]}"
+
+
+class EngineProcess(threading.Thread):
+    """An engine in a process of its own, which begins to load the model at once. The thread reads what the process sends.
+
+    A server uses it like an `EngineWorker`. The engine's process ends when this process ends, for whatever reason.
+
+    Args:
+        deliver: called in this thread with the updates of a step; must not block.
+        arguments: of `LLM`; they must be picklable.
+
+    Attributes:
+        process: the engine's process.
+        loaded: what the HTTP side must know about the model, once it is loaded; or the error with which loading failed.
+        load: see `Load`; replaced, never changed.
+        failure: the error that ended the engine, ChildProcessError if its process was killed; None if no error did.
+        heard: `time.monotonic()` when the process last said something.
+    """
+
+    def __init__(self, deliver: Callable[[list[Update]], None], arguments: dict[str, Any]):
+        super().__init__(name="hf-specdec-engine", daemon=True)
+        self.deliver = deliver
+        self.loaded: Future[Facts] = Future()
+        self.load = Load()
+        self.failure: BaseException | None = None
+        self.heard = time.monotonic()
+        self._has_told_its_end = self._has_ended = False
+        self._compiling: dict[int, Future[None]] = {}
+        self._numbers = itertools.count()
+        pickled = pickle.dumps(arguments)
+        ours, theirs = socket.socketpair()
+        with theirs:
+            self.process = _start(theirs.fileno())
+        self._channel = Channel(ours)
+        self._channel.put(pickled)
+        self.start()
+
+    def send(self, message: Submit | Cancel) -> None:
+        self._channel.put(message)
+
+    @property
+    def is_silent(self) -> bool:
+        """True if the process, which is alive, has said nothing for so long that it must be stopped (SIGSTOP), or be waiting for memory."""
+        return time.monotonic() - self.heard > MOST_SILENT_SECONDS
+
+    def compile(self, grammar: StructuredOutputsParams) -> Future[None]:
+        """Begin to compile a grammar. The future's error is ValueError for a malformed one, ChildProcessError if the engine ends."""
+        future, number = Future(), next(self._numbers)
+        future.set_running_or_notify_cancel()  # so that it cannot be cancelled
+        self._compiling[number] = future
+        self._channel.put(Compile(number, grammar))
+        if self._has_ended:  # perhaps `_give_up` ran before this future was added
+            self._give_up()
+        return future
+
+    def stop(self) -> None:
+        """End the process after the current step, or at once if it is loading; running requests are aborted."""
+        self._channel.put(None)
+
+    def end(self) -> None:
+        """End the process and wait for it; kill it if it takes longer than `SECONDS_TO_END`."""
+        self.stop()
+        self.join(SECONDS_TO_END)
+        self.process.kill()
+        self.join()
+
+    def run(self) -> None:
+        try:
+            while True:
+                messages = self._channel.get()
+                self.heard = time.monotonic()
+                for message in messages:
+                    self._handle(message)
+        except EOFError:
+            pass
+        except BaseException as error:
+            self.failure = error
+            self.process.kill()
+            raise
+        finally:
+            self._channel.close()
+            self._note_end()
+
+    def _handle(self, message: list[Update] | Load | Compiled | Facts | Ended) -> None:
+        if isinstance(message, list):
+            self.deliver(message)
+        elif isinstance(message, Load):
+            self.load = message
+        elif isinstance(message, Compiled):
+            future = self._compiling.pop(message.number)
+            future.set_result(None) if message.error is None else future.set_exception(message.error)
+        elif isinstance(message, Facts):
+            self.loaded.set_result(message)
+        else:
+            self._has_told_its_end, self.failure = True, message.error
+            if message.error is not None:
+                message.error.__cause__ = EngineTraceback(message.traceback)
+
+    def _note_end(self) -> None:
+        """The process has closed its end: wait for it, but not for ever; set `failure`, and end whatever waits for it."""
+        try:
+            code = self.process.wait(SECONDS_TO_END)
+        except subprocess.TimeoutExpired:
+            self.process.kill()
+            code = self.process.wait()
+        how = f"has ended with exit code {code}"
+        if code == -signal.SIGKILL:
+            how = "was killed (SIGKILL), by somebody or because memory ran out"
+        self._has_ended, killed = True, ChildProcessError(f"The engine's process {how}.")
+        if not self._has_told_its_end and self.failure is None:
+            self.failure = killed
+        if not self.loaded.done():
+            self.loaded.set_exception(self.failure or killed)
+        self._give_up()
+
+    def _give_up(self) -> None:
+        with contextlib.suppress(KeyError):  # popitem: nothing is left
+            while True:
+                self._compiling.popitem()[1].set_exception(ChildProcessError("The engine has ended."))
+
+
+def _start(descriptor: int) -> subprocess.Popen:
+    """Start the engine's process. `descriptor`: its end of the connection.
+
+    Ctrl-C reaches both processes, and systemd sends SIGTERM to both: the signals are blocked until the new one ignores them.
+    """
+    # The path is set before anything is imported: Python would look in the working directory first.
+    begin = f"import sys; sys.path[:] = {sys.path!r}; from {__name__} import main; main({descriptor})"
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, SIGNALS)
+    try:
+        return subprocess.Popen([sys.executable, "-c", begin], pass_fds=[descriptor])
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+# ---- in the process ----------------------------------------------------------------------------------------------------
+
+
+def main(descriptor: int) -> None:
+    """Load the model and serve it until the HTTP side tells this process to end, or has ended itself."""
+    for number in SIGNALS:  # not SIG_IGN, which processes that are started here would inherit
+        signal.signal(number, lambda *_: None)
+    signal.pthread_sigmask(signal.SIG_UNBLOCK, SIGNALS)
+    end = socket.socket(fileno=descriptor)
+    end.set_inheritable(False)
+    channel = Channel(end)
+    try:
+        (arguments,) = channel.get()
+    except EOFError:
+        return
+    reader = _Reader(channel)
+    reader.start()
+    error = _serve(arguments, channel, reader)
+    lines = [] if error is None else traceback.format_exception(type(error), error, error.__traceback__)
+    channel.put(Ended(None if error is None else portable(error), "".join(lines)))
+    reader.is_over = True
+    channel.close()
+    if dist.is_initialized():  # the threads of a group must not outlive `main`
+        dist.destroy_process_group()
+
+
+def _serve(arguments: bytes, channel: Channel, reader: _Reader) -> BaseException | None:
+    """Load the model and run its engine. Returns the error that ended either; None: it was told to end."""
+
+    def deliver(updates: list[Update]) -> None:
+        for update in updates:
+            if update.error is not None:
+                update.error = portable(update.error)
+        channel.put(updates)
+
+    try:
+        llm = LLM(**pickle.loads(arguments))
+        facts, worker = Facts.of(llm, llm.tokenizer), llm.make_worker(deliver, channel.put)
+    except BaseException as error:
+        return error
+    reader.worker = worker
+    channel.put(worker.load)
+    channel.put(facts)
+    worker.start()
+    while worker.is_alive():
+        worker.join(BEAT_SECONDS)
+        channel.put(worker.load)  # the HTTP side takes a process that says nothing for stopped
+    return worker.failure
+
+
+class _Reader(threading.Thread):
+    """Reads what the HTTP side sends, and passes it on to the engine's thread. Ends the process when the HTTP side's ends.
+
+    Attributes:
+        worker: the engine's thread; None while the model is being loaded.
+        is_over: True once the engine has ended; the channel is then closed on this side.
+    """
+
+    def __init__(self, channel: Channel):
+        super().__init__(name="hf-specdec-reader", daemon=True)
+        self.channel = channel
+        self.worker: EngineWorker | None = None
+        self.is_over = False
+
+    def run(self) -> None:
+        try:
+            while True:
+                for message in self.channel.get():
+                    if message is None:
+                        self._end()
+                    elif self.worker is not None and isinstance(message, Compile):
+                        compiled = self.worker.compile(message.grammar)
+                        compiled.add_done_callback(partial(self._tell, message.number))
+                    elif self.worker is not None:
+                        self.worker.send(message)
+        except EOFError:
+            if not self.is_over:
+                self._end().join(SECONDS_TO_END)
+                os._exit(1)
+
+    def _end(self) -> EngineWorker:
+        """End the engine after its step. If the model is still being loaded, exit: only that can stop the loading."""
+        if self.worker is None:
+            os._exit(1)
+        self.worker.stop()
+        return self.worker
+
+    def _tell(self, number: int, compiled: Future) -> None:
+        error = compiled.exception()
+        self.channel.put(Compiled(number, None if error is None else portable(error)))

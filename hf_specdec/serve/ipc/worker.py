@@ -1,0 +1,219 @@
+"""EngineWorker: runs the engine in a thread of its own. Messages are sent to it one by one; each step delivers a list of updates."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import queue
+import threading
+from collections.abc import Callable
+from concurrent.futures import Future
+from typing import Any
+
+from ...core.errors import is_failure
+from ...core.ranks import Ranks
+from ..engine.engine import Engine
+from ..engine.request import Request, RequestChoice
+from ..engine.structured import StructuredOutputsParams
+from .messages import Cancel, Load, Submit, Update
+
+logger = logging.getLogger(__name__)
+_POLL_TRANSFERS_SECONDS = 0.2  # how often transfers are polled while no request is running
+_POLL_OFTEN_SECONDS = 0.005  # the same while a decode server is about to ask for blocks
+
+
+def load_of(engine: Engine, num_read: int = 0) -> Load:
+    """How busy an engine is, which has read `num_read` choices."""
+    scheduler, cache, learner = engine.scheduler, engine.decoder.cache, engine.decoder.learner
+    num_running, usage = len(scheduler.running), cache.pool.num_used / max(cache.most_blocks, 1)
+    return Load(
+        num_running, len(scheduler.waiting), usage, scheduler.num_preemptions, None if learner is None else learner.report(),
+        scheduler.max_num_seqs - num_running, num_read,
+    )  # fmt: skip
+
+
+class EngineWorker(threading.Thread):
+    """Runs an engine's steps until it is stopped. On several ranks, each of which has one, all handle the messages that rank 0 is sent.
+
+    Args:
+        deliver: called in this thread with the updates of a step; must not block.
+        lock: the model's lock, held while steps run.
+        ranks: the processes among which the model is sharded; None: one process.
+        on_load: called in this thread with a `load` that differs from the one before.
+
+    Attributes:
+        load: see `Load`; replaced when a step begins and when it ends, never changed.
+        failure: the error that ended the thread; None if no error did.
+    """
+
+    def __init__(
+        self, engine: Engine, deliver: Callable[[list[Update]], None], lock: Any, ranks: Ranks | None = None,
+        on_load: Callable[[Load], None] = lambda load: None
+    ):  # fmt: skip
+        super().__init__(name="hf-specdec-engine", daemon=True)
+        self.engine, self.deliver, self.lock, self.ranks, self.on_load = engine, deliver, lock, ranks, on_load
+        self.failure: BaseException | None = None
+        self._inbox: queue.SimpleQueue[Submit | Cancel | None] = queue.SimpleQueue()
+        self._num_read = 0
+        self.load = load_of(engine)
+        self._requests: dict[str, Request] = {}
+
+    def send(self, message: Submit | Cancel) -> None:
+        self._inbox.put(message)
+
+    def compile(self, grammar: StructuredOutputsParams) -> Future:
+        """Begin to compile a grammar, so that the engine need not wait for it later. May be called in any thread.
+
+        The future's error is ValueError for a grammar that is malformed or too complex.
+        """
+        return self.engine.grammars.start(grammar)
+
+    def stop(self) -> None:
+        """End the thread after the current step; running requests are aborted."""
+        self._inbox.put(None)
+
+    def run(self) -> None:
+        with contextlib.nullcontext() if self.ranks is None else self.ranks.watched():
+            try:
+                self._run()
+            except BaseException as error:
+                self.failure = error
+                logger.exception("The engine has stopped.")
+                raise
+            finally:
+                self.engine.close()
+
+    def _run(self) -> None:
+        while self._read(block=not self.engine.has_work):
+            if self.engine.has_work:
+                with self.lock, self.engine.decoder.active():
+                    while self.engine.has_work and not self.engine.decoder.wants_pause:
+                        if not self._step():
+                            return
+
+    def _step(self) -> bool:
+        """Handle messages and run one step. False if the thread must end."""
+        if not self._read(block=False):
+            return False
+        if not self.engine.has_work:
+            return True
+        updates = [update for request in self.engine.step(self._note_load) for update in self._updates(request)]
+        self._note_load()
+        if updates:
+            self.deliver(updates)
+        return True
+
+    def _read(self, block: bool) -> bool:
+        """Handle all messages that have come. False if the thread must end."""
+        if self.ranks is None:
+            messages = self._received(block)
+        else:
+            messages = self.ranks.same_object(self._received(block) if self.ranks.leads else None) or []
+        for message in messages:
+            if message is None:
+                return False
+            if isinstance(message, Submit):
+                self._submit(message)
+            else:
+                self._cancel(message)
+        return True
+
+    def _received(self, block: bool) -> list[Submit | Cancel | None]:
+        """Remove and return the messages in the inbox, up to an order to stop. `block`: wait for the first one."""
+        messages: list[Submit | Cancel | None] = []
+        while not messages or messages[-1] is not None:
+            waits = block and not messages
+            try:
+                # KV that other engines have read must be freed even while no request arrives.
+                messages.append(self._inbox.get(waits, self._poll_after() if waits else None))
+            except queue.Empty:
+                if not waits or self.engine.transfers is None:
+                    break
+                with self.lock, self.engine.decoder.active():
+                    self.engine.transfers.poll()
+        return messages
+
+    def _poll_after(self) -> float | None:
+        transfers = self.engine.transfers
+        if transfers is None or not transfers.is_busy:
+            return None
+        return _POLL_OFTEN_SECONDS if transfers.producer.awaits_consumer else _POLL_TRANSFERS_SECONDS
+
+    def _submit(self, message: Submit) -> None:
+        self._num_read += message.params.n
+        try:
+            request = self.engine.add(
+                message.id, message.prompt, message.prompt_token_ids, message.params, reasoning=message.reasoning
+            )
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            self._note_load()
+            self.deliver(
+                [Update(message.id, request_finished=True, error=error, is_refused=isinstance(error, ValueError))]
+            )
+            return
+        self._requests[message.id] = request
+        self._note_load()
+
+    def _cancel(self, message: Cancel) -> None:
+        request = self._requests.get(message.id)
+        if request is None:
+            return
+        self.engine.abort(request, reason=message.reason or "abort")
+        updates = self._updates(request)  # also removes the request from the dictionaries
+        self._note_load()
+        if message.reason is not None:
+            self.deliver(updates)
+
+    def _updates(self, request: Request) -> list[Update]:
+        """The updates of a request's choices since the last call. If it has ended, the last one says so, and the request is forgotten.
+
+        If making them raises, the request ends with that error, and no other does.
+        """
+        try:
+            return self._new_updates(request)
+        except BaseException as error:
+            if not is_failure(error):
+                raise
+            logger.exception("Request %s ends, because its updates could not be made.", request.id)
+            self.engine.abort(request, error)
+            self._requests.pop(request.id, None)
+            return [Update(request.id, request_finished=True, error=error)]
+
+    def _new_updates(self, request: Request) -> list[Update]:
+        scored = request.prompt_logprobs
+        if scored is not None and len(scored) < len(request.prompt_token_ids) and not request.finished:
+            return []  # another choice than the one that scores the prompt has begun: its tokens wait
+        is_first = all(choice.taken is None for choice in request.choices)
+        updates = [update for choice in request.choices if (update := _update_of(choice)) is not None]
+        if request.announcement is not None:
+            updates.insert(0, Update(request.id, kv_transfer_params=request.announcement))
+            request.announcement = None
+        if is_first and updates:
+            updates[0].prompt_logprobs = scored
+        if request.finished:
+            self._requests.pop(request.id, None)
+            updates = updates or [Update(request.id)]
+            last = updates[-1]
+            last.request_finished, last.error, last.is_refused = True, request.error, request.is_refused
+            last.num_cached_tokens, last.prompt_logprobs = request.num_cached_tokens, scored
+            last.kv_transfer_params = request.kv_transfer_params
+            last.statistics = request.figures(self.engine.decoder.config.longest_draft)
+        return updates
+
+    def _note_load(self) -> None:
+        load, self.load = self.load, load_of(self.engine, self._num_read)
+        if self.load != load:
+            self.on_load(self.load)
+
+
+def _update_of(choice: RequestChoice) -> Update | None:
+    """What was added to a choice since the last call; None if nothing was."""
+    new, output = choice.take(), choice.output
+    if new is None:
+        return None
+    return Update(
+        choice.request.id, output.index, *new, len(output.token_ids), choice.request.num_cached_tokens, output.finish_reason,
+        output.stop_reason, hides_end=choice.hides_end,
+    )  # fmt: skip

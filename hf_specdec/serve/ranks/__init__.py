@@ -1,0 +1,1 @@
+"""The processes of a sharded model's other ranks."""

@@ -1,0 +1,97 @@
+"""Starts the processes for the other ranks of a sharded model. Rank 0 is the caller's own process: it has the prompts, or the HTTP
+server, and sends `Order`s to the others. Each process ends when its standard input closes, so none outlives rank 0.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import os
+import pickle
+import subprocess
+import sys
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from ...core.ranks import RankError, Ranks
+from ..ipc.messages import Order
+
+TIMEOUT = datetime.timedelta(minutes=10)  # for starting, and for each collective operation of the model
+ENVIRONMENT = "HF_SPECDEC_RANK"  # holds the store's port, the rank and the number of ranks
+
+
+class RankProcesses:
+    """The processes of ranks 1 to `size` - 1 on this machine.
+
+    Args:
+        size: number of ranks, this process included.
+        arguments: arguments of `LLM`, which each process makes for itself.
+
+    Raises:
+        RuntimeError: this process already belongs to a process group.
+        ValueError: an argument cannot be sent to another process.
+    """
+
+    def __init__(self, size: int, arguments: dict[str, Any]):
+        if dist.is_initialized():
+            raise RuntimeError(
+                "tensor_parallel_size starts processes of its own, but this one already belongs to a torch.distributed group: load the "
+                "model with distributed_config=DistributedConfig(tp_size=...) on every rank and pass it as `model`."
+            )
+        store = meeting_point(0, size, is_master=True, wait_for_workers=False)
+        self.processes: list[subprocess.Popen] = []
+        try:
+            pickled = pickle.dumps(arguments)
+        except Exception as error:
+            raise ValueError(
+                f"tensor_parallel_size sends the arguments of LLM to other processes, and one cannot be sent: {error}"
+            ) from error
+        try:
+            for rank in range(1, size):
+                environment = {**os.environ, "LOCAL_RANK": str(rank), ENVIRONMENT: f"{store.port} {rank} {size}"}
+                command = [sys.executable, "-c", "from hf_specdec.serve.ranks.rank_main import main; main()"]
+                process = subprocess.Popen(  # a session of its own: Ctrl-C reaches rank 0 only, which ends the others
+                    command, env=environment, stdin=subprocess.PIPE, start_new_session=True
+                )
+                self.processes.append(process)
+                assert process.stdin is not None
+                with contextlib.suppress(BrokenPipeError):  # the process has ended: joining the group will fail
+                    process.stdin.write(pickled)
+                    process.stdin.flush()
+            join(store, 0, size)
+        except BaseException:
+            self.end()
+            raise
+
+    def end(self, ranks: Ranks | None = None) -> None:
+        """End the processes and wait for them. `ranks` sends them the order to end; if it is None, they are killed at once."""
+        if ranks is not None and all(process.poll() is None for process in self.processes):
+            with contextlib.suppress(RankError):  # one of them has just ended
+                ranks.same_object(Order("end"))
+        for process in self.processes:
+            try:
+                process.wait(10 if ranks is not None else 0)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+            assert process.stdin is not None
+            with contextlib.suppress(BrokenPipeError):
+                process.stdin.close()
+        self.processes = []
+        if dist.is_initialized():
+            dist.destroy_process_group()
+
+
+def meeting_point(port: int, size: int, **options: bool) -> Any:
+    """The store on this machine at which `size` ranks meet; port 0: any that is free. `options`: those of torch's `TCPStore`."""
+    return dist.TCPStore("127.0.0.1", port, size, timeout=TIMEOUT, **options)  # pyright: ignore[reportPrivateImportUsage]
+
+
+def join(store: Any, rank: int, size: int) -> None:
+    """Join the process group of this store as `rank`: NCCL on GPUs, else gloo."""
+    on_gpu = torch.cuda.is_available()
+    if on_gpu:
+        torch.cuda.set_device(rank)
+    dist.init_process_group("nccl" if on_gpu else "gloo", store=store, rank=rank, world_size=size, timeout=TIMEOUT)
