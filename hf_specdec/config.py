@@ -45,6 +45,9 @@ class SpeculativeConfig:
     requires: ClassVar[tuple[str, ...]] = ()
     default_num_speculative_tokens: ClassVar[int] = 5
     has_weights: ClassVar[bool] = False  # whether the drafter is a model or a head
+    has_parts: ClassVar[bool] = False  # whether it is made of other drafters
+    can_be_combined: ClassVar[bool] = True  # whether it may be a part of another
+    uses_assistant_model: ClassVar[bool] = False  # whether it drafts with generate(assistant_model=)
     default_longest_draft: ClassVar[int] = 8  # default of num_speculative_tokens under draft_length "auto"
 
     method: str = field(default="", metadata={"help": "the drafting method; `hf-specdec models` lists all of them"})

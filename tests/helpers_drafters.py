@@ -58,7 +58,7 @@ def texts_equal(found: list[list[int]], plain: torch.Tensor) -> bool:
 def make_decoder(target, config: dict[str, Any]) -> SpeculativeDecoder:
     """A decoder of its own, as generate() would make it."""
     settings, packed = parse_config(config), prepare(target)
-    return SpeculativeDecoder(packed, generator_class(settings.method).create(settings, packed), settings)
+    return SpeculativeDecoder(generator_class(settings.method)(settings, packed))
 
 
 def run_limited_and_preempted(decoder: SpeculativeDecoder, model, inputs, max_new_tokens: int) -> list[Row]:

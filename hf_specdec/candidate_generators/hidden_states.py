@@ -29,6 +29,7 @@ class ExtractHiddenStatesConfig(SpeculativeConfig):
     name = "extract_hidden_states"
     requires = ("a folder to write to: 'output_dir'",)
     default_num_speculative_tokens = 1
+    can_be_combined = False
 
     eagle_aux_hidden_state_layer_ids: list[int] | None = field(
         default=None,
@@ -56,7 +57,6 @@ class HiddenStatesWriter(CandidateGenerator):
     """Collects a sequence's hidden states and writes them when it ends."""
 
     config: ExtractHiddenStatesConfig
-    can_be_combined = False
 
     def __init__(self, config: ExtractHiddenStatesConfig, target: PackedModel, context: DrafterContext | None = None):
         super().__init__(config, target, context)

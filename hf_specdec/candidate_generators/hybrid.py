@@ -9,7 +9,7 @@ from ..config import SpeculativeConfig
 from ..core.draft_trees import DraftTrees
 from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
-from .base import DrafterContext
+from .base import ContinuesDrafts, DrafterContext, ScoresDrafts
 from .combined import RivalGenerator, checked_part, with_common_keys
 from .lookup_cache import LookupCacheConfig
 from .parsing import parse_config
@@ -26,6 +26,7 @@ class HybridConfig(LookupCacheConfig):
     continued by n-gram lookup)."""
 
     name = "hybrid"
+    has_parts = True
     requires = ("two configurations: 'first' and 'second'",)
 
     first: Any = field(default=None, metadata={"help": "configuration of the drafter that is asked first"})
@@ -78,7 +79,7 @@ class HybridGenerator(RivalGenerator):
         self.first, self.second = [self.made(key, config.part(key), context) for key in ("first", "second")]
         self.combine([self.first, self.second])
         self.extends = config.strategy == "extend"
-        if self.extends and not self.second.continues_drafts:
+        if self.extends and not isinstance(self.second, ContinuesDrafts):
             raise config.fail(
                 "second",
                 f"cannot be {self.second.config.method!r}, which does not continue another's drafts: use 'fallback'.",
@@ -99,7 +100,7 @@ class HybridGenerator(RivalGenerator):
         first = self._ask(0, sequences, [min(n, self.first.config.num_speculative_tokens or 0) for n in limits])
         if self.extends:
             return self._extended(sequences, limits, first)
-        scores = self.first.draft_scores(first)
+        scores = self.first.draft_scores(first) if isinstance(self.first, ScoresDrafts) else first.row_depths
         weak = [score < self.threshold for score in scores]
         if not any(weak):
             return first
@@ -121,4 +122,5 @@ class HybridGenerator(RivalGenerator):
             raise self.config.fail(
                 "first", "drafts trees, which cannot be extended: give it a chain, or use 'fallback'."
             )
+        assert isinstance(self.second, ContinuesDrafts)
         return self.second.continued(first, sequences, limits)

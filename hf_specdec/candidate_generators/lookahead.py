@@ -14,7 +14,7 @@ from ..core.draft_trees import DraftTrees
 from ..core.outcome import StepOutcome
 from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
-from .base import CandidateGenerator, DrafterContext
+from .base import CandidateGenerator, DrafterContext, KeepsTables
 from .lookup_cache import LookupCache, LookupCacheConfig, State, ids_within
 from .registry import register
 from .spaces import Spaces
@@ -26,6 +26,7 @@ class LookaheadConfig(LookupCacheConfig):
     come (Jacobi iteration). The window's columns become new n-grams. Needs no model."""
 
     name = "lookahead"
+    can_be_combined = False  # its window must be verified whole
 
     window_size: int = field(default=7, metadata={"help": "columns of the window (W): how far ahead it guesses"})
     ngram_size: int = field(
@@ -171,15 +172,15 @@ class _Row:
 
 
 @register(LookaheadConfig)
-class LookaheadGenerator(CandidateGenerator):
+class LookaheadGenerator(CandidateGenerator, KeepsTables):
     """Drafts one tree per row: the pool's n-grams that begin with the last token, with common prefixes merged, followed by
     the window, whose outputs come from the same forward."""
 
     config: LookaheadConfig
-    can_be_combined = False  # its window must be verified whole
 
     def __init__(self, config: LookaheadConfig, target: PackedModel, context: DrafterContext | None = None):
         super().__init__(config, target, context)
+        self.chains_only = context is not None and context.chains_only
         self.rows: dict[int, _Row] = {}
         size = config.guess_set_size
         # at most `guess_set_size` n-grams per token of the vocabulary
@@ -218,7 +219,7 @@ class LookaheadGenerator(CandidateGenerator):
     @property
     def _reads_text(self) -> bool:
         # Without a window, which is a tree, the text is the only source of n-grams.
-        return self.config.pool_from_prompt or self.verifies_chains_only
+        return self.config.pool_from_prompt or self.chains_only
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
         """Per row, the nodes of the n-grams and the window, up to the row's limit."""
@@ -229,7 +230,7 @@ class LookaheadGenerator(CandidateGenerator):
         row = self.rows[seq.id]
         tokens, parents = merged(row.pool.starting_with(seq.tokens[-1]), limit) if limit else ([], [])
         row.num_guesses = first = len(tokens)
-        row.num_columns = row.window.num_columns(limit) if limit and not self.verifies_chains_only else 0
+        row.num_columns = row.window.num_columns(limit) if limit and not self.chains_only else 0
         if row.num_columns:
             window = row.window.tokens
             window[0, 0] = seq.tokens[-1]

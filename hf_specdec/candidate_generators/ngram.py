@@ -8,7 +8,7 @@ from ..config import SpeculativeConfig
 from ..core.draft_trees import DraftTrees
 from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
-from .base import CandidateGenerator, DrafterContext
+from .base import CandidateGenerator, ContinuesDrafts, DrafterContext
 from .registry import register
 
 LONGEST_NGRAM = 64  # the index has an entry per token and length
@@ -77,7 +77,7 @@ class NGramIndex:
 
 
 @register(NGramConfig)
-class NGramGenerator(CandidateGenerator):
+class NGramGenerator(CandidateGenerator, ContinuesDrafts):
     """Drafts chains from the sequence's own text."""
 
     config: NGramConfig
@@ -94,8 +94,6 @@ class NGramGenerator(CandidateGenerator):
         """A copied chain per row, empty where nothing matches."""
         drafts = self.continue_drafts(sequences, [[] for _ in sequences], limits)
         return DraftTrees.from_lists(drafts, device=self.target.device)
-
-    continues_drafts = True
 
     def continue_drafts(self, sequences: list[Sequence], drafts: list[list[int]], limits: list[int]) -> list[list[int]]:
         """The tokens that followed an earlier occurrence of each draft's end."""

@@ -10,7 +10,7 @@ from ..core.draft_trees import DraftTrees
 from ..core.outcome import StepOutcome
 from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
-from .base import CandidateGenerator, DrafterContext
+from .base import CandidateGenerator, DrafterContext, HasDrafters
 from .combined import CombinedGenerator, check_drafter, checked_part, with_common_keys
 from .lookup_cache import LookupCacheConfig
 from .registry import register
@@ -22,6 +22,7 @@ class PerRequestConfig(LookupCacheConfig):
     first is for those that do not choose, and for `generate()`."""
 
     name = "per_request"
+    has_parts = True
     requires = ("'methods': names and their configurations",)
 
     methods: dict[str, Any] | None = field(
@@ -54,7 +55,7 @@ class PerRequestConfig(LookupCacheConfig):
 
 
 @register(PerRequestConfig)
-class PerRequestGenerator(CombinedGenerator):
+class PerRequestGenerator(CombinedGenerator, HasDrafters):
     """Asks each sequence's own drafter. A drafter follows only the sequences that it drafts for."""
 
     config: PerRequestConfig
@@ -67,10 +68,8 @@ class PerRequestGenerator(CombinedGenerator):
         }
         self.combine(list(self.by_name.values()))
         self.longest = [min(part.config.longest_draft, part.max_draft_nodes) for part in self.parts]
-
-    def with_checkpoint_defaults(self, config: PerRequestConfig) -> PerRequestConfig:
-        """The configuration; if the user gave no draft length, with the longest that a part can draft."""
-        return config if config.length_given else dataclasses.replace(config, num_speculative_tokens=max(self.longest))
+        if not config.length_given:  # then the longest that a part can draft
+            self.config = dataclasses.replace(config, num_speculative_tokens=max(self.longest))
 
     @property
     def max_draft_nodes(self) -> int:

@@ -7,8 +7,9 @@ import importlib
 import logging
 import pkgutil
 import threading
+from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from ..config import SpeculativeConfig, SpeculativeConfigError
 from .checkpoints.quantization import quantize_head
@@ -18,38 +19,41 @@ if TYPE_CHECKING:
     from ..model.packed_model import PackedModel
     from .base import CandidateGenerator, DrafterContext
 
+    Maker = Callable[[SpeculativeConfig, PackedModel, DrafterContext | None], CandidateGenerator]
+_Made = TypeVar("_Made", bound=Callable)
 logger = logging.getLogger(__name__)
 
 ENTRY_POINTS = "hf_specdec.methods"  # the group in which other packages name their methods
 
 _CONFIGS: dict[str, type[SpeculativeConfig]] = {}
-_GENERATORS: dict[str, type[CandidateGenerator]] = {}
+_GENERATORS: dict[str, Maker] = {}
 _lock = threading.RLock()
 _discovered = False
 _BROKEN: dict[str, str] = {}  # entry points that could not be loaded: the problem, by name
 
 
-def register(config_class: type[SpeculativeConfig]):
-    """Class decorator: `@register(NGramConfig)` on a `CandidateGenerator` makes `method: "ngram"` work everywhere.
+def register(config_class: type[SpeculativeConfig]) -> Callable[[_Made], _Made]:
+    """Decorator: `@register(NGramConfig)` on a `CandidateGenerator` makes `method: "ngram"` work everywhere. If a method has several
+    kinds of checkpoints, it stands on the function that makes the generator for a configuration.
 
     Raises:
         ValueError: the configuration has no `name`, or another class is registered under it.
     """
 
-    def decorate(generator_class):
+    def decorate(generator_class: _Made) -> _Made:
         name = config_class.name
         taken = _GENERATORS.get(name)
         if not name or (taken is not None and _place(taken) != _place(generator_class)):
             raise ValueError(f"The method name {name!r} is empty or already registered by {taken}.")
         _CONFIGS[name], _GENERATORS[name] = config_class, generator_class
-        generator_class.config_class = config_class
+        setattr(generator_class, "config_class", config_class)  # noqa: B010 (a function has it too)
         return generator_class
 
     return decorate
 
 
-def _place(cls: type) -> tuple[str, str]:
-    return cls.__module__, cls.__qualname__  # unchanged if a notebook defines the class again
+def _place(made: Any) -> tuple[str, str]:
+    return made.__module__, made.__qualname__  # unchanged if a notebook defines the class again
 
 
 def discover() -> None:
@@ -117,8 +121,8 @@ def imported_method(path: str) -> str:
     return name
 
 
-def generator_class(method: str) -> type[CandidateGenerator]:
-    """The generator registered for `method`."""
+def generator_class(method: str) -> Maker:
+    """The generator registered for `method`, or the function that makes it."""
     discover()
     return _GENERATORS[method]
 
@@ -133,12 +137,14 @@ def make_generator(
             states after a layer that the target lacks.
     """
     _check_size(config, target)
-    made = generator_class(config.method).create(config, target, context)
+    made = generator_class(config.method)(config, target, context)
     hold_to_contract(made)
     deepest = max(made.taps.layers, default=0)
     if deepest > target.config.num_hidden_layers:
         count = target.config.num_hidden_layers
-        raise config.fail("model", f"reads hidden states after layer {deepest} of the target, which has {count} layers.")
+        raise config.fail(
+            "model", f"reads hidden states after layer {deepest} of the target, which has {count} layers."
+        )
     quantize_head(made)
     return made
 

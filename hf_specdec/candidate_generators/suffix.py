@@ -12,7 +12,7 @@ import numpy as np
 from ..core.draft_trees import DraftTrees
 from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
-from .base import CandidateGenerator, DrafterContext
+from .base import CandidateGenerator, ContinuesDrafts, DrafterContext, KeepsTables, ScoresDrafts
 from .lookup_cache import LookupCache, LookupCacheConfig, State, ids_within
 from .registry import register
 from .spaces import Spaces
@@ -97,7 +97,7 @@ def _size(output: np.ndarray) -> int:
 
 
 @register(SuffixConfig)
-class SuffixGenerator(CandidateGenerator):
+class SuffixGenerator(CandidateGenerator, ContinuesDrafts, ScoresDrafts, KeepsTables):
     """Drafts chains or trees from suffix trees; each space's shared tree outlives the calls that filled it."""
 
     config: SuffixConfig
@@ -193,8 +193,6 @@ class SuffixGenerator(CandidateGenerator):
     def draft_scores(self, trees: DraftTrees) -> list[float]:
         """The trees' own estimate of how many tokens of the last proposals will be accepted."""
         return self.scores if trees.num_nodes else [0.0] * len(trees.lengths)
-
-    continues_drafts = True
 
     def continue_drafts(self, sequences: list[Sequence], drafts: list[list[int]], limits: list[int]) -> list[list[int]]:
         """The likeliest continuation of each draft, as chains."""

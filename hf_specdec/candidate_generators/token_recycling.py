@@ -17,7 +17,7 @@ from ..core.output import Taps
 from ..core.sequence import Sequence
 from ..kernels.transfer import upload
 from ..model.packed_model import PackedModel
-from .base import CandidateGenerator, DrafterContext
+from .base import CandidateGenerator, DrafterContext, KeepsTables, MayMissSteps
 from .growing.published_trees import PUBLISHED_TREES
 from .growing.token_tree import read_token_tree
 from .growing.tree_shapes import TreeTemplate
@@ -183,14 +183,14 @@ class SuccessorMatrices:
 
 
 @register(TokenRecyclingConfig)
-class TokenRecyclingGenerator(CandidateGenerator):
+class TokenRecyclingGenerator(CandidateGenerator, KeepsTables, MayMissSteps):
     """Fills the tree depth by depth, all rows at once, and stores the target's best successors of every verified token."""
 
     config: TokenRecyclingConfig
-    may_miss_steps = True
 
     def __init__(self, config: TokenRecyclingConfig, target: PackedModel, context: DrafterContext | None = None):
         super().__init__(config, target, context)
+        self.chains_only = context is not None and context.chains_only
         if config.num_successors > target.vocab_size:
             raise config.fail("num_successors", f"is more than the target's {target.vocab_size} tokens.")
         self.taps = Taps(logits=config.recycle_prompt == "logits")
@@ -292,7 +292,7 @@ class TokenRecyclingGenerator(CandidateGenerator):
         tokens = torch.cat(filled, dim=1).cpu().numpy()  # the only transfer: the number of nodes is needed
         known = tokens != self.matrices.nothing
         wanted = self.tree.depths[: tokens.shape[1]] <= np.asarray(limits)[:, None]
-        if self.verifies_chains_only:
+        if self.chains_only:
             wanted &= self.tree.on_first_path[: tokens.shape[1]]
         return self._pruned(tokens, known & wanted)
 

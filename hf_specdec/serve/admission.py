@@ -94,7 +94,7 @@ class Admission:
 
     def _check_params(self, params: SamplingParams) -> None:
         """Raise ValueError if a stop id, the drafter or the seed does not fit this engine."""
-        vocab_size, drafters = self.decoder.target.vocab_size, self.decoder.generator.drafters
+        vocab_size, drafters = self.decoder.target.vocab_size, self.decoder.drafters
         wrong = next((token for token in params.stop_token_ids if not 0 <= token < vocab_size), None)
         if wrong is not None:
             raise ValueError(f"stop_token_ids holds {wrong}; the model has ids 0 to {vocab_size - 1}.")

@@ -10,13 +10,12 @@ from typing import Protocol
 import numpy as np
 
 from ...cache import PagedStaticCache
-from ...config import SpeculativeConfig
 from ...core.clock import clock_for
 from ...core.draft_trees import DraftTrees
 from ...core.outcome import StepOutcome
 from ...core.sequence import Sequence
 from ...model.packed_model import PackedModel
-from ..base import CandidateGenerator, DrafterContext
+from ..base import CandidateGenerator, DrafterContext, HasDrafters, MayMissSteps, ScoresDrafts
 from ..combined import RivalGenerator, check_drafter, with_common_keys
 from ..registry import register
 from .config import AutoConfig
@@ -98,7 +97,7 @@ class FirstChoice:
 
 
 @register(AutoConfig)
-class AutoGenerator(RivalGenerator):
+class AutoGenerator(RivalGenerator, HasDrafters):
     """Asks the look-ups first, except those that rest because they did not pay. Then `chooser` picks a drafter and a depth for each
     row.
 
@@ -121,6 +120,7 @@ class AutoGenerator(RivalGenerator):
         self.names, self.num_lookups = list(self.by_name), len(lookups)
         self.combine(list(self.by_name.values()))
         self.longest = np.array([min(part.config.longest_draft, part.max_draft_nodes) for part in self.parts])
+        self.config = self._bounded(config)
         self.chooser: Chooser = FirstChoice(self.num_lookups, len(self.parts))
         # indices of the parts that learn, and of the heads
         self._learning = [
@@ -130,7 +130,7 @@ class AutoGenerator(RivalGenerator):
         # seconds that each look-up took to learn from the last step, if it may rest
         self.observing = [0.0] * len(self.parts)
         self.chosen: dict[int, str] = {}  # sequence id → name of the drafter of its last draft
-        self._heads = [part for part in self.parts if part.needs_all_features]
+        self._heads = [part for part in self.parts if part.taps.whole_text]
         self._head_indices = {i for i, part in enumerate(self.parts) if part in self._heads}
         # sequence id → its other parts, if heads do not follow it
         self._blind: dict[int, list[CandidateGenerator]] = {}
@@ -155,7 +155,7 @@ class AutoGenerator(RivalGenerator):
             made[name] = part
         return made
 
-    def with_checkpoint_defaults(self, config: SpeculativeConfig) -> SpeculativeConfig:
+    def _bounded(self, config: AutoConfig) -> AutoConfig:
         """The configuration, with drafts no longer than the longest that a part can make."""
         longest = int(max(self.longest, default=0)) if len(self.longest) else 0
         if config.longest_draft <= longest or not longest:
@@ -236,8 +236,7 @@ class AutoGenerator(RivalGenerator):
             self.asked[index] = self.chooser.is_awake(index)
             limited = np.minimum(limits, longest).tolist()
             offers.append(part.propose(sequences, limited) if self.asked[index] else nothing)
-            says = type(part).draft_scores is not CandidateGenerator.draft_scores
-            scores.append(part.draft_scores(offers[-1]) if says else None)
+            scores.append(part.draft_scores(offers[-1]) if isinstance(part, ScoresDrafts) else None)
             seconds.append(self.clock() - began + self.observing[index])
         choice = self.chooser.choose(sequences, limits, offers, seconds, scores)
         for i, seq in enumerate(sequences):
@@ -273,7 +272,7 @@ class AutoGenerator(RivalGenerator):
         following, blind = 0.0, bool(self._blind) and all(seq.id in self._blind for seq, _ in outcome.chunks or [])
         for index in self._learning:
             part, asked, is_head = self.parts[index], self.asked[index], index in self._head_indices
-            if (part.may_miss_steps and not asked) or (is_head and blind):
+            if (isinstance(part, MayMissSteps) and not asked) or (is_head and blind):
                 continue
             seen = outcome.of(lambda seq: seq.id not in self._blind) if is_head and self._blind else outcome
             # Others are not timed, so not charged: a draft model takes 1.5 µs, and reading the clock twice takes as long.
@@ -281,8 +280,8 @@ class AutoGenerator(RivalGenerator):
             part.observe(self.as_seen_by(index, seen) if any(self.proposed) else seen)
             if asked or is_head:
                 seconds = self.clock() - began
-                self.observing[index] = seconds if part.may_miss_steps else 0.0
-                following += 0.0 if part.may_miss_steps else seconds
+                self.observing[index] = seconds if isinstance(part, MayMissSteps) else 0.0
+                following += 0.0 if isinstance(part, MayMissSteps) else seconds
         self.asked = [False] * len(self.parts)
         for proposed in self.proposed:
             proposed.clear()

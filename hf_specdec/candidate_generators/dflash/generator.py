@@ -41,8 +41,8 @@ class DFlashGenerator(FeatureGenerator):
     def __init__(self, config: DFlashConfig, target: PackedModel, context: DrafterContext | None = None):
         checkpoint = config.open_head(is_dflash)
         self.layout = read_layout(checkpoint, target)
-        self.default_length = proposed_length(checkpoint) or self.layout.num_tokens
-        super().__init__(self.with_checkpoint_defaults(config), target, context)
+        length = proposed_length(checkpoint) or self.layout.num_tokens
+        super().__init__(config.with_default_length(length), target, context)
         self.shape = self._fitting(self.shape)
         self.loaded = load_once(
             config, target, lambda: load_dflash(checkpoint, self.layout, target, config.prepack_weights)
@@ -62,10 +62,6 @@ class DFlashGenerator(FeatureGenerator):
 
     def moved_caches(self) -> None:
         """None: moving the rows of its cache is not supported."""
-
-    def with_checkpoint_defaults(self, config: DFlashConfig) -> DFlashConfig:
-        """The configuration with the checkpoint's or the block's length, where the user gave none."""
-        return config.with_default_length(self.default_length)
 
     def _fitting(self, shape: TreeShape) -> TreeShape:
         """The configured shape; with draft_length "auto" it is cut to the block's length.

@@ -17,6 +17,7 @@ class DraftModelConfig(TreeDraftingConfig):
     through its first layers (`early_exit`). Drafters with another tokenizer are bridged by shared tokens or by text."""
 
     name = "draft_model"
+    uses_assistant_model = True
     requires = ("a smaller model: 'model', generate(assistant_model=...) or 'early_exit'",)
 
     model: str | None = field(default=None, metadata={"help": "drafter: bundled name, folder or Hub id"})

@@ -13,7 +13,7 @@ from ...core.rows import RowInput
 from ...core.sequence import Sequence
 from ...model.packed_model import PackedModel
 from ...model.prepare import ModelOptions, prepare
-from ..base import DrafterContext
+from ..base import DrafterContext, RunsModel
 from ..growing.grower import CachedGenerator
 from ..growing.levels import Draft, Level
 from ..registry import register
@@ -23,12 +23,11 @@ from .vocabulary import make_bridge
 
 
 @register(DraftModelConfig)
-class DraftModelGenerator(CachedGenerator):
+class DraftModelGenerator(CachedGenerator, RunsModel):
     """Drafts with a causal language model, run like the target by a PackedModel over a paged cache."""
 
     has_loop = True
     config: DraftModelConfig
-    uses_assistant_model = True
 
     def __init__(self, config: DraftModelConfig, target: PackedModel, context: DrafterContext | None = None):
         super().__init__(config, target, context)

@@ -20,13 +20,8 @@ class EagleGenerator(FeatureGenerator):
 
     def __init__(self, config: EagleConfig, target: PackedModel, context: DrafterContext | None = None):
         checkpoint = config.open_head(is_eagle)
-        self.default_length = proposed_length(checkpoint)
-        super().__init__(self.with_checkpoint_defaults(config), target, context)
+        super().__init__(config.with_default_length(proposed_length(checkpoint)), target, context)
         self.loaded = load_once(config, target, lambda: load_eagle(checkpoint, target, config.prepack_weights))
         self.head = self.captured(self.loaded.head)
         self.lm_head, self.vocabulary = self.loaded.lm_head, self.loaded.vocabulary
         self.cache = self.new_cache(1, config.block_size)
-
-    def with_checkpoint_defaults(self, config: EagleConfig) -> EagleConfig:
-        """The configuration with the checkpoint's draft length, where the user gave none."""
-        return config.with_default_length(self.default_length)

@@ -7,13 +7,13 @@ from torch import nn
 
 from ...model.native import natively
 from ...model.packed_model import PackedModel
-from ..base import DrafterContext
+from ..base import DrafterContext, HasHead
 from ..growing.features import FeatureGenerator
 from .checkpoint import LoadedEagle3
 from .config import Eagle3Config
 
 
-class Eagle3Base(FeatureGenerator):
+class Eagle3Base(FeatureGenerator, HasHead):
     """A generator around a loaded head.
 
     Args:
@@ -30,8 +30,7 @@ class Eagle3Base(FeatureGenerator):
         loaded: LoadedEagle3,
         default_length: int | None,
     ):
-        self.default_length = default_length
-        super().__init__(self.with_checkpoint_defaults(config), target, context)
+        super().__init__(config.with_default_length(default_length), target, context)
         self.loaded, self.vocabulary, self.taps = loaded, loaded.vocabulary, loaded.options.taps
         self.window_stays = loaded.options.window_stays
         if self.window_stays:  # graphs have one position per token, used for rotation and window
@@ -39,10 +38,6 @@ class Eagle3Base(FeatureGenerator):
         else:
             self.head = self.captured(loaded.head)
         self.cache = self.new_cache(1, config.block_size)
-
-    def with_checkpoint_defaults(self, config: Eagle3Config) -> Eagle3Config:
-        """The configuration with the checkpoint's draft length, where the user gave none."""
-        return config.with_default_length(self.default_length)
 
     @property
     def head_module(self) -> nn.Module:

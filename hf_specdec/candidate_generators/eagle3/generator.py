@@ -6,7 +6,7 @@ import torch
 
 from ...core.output import PackedOutput
 from ...model.packed_model import PackedModel
-from ..base import CandidateGenerator, DrafterContext
+from ..base import DrafterContext
 from ..checkpoints.config import proposed_length
 from ..checkpoints.target_parts import load_once
 from ..registry import register
@@ -17,19 +17,17 @@ from .p_eagle import PEagleGenerator
 
 
 @register(Eagle3Config)
+def make_eagle3(config: Eagle3Config, target: PackedModel, context: DrafterContext | None = None) -> Eagle3Base:
+    """The generator for the kind of checkpoint: EAGLE-3 or P-EAGLE."""
+    checkpoint = config.open_head(is_eagle3)
+    own = config.mask_token_id, config.recycle_normed
+    loaded = load_once(config, target, lambda: load_eagle3(checkpoint, target, config.prepack_weights, *own), *own)
+    kind = Eagle3Generator if loaded.options.mask_token is None else PEagleGenerator
+    return kind(config, target, context, loaded, proposed_length(checkpoint))
+
+
 class Eagle3Generator(Eagle3Base):
     """Drafts with an EAGLE-3 head."""
-
-    @classmethod
-    def create(
-        cls, config: Eagle3Config, target: PackedModel, context: DrafterContext | None = None
-    ) -> CandidateGenerator:
-        """The generator for the kind of checkpoint: EAGLE-3 or P-EAGLE."""
-        checkpoint = config.open_head(is_eagle3)
-        own = config.mask_token_id, config.recycle_normed
-        loaded = load_once(config, target, lambda: load_eagle3(checkpoint, target, config.prepack_weights, *own), *own)
-        kind = cls if loaded.options.mask_token is None else PEagleGenerator
-        return kind(config, target, context, loaded, proposed_length(checkpoint))
 
     def __init__(
         self,

@@ -17,7 +17,7 @@ from ...kernels.transfer import upload
 from ...model.native import natively
 from ...model.packed_head import PackedHead
 from ...model.packed_model import PackedModel
-from ..base import DrafterContext
+from ..base import DrafterContext, RunsModel, SharesPrefixes, Transferable
 from .grower import CachedGenerator
 from .levels import Level
 from .tree_shapes import TreeDraftingConfig
@@ -25,7 +25,7 @@ from .tree_shapes import TreeDraftingConfig
 Head = TypeVar("Head", bound=PackedHead)
 
 
-class FeatureGenerator(CachedGenerator):
+class FeatureGenerator(CachedGenerator, SharesPrefixes, Transferable, RunsModel):
     """Drafts from pairs of a token and the feature before it.
 
     The head's row p takes token p + 1 and the target's feature at p, has position p, and predicts token p + 2. Each row of the

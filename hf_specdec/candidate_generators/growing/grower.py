@@ -121,6 +121,7 @@ class CachedGenerator(GrowingGenerator):
     has_graphs = False
     window_stays = False  # whether sliding windows end at the text's last token while drafting
     _num_sequences = 1
+    outlives_texts = False  # whether prefixes of texts that have ended are kept, because later texts may share them
 
     def run_as_graphs(self, has_graphs: bool) -> None:
         """Set whether the forwards are CUDA graphs; if not, rounds are not captured either."""
@@ -159,7 +160,7 @@ class CachedGenerator(GrowingGenerator):
         else:
             self._forget_rounds()
             self.cache = self.new_cache(num_blocks, block_size)
-        self._num_sequences = num_sequences
+        self._num_sequences, self.outlives_texts = num_sequences, not num_sequences
 
     def release(self) -> None:
         """Drop the cache, unless CUDA graphs refer to it: then it is kept for the next call."""

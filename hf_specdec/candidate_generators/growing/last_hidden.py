@@ -20,7 +20,7 @@ from ...model.options.few_row_linears import few_row_linears
 from ...model.options.joined_linears import JoinedLinears
 from ...model.options.prepacked import prepack
 from ...model.packed_model import PackedModel
-from ..base import DrafterContext
+from ..base import DrafterContext, RunsModel
 from ..checkpoints.config import ProposedLengthConfig
 from ..checkpoints.target_parts import device_and_dtype
 from .grower import GrowingGenerator
@@ -63,7 +63,7 @@ def bounded_shape(config: LastHiddenConfig, shape: TreeShape, num_heads: int) ->
     )
 
 
-class LastHiddenGenerator(GrowingGenerator):
+class LastHiddenGenerator(GrowingGenerator, RunsModel):
     """Drafts from each sequence's newest token and the target's final hidden state before it.
 
     One row [H] is kept per sequence: the target's hidden state (after the last norm, as its language-model head reads it)
@@ -84,8 +84,7 @@ class LastHiddenGenerator(GrowingGenerator):
 
     has_loop = True
     config: LastHiddenConfig
-    taps = Taps(last_hidden=True)
-    taps_whole_text = False
+    taps = Taps(last_hidden=True, newest_only=True)
 
     def __init__(self, config: LastHiddenConfig, target: PackedModel, context: DrafterContext | None = None):
         super().__init__(config, target, context)
@@ -107,17 +106,13 @@ class LastHiddenGenerator(GrowingGenerator):
         graphs = self.target.graphs is not None
         self._linears = few_row_linears(heads) if graphs else prepack(heads, self.config.prepack_weights)
         self.shape = bounded_shape(self.config, self.shape, num_heads)
-        self.config = self.with_checkpoint_defaults(self.config)
+        self.config = self.config.bounded(self.shape.depth)
 
     def modules(self) -> list[nn.Module]:
         """The heads, and what they may share with the target."""
         model = self.target.model
         shared = (model.get_input_embeddings(), model.get_output_embeddings())
         return [self._heads, *(each for each in shared if each is not None)]
-
-    def with_checkpoint_defaults(self, config: LastHiddenConfig) -> LastHiddenConfig:
-        """The configuration with the draft length bounded by the number of heads."""
-        return config.bounded(self.shape.depth)
 
     @abstractmethod
     def begin(self, *roots: torch.Tensor) -> torch.Tensor:

@@ -10,7 +10,7 @@ from ...kernels.transfer import upload
 from ...model.draft_loop import LevelForward
 from ...model.packed_head import PackedHead
 from ...model.packed_model import PackedModel
-from ..base import CandidateGenerator, DrafterContext
+from ..base import DrafterContext
 from ..checkpoints.target_parts import DraftVocabulary, load_once
 from ..growing.features import FeatureGenerator
 from ..growing.grower import GrowingGenerator
@@ -42,19 +42,17 @@ class HydraDrafting(GrowingGenerator):
 
 
 @register(HydraConfig)
+def make_hydra(config: HydraConfig, target: PackedModel, context: DrafterContext | None = None) -> HydraDrafting:
+    """The generator for heads with or without a prefix layer."""
+    checkpoint = config.open_head(is_hydra)
+    heads = load_once(config, target, lambda: load_hydra(checkpoint, target))
+    return (HydraGenerator if heads.prefix is None else HydraPrefixGenerator)(config, target, context, heads)
+
+
 class HydraGenerator(HydraDrafting, LastHiddenGenerator):
     """Drafts with Hydra heads: a node's state is the target's last hidden state and the embeddings of the node's path."""
 
     config: HydraConfig
-
-    @classmethod
-    def create(
-        cls, config: HydraConfig, target: PackedModel, context: DrafterContext | None = None
-    ) -> CandidateGenerator:
-        """The generator for heads with or without a prefix layer."""
-        checkpoint = config.open_head(is_hydra)
-        heads = load_once(config, target, lambda: load_hydra(checkpoint, target))
-        return (cls if heads.prefix is None else HydraPrefixGenerator)(config, target, context, heads)
 
     def __init__(self, config: HydraConfig, target: PackedModel, context: DrafterContext | None, heads: HydraHeads):
         super().__init__(config, target, context)
@@ -78,12 +76,8 @@ class HydraPrefixGenerator(HydraDrafting, FeatureGenerator):
             native=False,  # most of the work is in the heads, which prepacked weights serve
         )
         self.shape = bounded_shape(config, self.shape, len(heads.heads))
-        self.config = self.with_checkpoint_defaults(config)
+        self.config = config.bounded(self.shape.depth)
         self.cache = self.new_cache(1, config.block_size)
-
-    def with_checkpoint_defaults(self, config: HydraConfig) -> HydraConfig:
-        """The configuration with the draft length bounded by the number of heads."""
-        return config.bounded(self.shape.depth)
 
     def modules(self) -> list[nn.Module]:
         """The heads, and modules they share with the target."""

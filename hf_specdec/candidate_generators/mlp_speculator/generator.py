@@ -6,7 +6,7 @@ import torch
 from torch import nn
 
 from ...model.packed_model import PackedModel
-from ..base import DrafterContext
+from ..base import DrafterContext, HasHead
 from ..checkpoints.files import Checkpoint
 from ..checkpoints.target_parts import draft_vocabulary, load_once
 from ..growing.last_hidden import LastHiddenGenerator
@@ -18,7 +18,7 @@ from .config import ArcticConfig, MLPSpeculatorConfig
 
 
 @register(MLPSpeculatorConfig)
-class MLPSpeculatorGenerator(LastHiddenGenerator):
+class MLPSpeculatorGenerator(LastHiddenGenerator, HasHead):
     """Drafts with an MLP or LSTM speculator."""
 
     config: MLPSpeculatorConfig

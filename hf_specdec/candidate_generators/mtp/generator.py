@@ -38,7 +38,8 @@ class MtpGenerator(ModulesInTurn):
         self.loaded = load_once(
             config, target, lambda: load_mtp(config.open_for(target), target, config.prepack_weights)
         )
-        super().__init__(self.with_checkpoint_defaults(config), target, context)
+        length = self.loaded.proposed_length or len(self.loaded.modules)
+        super().__init__(config.with_default_length(length), target, context)
         used = min(len(self.loaded.modules), self.shape.depth)
         self.mtp_modules = self.loaded.modules[:used]
         self.heads = [self.captured(head) for head in self.loaded.heads[:used]]
@@ -48,10 +49,6 @@ class MtpGenerator(ModulesInTurn):
         self.vocabulary = DraftVocabulary(target.vocab_size)
         self.cache = self.new_cache(1, config.block_size)
         self.ngrams = NGramGenerator(config.ngrams(), target) if config.continues_by_ngram else None
-
-    def with_checkpoint_defaults(self, config: MtpConfig) -> MtpConfig:
-        """The configuration with the draft length of the checkpoint, or its number of modules, where the user gave none."""
-        return config.with_default_length(self.loaded.proposed_length or len(self.loaded.modules))
 
     def new_cache(self, num_blocks: int, block_size: int) -> PagedStaticCache:
         """A cache with one layer per module in use, which grows up to `num_blocks`. Slot s of module j holds token s + 1 + j, so the
