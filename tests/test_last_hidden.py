@@ -131,7 +131,7 @@ def test_more_sequences_than_expected(tmp_path, model):
     for seq in generator.followed.values():
         decoder.remove(seq)
     decoder.release()
-    assert generator.hidden is None and generator.state is None
+    assert generator.hidden is None and generator.grower.state is None
 
 
 @pytest.mark.parametrize("build", [mlp_checkpoint, lstm_checkpoint])

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_specdec.candidate_generators.growing.levels import Level
-from hf_specdec.candidate_generators.growing.tree_growth import grow
+from hf_specdec.candidate_generators.growing.tree_growth import Level, grow
 from hf_specdec.candidate_generators.growing.tree_shapes import DynamicTree, TreeDraftingConfig, TreeTemplate
 from hf_specdec.config import SpeculativeConfigError
 from hf_specdec.core.sequence import Sequence

@@ -144,7 +144,7 @@ class CombinedGenerator(CandidateGenerator, RunsModel, SharesPrefixes, Transfera
 
     def moved_caches(self) -> list[PagedStaticCache] | None:
         caches = [moved_caches(part) for part in self.parts]
-        return None if None in caches else [cache for own in caches for cache in own or []]
+        return None if None in caches else [cache for moved in caches for cache in moved or []]
 
     def read_features(self, seq: Sequence, count: int) -> None:
         for part in _able(self.parts_of(seq), Transferable):
@@ -189,7 +189,6 @@ class CombinedGenerator(CandidateGenerator, RunsModel, SharesPrefixes, Transfera
 
 
 def _able(parts: list[CandidateGenerator], ability: type[Ability]) -> Iterator[Ability]:
-    """The parts with an ability."""
     return (part for part in parts if isinstance(part, ability))
 
 
@@ -219,7 +218,6 @@ class RivalGenerator(CombinedGenerator):
             proposed.pop(seq.id, None)
 
     def note(self, index: int, sequences: list[Sequence], trees: DraftTrees) -> None:
-        """Remember what a part has proposed in this step."""
         self.proposed[index] = {seq.id: (trees, i) for i, seq in enumerate(sequences) if trees.lengths[i]}
 
     def as_seen_by(self, index: int, outcome: StepOutcome) -> StepOutcome:

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from ..config import SpeculativeConfig
+from ..config import SpeculativeConfig, config_key
 from ..core.draft_trees import DraftTrees
 from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
@@ -29,33 +29,28 @@ class HybridConfig(LookupCacheConfig):
     has_parts = True
     requires = ("two configurations: 'first' and 'second'",)
 
-    first: Any = field(default=None, metadata={"help": "configuration of the drafter that is asked first"})
-    second: Any = field(default=None, metadata={"help": "configuration of the drafter that continues or replaces it"})
-    strategy: str = field(
-        default="fallback",
-        metadata={
-            "help": "'fallback' (the second drafts where the first has little) or 'extend' (the second continues the first)"
-        },
+    first: Any = config_key(None, "configuration of the drafter that is asked first")
+    second: Any = config_key(None, "configuration of the drafter that continues or replaces it")
+    strategy: str = config_key(
+        "fallback",
+        "'fallback' (the second drafts where the first has little) or 'extend' (the second continues the first)",
+        choices=STRATEGIES,
     )
-    score_threshold: float | None = field(
-        default=None,
-        metadata={
-            "help": "fallback: the first's draft is used if at least this many of its tokens are expected to be accepted (default: the "
-            "second's num_speculative_tokens, at most the first's)"
-        },
+    score_threshold: float | None = config_key(
+        None,
+        "fallback: the first's draft is used if at least this many of its tokens are expected to be accepted (default: the "
+        "second's num_speculative_tokens, at most the first's)",
+        minimum=0,
     )
 
     def __post_init__(self) -> None:
-        self.method = self.method or self.name
-        self.check_choice("strategy", STRATEGIES)
+        self.check_keys()
         for key in ("first", "second"):
             self._check_part(key)
         if self.num_speculative_tokens is None and self.first and self.second:
             lengths = [parse_config(part).num_speculative_tokens or 0 for part in (self.first, self.second)]
             self.num_speculative_tokens = sum(lengths) if self.strategy == "extend" else max(lengths)
         super().__post_init__()
-        if self.score_threshold is not None:
-            self.check_number("score_threshold", minimum=0)
 
     def _check_part(self, key: str) -> None:
         part = getattr(self, key)
@@ -89,7 +84,6 @@ class HybridGenerator(RivalGenerator):
 
     @property
     def max_draft_nodes(self) -> int:
-        """The nodes of the larger tree, or of both together."""
         nodes = [part.max_draft_nodes for part in self.parts]
         return max(sum(nodes), self.config.longest_draft) if self.extends else max(nodes)
 

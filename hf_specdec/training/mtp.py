@@ -41,7 +41,7 @@ class MtpTrainer(HeadTrainer):
         family = family_of(target)
         sparse = any(".experts." in f".{name}" for name in family.last_layer.state_dict())
         with torch.device("meta"):
-            module = MtpModule(family, layout, 0, sparse, own={})
+            module = MtpModule(family, layout, 0, sparse, shapes={})
         module = module.float().to_empty(device=target.device)
         for part in module.modules():
             target.model._init_weights(part)

@@ -3,11 +3,19 @@
 from __future__ import annotations
 
 import ast
+import json
 from collections.abc import Iterable, Sequence
+from pathlib import Path
 from typing import Any
 
 from ...config import MOST_DRAFT_NODES, MOST_DRAFT_TOKENS, SpeculativeConfig, nearest_hint
-from .published_trees import PUBLISHED_TREES
+
+# Static trees published with EAGLE, Medusa and Token Recycling (whose code calls its tree "2.2.2"). The file has one path per node, a
+# digit for each child rank.
+_PUBLISHED = json.loads(Path(__file__).with_name("published_trees.json").read_text(encoding="utf-8"))
+PUBLISHED_TREES: dict[str, list[list[int]]] = {
+    name: [[int(rank) for rank in path] for path in text.split()] for name, text in _PUBLISHED.items()
+}
 
 _KEY = "speculative_token_tree"
 

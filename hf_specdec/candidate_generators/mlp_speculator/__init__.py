@@ -1,7 +1,6 @@
 """MLP speculators (Wertheimer et al. 2024): IBM's accelerators and Snowflake's Arctic speculators."""
 
-from .config import ArcticConfig, MLPSpeculatorConfig
-from .generator import ArcticGenerator, MLPSpeculatorGenerator
+from .generator import ArcticConfig, ArcticGenerator, MLPSpeculatorConfig, MLPSpeculatorGenerator
 from .head import LSTMSpeculator, SumSpeculator
 
 __all__ = [
