@@ -349,7 +349,10 @@ def test_a_loop_that_cannot_be_captured_is_grown(tiny_model, prompts, graphs_in_
 def test_blocks_have_no_loop(tiny_model, graphs_in_python):  # noqa: F811
     config = {"method": "dflash", "model": "tiny-dflash", "cuda_graphs": True}
     assert make_decoder(tiny_model, config).generator.grower.rounds is None
-    assert make_decoder(tiny_model, {**config, "method": "eagle", "model": "tiny-eagle"}).generator.grower.rounds is not None
+    assert (
+        make_decoder(tiny_model, {**config, "method": "eagle", "model": "tiny-eagle"}).generator.grower.rounds
+        is not None
+    )
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="captures for real")

@@ -93,13 +93,16 @@ def check_drafter(seq: Sequence, names: Iterable[str]) -> None:
 
 
 class CombinedGenerator(CandidateGenerator, RunsModel, SharesPrefixes, Transferable, KeepsTables):
-    """Drafters that run side by side. A subclass makes them with `made`, passes them to `combine`, and decides which of them draft.
+    """Drafters that run side by side. A subclass makes them with `made`, passes them to `combine`, and decides which of them draft. In
+    each step only one part's draft of a row is verified.
 
     Attributes:
         parts: the drafters.
+        proposed: per part, sequence id → its trees of this step and the row in them.
     """
 
     parts: list[CandidateGenerator]
+    proposed: list[dict[int, tuple[DraftTrees, int]]]
 
     def made(self, key: str, config: SpeculativeConfig, context: DrafterContext | None) -> CandidateGenerator:
         """The drafter of one part.
@@ -113,7 +116,7 @@ class CombinedGenerator(CandidateGenerator, RunsModel, SharesPrefixes, Transfera
 
     def combine(self, parts: list[CandidateGenerator]) -> None:
         """Set the parts, and tap the features that any of them needs."""
-        self.parts = parts
+        self.parts, self.proposed = parts, [{} for _ in parts]
         for part in parts:
             self.taps = self.taps | part.taps
 
@@ -180,42 +183,20 @@ class CombinedGenerator(CandidateGenerator, RunsModel, SharesPrefixes, Transfera
             raise
 
     def evict(self, seq: Sequence) -> None:
+        self._forget_proposals(seq)
         for part in self.parts_of(seq):
             part.evict(seq)
 
     def stop(self, seq: Sequence) -> None:
+        self._forget_proposals(seq)
         for part in self.parts_of(seq):
             part.stop(seq)
-
-
-def _able(parts: list[CandidateGenerator], ability: type[Ability]) -> Iterator[Ability]:
-    return (part for part in parts if isinstance(part, ability))
-
-
-class RivalGenerator(CombinedGenerator):
-    """All parts follow every sequence, but in each step only one part's draft of a row is verified.
-
-    Attributes:
-        proposed: per part, sequence id → its trees of this step and the row in them.
-    """
-
-    proposed: list[dict[int, tuple[DraftTrees, int]]]
-
-    def combine(self, parts: list[CandidateGenerator]) -> None:
-        super().combine(parts)
-        self.proposed = [{} for _ in parts]
-
-    def evict(self, seq: Sequence) -> None:
-        super().evict(seq)
-        self._forget_proposals(seq)
-
-    def stop(self, seq: Sequence) -> None:
-        self._forget_proposals(seq)
-        super().stop(seq)
 
     def _forget_proposals(self, seq: Sequence) -> None:
         for proposed in self.proposed:
             proposed.pop(seq.id, None)
+
+    # ---- what became of drafts --------------------------------------------------------------------------------------
 
     def note(self, index: int, sequences: list[Sequence], trees: DraftTrees) -> None:
         self.proposed[index] = {seq.id: (trees, i) for i, seq in enumerate(sequences) if trees.lengths[i]}
@@ -233,3 +214,7 @@ class RivalGenerator(CombinedGenerator):
         for index, part in enumerate(self.parts):
             part.observe(self.as_seen_by(index, outcome))
             self.proposed[index].clear()
+
+
+def _able(parts: list[CandidateGenerator], ability: type[Ability]) -> Iterator[Ability]:
+    return (part for part in parts if isinstance(part, ability))

@@ -10,7 +10,7 @@ from ..core.draft_trees import DraftTrees
 from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
 from .base import ContinuesDrafts, DrafterContext, ScoresDrafts
-from .combined import RivalGenerator, checked_part, with_common_keys
+from .combined import CombinedGenerator, checked_part, with_common_keys
 from .lookup_cache import LookupCacheConfig
 from .parsing import parse_config
 from .registry import register
@@ -64,7 +64,7 @@ class HybridConfig(LookupCacheConfig):
 
 
 @register(HybridConfig)
-class HybridGenerator(RivalGenerator):
+class HybridGenerator(CombinedGenerator):
     """Runs both drafters. Each observes every step, and which part of its own proposal was accepted."""
 
     config: HybridConfig

@@ -15,7 +15,7 @@ from ..model.packed_model import PackedModel
 from .base import DrafterContext
 from .checkpoints.files import Checkpoint, register_format
 from .draft_model import DraftModelConfig, DraftModelGenerator
-from .growing.tree_growth import Draft, Level
+from .growing.tree_growth import Draft, DraftLevel
 from .registry import register
 
 # Keys of the mask token in a drafter's config.json: AMD's, vLLM's, and the plain name.
@@ -104,7 +104,7 @@ class PardGenerator(DraftModelGenerator):
             self.cache.tables[row.seq_id].length = length
         return logits
 
-    def expand(self, level: Level) -> torch.Tensor:
+    def expand(self, level: DraftLevel) -> torch.Tensor:
         """The forward's logits at the next depth [R, 1, Vd], which all nodes of a row share."""
         assert self.first is not None
         if len(level.kept) < len(self.first):

@@ -6,7 +6,7 @@ import numpy as np
 import torch
 
 from ..candidate_generators.growing.grower import GrowsDrafts
-from ..candidate_generators.growing.tree_growth import Level
+from ..candidate_generators.growing.tree_growth import DraftLevel
 from ..candidate_generators.growing.tree_shapes import TreeTemplate
 from ..core.sequence import Sequence
 from ..model.architectures import check_length
@@ -98,7 +98,7 @@ class _Counts:
             kept = [rows.index(i) for i in deeper]
             tokens = true[torch.tensor(kept, device=true.device)][:, None]
             chain = np.ones((len(deeper), 1, depth), dtype=bool)
-            level = Level(
+            level = DraftLevel(
                 depth, deeper, kept, tokens, torch.zeros_like(tokens), depth - 1, chain, np.arange(1, depth + 1)
             )
             logits, rows = self.generator.expand(level)[:, 0], deeper

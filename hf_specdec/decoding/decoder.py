@@ -47,7 +47,7 @@ class SpeculativeDecoder:
     agree_on_verdict: Callable[[torch.Tensor], torch.Tensor] | None = None  # see `ranked`
 
     def __init__(self, generator: CandidateGenerator):
-        self.target, self.generator = generator.target, generator
+        self.target, self.generator, self.config = generator.target, generator, generator.config
         target, config = self.target, self.config
         target.taps = target.taps | generator.taps
         self._max_drafted = min((each for each in (target.max_positions, config.max_model_len) if each), default=None)
@@ -66,14 +66,10 @@ class SpeculativeDecoder:
         self._num_sequences = 1
         self._all_hidden_states, self._rows_have_places = False, False  # see `allocate`
 
-    @property
-    def config(self) -> SpeculativeConfig:
-        """The drafter's configuration, which is the call's."""
-        return self.generator.config
-
     def configure(self, config: SpeculativeConfig) -> None:
         """Decode by a call's configuration, which differs from the present one in PER_CALL_KEYS only."""
         configure(self.generator, config)
+        self.config = self.generator.config
 
     def learn(self, learner: HeadLearner) -> None:
         """Let the drafter's head learn between steps. No sequence may be running."""
@@ -535,7 +531,7 @@ class SpeculativeDecoder:
                 new = seq.accept([*drafted, following])
                 path = path[: len(new)]
                 seq.num_steps += 1
-                drafter = self.drafter_of(seq)
+                drafter = None if self._with_drafters is None else self._with_drafters.drafter_of(seq)
                 self.statistics[seq.id].record(trees.lengths[i], len(new), len(path), deepest[i], drafter)
                 results[seq.id].new_tokens = new
                 results[seq.id].nodes = [first, *(first + 1 + node for node in path)][: len(new)]

@@ -16,7 +16,7 @@ from ...core.outcome import StepOutcome
 from ...core.sequence import Sequence
 from ...model.packed_model import PackedModel
 from ..base import CandidateGenerator, DrafterContext, HasDrafters, MayMissSteps, ScoresDrafts
-from ..combined import RivalGenerator, check_drafter, with_common_keys
+from ..combined import CombinedGenerator, check_drafter, with_common_keys
 from ..registry import register
 from .config import AutoConfig
 from .discovery import Found, find_drafters
@@ -97,7 +97,7 @@ class FirstChoice:
 
 
 @register(AutoConfig)
-class AutoGenerator(RivalGenerator, HasDrafters):
+class AutoGenerator(CombinedGenerator, HasDrafters):
     """Asks the look-ups first, except those that rest because they did not pay. Then `chooser` picks a drafter and a depth for each
     row.
 

@@ -16,7 +16,7 @@ from ..base import DrafterContext
 from ..checkpoints.config import HeadConfig, proposed_length
 from ..checkpoints.target_parts import gather_features, load_once
 from ..growing.features import FeatureGenerator, joined
-from ..growing.tree_growth import Level
+from ..growing.tree_growth import DraftLevel
 from ..growing.tree_shapes import TreeShape, cut_shape
 from ..registry import register
 from .checkpoint import is_dflash, load_dflash, read_layout
@@ -119,7 +119,7 @@ class DFlashGenerator(FeatureGenerator):
     def begin(self, *roots: torch.Tensor) -> torch.Tensor:
         return roots[0]
 
-    def expand(self, level: Level) -> torch.Tensor:
+    def expand(self, level: DraftLevel) -> torch.Tensor:
         """The block's logits at the next depth, [R, 1, Vd], or corrected for each node's path, [R, F, Vd]."""
         assert self.base is not None and self.hidden is not None
         state, survival = self.grower.remaining(level), self.survival

@@ -30,7 +30,7 @@ from ..base import CandidateGenerator, DrafterContext, RunsModel
 from ..checkpoints.files import Checkpoint, register_format, versions_of
 from ..growing.grower import Grower, GrowsDrafts
 from ..growing.own_cache import OwnCache, OwnsCache
-from ..growing.tree_growth import Draft, Level
+from ..growing.tree_growth import Draft, DraftLevel
 from ..growing.tree_shapes import TreeDraftingConfig
 from ..registry import register
 from .vocabulary import BRIDGES, make_bridge
@@ -260,7 +260,7 @@ class DraftModelGenerator(OwnsCache, GrowsDrafts, CandidateGenerator, RunsModel)
             self.cache.tables[row.seq_id].length = row.start + len(row.tokens)
         return logits
 
-    def expand(self, level: Level) -> torch.Tensor:
+    def expand(self, level: DraftLevel) -> torch.Tensor:
         """Run the drafter over the nodes of one depth: logits [R, F, V]."""
         (rows, count), loop = level.tokens.shape, self.grower.loop
         tokens = self.bridge.drafter_ids(level.tokens)

@@ -18,7 +18,7 @@ from ..base import DrafterContext, HasHead
 from ..checkpoints.config import HeadConfig, proposed_length
 from ..checkpoints.target_parts import load_once
 from ..growing.features import FeatureGenerator
-from ..growing.tree_growth import Level
+from ..growing.tree_growth import DraftLevel
 from ..registry import register
 from .checkpoint import is_eagle3, load_eagle3
 
@@ -129,7 +129,7 @@ class Eagle3Generator(FeatureGenerator, HasHead):
     def begin(self, *roots: torch.Tensor) -> torch.Tensor:
         return super().begin(*roots) if self.mask_token is None else roots[0]
 
-    def expand(self, level: Level) -> torch.Tensor:
+    def expand(self, level: DraftLevel) -> torch.Tensor:
         """As in the base. P-EAGLE: logits [R, 1, Vd], which the nodes of one depth share."""
         if self.mask_token is None:
             return super().expand(level)

@@ -20,7 +20,7 @@ from ...model.packed_model import PackedModel
 from ..base import CandidateGenerator, DrafterContext, RunsModel, SharesPrefixes, Transferable
 from .grower import Grower, GrowsDrafts
 from .own_cache import OwnCache, OwnsCache
-from .tree_growth import Level
+from .tree_growth import DraftLevel
 from .tree_shapes import TreeDraftingConfig, TreeShape
 
 Head = TypeVar("Head", bound=PackedHead)
@@ -128,14 +128,14 @@ class FeatureGenerator(OwnsCache, GrowsDrafts, CandidateGenerator, SharesPrefixe
     # ---- prefixes, and rows from another process --------------------------------------------------------------------
 
     def known_prefix(self, seq: Sequence) -> int:
-        return self.cache.known_prefix(seq.tokens) if seq.is_text and self.pages.is_made else 0
+        return self.cache.known_prefix(seq.tokens) if seq.is_text and self.pages.made is not None else 0
 
     def share_prefix(self, seq: Sequence, num_tokens: int) -> None:
         self.cache.match_prefix(seq.id, seq.tokens, num_tokens)
 
     def forget_prefixes(self) -> None:
         """Drop all prefix hashes: the head's rows were computed from features of the changed target."""
-        if self.pages.is_made:
+        if self.pages.made is not None:
             self.cache.pool.forget()
 
     def moved_caches(self) -> list[PagedStaticCache] | None:
@@ -242,9 +242,10 @@ class FeatureGenerator(OwnsCache, GrowsDrafts, CandidateGenerator, SharesPrefixe
 
     def has_read(self, seq: Sequence, end: int) -> None:
         """The rows of the text up to `end` are in the cache, with the target's own features: they stay, and others may share them."""
-        self.cache.tables[seq.id].length = end
+        cache = self.cache
+        cache.tables[seq.id].length = end
         if seq.is_text:  # otherwise equal ids do not mean equal texts
-            self.cache.register_prefix(seq.id, seq.tokens, end)
+            cache.register_prefix(seq.id, seq.tokens, end)
 
     def read_all_but_last_chunk(self, sequences: list[Sequence]) -> None:
         """Read long texts until each has at most one chunk left."""
@@ -263,8 +264,9 @@ class FeatureGenerator(OwnsCache, GrowsDrafts, CandidateGenerator, SharesPrefixe
         """The limits; 0 for rows whose text cannot be read to its end yet, or for which there are no free blocks."""
         out = []
         for seq, limit in zip(sequences, limits, strict=True):
-            end = self.pages.length(seq) + (self.num_unread(seq) if limit else 0)
-            complete = end == len(seq.tokens) - 1 and (self.drafts_twice or self.pages.length(seq) < end)
+            start = self.pages.length(seq)
+            end = start + (self.num_unread(seq) if limit else 0)
+            complete = end == len(seq.tokens) - 1 and (self.drafts_twice or start < end)
             out.append(
                 limit if limit and complete and self.pages.try_reserve(seq, end + self.slots_of_draft(limit)) else 0
             )
@@ -283,7 +285,7 @@ class FeatureGenerator(OwnsCache, GrowsDrafts, CandidateGenerator, SharesPrefixe
         self.grower.state = self.fed_back(hidden)[:, None]
         return self.score(hidden)
 
-    def expand(self, level: Level) -> torch.Tensor:
+    def expand(self, level: DraftLevel) -> torch.Tensor:
         """Run the head over the nodes of one depth: logits [R, F, Vd]."""
         (rows, count), loop = level.tokens.shape, self.grower.loop
         features = self.grower.carried(level).flatten(0, 1)
@@ -291,9 +293,10 @@ class FeatureGenerator(OwnsCache, GrowsDrafts, CandidateGenerator, SharesPrefixe
             hidden = self.head.forward_batch(loop.batch(level.depth, level.tokens, level.ancestors), features=features)
         else:
             seq_ids = [self.grower.sequences[i].id for i in level.rows]
-            positions = [self.cache.tables[seq_id].length - 1 for seq_id in seq_ids]
-            inputs = self.pages.level_inputs(level, level.tokens, seq_ids, positions, self.window_stays)
-            hidden = self.head.forward(inputs, features, self.cache)
+            cache = self.cache
+            before = [cache.tables[seq_id].length - 1 for seq_id in seq_ids]
+            inputs = self.pages.level_inputs(level, level.tokens, seq_ids, before, self.window_stays)
+            hidden = self.head.forward(inputs, features, cache)
         self.grower.state = self.fed_back(hidden).view(rows, count, -1)
         return self.score(hidden).view(rows, count, -1)
 

@@ -27,7 +27,7 @@ from ...model.draft_loop import LevelForward, LoopBuffers
 from ...model.graphs import MOST_TOKENS
 from ...model.packed_model import PackedModel
 from ...sampling.buffers import SamplingBuffers
-from .tree_growth import Draft, DynamicGrowth, Growth, Level, Vocabulary, grow, growth_of
+from .tree_growth import Draft, DraftLevel, DynamicGrowth, Growth, Vocabulary, grow, growth_of
 from .tree_shapes import TreeShape
 
 
@@ -64,7 +64,7 @@ class GrowsDrafts(ABC):
         return roots[0]
 
     @abstractmethod
-    def expand(self, level: Level) -> torch.Tensor:
+    def expand(self, level: DraftLevel) -> torch.Tensor:
         """Logits [R, F, Vd] of the token after each node; [R, 1, Vd] if all nodes of a row share them."""
 
     def modules(self) -> list[nn.Module]:
@@ -138,12 +138,12 @@ class Grower:
         """Logits [R, Vd] of the token after each text."""
         return self.drafter.begin(*self.drafter.roots(sequences, limits))
 
-    def remaining(self, level: Level) -> torch.Tensor:
+    def remaining(self, level: DraftLevel) -> torch.Tensor:
         """`state` [R, F of the last level, S] of the rows that are still drafting."""
         assert self.state is not None
         return self.state if len(level.kept) == len(self.state) else self.state[level.kept]
 
-    def carried(self, level: Level) -> torch.Tensor:
+    def carried(self, level: DraftLevel) -> torch.Tensor:
         """The state [R, F, S] of each node's parent."""
         state = self.remaining(level)
         if state.shape[1] == 1:  # a chain, or the first level

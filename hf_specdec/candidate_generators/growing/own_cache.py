@@ -13,7 +13,7 @@ from ...core.rows import RowInput
 from ...core.sequence import Sequence
 from ...model.draft_loop import LevelForward
 from .grower import Grower
-from .tree_growth import Level
+from .tree_growth import DraftLevel
 
 
 class OwnCache:
@@ -24,6 +24,7 @@ class OwnCache:
         grower: its captured rounds are dropped with the cache, to which they refer.
 
     Attributes:
+        made: the cache; None: the drafter has not needed it yet.
         has_graphs: the drafter's forwards are CUDA graphs, which refer to the pools: these are kept for the next run.
         outlives_texts: prefixes of texts that have ended are kept, because later texts may share them.
     """
@@ -34,22 +35,17 @@ class OwnCache:
     def __init__(self, make: Callable[[int, int], PagedStaticCache], grower: Grower, block_size: int):
         self._make, self._grower = make, grower
         self._size, self._num_sequences = (1, block_size), 1
-        self._made: PagedStaticCache | None = None
+        self.made: PagedStaticCache | None = None
         self._joined: dict[int, int] = {}  # sequence id → slots that its text and a draft may need
 
     @property
     def paged(self) -> PagedStaticCache:
         """The cache, with a table for every sequence that has joined."""
-        if self._made is None:
-            self._made = self._make(*self._size)
+        if self.made is None:
+            self.made = self._make(*self._size)
             for seq_id, num_slots in self._joined.items():
                 self._add(seq_id, num_slots)
-        return self._made
-
-    @property
-    def is_made(self) -> bool:
-        """Whether the drafter has needed it in this run, or its pools are kept."""
-        return self._made is not None
+        return self.made
 
     @property
     def _num_draft_slots(self) -> int:
@@ -59,53 +55,50 @@ class OwnCache:
         """Set the size for a run: `num_tokens` in all, and a draft for each sequence. Nothing is allocated yet."""
         drafts = -(-(self._num_draft_slots + block_size) // block_size) * num_sequences
         num_blocks = -(-num_tokens // block_size) + drafts
-        self._size, self._num_sequences, self.outlives_texts = (
-            (num_blocks, block_size),
-            num_sequences,
-            not num_sequences,
-        )
-        if self._made is not None and self.has_graphs and self._made.can_serve(block_size):
-            self._made.grow_up_to(num_blocks)
+        self._size, self._num_sequences = (num_blocks, block_size), num_sequences
+        self.outlives_texts = not num_sequences
+        if self.made is not None and self.has_graphs and self.made.can_serve(block_size):
+            self.made.grow_up_to(num_blocks)
         else:
             self._drop()
 
     def release(self) -> None:
         """End a run: drop the cache, unless CUDA graphs refer to it."""
         self._joined.clear()
-        if self._made is not None and self.has_graphs and self._made.is_allocated:
-            self._made.clear()
+        if self.made is not None and self.has_graphs and self.made.is_allocated:
+            self.made.clear()
         else:
             self._size = 1, self._size[1]
             self._drop()
 
     def _drop(self) -> None:
-        if self._made is not None:
-            self._made = None
+        if self.made is not None:
+            self.made = None
             self._grower.forget()
 
     def join(self, seq: Sequence, num_tokens: int) -> None:
         """A sequence joins, with room for `num_tokens` and a draft in one place where rows have places."""
         self._joined[seq.id] = num_tokens + self._num_draft_slots
-        if self._made is not None:
+        if self.made is not None:
             self._add(seq.id, self._joined[seq.id])
 
     def _add(self, seq_id: int, num_slots: int) -> None:
-        assert self._made is not None
-        self._made.add(seq_id, self._made.slots_each(num_slots, self._num_sequences))
+        assert self.made is not None
+        self.made.add(seq_id, self.made.slots_each(num_slots, self._num_sequences))
 
     def evict(self, seq: Sequence) -> None:
         """Give a sequence's blocks back; they will be computed again."""
-        if self._made is not None:
-            self._made.evict(seq.id)
+        if self.made is not None:
+            self.made.evict(seq.id)
 
     def leave(self, seq: Sequence) -> None:
         del self._joined[seq.id]
-        if self._made is not None:
-            self._made.remove(seq.id)
+        if self.made is not None:
+            self.made.remove(seq.id)
 
     def length(self, seq: Sequence) -> int:
         """Number of the sequence's tokens that are in the cache."""
-        return 0 if self._made is None else self._made.tables[seq.id].length
+        return 0 if self.made is None else self.made.tables[seq.id].length
 
     def try_reserve(self, seq: Sequence, num_slots: int) -> bool:
         """Reserve that many slots in all for a sequence; False if there are no free blocks."""
@@ -116,7 +109,7 @@ class OwnCache:
         return True
 
     def level_inputs(
-        self, level: Level, tokens: torch.Tensor, seq_ids: list[int], before: list[int], window_stays: bool = False
+        self, level: DraftLevel, tokens: torch.Tensor, seq_ids: list[int], before: list[int], window_stays: bool = False
     ) -> list[RowInput]:
         """The input rows of a forward over a level's nodes, after the cached tokens of each sequence.
 
@@ -128,7 +121,8 @@ class OwnCache:
         """
         # None if there are only chains so far
         ancestors = None if level.ancestors.shape[2] == level.depth else level.host_ancestors
-        ends = [self.paged.tables[seq_id].length for seq_id in seq_ids]
+        tables = self.paged.tables
+        ends = [tables[seq_id].length for seq_id in seq_ids]
         rows = node_inputs(tokens, seq_ids, ends, before, level.first, level.depths, ancestors)
         if window_stays:
             for row, position in zip(rows, before, strict=True):
@@ -177,7 +171,8 @@ class OwnsCache(ABC):
 
     @property
     def cache(self) -> PagedStaticCache:
-        return self.pages.paged
+        made = self.pages.made
+        return self.pages.paged if made is None else made
 
     def own_tokens(self, num_tokens: int) -> int:
         """The most tokens that `num_tokens` of the target's can become in the drafter's vocabulary."""

@@ -24,7 +24,7 @@ from .tree_shapes import DynamicTree, TreeDraftingConfig, TreeShape, TreeTemplat
 
 
 @dataclass
-class Level:
+class DraftLevel:
     """The nodes of one depth that the drafter expands: F in each of R rows.
 
     Attributes:
@@ -73,7 +73,7 @@ class NodeExpander(Protocol):
 
     vocabulary: Vocabulary
 
-    def expand(self, level: Level) -> torch.Tensor:
+    def expand(self, level: DraftLevel) -> torch.Tensor:
         """Logits [R, F, Vd] of the token after each node; [R, 1, Vd] if all nodes of a row share them."""
         ...
 
@@ -237,7 +237,7 @@ class Growth(ABC):
                 paths = torch.cat([above, paths], dim=2)
             self.paths = paths
         first, self.depths = self.num_expanded, np.append(self.depths, [depth] * tokens.shape[1])
-        return self.expander.expand(Level(depth, deeper, kept, tokens, parents, first, ancestors, self.depths))
+        return self.expander.expand(DraftLevel(depth, deeper, kept, tokens, parents, first, ancestors, self.depths))
 
     def confident(self, rows: list[int], best: torch.Tensor, depth: int) -> None:
         """End the drafts of rows whose best path is less probable than the threshold, before this depth.

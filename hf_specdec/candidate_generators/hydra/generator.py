@@ -17,7 +17,7 @@ from ..checkpoints.target_parts import DraftVocabulary, load_once
 from ..growing.features import FeatureGenerator
 from ..growing.grower import GrowsDrafts
 from ..growing.last_hidden import LastHiddenConfig, LastHiddenGenerator, bounded_shape
-from ..growing.tree_growth import Level
+from ..growing.tree_growth import DraftLevel
 from ..registry import register
 from .checkpoint import is_hydra, load_hydra
 from .head import HydraHeads
@@ -52,7 +52,7 @@ class HydraDrafting(GrowsDrafts):
         self.grower.state = state[:, None]
         return self.heads.heads[0](state)
 
-    def expand(self, level: Level) -> torch.Tensor:
+    def expand(self, level: DraftLevel) -> torch.Tensor:
         """The next head's logits after each node [R, F, V]."""
         self.grower.state = self.heads.with_tokens(self.grower.carried(level), level.tokens)
         return self.heads.heads[level.depth](self.grower.state)

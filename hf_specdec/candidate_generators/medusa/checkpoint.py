@@ -45,7 +45,7 @@ def _converted(name: str) -> str:
 
 
 @dataclass
-class Layout:
+class MedusaLayout:
     """A checkpoint's tensors under the names of vLLM's layout, and the number of heads and blocks."""
 
     plan: Plan
@@ -54,7 +54,7 @@ class Layout:
     num_lm_heads: int  # 0: the target's is used; 1: all heads share one
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint) -> Layout:
+    def of(cls, checkpoint: Checkpoint) -> MedusaLayout:
         """Read from the tensors' names, because original config.json files say 2 heads where there are 5."""
         if checkpoint.any(_PREFIX.pattern) and not all(map(_PREFIX.match, checkpoint.names())):
             checkpoint = Checkpoint(checkpoint.folder, checkpoint.name, wanted=lambda name: bool(_PREFIX.match(name)))
@@ -82,7 +82,7 @@ def load_medusa(checkpoint: Checkpoint, target: PackedModel) -> MedusaHeads:
     Raises:
         CheckpointError: tensors are missing, unused or of another shape, or the heads are for another target.
     """
-    layout = Layout.of(checkpoint)
+    layout = MedusaLayout.of(checkpoint)
     plan, first = layout.plan, "blocks.0.layers.0.weight"
     stated = checkpoint.config.get("medusa_num_heads")
     if stated not in (None, layout.num_heads):

@@ -12,7 +12,7 @@ from ..base import DrafterContext
 from ..checkpoints.files import Checkpoint
 from ..checkpoints.target_parts import DraftVocabulary, load_once
 from ..growing.last_hidden import LastHiddenConfig, LastHiddenGenerator
-from ..growing.tree_growth import Level
+from ..growing.tree_growth import DraftLevel
 from ..registry import register
 from .checkpoint import is_converted, is_original, load_medusa
 
@@ -49,7 +49,7 @@ class MedusaGenerator(LastHiddenGenerator):
         self.grower.state = hidden[:, None]
         return self.heads(0, hidden)
 
-    def expand(self, level: Level) -> torch.Tensor:
+    def expand(self, level: DraftLevel) -> torch.Tensor:
         """The next head's logits [R, 1, Vd], which depend on the text only."""
         self.grower.state = self.grower.remaining(level)
         return self.heads(level.depth, self.grower.state)

@@ -1,11 +1,10 @@
 """MLP speculators (Wertheimer et al. 2024): IBM's accelerators and Snowflake's Arctic speculators."""
 
-from .generator import ArcticConfig, ArcticGenerator, MLPSpeculatorConfig, MLPSpeculatorGenerator
+from .generator import ArcticConfig, MLPSpeculatorConfig, MLPSpeculatorGenerator
 from .head import LSTMSpeculator, SumSpeculator
 
 __all__ = [
     "ArcticConfig",
-    "ArcticGenerator",
     "LSTMSpeculator",
     "MLPSpeculatorConfig",
     "MLPSpeculatorGenerator",

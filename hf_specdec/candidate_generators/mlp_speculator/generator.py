@@ -13,7 +13,7 @@ from ..base import DrafterContext, HasHead
 from ..checkpoints.files import Checkpoint
 from ..checkpoints.target_parts import draft_vocabulary, load_once
 from ..growing.last_hidden import LastHiddenConfig, LastHiddenGenerator
-from ..growing.tree_growth import Level
+from ..growing.tree_growth import DraftLevel
 from ..growing.tree_shapes import TreeShape, TreeTemplate
 from ..registry import register
 from .checkpoint import has_arctic, has_mlp, load_speculator
@@ -116,7 +116,7 @@ class MLPSpeculatorGenerator(LastHiddenGenerator, HasHead):
         self.grower.state = state[:, None]
         return logits
 
-    def expand(self, level: Level) -> torch.Tensor:
+    def expand(self, level: DraftLevel) -> torch.Tensor:
         rows, count = level.tokens.shape
         tokens = self._embedded(level.tokens.flatten())
         logits, state = self.speculator.step(level.depth, self.grower.carried(level).flatten(0, 1), tokens)
@@ -125,5 +125,8 @@ class MLPSpeculatorGenerator(LastHiddenGenerator, HasHead):
 
 
 @register(ArcticConfig)
-class ArcticGenerator(MLPSpeculatorGenerator):
+def make_arctic(
+    config: ArcticConfig, target: PackedModel, context: DrafterContext | None = None
+) -> MLPSpeculatorGenerator:
     """The same generator under Snowflake's name."""
+    return MLPSpeculatorGenerator(config, target, context)

@@ -22,7 +22,7 @@ from ..checkpoints.target_parts import (
     target_head,
     trained_for,
 )
-from .head import Family, MtpModule, module_config
+from .head import MtpModule, TargetFamily, module_config
 from .layouts import LAYER_NAMES, LAYOUTS, MtpLayout, find_layout, holds_mtp_alone
 from .weights import TargetTensors
 
@@ -102,10 +102,10 @@ def load_mtp(source: Checkpoint, target: PackedModel, prepack_weights: bool | No
     return LoadedMtp(layout, modules, heads, proposed_length(source))
 
 
-def _family(source: Checkpoint, target: PackedModel) -> Family:
+def _family(source: Checkpoint, target: PackedModel) -> TargetFamily:
     kind = source.config.get("speculators_model_type")
     if kind is None:
-        return Family.of(target.model, source)
+        return TargetFamily.of(target.model, source)
     if kind != "mtp":
         raise source.error(f"is a speculators checkpoint of type {kind!r}, not of MTP layers.")
     source.wanted = None  # a checkpoint of MTP layers only: load every tensor
@@ -117,10 +117,10 @@ def _family(source: Checkpoint, target: PackedModel) -> Family:
     check_target(source, target, config.hidden_size, config.vocab_size)
     with source.building():
         model = AutoModelForCausalLM.from_config(config)
-    return Family.of(model, source)
+    return TargetFamily.of(model, source)
 
 
-def _expert_names(family: Family) -> list[str]:
+def _expert_names(family: TargetFamily) -> list[str]:
     with torch.device("meta"):
         layer = family.new_layer(module_config(family.config, 0, "full_attention", sparse=True), 0)
     return list(layer.state_dict())

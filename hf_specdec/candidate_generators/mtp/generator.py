@@ -27,7 +27,7 @@ from ..checkpoints.files import Checkpoint, open_checkpoint
 from ..checkpoints.target_parts import DraftVocabulary, load_once
 from ..growing.features import FeatureGenerator
 from ..growing.own_cache import node_inputs
-from ..growing.tree_growth import Level
+from ..growing.tree_growth import DraftLevel
 from ..growing.tree_shapes import TreeShape, TreeTemplate
 from ..ngram import NGramConfig, NGramGenerator
 from ..registry import register
@@ -256,7 +256,7 @@ class MtpGenerator(FeatureGenerator):
 
     def known_prefix(self, seq: Sequence) -> int:
         """Number of leading tokens whose rows are in the cache, as far as the modules' states at the blocks' ends are known."""
-        if not seq.is_text or not self.pages.is_made:
+        if not seq.is_text or self.pages.made is None:
             return 0
         hashes = [content for content, _ in self.cache.known_blocks(seq.tokens)]
         known = len(hashes) if self.num_heads == 1 else self.boundaries.num_known(hashes)
@@ -354,7 +354,7 @@ class MtpGenerator(FeatureGenerator):
         self.draft = DraftNodes(list(roots))
         return self.score_of(0, roots[0])
 
-    def expand(self, level: Level) -> torch.Tensor:
+    def expand(self, level: DraftLevel) -> torch.Tensor:
         """Let the module whose turn it is read the nodes it has not read; logits [R, F, Vd] of the tokens after this level's nodes."""
         draft, loop = self.draft, self.grower.loop
         assert draft is not None

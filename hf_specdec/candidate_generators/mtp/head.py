@@ -53,7 +53,9 @@ class MtpModule(nn.Module):
     layer: Any
     rotary_emb: nn.Module
 
-    def __init__(self, family: Family, layout: MtpLayout, index: int, sparse: bool, shapes: dict[str, tuple[int, int]]):
+    def __init__(
+        self, family: TargetFamily, layout: MtpLayout, index: int, sparse: bool, shapes: dict[str, tuple[int, int]]
+    ):
         super().__init__()
         self.config = module_config(family.config, index, layout.attention, sparse)
         self.hidden_first, self.zero_first_embedding = layout.hidden_first, layout.zero_first_embedding
@@ -104,7 +106,7 @@ class MtpModule(nn.Module):
 
 
 @dataclass
-class Family:
+class TargetFamily:
     """The parts of a target that MTP modules are built from.
 
     Attributes:
@@ -122,7 +124,7 @@ class Family:
     float32: tuple[str, ...]
 
     @classmethod
-    def of(cls, model: PreTrainedModel, checkpoint: Checkpoint) -> Family:
+    def of(cls, model: PreTrainedModel, checkpoint: Checkpoint) -> TargetFamily:
         """Take the parts from a model.
 
         Raises:

@@ -7,7 +7,7 @@ import torch
 
 from ...cache import PagedStaticCache
 from ...kernels.transfer import upload
-from ..growing.tree_growth import Level
+from ..growing.tree_growth import DraftLevel
 
 
 class BlockEnds:
@@ -58,7 +58,7 @@ class DraftNodes:
     Attributes:
         tokens: int64 [R, E].
         parents: int64 [R, E], 1 + the index of each node's parent; 0 is the text's last token.
-        ancestors: bool [R, E, E], the nodes on each node's path, itself included, in the form of `Level`; None without nodes.
+        ancestors: bool [R, E, E], the nodes on each node's path, itself included, in the form of `DraftLevel`; None without nodes.
         hidden: per module [R, 1 + nodes read, H]: x at the text's last token, then at the nodes.
         drafted: [R, 1 + nodes, H]: x of the module that drafted the children.
     """
@@ -85,7 +85,7 @@ class DraftNodes:
         """How many nodes a module has read."""
         return self.hidden[module].shape[1] - 1
 
-    def add(self, level: Level) -> None:
+    def add(self, level: DraftLevel) -> None:
         """Add the nodes of one depth; rows that have ended are dropped."""
         if len(level.kept) < len(self.tokens):
             index = upload(level.kept, self.tokens.device)
