@@ -88,13 +88,17 @@ class Checkpoint:
         folder: a local folder.
         name: the name the user gave, for messages.
         wanted: selects tensors by name (None: all); others are ignored.
+        nothing: the error if there are no such tensors; None: which files were looked for.
 
     Raises:
         CheckpointError: no folder, no weights, a file that cannot be read.
     """
 
-    def __init__(self, folder: str | os.PathLike, name: str | None = None, wanted: Callable[[str], bool] | None = None):
-        self.folder, self.name, self.wanted = Path(folder), name or os.fspath(folder), wanted
+    def __init__(
+        self, folder: str | os.PathLike, name: str | None = None, wanted: Callable[[str], bool] | None = None,
+        nothing: str | None = None,
+    ):  # fmt: skip
+        self.folder, self.name, self.wanted, self.nothing = Path(folder), name or os.fspath(folder), wanted, nothing
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.name!r} is not a folder with a checkpoint.")
 
@@ -136,9 +140,8 @@ class Checkpoint:
                     out[name] = path
         if not out:
             what = " with tensors of the drafter." if self.wanted else "."
-            raise NoWeightsError(
-                str(self.error(f"holds no weights: looked for *.safetensors, *.bin, *.pt and *.pth{what}"))
-            )
+            nothing = self.nothing or f"holds no weights: looked for *.safetensors, *.bin, *.pt and *.pth{what}"
+            raise NoWeightsError(str(self.error(nothing)))
         return out
 
     @property

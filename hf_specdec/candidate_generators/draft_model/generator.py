@@ -162,7 +162,7 @@ class DraftModelGenerator(OwnsCache, GrowsDrafts, CandidateGenerator, RunsModel)
         self.bridge = self.vocabulary = make_bridge(config, config.vocabulary_bridge, target, self.drafter, context)
         has_graphs = self.drafter.graphs is not None
         self.grower = Grower(self, config.shape(), has_loop=self.has_loop and has_graphs)
-        self.pages = OwnCache(self.new_cache, self.grower, config.block_size)
+        self.pages = OwnCache(self, self.grower, config.block_size)
         self.pages.has_graphs = has_graphs
         # per sequence, the cache index of each node of the last draft (or -1)
         self.kept_nodes: dict[int, list[int]] = {}

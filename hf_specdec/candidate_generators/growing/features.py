@@ -55,7 +55,7 @@ class FeatureGenerator(OwnsCache, GrowsDrafts, CandidateGenerator, SharesPrefixe
     ):  # fmt: skip
         super().__init__(config, target, context)
         self.grower = Grower(self, shape or config.shape(), has_loop)
-        self.pages = OwnCache(self.new_cache, self.grower, config.block_size)
+        self.pages = OwnCache(self, self.grower, config.block_size)
         self.unread: dict[int, list[torch.Tensor]] = {}
         # of steps of one token per row, not yet in `unread`
         self._newest: list[tuple[list[Sequence], torch.Tensor]] = []

@@ -8,6 +8,7 @@ tokens, states and, in dynamic trees, paths stay on the device.
 from __future__ import annotations
 
 import math
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from typing import Any
@@ -103,13 +104,13 @@ class Grower:
     """
 
     def __init__(self, drafter: GrowsDrafts, shape: TreeShape, has_loop: bool = True):
-        self.drafter, self.shape = drafter, shape
+        self.drafter, self.shape = weakref.proxy(drafter), shape  # whose weights go when it does
         self.sequences: list[Sequence] = []
         self.state: torch.Tensor | None = None
         self.loop: LoopBuffers | None = None
         config = drafter.config
         graphs = drafter.target.graphs is not None if config.cuda_graphs is None else config.cuda_graphs
-        self.rounds = CapturedRounds(self) if graphs and has_loop else None
+        self.rounds = CapturedRounds(self, type(drafter).__name__) if graphs and has_loop else None
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
         drafter, limits = self.drafter, self.ready(sequences, limits)
@@ -158,9 +159,9 @@ class CapturedRounds:
     tensors run eagerly: rows with other logits processors, drafts that stop at a confidence threshold.
     """
 
-    def __init__(self, grower: Grower):
-        self.grower, self.drafter = grower, grower.drafter
-        self.captures = Captures(f"The drafting loop of {type(self.drafter).__name__}")
+    def __init__(self, grower: Grower, name: str):
+        self.grower, self.drafter = weakref.proxy(grower), grower.drafter
+        self.captures = Captures(f"The drafting loop of {name}")
         self._forwards_of: dict[int, list[LevelForward]] = {}  # by depth
         self._probs = torch.zeros(0)  # the distributions of the last round, shared by all buckets
 

@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
-from collections.abc import Callable
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ class OwnCache:
     """The cache of a drafter's layers. A run in which the drafter is never asked costs no cache.
 
     Args:
-        make: (num_blocks, block_size) → an empty cache that grows up to `num_blocks`.
+        drafter: makes the cache.
         grower: its captured rounds are dropped with the cache, to which they refer.
 
     Attributes:
@@ -32,8 +32,8 @@ class OwnCache:
     has_graphs = False
     outlives_texts = False
 
-    def __init__(self, make: Callable[[int, int], PagedStaticCache], grower: Grower, block_size: int):
-        self._make, self._grower = make, grower
+    def __init__(self, drafter: OwnsCache, grower: Grower, block_size: int):
+        self._drafter, self._grower = weakref.proxy(drafter), grower
         self._size, self._num_sequences = (1, block_size), 1
         self.made: PagedStaticCache | None = None
         self._joined: dict[int, int] = {}  # sequence id → slots that its text and a draft may need
@@ -42,7 +42,7 @@ class OwnCache:
     def paged(self) -> PagedStaticCache:
         """The cache, with a table for every sequence that has joined."""
         if self.made is None:
-            self.made = self._make(*self._size)
+            self.made = self._drafter.new_cache(*self._size)
             for seq_id, num_slots in self._joined.items():
                 self._add(seq_id, num_slots)
         return self.made

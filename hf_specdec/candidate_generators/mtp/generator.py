@@ -225,6 +225,10 @@ class MtpGenerator(FeatureGenerator):
         """The most nodes of a draft, n-grams included."""
         return self.config.longest_draft if self.config.continues_by_ngram else super().max_draft_nodes
 
+    def release(self) -> None:
+        super().release()
+        self.boundaries.forget()
+
     def start(self, seq: Sequence) -> None:
         super().start(seq)
         self.reached[seq.id] = [None] * self.num_heads

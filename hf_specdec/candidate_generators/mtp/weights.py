@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import cached_property
-from pathlib import Path
 
 import torch
 
@@ -30,16 +29,8 @@ class TargetTensors(Checkpoint):
     """
 
     def __init__(self, source: Checkpoint, dtype: torch.dtype, stacks_experts: bool, nothing: str):
-        super().__init__(source.folder, source.name, source.wanted)
-        self.dtype, self.stacks_experts, self.nothing = dtype, stacks_experts, nothing
-
-    @cached_property
-    def files(self) -> dict[str, Path]:
-        wanted: Callable[[str], bool] = self.wanted or (lambda name: True)
-        files = {name: path for path in self._weight_files() for name in self._names_in(path) if wanted(name)}
-        if not files:
-            raise self.error(self.nothing)
-        return files
+        super().__init__(source.folder, source.name, source.wanted, nothing)
+        self.dtype, self.stacks_experts = dtype, stacks_experts
 
     @cached_property
     def scales(self) -> set[str]:
