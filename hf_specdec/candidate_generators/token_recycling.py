@@ -18,8 +18,7 @@ from ..core.sequence import Sequence
 from ..kernels.transfer import upload
 from ..model.packed_model import PackedModel
 from .base import CandidateGenerator, DrafterContext, KeepsTables, MayMissSteps
-from .growing.token_tree import PUBLISHED_TREES, read_token_tree
-from .growing.tree_shapes import TreeTemplate
+from .growing.tree_shapes import PUBLISHED_TREES, TreeTemplate, read_token_tree
 from .lookup_cache import LookupCache, LookupCacheConfig, Spaces, State, ids_within
 from .registry import register
 
