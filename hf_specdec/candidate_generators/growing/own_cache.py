@@ -41,11 +41,12 @@ class OwnCache:
     @property
     def paged(self) -> PagedStaticCache:
         """The cache, with a table for every sequence that has joined."""
-        if self.made is None:
-            self.made = self._drafter.new_cache(*self._size)
-            for seq_id, num_slots in self._joined.items():
-                self._add(seq_id, num_slots)
-        return self.made
+        if self.made is not None:
+            return self.made
+        made = self.made = self._drafter.new_cache(*self._size)
+        for seq_id, num_slots in self._joined.items():
+            self._add(seq_id, num_slots)
+        return made
 
     @property
     def _num_draft_slots(self) -> int:
