@@ -71,7 +71,7 @@ def make_decoder(target: PackedModel, generator, method: str, length: str, draft
         {"method": "none"} if length == "none" else {"method": method, **METHODS[method], **LENGTHS[length]}
     )
     make = generator_class("none") if length == "none" else generator
-    return SpeculativeDecoder(target, make(config, target, DrafterContext(assistant_model=drafter)), config)
+    return SpeculativeDecoder(make(config, target, DrafterContext(assistant_model=drafter)))
 
 
 def decode(

@@ -129,11 +129,10 @@ class Steps:
     def __init__(self, packed_target: PackedModel, method: str, batch: int, num_steps: int):
         config = parse_config({**METHODS[method], "cuda_graphs": True})
         generator = make_generator(config, packed_target, DrafterContext())
-        self.decoder = SpeculativeDecoder(packed_target, generator, config)
+        self.decoder = SpeculativeDecoder(generator)
         most = CONTEXT + 4 * num_steps
         self.rows = [Sequence([5 + i % PERIOD for i in range(CONTEXT)], most) for _ in range(batch)]
-        self.decoder.rows_have_places = True
-        self.decoder.allocate(batch * (most + generator.max_draft_nodes), batch)
+        self.decoder.allocate(batch * (most + generator.max_draft_nodes), batch, rows_have_places=True)
         for seq in self.rows:
             self.decoder.add(seq)
         self.pending = None

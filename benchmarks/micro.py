@@ -112,7 +112,7 @@ def overhead(method: dict[str, Any], batch_size: int, model: LlamaForCausalLM) -
     """Share of the steps' time that is not the target's forward (propose, verify, commit, bookkeeping)."""
     config = parse_config(method)
     target = prepare(model)
-    decoder = SpeculativeDecoder(target, generator_class(config.method)(config, target), config)
+    decoder = SpeculativeDecoder(generator_class(config.method)(config, target))
     forward_seconds = 0.0
     original = target.forward
 

@@ -11,7 +11,7 @@ from transformers.generation.candidate_generator import CandidateGenerator as Tr
 from transformers.generation.stopping_criteria import EosTokenCriteria, StoppingCriteriaList, StopStringCriteria
 
 from .candidate_generators import CandidateGenerator, parse_config
-from .candidate_generators.base import DrafterContext
+from .candidate_generators.base import DrafterContext, active_drafter
 from .core.draft_trees import DraftTrees
 from .core.outcome import StepOutcome
 from .core.output import PackedOutput
@@ -38,7 +38,7 @@ def assisted_loop(
     transformers has no argument for a candidate generator, so the model's `_get_candidate_generator` is replaced. Its loop looks at
     stopping criteria only after all tokens of a step, so drafts end where a stop text or an end-of-sequence token would.
     """
-    context = DrafterContext(assistant_model, tokenizer, assistant_tokenizer)
+    context = DrafterContext(assistant_model, tokenizer, assistant_tokenizer, chains_only=True)
     drafter = AssistedDrafter(generator_for(model, parse_config(speculative_config), context))
     original = model._get_stopping_criteria
 
@@ -71,7 +71,6 @@ class AssistedDrafter(TransformersCandidateGenerator):
     """
 
     def __init__(self, generator: CandidateGenerator):
-        generator.verify_chains_only()
         self.generator = generator
         self.sequence: Sequence | None = None
         self.ends = StoppingCriteriaList()
@@ -86,7 +85,7 @@ class AssistedDrafter(TransformersCandidateGenerator):
             ValueError: more than one sequence.
         """
         seq = self._follow(input_ids)
-        with self.generator.active():
+        with active_drafter(self.generator):
             trees = self.generator.propose([seq], [self.generator.config.longest_draft])
         path = _first_path(trees)
         tokens = trees.tokens[0, torch.tensor(path, dtype=torch.long, device=trees.tokens.device)]
@@ -130,7 +129,7 @@ class AssistedDrafter(TransformersCandidateGenerator):
         if new:
             seq.tokens = tokens
             if self._proposal is not None:
-                with self.generator.active():
+                with active_drafter(self.generator):
                     self.generator.observe(self._outcome(seq, *self._proposal, new, scores))
                 self._proposal = None
         return seq

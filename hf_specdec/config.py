@@ -30,6 +30,21 @@ MOST_DRAFT_TOKENS, MOST_DRAFT_NODES = 1024, 4096  # per row and round: longer pa
 _LARGEST_BLOCK = 4096  # tokens; a pool has several blocks, however short the texts are
 
 
+def config_key(
+    default: Any, about: str, minimum: float | None = None, maximum: float | None = None, choices: tuple[str, ...] = (),
+    secret: bool = False,
+) -> Any:  # fmt: skip
+    """A key of a configuration, as a dataclass field. `SpeculativeConfig.check_keys` checks its value by its type.
+
+    Args:
+        about: what `hf-specdec models` says of it.
+        minimum, maximum, choices: of numbers and of names; without them these are not checked.
+        secret: it is never saved or shown.
+    """
+    metadata = {"help": about, "bounds": (minimum, maximum), "choices": choices, **({"secret": True} if secret else {})}
+    return field(default=default, repr=not secret, metadata=metadata)
+
+
 class SpeculativeConfigError(ValueError):
     """A speculative configuration cannot work; the message names the key and says what to do."""
 
@@ -45,145 +60,121 @@ class SpeculativeConfig:
     requires: ClassVar[tuple[str, ...]] = ()
     default_num_speculative_tokens: ClassVar[int] = 5
     has_weights: ClassVar[bool] = False  # whether the drafter is a model or a head
+    has_parts: ClassVar[bool] = False  # whether it is made of other drafters
+    can_be_combined: ClassVar[bool] = True  # whether it may be a part of another
+    uses_assistant_model: ClassVar[bool] = False  # whether it drafts with generate(assistant_model=)
     default_longest_draft: ClassVar[int] = 8  # default of num_speculative_tokens under draft_length "auto"
 
-    method: str = field(default="", metadata={"help": "the drafting method; `hf-specdec models` lists all of them"})
-    num_speculative_tokens: int | None = field(
-        default=None,
-        metadata={
-            "help": "draft tokens per round (K) of a chain, or depth of a tree, at most 1024; 'auto': draft_length 'auto' with a "
-            "default maximum"
-        },
+    method: str = config_key("", "the drafting method; `hf-specdec models` lists all of them")
+    num_speculative_tokens: int | None = config_key(
+        None,
+        "draft tokens per round (K) of a chain, or depth of a tree, at most 1024; 'auto': draft_length 'auto' with a "
+        "default maximum",
     )
-    num_speculative_tokens_per_batch_size: list[list[int]] | None = field(
-        default=None,
-        metadata={
-            "help": "K by the number of decoding rows: [[1, 4, 5], [5, 16, 2], [17, 64, 0]] or {1: 5, 5: 2, 17: 0}; every K is at "
-            "most num_speculative_tokens; the last K also applies to larger batches"
-        },
+    num_speculative_tokens_per_batch_size: list[list[int]] | None = config_key(
+        None,
+        "K by the number of decoding rows: [[1, 4, 5], [5, 16, 2], [17, 64, 0]] or {1: 5, 5: 2, 17: 0}; every K is at "
+        "most num_speculative_tokens; the last K also applies to larger batches",
     )
-    disable_by_batch_size: int | None = field(
-        default=None, metadata={"help": "do not draft in steps that decode more rows than this"}
+    disable_by_batch_size: int | None = config_key(
+        None, "do not draft in steps that decode more rows than this", minimum=1
     )
-    max_model_len: int | None = field(
-        default=None, metadata={"help": "do not draft beyond this many tokens per text, drafts included"}
+    max_model_len: int | None = config_key(
+        None, "do not draft beyond this many tokens per text, drafts included", minimum=1
     )
-    draft_length: str = field(
-        default="fixed",
-        metadata={
-            "help": "'fixed': num_speculative_tokens for every row; 'auto': for each row and step the length, up to "
-            "num_speculative_tokens, that is fastest by measured costs and acceptance"
-        },
+    draft_length: str = config_key(
+        "fixed",
+        "'fixed': num_speculative_tokens for every row; 'auto': for each row and step the length, up to "
+        "num_speculative_tokens, that is fastest by measured costs and acceptance",
     )
-    rejection_sample_method: str | None = field(
-        default=None,
-        metadata={
-            "help": "how drafts are verified when sampling: 'coupled' (default), 'rejection' (alias 'standard') or 'block', all "
-            "exact; 'typical' (lossy); 'greedy' (refuses to sample); 'synthetic' (ignores the model, for benchmarks only)"
-        },
+    rejection_sample_method: str | None = config_key(
+        None,
+        "how drafts are verified when sampling: 'coupled' (default), 'rejection' (alias 'standard') or 'block', all "
+        "exact; 'typical' (lossy); 'greedy' (refuses to sample); 'synthetic' (ignores the model, for benchmarks only)",
+        choices=VERIFICATION_RULES,
     )
-    posterior_threshold: float = field(
-        default=0.09,
-        metadata={
-            "help": "'typical' accepts tokens whose probability exceeds min(posterior_threshold, posterior_alpha * exp(-entropy))"
-        },
+    posterior_threshold: float = config_key(
+        0.09,
+        "'typical' accepts tokens whose probability exceeds min(posterior_threshold, posterior_alpha * exp(-entropy))",
+        minimum=0,
+        maximum=1,
     )
-    posterior_alpha: float = field(default=0.3, metadata={"help": "see posterior_threshold"})
-    synthetic_acceptance_rates: list[float] | None = field(
-        default=None,
-        metadata={
-            "help": "for 'synthetic': share of rounds in which at least 1, 2, .. num_speculative_tokens drafts are accepted"
-        },
+    posterior_alpha: float = config_key(0.3, "see posterior_threshold", minimum=0)
+    synthetic_acceptance_rates: list[float] | None = config_key(
+        None, "for 'synthetic': share of rounds in which at least 1, 2, .. num_speculative_tokens drafts are accepted"
     )
-    synthetic_acceptance_length: float | None = field(
-        default=None,
-        metadata={"help": "for 'synthetic', instead of the rates: mean tokens per round, bonus token included"},
+    synthetic_acceptance_length: float | None = config_key(
+        None, "for 'synthetic', instead of the rates: mean tokens per round, bonus token included"
     )
-    draft_sample_method: str | None = field(
-        default=None,
-        metadata={"help": "how a model drafts when sampling: 'probabilistic' (default) or 'greedy'"},
+    draft_sample_method: str | None = config_key(
+        None, "how a model drafts when sampling: 'probabilistic' (default) or 'greedy'", choices=DRAFT_SAMPLE_METHODS
     )
-    seed: int | None = field(
-        default=None, metadata={"help": "seed of the per-row sampling streams; drawn from torch's generator if absent"}
+    seed: int | None = config_key(
+        None,
+        "seed of the per-row sampling streams; drawn from torch's generator if absent",
+        minimum=0,
+        maximum=2**63 - 1,
     )
-    block_size: int = field(default=16, metadata={"help": "tokens per KV block"})
-    num_blocks: int | None = field(
-        default=None,
-        metadata={"help": "maximum number of KV blocks in the pool; by default as many as the batch needs"},
+    block_size: int = config_key(16, "tokens per KV block", minimum=1, maximum=_LARGEST_BLOCK)
+    num_blocks: int | None = config_key(
+        None, "maximum number of KV blocks in the pool; by default as many as the batch needs", minimum=1
     )
-    prefill_chunk_size: int = field(
-        default=2048, metadata={"help": "maximum number of prompt tokens per forward (bounds activation memory)"}
+    prefill_chunk_size: int = config_key(
+        2048, "maximum number of prompt tokens per forward (bounds activation memory)", minimum=1
     )
-    prepack_weights: bool | None = field(
-        default=None,
-        metadata={
-            "help": "on a CPU, keep a second copy of the weights in a faster layout; by default if memory is plentiful"
-        },
+    prepack_weights: bool | None = config_key(
+        None, "on a CPU, keep a second copy of the weights in a faster layout; by default if memory is plentiful"
     )
-    async_scheduling: bool | None = field(
-        default=None,
-        metadata={
-            "help": "launch the next step before stopping criteria and streamers have seen the last one, and a step without drafts "
-            "before the last one's tokens are known; by default on GPUs. The output is the same"
-        },
+    async_scheduling: bool | None = config_key(
+        None,
+        "launch the next step before stopping criteria and streamers have seen the last one, and a step without drafts "
+        "before the last one's tokens are known; by default on GPUs. The output is the same",
     )
-    quantization: str | None = field(
-        default=None, metadata={"help": "8-bit or 4-bit weights for the drafter's linear layers: 'wint8' or 'wint4'"}
+    quantization: str | None = config_key(
+        None, "8-bit or 4-bit weights for the drafter's linear layers: 'wint8' or 'wint4'", choices=QUANTIZATIONS
     )
-    target_quantization: str | None = field(
-        default=None,
-        metadata={
-            "help": "as `quantization`, for the target; its own weights stay in memory, and the output is the quantized target's"
-        },
+    target_quantization: str | None = config_key(
+        None,
+        "as `quantization`, for the target; its own weights stay in memory, and the output is the quantized target's",
+        choices=QUANTIZATIONS,
     )
-    compile: bool | None = field(
-        default=None,
-        metadata={"help": "torch.compile target and draft model; by default layers are only traced, for CUDA graphs"},
+    compile: bool | None = config_key(
+        None, "torch.compile target and draft model; by default layers are only traced, for CUDA graphs"
     )
-    cuda_graphs: bool | None = field(
-        default=None,
-        metadata={
-            "help": "run decoding steps and drafting rounds as CUDA graphs, several times faster for small batches; by default on GPUs, "
-            "except for models that cannot attend to pages and mixtures of experts whose routing the host waits for"
-        },
+    cuda_graphs: bool | None = config_key(
+        None,
+        "run decoding steps and drafting rounds as CUDA graphs, several times faster for small batches; by default on GPUs, "
+        "except for models that cannot attend to pages and mixtures of experts whose routing the host waits for",
     )
-    native: bool | None = field(
-        default=None,
-        metadata={
-            "help": "on a CPU, run decoding steps as one call of the compiled library, which reads the model's own weights, and products "
-            "with quantized weights; by default if the library was compiled and computes what the model computes. False: never; True: an "
-            "error if it cannot"
-        },
+    native: bool | None = config_key(
+        None,
+        "on a CPU, run decoding steps as one call of the compiled library, which reads the model's own weights, and products "
+        "with quantized weights; by default if the library was compiled and computes what the model computes. False: never; True: an "
+        "error if it cannot",
     )
-    draft_tensor_parallel_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "for targets that are sharded over ranks: 1 (default) keeps a whole drafter on every rank; the target's number of "
-            "ranks shards a draft model in the same way"
-        },
+    draft_tensor_parallel_size: int | None = config_key(
+        None,
+        "for targets that are sharded over ranks: 1 (default) keeps a whole drafter on every rank; the target's number of "
+        "ranks shards a draft model in the same way",
+        minimum=1,
     )
-    recurrent_states: str = field(
-        default="auto",
-        metadata={
-            "help": "for targets with recurrent layers: 'kept' keeps the state after each draft token; 'replayed' keeps one state and each "
-            "draft token's inputs, and reads accepted tokens again: the same output, less memory, more time; 'auto' is 'kept' if the "
-            "states of all rows take at most a quarter of the memory for keys, values and states"
-        },
+    recurrent_states: str = config_key(
+        "auto",
+        "for targets with recurrent layers: 'kept' keeps the state after each draft token; 'replayed' keeps one state and each "
+        "draft token's inputs, and reads accepted tokens again: the same output, less memory, more time; 'auto' is 'kept' if the "
+        "states of all rows take at most a quarter of the memory for keys, values and states",
+        choices=RECURRENT_STATES,
     )
-    deterministic: bool = field(
-        default=False,
-        metadata={
-            "help": "give the target's logits the same bits whatever else is verified or batched with them, so that greedy output "
-            "equals plain decoding with this key, also in bfloat16; slower"
-        },
+    deterministic: bool = config_key(
+        False,
+        "give the target's logits the same bits whatever else is verified or batched with them, so that greedy output "
+        "equals plain decoding with this key, also in bfloat16; slower",
     )
 
-    trace: bool = field(
-        default=False,
-        metadata={
-            "help": "record every step in `output.speculation.trace`: the tokens drafted, accepted and rejected, and the milliseconds of "
-            "drafting, the forward and the choice of tokens; steps do not overlap then"
-        },
+    trace: bool = config_key(
+        False,
+        "record every step in `output.speculation.trace`: the tokens drafted, accepted and rejected, and the milliseconds of "
+        "drafting, the forward and the choice of tokens; steps do not overlap then",
     )
 
     def __post_init__(self) -> None:
@@ -193,34 +184,39 @@ class SpeculativeConfig:
                 f"{type(self).__name__} is the configuration of {self.name!r}, not {self.method!r}."
             )
         self._settle_draft_length()
-        if isinstance(self.rejection_sample_method, str):
-            self.rejection_sample_method = _RULE_ALIASES.get(self.rejection_sample_method, self.rejection_sample_method)
-        for key in ("num_blocks", "disable_by_batch_size", "max_model_len", "draft_tensor_parallel_size"):
-            self.check_int(key, minimum=1, optional=True)
-        self.check_int("block_size", minimum=1, maximum=_LARGEST_BLOCK)
-        self.check_int("prefill_chunk_size", minimum=1)
-        self.check_int("seed", minimum=0, maximum=2**63 - 1, optional=True)
-        self.check_choice("rejection_sample_method", VERIFICATION_RULES, optional=True)
-        self.check_choice("draft_sample_method", DRAFT_SAMPLE_METHODS, optional=True)
-        for key in ("prepack_weights", "async_scheduling", "cuda_graphs", "native"):
-            self.check_bool(key, optional=True)
-        self.check_choice("quantization", QUANTIZATIONS, optional=True)
-        self.check_choice("target_quantization", QUANTIZATIONS, optional=True)
-        self.check_choice("recurrent_states", RECURRENT_STATES)
+        self.check_keys()
         if self.quantization is not None and not self.has_weights:
             raise self.fail("quantization", "is for drafters with weights, and this method has none: leave it out.")
-        self.check_bool("compile", optional=True)
         if self.compile and self.prepack_weights:
             raise self.fail("prepack_weights", "cannot be combined with 'compile': leave one of them out.")
         for key in ("compile", "prepack_weights"):
             if self.native and getattr(self, key):
                 raise self.fail(key, "cannot be combined with 'native': leave one of them out.")
-        self.check_bool("deterministic")
-        self.check_bool("trace")
         for key in ("prepack_weights", "target_quantization", "compile", "native"):
             if self.deterministic and getattr(self, key):
                 raise self.fail(key, "cannot be combined with 'deterministic': leave one of them out.")
         self._check_rule_keys()
+
+    def check_keys(self) -> None:
+        """Check the keys that were declared with `config_key`, each by itself. A method calls it before it uses their values."""
+        self.method = self.method or self.name  # errors name it
+        if isinstance(self.rejection_sample_method, str):
+            self.rejection_sample_method = _RULE_ALIASES.get(self.rejection_sample_method, self.rejection_sample_method)
+        for f in dataclasses.fields(self):
+            if "bounds" not in f.metadata:
+                continue
+            kind, _, none = str(f.type).partition(" | ")
+            (minimum, maximum), choices, optional = f.metadata["bounds"], f.metadata["choices"], none == "None"
+            if kind == "bool" and none in ("", "None"):
+                self.check_bool(f.name, optional)
+            elif choices:
+                self.check_choice(f.name, choices, optional)
+            elif kind == "str" and optional:
+                self.check_text(f.name)
+            elif kind == "int" and minimum is not None:
+                self.check_int(f.name, minimum, maximum, optional)
+            elif kind == "float" and minimum is not None and not (optional and getattr(self, f.name) is None):
+                self.check_number(f.name, minimum, maximum)
 
     # ---- draft length -----------------------------------------------------------------------------------------------
 
@@ -289,6 +285,11 @@ class SpeculativeConfig:
         return ranges
 
     @property
+    def implied_length(self) -> int | None:
+        """The `num_speculative_tokens` that follows from the other keys, so that it need not be written; None: it always is."""
+        return self.default_num_speculative_tokens
+
+    @property
     def longest_draft(self) -> int:
         """Maximum number of tokens on a draft's path: `num_speculative_tokens`, at most MOST_DRAFT_TOKENS."""
         return min(self.num_speculative_tokens or 0, MOST_DRAFT_TOKENS)
@@ -319,8 +320,6 @@ class SpeculativeConfig:
 
     def _check_rule_keys(self) -> None:
         """Check the keys that belong to one verification rule: their values, and that this rule is used."""
-        self.check_number("posterior_threshold", minimum=0, maximum=1)
-        self.check_number("posterior_alpha", minimum=0)
         given = []
         for f in dataclasses.fields(SpeculativeConfig):
             owner = _RULE_OF_KEY.get(f.name)
@@ -359,7 +358,7 @@ class SpeculativeConfig:
         """Make an error about `key`; the caller raises it."""
         return SpeculativeConfigError(f"speculative_config[{key!r}] of method {self.method!r} {what}")
 
-    def check_int(self, key: str, minimum: int, maximum: int | None = None, optional: bool = False) -> None:
+    def check_int(self, key: str, minimum: float, maximum: float | None = None, optional: bool = False) -> None:
         """Raise SpeculativeConfigError unless the value of `key` is an integer in [minimum, maximum]."""
         value = getattr(self, key)
         if value is None and optional:
@@ -432,7 +431,7 @@ class SpeculativeConfig:
         out: dict[str, Any] = {"method": self.method}
         for f in dataclasses.fields(self):
             value = getattr(self, f.name)
-            default = self.default_num_speculative_tokens if f.name == "num_speculative_tokens" else f.default
+            default = self.implied_length if f.name == "num_speculative_tokens" else f.default
             if f.name != "method" and value != default and not f.metadata.get("secret"):
                 out[f.name] = value
         return out

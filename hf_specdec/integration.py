@@ -16,7 +16,7 @@ from transformers import GenerationConfig, PreTrainedModel
 from transformers.generation.logits_process import LogitsProcessorList
 
 from .candidate_generators import CandidateGenerator, make_generator, parse_config
-from .candidate_generators.base import DrafterContext, held_weakly
+from .candidate_generators.base import DrafterContext, HasHead, held_weakly, save_tables
 from .config import PER_CALL_KEYS, SpeculativeConfig
 from .core.errors import UnsupportedModel
 from .core.names import CACHE
@@ -193,7 +193,7 @@ def release(model: PreTrainedModel | None = None) -> None:
         for each in list(_models_in_use) if model is None else [model]:
             kept = vars(each).pop("_hf_specdec", None)
             for entry in kept.entries if isinstance(kept, _Kept) else []:
-                entry.decoder.generator.save_tables()
+                save_tables(entry.decoder.generator)
             _models_in_use.discard(each)
 
 
@@ -225,14 +225,15 @@ def _new_decoder(model: PreTrainedModel, config: SpeculativeConfig, context: Dra
     """A new decoder. If its head learns, the decoder's configuration has the head's folder as its `model`."""
     if not getattr(config, "learn", False):
         generator = generator_for(model, config, context)
-        return decoder_of(generator.target, generator, config)
+        return decoder_of(generator)
     from .learning import Learner, begin_learning, located  # training's modules are loaded only where a head learns
 
     found = located(config, model)
     assert found.model is not None
     trainer = begin_learning(found, model, begin=getattr(config, "model", None))
     generator = generator_for(model, found, context)
-    decoder = decoder_of(generator.target, generator, found)
+    decoder = decoder_of(generator)
+    assert isinstance(generator, HasHead)  # `located` has checked the method
     decoder.learn(Learner(trainer, generator.head_module, Path(found.model), found.learn_share))
     return decoder
 
@@ -260,12 +261,7 @@ def get_decoder(
         decoder = _new_decoder(model, config, context)
         if found is None:
             kept.keep(key, context, decoder)
-    if decoder.learner is not None:
-        from .learning import located
-
-        config = located(config, model)
-    decoder.config = decoder.generator.with_checkpoint_defaults(config)
-    decoder.generator.use(decoder.config)
+    decoder.configure(config)
     return decoder
 
 

@@ -12,7 +12,6 @@ from transformers import GenerationConfig, PreTrainedModel, SynthIDTextWatermark
 from transformers.cache_utils import DynamicCache
 from transformers.generation.utils import MULTIMODAL_INPUTS_TO_DROP_OUTSIDE_PREFILL, GenerationMixin
 
-from .candidate_generators import generator_class
 from .config import SpeculativeConfig, SpeculativeConfigError
 from .core.errors import UnsupportedModel
 from .core.names import CACHE, NEWEST_TRANSFORMERS
@@ -67,7 +66,7 @@ def check_model(
             "rejection_sample_method",
             "is 'greedy', but generate() was asked to sample: pass do_sample=False, or verify by 'coupled' or 'rejection'.",
         )
-    if assistant_model is not None and not generator_class(config.method).uses_assistant_model:
+    if assistant_model is not None and not config.uses_assistant_model:
         raise SpeculativeConfigError(
             f"assistant_model is not used by method {config.method!r}: drop it, or use {{'method': 'draft_model'}}."
         )

@@ -291,10 +291,12 @@ class Watched:
         self.generator = get_decoder(target, parse_config(config)).generator
         self.records, self.accepted, self.turn, self.forced = [], [], 0, Forced()
         generator, on_read = self.generator, on_read or (lambda generator, sequences: None)
-        propose, root, expand, observe = generator.propose, generator.root_logits, generator.expand, generator.observe
+        propose, root, expand, observe = (
+            generator.propose, generator.grower.root_logits, generator.expand, generator.observe,
+        )  # fmt: skip
 
-        def watched_root(sequences):
-            logits = root(sequences)
+        def watched_root(sequences, limits):
+            logits = root(sequences, limits)
             on_read(generator, sequences)
             for seq, own in zip(sequences, logits, strict=True):
                 self.records.append((list(seq.tokens), [], own.clone()))
@@ -324,7 +326,7 @@ class Watched:
             self.accepted += [len(path) for path in outcome.accepted]
             observe(outcome)
 
-        generator.propose, generator.root_logits = watched_propose, watched_root
+        generator.propose, generator.grower.root_logits = watched_propose, watched_root
         generator.expand, generator.observe = watched_expand, watched_observe
 
     def _choose(self, text, trees, row):

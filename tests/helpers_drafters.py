@@ -58,7 +58,7 @@ def texts_equal(found: list[list[int]], plain: torch.Tensor) -> bool:
 def make_decoder(target, config: dict[str, Any]) -> SpeculativeDecoder:
     """A decoder of its own, as generate() would make it."""
     settings, packed = parse_config(config), prepare(target)
-    return SpeculativeDecoder(packed, generator_class(settings.method).create(settings, packed), settings)
+    return SpeculativeDecoder(generator_class(settings.method)(settings, packed))
 
 
 def run_limited_and_preempted(decoder: SpeculativeDecoder, model, inputs, max_new_tokens: int) -> list[Row]:
@@ -154,7 +154,7 @@ def assert_four_heads_bound_the_length(model, base: dict[str, Any], too_deep: Se
     """A checkpoint with four heads: all by default, fewer if asked for, more is an error that names both numbers."""
     for more, depth in (({}, 4), ({"num_speculative_tokens": 2}, 2), ({"draft_length": "auto"}, 4), ({"top_k": 2}, 4)):
         decoder = integration.get_decoder(model, parse_config(base | more))
-        assert decoder.generator.shape.depth == decoder.generator.config.num_speculative_tokens == depth
+        assert decoder.generator.grower.shape.depth == decoder.generator.config.num_speculative_tokens == depth
         assert decoder.config.num_speculative_tokens == depth
     for more in ({"num_speculative_tokens": 5}, {"branching_factors": [2, 1, 1, 1, 1]}, *too_deep):
         with pytest.raises(SpeculativeConfigError, match=r"drafts of 5 tokens.* has heads for 4"):

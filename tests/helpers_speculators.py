@@ -205,10 +205,10 @@ class DraftRecorder:
 
     def __init__(self, generator):
         self.seen: list[tuple[list[int], list[int], torch.Tensor]] = []
-        root_logits, expand = generator.root_logits, generator.expand
+        root_logits, expand = generator.grower.root_logits, generator.expand
 
-        def recorded_root(sequences):
-            logits = root_logits(sequences)
+        def recorded_root(sequences, limits):
+            logits = root_logits(sequences, limits)
             self.texts, self.paths = [list(seq.tokens) for seq in sequences], [[[]] for _ in sequences]
             self.seen += [(text, [], row.clone()) for text, row in zip(self.texts, logits, strict=True)]
             return logits
@@ -226,7 +226,7 @@ class DraftRecorder:
             self.texts, self.paths = texts, paths
             return logits
 
-        generator.root_logits, generator.expand = recorded_root, recorded_expand
+        generator.grower.root_logits, generator.expand = recorded_root, recorded_expand
 
 
 def recorded(model, config) -> DraftRecorder:

@@ -96,10 +96,10 @@ def test_preempted_rows_are_read_again(target, tmp_path):
     made = make(tmp_path, target)
     reference, checked = Reference(target, made), []
     decoder = test_scheduling.make_decoder(target, None, {"method": "dflash", "model": made.folder, "block_size": 4})
-    root = decoder.generator.root_logits
+    root = decoder.generator.grower.root_logits
 
-    def check(sequences):
-        logits = root(sequences)
+    def check(sequences, limits):
+        logits = root(sequences, limits)
         for seq in sequences:
             context = reference.context(seq.tokens)
             for layer in range(2):
@@ -110,7 +110,7 @@ def test_preempted_rows_are_read_again(target, tmp_path):
             checked.append(seq.id)
         return logits
 
-    decoder.generator.root_logits = check
+    decoder.generator.grower.root_logits = check
     decoder.allocate(200, 2)
     rows = [Sequence([9, 8, 7, 6, 5, 9, 8], 40), Sequence([11, 12, 13], 40)]
     with decoder.active():
@@ -246,7 +246,7 @@ def test_default_length_is_the_blocks(target, tmp_path):
         ({"top_k": 4}, 5),
     ):
         generator = get_decoder(target, parse_config({"method": "dflash", "model": made.folder, **config})).generator
-        assert generator.shape.depth == depth, config
+        assert generator.grower.shape.depth == depth, config
     with pytest.raises(SpeculativeConfigError, match="is 6, but the drafter's block has 5 tokens"):
         get_decoder(target, parse_config({"method": "dflash", "model": made.folder, "num_speculative_tokens": 6}))
 
@@ -300,7 +300,7 @@ BAD = {
     "width of another target": ({}, lambda c: c["dflash_config"].update(target_layer_ids=[1]), None, "fc.weight reads 64 numbers"),
     "vocabulary of another target": ({}, lambda c: c["dflash_config"].update(mask_token_id=151669), None, "mask_token_id 151669"),
     "no mask token": ({}, lambda c: c["dflash_config"].pop("mask_token_id"), None, "dflash_config.mask_token_id"),
-    "no block size": ({}, lambda c: c.pop("block_size"), None, "integer 'block_size'"),
+    "no block size": ({}, lambda c: c.pop("block_size"), None, "block_size = None; it must be an integer"),
     "block of one": ({}, lambda c: c.update(block_size=1), None, "nothing to draft"),
     "no window": ({}, lambda c: c.update(layer_types=["sliding_attention"] * 2), None, "no sliding_window"),
     "strange layers": ({}, lambda c: c.update(layer_types=["linear_attention"] * 2), None, "layer_types"),
@@ -329,7 +329,7 @@ BAD = {
     "huge bottleneck": ({"head": "domino"}, lambda c: c["dflash_config"].update(emb_dim=10**18), None, "emb_dim = 10+, but its"),
     "pure length": ({"head": "domino"}, lambda c: c["dflash_config"].update(pure_draft_prefix_len="x"), None, "pure_draft_prefix_len"),
     "huge rank": ({"head": "dspark"}, lambda c: c["dflash_config"].update(markov_rank=10**18), None, "no drafter that can be built"),
-    "rank of no kind": ({"head": "dspark"}, lambda c: c["dflash_config"].update(markov_rank="x"), None, "integer 'markov_rank'"),
+    "rank of no kind": ({"head": "dspark"}, lambda c: c["dflash_config"].update(markov_rank="x"), None, "markov_rank = 'x'"),
     "confidence": ({"head": "dspark"}, lambda c: (c["dflash_config"].pop("enable_confidence_head"),
                    c["dflash_config"].update(confidence_head_alpha="x")), None, "a number 'confidence_head_alpha'"),
     "settings": ({}, lambda c: c.update(dflash_config=[1]), None, "dflash_config in its config.json is not an object"),

@@ -140,7 +140,7 @@ def test_k_follows_the_batch_as_rows_leave(monkeypatch):
     )
     target = prepare(model)
     generator = generator_class("ngram")(config, target, DrafterContext())
-    decoder = SpeculativeDecoder(target, generator, config)
+    decoder = SpeculativeDecoder(generator)
     asked, propose = [], generator.propose
     monkeypatch.setattr(
         generator, "propose", lambda seqs, limits: asked.append((len(seqs), max(limits))) or propose(seqs, limits)
@@ -694,7 +694,7 @@ def test_a_rows_own_length_bounds_auto(tiny_model):
     decoder_config = parse_config({"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": "auto"})
     target = prepare(tiny_model)
     generator = generator_class("ngram")(decoder_config, target, DrafterContext())
-    decoder = SpeculativeDecoder(target, generator, decoder_config)
+    decoder = SpeculativeDecoder(generator)
     decoder.policy = DraftLengthPolicy()
     own = [None, 0, 2, 20]
     sequences = [Sequence([5, 6, 7] * 4, max_length=60, num_speculative_tokens=k) for k in own]

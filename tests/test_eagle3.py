@@ -46,7 +46,7 @@ from replayed_graphs import defined_attention, graphs_in_python  # noqa: F401
 
 import hf_specdec
 from hf_specdec import integration
-from hf_specdec.candidate_generators.eagle3 import Eagle3Generator, PEagleGenerator
+from hf_specdec.candidate_generators.eagle3 import Eagle3Generator
 
 SHAPES = {
     "chain": {"num_speculative_tokens": 4},
@@ -67,7 +67,7 @@ def head(request, tmp_path_factory):
 def check_numerics_and_cache(tmp_path, model, layout, config):
     """Draft logits of every node, and the cache after every round, batch 4 ragged; texts outgrow the head's 12 positions."""
     tensors, folder = write(tmp_path, layout)
-    with recorded(PEagleGenerator if "mask_hidden" in tensors else Eagle3Generator) as recording:
+    with recorded(Eagle3Generator) as recording:
         model.generate(
             **ragged([6, 13, 2, 9]), max_new_tokens=20, logits_processor=scripted(SCRIPT),
             speculative_config={"method": "eagle3", "model": folder, **config},
@@ -87,7 +87,7 @@ def test_a_mask_token_from_the_configuration(tmp_path, model):
     """For a P-EAGLE head whose file names none; what contradicts the file, or means nothing to the head, is an error."""
     tensors, folder = write(tmp_path / "none", "p-eagle", pard_token=None)
     config = {"method": "eagle3", "num_speculative_tokens": 3}
-    with recorded(PEagleGenerator) as recording:
+    with recorded(Eagle3Generator) as recording:
         model.generate(
             **ragged([6, 9]), max_new_tokens=8, speculative_config={**config, "model": folder, "mask_token_id": 7}
         )
@@ -215,7 +215,7 @@ def test_a_target_in_bfloat16(head):
 def test_parallel_drafting_takes_one_forward(tmp_path, model, monkeypatch):
     """A P-EAGLE round of any depth runs the head once."""
     forwards = []
-    for name, generator in (("p-eagle", PEagleGenerator), ("yuhuili", Eagle3Generator)):
+    for name in ("p-eagle", "yuhuili"):
         _, folder = write(tmp_path / name, name)
         config = {"method": "eagle3", "model": folder, "num_speculative_tokens": 6}
         model.generate(**ragged([6]), max_new_tokens=2, speculative_config=config)
@@ -223,7 +223,7 @@ def test_parallel_drafting_takes_one_forward(tmp_path, model, monkeypatch):
         head, calls = decoder.generator.head, []
         forward = head.forward
         monkeypatch.setattr(head, "forward", lambda *a, f=forward, c=calls: c.append(1) or f(*a))
-        with recorded(generator) as recording:
+        with recorded(Eagle3Generator) as recording:
             model.generate(**ragged([6]), max_new_tokens=20, speculative_config=config)
         forwards.append(len(calls) / len(recording.caches))
     assert forwards[0] == 1 and forwards[1] > 4
@@ -231,10 +231,10 @@ def test_parallel_drafting_takes_one_forward(tmp_path, model, monkeypatch):
 
 
 def test_draft_length_is_the_checkpoints_unless_given(tmp_path, model):
-    for name, generator in (("speculators", Eagle3Generator), ("speculators, p-eagle", PEagleGenerator)):
+    for name in ("speculators", "speculators, p-eagle"):
         _, folder = write(tmp_path / name, name)
         for given, expected in ({}, 3), ({"num_speculative_tokens": 5}, 5), ({"num_speculative_tokens": 1}, 1):
-            with recorded(generator) as recording:
+            with recorded(Eagle3Generator) as recording:
                 model.generate(**ragged([6]), max_new_tokens=9, speculative_config={"model": folder, **given})
             assert 1 + max(len(path) for _, path, _ in recording.logits) == expected
 
@@ -303,7 +303,7 @@ def speculators_model(kind: str, flags: dict, folder):
 def test_speculators_own_forward_agrees(tmp_path, model, monkeypatch, kind, flags):
     """A head the speculators library saved drafts as that library's own forward says, step by step."""
     oracle = speculators_model(kind, flags, tmp_path)
-    with recorded(PEagleGenerator if kind == "peagle" else Eagle3Generator) as recording:
+    with recorded(Eagle3Generator) as recording:
         output = model.generate(
             **ragged([9]), max_new_tokens=16, logits_processor=scripted(SCRIPT),
             speculative_config={"model": str(tmp_path)}, return_dict_in_generate=True,

@@ -7,7 +7,6 @@ from oracle import VOCAB, tiny_llama
 from test_scheduling_heads import made
 
 from hf_specdec import parse_config
-from hf_specdec.candidate_generators.base import CandidateGenerator
 from hf_specdec.integration import make_decoder
 from hf_specdec.serve.engine.engine import Engine
 from hf_specdec.serve.engine.params import SamplingParams
@@ -108,7 +107,6 @@ def test_a_drafter_that_keeps_nothing_reads_every_token(target):
     """The default for a method of one's own that taps features of the whole text."""
     run = Run(target, {"method": "ngram"})
     generator = run.engine.decoder.generator
-    generator.known_prefix = lambda seq: CandidateGenerator.known_prefix(generator, seq)
     generator.taps = generator.taps.__class__(last_hidden=True)
     (prompt,) = prompts(1)
     assert [run.answer(prompt)[1] for _ in range(2)] == [0, 0]

@@ -26,7 +26,7 @@ from transformers.generation import GenerationMixin
 
 import hf_specdec
 from hf_specdec import integration
-from hf_specdec.candidate_generators.draft_model import head as drafter_loading
+from hf_specdec.candidate_generators.draft_model import generator as drafter_loading
 
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 3}
 

@@ -27,7 +27,7 @@ def make_decoder(model, folder, **keys):
     mlp_checkpoint(folder, vocab=VOCAB)
     config = parse_config({"method": "mlp_speculator", "model": str(folder), "block_size": 4, "num_blocks": 60, **keys})
     target = prepare(model)
-    decoder = SpeculativeDecoder(target, generator_class(config.method)(config, target), config)
+    decoder = SpeculativeDecoder(generator_class(config.method)(config, target))
     decoder.allocate(0, 2)
     return decoder, decoder.generator
 
@@ -131,7 +131,7 @@ def test_more_sequences_than_expected(tmp_path, model):
     for seq in generator.followed.values():
         decoder.remove(seq)
     decoder.release()
-    assert generator.hidden is None and generator.state is None
+    assert generator.hidden is None and generator.grower.state is None
 
 
 @pytest.mark.parametrize("build", [mlp_checkpoint, lstm_checkpoint])
@@ -141,7 +141,7 @@ def test_rows_of_a_level_may_end_before_others(tmp_path, model, build):
     for shape in ({}, TREE):
         config = parse_config({"method": "arctic", "model": str(tmp_path / "heads"), **shape})
         target = prepare(model)
-        decoder = SpeculativeDecoder(target, generator_class("arctic")(config, target), config)
+        decoder = SpeculativeDecoder(generator_class("arctic")(config, target))
         decoder.allocate(400, 4)
         rng = random.Random(3)
         rows = [Sequence(prompt(rng), 40) for _ in range(4)]

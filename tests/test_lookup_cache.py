@@ -20,9 +20,7 @@ from safetensors.numpy import load_file, save_file
 import hf_specdec
 from hf_specdec import LLM, SamplingParams, integration, parse_config
 from hf_specdec.candidate_generators import lookup_cache
-from hf_specdec.candidate_generators import spaces as spaces_module
-from hf_specdec.candidate_generators.lookup_cache import LookupCache
-from hf_specdec.candidate_generators.spaces import Spaces
+from hf_specdec.candidate_generators.lookup_cache import LookupCache, Spaces
 from hf_specdec.core.sequence import Sequence
 from hf_specdec.serve.http.guard import space_of
 from hf_specdec.serve.http.server import Privacy
@@ -124,7 +122,7 @@ def files_of(folder):
 
 
 def test_the_least_recently_used_space_is_dropped(monkeypatch):
-    monkeypatch.setattr(spaces_module, "MOST_SPACES", 3)
+    monkeypatch.setattr(lookup_cache, "MOST_SPACES", 3)
     dropped = []
     spaces = Spaces(lambda shared: [], dropped.append)
     rows = {name: Sequence([1], 9, space=name) for name in "abcd"}
@@ -216,7 +214,7 @@ def test_preempted_rows_keep_to_their_tables(make, plain, name):
 
 
 def test_matrices_of_dropped_spaces_and_private_texts_are_used_again(make, monkeypatch):
-    monkeypatch.setattr(spaces_module, "MOST_SPACES", 2)
+    monkeypatch.setattr(lookup_cache, "MOST_SPACES", 2)
     llm = make({"method": "token_recycling"})
     for number in range(12):
         ask(llm, space=str(number), private=number % 3 == 0, max_tokens=4)

@@ -24,7 +24,7 @@ from safetensors.torch import save_file
 
 from hf_specdec import integration
 from hf_specdec.candidate_generators import parse_config
-from hf_specdec.candidate_generators.growing.published_trees import PUBLISHED_TREES
+from hf_specdec.candidate_generators.growing.tree_shapes import PUBLISHED_TREES
 from hf_specdec.core.sequence import Sequence
 
 HIDDEN = 32

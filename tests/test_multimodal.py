@@ -355,7 +355,7 @@ def test_image_tokens_in_drafts(family, monkeypatch):
     model = build_multimodal(family)
     inputs = image_prompts(model, [2, 0, 1], [9, 7, 12])
     packed, config = prepare(model), parse_config(NGRAM)
-    decoder = SpeculativeDecoder(packed, ImageTokens(config, packed), config)
+    decoder = SpeculativeDecoder(ImageTokens(config, packed))
     monkeypatch.setattr(integration, "get_decoder", lambda *_: decoder)
     output = model.generate(**inputs, **GREEDY, speculative_config=NGRAM, return_dict_in_generate=True)
     assert torch.equal(output.sequences, model.generate(**inputs, **GREEDY))

@@ -45,7 +45,7 @@ def test_rejections_at_every_position(family, drafter, monkeypatch):
         row[kept.bool().nonzero()[0, 0] :].tolist() for row, kept in zip(longer, inputs["attention_mask"], strict=True)
     ]
     packed, config = prepare(model), parse_config(NGRAM)
-    decoder = SpeculativeDecoder(packed, drafter(config, packed), config)
+    decoder = SpeculativeDecoder(drafter(config, packed))
     monkeypatch.setattr(integration, "get_decoder", lambda *_: decoder)
     out = model.generate(**inputs, **GREEDY, speculative_config=NGRAM, return_dict_in_generate=True)
     assert torch.equal(out.sequences, longer[:, : out.sequences.shape[1]])

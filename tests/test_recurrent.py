@@ -120,7 +120,7 @@ def test_rejections_at_every_position(name, states, drafter, models, monkeypatch
     WrongAt.texts = texts_of(model, inputs, NEW + 5)
     config = {"method": "ngram", "num_speculative_tokens": 3}
     packed = prepare(model, ModelOptions(recurrent_states=states))
-    decoder = SpeculativeDecoder(packed, drafter(parse_config(config), packed), parse_config(config))
+    decoder = SpeculativeDecoder(drafter(parse_config(config), packed))
     monkeypatch.setattr(integration, "get_decoder", lambda *_: decoder)
     out = speculative(model, None, inputs, config, return_dict_in_generate=True)
     assert torch.equal(out.sequences, plain(model, inputs))

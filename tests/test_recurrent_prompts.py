@@ -122,7 +122,7 @@ def test_states_of_a_batch_with_images_that_a_criterion_ends(states, with_vision
     ]
     config = {"method": "ngram", "num_speculative_tokens": 3}
     packed = prepare(with_vision, ModelOptions(recurrent_states=states))
-    decoder = SpeculativeDecoder(packed, WrongAt(parse_config(config), packed), parse_config(config))
+    decoder = SpeculativeDecoder(WrongAt(parse_config(config), packed))
     monkeypatch.setattr(integration, "get_decoder", lambda *_: decoder)
     again, read = [], SpeculativeDecoder.read_again
     monkeypatch.setattr(

@@ -44,8 +44,8 @@ def models():
 def make_decoder(target, drafter, config) -> SpeculativeDecoder:
     config = parse_config(config)
     packed = prepare(target)
-    generator = generator_class(config.method).create(config, packed, DrafterContext(assistant_model=drafter))
-    return SpeculativeDecoder(packed, generator, config)
+    generator = generator_class(config.method)(config, packed, DrafterContext(assistant_model=drafter))
+    return SpeculativeDecoder(generator)
 
 
 class Scheduler:

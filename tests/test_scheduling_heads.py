@@ -7,7 +7,9 @@ chunks, pause, lose their memory, are cancelled and end.
 import pytest
 import test_hydra
 import test_medusa
+import torch
 from helpers_dflash import make as dflash_checkpoint
+from helpers_drafters import make_decoder
 from helpers_eagle3 import write as eagle3_checkpoint
 from helpers_mtp import store as mtp_checkpoint
 from helpers_speculators import lstm_checkpoint, mlp_checkpoint
@@ -15,6 +17,9 @@ from oracle import VOCAB, drafter_of, tiny_llama
 from test_checkpoints import write as eagle_checkpoint
 from test_scheduling import run_scenario
 
+from hf_specdec.core.sequence import Sequence
+
+PROMPT = [5, 6, 7, 8, 5, 6]
 NGRAM = {"method": "ngram", "prompt_lookup_min": 1, "prompt_lookup_max": 2, "num_speculative_tokens": 2}
 TREE = {"top_k": 2, "total_tokens": 7, "depth": 3}
 
@@ -72,3 +77,31 @@ def test_mtp(tmp_path):
     stored = mtp_checkpoint(tmp_path / "target", "GLM-4.5", num_modules=2)
     config = {"method": "mtp", "model": str(stored.folder), "num_speculative_tokens": 3}
     run_scenario(stored.model, None, config, num_requests=34, vocab_size=stored.model.config.vocab_size)
+
+
+@pytest.mark.parametrize("name", ["eagle", "eagle3", "hydra++", "dflash", "pard"])
+def test_a_drafter_has_no_cache_until_it_is_asked(target, name, tmp_path):
+    """Rows that joined and were read before that are read by the drafter when it is first asked. A run in which it is never asked
+    costs no cache, and the next one asks anew."""
+    decoder = make_decoder(target, made(name, target, tmp_path))
+    plain = target.generate(torch.tensor([PROMPT]), max_new_tokens=12, do_sample=False)[0].tolist()
+    pages = decoder.generator.pages
+    for asks in (False, True, False):
+        decoder.allocate(200, 2)
+        rows = [Sequence(list(PROMPT), len(PROMPT) + 12, num_speculative_tokens=0) for _ in range(2)]
+        with decoder.active():
+            for seq in rows:
+                decoder.add(seq)
+            drafted = 0
+            while not all(seq.finished for seq in rows):
+                assert (pages.made is not None) == bool(drafted)
+                if asks and len(rows[0].tokens) > len(PROMPT) + 3:
+                    rows[0].num_speculative_tokens = 2
+                decoder.step([seq for seq in rows if not seq.finished])
+                drafted += decoder.statistics[rows[0].id].steps[-1][0]
+            assert (drafted > 0) == asks
+            for seq in rows:
+                decoder.remove(seq)
+        assert [seq.tokens for seq in rows] == [plain] * 2
+        decoder.release()
+        assert pages.made is None

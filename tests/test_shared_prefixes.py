@@ -11,18 +11,17 @@ from hf_specdec.model.packed_model import PackedModel
 
 
 @pytest.mark.parametrize(
-    ("taps", "whole", "fed"),
+    ("taps", "fed"),
     [
-        (Taps(), True, 20 + 3 * 4),  # nothing tapped: three rows share the first's block of 16
-        (Taps(last_hidden=True), False, 20 + 3 * 4),
-        (Taps(last_hidden=True), True, 4 * 20),
-        (Taps(layers=(1,)), True, 4 * 20),
+        (Taps(), 20 + 3 * 4),  # nothing tapped: three rows share the first's block of 16
+        (Taps(last_hidden=True, newest_only=True), 20 + 3 * 4),
+        (Taps(last_hidden=True), 4 * 20),
+        (Taps(layers=(1,)), 4 * 20),
     ],
 )
-def test_equal_prompts(taps, whole, fed, monkeypatch):
+def test_equal_prompts(taps, fed, monkeypatch):
     model = tiny_llama()
     monkeypatch.setattr(NoSpeculation, "taps", taps)
-    monkeypatch.setattr(NoSpeculation, "taps_whole_text", whole)
     counted, forward = [], PackedModel.forward
 
     def counting(self, rows, *args, **kwargs):
@@ -36,5 +35,5 @@ def test_equal_prompts(taps, whole, fed, monkeypatch):
     output = model.generate(**inputs, max_new_tokens=3, speculative_config={"method": "none", "block_size": 16})
     assert torch.equal(output, plain)
     assert counted == [fed, 4, 4]
-    assert generator.needs_all_features == (whole and taps != Taps())
+    assert generator.taps.whole_text == (fed == 4 * 20)
     assert_clean(model)

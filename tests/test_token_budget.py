@@ -4,12 +4,12 @@ import random
 from types import SimpleNamespace
 
 import pytest
+from hf_specdec.serve.scheduler import Scheduler
 
 from hf_specdec import LLM
 from hf_specdec.kernels.native import library
 from hf_specdec.model.native.program import MOST_TOKENS
 from hf_specdec.serve import SamplingParams
-from hf_specdec.serve.scheduler import Scheduler
 
 METHODS = {
     "none": {"method": "none"},

@@ -101,7 +101,7 @@ class Recyclers:
     def check(self, generator, vocab_size):
         tables = generator.matrices.rows[:, :-1]
         assert tables[0].tolist() == self.shared.table(vocab_size)
-        for seq_id, matrix in generator.own.items():
+        for seq_id, matrix in generator.matrix_of.items():
             assert tables[matrix].tolist() == self.own[seq_id].table(vocab_size)
         assert (generator.matrices.rows[:, -1] == vocab_size).all()
 
@@ -211,7 +211,7 @@ def test_generator_equals_the_model_of_it(data):
     for seq in rows:
         generator.stop(seq)
     generator.release()
-    assert generator.own == {} and len(generator.matrices.rows) == 1
+    assert generator.matrix_of == {} and len(generator.matrices.rows) == 1
 
 
 # ---- in the loop ------------------------------------------------------------------------------------------------------
@@ -222,7 +222,7 @@ def model():
     yield (made := tiny_llama())
     for decoder in integration.kept_decoders(made):
         if decoder.config.method == "token_recycling":
-            assert decoder.generator.own == {} and len(decoder.generator.matrices.rows) == 1
+            assert decoder.generator.matrix_of == {} and len(decoder.generator.matrices.rows) == 1
     assert_clean(made)
 
 

@@ -9,8 +9,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from hf_specdec.candidate_generators.growing.levels import Level
-from hf_specdec.candidate_generators.growing.tree_growth import grow
+from hf_specdec.candidate_generators.growing.tree_growth import DraftLevel, grow
 from hf_specdec.candidate_generators.growing.tree_shapes import DynamicTree, TreeDraftingConfig, TreeTemplate
 from hf_specdec.config import SpeculativeConfigError
 from hf_specdec.core.sequence import Sequence
@@ -32,7 +31,7 @@ class Identity:
 
 
 class PathDrafter:
-    """Follows every expanded node's path, from what `Level` says of it, and checks that it is consistent."""
+    """Follows every expanded node's path, from what `DraftLevel` says of it, and checks that it is consistent."""
 
     vocabulary = Identity()
 
@@ -44,7 +43,7 @@ class PathDrafter:
     def root_logits(self):
         return torch.from_numpy(np.stack([logits_after(row, ()) for row in self.rows]))
 
-    def expand(self, level: Level) -> torch.Tensor:
+    def expand(self, level: DraftLevel) -> torch.Tensor:
         assert [self.rows[i] for i in level.kept] == level.rows
         out, paths = [], []
         for i, row in enumerate(level.rows):

@@ -1,4 +1,4 @@
-"""CandidateGenerator: the contract between the decoding loop and a drafter."""
+"""CandidateGenerator: the contract between the decoding loop and a drafter, and what only some drafters can do."""
 
 from __future__ import annotations
 
@@ -27,17 +27,18 @@ class DrafterContext:
     they belong to the caller.
 
     Attributes:
+        chains_only: only the first path of a tree is verified, so other nodes cost time and bring nothing.
         used: the names of the arguments that the drafter has read.
     """
 
     def __init__(
-        self, assistant_model: PreTrainedModel | None = None, tokenizer: Any = None, assistant_tokenizer: Any = None
-    ):
+        self, assistant_model: PreTrainedModel | None = None, tokenizer: Any = None, assistant_tokenizer: Any = None,
+        chains_only: bool = False,
+    ):  # fmt: skip
         self.given = {
-            "assistant_model": assistant_model,
-            "tokenizer": tokenizer,
-            "assistant_tokenizer": assistant_tokenizer,
-        }
+            "assistant_model": assistant_model, "tokenizer": tokenizer, "assistant_tokenizer": assistant_tokenizer,
+        }  # fmt: skip
+        self.chains_only = chains_only
         self.used: set[str] = set()
 
     def _use(self, name: str) -> Any:
@@ -78,57 +79,19 @@ class CandidateGenerator(ABC):
 
     The loop calls `start` once per sequence, `propose` and `observe` once per step for the whole batch, and `stop` when a
     sequence leaves. Sequences join and leave between steps. A generator may propose fewer tokens than it is allowed, or
-    none, for any row: proposals affect only speed.
+    none, for any row: proposals affect only speed. What only some drafters can do is a class of its own below.
+
+    Attributes:
+        config: its configuration; a length that the user did not give is the checkpoint's. A call may change its PER_CALL_KEYS.
+        taps: what it reads of the target's forward.
     """
 
     config_class: ClassVar[type[SpeculativeConfig]]
-    uses_assistant_model: ClassVar[bool] = False  # whether the method uses generate(assistant_model=)
-    can_be_combined: ClassVar[bool] = True  # whether it may be part of a hybrid
-    continues_drafts: ClassVar[bool] = False  # whether `continue_drafts` is implemented
     taps: Taps = Taps()
-    may_miss_steps: ClassVar[bool] = False  # whether `observe` may be skipped: the drafter then only learns less
-    verifies_chains_only: bool = False  # see `verify_chains_only`
-    outlives_texts: bool = False  # see `outlive_texts`
-    kept: LookupCache | None = None  # the file that keeps what was learnt from texts
-    taps_whole_text: bool = True  # whether tapped features of every token are needed, not only the newest
 
     def __init__(self, config: SpeculativeConfig, target: PackedModel, context: DrafterContext | None = None):
         self.config = config
         self.target = target
-
-    def with_checkpoint_defaults(self, config: SpeculativeConfig) -> SpeculativeConfig:
-        """A call's configuration, with defaults that come from the drafter's checkpoint (such as its draft length)."""
-        return config
-
-    def use(self, config: SpeculativeConfig) -> None:
-        """Called before each call of `generate()`: its configuration may differ from the last one's in PER_CALL_KEYS."""
-        self.config = config
-
-    @classmethod
-    def create(
-        cls, config: SpeculativeConfig, target: PackedModel, context: DrafterContext | None = None
-    ) -> CandidateGenerator:
-        """The generator for a configuration. A method with several kinds of checkpoints chooses the class here."""
-        return cls(config, target, context)
-
-    @property
-    def needs_all_features(self) -> bool:
-        """Whether the drafter reads the target's features of every token, except of those that `known_prefix` covers."""
-        return self.taps_whole_text and bool(self.taps.last_hidden or self.taps.layers)
-
-    @property
-    def head_module(self) -> nn.Module:
-        """The head's parameters, for drafters whose head can go on learning."""
-        raise TypeError(f"{type(self).__name__} has no head that could learn.")
-
-    @property
-    def drafters(self) -> list[str]:
-        """The names that `Sequence.drafter` may have, if sequences choose among drafters."""
-        return []
-
-    def drafter_of(self, seq: Sequence) -> str | None:
-        """The name of the drafter of the sequence's last draft, if there are several."""
-        return None
 
     @property
     def max_draft_nodes(self) -> int:
@@ -136,49 +99,14 @@ class CandidateGenerator(ABC):
         return self.config.longest_draft
 
     def allocate(self, num_tokens: int, num_sequences: int, block_size: int) -> None:
-        """Make room for that many tokens in all, in that many sequences. Drafters with a KV cache size it here."""
+        """Make room for that many tokens in all, in that many sequences (0: texts come one after another, and later ones may share
+        prefixes with those that have ended). A cache is better made when it is first needed."""
 
     def release(self) -> None:
         """Free what `allocate` reserved; all sequences have been stopped."""
 
-    def active(self) -> contextlib.AbstractContextManager:
-        """A context for `propose` and `observe`. Drafters that are models switch to our attention in it."""
-        return contextlib.nullcontext()
-
     def start(self, seq: Sequence) -> None:
         """Called when a sequence joins; its prompt is in `seq.tokens`."""
-
-    def known_prefix(self, seq: Sequence) -> int:
-        """Number of leading tokens of a started sequence whose features the drafter does not need, because it keeps what it computed
-        from them in an earlier text. Drafters that read no features return the length of the text."""
-        return 0 if self.needs_all_features else len(seq.tokens)
-
-    def share_prefix(self, seq: Sequence, num_tokens: int) -> None:
-        """Called when the target skips the first `num_tokens` tokens, which are at most `known_prefix` and fill whole blocks: use what
-        is kept of them."""
-
-    def moved_caches(self) -> list[PagedStaticCache] | None:
-        """The caches that keep what the drafter computed from a prompt's features. Another process can fill their first rows, instead of
-        `observe`. Empty if the drafter needs no features of the prompt; None if what it keeps of them cannot be moved."""
-        return None if self.needs_all_features else []
-
-    def read_features(self, seq: Sequence, count: int) -> None:
-        """Compute the first `count` rows of `moved_caches` from the features of a prompt that the target has read."""
-
-    def warm_up(self, row: RowInput, output: PackedOutput) -> None:
-        """Allocate the pools of `moved_caches` by reading a row of one token, given the target's output for it. The row's slot is
-        reserved."""
-
-    def verify_chains_only(self) -> None:
-        """Called once: the loop verifies only the first path of a tree, so other nodes cost time and bring nothing."""
-        self.verifies_chains_only = True
-
-    def outlive_texts(self) -> None:
-        """Called once: from now on, keep the prefixes of texts that have ended, because later texts may share them."""
-        self.outlives_texts = True
-
-    def forget_prefixes(self) -> None:
-        """Called when the target's weights have changed or a step has raised an error: drop what is kept of earlier texts."""
 
     @abstractmethod
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
@@ -194,34 +122,150 @@ class CandidateGenerator(ABC):
     def observe(self, outcome: StepOutcome) -> None:
         """Learn from a verified step."""
 
-    def draft_scores(self, trees: DraftTrees) -> list[float]:
-        """Per row, how many tokens of the draft just proposed are expected to be accepted; by default its longest path."""
-        return [float(trees.depths[i, :n].max()) if n else 0.0 for i, n in enumerate(trees.lengths)]
-
-    def continue_drafts(self, sequences: list[Sequence], drafts: list[list[int]], limits: list[int]) -> list[list[int]]:
-        """Continue another method's drafts.
-
-        Args:
-            drafts: per row, ids drafted after the sequence's tokens.
-            limits: per row, the most tokens to add; none if not positive.
-
-        Returns: the ids to add, per row.
-        """
-        raise TypeError(f"{type(self).__name__} does not continue drafts.")
-
-    def continued(self, trees: DraftTrees, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
-        """Another method's chains, continued by this method up to each row's limit."""
-        drafts = trees.chains()
-        room = [limit - len(draft) for limit, draft in zip(limits, drafts, strict=True)]
-        return trees.extended(self.continue_drafts(sequences, drafts, room))
-
     def evict(self, seq: Sequence) -> None:
         """Called when a sequence is paused: free what can be recomputed from its tokens."""
 
     def stop(self, seq: Sequence) -> None:
         """Called when a sequence leaves, finished or cancelled."""
 
+
+# ---- what only some drafters can do: the loop, or a combined drafter, asks for it by type ------------------------------
+
+
+class RunsModel(ABC):
+    """Runs a model or a head."""
+
+    @abstractmethod
+    def active(self) -> contextlib.AbstractContextManager:
+        """A context for all other calls, in which the model reads our pages and its layers use their fastest kernels."""
+
+
+class SharesPrefixes(ABC):
+    """Keeps what it computed from a text's features, and uses it for other texts with the same beginning."""
+
+    @abstractmethod
+    def known_prefix(self, seq: Sequence) -> int:
+        """Number of leading tokens of a started sequence whose features are not needed, because what an earlier text made of them is
+        kept."""
+
+    @abstractmethod
+    def share_prefix(self, seq: Sequence, num_tokens: int) -> None:
+        """Called when the target skips the first `num_tokens` tokens, which are at most `known_prefix` and fill whole blocks: use what
+        is kept of them."""
+
+    @abstractmethod
+    def forget_prefixes(self) -> None:
+        """Called when the target's weights have changed or a step has raised an error: drop what is kept of earlier texts."""
+
+
+class Transferable(ABC):
+    """Keeps what it computed from a prompt's features in caches that another process can fill."""
+
+    @abstractmethod
+    def moved_caches(self) -> list[PagedStaticCache] | None:
+        """The caches whose first rows another process can fill, instead of `observe`; None if they cannot be moved after all."""
+
+    @abstractmethod
+    def read_features(self, seq: Sequence, count: int) -> None:
+        """Compute the first `count` rows of `moved_caches` from the features of a prompt that the target has read."""
+
+    @abstractmethod
+    def warm_up(self, row: RowInput, output: PackedOutput) -> None:
+        """Allocate the pools of `moved_caches` by reading a row of one token, given the target's output for it. The row's slot is
+        reserved."""
+
+
+class KeepsTables:
+    """Learns tables from texts.
+
+    Attributes:
+        kept: the file that they go to; None: they end with the process.
+    """
+
+    kept: LookupCache | None = None
+
     def save_tables(self) -> None:
-        """Write what was learnt from texts to its file, if it has one. Called when an engine ends, or decoders are dropped."""
+        """Write the tables to their file. Called when an engine ends, or decoders are dropped."""
         if self.kept is not None:
             self.kept.save()
+
+
+class ScoresDrafts(ABC):
+    """Knows how good its drafts are."""
+
+    @abstractmethod
+    def draft_scores(self, trees: DraftTrees) -> list[float]:
+        """Per row, how many tokens of the draft just proposed are expected to be accepted."""
+
+
+class ContinuesDrafts(ABC):
+    """Can continue another method's drafts."""
+
+    @abstractmethod
+    def continue_drafts(self, sequences: list[Sequence], drafts: list[list[int]], limits: list[int]) -> list[list[int]]:
+        """The ids to add, per row.
+
+        Args:
+            drafts: per row, ids drafted after the sequence's tokens.
+            limits: per row, the most tokens to add; none if not positive.
+        """
+
+    def continued(self, trees: DraftTrees, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
+        """Another method's chains, continued up to each row's limit."""
+        drafts = trees.chains()
+        room = [limit - len(draft) for limit, draft in zip(limits, drafts, strict=True)]
+        return trees.extended(self.continue_drafts(sequences, drafts, room))
+
+
+class MayMissSteps:
+    """Learns less if `observe` is skipped, and is otherwise as good."""
+
+
+class HasDrafters(ABC):
+    """Has several drafters, among which each sequence chooses by name.
+
+    Attributes:
+        drafters: the names that `Sequence.drafter` may have.
+    """
+
+    @property
+    @abstractmethod
+    def drafters(self) -> list[str]: ...
+
+    def drafter_of(self, seq: Sequence) -> str | None:
+        """The name of the drafter of the sequence's last draft; None if it is not told apart."""
+        return None
+
+
+class HasHead(ABC):
+    """Has a head that can go on learning."""
+
+    @property
+    @abstractmethod
+    def head_module(self) -> nn.Module:
+        """The head's parameters."""
+
+
+def active_drafter(generator: CandidateGenerator) -> contextlib.AbstractContextManager:
+    """The context in which a drafter is called."""
+    return generator.active() if isinstance(generator, RunsModel) else contextlib.nullcontext()
+
+
+def save_tables(generator: CandidateGenerator) -> None:
+    """Write what a drafter has learnt from texts, if it keeps that in a file."""
+    if isinstance(generator, KeepsTables):
+        generator.save_tables()
+
+
+def known_prefix(generator: CandidateGenerator, seq: Sequence) -> int:
+    """Number of leading tokens of a started sequence whose features a drafter does not need."""
+    if isinstance(generator, SharesPrefixes):
+        return generator.known_prefix(seq)
+    return 0 if generator.taps.whole_text else len(seq.tokens)
+
+
+def moved_caches(generator: CandidateGenerator) -> list[PagedStaticCache] | None:
+    """The caches that hold what a drafter keeps of a prompt's features; None if that cannot be moved to another process."""
+    if isinstance(generator, Transferable):
+        return generator.moved_caches()
+    return None if generator.taps.whole_text else []

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import copy
-from collections.abc import Iterable
-from typing import Any
+from collections.abc import Iterable, Iterator
+from typing import Any, TypeVar
 
 from ..cache import PagedStaticCache
 from ..config import PER_CALL_KEYS, SpeculativeConfig
@@ -14,11 +14,21 @@ from ..core.outcome import StepOutcome
 from ..core.output import PackedOutput
 from ..core.rows import RowInput
 from ..core.sequence import Sequence
-from .base import CandidateGenerator, DrafterContext
+from .base import (
+    CandidateGenerator,
+    DrafterContext,
+    KeepsTables,
+    RunsModel,
+    SharesPrefixes,
+    Transferable,
+    known_prefix,
+    moved_caches,
+)  # fmt: skip
 from .lookup_cache import LookupCacheConfig
 from .parsing import parse_config
-from .registry import generator_class, make_generator
+from .registry import available_methods, make_generator
 
+Ability = TypeVar("Ability")
 # Keys of the combined method that its parts inherit unless they set their own values.
 _COMMON = (
     "draft_sample_method", "block_size", "prefill_chunk_size", "prepack_weights", "cuda_graphs", "compile",
@@ -38,7 +48,7 @@ def checked_part(whole: SpeculativeConfig, key: str, part: Any) -> dict[str, Any
         SpeculativeConfigError: the configuration is wrong, its method itself has parts, or it has a key that a part cannot have.
     """
     config = parse_config(part)
-    if issubclass(generator_class(config.method), CombinedGenerator):
+    if config.has_parts:
         raise whole.fail(
             key, f"is {config.method!r}, which has parts itself: only drafters without parts can be combined."
         )
@@ -56,7 +66,7 @@ def checked_part(whole: SpeculativeConfig, key: str, part: Any) -> dict[str, Any
 def with_common_keys(part: dict[str, Any], whole: SpeculativeConfig) -> SpeculativeConfig:
     """The configuration of a part, with common keys taken from the whole."""
     shared = {name: getattr(whole, name) for name in _COMMON} | {"rejection_sample_method": _rule_of_parts(whole)}
-    learns = issubclass(generator_class(part["method"]).config_class, LookupCacheConfig)
+    learns = issubclass(available_methods()[part["method"]], LookupCacheConfig)
     if learns and isinstance(whole, LookupCacheConfig) and whole.lookup_cache is not None:
         shared |= {"lookup_cache": whole.lookup_cache, "lookup_cache_mb": whole.lookup_cache_mb}
     return parse_config({**{key: value for key, value in shared.items() if value is not None}, **part})
@@ -67,20 +77,32 @@ def _rule_of_parts(whole: SpeculativeConfig) -> str | None:
     return None if whole.rejection_sample_method == "synthetic" else whole.rejection_sample_method
 
 
+def configure(generator: CandidateGenerator, config: SpeculativeConfig) -> None:
+    """Let a drafter draft for a call whose configuration differs from its own in PER_CALL_KEYS only."""
+    generator.config = copy.copy(generator.config)
+    vars(generator.config).update({key: getattr(config, key) for key in PER_CALL_KEYS})
+    for part in generator.parts if isinstance(generator, CombinedGenerator) else ():
+        part.config = copy.copy(part.config)
+        part.config.rejection_sample_method = _rule_of_parts(config)
+
+
 def check_drafter(seq: Sequence, names: Iterable[str]) -> None:
     """Raise ValueError if a sequence names a drafter that is not among `names`."""
     if seq.drafter is not None and seq.drafter not in names:
         raise ValueError(f"There is no drafter {seq.drafter!r}: choose one of {', '.join(names)}.")
 
 
-class CombinedGenerator(CandidateGenerator):
-    """Drafters that run side by side. A subclass makes them with `made`, passes them to `combine`, and decides which of them draft.
+class CombinedGenerator(CandidateGenerator, RunsModel, SharesPrefixes, Transferable, KeepsTables):
+    """Drafters that run side by side. A subclass makes them with `made`, passes them to `combine`, and decides which of them draft. In
+    each step only one part's draft of a row is verified.
 
     Attributes:
         parts: the drafters.
+        proposed: per part, sequence id → its trees of this step and the row in them.
     """
 
     parts: list[CandidateGenerator]
+    proposed: list[dict[int, tuple[DraftTrees, int]]]
 
     def made(self, key: str, config: SpeculativeConfig, context: DrafterContext | None) -> CandidateGenerator:
         """The drafter of one part.
@@ -88,24 +110,15 @@ class CombinedGenerator(CandidateGenerator):
         Raises:
             SpeculativeConfigError: its method cannot be a part.
         """
-        if not generator_class(config.method).can_be_combined:
+        if not config.can_be_combined:
             raise self.config.fail(key, f"cannot be {config.method!r}: this method cannot be combined with others.")
         return make_generator(config, self.target, context)
 
     def combine(self, parts: list[CandidateGenerator]) -> None:
         """Set the parts, and tap the features that any of them needs."""
-        self.parts = parts
+        self.parts, self.proposed = parts, [{} for _ in parts]
         for part in parts:
             self.taps = self.taps | part.taps
-        self.taps_whole_text = any(part.needs_all_features for part in parts)
-
-    def use(self, config: SpeculativeConfig) -> None:
-        """Let all parts draft for the call's verification rule."""
-        super().use(config)
-        for part in self.parts:
-            own = copy.copy(part.config)
-            own.rejection_sample_method = _rule_of_parts(config)
-            part.use(own)
 
     def parts_of(self, seq: Sequence) -> list[CandidateGenerator]:
         """The parts that follow a sequence."""
@@ -114,62 +127,48 @@ class CombinedGenerator(CandidateGenerator):
     # ---- memory -----------------------------------------------------------------------------------------------------
 
     def allocate(self, num_tokens: int, num_sequences: int, block_size: int) -> None:
-        """Allocate memory for all parts."""
         for part in self.parts:
             part.allocate(num_tokens, num_sequences, block_size)
 
     def release(self) -> None:
-        """Release the memory of all parts."""
         for part in self.parts:
             part.release()
 
     def known_prefix(self, seq: Sequence) -> int:
-        """Number of leading tokens that all parts of the sequence know."""
-        return min((part.known_prefix(seq) for part in self.parts_of(seq)), default=len(seq.tokens))
+        return min((known_prefix(part, seq) for part in self.parts_of(seq)), default=len(seq.tokens))
 
     def share_prefix(self, seq: Sequence, num_tokens: int) -> None:
-        """Let all parts of the sequence use what they keep of its first tokens."""
-        for part in self.parts_of(seq):
+        for part in _able(self.parts_of(seq), SharesPrefixes):
             part.share_prefix(seq, num_tokens)
 
+    def forget_prefixes(self) -> None:
+        for part in _able(self.parts, SharesPrefixes):
+            part.forget_prefixes()
+
     def moved_caches(self) -> list[PagedStaticCache] | None:
-        """The caches of all parts; None if one part's cannot be moved."""
-        caches = [part.moved_caches() for part in self.parts]
-        return None if None in caches else [cache for own in caches for cache in own or []]
+        caches = [moved_caches(part) for part in self.parts]
+        return None if None in caches else [cache for moved in caches for cache in moved or []]
 
     def read_features(self, seq: Sequence, count: int) -> None:
-        """Let all parts of the sequence compute these rows."""
-        for part in self.parts_of(seq):
+        for part in _able(self.parts_of(seq), Transferable):
             part.read_features(seq, count)
 
     def warm_up(self, row: RowInput, output: PackedOutput) -> None:
-        """Let all parts allocate their pools."""
-        for part in self.parts:
+        for part in _able(self.parts, Transferable):
             part.warm_up(row, output)
 
-    def verify_chains_only(self) -> None:
-        """Let all parts draft chains."""
-        super().verify_chains_only()
-        for part in self.parts:
-            part.verify_chains_only()
-
-    def outlive_texts(self) -> None:
-        """Let all parts keep prefixes of texts that have ended."""
-        for part in self.parts:
-            part.outlive_texts()
-
-    def forget_prefixes(self) -> None:
-        """Let all parts drop what they keep of earlier texts."""
-        for part in self.parts:
-            part.forget_prefixes()
+    def save_tables(self) -> None:
+        for part in _able(self.parts, KeepsTables):
+            part.save_tables()
 
     @contextlib.contextmanager
     def active(self):
-        """A context in which all parts may run."""
         with contextlib.ExitStack() as stack:
-            for part in self.parts:
+            for part in _able(self.parts, RunsModel):
                 stack.enter_context(part.active())
             yield
+
+    # ---- membership -------------------------------------------------------------------------------------------------
 
     def start(self, seq: Sequence) -> None:
         """Start the sequence in its parts. If one of them raises an error, the sequence is stopped in the others again."""
@@ -184,51 +183,22 @@ class CombinedGenerator(CandidateGenerator):
             raise
 
     def evict(self, seq: Sequence) -> None:
-        """Evict the sequence from its parts."""
+        self._forget_proposals(seq)
         for part in self.parts_of(seq):
             part.evict(seq)
 
     def stop(self, seq: Sequence) -> None:
-        """Stop the sequence in its parts."""
+        self._forget_proposals(seq)
         for part in self.parts_of(seq):
             part.stop(seq)
-
-    def save_tables(self) -> None:
-        """Let all parts write their tables."""
-        for part in self.parts:
-            part.save_tables()
-
-
-class RivalGenerator(CombinedGenerator):
-    """All parts follow every sequence, but in each step only one part's draft of a row is verified.
-
-    Attributes:
-        proposed: per part, sequence id → its trees of this step and the row in them.
-    """
-
-    proposed: list[dict[int, tuple[DraftTrees, int]]]
-
-    def combine(self, parts: list[CandidateGenerator]) -> None:
-        """Set the parts, none of which has proposed anything yet."""
-        super().combine(parts)
-        self.proposed = [{} for _ in parts]
-
-    def evict(self, seq: Sequence) -> None:
-        """Evict the sequence from all parts."""
-        super().evict(seq)
-        self._forget_proposals(seq)
-
-    def stop(self, seq: Sequence) -> None:
-        """Stop the sequence in all parts."""
-        self._forget_proposals(seq)
-        super().stop(seq)
 
     def _forget_proposals(self, seq: Sequence) -> None:
         for proposed in self.proposed:
             proposed.pop(seq.id, None)
 
+    # ---- what became of drafts --------------------------------------------------------------------------------------
+
     def note(self, index: int, sequences: list[Sequence], trees: DraftTrees) -> None:
-        """Remember what a part has proposed in this step."""
         self.proposed[index] = {seq.id: (trees, i) for i, seq in enumerate(sequences) if trees.lengths[i]}
 
     def as_seen_by(self, index: int, outcome: StepOutcome) -> StepOutcome:
@@ -244,3 +214,7 @@ class RivalGenerator(CombinedGenerator):
         for index, part in enumerate(self.parts):
             part.observe(self.as_seen_by(index, outcome))
             self.proposed[index].clear()
+
+
+def _able(parts: list[CandidateGenerator], ability: type[Ability]) -> Iterator[Ability]:
+    return (part for part in parts if isinstance(part, ability))

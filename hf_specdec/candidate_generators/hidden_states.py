@@ -4,13 +4,13 @@ from __future__ import annotations
 
 import json
 import os
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 
 import torch
 from safetensors.torch import save_file
 
-from ..config import SpeculativeConfig
+from ..config import SpeculativeConfig, config_key
 from ..core.draft_trees import DraftTrees
 from ..core.outcome import StepOutcome
 from ..core.output import Taps
@@ -29,23 +29,19 @@ class ExtractHiddenStatesConfig(SpeculativeConfig):
     name = "extract_hidden_states"
     requires = ("a folder to write to: 'output_dir'",)
     default_num_speculative_tokens = 1
+    can_be_combined = False
 
-    eagle_aux_hidden_state_layer_ids: list[int] | None = field(
-        default=None,
-        metadata={
-            "help": "which of transformers' hidden_states to save: 0 is the embeddings, i is the input of layer i, and the number of "
-            "layers is the final states, after the norm; negative ids count from the end (default: the final states)"
-        },
+    eagle_aux_hidden_state_layer_ids: list[int] | None = config_key(
+        None,
+        "which of transformers' hidden_states to save: 0 is the embeddings, i is the input of layer i, and the number of "
+        "layers is the final states, after the norm; negative ids count from the end (default: the final states)",
     )
-    output_dir: str | None = field(
-        default=None, metadata={"help": "folder for the files, 00000000.safetensors and on; files in it are kept"}
-    )
+    output_dir: str | None = config_key(None, "folder for the files, 00000000.safetensors and on; files in it are kept")
 
     def __post_init__(self) -> None:
-        super().__post_init__()
         if isinstance(self.output_dir, os.PathLike):
             self.output_dir = os.fspath(self.output_dir)
-        self.check_text("output_dir")
+        super().__post_init__()
         ids = self.eagle_aux_hidden_state_layer_ids
         if ids is not None and (not isinstance(ids, list) or not ids or not all(type(i) is int for i in ids)):
             raise self.fail("eagle_aux_hidden_state_layer_ids", f"must be a list of layer indices, not {ids!r}.")
@@ -56,7 +52,6 @@ class HiddenStatesWriter(CandidateGenerator):
     """Collects a sequence's hidden states and writes them when it ends."""
 
     config: ExtractHiddenStatesConfig
-    can_be_combined = False
 
     def __init__(self, config: ExtractHiddenStatesConfig, target: PackedModel, context: DrafterContext | None = None):
         super().__init__(config, target, context)
@@ -84,19 +79,15 @@ class HiddenStatesWriter(CandidateGenerator):
 
     @property
     def max_draft_nodes(self) -> int:
-        """0: nothing is drafted."""
         return 0
 
     def start(self, seq: Sequence) -> None:
-        """Start with nothing collected."""
         self.collected[seq.id] = []
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
-        """No draft for any row."""
         return DraftTrees.empty(len(sequences), self.target.device)
 
     def observe(self, outcome: StepOutcome) -> None:
-        """Collect the hidden states of the tokens read in this step."""
         output = outcome.output
         assert output is not None
         features = {**output.layers, self.target.config.num_hidden_layers: output.last_hidden}
@@ -107,11 +98,10 @@ class HiddenStatesWriter(CandidateGenerator):
         stacked = torch.stack(
             [features[i].index_select(0, index.to(features[i].device)).to(first.device) for i in self.layer_ids], dim=1
         )
-        for seq, own in zip(sequences, stacked.cpu().split(counts), strict=True):
-            self.collected[seq.id].append(own.clone())
+        for seq, states in zip(sequences, stacked.cpu().split(counts), strict=True):
+            self.collected[seq.id].append(states.clone())
 
     def evict(self, seq: Sequence) -> None:
-        """Drop what was collected; the target will read the text again."""
         self.collected[seq.id] = []
 
     def stop(self, seq: Sequence) -> None:

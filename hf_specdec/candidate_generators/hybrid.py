@@ -2,15 +2,15 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
-from ..config import SpeculativeConfig
+from ..config import SpeculativeConfig, config_key
 from ..core.draft_trees import DraftTrees
 from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
-from .base import DrafterContext
-from .combined import RivalGenerator, checked_part, with_common_keys
+from .base import ContinuesDrafts, DrafterContext, ScoresDrafts
+from .combined import CombinedGenerator, checked_part, with_common_keys
 from .lookup_cache import LookupCacheConfig
 from .parsing import parse_config
 from .registry import register
@@ -26,35 +26,31 @@ class HybridConfig(LookupCacheConfig):
     continued by n-gram lookup)."""
 
     name = "hybrid"
+    has_parts = True
     requires = ("two configurations: 'first' and 'second'",)
 
-    first: Any = field(default=None, metadata={"help": "configuration of the drafter that is asked first"})
-    second: Any = field(default=None, metadata={"help": "configuration of the drafter that continues or replaces it"})
-    strategy: str = field(
-        default="fallback",
-        metadata={
-            "help": "'fallback' (the second drafts where the first has little) or 'extend' (the second continues the first)"
-        },
+    first: Any = config_key(None, "configuration of the drafter that is asked first")
+    second: Any = config_key(None, "configuration of the drafter that continues or replaces it")
+    strategy: str = config_key(
+        "fallback",
+        "'fallback' (the second drafts where the first has little) or 'extend' (the second continues the first)",
+        choices=STRATEGIES,
     )
-    score_threshold: float | None = field(
-        default=None,
-        metadata={
-            "help": "fallback: the first's draft is used if at least this many of its tokens are expected to be accepted (default: the "
-            "second's num_speculative_tokens, at most the first's)"
-        },
+    score_threshold: float | None = config_key(
+        None,
+        "fallback: the first's draft is used if at least this many of its tokens are expected to be accepted (default: the "
+        "second's num_speculative_tokens, at most the first's)",
+        minimum=0,
     )
 
     def __post_init__(self) -> None:
-        self.method = self.method or self.name
-        self.check_choice("strategy", STRATEGIES)
+        self.check_keys()
         for key in ("first", "second"):
             self._check_part(key)
         if self.num_speculative_tokens is None and self.first and self.second:
             lengths = [parse_config(part).num_speculative_tokens or 0 for part in (self.first, self.second)]
             self.num_speculative_tokens = sum(lengths) if self.strategy == "extend" else max(lengths)
         super().__post_init__()
-        if self.score_threshold is not None:
-            self.check_number("score_threshold", minimum=0)
 
     def _check_part(self, key: str) -> None:
         part = getattr(self, key)
@@ -68,7 +64,7 @@ class HybridConfig(LookupCacheConfig):
 
 
 @register(HybridConfig)
-class HybridGenerator(RivalGenerator):
+class HybridGenerator(CombinedGenerator):
     """Runs both drafters. Each observes every step, and which part of its own proposal was accepted."""
 
     config: HybridConfig
@@ -78,7 +74,7 @@ class HybridGenerator(RivalGenerator):
         self.first, self.second = [self.made(key, config.part(key), context) for key in ("first", "second")]
         self.combine([self.first, self.second])
         self.extends = config.strategy == "extend"
-        if self.extends and not self.second.continues_drafts:
+        if self.extends and not isinstance(self.second, ContinuesDrafts):
             raise config.fail(
                 "second",
                 f"cannot be {self.second.config.method!r}, which does not continue another's drafts: use 'fallback'.",
@@ -88,7 +84,6 @@ class HybridGenerator(RivalGenerator):
 
     @property
     def max_draft_nodes(self) -> int:
-        """The nodes of the larger tree, or of both together."""
         nodes = [part.max_draft_nodes for part in self.parts]
         return max(sum(nodes), self.config.longest_draft) if self.extends else max(nodes)
 
@@ -99,7 +94,7 @@ class HybridGenerator(RivalGenerator):
         first = self._ask(0, sequences, [min(n, self.first.config.num_speculative_tokens or 0) for n in limits])
         if self.extends:
             return self._extended(sequences, limits, first)
-        scores = self.first.draft_scores(first)
+        scores = self.first.draft_scores(first) if isinstance(self.first, ScoresDrafts) else first.row_depths
         weak = [score < self.threshold for score in scores]
         if not any(weak):
             return first
@@ -121,4 +116,5 @@ class HybridGenerator(RivalGenerator):
             raise self.config.fail(
                 "first", "drafts trees, which cannot be extended: give it a chain, or use 'fallback'."
             )
+        assert isinstance(self.second, ContinuesDrafts)
         return self.second.continued(first, sequences, limits)

@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any
 
 import numpy as np
 import torch
 
-from ..config import MOST_DRAFT_NODES
+from ..config import MOST_DRAFT_NODES, config_key
 from ..core.draft_trees import DraftTrees
 from ..core.outcome import StepOutcome
 from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
-from .base import CandidateGenerator, DrafterContext
-from .lookup_cache import LookupCache, LookupCacheConfig, State, ids_within
+from .base import CandidateGenerator, DrafterContext, KeepsTables
+from .lookup_cache import LookupCache, LookupCacheConfig, Spaces, State, ids_within
 from .registry import register
-from .spaces import Spaces
 
 
 @dataclass
@@ -26,33 +24,22 @@ class LookaheadConfig(LookupCacheConfig):
     come (Jacobi iteration). The window's columns become new n-grams. Needs no model."""
 
     name = "lookahead"
+    can_be_combined = False  # its window must be verified whole
 
-    window_size: int = field(default=7, metadata={"help": "columns of the window (W): how far ahead it guesses"})
-    ngram_size: int = field(
-        default=5, metadata={"help": "tokens per n-gram (N, the paper's level): the window has N - 1 levels"}
+    window_size: int = config_key(7, "columns of the window (W): how far ahead it guesses", minimum=1)
+    ngram_size: int = config_key(5, "tokens per n-gram (N, the paper's level): the window has N - 1 levels", minimum=2)
+    guess_set_size: int = config_key(
+        7, "n-grams kept per first token, and verified per step (G); the least recent go first", minimum=1
     )
-    guess_set_size: int = field(
-        default=7,
-        metadata={"help": "n-grams kept per first token, and verified per step (G); the least recent go first"},
+    pool_from_prompt: bool = config_key(
+        True, "also put the n-grams of the text itself, prompt and answer, into the pool"
     )
-    pool_from_prompt: bool = field(
-        default=True,
-        metadata={"help": "also put the n-grams of the text itself, prompt and answer, into the pool"},
-    )
-    share_pool: bool = field(
-        default=True,
-        metadata={
-            "help": "one pool for the sequences of a space, which outlives calls; false: each sequence has its own"
-        },
+    share_pool: bool = config_key(
+        True, "one pool for the sequences of a space, which outlives calls; false: each sequence has its own"
     )
 
     def __post_init__(self) -> None:
-        self.method = self.method or self.name  # errors name it
-        self.check_int("window_size", minimum=1)
-        self.check_int("ngram_size", minimum=2)
-        self.check_int("guess_set_size", minimum=1)
-        self.check_bool("pool_from_prompt")
-        self.check_bool("share_pool")
+        self.check_keys()
         self.read_auto()
         if self.num_speculative_tokens is None and self.num_speculative_tokens_per_batch_size is None:
             self.num_speculative_tokens = self.depth
@@ -82,13 +69,9 @@ class LookaheadConfig(LookupCacheConfig):
         """Nodes on the longest path: the window's last column, or an n-gram if the window has one column."""
         return self.ngram_size - 2 + max(self.window_size - 1, 1)
 
-    def to_dict(self) -> dict[str, Any]:
-        """As in the base, but without a draft length that follows from the window."""
-        out = super().to_dict()
-        out.pop("num_speculative_tokens", None)
-        if self.num_speculative_tokens != self.depth:
-            out["num_speculative_tokens"] = self.num_speculative_tokens
-        return out
+    @property
+    def implied_length(self) -> int | None:
+        return self.depth
 
 
 class NGramPool:
@@ -100,14 +83,13 @@ class NGramPool:
 
     def add(self, ngram: tuple[int, ...]) -> None:
         """Add an n-gram, or make it the most recent of its first token."""
-        own = self.followers.setdefault(ngram[0], {})
-        own.pop(ngram[1:], None)
-        own[ngram[1:]] = None
-        if len(own) > self.size:
-            del own[next(iter(own))]
+        followers = self.followers.setdefault(ngram[0], {})
+        followers.pop(ngram[1:], None)
+        followers[ngram[1:]] = None
+        if len(followers) > self.size:
+            del followers[next(iter(followers))]
 
     def add_text(self, tokens: list[int], n: int) -> None:
-        """Add every n-gram of a text."""
         for i in range(len(tokens) - n + 1):
             self.add(tuple(tokens[i : i + n]))
 
@@ -171,15 +153,15 @@ class _Row:
 
 
 @register(LookaheadConfig)
-class LookaheadGenerator(CandidateGenerator):
+class LookaheadGenerator(CandidateGenerator, KeepsTables):
     """Drafts one tree per row: the pool's n-grams that begin with the last token, with common prefixes merged, followed by
     the window, whose outputs come from the same forward."""
 
     config: LookaheadConfig
-    can_be_combined = False  # its window must be verified whole
 
     def __init__(self, config: LookaheadConfig, target: PackedModel, context: DrafterContext | None = None):
         super().__init__(config, target, context)
+        self.chains_only = context is not None and context.chains_only
         self.rows: dict[int, _Row] = {}
         size = config.guess_set_size
         # at most `guess_set_size` n-grams per token of the vocabulary
@@ -195,21 +177,19 @@ class LookaheadGenerator(CandidateGenerator):
             ValueError, KeyError: the file holds something else, such as n-grams of another length.
         """
         n = self.config.ngram_size
-        ngrams = {space: ids_within(found["ngrams"], self.target.vocab_size) for space, found in state.items()}
-        if any(each.ndim != 2 or each.shape[1] != n for each in ngrams.values()):
+        ngrams = {space: ids_within(tensors["ngrams"], self.target.vocab_size) for space, tensors in state.items()}
+        if any(stored.ndim != 2 or stored.shape[1] != n for stored in ngrams.values()):
             raise ValueError(f"it has no n-grams of {n} tokens")
-        for space, own in ngrams.items():
+        for space, stored in ngrams.items():
             pool = self.spaces.shared[space] = self.spaces.make(True)
-            for ngram in own.tolist():
+            for ngram in stored.tolist():
                 pool.add(tuple(ngram))
 
     @property
     def max_draft_nodes(self) -> int:
-        """The nodes of all n-grams and the window."""
         return self.config.num_nodes
 
     def start(self, seq: Sequence) -> None:
-        """Make a window; add the prompt's n-grams to the pool if configured."""
         pool = self.spaces.enter(seq) if self.config.share_pool else NGramPool(self.config.guess_set_size)
         self.rows[seq.id] = row = _Row(pool, Window(self.config, seq))
         if self._reads_text:
@@ -218,10 +198,9 @@ class LookaheadGenerator(CandidateGenerator):
     @property
     def _reads_text(self) -> bool:
         # Without a window, which is a tree, the text is the only source of n-grams.
-        return self.config.pool_from_prompt or self.verifies_chains_only
+        return self.config.pool_from_prompt or self.chains_only
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
-        """Per row, the nodes of the n-grams and the window, up to the row's limit."""
         drafts = [self._draft(seq, limit) for seq, limit in zip(sequences, limits, strict=True)]
         return DraftTrees.from_lists([d[0] for d in drafts], [d[1] for d in drafts], device=self.target.device)
 
@@ -229,7 +208,7 @@ class LookaheadGenerator(CandidateGenerator):
         row = self.rows[seq.id]
         tokens, parents = merged(row.pool.starting_with(seq.tokens[-1]), limit) if limit else ([], [])
         row.num_guesses = first = len(tokens)
-        row.num_columns = row.window.num_columns(limit) if limit and not self.verifies_chains_only else 0
+        row.num_columns = row.window.num_columns(limit) if limit and not self.chains_only else 0
         if row.num_columns:
             window = row.window.tokens
             window[0, 0] = seq.tokens[-1]
@@ -264,14 +243,13 @@ class LookaheadGenerator(CandidateGenerator):
         logits = outcome.output.logits
         index = torch.from_numpy(np.concatenate(wanted)).to(logits.device)
         outputs = logits.index_select(0, index).argmax(1).cpu().numpy()
-        for row, own in zip(rows, np.split(outputs, np.cumsum([row.num_columns for row in rows])[:-1]), strict=True):
+        for row, level in zip(rows, np.split(outputs, np.cumsum([row.num_columns for row in rows])[:-1]), strict=True):
             if row.window.is_full:
-                for ngram in np.concatenate([row.window.tokens[:, : len(own)], own[None]]).T.tolist():
+                for ngram in np.concatenate([row.window.tokens[:, : len(level)], level[None]]).T.tolist():
                     row.pool.add(tuple(ngram))
-            row.window.advance(own)
+            row.window.advance(level)
 
     def stop(self, seq: Sequence) -> None:
-        """Drop the window, and the pool if it is the sequence's own."""
         del self.rows[seq.id]
         self.spaces.leave(seq)
         if self.kept is not None and seq.is_shared:
@@ -282,7 +260,7 @@ def _state(spaces: Spaces[NGramPool], n: int, most_bytes: int) -> State:
     """The n-grams of each space, as a file keeps them. If there is not room for all: those whose first token was added last."""
     state, room = {}, most_bytes // max(len(spaces.shared), 1) // (4 * n)
     for space, pool in spaces.shared.items():
-        ngrams = [(first, *rest) for first, own in pool.followers.items() for rest in own]
+        ngrams = [(first, *rest) for first, followers in pool.followers.items() for rest in followers]
         newest = ngrams[max(len(ngrams) - room, 0) :]
         state[space] = {"ngrams": np.array(newest, dtype=np.int32).reshape(len(newest), n)}
     return state

@@ -1,4 +1,4 @@
-"""LookupCache: what look-ups have learnt from texts, kept in a file from process to process."""
+"""Tables that look-ups learn from texts: a set for each space, and their files, which keep them from process to process."""
 
 from __future__ import annotations
 
@@ -10,15 +10,17 @@ import tempfile
 import time
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Generic, TypeVar
 
 import numpy as np
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save
 
-from ..config import SpeculativeConfig
+from ..config import SpeculativeConfig, config_key
 from ..core.folders import cache_folder, folder_of
+from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
 
 logger = logging.getLogger(__name__)
@@ -26,6 +28,8 @@ logger = logging.getLogger(__name__)
 FORMAT = 1  # of the files; raise it when a release cannot read what earlier ones wrote
 EVERY = 30.0  # least seconds between two writes
 SHARE = 0.005  # the share of the time that writing may take
+Tables = TypeVar("Tables")
+MOST_SPACES = 16  # per drafter; their tables outlive the texts
 State = dict[str, dict[str, np.ndarray]]  # space → name → integers
 
 
@@ -33,22 +37,61 @@ State = dict[str, dict[str, np.ndarray]]  # space → name → integers
 class LookupCacheConfig(SpeculativeConfig):
     """Keys of methods that learn tables from texts, and of those that may have such a method as a part."""
 
-    lookup_cache: str | None = field(
-        default=None,
-        metadata={
-            "help": "keep what look-ups learn from texts (suffix trees, token tables, n-grams) from process to process, under this name: "
-            "a folder of $HF_SPECDEC_CACHE (else of the Hub's cache), or a path with a slash. The files hold users' text. By default "
-            "nothing of any text is kept"
-        },
+    lookup_cache: str | None = config_key(
+        None,
+        "keep what look-ups learn from texts (suffix trees, token tables, n-grams) from process to process, under this name: "
+        "a folder of $HF_SPECDEC_CACHE (else of the Hub's cache), or a path with a slash. The files hold users' text. By default "
+        "nothing of any text is kept",
     )
-    lookup_cache_mb: float = field(
-        default=8.0, metadata={"help": "most megabytes of a 'lookup_cache' file; the oldest texts are left out"}
+    lookup_cache_mb: float = config_key(
+        8.0, "most megabytes of a 'lookup_cache' file; the oldest texts are left out", minimum=0
     )
 
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        self.check_text("lookup_cache")
-        self.check_number("lookup_cache_mb", minimum=0)
+
+class Spaces(Generic[Tables]):
+    """The tables of each space (`Sequence.space`). A text that is not shared gets tables of its own, which are dropped when it ends.
+
+    At most MOST_SPACES spaces have tables. The least recently used are dropped, but never while one of their texts is running.
+
+    Args:
+        make: returns new tables; its argument says whether texts share them.
+        drop: called with the tables that are dropped.
+
+    Attributes:
+        shared: tables by space, the least recently used first.
+    """
+
+    def __init__(self, make: Callable[[bool], Tables], drop: Callable[[Tables], None] = lambda tables: None):
+        self.make, self.drop = make, drop
+        self.shared: dict[str, Tables] = {"": make(True)}
+        self._running: dict[int, tuple[str | None, Tables]] = {}  # sequence id → its space (None: its own) and tables
+
+    def enter(self, seq: Sequence) -> Tables:
+        """The tables of a sequence: its space's, or its own if it is not shared. They stay the same until `leave`."""
+        if seq.id in self._running:
+            return self._running[seq.id][1]
+        if not seq.is_shared:
+            space, tables = None, self.make(False)
+        else:
+            space = seq.space
+            tables = self.shared.pop(space) if space in self.shared else self.make(True)
+            self.shared[space] = tables
+        self._running[seq.id] = space, tables
+        self._bound()
+        return tables
+
+    def leave(self, seq: Sequence) -> None:
+        space, tables = self._running.pop(seq.id, ("", None))
+        if space is None and tables is not None:
+            self.drop(tables)
+        self._bound()
+
+    def _bound(self) -> None:
+        if len(self.shared) <= MOST_SPACES:
+            return
+        used = {space for space, _ in self._running.values()}
+        for space in [space for space in self.shared if space not in used][: len(self.shared) - MOST_SPACES]:
+            self.drop(self.shared.pop(space))
 
 
 class LookupCache:
@@ -152,9 +195,9 @@ class LookupCache:
     def _write(self, state: State) -> None:
         spaces = list(state)
         tensors = {
-            f"{index}/{name}": np.ascontiguousarray(each)
+            f"{index}/{name}": np.ascontiguousarray(values)
             for index, space in enumerate(spaces)
-            for name, each in state[space].items()
+            for name, values in state[space].items()
         }
         content = save(tensors, {"format": str(FORMAT), "owner": self.owner, "spaces": json.dumps(spaces)})
         self.path.parent.mkdir(mode=0o700, parents=True, exist_ok=True)

@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
-from ..config import SpeculativeConfig
+from ..config import SpeculativeConfig, config_key
 from ..core.draft_trees import DraftTrees
 from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
-from .base import CandidateGenerator, DrafterContext
+from .base import CandidateGenerator, ContinuesDrafts, DrafterContext
 from .registry import register
 
 LONGEST_NGRAM = 64  # the index has an entry per token and length
@@ -21,17 +21,15 @@ class NGramConfig(SpeculativeConfig):
 
     name = "ngram"
 
-    prompt_lookup_min: int | None = field(
-        default=None, metadata={"help": "shortest n-gram looked up (default: prompt_lookup_max, or 5)"}
+    prompt_lookup_min: int | None = config_key(
+        None, "shortest n-gram looked up (default: prompt_lookup_max, or 5)", minimum=1, maximum=LONGEST_NGRAM
     )
-    prompt_lookup_max: int | None = field(
-        default=None, metadata={"help": "longest n-gram looked up (default: prompt_lookup_min, or 5)"}
+    prompt_lookup_max: int | None = config_key(
+        None, "longest n-gram looked up (default: prompt_lookup_min, or 5)", minimum=1, maximum=LONGEST_NGRAM
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        for key in ("prompt_lookup_min", "prompt_lookup_max"):
-            self.check_int(key, minimum=1, maximum=LONGEST_NGRAM, optional=True)
         if self.ngram_range[0] > self.ngram_range[1]:
             raise self.fail(
                 "prompt_lookup_min",
@@ -71,13 +69,13 @@ class NGramIndex:
         for size, first_end in zip(self.sizes, self.first_end, strict=True):
             end = first_end.get(tuple(tail[-size:])) if len(tokens) + len(draft) > size else None
             if end is not None:
-                found = tokens[end : end + length]
-                return found + draft[: length - len(found)]
+                copied = tokens[end : end + length]
+                return copied + draft[: length - len(copied)]
         return []
 
 
 @register(NGramConfig)
-class NGramGenerator(CandidateGenerator):
+class NGramGenerator(CandidateGenerator, ContinuesDrafts):
     """Drafts chains from the sequence's own text."""
 
     config: NGramConfig
@@ -87,26 +85,21 @@ class NGramGenerator(CandidateGenerator):
         self.indices: dict[int, NGramIndex] = {}
 
     def start(self, seq: Sequence) -> None:
-        """Begin an empty index."""
         self.indices[seq.id] = NGramIndex(*self.config.ngram_range)
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
-        """A copied chain per row, empty where nothing matches."""
         drafts = self.continue_drafts(sequences, [[] for _ in sequences], limits)
         return DraftTrees.from_lists(drafts, device=self.target.device)
 
-    continues_drafts = True
-
     def continue_drafts(self, sequences: list[Sequence], drafts: list[list[int]], limits: list[int]) -> list[list[int]]:
         """The tokens that followed an earlier occurrence of each draft's end."""
-        found: list[list[int]] = [[] for _ in sequences]
+        added: list[list[int]] = [[] for _ in sequences]
         for i, (seq, draft, limit) in enumerate(zip(sequences, drafts, limits, strict=True)):
             if limit > 0:
                 index = self.indices[seq.id]
                 index.extend(seq.tokens)  # only now: rows that do not draft need no index
-                found[i] = index.continuation(seq.tokens, limit, draft)
-        return found
+                added[i] = index.continuation(seq.tokens, limit, draft)
+        return added
 
     def stop(self, seq: Sequence) -> None:
-        """Drop the index."""
         del self.indices[seq.id]

@@ -24,9 +24,7 @@ class NoSpeculation(CandidateGenerator):
 
     @property
     def max_draft_nodes(self) -> int:
-        """0: nothing is drafted."""
         return 0
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
-        """An empty tree for every row."""
         return DraftTrees.empty(len(sequences), self.target.device)

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from ..config import config_key
 from ..core.rows import RowInput
 from ..core.sequence import Sequence
 from ..kernels.transfer import upload
@@ -14,7 +15,7 @@ from ..model.packed_model import PackedModel
 from .base import DrafterContext
 from .checkpoints.files import Checkpoint, register_format
 from .draft_model import DraftModelConfig, DraftModelGenerator
-from .growing.levels import Draft, Level
+from .growing.tree_growth import Draft, DraftLevel
 from .registry import register
 
 # Keys of the mask token in a drafter's config.json: AMD's, vLLM's, and the plain name.
@@ -40,13 +41,12 @@ class PardConfig(DraftModelConfig):
     default_num_speculative_tokens = 8
     default_longest_draft = 12
 
-    mask_token_id: int | None = field(
-        default=None, metadata={"help": "the drafter's mask token; by default what its config.json names (pard_token)"}
+    mask_token_id: int | None = config_key(
+        None, "the drafter's mask token; by default what its config.json names (pard_token)", minimum=0
     )
 
     def __post_init__(self) -> None:
         super().__post_init__()
-        self.check_int("mask_token_id", minimum=0, optional=True)
         if self.early_exit is not None:
             raise self.fail("early_exit", "cannot be used: the target was not trained to draft in parallel.")
 
@@ -60,7 +60,6 @@ class PardGenerator(DraftModelGenerator):
     """
 
     has_loop = False  # one forward has drafted all depths before any token is chosen
-    config: PardConfig
 
     def __init__(self, config: PardConfig, target: PackedModel, context: DrafterContext | None = None):
         super().__init__(config, target, context)
@@ -83,17 +82,11 @@ class PardGenerator(DraftModelGenerator):
             raise config.fail("mask_token_id", f"is {token}, but the drafter has {self.drafter.vocab_size} tokens.")
         return token
 
-    def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
-        """As in the base; also keeps the limits."""
-        limits = super().ready(sequences, limits)
-        self.limits = {seq.id: limit for seq, limit in zip(sequences, limits, strict=True) if limit}
-        return limits
-
-    def roots(self, sequences: list[Sequence]) -> tuple[torch.Tensor, ...]:
+    def roots(self, sequences: list[Sequence], limits: list[int]) -> tuple[torch.Tensor, ...]:
         """Read the new tokens of each text followed by masks; logits [R, Vd] of the first depth."""
-        (self.logits,) = super().roots(sequences)
-        counts = [self.limits[seq.id] for seq in sequences]
-        self.first = np.cumsum([0, *counts[:-1]])
+        self.limits = {seq.id: limit for seq, limit in zip(sequences, limits, strict=True)}
+        (self.logits,) = super().roots(sequences, limits)
+        self.first = np.cumsum([0, *limits[:-1]])
         return (self._at_depth(1)[:, 0],)
 
     def _forward_texts(self, rows: list[tuple[Sequence, list[int]]], chunk: int) -> torch.Tensor:
@@ -111,7 +104,7 @@ class PardGenerator(DraftModelGenerator):
             self.cache.tables[row.seq_id].length = length
         return logits
 
-    def expand(self, level: Level) -> torch.Tensor:
+    def expand(self, level: DraftLevel) -> torch.Tensor:
         """The forward's logits at the next depth [R, 1, Vd], which all nodes of a row share."""
         assert self.first is not None
         if len(level.kept) < len(self.first):

@@ -106,8 +106,8 @@ def translated(values: dict[str, Any], methods: dict[str, type[SpeculativeConfig
         SpeculativeConfigError: a translated key has a bad value.
     """
     values, method = dict(values), values["method"]
-    own = {field.name: str(field.type) for field in dataclasses.fields(methods[method])}
-    for key in [key for key in values if key in _FLAGS or own.get(key, "").startswith("bool")]:
+    kinds = {field.name: str(field.type) for field in dataclasses.fields(methods[method])}
+    for key in [key for key in values if key in _FLAGS or kinds.get(key, "").startswith("bool")]:
         values[key] = _flag(values, key)
     for key, ours in _RENAMED.items():
         if key in values and ours in values:
@@ -117,13 +117,16 @@ def translated(values: dict[str, Any], methods: dict[str, type[SpeculativeConfig
         if key in values:
             values[ours] = values.pop(key)
     _translate_rules(values)
-    _translate_parallel(values, own)
-    _translate_vocabulary(values, own)
+    if "parallel_drafting" not in kinds and isinstance(values.get("parallel_drafting"), bool):
+        del values["parallel_drafting"]  # the method and the checkpoint imply it
+    bridges = isinstance(values.get("use_heterogeneous_vocab"), bool) and values.pop("use_heterogeneous_vocab")
+    if bridges and "vocabulary_bridge" in kinds:
+        values.setdefault("vocabulary_bridge", "intersection")
     _translate_hidden_states(values, method)
     quantization = values.get("quantization")
     if isinstance(quantization, str):
         values["quantization"] = quantization.lower()  # FastDeploy writes WINT4
-    _leave_out(values, own, methods)
+    _leave_out(values, kinds, methods)
     return values
 
 
@@ -158,22 +161,6 @@ def _translate_rules(values: dict[str, Any]) -> None:
     values.update(rejection_sample_method="synthetic", synthetic_acceptance_length=1 + accepted)
 
 
-def _translate_parallel(values: dict[str, Any], own: dict[str, str]) -> None:
-    """Drop `parallel_drafting` for methods without this key: the method and the checkpoint imply it."""
-    if (
-        "parallel_drafting" in values
-        and "parallel_drafting" not in own
-        and isinstance(values["parallel_drafting"], bool)
-    ):
-        del values["parallel_drafting"]
-
-
-def _translate_vocabulary(values: dict[str, Any], own: dict[str, str]) -> None:
-    wanted = values.pop("use_heterogeneous_vocab") if isinstance(values.get("use_heterogeneous_vocab"), bool) else False
-    if wanted and "vocabulary_bridge" in own:
-        values.setdefault("vocabulary_bridge", "intersection")
-
-
 def _translate_hidden_states(values: dict[str, Any], method: str) -> None:
     """Read vLLM's layer ids from `draft_model_config`, and choose a default for the folder, which vLLM configures elsewhere."""
     if method != "extract_hidden_states" or "draft_model_config" not in values:
@@ -192,11 +179,11 @@ def _translate_hidden_states(values: dict[str, Any], method: str) -> None:
         _say("output_dir", f"is not given (vLLM has it in kv_transfer_config): files go to {values['output_dir']}.")
 
 
-def _leave_out(values: dict[str, Any], own: dict[str, str], methods: dict[str, type[SpeculativeConfig]]) -> None:
+def _leave_out(values: dict[str, Any], kinds: dict[str, str], methods: dict[str, type[SpeculativeConfig]]) -> None:
     """Remove keys without a meaning here, with a warning unless the value is the default."""
     method = values["method"]
     suffix_keys = {field.name for field in dataclasses.fields(methods["suffix"])}
-    for key in [key for key in values if key not in own]:
+    for key in [key for key in values if key not in kinds]:
         if key in IGNORED_KEYS:
             value = values.pop(key)
             if key in _FLAGS and not isinstance(value, bool) and value is not None:

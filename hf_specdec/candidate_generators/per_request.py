@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import dataclasses
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
+from ..config import config_key
 from ..core.draft_trees import DraftTrees
 from ..core.outcome import StepOutcome
 from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
-from .base import CandidateGenerator, DrafterContext
+from .base import CandidateGenerator, DrafterContext, HasDrafters
 from .combined import CombinedGenerator, check_drafter, checked_part, with_common_keys
 from .lookup_cache import LookupCacheConfig
 from .registry import register
@@ -22,13 +23,11 @@ class PerRequestConfig(LookupCacheConfig):
     first is for those that do not choose, and for `generate()`."""
 
     name = "per_request"
+    has_parts = True
     requires = ("'methods': names and their configurations",)
 
-    methods: dict[str, Any] | None = field(
-        default=None,
-        metadata={
-            "help": "{name: configuration}, or a list of configurations, which are then named after their methods"
-        },
+    methods: dict[str, Any] | None = config_key(
+        None, "{name: configuration}, or a list of configurations, which are then named after their methods"
     )
 
     def __post_init__(self) -> None:
@@ -45,16 +44,13 @@ class PerRequestConfig(LookupCacheConfig):
         self.length_given = self.num_speculative_tokens is not None or self.draft_length == "auto"
         super().__post_init__()
 
-    def to_dict(self) -> dict[str, Any]:
-        """As in the base, but without a draft length that was taken from the parts."""
-        out = super().to_dict()
-        if not self.length_given:
-            out.pop("num_speculative_tokens", None)
-        return out
+    @property
+    def implied_length(self) -> int | None:
+        return super().implied_length if self.length_given else self.num_speculative_tokens
 
 
 @register(PerRequestConfig)
-class PerRequestGenerator(CombinedGenerator):
+class PerRequestGenerator(CombinedGenerator, HasDrafters):
     """Asks each sequence's own drafter. A drafter follows only the sequences that it drafts for."""
 
     config: PerRequestConfig
@@ -67,19 +63,15 @@ class PerRequestGenerator(CombinedGenerator):
         }
         self.combine(list(self.by_name.values()))
         self.longest = [min(part.config.longest_draft, part.max_draft_nodes) for part in self.parts]
-
-    def with_checkpoint_defaults(self, config: PerRequestConfig) -> PerRequestConfig:
-        """The configuration; if the user gave no draft length, with the longest that a part can draft."""
-        return config if config.length_given else dataclasses.replace(config, num_speculative_tokens=max(self.longest))
+        if not config.length_given:  # then the longest that a part can draft
+            self.config = dataclasses.replace(config, num_speculative_tokens=max(self.longest))
 
     @property
     def max_draft_nodes(self) -> int:
-        """The nodes of the largest tree."""
         return max(part.max_draft_nodes for part in self.parts)
 
     @property
     def drafters(self) -> list[str]:
-        """The drafters' names."""
         return list(self.by_name)
 
     def part_of(self, seq: Sequence) -> CandidateGenerator:
@@ -92,23 +84,20 @@ class PerRequestGenerator(CombinedGenerator):
         return self.parts[0] if seq.drafter is None else self.by_name[seq.drafter]
 
     def parts_of(self, seq: Sequence) -> list[CandidateGenerator]:
-        """The sequence's own drafter."""
         return [self.part_of(seq)]
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
-        """Each drafter's trees for its own rows."""
         trees = DraftTrees.empty(len(sequences), self.target.device)
         for part, longest in zip(self.parts, self.longest, strict=True):
             rows = [i for i, seq in enumerate(sequences) if limits[i] and self.part_of(seq) is part]
             if rows:
-                own = part.propose([sequences[i] for i in rows], [min(limits[i], longest) for i in rows])
+                drafted = part.propose([sequences[i] for i in rows], [min(limits[i], longest) for i in rows])
                 asked = [i in rows for i in range(len(sequences))]
-                trees = own if all(asked) else DraftTrees.choose(trees, own.spread(rows, len(sequences)), asked)
+                trees = drafted if all(asked) else DraftTrees.choose(trees, drafted.spread(rows, len(sequences)), asked)
         return trees
 
     def observe(self, outcome: StepOutcome) -> None:
-        """Each drafter sees the rows that it drafts for."""
         for part in self.parts:
-            own = outcome.of(lambda seq, part=part: self.part_of(seq) is part)
-            if own.chunks or own.sequences:
-                part.observe(own)
+            seen = outcome.of(lambda seq, part=part: self.part_of(seq) is part)
+            if seen.chunks or seen.sequences:
+                part.observe(seen)

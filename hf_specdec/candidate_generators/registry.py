@@ -1,4 +1,4 @@
-"""The registry of methods: `register`, and how methods in this package and in others are found."""
+"""The registry of methods: `register`, how methods in this package and in others are found, and what those in others must keep to."""
 
 from __future__ import annotations
 
@@ -7,49 +7,58 @@ import importlib
 import logging
 import pkgutil
 import threading
+from collections.abc import Callable
 from importlib.metadata import EntryPoint, entry_points
-from typing import TYPE_CHECKING
+from typing import Any, TypeVar
 
+import torch
+
+from ..cache import OutOfBlocks
 from ..config import SpeculativeConfig, SpeculativeConfigError
-from .checkpoints.quantization import quantize_head
-from .contract import hold_to_contract
-
-if TYPE_CHECKING:
-    from ..model.packed_model import PackedModel
-    from .base import CandidateGenerator, DrafterContext
+from ..core.draft_trees import DraftTrees
+from ..core.errors import UnsupportedModel
+from ..core.sequence import Sequence
+from ..model.options.quantized import quantize_for_good, quantizes_natively
+from ..model.packed_model import PackedModel
+from .base import CandidateGenerator, DrafterContext
+from .checkpoints.config import HeadConfig
+from .growing.grower import GrowsDrafts
 
 logger = logging.getLogger(__name__)
 
+Maker = Callable[[Any, PackedModel, DrafterContext | None], CandidateGenerator]
+_Made = TypeVar("_Made", bound=Callable)
 ENTRY_POINTS = "hf_specdec.methods"  # the group in which other packages name their methods
 
 _CONFIGS: dict[str, type[SpeculativeConfig]] = {}
-_GENERATORS: dict[str, type[CandidateGenerator]] = {}
+_GENERATORS: dict[str, Maker] = {}
 _lock = threading.RLock()
 _discovered = False
 _BROKEN: dict[str, str] = {}  # entry points that could not be loaded: the problem, by name
 
 
-def register(config_class: type[SpeculativeConfig]):
-    """Class decorator: `@register(NGramConfig)` on a `CandidateGenerator` makes `method: "ngram"` work everywhere.
+def register(config_class: type[SpeculativeConfig]) -> Callable[[_Made], _Made]:
+    """Decorator: `@register(NGramConfig)` on a `CandidateGenerator` makes `method: "ngram"` work everywhere. If a method has several
+    kinds of checkpoints, it stands on the function that makes the generator for a configuration.
 
     Raises:
         ValueError: the configuration has no `name`, or another class is registered under it.
     """
 
-    def decorate(generator_class):
+    def decorate(generator_class: _Made) -> _Made:
         name = config_class.name
         taken = _GENERATORS.get(name)
         if not name or (taken is not None and _place(taken) != _place(generator_class)):
             raise ValueError(f"The method name {name!r} is empty or already registered by {taken}.")
         _CONFIGS[name], _GENERATORS[name] = config_class, generator_class
-        generator_class.config_class = config_class
+        setattr(generator_class, "config_class", config_class)  # noqa: B010 (a function has it too)
         return generator_class
 
     return decorate
 
 
-def _place(cls: type) -> tuple[str, str]:
-    return cls.__module__, cls.__qualname__  # unchanged if a notebook defines the class again
+def _place(made: Any) -> tuple[str, str]:
+    return made.__module__, made.__qualname__  # unchanged if a notebook defines the class again
 
 
 def discover() -> None:
@@ -107,9 +116,9 @@ def imported_method(path: str) -> str:
             f"speculative_config['method'] is {path!r}, but {module_name!r} cannot be imported: "
             f"{type(error).__name__}: {error}."
         ) from error
-    found = getattr(module, class_name, None)
-    name = getattr(getattr(found, "config_class", None), "name", None)
-    if name is None or _GENERATORS.get(name) is not found:
+    generator = getattr(module, class_name, None)
+    name = getattr(getattr(generator, "config_class", None), "name", None)
+    if name is None or _GENERATORS.get(name) is not generator:
         raise SpeculativeConfigError(
             f"speculative_config['method'] is {path!r}, but {module_name} has no generator class {class_name!r} that is "
             "registered with @hf_specdec.register(...)."
@@ -117,8 +126,8 @@ def imported_method(path: str) -> str:
     return name
 
 
-def generator_class(method: str) -> type[CandidateGenerator]:
-    """The generator registered for `method`."""
+def generator_class(method: str) -> Maker:
+    """The generator registered for `method`, or the function that makes it."""
     discover()
     return _GENERATORS[method]
 
@@ -133,14 +142,28 @@ def make_generator(
             states after a layer that the target lacks.
     """
     _check_size(config, target)
-    made = generator_class(config.method).create(config, target, context)
+    made = generator_class(config.method)(config, target, context)
     hold_to_contract(made)
     deepest = max(made.taps.layers, default=0)
     if deepest > target.config.num_hidden_layers:
         count = target.config.num_hidden_layers
-        raise config.fail("model", f"reads hidden states after layer {deepest} of the target, which has {count} layers.")
-    quantize_head(made)
+        raise config.fail(
+            "model", f"reads hidden states after layer {deepest} of the target, which has {count} layers."
+        )
+    _quantize(made)
     return made
+
+
+def _quantize(generator: CandidateGenerator) -> None:
+    """Quantize a head's weights if its configuration says so; the loaded weights are dropped. Every linear layer of the head is
+    quantized, its own language-model head included: draft logits need not be exact. Modules shared with the target are not changed."""
+    config = generator.config
+    if not isinstance(config, HeadConfig) or config.quantization is None or not isinstance(generator, GrowsDrafts):
+        return
+    shared = set(generator.target.model.modules())
+    for module in generator.modules():
+        if module not in shared:
+            quantize_for_good(module, config.quantization, shared, quantizes_natively(config))
 
 
 def _check_size(config: SpeculativeConfig, target: PackedModel) -> None:
@@ -166,3 +189,74 @@ def _check_size(config: SpeculativeConfig, target: PackedModel) -> None:
 @functools.cache  # once per process
 def _say_once(what: str) -> None:
     logger.warning("%s", what)
+
+
+# ---- what a method from outside this package must keep to; its errors name the method ---------------------------------
+
+
+CONTRACTS = {
+    "start": "start(seq) is told of a text that joins, and returns nothing",
+    "propose": "propose(sequences, limits) must return DraftTrees with a row a sequence, on the target's device, no path longer than the "
+    "row's limit (DraftTrees.from_lists makes them of lists)",
+    "observe": "observe(outcome) is told what a step has written, and returns nothing",
+    "stop": "stop(seq) is told of a text that leaves, and returns nothing",
+}
+_PASSED_ON = (OutOfBlocks, SpeculativeConfigError, UnsupportedModel)  # they say what is wrong themselves
+
+
+class MethodError(RuntimeError):
+    """A method from outside this package raised an error, or broke the contract."""
+
+
+def hold_to_contract(generator: CandidateGenerator) -> None:
+    """Check what a generator from outside this package returns, and name the method in its errors."""
+    if type(generator).__module__.partition(".")[0] == __name__.partition(".")[0]:
+        return
+    for name in CONTRACTS:
+        setattr(generator, name, _checked(generator, name))
+
+
+def _checked(generator: CandidateGenerator, name: str) -> Any:
+    call, kind = getattr(generator, name), type(generator)
+    where = f"Method {generator.config.method!r}: {kind.__module__}.{kind.__qualname__}.{name}"
+
+    @functools.wraps(call)
+    def checked(*args: Any) -> Any:
+        try:
+            result = call(*args)
+        except _PASSED_ON:
+            raise
+        except Exception as error:
+            raise MethodError(f"{where} raised {type(error).__name__}: {error}. {CONTRACTS[name]}.") from error
+        if name == "propose" and (problem := _problem(generator, result, *args)):
+            raise MethodError(f"{where} {problem}. {CONTRACTS[name]}.")
+        return result
+
+    return checked
+
+
+def _problem(generator: CandidateGenerator, trees: Any, sequences: list[Sequence], limits: list[int]) -> str | None:
+    """What is wrong with a proposal; None if it may be verified."""
+    if not isinstance(trees, DraftTrees):
+        return f"returned {type(trees).__name__}"
+    tokens, device = trees.tokens, generator.target.device
+    if len(trees.lengths) != len(sequences):
+        return f"returned {len(trees.lengths)} rows for {len(sequences)} sequences"
+    if tokens.dim() != 2 or tokens.dtype != torch.long or tokens.device != device:
+        return f"returned tokens of shape {list(tokens.shape)}, {tokens.dtype}, on {tokens.device}, not int64 [B, N] on {device}"
+    try:
+        trees.check()
+    except ValueError as error:
+        return f"returned trees that are none: {error}"
+    for row, (depth, limit) in enumerate(zip(trees.row_depths, limits, strict=True)):
+        if depth > limit:
+            return f"drafted {depth} tokens for row {row}, whose limit is {limit}"
+    if max(trees.lengths, default=0) > generator.max_draft_nodes:
+        return (
+            f"drafted {max(trees.lengths)} nodes for a row, more than its max_draft_nodes, {generator.max_draft_nodes}"
+        )
+    size = generator.target.vocab_size
+    drafted = tokens[torch.from_numpy(trees.valid)] if device.type == "cpu" else tokens[:0]  # elsewhere it would wait
+    if ((drafted < 0) | (drafted >= size)).any():
+        return f"drafted ids that are not among the target's {size}"
+    return None

@@ -9,13 +9,13 @@ from typing import Any
 
 import numpy as np
 
+from ..config import config_key
 from ..core.draft_trees import DraftTrees
 from ..core.sequence import Sequence
 from ..model.packed_model import PackedModel
-from .base import CandidateGenerator, DrafterContext
-from .lookup_cache import LookupCache, LookupCacheConfig, State, ids_within
+from .base import CandidateGenerator, ContinuesDrafts, DrafterContext, KeepsTables, ScoresDrafts
+from .lookup_cache import LookupCache, LookupCacheConfig, Spaces, State, ids_within
 from .registry import register
-from .spaces import Spaces
 
 
 @dataclass
@@ -26,44 +26,31 @@ class SuffixConfig(LookupCacheConfig):
     name = "suffix"
     requires = ("pip install hf-specdec[suffix]",)
 
-    suffix_decoding_max_tree_depth: int = field(
-        default=24, metadata={"help": "most tokens of a match and its draft together"}
+    suffix_decoding_max_tree_depth: int = config_key(
+        24, "most tokens of a match and its draft together", minimum=2, maximum=2**31 - 1
     )
-    suffix_decoding_max_cached_requests: int = field(
-        default=10000, metadata={"help": "past outputs kept in the shared tree; 0: none, -1: all"}
+    suffix_decoding_max_cached_requests: int = config_key(
+        10000, "past outputs kept in the shared tree; 0: none, -1: all", minimum=-1, maximum=2**31 - 1
     )
-    suffix_decoding_max_spec_factor: float = field(
-        default=1.0, metadata={"help": "draft at most factor × match length + offset tokens"}
+    suffix_decoding_max_spec_factor: float = config_key(
+        1.0, "draft at most factor × match length + offset tokens", minimum=0
     )
-    suffix_decoding_max_spec_offset: float = field(
-        default=0.0, metadata={"help": "see suffix_decoding_max_spec_factor"}
+    suffix_decoding_max_spec_offset: float = config_key(0.0, "see suffix_decoding_max_spec_factor", minimum=-1e6)
+    suffix_decoding_min_token_prob: float = config_key(
+        0.1, "stop where the estimated probability falls below", minimum=0, maximum=1
     )
-    suffix_decoding_min_token_prob: float = field(
-        default=0.1, metadata={"help": "stop where the estimated probability falls below"}
-    )
-    suffix_decoding_use_tree: bool = field(default=False, metadata={"help": "draft trees instead of chains"})
+    suffix_decoding_use_tree: bool = config_key(False, "draft trees instead of chains")
 
     def __post_init__(self) -> None:
-        self.method = self.method or self.name  # for error messages
+        self.check_keys()
         self.read_auto()
-        self.check_int("suffix_decoding_max_tree_depth", minimum=2, maximum=2**31 - 1)
         if self.num_speculative_tokens is None:
             self.num_speculative_tokens = self.suffix_decoding_max_tree_depth
         super().__post_init__()
-        self.check_int("suffix_decoding_max_cached_requests", minimum=-1, maximum=2**31 - 1)
-        self.check_number("suffix_decoding_max_spec_factor", minimum=0)
-        self.check_number("suffix_decoding_max_spec_offset", minimum=-1e6)
-        self.check_number("suffix_decoding_min_token_prob", minimum=0, maximum=1)
-        self.check_bool("suffix_decoding_use_tree")
 
-    def to_dict(self):
-        """As in the base, but without a draft length that follows from the tree depth."""
-        out = super().to_dict()
-        if self.num_speculative_tokens == self.suffix_decoding_max_tree_depth:
-            out.pop("num_speculative_tokens", None)
-        else:
-            out["num_speculative_tokens"] = self.num_speculative_tokens
-        return out
+    @property
+    def implied_length(self) -> int | None:
+        return self.suffix_decoding_max_tree_depth
 
 
 @dataclass(eq=False)
@@ -88,7 +75,6 @@ class _Trees:
             self.forget_oldest()
 
     def forget_oldest(self) -> None:
-        """Drop the oldest output."""
         self.num_bytes -= _size(self.outputs.popleft())
 
 
@@ -97,7 +83,7 @@ def _size(output: np.ndarray) -> int:
 
 
 @register(SuffixConfig)
-class SuffixGenerator(CandidateGenerator):
+class SuffixGenerator(CandidateGenerator, ContinuesDrafts, ScoresDrafts, KeepsTables):
     """Drafts chains or trees from suffix trees; each space's shared tree outlives the calls that filled it."""
 
     config: SuffixConfig
@@ -127,8 +113,8 @@ class SuffixGenerator(CandidateGenerator):
         """
         assert self.kept is not None
         outputs = {}
-        for space, found in state.items():
-            ids, lengths = ids_within(found["tokens"], self.target.vocab_size), found["lengths"]
+        for space, stored in state.items():
+            ids, lengths = ids_within(stored["tokens"], self.target.vocab_size), stored["lengths"]
             if ids.ndim != 1 or lengths.dtype.kind != "i" or (lengths < 1).any() or lengths.sum() != len(ids):
                 raise ValueError("its texts do not have the lengths that it gives")
             outputs[space] = np.split(ids, lengths.cumsum()[:-1]) if len(lengths) else []
@@ -149,7 +135,6 @@ class SuffixGenerator(CandidateGenerator):
                 trees.keep(text, most)
 
     def start(self, seq: Sequence) -> None:
-        """Build the sequence's own tree from its prompt."""
         tokens = np.asarray(seq.tokens, dtype=np.int32)  # first, since it may fail
         trees = self.spaces.enter(seq)
         trees.trees.start_request(seq.id, tokens[: seq.prompt_length])
@@ -194,8 +179,6 @@ class SuffixGenerator(CandidateGenerator):
         """The trees' own estimate of how many tokens of the last proposals will be accepted."""
         return self.scores if trees.num_nodes else [0.0] * len(trees.lengths)
 
-    continues_drafts = True
-
     def continue_drafts(self, sequences: list[Sequence], drafts: list[list[int]], limits: list[int]) -> list[list[int]]:
         """The likeliest continuation of each draft, as chains."""
         depth = self.config.suffix_decoding_max_tree_depth
@@ -218,8 +201,8 @@ class SuffixGenerator(CandidateGenerator):
                 self.config.suffix_decoding_max_cached_requests,
             )
             shared = self.spaces.shared.values()
-            while sum(each.num_bytes for each in shared) > self.kept.most_bytes:
-                max(shared, key=lambda each: each.num_bytes).forget_oldest()
+            while sum(space.num_bytes for space in shared) > self.kept.most_bytes:
+                max(shared, key=lambda space: space.num_bytes).forget_oldest()
             self.kept.text_ended()
 
 
@@ -228,7 +211,7 @@ def _state(spaces: Spaces[_Trees]) -> State:
     return {
         space: {
             "tokens": np.concatenate([*trees.outputs, np.empty(0, dtype=np.int32)]),
-            "lengths": np.array([len(each) for each in trees.outputs], dtype=np.int32),
+            "lengths": np.array([len(output) for output in trees.outputs], dtype=np.int32),
         }
         for space, trees in spaces.shared.items()
     }

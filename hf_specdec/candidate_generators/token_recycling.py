@@ -5,25 +5,22 @@ from __future__ import annotations
 import functools
 import itertools
 import logging
-from dataclasses import dataclass, field
-from typing import Any
+from dataclasses import dataclass
 
 import numpy as np
 import torch
 
+from ..config import config_key
 from ..core.draft_trees import DraftTrees
 from ..core.outcome import StepOutcome
 from ..core.output import Taps
 from ..core.sequence import Sequence
 from ..kernels.transfer import upload
 from ..model.packed_model import PackedModel
-from .base import CandidateGenerator, DrafterContext
-from .growing.published_trees import PUBLISHED_TREES
-from .growing.token_tree import read_token_tree
-from .growing.tree_shapes import TreeTemplate
-from .lookup_cache import LookupCache, LookupCacheConfig, State, ids_within
+from .base import CandidateGenerator, DrafterContext, KeepsTables, MayMissSteps
+from .growing.tree_shapes import PUBLISHED_TREES, TreeTemplate, read_token_tree
+from .lookup_cache import LookupCache, LookupCacheConfig, Spaces, State, ids_within
 from .registry import register
-from .spaces import Spaces
 
 logger = logging.getLogger(__name__)
 
@@ -38,41 +35,31 @@ class TokenRecyclingConfig(LookupCacheConfig):
 
     name = "token_recycling"
 
-    use_tree: bool = field(default=True, metadata={"help": "draft a tree; false: the chain of best successors"})
-    speculative_token_tree: list[list[int]] | str | None = field(
-        default=None,
-        metadata={
-            "help": "the tree as child-rank paths, e.g. [[0], [1], [0, 0]] (or that as text); default: the paper's 80 nodes"
-        },
+    use_tree: bool = config_key(True, "draft a tree; false: the chain of best successors")
+    speculative_token_tree: list[list[int]] | str | None = config_key(
+        None, "the tree as child-rank paths, e.g. [[0], [1], [0, 0]] (or that as text); default: the paper's 80 nodes"
     )
-    num_successors: int = field(default=8, metadata={"help": "successors remembered per token"})
-    matrix_per_sequence: bool = field(
-        default=True,
-        metadata={
-            "help": "each running sequence goes on with its own copy of the matrix, undisturbed by the others (4 bytes x "
-            "vocabulary x num_successors each); false: all write into one"
-        },
+    num_successors: int = config_key(8, "successors remembered per token", minimum=1)
+    matrix_per_sequence: bool = config_key(
+        True,
+        "each running sequence goes on with its own copy of the matrix, undisturbed by the others (4 bytes x "
+        "vocabulary x num_successors each); false: all write into one",
     )
-    recycle_prompt: str | None = field(
-        default="text",
-        metadata={
-            "help": "what to learn from prompts: 'text', which tokens follow which; 'logits', the best successors of every "
-            "token (computes and keeps logits of whole prompts); null: nothing"
-        },
+    recycle_prompt: str | None = config_key(
+        "text",
+        "what to learn from prompts: 'text', which tokens follow which; 'logits', the best successors of every "
+        "token (computes and keeps logits of whole prompts); null: nothing",
+        choices=PROMPT_SOURCES,
     )
 
     def __post_init__(self) -> None:
-        self.method = self.method or self.name  # for error messages
-        self.check_bool("use_tree")
-        self.check_int("num_successors", minimum=1)
+        self.check_keys()
         if self.speculative_token_tree is not None and not self.use_tree:
             raise self.fail("speculative_token_tree", "cannot be combined with use_tree = false, which drafts a chain.")
         self.read_auto()
         if self.use_tree and self.num_speculative_tokens is None and self.num_speculative_tokens_per_batch_size is None:
             self.num_speculative_tokens = self.depth
         super().__post_init__()
-        self.check_bool("matrix_per_sequence")
-        self.check_choice("recycle_prompt", PROMPT_SOURCES, optional=True)
         if self.use_tree:
             self._check_tree()
 
@@ -98,17 +85,11 @@ class TokenRecyclingConfig(LookupCacheConfig):
 
     @property
     def depth(self) -> int:
-        """Nodes on the tree's longest path."""
         return max(map(len, self.paths))
 
-    def to_dict(self) -> dict[str, Any]:
-        """As in the base, but without a draft length that follows from the tree."""
-        out = super().to_dict()
-        if self.use_tree:
-            out.pop("num_speculative_tokens", None)
-            if self.num_speculative_tokens != self.depth:
-                out["num_speculative_tokens"] = self.num_speculative_tokens
-        return out
+    @property
+    def implied_length(self) -> int | None:
+        return self.depth if self.use_tree else super().implied_length
 
 
 class SuccessorMatrices:
@@ -126,7 +107,6 @@ class SuccessorMatrices:
 
     @property
     def num_bytes(self) -> int:
-        """Memory used."""
         return self.rows.nbytes + self._latest.nbytes
 
     def resize(self, count: int) -> None:
@@ -138,6 +118,8 @@ class SuccessorMatrices:
 
     def keep(self, matrices: list[int]) -> None:
         """Remove all but these, which get the numbers 0, 1, .. in this order."""
+        if matrices == list(range(len(self.rows))):
+            return  # those are all
         if matrices != list(range(len(matrices))):
             self.rows = self.rows[matrices]
         self.free.clear()
@@ -150,7 +132,6 @@ class SuccessorMatrices:
         return matrix
 
     def copy(self, matrix: int = 0) -> int:
-        """Copy a matrix; returns the copy's number."""
         copy = self._taken()
         self.rows[copy] = self.rows[matrix]
         return copy
@@ -183,27 +164,27 @@ class SuccessorMatrices:
 
 
 @register(TokenRecyclingConfig)
-class TokenRecyclingGenerator(CandidateGenerator):
+class TokenRecyclingGenerator(CandidateGenerator, KeepsTables, MayMissSteps):
     """Fills the tree depth by depth, all rows at once, and stores the target's best successors of every verified token."""
 
     config: TokenRecyclingConfig
-    may_miss_steps = True
 
     def __init__(self, config: TokenRecyclingConfig, target: PackedModel, context: DrafterContext | None = None):
         super().__init__(config, target, context)
+        self.chains_only = context is not None and context.chains_only
         if config.num_successors > target.vocab_size:
             raise config.fail("num_successors", f"is more than the target's {target.vocab_size} tokens.")
         self.taps = Taps(logits=config.recycle_prompt == "logits")
         paths = config.paths if config.use_tree else [[0] * config.longest_draft]
         self.tree = TreeTemplate.from_paths(path[: config.num_speculative_tokens] for path in paths)
         self.matrices = SuccessorMatrices(target.vocab_size, config.num_successors, target.device)
-        self.own: dict[int, int] = {}  # sequence id -> its matrix
+        self.matrix_of: dict[int, int] = {}  # sequence id -> its matrix
         matrices = self.matrices
         self.spaces: Spaces[int] = Spaces(lambda shared: matrices.new(), lambda matrix: matrices.free.append(matrix))
-        self._levels = [[each.to(target.device) for each in level] for level in _lookups(self.tree)]
+        self._levels = [[index.to(target.device) for index in level] for level in _lookups(self.tree)]
         size = f"{target.vocab_size} x {config.num_successors} successors, {self.matrices.num_bytes / 1e6:.1f} MB"
-        each = " for all and for each running sequence" if config.matrix_per_sequence else ""
-        logger.info("Token Recycling keeps %s%s on %s.", size, each, target.device)
+        whom = " for all and for each running sequence" if config.matrix_per_sequence else ""
+        logger.info("Token Recycling keeps %s%s on %s.", size, whom, target.device)
         self.kept = LookupCache.of(config, target)
         if self.kept is not None:
             self.kept.follow(
@@ -220,8 +201,8 @@ class TokenRecyclingGenerator(CandidateGenerator):
         """
         nothing, k = self.matrices.nothing, self.matrices.k
         checked = {}
-        for space, found in state.items():
-            tokens, successors = ids_within(found["tokens"], nothing), ids_within(found["successors"], nothing + 1)
+        for space, stored in state.items():
+            tokens, successors = ids_within(stored["tokens"], nothing), ids_within(stored["successors"], nothing + 1)
             if tokens.ndim != 1 or successors.ndim != 2 or len(tokens) != len(successors):
                 raise ValueError("its rows have another shape")
             checked[space] = tokens, successors[:, :k]
@@ -237,23 +218,20 @@ class TokenRecyclingGenerator(CandidateGenerator):
 
     @property
     def max_draft_nodes(self) -> int:
-        """Nodes of the whole tree."""
         return len(self.tree.parents)
 
     def allocate(self, num_tokens: int, num_sequences: int, block_size: int) -> None:
-        """Make a matrix for each sequence."""
         if self.config.matrix_per_sequence:
             self.release()
             self.matrices.resize(len(self.spaces.shared) + num_sequences)
 
     def release(self) -> None:
-        """Keep only the matrices of the spaces."""
         self.matrices.keep(list(self.spaces.shared.values()))
         self.spaces.shared = {space: matrix for matrix, space in enumerate(self.spaces.shared)}
 
     def evict(self, seq: Sequence) -> None:
         """Free the sequence's matrix; if it goes on, a new one is filled from its text."""
-        matrix = self.own.pop(seq.id, None)
+        matrix = self.matrix_of.pop(seq.id, None)
         if matrix is not None and matrix != self.spaces.enter(seq):
             self.matrices.free.append(matrix)
 
@@ -267,14 +245,14 @@ class TokenRecyclingGenerator(CandidateGenerator):
     def _matrices_of(self, sequences: list[Sequence]) -> list[int]:
         """The matrix number of each sequence. Reads the text of new sequences."""
         for seq in sequences:
-            if seq.id not in self.own:
+            if seq.id not in self.matrix_of:
                 shared = self.spaces.enter(seq)
                 copies = self.config.matrix_per_sequence and seq.is_shared
-                matrix = self.own[seq.id] = self.matrices.copy(shared) if copies else shared
+                matrix = self.matrix_of[seq.id] = self.matrices.copy(shared) if copies else shared
                 if self.config.recycle_prompt == "text":
-                    for each in {shared, matrix}:
-                        self._read(each, seq.tokens)
-        return [self.own[seq.id] for seq in sequences]
+                    for target in {shared, matrix}:
+                        self._read(target, seq.tokens)
+        return [self.matrix_of[seq.id] for seq in sequences]
 
     # ---- drafting ---------------------------------------------------------------------------------------------------
 
@@ -292,7 +270,7 @@ class TokenRecyclingGenerator(CandidateGenerator):
         tokens = torch.cat(filled, dim=1).cpu().numpy()  # the only transfer: the number of nodes is needed
         known = tokens != self.matrices.nothing
         wanted = self.tree.depths[: tokens.shape[1]] <= np.asarray(limits)[:, None]
-        if self.verifies_chains_only:
+        if self.chains_only:
             wanted &= self.tree.on_first_path[: tokens.shape[1]]
         return self._pruned(tokens, known & wanted)
 
@@ -315,7 +293,7 @@ class TokenRecyclingGenerator(CandidateGenerator):
     def observe(self, outcome: StepOutcome) -> None:
         """Store the best successors of every token that was fed, from its logits; without logits, from the text."""
         output = outcome.output
-        if output is not None and self.taps.logits and output.all_logits is not None and output.input_ids is not None:
+        if output is not None and output.all_logits is not None and output.input_ids is not None and self.taps.logits:
             sequences, rows, counts = _fed_tokens(outcome)
             tokens, logits = output.input_ids, output.all_logits
             if len(rows) < len(tokens):  # some rows have left
@@ -340,24 +318,22 @@ class TokenRecyclingGenerator(CandidateGenerator):
         """Store the best successors of `tokens` [n] from logits [n, V]; `counts` are the tokens of each sequence, in order."""
         device = self.matrices.rows.device
         tokens, best = tokens.to(device), best_tokens(logits, self.config.num_successors).to(device)
-        own, shared = self._matrices_of(sequences), [self.spaces.enter(seq) for seq in sequences]
-        if own != shared:
-            self.matrices.write(torch.from_numpy(np.repeat(own, counts)).to(device), tokens, best)
-        if len(set(shared)) == 1:
-            self.matrices.write(shared[0], tokens, best)
-        else:
-            self.matrices.write(torch.from_numpy(np.repeat(shared, counts)).to(device), tokens, best)
+        copies, shared = self._matrices_of(sequences), [self.spaces.enter(seq) for seq in sequences]
+        for matrices in (copies, shared) if copies != shared else (shared,):
+            one = len(set(matrices)) == 1
+            places = matrices[0] if one else torch.from_numpy(np.repeat(matrices, counts)).to(device)
+            self.matrices.write(places, tokens, best)
 
     def _read(self, matrix: int, text: list[int]) -> None:
         """Make the tokens that follow a token in the text its best successors, the latest first."""
         followers: dict[int, dict[int, None]] = {}  # a dict keeps the order of insertion
         for token, follower in itertools.pairwise(text):
-            own = followers.setdefault(token, {})
-            own.pop(follower, None)
-            own[follower] = None
-        recent = {token: list(own)[-self.config.num_successors :] for token, own in followers.items()}
+            after = followers.setdefault(token, {})
+            after.pop(follower, None)
+            after[follower] = None
+        recent = {token: list(after)[-self.config.num_successors :] for token, after in followers.items()}
         for age in range(max(map(len, recent.values()), default=0)):
-            pairs = [(token, own[age]) for token, own in recent.items() if len(own) > age]
+            pairs = [(token, after[age]) for token, after in recent.items() if len(after) > age]
             tokens, newest = torch.tensor(pairs, device=self.matrices.rows.device).unbind(1)
             self.matrices.move_to_front(matrix, tokens, newest)
 
@@ -370,8 +346,8 @@ def _state(matrices: SuccessorMatrices, spaces: Spaces[int], most_bytes: int) ->
     for space, matrix in spaces.shared.items():
         rows = matrices.rows[matrix, :-1]
         known = (rows[:, 0] != matrices.nothing).nonzero().flatten()[:room]
-        found = {"tokens": known.to(torch.int32), "successors": rows[known]}
-        state[space] = {name: each.cpu().numpy() for name, each in found.items()}
+        known_rows = {"tokens": known.to(torch.int32), "successors": rows[known]}
+        state[space] = {name: tensor.cpu().numpy() for name, tensor in known_rows.items()}
     return state
 
 
@@ -406,7 +382,9 @@ def _fed_tokens(outcome: StepOutcome) -> tuple[list[Sequence], np.ndarray, np.nd
     assert outcome.starts is not None and outcome.chunks is not None and outcome.num_own is not None
     drafted = {seq.id: count for seq, count in zip(outcome.sequences, outcome.trees.lengths, strict=True)}
     sequences = [seq for seq, _ in outcome.chunks]
-    counts = np.array([own + drafted.get(seq.id, 0) for seq, own in zip(sequences, outcome.num_own, strict=True)])
+    counts = np.array(
+        [num_own + drafted.get(seq.id, 0) for seq, num_own in zip(sequences, outcome.num_own, strict=True)]
+    )
     rows = [np.arange(start, start + count) for start, count in zip(outcome.starts, counts, strict=True)]
     return sequences, np.concatenate(rows), counts
 

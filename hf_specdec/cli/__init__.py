@@ -35,7 +35,7 @@ LONG_VALUE = re.compile(r"(?<!\w)'[^']{200,}'|(?<!\w)\"[^\"]{200,}\"|\S{200,}")
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose errors are one line that points to --help; exit code 2."""
 
-    def parse_args(self, args=None, namespace=None):
+    def parse_args(self, args=None, namespace=None):  # pyright: ignore[reportIncompatibleMethodOverride]
         """Parse the command line. An option that the subcommand does not have is an error with the nearest one that it has."""
         found, unknown = self.parse_known_args(args, namespace)
         parser = getattr(found, "parser", self)

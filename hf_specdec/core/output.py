@@ -18,15 +18,23 @@ class Taps:
         last_hidden: the final hidden states, after the last norm (the input of the language-model head).
         layers: indices into transformers' `hidden_states` (0: embeddings, i: output of layer i - 1).
         logits: the logits of every token fed.
+        newest_only: hidden states are needed only of each text's newest token.
     """
 
     last_hidden: bool = False
     layers: tuple[int, ...] = ()
     logits: bool = False
+    newest_only: bool = False
+
+    @property
+    def whole_text(self) -> bool:
+        """Whether hidden states of every token are needed, except of those whose results the drafter has kept from earlier texts."""
+        return bool(self.last_hidden or self.layers) and not self.newest_only
 
     def __or__(self, other: Taps) -> Taps:
         layers = tuple(dict.fromkeys(self.layers + other.layers))
-        return Taps(self.last_hidden or other.last_hidden, layers, self.logits or other.logits)
+        newest = (self.newest_only or other.newest_only) and not (self.whole_text or other.whole_text)
+        return Taps(self.last_hidden or other.last_hidden, layers, self.logits or other.logits, newest)
 
 
 @dataclass

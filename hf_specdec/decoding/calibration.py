@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import torch
 
-from ..candidate_generators.growing.grower import GrowingGenerator
-from ..candidate_generators.growing.levels import Level
+from ..candidate_generators.growing.grower import GrowsDrafts
+from ..candidate_generators.growing.tree_growth import DraftLevel
 from ..candidate_generators.growing.tree_shapes import TreeTemplate
 from ..core.sequence import Sequence
 from ..model.architectures import check_length
@@ -37,7 +37,7 @@ def measure_accuracies(
         ValueError: the drafter is of another kind, or its tokens are not the target's.
     """
     generator = decoder.generator
-    if not isinstance(generator, GrowingGenerator) or not generator.vocabulary.in_target_vocabulary:
+    if not isinstance(generator, GrowsDrafts) or not generator.vocabulary.in_target_vocabulary:
         raise ValueError(
             f"Trees for method {decoder.config.method!r} cannot be calibrated: it does not rank the target's tokens depth by "
             "depth, as draft models and heads with the target's tokenizer do."
@@ -75,20 +75,20 @@ class _Counts:
         hits: int64 [depths, ranks]; tried: int64 [depths].
     """
 
-    def __init__(self, generator: GrowingGenerator, num_ranks: int):
+    def __init__(self, generator: GrowsDrafts, num_ranks: int):
         self.generator = generator
-        self.hits = np.zeros((generator.shape.depth, num_ranks), dtype=np.int64)
-        self.tried = np.zeros(generator.shape.depth, dtype=np.int64)
+        self.hits = np.zeros((generator.grower.shape.depth, num_ranks), dtype=np.int64)
+        self.tried = np.zeros(generator.grower.shape.depth, dtype=np.int64)
 
     @torch.no_grad()
     def follow(self, sequences: list[Sequence], texts: list[list[int]]) -> None:
         """Draft from each sequence's current end along its whole text, `texts[seq.row]`."""
         ahead = [texts[seq.row][len(seq.tokens) :] for seq in sequences]
-        limits = self.generator.ready(sequences, [min(len(self.tried), len(left)) for left in ahead])
+        limits = self.generator.grower.ready(sequences, [min(len(self.tried), len(left)) for left in ahead])
         rows = [i for i, limit in enumerate(limits) if limit]
         if not rows:
             return
-        logits = self.generator.root_logits([sequences[i] for i in rows])
+        logits = self.generator.grower.root_logits([sequences[i] for i in rows], [limits[i] for i in rows])
         for depth in range(1, max(limits) + 1):
             true = torch.tensor([ahead[i][depth - 1] for i in rows], device=logits.device)
             self._count(depth, logits, true)
@@ -98,7 +98,7 @@ class _Counts:
             kept = [rows.index(i) for i in deeper]
             tokens = true[torch.tensor(kept, device=true.device)][:, None]
             chain = np.ones((len(deeper), 1, depth), dtype=bool)
-            level = Level(
+            level = DraftLevel(
                 depth, deeper, kept, tokens, torch.zeros_like(tokens), depth - 1, chain, np.arange(1, depth + 1)
             )
             logits, rows = self.generator.expand(level)[:, 0], deeper

@@ -12,13 +12,14 @@ import torch
 from ..cache import OutOfBlocks
 from ..candidate_generators import CandidateGenerator
 from ..candidate_generators.auto import AutoGenerator
+from ..candidate_generators.base import HasDrafters, SharesPrefixes, active_drafter, known_prefix
+from ..candidate_generators.combined import configure
 from ..config import MOST_DRAFT_TOKENS, SpeculativeConfig
 from ..core.clock import StepTimer, clock_for
 from ..core.draft_trees import DraftTrees
 from ..core.outcome import StepOutcome
 from ..core.rows import RowInput
 from ..core.sequence import UNKNOWN, Sequence
-from ..model.packed_model import PackedModel
 from ..model.prompt import KeysValues, ReadPrompt
 from ..policy import DraftedStep, DraftLengthPolicy, make_policy
 from ..sampling.grammar import without_impossible_ends
@@ -39,18 +40,19 @@ class SpeculativeDecoder:
     cancelled, `preempt` it to take back its memory for a while. Plain decoding uses a generator that proposes nothing.
 
     Args:
-        target: the model whose distribution the output follows.
-        generator: the drafter.
-        config: the configuration that both were built from.
+        generator: the drafter. The output follows the distribution of its `target`.
     """
 
     agree_on_verdict: Callable[[torch.Tensor], torch.Tensor] | None = None  # see `ranked`
 
-    def __init__(self, target: PackedModel, generator: CandidateGenerator, config: SpeculativeConfig):
-        self.target, self.generator, self.config = target, generator, generator.with_checkpoint_defaults(config)
+    def __init__(self, generator: CandidateGenerator):
+        self.target, self.generator, self.config = generator.target, generator, generator.config
+        target, config = self.target, self.config
         target.taps = target.taps | generator.taps
         self._max_drafted = min((each for each in (target.max_positions, config.max_model_len) if each), default=None)
         self._drafts = generator.max_draft_nodes > 0
+        self._sharer = generator if isinstance(generator, SharesPrefixes) else None
+        self._with_drafters = generator if isinstance(generator, HasDrafters) and generator.drafters else None
         self._observes = type(generator).observe is not CandidateGenerator.observe
         measured = generator.policy if isinstance(generator, AutoGenerator) else None
         self.policy = make_policy(config, clock_for(target.device), measured) if self._drafts else DraftLengthPolicy()
@@ -59,13 +61,15 @@ class SpeculativeDecoder:
         self.statistics: dict[int, RowStatistics] = {}
         self.outside: dict[int, KeysValues] = {}  # per sequence: keys and values that wait for blocks
         self.last: StepTensors | None = None
-        self.all_hidden_states = False
         self.learner: HeadLearner | None = None
         self.tracer: Tracer | None = None
         self._num_sequences = 1
-        self.rows_have_places = (
-            False  # static batches: each row's slots are contiguous, so attention reads them without a copy
-        )
+        self._all_hidden_states, self._rows_have_places = False, False  # see `allocate`
+
+    def configure(self, config: SpeculativeConfig) -> None:
+        """Decode by a call's configuration, which differs from the present one in PER_CALL_KEYS only."""
+        configure(self.generator, config)
+        self.config = self.generator.config
 
     def learn(self, learner: HeadLearner) -> None:
         """Let the drafter's head learn between steps. No sequence may be running."""
@@ -79,13 +83,20 @@ class SpeculativeDecoder:
 
     # ---- memory and membership --------------------------------------------------------------------------------------
 
-    def allocate(self, num_tokens: int, num_sequences: int) -> None:
-        """Size the KV pools for `num_tokens` (drafts included) in `num_sequences` (0: not known yet). No sequence may be running.
+    def allocate(
+        self, num_tokens: int, num_sequences: int, all_hidden_states: bool = False, rows_have_places: bool = False
+    ) -> None:
+        """Size the KV pools for a run. No sequence may be running. Memory is taken as it is used.
 
-        Memory is taken as it is used. If `config.num_blocks` is set, it is the limit instead.
+        Args:
+            num_tokens: in all texts, drafts included. If `config.num_blocks` is set, it is the limit instead.
+            num_sequences: 0: not known yet; texts come one after another.
+            all_hidden_states: forwards return the hidden states of all layers.
+            rows_have_places: each row's slots are contiguous, so attention reads them without a copy: for static batches.
         """
         if self.statistics:
             raise RuntimeError("The KV pool cannot be replaced while sequences are running.")
+        self._all_hidden_states, self._rows_have_places = all_hidden_states, rows_have_places
         size, bound = self.config.block_size, self.config.num_blocks
         num_blocks = bound or -(-num_tokens // size) + num_sequences
         kept = self.target.graphs is not None and self.cache.can_serve(size)
@@ -97,7 +108,7 @@ class SpeculativeDecoder:
             self.cache = self.target.new_cache(num_blocks, size, grows=True)
             if self.cache.states is not None:
                 self.cache.states.reserve(num_sequences, self.generator.max_draft_nodes)
-        self.cache.share_prefixes = not self.all_hidden_states
+        self.cache.share_prefixes = not all_hidden_states
         if not num_sequences:  # texts that come one after another
             self.target.keep_prefix_states(self.cache)
         self._num_sequences = num_sequences
@@ -124,14 +135,14 @@ class SpeculativeDecoder:
                 f"{self.cache.most_blocks * self.config.block_size} tokens ({self.cache.most_blocks} blocks of "
                 f"{self.config.block_size}): raise num_blocks, or shorten the prompt."
             )
-        whole = seq.max_length + self.generator.max_draft_nodes if self.rows_have_places else 0
+        whole = seq.max_length + self.generator.max_draft_nodes if self._rows_have_places else 0
         self.cache.add(seq.id, self.cache.slots_each(whole, self._num_sequences))
         try:
             self.generator.start(seq)
         except BaseException:
             self.cache.remove(seq.id)
             raise
-        self.statistics[seq.id] = RowStatistics(several=bool(self.generator.drafters))
+        self.statistics[seq.id] = RowStatistics(several=self._with_drafters is not None)
 
     def remove(self, seq: Sequence) -> RowStatistics:
         """Remove a sequence, finished or not: free its blocks and return its statistics."""
@@ -153,7 +164,7 @@ class SpeculativeDecoder:
             layers = self.read_cache(seq)
             self.cache.evict(seq.id, keep_states=True)
             self.keep_outside(seq, [None if pair is None else (pair[0].cpu(), pair[1].cpu()) for pair in layers])
-        if seq.is_text or not self.generator.needs_all_features:  # else the target would not compute its features again
+        if seq.is_text or not self.generator.taps.whole_text:  # else the target would not compute its features again
             self.generator.evict(seq)
 
     def keep_outside(self, seq: Sequence, layers: KeysValues) -> None:
@@ -165,10 +176,20 @@ class SpeculativeDecoder:
         """Per layer, keys and values [n, heads, width] of the tokens that were fed; None for a layer that reads another layer's."""
         return self.outside[seq.id] if seq.id in self.outside else read_cache(self.cache, seq)
 
+    @property
+    def drafters(self) -> list[str]:
+        """The names that `Sequence.drafter` may have; empty where there is one drafter."""
+        return [] if self._with_drafters is None else self._with_drafters.drafters
+
+    def drafter_of(self, seq: Sequence) -> str | None:
+        """The name of the drafter of the sequence's last draft, where there are several."""
+        return None if self._with_drafters is None else self._with_drafters.drafter_of(seq)
+
     def forget_prefixes(self) -> None:
         """Drop what is kept of texts that have ended, because the model has changed or a step has raised."""
         self.cache.forget_prefixes()
-        self.generator.forget_prefixes()
+        if self._sharer is not None:
+            self._sharer.forget_prefixes()
 
     def abort(self, sequences: list[Sequence]) -> None:
         """After an error: remove the sequences and drop everything that is cached."""
@@ -182,9 +203,9 @@ class SpeculativeDecoder:
     @contextlib.contextmanager
     def active(self):
         """A context in which `step` may run, without gradients. Inside, the models read our pages; on exit they are restored."""
-        if self.learner is not None and self.learner.swap():
-            self.generator.forget_prefixes()
-        with torch.no_grad(), self.target.active(), self.generator.active():
+        if self.learner is not None and self.learner.swap() and self._sharer is not None:
+            self._sharer.forget_prefixes()
+        with torch.no_grad(), self.target.active(), active_drafter(self.generator):
             yield self
 
     def lacks_text(self, seq: Sequence) -> bool:
@@ -286,7 +307,7 @@ class SpeculativeDecoder:
         if tracer is not None:
             tracer.end("propose")
         fed = FedRows.of(rows, [self.cache.tables[seq.id].length for seq, _ in rows], trees, next_tokens)
-        tensors = fed.results(self.target.forward(fed.inputs, self.cache, self.all_hidden_states))
+        tensors = fed.results(self.target.forward(fed.inputs, self.cache, self._all_hidden_states))
         if tracer is not None:
             tracer.end("forward")
         # while the drafter called a row's processors, they may have shown that they must be called in order
@@ -405,12 +426,12 @@ class SpeculativeDecoder:
 
     def share_prefix(self, seq: Sequence) -> int:
         """Use the KV of earlier texts, as far as the target and the drafter both have them. Returns the number of tokens covered."""
-        known = min(self.cache.known_prefix(seq.tokens), self.generator.known_prefix(seq))
+        known = min(self.cache.known_prefix(seq.tokens), known_prefix(self.generator, seq))
         if self.target.recurrent is not None:  # kept states were computed in chunk form, which is only for prompts
             known = min(known, seq.num_chunked(0, len(seq.tokens)))
         matched = self.cache.match_prefix(seq.id, seq.tokens, known)
-        if matched:
-            self.generator.share_prefix(seq, matched)
+        if matched and self._sharer is not None:
+            self._sharer.share_prefix(seq, matched)
         return matched
 
     def _reserve(self, seq: Sequence, end: int) -> None:
@@ -497,7 +518,7 @@ class SpeculativeDecoder:
             verdict = pending.verdict.wait()
             root_rows = np.cumsum([0, *trees.lengths]) + np.arange(len(trees.lengths) + 1)  # each row's first score row
             accepted, next_tokens = trees.paths(verdict.accepted), verdict.next_tokens.tolist()
-            deepest, several = trees.row_depths, bool(self.generator.drafters)
+            deepest = trees.row_depths
             for i, seq in zip(present, sequences, strict=True):
                 path, first = accepted[i], int(root_rows[i])
                 drafted, following = verdict.tokens[i, path].tolist() if path else [], next_tokens[i]
@@ -510,7 +531,7 @@ class SpeculativeDecoder:
                 new = seq.accept([*drafted, following])
                 path = path[: len(new)]
                 seq.num_steps += 1
-                drafter = self.generator.drafter_of(seq) if several else None
+                drafter = None if self._with_drafters is None else self._with_drafters.drafter_of(seq)
                 self.statistics[seq.id].record(trees.lengths[i], len(new), len(path), deepest[i], drafter)
                 results[seq.id].new_tokens = new
                 results[seq.id].nodes = [first, *(first + 1 + node for node in path)][: len(new)]

@@ -93,11 +93,15 @@ def decode(
     for seq in sequences:
         seq.is_text = can_recompute
     run = BatchRun(decoder, sequences, observer, tensors, returns, export is not None)
-    decoder.all_hidden_states, decoder.rows_have_places = returns.hidden, True
     decoder.policy.begin_batch()
-    decoder.tracer = Tracer(decoder.target.device, decoder.generator.drafter_of) if decoder.config.trace else None
+    decoder.tracer = Tracer(decoder.target.device, decoder.drafter_of) if decoder.config.trace else None
     try:
-        decoder.allocate(sum(seq.max_length + decoder.generator.max_draft_nodes for seq in sequences), len(sequences))
+        decoder.allocate(
+            sum(seq.max_length + decoder.generator.max_draft_nodes for seq in sequences),
+            len(sequences),
+            all_hidden_states=returns.hidden,
+            rows_have_places=True,
+        )
         if prompt_inputs is not None:
             inputs = {**prompt_inputs, "attention_mask": attention_mask, CACHE: cache}
             run.begin_with(
@@ -146,12 +150,12 @@ def _num_reused(
     if num_cached and decoder.target.recurrent is not None:
         _check_states(decoder, cache, unseen, num_cached)
     # A drafter that needs features of the whole text reads it again.
-    return 0 if is_text and decoder.generator.needs_all_features else num_cached
+    return 0 if is_text and decoder.generator.taps.whole_text else num_cached
 
 
 def _check_methods(decoder: SpeculativeDecoder, num_cached: int, prompt_inputs: dict[str, Any] | None) -> None:
     """Raise ValueError if a drafter or an option requires the target to read the whole prompt as ids."""
-    if num_cached and decoder.generator.needs_all_features:
+    if num_cached and decoder.generator.taps.whole_text:
         raise ValueError(
             f"Method {decoder.config.method!r} reads hidden states of the whole text, and {CACHE} may hold an image, or text "
             f"that input_ids leave out: pass the whole prompt without {CACHE}, or use a method that reads no hidden "
@@ -191,7 +195,7 @@ def _check_states(decoder: SpeculativeDecoder, cache: Cache, unseen: int, num_ca
         wrong = f"{CACHE} holds the whole text, so the recurrent state is one token too far"
     elif len(stateful_layers(cache)) != len(decoder.target.recurrent.mixers):
         wrong = f"{CACHE} lacks recurrent states"
-    elif family.two_rules or decoder.generator.needs_all_features:
+    elif family.two_rules or decoder.generator.taps.whole_text:
         wrong = f"this model and method would have to read the tokens of {CACHE} again, with a different result"
     if wrong:
         raise ValueError(

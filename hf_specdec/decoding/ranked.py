@@ -23,7 +23,6 @@ from ..core.draft_trees import DraftTrees
 from ..core.outcome import StepOutcome
 from ..core.ranks import Ranks, digest
 from ..core.sequence import Sequence
-from ..model.packed_model import PackedModel
 from ..policy import DraftLengthPolicy
 from .decoder import SpeculativeDecoder
 from .step import PendingStep, StepResult
@@ -32,11 +31,10 @@ from .stopping import LockstepObserver
 _READS_PROBS = ("rejection", "block")  # rules that need the distributions that drafts were drawn from
 
 
-def decoder_of(target: PackedModel, generator: CandidateGenerator, config: SpeculativeConfig) -> SpeculativeDecoder:
-    """The decoder for a target, whole or sharded."""
-    if target.ranks is None:
-        return SpeculativeDecoder(target, generator, config)
-    return RankedDecoder(target, generator, config, target.ranks)
+def decoder_of(generator: CandidateGenerator) -> SpeculativeDecoder:
+    """The decoder for a drafter and its target, whole or sharded."""
+    ranks = generator.target.ranks
+    return SpeculativeDecoder(generator) if ranks is None else RankedDecoder(generator, ranks)
 
 
 @contextlib.contextmanager
@@ -74,8 +72,8 @@ class _Followed(DraftLengthPolicy):
 class RankedDecoder(SpeculativeDecoder):
     """A SpeculativeDecoder for sharded targets. Every rank runs one, and all take the same steps."""
 
-    def __init__(self, target: PackedModel, generator: CandidateGenerator, config: SpeculativeConfig, ranks: Ranks):
-        super().__init__(target, generator, config)
+    def __init__(self, generator: CandidateGenerator, ranks: Ranks):
+        super().__init__(generator)
         self.ranks = ranks
         self.agree_on_verdict = ranks.same_tensor
         self._measures = self._drafts and self.policy.needs_observations

@@ -14,8 +14,8 @@ import torch
 from transformers import PreTrainedModel
 
 from ..candidate_generators import parse_config
+from ..candidate_generators.checkpoints.config import HeadConfig
 from ..candidate_generators.checkpoints.files import open_checkpoint
-from ..candidate_generators.checkpoints.target_parts import HeadConfig
 from ..config import SpeculativeConfig
 from ..core.folders import cache_folder
 from ..training.base import HeadTrainer

@@ -91,7 +91,7 @@ class HeadTrainer(ABC):
 
     def __init__(self, options: Any, target: TargetModel):
         self.options, self.target = options, target
-        self.head: nn.Module = nn.Module()
+        self.head: Any = nn.Module()  # which each trainer narrows
         self.num_guesses = 0
 
     @abstractmethod

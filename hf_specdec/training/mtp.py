@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import nn
 
-from ..candidate_generators.mtp.head import Family, MtpModule
+from ..candidate_generators.mtp.head import MtpModule, TargetFamily
 from ..candidate_generators.mtp.layouts import find_layout
 from ..core.names import CACHE
 from ..model import architectures
@@ -41,7 +41,7 @@ class MtpTrainer(HeadTrainer):
         family = family_of(target)
         sparse = any(".experts." in f".{name}" for name in family.last_layer.state_dict())
         with torch.device("meta"):
-            module = MtpModule(family, layout, 0, sparse, own={})
+            module = MtpModule(family, layout, 0, sparse, shapes={})
         module = module.float().to_empty(device=target.device)
         for part in module.modules():
             target.model._init_weights(part)
@@ -202,7 +202,7 @@ def steps_mask(length: int, step: int, window: int | None, device: torch.device)
     return torch.cat(seen, dim=1)
 
 
-def family_of(target: TargetModel) -> Family:
+def family_of(target: TargetModel) -> TargetFamily:
     """The parts of the target's layers.
 
     Raises:
@@ -215,7 +215,7 @@ def family_of(target: TargetModel) -> Family:
             f"{type(target.model).__name__} has no layers, norm and rotary_emb, which an MTP module is built from: train "
             "another kind of head for it."
         )
-    return Family(target.config, layers[-1], norm, type(rotary), gather=False, float32=())
+    return TargetFamily(target.config, layers[-1], norm, type(rotary), gather=False, float32=())
 
 
 def last_like(target: TargetModel, module: MtpModule) -> nn.Module | None:

@@ -15,6 +15,7 @@ class AutoConfig(LookupCacheConfig):
     the target: its own MTP layers, a head or a small model on this machine or the Hub, and look-ups, which need no model."""
 
     name = "auto"
+    has_parts = True
     default_num_speculative_tokens: ClassVar[int] = 16
 
     draft_length: str = field(default="auto", metadata={"help": "'auto': this method always measures"})

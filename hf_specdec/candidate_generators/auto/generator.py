@@ -8,15 +8,14 @@ import logging
 import numpy as np
 
 from ...cache import PagedStaticCache
-from ...config import SpeculativeConfig
 from ...core.clock import clock_for
 from ...core.draft_trees import DraftTrees
 from ...core.outcome import StepOutcome
 from ...core.sequence import Sequence
 from ...model.packed_model import PackedModel
 from ...policy import Chooser, Drafter, Fastest
-from ..base import CandidateGenerator, DrafterContext
-from ..combined import RivalGenerator, check_drafter, with_common_keys
+from ..base import CandidateGenerator, DrafterContext, HasDrafters, MayMissSteps, ScoresDrafts
+from ..combined import CombinedGenerator, check_drafter, with_common_keys
 from ..registry import register
 from .agreed import AgreedChoice
 from .config import AutoConfig
@@ -27,7 +26,7 @@ logger = logging.getLogger(__name__)
 
 
 @register(AutoConfig)
-class AutoGenerator(RivalGenerator):
+class AutoGenerator(CombinedGenerator, HasDrafters):
     """Asks the look-ups first, except those that rest because they did not pay. Then `chooser` picks a drafter and a depth for each
     row.
 
@@ -57,21 +56,22 @@ class AutoGenerator(RivalGenerator):
         self.names, self.num_lookups = list(self.by_name), len(lookups)
         self.combine(list(self.by_name.values()))
         self.longest = np.array([min(part.config.longest_draft, part.max_draft_nodes) for part in self.parts])
+        self.config = self._bounded(config)
         known = [
-            Drafter(name, int(longest), not part.config.has_weights, part.needs_all_features, 0.75 if part.config.has_weights else 0.5)
+            Drafter(name, int(longest), not part.config.has_weights, part.taps.whole_text, 0.75 if part.config.has_weights else 0.5)
             for (name, part), longest in zip(self.by_name.items(), self.longest, strict=True)
         ]  # fmt: skip
         self.memory = AutoMemory.of(config, target, self.by_name)
-        self.policy = Fastest(known, config.longest_draft or 1, self.clock, self.memory and self.memory.keep)
+        self.policy = Fastest(known, self.config.longest_draft or 1, self.clock, self.memory and self.memory.keep)
         if self.memory is not None:
             self.memory.restore(self.policy)
         ranks = target.ranks
         self.chooser: Chooser = chooser or (self.policy if ranks is None else AgreedChoice(ranks, self.policy))
-        self._heads = [part for part in self.parts if part.needs_all_features]
+        self._heads = [part for part in self.parts if part.taps.whole_text]
         learning = [i for i, part in enumerate(self.parts) if type(part).observe is not CandidateGenerator.observe]
         # Indices of the parts that learn: heads, look-ups that may miss steps, and the others, which see every step.
         self._learning_heads = [i for i in learning if self.parts[i] in self._heads]
-        self._may_miss = [i for i in learning if self.parts[i].may_miss_steps]
+        self._may_miss = [i for i in learning if isinstance(self.parts[i], MayMissSteps)]
         self._always = [i for i in learning if i not in self._learning_heads and i not in self._may_miss]
         self.asked = [False] * len(self.parts)  # look-ups that were asked in this step
         # seconds that each look-up took to learn from the last step, if it may rest
@@ -100,7 +100,7 @@ class AutoGenerator(RivalGenerator):
             made[name] = part
         return made
 
-    def with_checkpoint_defaults(self, config: SpeculativeConfig) -> SpeculativeConfig:
+    def _bounded(self, config: AutoConfig) -> AutoConfig:
         """The configuration, with drafts no longer than the longest that a part can make."""
         longest = int(max(self.longest, default=0)) if len(self.longest) else 0
         if config.longest_draft <= longest or not longest:
@@ -185,8 +185,7 @@ class AutoGenerator(RivalGenerator):
             self.asked[index] = self.chooser.is_awake(index)
             limited = np.minimum(limits, longest).tolist()
             offers.append(part.propose(sequences, limited) if self.asked[index] else nothing)
-            says = type(part).draft_scores is not CandidateGenerator.draft_scores
-            scores.append(part.draft_scores(offers[-1]) if says else None)
+            scores.append(part.draft_scores(offers[-1]) if isinstance(part, ScoresDrafts) else None)
             seconds.append(self.clock() - began + self.observing[index])
         choice = self.chooser.choose(sequences, limits, offers, seconds, scores, self.able(sequences))
         for i, seq in enumerate(sequences):

@@ -1,16 +1,17 @@
-"""Configuration of heads whose checkpoint may propose a draft length."""
+"""HeadConfig: the keys of methods with a head, whose checkpoint may propose a draft length."""
 
 from __future__ import annotations
 
 import dataclasses
 from collections.abc import Callable
 from dataclasses import dataclass
-from typing import Any, TypeVar
+from typing import TypeVar
 
-from .files import Checkpoint, infer_format
-from .target_parts import HeadConfig, section
+from ...config import config_key
+from ..growing.tree_shapes import TreeDraftingConfig
+from .files import Checkpoint, infer_format, open_checkpoint
 
-_Config = TypeVar("_Config", bound="ProposedLengthConfig")
+_Config = TypeVar("_Config", bound="HeadConfig")
 # Keys besides num_speculative_tokens that set the length or depth of drafts.
 _LENGTH_KEYS = (
     "depth", "branching_factors", "speculative_token_tree", "num_speculative_tokens_per_batch_size",
@@ -19,8 +20,21 @@ _LENGTH_KEYS = (
 
 
 @dataclass
-class ProposedLengthConfig(HeadConfig):
-    """A head's configuration in which the checkpoint sets `num_speculative_tokens` if the user does not."""
+class HeadConfig(TreeDraftingConfig):
+    """Keys of methods whose drafter is a head trained for the target. The checkpoint sets `num_speculative_tokens` if the user does
+    not."""
+
+    model: str | None = config_key(None, "the head: bundled name, folder or Hub id")
+    revision: str | None = config_key(None, "Hub revision of the head")
+    token: str | None = config_key(None, "Hub access token (never saved with a configuration)", secret=True)
+    learn: bool | str = config_key(
+        False,
+        "between steps, the head goes on learning from what the target writes, and is saved in this folder (true: a folder in "
+        "the cache); it starts as `model`, or as a new head. For mlp_speculator and eagle3",
+    )
+    learn_share: float = config_key(
+        0.03, "with 'learn': share of the decoding time that learning may take", minimum=0.0, maximum=1.0
+    )
 
     def __post_init__(self) -> None:
         self.length_given = (
@@ -29,20 +43,29 @@ class ProposedLengthConfig(HeadConfig):
             or any(getattr(self, key) is not None for key in _LENGTH_KEYS)
         )
         super().__post_init__()
+        if not isinstance(self.learn, bool):
+            self.check_text("learn")
 
-    def to_dict(self) -> dict[str, Any]:
-        """As in the base, but always writes a length that the user gave: the default may be the checkpoint's."""
-        out = super().to_dict()
-        out.pop("num_speculative_tokens", None)
-        if self.length_given:
-            out["num_speculative_tokens"] = self.num_speculative_tokens
-        return out
+    @property
+    def implied_length(self) -> int | None:
+        """None if the user gave a length: what else would be used may be the checkpoint's."""
+        return None if self.length_given else self.num_speculative_tokens
 
     def with_default_length(self: _Config, length: int | None) -> _Config:
         """This configuration, with `length` as `num_speculative_tokens` if the user gave none."""
         if length is None or self.length_given:
             return self
         return dataclasses.replace(self, num_speculative_tokens=length)
+
+    def open(self, wanted: Callable[[str], bool] | None = None) -> Checkpoint:
+        """Open the configured checkpoint.
+
+        Raises:
+            SpeculativeConfigError: no `model` is given, or it cannot be opened.
+        """
+        if self.model is None:
+            raise self.fail("model", f"is missing: name the {self.method} head that was trained for this target.")
+        return open_checkpoint(self.model, self.revision, self.token, wanted)
 
     def open_head(self, matches: Callable[[Checkpoint], bool]) -> Checkpoint:
         """The configured checkpoint.
@@ -55,8 +78,8 @@ class ProposedLengthConfig(HeadConfig):
         """
         checkpoint = self.open()
         if not matches(checkpoint):
-            found = infer_format(checkpoint)
-            raise checkpoint.error(f"is a head for method {found.method!r} ({found.name}), not {self.method!r}.")
+            actual = infer_format(checkpoint)
+            raise checkpoint.error(f"is a head for method {actual.method!r} ({actual.name}), not {self.method!r}.")
         return checkpoint
 
 
@@ -66,7 +89,7 @@ def proposed_length(checkpoint: Checkpoint) -> int | None:
     Raises:
         CheckpointError: it is not a number of at least 1.
     """
-    proposals = section(checkpoint, "speculators_config").get("proposal_methods")
+    proposals = checkpoint.section("speculators_config").get("proposal_methods")
     first = proposals[0] if isinstance(proposals, list) and proposals else {}
     length = first.get("speculative_tokens") if isinstance(first, dict) else None
     if length is not None and (type(length) is not int or length < 1):

@@ -36,7 +36,7 @@ BAD_VALUES = (ArithmeticError, AttributeError, LookupError, RuntimeError, TypeEr
 
 
 def _is_names(value: Any) -> bool:
-    return isinstance(value, list) and all(isinstance(each, str) for each in value)
+    return isinstance(value, list) and all(isinstance(name, str) for name in value)
 
 
 # Keys of config.json, or of its section of the layers, that mean the same in every format and are read in several places.
@@ -88,29 +88,32 @@ class Checkpoint:
         folder: a local folder.
         name: the name the user gave, for messages.
         wanted: selects tensors by name (None: all); others are ignored.
+        nothing: the error if there are no such tensors; None: which files were looked for.
 
     Raises:
         CheckpointError: no folder, no weights, a file that cannot be read.
     """
 
-    def __init__(self, folder: str | os.PathLike, name: str | None = None, wanted: Callable[[str], bool] | None = None):
-        self.folder, self.name, self.wanted = Path(folder), name or os.fspath(folder), wanted
+    def __init__(
+        self, folder: str | os.PathLike, name: str | None = None, wanted: Callable[[str], bool] | None = None,
+        nothing: str | None = None,
+    ):  # fmt: skip
+        self.folder, self.name, self.wanted, self.nothing = Path(folder), name or os.fspath(folder), wanted, nothing
         if not self.folder.is_dir():
             raise CheckpointError(f"{self.name!r} is not a folder with a checkpoint.")
 
     @cached_property
     def config(self) -> dict[str, Any]:
         """`config.json`, {} if there is none; keys that are read in several places have values of the right kind, or are null."""
-        found = self._object("config.json") if (self.folder / "config.json").is_file() else {}
-        nested = found.get("transformer_layer_config")
-        for values in (found, nested if isinstance(nested, dict) else {}):
+        content = self._object("config.json") if (self.folder / "config.json").is_file() else {}
+        nested = content.get("transformer_layer_config")
+        for values in (content, nested if isinstance(nested, dict) else {}):
             for key, (kind, fits) in _KINDS.items():
                 if values.get(key) is not None and not fits(values[key]):
                     raise self.error(f"config.json has {key} = {values[key]!r}; it must be {kind}.")
-        return found
+        return content
 
     def _object(self, file: str) -> dict[str, Any]:
-        """A JSON object in a file."""
         try:
             value = json.loads((self.folder / file).read_text(encoding="utf-8-sig"))
         except (json.JSONDecodeError, UnicodeDecodeError, RecursionError) as error:
@@ -137,9 +140,8 @@ class Checkpoint:
                     out[name] = path
         if not out:
             what = " with tensors of the drafter." if self.wanted else "."
-            raise NoWeightsError(
-                str(self.error(f"holds no weights: looked for *.safetensors, *.bin, *.pt and *.pth{what}"))
-            )
+            nothing = self.nothing or f"holds no weights: looked for *.safetensors, *.bin, *.pt and *.pth{what}"
+            raise NoWeightsError(str(self.error(nothing)))
         return out
 
     @property
@@ -210,7 +212,6 @@ class Checkpoint:
         return name in self.files
 
     def names(self) -> list[str]:
-        """The tensors' names."""
         return list(self.files)
 
     def any(self, pattern: str) -> bool:
@@ -236,6 +237,39 @@ class Checkpoint:
     def error(self, what: str) -> CheckpointError:
         """An error about this checkpoint, on one line; the caller raises it."""
         return CheckpointError(f"Draft checkpoint {self.name!r}: {_NEWLINE.sub(' ', what)}")
+
+    def integer(self, key: str, value: Any = ..., minimum: int = 1) -> int:
+        """A value that config.json has under `key`: by default the one at its top level.
+
+        Raises:
+            CheckpointError: it is not an integer of at least `minimum`.
+        """
+        value = self.config.get(key) if value is ... else value
+        if type(value) is not int or value < minimum:
+            raise self.error(f"config.json has {key} = {value!r}; it must be an integer of at least {minimum}.")
+        return value
+
+    def flag(self, key: str) -> bool:
+        """A boolean at the top level of config.json, False by default. Other values raise CheckpointError."""
+        value = self.config.get(key, False)
+        if not isinstance(value, bool):
+            raise self.error(f"config.json has {key} = {value!r}; it must be true or false.")
+        return value
+
+    def number(self, key: str, default: float) -> float:
+        """A number at the top level of config.json. Other values than numbers and null raise CheckpointError."""
+        value = self.config.get(key)
+        value = default if value is None else value
+        if isinstance(value, bool) or not isinstance(value, (int, float)):
+            raise self.error(f"config.json has {key} = {value!r}; it must be a number.")
+        return float(value)
+
+    def section(self, key: str) -> dict[str, Any]:
+        """An object inside config.json; {} if there is none. Other values raise CheckpointError."""
+        value = self.config.get(key)
+        if value is not None and not isinstance(value, dict):
+            raise self.error(f"{key} in its config.json is not an object.")
+        return value or {}
 
     @contextlib.contextmanager
     def building(self) -> Iterator[None]:
@@ -300,7 +334,7 @@ def versions_of(name: str) -> tuple[tuple[str, int, int], ...]:
         return ()
     with os.scandir(folder) as entries:
         return tuple(
-            sorted((each.name, each.stat().st_mtime_ns, each.stat().st_size) for each in entries if each.is_file())
+            sorted((entry.name, entry.stat().st_mtime_ns, entry.stat().st_size) for entry in entries if entry.is_file())
         )
 
 
@@ -317,11 +351,11 @@ def counted(checkpoint: Checkpoint, numbers: Iterable[int], what: str) -> int:
     Raises:
         CheckpointError: a number below the greatest is missing.
     """
-    found = set(numbers)
-    missing = next((i for i in range(len(found)) if i not in found), None)
+    present = set(numbers)
+    missing = next((i for i in range(len(present)) if i not in present), None)
     if missing is not None:
-        raise checkpoint.error(f"has tensors of {what} {max(found)} and none of {what} {missing}.")
-    return len(found)
+        raise checkpoint.error(f"has tensors of {what} {max(present)} and none of {what} {missing}.")
+    return len(present)
 
 
 def infer_format(checkpoint: Checkpoint) -> Format:
@@ -330,13 +364,13 @@ def infer_format(checkpoint: Checkpoint) -> Format:
     Raises:
         CheckpointError: no format matches (the message lists those tried), or several do, which is a bug.
     """
-    found = [each for each in _FORMATS if not each.last and each.matches(checkpoint)]
-    found = found or [each for each in _FORMATS if each.last and each.matches(checkpoint)]
-    if len({each.method for each in found}) == 1:
-        return found[0]
-    tried = "; ".join(each.name for each in _FORMATS)
-    if found:
-        raise checkpoint.error(f"fits several formats ({'; '.join(f.name for f in found)}): name the 'method'.")
+    fitting = [form for form in _FORMATS if not form.last and form.matches(checkpoint)]
+    fitting = fitting or [form for form in _FORMATS if form.last and form.matches(checkpoint)]
+    if len({form.method for form in fitting}) == 1:
+        return fitting[0]
+    tried = "; ".join(form.name for form in _FORMATS)
+    if fitting:
+        raise checkpoint.error(f"fits several formats ({'; '.join(f.name for f in fitting)}): name the 'method'.")
     some = ", ".join(sorted(checkpoint.names())[:6])
     raise checkpoint.error(f"is in no known format. Tried: {tried}. Its tensors are {some}, ..")
 
@@ -364,7 +398,6 @@ class Plan:
         return canonical in self.sources
 
     def shape(self, canonical: str) -> tuple[int, ...]:
-        """A tensor's shape."""
         return self.checkpoint.shape(self.sources[canonical])
 
     def matrix(self, canonical: str) -> tuple[int, int]:
@@ -379,7 +412,6 @@ class Plan:
         return shape[0], shape[1]
 
     def tensor(self, canonical: str) -> torch.Tensor:
-        """A tensor."""
         return self.checkpoint.tensor(self.sources[canonical])
 
 
@@ -395,14 +427,14 @@ def load_module(
     Raises:
         CheckpointError: tensors that are missing, unused or of another shape, by their names in the file.
     """
-    checkpoint, own = plan.checkpoint, module.state_dict()
-    expected = {name for name in own if not name.startswith(tuple(absent))}
+    checkpoint, parameters = plan.checkpoint, module.state_dict()
+    expected = {name for name in parameters if not name.startswith(tuple(absent))}
     problems = [f"missing {name}" for name in sorted(expected - set(plan.sources))]
     for canonical, source in sorted(plan.sources.items()):
         if canonical not in expected:
             problems.append(f"unused {source}{nearest_hint(canonical, expected)}")
-        elif checkpoint.shape(source) != tuple(own[canonical].shape):
-            wanted = list(own[canonical].shape)
+        elif checkpoint.shape(source) != tuple(parameters[canonical].shape):
+            wanted = list(parameters[canonical].shape)
             problems.append(f"{source} has shape {list(checkpoint.shape(source))}, the configuration says {wanted}")
     if problems:
         shown = "; ".join(problems[:12]) + ("; .." if len(problems) > 12 else "")
@@ -410,7 +442,7 @@ def load_module(
     state = {}
     for name in expected:
         value = plan.tensor(name)
-        if own[name].is_floating_point() and value.dtype not in _PLAIN_FLOATS:
+        if parameters[name].is_floating_point() and value.dtype not in _PLAIN_FLOATS:
             kind = str(value.dtype).removeprefix("torch.")
             raise checkpoint.error(
                 f"{plan.sources[name]} is quantised ({kind}), which is not supported: use the original weights."
@@ -418,3 +450,40 @@ def load_module(
         state[name] = value.to(device, dtype if value.is_floating_point() else None)
     module.load_state_dict(state, strict=False, assign=True)
     return module.requires_grad_(False).eval()
+
+
+# ---- tied weights, which a file may hold several times, and modules may share ----------------------------------------
+
+
+def one_copy(checkpoint: Checkpoint, canonical: Callable[[str], str]) -> Callable[[str], str | None]:
+    """A renaming for `Plan` in which all tensors with one canonical name are the same tensor: one copy of it is loaded.
+
+    Raises:
+        CheckpointError: (when the renaming is called) two copies differ.
+    """
+    first: dict[str, str] = {}
+
+    def rename(name: str) -> str | None:
+        target = canonical(name)
+        kept = first.setdefault(target, name)
+        if kept == name:
+            return target
+        if checkpoint.shape(kept) != checkpoint.shape(name) or not torch.equal(
+            checkpoint.tensor(kept), checkpoint.tensor(name)
+        ):
+            raise checkpoint.error(f"ties its weights, but {kept} and {name} differ.")
+        return None
+
+    return rename
+
+
+def share_equal(module: nn.Module) -> None:
+    """Replace each block by the one before it if their weights are equal.
+
+    The original Medusa and Hydra code repeats one block, and its files hold a copy for every place.
+    """
+    for blocks in [parts for parts in module.modules() if isinstance(parts, (nn.ModuleList, nn.Sequential))]:
+        for i in range(1, len(blocks)):
+            weights, before = blocks[i].state_dict(), blocks[i - 1].state_dict()
+            if weights.keys() == before.keys() and all(torch.equal(weights[name], before[name]) for name in weights):
+                blocks[i] = blocks[i - 1]

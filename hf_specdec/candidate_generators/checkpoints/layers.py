@@ -13,7 +13,7 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3DecoderLayer
 
 from ...model.packed_model import PackedModel
 from .files import BAD_VALUES, Checkpoint, Plan
-from .target_parts import layer_config, plain_rope, section, target_embeddings
+from .target_parts import layer_config, plain_rope, target_embeddings
 
 # Keys that describe the layers; the others describe a whole language model, which the head is not.
 _KEYS = (
@@ -62,24 +62,24 @@ def check_layer_count(checkpoint: Checkpoint, values: dict[str, Any], plan: Plan
         values: the keys that describe the layers.
         plan: the file's tensors, the layers' under `layers.{i}.`.
     """
-    found = {match[1] for match in (re.match(r"layers\.(\d+)\.", name) for name in plan.sources) if match}
+    layers = {match[1] for match in (re.match(r"layers\.(\d+)\.", name) for name in plan.sources) if match}
     given = values.get("num_hidden_layers")
-    if type(given) is int and given > len(found):
+    if type(given) is int and given > len(layers):
         raise checkpoint.error(
-            f"config.json has num_hidden_layers = {given}, but the file has tensors of {len(found)} of them."
+            f"config.json has num_hidden_layers = {given}, but the file has tensors of {len(layers)} of them."
         )
 
 
 def vocab_size_of(checkpoint: Checkpoint) -> int | None:
     """The size of the target's vocabulary according to config.json."""
-    size = (section(checkpoint, "transformer_layer_config") or checkpoint.config).get("vocab_size")
+    size = (checkpoint.section("transformer_layer_config") or checkpoint.config).get("vocab_size")
     if size is not None and type(size) is not int:
         raise checkpoint.error(f"config.json has vocab_size = {size!r}; it must be an integer.")
     return size
 
 
 def _read_values(checkpoint: Checkpoint, plan: Plan) -> dict[str, Any]:
-    nested = section(checkpoint, "transformer_layer_config")
+    nested = checkpoint.section("transformer_layer_config")
     given = plain_rope(nested or checkpoint.config)
     check_layer_count(checkpoint, given, plan)
     if isinstance(given.get("layer_types"), list) and isinstance(given.get("num_hidden_layers"), int):
@@ -96,11 +96,13 @@ def _one_rope(checkpoint: Checkpoint, values: dict[str, Any], kinds: list[str] |
     for key in ("rope_parameters", "rope_scaling"):
         rope = values.get(key)
         by_kind = (
-            {kind: each for kind, each in rope.items() if isinstance(each, dict)} if isinstance(rope, dict) else {}
+            {kind: parameters for kind, parameters in rope.items() if isinstance(parameters, dict)}
+            if isinstance(rope, dict)
+            else {}
         )
         if by_kind:
             used = [by_kind[kind] for kind in sorted(set(kinds or by_kind)) if kind in by_kind]
-            if not used or any(each != used[0] for each in used):
+            if not used or any(parameters != used[0] for parameters in used):
                 raise checkpoint.error(f"its {key} {values[key]} are not one set for all its layers.")
             values[key] = used[0]
 
@@ -129,7 +131,7 @@ def check_flags(checkpoint: Checkpoint, plan: Plan, tensors: dict[str, str]) -> 
     Args:
         tensors: by key, the canonical tensor that is in the file if and only if the key is true.
     """
-    given_flags = section(checkpoint, "eagle_config") | checkpoint.config
+    given_flags = checkpoint.section("eagle_config") | checkpoint.config
     for key, tensor in tensors.items():
         given = given_flags.get(key)
         if isinstance(given, bool) and given != (tensor in plan):
@@ -189,21 +191,19 @@ def embedding_shape(table: nn.Module) -> tuple[int, int]:
     return table.weight.shape[0], table.weight.shape[1]
 
 
-def shared_embeddings(checkpoint: Checkpoint, target: PackedModel, width: int) -> Embeddings:
-    """The target's embeddings, for a head that has none.
+def embeddings_of(checkpoint: Checkpoint, target: PackedModel, table: nn.Embedding | None, width: int) -> Embeddings:
+    """A head's own embeddings, or the target's if it has no `table`. Ids of padding rows that only the target has use the last row of the
+    head's own.
 
     Raises:
-        CheckpointError: their width differs from the head's.
+        CheckpointError: the target's are not as wide as the head.
     """
-    table = target_embeddings(target)
-    own = embedding_shape(table)[1]
-    if own != width:
+    if table is not None:
+        return Embeddings(table, table.num_embeddings - 1 if table.num_embeddings < target.vocab_size else None)
+    shared = target_embeddings(target)
+    shared_width = embedding_shape(shared)[1]
+    if shared_width != width:
         raise checkpoint.error(
-            f"has no embed_tokens.weight, and the target's embeddings have width {own}, not {width}."
+            f"has no embed_tokens.weight, and the target's embeddings have width {shared_width}, not {width}."
         )
-    return Embeddings(table)
-
-
-def own_embeddings(table: nn.Embedding, target: PackedModel) -> Embeddings:
-    """The head's own embeddings. Ids of padding rows that only the target has use the head's last row."""
-    return Embeddings(table, table.num_embeddings - 1 if table.num_embeddings < target.vocab_size else None)
+    return Embeddings(shared)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import weakref
 from collections.abc import Callable
-from dataclasses import dataclass, field
 from typing import Any, TypeVar
 
 import torch
@@ -17,53 +16,13 @@ from ...kernels import drafting
 from ...model.options.quantized import quantizes_natively
 from ...model.packed_model import PackedModel
 from ...model.sharding import whole
-from ..growing.tree_shapes import TreeDraftingConfig
-from .files import BAD_VALUES, Checkpoint, open_checkpoint, versions_of
+from .config import HeadConfig
+from .files import BAD_VALUES, Checkpoint, Plan, load_module, versions_of
 
 Loaded = TypeVar("Loaded")
+Head = TypeVar("Head", bound=nn.Module)
 _loaded = weakref.WeakKeyDictionary[nn.Module, "weakref.WeakValueDictionary[tuple, Any]"]()
 _PADDING = 512  # embeddings and heads may be padded to a multiple of this, or of a smaller power of two
-
-
-@dataclass
-class HeadConfig(TreeDraftingConfig):
-    """Keys of methods whose drafter is a head trained for the target."""
-
-    model: str | None = field(default=None, metadata={"help": "the head: bundled name, folder or Hub id"})
-    revision: str | None = field(default=None, metadata={"help": "Hub revision of the head"})
-    token: str | None = field(
-        default=None,
-        repr=False,
-        metadata={"help": "Hub access token (never saved with a configuration)", "secret": True},
-    )
-    learn: bool | str = field(
-        default=False,
-        metadata={
-            "help": "between steps, the head goes on learning from what the target writes, and is saved in this folder (true: a folder in "
-            "the cache); it starts as `model`, or as a new head. For mlp_speculator and eagle3"
-        },
-    )
-    learn_share: float = field(
-        default=0.03, metadata={"help": "with 'learn': share of the decoding time that learning may take"}
-    )
-
-    def __post_init__(self) -> None:
-        super().__post_init__()
-        for key in ("model", "revision", "token"):
-            self.check_text(key)
-        if not isinstance(self.learn, bool):
-            self.check_text("learn")
-        self.check_number("learn_share", minimum=0.0, maximum=1.0)
-
-    def open(self, wanted: Callable[[str], bool] | None = None) -> Checkpoint:
-        """Open the configured checkpoint.
-
-        Raises:
-            SpeculativeConfigError: no `model` is given, or it cannot be opened.
-        """
-        if self.model is None:
-            raise self.fail("model", f"is missing: name the {self.method} head that was trained for this target.")
-        return open_checkpoint(self.model, self.revision, self.token, wanted)
 
 
 def load_once(config: HeadConfig, target: PackedModel, load: Callable[[], Loaded], *more: Any) -> Loaded:
@@ -83,10 +42,10 @@ def load_once(config: HeadConfig, target: PackedModel, load: Callable[[], Loaded
         *more,
     )
     loaded = _loaded.setdefault(target.model, weakref.WeakValueDictionary())
-    found = loaded.get(key)
-    if found is None:
-        found = loaded[key] = load()
-    return found
+    head = loaded.get(key)
+    if head is None:
+        head = loaded[key] = load()
+    return head
 
 
 class DraftVocabulary:
@@ -121,8 +80,8 @@ def gather_features(
         layers: L hidden states [T, H] of the target, on any devices.
     """
     first = layers[0]
-    if any((each.device, each.dtype) != (first.device, first.dtype) for each in layers):
-        each_alone = [gather_features([each], index, device, dtype) for each in layers]
+    if any((states.device, states.dtype) != (first.device, first.dtype) for states in layers):
+        each_alone = [gather_features([states], index, device, dtype) for states in layers]
         return torch.cat(each_alone, dim=-1)
     return drafting.gather_features(layers, index.to(first.device), dtype).to(device)
 
@@ -165,20 +124,6 @@ def _check_t2d(checkpoint: Checkpoint, ids: torch.Tensor) -> None:
                 raise checkpoint.error(f"t2d and d2t name different tokens: {len(known)} and {len(ids)} of them.")
 
 
-def number_of(checkpoint: Checkpoint, key: str, default: float) -> float:
-    """A number from config.json.
-
-    Raises:
-        CheckpointError: the value is not a number.
-    """
-    value = checkpoint.config.get(key)
-    if value is None:
-        return default
-    if isinstance(value, bool) or not isinstance(value, (int, float)):
-        raise checkpoint.error(f"config.json has {key} = {value!r}; it must be a number.")
-    return float(value)
-
-
 def target_embeddings(target: PackedModel) -> nn.Module:
     """The target's input embeddings; a whole copy of them if they are sharded (see `model.sharding.whole`)."""
     return whole(target.model.get_input_embeddings())
@@ -203,6 +148,18 @@ def device_and_dtype(target: PackedModel) -> tuple[torch.device, torch.dtype]:
     return device, target.model.dtype
 
 
+def built(checkpoint: Checkpoint, plan: Plan, target: PackedModel, make: Callable[[], Head]) -> Head:
+    """A head that `make` builds, filled from its checkpoint, on the device and in the dtype for heads.
+
+    Raises:
+        CheckpointError: config.json describes no module that can be built, or the tensors do not fit it.
+    """
+    with checkpoint.building():
+        module = make()
+    load_module(module, plan, *device_and_dtype(target))
+    return module
+
+
 def layer_config(checkpoint: Checkpoint, values: dict[str, Any], default_type: str = "llama") -> PretrainedConfig:
     """transformers' configuration of a head's decoder layers.
 
@@ -212,9 +169,8 @@ def layer_config(checkpoint: Checkpoint, values: dict[str, Any], default_type: s
     values = {"model_type": default_type} | {k: v for k, v in values.items() if k not in ("architectures", "auto_map")}
     model_type = values.pop("model_type")
     for key in ("hidden_size", "num_attention_heads", "num_key_value_heads", "num_hidden_layers", "head_dim"):
-        value = values.get(key)
-        if value is not None and (type(value) is not int or value < 1):
-            raise checkpoint.error(f"config.json has {key} = {value!r}; it must be an integer of at least 1.")
+        if values.get(key) is not None:
+            checkpoint.integer(key, values[key])
     act = values.get("hidden_act")
     if act is not None and act not in ACT2FN:
         raise checkpoint.error(
@@ -241,21 +197,9 @@ def plain_rope(values: dict[str, Any]) -> dict[str, Any]:
     return values
 
 
-def section(checkpoint: Checkpoint, key: str) -> dict[str, Any]:
-    """An object inside config.json; {} if there is none.
-
-    Raises:
-        CheckpointError: the value is not an object.
-    """
-    value = checkpoint.config.get(key)
-    if value is not None and not isinstance(value, dict):
-        raise checkpoint.error(f"{key} in its config.json is not an object.")
-    return value or {}
-
-
 def trained_for(checkpoint: Checkpoint) -> str:
     """' This head was trained for X.' if the checkpoint names its target (speculators' verifier), else ''."""
-    verifier = section(checkpoint, "speculators_config").get("verifier")
+    verifier = checkpoint.section("speculators_config").get("verifier")
     name = verifier.get("name_or_path") if isinstance(verifier, dict) else None
     return f" This head was trained for {name!r}." if name else ""
 
@@ -267,10 +211,10 @@ def check_target(checkpoint: Checkpoint, target: PackedModel, hidden_size: int |
         hidden_size: width of the features it reads; None: not known.
         vocab_size: of its target; may be padded differently.
     """
-    own = target.config.hidden_size
-    if hidden_size is not None and hidden_size != own:
+    width = target.config.hidden_size
+    if hidden_size is not None and hidden_size != width:
         raise checkpoint.error(
-            f"reads hidden states of width {hidden_size}; the target's have {own}. It is for another target."
+            f"reads hidden states of width {hidden_size}; the target's have {width}. It is for another target."
             + trained_for(checkpoint)
         )
     if vocab_size is not None:
@@ -283,7 +227,7 @@ def fits_vocabulary(size: int, target_size: int) -> bool:
     if size <= target_size:
         return target_size - size <= _PADDING
     multiples = [2**power for power in range(3, _PADDING.bit_length())]
-    return size in [-(-target_size // each) * each for each in multiples]
+    return size in [-(-target_size // multiple) * multiple for multiple in multiples]
 
 
 def check_vocabulary(checkpoint: Checkpoint, target: PackedModel, vocab_size: int) -> None:

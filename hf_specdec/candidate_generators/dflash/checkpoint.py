@@ -10,31 +10,23 @@ from torch import nn
 from transformers import PretrainedConfig, Qwen3Config
 
 from ...model.packed_model import PackedModel
-from ..checkpoints.files import Checkpoint, Plan, load_module, register_format
-from ..checkpoints.layers import Embeddings, RotaryPositions, check_layer_count, own_embeddings, shared_embeddings
-from ..checkpoints.target_parts import (
-    DraftVocabulary,
-    check_target,
-    device_and_dtype,
-    draft_vocabulary,
-    layer_config,
-    plain_rope,
-    section,
-    target_embeddings,
-    target_head,
-    trained_for,
-)
-from .head import BlockHead, DFlashDrafter, DFlashLayout
-from .path_heads import MARKOV_TYPES
+from ..checkpoints import target_parts
+from ..checkpoints.files import Checkpoint, Plan, register_format
+from ..checkpoints.layers import Embeddings, RotaryPositions, check_layer_count, embeddings_of
+from ..checkpoints.target_parts import DraftVocabulary, layer_config, plain_rope, trained_for
+from .head import MARKOV_TYPES, BlockHead, DFlashDrafter, DFlashLayout
 
 # Keys in the configurations of z-lab and SpecForge besides those of the layers.
 _OTHER_KEYS = ("block_size", "dflash_config", "num_target_layers", "target_hidden_size")
+_QWEN3_KEYS = (
+    "vocab_size", "hidden_size", "intermediate_size", "num_hidden_layers", "num_attention_heads", "num_key_value_heads", "hidden_act",
+    "max_position_embeddings", "rms_norm_eps",
+)  # fmt: skip
 # `draft_vocabulary` reads the vocabulary's tables; some trainers leave the verifier's norm and head in the file.
 _NOT_IN_MODULE = ("d2t", "t2d", "verifier_norm.weight", "verifier_lm_head.weight")
 
 
 def is_dflash(checkpoint: Checkpoint) -> bool:
-    """True for the DFlash family."""
     kind = checkpoint.config.get("speculators_model_type")
     if kind is not None:
         return kind in ("dflash", "dflash2", "dspark")  # "dflash2" is refused by name later
@@ -74,34 +66,32 @@ def read_layout(checkpoint: Checkpoint, target: PackedModel) -> DFlashLayout:
 def _read_own(checkpoint: Checkpoint, target: PackedModel) -> DFlashLayout:
     """z-lab's and SpecForge's configuration: the layers' keys at the top level, the drafter's in `dflash_config`."""
     config = checkpoint.config
-    own = section(checkpoint, "dflash_config")
-    values = plain_rope({k: v for k, v in config.items() if k not in _OTHER_KEYS})
-    check_layer_count(checkpoint, values, Plan(checkpoint, _canonical))
-    layers = _read_layers(checkpoint, values)
+    settings = checkpoint.section("dflash_config")
+    layers = _read_layers(checkpoint, {k: v for k, v in config.items() if k not in _OTHER_KEYS})
     num_target_layers = config.get("num_target_layers") or target.config.num_hidden_layers
     if num_target_layers != target.config.num_hidden_layers:
         raise checkpoint.error(
             f"was made for a target of {num_target_layers} layers; this one has {target.config.num_hidden_layers}."
         )
-    if not own.get("use_aux_hidden_state", True):
+    if not settings.get("use_aux_hidden_state", True):
         raise checkpoint.error(
             "has use_aux_hidden_state false: a drafter that does not read the target's layers is not supported."
         )
-    taps = own.get("target_layer_ids") or default_target_layers(num_target_layers, layers.num_hidden_layers)
-    projector = own.get("projector_type") or {"DSparkDraftModel": "dspark", "DominoDraftModel": "domino"}.get(
+    taps = settings.get("target_layer_ids") or default_target_layers(num_target_layers, layers.num_hidden_layers)
+    projector = settings.get("projector_type") or {"DSparkDraftModel": "dspark", "DominoDraftModel": "domino"}.get(
         (config.get("architectures") or [""])[0]
     )
-    causal = bool(own.get("causal", False))
-    alpha = own.get("confidence_head_alpha") or 0
+    causal = bool(settings.get("causal", False))
+    alpha = settings.get("confidence_head_alpha") or 0
     if not isinstance(alpha, (int, float)):
         raise checkpoint.error(f"needs a number 'confidence_head_alpha' in its configuration, not {alpha!r}.")
     return DFlashLayout(
         layers=layers,
-        block_size=_integer(checkpoint, config.get("block_size") or own.get("block_size"), "block_size"),
-        mask_token_id=_integer(checkpoint, own.get("mask_token_id"), "dflash_config.mask_token_id"),
+        block_size=checkpoint.integer("block_size", config.get("block_size") or settings.get("block_size"), minimum=0),
+        mask_token_id=checkpoint.integer("dflash_config.mask_token_id", settings.get("mask_token_id"), minimum=0),
         tapped=tuple(i + 1 for i in _integers(checkpoint, taps, "dflash_config.target_layer_ids")),
         # DSpark is trained to predict the next token from every slot; Domino only if config.json says so.
-        from_anchor=projector == "dspark" or bool(own.get("shift_label", False)),
+        from_anchor=projector == "dspark" or bool(settings.get("shift_label", False)),
         causal=(causal, True),
         window_from_anchor=False,
         starts_in_anchor_slot=False,
@@ -109,7 +99,7 @@ def _read_own(checkpoint: Checkpoint, target: PackedModel) -> DFlashLayout:
             "markov_rank": 0,
             "enable_confidence_head": alpha > 0,
             "confidence_head_with_markov": False,
-            **own,
+            **settings,
             "projector_type": projector,
         },
     )
@@ -120,8 +110,6 @@ def _read_speculators(checkpoint: Checkpoint, kind: str) -> DFlashLayout:
     config = checkpoint.config
     if not isinstance(config.get("transformer_layer_config"), dict):
         raise checkpoint.error("has no transformer_layer_config.")
-    values = plain_rope(config["transformer_layer_config"])
-    check_layer_count(checkpoint, values, Plan(checkpoint, _canonical))
     defaults = {
         "markov_rank": 256,
         "markov_head_type": "vanilla",
@@ -129,9 +117,9 @@ def _read_speculators(checkpoint: Checkpoint, kind: str) -> DFlashLayout:
         "confidence_head_with_markov": True,
     }
     return DFlashLayout(
-        layers=_read_layers(checkpoint, values),
-        block_size=_integer(checkpoint, config.get("block_size", 8), "block_size"),
-        mask_token_id=_integer(checkpoint, config.get("mask_token_id"), "mask_token_id"),
+        layers=_read_layers(checkpoint, config["transformer_layer_config"]),
+        block_size=checkpoint.integer("block_size", config.get("block_size", 8), minimum=0),
+        mask_token_id=checkpoint.integer("mask_token_id", config.get("mask_token_id"), minimum=0),
         tapped=tuple(_integers(checkpoint, config.get("aux_hidden_state_layer_ids"), "aux_hidden_state_layer_ids")),
         from_anchor=bool(config.get("sample_from_anchor", kind == "dspark")),
         causal=(False, not config.get("sliding_window_non_causal", False)),
@@ -142,13 +130,15 @@ def _read_speculators(checkpoint: Checkpoint, kind: str) -> DFlashLayout:
 
 
 def _read_layers(checkpoint: Checkpoint, values: dict[str, Any]) -> Qwen3Config:
+    """The layers are always Qwen3's; the configuration's model type only sets defaults."""
+    values = plain_rope(values)
+    check_layer_count(checkpoint, values, Plan(checkpoint, _canonical))
     source = layer_config(checkpoint, values, "qwen3")
     with checkpoint.building():
         return _qwen3(checkpoint, source)
 
 
 def _qwen3(checkpoint: Checkpoint, source: PretrainedConfig) -> Qwen3Config:
-    """The layers are always Qwen3's; the configuration's model type only sets defaults."""
     rope = getattr(source, "rope_parameters", None) or {}
     rope = rope.get("sliding_attention", rope)  # if kinds of layers differ, speculators uses this one
     if rope.get("partial_rotary_factor", 1.0) != 1.0:
@@ -161,16 +151,8 @@ def _qwen3(checkpoint: Checkpoint, source: PretrainedConfig) -> Qwen3Config:
     if "sliding_attention" in layer_types and not window:
         raise checkpoint.error("has sliding_attention layers and no sliding_window (or use_sliding_window false).")
     return Qwen3Config(
-        vocab_size=source.vocab_size,
-        hidden_size=source.hidden_size,
-        intermediate_size=source.intermediate_size,
-        num_hidden_layers=source.num_hidden_layers,
-        num_attention_heads=source.num_attention_heads,
-        num_key_value_heads=source.num_key_value_heads,
+        **{key: getattr(source, key) for key in _QWEN3_KEYS},
         head_dim=getattr(source, "head_dim", None) or source.hidden_size // source.num_attention_heads,
-        hidden_act=source.hidden_act,
-        max_position_embeddings=source.max_position_embeddings,
-        rms_norm_eps=source.rms_norm_eps,
         rope_parameters=rope,
         attention_bias=getattr(source, "attention_bias", False),
         use_sliding_window=window is not None,
@@ -179,16 +161,10 @@ def _qwen3(checkpoint: Checkpoint, source: PretrainedConfig) -> Qwen3Config:
     )
 
 
-def _integer(checkpoint: Checkpoint, value: Any, key: str) -> int:
-    if isinstance(value, bool) or not isinstance(value, int) or value < 0:
-        raise checkpoint.error(f"needs an integer {key!r} in its configuration, not {value!r}.")
-    return value
-
-
 def _integers(checkpoint: Checkpoint, values: Any, key: str) -> list[int]:
     if not isinstance(values, list) or not values:
         raise checkpoint.error(f"needs a list of layers {key!r} in its configuration, not {values!r}.")
-    return [_integer(checkpoint, value, key) for value in values]
+    return [checkpoint.integer(key, value, minimum=0) for value in values]
 
 
 def _check(checkpoint: Checkpoint, layout: DFlashLayout, target: PackedModel) -> None:
@@ -201,7 +177,7 @@ def _check(checkpoint: Checkpoint, layout: DFlashLayout, target: PackedModel) ->
         )
     heads = layout.heads
     if heads.get("markov_rank"):
-        _integer(checkpoint, heads["markov_rank"], "markov_rank")
+        checkpoint.integer("markov_rank", heads["markov_rank"], minimum=0)
     if (
         heads.get("enable_confidence_head")
         and heads.get("confidence_head_with_markov")
@@ -213,11 +189,11 @@ def _check(checkpoint: Checkpoint, layout: DFlashLayout, target: PackedModel) ->
             f"has markov_head_type {heads['markov_head_type']!r}; known are {', '.join(MARKOV_TYPES)}."
         )
     if heads.get("projector_type") == "domino":
-        _integer(checkpoint, heads.get("pure_draft_prefix_len", 0), "dflash_config.pure_draft_prefix_len")
+        checkpoint.integer("dflash_config.pure_draft_prefix_len", heads.get("pure_draft_prefix_len", 0), minimum=0)
         plan = Plan(checkpoint, _canonical)
         # Weights that are read: the state by the GRU, the bottleneck by the last layer.
         for key, tensor in (("emb_dim", "embed_proj.2.weight"), ("gru_hidden_dim", "prefix_gru.weight_hh_l0")):
-            size = _integer(checkpoint, heads.get(key), f"dflash_config.{key}")
+            size = checkpoint.integer(f"dflash_config.{key}", heads.get(key), minimum=0)
             held = plan.matrix(f"domino.{tensor}")[1] if f"domino.{tensor}" in plan else size
             if size < 1 or size != held:
                 raise checkpoint.error(f"has dflash_config.{key} = {size}, but its {tensor} reads {held} numbers.")
@@ -253,7 +229,7 @@ def load_dflash(
     owns = {
         key: plan.matrix(f"{key}.weight") if f"{key}.weight" in plan else None for key in ("embed_tokens", "lm_head")
     }
-    check_target(checkpoint, target, None if all(owns.values()) else config.hidden_size, config.vocab_size)
+    target_parts.check_target(checkpoint, target, None if all(owns.values()) else config.hidden_size, config.vocab_size)
     feature_size = target.config.hidden_size
     reads = plan.matrix("fc.weight")[1] if "fc.weight" in plan else None
     if reads not in (None, len(layout.tapped) * feature_size):
@@ -261,22 +237,18 @@ def load_dflash(
             f"fc.weight reads {reads} numbers, but {len(layout.tapped)} of the target's layers have "
             f"{len(layout.tapped) * feature_size}. It is for another target." + trained_for(checkpoint)
         )
-    shared_head: Any = target_head(target)
+    shared_head: Any = target_parts.target_head(target)
     size = (owns["lm_head"] or tuple(shared_head.weight.shape))[0]
-    vocabulary = draft_vocabulary(checkpoint, target, _offsets(checkpoint, layout, bool(owns["lm_head"])), size)
-    table: Any = target_embeddings(target)
+    vocabulary = target_parts.draft_vocabulary(
+        checkpoint, target, _offsets(checkpoint, layout, bool(owns["lm_head"])), size
+    )
+    table: Any = target_parts.target_embeddings(target)
     rows = (owns["embed_tokens"] or table.weight.shape)[0]
     if layout.mask_token_id >= rows:
         raise checkpoint.error(f"has mask_token_id {layout.mask_token_id}, but there are {rows} embeddings.")
-    with checkpoint.building():
-        drafter = DFlashDrafter(layout, feature_size, size, owns)
-    device, dtype = device_and_dtype(target)
-    rotary = RotaryPositions(checkpoint, config, device)
-    load_module(drafter, plan, device, dtype)
-    if drafter.embed_tokens is None:
-        embeddings = shared_embeddings(checkpoint, target, config.hidden_size)
-    else:
-        embeddings = own_embeddings(drafter.embed_tokens, target)
+    rotary = RotaryPositions(checkpoint, config, target_parts.device_and_dtype(target)[0])
+    drafter = target_parts.built(checkpoint, plan, target, lambda: DFlashDrafter(layout, feature_size, size, owns))
+    embeddings = embeddings_of(checkpoint, target, drafter.embed_tokens, config.hidden_size)
     return LoadedDFlash(
         head=BlockHead(drafter, layout, rotary, prepack_weights),
         embeddings=embeddings,

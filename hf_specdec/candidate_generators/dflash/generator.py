@@ -1,8 +1,8 @@
-"""Drafting with DFlash, DSpark and Domino: one forward of a small drafter fills a whole block."""
+"""Drafting with DFlash, DSpark and Domino: one forward of a small drafter fills a whole block; keys of method `dflash`."""
 
 from __future__ import annotations
 
-import dataclasses
+from dataclasses import dataclass
 
 import numpy as np
 import torch
@@ -13,15 +13,27 @@ from ...core.sequence import Sequence
 from ...kernels.transfer import upload
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext
-from ..checkpoints.config import proposed_length
+from ..checkpoints.config import HeadConfig, proposed_length
 from ..checkpoints.target_parts import gather_features, load_once
-from ..growing.features import FeatureGenerator
-from ..growing.levels import Level
-from ..growing.tree_shapes import DynamicTree, TreeShape, TreeTemplate
+from ..growing.features import FeatureGenerator, joined
+from ..growing.tree_growth import DraftLevel
+from ..growing.tree_shapes import TreeShape, cut_shape
 from ..registry import register
 from .checkpoint import is_dflash, load_dflash, read_layout
-from .config import DFlashConfig
-from .head import BlockHead
+
+
+@dataclass
+class DFlashConfig(HeadConfig):
+    """DFlash, DSpark and Domino: a drafter of a few layers reads the target's hidden states and predicts a block of tokens in
+    one forward, by default as many as its block was trained for. With fewer, it runs a shorter block.
+
+    With a DSpark confidence head, `draft_confidence_threshold` ends a draft where the head's estimate of the probability
+    that all of it is accepted falls below the threshold.
+    """
+
+    name = "dflash"
+    requires = ("a DFlash, DSpark or Domino drafter trained for the target: 'model'",)
+    default_longest_draft = 15
 
 
 @register(DFlashConfig)
@@ -34,27 +46,24 @@ class DFlashGenerator(FeatureGenerator):
     vLLM.
     """
 
-    has_loop = False  # one forward has drafted all depths before any token is chosen
-    config: DFlashConfig
-    head: BlockHead
+    drafts_twice = True
 
     def __init__(self, config: DFlashConfig, target: PackedModel, context: DrafterContext | None = None):
         checkpoint = config.open_head(is_dflash)
-        self.layout = read_layout(checkpoint, target)
-        self.default_length = proposed_length(checkpoint) or self.layout.num_tokens
-        super().__init__(self.with_checkpoint_defaults(config), target, context)
-        self.shape = self._fitting(self.shape)
-        self.loaded = load_once(
-            config, target, lambda: load_dflash(checkpoint, self.layout, target, config.prepack_weights)
-        )
+        layout = self.layout = read_layout(checkpoint, target)
+        config = config.with_default_length(proposed_length(checkpoint) or layout.num_tokens)
+        shape = _fitting(config, layout.num_tokens)
+        super().__init__(config, target, context, shape, has_loop=False)  # one forward has drafted all depths
+        self.loaded = load_once(config, target, lambda: load_dflash(checkpoint, layout, target, config.prepack_weights))
         self.vocabulary, self.lm_head = self.loaded.vocabulary, self.loaded.lm_head
-        self.head = self.captured(self.loaded.head, native=False)  # its blocks are packed once per kind of attention
-        self.sequential, self.confidence = self.head.module.sequential, self.head.module.confidence_head
-        self.taps = Taps(layers=tuple(dict.fromkeys(self.layout.tapped)))
-        self.num_slots = self.shape.depth + (not self.layout.from_anchor)
-        self.cache = self.new_cache(1, config.block_size)
-        self.deepest = 0  # the largest limit of the current round
-        self.hidden: torch.Tensor | None = None  # [R, depths, H] of the current round, for the heads
+        self.head = self.block = self.captured(
+            self.loaded.head, native=False
+        )  # its blocks are packed once per kind of attention
+        self.sequential, self.confidence = self.block.module.sequential, self.block.module.confidence_head
+        self.taps = Taps(layers=tuple(dict.fromkeys(layout.tapped)))
+        self.num_slots = shape.depth + (not layout.from_anchor)
+        # of the current round:
+        self.hidden: torch.Tensor | None = None  # [R, depths, H], for the heads
         self.base: torch.Tensor | None = None  # [R, depths, Vd], the block's own logits
         self.survival: torch.Tensor | None = (
             None  # [R, F], log-probabilities that the token after each node is accepted
@@ -63,95 +72,60 @@ class DFlashGenerator(FeatureGenerator):
     def moved_caches(self) -> None:
         """None: moving the rows of its cache is not supported."""
 
-    def with_checkpoint_defaults(self, config: DFlashConfig) -> DFlashConfig:
-        """The configuration with the checkpoint's or the block's length, where the user gave none."""
-        return config.with_default_length(self.default_length)
-
-    def _fitting(self, shape: TreeShape) -> TreeShape:
-        """The configured shape; with draft_length "auto" it is cut to the block's length.
-
-        Raises:
-            SpeculativeConfigError: the shape is deeper than the block.
-        """
-        longest = self.layout.num_tokens
-        if shape.depth <= longest:
-            return shape
-        if self.config.draft_length != "auto" or not (shape.is_chain or isinstance(shape, DynamicTree)):
-            raise self.config.fail(
-                "num_speculative_tokens",
-                f"is {self.config.num_speculative_tokens}, but the drafter's block has {longest} tokens.",
-            )
-        if isinstance(shape, DynamicTree):
-            return dataclasses.replace(shape, depth=longest)
-        return TreeTemplate.from_widths([1] * longest)
-
     # ---- reading the text -------------------------------------------------------------------------------------------
 
     def features(self, output: PackedOutput, index: torch.Tensor) -> torch.Tensor:
         """The drafter's context [n, H], which is smaller than the tapped layers it is made of."""
         layers = [output.layers[i] for i in self.layout.tapped]
-        return self.head.context(gather_features(layers, index, self.head.device, self.head.dtype))
+        return self.block.context(gather_features(layers, index, self.head.device, self.head.dtype))
 
     def read(self, sequences: list[Sequence], chunk: int) -> None:
         """Write context keys and values of up to `chunk` tokens of each text. Slots are reserved."""
         inputs, context = [], []
         for seq in sequences:
-            known = torch.cat(self.unread[seq.id])
-            own, left = known[:chunk], known[chunk:]
-            self.unread[seq.id] = [left] if len(left) else []
-            start = self.cache.tables[seq.id].length
-            inputs.append(RowInput(seq.id, np.asarray(seq.tokens[start : start + len(own)], dtype=np.int64), start))
-            context.append(own)
-        self.head.read_context(inputs, torch.cat(context), self.cache)
+            context.append(self.taken(seq, chunk))
+            start = self.pages.length(seq)
+            tokens = np.asarray(seq.tokens[start : start + len(context[-1])], dtype=np.int64)
+            inputs.append(RowInput(seq.id, tokens, start))
+        self.block.read_context(inputs, joined(context), self.cache)
         for seq, row in zip(sequences, inputs, strict=True):
             self.has_read(seq, row.start + len(row.tokens))
 
     # ---- drafting ---------------------------------------------------------------------------------------------------
 
-    def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
-        """The limits; 0 for rows whose features are incomplete, or for whose block there are no free slots."""
-        self.sequences = sequences
-        out = []
-        for seq, limit in zip(sequences, limits, strict=True):
-            end = self.cache.tables[seq.id].length + self.num_unread(seq) if limit else -1
-            complete = end == len(seq.tokens) - 1
-            out.append(limit if complete and self.try_reserve(seq, end + self.num_slots) else 0)
-        self.deepest = max(out, default=0)
-        return out
+    def slots_of_draft(self, limit: int) -> int:
+        return self.num_slots
 
-    def roots(self, sequences: list[Sequence]) -> tuple[torch.Tensor, ...]:
+    def roots(self, sequences: list[Sequence], limits: list[int]) -> tuple[torch.Tensor, ...]:
         """Read all unread tokens of each text and run the block; logits [R, Vd] of the first depth."""
         chunk = self.config.prefill_chunk_size
-        while new := [seq for seq in sequences if self.num_unread(seq)]:
-            self.read(new, chunk)
+        while unread := [seq for seq in sequences if self.num_unread(seq)]:
+            self.read(unread, chunk)
         anchors = upload([seq.tokens[-1] for seq in sequences], self.head.device)
         ids = torch.full((len(sequences), self.num_slots), self.layout.mask_token_id, device=self.head.device)
         ids[:, 0] = anchors
-        rows = [
-            RowInput(seq.id, own, self.cache.tables[seq.id].length) for seq, own in zip(sequences, ids, strict=True)
-        ]
-        hidden = self.head.block(rows, self._embed(ids.flatten()), self.cache).view(*ids.shape, -1)
+        rows = [RowInput(seq.id, block, self.pages.length(seq)) for seq, block in zip(sequences, ids, strict=True)]
+        hidden = self.block.block(rows, self._embed(ids.flatten()), self.cache).view(*ids.shape, -1)
         first = 0 if self.layout.from_anchor else 1
-        self.hidden = hidden[:, first : first + self.deepest]
+        self.hidden = hidden[:, first : first + max(limits)]
         self.base = self.lm_head(self.hidden)
         self.survival = None
         size = self.sequential.state_size if self.sequential is not None else 0
-        self.state = hidden.new_zeros(len(sequences), 1, size)
+        self.grower.state = hidden.new_zeros(len(sequences), 1, size)
         if first and self.layout.starts_in_anchor_slot and size:
-            self._correct(hidden[:, 0], anchors[:, None], self.state, 1)
-        return (self._follow_paths(1, anchors[:, None], self.state, None)[:, 0],)
+            self._correct(hidden[:, 0], anchors[:, None], self.grower.state, 1)
+        return (self._follow_paths(1, anchors[:, None], self.grower.state, None)[:, 0],)
 
     def begin(self, *roots: torch.Tensor) -> torch.Tensor:
-        """The logits [R, Vd] that `roots` computed."""
         return roots[0]
 
-    def expand(self, level: Level) -> torch.Tensor:
+    def expand(self, level: DraftLevel) -> torch.Tensor:
         """The block's logits at the next depth, [R, 1, Vd], or corrected for each node's path, [R, F, Vd]."""
-        assert self.base is not None and self.hidden is not None and self.state is not None
-        state, survival = self.state, self.survival
+        assert self.base is not None and self.hidden is not None
+        state, survival = self.grower.remaining(level), self.survival
         if len(level.kept) < len(self.base):
             kept = upload(level.kept, self.base.device)
-            self.base, self.hidden, state = self.base[kept], self.hidden[kept], state[kept]
+            self.base, self.hidden = self.base[kept], self.hidden[kept]
             survival = survival[kept] if survival is not None else None
         if self.sequential is not None:
             state = state.gather(1, level.parents[:, :, None].expand(-1, -1, state.shape[2]))
@@ -178,14 +152,14 @@ class DFlashGenerator(FeatureGenerator):
         flat = previous.flatten()
         per_node = hidden[:, None].expand(-1, count, -1).flatten(0, 1)
         new, bias = self.sequential(state.flatten(0, 1), flat, per_node, self._embed, depth)
-        self.state = new.view(rows, count, -1)
+        self.grower.state = new.view(rows, count, -1)
         return None if bias is None else bias.view(rows, count, -1)
 
     def _confidence(self, hidden: torch.Tensor, previous: torch.Tensor) -> torch.Tensor:
         """Log-probabilities [R, F] that the token after each of `previous` [R, F] is accepted."""
         assert self.confidence is not None
         features = hidden[:, None].expand(-1, previous.shape[1], -1)
-        if self.head.module.confidence_reads_markov:
+        if self.block.module.confidence_reads_markov:
             assert self.sequential is not None
             summary = self.sequential.summary(previous.flatten()).view(*previous.shape, -1)
             features = torch.cat([features, summary], dim=-1)
@@ -193,9 +167,25 @@ class DFlashGenerator(FeatureGenerator):
 
     def _embed(self, ids: torch.Tensor) -> torch.Tensor:
         """Embeddings [n, H] of ids [n] of the target's vocabulary."""
-        device = self.target.device if self.head.module.embed_tokens is None else self.head.device
-        return self.loaded.embeddings(ids[None].to(device), self.head.module.fc.weight)[0]
+        device = self.target.device if self.block.module.embed_tokens is None else self.head.device
+        return self.loaded.embeddings(ids[None].to(device), self.block.module.fc.weight)[0]
 
     def log_survival(self) -> torch.Tensor | None:
         """The confidence head's estimates for the last logits, if the checkpoint has one; see `levels.NodeExpander`."""
         return self.survival
+
+
+def _fitting(config: DFlashConfig, longest: int) -> TreeShape:
+    """The configured shape; with draft_length "auto" it is cut to the block's length.
+
+    Raises:
+        SpeculativeConfigError: the shape is deeper than the block.
+    """
+    shape = config.shape()
+    cut = cut_shape(shape, longest) if config.draft_length == "auto" or shape.depth <= longest else None
+    if cut is None:
+        raise config.fail(
+            "num_speculative_tokens",
+            f"is {config.num_speculative_tokens}, but the drafter's block has {longest} tokens.",
+        )
+    return cut

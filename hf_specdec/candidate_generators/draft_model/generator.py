@@ -1,34 +1,140 @@
-"""Drafting with a smaller language model (Leviathan et al. 2023; Chen et al. 2023), in chains or trees."""
+"""Drafting with a smaller language model (Leviathan et al. 2023; Chen et al. 2023), in chains or trees; keys of method `draft_model`."""
 
 from __future__ import annotations
+
+import contextlib
+import os
+import threading
+import weakref
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
+from ...bundled import resolve_model
 from ...cache import PagedStaticCache
+from ...config import SpeculativeConfigError, config_key
 from ...core.draft_trees import DraftTrees
 from ...core.outcome import StepOutcome
 from ...core.rows import RowInput
 from ...core.sequence import Sequence
+from ...model.architectures import has_repository_code
+from ...model.options.quantized import quantizes_natively
 from ...model.packed_model import PackedModel
 from ...model.prepare import ModelOptions, prepare
-from ..base import DrafterContext
-from ..growing.grower import CachedGenerator
-from ..growing.levels import Draft, Level
+from ..base import CandidateGenerator, DrafterContext, RunsModel
+from ..checkpoints.files import Checkpoint, register_format, versions_of
+from ..growing.grower import Grower, GrowsDrafts
+from ..growing.own_cache import OwnCache, OwnsCache
+from ..growing.tree_growth import Draft, DraftLevel
+from ..growing.tree_shapes import TreeDraftingConfig
 from ..registry import register
-from .config import DraftModelConfig
-from .head import load_drafter
-from .vocabulary import make_bridge
+from .vocabulary import BRIDGES, make_bridge
+
+
+@dataclass
+class DraftModelConfig(TreeDraftingConfig):
+    """A smaller causal language model drafts token by token, with a KV cache of its own; or the target drafts for itself
+    through its first layers (`early_exit`). Drafters with another tokenizer are bridged by shared tokens or by text."""
+
+    name = "draft_model"
+    uses_assistant_model = True
+    requires = ("a smaller model: 'model', generate(assistant_model=...) or 'early_exit'",)
+
+    model: str | None = config_key(None, "drafter: bundled name, folder or Hub id")
+    revision: str | None = config_key(None, "Hub revision of the drafter")
+    early_exit: int | None = config_key(None, "draft with this many of the target's own first layers", minimum=1)
+    vocabulary_bridge: str | None = config_key(
+        None,
+        "for a drafter with another tokenizer: 'intersection' (tokens both have) or 'text' (re-encode)",
+        choices=BRIDGES,
+    )
+
+    def __post_init__(self) -> None:
+        if isinstance(self.model, os.PathLike):
+            self.model = os.fspath(self.model)
+        if self.model is not None and not isinstance(self.model, str):
+            hint = (
+                "pass a loaded model as generate(assistant_model=...)"
+                if callable(self.model)
+                else f"not {self.model!r}"
+            )
+            raise SpeculativeConfigError(f"speculative_config['model'] must be the name or folder of a model; {hint}.")
+        super().__post_init__()
+        if self.model is not None and self.early_exit is not None:
+            raise self.fail("early_exit", "cannot be combined with 'model': the target drafts for itself.")
+
+
+def _matches(checkpoint: Checkpoint) -> bool:
+    return checkpoint.config.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES and checkpoint.any(
+        r"(model|transformer|gpt_neox|decoder|backbone)\."
+    )
+
+
+register_format("a causal language model of transformers", "draft_model", _matches, last=True)
+
+_loading = threading.Lock()
+_loaded = weakref.WeakKeyDictionary[PreTrainedModel, "weakref.WeakValueDictionary[tuple, PreTrainedModel]"]()
+
+
+def load_drafter(config: DraftModelConfig, target: PackedModel, context: DrafterContext) -> PreTrainedModel:
+    """The drafter: the target itself (early exit), `generate(assistant_model=)`, or the configured model.
+
+    A configured model is loaded once per target, so that configurations with other draft lengths share it.
+    """
+    if context.assistant_model is not None:
+        given = "model" if config.model is not None else "early_exit" if config.early_exit is not None else None
+        if given is not None:
+            raise config.fail(given, "and generate(assistant_model=...) both name a drafter: pass one of them.")
+        return context.assistant_model
+    if config.early_exit is not None:
+        return target.model
+    if config.model is None:
+        raise config.fail(
+            "model", "is missing: name a smaller model, pass assistant_model= to generate(), or set 'early_exit'."
+        )
+    name = resolve_model(config.model)
+    shards = config.draft_tensor_parallel_size or 1
+    sharding = {}
+    if shards > 1 and target.ranks is not None:  # as the target is, over the same ranks
+        from transformers.distributed.configuration_utils import DistributedConfig
+
+        sharding["distributed_config"] = DistributedConfig(tp_size=shards)
+    quantization = config.quantization and (config.quantization, quantizes_natively(config))
+    key = (name, versions_of(name), config.revision, quantization, target.model.dtype, target.device, len(sharding))
+    # transformers patches its own classes while it loads: two loads at once would leave them patched.
+    with _loading:
+        loaded = _loaded.setdefault(target.model, weakref.WeakValueDictionary())
+        model: Any = loaded.get(key)
+        if model is None:
+            try:
+                revision = config.revision or "main"
+                trusted = has_repository_code(target.model) and not is_known(name, revision)
+                model = AutoModelForCausalLM.from_pretrained(
+                    name, revision=revision, dtype=target.model.dtype, trust_remote_code=trusted, **sharding
+                )
+            except (OSError, ValueError) as error:
+                raise config.fail("model", f"could not be loaded from {name!r}: {error}") from error
+            model = loaded[key] = (model if sharding else model.to(target.device)).eval()
+    return model
+
+
+def is_known(name: str, revision: str) -> bool:
+    """True if transformers has the code of a model: then no code of its repository is run."""
+    values, _ = PreTrainedConfig.get_config_dict(name, revision=revision)
+    return values.get("model_type") in MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
 
 
 @register(DraftModelConfig)
-class DraftModelGenerator(CachedGenerator):
+class DraftModelGenerator(OwnsCache, GrowsDrafts, CandidateGenerator, RunsModel):
     """Drafts with a causal language model, run like the target by a PackedModel over a paged cache."""
 
-    has_loop = True
     config: DraftModelConfig
-    uses_assistant_model = True
+    has_loop = True
 
     def __init__(self, config: DraftModelConfig, target: PackedModel, context: DrafterContext | None = None):
         super().__init__(config, target, context)
@@ -53,38 +159,44 @@ class DraftModelGenerator(CachedGenerator):
         )
         borrowed = model is context.assistant_model
         self.drafter = prepare(model, options, num_layers=config.early_exit, borrowed=borrowed)
-        self.run_as_graphs(self.drafter.graphs is not None)
-        self.bridge = self.vocabulary = make_bridge(config, target, self.drafter, context)
-        self.cache = self.new_cache(1, config.block_size)
+        self.bridge = self.vocabulary = make_bridge(config, config.vocabulary_bridge, target, self.drafter, context)
+        has_graphs = self.drafter.graphs is not None
+        self.grower = Grower(self, config.shape(), has_loop=self.has_loop and has_graphs)
+        self.pages = OwnCache(self, self.grower, config.block_size)
+        self.pages.has_graphs = has_graphs
         # per sequence, the cache index of each node of the last draft (or -1)
         self.kept_nodes: dict[int, list[int]] = {}
+        self._resting: contextlib.ExitStack | None = (
+            None  # where to enter the drafter's context, before it is first asked
+        )
         self.texts: dict[int, list[int]] = {}  # per sequence of the current round, its text in the drafter's tokens
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
     def new_cache(self, num_blocks: int, block_size: int) -> PagedStaticCache:
-        """A cache for the drafter's layers, which grows up to `num_blocks`."""
         return self.drafter.new_cache(num_blocks, block_size, self.bridge.nodes_are_drafter_tokens, grows=True)
 
     def own_tokens(self, num_tokens: int) -> int:
-        """The most tokens that a text can have in the drafter's vocabulary."""
         return self.bridge.max_drafter_tokens(num_tokens)
 
     def evict(self, seq: Sequence) -> None:
-        """Give the KV blocks back; they are recomputed from the tokens."""
         super().evict(seq)
         self.kept_nodes.pop(seq.id, None)
 
     def stop(self, seq: Sequence) -> None:
-        """Free the cache entry."""
         super().stop(seq)
         self.kept_nodes.pop(seq.id, None)
         self.texts.pop(seq.id, None)
         self.bridge.forget(seq)
 
+    @contextlib.contextmanager
     def active(self):
-        """A context in which the drafter's attention reads pages."""
-        return self.drafter.active()
+        """The drafter's attention reads pages from the first draft on."""
+        with contextlib.ExitStack() as self._resting:
+            try:
+                yield
+            finally:
+                self._resting = None
 
     # ---- drafting ---------------------------------------------------------------------------------------------------
 
@@ -97,7 +209,9 @@ class DraftModelGenerator(CachedGenerator):
 
     def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
         """The limits; 0 for rows whose text and draft do not fit into the drafter's positions or free blocks."""
-        self.sequences = sequences
+        if self._resting is not None:
+            self._resting.enter_context(self.drafter.active())
+            self._resting = None
         self.texts = {
             seq.id: self.bridge.to_drafter(seq) for seq, limit in zip(sequences, limits, strict=True) if limit
         }
@@ -112,17 +226,16 @@ class DraftModelGenerator(CachedGenerator):
             return False
         self.cache.truncate(seq.id, self.bridge.num_unchanged(seq, text))
         self.cache.match_prefix(seq.id, text)
-        if not self.try_reserve(seq, len(text) + self.shape.num_expanded(limit)):
+        if not self.pages.try_reserve(seq, len(text) + self.grower.shape.num_expanded(limit)):
             return False
         if share_now:  # one forward writes all texts, so later rows may share these blocks
             self.cache.register_prefix(seq.id, text, len(text))
         return True
 
     def modules(self) -> list[nn.Module]:
-        """The drafter."""
         return [self.drafter.model]
 
-    def roots(self, sequences: list[Sequence]) -> tuple[torch.Tensor, ...]:
+    def roots(self, sequences: list[Sequence], limits: list[int]) -> tuple[torch.Tensor, ...]:
         """Read all new tokens of the texts, a chunk at a time; logits [R, V] of the token after each text."""
         chunk = self.config.prefill_chunk_size
         rows = [(seq, self.texts[seq.id]) for seq in sequences]
@@ -147,20 +260,19 @@ class DraftModelGenerator(CachedGenerator):
             self.cache.tables[row.seq_id].length = row.start + len(row.tokens)
         return logits
 
-    def expand(self, level: Level) -> torch.Tensor:
+    def expand(self, level: DraftLevel) -> torch.Tensor:
         """Run the drafter over the nodes of one depth: logits [R, F, V]."""
-        rows, count = level.tokens.shape
+        (rows, count), loop = level.tokens.shape, self.grower.loop
         tokens = self.bridge.drafter_ids(level.tokens)
-        if self.loop is not None:
-            output = self.drafter.forward_batch(self.loop.batch(level.depth, tokens, level.ancestors))
+        if loop is not None:
+            output = self.drafter.forward_batch(loop.batch(level.depth, tokens, level.ancestors))
         else:
-            seq_ids = [self.sequences[i].id for i in level.rows]
+            seq_ids = [self.grower.sequences[i].id for i in level.rows]
             positions = [len(self.texts[seq_id]) - 1 for seq_id in seq_ids]
-            output = self.drafter.forward(self.level_inputs(level, tokens, seq_ids, positions), self.cache)
+            output = self.drafter.forward(self.pages.level_inputs(level, tokens, seq_ids, positions), self.cache)
         return output.logits.view(rows, count, -1)
 
     def drafted(self, sequences: list[Sequence], draft: Draft) -> None:
-        """Keep the cache indices of the draft's nodes."""
         if self.bridge.nodes_are_drafter_tokens:
             for seq, length, at in zip(sequences, draft.trees.lengths, draft.expanded, strict=True):
                 if length:

@@ -14,17 +14,24 @@ from ...core.sequence import Sequence
 from ...model.architectures import has_repository_code
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext, held_weakly
-from .config import DraftModelConfig
+from ..growing.tree_shapes import TreeDraftingConfig
 
 logger = logging.getLogger(__name__)
+
+BRIDGES = ("intersection", "text")
 
 # Below this share of common tokens, more drafts are accepted through text than from the intersection.
 _USEFUL_INTERSECTION = 0.25
 _LOOKBEHIND = 10  # target tokens re-encoded together with the drafted text, for the same tokenization as in context
 
 
-def make_bridge(config: DraftModelConfig, target: PackedModel, drafter: PackedModel, context: DrafterContext):
+def make_bridge(
+    config: TreeDraftingConfig, wanted: str | None, target: PackedModel, drafter: PackedModel, context: DrafterContext
+):
     """Choose how tokens are translated, by comparing tokenizers (vocabulary sizes may differ by padding).
+
+    Args:
+        wanted: one of BRIDGES, if the tokenizers differ; None: by how many tokens they share.
 
     Raises:
         SpeculativeConfigError: the vocabularies differ and cannot be bridged, or only for chains while a tree is configured.
@@ -32,7 +39,9 @@ def make_bridge(config: DraftModelConfig, target: PackedModel, drafter: PackedMo
     if drafter.model is target.model:
         return SharedVocabulary(target.vocab_size, target.vocab_size)
     given = context.tokenizer, context.assistant_tokenizer
-    ours, theirs = (own or _tokenizer_of(each.model) for own, each in zip(given, (target, drafter), strict=True))
+    ours, theirs = (
+        tokenizer or _tokenizer_of(packed.model) for tokenizer, packed in zip(given, (target, drafter), strict=True)
+    )
     if ours is None or theirs is None:
         if target.vocab_size == drafter.vocab_size:
             return SharedVocabulary(target.vocab_size, drafter.vocab_size)
@@ -44,7 +53,7 @@ def make_bridge(config: DraftModelConfig, target: PackedModel, drafter: PackedMo
     if ours.get_vocab() == theirs.get_vocab():
         return SharedVocabulary(target.vocab_size, drafter.vocab_size)
     pairs = _common_tokens(ours, theirs, target.vocab_size, drafter.vocab_size)
-    choice = config.vocabulary_bridge
+    choice = wanted
     if choice is None:
         choice = "intersection" if len(pairs) >= _USEFUL_INTERSECTION * len(ours) else "text"
         logger.warning(
@@ -53,7 +62,7 @@ def make_bridge(config: DraftModelConfig, target: PackedModel, drafter: PackedMo
         )  # fmt: skip
     if choice == "text":
         if config.tree_key is not None:
-            why = "" if config.vocabulary_bridge else " (chosen because the tokenizers have few tokens in common)"
+            why = "" if wanted else " (chosen because the tokenizers have few tokens in common)"
             raise config.fail(
                 config.tree_key,
                 f"cannot be used with vocabulary_bridge 'text'{why}, which drafts chains: leave the tree's keys out, or set "
@@ -139,39 +148,46 @@ class SharedVocabulary:
         return trees
 
     def forget(self, seq: Sequence) -> None:
-        """Drop what was kept for a sequence that left."""
         self.checked.pop(seq.id, None)
 
 
 class TokenizerBridge(SharedVocabulary):
-    """Base for two tokenizers. Those `given` to the call belong to the caller and are held weakly."""
+    """Base for two tokenizers. Those `given` to the call belong to the caller and are held weakly.
+
+    Attributes:
+        read: per sequence, what the drafter has read of it.
+    """
 
     nodes_are_drafter_tokens = False
 
-    def __init__(self, ours, theirs, target: PackedModel, given: tuple):
+    def __init__(self, ours, theirs, target: PackedModel, given: tuple = (None, None)):
         super().__init__(target.vocab_size, len(theirs))
+        self.target, self.read = target, {}
         self._ours, self._theirs = (
-            held_weakly(each) if own is not None else lambda each=each: each
-            for each, own in zip((ours, theirs), given, strict=True)
+            held_weakly(tokenizer) if is_given is not None else lambda tokenizer=tokenizer: tokenizer
+            for tokenizer, is_given in zip((ours, theirs), given, strict=True)
         )
 
     @property
     def ours(self) -> Any:
-        """The target's tokenizer."""
         return self._ours()
 
     @property
     def theirs(self) -> Any:
-        """The drafter's tokenizer."""
         return self._theirs()
 
     def max_drafter_tokens(self, num_tokens: int) -> int:
         """A token that is not shared can become several."""
         return 4 * num_tokens
 
+    def forget(self, seq: Sequence) -> None:
+        self.read.pop(seq.id, None)
+
 
 class IntersectionBridge(TokenizerBridge):
     """The drafter chooses among the tokens both tokenizers have (token-level intersection, Timor et al. 2025)."""
+
+    read: dict[int, tuple[int, list[int]]]  # number of tokens, and these in the drafter's tokens
 
     def __init__(self, pairs: dict[int, int], ours, theirs, target: PackedModel, given: tuple = (None, None)):
         super().__init__(ours, theirs, target, given)
@@ -181,10 +197,8 @@ class IntersectionBridge(TokenizerBridge):
         self.their_ids = torch.tensor(list(pairs.values()), device=device)
         self.table = torch.zeros(target.vocab_size, dtype=torch.long, device=device)
         self.table[self.our_ids] = self.their_ids
-        self.read: dict[int, tuple[int, list[int]]] = {}
 
     def to_drafter(self, seq: Sequence) -> list[int]:
-        """The sequence in the drafter's tokens."""
         done, ids = self.read.get(seq.id, (0, []))
         ids = list(ids)
         for token in seq.tokens[done:]:
@@ -196,37 +210,25 @@ class IntersectionBridge(TokenizerBridge):
         return ids
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """As in the base."""
         out = logits.new_full((logits.shape[0], self.vocab_size), float("-inf"))
         out[:, self.our_ids] = logits[:, self.their_ids]
         return out
 
     def drafter_ids(self, tokens: torch.Tensor) -> torch.Tensor:
-        """Drafted tokens [R, F] in the drafter's ids."""
         return self.table[tokens]
-
-    def forget(self, seq: Sequence) -> None:
-        """Drop what was kept for a sequence that left."""
-        self.read.pop(seq.id, None)
 
 
 class TextBridge(TokenizerBridge):
     """The drafter reads and writes text; what it writes is tokenized for the target (universal assisted generation)."""
 
     in_target_vocabulary = False
-
-    def __init__(self, ours, theirs, target: PackedModel, given: tuple = (None, None)):
-        super().__init__(ours, theirs, target, given)
-        self.target = target
-        self.read: dict[int, list[int]] = {}
+    read: dict[int, list[int]]  # the drafter's tokens
 
     def to_drafter(self, seq: Sequence) -> list[int]:
-        """The sequence in the drafter's tokens."""
         text = self.ours.decode(seq.tokens, skip_special_tokens=True)
         return self.theirs.encode(text) or [self.theirs.bos_token_id or 0]
 
     def num_unchanged(self, seq: Sequence, text: list[int]) -> int:
-        """How many leading tokens the drafter has read already."""
         before = self.read.get(seq.id, [])
         self.read[seq.id] = text
         same = 0
@@ -235,7 +237,6 @@ class TextBridge(TokenizerBridge):
         return same
 
     def scores(self, logits: torch.Tensor) -> torch.Tensor:
-        """As in the base."""
         return logits
 
     def to_target(self, trees: DraftTrees, sequences: list[Sequence], texts: list[list[int]]) -> DraftTrees:
@@ -256,7 +257,3 @@ class TextBridge(TokenizerBridge):
         if together[: len(tail)] == tail:
             return together[len(tail) :]
         return self.ours.encode(addition, add_special_tokens=False)
-
-    def forget(self, seq: Sequence) -> None:
-        """Drop what was kept for a sequence that left."""
-        self.read.pop(seq.id, None)

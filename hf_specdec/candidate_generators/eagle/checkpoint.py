@@ -8,16 +8,8 @@ from torch import nn
 
 from ...model.packed_head import PackedHead
 from ...model.packed_model import PackedModel
-from ..checkpoints.files import Checkpoint, Plan, load_module, register_format
-from ..checkpoints.layers import (
-    RotaryPositions,
-    check_flags,
-    own_embeddings,
-    read_layer_config,
-    shared_embeddings,
-    vocab_size_of,
-)
-from ..checkpoints.target_parts import DraftVocabulary, check_target, device_and_dtype, draft_vocabulary, target_head
+from ..checkpoints import layers, target_parts
+from ..checkpoints.files import Checkpoint, Plan, register_format
 from .head import EagleHead
 
 _RENAMED = {
@@ -38,7 +30,6 @@ def _canonical(name: str) -> str:
 
 
 def is_eagle(checkpoint: Checkpoint) -> bool:
-    """True for an EAGLE-1/2 head."""
     plan = Plan(checkpoint, _canonical)
     if "fc.weight" not in plan or "layers.0.self_attn.q_proj.weight" not in plan or "hidden_norm.weight" in plan:
         return False
@@ -55,35 +46,31 @@ class LoadedEagle:
 
     head: PackedHead
     lm_head: nn.Module
-    vocabulary: DraftVocabulary
+    vocabulary: target_parts.DraftVocabulary
 
 
 def load_eagle(checkpoint: Checkpoint, target: PackedModel, prepack_weights: bool | None = None) -> LoadedEagle:
     """Load an EAGLE-1/2 head on the target's device, in its dtype."""
     plan = Plan(checkpoint, _canonical)
-    check_flags(
+    layers.check_flags(
         checkpoint,
         plan,
         {"bias": "fc.bias", "fusion_bias": "fc.bias", "qkv_bias": "layers.0.self_attn.q_proj.bias",
          "add_para_norm": "enorm.weight", "layernorms": "enorm.weight"},
     )  # fmt: skip
-    config = read_layer_config(checkpoint, plan)
+    config = layers.read_layer_config(checkpoint, plan)
     has_embeddings, has_lm_head = "embed_tokens.weight" in plan, "lm_head.weight" in plan
-    vocab_size = plan.matrix("embed_tokens.weight")[0] if has_embeddings else vocab_size_of(checkpoint)
-    check_target(checkpoint, target, config.hidden_size, vocab_size)
-    vocabulary = DraftVocabulary(target.vocab_size)
+    vocab_size = plan.matrix("embed_tokens.weight")[0] if has_embeddings else layers.vocab_size_of(checkpoint)
+    target_parts.check_target(checkpoint, target, config.hidden_size, vocab_size)
+    vocabulary = target_parts.DraftVocabulary(target.vocab_size)
     if has_lm_head:
-        vocabulary = draft_vocabulary(checkpoint, target, None, plan.matrix("lm_head.weight")[0])
-    device, dtype = device_and_dtype(target)
-    with checkpoint.building():
-        module = EagleHead(config, plan)
-    load_module(module, plan, device, dtype)
-    module.rotary = RotaryPositions(checkpoint, config, device)
-    if has_embeddings:
-        module.embeddings = own_embeddings(module.embed_tokens, target)
-    else:
-        module.embeddings = shared_embeddings(checkpoint, target, config.hidden_size)
+        vocabulary = target_parts.draft_vocabulary(checkpoint, target, None, plan.matrix("lm_head.weight")[0])
+    module = target_parts.built(checkpoint, plan, target, lambda: EagleHead(config, plan))
+    device, dtype = target_parts.device_and_dtype(target)
+    module.rotary = layers.RotaryPositions(checkpoint, config, device)
+    table = module.embed_tokens if has_embeddings else None
+    module.embeddings = layers.embeddings_of(checkpoint, target, table, config.hidden_size)
     head = PackedHead(
         module, config, config.num_hidden_layers, prepack_weights=prepack_weights, device=device, dtype=dtype
     )
-    return LoadedEagle(head, module.lm_head if has_lm_head else target_head(target), vocabulary)
+    return LoadedEagle(head, module.lm_head if has_lm_head else target_parts.target_head(target), vocabulary)

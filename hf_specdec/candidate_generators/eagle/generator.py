@@ -1,32 +1,34 @@
-"""Drafting with EAGLE-1 and EAGLE-2 heads (Li et al. 2024)."""
+"""Drafting with EAGLE-1 and EAGLE-2 heads (Li et al. 2024), and the keys of method `eagle`."""
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext
-from ..checkpoints.config import proposed_length
+from ..checkpoints.config import HeadConfig, proposed_length
 from ..checkpoints.target_parts import load_once
 from ..growing.features import FeatureGenerator
 from ..registry import register
 from .checkpoint import is_eagle, load_eagle
-from .config import EagleConfig
+
+
+@dataclass
+class EagleConfig(HeadConfig):
+    """EAGLE-1/2: a head of one decoder layer drafts from the target's final hidden states, in chains, static trees
+    (EAGLE-1) or dynamic trees (EAGLE-2: `top_k`, `total_tokens`, `depth`)."""
+
+    name = "eagle"
+    requires = ("an EAGLE head trained for the target: 'model'",)
 
 
 @register(EagleConfig)
 class EagleGenerator(FeatureGenerator):
     """Drafts with an EAGLE-1/2 head. Logits come from the target's language-model head, or the checkpoint's own."""
 
-    config: EagleConfig
-
     def __init__(self, config: EagleConfig, target: PackedModel, context: DrafterContext | None = None):
         checkpoint = config.open_head(is_eagle)
-        self.default_length = proposed_length(checkpoint)
-        super().__init__(self.with_checkpoint_defaults(config), target, context)
+        super().__init__(config.with_default_length(proposed_length(checkpoint)), target, context)
         self.loaded = load_once(config, target, lambda: load_eagle(checkpoint, target, config.prepack_weights))
         self.head = self.captured(self.loaded.head)
         self.lm_head, self.vocabulary = self.loaded.lm_head, self.loaded.vocabulary
-        self.cache = self.new_cache(1, config.block_size)
-
-    def with_checkpoint_defaults(self, config: EagleConfig) -> EagleConfig:
-        """The configuration with the checkpoint's draft length, where the user gave none."""
-        return config.with_default_length(self.default_length)

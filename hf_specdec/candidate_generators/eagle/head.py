@@ -44,7 +44,6 @@ class EagleHead(nn.Module):
         fit_biases(self, plan)
 
     def borrowed(self) -> list[nn.Module]:
-        """The embeddings, which may be the target's."""
         return [self.embeddings.table]
 
     def forward(self, input_ids, features, position_ids, **attention) -> torch.Tensor:

@@ -12,28 +12,10 @@ from torch import nn
 from ...core.output import PackedOutput, Taps
 from ...model.packed_head import PackedHead
 from ...model.packed_model import PackedModel
-from ..checkpoints.files import Checkpoint, Plan, load_module, register_format
-from ..checkpoints.layers import (
-    RotaryPositions,
-    check_flags,
-    embedding_shape,
-    own_embeddings,
-    read_layer_config,
-    shared_embeddings,
-    vocab_size_of,
-)
-from ..checkpoints.target_parts import (
-    DraftVocabulary,
-    check_target,
-    check_vocabulary,
-    device_and_dtype,
-    draft_vocabulary,
-    gather_features,
-    number_of,
-    section,
-    target_head,
-    trained_for,
-)
+from ..checkpoints import layers as head_layers
+from ..checkpoints import target_parts
+from ..checkpoints.files import Checkpoint, Plan, register_format
+from ..checkpoints.target_parts import DraftVocabulary, trained_for
 from .head import Eagle3Head, Eagle3Options
 
 logger = logging.getLogger(__name__)
@@ -56,7 +38,6 @@ def canonical_name(name: str) -> str | None:
 
 
 def is_eagle3(checkpoint: Checkpoint) -> bool:
-    """True for an EAGLE-3 or P-EAGLE head."""
     plan = Plan(checkpoint, canonical_name)
     return "layers.0.hidden_norm.weight" in plan and "layers.0.self_attn.o_proj.weight" in plan
 
@@ -90,7 +71,7 @@ def read_options(
         raise checkpoint.error("config.json asks for both norm_before_fc and fc_norm, which exclude each other.")
     if kind == "peagle" and "mask_hidden" not in plan:
         raise checkpoint.error("is a P-EAGLE head (speculators_model_type peagle) without mask_hidden.")
-    check_flags(
+    head_layers.check_flags(
         checkpoint,
         plan,
         {"fc_norm": "fc_norm.0.weight", "norm_before_fc": "input_norm.weight", "parallel_drafting": "mask_hidden",
@@ -104,10 +85,9 @@ def read_options(
         taps=taps,
         norm_before_residual=bool(_option(checkpoint, "norm_before_residual", kind == "eagle3")),
         norm_output=_recycles_normed(checkpoint) if recycle_normed is None else recycle_normed,
-        logit_scale=number_of(checkpoint, "logit_scale", 1.0),
+        logit_scale=checkpoint.number("logit_scale", 1.0),
         mask_token=_mask_token(checkpoint, mask_token) if "mask_hidden" in plan else None,
-        window_stays=kind == "eagle3"
-        and "sliding_attention" in (section(checkpoint, _LAYERS).get("layer_types") or ()),
+        window_stays=kind == "eagle3" and "sliding_attention" in (checkpoint.section(_LAYERS).get("layer_types") or ()),
     )
 
 
@@ -130,7 +110,7 @@ def _recycles_normed(checkpoint: Checkpoint) -> bool:
 
 def _option(checkpoint: Checkpoint, key: str, default: Any) -> Any:
     """A key from config.json or its `eagle_config`."""
-    for place in (checkpoint.config, section(checkpoint, "eagle_config")):
+    for place in (checkpoint.config, checkpoint.section("eagle_config")):
         if place.get(key) is not None:
             return place[key]
     return default
@@ -143,7 +123,7 @@ def _tapped_layers(checkpoint: Checkpoint, num_layers: int) -> tuple[int, ...]:
     ModelOpt) name layers whose outputs are read, so they are one less.
     """
     inputs = checkpoint.config.get(_LAYER_IDS)
-    outputs = section(checkpoint, "eagle_config").get(_LAYER_IDS)
+    outputs = checkpoint.section("eagle_config").get(_LAYER_IDS)
     for ids in (inputs, outputs):
         if ids is not None and not (isinstance(ids, list) and all(type(i) is int for i in ids)):
             raise checkpoint.error(f"{_LAYER_IDS} is {ids!r}, not a list of layers.")
@@ -211,7 +191,7 @@ class LoadedEagle3:
         if not layers:
             assert output.last_hidden is not None
             layers = [output.last_hidden]
-        return gather_features(layers, index, self.head.device, self.head.dtype)
+        return target_parts.gather_features(layers, index, self.head.device, self.head.dtype)
 
 
 def load_eagle3(
@@ -233,18 +213,15 @@ def load_eagle3(
     source = plan.sources.pop("d2t", None)
     offsets = None if source is None else checkpoint.tensor(source)
     options = read_options(checkpoint, plan, target, mask_token, recycle_normed)
-    config = read_layer_config(checkpoint, plan)
+    config = head_layers.read_layer_config(checkpoint, plan)
     _check_target(checkpoint, plan, options, target, is_mapped=offsets is not None)
     vocabulary, lm_head = _vocabulary(checkpoint, plan, target, offsets, config.hidden_size)
-    device, dtype = device_and_dtype(target)
-    with checkpoint.building():
-        module = Eagle3Head(config, plan, options, max(1, len(options.taps.layers)), target.config.hidden_size)
-    load_module(module, plan, device, dtype)
-    module.rotary = RotaryPositions(checkpoint, config, device)
-    if "embed_tokens.weight" in plan:
-        module.embeddings = own_embeddings(module.embed_tokens, target)
-    else:
-        module.embeddings = shared_embeddings(checkpoint, target, config.hidden_size)
+    device, dtype = target_parts.device_and_dtype(target)
+    sizes = max(1, len(options.taps.layers)), target.config.hidden_size
+    module = target_parts.built(checkpoint, plan, target, lambda: Eagle3Head(config, plan, options, *sizes))
+    module.rotary = head_layers.RotaryPositions(checkpoint, config, device)
+    table = module.embed_tokens if "embed_tokens.weight" in plan else None
+    module.embeddings = head_layers.embeddings_of(checkpoint, target, table, config.hidden_size)
     # P-EAGLE's mask rows have no target states to fuse, so its generator fuses the features of the text.
     fuse = module.fuse if options.mask_token is None else None
     head = PackedHead(
@@ -262,9 +239,9 @@ def _check_target(
     given = checkpoint.config.get("target_hidden_size")
     sizes = [plan.matrix("embed_tokens.weight")[0]] if "embed_tokens.weight" in plan else []
     sizes += list(checkpoint.shape("t2d")[:1]) if "t2d" in checkpoint else []
-    check_target(checkpoint, target, given, None)
+    target_parts.check_target(checkpoint, target, given, None)
     for size in sizes:
-        check_vocabulary(checkpoint, target, min(size, target.vocab_size) if is_mapped else size)
+        target_parts.check_vocabulary(checkpoint, target, min(size, target.vocab_size) if is_mapped else size)
     if "fc.weight" not in plan or not options.taps.layers:
         return
     width, columns = target.config.hidden_size, plan.matrix("fc.weight")[1]
@@ -281,23 +258,25 @@ def _vocabulary(
     """The draft vocabulary, and the target's language-model head if the checkpoint has none."""
     if "lm_head.weight" in plan:
         size = plan.matrix("lm_head.weight")[0]
-        if offsets is None and size == checkpoint.config.get("draft_vocab_size") != vocab_size_of(checkpoint):
+        if offsets is None and size == checkpoint.config.get("draft_vocab_size") != head_layers.vocab_size_of(
+            checkpoint
+        ):
             raise checkpoint.error(f"has logits for a draft vocabulary of {size} tokens, but no table d2t.")
-        return draft_vocabulary(checkpoint, target, offsets, size), None
+        return target_parts.draft_vocabulary(checkpoint, target, offsets, size), None
     if offsets is not None:
         raise checkpoint.error("has a draft vocabulary (d2t), but no lm_head.weight for it.")
     if width != target.config.hidden_size:
         raise checkpoint.error(
             f"has no lm_head.weight, and the target's reads hidden states of width {target.config.hidden_size}, not {width}."
         )
-    return DraftVocabulary(target.vocab_size), target_head(target)
+    return DraftVocabulary(target.vocab_size), target_parts.target_head(target)
 
 
 def _mask_features(checkpoint: Checkpoint, module: Eagle3Head, options: Eagle3Options) -> torch.Tensor | None:
     """P-EAGLE's fused `mask_hidden` [H]; None for EAGLE-3."""
     if options.mask_token is None:
         return None
-    rows, _ = embedding_shape(module.embeddings.table)
+    rows, _ = head_layers.embedding_shape(module.embeddings.table)
     if options.mask_token >= rows:
         raise checkpoint.error(
             f"its mask token {options.mask_token} is not among the {rows} tokens that have embeddings."

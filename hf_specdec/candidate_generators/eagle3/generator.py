@@ -1,50 +1,141 @@
-"""Drafting with EAGLE-3 heads (Li et al. 2025), step by step."""
+"""Drafting with EAGLE-3 heads (Li et al. 2025), step by step, and with P-EAGLE heads, all depths at once; keys of method `eagle3`."""
 
 from __future__ import annotations
 
-import torch
+from dataclasses import dataclass
 
+import numpy as np
+import torch
+from torch import nn
+
+from ...config import config_key
 from ...core.output import PackedOutput
+from ...core.sequence import Sequence
+from ...kernels.transfer import upload
+from ...model.native import natively
 from ...model.packed_model import PackedModel
-from ..base import CandidateGenerator, DrafterContext
-from ..checkpoints.config import proposed_length
+from ..base import DrafterContext, HasHead
+from ..checkpoints.config import HeadConfig, proposed_length
 from ..checkpoints.target_parts import load_once
+from ..growing.features import FeatureGenerator
+from ..growing.tree_growth import DraftLevel
 from ..registry import register
-from .base import Eagle3Base
-from .checkpoint import LoadedEagle3, is_eagle3, load_eagle3
-from .config import Eagle3Config
-from .p_eagle import PEagleGenerator
+from .checkpoint import is_eagle3, load_eagle3
+
+
+@dataclass
+class Eagle3Config(HeadConfig):
+    """EAGLE-3: a head drafts from hidden states of three of the target's layers, in chains, static trees or dynamic trees
+    (`top_k`, `total_tokens`, `depth`). P-EAGLE heads draft all depths in one forward."""
+
+    name = "eagle3"
+    requires = ("an EAGLE-3 or P-EAGLE head trained for the target: 'model'",)
+
+    parallel_drafting: bool | None = config_key(
+        None, "P-EAGLE: all depths in one forward; the checkpoint decides, and a contradiction is an error"
+    )
+
+    mask_token_id: int | None = config_key(
+        None, "P-EAGLE: the mask token, if the checkpoint's config.json names none", minimum=0
+    )
+    recycle_normed: bool | None = config_key(
+        None,
+        "whether a draft step reads the previous step's output after the head's last norm (true) or before it (false); by "
+        "default as it was trained",
+    )
 
 
 @register(Eagle3Config)
-class Eagle3Generator(Eagle3Base):
-    """Drafts with an EAGLE-3 head."""
+class Eagle3Generator(FeatureGenerator, HasHead):
+    """Drafts with an EAGLE-3 or a P-EAGLE head.
 
-    @classmethod
-    def create(
-        cls, config: Eagle3Config, target: PackedModel, context: DrafterContext | None = None
-    ) -> CandidateGenerator:
-        """The generator for the kind of checkpoint: EAGLE-3 or P-EAGLE."""
+    P-EAGLE has EAGLE-3's network, trained so that one forward drafts all depths. After each text the head reads one row for every
+    further depth: the mask token's embedding, with the head's `mask_hidden` in place of features. Row d predicts what EAGLE-3 would
+    after d drafted tokens, whatever they are, so all nodes of one depth share it. The next text overwrites the keys and values of
+    these rows.
+
+    Attributes:
+        mask_token: P-EAGLE's token in mask rows; None: the head drafts step by step.
+    """
+
+    def __init__(self, config: Eagle3Config, target: PackedModel, context: DrafterContext | None = None):
         checkpoint = config.open_head(is_eagle3)
-        own = config.mask_token_id, config.recycle_normed
-        loaded = load_once(config, target, lambda: load_eagle3(checkpoint, target, config.prepack_weights, *own), *own)
-        kind = cls if loaded.options.mask_token is None else PEagleGenerator
-        return kind(config, target, context, loaded, proposed_length(checkpoint))
+        given = config.mask_token_id, config.recycle_normed
+        loaded = load_once(
+            config, target, lambda: load_eagle3(checkpoint, target, config.prepack_weights, *given), *given
+        )
+        self.loaded, self.mask_token = loaded, loaded.options.mask_token
+        self._check_kind(config)
+        drafts_at_once, self.window_stays = self.mask_token is not None, loaded.options.window_stays
+        # graphs have one position per token, used for rotation and window
+        has_loop = not drafts_at_once and not self.window_stays
+        super().__init__(config.with_default_length(proposed_length(checkpoint)), target, context, has_loop=has_loop)
+        self.vocabulary, self.taps = loaded.vocabulary, loaded.options.taps
+        self.head = natively(loaded.head, config.native) if self.window_stays else self.captured(loaded.head)
+        self._first_logits: dict[int, int] = {}  # P-EAGLE: where each sequence's logits begin in `_all_logits`
+        self._all_logits: torch.Tensor | None = None  # [sum of limits, Vd] of the current round
 
-    def __init__(
-        self,
-        config: Eagle3Config,
-        target: PackedModel,
-        context: DrafterContext | None,
-        loaded: LoadedEagle3,
-        default_length: int | None,
-    ):
-        super().__init__(config, target, context, loaded, default_length)
-        if config.mask_token_id is not None:
+    def _check_kind(self, config: Eagle3Config) -> None:
+        """Raise SpeculativeConfigError if the keys are for the other kind of head."""
+        if self.mask_token is not None and config.parallel_drafting is False:
+            raise config.fail("parallel_drafting", "is False, but this head drafts all depths at once: leave it out.")
+        if self.mask_token is None and config.mask_token_id is not None:
             raise config.fail("mask_token_id", "is for P-EAGLE heads, which this one is not: leave it out.")
-        if config.parallel_drafting:
+        if self.mask_token is None and config.parallel_drafting:
             raise config.fail("parallel_drafting", "is True, but this head drafts step by step: leave it out.")
 
+    @property
+    def head_module(self) -> nn.Module:
+        return self.loaded.module
+
     def features(self, output: PackedOutput, index: torch.Tensor) -> torch.Tensor:
-        """The target's hidden states, concatenated [n, L * Ht]; the head projects them when it reads them."""
-        return self.loaded.joined_states(output, index)
+        """The target's hidden states, concatenated [n, L * Ht], which the head projects when it reads them; P-EAGLE's features [n, H]
+        are projected already."""
+        states = self.loaded.joined_states(output, index)
+        if self.mask_token is None:
+            return states
+        with torch.no_grad():
+            return self.loaded.module.fuse(states)
+
+    def logits(self, hidden: torch.Tensor) -> torch.Tensor:
+        return self.loaded.logits(hidden)
+
+    def scoring_modules(self) -> list[nn.Module]:
+        return [self.loaded.module.norm, self.loaded.lm_head]
+
+    def roots(self, sequences: list[Sequence], limits: list[int]) -> tuple[torch.Tensor, ...]:
+        """As in the base. P-EAGLE: read all unread rows of each text, then its mask rows; logits [R, Vd] of the token after each text."""
+        if self.mask_token is None:
+            return super().roots(sequences, limits)
+        mask_features = self.loaded.mask_features
+        assert mask_features is not None
+        self.read_all_but_last_chunk(sequences)
+        inputs, text_features = self.take(sequences, self.config.prefill_chunk_size)
+        features, wanted, packed, offset = [], [], 0, 0
+        for row, taken, limit in zip(inputs, text_features, limits, strict=True):
+            end = packed + len(taken)
+            row.tokens = np.concatenate([row.tokens, np.full(limit - 1, self.mask_token)])
+            row.num_tokens += limit - 1
+            features += [taken, mask_features.expand(limit - 1, -1)]
+            wanted.append(np.arange(end - 1, end - 1 + limit))
+            self._first_logits[row.seq_id] = offset
+            packed, offset = end + limit - 1, offset + limit
+        hidden = self.head.forward(inputs, torch.cat(features), self.cache)
+        for seq, row, taken in zip(sequences, inputs, text_features, strict=True):
+            self.has_read(seq, row.start + len(taken))
+        self._all_logits = self.logits(hidden[upload(np.concatenate(wanted), hidden.device)])
+        return (self._at_depth(sequences, 0),)
+
+    def begin(self, *roots: torch.Tensor) -> torch.Tensor:
+        return super().begin(*roots) if self.mask_token is None else roots[0]
+
+    def expand(self, level: DraftLevel) -> torch.Tensor:
+        """As in the base. P-EAGLE: logits [R, 1, Vd], which the nodes of one depth share."""
+        if self.mask_token is None:
+            return super().expand(level)
+        return self._at_depth([self.grower.sequences[i] for i in level.rows], level.depth)[:, None]
+
+    def _at_depth(self, sequences: list[Sequence], depth: int) -> torch.Tensor:
+        assert self._all_logits is not None
+        index = torch.tensor([self._first_logits[seq.id] + depth for seq in sequences])
+        return self._all_logits[index.to(self._all_logits.device)]

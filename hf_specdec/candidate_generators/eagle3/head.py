@@ -101,7 +101,6 @@ class Eagle3Head(nn.Module):
         return states if self.fc is None else self.fc(states)
 
     def borrowed(self) -> list[nn.Module]:
-        """The embeddings, which may be the target's."""
         return [self.embeddings.table]
 
     def forward(self, input_ids, features, position_ids, **attention) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import TypeVar
+from typing import Any, TypeVar
 
 import numpy as np
 import torch
@@ -17,15 +17,16 @@ from ...kernels.transfer import upload
 from ...model.native import natively
 from ...model.packed_head import PackedHead
 from ...model.packed_model import PackedModel
-from ..base import DrafterContext
-from .grower import CachedGenerator
-from .levels import Level
-from .tree_shapes import TreeDraftingConfig
+from ..base import CandidateGenerator, DrafterContext, RunsModel, SharesPrefixes, Transferable
+from .grower import Grower, GrowsDrafts
+from .own_cache import OwnCache, OwnsCache
+from .tree_growth import DraftLevel
+from .tree_shapes import TreeDraftingConfig, TreeShape
 
 Head = TypeVar("Head", bound=PackedHead)
 
 
-class FeatureGenerator(CachedGenerator):
+class FeatureGenerator(OwnsCache, GrowsDrafts, CandidateGenerator, SharesPrefixes, Transferable, RunsModel):
     """Drafts from pairs of a token and the feature before it.
 
     The head's row p takes token p + 1 and the target's feature at p, has position p, and predicts token p + 2. Each row of the
@@ -34,20 +35,30 @@ class FeatureGenerator(CachedGenerator):
 
     A subclass sets `vocabulary`, `head` (see `captured`) and `lm_head` in its `__init__`, and overrides `logits` (with
     `scoring_modules`), `fed_back` and (with `taps`) `features` where it differs from EAGLE-1.
+
+    Attributes:
+        pages: its cache.
+        unread: per sequence, features [n, F] that the head has not read yet.
+        window_stays: sliding windows end at the text's last token while drafting.
     """
 
-    has_loop = True
     AT_ONCE = 64  # steps whose features are sorted into `unread` together
     taps = Taps(last_hidden=True)
     head: PackedHead
     lm_head: nn.Module
+    window_stays = False
+    drafts_twice = False  # whether it can draft again for a text that it has read to its end
 
-    def __init__(self, config: TreeDraftingConfig, target: PackedModel, context: DrafterContext | None = None):
+    def __init__(
+        self, config: TreeDraftingConfig, target: PackedModel, context: DrafterContext | None = None,
+        shape: TreeShape | None = None, has_loop: bool = True,
+    ):  # fmt: skip
         super().__init__(config, target, context)
-        self.unread: dict[int, list[torch.Tensor]] = {}  # per sequence: features [n, F] the head has not read yet
+        self.grower = Grower(self, shape or config.shape(), has_loop)
+        self.pages = OwnCache(self, self.grower, config.block_size)
+        self.unread: dict[int, list[torch.Tensor]] = {}
         # of steps of one token per row, not yet in `unread`
         self._newest: list[tuple[list[Sequence], torch.Tensor]] = []
-        self.sequences: list[Sequence] = []  # in the current round
 
     # ---- hooks of a method ------------------------------------------------------------------------------------------
 
@@ -61,7 +72,6 @@ class FeatureGenerator(CachedGenerator):
         return self.lm_head(hidden)
 
     def scoring_modules(self) -> list[nn.Module]:
-        """The modules that `logits` calls."""
         return [self.lm_head]
 
     def score(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -75,67 +85,31 @@ class FeatureGenerator(CachedGenerator):
 
     def captured(self, head: Head, native: bool = True) -> Head:
         """The head with CUDA graphs if the configuration asks for them, or if it leaves the choice and the head supports them; otherwise
-        the head in the native library, if it can run there.
+        the head in the native library, if it can run there. Rounds are captured only if the head is.
 
         Args:
             native: False: never use the native library.
         """
         rewritten = self.config.compile is not False and self.config.quantization is None
         head = head.with_graphs(self.config.cuda_graphs, rewritten)
-        self.run_as_graphs(head.graphs is not None)
+        self.pages.has_graphs = head.graphs is not None
+        if not self.pages.has_graphs:
+            self.grower.rounds = None
         return natively(head, self.config.native) if native else head
 
     def modules(self) -> list[nn.Module]:
         """The head's layers, and modules it may share with the target."""
-        model = self.target.model
-        shared = (model.get_input_embeddings(), model.get_output_embeddings(), getattr(self, "lm_head", None))
-        return [self.head.module, *(each for each in shared if each is not None)]
+        return self.and_shared(self.head.module, getattr(self, "lm_head", None))
 
     # ---- memory -----------------------------------------------------------------------------------------------------
 
     def new_cache(self, num_blocks: int, block_size: int) -> PagedStaticCache:
-        """A cache for the head's layers, which grows up to `num_blocks`."""
         return self.head.new_cache(num_blocks, block_size)
 
     def start(self, seq: Sequence) -> None:
-        """Add an empty cache entry; the first draft comes after the target has read the prompt."""
+        """Join; the first draft comes after the target has read the prompt."""
         super().start(seq)
         self.unread[seq.id] = []
-
-    def known_prefix(self, seq: Sequence) -> int:
-        """Number of leading tokens whose rows are in the head's cache."""
-        return self.cache.known_prefix(seq.tokens) if seq.is_text else 0
-
-    def share_prefix(self, seq: Sequence, num_tokens: int) -> None:
-        """Share the cached rows of these tokens."""
-        self.cache.match_prefix(seq.id, seq.tokens, num_tokens)
-
-    def moved_caches(self) -> list[PagedStaticCache] | None:
-        """The head's cache."""
-        return [self.cache]
-
-    def read_features(self, seq: Sequence, count: int) -> None:
-        """Let the head read these rows of the text; later features stay unread."""
-        while self.cache.tables[seq.id].length < count:
-            start = self.cache.tables[seq.id].length
-            chunk = min(count - start, self.config.prefill_chunk_size)
-            self.cache.reserve(seq.id, start + chunk)
-            self.read([seq], chunk)
-
-    def warm_up(self, row: RowInput, output: PackedOutput) -> None:
-        """Let the head read a row whose result is not used, so that its cache allocates the pools."""
-        features = self.features(output, torch.zeros(1, dtype=torch.int64, device=self.head.device))
-        self.head.read([row], features, self.cache)
-
-    def forget_prefixes(self) -> None:
-        """Drop all prefix hashes: the head's rows were computed from features of the changed target."""
-        self.cache.pool.forget()
-
-    def has_read(self, seq: Sequence, end: int) -> None:
-        """The rows of the text up to `end` are in the cache, with the target's own features: they stay, and others may share them."""
-        self.cache.tables[seq.id].length = end
-        if seq.is_text:  # otherwise equal ids do not mean equal texts
-            self.cache.register_prefix(seq.id, seq.tokens, end)
 
     def evict(self, seq: Sequence) -> None:
         """Drop KV and features; the target will read the text again."""
@@ -144,14 +118,39 @@ class FeatureGenerator(CachedGenerator):
         self.unread[seq.id] = []
 
     def stop(self, seq: Sequence) -> None:
-        """Free the cache entry."""
         self._sort_newest()
         super().stop(seq)
         del self.unread[seq.id]
 
     def active(self):
-        """A context with the head's prepacked weights in place."""
         return self.head.active()
+
+    # ---- prefixes, and rows from another process --------------------------------------------------------------------
+
+    def known_prefix(self, seq: Sequence) -> int:
+        return self.cache.known_prefix(seq.tokens) if seq.is_text and self.pages.made is not None else 0
+
+    def share_prefix(self, seq: Sequence, num_tokens: int) -> None:
+        self.cache.match_prefix(seq.id, seq.tokens, num_tokens)
+
+    def forget_prefixes(self) -> None:
+        """Drop all prefix hashes: the head's rows were computed from features of the changed target."""
+        if self.pages.made is not None:
+            self.cache.pool.forget()
+
+    def moved_caches(self) -> list[PagedStaticCache] | None:
+        return [self.cache]
+
+    def read_features(self, seq: Sequence, count: int) -> None:
+        """Let the head read these rows of the text; later features stay unread."""
+        while (start := self.pages.length(seq)) < count:
+            chunk = min(count - start, self.config.prefill_chunk_size)
+            self.cache.reserve(seq.id, start + chunk)
+            self.read([seq], chunk)
+
+    def warm_up(self, row: RowInput, output: PackedOutput) -> None:
+        features = self.features(output, torch.zeros(1, dtype=torch.int64, device=self.head.device))
+        self.head.read([row], features, self.cache)
 
     # ---- reading the text -------------------------------------------------------------------------------------------
 
@@ -171,21 +170,20 @@ class FeatureGenerator(CachedGenerator):
         chunk = self.config.prefill_chunk_size
         long = [seq for seq in sequences if self.num_unread(seq) > chunk]
         while long:
-            if not all(self.try_reserve(seq, self.cache.tables[seq.id].length + chunk) for seq in long):
+            if not all(self.pages.try_reserve(seq, self.pages.length(seq) + chunk) for seq in long):
                 break  # no free blocks: keep the features
             self.read(long, chunk)
             long = [seq for seq in long if self.num_unread(seq) > chunk]
-        if self.outlives_texts:
+        if self.pages.outlives_texts:
             self._read_ended([seq for seq in sequences if seq.finished])
 
     def _sort_in(self, sequences: list[Sequence], features: tuple[torch.Tensor, ...]) -> None:
-        """Add each sequence's features to its `unread`."""
-        for seq, own in zip(sequences, features, strict=True):
+        for seq, taken in zip(sequences, features, strict=True):
             if not seq.finished:
-                self.unread[seq.id].append(own)
-            elif self.outlives_texts:  # a row needs the next token, which rows at the text's end do not have
-                room = len(seq.tokens) - 1 - self.cache.tables[seq.id].length - self.num_unread(seq)
-                self.unread[seq.id].append(own[: max(room, 0)])
+                self.unread[seq.id].append(taken)
+            elif self.pages.outlives_texts:  # a row needs the next token, which rows at the text's end do not have
+                room = len(seq.tokens) - 1 - self.pages.length(seq) - self.num_unread(seq)
+                self.unread[seq.id].append(taken[: max(room, 0)])
 
     def _sort_newest(self) -> None:
         """Add the newest features to each sequence's `unread`. This is done for many steps at once, since most of them draft nothing."""
@@ -194,46 +192,47 @@ class FeatureGenerator(CachedGenerator):
             sequences = steps[0][0]
             ids = [seq.id for seq in sequences]
             same = next((i for i, (other, _) in enumerate(steps) if [seq.id for seq in other] != ids), len(steps))
-            each = torch.stack([taken for _, taken in steps[:same]], dim=1)
-            for seq_id, own in zip(ids, each, strict=True):
-                self.unread[seq_id].append(own)
+            by_row = torch.stack([taken for _, taken in steps[:same]], dim=1)
+            for seq_id, taken in zip(ids, by_row, strict=True):
+                self.unread[seq_id].append(taken)
             steps = steps[same:]
 
     def _read_ended(self, sequences: list[Sequence]) -> None:
         """Read the unread part of texts that have ended, if it completes blocks that later texts can share."""
         ended = []
         for seq in sequences:
-            unread, end = self.num_unread(seq), self.cache.tables[seq.id].length + self.num_unread(seq)
-            if unread >= self.config.block_size and self.try_reserve(seq, end):
+            unread = self.num_unread(seq)
+            if unread >= self.config.block_size and self.pages.try_reserve(seq, self.pages.length(seq) + unread):
                 ended.append(seq)
         if ended:
-            self._read_to_end(ended)
+            self.read_all(ended)
 
     def num_unread(self, seq: Sequence) -> int:
         """Number of rows of the text whose features are known but not read yet."""
         self._sort_newest()
-        return sum(each.shape[0] for each in self.unread[seq.id])
+        return sum(len(features) for features in self.unread[seq.id])
+
+    def taken(self, seq: Sequence, chunk: int) -> torch.Tensor:
+        """Up to `chunk` of a text's unread features [n, F], which then count as read."""
+        features = joined(self.unread[seq.id])
+        self.unread[seq.id] = [features[chunk:]] if len(features) > chunk else []
+        return features[:chunk]
 
     def take(self, sequences: list[Sequence], chunk: int) -> tuple[list[RowInput], list[torch.Tensor]]:
         """Up to `chunk` rows of each text that the head has not read: the inputs, and their features [n, F]."""
         inputs, features = [], []
         for seq in sequences:
-            known = self.unread[seq.id]
-            own, left = _joined(known), []
-            if len(own) > chunk:
-                own, left = own[:chunk], [own[chunk:]]
-            self.unread[seq.id] = left
-            start = self.cache.tables[seq.id].length
-            tokens = np.asarray(seq.tokens[start + 1 : start + 1 + len(own)], dtype=np.int64)
+            features.append(self.taken(seq, chunk))
+            start = self.pages.length(seq)
+            tokens = np.asarray(seq.tokens[start + 1 : start + 1 + len(features[-1])], dtype=np.int64)
             inputs.append(RowInput(seq.id, tokens, start))
-            features.append(own)
         return inputs, features
 
     def read(self, sequences: list[Sequence], chunk: int) -> torch.Tensor | None:
         """Read up to `chunk` rows of each text into the cache, whose slots are reserved; returns each text's last hidden state [R, H], or
         None from heads that compute only keys and values of a text."""
         inputs, features = self.take(sequences, chunk)
-        hidden = self.head.read(inputs, _joined(features), self.cache)
+        hidden = self.head.read(inputs, joined(features), self.cache)
         for seq, row in zip(sequences, inputs, strict=True):
             self.has_read(seq, row.start + len(row.tokens))
         if len(inputs) == 1:
@@ -241,19 +240,21 @@ class FeatureGenerator(CachedGenerator):
         last = np.cumsum([len(row.tokens) for row in inputs]) - 1
         return hidden.index_select(0, upload(last, hidden.device))
 
+    def has_read(self, seq: Sequence, end: int) -> None:
+        """The rows of the text up to `end` are in the cache, with the target's own features: they stay, and others may share them."""
+        cache = self.cache
+        cache.tables[seq.id].length = end
+        if seq.is_text:  # otherwise equal ids do not mean equal texts
+            cache.register_prefix(seq.id, seq.tokens, end)
+
     def read_all_but_last_chunk(self, sequences: list[Sequence]) -> None:
         """Read long texts until each has at most one chunk left."""
         chunk = self.config.prefill_chunk_size
         while long := [seq for seq in sequences if self.num_unread(seq) > chunk]:
             self.read(long, chunk)
 
-    def read_all(self, sequences: list[Sequence]) -> torch.Tensor:
-        """Read all unread rows of each text; returns the head's hidden states [R, H] at the texts' ends."""
-        hidden = self._read_to_end(sequences)
-        assert hidden is not None
-        return hidden
-
-    def _read_to_end(self, sequences: list[Sequence]) -> torch.Tensor | None:
+    def read_all(self, sequences: list[Sequence]) -> Any:
+        """Read all unread rows of each text; returns what `read` does."""
         self.read_all_but_last_chunk(sequences)
         return self.read(sequences, self.config.prefill_chunk_size)
 
@@ -261,41 +262,45 @@ class FeatureGenerator(CachedGenerator):
 
     def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
         """The limits; 0 for rows whose text cannot be read to its end yet, or for which there are no free blocks."""
-        self.sequences = sequences
         out = []
         for seq, limit in zip(sequences, limits, strict=True):
-            unread = self.num_unread(seq) if limit else 0
-            end = self.cache.tables[seq.id].length + unread
-            complete = unread > 0 and end == len(seq.tokens) - 1
-            out.append(limit if complete and self.try_reserve(seq, end + self.shape.num_expanded(limit)) else 0)
+            start = self.pages.length(seq)
+            end = start + (self.num_unread(seq) if limit else 0)
+            complete = end == len(seq.tokens) - 1 and (self.drafts_twice or start < end)
+            out.append(
+                limit if limit and complete and self.pages.try_reserve(seq, end + self.slots_of_draft(limit)) else 0
+            )
         return out
 
-    def roots(self, sequences: list[Sequence]) -> tuple[torch.Tensor, ...]:
+    def slots_of_draft(self, limit: int) -> int:
+        """Cache slots that a draft of that depth needs after the text."""
+        return self.grower.shape.num_expanded(limit)
+
+    def roots(self, sequences: list[Sequence], limits: list[int]) -> tuple[torch.Tensor, ...]:
         """Read all unread rows of each text; returns the head's hidden states [R, H] at the texts' ends."""
         return (self.read_all(sequences),)
 
     def begin(self, *roots: torch.Tensor) -> torch.Tensor:
-        """Logits [R, Vd] of what follows the last token."""
         (hidden,) = roots
-        self.state = self.fed_back(hidden)[:, None]
+        self.grower.state = self.fed_back(hidden)[:, None]
         return self.score(hidden)
 
-    def expand(self, level: Level) -> torch.Tensor:
+    def expand(self, level: DraftLevel) -> torch.Tensor:
         """Run the head over the nodes of one depth: logits [R, F, Vd]."""
-        rows, count = level.tokens.shape
-        features = self.carried(level).flatten(0, 1)
-        if self.loop is not None:
-            hidden = self.head.forward_batch(
-                self.loop.batch(level.depth, level.tokens, level.ancestors), features=features
-            )
+        (rows, count), loop = level.tokens.shape, self.grower.loop
+        features = self.grower.carried(level).flatten(0, 1)
+        if loop is not None:
+            hidden = self.head.forward_batch(loop.batch(level.depth, level.tokens, level.ancestors), features=features)
         else:
-            seq_ids = [self.sequences[i].id for i in level.rows]
-            positions = [self.cache.tables[seq_id].length - 1 for seq_id in seq_ids]
-            inputs = self.level_inputs(level, level.tokens, seq_ids, positions)
-            hidden = self.head.forward(inputs, features, self.cache)
-        self.state = self.fed_back(hidden).view(rows, count, -1)
+            seq_ids = [self.grower.sequences[i].id for i in level.rows]
+            cache = self.cache
+            before = [cache.tables[seq_id].length - 1 for seq_id in seq_ids]
+            inputs = self.pages.level_inputs(level, level.tokens, seq_ids, before, self.window_stays)
+            hidden = self.head.forward(inputs, features, cache)
+        self.grower.state = self.fed_back(hidden).view(rows, count, -1)
         return self.score(hidden).view(rows, count, -1)
 
 
-def _joined(pieces: list[torch.Tensor]) -> torch.Tensor:
+def joined(pieces: list[torch.Tensor]) -> torch.Tensor:
+    """Tensors [n, ..] as one."""
     return pieces[0] if len(pieces) == 1 else torch.cat(pieces)

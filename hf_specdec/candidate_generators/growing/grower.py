@@ -1,222 +1,292 @@
-"""Base classes of drafters that grow drafts depth by depth, without and with a KV cache of their own."""
+"""GrowsDrafts: drafters that grow drafts depth by depth. Grower: what grows them, one depth after the other or as a CUDA graph.
+
+A captured round runs the growth of tree_growth.py over a bucket of rows that all draft equally deep; each row's draft is cut to
+its own limit afterwards. No depth waits for the host: the nodes' positions are known in advance (`LoopBuffers`), and their
+tokens, states and, in dynamic trees, paths stay on the device.
+"""
 
 from __future__ import annotations
 
-from abc import abstractmethod
-from typing import ClassVar
+import math
+import weakref
+from abc import ABC, abstractmethod
+from collections.abc import Callable
+from typing import Any
 
 import numpy as np
 import torch
 from torch import nn
 
-from ...cache import OutOfBlocks, PagedStaticCache
+from ...cache import PagedStaticCache
 from ...core.draft_trees import DraftTrees
-from ...core.rows import RowInput
 from ...core.sequence import Sequence
 from ...kernels.dispatch import current
+from ...kernels.transfer import upload
+from ...model.buckets import blocks_bucket, power_of_two, rows_bucket
+from ...model.captures import Captures, places_of
 from ...model.draft_loop import LevelForward, LoopBuffers
+from ...model.graphs import MOST_TOKENS
 from ...model.packed_model import PackedModel
-from ..base import CandidateGenerator, DrafterContext
-from .captured_rounds import CapturedRounds, expanded_nodes
-from .levels import Draft, Level, Vocabulary
-from .tree_growth import grow
-from .tree_shapes import TreeDraftingConfig, TreeShape
+from ...sampling.buffers import SamplingBuffers
+from .tree_growth import Draft, DraftLevel, DynamicGrowth, Growth, Vocabulary, grow, growth_of
+from .tree_shapes import TreeShape
 
 
-class GrowingGenerator(CandidateGenerator):
-    """Drafts chains, static trees or dynamic trees with a subclass's `roots` and `expand`; see tree_growth.py.
+class GrowsDrafts(ABC):
+    """Drafts chains, static trees or dynamic trees with its `grower`, which calls `ready`, `roots`, `begin` and `expand`.
 
-    A subclass sets `vocabulary` in its `__init__`. If nodes pass a state to their children, it keeps the states of the last
-    level's nodes in `state` [R, F, S] (of the roots: F = 1).
-
-    Attributes:
-        has_loop: `begin` and `expand` compute each depth from the one before, and read no sequences while `loop` is set (it
-            holds the inputs of the round's forwards), so that rounds can be captured as CUDA graphs.
+    A class that has it sets `grower` and `vocabulary` in its `__init__`. If nodes pass a state to their children, the states of the
+    last level's nodes are in `grower.state`.
     """
 
-    config: TreeDraftingConfig
+    config: Any  # a TreeDraftingConfig, which each method narrows
+    target: PackedModel
     vocabulary: Vocabulary
-    has_loop: ClassVar[bool] = False
-
-    def __init__(self, config: TreeDraftingConfig, target: PackedModel, context: DrafterContext | None = None):
-        super().__init__(config, target, context)
-        self.shape: TreeShape = config.shape()
-        self.state: torch.Tensor | None = None
-        self.loop: LoopBuffers | None = None
-        graphs = target.graphs is not None if config.cuda_graphs is None else config.cuda_graphs
-        self.rounds = CapturedRounds(self) if graphs and self.has_loop else None
+    grower: Grower
 
     @property
     def max_draft_nodes(self) -> int:
-        """Nodes of the deepest tree."""
-        return self.shape.num_nodes(self.shape.depth)
+        return self.grower.shape.num_nodes(self.grower.shape.depth)
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
-        """Grow a draft for every row that has a limit and is ready."""
-        limits = self.ready(sequences, [min(limit, self.shape.depth) for limit in limits])
-        rows = [i for i, limit in enumerate(limits) if limit]
-        if not rows:
-            return DraftTrees.empty(len(sequences), self.target.device)
-        drafted = [sequences[i] for i in rows]
-        with current(self.target.device):
-            if self.rounds is not None:
-                draft = self.rounds.draft(sequences, limits, self.roots(drafted))
-            else:
-                draft = grow(self, self.config, self.shape, sequences, limits, self.root_logits(drafted))
-        self.drafted(sequences, draft)
-        return draft.trees
+        return self.grower.propose(sequences, limits)
 
     def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
         """The limits; 0 for rows that cannot draft in this step. Reserves memory for the others."""
         return limits
 
     @abstractmethod
-    def roots(self, sequences: list[Sequence]) -> tuple[torch.Tensor, ...]:
-        """Read the new tokens of each text. Returns the arguments of `begin`, one row per text; by default logits [R, Vd]."""
+    def roots(self, sequences: list[Sequence], limits: list[int]) -> tuple[torch.Tensor, ...]:
+        """Read the new tokens of each text, which all have a limit. Returns the arguments of `begin`, one row per text; by default
+        logits [R, Vd]."""
 
     def begin(self, *roots: torch.Tensor) -> torch.Tensor:
-        """Logits [R, Vd] of the token after each text; sets `state`, if the drafter has one."""
+        """Logits [R, Vd] of the token after each text; sets `grower.state`, if the drafter has one."""
         return roots[0]
 
     @abstractmethod
-    def expand(self, level: Level) -> torch.Tensor:
-        """Logits [R, F, Vd] of the token after each node (see `NodeExpander`)."""
-
-    def root_logits(self, sequences: list[Sequence]) -> torch.Tensor:
-        """Logits [R, Vd] of the token after each text."""
-        return self.begin(*self.roots(sequences))
-
-    def remaining(self, level: Level) -> torch.Tensor:
-        """`state` [R, F of the last level, S] of the rows that are still drafting."""
-        assert self.state is not None
-        return self.state if len(level.kept) == len(self.state) else self.state[level.kept]
-
-    def carried(self, level: Level) -> torch.Tensor:
-        """The state [R, F, S] of each node's parent."""
-        state = self.remaining(level)
-        if state.shape[1] == 1:  # a chain, or the first level
-            return state.expand(-1, level.tokens.shape[1], -1)
-        return state.gather(1, level.parents[:, :, None].expand(-1, -1, state.shape[2]))
+    def expand(self, level: DraftLevel) -> torch.Tensor:
+        """Logits [R, F, Vd] of the token after each node; [R, 1, Vd] if all nodes of a row share them."""
 
     def modules(self) -> list[nn.Module]:
         """The modules that `begin` and `expand` run: captured rounds are dropped when their weights change."""
         return []
 
+    def and_shared(self, *modules: nn.Module | None) -> list[nn.Module]:
+        """Modules of the drafter, and those that a head may share with the target."""
+        model = self.target.model
+        return [
+            module
+            for module in (*modules, model.get_input_embeddings(), model.get_output_embeddings())
+            if module is not None
+        ]
+
     def level_forwards(self, depth: int) -> list[LevelForward]:
-        """The forwards that use the KV cache in a round of this depth; empty for drafters without a cache."""
+        """The forwards that use a KV cache in a round of this depth; empty for drafters without a cache."""
         return []
 
     def drafted(self, sequences: list[Sequence], draft: Draft) -> None:
         """Called when the round's draft is complete."""
 
 
-class CachedGenerator(GrowingGenerator):
-    """A growing drafter with a paged KV cache of its own.
+class Grower:
+    """Grows one drafter's drafts.
+
+    Args:
+        has_loop: `begin` and `expand` compute each depth from the one before, and read no sequences while `loop` is set, so that rounds
+            can be captured as CUDA graphs.
 
     Attributes:
-        has_graphs: its forwards are CUDA graphs, which hold references to the cache.
+        rounds: the captured rounds; None: rounds run eagerly.
+        sequences: the batch of the current round.
+        state: [R, F, S], what the last level's nodes pass to their children (of the roots: F = 1); None: nothing.
+        loop: the inputs of the round's forwards, while it is captured.
     """
 
-    cache: PagedStaticCache
-    has_graphs = False
-    window_stays = False  # whether sliding windows end at the text's last token while drafting
-    _num_sequences = 1
+    def __init__(self, drafter: GrowsDrafts, shape: TreeShape, has_loop: bool = True):
+        self.drafter, self.shape = weakref.proxy(drafter), shape  # whose weights go when it does
+        self.sequences: list[Sequence] = []
+        self.state: torch.Tensor | None = None
+        self.loop: LoopBuffers | None = None
+        config = drafter.config
+        graphs = drafter.target.graphs is not None if config.cuda_graphs is None else config.cuda_graphs
+        self.rounds = CapturedRounds(self, type(drafter).__name__) if graphs and has_loop else None
 
-    def run_as_graphs(self, has_graphs: bool) -> None:
-        """Set whether the forwards are CUDA graphs; if not, rounds are not captured either."""
-        self.has_graphs = has_graphs
-        self.rounds = self.rounds if has_graphs else None
+    def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
+        drafter, limits = self.drafter, self.ready(sequences, limits)
+        rows = [i for i, limit in enumerate(limits) if limit]
+        if not rows:
+            return DraftTrees.empty(len(sequences), drafter.target.device)
+        texts = [sequences[i] for i in rows], [limits[i] for i in rows]
+        with current(drafter.target.device):
+            if self.rounds is not None:
+                draft = self.rounds.draft(sequences, limits, drafter.roots(*texts))
+            else:
+                draft = grow(drafter, drafter.config, self.shape, sequences, limits, self.root_logits(*texts))
+        drafter.drafted(sequences, draft)
+        return draft.trees
 
-    def level_forwards(self, depth: int) -> list[LevelForward]:
-        """One for each depth but the last, over its expanded nodes."""
-        depths, ancestors = expanded_nodes(self.shape, depth)
-        out = []
-        for level in range(1, depth):
-            first, end = np.searchsorted(depths, [level, level + 1])
-            seen = None if ancestors is None else ancestors[first:end, :end]
-            out.append(LevelForward(level, int(first), depths[:end], seen))
-        return out
+    def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
+        """Begin a round: how deep each row drafts."""
+        self.sequences = sequences
+        return self.drafter.ready(sequences, [min(limit, self.shape.depth) for limit in limits])
 
-    @abstractmethod
-    def new_cache(self, num_blocks: int, block_size: int) -> PagedStaticCache:
-        """An empty cache for the drafter's layers, which grows up to `num_blocks`."""
-
-    def own_tokens(self, num_tokens: int) -> int:
-        """The most tokens that `num_tokens` of the target's can become in the drafter's vocabulary."""
-        return num_tokens
-
-    @property
-    def num_draft_slots(self) -> int:
-        """Cache slots that one draft needs."""
-        return self.shape.num_expanded(self.shape.depth) + 1
-
-    def allocate(self, num_tokens: int, num_sequences: int, block_size: int) -> None:
-        """Make a cache for the texts in the drafter's tokens, plus room for one draft per sequence."""
-        drafts = -(-(self.num_draft_slots + block_size) // block_size) * num_sequences
-        num_blocks = -(-self.own_tokens(num_tokens) // block_size) + drafts
-        if self.has_graphs and self.cache.can_serve(block_size):
-            self.cache.grow_up_to(num_blocks)
-        else:
-            self._forget_rounds()
-            self.cache = self.new_cache(num_blocks, block_size)
-        self._num_sequences = num_sequences
-
-    def release(self) -> None:
-        """Drop the cache, unless CUDA graphs refer to it: then it is kept for the next call."""
-        if self.has_graphs and self.cache.is_allocated:
-            self.cache.clear()
-        else:
-            self._forget_rounds()
-            self.cache = self.new_cache(1, self.config.block_size)
-
-    def _forget_rounds(self) -> None:
+    def forget(self) -> None:
         if self.rounds is not None:
             self.rounds.clear()
 
-    def start(self, seq: Sequence) -> None:
-        """Add an empty cache entry."""
-        whole = self.own_tokens(seq.max_length) + self.num_draft_slots
-        self.cache.add(seq.id, self.cache.slots_each(whole, self._num_sequences))
+    def root_logits(self, sequences: list[Sequence], limits: list[int]) -> torch.Tensor:
+        """Logits [R, Vd] of the token after each text."""
+        return self.drafter.begin(*self.drafter.roots(sequences, limits))
 
-    def evict(self, seq: Sequence) -> None:
-        """Give the KV blocks back; they will be recomputed."""
-        self.cache.evict(seq.id)
+    def remaining(self, level: DraftLevel) -> torch.Tensor:
+        """`state` [R, F of the last level, S] of the rows that are still drafting."""
+        assert self.state is not None
+        return self.state if len(level.kept) == len(self.state) else self.state[level.kept]
 
-    def stop(self, seq: Sequence) -> None:
-        """Free the cache entry."""
-        self.cache.remove(seq.id)
+    def carried(self, level: DraftLevel) -> torch.Tensor:
+        """The state [R, F, S] of each node's parent."""
+        state = self.remaining(level)
+        if state.shape[1] == 1:  # a chain, or the first level
+            return state.expand(-1, level.tokens.shape[1], -1)
+        return state.gather(1, level.parents[:, :, None].expand(-1, -1, state.shape[2]))
 
-    def try_reserve(self, seq: Sequence, num_slots: int) -> bool:
-        """Reserve that many slots in all for a sequence; False if there are no free blocks."""
-        try:
-            self.cache.reserve(seq.id, num_slots)
-        except OutOfBlocks:
-            return False
-        return True
 
-    def level_inputs(
-        self, level: Level, tokens: torch.Tensor, seq_ids: list[int], positions: list[int]
-    ) -> list[RowInput]:
-        """The input rows of a forward over a level's nodes, after the cached tokens of each sequence.
+class CapturedRounds:
+    """One drafter's captured rounds, by bucket of rows, depth and blocks; a bucket is captured when first needed.
+
+    Rounds that sample can be captured, since seeds, positions and sampling parameters are tensors. Rounds that depend on more than
+    tensors run eagerly: rows with other logits processors, drafts that stop at a confidence threshold.
+    """
+
+    def __init__(self, grower: Grower, name: str):
+        self.grower, self.drafter = weakref.proxy(grower), grower.drafter
+        self.captures = Captures(f"The drafting loop of {name}")
+        self._forwards_of: dict[int, list[LevelForward]] = {}  # by depth
+        self._probs = torch.zeros(0)  # the distributions of the last round, shared by all buckets
+
+    def clear(self) -> None:
+        """Drop all captured rounds, which hold references to the KV pools they read."""
+        self.captures.clear()
+        self._probs = torch.zeros(0)
+
+    def draft(self, sequences: list[Sequence], limits: list[int], roots: tuple[torch.Tensor, ...]) -> Draft:
+        """Run a round through a graph, or eagerly if this round cannot be captured.
 
         Args:
-            tokens: int64 [R, F] ids in the drafter's vocabulary.
-            seq_ids: the level's R sequences.
-            positions: of the last token of each text; a node at depth d has this position plus d.
+            sequences, limits: the batch, and how deep each row drafts.
+            roots: what `GrowsDrafts.roots` returned for the rows with a limit.
         """
-        count = level.tokens.shape[1]
-        on_host = tokens.numpy() if tokens.device.type == "cpu" else None
-        # None if there are only chains so far
-        ancestors = None if level.ancestors.shape[2] == level.depth else level.host_ancestors
-        inputs = []
-        for i, (seq_id, position) in enumerate(zip(seq_ids, positions, strict=True)):
-            length = self.cache.tables[seq_id].length
-            row = RowInput(seq_id, tokens[i] if on_host is None else on_host[i], length + level.first, logits=count)
-            row.positions = np.full(count, position + level.depth)
-            if ancestors is not None:
-                row.visibility = ancestors[i]
-                row.region_positions = position + level.depths
-            if self.window_stays:
-                row.window_positions = np.full(count, position)
-            inputs.append(row)
-        return inputs
+        drafter = self.drafter
+        growth = growth_of(drafter, drafter.config, self.grower.shape, sequences, limits)
+        draft = self._replayed(growth, sequences, roots) if growth.is_replayable else None
+        return growth.draft(*growth.levels(drafter.begin(*roots))) if draft is None else draft
+
+    def _replayed(self, growth: Growth, sequences: list[Sequence], roots: tuple[torch.Tensor, ...]) -> Draft | None:
+        """The draft from a graph; None if there are too many nodes, no cache is allocated yet, or capturing failed."""
+        drafter, shape = self.drafter, self.grower.shape
+        if self.captures.refused:
+            return None
+        limits = growth.limits
+        drafted = [i for i, limit in enumerate(limits) if limit]
+        order = sorted(range(len(drafted)), key=lambda i: -limits[drafted[i]])  # the deepest first: see LoopBuffers
+        rows = [drafted[i] for i in order]
+        num_rows, depth = rows_bucket(len(rows)), min(power_of_two(growth.last), shape.depth)
+        forwards = self._forwards(depth)
+        if num_rows * max((tensor.width for tensor in forwards), default=shape.widest) > MOST_TOKENS:
+            return None
+        cache: PagedStaticCache | None = getattr(drafter, "cache", None)
+        num_blocks = 0
+        if cache is not None and forwards:
+            if not cache.is_allocated:
+                return None
+            longest = max(cache.tables[sequences[i].id].length for i in rows) + shape.num_expanded(growth.last)
+            num_blocks = blocks_bucket(-(-longest // cache.block_size))
+
+        device, kind = roots[0].device, growth.sampling_kind()
+        probs = self._probs_of(num_rows, depth, device) if growth.keeps_probs else None
+
+        def fill(buffers: _RoundBuffers) -> None:
+            tables = [] if cache is None else [cache.tables[sequences[i].id] for i in rows]
+            buffers.fill(roots, order, tables, [limits[i] for i in rows])
+            if buffers.sampling is not None:
+                buffers.sampling.fill([sequences[i] for i in rows])
+
+        def make() -> tuple[_RoundBuffers, Callable[[], Any]]:
+            loop = LoopBuffers(forwards, num_rows, num_blocks, cache, device)
+            sampling = SamplingBuffers(num_rows, kind, device) if any(kind) else None
+            buffers = _RoundBuffers(self.grower, loop, roots, depth, sampling, probs)
+            fill(buffers)
+            return buffers, buffers.run
+
+        made_for = (cache.identity if cache is not None else (), places_of(drafter.modules()), self._probs.data_ptr())
+        key = num_rows, depth, num_blocks, kind, growth.independent
+        capture = self.captures.get(key, made_for, make)
+        if capture is None:
+            return None
+        buffers, tensors, replay = capture
+        fill(buffers)
+        replay()
+        # rows in batch order need no copy: the buffers are read before the next round
+        if rows == list(range(len(sequences))):
+            growth.probs = None if probs is None else probs[: len(rows)]
+            return growth.draft(*(tensor[: len(rows)] for tensor in tensors))
+        place = np.zeros(len(sequences), dtype=np.int64)
+        place[rows] = np.arange(len(rows))
+        index = upload(place, tensors[0].device)
+        growth.probs = None if probs is None else probs.index_select(0, index)
+        return growth.draft(*(tensor.index_select(0, index) for tensor in tensors))
+
+    def _probs_of(self, num_rows: int, depth: int, device: torch.device) -> torch.Tensor:
+        """The buffer [rows, nodes, V] for the distributions drafts are drawn from; all buckets share its memory."""
+        shape = num_rows, 1 + self.grower.shape.num_expanded(depth), self.drafter.target.vocab_size
+        if len(self._probs) < math.prod(shape):
+            self._probs = torch.zeros(math.prod(shape), device=device)
+        return self._probs[: math.prod(shape)].view(shape)
+
+    def _forwards(self, depth: int) -> list[LevelForward]:
+        if depth not in self._forwards_of:
+            self._forwards_of[depth] = self.drafter.level_forwards(depth)
+        return self._forwards_of[depth]
+
+
+class _RoundBuffers:
+    """The static inputs of one bucket, and the round that reads them."""
+
+    def __init__(
+        self,
+        grower: Grower,
+        loop: LoopBuffers,
+        roots: tuple[torch.Tensor, ...],
+        depth: int,
+        sampling: SamplingBuffers | None,
+        probs: torch.Tensor | None,
+    ):
+        self.grower, self.loop, self.depth = grower, loop, depth
+        self.sampling, self.probs = sampling, probs
+        self.roots = [root.new_zeros(loop.num_rows, *root.shape[1:]) for root in roots]
+        # placeholders: a captured round does not read them
+        self.rows = [Sequence([0], 1) for _ in range(loop.num_rows)]
+
+    def fill(self, roots: tuple[torch.Tensor, ...], order: list[int], tables, limits: list[int]) -> None:
+        """Copy a round's inputs: the roots' rows in `order`, and the cache slots and limits in that order."""
+        if order != list(range(len(order))):
+            index = upload(order, roots[0].device)
+            roots = tuple(root.index_select(0, index) for root in roots)
+        for buffer, root in zip(self.roots, roots, strict=True):
+            buffer[: len(order)].copy_(root)
+        self.loop.fill(tables, limits)
+
+    def run(self) -> tuple[torch.Tensor, ...]:
+        """Run all depths on the buffers; this is what the graph captures."""
+        grower, drafter = self.grower, self.grower.drafter
+        limits = [self.depth] * len(self.rows)
+        growth = growth_of(drafter, drafter.config, grower.shape, self.rows, limits, self.sampling, self.probs)
+        if isinstance(growth, DynamicGrowth):
+            growth.device_limits = self.loop.limits
+        grower.loop = self.loop
+        try:
+            with torch.no_grad():
+                return growth.levels(drafter.begin(*self.roots))
+        finally:
+            grower.loop = None

@@ -1,19 +1,22 @@
-"""The shapes of drafts: a chain, a static tree given node by node, or a dynamic tree."""
+"""The shapes of drafts: a chain, a static tree given node by node, or a dynamic tree; and the keys that give them."""
 
 from __future__ import annotations
 
+import ast
 import dataclasses
 import heapq
+import json
 from collections.abc import Iterable
 from collections.abc import Sequence as SequenceOf
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from functools import cached_property
+from pathlib import Path
+from typing import Any
 
 import numpy as np
 import torch
 
-from ...config import MOST_DRAFT_NODES, SpeculativeConfig
-from .token_tree import read_token_tree
+from ...config import MOST_DRAFT_NODES, MOST_DRAFT_TOKENS, SpeculativeConfig, config_key, nearest_hint
 
 
 @dataclass(frozen=True, eq=False)
@@ -39,21 +42,15 @@ class TemplateLevel:
     inner_slots: torch.Tensor
     inner_ancestors: np.ndarray
 
-    @cached_property
-    def is_single(self) -> bool:
-        """Whether the level is one node, the likeliest child."""
-        return len(self.ranks) == 1 and self.width == 1
-
     def nodes_of(self, children: torch.Tensor) -> torch.Tensor:
         """Select the M nodes' values [R, M] from their parents' children [R, P or 1, width]."""
-        if self.is_single:
+        if len(self.ranks) == 1 and self.width == 1:  # the likeliest child
             return children[:, 0]
         if children.shape[1] == 1:
             return children[:, 0, self.ranks]
         return children[:, self.slots, self.ranks]
 
     def on(self, device: torch.device) -> TemplateLevel:
-        """This level with its tensors on a device."""
         tensors = {name: value.to(device) for name, value in vars(self).items() if isinstance(value, torch.Tensor)}
         return dataclasses.replace(self, **tensors)
 
@@ -163,7 +160,6 @@ class TreeTemplate:
 
     @cached_property
     def is_chain(self) -> bool:
-        """Whether no node has a sibling."""
         return len(self.parents) == self.depth
 
     @cached_property
@@ -178,7 +174,6 @@ class TreeTemplate:
 
     @property
     def prunes(self) -> bool:
-        """Whether the nodes to keep are chosen by probability."""
         return self.keep_paths is not None
 
     def num_nodes(self, depth: int) -> int:
@@ -200,9 +195,17 @@ class TreeTemplate:
         """int64 [E], the nodes with children, which the drafter expands, in its order."""
         return np.unique(self.parents[self.parents >= 0])
 
+    def expanded_nodes(self, depth: int) -> tuple[np.ndarray, np.ndarray | None]:
+        """The E nodes that are expanded in drafts of that depth, in order.
+
+        Returns: their depths, int64 [E]; the nodes on each one's path, itself included, bool [E, E] (None if paths are known only while
+            drafting).
+        """
+        nodes = self.expanded[self.depths[self.expanded] < depth]
+        return self.depths[nodes], self.ancestors[np.ix_(nodes, nodes)]
+
     @cached_property
     def levels(self) -> list[TemplateLevel]:
-        """The tree depth by depth."""
         has_children = np.isin(np.arange(len(self.parents)), self.expanded)
         levels, frontier, start = [], np.array([-1]), 0
         for end in self.level_ends:
@@ -227,13 +230,10 @@ class TreeTemplate:
 
     def levels_on(self, device: torch.device) -> list[TemplateLevel]:
         """`levels` with tensors on a device, cached."""
-        if device not in self._levels_on:
-            self._levels_on[device] = [level.on(device) for level in self.levels]
-        return self._levels_on[device]
-
-    @cached_property
-    def _levels_on(self) -> dict[torch.device, list[TemplateLevel]]:
-        return {}
+        cached = vars(self).setdefault("_levels_on", {})
+        if device not in cached:
+            cached[device] = [level.on(device) for level in self.levels]
+        return cached[device]
 
 
 @dataclass(frozen=True)
@@ -256,23 +256,32 @@ class DynamicTree:
 
     @property
     def widest(self) -> int:
-        """The most nodes of one depth that the drafter expands."""
         return self.top_k
 
     def num_nodes(self, depth: int) -> int:
-        """The most nodes of a draft of that depth."""
         if depth == 0:
             return 0
         return min(self.total_tokens - 1, self.top_k + (depth - 1) * self.top_k**2)
 
     def num_expanded(self, depth: int) -> int:
-        """Nodes that the drafter expands in a draft of that depth."""
         return self.top_k * max(depth - 1, 0)
+
+    def expanded_nodes(self, depth: int) -> tuple[np.ndarray, None]:
+        return np.repeat(np.arange(1, depth), self.top_k), None
 
 
 TreeShape = TreeTemplate | DynamicTree
 _MOST_CANDIDATES = 2**20  # most nodes that a dynamic tree is chosen from
 _TREE_KEYS = ("branching_factors", "speculative_token_tree", "top_k")  # at most one may be given
+
+
+def cut_shape(shape: TreeShape, longest: int) -> TreeShape | None:
+    """The shape with paths of at most `longest` nodes; None if it is a deeper tree whose nodes were given one by one."""
+    if shape.depth <= longest:
+        return shape
+    if isinstance(shape, DynamicTree):
+        return dataclasses.replace(shape, depth=longest)
+    return TreeTemplate.from_widths([1] * longest) if shape.is_chain else None
 
 
 def has_too_many_nodes(widths: list[int]) -> bool:
@@ -292,40 +301,34 @@ class TreeDraftingConfig(SpeculativeConfig):
 
     has_weights = True
 
-    depth: int | None = field(
-        default=None, metadata={"help": "longest path of a tree: another name for num_speculative_tokens (EAGLE's)"}
+    depth: int | None = config_key(
+        None, "longest path of a tree: another name for num_speculative_tokens (EAGLE's)", minimum=1
     )
-    branching_factors: list[int] | None = field(
-        default=None,
-        metadata={"help": "children per node at each depth, e.g. [3, 2, 1]: draft a static tree instead of a chain"},
+    branching_factors: list[int] | None = config_key(
+        None, "children per node at each depth, e.g. [3, 2, 1]: draft a static tree instead of a chain"
     )
-    speculative_token_tree: list[list[int]] | str | None = field(
-        default=None,
-        metadata={
-            "help": "a static tree as child-rank paths, e.g. [[0], [1], [0, 0]] (or that as text), or the name of a "
-            "published one"
-        },
+    speculative_token_tree: list[list[int]] | str | None = config_key(
+        None,
+        "a static tree as child-rank paths, e.g. [[0], [1], [0, 0]] (or that as text), or the name of a published one",
     )
-    top_k: int | None = field(
-        default=None,
-        metadata={
-            "help": "draft a dynamic tree (EAGLE-2): continue this many nodes per depth, with as many children each"
-        },
+    top_k: int | None = config_key(
+        None,
+        "draft a dynamic tree (EAGLE-2): continue this many nodes per depth, with as many children each",
+        minimum=1,
     )
-    total_tokens: int | None = field(
-        default=None,
-        metadata={"help": "dynamic tree: tokens verified per step, the last accepted one included (default 60)"},
+    total_tokens: int | None = config_key(
+        None, "dynamic tree: tokens verified per step, the last accepted one included (default 60)", minimum=2
     )
-    draft_confidence_threshold: float | None = field(
-        default=None,
-        metadata={
-            "help": "stop a row's draft where the drafter gives its best path less than this probability (0 to 1)"
-        },
+    draft_confidence_threshold: float | None = config_key(
+        None,
+        "stop a row's draft where the drafter gives its best path less than this probability (0 to 1)",
+        minimum=0.0,
+        maximum=1.0,
     )
 
     def __post_init__(self) -> None:
+        self.check_keys()
         self.read_auto()
-        self.check_int("depth", minimum=1, optional=True)
         if self.depth is not None:
             if self.num_speculative_tokens not in (None, self.depth):
                 raise self.fail(
@@ -335,11 +338,11 @@ class TreeDraftingConfig(SpeculativeConfig):
         given = [key for key in _TREE_KEYS if getattr(self, key) is not None]
         if len(given) > 1:
             raise self.fail(given[1], f"cannot be combined with {given[0]!r}: both give the tree's shape.")
-        self._check_factors()
-        self._check_token_tree()
+        self._check_factors("branching_factors")
+        if self.speculative_token_tree is not None:
+            paths = read_token_tree(self, self.speculative_token_tree)
+            self._fix_depth("speculative_token_tree", max(map(len, paths)))
         super().__post_init__()
-        self.check_int("top_k", minimum=1, optional=True)
-        self.check_int("total_tokens", minimum=2, optional=True)
         if self.total_tokens is not None and self.top_k is None:
             if given:
                 raise self.fail("total_tokens", f"is for dynamic trees and cannot be combined with {given[0]!r}.")
@@ -347,35 +350,25 @@ class TreeDraftingConfig(SpeculativeConfig):
         if self.top_k is not None and self.total_tokens is None:
             self.total_tokens = 60
         self._check_dynamic_tree()
-        if self.draft_confidence_threshold is not None:
-            self.check_number("draft_confidence_threshold", minimum=0.0, maximum=1.0)
 
     @property
     def tree_key(self) -> str | None:
         """The key that gives the shape of a tree; None for chains."""
         return next((key for key in _TREE_KEYS if getattr(self, key) is not None), None)
 
-    def _check_factors(self) -> None:
-        factors = self.branching_factors
+    def _check_factors(self, key: str) -> None:
+        """Check children per node at each depth, which fix the draft's depth."""
+        factors = getattr(self, key)
         if factors is None:
             return
-        are_counts = isinstance(factors, list) and all(type(f) is int and f >= 1 for f in factors)
-        if not factors or not are_counts:
-            raise self.fail("branching_factors", f"must be a list of integers of at least 1, not {factors!r}.")
-        self._check_widths("branching_factors", factors)
-        self._fix_depth("branching_factors", len(factors))
-
-    def _check_widths(self, key: str, widths: list[int]) -> None:
-        if has_too_many_nodes(widths):
-            given = repr(widths) if len(widths) <= 8 else f"a list of {len(widths)}"
+        if not isinstance(factors, list) or not factors or not all(type(f) is int and f >= 1 for f in factors):
+            raise self.fail(key, f"must be a list of integers of at least 1, not {factors!r}.")
+        if has_too_many_nodes(factors):
+            given = repr(factors) if len(factors) <= 8 else f"a list of {len(factors)}"
             raise self.fail(
                 key, f"is {given}, which is a tree of more than {MOST_DRAFT_NODES} nodes: use fewer or smaller factors."
             )
-
-    def _check_token_tree(self) -> None:
-        if self.speculative_token_tree is None:
-            return
-        self._fix_depth("speculative_token_tree", max(map(len, read_token_tree(self, self.speculative_token_tree))))
+        self._fix_depth(key, len(factors))
 
     def _check_dynamic_tree(self) -> None:
         if self.top_k is None or self.total_tokens is None:
@@ -395,10 +388,67 @@ class TreeDraftingConfig(SpeculativeConfig):
         self.num_speculative_tokens = depth
 
     def shape(self) -> TreeShape:
-        """The shape these keys describe."""
         depth = self.longest_draft
         if self.top_k is not None and self.total_tokens is not None:
             return DynamicTree(depth, self.top_k, self.total_tokens)
         if self.speculative_token_tree is not None:
             return TreeTemplate.from_paths(read_token_tree(self, self.speculative_token_tree))
         return TreeTemplate.from_widths(self.branching_factors or [1] * depth)
+
+
+# ---- `speculative_token_tree`: child-rank paths, such a list as text, or the name of a published tree -------------------
+
+# Static trees published with EAGLE, Medusa and Token Recycling (whose code calls its tree "2.2.2"). The file has one path per node, a
+# digit for each child rank.
+_PUBLISHED = json.loads(Path(__file__).with_name("published_trees.json").read_text(encoding="utf-8"))
+PUBLISHED_TREES: dict[str, list[list[int]]] = {
+    name: [[int(rank) for rank in path] for path in text.split()] for name, text in _PUBLISHED.items()
+}
+
+_TREE_KEY = "speculative_token_tree"
+
+
+def read_token_tree(config: SpeculativeConfig, value: Any) -> list[list[int]]:
+    """The tree's child-rank paths: [[0], [1], [0, 0]] is a root with two children, the first of which has one.
+
+    Raises:
+        SpeculativeConfigError: an unknown name, not a list of paths, an empty list, or too many or too long paths.
+    """
+    paths = value
+    if isinstance(value, str):
+        if not value.lstrip().startswith(("[", "(")):
+            return _published(config, value)
+        try:  # vLLM writes the tree as the text of a Python list of tuples
+            paths = ast.literal_eval(value)
+        except (ValueError, SyntaxError) as error:
+            raise config.fail(_TREE_KEY, f"cannot be read: {error}.") from None
+    is_list = isinstance(paths, (list, tuple)) and all(isinstance(path, (list, tuple)) and path for path in paths)
+    if not paths or not is_list or not all(type(rank) is int and rank >= 0 for path in paths for rank in path):
+        raise config.fail(_TREE_KEY, f"must be a list of child-rank paths like [[0], [1], [0, 0]], not {value!r}.")
+    if max(map(len, paths)) > MOST_DRAFT_TOKENS or _has_too_many_prefixes(paths):
+        raise config.fail(
+            _TREE_KEY,
+            f"has {len(paths)} paths of up to {max(map(len, paths))} tokens; a tree has at most {MOST_DRAFT_NODES} nodes, a path "
+            f"{MOST_DRAFT_TOKENS}.",
+        )
+    return [list(path) for path in paths]
+
+
+def _has_too_many_prefixes(paths: Iterable[SequenceOf[int]]) -> bool:
+    nodes: set[tuple[int, ...]] = set()
+    for path in paths:
+        for end in range(len(path), 0, -1):
+            prefix = tuple(path[:end])
+            if prefix in nodes:  # then its own prefixes are in, too
+                break
+            nodes.add(prefix)
+        if len(nodes) > MOST_DRAFT_NODES:
+            return True
+    return False
+
+
+def _published(config: SpeculativeConfig, name: str) -> list[list[int]]:
+    if name not in PUBLISHED_TREES:
+        hint, names = nearest_hint(name, PUBLISHED_TREES), ", ".join(PUBLISHED_TREES)
+        raise config.fail(_TREE_KEY, f"names no published tree: {name!r}{hint}; there are {names}.")
+    return PUBLISHED_TREES[name]

@@ -7,10 +7,9 @@ import re
 from transformers import LlamaConfig
 
 from ...model.packed_model import PackedModel
-from ..checkpoints.files import Checkpoint, Plan, counted, load_module, register_format
-from ..checkpoints.layers import RotaryPositions, fit_biases, shared_embeddings
+from ..checkpoints.files import Checkpoint, Plan, counted, load_module, register_format, share_equal
+from ..checkpoints.layers import RotaryPositions, embeddings_of, fit_biases
 from ..checkpoints.target_parts import check_target, device_and_dtype
-from ..checkpoints.tied import share_equal
 from .head import HydraHeads
 
 _BLOCK = re.compile(r"hydra_mlp\.(\d+)\.(\d+)\.(.+)$")
@@ -24,7 +23,6 @@ _LAYER_KEYS = (
 
 
 def is_hydra(checkpoint: Checkpoint) -> bool:
-    """True for Hydra heads."""
     return checkpoint.any(r"hydra_mlp\.\d+\.\d+\.linear\.weight$")
 
 
@@ -58,11 +56,11 @@ def load_hydra(checkpoint: Checkpoint, target: PackedModel) -> HydraHeads:
         CheckpointError: an architecture other than "mlp" and "prefix-mlp", tensors that do not fit, or heads for another target.
     """
     has_prefix = checkpoint.any(_PREFIX.pattern)
-    found = "prefix-mlp" if has_prefix else "mlp"
-    arch = checkpoint.config.get("hydra_head_arch", found)
-    if arch != found:
+    kind = "prefix-mlp" if has_prefix else "mlp"
+    arch = checkpoint.config.get("hydra_head_arch", kind)
+    if arch != kind:
         can_run = "'mlp' and 'prefix-mlp' can be run"
-        raise checkpoint.error(f"has hydra_head_arch = {arch!r} and tensors of {found!r}; {can_run}.")
+        raise checkpoint.error(f"has hydra_head_arch = {arch!r} and tensors of {kind!r}; {can_run}.")
     if checkpoint.config.get("hidden_state_offset", 0) != 0:
         raise checkpoint.error(
             "reads an inner layer's hidden states (hidden_state_offset is not 0), which is not supported."
@@ -88,7 +86,7 @@ def load_hydra(checkpoint: Checkpoint, target: PackedModel) -> HydraHeads:
             num_blocks=len(places),
             vocab_size=vocab_size,
             grounded=grounded,
-            embeddings=shared_embeddings(checkpoint, target, hidden_size),
+            embeddings=embeddings_of(checkpoint, target, None, hidden_size),
             prefix_config=_prefix_config(checkpoint, target, plan) if has_prefix else None,
         )
     if hydra.prefix is not None:
@@ -103,18 +101,15 @@ def load_hydra(checkpoint: Checkpoint, target: PackedModel) -> HydraHeads:
 
 def _prefix_config(checkpoint: Checkpoint, target: PackedModel, plan: Plan) -> LlamaConfig:
     """The prefix layer's configuration: a Llama layer with the target's settings, since checkpoints have none of their own."""
-    own, gate, queries = (
-        target.config,
-        "prefix.layers.0.mlp.gate_proj.weight",
-        "prefix.layers.0.self_attn.q_proj.weight",
-    )
-    if own.model_type not in _LLAMA_LIKE:
+    gate, queries = (f"prefix.layers.0.{name}.weight" for name in ("mlp.gate_proj", "self_attn.q_proj"))
+    model = target.config
+    if model.model_type not in _LLAMA_LIKE:
         raise checkpoint.error(
-            f"has a prefix layer, which takes its settings from a target like Llama; this one's model_type is {own.model_type!r}."
+            f"has a prefix layer, which takes its settings from a target like Llama; this one's model_type is {model.model_type!r}."
         )
     for name in (gate, queries):
         if name not in plan:
             raise checkpoint.error(f"has no {name.replace('prefix.', 'prefix_embeding_layer.')}.")
-    values = {key: getattr(own, key) for key in _LAYER_KEYS}
-    head_dim = plan.matrix(queries)[0] // own.num_attention_heads
+    values = {key: getattr(model, key) for key in _LAYER_KEYS}
+    head_dim = plan.matrix(queries)[0] // model.num_attention_heads
     return LlamaConfig(**values, head_dim=head_dim, intermediate_size=plan.matrix(gate)[0], num_hidden_layers=1)

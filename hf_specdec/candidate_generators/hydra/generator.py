@@ -1,6 +1,8 @@
-"""Drafting with Hydra and Hydra++ heads (Ankner et al. 2024)."""
+"""Drafting with Hydra and Hydra++ heads (Ankner et al. 2024), and the keys of method `hydra`."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import nn
@@ -13,87 +15,78 @@ from ...model.packed_model import PackedModel
 from ..base import CandidateGenerator, DrafterContext
 from ..checkpoints.target_parts import DraftVocabulary, load_once
 from ..growing.features import FeatureGenerator
-from ..growing.grower import GrowingGenerator
-from ..growing.last_hidden import LastHiddenGenerator, bounded_shape
-from ..growing.levels import Level
+from ..growing.grower import GrowsDrafts
+from ..growing.last_hidden import LastHiddenConfig, LastHiddenGenerator, bounded_shape
+from ..growing.tree_growth import DraftLevel
 from ..registry import register
 from .checkpoint import is_hydra, load_hydra
-from .config import HydraConfig
 from .head import HydraHeads
 
 
-class HydraDrafting(GrowingGenerator):
-    """Grows a draft with the heads, in the same way for Hydra and Hydra++. `state` holds the states of the newest nodes."""
+@dataclass
+class HydraConfig(LastHiddenConfig):
+    """Hydra: heads like Medusa's, but each also reads the tokens drafted before it. Hydra++ checkpoints (arch "prefix-mlp") put
+    a decoder layer of their own, with its own KV, between the target and the heads."""
 
-    heads: HydraHeads
-    state: torch.Tensor
-
-    def begin(self, *roots: torch.Tensor) -> torch.Tensor:
-        """The first head's logits."""
-        hidden, tokens = roots
-        state = self.heads.with_tokens(hidden, tokens)
-        self.state = state[:, None]
-        return self.heads.heads[0](state)
-
-    def expand(self, level: Level) -> torch.Tensor:
-        """The next head's logits after each node [R, F, V]."""
-        self.state = self.heads.with_tokens(self.carried(level), level.tokens)
-        return self.heads.heads[level.depth](self.state)
+    name = "hydra"
+    requires = ("Hydra heads trained for the target: 'model'",)
 
 
 @register(HydraConfig)
+def make_hydra(config: HydraConfig, target: PackedModel, context: DrafterContext | None = None) -> CandidateGenerator:
+    """The generator for heads with or without a prefix layer."""
+    checkpoint = config.open_head(is_hydra)
+    heads = load_once(config, target, lambda: load_hydra(checkpoint, target))
+    return (HydraGenerator if heads.prefix is None else HydraPrefixGenerator)(config, target, heads)
+
+
+class HydraDrafting(GrowsDrafts):
+    """Grows a draft with the heads, in the same way for Hydra and Hydra++. A node's state is that of its text and the embeddings of
+    its path."""
+
+    heads: HydraHeads
+
+    def begin(self, *roots: torch.Tensor) -> torch.Tensor:
+        hidden, tokens = roots
+        state = self.heads.with_tokens(hidden, tokens)
+        self.grower.state = state[:, None]
+        return self.heads.heads[0](state)
+
+    def expand(self, level: DraftLevel) -> torch.Tensor:
+        """The next head's logits after each node [R, F, V]."""
+        self.grower.state = self.heads.with_tokens(self.grower.carried(level), level.tokens)
+        return self.heads.heads[level.depth](self.grower.state)
+
+
 class HydraGenerator(HydraDrafting, LastHiddenGenerator):
-    """Drafts with Hydra heads: a node's state is the target's last hidden state and the embeddings of the node's path."""
+    """Drafts with Hydra heads from the target's last hidden state."""
 
-    config: HydraConfig
-
-    @classmethod
-    def create(
-        cls, config: HydraConfig, target: PackedModel, context: DrafterContext | None = None
-    ) -> CandidateGenerator:
-        """The generator for heads with or without a prefix layer."""
-        checkpoint = config.open_head(is_hydra)
-        heads = load_once(config, target, lambda: load_hydra(checkpoint, target))
-        return (cls if heads.prefix is None else HydraPrefixGenerator)(config, target, context, heads)
-
-    def __init__(self, config: HydraConfig, target: PackedModel, context: DrafterContext | None, heads: HydraHeads):
-        super().__init__(config, target, context)
-        self.heads = heads
-        self.vocabulary = DraftVocabulary(target.vocab_size)
-        self.set_heads(heads, len(heads.heads))
+    def __init__(self, config: HydraConfig, target: PackedModel, heads: HydraHeads):
+        super().__init__(config, target, heads, len(heads.heads))
+        self.heads, self.vocabulary = heads, DraftVocabulary(target.vocab_size)
 
 
 class HydraPrefixGenerator(HydraDrafting, FeatureGenerator):
     """Drafts with Hydra++ heads: the prefix layer reads the text with a KV cache; drafting itself needs none."""
 
-    config: HydraConfig
-
-    def __init__(self, config: HydraConfig, target: PackedModel, context: DrafterContext | None, heads: HydraHeads):
-        super().__init__(config, target, context)
+    def __init__(self, config: HydraConfig, target: PackedModel, heads: HydraHeads):
+        shape = bounded_shape(config, config.shape(), len(heads.heads))
+        super().__init__(config.bounded(shape.depth), target, shape=shape)
         assert heads.prefix_config is not None
-        self.heads = heads
-        self.vocabulary = DraftVocabulary(target.vocab_size)
+        self.heads, self.vocabulary = heads, DraftVocabulary(target.vocab_size)
         self.head = self.captured(
             PackedHead(heads, heads.prefix_config, num_layers=1, prepack_weights=config.prepack_weights),
             native=False,  # most of the work is in the heads, which prepacked weights serve
         )
-        self.shape = bounded_shape(config, self.shape, len(heads.heads))
-        self.config = self.with_checkpoint_defaults(config)
-        self.cache = self.new_cache(1, config.block_size)
-
-    def with_checkpoint_defaults(self, config: HydraConfig) -> HydraConfig:
-        """The configuration with the draft length bounded by the number of heads."""
-        return config.bounded(self.shape.depth)
 
     def modules(self) -> list[nn.Module]:
-        """The heads, and modules they share with the target."""
         return [self.heads, *super().modules()]
 
     def level_forwards(self, depth: int) -> list[LevelForward]:
         """Empty: only the text has keys and values."""
         return []
 
-    def roots(self, sequences: list[Sequence]) -> tuple[torch.Tensor, ...]:
+    def roots(self, sequences: list[Sequence], limits: list[int]) -> tuple[torch.Tensor, ...]:
         """Read all unread rows of each text: the prefix layer's outputs [R, H] at the ends, and the newest tokens [R]."""
         hidden = self.read_all(sequences)
         return hidden, upload([seq.tokens[-1] for seq in sequences], hidden.device)

@@ -9,9 +9,8 @@ from dataclasses import dataclass
 import torch
 
 from ...model.packed_model import PackedModel
-from ..checkpoints.files import Checkpoint, Plan, counted, load_module, register_format
-from ..checkpoints.target_parts import check_target, device_and_dtype, target_head
-from ..checkpoints.tied import one_copy, share_equal
+from ..checkpoints.files import Checkpoint, Plan, counted, one_copy, register_format, share_equal
+from ..checkpoints.target_parts import built, check_target, device_and_dtype, target_head
 from .head import MedusaHeads
 
 logger = logging.getLogger(__name__)
@@ -46,7 +45,7 @@ def _converted(name: str) -> str:
 
 
 @dataclass
-class Layout:
+class MedusaLayout:
     """A checkpoint's tensors under the names of vLLM's layout, and the number of heads and blocks."""
 
     plan: Plan
@@ -55,14 +54,14 @@ class Layout:
     num_lm_heads: int  # 0: the target's is used; 1: all heads share one
 
     @classmethod
-    def of(cls, checkpoint: Checkpoint) -> Layout:
+    def of(cls, checkpoint: Checkpoint) -> MedusaLayout:
         """Read from the tensors' names, because original config.json files say 2 heads where there are 5."""
         if checkpoint.any(_PREFIX.pattern) and not all(map(_PREFIX.match, checkpoint.names())):
             checkpoint = Checkpoint(checkpoint.folder, checkpoint.name, wanted=lambda name: bool(_PREFIX.match(name)))
         names = [_converted(name) for name in checkpoint.names()]
-        found = [match for match in (re.match(r"blocks\.(\d+)\.layers\.(\d+)\.", name) for name in names) if match]
+        matches = [match for match in (re.match(r"blocks\.(\d+)\.layers\.(\d+)\.", name) for name in names) if match]
         num_heads, num_blocks = (
-            counted(checkpoint, (int(match[group]) for match in found), what)
+            counted(checkpoint, (int(match[group]) for match in matches), what)
             for group, what in ((1, "head"), (2, "block"))
         )
         has_own = any(name.startswith("lm_heads.") for name in names)
@@ -83,16 +82,14 @@ def load_medusa(checkpoint: Checkpoint, target: PackedModel) -> MedusaHeads:
     Raises:
         CheckpointError: tensors are missing, unused or of another shape, or the heads are for another target.
     """
-    layout = Layout.of(checkpoint)
+    layout = MedusaLayout.of(checkpoint)
     plan, first = layout.plan, "blocks.0.layers.0.weight"
     stated = checkpoint.config.get("medusa_num_heads")
     if stated not in (None, layout.num_heads):
         logger.info("%s: config.json says %s heads; the file has %d.", checkpoint.name, stated, layout.num_heads)
     # a merged checkpoint has the target's config.json
     is_own_config = checkpoint.config.get("model_type", "medusa") == "medusa"
-    scale = checkpoint.config.get("logit_scale", 1.0) if is_own_config else 1.0
-    if isinstance(scale, bool) or not isinstance(scale, (int, float)):
-        raise checkpoint.error(f"config.json has logit_scale = {scale!r}; it must be a number.")
+    scale = checkpoint.number("logit_scale", 1.0) if is_own_config else 1.0
     if first not in plan:
         raise checkpoint.error(f"has no {first} (0.0.linear.weight in the original layout).")
     hidden_size = plan.matrix(first)[0]
@@ -100,17 +97,9 @@ def load_medusa(checkpoint: Checkpoint, target: PackedModel) -> MedusaHeads:
     vocab_size = sizes[0] if sizes else target.vocab_size
     check_target(checkpoint, target, hidden_size, None if "token_map" in plan else vocab_size)
     target_ids = _target_ids(checkpoint, target, plan, vocab_size)
-    with checkpoint.building():
-        heads = MedusaHeads(
-            hidden_size,
-            layout.num_heads,
-            layout.num_blocks,
-            vocab_sizes=[vocab_size] * layout.num_lm_heads,
-            bias="blocks.0.layers.0.bias" in plan,
-            target_head=target_head(target),
-            scale=float(scale),
-        )
-    load_module(heads, plan, *device_and_dtype(target))
+    sizes = hidden_size, layout.num_heads, layout.num_blocks, [vocab_size] * layout.num_lm_heads
+    has_bias, lm_head = "blocks.0.layers.0.bias" in plan, target_head(target)
+    heads = built(checkpoint, plan, target, lambda: MedusaHeads(*sizes, has_bias, lm_head, scale))
     share_equal(heads)
     heads.target_ids = target_ids
     return heads

@@ -10,9 +10,8 @@ from typing import Any
 from torch import nn
 
 from ...model.packed_model import PackedModel
-from ..checkpoints.files import Checkpoint, Plan, load_module, register_format
-from ..checkpoints.target_parts import check_target, device_and_dtype
-from ..checkpoints.tied import one_copy
+from ..checkpoints.files import Checkpoint, Plan, one_copy, register_format
+from ..checkpoints.target_parts import built, check_target
 from .head import GATES, LSTMSpeculator, ScaledNorm, Speculator, SumSpeculator
 
 
@@ -26,7 +25,6 @@ def has_mlp(checkpoint: Checkpoint) -> bool:
 
 
 def has_arctic(checkpoint: Checkpoint) -> bool:
-    """True for an Arctic LSTM or a "sum_rnn"."""
     names = set(map(unprefixed, checkpoint.names()))
     return has_lstm(names) or has_rnn(names)
 
@@ -44,29 +42,54 @@ register_format(
 
 
 def load_mlp(checkpoint: Checkpoint, target: PackedModel) -> Speculator:
-    """Load a speculator in IBM's format (Snowflake's ArcticMLPSpeculator too), on the target's device, in its dtype."""
-    n_predict, vocab_size = integer(checkpoint, "n_predict"), integer(checkpoint, "vocab_size")
-    tied, scale_input = flag(checkpoint, "tie_weights"), flag(checkpoint, "scale_input")
+    """Load a speculator in IBM's format (Snowflake's ArcticMLPSpeculator too)."""
     (emb_dim, *more), (inner, *others) = widths(checkpoint, "emb_dim"), widths(checkpoint, "inner_dim", 0)
     if more or others:
         raise checkpoint.error(
             "config.json has several widths in emb_dim or inner_dim, but its tensors are those of one layer."
         )
-    inner = inner or emb_dim
+    return _load_sum(checkpoint, target, emb_dim, [inner or emb_dim], None)
+
+
+def load_rnn(checkpoint: Checkpoint, target: PackedModel) -> Speculator:
+    """Load a "sum_rnn" speculator: IBM's recurrence with a stack of layers for each part."""
+    inner, emb, proj = (widths(checkpoint, key) for key in ("inner_dim", "emb_dim", "proj_dim"))
+    if len({*emb, *proj, inner[0]}) != 1:
+        raise checkpoint.error(
+            f"config.json has emb_dim {emb}, proj_dim {proj} and inner_dim {inner}: embeddings, projections and the first inner "
+            "width are added, so they must be equal."
+        )
+    return _load_sum(checkpoint, target, checkpoint.integer("input_hidden_dim"), inner, (len(emb) - 1, len(proj) - 1))
+
+
+def _load_sum(
+    checkpoint: Checkpoint, target: PackedModel, hidden_size: int, inner: list[int], stacks: tuple[int, int] | None
+) -> Speculator:
+    """Load a SumSpeculator on the target's device, in its dtype.
+
+    Args:
+        stacks: number of further layers after each embedding and after each projection; None: no stacks, and other names of tensors.
+    """
+    n_predict, vocab_size = checkpoint.integer("n_predict"), checkpoint.integer("vocab_size")
+    tied, scale_input, width = checkpoint.flag("tie_weights"), checkpoint.flag("scale_input"), inner[0]
     check_steps(checkpoint, n_predict, tied)
-    check_target(checkpoint, target, emb_dim, vocab_size)
+    check_target(checkpoint, target, hidden_size, vocab_size)
     count, num_projections = (1, min(n_predict, 2)) if tied else (n_predict, n_predict)
-    with checkpoint.building():
-        speculator = SumSpeculator(
-            n_predict, inner, scale_input,
-            emb=[nn.Embedding(vocab_size, inner) for _ in range(count)],
-            proj=[nn.Linear(inner if i else emb_dim, inner, bias=False) for i in range(num_projections)],
-            ln=[ScaledNorm(inner) for _ in range(count)],
-            head=[nn.Linear(inner, vocab_size, bias=False) for _ in range(count)],
-        )  # fmt: skip
+
+    def make() -> Speculator:
+        emb: list[nn.Module] = [nn.Embedding(vocab_size, width) for _ in range(count)]
+        proj: list[nn.Module] = [
+            nn.Linear(inner[-1] if i else hidden_size, width, bias=False) for i in range(num_projections)
+        ]
+        if stacks is not None:
+            emb = [_layers(table, stacks[0], width) for table in emb]
+            proj = [_layers(first, stacks[1], width) for first in proj]
+        ln = [ScaledNorm(width) if stacks is None else _norms(inner) for _ in range(count)]
+        head = [nn.Linear(inner[-1], vocab_size, bias=False) for _ in range(count)]
+        return SumSpeculator(n_predict, width, scale_input, emb, proj, ln, head)
+
     rename = one_copy(checkpoint, lambda name: tied_name(unprefixed(name), n_predict)) if tied else unprefixed
-    load_module(speculator, Plan(checkpoint, rename), *device_and_dtype(target))
-    return speculator
+    return built(checkpoint, Plan(checkpoint, rename), target, make)
 
 
 def load_speculator(checkpoint: Checkpoint, target: PackedModel) -> Speculator:
@@ -76,14 +99,14 @@ def load_speculator(checkpoint: Checkpoint, target: PackedModel) -> Speculator:
         CheckpointError: it does not fit its configuration or the target.
     """
     names = set(map(unprefixed, checkpoint.names()))
-    found, load = "sum_rnn", load_mlp
+    kind, load = "sum_rnn", load_mlp
     if has_lstm(names):
-        found, load = "sum_lstm", load_lstm
+        kind, load = "sum_lstm", load_lstm
     elif has_rnn(names):
         load = load_rnn
-    method = checkpoint.config.get("method", found)
-    if method != found:
-        raise checkpoint.error(f"config.json has method = {method!r}, but its tensors are those of {found!r}.")
+    method = checkpoint.config.get("method", kind)
+    if method != kind:
+        raise checkpoint.error(f"config.json has method = {method!r}, but its tensors are those of {kind!r}.")
     return load(checkpoint, target)
 
 
@@ -105,22 +128,20 @@ def _lstm_name(name: str, n_predict: int, tie_embeddings: bool) -> str:
 
 def load_lstm(checkpoint: Checkpoint, target: PackedModel) -> Speculator:
     """Load an LSTM speculator on the target's device, in its dtype."""
-    n_predict, vocab_size = integer(checkpoint, "n_predict"), integer(checkpoint, "vocab_size")
-    hidden_size = integer(checkpoint, "input_hidden_dim")
-    tie_embeddings = flag(checkpoint, "tie_lstm_embs")
+    n_predict, vocab_size = checkpoint.integer("n_predict"), checkpoint.integer("vocab_size")
+    hidden_size = checkpoint.integer("input_hidden_dim")
+    tie_embeddings = checkpoint.flag("tie_lstm_embs")
     sizes = [size for key in ("inner_dim", "emb_dim", "proj_dim") for size in widths(checkpoint, key)]
     if len(set(sizes)) != 1:
         raise checkpoint.error(
             f"config.json has inner_dim, emb_dim and proj_dim of {sizes}; for an LSTM they must be equal."
         )
-    if not flag(checkpoint, "tie_weights"):
+    if not checkpoint.flag("tie_weights"):
         raise checkpoint.error("config.json has no tie_weights = true, but all steps of an LSTM share their weights.")
     check_target(checkpoint, target, hidden_size, vocab_size)
-    scale_input = flag(checkpoint, "scale_input")
-    with checkpoint.building():
-        speculator = LSTMSpeculator(n_predict, hidden_size, sizes[0], vocab_size, scale_input, tie_embeddings)
+    sizes = n_predict, hidden_size, sizes[0], vocab_size, checkpoint.flag("scale_input"), tie_embeddings
     rename = one_copy(checkpoint, lambda name: _lstm_name(unprefixed(name), n_predict, tie_embeddings))
-    load_module(speculator, Plan(checkpoint, rename), *device_and_dtype(target))
+    speculator = built(checkpoint, Plan(checkpoint, rename), target, lambda: LSTMSpeculator(*sizes))
     speculator.fuse()
     return speculator
 
@@ -139,40 +160,8 @@ def _norms(sizes: list[int]) -> nn.Sequential:
     return nn.Sequential(*modules)
 
 
-def load_rnn(checkpoint: Checkpoint, target: PackedModel) -> Speculator:
-    """Load a "sum_rnn" speculator (IBM's recurrence with a stack of layers for each part), on the target's device, in its dtype."""
-    n_predict, vocab_size = integer(checkpoint, "n_predict"), integer(checkpoint, "vocab_size")
-    hidden_size = integer(checkpoint, "input_hidden_dim")
-    inner, emb, proj = (widths(checkpoint, key) for key in ("inner_dim", "emb_dim", "proj_dim"))
-    if len({*emb, *proj, inner[0]}) != 1:
-        raise checkpoint.error(
-            f"config.json has emb_dim {emb}, proj_dim {proj} and inner_dim {inner}: embeddings, projections and the first inner "
-            "width are added, so they must be equal."
-        )
-    check_target(checkpoint, target, hidden_size, vocab_size)
-    tied, width = flag(checkpoint, "tie_weights"), inner[0]
-    check_steps(checkpoint, n_predict, tied)
-    count, num_projections = (1, min(n_predict, 2)) if tied else (n_predict, n_predict)
-    with checkpoint.building():
-        starts = [nn.Linear(inner[-1] if i else hidden_size, width, bias=False) for i in range(num_projections)]
-        speculator = SumSpeculator(
-            n_predict, width, flag(checkpoint, "scale_input"),
-            emb=[_layers(nn.Embedding(vocab_size, width), len(emb) - 1, width) for _ in range(count)],
-            proj=[_layers(start, len(proj) - 1, width) for start in starts],
-            ln=[_norms(inner) for _ in range(count)],
-            head=[nn.Linear(inner[-1], vocab_size, bias=False) for _ in range(count)],
-        )  # fmt: skip
-    rename = one_copy(checkpoint, lambda name: tied_name(unprefixed(name), n_predict)) if tied else unprefixed
-    load_module(speculator, Plan(checkpoint, rename), *device_and_dtype(target))
-    return speculator
-
-
-_PREFIX = "speculator."
-
-
 def unprefixed(name: str) -> str:
-    """A tensor's name without `speculator.`."""
-    return name.removeprefix(_PREFIX)
+    return name.removeprefix("speculator.")
 
 
 def tied_name(name: str, n_predict: int) -> str:
@@ -186,35 +175,12 @@ def tied_name(name: str, n_predict: int) -> str:
 
 def check_steps(checkpoint: Checkpoint, n_predict: int, tied: bool) -> None:
     """Raise CheckpointError if config.json gives more steps than the file has weights for."""
-    numbers = {
-        int(match[1])
-        for match in (re.match(r"head\.(\d+)\.", unprefixed(name)) for name in checkpoint.names())
-        if match
-    }
+    matches = [re.match(r"head\.(\d+)\.", unprefixed(name)) for name in checkpoint.names()]
+    numbers = {int(match[1]) for match in matches if match}
     if not tied and n_predict > len(numbers):
         raise checkpoint.error(
             f"config.json has n_predict = {n_predict}, but the file has the heads of {len(numbers)} steps."
         )
-
-
-def integer(checkpoint: Checkpoint, key: str, default: int | None = None, minimum: int = 1) -> int:
-    """An integer from config.json.
-
-    Raises:
-        CheckpointError: it is missing without a default, or is not an integer of at least `minimum`.
-    """
-    value = checkpoint.config.get(key, default)
-    if type(value) is not int or value < minimum:
-        raise checkpoint.error(f"config.json has {key} = {value!r}; it must be an integer of at least {minimum}.")
-    return value
-
-
-def flag(checkpoint: Checkpoint, key: str) -> bool:
-    """A boolean from config.json, False by default."""
-    value = checkpoint.config.get(key, False)
-    if not isinstance(value, bool):
-        raise checkpoint.error(f"config.json has {key} = {value!r}; it must be true or false.")
-    return value
 
 
 def widths(checkpoint: Checkpoint, key: str, default: int | None = None) -> list[int]:

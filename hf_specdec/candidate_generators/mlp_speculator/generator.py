@@ -1,42 +1,94 @@
-"""Drafting with MLP speculators (Wertheimer et al. 2024), in chains and trees."""
+"""Drafting with MLP speculators (Wertheimer et al. 2024), in chains and trees; keys of methods `mlp_speculator` and `arctic`."""
 
 from __future__ import annotations
+
+from dataclasses import dataclass
 
 import torch
 from torch import nn
 
+from ...config import config_key
 from ...model.packed_model import PackedModel
-from ..base import DrafterContext
+from ..base import DrafterContext, HasHead
 from ..checkpoints.files import Checkpoint
 from ..checkpoints.target_parts import draft_vocabulary, load_once
-from ..growing.last_hidden import LastHiddenGenerator
-from ..growing.levels import Level
-from ..growing.tree_shapes import TreeTemplate
+from ..growing.last_hidden import LastHiddenConfig, LastHiddenGenerator
+from ..growing.tree_growth import DraftLevel
+from ..growing.tree_shapes import TreeShape, TreeTemplate
 from ..registry import register
-from .checkpoint import has_arctic, has_mlp, integer, load_speculator
-from .config import ArcticConfig, MLPSpeculatorConfig
+from .checkpoint import has_arctic, has_mlp, load_speculator
+
+_SHAPE_KEYS = ("branching_factors", "speculative_token_tree", "top_k", "total_tokens")
+
+
+@dataclass
+class MLPSpeculatorConfig(LastHiddenConfig):
+    """An MLP speculator drafts from the target's last hidden state and its own tokens: a chain, unless a tree is asked for.
+
+    `top_k_tokens_per_head` and `n_candidates` are the keys checkpoints of this format carry; those in the checkpoint are
+    used only with `use_checkpoint_tree`.
+    """
+
+    name = "mlp_speculator"
+    requires = ("an MLP speculator (IBM accelerator, Arctic speculator) trained for the target: 'model'",)
+
+    top_k_tokens_per_head: list[int] | None = config_key(
+        None, "children per node at each depth, e.g. [4, 3, 2, 2]: draft a tree instead of a chain"
+    )
+    n_candidates: int | None = config_key(
+        None, "of the tree, keep only the paths to this many best leaves (default: all)", minimum=1
+    )
+    use_checkpoint_tree: bool = config_key(
+        False, "draft the tree the checkpoint's top_k_tokens_per_head and n_candidates describe"
+    )
+
+    def __post_init__(self) -> None:
+        self.check_keys()
+        shape_key = "top_k_tokens_per_head" if self.top_k_tokens_per_head is not None else None
+        if self.use_checkpoint_tree:
+            if shape_key:
+                raise self.fail(shape_key, "cannot be combined with 'use_checkpoint_tree': both give the tree's shape.")
+            shape_key = "use_checkpoint_tree"
+        for key in _SHAPE_KEYS:
+            if shape_key and getattr(self, key) is not None:
+                raise self.fail(shape_key, f"cannot be combined with {key!r}: both give the tree's shape.")
+        if self.n_candidates is not None and not shape_key:
+            raise self.fail("n_candidates", "is for trees: give 'top_k_tokens_per_head', or set 'use_checkpoint_tree'.")
+        self._check_factors("top_k_tokens_per_head")
+        super().__post_init__()
+
+    def shape(self) -> TreeShape:
+        """The shape these keys describe; the checkpoint's own tree is read by the generator."""
+        if self.top_k_tokens_per_head is not None:
+            return TreeTemplate.from_widths(self.top_k_tokens_per_head, self.n_candidates)
+        return super().shape()
+
+
+@dataclass
+class ArcticConfig(MLPSpeculatorConfig):
+    """`mlp_speculator` under the name Snowflake's vLLM plugin gives it; both read every checkpoint of the family."""
+
+    name = "arctic"
 
 
 @register(MLPSpeculatorConfig)
-class MLPSpeculatorGenerator(LastHiddenGenerator):
+class MLPSpeculatorGenerator(LastHiddenGenerator, HasHead):
     """Drafts with an MLP or LSTM speculator."""
 
     config: MLPSpeculatorConfig
 
     def __init__(self, config: MLPSpeculatorConfig, target: PackedModel, context: DrafterContext | None = None):
-        super().__init__(config, target, context)
         checkpoint = config.open_head(lambda checkpoint: has_mlp(checkpoint) or has_arctic(checkpoint))
         self.speculator = load_once(config, target, lambda: load_speculator(checkpoint, target))
-        vocab_size = integer(checkpoint, "vocab_size")
+        super().__init__(config, target, self.speculator, self.speculator.n_predict)
+        vocab_size = checkpoint.integer("vocab_size")
         self.vocabulary = draft_vocabulary(checkpoint, target, None, vocab_size)
         self.last_token = vocab_size - 1 if vocab_size < target.vocab_size else None
-        self.set_heads(self.speculator, self.speculator.n_predict)
         if config.use_checkpoint_tree:
-            self.shape = self._checkpoint_tree(checkpoint, self.shape.depth)
+            self.grower.shape = self._checkpoint_tree(checkpoint, self.grower.shape.depth)
 
     @property
     def head_module(self) -> nn.Module:
-        """The speculator."""
         return self.speculator
 
     def _checkpoint_tree(self, checkpoint: Checkpoint, depth: int) -> TreeTemplate:
@@ -51,7 +103,7 @@ class MLPSpeculatorGenerator(LastHiddenGenerator):
                 f"config.json has top_k_tokens_per_head = {factors!r} for n_predict = {n_predict}: 'use_checkpoint_tree' needs "
                 "as many integers; give 'top_k_tokens_per_head' instead."
             )
-        kept = self.config.n_candidates or integer(checkpoint, "n_candidates")
+        kept = self.config.n_candidates or checkpoint.integer("n_candidates")
         return TreeTemplate.from_widths(factors[:depth], kept)
 
     def _embedded(self, tokens: torch.Tensor) -> torch.Tensor:
@@ -59,23 +111,22 @@ class MLPSpeculatorGenerator(LastHiddenGenerator):
         return tokens if self.last_token is None else tokens.clamp(max=self.last_token)
 
     def begin(self, *roots: torch.Tensor) -> torch.Tensor:
-        """The first step's logits, from the target's hidden states."""
         hidden, tokens = roots
         logits, state = self.speculator.step(0, hidden, self._embedded(tokens))
-        self.state = state[:, None]
+        self.grower.state = state[:, None]
         return logits
 
-    def expand(self, level: Level) -> torch.Tensor:
-        """This depth's logits [R, F, V], for all nodes."""
+    def expand(self, level: DraftLevel) -> torch.Tensor:
         rows, count = level.tokens.shape
         tokens = self._embedded(level.tokens.flatten())
-        logits, state = self.speculator.step(level.depth, self.carried(level).flatten(0, 1), tokens)
-        self.state = state.view(rows, count, -1)
+        logits, state = self.speculator.step(level.depth, self.grower.carried(level).flatten(0, 1), tokens)
+        self.grower.state = state.view(rows, count, -1)
         return logits.view(rows, count, -1)
 
 
 @register(ArcticConfig)
-class ArcticGenerator(MLPSpeculatorGenerator):
+def make_arctic(
+    config: ArcticConfig, target: PackedModel, context: DrafterContext | None = None
+) -> MLPSpeculatorGenerator:
     """The same generator under Snowflake's name."""
-
-    config: ArcticConfig
+    return MLPSpeculatorGenerator(config, target, context)

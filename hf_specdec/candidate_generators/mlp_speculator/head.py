@@ -70,8 +70,9 @@ class SumSpeculator(Speculator):
         self.ln, self.head = nn.ModuleList(ln), nn.ModuleList(head)
 
     def step(self, index: int, state: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Speculator`; the state is s'."""
-        emb, proj, ln, head = (each[min(index, len(each) - 1)] for each in (self.emb, self.proj, self.ln, self.head))
+        emb, proj, ln, head = (
+            modules[min(index, len(modules) - 1)] for modules in (self.emb, self.proj, self.ln, self.head)
+        )
         projected = proj(self.entered(state) if index == 0 else state)
         state = F.gelu(ln(torch.add(projected, emb(tokens), alpha=self.embedding_scale)))
         return head(state), state
@@ -117,7 +118,6 @@ class LSTMSpeculator(Speculator):
         self.proj = nn.ModuleList(fused)
 
     def step(self, index: int, state: torch.Tensor, tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
-        """See `Speculator`; the state is [s', c'] [N, 2 * width]."""
         hidden, cell = (self.entered(state), None) if index == 0 else state.chunk(2, dim=1)
         embedded = torch.stack([self.get_submodule(f"{gate}_emb.0")(tokens) for gate in self.embedded], dim=1)
         projected = self.proj[min(index, 1)](hidden).view(-1, 4, self.width)

@@ -18,12 +18,11 @@ from ..checkpoints.target_parts import (
     check_vocabulary,
     device_and_dtype,
     layer_config,
-    section,
     target_embeddings,
     target_head,
     trained_for,
 )
-from .head import Family, MtpModule, module_config
+from .head import MtpModule, TargetFamily, module_config
 from .layouts import LAYER_NAMES, LAYOUTS, MtpLayout, find_layout, holds_mtp_alone
 from .weights import TargetTensors
 
@@ -73,28 +72,20 @@ def load_mtp(source: Checkpoint, target: PackedModel, prepack_weights: bool | No
     num_layers = target.config.num_hidden_layers
     layout = find_layout(checkpoint.names(), num_layers)
     if layout is None:
-        tried = "; ".join(each.name for each in LAYOUTS)
+        tried = "; ".join(known.name for known in LAYOUTS)
         some = ", ".join(sorted(checkpoint.names())[:4])
         raise checkpoint.error(f"holds MTP tensors in no known layout ({some}, ..). Tried: {tried}.")
     plan = _planned(checkpoint, layout, num_layers)
-    own = _own_tables(plan, target)
+    shapes = _own_tables(plan, target)
     numbers = (int(name.partition(".")[0]) for name in plan.sources if name[0].isdigit())
     count = counted(checkpoint, numbers, "MTP module")
     with torch.device("meta"):
-        modules = [
-            MtpModule(
-                family,
-                layout,
-                i,
-                sparse=any(name.startswith(f"{i}.layer.mlp.experts.") for name in plan.sources),
-                own={
-                    name: own[f"{i}.{name}.weight"]
-                    for name in ("embed_tokens", "lm_head")
-                    if f"{i}.{name}.weight" in own
-                },
-            )
-            for i in range(count)
-        ]
+        modules = []
+        for i in range(count):
+            tables = {name: shapes.get(f"{i}.{name}.weight") for name in ("embed_tokens", "lm_head")}
+            sparse = any(name.startswith(f"{i}.layer.mlp.experts.") for name in plan.sources)
+            given = {name: shape for name, shape in tables.items() if shape is not None}
+            modules.append(MtpModule(family, layout, i, sparse, given))
         filled = MtpModules(modules)
     _rename_parts(plan, set(filled.state_dict()))
     load_module(filled, plan, device, dtype)
@@ -111,25 +102,25 @@ def load_mtp(source: Checkpoint, target: PackedModel, prepack_weights: bool | No
     return LoadedMtp(layout, modules, heads, proposed_length(source))
 
 
-def _family(source: Checkpoint, target: PackedModel) -> Family:
+def _family(source: Checkpoint, target: PackedModel) -> TargetFamily:
     kind = source.config.get("speculators_model_type")
     if kind is None:
-        return Family.of(target.model, source)
+        return TargetFamily.of(target.model, source)
     if kind != "mtp":
         raise source.error(f"is a speculators checkpoint of type {kind!r}, not of MTP layers.")
     source.wanted = None  # a checkpoint of MTP layers only: load every tensor
-    values = section(source, "transformer_layer_config")
-    stated, own = values.get("num_hidden_layers"), target.config.num_hidden_layers
-    if isinstance(stated, int) and stated > own:
-        raise source.error(f"is for a target of {stated} layers; this one has {own}." + trained_for(source))
+    values = source.section("transformer_layer_config")
+    stated, num_layers = values.get("num_hidden_layers"), target.config.num_hidden_layers
+    if isinstance(stated, int) and stated > num_layers:
+        raise source.error(f"is for a target of {stated} layers; this one has {num_layers}." + trained_for(source))
     config = layer_config(source, values)
     check_target(source, target, config.hidden_size, config.vocab_size)
     with source.building():
         model = AutoModelForCausalLM.from_config(config)
-    return Family.of(model, source)
+    return TargetFamily.of(model, source)
 
 
-def _expert_names(family: Family) -> list[str]:
+def _expert_names(family: TargetFamily) -> list[str]:
     with torch.device("meta"):
         layer = family.new_layer(module_config(family.config, 0, "full_attention", sparse=True), 0)
     return list(layer.state_dict())
@@ -139,10 +130,10 @@ def _planned(checkpoint: TargetTensors, layout: MtpLayout, num_layers: int) -> P
     """A plan with the names `{module}.{part}`; shared tensors are assigned to every module."""
 
     def rename(name: str) -> str | None:
-        found = layout.canonical(name, num_layers)
-        if found is None:
+        place = layout.canonical(name, num_layers)
+        if place is None:
             return name  # belongs to no module: reported as unused
-        module, canonical = found
+        module, canonical = place
         return None if module < 0 else f"{module}.{canonical}"
 
     plan = Plan(checkpoint, rename)
@@ -156,7 +147,7 @@ def _planned(checkpoint: TargetTensors, layout: MtpLayout, num_layers: int) -> P
 
 def _own_tables(plan: Plan, target: PackedModel) -> dict[str, tuple[int, int]]:
     """Shapes of the stored embeddings and heads that differ from the target's. Equal ones are removed from the plan."""
-    own = {}
+    shapes = {}
     for name in [name for name in plan.sources if name.endswith((".embed_tokens.weight", ".lm_head.weight"))]:
         table = (target_embeddings if "embed_tokens" in name else target_head)(target).weight
         assert isinstance(table, torch.Tensor)
@@ -173,8 +164,8 @@ def _own_tables(plan: Plan, target: PackedModel) -> dict[str, tuple[int, int]]:
                 raise plan.checkpoint.error(
                     f"{plan.sources[name]} has {rows} tokens; the target has {target.vocab_size}. It is for another target."
                 )
-            own[name] = (rows, columns)
-    return own
+            shapes[name] = (rows, columns)
+    return shapes
 
 
 def _rename_parts(plan: Plan, expected: set[str]) -> None:

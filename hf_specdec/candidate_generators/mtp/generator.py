@@ -1,57 +1,190 @@
-"""Drafting with the multi-token-prediction (MTP) modules that target checkpoints bring along.
+"""Drafting with the multi-token-prediction (MTP) modules that target checkpoints bring along, and the keys of method `mtp`.
 
 Gloeckle et al. 2024; DeepSeek-V3 report, section 2.2; FastDeploy's continuation by n-grams.
 """
 
 from __future__ import annotations
 
+import contextlib
+from dataclasses import dataclass
+from functools import partial
+from typing import ClassVar
+
+import numpy as np
 import torch
 from torch import nn
 
 from ...cache import PagedStaticCache
+from ...config import config_key
 from ...core.draft_trees import DraftTrees
+from ...core.rows import RowInput
 from ...core.sequence import Sequence
+from ...kernels.transfer import upload
 from ...model.packed_model import PackedModel
 from ..base import DrafterContext
+from ..checkpoints.config import HeadConfig
+from ..checkpoints.files import Checkpoint, open_checkpoint
 from ..checkpoints.target_parts import DraftVocabulary, load_once
-from ..ngram import NGramGenerator
+from ..growing.features import FeatureGenerator
+from ..growing.own_cache import node_inputs
+from ..growing.tree_growth import DraftLevel
+from ..growing.tree_shapes import TreeShape, TreeTemplate
+from ..ngram import NGramConfig, NGramGenerator
 from ..registry import register
-from .block_ends import BlockEnds
 from .checkpoint import load_mtp
-from .config import MtpConfig
-from .turns import ModulesInTurn
+from .layouts import is_mtp_tensor
+from .turns import BlockEnds, DraftNodes
+
+MTP_STRATEGIES = ("default", "with_ngram")
+
+
+@dataclass
+class MtpConfig(HeadConfig):
+    """The target's own multi-token-prediction layers draft: DeepSeek-V3, GLM-4.5, Qwen3.5, MiMo, Ernie 4.5 and others, in chains
+    or trees. They are read from the target's own checkpoint, or from 'model'. With mtp_strategy 'with_ngram', n-gram look-up
+    in the text continues their drafts."""
+
+    name = "mtp"
+    requires = ("MTP layers: in the target's own checkpoint, or in 'model'",)
+    default_num_speculative_tokens: ClassVar[int] = 1
+
+    num_model_steps: int | None = config_key(
+        None, "draft tokens made by MTP layers; by default all, or 1 with mtp_strategy 'with_ngram'", minimum=1
+    )
+    mtp_strategy: str = config_key(
+        "default",
+        "'default': MTP layers make the whole draft; 'with_ngram': they make num_model_steps tokens, and n-gram "
+        "look-up over text and draft continues them up to num_speculative_tokens (chains)",
+        choices=MTP_STRATEGIES,
+    )
+    prompt_lookup_min: int = config_key(2, "'with_ngram': shortest n-gram looked up", minimum=1)
+    prompt_lookup_max: int = config_key(5, "'with_ngram': longest n-gram looked up", minimum=1)
+    recycle_normed: bool | None = config_key(
+        None,
+        "whether a draft step reads the previous step's output after the module's last norm (true) or before it (false); "
+        "by default as the family's reference does",
+    )
+
+    def __post_init__(self) -> None:
+        self.check_keys()
+        has_tree = self.tree_key is not None or self.total_tokens is not None
+        if has_tree and self.continues_by_ngram:
+            raise self.fail("mtp_strategy", "is 'with_ngram', which continues chains: leave the tree's keys out.")
+        length_open = self.num_speculative_tokens is None and self.depth is None and not has_tree
+        if self.continues_by_ngram:
+            self.num_model_steps = self.num_model_steps or 1
+            if length_open and self.num_speculative_tokens_per_batch_size is None:
+                self.num_speculative_tokens = max(5, self.num_model_steps + 1)
+        elif length_open:
+            self.num_speculative_tokens = self.num_model_steps
+        super().__post_init__()
+        if self.prompt_lookup_min > self.prompt_lookup_max:
+            raise self.fail(
+                "prompt_lookup_min",
+                f"is {self.prompt_lookup_min}, more than prompt_lookup_max = {self.prompt_lookup_max}.",
+            )
+        self._check_steps()
+
+    @property
+    def continues_by_ngram(self) -> bool:
+        """Whether n-gram look-up continues the MTP layers' drafts."""
+        return self.mtp_strategy == "with_ngram"
+
+    def ngrams(self) -> NGramConfig:
+        return NGramConfig(prompt_lookup_min=self.prompt_lookup_min, prompt_lookup_max=self.prompt_lookup_max)
+
+    def _check_steps(self) -> None:
+        steps, tokens = self.num_model_steps, self.num_speculative_tokens or 0
+        if steps is None:
+            return
+        if self.continues_by_ngram and steps >= tokens:
+            raise self.fail(
+                "num_speculative_tokens",
+                f"is {tokens}, which leaves nothing to continue by n-gram after num_model_steps = {steps}.",
+            )
+        if not self.continues_by_ngram and steps != tokens:
+            raise self.fail(
+                "num_model_steps",
+                f"is {steps}, but num_speculative_tokens is {tokens}: make them equal, or set mtp_strategy 'with_ngram' to "
+                "continue by n-gram.",
+            )
+
+    def shape(self) -> TreeShape:
+        if self.continues_by_ngram:
+            return TreeTemplate.from_widths([1] * (self.num_model_steps or 1))
+        return super().shape()
+
+    def open_for(self, target: PackedModel) -> Checkpoint:
+        """Open the checkpoint with the MTP layers: 'model', or the target's own.
+
+        Raises:
+            SpeculativeConfigError: it cannot be opened, or the target was not loaded from a checkpoint.
+        """
+        wanted = is_mtp_tensor(target.config.num_hidden_layers)
+        if self.model is not None:
+            return self.open(wanted)
+        model = target.model
+        if not model.name_or_path:
+            raise self.fail(
+                "model", "is missing, and the target does not know where it was loaded from: name its folder or Hub id."
+            )
+        revision = self.revision or getattr(model.config, "_commit_hash", None)
+        return open_checkpoint(model.name_or_path, revision, self.token, wanted)
 
 
 @register(MtpConfig)
-class MtpGenerator(ModulesInTurn):
-    """Drafts with the target's MTP modules, each a decoder layer of the target's own class.
+class MtpGenerator(FeatureGenerator):
+    """Drafts with the target's MTP modules, each a decoder layer of the target's own class, with KV of its own. Draft step s (0, 1, ..)
+    is made by module s mod N of N modules.
 
-    A single module makes every draft step and reads its own output; several modules take turns (see `ModulesInTurn`). The first
-    step reads the target's final hidden state, after the last norm. Later steps read the module's output as the family's
+    The first step reads the target's final hidden state, after the last norm. Later steps read the module's output as the family's
     reference does (`MtpLayout.normed_output`): for DeepSeek-V3's layout after `shared_head.norm`, as in transformers and SGLang;
     older versions of vLLM read it before this norm (`recycle_normed: false`).
+
+    Let x_j(t) be the output of module j at token t. The module reads the output of the previous module at the previous token:
+
+        x_j(t) = M_j(token t, x_{j-1}(t - 1)),   x_{-1}(t) = the target's hidden state at token t,
+
+    so x_j(t) predicts token t + 1 and takes the place of the target's hidden state, j + 1 modules deep (DeepSeek-V3 report,
+    section 2.2). Module j begins at token j + 1. All modules read each row of the text once, starting from the target's hidden
+    states. In the draft's tree, a node's parent takes the place of token t - 1:
+
+        x_j(node) = M_j(token, x_{j-1}(parent)),   x_{-1}(v) = x_s(v) for the module s that drafted v's children,
+
+    and in its turn module j reads all nodes it has not read yet: at step s those of depths up to s. With N = 1 this is the
+    recursion of EAGLE. With as many steps as modules it equals transformers' `MtpModel` (5.17 to 5.23), which crops and
+    recomputes the rows of rejected drafts, while here every round reads the text's new rows again. Steps beyond N (transformers
+    has none) start again with module 0, which then reads the nodes with drafted hidden states.
+
+    The modules share block tables: module j keeps the KV of token t in logical slot t - 1 - j of its layer, at that position. A text
+    that shares n rows with another reads tokens n + 1, .. with all modules, which write slots n - j, .. n - 1 again with the same content.
+
+    Attributes:
+        heads: one per module, over the same cache.
+        boundaries: the modules' states at the ends of blocks; new with every cache.
+        reached: per sequence: x_j of its last read token [H], per module j.
+        draft: the nodes of the current round.
     """
 
     config: MtpConfig
 
     def __init__(self, config: MtpConfig, target: PackedModel, context: DrafterContext | None = None):
-        self.loaded = load_once(
+        loaded = self.loaded = load_once(
             config, target, lambda: load_mtp(config.open_for(target), target, config.prepack_weights)
         )
-        super().__init__(self.with_checkpoint_defaults(config), target, context)
-        used = min(len(self.loaded.modules), self.shape.depth)
-        self.mtp_modules = self.loaded.modules[:used]
-        self.heads = [self.captured(head) for head in self.loaded.heads[:used]]
-        self.head = self.heads[0]
+        length = loaded.proposed_length or len(loaded.modules)
+        super().__init__(config.with_default_length(length), target, context)
+        used = min(len(loaded.modules), self.grower.shape.depth)
+        self.mtp_modules = loaded.modules[:used]
+        self.heads = [self.captured(head) for head in loaded.heads[:used]]
+        self.head, self.num_heads = self.heads[0], len(self.heads)
         normed = config.recycle_normed
-        self.hands_on_normed = self.loaded.layout.normed_output if normed is None else normed
+        self.hands_on_normed = loaded.layout.normed_output if normed is None else normed
         self.vocabulary = DraftVocabulary(target.vocab_size)
-        self.cache = self.new_cache(1, config.block_size)
+        self.boundaries = BlockEnds()
+        self.reached: dict[int, list[torch.Tensor | None]] = {}
+        self.draft: DraftNodes | None = None
         self.ngrams = NGramGenerator(config.ngrams(), target) if config.continues_by_ngram else None
-
-    def with_checkpoint_defaults(self, config: MtpConfig) -> MtpConfig:
-        """The configuration with the draft length of the checkpoint, or its number of modules, where the user gave none."""
-        return config.with_default_length(self.loaded.proposed_length or len(self.loaded.modules))
 
     def new_cache(self, num_blocks: int, block_size: int) -> PagedStaticCache:
         """A cache with one layer per module in use, which grows up to `num_blocks`. Slot s of module j holds token s + 1 + j, so the
@@ -61,42 +194,191 @@ class MtpGenerator(ModulesInTurn):
                 head.graphs.captures.clear()
         self.boundaries = BlockEnds()
         weights = [weight for head in self.heads for weight in head.module.parameters()]
-        return PagedStaticCache(len(self.heads), num_blocks, block_size, weights=weights, ahead=len(self.heads))
+        return PagedStaticCache(self.num_heads, num_blocks, block_size, weights=weights, ahead=self.num_heads)
+
+    def modules(self) -> list[nn.Module]:
+        return [*(head.module for head in self.heads[1:]), *super().modules()]
+
+    # ---- the modules' outputs ---------------------------------------------------------------------------------------
 
     def state_of(self, module: int, hidden: torch.Tensor) -> torch.Tensor:
-        """The module's output, after its last norm if `hands_on_normed`."""
+        """x [n, H], the state that a module passes on, from its layer's output [n, H]: after its last norm if `hands_on_normed`."""
         return self.mtp_modules[module].norm(hidden) if self.hands_on_normed else hidden
 
     def logits_of(self, module: int, state: torch.Tensor) -> torch.Tensor:
-        """Logits [n, Vd] from the module's normed output."""
-        own = self.mtp_modules[module]
-        return own.logits(state if self.hands_on_normed else own.norm(state))
+        """Logits [n, Vd] from x [n, H]."""
+        head = self.mtp_modules[module]
+        return head.logits(state if self.hands_on_normed else head.norm(state))
 
-    def scorers_of(self, module: int) -> list[nn.Module]:
-        """The module's last norm and its language-model head."""
-        own = self.mtp_modules[module]
-        return [own.shared["lm_head"], own.norm]
+    def score_of(self, module: int, state: torch.Tensor) -> torch.Tensor:
+        """`logits_of`, computed by the native library if the module runs there."""
+        native, function = self.heads[module].native, partial(self.logits_of, module)
+        if native is None:
+            return function(state)
+        head = self.mtp_modules[module]
+        return native.apply(function, [head.shared["lm_head"], head.norm], state)
 
-    # ---- continuation by n-gram -------------------------------------------------------------------------------------
+    # ---- memory -----------------------------------------------------------------------------------------------------
 
     @property
     def max_draft_nodes(self) -> int:
         """The most nodes of a draft, n-grams included."""
         return self.config.longest_draft if self.config.continues_by_ngram else super().max_draft_nodes
 
+    def release(self) -> None:
+        super().release()
+        self.boundaries.forget()
+
     def start(self, seq: Sequence) -> None:
-        """As in the base; also begin an index of n-grams."""
         super().start(seq)
+        self.reached[seq.id] = [None] * self.num_heads
         if self.ngrams is not None:
             self.ngrams.start(seq)
 
+    def evict(self, seq: Sequence) -> None:
+        super().evict(seq)
+        self.boundaries.drop(seq.id)
+        self.reached[seq.id] = [None] * self.num_heads
+
     def stop(self, seq: Sequence) -> None:
-        """As in the base; also drop the n-grams."""
         super().stop(seq)
+        self.boundaries.drop(seq.id)
+        del self.reached[seq.id]
         if self.ngrams is not None:
             self.ngrams.stop(seq)
+
+    @contextlib.contextmanager
+    def active(self):
+        with contextlib.ExitStack() as stack:
+            for head in self.heads:
+                stack.enter_context(head.active())
+            yield
+
+    def moved_caches(self) -> list[PagedStaticCache] | None:
+        """The cache of a single module; None for several modules, because each row also depends on the modules' own states."""
+        return super().moved_caches() if self.num_heads == 1 else None
+
+    def known_prefix(self, seq: Sequence) -> int:
+        """Number of leading tokens whose rows are in the cache, as far as the modules' states at the blocks' ends are known."""
+        if not seq.is_text or self.pages.made is None:
+            return 0
+        hashes = [content for content, _ in self.cache.known_blocks(seq.tokens)]
+        known = len(hashes) if self.num_heads == 1 else self.boundaries.num_known(hashes)
+        return known * self.cache.block_size
+
+    def share_prefix(self, seq: Sequence, num_tokens: int) -> None:
+        """Share the cached rows of these tokens, and the states at their end."""
+        super().share_prefix(seq, num_tokens)
+        hashes = self.cache.tables[seq.id].hashes
+        if hashes and self.num_heads > 1:
+            states = self.boundaries.at(hashes[-1])
+            self.reached[seq.id] = [*states, *[None] * (self.num_heads - len(states))]
+
+    def forget_prefixes(self) -> None:
+        super().forget_prefixes()
+        self.boundaries.forget()
+
+    def has_read(self, seq: Sequence, end: int) -> None:
+        """As in the base, but a block can be shared only once all modules have read their tokens for it."""
+        self.cache.tables[seq.id].length = end
+        if seq.is_text:
+            self.cache.register_prefix(seq.id, seq.tokens, end + 1 - self.num_heads)
+            self.boundaries.keep(seq.id, self.cache)
+
+    # ---- reading the text -------------------------------------------------------------------------------------------
+
+    def read(self, sequences: list[Sequence], chunk: int) -> torch.Tensor:
+        """Read up to `chunk` rows of each text with every module; the first module's x [R, H] at the last tokens."""
+        below, starts, ends = [], [], []  # below: x_{j-1}(t - 1) for the tokens t that module j reads, per row
+        for seq in sequences:
+            below.append(self.taken(seq, chunk))
+            starts.append(self.pages.length(seq))
+            ends.append(starts[-1] + len(below[-1]))
+        first_states = None
+        for j, head in enumerate(self.heads):
+            inputs, rows = [], []
+            for i, (seq, start, end) in enumerate(zip(sequences, starts, ends, strict=True)):
+                first = max(start, j) + 1
+                if first <= end:
+                    tokens = np.asarray(seq.tokens[first : end + 1], dtype=np.int64)
+                    inputs.append(RowInput(seq.id, tokens, first - 1 - j))
+                    rows.append(i)
+            if not inputs:
+                break  # later modules begin even later
+            hidden = self.state_of(j, head.forward(inputs, torch.cat([below[i] for i in rows]), self.cache))
+            counts = [len(row.tokens) for row in inputs]
+            last = hidden[upload(np.cumsum(counts) - 1, hidden.device)]
+            first_states = last if j == 0 else first_states
+            if j + 1 < self.num_heads:
+                made = hidden.split(counts)
+                below = self._below_next(sequences, rows, made, j)
+                for i, row, states in zip(rows, inputs, made, strict=True):
+                    if self.cache.share_prefixes and sequences[i].is_text:
+                        self.boundaries.note(row.seq_id, row.start + 1 + j, states, self.cache.block_size)
+            for i, state in zip(rows, last.unbind(), strict=True):
+                self.reached[sequences[i].id][j] = state
+        for seq, end in zip(sequences, ends, strict=True):
+            self.has_read(seq, end)
+        assert first_states is not None
+        return first_states
+
+    def _below_next(self, sequences, rows, made, module: int) -> list[torch.Tensor]:
+        """The states that the next module reads, per row: x at the tokens before its own; empty if it reads none."""
+        below = [made[0][:0]] * len(sequences)
+        for i, states in zip(rows, made, strict=True):
+            before = self.reached[sequences[i].id][module]
+            below[i] = states[:-1] if before is None else torch.cat([before[None], states[:-1]])
+        return below
+
+    def _roots(self, sequences: list[Sequence], like: torch.Tensor, module: int) -> torch.Tensor:
+        """x at each text's last token [R, H]; zeros if the text is too short for the module, which then has no turn."""
+        reached = [self.reached[seq.id][module] for seq in sequences]
+        return torch.stack([torch.zeros_like(like[0]) if state is None else state for state in reached])
+
+    # ---- drafting ---------------------------------------------------------------------------------------------------
 
     def propose(self, sequences: list[Sequence], limits: list[int]) -> DraftTrees:
         """The modules' drafts, continued by n-gram look-up if configured."""
         trees = super().propose(sequences, limits)
         return trees if self.ngrams is None else self.ngrams.continued(trees, sequences, limits)
+
+    def ready(self, sequences: list[Sequence], limits: list[int]) -> list[int]:
+        """As in the base, but a text with fewer tokens than there are modules gets at most as many draft tokens as it has tokens."""
+        return [
+            limit if len(seq.tokens) >= self.num_heads else min(limit, len(seq.tokens))
+            for seq, limit in zip(sequences, super().ready(sequences, limits), strict=True)
+        ]
+
+    def roots(self, sequences: list[Sequence], limits: list[int]) -> tuple[torch.Tensor, ...]:
+        """Read all unread rows of each text; every module's x [R, H] at the last token."""
+        first = self.read_all(sequences)
+        return first, *(self._roots(sequences, first, j) for j in range(1, self.num_heads))
+
+    def begin(self, *roots: torch.Tensor) -> torch.Tensor:
+        self.draft = DraftNodes(list(roots))
+        return self.score_of(0, roots[0])
+
+    def expand(self, level: DraftLevel) -> torch.Tensor:
+        """Let the module whose turn it is read the nodes it has not read; logits [R, F, Vd] of the tokens after this level's nodes."""
+        draft, loop = self.draft, self.grower.loop
+        assert draft is not None
+        draft.add(level)
+        assert draft.ancestors is not None
+        module, (rows, width) = level.depth % self.num_heads, level.tokens.shape
+        first = draft.num_read(module)
+        features = draft.features(module).flatten(0, 1)
+        tokens, head = draft.tokens[:, first:], self.heads[module]
+        if loop is not None:
+            hidden = head.forward_batch(loop.batch(level.depth, tokens, draft.ancestors[:, first:]), features=features)
+        else:
+            seq_ids = [self.grower.sequences[row].id for row in level.rows]
+            ends = [self.cache.tables[seq_id].length - module for seq_id in seq_ids]  # in this module's slots
+            before = [end - 1 for end in ends]
+            ancestors = (
+                None if draft.num_nodes == level.depth else draft.host_ancestors[:, first:]
+            )  # None if only chains
+            inputs = node_inputs(tokens, seq_ids, ends, before, first, level.depths, ancestors)
+            hidden = head.forward(inputs, features, self.cache)
+        hidden = self.state_of(module, hidden).view(rows, tokens.shape[1], -1)
+        draft.made(module, hidden, width)
+        return self.score_of(module, hidden[:, -width:].flatten(0, 1)).view(rows, width, -1)

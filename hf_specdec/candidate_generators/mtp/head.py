@@ -44,7 +44,7 @@ class MtpModule(nn.Module):
     Its layer's KV is layer `index` of the drafter's cache.
 
     Args:
-        own: shapes [V, H] of the module's own embeddings and head; others are the target's (see `share`).
+        shapes: [V, H] of the module's own embeddings and head; others are the target's (see `share`).
     """
 
     enorm: nn.Module
@@ -54,12 +54,7 @@ class MtpModule(nn.Module):
     rotary_emb: nn.Module
 
     def __init__(
-        self,
-        family: Family,
-        layout: MtpLayout,
-        index: int,
-        sparse: bool,
-        own: dict[str, tuple[int, int]],
+        self, family: TargetFamily, layout: MtpLayout, index: int, sparse: bool, shapes: dict[str, tuple[int, int]]
     ):
         super().__init__()
         self.config = module_config(family.config, index, layout.attention, sparse)
@@ -69,10 +64,10 @@ class MtpModule(nn.Module):
         self.eh_proj = nn.Linear(2 * width, width, bias=False)
         self.layer = family.new_layer(self.config, index)
         self.norm = family.new_norm() if layout.has_norm else nn.Identity()
-        if "embed_tokens" in own:
-            self.embed_tokens = nn.Embedding(own["embed_tokens"][0], own["embed_tokens"][1])
-        if "lm_head" in own:
-            self.lm_head = nn.Linear(own["lm_head"][1], own["lm_head"][0], bias=False)
+        if "embed_tokens" in shapes:
+            self.embed_tokens = nn.Embedding(shapes["embed_tokens"][0], shapes["embed_tokens"][1])
+        if "lm_head" in shapes:
+            self.lm_head = nn.Linear(shapes["lm_head"][1], shapes["lm_head"][0], bias=False)
         self.shared: dict[str, nn.Module] = {}  # in a dict, so that the target's modules are not submodules
         self.rope_kind: dict[str, str] = {}
 
@@ -81,7 +76,6 @@ class MtpModule(nn.Module):
         self.shared = {"embed_tokens": embed_tokens, "lm_head": lm_head} | dict(self.named_children())
 
     def borrowed(self) -> list[nn.Module]:
-        """The embeddings and the head, which may be the target's."""
         return [self.shared["embed_tokens"], self.shared["lm_head"]]
 
     def logits(self, hidden: torch.Tensor) -> torch.Tensor:
@@ -112,7 +106,7 @@ class MtpModule(nn.Module):
 
 
 @dataclass
-class Family:
+class TargetFamily:
     """The parts of a target that MTP modules are built from.
 
     Attributes:
@@ -130,7 +124,7 @@ class Family:
     float32: tuple[str, ...]
 
     @classmethod
-    def of(cls, model: PreTrainedModel, checkpoint: Checkpoint) -> Family:
+    def of(cls, model: PreTrainedModel, checkpoint: Checkpoint) -> TargetFamily:
         """Take the parts from a model.
 
         Raises:
@@ -153,7 +147,6 @@ class Family:
         )
 
     def new_norm(self) -> nn.Module:
-        """A norm of the model's type, on the meta device."""
         return copy.deepcopy(self.norm).to("meta")
 
     def new_layer(self, config: PretrainedConfig, index: int) -> nn.Module:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from functools import cached_property
-from pathlib import Path
 
 import torch
 
@@ -30,17 +29,8 @@ class TargetTensors(Checkpoint):
     """
 
     def __init__(self, source: Checkpoint, dtype: torch.dtype, stacks_experts: bool, nothing: str):
-        super().__init__(source.folder, source.name, source.wanted)
-        self.dtype, self.stacks_experts, self.nothing = dtype, stacks_experts, nothing
-
-    @cached_property
-    def files(self) -> dict[str, Path]:
-        """The file of each stored tensor."""
-        wanted: Callable[[str], bool] = self.wanted or (lambda name: True)
-        files = {name: path for path in self._weight_files() for name in self._names_in(path) if wanted(name)}
-        if not files:
-            raise self.error(self.nothing)
-        return files
+        super().__init__(source.folder, source.name, source.wanted, nothing)
+        self.dtype, self.stacks_experts = dtype, stacks_experts
 
     @cached_property
     def scales(self) -> set[str]:
@@ -50,14 +40,14 @@ class TargetTensors(Checkpoint):
     @cached_property
     def stacks(self) -> dict[str, list[list[str]]]:
         """By stacked name: for each expert, the stored matrices to concatenate in its slice."""
-        found: dict[str, dict[int, dict[str, str]]] = {}
+        matrices: dict[str, dict[int, dict[str, str]]] = {}
         if self.stacks_experts:
             for name in self.files:
                 match = _EXPERT.fullmatch(name)
                 if match:
-                    found.setdefault(match["experts"], {}).setdefault(int(match["i"]), {})[match["part"]] = name
+                    matrices.setdefault(match["experts"], {}).setdefault(int(match["i"]), {})[match["part"]] = name
         stacks: dict[str, list[list[str]]] = {}
-        for experts, parts in found.items():
+        for experts, parts in matrices.items():
             for stacked, wanted in (("gate_up_proj", ("gate_proj", "up_proj")), ("down_proj", ("down_proj",))):
                 rows = []
                 for i in range(max(parts) + 1):
@@ -69,7 +59,6 @@ class TargetTensors(Checkpoint):
         return stacks
 
     def names(self) -> list[str]:
-        """The tensors' names."""
         inside = {name for rows in self.stacks.values() for row in rows for name in row}
         return [name for name in self.files if name not in inside and name not in self.scales] + list(self.stacks)
 
@@ -93,7 +82,6 @@ class TargetTensors(Checkpoint):
         return (len(rows), len(rows[0]) * first[0], *first[1:])
 
     def tensor(self, name: str) -> torch.Tensor:
-        """A tensor in its layer's form."""
         if name not in self.stacks:
             return self._plain(name)
         rows = self.stacks[name]

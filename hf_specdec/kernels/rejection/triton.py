@@ -98,7 +98,7 @@ class _Walk(NamedTuple):
     """The arguments of `verify_rejection` as the kernels take them."""
 
     logits: torch.Tensor
-    index: torch.Tensor
+    index: torch.Tensor  # pyright: ignore[reportIncompatibleMethodOverride]
     tokens: torch.Tensor
     parents: torch.Tensor | None
     valid: torch.Tensor

@@ -77,7 +77,7 @@ class Admission:
             raise ValueError(f"The prompt has {length} tokens; the KV cache holds {most}. Give it more memory.")
 
     def _check_params(self, params: SamplingParams) -> None:
-        vocab_size, drafters = self.decoder.target.vocab_size, self.decoder.generator.drafters
+        vocab_size, drafters = self.decoder.target.vocab_size, self.decoder.drafters
         wrong = next((token for token in params.stop_token_ids if not 0 <= token < vocab_size), None)
         if wrong is not None:
             raise ValueError(f"stop_token_ids holds {wrong}; the model has ids 0 to {vocab_size - 1}.")

@@ -12,6 +12,7 @@ from typing import Any
 import torch
 
 from ...cache import OutOfBlocks
+from ...candidate_generators.base import save_tables
 from ...core.errors import is_failure
 from ...core.ranks import RankError
 from ...decoding.decoder import SpeculativeDecoder, StepResult
@@ -55,7 +56,6 @@ class Engine:
         decoder.allocate(num_blocks * decoder.config.block_size, 0)
         if decoder.cache.states is not None:
             decoder.cache.states.reserve(max_num_seqs, decoder.generator.max_draft_nodes)
-        decoder.generator.outlive_texts()
         self.scheduler = Scheduler(decoder, max_num_seqs, max_num_batched_tokens)
         self._choices: dict[int, RequestChoice] = {}  # choices that have not ended, by id of their sequence
         self.transfers = None if make_transfers is None else make_transfers(decoder)
@@ -242,7 +242,7 @@ class Engine:
         """Abort all requests and free the KV pools."""
         for choice in list(self._choices.values()):
             self.abort(choice.request)
-        self.decoder.generator.save_tables()
+        save_tables(self.decoder.generator)
         self.grammars.close()
         if self.transfers is not None:
             self.transfers.close()

@@ -12,7 +12,9 @@ import torch
 import xxhash
 
 from ...cache import PagedStaticCache
+from ...candidate_generators.base import Transferable, moved_caches
 from ...core.rows import RowInput
+from ...core.sequence import Sequence
 from ...decoding.decoder import SpeculativeDecoder
 from ...model.options.fingerprints import fingerprints
 from .nixl_link import NixlLink, Piece
@@ -53,7 +55,7 @@ class MovedPools:
         if decoder.target.ranks is not None or decoder.target.recurrent is not None:
             what = "sharded over ranks" if decoder.target.ranks is not None else "recurrent"
             raise ValueError(f"kv_transfer_config: the keys and values of a model that is {what} cannot be moved.")
-        moved = decoder.generator.moved_caches()
+        moved = moved_caches(decoder.generator)
         if moved is None:
             raise ValueError(
                 f"kv_transfer_config: what a drafter of method {decoder.config.method!r} keeps of a prompt cannot be moved. Use "
@@ -68,7 +70,12 @@ class MovedPools:
     @property
     def caches(self) -> list[PagedStaticCache]:
         """The caches whose blocks are moved: the target's, and that of a drafter that reads features."""
-        return [self.decoder.cache, *(self.decoder.generator.moved_caches() or [])]
+        return [self.decoder.cache, *(moved_caches(self.decoder.generator) or [])]
+
+    def read_features(self, seq: Sequence, count: int) -> None:
+        """Let the drafter read the first `count` tokens of a prompt, if it reads features."""
+        if isinstance(self.decoder.generator, Transferable):
+            self.decoder.generator.read_features(seq, count)
 
     def _allocate(self) -> None:
         """Allocate all blocks of all pools now, by a forward pass over one token, so that they have addresses that do not change."""
@@ -81,7 +88,8 @@ class MovedPools:
                     cache.reserve(_WARM_UP, 1)
                 try:
                     output = decoder.target.forward([row], decoder.cache)
-                    decoder.generator.warm_up(row, output)
+                    if isinstance(decoder.generator, Transferable):
+                        decoder.generator.warm_up(row, output)
                 finally:
                     for cache in self.caches:
                         cache.remove(_WARM_UP)

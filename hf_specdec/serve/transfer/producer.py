@@ -95,7 +95,7 @@ class Producer:
         self._note_again_if_preempted(prompt)
         full = min(prompt.tables[0].length, seq.prompt_length - 1) // size
         try:
-            self.pools.decoder.generator.read_features(seq, full * size)
+            self.pools.read_features(seq, full * size)
         except OutOfBlocks:  # the head reads the rest later
             full = min(full, *(table.length // size for table in prompt.tables))
         self._note(prompt, full)
@@ -145,7 +145,7 @@ class Producer:
         seq, name = choice.sequence, self._name(choice)
         count = seq.prompt_length - 1
         try:
-            self.pools.decoder.generator.read_features(seq, count)
+            self.pools.read_features(seq, count)
         except OutOfBlocks:
             logger.warning("A prompt's KV cannot be held for a decode server, because no blocks are free.")
             self.forget(choice)
