@@ -244,6 +244,6 @@ def graphs_in_python(monkeypatch):
 @pytest.fixture
 def defined_attention(monkeypatch):
     """Attention and writing keys by their definitions, from what the Triton kernels would read."""
-    monkeypatch.setattr(attention, "uses_triton", lambda device: True)
+    monkeypatch.setattr(attention.attend, "on", lambda device, native: attention_kernels.attend)
     monkeypatch.setattr(attention_kernels, "paged_attention", attention_by_definition)
     monkeypatch.setattr(cache_reference, "write_keys_values", write_by_definition)

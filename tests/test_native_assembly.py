@@ -7,7 +7,7 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hf_specdec.kernels.native.operations import Operation, Rows
+from hf_specdec.kernels.native import Operation, Rows
 from hf_specdec.model.native.assembly import _allocated, _encoded, _registers
 from hf_specdec.model.native.tape import Place, Register, Step
 

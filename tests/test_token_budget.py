@@ -64,7 +64,9 @@ def test_long_drafts_leave_prompts_their_part(tiny_model, tiny_tokenizer, name):
     a multiple, where a step of many tokens costs what one of few does, as on a GPU."""
     plain, run = (Run(tiny_model, tiny_tokenizer, each, budget=96, rows=32, count=64) for each in ("none", name))
     assert run.drafted > 100 and max(run.running) > 20
-    most = len(plain.tokens) + 2 * (name == "auto")  # lengths that are learnt from measured times differ from run to run
+    most = len(plain.tokens) + 2 * (
+        name == "auto"
+    )  # lengths that are learnt from measured times differ from run to run
     assert len(run.tokens) <= most, (len(run.tokens), len(plain.tokens))
 
 

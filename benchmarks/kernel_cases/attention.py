@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hf_specdec.kernels.attention.launch import H200, AttentionShape, choose_launch, head_widths
-from hf_specdec.kernels.attention.triton_kernels import attention_kernel, merge_kernel
-from hf_specdec.kernels.launching import next_power_of_two
+from hf_specdec.kernels.attention.triton import attention_kernel, merge_kernel
+from hf_specdec.kernels.dispatch import next_power_of_two
 
 from .compiling import CompileCase
 

@@ -25,7 +25,7 @@ from ..kernels.attention import (
     fill_inputs,
     sizes_of,
 )
-from ..kernels.cache import writer_for
+from ..kernels.cache import write_keys_values
 from ..kernels.dispatch import current
 from ..kernels.transfer import HostStaging
 from .buckets import bucket_of
@@ -69,7 +69,7 @@ class CapturedBatch:
     @property
     def write(self) -> Callable[..., Any]:
         """Writes keys and values to slots."""
-        return writer_for(self.slots.device)
+        return write_keys_values.on(self.slots.device)
 
     @property
     def attend(self) -> Callable[..., torch.Tensor]:

@@ -20,7 +20,7 @@ from ..kernels.attention import (
     attention_for,
     attention_inputs,
 )
-from ..kernels.cache import writer_for
+from ..kernels.cache import write_keys_values
 from ..kernels.transfer import upload
 from .attention_masks import additive_masks, block_diagonal_mask, is_worth_padding, padded_rows
 from .options.invariant_ops import InvariantOps
@@ -119,7 +119,7 @@ class PackedBatch:
             self._on_device[device] = _OnDevice(
                 self.write_slots.to(device),
                 read,
-                writer_for(device),
+                write_keys_values.on(device),
                 attention_for(device, self.invariant is not None, self.with_native),
             )
         return self._on_device[device]

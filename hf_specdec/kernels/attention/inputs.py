@@ -1,12 +1,12 @@
-"""AttentionInputs: a ragged batch as the attention kernel reads it, and how to build it from row descriptions."""
+"""A ragged batch as the implementations of attention read it: AttentionInputs for the kernel, built from row descriptions, and others."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -256,3 +256,126 @@ def _fill_region(parts: dict[str, np.ndarray], index: int, end: int, row: RowDes
     parts["visibility"][end - row.query_length : end] = pack_visibility(row.visibility, sizes.num_words)
     own = np.arange(row.key_length - region, row.key_length)
     parts["region_positions"][index, :region] = own if row.region_positions is None else row.region_positions
+
+
+# ---- for the other implementations ----
+
+
+class AttentionRow(NamedTuple):
+    """One row of a ragged batch, as the definition reads it.
+
+    `start:end` are its queries among the packed tokens. Its keys are in the slots `slots` [length], or, if that is None, in the
+    contiguous run from `first_slot` on, which is read without a copy.
+    """
+
+    start: int
+    end: int
+    length: int
+    first_slot: int
+    slots: torch.Tensor | None
+
+
+class PaddedRows(NamedTuple):
+    """B rows with one query each, with keys padded to one length S.
+
+    `slots` int64 [B * S] are the rows' slots; shorter rows are padded with any slot that has been written. `mask` is additive,
+    float [B, 1, 1, S], or None if every row has S keys and sees all of them.
+    """
+
+    slots: torch.Tensor
+    mask: torch.Tensor | None
+
+
+class AttentionPlan(NamedTuple):
+    """A batch as the definition reads it. Layers with the same window and sizes share one.
+
+    Attributes:
+        rows, masks: per row, the places of its queries and keys, and an additive float mask [G * t, S] for its t queries,
+            repeated for the G = H / Hkv heads of a group (None: every query sees every key).
+        padded: the same rows padded, if they are short and have one query each: one product is then faster than one per row.
+    """
+
+    rows: list[AttentionRow]
+    masks: list[torch.Tensor | None]
+    padded: PaddedRows | None = None
+
+
+class LinearRow(NamedTuple):
+    """One line of text: a row of a batch, or one path of its draft tree.
+
+    `start:end` are its queries among the packed tokens. Its keys are in `slots` [S], in the order of the text; the last ones are
+    those of the queries. A query sees the keys up to its own.
+    """
+
+    start: int
+    end: int
+    slots: torch.Tensor
+
+
+class NativeRow(NamedTuple):
+    """One row of a ragged batch.
+
+    `start:end` are its queries among the packed tokens, and its keys are in the first `length` of `slots` (int64). `visibility` bool
+    [end - start, m] says which of the last m keys a query sees (None: causal). Windows read `region_positions` [m] and `positions`
+    [end - start], int64; None: a key's position is its index.
+    """
+
+    start: int
+    end: int
+    length: int
+    slots: np.ndarray
+    visibility: np.ndarray | None = None
+    region_positions: np.ndarray | None = None
+    positions: np.ndarray | None = None
+
+
+@dataclass
+class NativeRows:
+    """The rows as the library reads them: int64 [B, 8], and the arrays that it points to."""
+
+    table: np.ndarray
+    most_queries: int
+    kept: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, rows: Iterable[NativeRow]) -> NativeRows:
+        """Describe the rows."""
+        lines, kept, most = [], [], 0
+        for row in rows:
+            region = 0 if row.visibility is None else row.visibility.shape[1]
+            line = [row.start, row.end, row.length, 0, 0, region, 0, 0]
+            for place, array, dtype in (
+                (3, row.slots, np.int64),
+                (4, row.visibility, np.uint8),
+                (6, row.region_positions, np.int64),
+                (7, row.positions, np.int64),
+            ):
+                if array is not None:
+                    own = np.ascontiguousarray(array, dtype=dtype)
+                    kept.append(own)
+                    line[place] = own.__array_interface__["data"][0]  # `.ctypes` takes several times as long
+            lines.append(line)
+            most = max(most, row.end - row.start)
+        return cls(np.array(lines, dtype=np.int64).reshape(-1, 8), most, kept)
+
+
+class AttentionBatch(Protocol):
+    """A batch that can describe itself to every implementation. It builds each description when first asked, and keeps it."""
+
+    def attention_inputs(self, device: torch.device) -> AttentionInputs:
+        """The rows as the Triton kernel reads them."""
+        ...
+
+    def plan(
+        self, window: int | None, query: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor
+    ) -> AttentionPlan:
+        """The rows and masks as the definition reads them, for layers with this window, these pools and queries [T, H, D]."""
+        ...
+
+    def native_rows(self) -> NativeRows:
+        """The rows as the native library reads them."""
+        ...
+
+    def lines(self, device: torch.device) -> list[LinearRow]:
+        """The rows as invariant attention reads them: every path of a tree is a row of its own."""
+        ...

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..launching import next_power_of_two
+from ..dispatch import next_power_of_two
 
 # Measured on an H100 with 8 key heads of 128 elements, in bfloat16.
 SPLIT_KEYS = 64  # the least keys of a split: one tile (512 keys take 6.4 us in 8 splits, 7.6 in 4, 12.0 in one)

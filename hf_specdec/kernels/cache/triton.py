@@ -134,6 +134,12 @@ def write_keys_values(
     return query_out
 
 
+def rotate_and_write(query, keys, values, key_pool, value_pool, slots, cos, sin) -> torch.Tensor | None:
+    """See `reference.rotate_and_write`."""
+    angles = {"cos": cos.contiguous(), "sin": sin.contiguous()}
+    return write_keys_values(keys, values, key_pool, value_pool, slots, query=query, **angles)
+
+
 def _check_write(keys, values, key_pool, value_pool, slots, query, cos, sin, query_out):
     num_tokens, _, width = keys.shape
     if values.shape[0] != num_tokens or slots.shape != (num_tokens,):

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launching import next_power_of_two
+from ..dispatch import next_power_of_two
 
 _NO_INDEX = tl.constexpr(2**31 - 1)
 
@@ -117,14 +117,7 @@ def prune_kernel(
 def prune_tree(
     tokens: torch.Tensor, values: torch.Tensor, parents: torch.Tensor, expanded: torch.Tensor, count: int
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keep the `count` likeliest nodes of each tree, in their order, and renumber their parents (the last step of EAGLE-2).
-
-    Args:
-        tokens, parents, expanded: int64 [B, P]; parents come before their children and are at least as likely (-1: the root).
-        values: float32 [B, P], path log-probabilities, -inf where there is no node.
-
-    Returns: tokens, parents, expanded and original indices, int64 [B, count], and lengths int32 [B]. Among equally likely nodes, the
-        first are kept. Padding has token 0, the entry before it as parent, and -1 for the other two.
+    """Prune trees (definition, arguments and results: `reference.prune_tree`).
 
     Memory traffic: 28 bytes read per node, 32 written per kept node; one launch, one program per row.
     """
@@ -202,18 +195,15 @@ LAYERS_PER_LAUNCH = 4
 
 
 def gather_features(layers: list[torch.Tensor], index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Concatenate the hidden states of some tokens over layers: [n, L * H] in `dtype` (definition: `reference.gather_features`).
-
-    Args:
-        layers: L contiguous tensors [T, H] of one dtype.
-        index: int64 [n], which of the T tokens.
+    """Gather features (definition, arguments and results: `reference.gather_features`).
 
     Memory traffic: each chosen state read once and written once; one launch per four layers, without the intermediate tensors of
     gathering, casting and joining.
     """
     num_tokens, hidden = layers[0].shape
-    if any(layer.shape != (num_tokens, hidden) or not layer.is_contiguous() for layer in layers) or index.dim() != 1:
-        raise ValueError("gather_features needs contiguous layers [T, H] of one shape and an index [n].")
+    if any(layer.shape != (num_tokens, hidden) for layer in layers) or index.dim() != 1:
+        raise ValueError("gather_features needs layers [T, H] of one shape and an index [n].")
+    layers = [layer.contiguous() for layer in layers]  # they are, except in models that pass views on
     out = torch.empty(len(index), len(layers) * hidden, dtype=dtype, device=index.device)
     if not out.numel():
         return out

@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launching import next_power_of_two
-from .sizes import MOST_WIDTH
+from ..dispatch import next_power_of_two
+from .reference import MOST_WIDTH
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 

@@ -7,8 +7,7 @@ from collections.abc import Sequence
 import numpy as np
 import torch
 
-from ...kernels.native import TYPES
-from ...kernels.native.operations import OP, UNARY_FUNCTIONS, Operation, Rows
+from ...kernels.native import OP, TYPES, UNARY_FUNCTIONS, Operation, Rows
 from .program import MOST_TOKENS, Output, Program
 from .tape import NotLowered, Place, Register, Step, Tape, Value
 

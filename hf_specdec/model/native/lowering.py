@@ -7,7 +7,7 @@ from typing import Any
 
 import torch
 
-from ...kernels.native.operations import LAYER_NORM, MEAN, Rows
+from ...kernels.native import LAYER_NORM, MEAN, Rows
 from .tape import NotLowered, Place, Tape, Value
 
 aten = torch.ops.aten

@@ -10,9 +10,8 @@ import numpy as np
 import torch
 
 from ...cache import PagedStaticCache
+from ...kernels.native import Rows, library
 from ...kernels.native import Step as StepInputs
-from ...kernels.native import library
-from ...kernels.native.operations import Rows
 from ..packed_batch import PackedBatch
 from .tape import Table
 

@@ -14,7 +14,7 @@ from ...core.dispatch_mode import ExclusiveMode
 from ...kernels.attention import attention_for
 from ...kernels.cache import write_keys_values
 from ...kernels.linear.quantized import Layout
-from ...kernels.native.operations import Operation, Rows
+from ...kernels.native import Operation, Rows
 from ..options.native_weights import NativeWeight
 from ..options.native_weights import product as quantized_product
 from ..packed_batch import PackedBatch

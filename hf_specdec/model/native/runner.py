@@ -45,7 +45,9 @@ class NativeRunner:
         self._otherwise, self._required = otherwise, required
         self._program: Program | None = None
         self.refused: str | None = None
-        self._stack: contextlib.ExitStack | None = None  # while active and prepared; holds `otherwise` if no program runs
+        self._stack: contextlib.ExitStack | None = (
+            None  # while active and prepared; holds `otherwise` if no program runs
+        )
         self._active = False
 
     @property

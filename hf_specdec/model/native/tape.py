@@ -13,8 +13,7 @@ from dataclasses import dataclass, field, replace
 import torch
 
 from ...kernels.linear.quantized import Layout
-from ...kernels.native import TYPES
-from ...kernels.native.operations import BINARY, BINARY_FUNCTIONS, UNARY, UNARY_FUNCTIONS, Operation, Rows
+from ...kernels.native import BINARY, BINARY_FUNCTIONS, TYPES, UNARY, UNARY_FUNCTIONS, Operation, Rows
 
 
 class NotLowered(Exception):

@@ -25,7 +25,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from transformers import PreTrainedModel
 
 from ...core.errors import UnsupportedModel
-from ...kernels.dispatch import runs_rewritten_layers
+from ...kernels.dispatch import uses_triton
 from .. import architectures
 from .rewriting import fuse_linears, fuse_norms, fuse_rotation, modifies_in_place, without_dropout
 from .sparse_blocks import SparseBlocks
@@ -246,7 +246,7 @@ class CompiledLayers(TracedLayers):
     def __init__(self, model: PreTrainedModel, attention: Callable, backend: str | Callable | None = None):
         if backend is None:
             check_compiler(model.device)
-            backend = inductor_after_rewriting if runs_rewritten_layers(model.device) else "inductor"
+            backend = inductor_after_rewriting if uses_triton(model.device) else "inductor"
         super().__init__(model, attention, backend)
 
 

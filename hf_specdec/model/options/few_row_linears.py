@@ -9,6 +9,7 @@ import torch
 from torch import nn
 
 from ...kernels import linear as ops
+from ...kernels.dispatch import uses_triton
 from ..sharding import bias_of, weight_of
 from .joined_linears import JoinedLinears, Product, is_untouched
 
@@ -55,6 +56,6 @@ def few_row_linears(model: nn.Module, left_out: Collection[nn.Module] = ()) -> J
         left_out: modules whose layers are not changed.
     """
     parameter = next(model.parameters(), None)
-    if parameter is None or not ops.has_few_rows_kernel(parameter.device):
+    if parameter is None or not uses_triton(parameter.device):
         return None
     return JoinedLinears(model, FewRowsProduct, _is_large, left_out)

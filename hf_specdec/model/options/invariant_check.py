@@ -11,7 +11,7 @@ from ...core.errors import UnsupportedModel
 from ...core.names import ATTENTION_NAME
 from ...core.rows import RowInput
 from ...kernels import invariant
-from ...kernels.dispatch import VARIABLE
+from ...kernels.dispatch import VARIABLE, uses_triton
 from .. import self_test
 
 if TYPE_CHECKING:
@@ -45,7 +45,7 @@ def check(packed: PackedModel) -> None:
     key = (
         *self_test.signature(packed),
         torch.get_num_threads(),
-        invariant.implementation(packed.device),
+        uses_triton(packed.device),
         packed.device,
     )
     if key not in _checked:
