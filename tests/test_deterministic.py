@@ -21,7 +21,7 @@ from hf_specdec.core.rows import RowInput
 from hf_specdec.kernels.invariant import reference as ops
 from hf_specdec.model import prepare as preparing
 from hf_specdec.model.architectures import reads_pages
-from hf_specdec.model.native.recording import Recorder
+from hf_specdec.model.native.trace import Recorder
 from hf_specdec.model.options.invariant_ops import InvariantOps
 from hf_specdec.model.packed_model import PackedModel
 from hf_specdec.model.prepare import ModelOptions, prepare

@@ -8,8 +8,8 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 
 from hf_specdec.kernels.native import Operation, Rows
-from hf_specdec.model.native.assembly import _allocated, _encoded, _registers
-from hf_specdec.model.native.tape import Place, Register, Step
+from hf_specdec.model.native.program import _allocated, _encoded, _registers
+from hf_specdec.model.native.trace import Place, Register, Step
 
 SHARED = {Operation.LINEAR, Operation.ATTEND}
 

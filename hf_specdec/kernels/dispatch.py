@@ -49,7 +49,7 @@ class operation(Generic[Args, Result]):  # a decorator
         else:
             raise TypeError(f"{self._name} needs a tensor among its positional arguments.")
         if self._serves is not None and uses_triton(tensor.device) and not self._serves(*args, **kwargs):
-            return self._in("reference")(*args, **kwargs)
+            return self._imported("reference")(*args, **kwargs)
         return self.on(tensor.device)(*args, **kwargs)
 
     def on(self, device: torch.device, native: bool = True) -> Callable[Args, Result]:
@@ -59,13 +59,13 @@ class operation(Generic[Args, Result]):  # a decorator
             native: the native library may be used.
         """
         if uses_triton(device):
-            return self._in("triton")
-        return self._in("native" if self._native and native and uses_native(device) else "reference")
+            return self._imported("triton")
+        return self._imported("native" if self._native and native and uses_native(device) else "reference")
 
-    def _in(self, name: str) -> Callable[Args, Result]:
+    def _imported(self, name: str) -> Callable[Args, Result]:
         if name not in self._modules:
             self._modules[name] = importlib.import_module(f"{self._folder}.{name}")
-        return getattr(self._modules[name], self._name)
+        return getattr(self._modules[name], self._name)  # at each call: a test may have replaced it
 
 
 def uses_triton(device: torch.device) -> bool:

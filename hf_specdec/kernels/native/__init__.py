@@ -17,7 +17,7 @@ import torch
 
 logger = logging.getLogger(__name__)
 
-VERSION = 3  # version of the structures; the library reports the version it was compiled with
+VERSION = 4  # version of the structures; the library reports the version it was compiled with
 PATH = Path(__file__).with_name("library.so")
 TYPES = {torch.float32: 0, torch.bfloat16: 1, torch.float16: 2}
 
@@ -96,6 +96,7 @@ OP = np.dtype(
         ("operation", "i8"), ("kind", "i8"), ("function", "i8"), ("rows", "i8"), ("size", "i8", 3), ("waits", "i8"),
         ("scalar", "f8"), ("scalar2", "f8"), ("out", PLACE), ("a", PLACE), ("b", PLACE), ("c", PLACE),
         ("layer", "i8"), ("heads", "i8"), ("kv_heads", "i8"), ("width", "i8"), ("value_width", "i8"), ("window", "i8"),
+        ("streams", "i8"), ("bits", "i8"), ("group", "i8"),
     ]
 )  # fmt: skip
 

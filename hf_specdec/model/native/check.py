@@ -1,26 +1,74 @@
-"""Makes a program: records one forward, and compares the program with it on other batches before it is used."""
+"""Makes a program: records one forward, and compares the program with it on other batches before it is used.
+
+Also what a program takes for granted: the Python objects that the recorded forward looked up.
+"""
 
 from __future__ import annotations
 
+import gc
+import sys
+from collections.abc import Hashable, Iterable, Mapping
+from types import CodeType, FrameType, ModuleType
+from typing import Any, Protocol
+
 import numpy as np
 import torch
+from torch import nn
 
+from ...cache import PagedStaticCache
 from ...core.rows import RowInput
 from ..packed_batch import PackedBatch, _OnDevice
 from ..self_test import TOLERANCES, relative_error
-from .assembly import assemble
-from .assumptions import CalledCode
-from .program import Program, addresses
-from .recording import Recorder
-from .subjects import Subject
-from .tape import NotLowered, Tape
+from .program import Program, addresses, assemble
+from .trace import NotLowered, Recorder, Tape
 
 _SIZES = (29, 31, 37, 41, 43, 47, 53, 59)  # candidates for the number of recorded tokens, which no dimension may equal
 _MORE = 8  # slots reserved per row for the tokens of later batches
 
 
+class Traceable(Protocol):
+    """A computation that a program may stand for.
+
+    Attributes:
+        key: distinguishes it from other subjects whose programs are kept in the same dictionary.
+        name: for messages.
+        device, dtype: of weights, keys and values.
+        features_width: number of features per token that it reads besides ids; 0: none.
+        reads_ids: it reads ids and positions and has a cache; otherwise only features.
+        vocab_size: ids that it has embeddings for.
+        max_positions: positions it was built for; None: any number.
+        ours: its modules may be of this package; otherwise all must be torch's or transformers'.
+    """
+
+    key: Hashable
+    name: str
+    device: torch.device
+    dtype: torch.dtype
+    features_width: int
+    reads_ids: bool
+    vocab_size: int
+    max_positions: int | None
+    ours: bool
+
+    def modules(self) -> list[nn.Module]:
+        """All modules that it calls, submodules included."""
+        ...
+
+    def config(self) -> Any:
+        """The configuration whose values it depends on; None: it depends on none."""
+        ...
+
+    def new_cache(self) -> PagedStaticCache:
+        """A small cache for trials: 16 blocks of 16 slots."""
+        ...
+
+    def compute(self, batch: PackedBatch | None, features: torch.Tensor | None) -> list[torch.Tensor]:
+        """Its outputs, [T or R, width] each, operator by operator. `features` are [T, F]."""
+        ...
+
+
 @torch.no_grad()
-def build(subject: Subject, called: CalledCode) -> Program:
+def build(subject: Traceable, called: CalledCode) -> Program:
     """The program of a subject.
 
     Args:
@@ -55,7 +103,7 @@ def build(subject: Subject, called: CalledCode) -> Program:
     return program
 
 
-def _build_on_rows(subject: Subject, called: CalledCode, tape: Tape, num_rows: int, num_more: int) -> Program:
+def _build_on_rows(subject: Traceable, called: CalledCode, tape: Tape, num_rows: int, num_more: int) -> Program:
     """The program of a function of features alone."""
     features = _features(subject, num_rows)
     recorder = Recorder(subject.modules(), tape, None, features)
@@ -68,7 +116,7 @@ def _build_on_rows(subject: Subject, called: CalledCode, tape: Tape, num_rows: i
     return program
 
 
-def _sizes(subject: Subject) -> tuple[int, int]:
+def _sizes(subject: Traceable) -> tuple[int, int]:
     """Two numbers of tokens that no dimension of the subject's tensors is, the smaller first."""
     config = subject.config()
     taken = {subject.features_width}
@@ -85,7 +133,7 @@ def _sizes(subject: Subject) -> tuple[int, int]:
     return free[0], free[1]
 
 
-def _features(subject: Subject, num_tokens: int) -> torch.Tensor | None:
+def _features(subject: Traceable, num_tokens: int) -> torch.Tensor | None:
     """Random features [T, F], the same in every process."""
     if not subject.features_width:
         return None
@@ -114,7 +162,7 @@ def _further_rows(rows: list[RowInput], vocab_size: int) -> list[list[RowInput]]
     ]
 
 
-def _cache(subject: Subject, rows: list[RowInput]):
+def _cache(subject: Traceable, rows: list[RowInput]):
     cache = subject.new_cache()
     for row in rows:
         cache.add(row.seq_id)
@@ -123,14 +171,14 @@ def _cache(subject: Subject, rows: list[RowInput]):
     return cache
 
 
-def _batch(subject: Subject, rows: list[RowInput], cache) -> PackedBatch:
+def _batch(subject: Traceable, rows: list[RowInput], cache) -> PackedBatch:
     batch = PackedBatch.pack(rows, cache, subject.device, gather=False)
     batch.with_native = False
     return batch
 
 
 def _recorded(
-    subject: Subject, called: CalledCode, recorder: Recorder, batch: PackedBatch | None, features: torch.Tensor | None
+    subject: Traceable, called: CalledCode, recorder: Recorder, batch: PackedBatch | None, features: torch.Tensor | None
 ) -> list[torch.Tensor]:
     """What the subject returns, computed under the recorder."""
     try:
@@ -147,7 +195,7 @@ def _recorded(
 
 
 def _check(
-    subject: Subject,
+    subject: Traceable,
     program: Program,
     cache,
     rows: list[RowInput],
@@ -159,7 +207,7 @@ def _check(
     _compare(subject, program.run(batch, addresses(program, cache), features), wanted)
 
 
-def _compare(subject: Subject, found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+def _compare(subject: Traceable, found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
     """Compare outputs.
 
     Raises:
@@ -171,3 +219,81 @@ def _compare(subject: Subject, found: list[torch.Tensor], wanted: list[torch.Ten
             raise NotLowered(
                 f"its program computes other values: they differ by {error:.2g} of their spread. Please report it"
             )
+
+
+# ---- what a recorded forward looks up ----
+
+_LIBRARIES = {"torch", "transformers", "hf_specdec", "numpy", "accelerate", *sys.stdlib_module_names}
+_WATCHED = ("transformers.", "torch.nn.")  # the code that computes a forward; elsewhere globals change all the time
+
+
+class CalledCode:
+    """Inside the context, remembers which Python code this thread runs.
+
+    Attributes:
+        foreign: a function that belongs to no known library and was called, in words; None: there was none. It may read anything.
+    """
+
+    def __init__(self) -> None:
+        self.foreign: str | None = None
+        self._codes: dict[CodeType, dict[str, Any]] = {}
+
+    def __enter__(self) -> CalledCode:
+        self._before, self._collects = sys.getprofile(), gc.isenabled()
+        gc.disable()  # a collection would run code that the forward does not call
+        sys.setprofile(self._see)
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        sys.setprofile(self._before)
+        if self._collects:
+            gc.enable()
+
+    def _see(self, frame: FrameType, event: str, arg: Any) -> None:
+        if event != "call" or frame.f_code in self._codes:
+            return
+        self._codes[frame.f_code] = frame.f_globals
+        name = str(frame.f_globals.get("__name__"))
+        if name.partition(".")[0] not in _LIBRARIES and not name.startswith("namedtuple_"):
+            self.foreign = (
+                self.foreign
+                or f"{frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name} of {name}"
+            )
+
+    def assumptions(self, modules: Iterable[nn.Module]) -> list[Assumption]:
+        """What the code looked up: globals, attributes of modules of Python, and attributes of the classes of `modules`."""
+        found: dict[tuple[int, str], Assumption] = {}
+
+        def assume(namespace: Mapping[str, Any], names: Iterable[str]) -> None:
+            for name in names:
+                value = namespace.get(name, _MISSING)
+                if value is _MISSING or (id(namespace), name) in found:
+                    continue
+                found[id(namespace), name] = namespace, name, value
+                if isinstance(value, ModuleType) and value.__name__.partition(".")[0] in ("torch", "transformers"):
+                    assume(vars(value), names)
+
+        used: set[str] = set()
+        for code, namespace in self._codes.items():
+            if f"{namespace.get('__name__')}.".startswith(_WATCHED):
+                used.update(code.co_names)
+                assume(namespace, code.co_names)
+        kinds = {torch.Tensor, *(type(module) for module in modules)}
+        of_classes = [(kind, name, _looked_up(kind, name)) for kind in kinds for name in used]
+        return [*found.values(), *(each for each in of_classes if each[2] is not _MISSING)]
+
+
+_MISSING = object()
+Assumption = tuple[Any, str, Any]  # a namespace or a class, a name, and the object that it stood for
+
+
+def hold(assumptions: list[Assumption]) -> bool:
+    """True if every name still stands for the same object."""
+    return all(_looked_up(place, name) is value for place, name, value in assumptions)
+
+
+def _looked_up(place: Any, name: str) -> Any:
+    """What a name stands for in a namespace, or in a class and its bases, without calling descriptors; _MISSING: nothing."""
+    if not isinstance(place, type):
+        return place.get(name, _MISSING)
+    return next((vars(base)[name] for base in place.__mro__ if name in vars(base)), _MISSING)
