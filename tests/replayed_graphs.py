@@ -14,7 +14,7 @@ from hf_specdec.kernels.attention import reference
 from hf_specdec.kernels.attention import triton as attention_kernels
 from hf_specdec.kernels.cache import reference as cache_reference
 from hf_specdec.kernels.random_bits import reference as random_bits
-from hf_specdec.model import capturable, captures
+from hf_specdec.model import captures
 from hf_specdec.model.options import compiled
 
 _aten = torch.ops.aten
@@ -237,7 +237,7 @@ def graphs_in_python(monkeypatch):
     monkeypatch.setattr(compiled.RewrittenLayers, "serves", lambda *args: False)  # tracing takes seconds
     monkeypatch.setattr(captures.Captures, "__init__", listed)
     monkeypatch.setattr(captures, "CudaGraphCapture", CaptureInPython)
-    monkeypatch.setattr(capturable, "check_capturable", lambda model: None)
+    monkeypatch.setattr(captures, "check_capturable", lambda model: None)
     return made
 
 

@@ -86,7 +86,7 @@ class Batch:
         return torch.from_numpy(every.ravel()[: row.key_length])
 
     def allowed(self, row, window=None):
-        """bool [t, S], positions of queries [t] and keys [S], as `attention_masks.visible` has them."""
+        """bool [t, S], positions of queries [t] and keys [S], as `row_descriptions.visible` has them."""
         first = row.key_length - row.query_length
         seen = np.tril(np.ones((row.query_length, row.key_length), dtype=bool), first)
         queries = np.arange(first, row.key_length) if row.positions is None else row.positions

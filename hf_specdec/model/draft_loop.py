@@ -17,8 +17,8 @@ import torch
 from ..cache import PagedStaticCache
 from ..cache.paged_cache import BlockTable
 from ..kernels.attention import InputSizes, pack_visibility, visibility_words
+from ..kernels.dispatch import next_power_of_two
 from ..kernels.transfer import upload_into
-from .buckets import power_of_two
 from .graphs import CapturedBatch
 
 
@@ -96,7 +96,7 @@ class LoopBuffers:
                 num_rows * each.width,
                 each.width,
                 max_blocks if i == 0 else 0,  # all levels use the first one's block table
-                0 if each.is_chain else power_of_two(-(-each.end // 32)),
+                0 if each.is_chain else next_power_of_two(-(-each.end // 32)),
             )
             for i, each in enumerate(forwards)
         ]

@@ -26,17 +26,16 @@ from ..kernels.attention import (
     sizes_of,
 )
 from ..kernels.cache import write_keys_values
-from ..kernels.dispatch import current
+from ..kernels.dispatch import current, next_power_of_two
 from ..kernels.transfer import HostStaging
-from .buckets import bucket_of
-from .capturable import Capturable
-from .captures import Capture, Captures, places_of
+from .captures import Capturable, Capture, Captures, places_of
 from .options.invariant_ops import InvariantOps
 from .packed_batch import copy_ids, write_ids
 from .row_descriptions import describe, describe_lines
 
 MOST_TOKENS = 1024  # packed tokens of a step; larger steps keep the GPU busy for longer than their launches take
 MOST_TOKENS_OF_A_ROW = 64  # longer rows are prompts
+LEAST_BLOCKS = 16  # minimum number of columns of the block tables
 
 
 @dataclass
@@ -228,3 +227,29 @@ def _wanted(rows: list[RowInput], counts: list[int]) -> np.ndarray | None:
         return None
     ends = np.cumsum(counts)
     return np.concatenate([np.arange(end - row.logits, end) for row, end in zip(rows, ends, strict=True)])
+
+
+# ---- buckets: the sizes that graphs are captured for. A bucket serves every batch that fits into it ----
+
+
+def bucket_of(needed: InputSizes) -> InputSizes:
+    """The smallest bucket that a batch of these sizes fits into."""
+    num_rows = rows_bucket(needed.num_rows)
+    tokens_per_row = next_power_of_two(-(-needed.num_tokens // num_rows))
+    return InputSizes(
+        num_rows=num_rows,
+        num_tokens=num_rows * tokens_per_row,
+        max_query_length=next_power_of_two(needed.max_query_length),
+        max_blocks=blocks_bucket(needed.max_blocks),
+        num_words=next_power_of_two(needed.num_words) if needed.num_words else 0,
+    )
+
+
+def rows_bucket(num_rows: int) -> int:
+    """Number of rows, rounded up to a power of two or, above 8, to a multiple of 8: few buckets, at most half padding."""
+    return next_power_of_two(num_rows) if num_rows <= 8 else -(-num_rows // 8) * 8
+
+
+def blocks_bucket(num_blocks: int) -> int:
+    """Number of columns of the block tables, rounded up to a power of two."""
+    return max(next_power_of_two(num_blocks), LEAST_BLOCKS)

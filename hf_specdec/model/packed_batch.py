@@ -22,10 +22,17 @@ from ..kernels.attention import (
 )
 from ..kernels.cache import write_keys_values
 from ..kernels.transfer import upload
-from .attention_masks import additive_masks, block_diagonal_mask, is_worth_padding, padded_rows
 from .options.invariant_ops import InvariantOps
 from .recurrent.plan import StatePlan
-from .row_descriptions import describe, describe_lines, describe_natively
+from .row_descriptions import (
+    additive_masks,
+    block_diagonal_mask,
+    describe,
+    describe_lines,
+    describe_natively,
+    is_worth_padding,
+    padded_rows,
+)
 
 
 @dataclass

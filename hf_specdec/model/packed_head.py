@@ -16,10 +16,10 @@ from ..core.names import ATTENTION_NAME, CACHE
 from ..core.rows import RowInput
 from . import architectures
 from .attention import paged_attention_forward
-from .capturable import uses_graphs
+from .captures import uses_graphs
 from .graphs import CapturedBatch, GraphRunner
 from .options.compiled import RewrittenLayers, layers_of
-from .options.few_row_linears import few_row_linears
+from .options.joined_linears import few_row_linears
 from .options.prepacked import prepack
 from .packed_batch import PackedBatch
 

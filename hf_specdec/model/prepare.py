@@ -11,12 +11,12 @@ from ..core.errors import UnsupportedModel
 from ..core.output import Taps
 from . import architectures, self_test
 from .attention import paged_attention_forward
-from .capturable import uses_graphs
+from .captures import uses_graphs
 from .graphs import GraphRunner
 from .native import NativeRunner, can_try
 from .options import invariant_check
 from .options.compiled import CompiledLayers, RewrittenLayers, layers_of
-from .options.few_row_linears import few_row_linears
+from .options.joined_linears import few_row_linears
 from .options.prepacked import prepack
 from .options.quantized import QuantizedLinears, quantize_for_good, quantized_linears, quantizes_natively
 from .packed_model import Activated, PackedModel

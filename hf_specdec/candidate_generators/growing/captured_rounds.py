@@ -17,11 +17,11 @@ from torch import nn
 
 from ...cache import PagedStaticCache
 from ...core.sequence import Sequence
+from ...kernels.dispatch import next_power_of_two as power_of_two
 from ...kernels.transfer import upload
-from ...model.buckets import blocks_bucket, power_of_two, rows_bucket
 from ...model.captures import Captures, places_of
 from ...model.draft_loop import LevelForward, LoopBuffers
-from ...model.graphs import MOST_TOKENS
+from ...model.graphs import MOST_TOKENS, blocks_bucket, rows_bucket
 from ...model.packed_model import PackedModel
 from ...sampling.buffers import SamplingBuffers
 from .levels import Draft, Growth, NodeExpander

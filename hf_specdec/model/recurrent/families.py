@@ -1,15 +1,17 @@
-"""Which model families have layers with a state that we can keep, and how their layers compute."""
+"""Which model families have layers with a state that we can keep, how they compute, and their states in transformers' own caches."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import transformers
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from ...cache.state_pool import KeptStates
 from ...core.errors import UnsupportedModel
 from .rules import GATED_DELTA, KIMI_DELTA, MAMBA1, MAMBA2, Rule
 
@@ -86,3 +88,19 @@ def layers_without_keys(config: PretrainedConfig) -> frozenset[int]:
     if family_of(config) is None:
         return frozenset()
     return frozenset(index for index, kind in enumerate(config.layer_types) if kind in _KEYLESS)
+
+
+def stateful_layers(cache: Cache) -> list[tuple[int, Any]]:
+    """The layers of transformers' cache that hold states after some tokens, and their indices."""
+    layers = enumerate(cache.layers)
+    return [(index, layer) for index, layer in layers if getattr(layer, "has_previous_state", {}).get(0, False)]
+
+
+def states_of(cache: Cache, row: int) -> KeptStates:
+    """Copies of a row's states after all tokens that the cache has seen."""
+    kept = KeptStates({}, {})
+    for index, layer in stateful_layers(cache):
+        kept.conv[index] = layer.conv_states[0][row].clone()
+        if layer.recurrent_states[0] is not None:
+            kept.recurrent[index] = layer.recurrent_states[0][row].clone()
+    return kept

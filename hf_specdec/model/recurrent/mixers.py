@@ -16,12 +16,11 @@ from transformers import PreTrainedModel
 from ...cache.state_pool import StatePool
 from ...core.errors import UnsupportedModel
 from ...core.names import cache_argument
+from ...kernels import recurrent
 from ...kernels.dispatch import uses_triton
-from .by_kernels import convolution_over_lines, rule_over_lines
 from .families import Family, mixers_of
 from .functions import ModuleFunctions
-from .lines import LinesOnDevice
-from .plan import Prompt
+from .plan import DeviceWalk, LinesOnDevice, Prompt
 from .rules import Inputs, Rule
 
 
@@ -65,8 +64,8 @@ class RecurrentLayers:
         """Memory of a sequence with a draft of `num_drafts` nodes: slots in a StatePool for the nodes, for the last token and for the
         token before it."""
         slots, total = num_drafts + 2, 0
-        for conv, recurrent, inputs in self._examples.values():
-            total += slots * conv.nbytes + (0 if recurrent is None else recurrent.nbytes * (1 if replays else slots))
+        for conv, state, inputs in self._examples.values():
+            total += slots * conv.nbytes + (0 if state is None else state.nbytes * (1 if replays else slots))
             total += slots * sum(each.nbytes for each in inputs) if replays else 0
         return total
 
@@ -298,5 +297,60 @@ def _over_windows(windows: torch.Tensor):
         each = x.transpose(1, 2)[own, windows]  # [n, T, k, channels]
         out = convolution(each.flatten(0, 1).transpose(1, 2).contiguous(), *args, **kwargs)[..., -1]
         return out.view(count, length, -1).transpose(1, 2)
+
+    return replacement
+
+
+# ---- the same by our kernels, for all tokens of the lines at once ----
+
+_SILU = ("silu", "swish")
+
+
+def rule_over_lines(
+    rule: Rule, one_token: Callable, lines: DeviceWalk, base: torch.Tensor, pool: StatePool, layer: int, kept: Any
+):
+    """The rule over lines in one launch, as a replacement of the chunk form; writes kept states and inputs to the pool.
+
+    Args:
+        base: [n, ..], the recurrent states that each line starts from, before what it replays.
+        kept: if drafts are replayed, (lines, columns) and slots of the tokens whose inputs are kept.
+    """
+    kept_inputs = pool.inputs.get(layer, ())
+
+    def replacement(chunk: Callable, *args: Any, **kwargs: Any):
+        inputs, _ = rule.bind(one_token, *args, **kwargs)
+        walked = inputs
+        if lines.num_replays:
+            before = (each[lines.replays] for each in kept_inputs)
+            walked = tuple(torch.cat(both, dim=1) for both in zip(before, inputs, strict=True))
+        assert rule.over_lines is not None
+        out = rule.over_lines(*args, **kwargs)(walked, base, lines.walk, pool.recurrent[layer])
+        where, slots = kept
+        for pool_of_input, each in zip(kept_inputs, inputs, strict=bool(kept_inputs)):
+            pool_of_input.index_copy_(0, slots, each[where])
+        return out[:, lines.num_replays :], base
+
+    return replacement
+
+
+def convolution_over_lines(lines: DeviceWalk, pool: torch.Tensor):
+    """The convolution of lines, as a replacement of the module's; writes the kept inputs to a layer's pool [slots, C, k].
+
+    Raises:
+        ValueError: the activation after it is unknown.
+    """
+
+    def replacement(
+        convolution: Callable,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        if activation is not None and activation not in _SILU:
+            raise ValueError(f"A convolution followed by {activation!r} is not known to the kernels.")
+        windows = lines.windows_of(weight.shape[-1])
+        return recurrent.convolution(x, windows, weight, bias, activation is not None, lines.slots, pool)
 
     return replacement
