@@ -24,7 +24,6 @@ class AttentionCase:
 
     Attributes:
         rows: (kind, keys, queries) each; kind "causal", "tree" or "empty" (fills up a graph bucket).
-        shared: values are the front of the keys (MLA).
         padding: packed tokens behind the last row's, which must stay unwritten.
     """
 
@@ -37,9 +36,7 @@ class AttentionCase:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
-    slopes: bool = False
     invariant: bool = False
-    shared: bool = False
     padding: int = 0
 
 
@@ -56,12 +53,11 @@ CASES = (
     AttentionCase("window 256 (Mistral)", _MIXED, window=256),
     AttentionCase("softcap, 256 wide, window (Gemma 2)", _MIXED, 16, 8, 256, window=700, softcap=50.0),
     AttentionCase("sinks, 64 wide (gpt-oss)", _MIXED, 64, 8, 64, window=128, sinks=True),
-    AttentionCase("ALiBi, 80 wide (BLOOM)", _MIXED, 16, 16, 80, slopes=True),
+    AttentionCase("80 wide, no groups (BLOOM)", _MIXED, 16, 16, 80),
     AttentionCase("96 wide, no groups (Phi-3)", _MIXED, 32, 32, 96),
     AttentionCase("32 wide, group of 7", _MIXED, 14, 2, 32),
     AttentionCase("192/128 wide (MLA prompts)", _MIXED, 16, 16, 192, 128),
-    AttentionCase("576/512 wide, one pool (MLA)", _MIXED[:3], 128, 1, 576, 512, shared=True),
-    AttentionCase("576/512 wide, two pools (MLA)", _MIXED[:3], 16, 1, 576, 512),
+    AttentionCase("576/512 wide (MLA)", _MIXED[:3], 16, 1, 576, 512),
 )
 
 
@@ -102,11 +98,8 @@ class Problem:
             own = self.slots(row)
             self.keys[own] = context.randn(len(own), case.kv_heads, case.width, dtype=dtype)
             self.values[own] = context.randn(len(own), case.kv_heads, value_width, dtype=dtype)
-        if case.shared:
-            self.values = self.keys[..., :value_width]
         self.query = context.randn(case.heads, num_tokens, case.width, dtype=dtype).transpose(0, 1)
         self.sinks = context.randn(case.heads, dtype=dtype) if case.sinks else None
-        self.slopes = context.randn(case.heads).abs() * 0.1 if case.slopes else None
         self.scaling = case.width**-0.5
 
     def slots(self, row: RowDescription) -> torch.Tensor:
@@ -121,7 +114,7 @@ class Problem:
         out = self.query.new_full((*self.query.shape[:2], self.values.shape[2]), float("nan"))
         return paged_attention(
             self.query, self.keys, self.values, self.inputs, self.scaling, window=self.case.window,
-            softcap=self.case.softcap, sinks=self.sinks, alibi_slopes=self.slopes, invariant=self.case.invariant, out=out,
+            softcap=self.case.softcap, sinks=self.sinks, invariant=self.case.invariant, out=out,
         )  # fmt: skip
 
     def reference(self) -> torch.Tensor:
@@ -136,9 +129,7 @@ class Problem:
             scores = torch.einsum("thd,shd->hts", self.query[start:end].double(), keys) * self.scaling
             if self.case.softcap is not None:
                 scores = self.case.softcap * torch.tanh(scores / self.case.softcap)
-            seen, distance = (torch.from_numpy(each).to(self.device) for each in visible(row, self.case.window))
-            if self.slopes is not None:
-                scores = scores - self.slopes.double()[:, None, None] * distance
+            seen = torch.from_numpy(visible(row, self.case.window)).to(self.device)
             scores = scores.masked_fill(~seen, float("-inf"))
             if self.sinks is not None:
                 sink = self.sinks.double()[:, None, None].expand(-1, row.query_length, 1)

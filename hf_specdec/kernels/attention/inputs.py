@@ -29,7 +29,7 @@ class AttentionInputs:
         visibility: [T, W] or None: bit r % 32 of word r // 32 says if a token sees key r of its row's region, which is the
             last `region_lengths[b]` keys. All tokens see the keys before the region. None: no row has a region.
         region_lengths: [B], at most 32 * W; 0 for a causal row, whose visibility is not read.
-        positions: [T], positions of the tokens; needed only for sliding windows and ALiBi.
+        positions: [T], positions of the tokens; needed only for sliding windows.
         region_positions: [B, 32 * W], positions of the region's keys, used for windows and ALiBi; None: a key's position is
             its index in the row.
     """

@@ -125,14 +125,14 @@ def _store_partial(
 @triton.jit(do_not_specialize=["num_rows", "tiles_per_row", "window", "keys_per_split", "num_splits"])
 def attention_kernel(
     out, partial, partial_lse, query, keys, values, block_tables, query_starts, key_lengths,
-    visibility, region_lengths, positions, region_positions, sinks, slopes,
+    visibility, region_lengths, positions, region_positions, sinks,
     out_token, out_head, query_token, query_head, key_slot, key_head, value_slot, value_head, table_row,
     num_rows, tiles_per_row, num_splits, keys_per_split, window, score_factor, softcap_factor,
     GROUP: tl.constexpr, WIDTH: tl.constexpr, WIDTH1: tl.constexpr, WIDTH2: tl.constexpr,
     VALUE_WIDTH: tl.constexpr, VALUE_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr, WORDS: tl.constexpr,
-    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr, VALUES_IN_KEYS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
     SPLIT: tl.constexpr, FIXED_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
-    STAGES: tl.constexpr, PEEL: tl.constexpr, LATE_SUMS: tl.constexpr, EARLY_MERGE: tl.constexpr, UPCAST: tl.constexpr,
+    STAGES: tl.constexpr, PEEL: tl.constexpr, EARLY_MERGE: tl.constexpr, UPCAST: tl.constexpr,
 ):  # fmt: skip
     """One program: BLOCK_M flattened (token, head of the group) queries of one row and one key head over one split of its keys.
 
@@ -168,7 +168,7 @@ def attention_kernel(
         open_end = tl.where(region_start < length, region_start, open_end)
         end = tl.where(region_start < length, length, end)
     begin = 0
-    if HAS_WINDOW or slopes is not None:
+    if HAS_WINDOW:
         query_positions = tl.load(positions + packed, mask=valid, other=2147483647)
     if HAS_WINDOW:
         begin = tl.maximum(tl.min(query_positions, axis=0) - window + 1, 0)
@@ -198,8 +198,6 @@ def attention_kernel(
         )
         if UPCAST:
             q2 = q2.to(tl.float32)
-    if slopes is not None:
-        line_slopes = tl.load(slopes + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
     only_word = None
     if visibility is not None and WORDS == 1:
         only_word = tl.load(visibility + packed, mask=valid, other=0)
@@ -207,7 +205,7 @@ def attention_kernel(
     head_values = values + kv_head * value_head
 
     largest = tl.full([BLOCK_M], _NOTHING, dtype=tl.float32)
-    total = tl.zeros([BLOCK_M, BLOCK_N] if LATE_SUMS else [BLOCK_M], dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
     weighted = tl.zeros([BLOCK_M, VALUE_BLOCK], dtype=tl.float32)
     for masked in tl.static_range(0 if PEEL else 1, 2):  # peeled: first the keys that all queries see, then the others
         low = begin
@@ -248,10 +246,6 @@ def attention_kernel(
                 of_region = exists & (index >= region_start)
                 there = tl.load(region_positions + row * (32 * WORDS) + index - region_start, mask=of_region, other=0)
                 key_positions = tl.where(of_region, there, index)
-            if slopes is not None:
-                distance = (key_positions[None, :] - query_positions[:, None]).to(tl.float32)
-                scores = scores * factor + line_slopes[:, None] * distance
-                factor = 1.0
             if masked:
                 seen = _seen_keys(
                     index, exists, last_seen, visibility, only_word, packed, valid, region_start,
@@ -265,32 +259,17 @@ def attention_kernel(
             new_largest = tl.maximum(largest, tl.max(scores, axis=1) * factor)
             weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, factor, tl.float32), -new_largest[:, None]))
             shrink = tl.exp2(largest - new_largest)
-            if LATE_SUMS:  # a sum across warps costs a barrier
-                total = total * shrink[:, None] + weights
-            else:
-                total = total * shrink + tl.sum(weights, axis=1)
+            total = total * shrink + tl.sum(weights, axis=1)
             weighted = weighted * shrink[:, None]
             weights = weights.to(values.dtype.element_ty)
-            if VALUES_IN_KEYS:
-                v = k1
-            else:
-                v = _load_tile(
-                    head_values,
-                    slots,
-                    exists,
-                    value_columns,
-                    value_slot,
-                    VALUE_WIDTH,
-                    VALUE_BLOCK == VALUE_WIDTH,
-                    masked,
-                )
+            v = _load_tile(
+                head_values, slots, exists, value_columns, value_slot, VALUE_WIDTH, VALUE_BLOCK == VALUE_WIDTH, masked
+            )
             if UPCAST:
                 v, weights = v.to(tl.float32), weights.to(tl.float32)
             weighted = tl.dot(weights, v, weighted, input_precision="ieee")
             largest = new_largest
 
-    if LATE_SUMS:
-        total = tl.sum(total, axis=1)
     if SPLIT:
         lines_out = (packed * (tl.num_programs(0) * GROUP) + head) * num_splits + tl.program_id(2)
         _store_partial(partial, partial_lse, lines_out, weighted, largest, total, valid, value_columns, VALUE_WIDTH)
@@ -368,27 +347,25 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
     invariant: bool = False,
     launch: AttentionLaunch | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of a ragged batch over a paged cache, in one launch (two if keys are split).
 
-    Memory traffic: keys and values once per row, S * Hkv * (D + Dv) elements (S * Hkv * D if the value pool is the front of the
-    key pool), and each query and output once, T * H * (D + Dv). A tile holds `block_m` queries of a key head. A row with more
-    queries reads its keys once per tile, again from the L2 cache if they fit. Splits add 2 * 4 * num_splits * T * H * Dv bytes.
+    Memory traffic: keys and values once per row, S * Hkv * (D + Dv) elements, and each query and output once, T * H * (D + Dv). A
+    tile holds `block_m` queries of a key head. A row with more queries reads its keys once per tile, again from the L2 cache if they
+    fit. Splits add 2 * 4 * num_splits * T * H * Dv bytes.
 
     Args:
         query: [T, H, D] float16, bfloat16 or float32, any strides of tokens and heads.
         key_pool, value_pool: [slots, Hkv, D] and [slots, Hkv, Dv] of query's dtype; the batch's own keys must already be
-            written. They may be views of one pool (MLA: values are the first Dv elements of the keys, and are read once).
+            written.
         inputs: see AttentionInputs.
         scaling: factor of the scores; must be above 0.
         window: a query at position p sees only keys at positions above p - window.
         softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2).
         sinks: [H], one more logit per head, without a value (gpt-oss).
-        alibi_slopes: [H], `slope * (key position - query position)` is added to the scores (Press et al. 2022).
         invariant: see `choose_launch`.
         launch: tile sizes, for measurements; None: `choose_launch`.
         out: [T, H, Dv] of query's dtype, last dimension contiguous.
@@ -402,10 +379,10 @@ def paged_attention(
     _, num_kv_heads, value_width = value_pool.shape
     if out is None:
         out = query.new_empty(num_tokens, num_heads, value_width)
-    _check(query, key_pool, value_pool, inputs, scaling, window, alibi_slopes, out)
+    _check(query, key_pool, value_pool, inputs, scaling, window, out)
     if num_tokens == 0 or inputs.max_query_length == 0 or inputs.block_tables.shape[0] == 0:
         return out
-    shape = _shape_of(query, key_pool, value_pool, inputs, window is not None or alibi_slopes is not None)
+    shape = _shape_of(query, value_pool, inputs, window is not None)
     if launch is None:
         launch = choose_launch(shape, device_limits(query.device), invariant)
     tiles, tiles_per_row = num_tiles(shape, launch.block_m)
@@ -420,7 +397,7 @@ def paged_attention(
     with torch.cuda.device_of(query):  # a model may be spread over several devices; on a CPU this does nothing
         attention_kernel[num_kv_heads, tiles, splits](
             out, partial, lse, query, key_pool, value_pool, inputs.block_tables, inputs.query_starts, inputs.key_lengths,
-            inputs.visibility, inputs.region_lengths, inputs.positions, inputs.region_positions, sinks, alibi_slopes,
+            inputs.visibility, inputs.region_lengths, inputs.positions, inputs.region_positions, sinks,
             out.stride(0), out.stride(1), query.stride(0), query.stride(1), key_pool.stride(0), key_pool.stride(1),
             value_pool.stride(0), value_pool.stride(1), inputs.block_tables.stride(0),
             shape.num_rows, tiles_per_row, splits, launch.keys_per_split, window or 0,
@@ -428,9 +405,9 @@ def paged_attention(
             GROUP=shape.group, WIDTH=width, WIDTH1=width1, WIDTH2=width2,
             VALUE_WIDTH=value_width, VALUE_BLOCK=max(next_power_of_two(value_width), 16),
             BLOCK_SIZE=inputs.block_size, WORDS=_words(inputs), HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
-            VALUES_IN_KEYS=shape.values_in_keys, SPLIT=split, FIXED_SPLITS=launch.fixed_splits,
+            SPLIT=split, FIXED_SPLITS=launch.fixed_splits,
             BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, STAGES=launch.num_stages, PEEL=launch.peel,
-            LATE_SUMS=launch.late_sums, EARLY_MERGE=split and launch.early_merge, UPCAST=not query.is_cuda,
+            EARLY_MERGE=split and launch.early_merge, UPCAST=not query.is_cuda,
             num_warps=launch.num_warps,
         )  # fmt: skip
         if split:
@@ -471,8 +448,8 @@ def _words(inputs: AttentionInputs) -> int:
     return 0 if inputs.visibility is None else inputs.visibility.shape[1]
 
 
-def _shape_of(query, key_pool, value_pool, inputs: AttentionInputs, biased: bool) -> AttentionShape:
-    """The shapes that tile sizes depend on; `biased`: with a window or ALiBi, which read positions."""
+def _shape_of(query, value_pool, inputs: AttentionInputs, windowed: bool) -> AttentionShape:
+    """The shapes that tile sizes depend on."""
     num_tokens, num_heads, width = query.shape
     _, num_kv_heads, value_width = value_pool.shape
     return AttentionShape(
@@ -485,18 +462,11 @@ def _shape_of(query, key_pool, value_pool, inputs: AttentionInputs, biased: bool
         key_width=width,
         value_width=value_width,
         itemsize=query.element_size(),
-        values_in_keys=_values_in_keys(key_pool, value_pool, head_widths(width)[0]),
-        masks_load=_words(inputs) > 1 or (biased and inputs.region_positions is not None),
+        masks_load=_words(inputs) > 1 or (windowed and inputs.region_positions is not None),
     )
 
 
-def _values_in_keys(key_pool: torch.Tensor, value_pool: torch.Tensor, width1: int) -> bool:
-    """True if the values are the first elements of the keys, so that one load serves both."""
-    same_place = key_pool.data_ptr() == value_pool.data_ptr() and key_pool.stride() == value_pool.stride()
-    return same_place and value_pool.shape[2] == width1
-
-
-def _check(query, key_pool, value_pool, inputs, scaling, window, alibi_slopes, out):
+def _check(query, key_pool, value_pool, inputs, scaling, window, out):
     num_tokens, num_heads, width = query.shape
     kv_heads, value_width = value_pool.shape[1:]
     if key_pool.shape[1:] != (kv_heads, width) or num_heads % kv_heads or key_pool.shape[0] != value_pool.shape[0]:
@@ -511,8 +481,8 @@ def _check(query, key_pool, value_pool, inputs, scaling, window, alibi_slopes, o
         raise ValueError("the last dimension of query, pools and out must be contiguous.")
     if scaling <= 0:
         raise ValueError(f"`scaling` must be above 0, not {scaling}.")
-    if (window is not None or alibi_slopes is not None) and inputs.positions is None:
-        raise ValueError("sliding windows and ALiBi need `inputs.positions`.")
+    if window is not None and inputs.positions is None:
+        raise ValueError("sliding windows need `inputs.positions`.")
     for name in ("visibility", "positions"):
         tensor = getattr(inputs, name)
         if tensor is not None and tensor.shape[0] < num_tokens:

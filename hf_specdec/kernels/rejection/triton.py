@@ -77,15 +77,11 @@ def sums_kernel(
     wanted = tl.max(children.to(tl.int32), 0) > 0
     if wanted:
         source = tl.load(index + place).to(tl.int64)
-        temperature, threshold, threshold_id = sampling_of(
-            row, source, temperatures, thresholds, threshold_ids, HAS_TEMPERATURE, HAS_THRESHOLDS
-        )
+        sampling = sampling_of(row, source, temperatures, thresholds, threshold_ids, HAS_TEMPERATURE, HAS_THRESHOLDS)
         begin = tl.program_id(1) * blocks_per_split
         for block in range(begin, tl.minimum(begin + blocks_per_split, num_blocks)):
             ids = block * BLOCK + tl.arange(0, BLOCK)
-            scores = load_scores(
-                logits + source * row_stride, ids, vocab, temperature, threshold, threshold_id, HAS_TEMPERATURE, HAS_THRESHOLDS
-            )  # fmt: skip
+            scores = load_scores(logits + source * row_stride, ids, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS)
             scores = _without_children(scores, block * BLOCK, ids, tokens + row * num_nodes, children, num_nodes, BLOCK)
             top = tl.max(scores, 0)
             shift = tl.where(top == float("-inf"), 0.0, top)
@@ -114,12 +110,12 @@ def chain_kernel(
     child = tl.load(tokens + row * num_nodes + slot, mask=slot < num_nodes, other=-1).to(tl.int32)
     seed, position, step = tl.load(seeds + row), tl.load(starts + row) + slot, tl.load(steps + row)
     if wanted:
-        temperature, threshold, threshold_id = sampling_of(  # pyright: ignore[reportGeneralTypeIssues]
+        sampling = sampling_of(  # pyright: ignore[reportGeneralTypeIssues]
             row, source, temperatures, thresholds, threshold_ids, HAS_TEMPERATURE, HAS_THRESHOLDS
         )
         best, best_id, top, total = best_noisy(
             logits + source * row_stride, tl.program_id(1) * STEPS * LANES * 32, vocab, tl.where(has_child, child, -1),
-            temperature, threshold, threshold_id, seed, position, step, RESIDUAL_STREAM, True, HAS_TEMPERATURE, HAS_THRESHOLDS,
+            sampling, seed, position, step, RESIDUAL_STREAM, True, HAS_TEMPERATURE, HAS_THRESHOLDS,
             STEPS, LANES,
         )  # fmt: skip
         at = place.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
@@ -219,7 +215,7 @@ def rejection_walk_kernel(
             above = tl.load(parents + node).to(tl.int32)
         accept = tl.full([], 0, tl.int32)
         if (above + 1 == slot) & (tl.load(valid + node) != 0):
-            temperature, threshold, threshold_id = sampling_of(
+            sampling = sampling_of(
                 row, source, temperatures, thresholds, threshold_ids, HAS_TEMPERATURE, HAS_THRESHOLDS
             )
             children = _children_of(slot, parents, valid, num_nodes, TREE, BLOCK_N)
@@ -227,8 +223,7 @@ def rejection_walk_kernel(
                 arrived = tl.full([], 0, tl.int32)
                 first_child = tl.full([], 0, tl.int32) + node
                 scores = load_scores(
-                    logits + source * row_stride, tl.where(children, drafted, vocab), vocab, temperature, threshold,
-                    threshold_id, HAS_TEMPERATURE, HAS_THRESHOLDS,
+                    logits + source * row_stride, tl.where(children, drafted, vocab), vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS,
                 )  # fmt: skip
                 at = (row * (num_nodes + 1) + slot) * num_blocks
                 shift, rest, chances = _arrive(
@@ -245,10 +240,7 @@ def rejection_walk_kernel(
             else:
                 draft = probs + (row * num_probs + tl.load(prob_index + row * num_nodes + first_child)) * vocab
                 own = token + tl.arange(0, 1)
-                score = load_scores(
-                    logits + source * row_stride, own, vocab, temperature, threshold, threshold_id, HAS_TEMPERATURE,
-                    HAS_THRESHOLDS,
-                )  # fmt: skip
+                score = load_scores(logits + source * row_stride, own, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS)
                 p, q = _left_over(
                     score, own, shift, total, draft, own < vocab, tokens, masses, kept, parents, valid, slot,
                     node, num_nodes, TREE,
@@ -260,9 +252,8 @@ def rejection_walk_kernel(
                     for begin in range(0, vocab, BLOCK):
                         ids = begin + tl.arange(0, BLOCK)
                         block_scores = load_scores(
-                            logits + source * row_stride, ids, vocab, temperature, threshold, threshold_id,
-                            HAS_TEMPERATURE, HAS_THRESHOLDS,
-                        )  # fmt: skip
+                            logits + source * row_stride, ids, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS
+                        )
                         residual, proposal = _left_over(
                             block_scores, ids, shift, total, draft, ids < vocab, tokens, masses, kept, parents,
                             valid, slot, node, num_nodes, TREE,
@@ -287,15 +278,14 @@ def rejection_walk_kernel(
         best = tl.max(drawn, 0)
         best_id = tl.min(tl.where(drawn == best, drawn_ids, NO_ID), 0)
         if best == float("-inf"):  # the rejected child had all the mass: draw from the full distribution
-            temperature, threshold, threshold_id = sampling_of(
+            sampling = sampling_of(
                 row, source, temperatures, thresholds, threshold_ids, HAS_TEMPERATURE, HAS_THRESHOLDS
             )
             for begin in range(0, vocab, BLOCK):
                 ids = begin + tl.arange(0, BLOCK)
                 before = load_scores(
-                    logits + source * row_stride, ids, vocab, temperature, threshold, threshold_id, HAS_TEMPERATURE,
-                    HAS_THRESHOLDS,
-                )  # fmt: skip
+                    logits + source * row_stride, ids, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS
+                )
                 best, best_id = noisy_better(
                     before, ids, begin, best, best_id, seed, start + length, step, RESIDUAL_STREAM, BLOCK
                 )
@@ -338,17 +328,13 @@ def draw_kernel(
         children = _children_of(slot, parents, valid, num_nodes, TREE, BLOCK_N)
         last = tl.max(tl.where(children, tl.arange(0, BLOCK_N), -1), 0)  # the last rejected node, or -1
         source = tl.load(index + row * (num_nodes + 1) + slot).to(tl.int64)
-        temperature, threshold, threshold_id = sampling_of(
-            row, source, temperatures, thresholds, threshold_ids, HAS_TEMPERATURE, HAS_THRESHOLDS
-        )
+        sampling = sampling_of(row, source, temperatures, thresholds, threshold_ids, HAS_TEMPERATURE, HAS_THRESHOLDS)
         seed = tl.load(seeds + row)
         step = tl.load(steps + row)
         position = tl.load(starts + row) + tl.load(lengths + row)
         for begin in range(start_id, end_id, BLOCK):
             ids = begin + tl.arange(0, BLOCK)
-            scores = load_scores(
-                logits + source * row_stride, ids, vocab, temperature, threshold, threshold_id, HAS_TEMPERATURE, HAS_THRESHOLDS
-            )  # fmt: skip
+            scores = load_scores(logits + source * row_stride, ids, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS)
             if POINTS:
                 if not MERGE:
                     scores = _without_children(scores, begin, ids, tokens, children, num_nodes, BLOCK)

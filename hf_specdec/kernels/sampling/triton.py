@@ -56,7 +56,7 @@ def _search(
         below = tl.zeros([8, BLOCK], tl.float32)
         for first in range(0, vocab, BLOCK):
             ids = first + tl.arange(0, BLOCK)
-            scores = load_scores(row, ids, vocab, temperature, 0.0, 0, HAS_TEMPERATURE, False)
+            scores = load_scores(row, ids, vocab, (temperature, 0.0, 0), HAS_TEMPERATURE, False)
             keys = _ordered(scores)
             if MASS:
                 weight = tl.where((keys >= floor) & (ids < vocab), tl.exp(scores - top), 0.0)
@@ -117,7 +117,7 @@ def candidates_kernel(
         wide_lanes = tl.arange(0, 4 * BLOCK)
         tops = tl.full([4 * BLOCK], float("-inf"), tl.float32)
         for first in range(0, vocab, 4 * BLOCK):
-            scores = load_scores(row, first + wide_lanes, vocab, temperature, 0.0, 0, HAS_TEMPERATURE, False)
+            scores = load_scores(row, first + wide_lanes, vocab, (temperature, 0.0, 0), HAS_TEMPERATURE, False)
             tops = tl.maximum(tops, scores)
         top = tl.max(tops, 0)
         steps = tl.arange(0, 8)
@@ -128,7 +128,7 @@ def candidates_kernel(
         masses = tl.zeros([8, BLOCK], tl.float32)
         everything = tl.zeros([BLOCK], tl.float32)
         for first in range(0, vocab, BLOCK):
-            scores = load_scores(row, first + lanes, vocab, temperature, 0.0, 0, HAS_TEMPERATURE, False)
+            scores = load_scores(row, first + lanes, vocab, (temperature, 0.0, 0), HAS_TEMPERATURE, False)
             mass = tl.exp(scores - top)
             above = scores[None, :] >= cuts[:, None]
             numbers += tl.where(above, 1.0, 0.0)
@@ -148,7 +148,7 @@ def candidates_kernel(
             count = tl.full([], 0, tl.int32)
             for first in range(0, vocab, BLOCK):
                 ids = first + lanes
-                scores = load_scores(row, ids, vocab, temperature, 0.0, 0, HAS_TEMPERATURE, False)
+                scores = load_scores(row, ids, vocab, (temperature, 0.0, 0), HAS_TEMPERATURE, False)
                 if tl.max(scores, 0) >= cut:
                     taken = ((scores >= cut) & (ids < vocab)).to(tl.int32)
                     at = place * capacity + count + tl.cumsum(taken, 0) - 1
@@ -185,7 +185,7 @@ def thresholds_kernel(
         if (top_k > 0) | (top_p < 1.0) | (min_p > 0.0):
             tops = tl.full([BLOCK], float("-inf"), tl.float32)
             for first in range(0, size, BLOCK):
-                scores = load_scores(row, first + lanes, size, temperature, 0.0, 0, HAS_TEMPERATURE, False)
+                scores = load_scores(row, first + lanes, size, (temperature, 0.0, 0), HAS_TEMPERATURE, False)
                 tops = tl.maximum(tops, scores)
             top = tl.max(tops, 0)
             floor = tl.full([], 0, tl.uint32)
@@ -197,7 +197,7 @@ def thresholds_kernel(
             if HAS_TOP_P and top_p < 1.0:
                 masses = tl.zeros([BLOCK], tl.float32)
                 for first in range(0, size, BLOCK):
-                    scores = load_scores(row, first + lanes, size, temperature, 0.0, 0, HAS_TEMPERATURE, False)
+                    scores = load_scores(row, first + lanes, size, (temperature, 0.0, 0), HAS_TEMPERATURE, False)
                     masses += tl.where(_ordered(scores) >= floor, tl.exp(scores - top), 0.0)
                 target = (1.0 - top_p) * (tl.sum(masses, 0) + removed_mass) - removed_mass
                 key, under = _search(row, size, temperature, top, floor, target, HAS_TEMPERATURE, True, BLOCK)
@@ -208,7 +208,7 @@ def thresholds_kernel(
                 last = tl.full([], 0, tl.int32)
                 for first in range(0, size, BLOCK):
                     at = first + lanes
-                    scores = load_scores(row, at, size, temperature, 0.0, 0, HAS_TEMPERATURE, False)
+                    scores = load_scores(row, at, size, (temperature, 0.0, 0), HAS_TEMPERATURE, False)
                     equal = (scores == threshold) & (at < size)
                     if tl.max(equal.to(tl.int32), 0) > 0:
                         ids = at
@@ -237,14 +237,12 @@ def scores_kernel(
     owner = place
     if HAS_OWNERS:
         owner = tl.load(owners + place).to(tl.int64)
-    temperature, threshold, threshold_id = sampling_of(  # pyright: ignore[reportGeneralTypeIssues]
+    sampling = sampling_of(  # pyright: ignore[reportGeneralTypeIssues]
         owner, place, temperatures, thresholds, threshold_ids, HAS_TEMPERATURE, HAS_THRESHOLDS
     )
     start = tl.program_id(1) * BLOCK
     ids = start + tl.arange(0, BLOCK)
-    scores = load_scores(
-        logits + place * row_stride, ids, vocab, temperature, threshold, threshold_id, HAS_TEMPERATURE, HAS_THRESHOLDS
-    )
+    scores = load_scores(logits + place * row_stride, ids, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS)
     if STREAM >= 0 and tl.load(do_sample + place) != 0:
         seed, position, step = tl.load(seeds + place), tl.load(positions + place), tl.load(steps + place)
         scores += gumbel_block(seed, position, step, STREAM, start, BLOCK)

@@ -42,7 +42,7 @@ def choices_kernel(
     best_id = tl.full([], 0, tl.int32) + start
     if wanted:
         scores_row = logits + source * row_stride
-        temperature, threshold, threshold_id = sampling_of(  # pyright: ignore[reportGeneralTypeIssues]
+        sampling = sampling_of(  # pyright: ignore[reportGeneralTypeIssues]
             row, source, temperatures, thresholds, threshold_ids, HAS_TEMPERATURE, HAS_THRESHOLDS
         )
         if SAMPLE and sampled:
@@ -55,14 +55,12 @@ def choices_kernel(
             else:
                 position += slot
             best, best_id, _top, _sum = best_noisy(
-                scores_row, start, vocab, -1, temperature, threshold, threshold_id, tl.load(seeds + row), position, 0,
+                scores_row, start, vocab, -1, sampling, tl.load(seeds + row), position, 0,
                 TOKEN_STREAM, False, HAS_TEMPERATURE, HAS_THRESHOLDS, STEPS, LANES,
             )  # fmt: skip
         else:
-            best, best_id = greatest(
-                scores_row, start, tl.minimum(STEPS, tl.cdiv(vocab - start, LANES * 32)), vocab, temperature, threshold,
-                threshold_id, HAS_TEMPERATURE, HAS_THRESHOLDS, LANES,
-            )  # fmt: skip
+            steps = tl.minimum(STEPS, tl.cdiv(vocab - start, LANES * 32))
+            best, best_id = greatest(scores_row, start, steps, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS, LANES)
     at = place * tl.num_programs(1) + split
     tl.store(best_scores + at, best)
     tl.store(best_ids + at, best_id)
