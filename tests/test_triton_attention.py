@@ -118,7 +118,7 @@ class Batch:
         start = 0
         for row in self.rows:
             end = start + row.query_length
-            seen, queries, keys = self.allowed(row, window)
+            seen, *_ = self.allowed(row, window)
             k = self.key_pool[self.slots(row)].double().repeat_interleave(heads // kv_heads, 1)
             v = self.value_pool[self.slots(row)].double().repeat_interleave(heads // kv_heads, 1)
             scores = torch.einsum("thd,shd->hts", self.query[start:end].double(), k) * scaling
