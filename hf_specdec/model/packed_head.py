@@ -200,19 +200,10 @@ class PackedHead:
 
     def forward_batch(self, batch: PackedBatch | CapturedBatch, *, features: torch.Tensor) -> torch.Tensor:
         """`forward` of a packed batch."""
-        batch.cache.batch = batch
-        try:
-            hidden = self.module(
-                batch.input_ids,
-                features[None],
-                batch.position_ids,
-                attention_mask=self._mask(batch) if isinstance(batch, PackedBatch) else None,
-                **{CACHE: batch.cache},
-                **({} if self.gather else {"specdec": batch}),
-            )
-        finally:
-            batch.cache.batch = None
-        return hidden[0]
+        mask = self._mask(batch) if isinstance(batch, PackedBatch) else None
+        given = {"attention_mask": mask, CACHE: batch.cache, **({} if self.gather else {"specdec": batch})}
+        with batch.cache.running(batch):
+            return self.module(batch.input_ids, features[None], batch.position_ids, **given)[0]
 
     def _mask(self, batch: PackedBatch) -> torch.Tensor | None:
         if not self.gather:

@@ -345,15 +345,11 @@ class PackedModel:
         if not self.gather:
             kwargs["specdec"] = batch
         model, tapped = self.model, {}
-        batch.cache.batch = batch
         batch.invariant = InvariantOps(type(model).__name__) if self.deterministic else None
-        try:
-            with contextlib.ExitStack() as stack:
-                for change in self._changes(model, batch, tapped):
-                    stack.enter_context(change)
-                output = model(**kwargs)
-        finally:
-            batch.cache.batch = None
+        with batch.cache.running(batch), contextlib.ExitStack() as stack:
+            for change in self._changes(model, batch, tapped):
+                stack.enter_context(change)
+            output = model(**kwargs)
         if not self.gather and batch.attention_calls == 0:
             raise UnsupportedModel(
                 f"{type(model).__name__} did not call transformers' attention interface, so its outputs cannot be trusted."
