@@ -58,7 +58,7 @@ class CapturedBatch:
 
     gather = False
     captured = True
-    read_slots = None
+    read_slots = states = None
 
     @property
     def write_slots(self) -> torch.Tensor:

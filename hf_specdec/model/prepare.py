@@ -104,7 +104,7 @@ def prepare(
     if uses_graphs(options.cuda_graphs, packed):
         packed.graphs = GraphRunner(packed, by_lines=options.deterministic)
         if not keeps_linears:
-            left_out = architectures.decoder_layers(model) if options.compile else ()
+            left_out = list(architectures.decoder_layers(model)) if options.compile else ()
             linears = few_row_linears(model, left_out=left_out)
         if not options.deterministic and options.compile is None and options.quantization is None:
             layers = layers_of(model, paged_attention_forward, RewrittenLayers)

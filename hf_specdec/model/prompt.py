@@ -141,7 +141,8 @@ def _prefill(
             packed.reading(),
             architectures.tapping(packed.model, packed.taps, lambda key, states: found[key].append(states)),
         ):
-            output = packed.model._prefill(input_ids, generation_config, dict(inputs))
+            model: Any = packed.model
+            output = model._prefill(input_ids, generation_config, dict(inputs))
     finally:
         hook.remove()
     return output, found, positions[-1]
@@ -191,7 +192,7 @@ def row_of(cache: DynamicCache, index: int, columns: np.ndarray) -> KeysValues:
     adjacent = int(columns[-1] - columns[0]) + 1 == len(columns)
     pairs: KeysValues = []
     for layer in cache.layers:
-        states = getattr(layer, "keys", None), getattr(layer, "values", None)
+        states: Any = getattr(layer, "keys", None), getattr(layer, "values", None)
         if states[0] is None:  # this layer reads another layer's keys
             pairs.append(None)
             continue
@@ -237,7 +238,8 @@ def _check_next_step(
     one with axes that differ, if there is one.
     """
     shifts = [(0, abs(each)) if isinstance(each, int) else (1, max(map(abs, each))) for each in prompt.offsets]
-    model, row = packed.model, shifts.index(max(shifts))
+    model: Any = packed.model
+    row = shifts.index(max(shifts))
     tokens = prompt.output.logits.argmax(1)
     following = model._update_model_kwargs_for_generation(output, dict(inputs), is_encoder_decoder=False)
     ids = torch.cat([input_ids, tokens[:, None].to(input_ids)], dim=1)

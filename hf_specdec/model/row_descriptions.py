@@ -111,7 +111,7 @@ def visible(row: RowInput, window: int | Chunks | None) -> np.ndarray | None:
         if row.region_positions is not None:
             keys[length - region :] = row.region_positions
     if isinstance(window, Chunks):
-        allowed = allowed & (queries[:, None] // size == keys[None, :] // size)
+        allowed = allowed & (queries[:, None] // window.size == keys[None, :] // window.size)
     elif window is not None:
         allowed = allowed & (queries[:, None] - keys[None, :] < window)
     return allowed

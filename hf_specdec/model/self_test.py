@@ -11,7 +11,7 @@ import json
 import logging
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -77,7 +77,7 @@ class Trial:
         first, second, nodes = self.texts(vocab_size)
         return [first, *(np.concatenate([second, nodes[path]]) for path in self.paths)]
 
-    def in_packed_order(self, logits: Sequence[torch.Tensor]) -> torch.Tensor:
+    def in_packed_order(self, logits: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
         """Logits [T, V] of the first text, the second, and each node once, from those of `lines`: the first path that contains it."""
         of_nodes: dict[int, torch.Tensor] = {}
         for line, path in enumerate(self.paths, start=1):
@@ -318,7 +318,7 @@ class _Expected:
 
         Classes with a text model inside count the same in both ways, or on several axes, and are left to count.
         """
-        model = self.packed.model
+        model: Any = self.packed.model
         if "position_ids" not in self.packed.forward_parameters or architectures.is_multimodal(model):
             return {}
         positions = torch.arange(ids.shape[1], device=ids.device)[None].expand(ids.shape)

@@ -18,7 +18,8 @@ vocabulary once per rejection that is followed by another sibling. Chains never 
 # pyright: reportCallIssue=false
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 import torch
@@ -419,7 +420,8 @@ def verify_rejection(
     return out
 
 
-class _Walk(NamedTuple):
+@dataclass(frozen=True)
+class _Walk:
     """The arguments of `verify_rejection` as the kernels take them."""
 
     logits: torch.Tensor

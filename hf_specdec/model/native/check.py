@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import gc
 import sys
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Iterable, Mapping
 from types import CodeType, FrameType, ModuleType
 from typing import Any, Protocol
 
@@ -40,14 +40,14 @@ class Traceable(Protocol):
         ours: its modules may be of this package; otherwise all must be torch's or transformers'.
     """
 
-    key: Hashable
+    key: Any
     name: str
     device: torch.device
     dtype: torch.dtype
     features_width: int
     reads_ids: bool
     vocab_size: int
-    max_positions: int | None
+    max_positions: Any
     ours: bool
 
     def modules(self) -> list[nn.Module]:
@@ -92,7 +92,8 @@ def build(subject: Traceable, called: CalledCode) -> Program:
         outputs = _recorded(subject, called, recorder, batch, features)
     finally:
         batch._on_device.clear()  # breaks a cycle of references that would keep the model alive until the garbage collector runs
-    if any(cache.layers[layer].keys.dtype != subject.dtype for layer in recorder.pools):
+    layers: list[Any] = cache.layers
+    if any(layers[layer].keys.dtype != subject.dtype for layer in recorder.pools):
         raise NotLowered("keys in another dtype than the model's")
     values = [recorder.value_of(each) for each in outputs]
     program = assemble(tape, values, recorder.pools, subject.dtype, subject.max_positions)

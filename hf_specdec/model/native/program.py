@@ -5,7 +5,7 @@ from __future__ import annotations
 import ctypes
 import threading
 from collections.abc import Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -151,7 +151,7 @@ def addresses(program: Program, cache: PagedStaticCache) -> np.ndarray:
     """int64: where keys and values of layer 0, of layer 1, .. are in a cache; pools that do not exist yet are allocated."""
     found = np.zeros(2 * len(cache.layers), dtype=np.int64)
     for layer, (heads, width, value_heads, value_width) in program.pools.items():
-        own = cache.layers[layer]
+        own: Any = cache.layers[layer]
         if not own.is_initialized:
             shapes = (1, heads, 1, width), (1, value_heads, 1, value_width)
             own.lazy_initialization(*(torch.empty(shape, dtype=program.dtype) for shape in shapes))

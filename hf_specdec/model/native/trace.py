@@ -84,7 +84,7 @@ class Value:
 
     def place(self, token: int = 0, strides: tuple[int, int, int] = (0, 0, 0)) -> Place:
         """Where it begins, with these strides."""
-        return Place(self.register, self.shadow.storage_offset(), token, strides)
+        return Place(self.register, int(self.shadow.storage_offset()), token, strides)
 
 
 @dataclass(eq=False)
@@ -268,7 +268,8 @@ class Tape:
         if len(outer) > 2:
             raise NotLowered(f"a mean over the last of {len(shape)} dimensions")
         dims = [[]] * (2 - len(outer)) + [[i] for i in outer] + [[len(shape) - 1]]
-        size = (*(shape[own[0]] if own else 1 for own in dims[:2]), shape[-1])
+        first, second = (shape[own[0]] if own else 1 for own in dims[:2])
+        size = first, second, shape[-1]
         a, there = self.place(value, shape, axis, dims), self.place(out, out.shadow.shape, axis, dims)
         more = [*places, None, None][:2]
         self.steps.append(Step(Operation.ELEMENTWISE, value.rows, size, there, a, *more, kind=kind, scalar=scalar))
@@ -316,8 +317,8 @@ class Tape:
         out = self.new(shape, weight.dtype, ids.rows)
         count, width = weight.shadow.shape
         places = out.place(width), weight.place(weight.shadow.stride(0))
-        kinds = {"kind": ids.register.ids, "function": ids.shift}
-        self.steps.append(Step(Operation.EMBED, ids.rows, (count, 1, width), *places, **kinds))
+        step = Step(Operation.EMBED, ids.rows, (count, 1, width), *places, kind=ids.register.ids, function=ids.shift)
+        self.steps.append(step)
         return out
 
     def looked_up(self, table: Table, like: torch.Tensor) -> Value:
@@ -600,10 +601,13 @@ class Recorder(ExclusiveMode):
         return result
 
     def _record(self, func: Any, args: tuple, kwargs: dict, result: Any) -> None:
-        results = (
-            [result] if isinstance(result, torch.Tensor) else list(result) if isinstance(result, (tuple, list)) else []
-        )
-        if func == aten.lift_fresh.default and result.dim() == 0 and result.is_floating_point():
+        results: list[Any] = list(result) if isinstance(result, (tuple, list)) else [result]
+        if (
+            func == aten.lift_fresh.default
+            and torch.is_tensor(result)
+            and result.dim() == 0
+            and result.is_floating_point()
+        ):
             return self._follow(result, self.tape.weight(result))  # a number; the tape keeps the tensor
         try:
             values = self._lowered(func, args, kwargs, result)
@@ -622,7 +626,7 @@ class Recorder(ExclusiveMode):
         if func == aten.index.Tensor or func == aten.index_select.default:
             return self._selected(func, args, result)
         if func == quantized_product:
-            return self._multiplied(*args, result)
+            return self._multiplied(args, result)
         own = tuple(self._translated(each) for each in args)
         options = {name: each for name, each in kwargs.items() if not isinstance(each, torch.Tensor)}
         if len(options) != len(kwargs):
@@ -645,11 +649,9 @@ class Recorder(ExclusiveMode):
             raise NotLowered("an index other than that of the wanted logits")
         return self.tape.selected(self.value_of(args[0]), dim, result.shape)
 
-    def _multiplied(
-        self, x: torch.Tensor, panels: torch.Tensor, bias: torch.Tensor | None, bits: int, group: int, outputs: int, scales: torch.dtype,
-        result: torch.Tensor,
-    ) -> Value:  # fmt: skip
+    def _multiplied(self, args: tuple, result: torch.Tensor) -> Value:
         """A product with quantized weights."""
+        x, panels, bias, bits, group, outputs, scales = args
         if id(panels) not in self._panels:
             raise NotLowered("a product with quantized weights that are made inside the forward")
         added = None if bias is None else self.value_of(bias)
@@ -670,7 +672,7 @@ class Recorder(ExclusiveMode):
             raise NotLowered("pools with different numbers of heads")
         if not keys.dtype == values.dtype == key_pool.dtype == value_pool.dtype:
             raise NotLowered("keys in another dtype than their pool")
-        self.pools[layer] = sizes
+        self.pools[layer] = sizes  # pyright: ignore[reportArgumentType] (four numbers)
         self.tape.steps.append(
             Step(
                 Operation.WRITE, Rows.TOKENS, (1, 1, 1), a=self.tape.heads(self.value_of(keys)),
@@ -706,7 +708,7 @@ class Recorder(ExclusiveMode):
 
     def _layer_of(self, key_pool: torch.Tensor) -> int:
         assert self.batch is not None
-        layers = self.batch.cache.layers
+        layers: list[Any] = self.batch.cache.layers
         return next(i for i, layer in enumerate(layers) if layer.is_initialized and layer.keys is key_pool)
 
     # ---- rotary modules ---------------------------------------------------------------------------------------------

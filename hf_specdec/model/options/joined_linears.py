@@ -155,7 +155,7 @@ class JoinedLinears:
         for parent in all_modules(model):
             if self._left_out and parent in self._left_out:
                 continue
-            served = {
+            served: dict[str, Any] = {
                 name: child for name, child in parent._modules.items() if child is not None and self._is_served(child)
             }
             for names in _SAME_INPUT:
@@ -199,7 +199,7 @@ class _JoinedForward:
         return F.linear(x, self.weight, self.bias) if out is None else out
 
 
-def is_untouched(module: nn.Module) -> bool:
+def is_untouched(module: nn.Module) -> TypeGuard[nn.Linear]:
     """True for an unmodified `nn.Linear`: no subclass (quantized, LoRA), no replaced forward, ordinary weights, or a shard of them."""
     if type(module) is not nn.Linear:
         return False

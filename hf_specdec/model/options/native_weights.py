@@ -62,7 +62,8 @@ class NativeWeight(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if func is F.linear and not kwargs and len(args) in (2, 3) and isinstance(args[1], NativeWeight):
-            x, weight, bias = (*args, None)[:3]
+            x, weight = args[:2]
+            bias = args[2] if len(args) == 3 else None
             if _serves(x, weight, bias):
                 own = weight.form
                 lines = x.reshape(-1, own.inputs)

@@ -18,6 +18,7 @@ from torch import fx
 
 from ...kernels import linear, norms
 
+Node = Any  # fx.Node, whose arguments are typed as whatever a graph may hold
 _ASSIGNMENTS = {
     operator.setitem, operator.iadd, operator.isub, operator.imul, operator.itruediv, operator.ifloordiv, operator.imod,
     operator.ipow, operator.iand, operator.ior, operator.ixor, operator.imatmul,
@@ -34,19 +35,19 @@ def is_method(node: Any, name: str) -> bool:
     return isinstance(node, fx.Node) and node.op == "call_method" and node.target == name
 
 
-def has_one_user(node: fx.Node) -> bool:
+def has_one_user(node: Node) -> bool:
     """True if exactly one node uses a node's result."""
     return len(node.users) == 1
 
 
-def calls_of_two(graph: fx.Graph, *functions: Callable) -> Iterator[fx.Node]:
+def calls_of_two(graph: fx.Graph, *functions: Callable) -> Iterator[Node]:
     """Calls of these functions with two nodes as arguments. The graph may be edited during the iteration."""
     for node in list(graph.nodes):
         if is_call(node, *functions) and len(node.args) == 2 and all(isinstance(each, fx.Node) for each in node.args):
             yield node
 
 
-def argument(node: fx.Node, index: int, name: str, default: Any = None) -> Any:
+def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
     """An argument of a call, by position or by name."""
     return node.args[index] if index < len(node.args) else node.kwargs.get(name, default)
 
@@ -69,7 +70,7 @@ def dtype_of(node: Any) -> torch.dtype | None:
     return None if value is None else value.dtype
 
 
-def replace(graph: fx.Graph, node: fx.Node, operation: Any, arguments: tuple) -> None:
+def replace(graph: fx.Graph, node: Node, operation: Any, arguments: tuple) -> None:
     """Replace a node by a call of `operation`, and erase the nodes that only it used."""
     with graph.inserting_before(node):
         replacement = graph.call_function(operation, arguments)
@@ -92,7 +93,7 @@ def modifies_in_place(graph: fx.GraphModule) -> bool:
     return any(_modifies(node) for node in graph.graph.nodes)
 
 
-def _modifies(node: fx.Node) -> bool:
+def _modifies(node: Node) -> bool:
     # In module `operator`, a trailing underscore (`and_`) only avoids a keyword.
     if getattr(node.target, "__module__", None) == operator.and_.__module__:
         return node.target in _ASSIGNMENTS
@@ -140,7 +141,7 @@ def fuse_norms(graph: fx.GraphModule) -> fx.GraphModule:
     return graph
 
 
-def _normed(node: Any) -> tuple[fx.Node, Any] | None:
+def _normed(node: Any) -> tuple[Node, Any] | None:
     """(x, eps) if a node is `(h * rsqrt(h.pow(2).mean(-1, keepdim=True) + eps)).to(x.dtype)` with `h = x.to(float32)`."""
     if not is_method(node, "to") or not has_one_user(node) or not is_call(node.args[0], operator.mul):
         return None
@@ -179,7 +180,7 @@ def fuse_rotation(graph: fx.GraphModule, attend: Any, attend_rotating: Any) -> f
     return graph
 
 
-def _unrotated(node: Any) -> tuple[fx.Node, fx.Node, fx.Node] | None:
+def _unrotated(node: Any) -> tuple[Node, Node, Node] | None:
     """(x [1, H, T, D], cos, sin [1, T, D]) if a node is x * cos + cat(-x[D/2:], x[:D/2]) * sin, as in Llama and GPT-NeoX."""
     if (
         not is_call(node, operator.add)
@@ -207,7 +208,7 @@ def _unrotated(node: Any) -> tuple[fx.Node, fx.Node, fx.Node] | None:
     return x, angles[0], angles[1]
 
 
-def _angles(node: Any) -> fx.Node | None:
+def _angles(node: Any) -> Node | None:
     """The cosines or sines [1, T, D] if a node is their `unsqueeze(1)`."""
     if not is_method(node, "unsqueeze") or node.args[1:] != (1,):
         return None
@@ -215,11 +216,11 @@ def _angles(node: Any) -> fx.Node | None:
     return node.args[0] if value is not None and value.ndim == 3 and value.shape[0] == 1 else None
 
 
-def _is_slice(node: Any, x: fx.Node, wanted: slice) -> bool:
+def _is_slice(node: Any, x: Node, wanted: slice) -> bool:
     return is_call(node, operator.getitem) and node.args == (x, (Ellipsis, wanted))
 
 
-def _width(node: fx.Node) -> str:
+def _width(node: Node) -> str:
     """Size of a node's last dimension, as text; empty if unknown."""
     shape = shape_of(node)
     return "" if shape is None else shape[-1]
@@ -227,7 +228,7 @@ def _width(node: fx.Node) -> str:
 
 # ---- linear layers ----
 
-_LINEARS = (F.linear, torch._C._nn.linear)
+_LINEARS = (F.linear, torch._C._nn.linear)  # pyright: ignore[reportAttributeAccessIssue]
 _MOST = 3  # maximum number of layers in one operator: queries, keys and values
 
 
@@ -308,11 +309,11 @@ def _fuse_residual_sums(graph: fx.Graph) -> None:
 
 
 def _join_layers_of_one_input(graph: fx.Graph) -> None:
-    groups: dict[tuple, list[list[fx.Node]]] = {}  # per input and kind of layer, groups of at most _MOST layers
+    groups: dict[tuple, list[list[Node]]] = {}  # per input and kind of layer, groups of at most _MOST layers
     for node in graph.nodes:
         if _is_layer(node):
             weight = node.args[1]
-            key = node.args[0], shape_of(weight)[1:], dtype_of(weight), _bias(node) is None
+            key = node.args[0], (shape_of(weight) or ())[1:], dtype_of(weight), _bias(node) is None
             groups_of_key = groups.setdefault(key, [[]])
             if len(groups_of_key[-1]) == _MOST:
                 groups_of_key.append([])
@@ -340,5 +341,5 @@ def _is_layer(node: Any) -> bool:
     return known and alike and weight is not None and weight.is_contiguous()
 
 
-def _bias(node: fx.Node) -> Any:
+def _bias(node: Node) -> Any:
     return argument(node, 2, "bias")

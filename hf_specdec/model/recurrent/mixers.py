@@ -10,7 +10,6 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from ...cache.state_pool import StatePool
@@ -78,7 +77,7 @@ class RecurrentLayers:
             yield
 
     @contextlib.contextmanager
-    def _replaced_forward(self, mixer: nn.Module):
+    def _replaced_forward(self, mixer: Any):
         before, own, layer = vars(mixer).get("forward"), mixer.forward, int(mixer.layer_idx)
         signature = inspect.signature(own)
         name = cache_argument(signature.parameters)
