@@ -92,11 +92,7 @@ class PackedModel:
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        taps: Taps | None = None,
-        num_layers: int | None = None,
-        borrowed: bool = False,
+        self, model: PreTrainedModel, taps: Taps | None = None, num_layers: int | None = None, borrowed: bool = False
     ):
         architectures.check_supported(model)
         self.ranks = checked_ranks(model)

@@ -19,15 +19,7 @@ from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 from ..dispatch import next_power_of_two
 from ..flash_attention import flash_attention_for
 from .inputs import AttentionBatch, AttentionInputs
-from .launch import (
-    AttentionLaunch,
-    AttentionShape,
-    choose_launch,
-    device_limits,
-    head_widths,
-    merge_tile,
-    num_tiles,
-)
+from .launch import AttentionLaunch, AttentionShape, choose_launch, device_limits, head_widths, merge_tile, num_tiles
 
 LOG2E = tl.constexpr(1.4426950408889634)
 _NOTHING = tl.constexpr(-1e30)  # the maximum before any key; finite, to avoid -inf - -inf

@@ -47,13 +47,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if out.numel():
         with torch.cuda.device_of(x):
             rms_norm_kernel[(x.numel() // width,)](
-                out,
-                x,
-                weight.contiguous(),
-                eps,
-                width,
-                BLOCK=next_power_of_two(width),
-                num_warps=num_warps_of(width),
+                out, x, weight.contiguous(), eps, width, BLOCK=next_power_of_two(width), num_warps=num_warps_of(width)
             )
     return out
 

@@ -210,12 +210,7 @@ def _copy(tape: Tape, value: Value, output: Register) -> Step:
     there = Place(output, 0, size[2], (0, 0, 1))
     copy = UNARY_FUNCTIONS.index("copy")
     return Step(
-        Operation.ELEMENTWISE,
-        value.rows,
-        (1, 1, size[2]),
-        there,
-        tape.place(value, shape, axis, dims),
-        function=copy,
+        Operation.ELEMENTWISE, value.rows, (1, 1, size[2]), there, tape.place(value, shape, axis, dims), function=copy
     )
 
 

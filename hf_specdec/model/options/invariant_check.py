@@ -41,12 +41,7 @@ def check(packed: PackedModel) -> None:
         )
     if packed.config._attn_implementation == ATTENTION_NAME:  # inside another `active()`, see `self_test.check`
         return
-    key = (
-        *self_test.signature(packed),
-        torch.get_num_threads(),
-        uses_triton(packed.device),
-        packed.device,
-    )
+    key = (*self_test.signature(packed), torch.get_num_threads(), uses_triton(packed.device), packed.device)
     if key not in _checked:
         with torch.no_grad(), self_test.evaluating(packed.model):
             _checked[key] = _problem(packed)
