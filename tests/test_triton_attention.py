@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from triton_interpreter import DEVICE, RUNS_HERE, needs_triton
 
 from hf_specdec.kernels.attention import reference
-from hf_specdec.kernels.attention.inputs import RowDescription, attention_inputs, pack_visibility
+from hf_specdec.kernels.attention.inputs import RowDescription, attention_inputs, pack_visibility, sizes_of
 from hf_specdec.kernels.attention.launch import (
     H200,
     AttentionLaunch,
@@ -64,7 +64,9 @@ class Batch:
         for row, end in zip(rows, np.cumsum(counts, dtype=np.int64), strict=True):
             blocks = order[end - -(-row.key_length // block_size) : end]
             self.rows.append(dataclasses.replace(row, blocks=blocks))
-        self.inputs = attention_inputs(self.rows, block_size, DEVICE, **buckets)
+        self.inputs = attention_inputs(
+            self.rows, block_size, DEVICE, dataclasses.replace(sizes_of(self.rows), **buckets)
+        )
         slots = len(order) * block_size
         generator = torch.Generator().manual_seed(seed)
         # What is behind a row's keys is NaN: reading it unmasked shows.
@@ -403,7 +405,7 @@ def test_bits_of_the_visibility():
 )
 def test_rows_that_do_not_fit(rows, buckets, message):
     with pytest.raises(ValueError, match=message):
-        attention_inputs(rows, 16, **buckets)
+        attention_inputs(rows, 16, sizes=dataclasses.replace(sizes_of(rows), **buckets))
 
 
 def test_inputs_check_their_tensors():

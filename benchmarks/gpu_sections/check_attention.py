@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hf_specdec.kernels.attention.inputs import AttentionInputs, RowDescription, attention_inputs
+from hf_specdec.kernels.attention.inputs import AttentionInputs, RowDescription, attention_inputs, sizes_of
 
 from .context import TOLERANCE, Context, relative_error, worst
 from .report import Row, at_most
@@ -88,7 +88,9 @@ class Problem:
             for row, end, count in zip(rows, ends, counts, strict=True)
         ]
         num_tokens = sum(row.query_length for row in rows) + case.padding
-        self.inputs: AttentionInputs = attention_inputs(self.rows, BLOCK_SIZE, self.device, num_tokens=num_tokens)
+        self.inputs: AttentionInputs = attention_inputs(
+            self.rows, BLOCK_SIZE, self.device, dataclasses.replace(sizes_of(self.rows), num_tokens=num_tokens)
+        )
         value_width = case.value_width or case.width
         slots = len(order) * BLOCK_SIZE
         # What is behind a row's keys stays NaN: reading it shows.

@@ -37,13 +37,13 @@ class CapturedBatch:
 
     Attributes:
         input_ids, position_ids: int64 [1, T].
-        slots: int64 [T], where keys and values are written; -1: nowhere.
+        write_slots: int64 [T], where keys and values are written; -1: nowhere.
         inputs: the attention kernel's view of the B rows.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
-    slots: torch.Tensor
+    write_slots: torch.Tensor
     inputs: AttentionInputs
     cache: PagedStaticCache
     attention_calls: int = 0
@@ -54,23 +54,15 @@ class CapturedBatch:
     read_slots = states = None
 
     @property
-    def write_slots(self) -> torch.Tensor:
-        """`slots`, under the name that the cache's layers use."""
-        return self.slots
-
-    @property
     def write(self) -> Callable[..., Any]:
-        """Writes keys and values to slots."""
-        return write_keys_values.on(self.slots.device)
+        return write_keys_values.on(self.write_slots.device)
 
     @property
     def attend(self) -> Callable[..., torch.Tensor]:
-        """Attention over the buffers."""
-        return attention_for(self.slots.device, self.invariant is not None)
+        return attention_for(self.write_slots.device, self.invariant is not None)
 
     @property
     def num_keys(self) -> int:
-        """Maximum number of keys of a row."""
         return self.inputs.max_key_length
 
     def on(self, device: torch.device) -> CapturedBatch:
@@ -78,7 +70,6 @@ class CapturedBatch:
         return self
 
     def attention_inputs(self, device: torch.device) -> AttentionInputs:
-        """Views of the buffers."""
         return self.inputs
 
 

@@ -27,23 +27,6 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class HeadModule(Protocol):
-    """A module that `PackedHead` can run: it fuses tokens and features, then applies transformers' decoder layers."""
-
-    def __call__(
-        self, input_ids: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, **attention
-    ) -> torch.Tensor:
-        """Hidden states [1, T, H] from ids [1, T], features [1, T, F] and positions [1, T].
-
-        `attention` is passed to the decoder layers: attention_mask, the cache (by the name CACHE), and `specdec` for our attention.
-        """
-        ...
-
-    def borrowed(self) -> list[nn.Module]:
-        """Modules that it calls and does not own, such as the target's embeddings."""
-        ...
-
-
 class SmallHeadForwards(Protocol):
     """Runs small forwards in place of the head while its context is entered (see `native`)."""
 
@@ -73,7 +56,10 @@ class PackedHead:
     """Runs a head over packed rows.
 
     Args:
-        module: the head, on its device. Its layers use `config`.
+        module: the head, on its device: it fuses tokens and features, then applies transformers' decoder layers, which use `config`. It is
+            called with ids [1, T], features [1, T, F], positions [1, T] and what it passes to its layers: attention_mask, the cache (by the
+            name CACHE) and `specdec` for our attention. It returns hidden states [1, T, H]. `borrowed()` lists modules that it calls and
+            does not own, such as the target's embeddings.
         config: of the layers. Its attention implementation is set to ours permanently, because we own the head.
         num_layers: number of layers with keys and values.
         gather: attend to gathered keys under a dense mask, for layers that cannot read pages (latent attention).

@@ -171,29 +171,18 @@ def attention_inputs(
     rows: Sequence[RowDescription],
     block_size: int,
     device: torch.device | str = "cpu",
-    max_query_length: int | None = None,
-    max_blocks: int | None = None,
-    num_words: int | None = None,
-    num_tokens: int | None = None,
+    sizes: InputSizes | None = None,
 ) -> AttentionInputs:
     """Build AttentionInputs for `rows` on the host, and copy them to `device` at once.
 
     Args:
-        max_query_length, max_blocks, num_words, num_tokens: bucket sizes (the last three: columns of the block tables,
-            words of the visibility, packed tokens); None: what the rows need.
+        sizes: those of a bucket; None: what the rows need.
 
     Raises:
         ValueError: a row does not fit a bucket, has fewer blocks than its keys need, or a region shorter than its tokens
             or longer than its keys.
     """
-    needed = sizes_of(rows)
-    sizes = InputSizes(
-        len(rows),
-        needed.num_tokens if num_tokens is None else num_tokens,
-        needed.max_query_length if max_query_length is None else max_query_length,
-        max(needed.max_blocks, 1) if max_blocks is None else max_blocks,
-        needed.num_words if num_words is None else num_words,
-    )
+    sizes = sizes_of(rows) if sizes is None else sizes
     flat = np.zeros(sizes.starts["end"], dtype=np.int32)
     fill_inputs(sizes.views(flat), rows, block_size, sizes)
     return sizes.inputs(torch.from_numpy(flat).to(device), block_size)
@@ -207,7 +196,7 @@ def sizes_of(rows: Sequence[RowDescription]) -> InputSizes:
         num_rows=len(rows),
         num_tokens=sum(counts),
         max_query_length=max(counts, default=0),
-        max_blocks=max((len(row.blocks) for row in rows), default=0),
+        max_blocks=max((len(row.blocks) for row in rows), default=1) or 1,
         num_words=-(-max(regions, default=0) // 32),
     )
 

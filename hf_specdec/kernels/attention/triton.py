@@ -436,7 +436,6 @@ def _merge(out, partial, lse, inputs: AttentionInputs, sinks, launch: AttentionL
 
 
 def _words(inputs: AttentionInputs) -> int:
-    """Words of visibility per token."""
     return 0 if inputs.visibility is None else inputs.visibility.shape[1]
 
 

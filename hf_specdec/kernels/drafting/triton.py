@@ -45,14 +45,7 @@ def frontier_kernel(
         tl.store(best_tokens + at, tl.load(tokens + row * count + best))
 
 
-def next_frontier(
-    frontier_values: torch.Tensor,
-    tokens: torch.Tensor,
-    log_probs: torch.Tensor,
-    keep: int,
-    limits: torch.Tensor | None = None,
-    depth: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def next_frontier(frontier_values, tokens, log_probs, keep, limits=None, depth=0) -> tuple[torch.Tensor, ...]:
     """Grow a dynamic tree by one level (definition, arguments and results: `reference.next_frontier`).
 
     Memory traffic: 12 bytes read and 4 written per child; one launch, one program per row.
@@ -114,9 +107,7 @@ def prune_kernel(
     tl.store(out_nodes + row * count + lanes, nothing - 1, mask=padding)
 
 
-def prune_tree(
-    tokens: torch.Tensor, values: torch.Tensor, parents: torch.Tensor, expanded: torch.Tensor, count: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def prune_tree(tokens, values, parents, expanded, count) -> tuple[torch.Tensor, ...]:
     """Prune trees (definition, arguments and results: `reference.prune_tree`).
 
     Memory traffic: 28 bytes read per node, 32 written per kept node; one launch, one program per row.
@@ -131,7 +122,7 @@ def prune_tree(
             tokens, values, parents, expanded, *outs, lengths, size, count,
             BLOCK=next_power_of_two(max(size, count)), num_warps=4,
         )  # fmt: skip
-    return outs[0], outs[1], outs[2], outs[3], lengths
+    return *outs, lengths
 
 
 def draft_places(target_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -194,7 +185,7 @@ def gather_kernel(layer0, layer1, layer2, layer3, index, out, hidden, out_stride
 LAYERS_PER_LAUNCH = 4
 
 
-def gather_features(layers: list[torch.Tensor], index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
+def gather_features(layers, index, dtype) -> torch.Tensor:
     """Gather features (definition, arguments and results: `reference.gather_features`).
 
     Memory traffic: each chosen state read once and written once; one launch per four layers, without the intermediate tensors of

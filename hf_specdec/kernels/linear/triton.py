@@ -133,21 +133,8 @@ WIDE = {"BLOCK_M": MOST_ROWS, "BLOCK_N": 64, "BLOCK_K": 128, "STAGES": 4}
 NARROW = {"BLOCK_M": MOST_ROWS, "BLOCK_N": 16, "BLOCK_K": 256, "STAGES": 5}
 
 
-def linears(
-    x: torch.Tensor,
-    weights: Sequence[torch.Tensor],
-    biases: Sequence[torch.Tensor] | None = None,
-    residual: torch.Tensor | None = None,
-) -> list[torch.Tensor]:
-    """[x @ weight^T (+ bias)] in one launch, summed in float32.
-
-    Args:
-        x: [.., K] with up to MOST_ROWS rows, of one of DTYPES.
-        weights: up to MOST_WEIGHTS of [N_i, K], contiguous.
-        biases: [N_i] each, or None.
-        residual: [.., N], added to the rounded product of a single weight.
-
-    Returns: [.., N_i] each.
+def linears(x, weights, biases=None, residual=None) -> list[torch.Tensor]:
+    """See `reference.linears`: one launch, summed in float32, for up to MOST_ROWS rows and MOST_WEIGHTS contiguous weights of DTYPES.
 
     Raises:
         ValueError: the shapes or dtypes are not supported.
@@ -174,14 +161,8 @@ def linears(
     return outs
 
 
-def gated_linear(x: torch.Tensor, gate: torch.Tensor, up: torch.Tensor) -> torch.Tensor:
-    """silu(x @ gate^T) * (x @ up^T) in one launch, rounded to x's dtype at the same places as three operations.
-
-    Args:
-        x: [.., K] with up to MOST_ROWS rows, of one of DTYPES.
-        gate, up: [N, K], contiguous.
-
-    Returns: [.., N].
+def gated_linear(x, gate, up) -> torch.Tensor:
+    """See `reference.gated_linear`: one launch, rounded to x's dtype at the same places as three operations; inputs as of `linears`.
 
     Raises:
         ValueError: the shapes or dtypes are not supported.

@@ -50,7 +50,7 @@ class Linear(ctypes.Structure):
     ]
 
 
-class Step(ctypes.Structure):
+class StepInputs(ctypes.Structure):
     """See `source/program.h`."""
 
     _fields_ = [

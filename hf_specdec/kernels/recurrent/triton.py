@@ -178,7 +178,7 @@ _TILE = 4096  # elements of a state that a program holds: 32 registers of each o
 _CHANNELS = 256  # of a convolution's program
 
 
-def gated_delta(inputs: tuple[torch.Tensor, ...], before: torch.Tensor, walk: Walk, pool: torch.Tensor) -> torch.Tensor:
+def gated_delta(inputs, before, walk, pool) -> torch.Tensor:
     """See `reference.gated_delta`.
 
     Memory traffic: each line's state is read once and each kept state is written once; the inputs are small beside them.
@@ -197,13 +197,7 @@ def gated_delta(inputs: tuple[torch.Tensor, ...], before: torch.Tensor, walk: Wa
     return out
 
 
-def mamba2(
-    inputs: tuple[torch.Tensor, ...],
-    constants: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    before: torch.Tensor,
-    walk: Walk,
-    pool: torch.Tensor,
-) -> torch.Tensor:
+def mamba2(inputs, constants, before, walk, pool) -> torch.Tensor:
     """See `reference.mamba2`; memory traffic as `gated_delta`."""
     x, steps, into_state, out_of_state = (each.contiguous() for each in inputs)
     rate, skip, bias = (each.contiguous() for each in constants)
@@ -252,15 +246,7 @@ def _places(walk: Walk, before: torch.Tensor) -> torch.Tensor:
     return before.new_empty(max(walk.num_saved, 1), *before.shape[1:])
 
 
-def convolution(
-    x: torch.Tensor,
-    windows: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    silu: bool,
-    into: torch.Tensor,
-    pool: torch.Tensor,
-) -> torch.Tensor:
+def convolution(x, windows, weight, bias, silu, into, pool) -> torch.Tensor:
     """See `reference.convolution`.
 
     Raises:

@@ -21,13 +21,12 @@ from __future__ import annotations
 from dataclasses import dataclass
 from typing import Any
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from ..dispatch import as_bytes, ceil_div, next_power_of_two
-from ..drafts import Drafts, RowStreams, prob_index_on, upload_drafts, upload_streams
+from ..drafts import prob_index_on, upload_drafts, upload_streams
 from ..random_bits.triton import ACCEPT_STREAM, RESIDUAL_STREAM, uniform_at
 from ..sampling.triton_scores import NO_ID, best_noisy, load_scores, noisy_better, sampling_of
 from ..verification.triton import check_rows, empty_verdict, split_vocabulary
@@ -438,7 +437,6 @@ class _Walk:
     block: int
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Uninitialised memory on the device."""
         return torch.empty(*shape, dtype=dtype, device=self.logits.device)
 
 
@@ -504,9 +502,7 @@ def _launch_walk(walk: _Walk, sums: torch.Tensor, drawn: bool) -> tuple[torch.Te
     return masses, ends, scales
 
 
-def verify_tokens(
-    drafts: Drafts, scores: torch.Tensor, score_rows: np.ndarray, streams: RowStreams, temperature=None, thresholds=None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def verify_tokens(drafts, scores, score_rows, streams, temperature=None, thresholds=None):
     """See `reference.verify_tokens`."""
     device = scores.device
     index, tokens, valid, parents = upload_drafts(drafts, score_rows, device)

@@ -372,7 +372,7 @@ def sampling_scores(
     return out
 
 
-def apply_parameters(logits: torch.Tensor, parameters: RowParameters, rows: torch.Tensor | None = None) -> torch.Tensor:
+def apply_parameters(logits, parameters: RowParameters, rows=None) -> torch.Tensor:
     """See `reference.apply_parameters`."""
     if parameters.are_off:
         return logits
@@ -381,15 +381,7 @@ def apply_parameters(logits: torch.Tensor, parameters: RowParameters, rows: torc
     return sampling_scores(flat, thresholds, owners, parameters.temperature).view(logits.shape)
 
 
-def noisy_scores(
-    logits: torch.Tensor,
-    parameters: RowParameters,
-    ahead: int,
-    stream: int,
-    shared: bool,
-    rows: torch.Tensor | None = None,
-    applied: bool = False,
-) -> torch.Tensor:
+def noisy_scores(logits, parameters: RowParameters, ahead, stream, shared, rows=None, applied=False) -> torch.Tensor:
     """See `reference.noisy_scores`."""
     flat, owners = logits.flatten(0, 1), owners_of(logits, rows)
     noise = Noise(*parameters.noise_keys(logits, rows, ahead, shared), parameters.do_sample[owners], stream)
@@ -398,9 +390,7 @@ def noisy_scores(
     return sampling_scores(flat, thresholds, owners, temperature, noise).view(logits.shape)
 
 
-def choices(
-    logits: torch.Tensor, parameters: RowParameters, ahead: int, rows: torch.Tensor | None = None
-) -> torch.Tensor:
+def choices(logits, parameters: RowParameters, ahead, rows=None) -> torch.Tensor:
     """See `reference.choices`."""
     from ..verification.triton import target_choices
 

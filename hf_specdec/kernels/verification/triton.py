@@ -8,13 +8,12 @@ Definitions: `random_bits.gumbel`, `argmax` with the lowest id first, `reference
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
-import numpy as np
 import torch
 import triton
 import triton.language as tl
 
 from ..dispatch import as_bytes, ceil_div, next_power_of_two
-from ..drafts import Drafts, RowStreams, upload_drafts, upload_streams
+from ..drafts import upload_drafts, upload_streams
 from ..random_bits.triton import TOKEN_STREAM
 from ..sampling.triton_scores import best_noisy, greatest, sampling_of
 
@@ -248,7 +247,6 @@ def verify_choices(
 
 
 def launch_walk(scores, ids, splits, tokens, parents, valid, choices, out) -> None:
-    """Merge the splits and walk the trees."""
     batch, num_nodes = tokens.shape
     walk_kernel[(batch,)](
         scores, ids, tokens, parents, as_bytes(valid), choices, as_bytes(out[0]), out[1], out[2], num_nodes,
@@ -267,9 +265,7 @@ def empty_verdict(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tor
     )
 
 
-def follow_choices(
-    drafts: Drafts, scores: torch.Tensor, score_rows: np.ndarray, streams: RowStreams, temperature=None, thresholds=None
-) -> tuple[torch.Tensor, torch.Tensor]:
+def follow_choices(drafts, scores, score_rows, streams, temperature=None, thresholds=None):
     """See `reference.follow_choices`."""
     index, tokens, valid, parents = upload_drafts(drafts, score_rows, scores.device)
     seeds = positions = do_sample = None

@@ -50,19 +50,15 @@ class ModelForward:
         self.vocab_size, self.max_positions = packed.vocab_size, packed.max_positions
 
     def modules(self) -> list[nn.Module]:
-        """All modules of the model."""
         return list(architectures.all_modules(self.model))
 
     def config(self) -> Any:
-        """The model's configuration."""
         return self.model.config
 
     def new_cache(self) -> PagedStaticCache:
-        """A small cache without prefix sharing."""
         return self.packed.new_cache(num_blocks=16, block_size=16, share_prefixes=False)
 
     def compute(self, batch: PackedBatch | None, features: torch.Tensor | None) -> list[torch.Tensor]:
-        """Logits, then the tapped hidden states."""
         assert batch is not None
         return _outputs_of(self.packed, self.packed.forward_batch(batch, batch.logit_index))
 
@@ -92,20 +88,16 @@ class HeadForward:
         self.vocab_size = min(tables, default=1)
 
     def modules(self) -> list[nn.Module]:
-        """All modules of the head, and the target's modules that it calls."""
         roots = [self.head.module, *self.head.borrowed()]
         return [inner for each in roots for inner in architectures.all_modules(each)]
 
     def config(self) -> Any:
-        """The configuration of the head's layers."""
         return self.head.config
 
     def new_cache(self) -> PagedStaticCache:
-        """A small cache for the head's layers."""
         return self.head.new_cache(num_blocks=16, block_size=16)
 
     def compute(self, batch: PackedBatch | None, features: torch.Tensor | None) -> list[torch.Tensor]:
-        """The head's hidden states."""
         assert batch is not None and features is not None
         run = self.head.read_batch if self.reads else self.head.forward_batch
         return [run(batch, features=features)]
@@ -133,11 +125,9 @@ class RowFunction:
         self.device, self.dtype = like.device, like.dtype
 
     def modules(self) -> list[nn.Module]:
-        """The modules that the function calls."""
         return [inner for each in self.called for inner in architectures.all_modules(each)]
 
     def config(self) -> Any:
-        """None: the function depends on no configuration."""
         return None
 
     def new_cache(self) -> PagedStaticCache:
@@ -149,7 +139,6 @@ class RowFunction:
         raise TypeError("A function of hidden states has no cache.")
 
     def compute(self, batch: PackedBatch | None, features: torch.Tensor | None) -> list[torch.Tensor]:
-        """The function's result."""
         assert features is not None
         return [self.function(features)]
 

@@ -20,7 +20,7 @@ from ...core.rows import RowInput
 from ..packed_batch import PackedBatch, _OnDevice
 from ..self_test import TOLERANCES, relative_error
 from .program import Program, addresses, assemble
-from .trace import NotLowered, Recorder, Tape
+from .trace import NotLowered, Tape, TapeRecorder
 
 _SIZES = (29, 31, 37, 41, 43, 47, 53, 59)  # candidates for the number of recorded tokens, which no dimension may equal
 _MORE = 8  # slots reserved per row for the tokens of later batches
@@ -86,7 +86,7 @@ def build(subject: Traceable, called: CalledCode) -> Program:
     rows = _first_rows(num_tokens, num_selected, subject.vocab_size)
     cache, ours = _cache(subject, rows), _cache(subject, rows)
     batch, features = _batch(subject, rows, cache), _features(subject, num_tokens)
-    recorder = Recorder(subject.modules(), tape, batch, features)
+    recorder = TapeRecorder(subject.modules(), tape, batch, features)
     batch._on_device[subject.device] = _OnDevice(batch.write_slots, None, recorder.write, recorder.attend)
     try:
         outputs = _recorded(subject, called, recorder, batch, features)
@@ -107,7 +107,7 @@ def build(subject: Traceable, called: CalledCode) -> Program:
 def _build_on_rows(subject: Traceable, called: CalledCode, tape: Tape, num_rows: int, num_more: int) -> Program:
     """The program of a function of features alone."""
     features = _features(subject, num_rows)
-    recorder = Recorder(subject.modules(), tape, None, features)
+    recorder = TapeRecorder(subject.modules(), tape, None, features)
     outputs = _recorded(subject, called, recorder, None, features)
     program = assemble(tape, [recorder.value_of(each) for each in outputs], {}, subject.dtype)
     for count in (num_rows, num_more, 1):
@@ -179,7 +179,11 @@ def _batch(subject: Traceable, rows: list[RowInput], cache) -> PackedBatch:
 
 
 def _recorded(
-    subject: Traceable, called: CalledCode, recorder: Recorder, batch: PackedBatch | None, features: torch.Tensor | None
+    subject: Traceable,
+    called: CalledCode,
+    recorder: TapeRecorder,
+    batch: PackedBatch | None,
+    features: torch.Tensor | None,
 ) -> list[torch.Tensor]:
     """What the subject returns, computed under the recorder."""
     try:

@@ -11,10 +11,9 @@ import numpy as np
 import torch
 
 from ...cache import PagedStaticCache
-from ...kernels.native import OP, TYPES, UNARY_FUNCTIONS, Operation, Rows, library
-from ...kernels.native import Step as StepInputs
+from ...kernels.native import OP, TYPES, UNARY_FUNCTIONS, Operation, Rows, StepInputs, library
 from ..packed_batch import PackedBatch
-from .trace import NotLowered, Place, Register, Step, Table, Tape, Value
+from .trace import NotLowered, Place, Register, Table, Tape, TapeStep, Value
 
 # The most tokens of a forward that runs as a program. Measured: for more, torch's products and its attention are as fast or faster.
 MOST_TOKENS = 256
@@ -27,7 +26,7 @@ _POSITIONS_AT_FIRST = 1024
 _BYTES_PER_THREAD = 2 << 20  # of weights: a thread that reads fewer costs more at the barriers than it saves
 
 
-class Output(NamedTuple):
+class ProgramOutput(NamedTuple):
     """A tensor that a program returns: its slot, dtype, elements per row, and what its rows are."""
 
     slot: int
@@ -64,7 +63,7 @@ class Program:
         weights: list[torch.Tensor],
         tables: list[tuple[int, Table]],
         features: int | None,
-        outputs: list[Output],
+        outputs: list[ProgramOutput],
         pools: dict[int, tuple[int, ...]],
         dtype: torch.dtype,
         max_positions: int | None = None,
@@ -192,14 +191,14 @@ def assemble(
         [(slot_of[id(each)], each.table) for each in registers if each.table is not None],
         next((slot_of[id(each)] for each in registers if each.features), None),
         [
-            Output(slot_of[id(each)], each.dtype, each.elements, value.rows)
+            ProgramOutput(slot_of[id(each)], each.dtype, each.elements, value.rows)
             for each, value in zip(returned, outputs, strict=True)
         ],
         pools, dtype, max_positions,
     )  # fmt: skip
 
 
-def _copy(tape: Tape, value: Value, output: Register) -> Step:
+def _copy(tape: Tape, value: Value, output: Register) -> TapeStep:
     """The step that copies a value to an output."""
     shape = value.shadow.shape
     axis = tape.row_axis(value)
@@ -209,12 +208,12 @@ def _copy(tape: Tape, value: Value, output: Register) -> Step:
         raise NotLowered("an output that is not one line per token")
     there = Place(output, 0, size[2], (0, 0, 1))
     copy = UNARY_FUNCTIONS.index("copy")
-    return Step(
+    return TapeStep(
         Operation.ELEMENTWISE, value.rows, (1, 1, size[2]), there, tape.place(value, shape, axis, dims), function=copy
     )
 
 
-def _allocated(steps: list[Step], registers: list[Register]) -> tuple[np.ndarray, torch.Tensor]:
+def _allocated(steps: list[TapeStep], registers: list[Register]) -> tuple[np.ndarray, torch.Tensor]:
     """The address of every register, int64, and the buffer that holds the program's own registers. Registers share memory if one is
     written after the last step that reads the other."""
     last = {}
@@ -251,7 +250,7 @@ def _allocated(steps: list[Step], registers: list[Register]) -> tuple[np.ndarray
     return slots, memory
 
 
-def _encoded(steps: list[Step], slot_of: dict[int, int], slots: np.ndarray, streams: bool) -> np.ndarray:
+def _encoded(steps: list[TapeStep], slot_of: dict[int, int], slots: np.ndarray, streams: bool) -> np.ndarray:
     ops = np.zeros(len(steps), dtype=OP)
     for op, step in zip(ops, steps, strict=True):
         for name in ("operation", "kind", "function", "rows", "size", "scalar", "scalar2"):
@@ -271,17 +270,16 @@ def _encoded(steps: list[Step], slot_of: dict[int, int], slots: np.ndarray, stre
     return ops
 
 
-def _registers(step: Step) -> list[Register]:
+def _registers(step: TapeStep) -> list[Register]:
     return step.inputs if step.out is None else [*step.inputs, step.out.register]
 
 
 def _width(tape: Tape, value: Value) -> int:
-    """Elements of a value's row."""
     axis = tape.row_axis(value)
     return torch.Size([size for i, size in enumerate(value.shadow.shape) if i != axis]).numel()
 
 
-def _needed(steps: list[Step]) -> list[Step]:
+def _needed(steps: list[TapeStep]) -> list[TapeStep]:
     """The steps that outputs depend on, and those that write or read the cache."""
     wanted: set[int] = set()
     kept = []
@@ -293,7 +291,7 @@ def _needed(steps: list[Step]) -> list[Step]:
     return kept[::-1]
 
 
-def _waits(steps: list[Step], memory_of: dict[int, int]) -> list[bool]:
+def _waits(steps: list[TapeStep], memory_of: dict[int, int]) -> list[bool]:
     """For each step: True if all threads must have finished the earlier steps before it begins. Until then a shared step may neither
     read what another writes, nor write where another reads or writes.
 

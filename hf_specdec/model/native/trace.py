@@ -1,6 +1,6 @@
 """Records what a forward computes as a `Tape`: a list of operations of the native library.
 
-`Recorder` sees torch's operators, and `lower` says how each of them becomes operations. Tensors of the recorded forward are followed as
+`TapeRecorder` sees torch's operators, and `lower` says how each of them becomes operations. Tensors of the recorded forward are followed as
 `Value`s: which register (or weight) holds them, and in which layout. In a register the tokens come first and a token's elements are
 contiguous. Every view is applied to a `shadow`, a tensor without data that has the register's strides; so the layout after any chain of
 views is known without a rule for each of them.
@@ -20,7 +20,7 @@ from torch import nn
 from ...core.dispatch_mode import ExclusiveMode
 from ...kernels.attention import attention_for
 from ...kernels.cache import write_keys_values
-from ...kernels.linear.quantized import Layout
+from ...kernels.linear.quantized import WeightLayout
 from ...kernels.native import BINARY, BINARY_FUNCTIONS, LAYER_NORM, MEAN, TYPES, UNARY, UNARY_FUNCTIONS, Operation, Rows
 from ..options.native_weights import NativeWeight
 from ..options.native_weights import product as quantized_product
@@ -74,7 +74,6 @@ class Value:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Element type."""
         return self.register.dtype
 
     @property
@@ -88,7 +87,7 @@ class Value:
 
 
 @dataclass(eq=False)
-class Step:
+class TapeStep:
     """One operation on rows of three sizes. A place is a register, an offset, a row stride and three strides."""
 
     operation: Operation
@@ -107,7 +106,6 @@ class Step:
 
     @property
     def inputs(self) -> list[Register]:
-        """The registers it reads."""
         return [place.register for place in (self.a, self.b, self.c) if place is not None]
 
 
@@ -130,7 +128,7 @@ class Tape:
 
     def __init__(self, num_tokens: int, num_selected: int):
         self.sizes = {Rows.TOKENS: num_tokens, Rows.SELECTED: num_selected}
-        self.steps: list[Step] = []
+        self.steps: list[TapeStep] = []
         self.weights: dict[int, Register] = {}  # by id of the tensor
 
     def features(self, width: int, dtype: torch.dtype) -> Value:
@@ -221,18 +219,16 @@ class Tape:
         size = tuple(torch.Size([shape[i] for i in own]).numel() for own in dims)
         places = [self.place(value, shape, axis, dims) for value in (out, *inputs)]
         self.steps.append(
-            Step(
+            TapeStep(
                 Operation.ELEMENTWISE, out.rows, size, *places, kind=kind, function=function,  # pyright: ignore[reportArgumentType]
                 scalar=scalars[0], scalar2=scalars[1],
             )
         )  # fmt: skip
 
     def unary(self, name: str, value: Value, shape, dtype, scalar: float = 0.0, scalar2: float = 0.0) -> Value:
-        """A function of each element."""
         return self.elementwise(UNARY, UNARY_FUNCTIONS.index(name), [value], shape, dtype, (scalar, scalar2))
 
     def binary(self, name: str, a: Value, b: Value, shape, dtype) -> Value:
-        """A function of two values' elements."""
         return self.elementwise(BINARY, BINARY_FUNCTIONS.index(name), [a, b], shape, dtype)
 
     def copied(self, value: Value) -> Value:
@@ -272,7 +268,7 @@ class Tape:
         size = first, second, shape[-1]
         a, there = self.place(value, shape, axis, dims), self.place(out, out.shadow.shape, axis, dims)
         more = [*places, None, None][:2]
-        self.steps.append(Step(Operation.ELEMENTWISE, value.rows, size, there, a, *more, kind=kind, scalar=scalar))
+        self.steps.append(TapeStep(Operation.ELEMENTWISE, value.rows, size, there, a, *more, kind=kind, scalar=scalar))
         return out
 
     def linear(self, x: Value, weight: Value, bias: Value | None, shape, dtype) -> Value:
@@ -285,7 +281,9 @@ class Tape:
             raise NotLowered("a product with weights of another layout than nn.Linear's")
         return self._product(x, weight.place(weight.shadow.stride(0)), weight.shadow.shape[1], bias, shape, dtype)
 
-    def quantized_linear(self, x: Value, panels: torch.Tensor, form: Layout, bias: Value | None, shape, dtype) -> Value:
+    def quantized_linear(
+        self, x: Value, panels: torch.Tensor, form: WeightLayout, bias: Value | None, shape, dtype
+    ) -> Value:
         """x [T, K] times quantized weights [N, K] transposed, plus bias [N]; `shape` [T, N]."""
         register = self.weights.setdefault(id(panels), Register(form.scales, tensor=panels))
         return self._product(x, Place(register), form.inputs, bias, shape, dtype, bits=form.bits, group=form.group)
@@ -301,7 +299,7 @@ class Tape:
             x = self.copied(x)
         out = self.new(shape, dtype, x.rows)
         places = out.place(out.shadow.stride(0)), x.place(x.shadow.stride(0)), weight, bias and bias.place()
-        self.steps.append(Step(Operation.LINEAR, x.rows, (1, shape[-1], inputs), *places, fields=fields))
+        self.steps.append(TapeStep(Operation.LINEAR, x.rows, (1, shape[-1], inputs), *places, fields=fields))
         return out
 
     def embedding(self, weight: Value, ids: Value, shape) -> Value:
@@ -317,7 +315,9 @@ class Tape:
         out = self.new(shape, weight.dtype, ids.rows)
         count, width = weight.shadow.shape
         places = out.place(width), weight.place(weight.shadow.stride(0))
-        step = Step(Operation.EMBED, ids.rows, (count, 1, width), *places, kind=ids.register.ids, function=ids.shift)
+        step = TapeStep(
+            Operation.EMBED, ids.rows, (count, 1, width), *places, kind=ids.register.ids, function=ids.shift
+        )
         self.steps.append(step)
         return out
 
@@ -325,7 +325,7 @@ class Tape:
         """Angles like [1, T, R] by position, from a table that the model's own module fills."""
         out, width = self.new(like.shape, like.dtype, Rows.TOKENS), like.shape[-1]
         places = out.place(width), Place(Register(like.dtype, width, table=table), 0, width)
-        self.steps.append(Step(Operation.EMBED, Rows.TOKENS, (2**62, 1, width), *places, kind=1))
+        self.steps.append(TapeStep(Operation.EMBED, Rows.TOKENS, (2**62, 1, width), *places, kind=1))
         return out
 
     def selected(self, value: Value, dim: int, shape) -> Value:
@@ -337,7 +337,7 @@ class Tape:
             raise NotLowered("a selection of tokens in a scattered layout")
         out, width = self.new(shape, value.dtype, Rows.SELECTED), flat.shape[1]
         places = out.place(width), value.place(flat.stride(0))
-        self.steps.append(Step(Operation.SELECT, Rows.SELECTED, (1, 1, width), *places))
+        self.steps.append(TapeStep(Operation.SELECT, Rows.SELECTED, (1, 1, width), *places))
         return out
 
     def heads(self, value: Value) -> Place:
@@ -526,7 +526,7 @@ _TELLS_PYTHON = {aten._local_scalar_dense.default, aten.equal.default, aten.nonz
 _ROTARY = ("RotaryEmbedding", "RotaryPositions")  # in the names of modules whose outputs depend on positions alone
 
 
-class Recorder(ExclusiveMode):
+class TapeRecorder(ExclusiveMode):
     """Inside the context, operators of this thread are recorded.
 
     A tensor that the library cannot compute has no `Value`. That is an error only if a result depends on the tensor.
@@ -650,12 +650,11 @@ class Recorder(ExclusiveMode):
         return self.tape.selected(self.value_of(args[0]), dim, result.shape)
 
     def _multiplied(self, args: tuple, result: torch.Tensor) -> Value:
-        """A product with quantized weights."""
         x, panels, bias, bits, group, outputs, scales = args
         if id(panels) not in self._panels:
             raise NotLowered("a product with quantized weights that are made inside the forward")
         added = None if bias is None else self.value_of(bias)
-        own = Layout(bits, group, outputs, x.shape[1], scales)
+        own = WeightLayout(bits, group, outputs, x.shape[1], scales)
         return self.tape.quantized_linear(self.value_of(x), panels, own, added, result.shape, result.dtype)
 
     # ---- operations that the cache and the attention function call while recording -----------------------------------
@@ -674,7 +673,7 @@ class Recorder(ExclusiveMode):
             raise NotLowered("keys in another dtype than their pool")
         self.pools[layer] = sizes  # pyright: ignore[reportArgumentType] (four numbers)
         self.tape.steps.append(
-            Step(
+            TapeStep(
                 Operation.WRITE, Rows.TOKENS, (1, 1, 1), a=self.tape.heads(self.value_of(keys)),
                 b=self.tape.heads(self.value_of(values)), fields=self._attention(layer),
             )
@@ -698,7 +697,7 @@ class Recorder(ExclusiveMode):
             bias = weight.place()
         places = value.place(), self.tape.heads(self.value_of(query)), None, bias
         scalars = {"scalar": scaling, "scalar2": softcap or 0.0}
-        self.tape.steps.append(Step(Operation.ATTEND, Rows.TOKENS, (1, 1, 1), *places, **scalars, fields=fields))
+        self.tape.steps.append(TapeStep(Operation.ATTEND, Rows.TOKENS, (1, 1, 1), *places, **scalars, fields=fields))
         self._follow(out, value)
         return out
 

@@ -46,7 +46,7 @@ class Traced:
 TRACED = Traced()
 
 
-class _Running(threading.local):
+class _RunningLayer(threading.local):
     """The layer and the batch that run in this thread.
 
     Attributes:
@@ -62,7 +62,7 @@ class _Running(threading.local):
     batch: Any
 
 
-_running = _Running()
+_running = _RunningLayer()
 
 
 @torch.library.custom_op(
@@ -316,7 +316,6 @@ class _Indexed(nn.Module):
 
 
 def _states(out: Any) -> torch.Tensor:
-    """Hidden states [1, T, H] in a layer's output."""
     return out if torch.is_tensor(out) else out[0]
 
 

@@ -213,7 +213,6 @@ def _tensors(linear: nn.Linear) -> list[torch.Tensor]:
 
 
 def _place(linear: nn.Linear) -> list:
-    """Addresses and layouts of the layer's weights."""
     return [(each.data_ptr(), each.shape, each.stride(), each.dtype, each.device) for each in _tensors(linear)]
 
 

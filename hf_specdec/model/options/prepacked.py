@@ -41,7 +41,6 @@ class PackedProduct(Product):
         self.linear = torch.ops.mkldnn._linear_pointwise.default
 
     def copy_weights(self, linears: Sequence[nn.Linear]) -> None:
-        """Pack the weights."""
         self.weight = torch.ops.mkldnn._reorder_linear_weight(
             _join([weight_of(each).detach() for each in linears]), _ROWS
         )

@@ -26,17 +26,14 @@ _ASSIGNMENTS = {
 
 
 def is_call(node: Any, *functions: Callable) -> bool:
-    """True if a node calls one of these functions."""
     return isinstance(node, fx.Node) and node.op == "call_function" and node.target in functions
 
 
 def is_method(node: Any, name: str) -> bool:
-    """True if a node calls a method of this name."""
     return isinstance(node, fx.Node) and node.op == "call_method" and node.target == name
 
 
 def has_one_user(node: Node) -> bool:
-    """True if exactly one node uses a node's result."""
     return len(node.users) == 1
 
 
@@ -48,7 +45,6 @@ def calls_of_two(graph: fx.Graph, *functions: Callable) -> Iterator[Node]:
 
 
 def argument(node: Node, index: int, name: str, default: Any = None) -> Any:
-    """An argument of a call, by position or by name."""
     return node.args[index] if index < len(node.args) else node.kwargs.get(name, default)
 
 

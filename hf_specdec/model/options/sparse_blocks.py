@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 
-class _Running(threading.local):
+class _RunningBlock(threading.local):
     """The block of the layer that runs in this thread; `SparseBlocks.ready` sets it."""
 
     block: SparseBlock
 
 
-_running = _Running()
+_running = _RunningBlock()
 
 
 @torch.library.custom_op("hf_specdec::sparse_block", mutates_args=(), schema="(Tensor x) -> Tensor")

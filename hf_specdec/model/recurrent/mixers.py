@@ -17,9 +17,9 @@ from ...core.errors import UnsupportedModel
 from ...core.names import cache_argument
 from ...kernels import recurrent
 from ...kernels.dispatch import uses_triton
-from .families import Family, mixers_of
+from .families import RecurrentFamily, mixers_of
 from .functions import ModuleFunctions
-from .plan import DeviceWalk, LinesOnDevice, Prompt
+from .plan import DeviceWalk, LinesOnDevice, PromptPart
 from .rules import Inputs, Rule
 
 
@@ -33,7 +33,7 @@ class RecurrentLayers:
         chunk_size: tokens that the chunk form reads at once.
     """
 
-    def __init__(self, model: PreTrainedModel, family: Family):
+    def __init__(self, model: PreTrainedModel, family: RecurrentFamily):
         self.family = family
         self.mixers = mixers_of(model, family)
         if self.mixers:
@@ -136,7 +136,7 @@ class RecurrentLayers:
             self._examples[layer] = view.windows_at(1), view.state, tuple(inputs)
         return self._examples[layer]
 
-    def _read_prompt(self, layer, run, hidden, pool: StatePool, prompt: Prompt, out: torch.Tensor) -> None:
+    def _read_prompt(self, layer, run, hidden, pool: StatePool, prompt: PromptPart, out: torch.Tensor) -> None:
         """Read a part of a prompt in chunk form, as plain generate() does."""
         count, lines = prompt.end - prompt.first, hidden[:, prompt.first : prompt.end]
         if prompt.base is None:
@@ -205,11 +205,9 @@ class _View:
         return self.inputs[..., count : count + self.size].clone()
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """As transformers' Cache."""
         return self.conv
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """As transformers' Cache."""
         return self.recurrent
 
     def is_recording_past(self, layer_idx: int) -> bool:

@@ -21,7 +21,7 @@ _BEFORE, _NO_TOKEN = -1, -2  # instead of a parent's column
 
 
 @dataclass
-class Level:
+class LineLevel:
     """Tokens that are read together, one rule call for all: each one's parent was read by the level before.
 
     Attributes:
@@ -59,7 +59,7 @@ class Lines:
     slots: np.ndarray
     parents: np.ndarray
     states: np.ndarray
-    levels: list[Level]
+    levels: list[LineLevel]
     _on_device: dict = field(default_factory=dict)
 
     @property
@@ -211,7 +211,7 @@ def _sent(array: np.ndarray, device: torch.device) -> torch.Tensor:
 
 
 @dataclass
-class Prompt:
+class PromptPart:
     """A part of a prompt, which is read in chunk form.
 
     Attributes:
@@ -231,7 +231,7 @@ class Prompt:
 class StatePlan:
     """The prompts' parts and the other tokens of a forward. `num_calls`: how many layers have followed it."""
 
-    prompts: list[Prompt]
+    prompts: list[PromptPart]
     lines: Lines | None
     num_calls: int = 0
 
@@ -266,7 +266,7 @@ def make_plan(inputs: list[RowInput], starts: list[int], cache: PagedStaticCache
             # If the pool keeps one state per row, the prompt's state is stored there until the row's last own token replaces it.
             state = into[own - 1] if into[own - 1] >= 0 else into.max()
             base = bases[row.start] if row.start else None
-            prompts.append(Prompt(first, first + own, base, int(slots[own - 1]), int(state)))
+            prompts.append(PromptPart(first, first + own, base, int(slots[own - 1]), int(state)))
             bases[row.start + own] = Base(int(slots[own - 1]), int(state), [])
         if own < count:
             pieces.append(_Piece(row, own, first + own, slots[own:], into[own:], after, bases))
@@ -355,5 +355,5 @@ def _lines(pieces: list[_Piece]) -> Lines:
         own = into[lines, columns]
         kept = np.flatnonzero(own >= 0)
         ancestors = lines if level == 0 else places[lines, above[lines, columns]]
-        levels.append(Level(lines, columns, ancestors, kept, own[kept]))
+        levels.append(LineLevel(lines, columns, ancestors, kept, own[kept]))
     return Lines(padded(packed, 0), lengths, bases, padded(slots, -1), above, into, levels)
