@@ -218,7 +218,12 @@ def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 def all_parameters(module: nn.Module) -> list[torch.Tensor]:
     """Every parameter once: `module.parameters()`, faster."""
-    found = {id(each): each for inner in all_modules(module) for each in inner._parameters.values() if each is not None}
+    found = {
+        id(parameter): parameter
+        for inner in all_modules(module)
+        for parameter in inner._parameters.values()
+        if parameter is not None
+    }
     return list(found.values())
 
 

@@ -187,7 +187,7 @@ class GraphRunner:
                 for i, size in enumerate(sizes)
             ]
             fill(buffers)
-            arguments = [each.batch for each in buffers]
+            arguments = [buffer.batch for buffer in buffers]
             given = {} if features is None else {"features": buffers[0].features}
             return buffers, functools.partial(self.function, *arguments, **given)
 

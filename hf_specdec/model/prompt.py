@@ -199,7 +199,7 @@ def row_of(cache: DynamicCache, index: int, columns: np.ndarray) -> KeysValues:
         place: Any = slice(int(columns[0]), int(columns[-1]) + 1)
         if not adjacent:
             place = torch.from_numpy(columns).to(states[0].device)
-        keys, values = (each[index][:, place].transpose(0, 1) for each in states)
+        keys, values = (state[index][:, place].transpose(0, 1) for state in states)
         pairs.append((keys, values))
     return pairs
 
@@ -237,7 +237,7 @@ def _check_next_step(
     Done once for each kind of input. It costs one step of the model, and one of ours for the row whose positions are shifted most:
     one with axes that differ, if there is one.
     """
-    shifts = [(0, abs(each)) if isinstance(each, int) else (1, max(map(abs, each))) for each in prompt.offsets]
+    shifts = [(0, abs(offset)) if isinstance(offset, int) else (1, max(map(abs, offset))) for offset in prompt.offsets]
     model: Any = packed.model
     row = shifts.index(max(shifts))
     tokens = prompt.output.logits.argmax(1)

@@ -77,7 +77,7 @@ def _is_shard(tensor: Any) -> bool:
 
 def is_sharded(module: nn.Module) -> bool:
     """True if one of the module's own parameters is a shard."""
-    return any(_is_shard(each) for each in module._parameters.values())
+    return any(_is_shard(parameter) for parameter in module._parameters.values())
 
 
 def whole(module: nn.Module) -> nn.Module:

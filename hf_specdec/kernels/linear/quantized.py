@@ -78,7 +78,7 @@ def pack(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None,
         torch.nn.functional.pad(each.to(layout.scales), (0, 0, 0, missing)).view(panels, OUTPUTS, -1).transpose(1, 2)
         for each in (scales, *([] if zeros is None else [zeros]))
     ]
-    return torch.cat([*(each.reshape(panels, -1).view(torch.uint8) for each in heads), words], dim=1)
+    return torch.cat([*(head.reshape(panels, -1).view(torch.uint8) for head in heads), words], dim=1)
 
 
 def linear(

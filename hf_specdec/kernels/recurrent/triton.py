@@ -200,7 +200,7 @@ def gated_delta(inputs, before, walk, pool) -> torch.Tensor:
 def mamba2(inputs, constants, before, walk, pool) -> torch.Tensor:
     """See `reference.mamba2`; memory traffic as `gated_delta`."""
     x, steps, into_state, out_of_state = (each.contiguous() for each in inputs)
-    rate, skip, bias = (each.contiguous() for each in constants)
+    rate, skip, bias = (constant.contiguous() for constant in constants)
     num_lines, tokens, heads, width = x.shape
     groups, size = into_state.shape[2:]
     out = torch.zeros_like(x)

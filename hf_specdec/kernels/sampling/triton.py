@@ -357,7 +357,9 @@ def sampling_scores(
     logarithms per id.
     """
     rows, vocab = logits.shape
-    if logits.stride(1) != 1 or (thresholds is not None and any(each.shape != (rows,) for each in thresholds)):
+    if logits.stride(1) != 1 or (
+        thresholds is not None and any(threshold.shape != (rows,) for threshold in thresholds)
+    ):
         raise ValueError("logits must be [R, V] with adjacent ids, thresholds two tensors [R].")
     out = out if out is not None else torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     given = (None, None, None, None)

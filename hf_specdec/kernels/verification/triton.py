@@ -141,7 +141,7 @@ def check_rows(logits: torch.Tensor, index: torch.Tensor, thresholds: tuple[torc
         raise ValueError(f"logits must be [R, V] with adjacent ids, not {tuple(logits.shape)} by {logits.stride()}.")
     if index.dim() != 2 or not index.is_contiguous():
         raise ValueError("index must be a contiguous [B, N + 1].")
-    if thresholds is not None and any(each.shape != logits.shape[:1] for each in thresholds):
+    if thresholds is not None and any(threshold.shape != logits.shape[:1] for threshold in thresholds):
         raise ValueError("thresholds must be two tensors [R].")
 
 

@@ -84,12 +84,12 @@ class HeadForward:
         self.head, self.key, self.reads, self.features_width = head, key, reads, features_width
         self.name = type(head.module).__name__
         self.device, self.dtype = head.device, head.dtype
-        tables = [each.weight.shape[0] for each in self.modules() if isinstance(each, nn.Embedding)]
+        tables = [module.weight.shape[0] for module in self.modules() if isinstance(module, nn.Embedding)]
         self.vocab_size = min(tables, default=1)
 
     def modules(self) -> list[nn.Module]:
         roots = [self.head.module, *self.head.borrowed()]
-        return [inner for each in roots for inner in architectures.all_modules(each)]
+        return [inner for root in roots for inner in architectures.all_modules(root)]
 
     def config(self) -> Any:
         return self.head.config

@@ -95,7 +95,7 @@ def build(subject: Traceable, called: CalledCode) -> Program:
     layers: list[Any] = cache.layers
     if any(layers[layer].keys.dtype != subject.dtype for layer in recorder.pools):
         raise NotLowered("keys in another dtype than the model's")
-    values = [recorder.value_of(each) for each in outputs]
+    values = [recorder.value_of(output) for output in outputs]
     program = assemble(tape, values, recorder.pools, subject.dtype, subject.max_positions)
     _check(subject, program, ours, rows, features, outputs)
     for more in _further_rows(rows, subject.vocab_size):
@@ -109,7 +109,7 @@ def _build_on_rows(subject: Traceable, called: CalledCode, tape: Tape, num_rows:
     features = _features(subject, num_rows)
     recorder = TapeRecorder(subject.modules(), tape, None, features)
     outputs = _recorded(subject, called, recorder, None, features)
-    program = assemble(tape, [recorder.value_of(each) for each in outputs], {}, subject.dtype)
+    program = assemble(tape, [recorder.value_of(output) for output in outputs], {}, subject.dtype)
     for count in (num_rows, num_more, 1):
         features = _features(subject, count)
         assert features is not None
@@ -127,7 +127,9 @@ def _sizes(subject: Traceable) -> tuple[int, int]:
         heads, groups = getattr(config, "num_attention_heads", 0), getattr(config, "num_key_value_heads", 0) or 1
         taken |= {heads // groups, getattr(config, "hidden_size", 0) // max(heads, 1)}
     for module in subject.modules():
-        taken |= {size for each in module._parameters.values() if each is not None for size in each.shape}
+        taken |= {
+            size for parameter in module._parameters.values() if parameter is not None for size in parameter.shape
+        }
     free = [size for size in _SIZES if size not in taken]
     if len(free) < 2:
         raise NotLowered("its dimensions, which leave no number of tokens that differs from all of them")
@@ -285,7 +287,7 @@ class CalledCode:
                 assume(namespace, code.co_names)
         kinds = {torch.Tensor, *(type(module) for module in modules)}
         of_classes = [(kind, name, _looked_up(kind, name)) for kind in kinds for name in used]
-        return [*found.values(), *(each for each in of_classes if each[2] is not _MISSING)]
+        return [*found.values(), *(of_class for of_class in of_classes if of_class[2] is not _MISSING)]
 
 
 _MISSING = object()

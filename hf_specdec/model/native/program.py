@@ -71,7 +71,7 @@ class Program:
         self.most_tokens, self.max_positions = most_tokens, max_positions
         self.ops, self.slots, self.memory, self.weights = ops, slots, memory, weights
         self.tables, self.features, self.outputs, self.pools, self.dtype = tables, features, outputs, pools, dtype
-        self._most_threads = max(1, sum(each.nbytes for each in weights) // _BYTES_PER_THREAD)
+        self._most_threads = max(1, sum(weight.nbytes for weight in weights) // _BYTES_PER_THREAD)
         self.num_positions = 0  # rows of the tables; 0: the tables are computed again before the next run
         self._filled: list[torch.Tensor] = []
         self._lock = threading.Lock()
@@ -127,9 +127,9 @@ class Program:
         loaded = library()
         assert loaded is not None
         counts = {Rows.TOKENS: inputs.num_tokens, Rows.SELECTED: inputs.num_selected}
-        results = [torch.empty(counts[each.rows], each.elements, dtype=each.dtype) for each in self.outputs]
-        for each, result in zip(self.outputs, results, strict=True):
-            self.slots[each.slot] = result.data_ptr()
+        results = [torch.empty(counts[output.rows], output.elements, dtype=output.dtype) for output in self.outputs]
+        for output, result in zip(self.outputs, results, strict=True):
+            self.slots[output.slot] = result.data_ptr()
         if self.features is not None:
             assert features is not None
             features = features.contiguous()
@@ -180,16 +180,16 @@ def assemble(
         NotLowered: an output has another shape.
     """
     returned = [Register(value.dtype, _width(tape, value), output=True) for value in outputs]
-    steps = _needed([*tape.steps, *(_copy(tape, *each) for each in zip(outputs, returned, strict=True))])
+    steps = _needed([*tape.steps, *(_copy(tape, *pair) for pair in zip(outputs, returned, strict=True))])
     registers = list({id(each): each for step in steps for each in _registers(step)}.values())
-    slot_of = {id(each): slot for slot, each in enumerate(registers)}
+    slot_of = {id(register): slot for slot, register in enumerate(registers)}
     slots, memory = _allocated(steps, registers)
-    weights = [each.tensor for each in registers if each.tensor is not None]
-    streams = sum(each.nbytes for each in weights) > _CACHED_BYTES
+    weights = [register.tensor for register in registers if register.tensor is not None]
+    streams = sum(weight.nbytes for weight in weights) > _CACHED_BYTES
     return Program(
         MOST_TOKENS, _encoded(steps, slot_of, slots, streams), slots, memory, weights,
-        [(slot_of[id(each)], each.table) for each in registers if each.table is not None],
-        next((slot_of[id(each)] for each in registers if each.features), None),
+        [(slot_of[id(register)], register.table) for register in registers if register.table is not None],
+        next((slot_of[id(register)] for register in registers if register.features), None),
         [
             ProgramOutput(slot_of[id(each)], each.dtype, each.elements, value.rows)
             for each, value in zip(returned, outputs, strict=True)

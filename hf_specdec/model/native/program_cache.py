@@ -60,8 +60,10 @@ def state_of(subject: Traceable) -> tuple:
         found.append((kind, kind.forward, settings, hooks_of(module), "forward" in vars(module)))
         for tensors in (module._parameters, module._buffers):
             found += [
-                None if each is None else (_address(each), each.shape, each.stride(), each.dtype, each.device)
-                for each in tensors.values()
+                None
+                if tensor is None
+                else (_address(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+                for tensor in tensors.values()
             ]
     config = subject.config()
     return tuple(found), repr(sorted((name, repr(value)) for name, value in vars(config).items())) if config else ""

@@ -193,7 +193,7 @@ class Tape:
             if i == axis or size == 1:
                 continue
             last = groups[-1][-1] if groups else None
-            if last is not None and all(each.stride(last) == each.stride(i) * size for each in shadows):
+            if last is not None and all(shadow.stride(last) == shadow.stride(i) * size for shadow in shadows):
                 groups[-1].append(i)
             else:
                 groups.append([i])
@@ -378,7 +378,7 @@ def lower(tape: Tape, function: Any, args: tuple, kwargs: dict, result: Any) -> 
     """
     if function in _VIEWS:
         return _view(tape, function, args, kwargs)
-    if any(isinstance(each, Value) and each.register.ids is not None for each in args):
+    if any(isinstance(arg, Value) and arg.register.ids is not None for arg in args):
         return _of_ids(tape, function, args, result)
     if function in _UNARY:
         return tape.unary(_UNARY[function], args[0], result.shape, result.dtype)
@@ -400,7 +400,7 @@ def _view(tape: Tape, function: Any, args: tuple, kwargs: dict) -> Any:
         value = tape.copied(value)
         shadows = function(value.shadow, *args[1:], **kwargs)
     if not isinstance(shadows, torch.Tensor):
-        return [_seen(value, each) for each in shadows]
+        return [_seen(value, shadow) for shadow in shadows]
     return _seen(value, shadows)
 
 
@@ -464,7 +464,7 @@ def _clamp(tape: Tape, args: tuple, kwargs: dict, result: torch.Tensor) -> Value
 def _mean(tape: Tape, args: tuple, kwargs: dict, result: torch.Tensor) -> Value:
     value, dims = args[:2]
     keeps = args[2] if len(args) > 2 else kwargs.get("keepdim", False)
-    if not keeps or [each % value.shadow.dim() for each in dims] != [value.shadow.dim() - 1]:
+    if not keeps or [dim % value.shadow.dim() for dim in dims] != [value.shadow.dim() - 1]:
         raise NotLowered("a mean over other dimensions than the last")
     return tape.along_last(MEAN, value, tape.new(result.shape, result.dtype, value.rows))
 
@@ -549,8 +549,8 @@ class TapeRecorder(ExclusiveMode):
         self.problem: str | None = None
         self._paused = 0
         tensors = [each for inner in modules for each in (*inner._parameters.values(), *inner._buffers.values())]
-        self._own = {id(each) for each in tensors}
-        self._panels = {id(each.panels) for each in tensors if isinstance(each, NativeWeight)}
+        self._own = {id(tensor) for tensor in tensors}
+        self._panels = {id(tensor.panels) for tensor in tensors if isinstance(tensor, NativeWeight)}
         if features is not None:
             self._follow(features, tape.features(features.shape[1], features.dtype))
         if batch is None:
@@ -627,7 +627,7 @@ class TapeRecorder(ExclusiveMode):
             return self._selected(func, args, result)
         if func == quantized_product:
             return self._multiplied(args, result)
-        own = tuple(self._translated(each) for each in args)
+        own = tuple(self._translated(arg) for arg in args)
         options = {name: each for name, each in kwargs.items() if not isinstance(each, torch.Tensor)}
         if len(options) != len(kwargs):
             raise NotLowered(str(func))

@@ -192,7 +192,7 @@ class TracedLayers:
             batch = kwargs.get("specdec")
             if batch is None or not self.serves(batch, layer):  # None: the caller runs the model directly
                 return own(*args, **kwargs)
-            traced = [TRACED if each is batch.cache else each for each in args]
+            traced = [TRACED if arg is batch.cache else arg for arg in args]
             named = {key: TRACED if each is batch.cache else each for key, each in kwargs.items()} | {"specdec": TRACED}
             _running.attention, _running.module, _running.index, _running.batch = self.attention, module, index, batch
             try:

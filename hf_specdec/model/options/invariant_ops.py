@@ -71,7 +71,7 @@ class InvariantOps(ExclusiveMode):
         ):
             return func(*args, **kwargs)
         tensors = _tensors(args, kwargs)
-        floats = [each for each in tensors if each.is_floating_point() or each.is_complex()]
+        floats = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
         if not floats:
             return func(*args, **kwargs)
         replace = _REPLACED.get(func) or _REPLACED.get(func.overloadpacket)

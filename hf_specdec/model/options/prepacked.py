@@ -42,7 +42,7 @@ class PackedProduct(Product):
 
     def copy_weights(self, linears: Sequence[nn.Linear]) -> None:
         self.weight = torch.ops.mkldnn._reorder_linear_weight(
-            _join([weight_of(each).detach() for each in linears]), _ROWS
+            _join([weight_of(linear).detach() for linear in linears]), _ROWS
         )
         biases = [bias.detach() for bias in map(bias_of, linears) if bias is not None]
         self.bias = _join(biases).clone() if biases else None

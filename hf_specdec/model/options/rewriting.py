@@ -40,7 +40,7 @@ def has_one_user(node: Node) -> bool:
 def calls_of_two(graph: fx.Graph, *functions: Callable) -> Iterator[Node]:
     """Calls of these functions with two nodes as arguments. The graph may be edited during the iteration."""
     for node in list(graph.nodes):
-        if is_call(node, *functions) and len(node.args) == 2 and all(isinstance(each, fx.Node) for each in node.args):
+        if is_call(node, *functions) and len(node.args) == 2 and all(isinstance(arg, fx.Node) for arg in node.args):
             yield node
 
 
@@ -181,10 +181,10 @@ def _unrotated(node: Any) -> tuple[Node, Node, Node] | None:
     if (
         not is_call(node, operator.add)
         or len(node.args) != 2
-        or not all(is_call(each, operator.mul) for each in node.args)
+        or not all(is_call(arg, operator.mul) for arg in node.args)
     ):
         return None
-    (x, cos), (rotated_half, sin) = (each.args for each in node.args)
+    (x, cos), (rotated_half, sin) = (arg.args for arg in node.args)
     angles = _angles(cos), _angles(sin)
     if not is_call(rotated_half, torch.cat) or angles[0] is None or angles[1] is None:
         return None
@@ -331,7 +331,9 @@ def _is_layer(node: Any) -> bool:
     if not is_call(node, *_LINEARS) or len(node.args) < 2:
         return False
     parameters = [each for each in (node.args[1], _bias(node)) if each is not None]
-    known = all(isinstance(each, fx.Node) and each.op in ("placeholder", "get_attr") for each in parameters)
+    known = all(
+        isinstance(parameter, fx.Node) and parameter.op in ("placeholder", "get_attr") for parameter in parameters
+    )
     weight, dtype = value_of(node.args[1]), dtype_of(node)
     alike = dtype is not None and dtype_of(node.args[0]) == dtype_of(node.args[1]) == dtype  # not so under autocast
     return known and alike and weight is not None and weight.is_contiguous()

@@ -263,7 +263,7 @@ def _token_by_token(
         out, state = torch.empty(0), base
         for has, slots in lines.replays:
             before = state if has is None else state.index_select(0, has)
-            _, after = step(tuple(each.index_select(0, slots) for each in kept_inputs), before)
+            _, after = step(tuple(kept_input.index_select(0, slots) for kept_input in kept_inputs), before)
             state = after if has is None else state.index_copy(0, has, after.to(state.dtype))
         for depth, (at, parents, kept, into) in enumerate(lines.levels):
             state = state if parents is None else state.index_select(0, parents)
@@ -318,7 +318,7 @@ def rule_over_lines(
         inputs, _ = rule.bind(one_token, *args, **kwargs)
         walked = inputs
         if lines.num_replays:
-            before = (each[lines.replays] for each in kept_inputs)
+            before = (kept_input[lines.replays] for kept_input in kept_inputs)
             walked = tuple(torch.cat(both, dim=1) for both in zip(before, inputs, strict=True))
         assert rule.over_lines is not None
         out = rule.over_lines(*args, **kwargs)(walked, base, lines.walk, pool.recurrent[layer])
