@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -28,28 +28,11 @@ if TYPE_CHECKING:
 
 
 class SmallHeadForwards(Protocol):
-    """Runs small forwards in place of the head while its context is entered (see `native`)."""
+    """Runs small forwards in place of the head while its context is entered: `native.bind.NativeHead`, where these are documented."""
 
-    def active(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which `run` serves forwards."""
-        ...
-
-    def run(
-        self,
-        head: PackedHead,
-        rows: list[RowInput],
-        features: torch.Tensor,
-        cache: PagedStaticCache,
-        reads: bool = False,
-    ) -> torch.Tensor | None:
-        """What `PackedHead.forward` or, with `reads`, `PackedHead.read` returns; None if the head must compute it."""
-        ...
-
-    def apply(
-        self, function: Callable[[torch.Tensor], torch.Tensor], called: list[nn.Module], hidden: torch.Tensor
-    ) -> torch.Tensor:
-        """`function(hidden)` of hidden states [n, F]. The function calls the modules `called`; every call must pass the same one."""
-        ...
+    def active(self) -> contextlib.AbstractContextManager[None]: ...
+    def run(self, head: Any, rows: list[RowInput], features: Any, cache: Any, reads: bool = False) -> Any: ...
+    def apply(self, function: Callable[..., torch.Tensor], called: list[nn.Module], hidden: Any) -> torch.Tensor: ...
 
 
 class PackedHead:

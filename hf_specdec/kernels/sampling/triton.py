@@ -308,10 +308,7 @@ def sampling_thresholds(
         logits, owners, temperature, top_k, top_p, min_p, scores, ids, counts, outside, vocab, logits.stride(0), capacity,
         HAS_TEMPERATURE=heated, **flags,
     )  # fmt: skip
-    sources: list[tuple[Any, ...]] = [
-        (scores, None, capacity, True),
-        (logits, temperature, logits.stride(0), False),
-    ]
+    sources: list[tuple[Any, ...]] = [(scores, None, capacity, True), (logits, temperature, logits.stride(0), False)]
     for source, used, stride, candidates in sources:
         thresholds_kernel[(rows,)](
             source, owners, used, top_k, top_p, min_p, ids, counts, outside, *out, vocab, stride,

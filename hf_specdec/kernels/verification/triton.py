@@ -8,6 +8,8 @@ Definitions: `random_bits.gumbel`, `argmax` with the lowest id first, `reference
 # pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 import triton
 import triton.language as tl
@@ -146,7 +148,7 @@ def check_rows(logits: torch.Tensor, index: torch.Tensor, thresholds: tuple[torc
 
 
 def _launch_choices(
-    logits, index, parents, valid, seeds, positions, do_sample, temperature, thresholds, block
+    logits, index, parents, valid, block, seeds=None, positions=None, do_sample=None, temperature=None, thresholds=None
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Launch the choice after every root and node. Returns scores and ids of the best token per (row, slot, split), and the splits."""
     check_rows(logits, index, thresholds)
@@ -197,7 +199,7 @@ def target_choices(
     Memory traffic: the logits of existing nodes read once; 2 launches.
     """
     scores, ids, splits = _launch_choices(
-        logits, index, parents, valid, seeds, positions, do_sample, temperature, thresholds, block
+        logits, index, parents, valid, block, seeds, positions, do_sample, temperature, thresholds
     )
     batch, width = index.shape
     choices = torch.empty(batch, width, dtype=torch.int64, device=logits.device)
@@ -215,19 +217,17 @@ def verify_choices(
     tokens: torch.Tensor,
     valid: torch.Tensor,
     parents: torch.Tensor | None = None,
-    seeds: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
-    do_sample: torch.Tensor | None = None,
-    temperature: torch.Tensor | None = None,
-    thresholds: tuple[torch.Tensor, torch.Tensor] | None = None,
+    *,
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
     block: int = BLOCK,
+    **sampling: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Walk each tree along the target's own choices (definition: `reference.accepted_nodes`).
 
     Args:
         tokens: int64 [B, N], the drafted ids. For the others, see `target_choices`.
         out: bool [B, N], int32 [B], int64 [B] to write to.
+        sampling: seeds, positions, do_sample, temperature and thresholds, as in `target_choices`.
 
     Returns: accepted path bool [B, N], its length int32 [B], and the token after it int64 [B].
 
@@ -236,9 +236,7 @@ def verify_choices(
     """
     if tokens.shape != valid.shape or index.shape[1] != tokens.shape[1] + 1 or not tokens.is_contiguous():
         raise ValueError("tokens and valid must be contiguous [B, N], index [B, N + 1].")
-    scores, ids, splits = _launch_choices(
-        logits, index, parents, valid, seeds, positions, do_sample, temperature, thresholds, block
-    )
+    scores, ids, splits = _launch_choices(logits, index, parents, valid, block, **sampling)
     path, lengths, next_tokens = out if out is not None else empty_verdict(tokens)
     if tokens.shape[0]:
         choices = torch.empty(index.shape, dtype=torch.int64, device=logits.device)
@@ -268,12 +266,11 @@ def empty_verdict(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tor
 def follow_choices(drafts, scores, score_rows, streams, temperature=None, thresholds=None):
     """See `reference.follow_choices`."""
     index, tokens, valid, parents = upload_drafts(drafts, score_rows, scores.device)
-    seeds = positions = do_sample = None
+    sampling = {"temperature": temperature, "thresholds": thresholds}
     if any(streams.do_sample):
         seeds, positions, _, do_sample = upload_streams(streams, scores.device)
-    path, _, next_tokens = verify_choices(
-        scores, index, tokens, valid, parents, seeds, positions, do_sample, temperature, thresholds
-    )
+        sampling |= {"seeds": seeds, "positions": positions, "do_sample": do_sample}
+    path, _, next_tokens = verify_choices(scores, index, tokens, valid, parents, **sampling)
     return path, next_tokens
 
 

@@ -19,7 +19,7 @@ from ...kernels import recurrent
 from ...kernels.dispatch import uses_triton
 from .families import RecurrentFamily, mixers_of
 from .functions import ModuleFunctions
-from .plan import DeviceWalk, LinesOnDevice, PromptPart
+from .plan import LinesOnDevice, PromptPart
 from .rules import Inputs, Rule
 
 
@@ -168,12 +168,11 @@ class RecurrentLayers:
         if rule is not None and base is not None:
             of_rule = rule, self._functions.one_token
             if by_kernels and rule.over_lines is not None:
-                kept = lines.kept, lines.slots
-                replaced["chunk"] = rule_over_lines(*of_rule, lines.walk, base, pool, layer, kept)
+                replaced["chunk"] = _rule_over_lines(*of_rule, lines, base, pool, layer)
             else:
                 replaced["chunk"] = _token_by_token(*of_rule, lines, base, pool, layer)
         if by_kernels:
-            replaced["convolution"] = convolution_over_lines(lines.walk, pool.conv[layer])
+            replaced["convolution"] = _convolution_over_lines(lines, pool.conv[layer])
         elif windows is not None:
             replaced["convolution"] = _over_windows(windows)
         with self._functions.replaced(**replaced):
@@ -303,34 +302,29 @@ def _over_windows(windows: torch.Tensor):
 _SILU = ("silu", "swish")
 
 
-def rule_over_lines(
-    rule: Rule, one_token: Callable, lines: DeviceWalk, base: torch.Tensor, pool: StatePool, layer: int, kept: Any
+def _rule_over_lines(
+    rule: Rule, one_token: Callable, lines: LinesOnDevice, base: torch.Tensor, pool: StatePool, layer: int
 ):
-    """The rule over lines in one launch, as a replacement of the chunk form; writes kept states and inputs to the pool.
-
-    Args:
-        base: [n, ..], the recurrent states that each line starts from, before what it replays.
-        kept: if drafts are replayed, (lines, columns) and slots of the tokens whose inputs are kept.
-    """
-    kept_inputs = pool.inputs.get(layer, ())
+    """The rule over lines in one launch, as `_token_by_token`; `base` [n, ..]: the states before what each line replays."""
+    kept_inputs, (replays, walk, _) = pool.inputs.get(layer, ()), lines.walk
+    num_replays = replays.shape[1]
 
     def replacement(chunk: Callable, *args: Any, **kwargs: Any):
         inputs, _ = rule.bind(one_token, *args, **kwargs)
         walked = inputs
-        if lines.num_replays:
-            before = (kept_input[lines.replays] for kept_input in kept_inputs)
+        if num_replays:
+            before = (kept_input[replays] for kept_input in kept_inputs)
             walked = tuple(torch.cat(both, dim=1) for both in zip(before, inputs, strict=True))
         assert rule.over_lines is not None
-        out = rule.over_lines(*args, **kwargs)(walked, base, lines.walk, pool.recurrent[layer])
-        where, slots = kept
-        for pool_of_input, each in zip(kept_inputs, inputs, strict=bool(kept_inputs)):
-            pool_of_input.index_copy_(0, slots, each[where])
-        return out[:, lines.num_replays :], base
+        out = rule.over_lines(*args, **kwargs)(walked, base, walk, pool.recurrent[layer])
+        for pool_of_input, read in zip(kept_inputs, inputs, strict=bool(kept_inputs)):
+            pool_of_input.index_copy_(0, lines.slots, read[lines.kept])
+        return out[:, num_replays:], base
 
     return replacement
 
 
-def convolution_over_lines(lines: DeviceWalk, pool: torch.Tensor):
+def _convolution_over_lines(lines: LinesOnDevice, pool: torch.Tensor):
     """The convolution of lines, as a replacement of the module's; writes the kept inputs to a layer's pool [slots, C, k].
 
     Raises:
@@ -348,6 +342,6 @@ def convolution_over_lines(lines: DeviceWalk, pool: torch.Tensor):
         if activation is not None and activation not in _SILU:
             raise ValueError(f"A convolution followed by {activation!r} is not known to the kernels.")
         windows = lines.windows_of(weight.shape[-1])
-        return recurrent.convolution(x, windows, weight, bias, activation is not None, lines.slots, pool)
+        return recurrent.convolution(x, windows, weight, bias, activation is not None, lines.walk[2], pool)
 
     return replacement

@@ -125,11 +125,7 @@ class LinesOnDevice:
         self._kept = np.nonzero(lines.slots >= 0)
         self.kept, self.slots = (send(self._kept[0]), send(self._kept[1])), send(lines.slots[self._kept])
         self._windows: dict[int, tuple[torch.Tensor, torch.Tensor | None]] = {}
-
-    @functools.cached_property
-    def walk(self) -> DeviceWalk:
-        """The lines as the kernels read them."""
-        return walk_of(self.of, self.device)
+        self._kernel_windows: dict[int, torch.Tensor] = {}
 
     def windows(self, size: int) -> tuple[torch.Tensor, torch.Tensor | None]:
         """`Lines.windows` [m, size] of the kept tokens, and [n, T, size] of all tokens (None for chains)."""
@@ -140,41 +136,22 @@ class LinesOnDevice:
             self._windows[size] = kept, everything
         return self._windows[size]
 
+    # ---- as the kernels read them: what a line's state has not read yet, followed by the line, as one walk ----
 
-@dataclass
-class DeviceWalk:
-    """What a line's state has not read yet, followed by the line, as one walk.
-
-    Attributes:
-        replays: int64 [n, R], slots of tokens whose inputs are read first; lines that have fewer skip the last ones.
-        walk: over R + T columns.
-        windows: int32 [n, T, k] per k, the columns of each token's inputs of the convolution.
-        slots: int32 [n, T], where these inputs are kept; -1: nowhere.
-    """
-
-    replays: torch.Tensor
-    walk: Walk
-    slots: torch.Tensor
-    lines: Lines
-    windows: dict[int, torch.Tensor]
-
-    @property
-    def num_replays(self) -> int:
-        """R, the number of columns of replayed tokens."""
-        return self.replays.shape[1]
+    @functools.cached_property
+    def walk(self) -> tuple[torch.Tensor, Walk, torch.Tensor]:
+        """Slots int64 [n, R] of tokens whose inputs are read first, of which lines that have fewer skip the last ones; a walk over R + T
+        columns; and where the inputs of the T tokens are kept, int32 [n, T], -1: nowhere."""
+        replays, parents, into, saved = walk_columns(self.of)
+        sent = (_sent(columns, self.device) for columns in (parents, into, saved))
+        walk = Walk(*sent, num_saved=int(saved.max(initial=-1)) + 1)
+        return upload(replays, self.device), walk, _sent(self.of.slots, self.device)
 
     def windows_of(self, size: int) -> torch.Tensor:
-        """`Lines.windows` [n, T, size]."""
-        if size not in self.windows:
-            self.windows[size] = _sent(self.lines.windows(size), self.slots.device)
-        return self.windows[size]
-
-
-def walk_of(lines: Lines, device: torch.device) -> DeviceWalk:
-    """The lines' walk; see `DeviceWalk`."""
-    replays, parents, into, saved = walk_columns(lines)
-    walk = Walk(*(_sent(each, device) for each in (parents, into, saved)), num_saved=int(saved.max(initial=-1)) + 1)
-    return DeviceWalk(upload(replays, device), walk, _sent(lines.slots, device), lines, {})
+        """`Lines.windows`, int32 [n, T, size]."""
+        if size not in self._kernel_windows:
+            self._kernel_windows[size] = _sent(self.of.windows(size), self.device)
+        return self._kernel_windows[size]
 
 
 def walk_columns(lines: Lines) -> tuple[np.ndarray, np.ndarray, np.ndarray, np.ndarray]:
