@@ -266,7 +266,7 @@ def empty_verdict(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tor
 def follow_choices(drafts, scores, score_rows, streams, temperature=None, thresholds=None):
     """See `reference.follow_choices`."""
     index, tokens, valid, parents = upload_drafts(drafts, score_rows, scores.device)
-    sampling = {"temperature": temperature, "thresholds": thresholds}
+    sampling: dict[str, Any] = {"temperature": temperature, "thresholds": thresholds}
     if any(streams.do_sample):
         seeds, positions, _, do_sample = upload_streams(streams, scores.device)
         sampling |= {"seeds": seeds, "positions": positions, "do_sample": do_sample}

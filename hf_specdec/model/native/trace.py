@@ -131,6 +131,10 @@ class Tape:
         self.steps: list[TapeStep] = []
         self.weights: dict[int, Register] = {}  # by id of the tensor
 
+    def add(self, *step: Any, **options: Any) -> None:
+        """Append a step; arguments as of `TapeStep`."""
+        self.steps.append(TapeStep(*step, **options))
+
     def features(self, width: int, dtype: torch.dtype) -> Value:
         """The features [T, width] that the caller passes."""
         shadow = torch.empty(self.sizes[Rows.TOKENS], width, device="meta", dtype=dtype)
@@ -218,12 +222,8 @@ class Tape:
         dims = self.dims([*inputs, out], shape, axis)
         size = tuple(torch.Size([shape[i] for i in own]).numel() for own in dims)
         places = [self.place(value, shape, axis, dims) for value in (out, *inputs)]
-        self.steps.append(
-            TapeStep(
-                Operation.ELEMENTWISE, out.rows, size, *places, kind=kind, function=function,  # pyright: ignore[reportArgumentType]
-                scalar=scalars[0], scalar2=scalars[1],
-            )
-        )  # fmt: skip
+        options = {"kind": kind, "function": function, "scalar": scalars[0], "scalar2": scalars[1]}
+        self.add(Operation.ELEMENTWISE, out.rows, size, *places, **options)
 
     def unary(self, name: str, value: Value, shape, dtype, scalar: float = 0.0, scalar2: float = 0.0) -> Value:
         return self.elementwise(UNARY, UNARY_FUNCTIONS.index(name), [value], shape, dtype, (scalar, scalar2))
@@ -268,7 +268,7 @@ class Tape:
         size = first, second, shape[-1]
         a, there = self.place(value, shape, axis, dims), self.place(out, out.shadow.shape, axis, dims)
         more = [*places, None, None][:2]
-        self.steps.append(TapeStep(Operation.ELEMENTWISE, value.rows, size, there, a, *more, kind=kind, scalar=scalar))
+        self.add(Operation.ELEMENTWISE, value.rows, size, there, a, *more, kind=kind, scalar=scalar)
         return out
 
     def linear(self, x: Value, weight: Value, bias: Value | None, shape, dtype) -> Value:
@@ -299,7 +299,7 @@ class Tape:
             x = self.copied(x)
         out = self.new(shape, dtype, x.rows)
         places = out.place(out.shadow.stride(0)), x.place(x.shadow.stride(0)), weight, bias and bias.place()
-        self.steps.append(TapeStep(Operation.LINEAR, x.rows, (1, shape[-1], inputs), *places, fields=fields))
+        self.add(Operation.LINEAR, x.rows, (1, shape[-1], inputs), *places, fields=fields)
         return out
 
     def embedding(self, weight: Value, ids: Value, shape) -> Value:
@@ -315,17 +315,14 @@ class Tape:
         out = self.new(shape, weight.dtype, ids.rows)
         count, width = weight.shadow.shape
         places = out.place(width), weight.place(weight.shadow.stride(0))
-        step = TapeStep(
-            Operation.EMBED, ids.rows, (count, 1, width), *places, kind=ids.register.ids, function=ids.shift
-        )
-        self.steps.append(step)
+        self.add(Operation.EMBED, ids.rows, (count, 1, width), *places, kind=ids.register.ids, function=ids.shift)
         return out
 
     def looked_up(self, table: Table, like: torch.Tensor) -> Value:
         """Angles like [1, T, R] by position, from a table that the model's own module fills."""
         out, width = self.new(like.shape, like.dtype, Rows.TOKENS), like.shape[-1]
         places = out.place(width), Place(Register(like.dtype, width, table=table), 0, width)
-        self.steps.append(TapeStep(Operation.EMBED, Rows.TOKENS, (2**62, 1, width), *places, kind=1))
+        self.add(Operation.EMBED, Rows.TOKENS, (2**62, 1, width), *places, kind=1)
         return out
 
     def selected(self, value: Value, dim: int, shape) -> Value:
@@ -337,7 +334,7 @@ class Tape:
             raise NotLowered("a selection of tokens in a scattered layout")
         out, width = self.new(shape, value.dtype, Rows.SELECTED), flat.shape[1]
         places = out.place(width), value.place(flat.stride(0))
-        self.steps.append(TapeStep(Operation.SELECT, Rows.SELECTED, (1, 1, width), *places))
+        self.add(Operation.SELECT, Rows.SELECTED, (1, 1, width), *places)
         return out
 
     def heads(self, value: Value) -> Place:
@@ -672,12 +669,8 @@ class TapeRecorder(ExclusiveMode):
         if not keys.dtype == values.dtype == key_pool.dtype == value_pool.dtype:
             raise NotLowered("keys in another dtype than their pool")
         self.pools[layer] = sizes  # pyright: ignore[reportArgumentType] (four numbers)
-        self.tape.steps.append(
-            TapeStep(
-                Operation.WRITE, Rows.TOKENS, (1, 1, 1), a=self.tape.heads(self.value_of(keys)),
-                b=self.tape.heads(self.value_of(values)), fields=self._attention(layer),
-            )
-        )  # fmt: skip
+        places = (self.tape.heads(self.value_of(states)) for states in (keys, values))
+        self.tape.add(Operation.WRITE, Rows.TOKENS, (1, 1, 1), None, *places, fields=self._attention(layer))
 
     def attend(self, query, key_pool, value_pool, batch, scaling, *, window, softcap, sinks) -> torch.Tensor:
         """Attend, and record it. Arguments as `kernels.attention.Attend`."""
@@ -697,7 +690,7 @@ class TapeRecorder(ExclusiveMode):
             bias = weight.place()
         places = value.place(), self.tape.heads(self.value_of(query)), None, bias
         scalars = {"scalar": scaling, "scalar2": softcap or 0.0}
-        self.tape.steps.append(TapeStep(Operation.ATTEND, Rows.TOKENS, (1, 1, 1), *places, **scalars, fields=fields))
+        self.tape.add(Operation.ATTEND, Rows.TOKENS, (1, 1, 1), *places, **scalars, fields=fields)
         self._follow(out, value)
         return out
 
