@@ -17,7 +17,7 @@ def _has_few_rows(x: torch.Tensor, *weights: torch.Tensor) -> bool:
     return x.numel() <= MOST_ROWS * x.shape[-1] and all(tensor.dtype in DTYPES for tensor in (x, *weights))
 
 
-def _serves(x: torch.Tensor, weights: Sequence[torch.Tensor], *_) -> bool:
+def _serves(x: torch.Tensor, weights: Sequence[torch.Tensor], *_, **__) -> bool:
     return _has_few_rows(x, *weights)
 
 

@@ -5,4 +5,4 @@ from __future__ import annotations
 from ..dispatch import operation
 from . import reference
 
-rms_norm = operation(reference.rms_norm, serves=lambda x, *_: x.shape[-1] <= reference.MOST_WIDTH)
+rms_norm = operation(reference.rms_norm, serves=lambda x, *_, **__: x.shape[-1] <= reference.MOST_WIDTH)
