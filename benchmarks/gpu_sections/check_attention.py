@@ -67,8 +67,8 @@ def shrunk(case: AttentionCase) -> AttentionCase:
     rows = [(kind, -(-keys // 64) + queries % 7, min(queries, 1 + queries % 6)) for kind, keys, queries in case.rows]
     rows = [(kind, max(keys, queries), queries) for kind, keys, queries in rows[:4]]
     kv_heads = min(case.kv_heads, 2)
-    width = case.width if case.shared else min(case.width, 48) - case.width % 16
-    value_width = case.value_width if case.shared or case.value_width is None else min(case.value_width, 32)
+    width = min(case.width, 48) - case.width % 16
+    value_width = None if case.value_width is None else min(case.value_width, 32)
     window = None if case.window is None else 1 + case.window % 29
     sizes = dict(heads=kv_heads * group, kv_heads=kv_heads, width=max(width, 16), value_width=value_width)
     return dataclasses.replace(case, rows=tuple(rows), window=window, padding=min(case.padding, 3), **sizes)
@@ -159,8 +159,8 @@ def random_row(rng: np.random.Generator, kind: str, keys: int, queries: int) -> 
     )
 
 
-def visible(row: RowDescription, window: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """bool [t, S], which keys each query sees; int64 [t, S], how far before it they are."""
+def visible(row: RowDescription, window: int | None) -> np.ndarray:
+    """bool [t, S], which keys each query sees."""
     first = row.key_length - row.query_length
     seen = np.tril(np.ones((row.query_length, row.key_length), dtype=bool), first)
     queries = np.arange(first, row.key_length) if row.positions is None else row.positions
@@ -170,8 +170,7 @@ def visible(row: RowDescription, window: int | None) -> tuple[np.ndarray, np.nda
         seen = np.ones_like(seen)
         seen[:, row.key_length - region :] = row.visibility
         keys[row.key_length - region :] = row.region_positions
-    distance = queries[:, None] - keys[None, :]
-    return seen if window is None else seen & (distance < window), distance
+    return seen if window is None else seen & (queries[:, None] - keys[None, :] < window)
 
 
 def error_of(problem: Problem) -> float:
