@@ -36,7 +36,7 @@ from hf_specdec.core.sequence import Sequence
 from hf_specdec.decoding import SpeculativeDecoder, decoder
 from hf_specdec.kernels import attention, transfer
 from hf_specdec.kernels.cache import reference as cache_reference
-from hf_specdec.model import capturable, captures, graphs
+from hf_specdec.model import captures, graphs
 from hf_specdec.model.packed_model import PackedModel
 from hf_specdec.model.prepare import ModelOptions, prepare
 from hf_specdec.verification.verify import PendingVerdict
@@ -116,8 +116,8 @@ def without_work():
         if not torch.cuda.is_available():
             from hf_specdec.kernels.attention import triton as attention_kernels
 
-            patch(capturable, "check_capturable", lambda model: None)
-            patch(attention, "uses_triton", lambda device: True)
+            patch(captures, "check_capturable", lambda model: None)
+            patch(attention.attend, "on", lambda device, native: attention_kernels.attend)
             patch(attention_kernels, "paged_attention", attend_nowhere)
             patch(cache_reference, "write_keys_values", lambda *args: None)
         yield fixed

@@ -14,7 +14,7 @@ from hf_specdec.kernels.attention import reference
 from hf_specdec.kernels.attention import triton as attention_kernels
 from hf_specdec.kernels.cache import reference as cache_reference
 from hf_specdec.kernels.random_bits import reference as random_bits
-from hf_specdec.model import capturable, captures
+from hf_specdec.model import captures
 from hf_specdec.model.options import compiled
 
 _aten = torch.ops.aten
@@ -237,13 +237,13 @@ def graphs_in_python(monkeypatch):
     monkeypatch.setattr(compiled.RewrittenLayers, "serves", lambda *args: False)  # tracing takes seconds
     monkeypatch.setattr(captures.Captures, "__init__", listed)
     monkeypatch.setattr(captures, "CudaGraphCapture", CaptureInPython)
-    monkeypatch.setattr(capturable, "check_capturable", lambda model: None)
+    monkeypatch.setattr(captures, "check_capturable", lambda model: None)
     return made
 
 
 @pytest.fixture
 def defined_attention(monkeypatch):
     """Attention and writing keys by their definitions, from what the Triton kernels would read."""
-    monkeypatch.setattr(attention, "uses_triton", lambda device: True)
+    monkeypatch.setattr(attention.attend, "on", lambda device, native: attention_kernels.attend)
     monkeypatch.setattr(attention_kernels, "paged_attention", attention_by_definition)
     monkeypatch.setattr(cache_reference, "write_keys_values", write_by_definition)

@@ -21,7 +21,7 @@ from hf_specdec.core.rows import RowInput
 from hf_specdec.kernels.invariant import reference as ops
 from hf_specdec.model import prepare as preparing
 from hf_specdec.model.architectures import reads_pages
-from hf_specdec.model.native.recording import Recorder
+from hf_specdec.model.native.trace import TapeRecorder
 from hf_specdec.model.options.invariant_ops import InvariantOps
 from hf_specdec.model.packed_model import PackedModel
 from hf_specdec.model.prepare import ModelOptions, prepare
@@ -506,4 +506,4 @@ def test_modes_of_two_threads_leave_nothing_behind():
     for thread in threads:
         thread.join(timeout=10)
     assert not any(thread.is_alive() for thread in threads) and not is_in_torch_dispatch_mode()
-    assert issubclass(Recorder, ExclusiveMode), "as the mode above"
+    assert issubclass(TapeRecorder, ExclusiveMode), "as the mode above"

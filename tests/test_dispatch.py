@@ -1,9 +1,12 @@
 """Which kernels serve a device when nobody says."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 
 from hf_specdec.kernels import dispatch, native
+from hf_specdec.kernels.norms import reference, rms_norm
 
 
 @pytest.mark.parametrize(("capability", "served"), [((7, 5), False), ((8, 0), True), ((9, 0), True)])
@@ -51,3 +54,16 @@ def test_a_library_that_does_not_fit_is_not_used(monkeypatch, tmp_path):
     native.library.cache_clear()
     assert native.library() is None and "is not used" in native.description()
     native.library.cache_clear()
+
+
+def test_an_operation_is_what_serves_its_tensors(monkeypatch):
+    monkeypatch.setitem(rms_norm._modules, "triton", SimpleNamespace(rms_norm=lambda *args: "kernel"))
+    lines, weight = torch.randn(2, 4), torch.randn(4)
+    monkeypatch.setattr(dispatch, "uses_triton", lambda device: False)
+    assert torch.equal(rms_norm(lines, weight, 1e-6), reference.rms_norm(lines, weight, 1e-6))
+    monkeypatch.setattr(dispatch, "uses_triton", lambda device: True)
+    assert rms_norm(lines, weight, 1e-6) == rms_norm.on(lines.device)(lines, weight, 1e-6) == "kernel"
+    too_wide = torch.ones(1, reference.MOST_WIDTH + 1)  # for the kernel
+    assert torch.equal(rms_norm(too_wide, too_wide[0], 0.0), too_wide)
+    with pytest.raises(TypeError, match="rms_norm needs a tensor"):
+        rms_norm(1, 2, 3)

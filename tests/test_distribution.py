@@ -17,7 +17,7 @@ from scipy import stats
 
 from hf_specdec.config import SpeculativeConfig
 from hf_specdec.kernels.random_bits import reference as random_bits
-from hf_specdec.kernels.rejection import block, reference
+from hf_specdec.kernels.rejection import reference
 from hf_specdec.verification import verify as verification
 from hf_specdec.verification.target_choice import follow_target
 
@@ -116,18 +116,20 @@ def mistakes_q(tokens, valid, parents, probs, prob_index, *rest, walk=reference.
     return walk(tokens, valid, parents, 0.9 * probs + 0.1 / probs.shape[-1], prob_index, *rest)
 
 
-def block_accepts_too_often(*args, walk=block.block_walk):
+def block_accepts_too_often(*args, walk=reference.block_walk):
     """u / 1.06 < h. (Where p >= q a block's h is 1 and its weight is 0, so less of this error shows than token by token.)"""
     *rest, uniform, gumbel = args
     return walk(*rest, uniform / 1.06, gumbel)
 
 
-def block_forgets_to_remove(*args, walk=block.block_walk):
+def block_forgets_to_remove(*args, walk=reference.block_walk):
     """After an accepted block, draws from p instead of what is left of it."""
     return forgets_to_remove(*args, walk=walk)
 
 
-def block_forgets_its_weight(tokens, valid, probs, prob_index, target_probs, uniform, gumbel, walk=block.block_walk):
+def block_forgets_its_weight(
+    tokens, valid, probs, prob_index, target_probs, uniform, gumbel, walk=reference.block_walk
+):
     """Draws from max(p - q, 0), as token-wise rejection does, instead of max(w p - q, 0)."""
     accepted, _ = walk(tokens, valid, probs, prob_index, target_probs, uniform, gumbel)
     length = accepted.sum(1)
@@ -136,7 +138,7 @@ def block_forgets_its_weight(tokens, valid, probs, prob_index, target_probs, uni
     return accepted, ((p - q).clamp(min=0).log() + gumbel(length)).argmax(1)
 
 
-def block_shares_its_luck(*args, walk=block.block_walk):
+def block_shares_its_luck(*args, walk=reference.block_walk):
     """Every test of a block uses the largest uniform number so far, not one of its own."""
     *rest, uniform, gumbel = args
     return walk(*rest, uniform.cummax(1).values, gumbel)
@@ -176,11 +178,11 @@ WRONG = [
     pytest.param("q chain", "rejection", reference, "rejection_walk", forgets_to_remove, marks=pytest.mark.slow),
     pytest.param("q tree", "rejection", reference, "rejection_walk", forgets_to_remove, marks=pytest.mark.slow),
     ("q tree", "rejection", reference, "rejection_walk", mistakes_q),
-    pytest.param("chain", "block", block, "block_walk", block_accepts_too_often, marks=pytest.mark.slow),
-    ("q chain", "block", block, "block_walk", block_accepts_too_often),
-    ("q chain", "block", block, "block_walk", block_forgets_to_remove),
-    ("q chain", "block", block, "block_walk", block_forgets_its_weight),
-    ("q chain", "block", block, "block_walk", block_shares_its_luck),
+    pytest.param("chain", "block", reference, "block_walk", block_accepts_too_often, marks=pytest.mark.slow),
+    ("q chain", "block", reference, "block_walk", block_accepts_too_often),
+    ("q chain", "block", reference, "block_walk", block_forgets_to_remove),
+    ("q chain", "block", reference, "block_walk", block_forgets_its_weight),
+    ("q chain", "block", reference, "block_walk", block_shares_its_luck),
     ("chain", "coupled", verification.RULES, "coupled", walks_too_far),
     pytest.param("chain", "coupled", random_bits, "gumbel", same_noise_everywhere, marks=pytest.mark.slow),
     ("tree", "coupled", random_bits, "gumbel", same_noise_for_two_positions),

@@ -13,9 +13,9 @@ from triton_interpreter import needs_triton
 
 import hf_specdec
 from hf_specdec.kernels.attention.inputs import InputSizes
-from hf_specdec.model import capturable
-from hf_specdec.model.buckets import bucket_of
+from hf_specdec.model import captures as capturing
 from hf_specdec.model.captures import Captures
+from hf_specdec.model.graphs import bucket_of
 
 
 @pytest.fixture
@@ -114,8 +114,8 @@ def test_the_graph_used_longest_ago_makes_room(monkeypatch):
 
 
 def test_mixtures_of_experts_that_wait_are_captured_only_when_asked(monkeypatch):
-    monkeypatch.setattr(capturable, "is_capturable", lambda model: True)
+    monkeypatch.setattr(capturing, "is_capturable", lambda model: True)
     for family, wanted in (("Llama", True), ("Qwen3-MoE", False), ("gpt-oss", False)):  # in float32
         model = SimpleNamespace(module=make(family), device=torch.device("cpu"))
-        assert capturable.uses_graphs(None, model) is wanted
-        assert capturable.uses_graphs(True, model) is True and capturable.uses_graphs(False, model) is False
+        assert capturing.uses_graphs(None, model) is wanted
+        assert capturing.uses_graphs(True, model) is True and capturing.uses_graphs(False, model) is False

@@ -6,7 +6,7 @@ from families import FAMILIES, make, make_for_pages, perturbed
 from replayed_graphs import as_if_captured, defined_attention, graphs_in_python  # noqa: F401
 
 import hf_specdec
-from hf_specdec.model import architectures, capturable
+from hf_specdec.model import architectures, captures
 
 GATHERED = {
     "Falcon",
@@ -49,12 +49,12 @@ def test_graphs_are_the_default(graphs_in_python, defined_attention, monkeypatch
     }
     plain = model.generate(ids, max_new_tokens=12, do_sample=False)
     if drafter_too:
-        monkeypatch.setattr(capturable, "is_capturable", lambda packed: True)
+        monkeypatch.setattr(captures, "is_capturable", lambda packed: True)
         assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False, **arguments), plain)
         assert [len(each) > 0 for each in graphs_in_python] == [True] * 3  # target, drafter, its rounds
         return
     monkeypatch.undo()  # by definition there would be no attention without graphs
-    monkeypatch.setattr(capturable, "is_capturable", lambda packed: False)
+    monkeypatch.setattr(captures, "is_capturable", lambda packed: False)
     assert torch.equal(model.generate(ids, max_new_tokens=12, do_sample=False, **arguments), plain)
     made = [entry.decoder for entry in hf_specdec.integration._kept(model).entries]
     assert all(each.target.graphs is None and each.generator.grower.rounds is None for each in made)
@@ -79,14 +79,14 @@ def test_which_experts_wait(family, dtype, how, capability, waits, monkeypatch):
     model = make(family).to(dtype)
     if how is not None:
         model.set_experts_implementation(how)
-    assert capturable.experts_wait(model, torch.device("cuda")) == waits
+    assert captures.experts_wait(model, torch.device("cuda")) == waits
 
 
 def test_experts_of_a_list_wait():
     """Experts that are modules of their own, as older models have them: a loop."""
     module = torch.nn.Module()
     module.experts = torch.nn.ModuleList([torch.nn.Linear(2, 2, dtype=torch.bfloat16)])
-    assert capturable.experts_wait(module, torch.device("cuda"))
+    assert captures.experts_wait(module, torch.device("cuda"))
 
 
 @pytest.mark.parametrize("family", ["Qwen3-MoE", "gpt-oss"])
@@ -108,7 +108,7 @@ def test_mixtures_of_experts(family, how, captured, graphs_in_python, defined_at
 @pytest.mark.parametrize(("dtype", "captured"), [(torch.bfloat16, True), (torch.float32, False)])
 def test_mixtures_of_experts_by_default(dtype, captured, graphs_in_python, defined_attention, monkeypatch):  # noqa: F811
     """On a Hopper GPU transformers' own choice of experts waits for nothing in bfloat16, and does in float32."""
-    monkeypatch.setattr(capturable, "is_capturable", lambda packed: True)
+    monkeypatch.setattr(captures, "is_capturable", lambda packed: True)
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: (9, 0))
     model = make("Qwen3-MoE").to(dtype)
     config = {"method": "none", "prepack_weights": False}  # in bfloat16 not every CPU can

@@ -453,10 +453,10 @@ def test_a_patch_that_reads_a_number(model, monkeypatch):
 
 
 def test_an_unchanged_model_keeps_its_program(model, monkeypatch):
-    from hf_specdec.model.native import current
+    from hf_specdec.model.native import program_cache
 
-    made, build = [], current.build
-    monkeypatch.setattr(current, "build", lambda *args: made.append(args) or build(*args))
+    made, build = [], program_cache.build
+    monkeypatch.setattr(program_cache, "build", lambda *args: made.append(args) or build(*args))
     for _ in range(3):
         with torch.device("cpu"):
             assert_same_text(model)

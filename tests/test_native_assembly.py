@@ -7,22 +7,22 @@ import torch
 from hypothesis import example, given
 from hypothesis import strategies as st
 
-from hf_specdec.kernels.native.operations import Operation, Rows
-from hf_specdec.model.native.assembly import _allocated, _encoded, _registers
-from hf_specdec.model.native.tape import Place, Register, Step
+from hf_specdec.kernels.native import Operation, Rows
+from hf_specdec.model.native.program import _allocated, _encoded, _registers
+from hf_specdec.model.native.trace import Place, Register, TapeStep
 
 SHARED = {Operation.LINEAR, Operation.ATTEND}
 
 
 def program(widths, moves):
-    """Steps and their encoded form. Step i makes a register of widths[i] elements from an earlier one; `moves`: (which of those that
+    """Steps and their encoded form. TapeStep i makes a register of widths[i] elements from an earlier one; `moves`: (which of those that
     exist, whether the threads share the step)."""
     features = Register(torch.float32, 64, features=True)
     made, steps = [features], []
     for width, (source, is_shared) in zip(widths, moves, strict=False):
         register = Register(torch.float32, width)
         steps.append(
-            Step(
+            TapeStep(
                 Operation.LINEAR if is_shared else Operation.ELEMENTWISE, Rows.TOKENS, (1, 1, width), Place(register),
                 Place(made[source % len(made)]),
             )

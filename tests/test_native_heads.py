@@ -10,7 +10,7 @@ import torch
 import hf_specdec
 from hf_specdec import integration
 from hf_specdec.kernels.native import library
-from hf_specdec.model.native import heads, program
+from hf_specdec.model.native import bind, program
 
 pytestmark = pytest.mark.skipif(library() is None, reason="the native library is not compiled")
 
@@ -58,12 +58,12 @@ def error(found, wanted):
 def errors(monkeypatch):
     """By kind, the error of every native forward and of all native logits against the modules', operator by operator."""
     seen: dict[str, list[float]] = {"forward": [], "logits": []}
-    run, apply = heads.NativeHead.run, heads.NativeHead.apply
+    run, apply = bind.NativeHead.run, bind.NativeHead.apply
 
     def running(self, head, rows, features, cache, reads=False):
         found = run(self, head, rows, features, cache, reads)
         if found is not None:
-            batch = heads.PackedBatch.pack(rows, cache, head.device, gather=False)
+            batch = bind.PackedBatch.pack(rows, cache, head.device, gather=False)
             batch.with_native = False  # writes the same keys again
             wanted = (head.read_batch if reads else head.forward_batch)(batch, features=features)
             seen["forward"].append(error(found, wanted))
@@ -75,8 +75,8 @@ def errors(monkeypatch):
             seen["logits"].append(error(found, function(hidden)))
         return found
 
-    monkeypatch.setattr(heads.NativeHead, "run", running)
-    monkeypatch.setattr(heads.NativeHead, "apply", applying)
+    monkeypatch.setattr(bind.NativeHead, "run", running)
+    monkeypatch.setattr(bind.NativeHead, "apply", applying)
     return seen
 
 

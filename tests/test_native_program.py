@@ -301,7 +301,8 @@ def test_hidden_states_once_asked_for_do_not_slow_later_calls():
     wanted = model.generate(**inputs, output_hidden_states=True, return_dict_in_generate=True)
     assert any(module._forward_hooks for module in model.modules()), "then this test shows nothing"
     assert torch.equal(model.generate(**inputs, speculative_config=none), wanted.sequences)
-    assert decoder.target.native.refused is None and decoder.target.native._program is not None
+    with decoder.target.active():
+        assert decoder.target.most_tokens_of_one_call and decoder.target.native.refused is None
     out = model.generate(**inputs, speculative_config=none, output_hidden_states=True, return_dict_in_generate=True)
     for ours, theirs in zip(out.hidden_states, wanted.hidden_states, strict=True):
         assert all(is_close(a, b) for a, b in zip(ours, theirs, strict=True))

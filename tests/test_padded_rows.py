@@ -7,9 +7,9 @@ from families import make
 
 from hf_specdec.core.rows import RowInput
 from hf_specdec.kernels import dispatch
-from hf_specdec.model import attention_masks, packed_batch
-from hf_specdec.model.attention_masks import is_worth_padding, padded_rows
+from hf_specdec.model import packed_batch, row_descriptions
 from hf_specdec.model.prepare import ModelOptions, prepare
+from hf_specdec.model.row_descriptions import is_worth_padding, padded_rows
 
 
 @pytest.mark.parametrize("lengths", [(3, 17, 1, 30, 13), (15, 15, 15)])
@@ -22,8 +22,8 @@ def test_logits_are_those_of_rows_one_by_one(family, lengths, monkeypatch):
     taken = []
     monkeypatch.setattr(packed_batch, "padded_rows", lambda *args: taken.append(padded_rows(*args)) or taken[-1])
     logits = []
-    for most in (attention_masks.PADDED_BYTES, 0):
-        monkeypatch.setattr(attention_masks, "PADDED_BYTES", most)
+    for most in (row_descriptions.PADDED_BYTES, 0):
+        monkeypatch.setattr(row_descriptions, "PADDED_BYTES", most)
         cache = model.new_cache(num_blocks=32, block_size=4, share_prefixes=False)
         for row in range(len(lengths)):
             cache.add(row)

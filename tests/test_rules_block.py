@@ -14,7 +14,7 @@ from hypothesis import given, settings
 from hf_specdec.config import SpeculativeConfig, SpeculativeConfigError
 from hf_specdec.core.draft_trees import DraftTrees
 from hf_specdec.core.sequence import Sequence
-from hf_specdec.kernels.rejection import block as ops
+from hf_specdec.kernels.rejection import reference as ops
 from hf_specdec.verification.verify import verify
 
 VOCAB, DEPTH = 3, 3

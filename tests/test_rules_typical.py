@@ -13,7 +13,7 @@ from hf_specdec.config import SpeculativeConfig
 from hf_specdec.core.draft_trees import DraftTrees
 from hf_specdec.core.sequence import Sequence
 from hf_specdec.kernels import random_bits as rb
-from hf_specdec.kernels.verification.typical import typical_thresholds
+from hf_specdec.kernels.verification.reference import typical_thresholds
 from hf_specdec.verification import typical
 from hf_specdec.verification.verify import verify
 

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from triton_interpreter import DEVICE, RUNS_HERE, needs_triton
 
 from hf_specdec.kernels.attention import reference
-from hf_specdec.kernels.attention.inputs import RowDescription, attention_inputs, pack_visibility
+from hf_specdec.kernels.attention.inputs import RowDescription, attention_inputs, pack_visibility, sizes_of
 from hf_specdec.kernels.attention.launch import (
     H200,
     AttentionLaunch,
@@ -56,7 +56,7 @@ def random_row(rng, kind, key_length, query_length):
 class Batch:
     """Random rows in scattered blocks of poisoned pools."""
 
-    def __init__(self, rows, heads, kv_heads, width, value_width, dtype, block_size, seed=0, shared=False, **buckets):
+    def __init__(self, rows, heads, kv_heads, width, value_width, dtype, block_size, seed=0, **buckets):
         rng = np.random.default_rng(seed)
         counts = [-(-row.key_length // block_size) for row in rows]
         order = rng.permutation(np.arange(sum(counts) + 2))
@@ -64,7 +64,9 @@ class Batch:
         for row, end in zip(rows, np.cumsum(counts, dtype=np.int64), strict=True):
             blocks = order[end - -(-row.key_length // block_size) : end]
             self.rows.append(dataclasses.replace(row, blocks=blocks))
-        self.inputs = attention_inputs(self.rows, block_size, DEVICE, **buckets)
+        self.inputs = attention_inputs(
+            self.rows, block_size, DEVICE, dataclasses.replace(sizes_of(self.rows), **buckets)
+        )
         slots = len(order) * block_size
         generator = torch.Generator().manual_seed(seed)
         # What is behind a row's keys is NaN: reading it unmasked shows.
@@ -75,7 +77,7 @@ class Batch:
             self.key_pool[own] = torch.randn(len(own), kv_heads, width, generator=generator)
             self.value_pool[own] = torch.randn(len(own), kv_heads, value_width, generator=generator)
         self.key_pool = self.key_pool.to(dtype)
-        self.value_pool = self.key_pool[..., :value_width] if shared else self.value_pool.to(dtype)
+        self.value_pool = self.value_pool.to(dtype)
         num_tokens = buckets.get("num_tokens") or sum(row.query_length for row in rows)
         # as transformers hands it over: heads before tokens
         self.query = torch.randn(heads, num_tokens, width, generator=generator).to(dtype).transpose(0, 1)
@@ -86,7 +88,7 @@ class Batch:
         return torch.from_numpy(every.ravel()[: row.key_length])
 
     def allowed(self, row, window=None):
-        """bool [t, S], positions of queries [t] and keys [S], as `attention_masks.visible` has them."""
+        """bool [t, S], positions of queries [t] and keys [S], as `row_descriptions.visible` has them."""
         first = row.key_length - row.query_length
         seen = np.tril(np.ones((row.query_length, row.key_length), dtype=bool), first)
         queries = np.arange(first, row.key_length) if row.positions is None else row.positions
@@ -107,27 +109,23 @@ class Batch:
         out = out.to(DEVICE)
         options = {key: each.to(DEVICE) if torch.is_tensor(each) else each for key, each in options.items()}
         pools = self.key_pool.to(DEVICE), self.value_pool.to(DEVICE)
-        if self.value_pool.data_ptr() == self.key_pool.data_ptr():
-            pools = pools[0], pools[0][..., : self.value_pool.shape[2]]
         done = paged_attention(self.query.to(DEVICE), *pools, self.inputs, scaling, out=out, **options)
         assert done is out
         return out.cpu()
 
-    def plain(self, scaling=0.2, window=None, softcap=None, sinks=None, alibi_slopes=None):
+    def plain(self, scaling=0.2, window=None, softcap=None, sinks=None):
         """The same in float64, row by row, from the rounded inputs; NaN where no row is."""
         heads, kv_heads = self.query.shape[1], self.key_pool.shape[1]
         out = torch.full((*self.query.shape[:2], self.value_pool.shape[2]), float("nan"), dtype=torch.float64)
         start = 0
         for row in self.rows:
             end = start + row.query_length
-            seen, queries, keys = self.allowed(row, window)
+            seen, *_ = self.allowed(row, window)
             k = self.key_pool[self.slots(row)].double().repeat_interleave(heads // kv_heads, 1)
             v = self.value_pool[self.slots(row)].double().repeat_interleave(heads // kv_heads, 1)
             scores = torch.einsum("thd,shd->hts", self.query[start:end].double(), k) * scaling
             if softcap is not None:
                 scores = softcap * torch.tanh(scores / softcap)
-            if alibi_slopes is not None:
-                scores = scores + alibi_slopes.double()[:, None, None] * (keys[None, :] - queries[:, None])
             scores = scores.masked_fill(~seen, float("-inf"))
             if sinks is not None:
                 column = sinks.double()[:, None, None].expand(-1, row.query_length, 1)
@@ -174,7 +172,7 @@ LAUNCHES = [
     AttentionLaunch(16, 16, 4, 2, num_splits=5, keys_per_split=16),
     AttentionLaunch(16, 32, 4, 2, num_splits=4, keys_per_split=64, fixed_splits=True),
     AttentionLaunch(16, 16, 4, 2, num_splits=3, keys_per_split=32, peel=False),
-    AttentionLaunch(32, 16, 4, 2, peel=False, late_sums=True),
+    AttentionLaunch(32, 16, 4, 2, peel=False),
     AttentionLaunch(16, 16, 4, 2, num_splits=12, keys_per_split=16, peel=False),
 ]
 
@@ -242,45 +240,14 @@ def test_head_widths(width, value_width, heads, dtype):
 
 
 @needs_triton
-@pytest.mark.parametrize("shared", [False, True], ids=["two pools", "values in keys"])
-def test_latent_attention(shared):
-    """MLA as absorbed: one key head, more query heads than a tile has, values the front of the keys or not."""
+@pytest.mark.parametrize("splits", [1, 2])
+def test_latent_attention(splits):
+    """MLA as absorbed: one key head, more query heads than a tile has."""
     rng = np.random.default_rng(1)
     rows = [random_row(rng, "tree", 40, 2), random_row(rng, "causal", 17, 1)]
-    batch = Batch(rows, 24, 1, 576, 512, torch.bfloat16, 16, shared=shared)
-    launch = AttentionLaunch(16, 32, 8, 2, num_splits=2 if shared else 1, keys_per_split=32)
+    batch = Batch(rows, 24, 1, 576, 512, torch.bfloat16, 16)
+    launch = AttentionLaunch(16, 32, 8, 2, num_splits=splits, keys_per_split=32)
     check(batch.run(scaling=0.05, launch=launch), batch.plain(scaling=0.05))
-
-
-@needs_triton
-@pytest.mark.parametrize(
-    ("kv_heads", "launch"),
-    [(1, LAUNCHES[1]), (3, LAUNCHES[0]), pytest.param(3, LAUNCHES[3], marks=pytest.mark.slow), (1, LAUNCHES[4])],
-)
-def test_alibi(kv_heads, launch):
-    """Slopes times distances, in trees by depth; with windows and sinks, too."""
-    rng = np.random.default_rng(2)
-    rows = [random_row(rng, "tree", 70, 8), random_row(rng, "causal", 40, 5), random_row(rng, "tree", 12, 12)]
-    batch = Batch(rows, 3, kv_heads, 32, 32, torch.float32, 16, max_query_length=16)
-    slopes = torch.tensor([0.5, 0.25, 0.0625])
-    for options in ({}, {"window": 20, "sinks": torch.tensor([0.5, -1.0, 2.0])}):
-        options["alibi_slopes"] = slopes
-        check(batch.run(launch=launch, **options), batch.plain(**options))
-
-
-@needs_triton
-def test_alibi_against_the_definition():
-    """With one key head the definition's masks hold a row per head, so they can hold ALiBi."""
-    batch = Batch([RowDescription([], 4, 30), RowDescription([], 1, 19)], 2, 1, 32, 32, torch.float32, 16)
-    slopes, rows, masks, start = torch.tensor([0.5, 0.125]), [], [], 0
-    for row in batch.rows:
-        seen, queries, keys = batch.allowed(row)
-        bias = slopes[:, None, None] * (keys[None, :] - queries[:, None])
-        masks.append(bias.masked_fill(~seen, float("-inf")).flatten(0, 1))
-        rows.append(reference.AttentionRow(start, start + row.query_length, row.key_length, -1, batch.slots(row)))
-        start += row.query_length
-    wanted = reference.paged_attention(batch.query, batch.key_pool, batch.value_pool, rows, masks, 0.2)
-    check(batch.run(alibi_slopes=slopes), wanted, 1e-5)
 
 
 @needs_triton
@@ -438,7 +405,7 @@ def test_bits_of_the_visibility():
 )
 def test_rows_that_do_not_fit(rows, buckets, message):
     with pytest.raises(ValueError, match=message):
-        attention_inputs(rows, 16, **buckets)
+        attention_inputs(rows, 16, sizes=dataclasses.replace(sizes_of(rows), **buckets))
 
 
 def test_inputs_check_their_tensors():

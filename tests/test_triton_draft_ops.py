@@ -126,8 +126,8 @@ def test_features_of_read_tokens(layers, tokens, hidden, count, dtypes, seed):
 @needs_triton
 def test_features_that_do_not_fit_are_refused():
     index = torch.zeros(2, dtype=torch.long, device=DEVICE)
-    for layers in ([torch.ones(3, 4), torch.ones(3, 5)], [torch.ones(3, 8)[:, ::2]]):
-        with pytest.raises(ValueError, match="contiguous layers"):
+    for layers in ([torch.ones(3, 4), torch.ones(3, 5)], [torch.ones(3, 4), torch.ones(2, 4)]):
+        with pytest.raises(ValueError, match="needs layers"):
             ops.gather_features(on(*layers), index, torch.float32)
 
 

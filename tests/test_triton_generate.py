@@ -8,7 +8,7 @@ from transformers import LlamaConfig, LlamaForCausalLM
 from triton_interpreter import DEVICE, needs_triton
 
 import hf_specdec
-from hf_specdec.model import capturable, captures
+from hf_specdec.model import captures
 from hf_specdec.model.options import compiled
 
 VOCAB, NEW_TOKENS = 61, 8
@@ -173,7 +173,7 @@ def test_layers_of_captured_steps(pair, use, monkeypatch, dtype):
     use("triton")
     if DEVICE == "cpu":
         monkeypatch.setattr(captures, "CudaGraphCapture", CaptureDirectly)
-        monkeypatch.setattr(capturable, "check_capturable", lambda model: None)
+        monkeypatch.setattr(captures, "check_capturable", lambda model: None)
     errors, products, makers = [], [], []
     deviation, linears, made = compiled.deviation, linear.linears, compiled.RewrittenLayers.__init__
     monkeypatch.setattr(compiled, "deviation", lambda *each: errors.append(deviation(*each)) or errors[-1])

@@ -10,8 +10,7 @@ from hypothesis import strategies as st
 from torch import nn
 from triton_interpreter import DEVICE, needs_triton
 
-from hf_specdec.model.options.few_row_linears import FewRowsProduct, _is_large, few_row_linears
-from hf_specdec.model.options.joined_linears import JoinedLinears
+from hf_specdec.model.options.joined_linears import FewRowsProduct, JoinedLinears, _is_large, few_row_linears
 
 BOUNDS = {torch.bfloat16: 1e-2, torch.float16: 2e-3}
 MOST_ROWS = 16
@@ -230,8 +229,8 @@ def test_norms_that_cannot_be():
 @pytest.mark.parametrize("count", [1, 16, 17])
 def test_operators_of_traced_layers(linear, count, monkeypatch):
     """Few rows go to the kernels, more to torch; both give what layers give."""
-    from hf_specdec.model.options.rewriting import linears as operators
-    from hf_specdec.model.options.rewriting.norms import rms_norm
+    from hf_specdec.model.options import rewriting as operators
+    from hf_specdec.model.options.rewriting import rms_norm
 
     monkeypatch.setenv("HF_SPECDEC_KERNELS", "triton")
     calls = []

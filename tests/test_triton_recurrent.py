@@ -76,7 +76,7 @@ def test_gated_delta(dtype, num_lines, tokens, shape, sizes, per_channel, seed):
     inputs = (query, key, draw(heads, value_width), decay, draw(heads).sigmoid())
     before = torch.randn(num_lines, heads, width, value_width, generator=generator).to(DEVICE)
     pool, expected_pool = pools_of(places, heads, width, value_width)
-    expected = reference.lines(reference.gated_delta, inputs, before, walk, expected_pool)
+    expected = reference.gated_delta(inputs, before, walk, expected_pool)
     found = gated_delta(inputs, before, walk, pool)
     assert found.dtype == dtype and found.shape == expected.shape
     assert close(found, expected, DTYPES[dtype]) and close(pool, expected_pool, 2e-6)
@@ -105,9 +105,7 @@ def test_mamba2(dtype, num_lines, tokens, shape, sizes, float32_skip, seed):
     constants = (-rate.exp(), skip if float32_skip else skip.to(dtype), bias.to(dtype))
     before = torch.randn(num_lines, heads, width, size, generator=generator).to(DEVICE)
     pool, expected_pool = pools_of(places, heads, width, size)
-    expected = reference.lines(
-        lambda own, state: reference.mamba2(own, constants, state), inputs, before, walk, expected_pool
-    )
+    expected = reference.mamba2(inputs, constants, before, walk, expected_pool)
     found = mamba2(inputs, constants, before, walk, pool)
     assert found.dtype == dtype and found.shape == expected.shape
     bound = DTYPES[dtype] * (CUT_OFF if dtype == torch.bfloat16 else 1)
@@ -173,7 +171,7 @@ def test_the_definition_of_delta_rules_is_transformers(name, function, per_chann
     expected, after = getattr(module, function)(
         query, key, value, g=g, beta=beta, initial_state=state, output_final_state=True, use_qk_l2norm_in_kernel=True
     )
-    found, own_after = reference.gated_delta(inputs, state)
+    found, own_after = reference.gated_delta_step(inputs, state)
     assert close(found, expected[:, 0], DTYPES[dtype]) and close(own_after, after, 1e-6)
 
 
@@ -187,7 +185,7 @@ def test_the_definition_of_mamba2_is_transformers(name, dtype):
     rate, skip, bias = torch.randn(3, 4, generator=generator)
     constants = (-rate.exp(), skip.to(dtype), bias.to(dtype))
     state = torch.randn(3, 4, 8, 16, generator=generator)
-    found, after = reference.mamba2((x, dt, b, c), constants, state.clone())
+    found, after = reference.mamba2_step((x, dt, b, c), constants, state.clone())
     wide = constants[0][:, None, None].expand(-1, 8, 16), *(each[:, None].expand(-1, 8) for each in constants[1:])
     expected = update(
         state, x, dt[..., None].expand(-1, -1, 8), wide[0], b, c, wide[1], z=None, dt_bias=wide[2], dt_softplus=True

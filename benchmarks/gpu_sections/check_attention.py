@@ -9,7 +9,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from hf_specdec.kernels.attention.inputs import AttentionInputs, RowDescription, attention_inputs
+from hf_specdec.kernels.attention.inputs import AttentionInputs, RowDescription, attention_inputs, sizes_of
 
 from .context import TOLERANCE, Context, relative_error, worst
 from .report import Row, at_most
@@ -24,7 +24,6 @@ class AttentionCase:
 
     Attributes:
         rows: (kind, keys, queries) each; kind "causal", "tree" or "empty" (fills up a graph bucket).
-        shared: values are the front of the keys (MLA).
         padding: packed tokens behind the last row's, which must stay unwritten.
     """
 
@@ -37,9 +36,7 @@ class AttentionCase:
     window: int | None = None
     softcap: float | None = None
     sinks: bool = False
-    slopes: bool = False
     invariant: bool = False
-    shared: bool = False
     padding: int = 0
 
 
@@ -56,12 +53,11 @@ CASES = (
     AttentionCase("window 256 (Mistral)", _MIXED, window=256),
     AttentionCase("softcap, 256 wide, window (Gemma 2)", _MIXED, 16, 8, 256, window=700, softcap=50.0),
     AttentionCase("sinks, 64 wide (gpt-oss)", _MIXED, 64, 8, 64, window=128, sinks=True),
-    AttentionCase("ALiBi, 80 wide (BLOOM)", _MIXED, 16, 16, 80, slopes=True),
+    AttentionCase("80 wide, no groups (BLOOM)", _MIXED, 16, 16, 80),
     AttentionCase("96 wide, no groups (Phi-3)", _MIXED, 32, 32, 96),
     AttentionCase("32 wide, group of 7", _MIXED, 14, 2, 32),
     AttentionCase("192/128 wide (MLA prompts)", _MIXED, 16, 16, 192, 128),
-    AttentionCase("576/512 wide, one pool (MLA)", _MIXED[:3], 128, 1, 576, 512, shared=True),
-    AttentionCase("576/512 wide, two pools (MLA)", _MIXED[:3], 16, 1, 576, 512),
+    AttentionCase("576/512 wide (MLA)", _MIXED[:3], 16, 1, 576, 512),
 )
 
 
@@ -71,8 +67,8 @@ def shrunk(case: AttentionCase) -> AttentionCase:
     rows = [(kind, -(-keys // 64) + queries % 7, min(queries, 1 + queries % 6)) for kind, keys, queries in case.rows]
     rows = [(kind, max(keys, queries), queries) for kind, keys, queries in rows[:4]]
     kv_heads = min(case.kv_heads, 2)
-    width = case.width if case.shared else min(case.width, 48) - case.width % 16
-    value_width = case.value_width if case.shared or case.value_width is None else min(case.value_width, 32)
+    width = min(case.width, 48) - case.width % 16
+    value_width = None if case.value_width is None else min(case.value_width, 32)
     window = None if case.window is None else 1 + case.window % 29
     sizes = dict(heads=kv_heads * group, kv_heads=kv_heads, width=max(width, 16), value_width=value_width)
     return dataclasses.replace(case, rows=tuple(rows), window=window, padding=min(case.padding, 3), **sizes)
@@ -92,7 +88,9 @@ class Problem:
             for row, end, count in zip(rows, ends, counts, strict=True)
         ]
         num_tokens = sum(row.query_length for row in rows) + case.padding
-        self.inputs: AttentionInputs = attention_inputs(self.rows, BLOCK_SIZE, self.device, num_tokens=num_tokens)
+        self.inputs: AttentionInputs = attention_inputs(
+            self.rows, BLOCK_SIZE, self.device, dataclasses.replace(sizes_of(self.rows), num_tokens=num_tokens)
+        )
         value_width = case.value_width or case.width
         slots = len(order) * BLOCK_SIZE
         # What is behind a row's keys stays NaN: reading it shows.
@@ -102,11 +100,8 @@ class Problem:
             own = self.slots(row)
             self.keys[own] = context.randn(len(own), case.kv_heads, case.width, dtype=dtype)
             self.values[own] = context.randn(len(own), case.kv_heads, value_width, dtype=dtype)
-        if case.shared:
-            self.values = self.keys[..., :value_width]
         self.query = context.randn(case.heads, num_tokens, case.width, dtype=dtype).transpose(0, 1)
         self.sinks = context.randn(case.heads, dtype=dtype) if case.sinks else None
-        self.slopes = context.randn(case.heads).abs() * 0.1 if case.slopes else None
         self.scaling = case.width**-0.5
 
     def slots(self, row: RowDescription) -> torch.Tensor:
@@ -121,7 +116,7 @@ class Problem:
         out = self.query.new_full((*self.query.shape[:2], self.values.shape[2]), float("nan"))
         return paged_attention(
             self.query, self.keys, self.values, self.inputs, self.scaling, window=self.case.window,
-            softcap=self.case.softcap, sinks=self.sinks, alibi_slopes=self.slopes, invariant=self.case.invariant, out=out,
+            softcap=self.case.softcap, sinks=self.sinks, invariant=self.case.invariant, out=out,
         )  # fmt: skip
 
     def reference(self) -> torch.Tensor:
@@ -136,9 +131,7 @@ class Problem:
             scores = torch.einsum("thd,shd->hts", self.query[start:end].double(), keys) * self.scaling
             if self.case.softcap is not None:
                 scores = self.case.softcap * torch.tanh(scores / self.case.softcap)
-            seen, distance = (torch.from_numpy(each).to(self.device) for each in visible(row, self.case.window))
-            if self.slopes is not None:
-                scores = scores - self.slopes.double()[:, None, None] * distance
+            seen = torch.from_numpy(visible(row, self.case.window)).to(self.device)
             scores = scores.masked_fill(~seen, float("-inf"))
             if self.sinks is not None:
                 sink = self.sinks.double()[:, None, None].expand(-1, row.query_length, 1)
@@ -166,8 +159,8 @@ def random_row(rng: np.random.Generator, kind: str, keys: int, queries: int) -> 
     )
 
 
-def visible(row: RowDescription, window: int | None) -> tuple[np.ndarray, np.ndarray]:
-    """bool [t, S], which keys each query sees; int64 [t, S], how far before it they are."""
+def visible(row: RowDescription, window: int | None) -> np.ndarray:
+    """bool [t, S], which keys each query sees."""
     first = row.key_length - row.query_length
     seen = np.tril(np.ones((row.query_length, row.key_length), dtype=bool), first)
     queries = np.arange(first, row.key_length) if row.positions is None else row.positions
@@ -177,8 +170,7 @@ def visible(row: RowDescription, window: int | None) -> tuple[np.ndarray, np.nda
         seen = np.ones_like(seen)
         seen[:, row.key_length - region :] = row.visibility
         keys[row.key_length - region :] = row.region_positions
-    distance = queries[:, None] - keys[None, :]
-    return seen if window is None else seen & (distance < window), distance
+    return seen if window is None else seen & (queries[:, None] - keys[None, :] < window)
 
 
 def error_of(problem: Problem) -> float:

@@ -64,7 +64,9 @@ def delta(context: Context, dtype: torch.dtype, shape: str, per_channel: bool) -
     key_heads = heads if per_channel else key_heads
     inputs = (draw(key_heads, width), draw(key_heads, width), draw(heads, width), decay, draw(heads).sigmoid())
     before = context.randn(lines, heads, width, width)
-    return _errors(context, triton.gated_delta, reference.gated_delta, inputs, before, _walk(context, lines, shape))
+    return _errors(
+        context, triton.gated_delta, reference.gated_delta_step, inputs, before, _walk(context, lines, shape)
+    )
 
 
 def mamba2(context: Context, dtype: torch.dtype, shape: str) -> list[float]:
@@ -83,7 +85,7 @@ def mamba2(context: Context, dtype: torch.dtype, shape: str) -> list[float]:
     return _errors(
         context,
         lambda own, *others: triton.mamba2(own, constants, *others),
-        lambda own, state: reference.mamba2(own, constants, state),
+        lambda own, state: reference.mamba2_step(own, constants, state),
         inputs,
         before,
         _walk(context, lines, shape),

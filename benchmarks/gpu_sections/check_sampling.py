@@ -77,7 +77,7 @@ def errors(context: Context, dtype: torch.dtype, vocab: int, ties: bool) -> tupl
 
 def noise_error(context: Context, dtype: torch.dtype, vocab: int) -> float:
     """Largest difference of drawn scores from logits and noise in float64, where rows sample; inf if others changed."""
-    from hf_specdec.kernels import random_bits
+    from hf_specdec.kernels.random_bits import reference as random_bits
     from hf_specdec.kernels.sampling.triton import Noise, sampling_scores
 
     logits = (context.randn(6, vocab) * 3).to(dtype)

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from hf_specdec.kernels.attention.launch import H200, AttentionShape, choose_launch, head_widths
-from hf_specdec.kernels.attention.triton_kernels import attention_kernel, merge_kernel
-from hf_specdec.kernels.launching import next_power_of_two
+from hf_specdec.kernels.attention.triton import attention_kernel, merge_kernel
+from hf_specdec.kernels.dispatch import next_power_of_two
 
 from .compiling import CompileCase
 
@@ -23,9 +23,8 @@ def compile_cases() -> list[CompileCase]:
         ("verify gemma-2 (256, softcap, window)", "bf16", 1, 8, 8192, 8, 2, 256, 256, {**windowed, "softcap": True}),
         ("verify gpt-oss (64, sinks, window)", "bf16", 8, 8, 8192, 8, 8, 64, 64, {**windowed, "sinks": True}),
         ("decode phi-3 (96)", "fp16", 1, 1, 4096, 32, 1, 96, 96, {}),
-        ("verify bloom (80, alibi)", "fp16", 4, 8, 2048, 16, 1, 80, 80, {**trees, "slopes": True}),
-        ("verify mla absorbed (576/512)", "bf16", 8, 4, 8192, 1, 128, 576, 512, {**trees, "values_in_keys": True}),
-        ("verify mla absorbed, two pools", "bf16", 8, 4, 8192, 1, 128, 576, 512, trees),
+        ("verify bloom (80)", "fp16", 4, 8, 2048, 16, 1, 80, 80, trees),
+        ("verify mla absorbed (576/512)", "bf16", 8, 4, 8192, 1, 128, 576, 512, trees),
         ("prompt chunk mla (192/128)", "bf16", 1, 1024, 4096, 16, 1, 192, 128, {}),
         ("verify float32 (128)", "fp32", 1, 8, 4096, 8, 4, 128, 128, trees),
         ("verify float32 (256)", "fp32", 1, 8, 4096, 8, 2, 256, 256, trees),
@@ -54,19 +53,16 @@ def compile_cases() -> list[CompileCase]:
 
 def _attention_case(name, dtype, rows, tokens, keys, kv_heads, group, width, value_width, options) -> CompileCase:
     itemsize = 4 if dtype == "fp32" else 2
-    in_keys = options.get("values_in_keys", False)
-    trees, windowed, biased = (options.get(key, False) for key in ("trees", "window", "slopes"))
-    masks_load = trees and (tokens > 32 or windowed or biased)
-    shape = AttentionShape(
-        rows, rows * tokens, tokens, keys, kv_heads, group, width, value_width, itemsize, in_keys, masks_load
-    )
+    trees, windowed = (options.get(key, False) for key in ("trees", "window"))
+    masks_load = trees and (tokens > 32 or windowed)
+    shape = AttentionShape(rows, rows * tokens, tokens, keys, kv_heads, group, width, value_width, itemsize, masks_load)
     launch = choose_launch(shape, H200, options.get("invariant", False))
     split = launch.num_splits > 1 or launch.fixed_splits
     optional = {
         "partial": ("*fp32", split), "partial_lse": ("*fp32", split), "visibility": ("*i32", trees),
-        "region_lengths": ("*i32", trees), "positions": ("*i32", windowed or biased),
-        "region_positions": ("*i32", trees and (windowed or biased)),
-        "sinks": (f"*{dtype}", options.get("sinks", False) and not split), "slopes": ("*fp32", biased),
+        "region_lengths": ("*i32", trees), "positions": ("*i32", windowed),
+        "region_positions": ("*i32", trees and windowed),
+        "sinks": (f"*{dtype}", options.get("sinks", False) and not split),
     }  # fmt: skip
     signature = {key: kind for key, (kind, there) in optional.items() if there}
     signature |= dict.fromkeys(("out", "query", "keys", "values"), f"*{dtype}")
@@ -81,9 +77,9 @@ def _attention_case(name, dtype, rows, tokens, keys, kv_heads, group, width, val
         "GROUP": group, "WIDTH": width, "WIDTH1": width1, "WIDTH2": width2, "VALUE_WIDTH": value_width,
         "VALUE_BLOCK": next_power_of_two(value_width), "BLOCK_SIZE": 16, "WORDS": max(tokens // 32, 1) if trees else 0,
         "HAS_WINDOW": windowed, "HAS_SOFTCAP": options.get("softcap", False),
-        "VALUES_IN_KEYS": in_keys, "SPLIT": split, "FIXED_SPLITS": launch.fixed_splits,
+        "SPLIT": split, "FIXED_SPLITS": launch.fixed_splits,
         "BLOCK_M": launch.block_m, "BLOCK_N": launch.block_n, "STAGES": launch.num_stages, "UPCAST": False,
-        "PEEL": launch.peel, "LATE_SUMS": launch.late_sums, "EARLY_MERGE": split and launch.early_merge,
+        "PEEL": launch.peel, "EARLY_MERGE": split and launch.early_merge,
     }  # fmt: skip
     tile = launch.num_warps, launch.num_stages
     return CompileCase(name, attention_kernel, signature, constants, *tile, unaligned, ("EARLY_MERGE",))

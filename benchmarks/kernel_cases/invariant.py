@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from hf_specdec.kernels.invariant.triton import stages_of, tile_of
-from hf_specdec.kernels.invariant.triton_kernels import product_kernel, softmax_kernel, sum_kernel
+from hf_specdec.kernels.invariant.triton import product_kernel, softmax_kernel, stages_of, sum_kernel, tile_of
 
 from .compiling import CompileCase
 

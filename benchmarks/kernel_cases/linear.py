@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-from hf_specdec.kernels.linear.triton import NARROW, WIDE
-from hf_specdec.kernels.linear.triton_kernels import few_rows_kernel, gated_kernel
+from hf_specdec.kernels.linear.triton import NARROW, WIDE, few_rows_kernel, gated_kernel
 
 from .compiling import CompileCase
 

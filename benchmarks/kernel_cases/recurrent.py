@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
-from hf_specdec.kernels.recurrent.triton import delta_blocks, mamba2_blocks
-from hf_specdec.kernels.recurrent.triton_kernels import convolution_kernel, gated_delta_kernel, mamba2_kernel
+from hf_specdec.kernels.recurrent.triton import (
+    convolution_kernel,
+    delta_blocks,
+    gated_delta_kernel,
+    mamba2_blocks,
+    mamba2_kernel,
+)
 
 from .compiling import CompileCase
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_specdec.kernels.rejection.triton import BLOCK
-from hf_specdec.kernels.rejection.triton_kernels import chain_kernel, draw_kernel, rejection_walk_kernel, sums_kernel
+from hf_specdec.kernels.rejection.triton import BLOCK, chain_kernel, draw_kernel, rejection_walk_kernel, sums_kernel
 
 from .compiling import CompileCase
 
@@ -16,7 +15,7 @@ def compile_cases() -> list[CompileCase]:
         **dict.fromkeys(("index", "tokens", "parents", "prob_index", "seeds", "starts", "steps", "next_tokens"), "*i64"),
         **dict.fromkeys(("probs", "temperatures", "thresholds", "maxima", "sums", "masses", "kept", "scales"), "*fp32"),
         **dict.fromkeys(("threshold_ids", "ends", "lengths", "best_ids"), "*i32"),
-        **dict.fromkeys(("valid", "do_sample", "path"), "*u8"),
+        **dict.fromkeys(("valid", "path"), "*u8"),
         **dict.fromkeys(("vocab", "row_stride", "num_nodes", "num_blocks", "num_probs"), "i32"),
         **dict.fromkeys(("blocks_per_split", "splits"), "i32"),
         "logits": "*bf16", "best_scores": "*fp32",
@@ -34,9 +33,9 @@ def compile_cases() -> list[CompileCase]:
         ("draw tree probs", draw_kernel, True, 8, {**tree, "MERGE": False}),
         ("merge tree probs", draw_kernel, True, 8, {**tree, "MERGE": True}),
     ):
-        absent = () if full else ("probs", "prob_index", "do_sample", "temperatures", "thresholds", "threshold_ids")
+        absent = () if full else ("probs", "prob_index", "temperatures", "thresholds", "threshold_ids")
         names = kernel.arg_names
-        given = dict(TREE=full, POINTS=not full, ROWS=full, HAS_TEMPERATURE=full, HAS_THRESHOLDS=full, **flags)
+        given = dict(TREE=full, POINTS=not full, HAS_TEMPERATURE=full, HAS_THRESHOLDS=full, **flags)
         constants = {n: given.get(n) for n in names if n.isupper() or n in absent}
         signature = {n: types[n] for n in names if n not in constants}
         if "fp32" in kind:

@@ -5,8 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 from hf_specdec.kernels import random_bits
-from hf_specdec.kernels.sampling.triton import BLOCK
-from hf_specdec.kernels.sampling.triton_kernels import candidates_kernel, scores_kernel, thresholds_kernel
+from hf_specdec.kernels.sampling.triton import BLOCK, candidates_kernel, scores_kernel, thresholds_kernel
 
 from .compiling import CompileCase
 

@@ -4,8 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from hf_specdec.kernels.verification.triton import BLOCK, MOST_STEPS
-from hf_specdec.kernels.verification.triton_kernels import choices_kernel, walk_kernel
+from hf_specdec.kernels.verification.triton import BLOCK, MOST_STEPS, choices_kernel, walk_kernel
 
 from .compiling import CompileCase
 
@@ -24,7 +23,7 @@ def compile_cases() -> list[CompileCase]:
             if full
             else ("parents", "seeds", "positions", "do_sample", "temperatures", "thresholds", "threshold_ids")
         )
-        switches = dict(TREE=full, SAMPLE=full, GREEDY_ONLY=False, HAS_TEMPERATURE=full, HAS_THRESHOLDS=full)
+        switches = dict(TREE=full, SAMPLE=full, HAS_TEMPERATURE=full, HAS_THRESHOLDS=full)
         signature = {k: v for k, v in {**tensors, "logits": dtype}.items() if k not in absent}
         constants = {**dict.fromkeys(absent), **switches, "STEPS": MOST_STEPS, "LANES": BLOCK // 32}
         cases.append(CompileCase(f"choices {name}", choices_kernel, signature, constants, 4, unaligned=("num_nodes",)))
@@ -32,7 +31,7 @@ def compile_cases() -> list[CompileCase]:
         "best_scores": "*fp32", "best_ids": "*i32", "tokens": "*i64", "parents": "*i64", "valid": "*u8",
         "choices_out": "*i64", "path": "*u8", "lengths": "*i32", "next_tokens": "*i64", "num_nodes": "i32",
     }  # fmt: skip
-    flags: dict[str, Any] = dict(do_sample=None, SPLITS=8, TREE=True, GREEDY_ONLY=False, WALK=True, BLOCK_N=64)
+    flags: dict[str, Any] = dict(SPLITS=8, TREE=True, WALK=True, BLOCK_N=64)
     cases.append(CompileCase("walk tree", walk_kernel, signature, flags, 4, unaligned=("num_nodes",)))
     signature = {name: kind for name, kind in signature.items() if name != "parents"}
     flags = {**flags, "parents": None, "TREE": False, "BLOCK_N": 8}

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import logging
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 import numpy as np
 import torch
@@ -16,7 +16,7 @@ from ..kernels.attention import AttentionRow
 from ..kernels.cache import SlotMover
 from . import memory
 from .block_pool import BlockPool
-from .paged_layer import PagedLayer
+from .paged_layer import PagedLayer, RunningBatch
 from .prefix_states import PrefixStates
 from .state_pool import StatePool
 
@@ -91,7 +91,7 @@ class PagedStaticCache(Cache):
         self._with_keys = [layer for index, layer in enumerate(self.layers) if index not in keyless]
         self.share_prefixes, self.ahead = share_prefixes, ahead
         self.tables: dict[int, BlockTable] = {}
-        self.batch: Any = None  # the PackedBatch of the running forward
+        self.batch: RunningBatch | None = None  # see `running`
         self.windows: dict[int, int | None] = {}  # sliding windows by layer, as attention finds them
         self._next_place = 0
         self._movers: dict[torch.device, SlotMover] = {}  # until pools are added or grow
@@ -252,7 +252,15 @@ class PagedStaticCache(Cache):
         for seq_id in list(self.tables):
             self.remove(seq_id)
         self.forget_prefixes()
-        self.batch = None
+
+    @contextlib.contextmanager
+    def running(self, batch: RunningBatch) -> Iterator[None]:
+        """Inside the context, the layers serve a forward over this batch: they write new keys and values to its slots."""
+        self.batch = batch
+        try:
+            yield
+        finally:
+            self.batch = None
 
     def forget_prefixes(self) -> None:
         """Drop all prefix hashes and the states of prefixes, because the contents of blocks can no longer be trusted."""

@@ -3,13 +3,35 @@
 from __future__ import annotations
 
 import weakref
-from typing import Any
+from collections.abc import Callable
+from typing import Any, Protocol
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
 from ..kernels.cache import rotate_and_write, write_keys_values
 from . import memory
+
+
+class SlotsOnDevice(Protocol):
+    """Where the tokens of a forward are in the pools on one device, and the operation that writes them there."""
+
+    @property
+    def write_slots(self) -> torch.Tensor: ...
+    @property
+    def read_slots(self) -> torch.Tensor | None: ...
+    @property
+    def write(self) -> Callable[..., Any]: ...
+
+
+class RunningBatch(Protocol):
+    """The batch of a forward, as layers ask for it. `gather`: they return the keys and values of whole rows."""
+
+    @property
+    def gather(self) -> bool: ...
+    @property
+    def num_keys(self) -> int: ...
+    def on(self, device: torch.device) -> SlotsOnDevice: ...
 
 
 class PagedLayer(CacheLayerMixin):

@@ -19,9 +19,7 @@ class Drafts(Protocol):
     prob_index: np.ndarray | None
 
     @property
-    def is_chain(self) -> bool:
-        """True if no row branches."""
-        ...
+    def is_chain(self) -> bool: ...
 
     @property
     def valid(self) -> np.ndarray:

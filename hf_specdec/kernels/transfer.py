@@ -23,10 +23,8 @@ def upload(values: Any, device: torch.device | str) -> torch.Tensor:
 
 def upload_together(arrays: list[np.ndarray], device: torch.device) -> list[torch.Tensor]:
     """Copy several arrays to the device at once; each keeps its dtype and shape."""
-    starts = [
-        0,
-        *itertools.accumulate(-(-array.nbytes // 16) * 16 for array in arrays),
-    ]  # kernels assume 16-byte alignment
+    # Kernels assume 16-byte alignment.
+    starts = [0, *itertools.accumulate(-(-array.nbytes // 16) * 16 for array in arrays)]
     host = torch.empty(starts[-1], dtype=torch.uint8, pin_memory=device.type == "cuda")
     memory = host.numpy()
     for array, start in zip(arrays, starts, strict=False):

@@ -139,15 +139,15 @@ def check_length(model: PreTrainedModel, prompt_length: int, max_length: int) ->
     Args:
         prompt_length, max_length: tokens of the prompt, and of prompt and output together.
     """
-    text = model.config.get_text_config(decoder=True)
+    text: Any = model.config.get_text_config(decoder=True)
     limit = getattr(text, "max_seq_len" if text.model_type == "mpt" else "max_position_embeddings", None)
     rope = getattr(text, "rope_parameters", None)
-    ends = limit is not None and not rope and text.model_type != "bloom"  # rotary frequencies and BLOOM's biases go on
-    if ends and prompt_length >= limit:
+    ends = not rope and text.model_type != "bloom"  # rotary frequencies and BLOOM's biases go on
+    if ends and limit is not None and prompt_length >= limit:
         raise ValueError(
             f"The prompt has {prompt_length} tokens; {type(model).__name__} has {limit} positions. Shorten the prompt."
         )
-    if ends and max_length > limit:
+    if ends and limit is not None and max_length > limit:
         raise ValueError(
             f"{max_length} tokens (prompt and output) were requested from {type(model).__name__}, which has {limit} "
             "positions. Lower max_new_tokens or max_length."
@@ -218,7 +218,12 @@ def configs_of(model: PreTrainedModel) -> list[PreTrainedConfig]:
 
 def all_parameters(module: nn.Module) -> list[torch.Tensor]:
     """Every parameter once: `module.parameters()`, faster."""
-    found = {id(each): each for inner in all_modules(module) for each in inner._parameters.values() if each is not None}
+    found = {
+        id(parameter): parameter
+        for inner in all_modules(module)
+        for parameter in inner._parameters.values()
+        if parameter is not None
+    }
     return list(found.values())
 
 
@@ -272,7 +277,7 @@ def _tempers(text: Any) -> bool:
 @contextlib.contextmanager
 def without_temperature(model: PreTrainedModel):
     """Inside the context, Llama 4 does not scale queries. It would count all rows' tokens as one text; see `check_length` for the limit."""
-    tuned = []
+    tuned: list[Any] = []
     if _tempers(model.config.get_text_config(decoder=True)):
         tuned = [module for module in model.modules() if vars(module).get("attn_temperature_tuning")]
     for module in tuned:
@@ -288,7 +293,7 @@ def without_temperature(model: PreTrainedModel):
 def without_checkpointing(model: PreTrainedModel):
     """Inside the context, gradient checkpointing is off: in training mode, a checkpointed layer is not given the cache."""
     modules = model.modules() if model.training else ()
-    checkpointed = [module for module in modules if vars(module).get("gradient_checkpointing")]
+    checkpointed: list[Any] = [module for module in modules if vars(module).get("gradient_checkpointing")]
     for module in checkpointed:
         module.gradient_checkpointing = FalseInThisThread()
     try:

@@ -66,7 +66,7 @@ def replaced_attention(configs: list[PreTrainedConfig]) -> Iterator[None]:
     with _lock:
         for config in configs:
             if id(config) not in _owners:
-                config.__class__ = _by_thread(type(config))
+                config.__class__ = _by_thread(type(config))  # pyright: ignore[reportAttributeAccessIssue]
             _owners.setdefault(id(config), []).append(thread)
     try:
         yield
@@ -76,7 +76,7 @@ def replaced_attention(configs: list[PreTrainedConfig]) -> Iterator[None]:
                 _owners[id(config)].remove(thread)
                 if not _owners[id(config)]:
                     del _owners[id(config)]
-                    config.__class__ = type(config).__base__
+                    config.__class__ = type(config).__base__  # pyright: ignore[reportAttributeAccessIssue]
 
 
 @functools.cache

@@ -17,8 +17,8 @@ import torch
 from ..cache import PagedStaticCache
 from ..cache.paged_cache import BlockTable
 from ..kernels.attention import InputSizes, pack_visibility, visibility_words
+from ..kernels.dispatch import next_power_of_two
 from ..kernels.transfer import upload_into
-from .buckets import power_of_two
 from .graphs import CapturedBatch
 
 
@@ -93,12 +93,12 @@ class LoopBuffers:
         sizes = [
             InputSizes(
                 num_rows,
-                num_rows * each.width,
-                each.width,
+                num_rows * forward.width,
+                forward.width,
                 max_blocks if i == 0 else 0,  # all levels use the first one's block table
-                0 if each.is_chain else power_of_two(-(-each.end // 32)),
+                0 if forward.is_chain else next_power_of_two(-(-forward.end // 32)),
             )
-            for i, each in enumerate(forwards)
+            for i, forward in enumerate(forwards)
         ]
         starts = np.cumsum([0, *(size.starts["end"] for size in sizes)])
         tokens = np.cumsum([0, *(2 * size.num_tokens for size in sizes)])
@@ -112,19 +112,19 @@ class LoopBuffers:
         self.batches: dict[int, CapturedBatch] = {}
         self._levels: list[_HostLevel] = []
         first = None
-        for each, size, start, token in zip(forwards, sizes, starts, tokens, strict=False):
+        for forward, size, start, token in zip(forwards, sizes, starts, tokens, strict=False):
             assert cache is not None
             inputs = size.inputs(flat[start:], cache.block_size)
             inputs = first = inputs if first is None else dataclasses.replace(inputs, block_tables=first.block_tables)
             positions, slots = integers[token : token + 2 * size.num_tokens].view(2, -1)
             ids = torch.zeros(1, size.num_tokens, dtype=torch.long, device=device)
-            self.batches[each.depth] = CapturedBatch(ids, positions[None], slots, inputs, cache)
-            on_host = host_integers[token : token + 2 * size.num_tokens].reshape(2, num_rows, each.width)
+            self.batches[forward.depth] = CapturedBatch(ids, positions[None], slots, inputs, cache)
+            on_host = host_integers[token : token + 2 * size.num_tokens].reshape(2, num_rows, forward.width)
             level = _HostLevel(on_host[0], on_host[1], size.views(host_flat[start:]))
-            if not each.is_chain:
-                level.attention["region_lengths"][:] = each.end
-                if each.ancestors is not None:
-                    words = pack_visibility(each.ancestors, size.num_words)
+            if not forward.is_chain:
+                level.attention["region_lengths"][:] = forward.end
+                if forward.ancestors is not None:
+                    words = pack_visibility(forward.ancestors, size.num_words)
                     level.attention["visibility"][:] = np.tile(words, (num_rows, 1))
             self._levels.append(level)
 
@@ -144,7 +144,7 @@ class LoopBuffers:
 
     def _fill_levels(self, tables: list[BlockTable], limits: np.ndarray, all_depths: np.ndarray) -> None:
         assert self.cache is not None
-        back = max(each.shift for each in self.forwards)
+        back = max(forward.shift for forward in self.forwards)
         lengths = np.array([table.length for table in tables])
         slots = np.full((len(tables), back + len(all_depths)), -1, dtype=np.int64)
         blocks = self._levels[0].attention["block_tables"]
@@ -156,20 +156,22 @@ class LoopBuffers:
             slots[row, start - table.length + back : back + count] = table.slots[start:end]
             num_blocks = -(-end // self.cache.block_size)
             blocks[row, :num_blocks] = table.blocks[:num_blocks]
-        for each, level in zip(self.forwards, self._levels, strict=True):
-            active = int(np.count_nonzero(limits > each.depth))
-            ends = lengths[:active, None] - each.shift  # text lengths in this forward's own count of keys
+        for forward, level in zip(self.forwards, self._levels, strict=True):
+            active = int(np.count_nonzero(limits > forward.depth))
+            ends = lengths[:active, None] - forward.shift  # text lengths in this forward's own count of keys
             level.slots[:] = -1
-            level.slots[:active] = slots[:active, back - each.shift + each.first : back - each.shift + each.end]
+            level.slots[:active] = slots[
+                :active, back - forward.shift + forward.first : back - forward.shift + forward.end
+            ]
             level.positions[:] = 0
-            level.positions[:active] = ends - 1 + each.depths[each.first :]
+            level.positions[:active] = ends - 1 + forward.depths[forward.first :]
             into = level.attention
             into["positions"][:] = level.positions.ravel()
-            into["query_starts"][:] = np.minimum(np.arange(self.num_rows + 1), active) * each.width
+            into["query_starts"][:] = np.minimum(np.arange(self.num_rows + 1), active) * forward.width
             into["key_lengths"][:] = 0
-            into["key_lengths"][:active] = ends[:, 0] + each.end
-            if not each.is_chain:
-                into["region_positions"][:active, : each.end] = ends - 1 + each.depths
+            into["key_lengths"][:active] = ends[:, 0] + forward.end
+            if not forward.is_chain:
+                into["region_positions"][:active, : forward.end] = ends - 1 + forward.depths
 
     def batch(self, depth: int, tokens: torch.Tensor, ancestors: torch.Tensor | np.ndarray) -> CapturedBatch:
         """The batch of the forward at a depth, with its tokens and visibility.

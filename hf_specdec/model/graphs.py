@@ -17,26 +17,18 @@ import torch
 
 from ..cache import PagedStaticCache
 from ..core.rows import RowInput
-from ..kernels.attention import (
-    AttentionInputs,
-    InputSizes,
-    RowDescription,
-    attention_for,
-    fill_inputs,
-    sizes_of,
-)
-from ..kernels.cache import writer_for
-from ..kernels.dispatch import current
+from ..kernels.attention import AttentionInputs, InputSizes, RowDescription, attention_for, fill_inputs, sizes_of
+from ..kernels.cache import write_keys_values
+from ..kernels.dispatch import current, next_power_of_two
 from ..kernels.transfer import HostStaging
-from .buckets import bucket_of
-from .capturable import Capturable
-from .captures import Capture, Captures, places_of
+from .captures import Capturable, Capture, Captures, places_of
 from .options.invariant_ops import InvariantOps
 from .packed_batch import copy_ids, write_ids
 from .row_descriptions import describe, describe_lines
 
 MOST_TOKENS = 1024  # packed tokens of a step; larger steps keep the GPU busy for longer than their launches take
 MOST_TOKENS_OF_A_ROW = 64  # longer rows are prompts
+LEAST_BLOCKS = 16  # minimum number of columns of the block tables
 
 
 @dataclass
@@ -45,13 +37,13 @@ class CapturedBatch:
 
     Attributes:
         input_ids, position_ids: int64 [1, T].
-        slots: int64 [T], where keys and values are written; -1: nowhere.
+        write_slots: int64 [T], where keys and values are written; -1: nowhere.
         inputs: the attention kernel's view of the B rows.
     """
 
     input_ids: torch.Tensor
     position_ids: torch.Tensor
-    slots: torch.Tensor
+    write_slots: torch.Tensor
     inputs: AttentionInputs
     cache: PagedStaticCache
     attention_calls: int = 0
@@ -59,26 +51,18 @@ class CapturedBatch:
 
     gather = False
     captured = True
-    read_slots = None
-
-    @property
-    def write_slots(self) -> torch.Tensor:
-        """`slots`, under the name that the cache's layers use."""
-        return self.slots
+    read_slots = states = None
 
     @property
     def write(self) -> Callable[..., Any]:
-        """Writes keys and values to slots."""
-        return writer_for(self.slots.device)
+        return write_keys_values.on(self.write_slots.device)
 
     @property
     def attend(self) -> Callable[..., torch.Tensor]:
-        """Attention over the buffers."""
-        return attention_for(self.slots.device, self.invariant is not None)
+        return attention_for(self.write_slots.device, self.invariant is not None)
 
     @property
     def num_keys(self) -> int:
-        """Maximum number of keys of a row."""
         return self.inputs.max_key_length
 
     def on(self, device: torch.device) -> CapturedBatch:
@@ -86,7 +70,6 @@ class CapturedBatch:
         return self
 
     def attention_inputs(self, device: torch.device) -> AttentionInputs:
-        """Views of the buffers."""
         return self.inputs
 
 
@@ -204,7 +187,7 @@ class GraphRunner:
                 for i, size in enumerate(sizes)
             ]
             fill(buffers)
-            arguments = [each.batch for each in buffers]
+            arguments = [buffer.batch for buffer in buffers]
             given = {} if features is None else {"features": buffers[0].features}
             return buffers, functools.partial(self.function, *arguments, **given)
 
@@ -228,3 +211,29 @@ def _wanted(rows: list[RowInput], counts: list[int]) -> np.ndarray | None:
         return None
     ends = np.cumsum(counts)
     return np.concatenate([np.arange(end - row.logits, end) for row, end in zip(rows, ends, strict=True)])
+
+
+# ---- buckets: the sizes that graphs are captured for. A bucket serves every batch that fits into it ----
+
+
+def bucket_of(needed: InputSizes) -> InputSizes:
+    """The smallest bucket that a batch of these sizes fits into."""
+    num_rows = rows_bucket(needed.num_rows)
+    tokens_per_row = next_power_of_two(-(-needed.num_tokens // num_rows))
+    return InputSizes(
+        num_rows=num_rows,
+        num_tokens=num_rows * tokens_per_row,
+        max_query_length=next_power_of_two(needed.max_query_length),
+        max_blocks=blocks_bucket(needed.max_blocks),
+        num_words=next_power_of_two(needed.num_words) if needed.num_words else 0,
+    )
+
+
+def rows_bucket(num_rows: int) -> int:
+    """Number of rows, rounded up to a power of two or, above 8, to a multiple of 8: few buckets, at most half padding."""
+    return next_power_of_two(num_rows) if num_rows <= 8 else -(-num_rows // 8) * 8
+
+
+def blocks_bucket(num_blocks: int) -> int:
+    """Number of columns of the block tables, rounded up to a power of two."""
+    return max(next_power_of_two(num_blocks), LEAST_BLOCKS)

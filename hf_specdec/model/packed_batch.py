@@ -12,20 +12,20 @@ import torch
 
 from ..cache import PagedStaticCache
 from ..core.rows import Chunks, RowInput
-from ..kernels.attention import (
-    AttentionInputs,
-    AttentionPlan,
-    LinearRow,
-    NativeRows,
-    attention_for,
-    attention_inputs,
-)
-from ..kernels.cache import writer_for
+from ..kernels.attention import AttentionInputs, AttentionPlan, LinearRow, NativeRows, attention_for, attention_inputs
+from ..kernels.cache import write_keys_values
 from ..kernels.transfer import upload
-from .attention_masks import additive_masks, block_diagonal_mask, is_worth_padding, padded_rows
 from .options.invariant_ops import InvariantOps
 from .recurrent.plan import StatePlan
-from .row_descriptions import describe, describe_lines, describe_natively
+from .row_descriptions import (
+    additive_masks,
+    block_diagonal_mask,
+    describe,
+    describe_lines,
+    describe_natively,
+    is_worth_padding,
+    padded_rows,
+)
 
 
 @dataclass
@@ -119,7 +119,7 @@ class PackedBatch:
             self._on_device[device] = _OnDevice(
                 self.write_slots.to(device),
                 read,
-                writer_for(device),
+                write_keys_values.on(device),
                 attention_for(device, self.invariant is not None, self.with_native),
             )
         return self._on_device[device]
@@ -141,7 +141,7 @@ class PackedBatch:
         return self._native_rows
 
     def lines(self, device: torch.device) -> list[LinearRow]:
-        """The rows as `attention.invariant.paged_attention` reads them; made once per step, not per layer."""
+        """The rows as `attention.reference.paged_attention` reads them; made once per step, not per layer."""
         if device not in self._lines:
             lines, start = [], 0
             for line in describe_lines(self.inputs, self.cache):

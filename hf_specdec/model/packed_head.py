@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Any, Protocol
 
 import torch
 from torch import nn
@@ -16,10 +16,10 @@ from ..core.names import ATTENTION_NAME, CACHE
 from ..core.rows import RowInput
 from . import architectures
 from .attention import paged_attention_forward
-from .capturable import uses_graphs
+from .captures import uses_graphs
 from .graphs import CapturedBatch, GraphRunner
 from .options.compiled import RewrittenLayers, layers_of
-from .options.few_row_linears import few_row_linears
+from .options.joined_linears import few_row_linears
 from .options.prepacked import prepack
 from .packed_batch import PackedBatch
 
@@ -27,53 +27,22 @@ if TYPE_CHECKING:
     from typing_extensions import Self
 
 
-class HeadModule(Protocol):
-    """A module that `PackedHead` can run: it fuses tokens and features, then applies transformers' decoder layers."""
-
-    def __call__(
-        self, input_ids: torch.Tensor, features: torch.Tensor, position_ids: torch.Tensor, **attention
-    ) -> torch.Tensor:
-        """Hidden states [1, T, H] from ids [1, T], features [1, T, F] and positions [1, T].
-
-        `attention` is passed to the decoder layers: attention_mask, the cache (by the name CACHE), and `specdec` for our attention.
-        """
-        ...
-
-    def borrowed(self) -> list[nn.Module]:
-        """Modules that it calls and does not own, such as the target's embeddings."""
-        ...
-
-
 class SmallHeadForwards(Protocol):
-    """Runs small forwards in place of the head while its context is entered (see `native`)."""
+    """Runs small forwards in place of the head while its context is entered: `native.bind.NativeHead`, where these are documented."""
 
-    def active(self) -> contextlib.AbstractContextManager[None]:
-        """A context in which `run` serves forwards."""
-        ...
-
-    def run(
-        self,
-        head: PackedHead,
-        rows: list[RowInput],
-        features: torch.Tensor,
-        cache: PagedStaticCache,
-        reads: bool = False,
-    ) -> torch.Tensor | None:
-        """What `PackedHead.forward` or, with `reads`, `PackedHead.read` returns; None if the head must compute it."""
-        ...
-
-    def apply(
-        self, function: Callable[[torch.Tensor], torch.Tensor], called: list[nn.Module], hidden: torch.Tensor
-    ) -> torch.Tensor:
-        """`function(hidden)` of hidden states [n, F]. The function calls the modules `called`; every call must pass the same one."""
-        ...
+    def active(self) -> contextlib.AbstractContextManager[None]: ...
+    def run(self, head: Any, rows: list[RowInput], features: Any, cache: Any, reads: bool = False) -> Any: ...
+    def apply(self, function: Callable[..., torch.Tensor], called: list[nn.Module], hidden: Any) -> torch.Tensor: ...
 
 
 class PackedHead:
     """Runs a head over packed rows.
 
     Args:
-        module: the head, on its device. Its layers use `config`.
+        module: the head, on its device: it fuses tokens and features, then applies transformers' decoder layers, which use `config`. It is
+            called with ids [1, T], features [1, T, F], positions [1, T] and what it passes to its layers: attention_mask, the cache (by the
+            name CACHE) and `specdec` for our attention. It returns hidden states [1, T, H]. `borrowed()` lists modules that it calls and
+            does not own, such as the target's embeddings.
         config: of the layers. Its attention implementation is set to ours permanently, because we own the head.
         num_layers: number of layers with keys and values.
         gather: attend to gathered keys under a dense mask, for layers that cannot read pages (latent attention).
@@ -200,19 +169,10 @@ class PackedHead:
 
     def forward_batch(self, batch: PackedBatch | CapturedBatch, *, features: torch.Tensor) -> torch.Tensor:
         """`forward` of a packed batch."""
-        batch.cache.batch = batch
-        try:
-            hidden = self.module(
-                batch.input_ids,
-                features[None],
-                batch.position_ids,
-                attention_mask=self._mask(batch) if isinstance(batch, PackedBatch) else None,
-                **{CACHE: batch.cache},
-                **({} if self.gather else {"specdec": batch}),
-            )
-        finally:
-            batch.cache.batch = None
-        return hidden[0]
+        mask = self._mask(batch) if isinstance(batch, PackedBatch) else None
+        given = {"attention_mask": mask, CACHE: batch.cache, **({} if self.gather else {"specdec": batch})}
+        with batch.cache.running(batch):
+            return self.module(batch.input_ids, features[None], batch.position_ids, **given)[0]
 
     def _mask(self, batch: PackedBatch) -> torch.Tensor | None:
         if not self.gather:

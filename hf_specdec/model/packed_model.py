@@ -47,20 +47,16 @@ class Activated(Protocol):
 
 
 class SmallForwards(Activated, Protocol):
-    """Runs small forward passes in place of the model while its context is entered (see `native`).
+    """Runs small forward passes in place of the model while its context is entered (see `native`)."""
 
-    Attributes:
-        is_on: True if it can run forwards now.
-        refused: why it runs no forward; None: it can, or no attempt was made yet.
-        most_tokens: maximum number of tokens of the forwards that it runs now; 0: it runs none.
-    """
-
-    is_on: bool
-    refused: str | None
+    @property
+    def refused(self) -> str | None:
+        """Why it runs no forward; None: it can, or no attempt was made yet."""
+        ...
 
     @property
     def most_tokens(self) -> int:
-        """See the class."""
+        """Maximum number of tokens of the forwards that it runs now; 0: it runs none."""
         ...
 
     def run(self, rows: list[RowInput], cache: PagedStaticCache) -> PackedOutput | None:
@@ -96,11 +92,7 @@ class PackedModel:
     """
 
     def __init__(
-        self,
-        model: PreTrainedModel,
-        taps: Taps | None = None,
-        num_layers: int | None = None,
-        borrowed: bool = False,
+        self, model: PreTrainedModel, taps: Taps | None = None, num_layers: int | None = None, borrowed: bool = False
     ):
         architectures.check_supported(model)
         self.ranks = checked_ranks(model)
@@ -154,7 +146,7 @@ class PackedModel:
         return self._device if self._active else self._find_device()
 
     def _find_device(self) -> torch.device:
-        embeddings = self.model.get_input_embeddings()
+        embeddings: Any = self.model.get_input_embeddings()
         if embeddings.weight.device.type != "meta":
             return embeddings.weight.device
         # Offloaded weights: accelerate brings them to this device when they are needed.
@@ -345,22 +337,19 @@ class PackedModel:
         if not self.gather:
             kwargs["specdec"] = batch
         model, tapped = self.model, {}
-        batch.cache.batch = batch
         batch.invariant = InvariantOps(type(model).__name__) if self.deterministic else None
-        try:
-            with contextlib.ExitStack() as stack:
-                for change in self._changes(model, batch, tapped):
-                    stack.enter_context(change)
-                output = model(**kwargs)
-        finally:
-            batch.cache.batch = None
+        with batch.cache.running(batch), contextlib.ExitStack() as stack:
+            for change in self._changes(model, batch, tapped):
+                stack.enter_context(change)
+            output = model(**kwargs)
         if not self.gather and batch.attention_calls == 0:
             raise UnsupportedModel(
                 f"{type(model).__name__} did not call transformers' attention interface, so its outputs cannot be trusted."
             )
-        if self.recurrent is not None and batch.states.num_calls != len(self.recurrent.mixers):
+        ran = None if batch.states is None else batch.states.num_calls
+        if self.recurrent is not None and ran != len(self.recurrent.mixers):
             raise UnsupportedModel(
-                f"{type(model).__name__} ran {batch.states.num_calls} of its {len(self.recurrent.mixers)} recurrent layers, so "
+                f"{type(model).__name__} ran {ran} of its {len(self.recurrent.mixers)} recurrent layers, so "
                 "their states cannot be trusted."
             )
         returned = output.logits[0]
@@ -384,6 +373,7 @@ class PackedModel:
         if self.taps.last_hidden or self.taps.layers:
             changes.append(architectures.tapped(model, self.taps, tapped))
         if self._has_alibi:
+            assert isinstance(batch, PackedBatch)  # such models gather
             changes.append(alibi.packed(model, batch))
         if batch.invariant is not None:
             changes.append(batch.invariant)
@@ -392,6 +382,7 @@ class PackedModel:
     def _masks(self, batch: PackedBatch | CapturedBatch):
         """The model's `attention_mask` argument. It is 4-D, so that transformers passes it on unchanged."""
         if self.gather:
+            assert isinstance(batch, PackedBatch)
             masks = {
                 kind: batch.dense_mask(window, self.model.dtype, self.device) for kind, window in self._windows.items()
             }

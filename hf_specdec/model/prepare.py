@@ -11,12 +11,12 @@ from ..core.errors import UnsupportedModel
 from ..core.output import Taps
 from . import architectures, self_test
 from .attention import paged_attention_forward
-from .capturable import uses_graphs
+from .captures import uses_graphs
 from .graphs import GraphRunner
 from .native import NativeRunner, can_try
 from .options import invariant_check
 from .options.compiled import CompiledLayers, RewrittenLayers, layers_of
-from .options.few_row_linears import few_row_linears
+from .options.joined_linears import few_row_linears
 from .options.prepacked import prepack
 from .options.quantized import QuantizedLinears, quantize_for_good, quantized_linears, quantizes_natively
 from .packed_model import Activated, PackedModel
@@ -104,7 +104,7 @@ def prepare(
     if uses_graphs(options.cuda_graphs, packed):
         packed.graphs = GraphRunner(packed, by_lines=options.deterministic)
         if not keeps_linears:
-            left_out = architectures.decoder_layers(model) if options.compile else ()
+            left_out = list(architectures.decoder_layers(model)) if options.compile else ()
             linears = few_row_linears(model, left_out=left_out)
         if not options.deterministic and options.compile is None and options.quantization is None:
             layers = layers_of(model, paged_attention_forward, RewrittenLayers)

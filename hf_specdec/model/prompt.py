@@ -141,7 +141,8 @@ def _prefill(
             packed.reading(),
             architectures.tapping(packed.model, packed.taps, lambda key, states: found[key].append(states)),
         ):
-            output = packed.model._prefill(input_ids, generation_config, dict(inputs))
+            model: Any = packed.model
+            output = model._prefill(input_ids, generation_config, dict(inputs))
     finally:
         hook.remove()
     return output, found, positions[-1]
@@ -191,14 +192,14 @@ def row_of(cache: DynamicCache, index: int, columns: np.ndarray) -> KeysValues:
     adjacent = int(columns[-1] - columns[0]) + 1 == len(columns)
     pairs: KeysValues = []
     for layer in cache.layers:
-        states = getattr(layer, "keys", None), getattr(layer, "values", None)
+        states: Any = getattr(layer, "keys", None), getattr(layer, "values", None)
         if states[0] is None:  # this layer reads another layer's keys
             pairs.append(None)
             continue
         place: Any = slice(int(columns[0]), int(columns[-1]) + 1)
         if not adjacent:
             place = torch.from_numpy(columns).to(states[0].device)
-        keys, values = (each[index][:, place].transpose(0, 1) for each in states)
+        keys, values = (state[index][:, place].transpose(0, 1) for state in states)
         pairs.append((keys, values))
     return pairs
 
@@ -236,8 +237,9 @@ def _check_next_step(
     Done once for each kind of input. It costs one step of the model, and one of ours for the row whose positions are shifted most:
     one with axes that differ, if there is one.
     """
-    shifts = [(0, abs(each)) if isinstance(each, int) else (1, max(map(abs, each))) for each in prompt.offsets]
-    model, row = packed.model, shifts.index(max(shifts))
+    shifts = [(0, abs(offset)) if isinstance(offset, int) else (1, max(map(abs, offset))) for offset in prompt.offsets]
+    model: Any = packed.model
+    row = shifts.index(max(shifts))
     tokens = prompt.output.logits.argmax(1)
     following = model._update_model_kwargs_for_generation(output, dict(inputs), is_encoder_decoder=False)
     ids = torch.cat([input_ids, tokens[:, None].to(input_ids)], dim=1)

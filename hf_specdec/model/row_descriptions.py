@@ -1,12 +1,19 @@
-"""Describes the rows of a forward to the attention kernels: which slots hold their keys, and which keys their tokens see."""
+"""Describes the rows of a forward to attention: which slots hold their keys, and which keys their tokens see.
+
+The Triton kernels and the native library read descriptions; attention without them reads masks.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import numpy as np
+import torch
 
 from ..cache import PagedStaticCache
-from ..core.rows import RowInput
-from ..kernels.attention import NativeRow, NativeRows, RowDescription
+from ..core.rows import Chunks, RowInput
+from ..kernels.attention import NativeRow, NativeRows, PaddedRows, RowDescription
+from ..kernels.transfer import upload
 
 
 def describe(rows: list[RowInput], cache: PagedStaticCache) -> list[RowDescription]:
@@ -77,3 +84,109 @@ def _causal_prefix(paths: list[np.ndarray], start: int) -> int:
     while count < len(paths) and np.array_equal(paths[count], np.arange(start + count + 1)):
         count += 1
     return count
+
+
+# ---- masks ----
+
+# Measured: a CPU copies this many bytes of one row's keys and values in a layer in the time of one more product.
+PADDED_BYTES = 256 << 10
+
+
+def visible(row: RowInput, window: int | Chunks | None) -> np.ndarray | None:
+    """bool [t, S]: which of the row's S keys each of its t new tokens sees; None if all see all keys."""
+    size = window.size if isinstance(window, Chunks) else window
+    count = row.num_tokens
+    length = row.start + count
+    keys = np.arange(length)
+    queries = np.arange(row.start, length) if row.positions is None else row.positions
+    queries = queries if row.window_positions is None else row.window_positions
+    if row.visibility is None:
+        if count == 1 and (size is None or int(queries[0]) < size):
+            return None
+        allowed = keys[None, :] <= np.arange(row.start, length)[:, None]
+    else:
+        region = row.visibility.shape[1]
+        allowed = np.ones((count, length), dtype=bool)
+        allowed[:, length - region :] = row.visibility
+        if row.region_positions is not None:
+            keys[length - region :] = row.region_positions
+    if isinstance(window, Chunks):
+        allowed = allowed & (queries[:, None] // window.size == keys[None, :] // window.size)
+    elif window is not None:
+        allowed = allowed & (queries[:, None] - keys[None, :] < window)
+    return allowed
+
+
+def additive_masks(
+    rows: Sequence[RowInput], window: int | None, group: int, dtype: torch.dtype, device: torch.device
+) -> list[torch.Tensor | None]:
+    """Per row, the additive mask [group * t, S] of `reference.paged_attention`; None: all tokens see all keys.
+
+    Args:
+        group: query heads per key head.
+    """
+    causal: dict[tuple[int, int], torch.Tensor | None] = {}  # shared by causal rows of one shape
+    masks = []
+    for row in rows:
+        shape = (row.num_tokens, row.start)
+        if row.visibility is not None:
+            masks.append(_additive(visible(row, window), group, dtype, device))
+            continue
+        if shape not in causal:
+            causal[shape] = _additive(visible(row, window), group, dtype, device)
+        masks.append(causal[shape])
+    return masks
+
+
+def _additive(allowed: np.ndarray | None, group: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor | None:
+    return None if allowed is None else _minus_infinity_where(~allowed, dtype).repeat(group, 1).to(device)
+
+
+def _minus_infinity_where(hidden: np.ndarray, dtype: torch.dtype) -> torch.Tensor:
+    return torch.zeros(hidden.shape, dtype=dtype).masked_fill_(torch.from_numpy(hidden), float("-inf"))
+
+
+def block_diagonal_mask(rows: Sequence[RowInput], window: int | Chunks | None, dtype: torch.dtype) -> torch.Tensor:
+    """One additive mask [T, S_total] over the gathered keys of all rows: a token sees keys of its own row only."""
+    num_tokens, num_keys = sum(row.num_tokens for row in rows), sum(row.start + row.num_tokens for row in rows)
+    mask = torch.full((num_tokens, num_keys), torch.finfo(dtype).min, dtype=dtype)
+    first_token = first_key = 0
+    for row in rows:
+        length = row.start + row.num_tokens
+        allowed = visible(row, window)
+        block = mask[first_token : first_token + row.num_tokens, first_key : first_key + length]
+        if allowed is None:
+            block.fill_(0)
+        else:
+            block.masked_fill_(torch.from_numpy(allowed), 0)
+        first_token, first_key = first_token + row.num_tokens, first_key + length
+    return mask
+
+
+def is_worth_padding(rows: Sequence[RowInput], slot_bytes: int) -> bool:
+    """True if copying keys to one length costs less than attending row by row: several short rows of one token each.
+
+    Args:
+        slot_bytes: bytes of a slot's keys and values in one layer.
+    """
+    if len(rows) == 1 or any(row.num_tokens > 1 or row.visibility is not None for row in rows):
+        return False
+    return (1 + max(row.start for row in rows)) * slot_bytes <= PADDED_BYTES
+
+
+def padded_rows(
+    rows: Sequence[RowInput], cache: PagedStaticCache, window: int | None, dtype: torch.dtype, device: torch.device
+) -> PaddedRows:
+    """Rows of one token each, their keys padded to the longest row's length."""
+    lengths = np.array([row.start + 1 for row in rows])
+    size = int(lengths.max())
+    slots = np.empty((len(lengths), size), dtype=np.int64)
+    for own, row, length in zip(slots, rows, lengths, strict=True):
+        table = cache.tables[row.seq_id].slots
+        own[:length], own[length:] = table[:length], table[0]
+    keys = np.arange(size)
+    seen = keys < lengths[:, None]
+    if window is not None:
+        seen &= lengths[:, None] - 1 - keys < window
+    mask = None if seen.all() else _minus_infinity_where(~seen, dtype)[:, None, None].to(device)
+    return PaddedRows(upload(slots.ravel(), device), mask)

@@ -9,7 +9,9 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
-from typing import TYPE_CHECKING
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 import torch
@@ -26,13 +28,6 @@ if TYPE_CHECKING:
 
 logger = logging.getLogger(__name__)
 
-# Two texts are read in two forwards, so that the second one attends to cached keys: first _READ tokens of each text, then the
-# rest, with a tree after the second text. In memory the tree's siblings lie between parents and children.
-# For layers with a recurrent state, the first _READ tokens are the prompt.
-_READ = 2
-_LENGTHS = (3, 3)
-_PARENTS = np.array([-1, -1, 1, 0])
-_NUM_TOKENS = sum(_LENGTHS) + len(_PARENTS)
 # Largest error of the logits, relative to their spread, that rounding explains.
 TOLERANCES = {torch.float64: 1e-6, torch.float32: 1e-4, torch.float16: 1e-2, torch.bfloat16: 5e-2}
 # If a model's own logits vary more from batch to batch, this many times their variation is tolerated, up to a limit. The
@@ -43,6 +38,85 @@ _MOST_NOISE_LOW_PRECISION = 0.25
 
 _verdicts: dict[tuple, str] = {}  # "paged" or "gather"; refusals are not kept, because what was in the way may go
 _MOST_VERDICTS = 256  # the oldest goes first
+
+
+@dataclass(frozen=True)
+class Trial:
+    """Two texts that are read in two forwards, so that the second one attends to cached keys: the first `read` tokens of each text, then
+    the rest, with a tree after the second text. For layers with a recurrent state, the first `read` tokens are the prompt.
+
+    Attributes:
+        lengths: of the texts.
+        parents: of the tree's nodes; -1: the second text. In memory siblings lie between parents and children.
+    """
+
+    lengths: tuple[int, int]
+    parents: tuple[int, ...]
+    read: int = 2
+
+    def texts(self, vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """Ids of the two texts and of the nodes, spread over the vocabulary; all different if the vocabulary is large enough."""
+        count = sum(self.lengths) + len(self.parents)
+        ids = (np.arange(1, count + 1) * max(1, vocab_size // (count + 1))) % vocab_size
+        return ids[: self.lengths[0]], ids[self.lengths[0] : sum(self.lengths)], ids[sum(self.lengths) :]
+
+    def _path_to(self, node: int) -> list[int]:
+        path = []
+        while node >= 0:
+            path.append(node)
+            node = self.parents[node]
+        return path[::-1]
+
+    @property
+    def paths(self) -> list[list[int]]:
+        """The nodes from the root to each leaf."""
+        return [self._path_to(node) for node in range(len(self.parents)) if node not in self.parents]
+
+    def lines(self, vocab_size: int) -> list[np.ndarray]:
+        """Ids of the first text, and of the second text with each path of the tree."""
+        first, second, nodes = self.texts(vocab_size)
+        return [first, *(np.concatenate([second, nodes[path]]) for path in self.paths)]
+
+    def in_packed_order(self, logits: Sequence[torch.Tensor] | torch.Tensor) -> torch.Tensor:
+        """Logits [T, V] of the first text, the second, and each node once, from those of `lines`: the first path that contains it."""
+        of_nodes: dict[int, torch.Tensor] = {}
+        for line, path in enumerate(self.paths, start=1):
+            for depth, node in enumerate(path):
+                of_nodes.setdefault(node, logits[line][self.lengths[1] + depth])
+        nodes = torch.stack([of_nodes[node] for node in range(len(self.parents))])
+        return torch.cat([logits[0][: self.lengths[0]], logits[1][: self.lengths[1]], nodes])
+
+    def packed_logits(self, packed: PackedModel) -> torch.Tensor:
+        """The same logits [T, V] from two packed forwards."""
+        first, second, nodes = self.texts(packed.vocab_size)
+        cache = packed.new_cache(num_blocks=2, block_size=16, share_prefixes=False)
+        read, split, rows = self.read, self.lengths[0] - self.read, []
+        for row, text in enumerate((first, second)):
+            cache.add(row)
+            cache.reserve(row, 16)
+            rows.append(RowInput(row, text[:read], 0, logits=read, prompt=read))
+        with packed.active():
+            beginnings = packed.forward(rows, cache).logits
+            rest = RowInput(0, first[read:], read, logits=split)
+            rests = packed.forward([rest, self._tree_row(second, nodes)], cache).logits
+        return torch.cat([beginnings[:read], rests[:split], beginnings[read:], rests[split:]])
+
+    def _tree_row(self, text: np.ndarray, nodes: np.ndarray) -> RowInput:
+        """The rest of the second text with the tree after it."""
+        before = len(text) - self.read
+        count = before + len(nodes)
+        visibility = np.tri(count, dtype=bool)
+        visibility[before:, before:] = False
+        positions = np.arange(self.read, self.read + count)
+        for node in range(len(nodes)):
+            path = self._path_to(node)
+            visibility[before + node, before + np.array(path)] = True
+            positions[before + node] = len(text) - 1 + len(path)
+        ids = np.concatenate([text[self.read :], nodes])
+        return RowInput(1, ids, self.read, positions, visibility, positions, logits=count)
+
+
+_TRIAL = Trial((3, 3), (-1, -1, 1, 0))
 
 
 def check(packed: PackedModel) -> None:
@@ -130,7 +204,7 @@ def problem_of(packed: PackedModel) -> str | None:
 
 def _problem(packed: PackedModel, expected: _Expected) -> str | None:
     try:
-        error = relative_error(_packed_logits(packed), expected.logits)
+        error = relative_error(_TRIAL.packed_logits(packed), expected.logits)
     except torch.OutOfMemoryError:
         raise
     except Exception as failure:  # an unknown model may raise anything, and the other way may still work
@@ -151,7 +225,7 @@ def _problem(packed: PackedModel, expected: _Expected) -> str | None:
 
 class _Expected:
     """The logits of every packed token from the model's plain forward: no cache, its own attention, one line per tree path.
-    Some models read the first _READ tokens at once and the others one by one with their own cache, as `generate()` does: those with a
+    Some models read the first tokens at once and the others one by one with their own cache, as `generate()` does: those with a
     recurrent state, which for many tokens may differ by more than rounding, and those with hooks or forwards of others, which may
     depend on the number of tokens.
 
@@ -162,11 +236,9 @@ class _Expected:
     def __init__(self, packed: PackedModel):
         self.packed = packed
         self._by_token = packed.recurrent is not None or is_intervened(packed)
-        first, second, nodes = _texts(packed.vocab_size)
-        paths = [first] + [np.concatenate([second, nodes[path]]) for path in _leaf_paths()]
-        self.paths = [torch.from_numpy(path).to(packed.device) for path in paths]
+        self.paths = [torch.from_numpy(line).to(packed.device) for line in _TRIAL.lines(packed.vocab_size)]
         # Padding is on the right, where causal attention does not see it.
-        batch = torch.nn.utils.rnn.pad_sequence(self.paths, batch_first=True, padding_value=int(first[0]))
+        batch = torch.nn.utils.rnn.pad_sequence(self.paths, batch_first=True, padding_value=int(self.paths[0][0]))
         try:
             lines = self._plain_forward(batch)
         except (torch.OutOfMemoryError, UnsupportedModel):
@@ -175,7 +247,7 @@ class _Expected:
             raise UnsupportedModel(
                 f"{type(packed.model).__name__} cannot run on token ids alone: its own forward raised {type(failure).__name__} ({failure})."
             ) from failure
-        self.logits = self._in_packed_order(lines)
+        self.logits = _TRIAL.in_packed_order(lines)
         self._check_causal(batch, lines)
 
     def _check_causal(self, batch: torch.Tensor, lines: torch.Tensor) -> None:
@@ -184,7 +256,7 @@ class _Expected:
         No other comparison can find attention to later tokens. Where weights are small, such attention changes logits no more
         than rounding does; then gradients tell the two apart, because rounding has none.
         """
-        texts = lines[1:, : _LENGTHS[1]]
+        texts = lines[1:, : _TRIAL.lengths[1]]
         error = max(relative_error(text, texts[0]) for text in texts[1:])
         if error > TOLERANCES.get(self.packed.model.dtype, 5e-2) or (
             error > 0 and self._has_gradient_from_later(batch)
@@ -214,7 +286,7 @@ class _Expected:
             handle = model.get_input_embeddings().register_forward_hook(follow)
         except (NotImplementedError, AttributeError):  # a model that does not say which module embeds
             return False
-        seen = _LENGTHS[1]
+        seen = _TRIAL.lengths[1]
         try:
             with torch.inference_mode(False), torch.enable_grad():
                 logits = self._plain_forward(batch.clone())[:, :seen]
@@ -231,7 +303,7 @@ class _Expected:
     def noise(self) -> float:
         """Relative difference between the logits of the lines run as one batch and one by one."""
         lines = [self._plain_forward(path[None])[0] for path in self.paths]
-        return relative_error(self._in_packed_order(lines), self.logits)
+        return relative_error(_TRIAL.in_packed_order(lines), self.logits)
 
     def _plain_forward(self, ids: torch.Tensor) -> torch.Tensor:
         if self._by_token:
@@ -246,7 +318,7 @@ class _Expected:
 
         Classes with a text model inside count the same in both ways, or on several axes, and are left to count.
         """
-        model = self.packed.model
+        model: Any = self.packed.model
         if "position_ids" not in self.packed.forward_parameters or architectures.is_multimodal(model):
             return {}
         positions = torch.arange(ids.shape[1], device=ids.device)[None].expand(ids.shape)
@@ -260,7 +332,7 @@ class _Expected:
         given, cache, logits = self._positions(ids), None, []
         if self.packed.recurrent is not None:
             given = {"position_ids": torch.arange(ids.shape[1], device=ids.device)[None].expand(ids.shape)}
-        for piece in (slice(0, _READ), *(slice(i, i + 1) for i in range(_READ, ids.shape[1]))):
+        for piece in (slice(0, _TRIAL.read), *(slice(i, i + 1) for i in range(_TRIAL.read, ids.shape[1]))):
             output = self.packed.model(
                 input_ids=ids[:, piece],
                 use_cache=True,
@@ -271,67 +343,6 @@ class _Expected:
             cache = getattr(output, CACHE)
             logits.append(output.logits.float())
         return torch.cat(logits, dim=1)
-
-    @staticmethod
-    def _in_packed_order(lines) -> torch.Tensor:
-        """Logits [T, V] of the first text, the second, and each node once, taken from the first path that contains it."""
-        node_lines = {}
-        for line, path in enumerate(_leaf_paths(), start=1):
-            for depth, node in enumerate(path):
-                node_lines.setdefault(node, lines[line][_LENGTHS[1] + depth])
-        nodes = torch.stack([node_lines[node] for node in range(len(_PARENTS))])
-        return torch.cat([lines[0][: _LENGTHS[0]], lines[1][: _LENGTHS[1]], nodes])
-
-
-def _packed_logits(packed: PackedModel) -> torch.Tensor:
-    """The same logits [T, V] from two packed forwards: the beginnings of both texts, then their rests and the tree."""
-    texts = _texts(packed.vocab_size)
-    cache = packed.new_cache(num_blocks=2, block_size=16, share_prefixes=False)
-    rows = []
-    for row in (0, 1):
-        cache.add(row)
-        cache.reserve(row, 16)
-        rows.append(RowInput(row, texts[row][:_READ], 0, logits=_READ, prompt=_READ))
-    rest = RowInput(0, texts[0][_READ:], _READ, logits=_LENGTHS[0] - _READ)
-    with packed.active():
-        beginnings = packed.forward(rows, cache).logits
-        rests = packed.forward([rest, _tree_row(texts)], cache).logits
-    split = _LENGTHS[0] - _READ
-    return torch.cat([beginnings[:_READ], rests[:split], beginnings[_READ:], rests[split:]])
-
-
-def _tree_row(texts) -> RowInput:
-    """The rest of the second text with the tree after it."""
-    _, text, nodes = texts
-    own = len(text) - _READ
-    count = own + len(nodes)
-    visibility = np.tri(count, dtype=bool)
-    visibility[own:, own:] = False
-    positions = np.arange(_READ, _READ + count)
-    for node in range(len(nodes)):
-        path = _path_to(node)
-        visibility[own + node, own + np.array(path)] = True
-        positions[own + node] = len(text) - 1 + len(path)
-    return RowInput(1, np.concatenate([text[_READ:], nodes]), _READ, positions, visibility, positions, logits=count)
-
-
-def _texts(vocab_size: int) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ids of the two texts and of the nodes, spread over the vocabulary; all different if the vocabulary is large enough."""
-    ids = (np.arange(1, _NUM_TOKENS + 1) * max(1, vocab_size // (_NUM_TOKENS + 1))) % vocab_size
-    return ids[: _LENGTHS[0]], ids[_LENGTHS[0] : sum(_LENGTHS)], ids[sum(_LENGTHS) :]
-
-
-def _path_to(node: int) -> list[int]:
-    """The nodes from the root to a node, itself included."""
-    path = []
-    while node >= 0:
-        path.append(node)
-        node = int(_PARENTS[node])
-    return path[::-1]
-
-
-def _leaf_paths() -> list[list[int]]:
-    return [_path_to(node) for node in range(len(_PARENTS)) if node not in _PARENTS]
 
 
 def relative_error(logits: torch.Tensor, expected: torch.Tensor) -> float:

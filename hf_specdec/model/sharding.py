@@ -28,7 +28,7 @@ def checked_ranks(model: PreTrainedModel) -> Ranks | None:
         UnsupportedModel: it is sharded in a way that would give wrong text.
     """
     mesh = getattr(model, "_device_mesh", None)
-    sizes = {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
+    sizes: dict[str, int] = {} if mesh is None else dict(zip(mesh.mesh_dim_names or (), mesh.shape, strict=False))
     name = type(model).__name__
     if sizes.get("pp", 1) > 1:
         raise UnsupportedModel(
@@ -77,7 +77,7 @@ def _is_shard(tensor: Any) -> bool:
 
 def is_sharded(module: nn.Module) -> bool:
     """True if one of the module's own parameters is a shard."""
-    return any(_is_shard(each) for each in module._parameters.values())
+    return any(_is_shard(parameter) for parameter in module._parameters.values())
 
 
 def whole(module: nn.Module) -> nn.Module:
@@ -107,12 +107,12 @@ def _whole_parameter(parameter: nn.Parameter) -> nn.Parameter:
     found = _whole_parameters.get(parameter)
     if found is None:
         with torch.no_grad():
-            full: Any = parameter.full_tensor()
+            full: Any = parameter.full_tensor()  # pyright: ignore[reportAttributeAccessIssue]
         found = _whole_parameters[parameter] = nn.Parameter(full.detach().clone(), requires_grad=False)
     return found
 
 
-def local(tensor: torch.Tensor) -> torch.Tensor:
+def local(tensor: Any) -> torch.Tensor:
     """This rank's shard of a weight, or the whole weight."""
     return tensor.to_local() if _is_shard(tensor) else tensor
 
@@ -153,7 +153,7 @@ def note_linears(model: PreTrainedModel) -> None:
 
     mesh: Any = model._device_mesh
     for name, module in model.named_modules():
-        style = ALL_PARALLEL_STYLES.get((model.tp_plan or {}).get(replace_layer_number_by_wildcard(name)))
+        style: Any = ALL_PARALLEL_STYLES.get((model.tp_plan or {}).get(replace_layer_number_by_wildcard(name)))
         if type(module) is nn.Linear and type(style) in (ColwiseParallel, RowwiseParallel) and is_sharded(module):
             _forwards[module] = ShardedForward(style, mesh["tp"])
 
@@ -171,7 +171,7 @@ def weight_of(linear: nn.Linear) -> torch.Tensor:
 
 def bias_of(linear: nn.Linear) -> torch.Tensor | None:
     """The bias that belongs to this rank's product. A layer that is split by inputs adds its bias once, after the sum."""
-    weight = linear.weight
+    weight: Any = linear.weight
     if linear.bias is None or (_is_shard(weight) and weight.placements[0].is_shard(1)):
         return None
     return local(linear.bias)

@@ -85,15 +85,12 @@ class OwnParameters(dict):
         self._seen()[name] = value
 
     def get(self, name: str, default: Any = None) -> Any:
-        """The parameter of this name; `default` if there is none."""
         return self._seen().get(name, default)
 
     def values(self) -> Any:
-        """The parameters."""
         return self._seen().values()
 
     def items(self) -> Any:
-        """Names and parameters."""
         return self._seen().items()
 
     def __reduce__(self) -> tuple:

@@ -13,8 +13,7 @@ from ..core.draft_trees import DraftTrees
 from ..core.sequence import Sequence
 from ..kernels import random_bits
 from ..kernels.drafts import last_node
-from ..kernels.verification.reference import own_scores
-from ..kernels.verification.typical import likeliest_longest_path, typical_thresholds
+from ..kernels.verification.reference import likeliest_longest_path, own_scores, typical_thresholds
 
 logger = logging.getLogger(__name__)
 

@@ -20,12 +20,11 @@ from torch import nn
 from ...cache import PagedStaticCache
 from ...core.draft_trees import DraftTrees
 from ...core.sequence import Sequence
-from ...kernels.dispatch import current
+from ...kernels.dispatch import current, next_power_of_two
 from ...kernels.transfer import upload
-from ...model.buckets import blocks_bucket, power_of_two, rows_bucket
 from ...model.captures import Captures, places_of
 from ...model.draft_loop import LevelForward, LoopBuffers
-from ...model.graphs import MOST_TOKENS
+from ...model.graphs import MOST_TOKENS, blocks_bucket, rows_bucket
 from ...model.packed_model import PackedModel
 from ...sampling.buffers import SamplingBuffers
 from .tree_growth import Draft, DraftLevel, DynamicGrowth, Growth, Vocabulary, grow, growth_of
@@ -191,7 +190,7 @@ class CapturedRounds:
         drafted = [i for i, limit in enumerate(limits) if limit]
         order = sorted(range(len(drafted)), key=lambda i: -limits[drafted[i]])  # the deepest first: see LoopBuffers
         rows = [drafted[i] for i in order]
-        num_rows, depth = rows_bucket(len(rows)), min(power_of_two(growth.last), shape.depth)
+        num_rows, depth = rows_bucket(len(rows)), min(next_power_of_two(growth.last), shape.depth)
         forwards = self._forwards(depth)
         if num_rows * max((tensor.width for tensor in forwards), default=shape.widest) > MOST_TOKENS:
             return None

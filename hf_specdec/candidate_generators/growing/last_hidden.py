@@ -15,7 +15,7 @@ from ...core.outcome import StepOutcome
 from ...core.output import Taps
 from ...core.sequence import Sequence
 from ...kernels.transfer import upload
-from ...model.options.few_row_linears import few_row_linears
+from ...model.options.joined_linears import few_row_linears
 from ...model.options.prepacked import prepack
 from ...model.packed_model import PackedModel
 from ..base import CandidateGenerator, RunsModel

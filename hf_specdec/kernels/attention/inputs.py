@@ -1,12 +1,12 @@
-"""AttentionInputs: a ragged batch as the attention kernel reads it, and how to build it from row descriptions."""
+"""A ragged batch as the implementations of attention read it: AttentionInputs for the kernel, built from row descriptions, and others."""
 
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
-from dataclasses import dataclass
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass, field
 from functools import cached_property
-from typing import Any
+from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -29,7 +29,7 @@ class AttentionInputs:
         visibility: [T, W] or None: bit r % 32 of word r // 32 says if a token sees key r of its row's region, which is the
             last `region_lengths[b]` keys. All tokens see the keys before the region. None: no row has a region.
         region_lengths: [B], at most 32 * W; 0 for a causal row, whose visibility is not read.
-        positions: [T], positions of the tokens; needed only for sliding windows and ALiBi.
+        positions: [T], positions of the tokens; needed only for sliding windows.
         region_positions: [B, 32 * W], positions of the region's keys, used for windows and ALiBi; None: a key's position is
             its index in the row.
     """
@@ -171,29 +171,18 @@ def attention_inputs(
     rows: Sequence[RowDescription],
     block_size: int,
     device: torch.device | str = "cpu",
-    max_query_length: int | None = None,
-    max_blocks: int | None = None,
-    num_words: int | None = None,
-    num_tokens: int | None = None,
+    sizes: InputSizes | None = None,
 ) -> AttentionInputs:
     """Build AttentionInputs for `rows` on the host, and copy them to `device` at once.
 
     Args:
-        max_query_length, max_blocks, num_words, num_tokens: bucket sizes (the last three: columns of the block tables,
-            words of the visibility, packed tokens); None: what the rows need.
+        sizes: those of a bucket; None: what the rows need.
 
     Raises:
         ValueError: a row does not fit a bucket, has fewer blocks than its keys need, or a region shorter than its tokens
             or longer than its keys.
     """
-    needed = sizes_of(rows)
-    sizes = InputSizes(
-        len(rows),
-        needed.num_tokens if num_tokens is None else num_tokens,
-        needed.max_query_length if max_query_length is None else max_query_length,
-        max(needed.max_blocks, 1) if max_blocks is None else max_blocks,
-        needed.num_words if num_words is None else num_words,
-    )
+    sizes = sizes_of(rows) if sizes is None else sizes
     flat = np.zeros(sizes.starts["end"], dtype=np.int32)
     fill_inputs(sizes.views(flat), rows, block_size, sizes)
     return sizes.inputs(torch.from_numpy(flat).to(device), block_size)
@@ -207,7 +196,7 @@ def sizes_of(rows: Sequence[RowDescription]) -> InputSizes:
         num_rows=len(rows),
         num_tokens=sum(counts),
         max_query_length=max(counts, default=0),
-        max_blocks=max((len(row.blocks) for row in rows), default=0),
+        max_blocks=max((len(row.blocks) for row in rows), default=1) or 1,
         num_words=-(-max(regions, default=0) // 32),
     )
 
@@ -256,3 +245,126 @@ def _fill_region(parts: dict[str, np.ndarray], index: int, end: int, row: RowDes
     parts["visibility"][end - row.query_length : end] = pack_visibility(row.visibility, sizes.num_words)
     own = np.arange(row.key_length - region, row.key_length)
     parts["region_positions"][index, :region] = own if row.region_positions is None else row.region_positions
+
+
+# ---- for the other implementations ----
+
+
+class AttentionRow(NamedTuple):
+    """One row of a ragged batch, as the definition reads it.
+
+    `start:end` are its queries among the packed tokens. Its keys are in the slots `slots` [length], or, if that is None, in the
+    contiguous run from `first_slot` on, which is read without a copy.
+    """
+
+    start: int
+    end: int
+    length: int
+    first_slot: int
+    slots: torch.Tensor | None
+
+
+class PaddedRows(NamedTuple):
+    """B rows with one query each, with keys padded to one length S.
+
+    `slots` int64 [B * S] are the rows' slots; shorter rows are padded with any slot that has been written. `mask` is additive,
+    float [B, 1, 1, S], or None if every row has S keys and sees all of them.
+    """
+
+    slots: torch.Tensor
+    mask: torch.Tensor | None
+
+
+class AttentionPlan(NamedTuple):
+    """A batch as the definition reads it. Layers with the same window and sizes share one.
+
+    Attributes:
+        rows, masks: per row, the places of its queries and keys, and an additive float mask [G * t, S] for its t queries,
+            repeated for the G = H / Hkv heads of a group (None: every query sees every key).
+        padded: the same rows padded, if they are short and have one query each: one product is then faster than one per row.
+    """
+
+    rows: list[AttentionRow]
+    masks: list[torch.Tensor | None]
+    padded: PaddedRows | None = None
+
+
+class LinearRow(NamedTuple):
+    """One line of text: a row of a batch, or one path of its draft tree.
+
+    `start:end` are its queries among the packed tokens. Its keys are in `slots` [S], in the order of the text; the last ones are
+    those of the queries. A query sees the keys up to its own.
+    """
+
+    start: int
+    end: int
+    slots: torch.Tensor
+
+
+class NativeRow(NamedTuple):
+    """One row of a ragged batch.
+
+    `start:end` are its queries among the packed tokens, and its keys are in the first `length` of `slots` (int64). `visibility` bool
+    [end - start, m] says which of the last m keys a query sees (None: causal). Windows read `region_positions` [m] and `positions`
+    [end - start], int64; None: a key's position is its index.
+    """
+
+    start: int
+    end: int
+    length: int
+    slots: np.ndarray
+    visibility: np.ndarray | None = None
+    region_positions: np.ndarray | None = None
+    positions: np.ndarray | None = None
+
+
+@dataclass
+class NativeRows:
+    """The rows as the library reads them: int64 [B, 8], and the arrays that it points to."""
+
+    table: np.ndarray
+    most_queries: int
+    kept: list[Any] = field(default_factory=list)
+
+    @classmethod
+    def of(cls, rows: Iterable[NativeRow]) -> NativeRows:
+        """Describe the rows."""
+        lines, kept, most = [], [], 0
+        for row in rows:
+            region = 0 if row.visibility is None else row.visibility.shape[1]
+            line = [row.start, row.end, row.length, 0, 0, region, 0, 0]
+            for place, array, dtype in (
+                (3, row.slots, np.int64),
+                (4, row.visibility, np.uint8),
+                (6, row.region_positions, np.int64),
+                (7, row.positions, np.int64),
+            ):
+                if array is not None:
+                    own = np.ascontiguousarray(array, dtype=dtype)
+                    kept.append(own)
+                    line[place] = own.__array_interface__["data"][0]  # `.ctypes` takes several times as long
+            lines.append(line)
+            most = max(most, row.end - row.start)
+        return cls(np.array(lines, dtype=np.int64).reshape(-1, 8), most, kept)
+
+
+class AttentionBatch(Protocol):
+    """A batch that can describe itself to every implementation. It builds each description when first asked, and keeps it."""
+
+    def attention_inputs(self, device: torch.device) -> AttentionInputs:
+        """The rows as the Triton kernel reads them."""
+        ...
+
+    def plan(
+        self, window: int | None, query: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor
+    ) -> AttentionPlan:
+        """The rows and masks as the definition reads them, for layers with this window, these pools and queries [T, H, D]."""
+        ...
+
+    def native_rows(self) -> NativeRows:
+        """The rows as the native library reads them."""
+        ...
+
+    def lines(self, device: torch.device) -> list[LinearRow]:
+        """The rows as invariant attention reads them: every path of a tree is a row of its own."""
+        ...

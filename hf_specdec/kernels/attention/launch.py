@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 import torch
 
-from ..launching import next_power_of_two
+from ..dispatch import next_power_of_two
 
 # Measured on an H100 with 8 key heads of 128 elements, in bfloat16.
 SPLIT_KEYS = 64  # the least keys of a split: one tile (512 keys take 6.4 us in 8 splits, 7.6 in 4, 12.0 in one)
@@ -32,7 +32,6 @@ class AttentionLaunch:
         keys_per_split: the least keys of a split, a multiple of block_n.
         fixed_splits: splits start at multiples of `keys_per_split`, independent of the row's length and the batch.
         peel: process tiles of keys that all queries see in a loop without masks.
-        late_sums: sum the weights over keys only at the end.
         early_merge: launch the merge while attention runs (programmatic dependent launch).
     """
 
@@ -44,7 +43,6 @@ class AttentionLaunch:
     keys_per_split: int = 256
     fixed_splits: bool = False
     peel: bool = True
-    late_sums: bool = False
     early_merge: bool = False
 
 
@@ -65,7 +63,6 @@ class AttentionShape:
     key_width: int
     value_width: int
     itemsize: int
-    values_in_keys: bool = False
     masks_load: bool = False
 
 
@@ -143,7 +140,7 @@ def choose_launch(shape: AttentionShape, limits: DeviceLimits, invariant: bool =
         block_n = 64 if width <= 128 else 32
         num_warps = 8 if block_m == 128 or width > 256 else 4
     programs_at_once = 1 if num_warps == 8 else 2
-    key_bytes = (shape.key_width + (0 if shape.values_in_keys else shape.value_width)) * shape.itemsize
+    key_bytes = (shape.key_width + shape.value_width) * shape.itemsize
     room = limits.shared_memory // programs_at_once - block_m * shape.key_width * shape.itemsize
     while block_n > 16 and limits.shared_memory - block_m * shape.key_width * shape.itemsize < 2 * block_n * key_bytes:
         block_n //= 2

@@ -7,73 +7,24 @@ the batch.
 from __future__ import annotations
 
 import ctypes
-from collections.abc import Iterable
-from dataclasses import dataclass, field
-from typing import Any, NamedTuple
 
-import numpy as np
 import torch
 
 from ..native import TYPES, Attention, library
+from . import reference
+from .inputs import AttentionBatch, NativeRows
 
 # Rows with more new tokens (prompts) are matrix products, which torch does faster.
 MOST_QUERIES = 64
 _BYTES_PER_THREAD = 1 << 20  # of keys and values: waking a thread takes as long as reading some 100 KiB
 
 
-class NativeRow(NamedTuple):
-    """One row of a ragged batch.
-
-    `start:end` are its queries among the packed tokens, and its keys are in the first `length` of `slots` (int64). `visibility` bool
-    [end - start, m] says which of the last m keys a query sees (None: causal). Windows read `region_positions` [m] and `positions`
-    [end - start], int64; None: a key's position is its index.
-    """
-
-    start: int
-    end: int
-    length: int
-    slots: np.ndarray
-    visibility: np.ndarray | None = None
-    region_positions: np.ndarray | None = None
-    positions: np.ndarray | None = None
-
-
-@dataclass
-class NativeRows:
-    """The rows as the library reads them: int64 [B, 8], and the arrays that it points to."""
-
-    table: np.ndarray
-    most_queries: int
-    kept: list[Any] = field(default_factory=list)
-
-    @classmethod
-    def of(cls, rows: Iterable[NativeRow]) -> NativeRows:
-        """Describe the rows."""
-        lines, kept, most = [], [], 0
-        for row in rows:
-            line = [
-                row.start,
-                row.end,
-                row.length,
-                0,
-                0,
-                0 if row.visibility is None else row.visibility.shape[1],
-                0,
-                0,
-            ]
-            for place, array, dtype in (
-                (3, row.slots, np.int64),
-                (4, row.visibility, np.uint8),
-                (6, row.region_positions, np.int64),
-                (7, row.positions, np.int64),
-            ):
-                if array is not None:
-                    own = np.ascontiguousarray(array, dtype=dtype)
-                    kept.append(own)
-                    line[place] = own.__array_interface__["data"][0]  # `.ctypes` takes several times as long
-            lines.append(line)
-            most = max(most, row.end - row.start)
-        return cls(np.array(lines, dtype=np.int64).reshape(-1, 8), most, kept)
+def attend(query, key_pool, value_pool, batch: AttentionBatch, scaling, *, window, softcap, sinks) -> torch.Tensor:
+    """See `reference.attend`."""
+    rows = batch.native_rows()
+    if serves(query, key_pool, value_pool, rows):
+        return paged_attention(query, key_pool, value_pool, rows, scaling, window, softcap, sinks)
+    return reference.attend(query, key_pool, value_pool, batch, scaling, window=window, softcap=softcap, sinks=sinks)
 
 
 def serves(query: torch.Tensor, key_pool: torch.Tensor, value_pool: torch.Tensor, rows: NativeRows) -> bool:

@@ -2,49 +2,23 @@
 
 from __future__ import annotations
 
-from typing import NamedTuple
-
 import torch
 import torch.nn.functional as F
 
-
-class AttentionRow(NamedTuple):
-    """One row of a ragged batch, as the definition reads it.
-
-    `start:end` are its queries among the packed tokens. Its keys are in the slots `slots` [length], or, if that is None, in the
-    contiguous run from `first_slot` on, which is read without a copy.
-    """
-
-    start: int
-    end: int
-    length: int
-    first_slot: int
-    slots: torch.Tensor | None
+from .inputs import AttentionBatch, AttentionRow, LinearRow, PaddedRows
 
 
-class PaddedRows(NamedTuple):
-    """B rows with one query each, with keys padded to one length S.
-
-    `slots` int64 [B * S] are the rows' slots; shorter rows are padded with any slot that has been written. `mask` is additive,
-    float [B, 1, 1, S], or None if every row has S keys and sees all of them.
-    """
-
-    slots: torch.Tensor
-    mask: torch.Tensor | None
+def attend(query, key_pool, value_pool, batch: AttentionBatch, scaling, *, window, softcap, sinks) -> torch.Tensor:
+    """Attention [T, H, Dv] of queries [T, H, D] over a batch that describes its rows. See `paged_attention`."""
+    plan = batch.plan(window, query, key_pool, value_pool)
+    return paged_attention(query, key_pool, value_pool, plan.rows, plan.masks, scaling, softcap, sinks, plan.padded)
 
 
-class AttentionPlan(NamedTuple):
-    """A batch as the definition reads it. Layers with the same window and sizes share one.
-
-    Attributes:
-        rows, masks: per row, the places of its queries and keys, and an additive float mask [G * t, S] for its t queries,
-            repeated for the G = H / Hkv heads of a group (None: every query sees every key).
-        padded: the same rows padded, if they are short and have one query each: one product is then faster than one per row.
-    """
-
-    rows: list[AttentionRow]
-    masks: list[torch.Tensor | None]
-    padded: PaddedRows | None = None
+def attend_invariant(
+    query, key_pool, value_pool, batch: AttentionBatch, scaling, *, window, softcap, sinks
+) -> torch.Tensor:
+    """`attend`, where a query's result does not depend, bit for bit, on the rest of the batch."""
+    return query_by_query(query, key_pool, value_pool, batch.lines(query.device), scaling, window, softcap, sinks)
 
 
 def paged_attention(
@@ -144,3 +118,48 @@ def read_row(pool: torch.Tensor, row: AttentionRow) -> torch.Tensor:
         shape, strides = (1, pool.shape[1], row.length, pool.shape[2]), (per_slot, per_head, per_slot, 1)
         return pool.as_strided(shape, strides, pool.storage_offset() + row.first_slot * per_slot)
     return pool.index_select(0, row.slots).transpose(0, 1)[None]
+
+
+# ---- attention whose result for a query does not depend on the rest of the batch: one call per query ----
+
+
+def query_by_query(
+    query: torch.Tensor,
+    key_pool: torch.Tensor,
+    value_pool: torch.Tensor,
+    rows: list[LinearRow],
+    scaling: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """As `paged_attention`, with one call per query, whose shapes depend only on how many keys the query sees.
+
+    Args:
+        query: [T, H, D].
+        key_pool, value_pool: [slots, Hkv, D] and [slots, Hkv, Dv]; the batch's own keys must already be written.
+        window: a query sees only the last `window` keys, including its own.
+        scaling, softcap, sinks: see `paged_attention`.
+
+    Returns: [T, H, Dv].
+    """
+    num_tokens, num_heads, _ = query.shape
+    num_kv_heads, value_width = value_pool.shape[1:]
+    out = query.new_zeros(num_tokens, num_heads, value_width)
+    for row in rows:
+        keys, values = key_pool.index_select(0, row.slots), value_pool.index_select(0, row.slots)
+        before = keys.shape[0] - (row.end - row.start)
+        for token in range(row.start, row.end):
+            end = before + token - row.start + 1
+            begin = 0 if window is None else max(end - window, 0)
+            q = query[token].clone()
+            k, v = keys[begin:end].transpose(0, 1)[None], values[begin:end].transpose(0, 1)[None]
+            if softcap is None and sinks is None:
+                attended = F.scaled_dot_product_attention(
+                    q[None, :, None], k, v, scale=scaling, enable_gqa=num_heads != num_kv_heads
+                )
+            else:
+                folded = q.view(1, num_kv_heads, num_heads // num_kv_heads, -1)
+                attended = attention_with_softcap_or_sinks(folded, k, v, None, scaling, softcap, sinks)
+            out[token] = attended.reshape(num_heads, value_width)
+    return out

@@ -1,23 +1,332 @@
-"""Launch paged attention over a ragged batch with trees (definition: `reference.paged_attention`)."""
+"""Paged attention over a ragged batch with trees in Triton (definition: `reference.paged_attention`).
 
-# pyright: reportCallIssue=false
+One program computes a tile of queries of one row for one key head. The heads of a group are further queries of the same keys
+(GQA packing, Ainslie et al. 2023), so keys and values are read once for all of them. Softmax is computed online over tiles of
+keys (Dao et al., "FlashAttention", 2022). With few rows and long contexts, several programs share the keys of a row, and a
+second small launch merges their results ("Flash-Decoding", Dao et al. 2023).
+
+`attention_kernel` is long on purpose: passing the tile's state between functions would cost registers.
+"""
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch
 import triton
+import triton.language as tl
+from triton.language.extra.cuda import gdc_launch_dependents, gdc_wait
 
-from ..launching import next_power_of_two
-from .inputs import AttentionInputs
-from .launch import (
-    AttentionLaunch,
-    AttentionShape,
-    choose_launch,
-    device_limits,
-    head_widths,
-    merge_tile,
-    num_tiles,
-)
-from .triton_kernels import LOG2E, attention_kernel, merge_kernel
+from ..dispatch import next_power_of_two
+from ..flash_attention import flash_attention_for
+from .inputs import AttentionBatch, AttentionInputs
+from .launch import AttentionLaunch, AttentionShape, choose_launch, device_limits, head_widths, merge_tile, num_tiles
+
+LOG2E = tl.constexpr(1.4426950408889634)
+_NOTHING = tl.constexpr(-1e30)  # the maximum before any key; finite, to avoid -inf - -inf
+
+
+@triton.jit
+def _locate_tile(tile, query_starts, num_rows, tiles_per_row, GROUP: tl.constexpr, BLOCK_M: tl.constexpr):
+    """The row of a tile and the tile's first query in it (queries are counted token by token, then by head of the group)."""
+    if tiles_per_row > 0:
+        row = tile // tiles_per_row
+        first = (tile - row * tiles_per_row) * BLOCK_M
+    else:
+        # Ragged: row b starts at tile start * GROUP // BLOCK_M + b, which leaves every row enough tiles.
+        low = 0
+        high = num_rows - 1
+        while low < high:
+            middle = (low + high + 1) // 2
+            if tl.load(query_starts + middle) * GROUP // BLOCK_M + middle <= tile:
+                low = middle
+            else:
+                high = middle - 1
+        row = low
+        first = (tile - (tl.load(query_starts + row) * GROUP // BLOCK_M + row)) * BLOCK_M
+    return row, first
+
+
+@triton.jit
+def _load_tile(pool, slots, seen, columns, stride, WIDTH: tl.constexpr, FULL: tl.constexpr, MASKED: tl.constexpr):
+    """[slots, columns] of a pool; zeros after WIDTH columns and, if MASKED, where `seen` is false."""
+    pointers = pool + slots[:, None] * stride + columns[None, :]
+    if MASKED:
+        if FULL:
+            return tl.load(pointers, mask=seen[:, None], other=0.0)
+        return tl.load(pointers, mask=seen[:, None] & (columns < WIDTH)[None, :], other=0.0)
+    if FULL:
+        return tl.load(pointers)
+    return tl.load(pointers, mask=(columns < WIDTH)[None, :], other=0.0)
+
+
+@triton.jit
+def _of_split(split, begin, end, num_splits, keys_per_split, FIXED_SPLITS: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The part of the keys begin .. end that a split attends to: an equal share of the tiles, at least `keys_per_split`.
+
+    The last split, which computes masks, never has more tiles than the others.
+    """
+    if FIXED_SPLITS:  # at the same keys in every batch
+        first = split * keys_per_split
+        last = first + keys_per_split
+    else:
+        tiles = tl.maximum(tl.cdiv(end - begin, BLOCK_N), 1)
+        splits = tl.minimum(num_splits, tl.cdiv(tiles, keys_per_split // BLOCK_N))
+        first = begin + tl.cdiv(split * tiles, splits) * BLOCK_N
+        last = begin + tl.cdiv((split + 1) * tiles, splits) * BLOCK_N
+    return tl.maximum(begin, first), tl.minimum(end, last)
+
+
+@triton.jit
+def _seen_keys(
+    index, exists, last_seen, visibility, only_word, packed, valid, region_start, has_region, WORDS: tl.constexpr
+):
+    """bool [queries, keys]: causal up to `last_seen`; in rows with a region, all keys before it and those whose bits are set in it.
+
+    `only_word` [queries]: the bits, if a region is one word.
+    """
+    seen = index[None, :] <= last_seen[:, None]
+    if visibility is not None:
+        place = index - region_start
+        if WORDS == 1:
+            words = only_word[:, None]
+        else:
+            words = tl.load(
+                visibility + packed[:, None] * WORDS + (place // 32)[None, :],
+                mask=valid[:, None] & (exists & (place >= 0))[None, :],
+                other=0,
+            )
+        in_tree = ((words >> (place & 31)[None, :]) & 1) != 0
+        seen = tl.where(has_region, in_tree | (place < 0)[None, :], seen)
+    return seen & exists[None, :]
+
+
+@triton.jit
+def _store_partial(
+    partial, partial_lse, lines, weighted, largest, total, valid, value_columns, VALUE_WIDTH: tl.constexpr
+):
+    """Store a split's normalised outputs and the base-2 logarithms of its sums, -inf for queries that saw no key."""
+    lse = tl.where(total > 0, largest + tl.log2(tl.where(total > 0, total, 1.0)), float("-inf"))
+    tl.store(partial_lse + lines, lse, mask=valid)
+    tl.store(
+        partial + lines[:, None] * VALUE_WIDTH + value_columns[None, :],
+        weighted / tl.where(total > 0, total, 1.0)[:, None],
+        mask=(valid & (total > 0))[:, None] & (value_columns < VALUE_WIDTH)[None, :],
+    )
+
+
+@triton.jit(do_not_specialize=["num_rows", "tiles_per_row", "window", "keys_per_split", "num_splits"])
+def attention_kernel(
+    out, partial, partial_lse, query, keys, values, block_tables, query_starts, key_lengths,
+    visibility, region_lengths, positions, region_positions, sinks,
+    out_token, out_head, query_token, query_head, key_slot, key_head, value_slot, value_head, table_row,
+    num_rows, tiles_per_row, num_splits, keys_per_split, window, score_factor, softcap_factor,
+    GROUP: tl.constexpr, WIDTH: tl.constexpr, WIDTH1: tl.constexpr, WIDTH2: tl.constexpr,
+    VALUE_WIDTH: tl.constexpr, VALUE_BLOCK: tl.constexpr, BLOCK_SIZE: tl.constexpr, WORDS: tl.constexpr,
+    HAS_WINDOW: tl.constexpr, HAS_SOFTCAP: tl.constexpr,
+    SPLIT: tl.constexpr, FIXED_SPLITS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr,
+    STAGES: tl.constexpr, PEEL: tl.constexpr, EARLY_MERGE: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """One program: BLOCK_M flattened (token, head of the group) queries of one row and one key head over one split of its keys.
+
+    Programs: key heads x tiles x splits. Writes out [T, H, Dv], or with SPLIT partial float32 [T, H, splits, Dv] and partial_lse
+    float32 [T, H, splits] for `merge_kernel`. Online softmax (Milakov and Gimelshein 2018; Dao et al. 2022) to base 2. For the
+    tensors, see `triton.paged_attention` and `AttentionInputs`; their strides follow them, in elements.
+    """
+    if EARLY_MERGE:
+        gdc_launch_dependents()
+    kv_head = tl.program_id(0)
+    row, first = _locate_tile(tl.program_id(1), query_starts, num_rows, tiles_per_row, GROUP, BLOCK_M)
+    start = tl.load(query_starts + row)
+    num_tokens = tl.load(query_starts + row + 1) - start
+    length = tl.load(key_lengths + row)  # load early: latencies add up when contexts are short
+    region_start = length
+    if visibility is not None:
+        region_start = length - tl.load(region_lengths + row)
+    num_queries = num_tokens * GROUP
+    if first >= num_queries:
+        return
+
+    lines = first + tl.arange(0, BLOCK_M)
+    valid = lines < num_queries
+    token = lines // GROUP
+    head = kv_head * GROUP + lines % GROUP
+    packed = (start + token).to(tl.int64)
+
+    # Every query of the tile sees keys before `open_end` (apart from windows); none sees keys from `end` on.
+    last_seen = length - num_tokens + token
+    open_end = length - num_tokens + first // GROUP + 1
+    end = length - num_tokens + tl.minimum(first + BLOCK_M - 1, num_queries - 1) // GROUP + 1
+    if visibility is not None:
+        open_end = tl.where(region_start < length, region_start, open_end)
+        end = tl.where(region_start < length, length, end)
+    begin = 0
+    if HAS_WINDOW:
+        query_positions = tl.load(positions + packed, mask=valid, other=2147483647)
+    if HAS_WINDOW:
+        begin = tl.maximum(tl.min(query_positions, axis=0) - window + 1, 0)
+        begin = tl.minimum(begin, tl.minimum(region_start, end)) // BLOCK_N * BLOCK_N
+    if SPLIT:
+        begin, end = _of_split(tl.program_id(2), begin, end, num_splits, keys_per_split, FIXED_SPLITS, BLOCK_N)
+        if begin >= end:  # this row is too short for all splits: its bucket allows longer rows
+            lines_out = (packed * (tl.num_programs(0) * GROUP) + head) * num_splits + tl.program_id(2)
+            tl.store(partial_lse + lines_out, tl.full([BLOCK_M], float("-inf"), tl.float32), mask=valid)
+            return
+    open_end = tl.minimum(open_end // BLOCK_N * BLOCK_N, end)
+    table = block_tables + row.to(tl.int64) * table_row
+    if not PEEL:
+        index = begin + tl.arange(0, BLOCK_N)
+        blocks = tl.load(table + index // BLOCK_SIZE, mask=index < end, other=0)
+
+    columns1 = tl.arange(0, WIDTH1)
+    value_columns = tl.arange(0, VALUE_BLOCK)
+    query_rows = query + packed * query_token + head * query_head
+    q1 = tl.load(query_rows[:, None] + columns1[None, :], mask=valid[:, None] & (columns1 < WIDTH)[None, :], other=0.0)
+    if UPCAST:
+        q1 = q1.to(tl.float32)
+    if WIDTH2 > 0:
+        columns2 = WIDTH1 + tl.arange(0, WIDTH2)
+        q2 = tl.load(
+            query_rows[:, None] + columns2[None, :], mask=valid[:, None] & (columns2 < WIDTH)[None, :], other=0.0
+        )
+        if UPCAST:
+            q2 = q2.to(tl.float32)
+    only_word = None
+    if visibility is not None and WORDS == 1:
+        only_word = tl.load(visibility + packed, mask=valid, other=0)
+    head_keys = keys + kv_head * key_head
+    head_values = values + kv_head * value_head
+
+    largest = tl.full([BLOCK_M], _NOTHING, dtype=tl.float32)
+    total = tl.zeros([BLOCK_M], dtype=tl.float32)
+    weighted = tl.zeros([BLOCK_M, VALUE_BLOCK], dtype=tl.float32)
+    for masked in tl.static_range(0 if PEEL else 1, 2):  # peeled: first the keys that all queries see, then the others
+        low = begin
+        high = end
+        if PEEL:
+            if masked:
+                low = tl.maximum(begin, open_end)
+            else:
+                high = open_end
+            index = low + tl.arange(0, BLOCK_N)
+            blocks = tl.load(table + index // BLOCK_SIZE, mask=index < high, other=0)
+        # Peeled masked tiles are few, and deeper pipelining would also buffer the words of their masks.
+        for key_start in tl.range(low, high, BLOCK_N, num_stages=(2 if masked else STAGES) if PEEL else STAGES):
+            index = key_start + tl.arange(0, BLOCK_N)
+            exists = index < end
+            slots = blocks.to(tl.int64) * BLOCK_SIZE + index % BLOCK_SIZE
+            # Fetch the next tile's blocks now: loads of keys that depend on a load lose one pipeline stage.
+            ahead = index + BLOCK_N
+            blocks = tl.load(table + ahead // BLOCK_SIZE, mask=ahead < high, other=0)
+
+            k1 = _load_tile(head_keys, slots, exists, columns1, key_slot, WIDTH, WIDTH1 <= WIDTH, masked)
+            if UPCAST:
+                k1 = k1.to(tl.float32)
+            scores = tl.dot(q1, tl.trans(k1), input_precision="ieee")
+            if WIDTH2 > 0:
+                k2 = _load_tile(head_keys, slots, exists, columns2, key_slot, WIDTH, WIDTH1 + WIDTH2 == WIDTH, masked)
+                if UPCAST:
+                    k2 = k2.to(tl.float32)
+                scores = tl.dot(q2, tl.trans(k2), scores, input_precision="ieee")
+
+            # `factor` turns scores into base-2 logits. It is kept separate so that both phases use the same fma, bit for bit.
+            factor = score_factor
+            if HAS_SOFTCAP:
+                scores = 1.0 - 2.0 / (1.0 + tl.exp2(scores * score_factor))  # tanh
+                factor = softcap_factor
+            key_positions = index
+            if masked and region_positions is not None:
+                of_region = exists & (index >= region_start)
+                there = tl.load(region_positions + row * (32 * WORDS) + index - region_start, mask=of_region, other=0)
+                key_positions = tl.where(of_region, there, index)
+            if masked:
+                seen = _seen_keys(
+                    index, exists, last_seen, visibility, only_word, packed, valid, region_start,
+                    region_start < length, WORDS,
+                )  # fmt: skip
+                scores = tl.where(seen, scores, float("-inf"))
+            if HAS_WINDOW:
+                near = query_positions[:, None] - key_positions[None, :] < window
+                scores = tl.where(near, scores, float("-inf"))
+
+            new_largest = tl.maximum(largest, tl.max(scores, axis=1) * factor)
+            weights = tl.exp2(tl.fma(scores, tl.full(scores.shape, factor, tl.float32), -new_largest[:, None]))
+            shrink = tl.exp2(largest - new_largest)
+            total = total * shrink + tl.sum(weights, axis=1)
+            weighted = weighted * shrink[:, None]
+            weights = weights.to(values.dtype.element_ty)
+            v = _load_tile(
+                head_values, slots, exists, value_columns, value_slot, VALUE_WIDTH, VALUE_BLOCK == VALUE_WIDTH, masked
+            )
+            if UPCAST:
+                v, weights = v.to(tl.float32), weights.to(tl.float32)
+            weighted = tl.dot(weights, v, weighted, input_precision="ieee")
+            largest = new_largest
+
+    if SPLIT:
+        lines_out = (packed * (tl.num_programs(0) * GROUP) + head) * num_splits + tl.program_id(2)
+        _store_partial(partial, partial_lse, lines_out, weighted, largest, total, valid, value_columns, VALUE_WIDTH)
+    else:
+        if sinks is not None:
+            sink = tl.load(sinks + head, mask=valid, other=0.0).to(tl.float32) * LOG2E
+            with_sink = tl.maximum(largest, sink)
+            total = total * tl.exp2(largest - with_sink) + tl.exp2(sink - with_sink)
+            weighted = weighted * tl.exp2(largest - with_sink)[:, None]
+        weighted = weighted / tl.where(total > 0, total, 1.0)[:, None]
+        tl.store(
+            out + (packed * out_token + head * out_head)[:, None] + value_columns[None, :],
+            weighted.to(out.dtype.element_ty),
+            mask=valid[:, None] & (value_columns < VALUE_WIDTH)[None, :],
+        )
+
+
+@triton.jit(do_not_specialize=["num_rows", "num_splits"])
+def merge_kernel(
+    out, partial, partial_lse, query_starts, sinks, out_token, out_head, num_rows, num_splits,
+    VALUE_WIDTH: tl.constexpr, BLOCK_V: tl.constexpr, BLOCK_S: tl.constexpr, EARLY: tl.constexpr,
+):  # fmt: skip
+    """Merge the splits of one query, BLOCK_S at a time in order, so that extra empty splits change no bit.
+
+    EARLY: launched while `attention_kernel` runs (programmatic dependent launch), so wait for it here.
+    """
+    if EARLY:
+        gdc_wait()
+    token = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    if token >= tl.load(query_starts + num_rows):
+        return
+    columns = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    line = (token * tl.num_programs(1) + head) * num_splits
+    largest = _NOTHING
+    total = 0.0
+    if sinks is not None:
+        sink = tl.load(sinks + head).to(tl.float32) * LOG2E
+        largest = tl.maximum(largest, sink)
+        total = tl.exp2(sink - largest)
+    weighted = tl.zeros([BLOCK_V], dtype=tl.float32)
+    for first in range(0, num_splits, BLOCK_S):
+        splits = first + tl.arange(0, BLOCK_S)
+        lse = tl.load(partial_lse + line + splits, mask=splits < num_splits, other=float("-inf"))
+        part = tl.load(
+            partial + (line + splits)[:, None] * VALUE_WIDTH + columns[None, :],
+            mask=(splits < num_splits)[:, None] & (columns < VALUE_WIDTH)[None, :],
+            other=0.0,
+        )
+        part = tl.where((lse > float("-inf"))[:, None], part, 0.0)  # not written if the split saw no key
+        new_largest = tl.maximum(largest, tl.max(lse, axis=0))
+        weights = tl.exp2(lse - new_largest)
+        shrink = tl.exp2(largest - new_largest)
+        total = total * shrink + tl.sum(weights, axis=0)
+        weighted = weighted * shrink + tl.sum(weights[:, None] * part, axis=0)
+        largest = new_largest
+    weighted = weighted / tl.where(total > 0, total, 1.0)
+    tl.store(
+        out + token * out_token + head * out_head + columns,
+        weighted.to(out.dtype.element_ty),
+        mask=columns < VALUE_WIDTH,
+    )
+
+
+# ---- launches ----
 
 
 def paged_attention(
@@ -30,27 +339,25 @@ def paged_attention(
     window: int | None = None,
     softcap: float | None = None,
     sinks: torch.Tensor | None = None,
-    alibi_slopes: torch.Tensor | None = None,
     invariant: bool = False,
     launch: AttentionLaunch | None = None,
     out: torch.Tensor | None = None,
 ) -> torch.Tensor:
     """Attention of a ragged batch over a paged cache, in one launch (two if keys are split).
 
-    Memory traffic: keys and values once per row, S * Hkv * (D + Dv) elements (S * Hkv * D if the value pool is the front of the
-    key pool), and each query and output once, T * H * (D + Dv). A tile holds `block_m` queries of a key head. A row with more
-    queries reads its keys once per tile, again from the L2 cache if they fit. Splits add 2 * 4 * num_splits * T * H * Dv bytes.
+    Memory traffic: keys and values once per row, S * Hkv * (D + Dv) elements, and each query and output once, T * H * (D + Dv). A
+    tile holds `block_m` queries of a key head. A row with more queries reads its keys once per tile, again from the L2 cache if they
+    fit. Splits add 2 * 4 * num_splits * T * H * Dv bytes.
 
     Args:
         query: [T, H, D] float16, bfloat16 or float32, any strides of tokens and heads.
         key_pool, value_pool: [slots, Hkv, D] and [slots, Hkv, Dv] of query's dtype; the batch's own keys must already be
-            written. They may be views of one pool (MLA: values are the first Dv elements of the keys, and are read once).
+            written.
         inputs: see AttentionInputs.
         scaling: factor of the scores; must be above 0.
         window: a query at position p sees only keys at positions above p - window.
         softcap: scores become `softcap * tanh(scores / softcap)` (Gemma 2).
         sinks: [H], one more logit per head, without a value (gpt-oss).
-        alibi_slopes: [H], `slope * (key position - query position)` is added to the scores (Press et al. 2022).
         invariant: see `choose_launch`.
         launch: tile sizes, for measurements; None: `choose_launch`.
         out: [T, H, Dv] of query's dtype, last dimension contiguous.
@@ -64,10 +371,10 @@ def paged_attention(
     _, num_kv_heads, value_width = value_pool.shape
     if out is None:
         out = query.new_empty(num_tokens, num_heads, value_width)
-    _check(query, key_pool, value_pool, inputs, scaling, window, alibi_slopes, out)
+    _check(query, key_pool, value_pool, inputs, scaling, window, out)
     if num_tokens == 0 or inputs.max_query_length == 0 or inputs.block_tables.shape[0] == 0:
         return out
-    shape = _shape_of(query, key_pool, value_pool, inputs, window is not None or alibi_slopes is not None)
+    shape = _shape_of(query, value_pool, inputs, window is not None)
     if launch is None:
         launch = choose_launch(shape, device_limits(query.device), invariant)
     tiles, tiles_per_row = num_tiles(shape, launch.block_m)
@@ -82,7 +389,7 @@ def paged_attention(
     with torch.cuda.device_of(query):  # a model may be spread over several devices; on a CPU this does nothing
         attention_kernel[num_kv_heads, tiles, splits](
             out, partial, lse, query, key_pool, value_pool, inputs.block_tables, inputs.query_starts, inputs.key_lengths,
-            inputs.visibility, inputs.region_lengths, inputs.positions, inputs.region_positions, sinks, alibi_slopes,
+            inputs.visibility, inputs.region_lengths, inputs.positions, inputs.region_positions, sinks,
             out.stride(0), out.stride(1), query.stride(0), query.stride(1), key_pool.stride(0), key_pool.stride(1),
             value_pool.stride(0), value_pool.stride(1), inputs.block_tables.stride(0),
             shape.num_rows, tiles_per_row, splits, launch.keys_per_split, window or 0,
@@ -90,14 +397,30 @@ def paged_attention(
             GROUP=shape.group, WIDTH=width, WIDTH1=width1, WIDTH2=width2,
             VALUE_WIDTH=value_width, VALUE_BLOCK=max(next_power_of_two(value_width), 16),
             BLOCK_SIZE=inputs.block_size, WORDS=_words(inputs), HAS_WINDOW=window is not None, HAS_SOFTCAP=softcap is not None,
-            VALUES_IN_KEYS=shape.values_in_keys, SPLIT=split, FIXED_SPLITS=launch.fixed_splits,
+            SPLIT=split, FIXED_SPLITS=launch.fixed_splits,
             BLOCK_M=launch.block_m, BLOCK_N=launch.block_n, STAGES=launch.num_stages, PEEL=launch.peel,
-            LATE_SUMS=launch.late_sums, EARLY_MERGE=split and launch.early_merge, UPCAST=not query.is_cuda,
+            EARLY_MERGE=split and launch.early_merge, UPCAST=not query.is_cuda,
             num_warps=launch.num_warps,
         )  # fmt: skip
         if split:
             _merge(out, partial, lse, inputs, sinks, launch)
     return out
+
+
+def attend(query, key_pool, value_pool, batch: AttentionBatch, scaling, *, window, softcap, sinks) -> torch.Tensor:
+    """See `reference.attend`; by flash-attn where it is to be used."""
+    inputs = batch.attention_inputs(query.device)
+    run = flash_attention_for(query, key_pool, value_pool, inputs, sinks) or paged_attention
+    return run(query, key_pool, value_pool, inputs, scaling, window=window, softcap=softcap, sinks=sinks)
+
+
+def attend_invariant(
+    query, key_pool, value_pool, batch: AttentionBatch, scaling, *, window, softcap, sinks
+) -> torch.Tensor:
+    """See `reference.attend_invariant`."""
+    inputs = batch.attention_inputs(query.device)
+    options = {"window": window, "softcap": softcap, "sinks": sinks, "invariant": True}
+    return paged_attention(query, key_pool, value_pool, inputs, scaling, **options)
 
 
 def _merge(out, partial, lse, inputs: AttentionInputs, sinks, launch: AttentionLaunch) -> None:
@@ -113,12 +436,11 @@ def _merge(out, partial, lse, inputs: AttentionInputs, sinks, launch: AttentionL
 
 
 def _words(inputs: AttentionInputs) -> int:
-    """Words of visibility per token."""
     return 0 if inputs.visibility is None else inputs.visibility.shape[1]
 
 
-def _shape_of(query, key_pool, value_pool, inputs: AttentionInputs, biased: bool) -> AttentionShape:
-    """The shapes that tile sizes depend on; `biased`: with a window or ALiBi, which read positions."""
+def _shape_of(query, value_pool, inputs: AttentionInputs, windowed: bool) -> AttentionShape:
+    """The shapes that tile sizes depend on."""
     num_tokens, num_heads, width = query.shape
     _, num_kv_heads, value_width = value_pool.shape
     return AttentionShape(
@@ -131,18 +453,11 @@ def _shape_of(query, key_pool, value_pool, inputs: AttentionInputs, biased: bool
         key_width=width,
         value_width=value_width,
         itemsize=query.element_size(),
-        values_in_keys=_values_in_keys(key_pool, value_pool, head_widths(width)[0]),
-        masks_load=_words(inputs) > 1 or (biased and inputs.region_positions is not None),
+        masks_load=_words(inputs) > 1 or (windowed and inputs.region_positions is not None),
     )
 
 
-def _values_in_keys(key_pool: torch.Tensor, value_pool: torch.Tensor, width1: int) -> bool:
-    """True if the values are the first elements of the keys, so that one load serves both."""
-    same_place = key_pool.data_ptr() == value_pool.data_ptr() and key_pool.stride() == value_pool.stride()
-    return same_place and value_pool.shape[2] == width1
-
-
-def _check(query, key_pool, value_pool, inputs, scaling, window, alibi_slopes, out):
+def _check(query, key_pool, value_pool, inputs, scaling, window, out):
     num_tokens, num_heads, width = query.shape
     kv_heads, value_width = value_pool.shape[1:]
     if key_pool.shape[1:] != (kv_heads, width) or num_heads % kv_heads or key_pool.shape[0] != value_pool.shape[0]:
@@ -157,8 +472,8 @@ def _check(query, key_pool, value_pool, inputs, scaling, window, alibi_slopes, o
         raise ValueError("the last dimension of query, pools and out must be contiguous.")
     if scaling <= 0:
         raise ValueError(f"`scaling` must be above 0, not {scaling}.")
-    if (window is not None or alibi_slopes is not None) and inputs.positions is None:
-        raise ValueError("sliding windows and ALiBi need `inputs.positions`.")
+    if window is not None and inputs.positions is None:
+        raise ValueError("sliding windows need `inputs.positions`.")
     for name in ("visibility", "positions"):
         tensor = getattr(inputs, name)
         if tensor is not None and tensor.shape[0] < num_tokens:

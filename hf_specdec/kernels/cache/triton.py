@@ -134,6 +134,12 @@ def write_keys_values(
     return query_out
 
 
+def rotate_and_write(query, keys, values, key_pool, value_pool, slots, cos, sin) -> torch.Tensor | None:
+    """See `reference.rotate_and_write`."""
+    angles = {"cos": cos.contiguous(), "sin": sin.contiguous()}
+    return write_keys_values(keys, values, key_pool, value_pool, slots, query=query, **angles)
+
+
 def _check_write(keys, values, key_pool, value_pool, slots, query, cos, sin, query_out):
     num_tokens, _, width = keys.shape
     if values.shape[0] != num_tokens or slots.shape != (num_tokens,):
@@ -159,7 +165,7 @@ def _check_write(keys, values, key_pool, value_pool, slots, query, cos, sin, que
     ):
         raise ValueError("`query_out` must have the shape of `query` and memory of its own.")
     tensors = [each for each in (keys, values, key_pool, value_pool, query, query_out) if each is not None]
-    if any(each.stride(2) != 1 for each in tensors) or slots.stride() != (1,):
+    if any(tensor.stride(2) != 1 for tensor in tensors) or slots.stride() != (1,):
         raise ValueError("the last dimension of all tensors must be contiguous.")
 
 
@@ -201,7 +207,7 @@ class PoolTable:
                 raise ValueError("pools must be contiguous, on one device, with equally many slots.")
         row_bytes = [pool.stride(0) * pool.element_size() for pool in pools]
         word_bytes = math.gcd(4, *row_bytes, *(pool.data_ptr() for pool in pools))
-        words = [each // word_bytes for each in row_bytes]
+        words = [row_byte // word_bytes for row_byte in row_bytes]
         addresses = torch.tensor([pool.data_ptr() for pool in pools], dtype=torch.int64, device=device)
         row_words = torch.tensor(words, dtype=torch.int32, device=device)
         return cls(addresses, row_words, max(words), word_bytes, tuple(pools))

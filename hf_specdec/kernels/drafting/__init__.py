@@ -4,48 +4,15 @@ from __future__ import annotations
 
 import torch
 
-from ..dispatch import uses_triton
+from ..dispatch import operation, uses_triton
 from . import reference
 from .reference import keep_nodes
 
 __all__ = ["DraftVocabularyTable", "gather_features", "keep_nodes", "next_frontier", "prune_tree"]
 
-
-def next_frontier(
-    frontier_values: torch.Tensor,
-    tokens: torch.Tensor,
-    log_probs: torch.Tensor,
-    keep: int,
-    limits: torch.Tensor | None = None,
-    depth: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Grow a dynamic tree by one level. Arguments and results: see `reference.next_frontier`."""
-    if uses_triton(log_probs.device):
-        from .triton import next_frontier as by_kernel
-
-        return by_kernel(frontier_values, tokens, log_probs, keep, limits, depth)
-    return reference.next_frontier(frontier_values, tokens, log_probs, keep, limits, depth)
-
-
-def prune_tree(
-    tokens: torch.Tensor, values: torch.Tensor, parents: torch.Tensor, expanded: torch.Tensor, count: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keep the `count` likeliest nodes of each tree. Arguments and results: see `reference.prune_tree`."""
-    if uses_triton(values.device):
-        from .triton import prune_tree as by_kernel
-
-        return by_kernel(tokens, values, parents, expanded, count)
-    return reference.prune_tree(tokens, values, parents, expanded, count)
-
-
-def gather_features(layers: list[torch.Tensor], index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Concatenate the hidden states of some tokens over layers: [n, L * H] in `dtype`, from L layers [T, H] and `index` [n]."""
-    if uses_triton(index.device):
-        from .triton import gather_features as by_kernel
-
-        # Layers are contiguous, except in models that pass views on.
-        return by_kernel([each.contiguous() for each in layers], index, dtype)
-    return reference.gather_features(layers, index, dtype)
+next_frontier = operation(reference.next_frontier)
+prune_tree = operation(reference.prune_tree)
+gather_features = operation(reference.gather_features)
 
 
 class DraftVocabularyTable:

@@ -12,7 +12,7 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launching import next_power_of_two
+from ..dispatch import next_power_of_two
 
 _NO_INDEX = tl.constexpr(2**31 - 1)
 
@@ -45,14 +45,7 @@ def frontier_kernel(
         tl.store(best_tokens + at, tl.load(tokens + row * count + best))
 
 
-def next_frontier(
-    frontier_values: torch.Tensor,
-    tokens: torch.Tensor,
-    log_probs: torch.Tensor,
-    keep: int,
-    limits: torch.Tensor | None = None,
-    depth: int = 0,
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+def next_frontier(frontier_values, tokens, log_probs, keep, limits=None, depth=0) -> tuple[torch.Tensor, ...]:
     """Grow a dynamic tree by one level (definition, arguments and results: `reference.next_frontier`).
 
     Memory traffic: 12 bytes read and 4 written per child; one launch, one program per row.
@@ -114,17 +107,8 @@ def prune_kernel(
     tl.store(out_nodes + row * count + lanes, nothing - 1, mask=padding)
 
 
-def prune_tree(
-    tokens: torch.Tensor, values: torch.Tensor, parents: torch.Tensor, expanded: torch.Tensor, count: int
-) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Keep the `count` likeliest nodes of each tree, in their order, and renumber their parents (the last step of EAGLE-2).
-
-    Args:
-        tokens, parents, expanded: int64 [B, P]; parents come before their children and are at least as likely (-1: the root).
-        values: float32 [B, P], path log-probabilities, -inf where there is no node.
-
-    Returns: tokens, parents, expanded and original indices, int64 [B, count], and lengths int32 [B]. Among equally likely nodes, the
-        first are kept. Padding has token 0, the entry before it as parent, and -1 for the other two.
+def prune_tree(tokens, values, parents, expanded, count) -> tuple[torch.Tensor, ...]:
+    """Prune trees (definition, arguments and results: `reference.prune_tree`).
 
     Memory traffic: 28 bytes read per node, 32 written per kept node; one launch, one program per row.
     """
@@ -138,7 +122,7 @@ def prune_tree(
             tokens, values, parents, expanded, *outs, lengths, size, count,
             BLOCK=next_power_of_two(max(size, count)), num_warps=4,
         )  # fmt: skip
-    return outs[0], outs[1], outs[2], outs[3], lengths
+    return *outs, lengths
 
 
 def draft_places(target_ids: torch.Tensor, vocab_size: int) -> torch.Tensor:
@@ -201,19 +185,16 @@ def gather_kernel(layer0, layer1, layer2, layer3, index, out, hidden, out_stride
 LAYERS_PER_LAUNCH = 4
 
 
-def gather_features(layers: list[torch.Tensor], index: torch.Tensor, dtype: torch.dtype) -> torch.Tensor:
-    """Concatenate the hidden states of some tokens over layers: [n, L * H] in `dtype` (definition: `reference.gather_features`).
-
-    Args:
-        layers: L contiguous tensors [T, H] of one dtype.
-        index: int64 [n], which of the T tokens.
+def gather_features(layers, index, dtype) -> torch.Tensor:
+    """Gather features (definition, arguments and results: `reference.gather_features`).
 
     Memory traffic: each chosen state read once and written once; one launch per four layers, without the intermediate tensors of
     gathering, casting and joining.
     """
     num_tokens, hidden = layers[0].shape
-    if any(layer.shape != (num_tokens, hidden) or not layer.is_contiguous() for layer in layers) or index.dim() != 1:
-        raise ValueError("gather_features needs contiguous layers [T, H] of one shape and an index [n].")
+    if any(layer.shape != (num_tokens, hidden) for layer in layers) or index.dim() != 1:
+        raise ValueError("gather_features needs layers [T, H] of one shape and an index [n].")
+    layers = [layer.contiguous() for layer in layers]  # they are, except in models that pass views on
     out = torch.empty(len(index), len(layers) * hidden, dtype=dtype, device=index.device)
     if not out.numel():
         return out

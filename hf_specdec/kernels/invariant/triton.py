@@ -1,13 +1,98 @@
-"""Launch batch-invariant products and row reductions (definitions: `reference`, with the same names)."""
+"""Batch-invariant products and row reductions in Triton, whose order of summation depends only on the widths (see `reference`).
 
-# pyright: reportCallIssue=false
+No tile, split or loop depends on the number of rows. There is one configuration per dtype, and one program computes each sum in
+order.
+"""
+
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 import torch
 import triton
+import triton.language as tl
 
-from ..launching import next_power_of_two
-from .triton_kernels import product_kernel, softmax_kernel, sum_kernel
+from ..dispatch import next_power_of_two
+
+
+# Do not specialise on 1: few rows must run the same program.
+@triton.jit(do_not_specialize=["num_rows", "tiles_of_rows"])
+def product_kernel(
+    out, x, weights, bias, num_rows, tiles_of_rows, num_outputs, width,
+    weight_entry, weight_row, weight_column,
+    HAS_BIAS: tl.constexpr, BLOCK_M: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK_K: tl.constexpr, UPCAST: tl.constexpr,
+):  # fmt: skip
+    """out [B, M, N] = x [B, M, K] @ weights [B, K, N] (+ bias [N]), float32 sums over BLOCK_K elements at a time.
+
+    Programs: tiles of rows and outputs (tiles of the same outputs follow each other, for the L2 cache) x entries. x and out must be
+    contiguous; strides are in elements.
+    """
+    tile = tl.program_id(0)
+    entry = tl.program_id(1).to(tl.int64)
+    rows = (tile % tiles_of_rows) * BLOCK_M + tl.arange(0, BLOCK_M)
+    columns = (tile // tiles_of_rows) * BLOCK_N + tl.arange(0, BLOCK_N)
+    row_exists = (rows < num_rows)[:, None]
+    column_exists = (columns < num_outputs)[None, :]
+    line = entry * num_rows + rows
+    x_lines = x + line[:, None] * width
+    weight_lines = weights + entry * weight_entry + columns.to(tl.int64)[None, :] * weight_column
+    sums = tl.zeros([BLOCK_M, BLOCK_N], dtype=tl.float32)
+    for first in range(0, width, BLOCK_K):
+        index = first + tl.arange(0, BLOCK_K)
+        a = tl.load(x_lines + index[None, :], mask=row_exists & (index < width)[None, :], other=0.0)
+        b = tl.load(
+            weight_lines + index.to(tl.int64)[:, None] * weight_row,
+            mask=(index < width)[:, None] & column_exists,
+            other=0.0,
+        )
+        if UPCAST:
+            a, b = a.to(tl.float32), b.to(tl.float32)
+        sums = tl.dot(a, b, sums, input_precision="ieee")
+    if HAS_BIAS:
+        sums += tl.load(bias + columns, mask=columns < num_outputs, other=0.0).to(tl.float32)[None, :]
+    tl.store(
+        out + line[:, None] * num_outputs + columns[None, :],
+        sums.to(out.dtype.element_ty),
+        mask=row_exists & column_exists,
+    )
+
+
+@triton.jit
+def sum_kernel(out, x, width, BLOCK: tl.constexpr):
+    """out [R] = sums of float32 x [R, width]; one program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    sums = tl.zeros([BLOCK], dtype=tl.float32)
+    for first in range(0, width, BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        sums += tl.load(x + row * width + index, mask=index < width, other=0.0)
+    tl.store(out + row, tl.sum(sums, axis=0))
+
+
+@triton.jit
+def softmax_kernel(out, x, width, LOG: tl.constexpr, BLOCK: tl.constexpr):
+    """out [R, width] = softmax, or with LOG log_softmax, of x [R, width]; computed in float32, one program per row."""
+    row = tl.program_id(0).to(tl.int64)
+    line = x + row * width
+    largest = tl.full([BLOCK], float("-inf"), dtype=tl.float32)
+    for first in range(0, width, BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        largest = tl.maximum(largest, tl.load(line + index, mask=index < width, other=float("-inf")).to(tl.float32))
+    top = tl.max(largest, axis=0)
+    sums = tl.zeros([BLOCK], dtype=tl.float32)
+    for first in range(0, width, BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        sums += tl.exp(tl.load(line + index, mask=index < width, other=float("-inf")).to(tl.float32) - top)
+    total = tl.sum(sums, axis=0)
+    for first in range(0, width, BLOCK):
+        index = first + tl.arange(0, BLOCK)
+        shifted = tl.load(line + index, mask=index < width, other=float("-inf")).to(tl.float32) - top
+        if LOG:
+            result = shifted - tl.log(total)
+        else:
+            result = tl.exp(shifted) / total
+        tl.store(out + row * width + index, result.to(out.dtype.element_ty), mask=index < width)
+
+
+# ---- launches ----
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 _LARGEST_BLOCK = 2048

@@ -24,7 +24,7 @@ _BYTES_PER_THREAD = 1 << 20
 
 
 @dataclass(frozen=True)
-class Layout:
+class WeightLayout:
     """How weights [outputs, inputs] are stored.
 
     Attributes:
@@ -48,7 +48,6 @@ class Layout:
 
     @property
     def padded(self) -> int:
-        """Inputs with padding."""
         return -(-self.inputs // _PADDING) * _PADDING
 
     @property
@@ -57,7 +56,7 @@ class Layout:
         return self.inputs // self.group if self.group else 1
 
 
-def pack(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, layout: Layout) -> torch.Tensor:
+def pack(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None, layout: WeightLayout) -> torch.Tensor:
     """Panels, uint8 [ceil(N / 16), bytes].
 
     Args:
@@ -79,10 +78,12 @@ def pack(values: torch.Tensor, scales: torch.Tensor, zeros: torch.Tensor | None,
         torch.nn.functional.pad(each.to(layout.scales), (0, 0, 0, missing)).view(panels, OUTPUTS, -1).transpose(1, 2)
         for each in (scales, *([] if zeros is None else [zeros]))
     ]
-    return torch.cat([*(each.reshape(panels, -1).view(torch.uint8) for each in heads), words], dim=1)
+    return torch.cat([*(head.reshape(panels, -1).view(torch.uint8) for head in heads), words], dim=1)
 
 
-def linear(x: torch.Tensor, panels: torch.Tensor, layout: Layout, bias: torch.Tensor | None = None) -> torch.Tensor:
+def linear(
+    x: torch.Tensor, panels: torch.Tensor, layout: WeightLayout, bias: torch.Tensor | None = None
+) -> torch.Tensor:
     """x [T, K] times the weights transposed, plus bias [N], in x's dtype: float32, bfloat16 or float16.
 
     Products and sums are exact within blocks of inputs, whose numbers are rounded to multiples of 2^-29 (float32) or 2^-15 of the power of
@@ -101,7 +102,7 @@ def linear(x: torch.Tensor, panels: torch.Tensor, layout: Layout, bias: torch.Te
     return out
 
 
-def dequantized(panels: torch.Tensor, layout: Layout, dtype: torch.dtype) -> torch.Tensor:
+def dequantized(panels: torch.Tensor, layout: WeightLayout, dtype: torch.dtype) -> torch.Tensor:
     """The weights [N, K], computed in float32 and rounded to `dtype`: float32, bfloat16 or float16."""
     out = torch.empty(layout.outputs, layout.inputs, dtype=dtype)
     call = Linear(

@@ -7,8 +7,8 @@ import torch
 import triton
 import triton.language as tl
 
-from ..launching import next_power_of_two
-from .sizes import MOST_WIDTH
+from ..dispatch import next_power_of_two
+from .reference import MOST_WIDTH
 
 _DTYPES = (torch.bfloat16, torch.float16, torch.float32)
 
@@ -26,16 +26,8 @@ def rms_norm_kernel(out, x, weight, eps, width, BLOCK: tl.constexpr):
     tl.store(out + row + columns, (scale * normed).to(out.dtype.element_ty), mask=inside)
 
 
-def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
-    """weight * (x / sqrt(mean(x^2) + eps)), computed in float32, rounded to x's dtype before and after the weight.
-
-    Args:
-        x: [..., H] of bfloat16, float16 or float32, H up to MOST_WIDTH.
-        weight: [H], of x's dtype.
-
-    Raises:
-        ValueError: the shapes or dtypes are not supported.
-    """
+def rms_norm(x, weight, eps) -> torch.Tensor:
+    """See `reference.rms_norm`. Raises ValueError if shapes or dtypes are not supported."""
     width = x.shape[-1]
     if weight.shape != (width,) or x.dtype not in _DTYPES or weight.dtype != x.dtype or width > MOST_WIDTH:
         raise ValueError(
@@ -47,13 +39,7 @@ def rms_norm(x: torch.Tensor, weight: torch.Tensor, eps: float) -> torch.Tensor:
     if out.numel():
         with torch.cuda.device_of(x):
             rms_norm_kernel[(x.numel() // width,)](
-                out,
-                x,
-                weight.contiguous(),
-                eps,
-                width,
-                BLOCK=next_power_of_two(width),
-                num_warps=num_warps_of(width),
+                out, x, weight.contiguous(), eps, width, BLOCK=next_power_of_two(width), num_warps=num_warps_of(width)
             )
     return out
 

@@ -38,11 +38,7 @@ def uniform_of_words(words):
 def _four_words(seed, position, step, stream: tl.constexpr, counters):
     zero, wide = counters * 0, tl.full([], 0, tl.int64)  # the other arguments may be numbers or tensors
     return tl.philox(
-        wide + seed,
-        counters,
-        zero + (wide + position).to(tl.uint32),
-        zero + (wide + step).to(tl.uint32),
-        zero + stream,
+        wide + seed, counters, zero + (wide + position).to(tl.uint32), zero + (wide + step).to(tl.uint32), zero + stream
     )
 
 

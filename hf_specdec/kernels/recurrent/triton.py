@@ -1,20 +1,185 @@
-"""Launchers of the kernels of layers with a state (definition: `reference`)."""
+"""Recurrences and short convolutions over drafts in Triton (definition: `reference`).
+
+A program of a recurrence holds one tile of one head's state, in float32, while it reads a line from left to right. A token that
+follows the one read last starts from the tile as it is; others load their parent's, which the same program has saved.
+"""
 
 # pyright: reportCallIssue=false
 from __future__ import annotations
 
 import torch
+import triton
+import triton.language as tl
 
-from ..launching import ceil_div, next_power_of_two
-from .triton_kernels import convolution_kernel, gated_delta_kernel, mamba2_kernel
-from .walk import Walk
+from ..dispatch import ceil_div, next_power_of_two
+from .reference import Walk
+
+
+@triton.jit
+def _rounded(x, dtype: tl.constexpr):
+    return x.to(dtype).to(tl.float32)
+
+
+@triton.jit
+def _softplus(x):
+    """log(1 + e^x); x above 20, as in torch. The factor makes up for the digits that 1 + e^x loses."""
+    small = tl.exp(tl.minimum(x, 20.0))
+    one_more = 1.0 + small
+    exact = tl.log(one_more) * (small / tl.where(one_more == 1.0, 1.0, one_more - 1.0))
+    return tl.where(x > 20.0, x, tl.where(one_more == 1.0, small, exact))
+
+
+@triton.jit
+def _state_after(parent, before, saved_states, saved, line, tokens, size, tile, inside):
+    """The tile of the state after a token of the line, which this program has saved; after -1: as the line begins."""
+    if parent == -1:
+        state = tl.load(before + line * size + tile, mask=inside, other=0.0)
+    else:
+        place = tl.load(saved + line * tokens + parent).to(tl.int64)
+        state = tl.load(saved_states + place * size + tile, mask=inside, other=0.0)
+    return state
+
+
+@triton.jit
+def _keep_state(state, at, into, pool, saved, saved_states, size, tile, inside, SAVES: tl.constexpr):
+    """Write the tile of the state after packed token `at` where it is kept: to the pool, and for later tokens of the line."""
+    place = tl.load(into + at).to(tl.int64)
+    if place >= 0:
+        tl.store(pool + place * size + tile, state, mask=inside)
+    if SAVES:
+        place = tl.load(saved + at).to(tl.int64)
+        if place >= 0:
+            tl.store(saved_states + place * size + tile, state, mask=inside)
+            tl.debug_barrier()  # threads may load other elements than they stored
+
+
+@triton.jit
+def gated_delta_kernel(
+    out, query, key, value, decay, rate, before, pool, saved_states, parents, into, saved, tokens, scale,
+    KEY_HEADS: tl.constexpr, HEADS: tl.constexpr, WIDTH: tl.constexpr, VALUE_WIDTH: tl.constexpr, PER_CHANNEL: tl.constexpr,
+    SAVES: tl.constexpr, BLOCK_K: tl.constexpr, BLOCK_V: tl.constexpr,
+):  # fmt: skip
+    """`reference.gated_delta_step` along the lines. A program is a line, a head and BLOCK_V columns of its state [dk, dv]."""
+    line = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    columns = tl.program_id(2) * BLOCK_V + tl.arange(0, BLOCK_V)
+    channels = tl.arange(0, BLOCK_K)
+    in_width, in_value = channels < WIDTH, columns < VALUE_WIDTH
+    inside = in_width[:, None] & in_value[None, :]
+    tile = head * (WIDTH * VALUE_WIDTH) + channels[:, None] * VALUE_WIDTH + columns[None, :]
+    size = HEADS * WIDTH * VALUE_WIDTH
+    key_head = head // (HEADS // KEY_HEADS)
+    state = tl.load(before + line * size + tile, mask=inside, other=0.0)
+    last = -1
+    for column in range(tokens):
+        at = line * tokens + column
+        parent = tl.load(parents + at)
+        if parent >= -1:
+            if parent != last:
+                state = _state_after(parent, before, saved_states, saved, line, tokens, size, tile, inside)
+            from_key = (at * KEY_HEADS + key_head) * WIDTH + channels
+            q = tl.load(query + from_key, mask=in_width, other=0.0).to(tl.float32)
+            k = tl.load(key + from_key, mask=in_width, other=0.0).to(tl.float32)
+            q = q * tl.rsqrt(tl.sum(q * q, 0) + 1e-6) * scale
+            k = k * tl.rsqrt(tl.sum(k * k, 0) + 1e-6)
+            from_value = (at * HEADS + head) * VALUE_WIDTH + columns
+            v = tl.load(value + from_value, mask=in_value, other=0.0).to(tl.float32)
+            beta = tl.load(rate + at * HEADS + head).to(tl.float32)
+            if PER_CHANNEL:
+                g = tl.load(decay + (at * HEADS + head) * WIDTH + channels, mask=in_width, other=0.0).to(tl.float32)
+                state = state * tl.exp(g)[:, None]
+            else:
+                state = state * tl.exp(tl.load(decay + at * HEADS + head).to(tl.float32))
+            known = tl.sum(state * k[:, None], 0)
+            state = state + k[:, None] * ((v - known) * beta)[None, :]
+            read = tl.sum(state * q[:, None], 0)
+            tl.store(out + from_value, read.to(out.dtype.element_ty), mask=in_value)
+            _keep_state(state, at, into, pool, saved, saved_states, size, tile, inside, SAVES)
+            last = column
+
+
+@triton.jit
+def mamba2_kernel(
+    out, x, steps, into_state, out_of_state, rate, skip, bias, before, pool, saved_states, parents, into, saved, tokens,
+    HEADS: tl.constexpr, GROUPS: tl.constexpr, WIDTH: tl.constexpr, SIZE: tl.constexpr, ROUNDS_SKIP: tl.constexpr,
+    SAVES: tl.constexpr, BLOCK_P: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """`reference.mamba2_step` along the lines. A program is a line, a head and BLOCK_P rows of its state [p, N]."""
+    line = tl.program_id(0).to(tl.int64)
+    head = tl.program_id(1)
+    rows = tl.program_id(2) * BLOCK_P + tl.arange(0, BLOCK_P)
+    columns = tl.arange(0, BLOCK_N)
+    in_width, in_size = rows < WIDTH, columns < SIZE
+    inside = in_width[:, None] & in_size[None, :]
+    tile = head * (WIDTH * SIZE) + rows[:, None] * SIZE + columns[None, :]
+    size = HEADS * WIDTH * SIZE
+    group = head // (HEADS // GROUPS)
+    dtype: tl.constexpr = x.dtype.element_ty
+    a = tl.load(rate + head).to(tl.float32)
+    d = tl.load(skip + head).to(tl.float32)
+    offset = _rounded(tl.load(bias + head), steps.dtype.element_ty)
+    state = tl.load(before + line * size + tile, mask=inside, other=0.0)
+    last = -1
+    for column in range(tokens):
+        at = line * tokens + column
+        parent = tl.load(parents + at)
+        if parent >= -1:
+            if parent != last:
+                state = _state_after(parent, before, saved_states, saved, line, tokens, size, tile, inside)
+            step = _rounded(tl.load(steps + at * HEADS + head).to(tl.float32) + offset, steps.dtype.element_ty)
+            step = _rounded(_softplus(step), steps.dtype.element_ty)
+            from_x = (at * HEADS + head) * WIDTH + rows
+            from_group = (at * GROUPS + group) * SIZE + columns
+            own = tl.load(x + from_x, mask=in_width, other=0.0).to(tl.float32)
+            b = tl.load(into_state + from_group, mask=in_size, other=0.0).to(tl.float32)
+            c = tl.load(out_of_state + from_group, mask=in_size, other=0.0).to(tl.float32)
+            new = _rounded(_rounded(step * b, dtype)[None, :] * own[:, None], dtype)
+            state = state * tl.exp(step * a) + new
+            read = _rounded(tl.sum(_rounded(state, dtype) * c[None, :], 1), dtype)
+            skipped = own * d
+            if ROUNDS_SKIP:
+                skipped = _rounded(skipped, dtype)
+            tl.store(out + from_x, (read + skipped).to(dtype), mask=in_width)
+            _keep_state(state, at, into, pool, saved, saved_states, size, tile, inside, SAVES)
+            last = column
+
+
+@triton.jit
+def convolution_kernel(
+    out, x, windows, weight, bias, into, pool, tokens, channels, length, SIZE: tl.constexpr, HAS_BIAS: tl.constexpr,
+    SILU: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """`reference.convolution` for one token and BLOCK channels. A program is a token of a line."""
+    at = tl.program_id(0).to(tl.int64)
+    line = at // tokens
+    own = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
+    inside = own < channels
+    place = tl.load(into + at).to(tl.int64)
+    total = tl.zeros([BLOCK], tl.float32)
+    for tap in range(SIZE):
+        column = tl.load(windows + at * SIZE + tap)
+        read = tl.load(x + (line * channels + own) * length + column, mask=inside, other=0.0)
+        factor = tl.load(weight + own * SIZE + tap, mask=inside, other=0.0)
+        total += _rounded(read, weight.dtype.element_ty) * factor.to(tl.float32)
+        if place >= 0:
+            tl.store(pool + (place * channels + own) * SIZE + tap, read, mask=inside)
+    if HAS_BIAS:
+        total += tl.load(bias + own, mask=inside, other=0.0).to(tl.float32)
+    total = _rounded(total, weight.dtype.element_ty)
+    if SILU:
+        total = _rounded(total / (1.0 + tl.exp(-total)), weight.dtype.element_ty)
+    to = out + (line * channels + own) * tokens + at % tokens
+    tl.store(to, total.to(out.dtype.element_ty), mask=inside)
+
+
+# ---- launches ----
 
 _TILE = 4096  # elements of a state that a program holds: 32 registers of each of its 128 threads
 _CHANNELS = 256  # of a convolution's program
 
 
-def gated_delta(inputs: tuple[torch.Tensor, ...], before: torch.Tensor, walk: Walk, pool: torch.Tensor) -> torch.Tensor:
-    """See `kernels.recurrent.gated_delta`.
+def gated_delta(inputs, before, walk, pool) -> torch.Tensor:
+    """See `reference.gated_delta`.
 
     Memory traffic: each line's state is read once and each kept state is written once; the inputs are small beside them.
     """
@@ -32,16 +197,10 @@ def gated_delta(inputs: tuple[torch.Tensor, ...], before: torch.Tensor, walk: Wa
     return out
 
 
-def mamba2(
-    inputs: tuple[torch.Tensor, ...],
-    constants: tuple[torch.Tensor, torch.Tensor, torch.Tensor],
-    before: torch.Tensor,
-    walk: Walk,
-    pool: torch.Tensor,
-) -> torch.Tensor:
-    """See `kernels.recurrent.mamba2`; memory traffic as `gated_delta`."""
+def mamba2(inputs, constants, before, walk, pool) -> torch.Tensor:
+    """See `reference.mamba2`; memory traffic as `gated_delta`."""
     x, steps, into_state, out_of_state = (each.contiguous() for each in inputs)
-    rate, skip, bias = (each.contiguous() for each in constants)
+    rate, skip, bias = (constant.contiguous() for constant in constants)
     num_lines, tokens, heads, width = x.shape
     groups, size = into_state.shape[2:]
     out = torch.zeros_like(x)
@@ -87,16 +246,8 @@ def _places(walk: Walk, before: torch.Tensor) -> torch.Tensor:
     return before.new_empty(max(walk.num_saved, 1), *before.shape[1:])
 
 
-def convolution(
-    x: torch.Tensor,
-    windows: torch.Tensor,
-    weight: torch.Tensor,
-    bias: torch.Tensor | None,
-    silu: bool,
-    into: torch.Tensor,
-    pool: torch.Tensor,
-) -> torch.Tensor:
-    """See `kernels.recurrent.convolution`.
+def convolution(x, windows, weight, bias, silu, into, pool) -> torch.Tensor:
+    """See `reference.convolution`.
 
     Raises:
         ValueError: the pool is not contiguous, or not of x's dtype and channels.

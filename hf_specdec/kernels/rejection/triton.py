@@ -1,4 +1,4 @@
-"""Launch rejection verification of chains and trees (definition: `reference.rejection_walk`).
+"""Rejection verification of chains and trees in Triton (definition: `reference.rejection_walk`).
 
 Deterministic chains take two launches: (1) for every root and node, compute the sum of exp(score) and the token that would be drawn
 if the walk ended there, both without the drafted child; (2) one program per row walks its chain with these.
@@ -11,21 +11,354 @@ per sequence.
 The sums exclude children because the residual after a rejected child is rest + later siblings, a sum of positive numbers: 1 - p
 would lose all digits when p is near 1. If siblings were drawn from distributions (`probs`), the walking program reads the
 vocabulary once per rejection that is followed by another sibling. Chains never need this.
+
+`rejection_walk_kernel` and `draw_kernel` are long on purpose: passing the state of the walk between functions would cost registers.
 """
 
 # pyright: reportCallIssue=false
-
 from __future__ import annotations
 
-from typing import Any, NamedTuple
+from dataclasses import dataclass
+from typing import Any
 
-import numpy as np
 import torch
+import triton
+import triton.language as tl
 
-from ..drafts import Drafts, RowStreams, prob_index_on, upload_drafts, upload_streams
-from ..launching import as_bytes, ceil_div, next_power_of_two
-from ..verification.triton import check_rows, empty_verdict, split_vocabulary, verify_choices
-from .triton_kernels import chain_kernel, draw_kernel, rejection_walk_kernel, sums_kernel
+from ..dispatch import as_bytes, ceil_div, next_power_of_two
+from ..drafts import prob_index_on, upload_drafts, upload_streams
+from ..random_bits.triton import ACCEPT_STREAM, RESIDUAL_STREAM, uniform_at
+from ..sampling.triton_scores import NO_ID, best_noisy, load_scores, noisy_better, sampling_of
+from ..verification.triton import check_rows, empty_verdict, split_vocabulary
+
+_LEAST = tl.constexpr(1.2e-38)  # the smallest normal float32; a smaller constant would become a float64
+
+
+@triton.jit
+def _without_children(scores, first, ids, tokens, children, num_nodes, BLOCK: tl.constexpr):
+    """Set the tokens of `children` (bool over the row's nodes) to -inf in one block's scores; `tokens`: those of the row."""
+    slots = tl.arange(0, children.shape[0])
+    drafted = tl.load(tokens + slots, mask=children, other=-1).to(tl.int32)
+    inside = children & (drafted >= first) & (drafted < first + BLOCK)
+    if tl.max(inside.to(tl.int32), 0) > 0:
+        for node in range(num_nodes):
+            token = tl.sum(tl.where(inside & (slots == node), drafted + 1, 0), 0) - 1
+            scores = tl.where(ids == token, float("-inf"), scores)
+    return scores
+
+
+@triton.jit
+def _children_of(slot, parents, valid, num_nodes, TREE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """The children of a slot, bool [BLOCK_N] over a row's nodes. Slot 0 is the root, slot i + 1 is node i; pointers are the row's."""
+    nodes = tl.arange(0, BLOCK_N)
+    exists = tl.load(valid + nodes, mask=nodes < num_nodes, other=0) != 0
+    if TREE:
+        above = tl.load(parents + nodes, mask=nodes < num_nodes, other=-2).to(tl.int32)
+    else:
+        above = nodes - 1
+    return exists & (above + 1 == slot)
+
+
+@triton.jit
+def sums_kernel(
+    logits, index, tokens, parents, valid, temperatures, thresholds, threshold_ids, maxima, sums, vocab, row_stride, num_nodes,
+    num_blocks, blocks_per_split,
+    TREE: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_THRESHOLDS: tl.constexpr, BLOCK_N: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Maximum and sum of exp(score - maximum) of every block of the vocabulary, without drafted children.
+
+    Programs: (row, slot) x splits; those of slots without children read nothing. Writes maxima and sums, float32 [B, N + 1, blocks].
+    Arguments as in `verify_rejection`.
+    """
+    place = tl.program_id(0).to(tl.int64)
+    row = place // (num_nodes + 1)
+    slot = (place % (num_nodes + 1)).to(tl.int32)
+    children = _children_of(slot, parents + row * num_nodes, valid + row * num_nodes, num_nodes, TREE, BLOCK_N)
+    wanted = tl.max(children.to(tl.int32), 0) > 0
+    if wanted:
+        source = tl.load(index + place).to(tl.int64)
+        sampling = sampling_of(row, source, temperatures, thresholds, threshold_ids, HAS_TEMPERATURE, HAS_THRESHOLDS)
+        begin = tl.program_id(1) * blocks_per_split
+        for block in range(begin, tl.minimum(begin + blocks_per_split, num_blocks)):
+            ids = block * BLOCK + tl.arange(0, BLOCK)
+            scores = load_scores(logits + source * row_stride, ids, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS)
+            scores = _without_children(scores, block * BLOCK, ids, tokens + row * num_nodes, children, num_nodes, BLOCK)
+            top = tl.max(scores, 0)
+            shift = tl.where(top == float("-inf"), 0.0, top)
+            tl.store(maxima + place * num_blocks + block, top)
+            tl.store(sums + place * num_blocks + block, tl.sum(tl.exp(scores - shift), 0))
+
+
+@triton.jit
+def chain_kernel(
+    logits, index, tokens, valid, seeds, starts, steps, temperatures, thresholds, threshold_ids, maxima, sums,
+    best_scores, best_ids, vocab, row_stride, num_nodes,
+    HAS_TEMPERATURE: tl.constexpr, HAS_THRESHOLDS: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """For deterministic chains: the sums of `sums_kernel` and the draws of `draw_kernel` at every root and node, in one read.
+
+    Programs: (row, slot) x splits. The draw after a slot's child was rejected does not depend on the walk, because its noise
+    depends only on the slot. Writes maxima, sums, best_scores, best_ids [B, N + 1, splits].
+    """
+    place = tl.program_id(0)
+    row = place // (num_nodes + 1)
+    slot = place % (num_nodes + 1)
+    # Issue all loads before the first branch, so that they overlap.
+    source = tl.load(index + place).to(tl.int64)
+    wanted = tl.load(valid + row * num_nodes + slot - 1, mask=slot > 0, other=1) != 0
+    has_child = tl.load(valid + row * num_nodes + slot, mask=slot < num_nodes, other=0) != 0
+    child = tl.load(tokens + row * num_nodes + slot, mask=slot < num_nodes, other=-1).to(tl.int32)
+    seed, position, step = tl.load(seeds + row), tl.load(starts + row) + slot, tl.load(steps + row)
+    if wanted:
+        sampling = sampling_of(  # pyright: ignore[reportGeneralTypeIssues]
+            row, source, temperatures, thresholds, threshold_ids, HAS_TEMPERATURE, HAS_THRESHOLDS
+        )
+        best, best_id, top, total = best_noisy(
+            logits + source * row_stride, tl.program_id(1) * STEPS * LANES * 32, vocab, tl.where(has_child, child, -1),
+            sampling, seed, position, step, RESIDUAL_STREAM, True, HAS_TEMPERATURE, HAS_THRESHOLDS,
+            STEPS, LANES,
+        )  # fmt: skip
+        at = place.to(tl.int64) * tl.num_programs(1) + tl.program_id(1)
+        tl.store(maxima + at, top)
+        tl.store(sums + at, total)
+        tl.store(best_scores + at, best)
+        tl.store(best_ids + at, best_id)
+
+
+@triton.jit
+def _left_over(
+    scores, ids, shift, total, draft, in_vocab, tokens, masses, kept, parents, valid, slot, before, num_nodes,
+    TREE: tl.constexpr,
+):  # fmt: skip
+    """Residual target and draft distributions of one block after the children of `slot` before node `before` were rejected.
+
+    `draft` is the distribution they were drawn from. masses, kept: the normalisers of each rejection, per node of the row.
+    """
+    residual = tl.exp(scores - shift) / total
+    proposal = tl.load(draft + ids, mask=in_vocab, other=0.0).to(tl.float32)
+    for node in range(before):
+        above = node - 1
+        if TREE:
+            above = tl.load(parents + node).to(tl.int32)
+        if (above + 1 == slot) & (tl.load(valid + node) != 0):
+            mass = tl.load(masses + node)
+            left = tl.maximum(residual - proposal, 0.0)
+            residual = tl.where(mass > 0, left / tl.maximum(mass, _LEAST), residual)
+            token = tl.load(tokens + node)
+            proposal = tl.where(ids == token, 0.0, proposal) / tl.maximum(tl.load(kept + node), _LEAST)
+    return residual, proposal
+
+
+@triton.jit
+def _arrive(
+    maxima, sums, scores, drafted, children, tokens, node, num_nodes, num_blocks, TREE: tl.constexpr, BLOCK_S: tl.constexpr
+):  # fmt: skip
+    """Prepare the tests at a node that the walk has reached, from its block sums and its children's scores.
+
+    Returns the largest score, the sum of exp(score - largest) without the children, and the children's terms. Siblings that repeat a
+    token count once, as the first of them; `node` is the first child.
+    """
+    blocks = tl.arange(0, BLOCK_S)
+    tops = tl.load(maxima + blocks, mask=blocks < num_blocks, other=float("-inf"))
+    parts = tl.load(sums + blocks, mask=blocks < num_blocks, other=0.0)
+    shift = tl.maximum(tl.max(tops, 0), tl.max(scores, 0))
+    rest = tl.sum(parts * tl.exp(tops - shift), 0)
+    chances = tl.exp(scores - shift)
+    if TREE:
+        nodes = tl.arange(0, children.shape[0])
+        for other in range(node, num_nodes):
+            same = (drafted == tl.load(tokens + other).to(tl.int32)) & (nodes > other)
+            is_child = tl.sum(tl.where(children & (nodes == other), 1, 0), 0) > 0
+            chances = tl.where(same & is_child, 0.0, chances)
+    return shift, rest, chances
+
+
+@triton.jit
+def rejection_walk_kernel(
+    logits, index, tokens, parents, valid, probs, prob_index, seeds, starts, steps, temperatures, thresholds,
+    threshold_ids, maxima, sums, best_scores, best_ids, masses, kept, ends, scales, path, lengths, next_tokens, vocab,
+    row_stride, num_nodes, num_blocks, num_probs, DRAWN: tl.constexpr, TREE: tl.constexpr,
+    POINTS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_THRESHOLDS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK_S: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """One program per row walks the tree from its root and tests each node against the residual of rejected siblings.
+
+    It reads only the scores of drafted tokens and the sums of the nodes it reaches; in trees with `probs`, also the vocabulary once
+    per rejection that is followed by another sibling. Arguments as in `verify_rejection`;
+    maxima, sums: float32 [B, N + 1, blocks]. Writes path [B, N] and lengths [B], and for `draw_kernel` masses and kept
+    float32 [B, N] (see `_left_over`), ends int32 [B, 2] (last node + 1, its first child), scales float32 [B, 2] (shift, total).
+    DRAWN: instead, it takes next_tokens [B] from the draws of `chain_kernel`.
+    """
+    row = tl.program_id(0).to(tl.int64)
+    nodes = tl.arange(0, BLOCK_N)
+    tokens += row * num_nodes
+    valid += row * num_nodes
+    parents += row * num_nodes
+    masses += row * num_nodes
+    kept += row * num_nodes
+    drafted = tl.load(tokens + nodes, mask=nodes < num_nodes, other=-1).to(tl.int32)
+    seed = tl.load(seeds + row)
+    start = tl.load(starts + row)
+    step = tl.load(steps + row)
+    slot = tl.full([], 0, tl.int32)
+    length = tl.full([], 0, tl.int32)
+    first_child = tl.full([], 0, tl.int32)
+    arrived = tl.full([], 1, tl.int32)  # 1 if the sums of `slot` must still be loaded
+    shift = tl.full([], 0.0, tl.float32)
+    rest = tl.full([], 0.0, tl.float32)
+    total = tl.full([], 1.0, tl.float32)
+    chances = tl.zeros([BLOCK_N], tl.float32)  # exp(score - shift) of the children, counting each token once
+    source = tl.load(index + row * (num_nodes + 1)).to(tl.int64)
+    for node in range(num_nodes):
+        above = node - 1
+        if TREE:
+            above = tl.load(parents + node).to(tl.int32)
+        accept = tl.full([], 0, tl.int32)
+        if (above + 1 == slot) & (tl.load(valid + node) != 0):
+            sampling = sampling_of(
+                row, source, temperatures, thresholds, threshold_ids, HAS_TEMPERATURE, HAS_THRESHOLDS
+            )
+            children = _children_of(slot, parents, valid, num_nodes, TREE, BLOCK_N)
+            if arrived > 0:
+                arrived = tl.full([], 0, tl.int32)
+                first_child = tl.full([], 0, tl.int32) + node
+                scores = load_scores(
+                    logits + source * row_stride, tl.where(children, drafted, vocab), vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS,
+                )  # fmt: skip
+                at = (row * (num_nodes + 1) + slot) * num_blocks
+                shift, rest, chances = _arrive(
+                    maxima + at, sums + at, scores, drafted, children, tokens, node, num_nodes, num_blocks, TREE,
+                    BLOCK_S,
+                )  # fmt: skip
+                total = rest + tl.sum(chances, 0)
+            token = tl.load(tokens + node).to(tl.int32)
+            chance = tl.sum(tl.where(nodes == node, chances, 0.0), 0)
+            u = uniform_at(seed, start, step, ACCEPT_STREAM, node)
+            if POINTS:
+                accept = (u < chance / (rest + tl.sum(chances, 0))).to(tl.int32)
+                chances = tl.where(drafted == token, 0.0, chances)
+            else:
+                draft = probs + (row * num_probs + tl.load(prob_index + row * num_nodes + first_child)) * vocab
+                own = token + tl.arange(0, 1)
+                score = load_scores(logits + source * row_stride, own, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS)
+                p, q = _left_over(
+                    score, own, shift, total, draft, own < vocab, tokens, masses, kept, parents, valid, slot,
+                    node, num_nodes, TREE,
+                )  # fmt: skip
+                accept = tl.max(((q > 0) & (u * q < p)).to(tl.int32), 0)
+                if TREE and (accept == 0) & (tl.max((children & (nodes > node)).to(tl.int32), 0) > 0):
+                    left = tl.zeros([BLOCK], tl.float32)
+                    without = tl.zeros([BLOCK], tl.float32)
+                    for begin in range(0, vocab, BLOCK):
+                        ids = begin + tl.arange(0, BLOCK)
+                        block_scores = load_scores(
+                            logits + source * row_stride, ids, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS
+                        )
+                        residual, proposal = _left_over(
+                            block_scores, ids, shift, total, draft, ids < vocab, tokens, masses, kept, parents,
+                            valid, slot, node, num_nodes, TREE,
+                        )  # fmt: skip
+                        left += tl.maximum(residual - proposal, 0.0)
+                        without += tl.where(ids == token, 0.0, proposal)
+                    tl.store(masses + node, tl.sum(left, 0))
+                    tl.store(kept + node, tl.sum(without, 0))
+                    tl.debug_barrier()  # later siblings read what other threads wrote
+            if accept > 0:
+                slot = tl.full([], 0, tl.int32) + node + 1
+                length += 1
+                arrived = tl.full([], 1, tl.int32)
+                source = tl.load(index + row * (num_nodes + 1) + slot).to(tl.int64)
+        tl.store(path + row * num_nodes + node, accept.to(tl.int8))
+    tl.store(lengths + row, length)
+    if DRAWN:
+        splits = tl.arange(0, BLOCK_S)
+        at = (row * (num_nodes + 1) + slot) * num_blocks
+        drawn = tl.load(best_scores + at + splits, mask=splits < num_blocks, other=float("-inf"))
+        drawn_ids = tl.load(best_ids + at + splits, mask=splits < num_blocks, other=NO_ID)
+        best = tl.max(drawn, 0)
+        best_id = tl.min(tl.where(drawn == best, drawn_ids, NO_ID), 0)
+        if best == float("-inf"):  # the rejected child had all the mass: draw from the full distribution
+            sampling = sampling_of(
+                row, source, temperatures, thresholds, threshold_ids, HAS_TEMPERATURE, HAS_THRESHOLDS
+            )
+            for begin in range(0, vocab, BLOCK):
+                ids = begin + tl.arange(0, BLOCK)
+                before = load_scores(
+                    logits + source * row_stride, ids, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS
+                )
+                best, best_id = noisy_better(
+                    before, ids, begin, best, best_id, seed, start + length, step, RESIDUAL_STREAM, BLOCK
+                )
+        tl.store(next_tokens + row, best_id.to(tl.int64))
+    else:
+        tl.store(ends + row * 2, slot)
+        tl.store(ends + row * 2 + 1, first_child)
+        tl.store(scales + row * 2, shift)
+        tl.store(scales + row * 2 + 1, total)
+
+
+@triton.jit
+def draw_kernel(
+    logits, index, tokens, parents, valid, probs, prob_index, seeds, starts, steps, temperatures, thresholds,
+    threshold_ids, masses, kept, ends, scales, lengths, best_scores, best_ids, next_tokens, vocab, row_stride, num_nodes,
+    num_probs, blocks_per_split, splits, MERGE: tl.constexpr, TREE: tl.constexpr, POINTS: tl.constexpr,
+    HAS_TEMPERATURE: tl.constexpr, HAS_THRESHOLDS: tl.constexpr, BLOCK_N: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Find one split's best token; with MERGE, the best of all splits, or a draw from the full distribution if nothing is left."""
+    row = tl.program_id(0).to(tl.int64)
+    wanted = True
+    start_id = tl.program_id(1) * blocks_per_split * BLOCK
+    end_id = tl.minimum(start_id + blocks_per_split * BLOCK, vocab)
+    best = tl.full([], float("-inf"), tl.float32)
+    best_id = tl.full([], 0, tl.int32) + start_id
+    if wanted and MERGE:
+        for split in range(splits):
+            score = tl.load(best_scores + row * splits + split)
+            if score > best:
+                best = score
+                best_id = tl.load(best_ids + row * splits + split)
+        wanted = best == float("-inf")
+        end_id = vocab
+    if wanted:
+        tokens += row * num_nodes
+        valid += row * num_nodes
+        parents += row * num_nodes
+        slot = tl.load(ends + row * 2)
+        children = _children_of(slot, parents, valid, num_nodes, TREE, BLOCK_N)
+        last = tl.max(tl.where(children, tl.arange(0, BLOCK_N), -1), 0)  # the last rejected node, or -1
+        source = tl.load(index + row * (num_nodes + 1) + slot).to(tl.int64)
+        sampling = sampling_of(row, source, temperatures, thresholds, threshold_ids, HAS_TEMPERATURE, HAS_THRESHOLDS)
+        seed = tl.load(seeds + row)
+        step = tl.load(steps + row)
+        position = tl.load(starts + row) + tl.load(lengths + row)
+        for begin in range(start_id, end_id, BLOCK):
+            ids = begin + tl.arange(0, BLOCK)
+            scores = load_scores(logits + source * row_stride, ids, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS)
+            if POINTS:
+                if not MERGE:
+                    scores = _without_children(scores, begin, ids, tokens, children, num_nodes, BLOCK)
+            elif last >= 0:
+                at = tl.load(prob_index + row * num_nodes + tl.load(ends + row * 2 + 1))
+                p, q = _left_over(
+                    scores, ids, tl.load(scales + row * 2), tl.load(scales + row * 2 + 1),
+                    probs + (row * num_probs + at) * vocab, ids < vocab, tokens, masses + row * num_nodes,
+                    kept + row * num_nodes, parents, valid, slot, last, num_nodes, TREE,
+                )  # fmt: skip
+                if not MERGE:
+                    p = tl.maximum(p - q, 0.0)
+                scores = tl.log(p)
+            best, best_id = noisy_better(
+                scores, ids, begin, best, best_id, seed, position, step, RESIDUAL_STREAM, BLOCK
+            )
+    if MERGE:
+        tl.store(next_tokens + row, best_id.to(tl.int64))
+    else:
+        tl.store(best_scores + row * splits + tl.program_id(1), best)
+        tl.store(best_ids + row * splits + tl.program_id(1), best_id)
+
+
+# ---- launches ----
 
 BLOCK = 4096  # ids per tile of a program, and per sum
 
@@ -41,7 +374,6 @@ def verify_rejection(
     parents: torch.Tensor | None = None,
     probs: torch.Tensor | None = None,
     prob_index: torch.Tensor | None = None,
-    do_sample: torch.Tensor | None = None,
     temperature: torch.Tensor | None = None,
     thresholds: tuple[torch.Tensor, torch.Tensor] | None = None,
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
@@ -58,7 +390,6 @@ def verify_rejection(
         seeds, positions, steps: int64 [B], each row's stream, the index of the token after its root, and its round.
         probs: float32 [B, M, V], the distributions of the drafts; None: deterministic drafts.
         prob_index: int64 [B, N], which of them each node was drawn from; siblings share one. Required with probs.
-        do_sample: bool [B]; rows that do not sample follow the target's argmax. None: all rows sample.
         temperature: float32 [B]; None: 1.
         thresholds: float32 [R] and int32 [R] from `sampling.triton.sampling_thresholds`.
         out: bool [B, N], int32 [B], int64 [B] to write to.
@@ -66,7 +397,7 @@ def verify_rejection(
     Returns: accepted path bool [B, N], its length int32 [B], and the token after it int64 [B].
 
     Memory traffic: for deterministic chains each row of logits once, in 2 launches; otherwise those of inner nodes and one more per
-    sequence, in 4 launches. With probs, also one of their rows per sequence. With do_sample, 2 more launches.
+    sequence, in 4 launches. With probs, also one of their rows per sequence.
     """
     check_rows(logits, index, thresholds)
     if (probs is None) != (prob_index is None) or (probs is not None and not probs.is_contiguous()):
@@ -76,16 +407,10 @@ def verify_rejection(
     out = out if out is not None else empty_verdict(tokens)
     if not len(tokens):
         return out
-    if do_sample is not None:
-        verify_choices(
-            logits, index, tokens, valid, parents, None, None, do_sample, temperature, thresholds, out, True, block
-        )
-    sampling: dict[str, Any] = dict(
-        ROWS=do_sample is not None, HAS_TEMPERATURE=temperature is not None, HAS_THRESHOLDS=thresholds is not None
-    )
+    sampling: dict[str, Any] = dict(HAS_TEMPERATURE=temperature is not None, HAS_THRESHOLDS=thresholds is not None)
     walk = _Walk(
         logits, index, tokens, parents, valid.view(torch.uint8), probs, prob_index, (seeds, positions, steps),
-        (as_bytes(do_sample), temperature, *(thresholds or (None, None))), sampling, out, block,
+        (temperature, *(thresholds or (None, None))), sampling, out, block,
     )  # fmt: skip
     if parents is None and probs is None:
         _launch_chains(walk)
@@ -94,7 +419,8 @@ def verify_rejection(
     return out
 
 
-class _Walk(NamedTuple):
+@dataclass(frozen=True)
+class _Walk:
     """The arguments of `verify_rejection` as the kernels take them."""
 
     logits: torch.Tensor
@@ -105,13 +431,12 @@ class _Walk(NamedTuple):
     probs: torch.Tensor | None
     prob_index: torch.Tensor | None
     noise: tuple[torch.Tensor, ...]  # seeds, positions, steps
-    scores: tuple[torch.Tensor | None, ...]  # do_sample, temperature, thresholds, their ids
+    scores: tuple[torch.Tensor | None, ...]  # temperature, thresholds, their ids
     sampling: dict[str, Any]  # flags of the kernels
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor]
     block: int
 
     def empty(self, *shape: int, dtype: torch.dtype = torch.float32) -> torch.Tensor:
-        """Uninitialised memory on the device."""
         return torch.empty(*shape, dtype=dtype, device=self.logits.device)
 
 
@@ -177,10 +502,8 @@ def _launch_walk(walk: _Walk, sums: torch.Tensor, drawn: bool) -> tuple[torch.Te
     return masses, ends, scales
 
 
-def verify_tokens(
-    drafts: Drafts, scores: torch.Tensor, score_rows: np.ndarray, streams: RowStreams, temperature, thresholds
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `rejection.verify_tokens`."""
+def verify_tokens(drafts, scores, score_rows, streams, temperature=None, thresholds=None):
+    """See `reference.verify_tokens`."""
     device = scores.device
     index, tokens, valid, parents = upload_drafts(drafts, score_rows, device)
     seeds, positions, steps, _ = upload_streams(streams, device)

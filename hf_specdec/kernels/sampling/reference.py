@@ -2,10 +2,61 @@
 
 from __future__ import annotations
 
+from dataclasses import dataclass
+
 import torch
 
 from .. import random_bits
-from .parameters import RowParameters, owners_of
+
+DRAWS_PER_ROUND = 4096  # the most draws of a row at one position
+
+
+@dataclass
+class RowParameters:
+    """Parameters and random streams of B rows. A parameter that is None is off in all rows.
+
+    Attributes:
+        seeds, positions, steps: int64 [B], each row's stream, the index of its next token, and its round.
+        do_sample: bool [B].
+        temperature, top_p, min_p: float32 [B], off at 1, 1 and 0.
+        top_k: int32 [B], off at 0.
+    """
+
+    seeds: torch.Tensor
+    positions: torch.Tensor
+    steps: torch.Tensor
+    do_sample: torch.Tensor
+    temperature: torch.Tensor | None = None
+    top_k: torch.Tensor | None = None
+    top_p: torch.Tensor | None = None
+    min_p: torch.Tensor | None = None
+
+    @property
+    def removes(self) -> bool:
+        """True if top-k, top-p or min-p may remove tokens."""
+        return any(each is not None for each in (self.top_k, self.top_p, self.min_p))
+
+    @property
+    def are_off(self) -> bool:
+        """True if scores equal the logits."""
+        return self.temperature is None and not self.removes
+
+    def noise_keys(
+        self, logits: torch.Tensor, rows: torch.Tensor | None, ahead: int, shared: bool
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+        """Seeds, positions and steps of the noise of logits [R, F, V]: int64 [R F] each."""
+        owners = owners_of(logits, rows)
+        seeds, positions = self.seeds[owners], self.positions[owners] + ahead
+        if shared:
+            return seeds, positions, torch.zeros_like(seeds)
+        ranks = torch.arange(logits.shape[1], device=logits.device).repeat(len(logits))
+        return seeds, positions, self.steps[owners] * DRAWS_PER_ROUND + ranks
+
+
+def owners_of(logits: torch.Tensor, rows: torch.Tensor | None) -> torch.Tensor:
+    """Which of the B rows each of the R F rows of logits [R, F, V] belongs to, int64 [R F]."""
+    rows = torch.arange(len(logits), device=logits.device) if rows is None else rows
+    return rows.repeat_interleave(logits.shape[1])
 
 
 def sampling_scores(logits, temperature=None, top_k=None, top_p=None, min_p=None) -> torch.Tensor:
@@ -47,11 +98,16 @@ def sampling_scores(logits, temperature=None, top_k=None, top_p=None, min_p=None
     return scores.masked_fill(torch.zeros_like(removed).scatter(-1, order, removed), float("-inf"))
 
 
-def apply_parameters(logits: torch.Tensor, parameters: RowParameters, rows: torch.Tensor | None) -> torch.Tensor:
-    """See `sampling.apply_parameters`."""
+def apply_parameters(logits: torch.Tensor, parameters: RowParameters, rows: torch.Tensor | None = None) -> torch.Tensor:
+    """Logits over temperature, tokens removed by top-k, top-p and min-p at -inf: float32 [R, F, V].
+
+    Returns the logits themselves if all parameters are off.
+    """
+    if parameters.are_off:
+        return logits
     owners = owners_of(logits, rows)
     given = (parameters.temperature, parameters.top_k, parameters.top_p, parameters.min_p)
-    per_row = (None if each is None else each[owners] for each in given)
+    per_row = (None if parameter is None else parameter[owners] for parameter in given)
     return sampling_scores(logits.flatten(0, 1), *per_row).view(logits.shape)
 
 
@@ -61,21 +117,30 @@ def noisy_scores(
     ahead: int,
     stream: int,
     shared: bool,
-    rows: torch.Tensor | None,
-    applied: bool,
+    rows: torch.Tensor | None = None,
+    applied: bool = False,
 ) -> torch.Tensor:
-    """See `sampling.noisy_scores`."""
+    """As `apply_parameters`, plus Gumbel noise in rows that sample: their argmax is a draw. Float32 [R, F, V].
+
+    Args:
+        ahead: distance from each row's `positions` to the chosen token.
+        stream: one of the streams of `random_bits`.
+        shared: the F draws of a row use the same noise, in every round; otherwise each has its own.
+        applied: the logits already come from `apply_parameters`.
+    """
     count = 1 if shared else logits.shape[1]
     keys = parameters.noise_keys(logits[:, :count], rows, ahead, shared)
     noise = random_bits.gumbel(*keys, stream, logits.shape[2]).view(len(logits), count, -1)
-    scores = logits if applied or parameters.are_off else apply_parameters(logits, parameters, rows)
+    scores = logits if applied else apply_parameters(logits, parameters, rows)
     do_sample = parameters.do_sample if rows is None else parameters.do_sample[rows]
     return torch.where(do_sample[:, None, None], scores + noise, scores)
 
 
-def choices(logits: torch.Tensor, parameters: RowParameters, ahead: int, rows: torch.Tensor | None) -> torch.Tensor:
-    """See `sampling.choices`."""
-    scores = (logits if parameters.are_off else apply_parameters(logits, parameters, rows)).flatten(0, 1)
+def choices(
+    logits: torch.Tensor, parameters: RowParameters, ahead: int, rows: torch.Tensor | None = None
+) -> torch.Tensor:
+    """The argmax of `noisy_scores` with shared noise of TOKEN_STREAM: int64 [R, F]. Kernels read the logits once."""
+    scores = apply_parameters(logits, parameters, rows).flatten(0, 1)
     do_sample = parameters.do_sample if rows is None else parameters.do_sample[rows]
     row_of = torch.arange(len(logits), device=logits.device).repeat_interleave(logits.shape[1])
     keys = parameters.noise_keys(logits[:, :1], rows, ahead, shared=True)

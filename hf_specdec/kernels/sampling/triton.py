@@ -1,4 +1,4 @@
-"""Launch temperature, top-k, top-p and min-p, without sorting (definition: `reference.sampling_scores`).
+"""Temperature, top-k, top-p and min-p in Triton, without sorting (definition: `reference.sampling_scores`).
 
 These parameters keep all tokens above a score, and of the tokens with exactly that score those from some id on, because the
 definition sorts ascending and stably and removes from the front. `sampling_thresholds` finds this score and id per row, and the
@@ -10,8 +10,7 @@ It searches the row's likeliest tokens, which are copied out first, or all token
 exact up to the rounding of the masses.
 """
 
-# pyright: reportCallIssue=false
-
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
 from dataclasses import dataclass
@@ -19,10 +18,238 @@ from typing import Any
 
 import torch
 import triton
+import triton.language as tl
 
-from ..launching import as_bytes
-from .parameters import RowParameters, owners_of
-from .triton_kernels import candidates_kernel, scores_kernel, thresholds_kernel
+from ..dispatch import as_bytes
+from ..random_bits.triton import gumbel_block
+from .reference import RowParameters, owners_of
+from .triton_scores import load_scores, sampling_of
+
+
+@triton.jit
+def _ordered(scores):
+    """uint32 keys in the order of float32 scores; both zeros have the same key."""
+    bits = tl.where(scores == 0.0, 0.0, scores).to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, ~bits, bits ^ -2147483648).to(tl.uint32, bitcast=True)
+
+
+@triton.jit
+def _score_of(key):
+    bits = key.to(tl.int32, bitcast=True)
+    return tl.where(bits < 0, bits ^ -2147483648, ~bits).to(tl.float32, bitcast=True)
+
+
+@triton.jit
+def _search(
+    row, vocab, temperature, top, floor, target, HAS_TEMPERATURE: tl.constexpr, MASS: tl.constexpr, BLOCK: tl.constexpr
+):
+    """The greatest key with no more than `target` below it, and the amount below it.
+
+    MASS: the amount is the sum of exp(score - top) over tokens with keys from `floor` on; otherwise the number of tokens.
+    """
+    key = tl.full([], 0, tl.uint32)
+    under = tl.full([], 0.0, tl.float32)
+    digits = tl.arange(0, 8)
+    for level in range(11):
+        shift = tl.full([], 30, tl.int32) - 3 * level
+        cuts = key + (digits.to(tl.uint32) << shift.to(tl.uint32))
+        below = tl.zeros([8, BLOCK], tl.float32)
+        for first in range(0, vocab, BLOCK):
+            ids = first + tl.arange(0, BLOCK)
+            scores = load_scores(row, ids, vocab, (temperature, 0.0, 0), HAS_TEMPERATURE, False)
+            keys = _ordered(scores)
+            if MASS:
+                weight = tl.where((keys >= floor) & (ids < vocab), tl.exp(scores - top), 0.0)
+            else:
+                weight = (ids < vocab).to(tl.float32)
+            below += tl.where(keys[None, :] < cuts[:, None], weight[None, :], 0.0)
+        sums = tl.sum(below, 1)
+        fits = (sums <= target) & ((level > 0) | (digits < 4))  # the first level has only two bits
+        digit = tl.max(tl.where(fits, digits, 0), 0)
+        under = tl.where(digit > 0, tl.sum(tl.where(digits == digit, sums, 0.0), 0), under)
+        key += digit.to(tl.uint32) << shift.to(tl.uint32)
+    return key, under
+
+
+@triton.jit
+def _parameters(
+    place, owners, temperatures, top_ks, top_ps, min_ps, vocab, HAS_OWNERS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr,
+    HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr, HAS_MIN_P: tl.constexpr,
+):  # fmt: skip
+    """Temperature, top-k, top-p and min-p of a row of logits; 1, 0, 1 and 0 are off."""
+    owner = place
+    if HAS_OWNERS:
+        owner = tl.load(owners + place).to(tl.int64)
+    temperature = 1.0
+    top_k = 0
+    top_p = 1.0
+    min_p = 0.0
+    if HAS_TEMPERATURE:
+        temperature = tl.load(temperatures + owner)
+    if HAS_TOP_K:
+        top_k = tl.minimum(tl.load(top_ks + owner).to(tl.int32), vocab)
+    if HAS_TOP_P:
+        top_p = tl.load(top_ps + owner)
+    if HAS_MIN_P:
+        min_p = tl.load(min_ps + owner)
+    return temperature, top_k, top_p, min_p
+
+
+@triton.jit
+def candidates_kernel(
+    logits, owners, temperatures, top_ks, top_ps, min_ps, scores_out, ids_out, counts, outside, vocab, row_stride, capacity,
+    HAS_OWNERS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr,
+    HAS_MIN_P: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Copy out a row's likeliest tokens, enough for its top-k or top-p, in the order of their ids.
+
+    Also writes their number, or -1 if they exceed `capacity` or no token is removed, and the sum of exp(score - top) over the others.
+    """
+    place = tl.program_id(0).to(tl.int64)
+    row = logits + place * row_stride
+    temperature, top_k, top_p, min_p = _parameters(  # pyright: ignore[reportGeneralTypeIssues]
+        place, owners, temperatures, top_ks, top_ps, min_ps, vocab, HAS_OWNERS, HAS_TEMPERATURE, HAS_TOP_K, HAS_TOP_P,
+        HAS_MIN_P,
+    )  # fmt: skip
+    count = tl.full([], -1, tl.int32)
+    if (top_k > 0) | (top_p < 1.0) | (min_p > 0.0):
+        lanes = tl.arange(0, BLOCK)
+        wide_lanes = tl.arange(0, 4 * BLOCK)
+        tops = tl.full([4 * BLOCK], float("-inf"), tl.float32)
+        for first in range(0, vocab, 4 * BLOCK):
+            scores = load_scores(row, first + wide_lanes, vocab, (temperature, 0.0, 0), HAS_TEMPERATURE, False)
+            tops = tl.maximum(tops, scores)
+        top = tl.max(tops, 0)
+        steps = tl.arange(0, 8)
+        # 0.5, 1, 2, 4, 8, 12, 16 and 24 below the top, for peaked and flat distributions and all vocabulary sizes.
+        depth = tl.where(steps < 4, tl.exp2(steps.to(tl.float32) - 1.0), tl.where(steps < 7, steps * 4.0 - 8.0, 24.0))
+        cuts = top - depth
+        numbers = tl.zeros([8, BLOCK], tl.float32)
+        masses = tl.zeros([8, BLOCK], tl.float32)
+        everything = tl.zeros([BLOCK], tl.float32)
+        for first in range(0, vocab, BLOCK):
+            scores = load_scores(row, first + lanes, vocab, (temperature, 0.0, 0), HAS_TEMPERATURE, False)
+            mass = tl.exp(scores - top)
+            above = scores[None, :] >= cuts[:, None]
+            numbers += tl.where(above, 1.0, 0.0)
+            masses += tl.where(above, mass[None, :], 0.0)
+            everything += mass
+        number = tl.sum(numbers, 1)
+        inside = tl.sum(masses, 1)
+        total = tl.sum(everything, 0)
+        # After top-k, only what it keeps counts. The margin leaves cases within rounding errors to the search over all tokens.
+        least_mass = tl.where((top_k > 0) | (top_p >= 1.0), -1.0, (top_p + 1e-4) * total)
+        enough = (number >= top_k) & (inside > least_mass) & (number <= capacity)
+        step = tl.min(tl.where(enough, steps, 8), 0)
+        if step < 8:
+            chosen = steps == step
+            cut = tl.max(tl.where(chosen, cuts, float("-inf")), 0)
+            tl.store(outside + place, total - tl.max(tl.where(chosen, inside, 0.0), 0))
+            count = tl.full([], 0, tl.int32)
+            for first in range(0, vocab, BLOCK):
+                ids = first + lanes
+                scores = load_scores(row, ids, vocab, (temperature, 0.0, 0), HAS_TEMPERATURE, False)
+                if tl.max(scores, 0) >= cut:
+                    taken = ((scores >= cut) & (ids < vocab)).to(tl.int32)
+                    at = place * capacity + count + tl.cumsum(taken, 0) - 1
+                    tl.store(scores_out + at, scores, mask=taken > 0)
+                    tl.store(ids_out + at, ids, mask=taken > 0)
+                    count += tl.sum(taken, 0)
+    tl.store(counts + place, count)
+
+
+@triton.jit
+def thresholds_kernel(
+    logits, owners, temperatures, top_ks, top_ps, min_ps, ids_of, counts, outside, thresholds, threshold_ids, vocab, row_stride,
+    HAS_OWNERS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_TOP_K: tl.constexpr, HAS_TOP_P: tl.constexpr,
+    HAS_MIN_P: tl.constexpr, CANDIDATES: tl.constexpr, BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Search for thresholds. CANDIDATES: in rows that have candidates, whose scores are in `logits`; otherwise in the other rows."""
+    place = tl.program_id(0).to(tl.int64)
+    count = tl.load(counts + place)
+    if (count >= 0) == CANDIDATES:
+        row = logits + place * row_stride
+        temperature, top_k, top_p, min_p = _parameters(  # pyright: ignore[reportGeneralTypeIssues]
+            place, owners, temperatures, top_ks, top_ps, min_ps, vocab, HAS_OWNERS, HAS_TEMPERATURE, HAS_TOP_K, HAS_TOP_P,
+            HAS_MIN_P,
+        )  # fmt: skip
+        size = vocab
+        removed_mass = 0.0  # of tokens that are not candidates
+        if CANDIDATES:
+            size = count
+            if HAS_TOP_P:
+                removed_mass = tl.where(top_k > 0, 0.0, tl.load(outside + place))
+        lanes = tl.arange(0, BLOCK)
+        threshold = tl.full([], float("-inf"), tl.float32)
+        threshold_id = tl.full([], 0, tl.int32)
+        if (top_k > 0) | (top_p < 1.0) | (min_p > 0.0):
+            tops = tl.full([BLOCK], float("-inf"), tl.float32)
+            for first in range(0, size, BLOCK):
+                scores = load_scores(row, first + lanes, size, (temperature, 0.0, 0), HAS_TEMPERATURE, False)
+                tops = tl.maximum(tops, scores)
+            top = tl.max(tops, 0)
+            floor = tl.full([], 0, tl.uint32)
+            if HAS_TOP_K and top_k > 0:
+                floor, under = _search(
+                    row, size, temperature, top, floor, (size - top_k).to(tl.float32), HAS_TEMPERATURE, False, BLOCK
+                )
+                threshold = _score_of(floor)
+            if HAS_TOP_P and top_p < 1.0:
+                masses = tl.zeros([BLOCK], tl.float32)
+                for first in range(0, size, BLOCK):
+                    scores = load_scores(row, first + lanes, size, (temperature, 0.0, 0), HAS_TEMPERATURE, False)
+                    masses += tl.where(_ordered(scores) >= floor, tl.exp(scores - top), 0.0)
+                target = (1.0 - top_p) * (tl.sum(masses, 0) + removed_mass) - removed_mass
+                key, under = _search(row, size, temperature, top, floor, target, HAS_TEMPERATURE, True, BLOCK)
+                threshold = tl.minimum(_score_of(tl.maximum(key, floor)), top)
+                # So many of the tokens with this score are removed, lowest ids first; at least one is kept.
+                removed = tl.minimum(tl.floor((target - under) / tl.exp(threshold - top)), 1e9).to(tl.int32)
+                seen = tl.full([], 0, tl.int32)
+                last = tl.full([], 0, tl.int32)
+                for first in range(0, size, BLOCK):
+                    at = first + lanes
+                    scores = load_scores(row, at, size, (temperature, 0.0, 0), HAS_TEMPERATURE, False)
+                    equal = (scores == threshold) & (at < size)
+                    if tl.max(equal.to(tl.int32), 0) > 0:
+                        ids = at
+                        if CANDIDATES:
+                            ids = tl.load(ids_of + place * row_stride + at, mask=equal, other=0)
+                        rank = seen + tl.cumsum(equal.to(tl.int32), 0)
+                        last = tl.maximum(last, tl.max(tl.where(equal & (rank <= removed + 1), ids, 0), 0))
+                        seen += tl.sum(equal.to(tl.int32), 0)
+                threshold_id = last
+            if HAS_MIN_P and min_p > 0.0:
+                least = top + tl.log(min_p)
+                threshold_id = tl.where(least > threshold, 0, threshold_id)
+                threshold = tl.maximum(threshold, least)
+        tl.store(thresholds + place, threshold)
+        tl.store(threshold_ids + place, threshold_id)
+
+
+@triton.jit
+def scores_kernel(
+    logits, owners, temperatures, thresholds, threshold_ids, seeds, positions, steps, do_sample, out, vocab, row_stride,
+    HAS_OWNERS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_THRESHOLDS: tl.constexpr, STREAM: tl.constexpr,
+    BLOCK: tl.constexpr,
+):  # fmt: skip
+    """Processed scores of one row of logits, with Gumbel noise where the row samples. A program is a row and BLOCK ids."""
+    place = tl.program_id(0).to(tl.int64)
+    owner = place
+    if HAS_OWNERS:
+        owner = tl.load(owners + place).to(tl.int64)
+    sampling = sampling_of(  # pyright: ignore[reportGeneralTypeIssues]
+        owner, place, temperatures, thresholds, threshold_ids, HAS_TEMPERATURE, HAS_THRESHOLDS
+    )
+    start = tl.program_id(1) * BLOCK
+    ids = start + tl.arange(0, BLOCK)
+    scores = load_scores(logits + place * row_stride, ids, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS)
+    if STREAM >= 0 and tl.load(do_sample + place) != 0:
+        seed, position, step = tl.load(seeds + place), tl.load(positions + place), tl.load(steps + place)
+        scores += gumbel_block(seed, position, step, STREAM, start, BLOCK)
+    tl.store(out + place * vocab + ids, scores, mask=ids < vocab)
+
+
+# ---- launches ----
 
 BLOCK = 2048  # ids per iteration of a program
 CAPACITY = 4096  # the most candidates of a row
@@ -81,10 +308,7 @@ def sampling_thresholds(
         logits, owners, temperature, top_k, top_p, min_p, scores, ids, counts, outside, vocab, logits.stride(0), capacity,
         HAS_TEMPERATURE=heated, **flags,
     )  # fmt: skip
-    sources: list[tuple[Any, ...]] = [
-        (scores, None, capacity, True),
-        (logits, temperature, logits.stride(0), False),
-    ]
+    sources: list[tuple[Any, ...]] = [(scores, None, capacity, True), (logits, temperature, logits.stride(0), False)]
     for source, used, stride, candidates in sources:
         thresholds_kernel[(rows,)](
             source, owners, used, top_k, top_p, min_p, ids, counts, outside, *out, vocab, stride,
@@ -130,7 +354,9 @@ def sampling_scores(
     logarithms per id.
     """
     rows, vocab = logits.shape
-    if logits.stride(1) != 1 or (thresholds is not None and any(each.shape != (rows,) for each in thresholds)):
+    if logits.stride(1) != 1 or (
+        thresholds is not None and any(threshold.shape != (rows,) for threshold in thresholds)
+    ):
         raise ValueError("logits must be [R, V] with adjacent ids, thresholds two tensors [R].")
     out = out if out is not None else torch.empty(logits.shape, dtype=torch.float32, device=logits.device)
     given = (None, None, None, None)
@@ -145,35 +371,26 @@ def sampling_scores(
     return out
 
 
-def apply_parameters(logits: torch.Tensor, parameters: RowParameters, rows: torch.Tensor | None) -> torch.Tensor:
-    """See `sampling.apply_parameters`."""
+def apply_parameters(logits, parameters: RowParameters, rows=None) -> torch.Tensor:
+    """See `reference.apply_parameters`."""
+    if parameters.are_off:
+        return logits
     flat, owners = logits.flatten(0, 1), owners_of(logits, rows)
     thresholds = _thresholds(flat, owners, parameters)
     return sampling_scores(flat, thresholds, owners, parameters.temperature).view(logits.shape)
 
 
-def noisy_scores(
-    logits: torch.Tensor,
-    parameters: RowParameters,
-    ahead: int,
-    stream: int,
-    shared: bool,
-    rows: torch.Tensor | None,
-    applied: bool,
-) -> torch.Tensor:
-    """See `sampling.noisy_scores`."""
+def noisy_scores(logits, parameters: RowParameters, ahead, stream, shared, rows=None, applied=False) -> torch.Tensor:
+    """See `reference.noisy_scores`."""
     flat, owners = logits.flatten(0, 1), owners_of(logits, rows)
     noise = Noise(*parameters.noise_keys(logits, rows, ahead, shared), parameters.do_sample[owners], stream)
-    temperature, thresholds = parameters.temperature, None
-    if applied:
-        temperature = None
-    else:
-        thresholds = _thresholds(flat, owners, parameters)
+    temperature = None if applied else parameters.temperature
+    thresholds = None if applied else _thresholds(flat, owners, parameters)
     return sampling_scores(flat, thresholds, owners, temperature, noise).view(logits.shape)
 
 
-def choices(logits: torch.Tensor, parameters: RowParameters, ahead: int, rows: torch.Tensor | None) -> torch.Tensor:
-    """See `sampling.choices`."""
+def choices(logits, parameters: RowParameters, ahead, rows=None) -> torch.Tensor:
+    """See `reference.choices`."""
     from ..verification.triton import target_choices
 
     flat, owners = logits.flatten(0, 1), owners_of(logits, rows)

@@ -30,10 +30,9 @@ _LOG2_E = tl.constexpr(1.4426950408889634)
 
 
 @triton.jit
-def load_scores(
-    row, ids, vocab, temperature, threshold, threshold_id, HAS_TEMPERATURE: tl.constexpr, HAS_THRESHOLDS: tl.constexpr
-):
-    """Float32 scores of some ids: logits over temperature, with tokens below the thresholds at -inf."""
+def load_scores(row, ids, vocab, sampling, HAS_TEMPERATURE: tl.constexpr, HAS_THRESHOLDS: tl.constexpr):
+    """Float32 scores of some ids: logits over temperature, with tokens below the thresholds at -inf; `sampling`: see `sampling_of`."""
+    temperature, threshold, threshold_id = sampling
     scores = tl.load(row + ids, mask=ids < vocab, other=float("-inf")).to(tl.float32)
     if HAS_TEMPERATURE:
         scores = tl.div_rn(scores, temperature)
@@ -82,28 +81,24 @@ def _group_ids(row, first, LANES: tl.constexpr):
 
 @triton.jit
 def _load_groups(
-    row, first, vocab, temperature, threshold, threshold_id, HAS_TEMPERATURE: tl.constexpr, HAS_THRESHOLDS: tl.constexpr,
-    LANES: tl.constexpr,
-):  # fmt: skip
+    row, first, vocab, sampling, HAS_TEMPERATURE: tl.constexpr, HAS_THRESHOLDS: tl.constexpr, LANES: tl.constexpr
+):
     """The scores float32 [LANES, GROUP] of `_group_ids`."""
     if row.dtype.element_ty == tl.float32:
         ids = _group_starts(first, LANES) + tl.arange(0, GROUP // 2)[None, :]
         return tl.interleave(
-            load_scores(row, ids, vocab, temperature, threshold, threshold_id, HAS_TEMPERATURE, HAS_THRESHOLDS),
-            load_scores(
-                row, ids + GROUP // 2, vocab, temperature, threshold, threshold_id, HAS_TEMPERATURE, HAS_THRESHOLDS
-            ),
+            load_scores(row, ids, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS),
+            load_scores(row, ids + GROUP // 2, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS),
         )
     else:
         ids = _group_ids(row, first, LANES)
-        return load_scores(row, ids, vocab, temperature, threshold, threshold_id, HAS_TEMPERATURE, HAS_THRESHOLDS)
+        return load_scores(row, ids, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS)
 
 
 @triton.jit
 def greatest(
-    row, start, steps, vocab, temperature, threshold, threshold_id, HAS_TEMPERATURE: tl.constexpr, HAS_THRESHOLDS: tl.constexpr,
-    LANES: tl.constexpr,
-):  # fmt: skip
+    row, start, steps, vocab, sampling, HAS_TEMPERATURE: tl.constexpr, HAS_THRESHOLDS: tl.constexpr, LANES: tl.constexpr
+):
     """The greatest score of `steps` tiles from id `start` on, and the lowest id that has it.
 
     Lanes remember only the tile of their maximum; the id is then found among the 1024 ids that contain it.
@@ -113,28 +108,28 @@ def greatest(
     at = spans
     for _ in range(steps):
         ids = (spans * SPAN + tl.arange(0, LANES) % 32 * GROUP)[:, None] + tl.arange(0, GROUP)[None, :]
-        a = load_scores(row, ids, vocab, temperature, threshold, threshold_id, HAS_TEMPERATURE, HAS_THRESHOLDS)
-        b = load_scores(row, ids + 256, vocab, temperature, threshold, threshold_id, HAS_TEMPERATURE, HAS_THRESHOLDS)
-        c = load_scores(row, ids + 512, vocab, temperature, threshold, threshold_id, HAS_TEMPERATURE, HAS_THRESHOLDS)
-        d = load_scores(row, ids + 768, vocab, temperature, threshold, threshold_id, HAS_TEMPERATURE, HAS_THRESHOLDS)
+        a = load_scores(row, ids, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS)
+        b = load_scores(row, ids + 256, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS)
+        c = load_scores(row, ids + 512, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS)
+        d = load_scores(row, ids + 768, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS)
         tile = tl.max(tl.maximum(tl.maximum(a, b), tl.maximum(c, d)), 1)
         at = tl.where(tile > tops, spans, at)
         tops = tl.maximum(tops, tile)
         spans += LANES // 32
     best = tl.max(tops, 0)
     ids = tl.min(tl.where(tops == best, at, NO_ID), 0) * SPAN + tl.arange(0, SPAN)
-    scores = load_scores(row, ids, vocab, temperature, threshold, threshold_id, HAS_TEMPERATURE, HAS_THRESHOLDS)
+    scores = load_scores(row, ids, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS)
     best_id = tl.min(tl.where(scores == best, ids, NO_ID), 0)
     return best, tl.where(best_id == NO_ID, start, best_id)
 
 
 @triton.jit
-def _unless_removed(tops, temperature, threshold, HAS_TEMPERATURE: tl.constexpr):
+def _unless_removed(tops, sampling, HAS_TEMPERATURE: tl.constexpr):
     """The greatest logits of groups, or -inf if the whole group is removed."""
     scores = tops
     if HAS_TEMPERATURE:
-        scores = tl.div_rn(tops, temperature)
-    return tl.where(scores < threshold, float("-inf"), tops)
+        scores = tl.div_rn(tops, sampling[0])
+    return tl.where(scores < sampling[1], float("-inf"), tops)
 
 
 @triton.jit
@@ -177,7 +172,7 @@ def _greatest_below(bounds, ceilings, SLOTS: tl.constexpr, LANES: tl.constexpr):
 
 @triton.jit
 def best_within(
-    bounds, row, start, vocab, without, temperature, threshold, threshold_id, seed, position, step, stream: tl.constexpr,
+    bounds, row, start, vocab, without, sampling, seed, position, step, stream: tl.constexpr,
     HAS_TEMPERATURE: tl.constexpr, HAS_THRESHOLDS: tl.constexpr, SLOTS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """The best noisy score of the groups with coded bounds (SLOTS tensors [LANES]), and the lowest id that has it.
@@ -198,7 +193,7 @@ def best_within(
         spans = start // SPAN + codes % 16 // 4 * (LANES // 32) + lanes // 32
         # xor hides that the 8 ids are adjacent; otherwise the compiler gives all 8 to every thread
         ids = ((spans * 128 + word * 32 + lanes % 32) * GROUP) ^ (threads % 8)
-        scores = load_scores(row, ids, vocab, temperature, threshold, threshold_id, HAS_TEMPERATURE, HAS_THRESHOLDS)
+        scores = load_scores(row, ids, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS)
         scores = tl.where(ids == without, float("-inf"), scores)
         a, b, c, d = minimum_words(seed, position, step, stream, spans * 32 + lanes % 32)
         words = tl.where(word < 2, tl.where(word == 0, a, b), tl.where(word == 2, c, d))
@@ -215,7 +210,7 @@ def best_within(
 
 @triton.jit
 def best_noisy(
-    row, start, vocab, without, temperature, threshold, threshold_id, seed, position, step, stream: tl.constexpr,
+    row, start, vocab, without, sampling, seed, position, step, stream: tl.constexpr,
     SUMS: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_THRESHOLDS: tl.constexpr, STEPS: tl.constexpr, LANES: tl.constexpr,
 ):  # fmt: skip
     """The best score with Gumbel noise of STEPS (up to 4) tiles from id `start` on, and the lowest id that has it.
@@ -232,13 +227,13 @@ def best_noisy(
     heated: tl.constexpr = HAS_TEMPERATURE and exact
     scale = 1.0
     if HAS_TEMPERATURE and not exact:
-        scale = 1.0 / temperature
+        scale = 1.0 / sampling[0]
     for i in tl.static_range(STEPS):
         first = start + i * LANES * 32
-        a = _load_groups(row, first, vocab, temperature, threshold, threshold_id, heated, exact, LANES)
-        b = _load_groups(row, first + 256, vocab, temperature, threshold, threshold_id, heated, exact, LANES)
-        c = _load_groups(row, first + 512, vocab, temperature, threshold, threshold_id, heated, exact, LANES)
-        d = _load_groups(row, first + 768, vocab, temperature, threshold, threshold_id, heated, exact, LANES)
+        a = _load_groups(row, first, vocab, sampling, heated, exact, LANES)
+        b = _load_groups(row, first + 256, vocab, sampling, heated, exact, LANES)
+        c = _load_groups(row, first + 512, vocab, sampling, heated, exact, LANES)
+        d = _load_groups(row, first + 768, vocab, sampling, heated, exact, LANES)
         if SUMS:  # noqa: SIM102 (one is of constants)
             if (without >= first) & (without < first + LANES * 32):
                 ids = _group_ids(row, first, LANES)
@@ -256,10 +251,10 @@ def best_noisy(
             sums = sums * less + tl.sum(parts, 1)
             tops = greater
         if HAS_THRESHOLDS and not exact:
-            top_a = _unless_removed(top_a, temperature, threshold, HAS_TEMPERATURE)
-            top_b = _unless_removed(top_b, temperature, threshold, HAS_TEMPERATURE)
-            top_c = _unless_removed(top_c, temperature, threshold, HAS_TEMPERATURE)
-            top_d = _unless_removed(top_d, temperature, threshold, HAS_TEMPERATURE)
+            top_a = _unless_removed(top_a, sampling, HAS_TEMPERATURE)
+            top_b = _unless_removed(top_b, sampling, HAS_TEMPERATURE)
+            top_c = _unless_removed(top_c, sampling, HAS_TEMPERATURE)
+            top_d = _unless_removed(top_d, sampling, HAS_TEMPERATURE)
         of_a, of_b, of_c, of_d = minimum_words(seed, position, step, stream, first // 32 + lanes)
         bounds = bounds + (
             _coded(top_a * scale + most_noise(of_a), codes + 4 * i),
@@ -268,7 +263,7 @@ def best_noisy(
             _coded(top_d * scale + most_noise(of_d), codes + 4 * i + 3),
         )
     best, best_id = best_within(
-        bounds, row, start, vocab, without, temperature, threshold, threshold_id, seed, position, step, stream,
+        bounds, row, start, vocab, without, sampling, seed, position, step, stream,
         HAS_TEMPERATURE, HAS_THRESHOLDS, 4 * STEPS, LANES,
     )  # fmt: skip
     greatest_score = tl.full([], 0.0, tl.float32)
@@ -279,7 +274,7 @@ def best_noisy(
         total = tl.sum(sums * tl.exp2((tops - shift) * (scale * _LOG2_E)), 0)
         greatest_score = top
         if HAS_TEMPERATURE and not exact:
-            greatest_score = tl.div_rn(top, temperature)
+            greatest_score = tl.div_rn(top, sampling[0])
     return best, best_id, greatest_score, total
 
 

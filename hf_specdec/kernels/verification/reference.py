@@ -11,9 +11,22 @@ from ..sampling.reference import choose_tokens
 
 
 def follow_choices(
-    drafts: Drafts, scores: torch.Tensor, score_rows: np.ndarray, streams: RowStreams
+    drafts: Drafts,
+    scores: torch.Tensor,
+    score_rows: np.ndarray,
+    streams: RowStreams,
+    temperature: torch.Tensor | None = None,
+    thresholds: tuple[torch.Tensor, torch.Tensor] | None = None,
 ) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `verification.follow_choices`."""
+    """Walk each tree along the target's own choices.
+
+    Args:
+        scores: [R, V]; `score_rows` int64 [B, N + 1] says which row of them follows the root and each node.
+        temperature, thresholds: sampling parameters that are still to be applied (see `sampling.is_fused`); only with kernels.
+
+    Returns: accepted path bool [B, N], and the token after it int64 [B].
+    """
+    assert temperature is None and thresholds is None
     choices = target_choices(drafts, scores, score_rows, streams)
     tokens = drafts.tokens.to(scores.device)
     valid = torch.from_numpy(drafts.valid).to(scores.device)
@@ -24,6 +37,11 @@ def follow_choices(
         ancestors = torch.from_numpy(drafts.ancestors).to(scores.device)
         path = accepted_nodes(tokens, valid, parents, ancestors, choices)
     return path, choices.gather(1, last_node(path)[:, None]).squeeze(1)
+
+
+def greedy_tokens(scores: torch.Tensor) -> torch.Tensor:
+    """The argmax of each row of scores [R, V], the lowest id among equals: int64 [R]."""
+    return scores.argmax(1)
 
 
 def target_choices(drafts: Drafts, scores: torch.Tensor, score_rows: np.ndarray, streams: RowStreams) -> torch.Tensor:
@@ -91,4 +109,42 @@ def accepted_nodes(tokens, valid, parents, ancestors, choices) -> torch.Tensor:
         return reached
     deepest = depth.argmax(1)  # the first of the deepest
     path = ancestors[:, 1:, 1:].gather(1, deepest[:, None, None].expand(-1, 1, depth.shape[1])).squeeze(1)
+    return path & reached.any(1, keepdim=True)
+
+
+# ---- typical acceptance (Cai et al. 2024, "Medusa", section 2.3), which has no kernel ----
+
+
+def typical_thresholds(scores: torch.Tensor, threshold: float, alpha: float) -> tuple[torch.Tensor, torch.Tensor]:
+    """The probability that a typical token must exceed, [R], and log-probabilities [R, V] (Cai et al. 2024, "Medusa").
+
+    It is min(threshold, alpha * exp(-H)) with the entropy H = -sum p log(p + 1e-5) of scores [R, V]: lower for flatter
+    distributions.
+    """
+    log_probs = torch.log_softmax(scores, dim=-1, dtype=torch.float32)
+    probs = log_probs.exp()
+    entropy = -torch.linalg.vecdot(probs, (probs + 1e-5).log())
+    return (alpha * torch.exp(-entropy)).clamp(max=threshold), log_probs
+
+
+def likeliest_longest_path(candidates, ancestors, log_likelihood) -> torch.Tensor:
+    """The longest path from the root over candidate nodes; among equally long paths, the likeliest.
+
+    Args:
+        candidates: bool [B, N].
+        ancestors: [B, N + 1, N + 1] from `ancestor_matrix`.
+        log_likelihood: [B, N], the log-probability of each node given its parent.
+
+    Returns: bool [B, N].
+    """
+    if candidates.shape[1] == 0:
+        return candidates
+    lines = ancestors[:, 1:, 1:]
+    reached = ~(lines & ~candidates[:, None, :]).any(2)  # the node and all its ancestors are candidates
+    depth = lines.sum(2) * reached
+    # Other nodes may have a likelihood of -inf, and -inf * 0 is NaN.
+    summed = (lines * log_likelihood.masked_fill(~candidates, 0.0)[:, None, :]).sum(2)
+    deepest = reached & (depth == depth.amax(1, keepdim=True))
+    best = summed.masked_fill(~deepest, float("-inf")).argmax(1)
+    path = lines.gather(1, best[:, None, None].expand(-1, 1, lines.shape[2])).squeeze(1)
     return path & reached.any(1, keepdim=True)

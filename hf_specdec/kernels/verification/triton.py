@@ -1,20 +1,122 @@
-"""Launch greedy and coupled verification: from the target's logits to accepted paths and next tokens.
+"""Greedy and coupled verification in Triton: from the target's logits to accepted paths and next tokens.
 
 There are two launches for any trees: the target's choice after every root and node, split over the vocabulary; then one program
 per row that merges the splits and walks the tree. Nothing crosses to the host, and no softmax or noise is written to memory.
 Definitions: `random_bits.gumbel`, `argmax` with the lowest id first, `reference.accepted_nodes`.
 """
 
-# pyright: reportCallIssue=false
-
+# pyright: reportCallIssue=false, reportGeneralTypeIssues=false
 from __future__ import annotations
 
-import numpy as np
-import torch
+from typing import Any
 
-from ..drafts import Drafts, RowStreams, upload_drafts, upload_streams
-from ..launching import as_bytes, ceil_div, next_power_of_two
-from .triton_kernels import choices_kernel, walk_kernel
+import torch
+import triton
+import triton.language as tl
+
+from ..dispatch import as_bytes, ceil_div, next_power_of_two
+from ..drafts import upload_drafts, upload_streams
+from ..random_bits.triton import TOKEN_STREAM
+from ..sampling.triton_scores import best_noisy, greatest, sampling_of
+
+
+@triton.jit
+def choices_kernel(
+    logits, index, parents, valid, seeds, positions, do_sample, temperatures, thresholds, threshold_ids, best_scores, best_ids,
+    vocab, row_stride, num_nodes,
+    TREE: tl.constexpr, SAMPLE: tl.constexpr, HAS_TEMPERATURE: tl.constexpr, HAS_THRESHOLDS: tl.constexpr,
+    STEPS: tl.constexpr, LANES: tl.constexpr,
+):  # fmt: skip
+    """The best token of one part of a row's vocabulary, with the noise of its position. A program is a node and a part."""
+    place = tl.program_id(0)
+    split = tl.program_id(1)
+    row = place // (num_nodes + 1)
+    slot = place % (num_nodes + 1)  # 0: the root
+    # Issue all loads before the first branch, so that they overlap.
+    source = tl.load(index + place).to(tl.int64)
+    wanted = tl.load(valid + row * num_nodes + slot - 1, mask=slot > 0, other=1) != 0
+    sampled = False
+    if SAMPLE:
+        sampled = tl.load(do_sample + row) != 0
+    start = split * STEPS * LANES * 32
+    best = tl.full([], float("-inf"), tl.float32)
+    best_id = tl.full([], 0, tl.int32) + start
+    if wanted:
+        scores_row = logits + source * row_stride
+        sampling = sampling_of(  # pyright: ignore[reportGeneralTypeIssues]
+            row, source, temperatures, thresholds, threshold_ids, HAS_TEMPERATURE, HAS_THRESHOLDS
+        )
+        if SAMPLE and sampled:
+            position = tl.load(positions + row)
+            if TREE:
+                node = slot - 1
+                while node >= 0:
+                    position += 1
+                    node = tl.load(parents + row * num_nodes + node).to(tl.int32)
+            else:
+                position += slot
+            best, best_id, _top, _sum = best_noisy(
+                scores_row, start, vocab, -1, sampling, tl.load(seeds + row), position, 0,
+                TOKEN_STREAM, False, HAS_TEMPERATURE, HAS_THRESHOLDS, STEPS, LANES,
+            )  # fmt: skip
+        else:
+            steps = tl.minimum(STEPS, tl.cdiv(vocab - start, LANES * 32))
+            best, best_id = greatest(scores_row, start, steps, vocab, sampling, HAS_TEMPERATURE, HAS_THRESHOLDS, LANES)
+    at = place * tl.num_programs(1) + split
+    tl.store(best_scores + at, best)
+    tl.store(best_ids + at, best_id)
+
+
+@triton.jit
+def walk_kernel(
+    best_scores, best_ids, tokens, parents, valid, choices_out, path, lengths, next_tokens, num_nodes,
+    SPLITS: tl.constexpr, TREE: tl.constexpr, WALK: tl.constexpr, BLOCK_N: tl.constexpr,
+):  # fmt: skip
+    """Joins the parts of each node's choice, then walks one row's tree along the choices. A program is a row."""
+    row = tl.program_id(0).to(tl.int64)
+    slots = tl.arange(0, BLOCK_N)
+    exists = slots <= num_nodes
+    places = row * (num_nodes + 1) + slots
+    choices = tl.load(best_ids + places * SPLITS, mask=exists, other=0).to(tl.int64)
+    if SPLITS > 1:
+        best = tl.load(best_scores + places * SPLITS, mask=exists, other=0.0)
+        for split in range(1, SPLITS):
+            score = tl.load(best_scores + places * SPLITS + split, mask=exists, other=0.0)
+            split_ids = tl.load(best_ids + places * SPLITS + split, mask=exists, other=0).to(tl.int64)
+            # ties go to the earlier split, which has the lower id
+            choices = tl.where(score > best, split_ids, choices)
+            best = tl.maximum(score, best)
+    tl.store(choices_out + places, choices, mask=exists)
+    if WALK:
+        is_node = exists & (slots > 0)
+        nodes = row * num_nodes + slots - 1
+        if TREE:
+            parent_slots = tl.load(parents + nodes, mask=is_node, other=-1).to(tl.int32) + 1
+        else:
+            parent_slots = tl.maximum(slots - 1, 0)
+        drafted = tl.load(tokens + nodes, mask=is_node, other=-1)
+        match = is_node & (tl.load(valid + nodes, mask=is_node, other=0) != 0)
+        match = (match & (drafted == tl.gather(choices, parent_slots, 0))).to(tl.int32)
+        frontier = (slots == 0).to(tl.int32)  # the nodes reached, depth by depth
+        depth = tl.where(slots == 0, 0, -1)
+        level = tl.full([], 0, tl.int32)
+        alive = tl.full([], 1, tl.int32)
+        while alive > 0:
+            frontier = tl.gather(frontier, parent_slots, 0) * match
+            alive = tl.max(frontier, 0)
+            level += alive
+            depth = tl.where(frontier > 0, level, depth)
+        last = tl.min(tl.where(depth == level, slots, BLOCK_N), 0)  # the first of the deepest
+        tl.store(lengths + row, level)
+        tl.store(next_tokens + row, tl.sum(tl.where(slots == last, choices, 0), 0))
+        on_path = tl.zeros([BLOCK_N], tl.int32)
+        while last > 0:
+            on_path = tl.where(slots == last, 1, on_path)
+            last = tl.sum(tl.where(slots == last, parent_slots, 0), 0)
+        tl.store(path + nodes, on_path.to(tl.int8), mask=is_node)
+
+
+# ---- launches ----
 
 BLOCK = 4096  # ids per tile of a program: 128 lanes
 MOST_STEPS = 4  # the most tiles of a program
@@ -41,12 +143,12 @@ def check_rows(logits: torch.Tensor, index: torch.Tensor, thresholds: tuple[torc
         raise ValueError(f"logits must be [R, V] with adjacent ids, not {tuple(logits.shape)} by {logits.stride()}.")
     if index.dim() != 2 or not index.is_contiguous():
         raise ValueError("index must be a contiguous [B, N + 1].")
-    if thresholds is not None and any(each.shape != logits.shape[:1] for each in thresholds):
+    if thresholds is not None and any(threshold.shape != logits.shape[:1] for threshold in thresholds):
         raise ValueError("thresholds must be two tensors [R].")
 
 
 def _launch_choices(
-    logits, index, parents, valid, seeds, positions, do_sample, temperature, thresholds, greedy_only, block
+    logits, index, parents, valid, block, seeds=None, positions=None, do_sample=None, temperature=None, thresholds=None
 ) -> tuple[torch.Tensor, torch.Tensor, int]:
     """Launch the choice after every root and node. Returns scores and ids of the best token per (row, slot, split), and the splits."""
     check_rows(logits, index, thresholds)
@@ -54,14 +156,14 @@ def _launch_choices(
     splits, steps = split_vocabulary(batch * width, logits.shape[1], block)
     scores = torch.empty(batch * width, splits, dtype=torch.float32, device=logits.device)
     ids = torch.empty(batch * width, splits, dtype=torch.int32, device=logits.device)
-    sample = do_sample is not None and not greedy_only
+    sample = do_sample is not None
     if sample and (seeds is None or positions is None):
         raise ValueError("Rows that sample need seeds and positions.")
     if batch:
         choices_kernel[(batch * width, splits)](
             logits, index, parents, as_bytes(valid), seeds, positions, as_bytes(do_sample), temperature,
             *(thresholds or (None, None)), scores, ids, logits.shape[1], logits.stride(0), width - 1,
-            TREE=parents is not None, SAMPLE=sample, GREEDY_ONLY=greedy_only, HAS_TEMPERATURE=temperature is not None,
+            TREE=parents is not None, SAMPLE=sample, HAS_TEMPERATURE=temperature is not None,
             HAS_THRESHOLDS=thresholds is not None, STEPS=steps, LANES=block // 32, num_warps=ceil_div(block, 1024),
         )  # fmt: skip
     return scores, ids, splits
@@ -97,14 +199,14 @@ def target_choices(
     Memory traffic: the logits of existing nodes read once; 2 launches.
     """
     scores, ids, splits = _launch_choices(
-        logits, index, parents, valid, seeds, positions, do_sample, temperature, thresholds, False, block
+        logits, index, parents, valid, block, seeds, positions, do_sample, temperature, thresholds
     )
     batch, width = index.shape
     choices = torch.empty(batch, width, dtype=torch.int64, device=logits.device)
     if batch:
         walk_kernel[(batch,)](
-            scores, ids, None, None, None, None, choices, None, None, None, width - 1,
-            SPLITS=splits, TREE=False, GREEDY_ONLY=False, WALK=False, BLOCK_N=next_power_of_two(width), num_warps=4,
+            scores, ids, None, None, None, choices, None, None, None, width - 1, SPLITS=splits, TREE=False, WALK=False,
+            BLOCK_N=next_power_of_two(width), num_warps=4,
         )  # fmt: skip
     return choices
 
@@ -115,21 +217,17 @@ def verify_choices(
     tokens: torch.Tensor,
     valid: torch.Tensor,
     parents: torch.Tensor | None = None,
-    seeds: torch.Tensor | None = None,
-    positions: torch.Tensor | None = None,
-    do_sample: torch.Tensor | None = None,
-    temperature: torch.Tensor | None = None,
-    thresholds: tuple[torch.Tensor, torch.Tensor] | None = None,
+    *,
     out: tuple[torch.Tensor, torch.Tensor, torch.Tensor] | None = None,
-    greedy_rows_only: bool = False,
     block: int = BLOCK,
+    **sampling: Any,
 ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
     """Walk each tree along the target's own choices (definition: `reference.accepted_nodes`).
 
     Args:
         tokens: int64 [B, N], the drafted ids. For the others, see `target_choices`.
         out: bool [B, N], int32 [B], int64 [B] to write to.
-        greedy_rows_only: skip rows that sample; their logits are not read and their outputs not written.
+        sampling: seeds, positions, do_sample, temperature and thresholds, as in `target_choices`.
 
     Returns: accepted path bool [B, N], its length int32 [B], and the token after it int64 [B].
 
@@ -138,25 +236,19 @@ def verify_choices(
     """
     if tokens.shape != valid.shape or index.shape[1] != tokens.shape[1] + 1 or not tokens.is_contiguous():
         raise ValueError("tokens and valid must be contiguous [B, N], index [B, N + 1].")
-    scores, ids, splits = _launch_choices(
-        logits, index, parents, valid, seeds, positions, do_sample, temperature, thresholds, greedy_rows_only, block
-    )
+    scores, ids, splits = _launch_choices(logits, index, parents, valid, block, **sampling)
     path, lengths, next_tokens = out if out is not None else empty_verdict(tokens)
     if tokens.shape[0]:
         choices = torch.empty(index.shape, dtype=torch.int64, device=logits.device)
-        launch_walk(
-            scores, ids, splits, tokens, parents, valid, do_sample if greedy_rows_only else None, choices,
-            (path, lengths, next_tokens),
-        )  # fmt: skip
+        launch_walk(scores, ids, splits, tokens, parents, valid, choices, (path, lengths, next_tokens))
     return path, lengths, next_tokens
 
 
-def launch_walk(scores, ids, splits, tokens, parents, valid, only_greedy_of, choices, out) -> None:
-    """Merge the splits and walk the trees; `only_greedy_of`: do_sample flags of rows to skip, or None."""
+def launch_walk(scores, ids, splits, tokens, parents, valid, choices, out) -> None:
     batch, num_nodes = tokens.shape
     walk_kernel[(batch,)](
-        scores, ids, tokens, parents, as_bytes(valid), as_bytes(only_greedy_of), choices, as_bytes(out[0]), out[1],
-        out[2], num_nodes, SPLITS=splits, TREE=parents is not None, GREEDY_ONLY=only_greedy_of is not None, WALK=True,
+        scores, ids, tokens, parents, as_bytes(valid), choices, as_bytes(out[0]), out[1], out[2], num_nodes,
+        SPLITS=splits, TREE=parents is not None, WALK=True,
         BLOCK_N=next_power_of_two(num_nodes + 1), num_warps=1 if parents is None else 4,
     )  # fmt: skip
 
@@ -171,15 +263,18 @@ def empty_verdict(tokens: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, tor
     )
 
 
-def follow_choices(
-    drafts: Drafts, scores: torch.Tensor, score_rows: np.ndarray, streams: RowStreams, temperature, thresholds
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """See `verification.follow_choices`."""
+def follow_choices(drafts, scores, score_rows, streams, temperature=None, thresholds=None):
+    """See `reference.follow_choices`."""
     index, tokens, valid, parents = upload_drafts(drafts, score_rows, scores.device)
-    seeds = positions = do_sample = None
+    sampling: dict[str, Any] = {"temperature": temperature, "thresholds": thresholds}
     if any(streams.do_sample):
         seeds, positions, _, do_sample = upload_streams(streams, scores.device)
-    path, _, next_tokens = verify_choices(
-        scores, index, tokens, valid, parents, seeds, positions, do_sample, temperature, thresholds
-    )
+        sampling |= {"seeds": seeds, "positions": positions, "do_sample": do_sample}
+    path, _, next_tokens = verify_choices(scores, index, tokens, valid, parents, **sampling)
     return path, next_tokens
+
+
+def greedy_tokens(scores: torch.Tensor) -> torch.Tensor:
+    """See `reference.greedy_tokens`."""
+    index = torch.arange(len(scores), device=scores.device)[:, None]
+    return target_choices(scores, index, index.new_zeros(len(scores), 0, dtype=torch.bool)).squeeze(1)

@@ -1,6 +1,5 @@
 """Small forward passes of models and draft heads as one call of the native library for CPUs."""
 
-from .heads import natively
-from .runner import NativeRunner, can_try
+from .bind import NativeRunner, can_try, natively
 
 __all__ = ["NativeRunner", "can_try", "natively"]

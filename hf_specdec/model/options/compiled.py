@@ -25,7 +25,7 @@ from torch._dynamo.exc import FailOnRecompileLimitHit, TorchDynamoException
 from transformers import PreTrainedModel
 
 from ...core.errors import UnsupportedModel
-from ...kernels.dispatch import runs_rewritten_layers
+from ...kernels.dispatch import uses_triton
 from .. import architectures
 from .rewriting import fuse_linears, fuse_norms, fuse_rotation, modifies_in_place, without_dropout
 from .sparse_blocks import SparseBlocks
@@ -46,7 +46,7 @@ class Traced:
 TRACED = Traced()
 
 
-class _Running(threading.local):
+class _RunningLayer(threading.local):
     """The layer and the batch that run in this thread.
 
     Attributes:
@@ -62,7 +62,7 @@ class _Running(threading.local):
     batch: Any
 
 
-_running = _Running()
+_running = _RunningLayer()
 
 
 @torch.library.custom_op(
@@ -131,7 +131,7 @@ def inductor_after_rewriting(graph: fx.GraphModule, inputs: list[torch.Tensor]) 
     """A backend of torch.compile: `rewritten`, then inductor."""
     from torch._inductor.compile_fx import compile_fx
 
-    return compile_fx(rewritten(graph), inputs)
+    return compile_fx(rewritten(graph), inputs)  # pyright: ignore[reportReturnType] (typed more widely)
 
 
 def rewriting(graph: fx.GraphModule, inputs: list[torch.Tensor]) -> Callable:
@@ -192,7 +192,7 @@ class TracedLayers:
             batch = kwargs.get("specdec")
             if batch is None or not self.serves(batch, layer):  # None: the caller runs the model directly
                 return own(*args, **kwargs)
-            traced = [TRACED if each is batch.cache else each for each in args]
+            traced = [TRACED if arg is batch.cache else arg for arg in args]
             named = {key: TRACED if each is batch.cache else each for key, each in kwargs.items()} | {"specdec": TRACED}
             _running.attention, _running.module, _running.index, _running.batch = self.attention, module, index, batch
             try:
@@ -246,7 +246,7 @@ class CompiledLayers(TracedLayers):
     def __init__(self, model: PreTrainedModel, attention: Callable, backend: str | Callable | None = None):
         if backend is None:
             check_compiler(model.device)
-            backend = inductor_after_rewriting if runs_rewritten_layers(model.device) else "inductor"
+            backend = inductor_after_rewriting if uses_triton(model.device) else "inductor"
         super().__init__(model, attention, backend)
 
 
@@ -316,7 +316,6 @@ class _Indexed(nn.Module):
 
 
 def _states(out: Any) -> torch.Tensor:
-    """Hidden states [1, T, H] in a layer's output."""
     return out if torch.is_tensor(out) else out[0]
 
 

@@ -10,6 +10,7 @@ from __future__ import annotations
 import functools
 from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
 import torch
 import xxhash
@@ -34,7 +35,7 @@ def fingerprints(tensors: Sequence[torch.Tensor]) -> list[bytes]:
 
 
 def _on_cpu(tensors: Sequence[torch.Tensor]) -> list[bytes]:
-    chunks = [_bytes(tensor).numpy() for tensor in tensors]
+    chunks: list[Any] = [_bytes(tensor).numpy() for tensor in tensors]
     pieces = [chunk[i : i + _CHUNK_BYTES] for chunk in chunks for i in range(0, max(len(chunk), 1), _CHUNK_BYTES)]
     threads = min(torch.get_num_threads(), len(pieces))
     if threads > 1:

@@ -11,7 +11,7 @@ from ...core.errors import UnsupportedModel
 from ...core.names import ATTENTION_NAME
 from ...core.rows import RowInput
 from ...kernels import invariant
-from ...kernels.dispatch import VARIABLE
+from ...kernels.dispatch import VARIABLE, uses_triton
 from .. import self_test
 
 if TYPE_CHECKING:
@@ -19,8 +19,7 @@ if TYPE_CHECKING:
 
 _checked: dict[tuple, str] = {}  # by signature: what is wrong; empty if nothing is
 
-_TEXT, _NODES = 4, 5  # tokens of each of two texts, and nodes of a tree after the second one
-_PATHS = ((0, 3), (1, 2, 4))  # of the tree, root to leaf
+_TRIAL = self_test.Trial((4, 4), (-1, -1, 1, 0, 2))
 
 
 def check(packed: PackedModel) -> None:
@@ -42,12 +41,7 @@ def check(packed: PackedModel) -> None:
         )
     if packed.config._attn_implementation == ATTENTION_NAME:  # inside another `active()`, see `self_test.check`
         return
-    key = (
-        *self_test.signature(packed),
-        torch.get_num_threads(),
-        invariant.implementation(packed.device),
-        packed.device,
-    )
+    key = (*self_test.signature(packed), torch.get_num_threads(), uses_triton(packed.device), packed.device)
     if key not in _checked:
         with torch.no_grad(), self_test.evaluating(packed.model):
             _checked[key] = _problem(packed)
@@ -57,7 +51,8 @@ def check(packed: PackedModel) -> None:
 
 def _problem(packed: PackedModel) -> str:
     """What is wrong with the logits; empty if nothing is."""
-    together, alone = _logits_together(packed), _logits_alone(packed)
+    together = _TRIAL.packed_logits(packed)
+    alone = _TRIAL.in_packed_order([_logits_of_line(packed, line) for line in _TRIAL.lines(packed.vocab_size)])
     wrong = [i for i in range(len(alone)) if not torch.equal(together[i], alone[i])]
     if not wrong:
         problem = self_test.problem_of(packed)  # equal bits may still be wrong
@@ -68,56 +63,11 @@ def _problem(packed: PackedModel) -> str:
     )
 
 
-def _texts(packed: PackedModel) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
-    """Ids of the two texts and of the tree's nodes, spread over the vocabulary."""
-    count = 2 * _TEXT + _NODES
-    ids = (np.arange(1, count + 1) * max(1, packed.vocab_size // (count + 1))) % packed.vocab_size
-    return ids[:_TEXT], ids[_TEXT : 2 * _TEXT], ids[2 * _TEXT :]
-
-
-def _logits_together(packed: PackedModel) -> list[torch.Tensor]:
-    """Logits of the first text, the second and its tree from two forwards: two tokens of each text, then everything else."""
-    first, second, nodes = _texts(packed)
-    cache = packed.new_cache(num_blocks=2, block_size=16, share_prefixes=False)
-    for row in (0, 1):
-        cache.add(row)
-        cache.reserve(row, 16)
-    own = _TEXT - 2
-    visibility = np.tri(own + _NODES, dtype=bool)
-    visibility[own:, own:] = False
-    positions = np.arange(2, 2 + own + _NODES)
-    for path in _PATHS:
-        for depth, node in enumerate(path):
-            visibility[own + node, own + np.array(path[: depth + 1])] = True
-            positions[own + node] = _TEXT + depth
-    tokens = np.concatenate([second[2:], nodes])
-    with packed.active():
-        beginnings = packed.forward(
-            [RowInput(0, first[:2], 0, logits=2), RowInput(1, second[:2], 0, logits=2)], cache
-        ).logits
-        tree = RowInput(1, tokens, 2, positions, visibility, positions, logits=len(tokens))
-        rests = packed.forward([RowInput(0, first[2:], 2, logits=own), tree], cache).logits
-    return [*beginnings[:2], *rests[:own], *beginnings[2:], *rests[own:]]
-
-
-def _logits_alone(packed: PackedModel) -> list[torch.Tensor]:
-    """The same logits from one forward per token, where each path is a text after the second text."""
-    first, second, nodes = _texts(packed)
-    of_nodes: dict[int, torch.Tensor] = {}
-    of_texts = [_logits_of_line(packed, first)]
-    for path in _PATHS:
-        logits = _logits_of_line(packed, np.concatenate([second, nodes[list(path)]]))
-        of_nodes.update(zip(path, logits[_TEXT:], strict=True))
-    of_texts.append(logits[:_TEXT])
-    return [*of_texts[0], *of_texts[1], *(of_nodes[node] for node in range(_NODES))]
-
-
-def _logits_of_line(packed: PackedModel, tokens: np.ndarray) -> list[torch.Tensor]:
-    """Logits after each token of a text, from one forward per token."""
+def _logits_of_line(packed: PackedModel, tokens: np.ndarray) -> torch.Tensor:
+    """Logits [S, V] after each token of a text, from one forward per token."""
     cache = packed.new_cache(num_blocks=1, block_size=16, share_prefixes=False)
     cache.add(0)
     cache.reserve(0, len(tokens))
     with packed.active():
-        return [
-            packed.forward([RowInput(0, tokens[i : i + 1], i)], cache).logits[0].clone() for i in range(len(tokens))
-        ]
+        logits = [packed.forward([RowInput(0, tokens[i : i + 1], i)], cache).logits for i in range(len(tokens))]
+    return torch.cat(logits)

@@ -71,7 +71,7 @@ class InvariantOps(ExclusiveMode):
         ):
             return func(*args, **kwargs)
         tensors = _tensors(args, kwargs)
-        floats = [each for each in tensors if each.is_floating_point() or each.is_complex()]
+        floats = [tensor for tensor in tensors if tensor.is_floating_point() or tensor.is_complex()]
         if not floats:
             return func(*args, **kwargs)
         replace = _REPLACED.get(func) or _REPLACED.get(func.overloadpacket)
@@ -127,22 +127,14 @@ def _vectorised(func: Any, args: tuple, kwargs: dict) -> torch.Tensor:
 # ---- replacements, with aten's arguments ----------------------------------------------------------------------------
 
 
-def _mm(x, weight):
-    return invariant.linear(x, weight)
-
-
 def _addmm(bias, x, weight, *, beta=1, alpha=1):
     if beta == 1 and alpha == 1 and bias.dim() == 1:
         return invariant.linear(x, weight, bias)
     return _scaled_sum(bias, beta, invariant.linear(x, weight), alpha)
 
 
-def _bmm(x, weights):
-    return invariant.batched_product(x, weights)
-
-
 def _baddbmm(added, x, weights, *, beta=1, alpha=1):
-    return _scaled_sum(added, beta, _bmm(x, weights), alpha)
+    return _scaled_sum(added, beta, invariant.batched_product(x, weights), alpha)
 
 
 def _scaled_sum(added, beta, product, alpha):
@@ -151,7 +143,7 @@ def _scaled_sum(added, beta, product, alpha):
 
 
 def _mv(x, vector):
-    return _mm(x, vector[:, None])[:, 0]
+    return invariant.linear(x, vector[:, None])[:, 0]
 
 
 def _grouped_mm(x, weights, offs=None, bias=None, out_dtype=None):
@@ -161,7 +153,7 @@ def _grouped_mm(x, weights, offs=None, bias=None, out_dtype=None):
     out = x.new_zeros(x.shape[0], weights.shape[2])
     begin = 0
     for group, end in enumerate(offs.tolist()):
-        out[begin:end] = _mm(x[begin:end], weights[group])
+        out[begin:end] = invariant.linear(x[begin:end], weights[group])
         begin = end
     return out if out_dtype is None else out.to(out_dtype)
 
@@ -211,14 +203,9 @@ def _norm(x, ord=2, dim=None, keepdim=False, *, dtype=None):
     return _sum(wide * wide, dim, keepdim).sqrt().to(dtype or x.dtype)
 
 
-def _softmax(x, dim, half_to_float=False):
+def _along(over_last: Callable[..., torch.Tensor], x, dim, half_to_float=False):
     dtype = torch.float32 if half_to_float else x.dtype
-    return invariant.softmax_last(x.transpose(dim, -1), dtype).transpose(dim, -1)
-
-
-def _log_softmax(x, dim, half_to_float=False):
-    dtype = torch.float32 if half_to_float else x.dtype
-    return invariant.log_softmax_last(x.transpose(dim, -1), dtype).transpose(dim, -1)
+    return over_last(x.transpose(dim, -1), dtype).transpose(dim, -1)
 
 
 def _layer_norm(x, shape, weight, bias, eps):
@@ -238,9 +225,9 @@ def _rms_norm(x, shape, weight, eps):
 
 
 _REPLACED: dict[Any, Callable[..., Any]] = {
-    aten.mm: _mm,
+    aten.mm: invariant.linear,
     aten.addmm: _addmm,
-    aten.bmm: _bmm,
+    aten.bmm: invariant.batched_product,
     aten.baddbmm: _baddbmm,
     aten.mv: _mv,
     aten._grouped_mm: _grouped_mm,
@@ -251,8 +238,8 @@ _REPLACED: dict[Any, Callable[..., Any]] = {
     aten.std.correction: _std,
     aten.var_mean.correction: _var_mean,
     aten.linalg_vector_norm: _norm,
-    aten._softmax: _softmax,
-    aten._log_softmax: _log_softmax,
+    aten._softmax: functools.partial(_along, invariant.softmax_last),
+    aten._log_softmax: functools.partial(_along, invariant.log_softmax_last),
     aten.native_layer_norm: _layer_norm,
     aten._fused_rms_norm: _rms_norm,
 }

@@ -6,12 +6,14 @@ import abc
 import contextlib
 import weakref
 from collections.abc import Callable, Collection, Iterator, Sequence
-from typing import Any
+from typing import Any, TypeGuard
 
 import torch
 import torch.nn.functional as F
 from torch import nn
 
+from ...kernels import linear as ops
+from ...kernels.dispatch import uses_triton
 from ..architectures import all_modules
 from ..sharding import bias_of, is_sharded, sharded_forward, weight_of
 from .fingerprints import fingerprints
@@ -153,7 +155,7 @@ class JoinedLinears:
         for parent in all_modules(model):
             if self._left_out and parent in self._left_out:
                 continue
-            served = {
+            served: dict[str, Any] = {
                 name: child for name, child in parent._modules.items() if child is not None and self._is_served(child)
             }
             for names in _SAME_INPUT:
@@ -197,7 +199,7 @@ class _JoinedForward:
         return F.linear(x, self.weight, self.bias) if out is None else out
 
 
-def is_untouched(module: nn.Module) -> bool:
+def is_untouched(module: nn.Module) -> TypeGuard[nn.Linear]:
     """True for an unmodified `nn.Linear`: no subclass (quantized, LoRA), no replaced forward, ordinary weights, or a shard of them."""
     if type(module) is not nn.Linear:
         return False
@@ -211,5 +213,54 @@ def _tensors(linear: nn.Linear) -> list[torch.Tensor]:
 
 
 def _place(linear: nn.Linear) -> list:
-    """Addresses and layouts of the layer's weights."""
     return [(each.data_ptr(), each.shape, each.stride(), each.dtype, each.device) for each in _tensors(linear)]
+
+
+# ---- few rows on a GPU: `kernels.linear` in place of cuBLAS, without a second copy of the weights ----
+
+_LEAST_WEIGHTS = 1024 * 1024  # smaller weights are read in the time of a launch
+
+
+class FewRowsProduct(Product):
+    """The product of several layers in one launch, which reads their own weights."""
+
+    def __init__(self, linears: Sequence[nn.Linear]):
+        super().__init__(linears)
+        self.weights = [weight_of(linear).detach() for linear in linears]
+        biases = [bias.detach() for bias in map(bias_of, linears) if bias is not None]
+        self.biases = biases or None
+
+    def __call__(self, x: torch.Tensor) -> Sequence[torch.Tensor]:
+        """Outputs [..., N_i] of every layer for x [..., K]."""
+        return ops.linears(x, self.weights, self.biases)
+
+    def serves(self, x: torch.Tensor) -> bool:
+        """True for the few rows [..., K] of a decoding step, not for a prompt."""
+        return x.dtype == self.weights[0].dtype and x.numel() <= ops.MOST_ROWS * x.shape[-1]
+
+
+def _is_large(module: nn.Module) -> TypeGuard[nn.Linear]:
+    """True for an unmodified linear layer on a GPU whose weights take longer to read than a launch."""
+    if not is_untouched(module):
+        return False
+    weight = weight_of(module)
+    return (
+        weight.device.type == "cuda"
+        and weight.dtype in (torch.bfloat16, torch.float16)
+        and weight.numel() >= _LEAST_WEIGHTS
+        and weight.is_contiguous()
+    )
+
+
+def few_row_linears(model: nn.Module, left_out: Collection[nn.Module] = ()) -> JoinedLinears | None:
+    """A model's large linear layers, computed by our kernel for few rows; None where the kernel cannot run.
+
+    Only for captured forwards: launched one by one, our kernel costs the host more than cuBLAS.
+
+    Args:
+        left_out: modules whose layers are not changed.
+    """
+    parameter = next(model.parameters(), None)
+    if parameter is None or not uses_triton(parameter.device):
+        return None
+    return JoinedLinears(model, FewRowsProduct, _is_large, left_out)

@@ -14,7 +14,7 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils._pytree import tree_map
 
-from ...kernels.linear.quantized import GROUPS, MOST_TOKENS, Layout, dequantized, linear, pack
+from ...kernels.linear.quantized import GROUPS, MOST_TOKENS, WeightLayout, dequantized, linear, pack
 from ...kernels.native import TYPES
 
 logger = logging.getLogger(__name__)
@@ -35,10 +35,10 @@ class NativeWeight(torch.Tensor):
     """
 
     panels: torch.Tensor
-    form: Layout
+    form: WeightLayout
 
     @staticmethod
-    def __new__(cls, panels: torch.Tensor, form: Layout, dtype: torch.dtype) -> NativeWeight:
+    def __new__(cls, panels: torch.Tensor, form: WeightLayout, dtype: torch.dtype) -> NativeWeight:
         """Args: see the attributes; `dtype`: of the weights when they are dequantized."""
         made = torch.Tensor._make_wrapper_subclass(cls, (form.outputs, form.inputs), dtype=dtype, device=panels.device)
         made.panels, made.form = panels, form
@@ -62,7 +62,8 @@ class NativeWeight(torch.Tensor):
     def __torch_function__(cls, func: Any, types: Any, args: tuple = (), kwargs: dict | None = None) -> Any:
         kwargs = kwargs or {}
         if func is F.linear and not kwargs and len(args) in (2, 3) and isinstance(args[1], NativeWeight):
-            x, weight, bias = (*args, None)[:3]
+            x, weight = args[:2]
+            bias = args[2] if len(args) == 3 else None
             if _serves(x, weight, bias):
                 own = weight.form
                 lines = x.reshape(-1, own.inputs)
@@ -104,7 +105,7 @@ def _quantized_linear(
     outputs: int,
     scales: torch.dtype,
 ) -> torch.Tensor:
-    return linear(x, panels, Layout(bits, group, outputs, x.shape[1], scales), bias)
+    return linear(x, panels, WeightLayout(bits, group, outputs, x.shape[1], scales), bias)
 
 
 _operators.impl("quantized_linear", _quantized_linear, "CPU")
@@ -137,7 +138,7 @@ def _from_int8(weight: Any) -> NativeWeight | None:
     has_zeros = weight.zero_point is not None and bool(weight.zero_point.any())
     if rows != 1 or group not in GROUPS or weight.qdata.dtype != torch.int8 or has_zeros:
         return None
-    layout = Layout(8, group, outputs, inputs, torch.float32)
+    layout = WeightLayout(8, group, outputs, inputs, torch.float32)
     return NativeWeight(pack(weight.qdata, weight.scale.reshape(outputs, -1), None, layout), layout, weight.dtype)
 
 
@@ -148,7 +149,7 @@ def _from_int4(weight: Any) -> NativeWeight | None:
         return None
     scales, zeros = weight.scale_and_zero.unbind(-1)  # [groups, N]
     kept = torch.bfloat16 if scales.dtype == torch.bfloat16 else torch.float32
-    layout = Layout(4, group, outputs, inputs, kept)
+    layout = WeightLayout(4, group, outputs, inputs, kept)
     return NativeWeight(pack(values, scales.t(), zeros.t(), layout), layout, weight.dtype)
 
 

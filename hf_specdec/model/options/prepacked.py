@@ -41,9 +41,8 @@ class PackedProduct(Product):
         self.linear = torch.ops.mkldnn._linear_pointwise.default
 
     def copy_weights(self, linears: Sequence[nn.Linear]) -> None:
-        """Pack the weights."""
         self.weight = torch.ops.mkldnn._reorder_linear_weight(
-            _join([weight_of(each).detach() for each in linears]), _ROWS
+            _join([weight_of(linear).detach() for linear in linears]), _ROWS
         )
         biases = [bias.detach() for bias in map(bias_of, linears) if bias is not None]
         self.bias = _join(biases).clone() if biases else None

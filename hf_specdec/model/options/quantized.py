@@ -129,7 +129,7 @@ class QuantizedLinears:
         own = native_weight(weight) if serves else None
         return weight if own is None else own
 
-    def _linears(self, module: nn.Module) -> Iterator[nn.Linear]:
+    def _linears(self, module: Any) -> Iterator[nn.Linear]:
         """The layers to quantize: plain `nn.Linear` (no subclass) with ordinary floating-point weights, or a shard of them."""
         embeddings = {id(m.weight) for m in module.modules() if isinstance(m, nn.Embedding)}
         output = module.get_output_embeddings() if hasattr(module, "get_output_embeddings") else None
@@ -189,7 +189,7 @@ def _stored_bytes(tensor: torch.Tensor) -> int:
     tensor = local(tensor)
     if not hasattr(tensor, "__tensor_flatten__"):
         return tensor.nbytes
-    names, _ = tensor.__tensor_flatten__()
+    names, _ = tensor.__tensor_flatten__()  # pyright: ignore[reportAttributeAccessIssue]
     return sum(_stored_bytes(getattr(tensor, name)) for name in names)
 
 
@@ -244,7 +244,9 @@ def _config(kind: str, weight: torch.Tensor) -> Any | None:
         )
     # Of torchao's int4 packings, this one has its product for few rows in torch itself.
     return group and Int4WeightOnlyConfig(
-        group_size=group, int4_packing_format="tile_packed_to_4d", set_inductor_config=False
+        group_size=group,
+        int4_packing_format="tile_packed_to_4d",  # pyright: ignore[reportArgumentType]
+        set_inductor_config=False,
     )
 
 

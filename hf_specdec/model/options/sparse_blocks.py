@@ -15,13 +15,13 @@ import torch
 from torch import nn
 
 
-class _Running(threading.local):
+class _RunningBlock(threading.local):
     """The block of the layer that runs in this thread; `SparseBlocks.ready` sets it."""
 
     block: SparseBlock
 
 
-_running = _Running()
+_running = _RunningBlock()
 
 
 @torch.library.custom_op("hf_specdec::sparse_block", mutates_args=(), schema="(Tensor x) -> Tensor")
@@ -76,7 +76,7 @@ class SparseBlocks:
         replaced: dict[nn.Module, nn.Module] = {}
         try:
             for layer in layers:
-                blocks = [each for each in layer.modules() if "experts" in each._modules]
+                blocks = [module for module in layer.modules() if "experts" in module._modules]
                 # A block whose forward was replaced before is wrapped by other code, or is opaque already.
                 if len(blocks) == 1 and "forward" not in vars(blocks[0]):
                     self._by_layer[layer] = SparseBlock(blocks[0], self._num_outputs)

@@ -1,11 +1,10 @@
 """Layers with a state: recurrences and short convolutions over packed rows."""
 
-from .families import FAMILIES, Family, family_of, layers_without_keys
-from .foreign import stateful_layers, states_of
+from .families import FAMILIES, RecurrentFamily, family_of, layers_without_keys, stateful_layers, states_of
 from .mixers import RecurrentLayers
 from .plan import StatePlan, make_plan
 
 __all__ = [
-    "FAMILIES", "Family", "RecurrentLayers", "StatePlan", "family_of", "layers_without_keys", "make_plan", "stateful_layers",
+    "FAMILIES", "RecurrentFamily", "RecurrentLayers", "StatePlan", "family_of", "layers_without_keys", "make_plan", "stateful_layers",
     "states_of",
 ]  # fmt: skip

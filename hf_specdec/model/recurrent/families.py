@@ -1,15 +1,17 @@
-"""Which model families have layers with a state that we can keep, and how their layers compute."""
+"""Which model families have layers with a state that we can keep, how they compute, and their states in transformers' own caches."""
 
 from __future__ import annotations
 
 import sys
 from dataclasses import dataclass
+from typing import Any
 
 import transformers
 from torch import nn
 from transformers import PretrainedConfig, PreTrainedModel
 from transformers.cache_utils import Cache
 
+from ...cache.state_pool import KeptStates
 from ...core.errors import UnsupportedModel
 from .rules import GATED_DELTA, KIMI_DELTA, MAMBA1, MAMBA2, Rule
 
@@ -17,7 +19,7 @@ CONVOLUTION = "causal_conv1d_fn"  # each module's short convolution: channels [B
 
 
 @dataclass(frozen=True)
-class Family:
+class RecurrentFamily:
     """One family.
 
     Attributes:
@@ -33,29 +35,29 @@ class Family:
 
 # By model_type of the text configuration. Each of them gave the text of plain generate() (tests/test_recurrent.py).
 FAMILIES = {
-    "qwen3_next": Family("Qwen3NextGatedDeltaNet", GATED_DELTA),
-    "qwen3_5_text": Family("Qwen3_5GatedDeltaNet", GATED_DELTA),
-    "qwen3_5_moe_text": Family("Qwen3_5MoeGatedDeltaNet", GATED_DELTA),
-    "olmo_hybrid": Family("OlmoHybridGatedDeltaNet", GATED_DELTA),
-    "kimi_linear": Family("KimiLinearDeltaAttention", KIMI_DELTA),
-    "granitemoehybrid": Family("GraniteMoeHybridMambaLayer", MAMBA2),
-    "bamba": Family("BambaMixer", MAMBA2),
-    "falcon_h1": Family("FalconH1Mixer", MAMBA2),
-    "nemotron_h": Family("NemotronHMamba2Mixer", MAMBA2, two_rules=True),
-    "zamba2": Family("Zamba2MambaMixer", MAMBA2, two_rules=True),
-    "jamba": Family("JambaMambaMixer", MAMBA1),
-    "lfm2": Family("Lfm2ShortConv", None),
-    "lfm2_moe": Family("Lfm2MoeShortConv", None),
+    "qwen3_next": RecurrentFamily("Qwen3NextGatedDeltaNet", GATED_DELTA),
+    "qwen3_5_text": RecurrentFamily("Qwen3_5GatedDeltaNet", GATED_DELTA),
+    "qwen3_5_moe_text": RecurrentFamily("Qwen3_5MoeGatedDeltaNet", GATED_DELTA),
+    "olmo_hybrid": RecurrentFamily("OlmoHybridGatedDeltaNet", GATED_DELTA),
+    "kimi_linear": RecurrentFamily("KimiLinearDeltaAttention", KIMI_DELTA),
+    "granitemoehybrid": RecurrentFamily("GraniteMoeHybridMambaLayer", MAMBA2),
+    "bamba": RecurrentFamily("BambaMixer", MAMBA2),
+    "falcon_h1": RecurrentFamily("FalconH1Mixer", MAMBA2),
+    "nemotron_h": RecurrentFamily("NemotronHMamba2Mixer", MAMBA2, two_rules=True),
+    "zamba2": RecurrentFamily("Zamba2MambaMixer", MAMBA2, two_rules=True),
+    "jamba": RecurrentFamily("JambaMambaMixer", MAMBA1),
+    "lfm2": RecurrentFamily("Lfm2ShortConv", None),
+    "lfm2_moe": RecurrentFamily("Lfm2MoeShortConv", None),
 }
 _KEYLESS = {"linear_attention", "conv", "mamba", "mlp", "moe"}  # layer types without keys and values
 
 
-def family_of(config: PretrainedConfig) -> Family | None:
+def family_of(config: PretrainedConfig) -> RecurrentFamily | None:
     """The family of a text configuration; None if its layers are not known to have a state."""
     return FAMILIES.get(config.model_type)
 
 
-def mixers_of(model: PreTrainedModel, family: Family) -> list[nn.Module]:
+def mixers_of(model: PreTrainedModel, family: RecurrentFamily) -> list[nn.Module]:
     """The modules with a state, one per layer that has one.
 
     Raises:
@@ -86,3 +88,19 @@ def layers_without_keys(config: PretrainedConfig) -> frozenset[int]:
     if family_of(config) is None:
         return frozenset()
     return frozenset(index for index, kind in enumerate(config.layer_types) if kind in _KEYLESS)
+
+
+def stateful_layers(cache: Cache) -> list[tuple[int, Any]]:
+    """The layers of transformers' cache that hold states after some tokens, and their indices."""
+    layers = enumerate(cache.layers)
+    return [(index, layer) for index, layer in layers if getattr(layer, "has_previous_state", {}).get(0, False)]
+
+
+def states_of(cache: Cache, row: int) -> KeptStates:
+    """Copies of a row's states after all tokens that the cache has seen."""
+    kept = KeptStates({}, {})
+    for index, layer in stateful_layers(cache):
+        kept.conv[index] = layer.conv_states[0][row].clone()
+        if layer.recurrent_states[0] is not None:
+            kept.recurrent[index] = layer.recurrent_states[0][row].clone()
+    return kept

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from typing import Any
 
 from ...core.errors import UnsupportedModel
-from .families import CONVOLUTION, Family
+from .families import CONVOLUTION, RecurrentFamily
 
 
 class ModuleFunctions:
@@ -22,14 +22,14 @@ class ModuleFunctions:
     _lock = threading.Lock()
 
     @classmethod
-    def of(cls, source: Any, family: Family) -> ModuleFunctions:
+    def of(cls, source: Any, family: RecurrentFamily) -> ModuleFunctions:
         """The wrappers of a module, made when first needed."""
         with cls._lock:
             if source.__name__ not in cls._found:
                 cls._found[source.__name__] = cls(source, family)
             return cls._found[source.__name__]
 
-    def __init__(self, source: Any, family: Family):
+    def __init__(self, source: Any, family: RecurrentFamily):
         self.source = f"functions in {source.__name__}"
         self._current = threading.local()
         names = {"convolution": CONVOLUTION}

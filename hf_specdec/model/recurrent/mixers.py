@@ -10,18 +10,16 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from torch import nn
 from transformers import PreTrainedModel
 
 from ...cache.state_pool import StatePool
 from ...core.errors import UnsupportedModel
 from ...core.names import cache_argument
+from ...kernels import recurrent
 from ...kernels.dispatch import uses_triton
-from .by_kernels import convolution_over_lines, rule_over_lines
-from .families import Family, mixers_of
+from .families import RecurrentFamily, mixers_of
 from .functions import ModuleFunctions
-from .lines import LinesOnDevice
-from .plan import Prompt
+from .plan import LinesOnDevice, PromptPart
 from .rules import Inputs, Rule
 
 
@@ -35,7 +33,7 @@ class RecurrentLayers:
         chunk_size: tokens that the chunk form reads at once.
     """
 
-    def __init__(self, model: PreTrainedModel, family: Family):
+    def __init__(self, model: PreTrainedModel, family: RecurrentFamily):
         self.family = family
         self.mixers = mixers_of(model, family)
         if self.mixers:
@@ -65,8 +63,8 @@ class RecurrentLayers:
         """Memory of a sequence with a draft of `num_drafts` nodes: slots in a StatePool for the nodes, for the last token and for the
         token before it."""
         slots, total = num_drafts + 2, 0
-        for conv, recurrent, inputs in self._examples.values():
-            total += slots * conv.nbytes + (0 if recurrent is None else recurrent.nbytes * (1 if replays else slots))
+        for conv, state, inputs in self._examples.values():
+            total += slots * conv.nbytes + (0 if state is None else state.nbytes * (1 if replays else slots))
             total += slots * sum(each.nbytes for each in inputs) if replays else 0
         return total
 
@@ -79,7 +77,7 @@ class RecurrentLayers:
             yield
 
     @contextlib.contextmanager
-    def _replaced_forward(self, mixer: nn.Module):
+    def _replaced_forward(self, mixer: Any):
         before, own, layer = vars(mixer).get("forward"), mixer.forward, int(mixer.layer_idx)
         signature = inspect.signature(own)
         name = cache_argument(signature.parameters)
@@ -138,7 +136,7 @@ class RecurrentLayers:
             self._examples[layer] = view.windows_at(1), view.state, tuple(inputs)
         return self._examples[layer]
 
-    def _read_prompt(self, layer, run, hidden, pool: StatePool, prompt: Prompt, out: torch.Tensor) -> None:
+    def _read_prompt(self, layer, run, hidden, pool: StatePool, prompt: PromptPart, out: torch.Tensor) -> None:
         """Read a part of a prompt in chunk form, as plain generate() does."""
         count, lines = prompt.end - prompt.first, hidden[:, prompt.first : prompt.end]
         if prompt.base is None:
@@ -170,12 +168,11 @@ class RecurrentLayers:
         if rule is not None and base is not None:
             of_rule = rule, self._functions.one_token
             if by_kernels and rule.over_lines is not None:
-                kept = lines.kept, lines.slots
-                replaced["chunk"] = rule_over_lines(*of_rule, lines.walk, base, pool, layer, kept)
+                replaced["chunk"] = _rule_over_lines(*of_rule, lines, base, pool, layer)
             else:
                 replaced["chunk"] = _token_by_token(*of_rule, lines, base, pool, layer)
         if by_kernels:
-            replaced["convolution"] = convolution_over_lines(lines.walk, pool.conv[layer])
+            replaced["convolution"] = _convolution_over_lines(lines, pool.conv[layer])
         elif windows is not None:
             replaced["convolution"] = _over_windows(windows)
         with self._functions.replaced(**replaced):
@@ -207,11 +204,9 @@ class _View:
         return self.inputs[..., count : count + self.size].clone()
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """As transformers' Cache."""
         return self.conv
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
-        """As transformers' Cache."""
         return self.recurrent
 
     def is_recording_past(self, layer_idx: int) -> bool:
@@ -267,7 +262,7 @@ def _token_by_token(
         out, state = torch.empty(0), base
         for has, slots in lines.replays:
             before = state if has is None else state.index_select(0, has)
-            _, after = step(tuple(each.index_select(0, slots) for each in kept_inputs), before)
+            _, after = step(tuple(kept_input.index_select(0, slots) for kept_input in kept_inputs), before)
             state = after if has is None else state.index_copy(0, has, after.to(state.dtype))
         for depth, (at, parents, kept, into) in enumerate(lines.levels):
             state = state if parents is None else state.index_select(0, parents)
@@ -298,5 +293,55 @@ def _over_windows(windows: torch.Tensor):
         each = x.transpose(1, 2)[own, windows]  # [n, T, k, channels]
         out = convolution(each.flatten(0, 1).transpose(1, 2).contiguous(), *args, **kwargs)[..., -1]
         return out.view(count, length, -1).transpose(1, 2)
+
+    return replacement
+
+
+# ---- the same by our kernels, for all tokens of the lines at once ----
+
+_SILU = ("silu", "swish")
+
+
+def _rule_over_lines(
+    rule: Rule, one_token: Callable, lines: LinesOnDevice, base: torch.Tensor, pool: StatePool, layer: int
+):
+    """The rule over lines in one launch, as `_token_by_token`; `base` [n, ..]: the states before what each line replays."""
+    kept_inputs, (replays, walk, _) = pool.inputs.get(layer, ()), lines.walk
+    num_replays = replays.shape[1]
+
+    def replacement(chunk: Callable, *args: Any, **kwargs: Any):
+        inputs, _ = rule.bind(one_token, *args, **kwargs)
+        walked = inputs
+        if num_replays:
+            before = (kept_input[replays] for kept_input in kept_inputs)
+            walked = tuple(torch.cat(both, dim=1) for both in zip(before, inputs, strict=True))
+        assert rule.over_lines is not None
+        out = rule.over_lines(*args, **kwargs)(walked, base, walk, pool.recurrent[layer])
+        for pool_of_input, read in zip(kept_inputs, inputs, strict=bool(kept_inputs)):
+            pool_of_input.index_copy_(0, lines.slots, read[lines.kept])
+        return out[:, num_replays:], base
+
+    return replacement
+
+
+def _convolution_over_lines(lines: LinesOnDevice, pool: torch.Tensor):
+    """The convolution of lines, as a replacement of the module's; writes the kept inputs to a layer's pool [slots, C, k].
+
+    Raises:
+        ValueError: the activation after it is unknown.
+    """
+
+    def replacement(
+        convolution: Callable,
+        x: torch.Tensor,
+        weight: torch.Tensor,
+        bias: torch.Tensor | None = None,
+        activation: str | None = None,
+        **_: Any,
+    ) -> torch.Tensor:
+        if activation is not None and activation not in _SILU:
+            raise ValueError(f"A convolution followed by {activation!r} is not known to the kernels.")
+        windows = lines.windows_of(weight.shape[-1])
+        return recurrent.convolution(x, windows, weight, bias, activation is not None, lines.walk[2], pool)
 
     return replacement

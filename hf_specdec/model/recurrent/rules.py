@@ -17,6 +17,7 @@ from ...kernels import recurrent
 from ...kernels.recurrent import Walk
 
 Inputs = tuple[torch.Tensor, ...]
+OverLines = Callable[[Inputs, torch.Tensor, Walk, torch.Tensor], torch.Tensor]
 # Reads n tokens, given their inputs [n, ..], each after its own state [n, ..]: (outputs [n, ..], the states after them). May write
 # to the states it is given.
 Step = Callable[[Inputs, torch.Tensor], tuple[torch.Tensor, torch.Tensor]]
@@ -39,7 +40,7 @@ class Rule:
     chunk: str
     one_token: str
     bind: Callable[..., tuple[Inputs, Step]]
-    over_lines: Callable[..., Callable[[Inputs, torch.Tensor, Walk, torch.Tensor], torch.Tensor]] | None = None
+    over_lines: Callable[..., OverLines] | None = None
     tokens_last: bool = False
     continues: bool = True
 
@@ -72,13 +73,11 @@ def _mamba2(one_token, x, dt, A, B, C, *, D, dt_bias, **_) -> tuple[Inputs, Step
     return (x, dt, B, C), step
 
 
-def _delta_lines(*_: Any, **__: Any) -> Callable[[Inputs, torch.Tensor, Walk, torch.Tensor], torch.Tensor]:
+def _delta_lines(*_: Any, **__: Any) -> OverLines:
     return recurrent.gated_delta
 
 
-def _mamba2_lines(
-    x, dt, A, B, C, *, D, dt_bias, **_
-) -> Callable[[Inputs, torch.Tensor, Walk, torch.Tensor], torch.Tensor]:
+def _mamba2_lines(x, dt, A, B, C, *, D, dt_bias, **_) -> OverLines:
     return lambda inputs, before, walk, pool: recurrent.mamba2(inputs, (A, D, dt_bias), before, walk, pool)
 
 

@@ -10,14 +10,14 @@ enum Rows : i64 { ONE, TOKENS, SELECTED };
 struct Place { i64 slot, offset, type, token, stride[3]; };
 
 struct Op {
-  // LINEAR: `kind` 1: weights come from memory, 0: from a cache; `function`: bits of quantized weights, 0: they are not; then `width`
-  // inputs share a scale, and b's type is that of the scales
   i64 operation, kind, function, rows, size[3];
   i64 waits;  // it needs what other threads computed since the last barrier
   double scalar, scalar2;
   Place out, a, b, c;
   // ATTEND: a: query, b: keys, c: sinks; WRITE: a: keys, b: values
   i64 layer, heads, kv_heads, width, value_width, window;
+  // LINEAR: a: x, b: weights, c: bias; for the others see `Linear`; the type of quantized weights' scales is b's
+  i64 streams, bits, group;
 };
 
 // The inputs of one forward.

@@ -13,11 +13,9 @@ from torch import nn
 from ..architectures import _rope_parameters
 from ..options.native_weights import NativeWeight
 from ..structure import hooks_of, number_of
-from .assumptions import Assumption, CalledCode, hold
-from .building import build
+from .check import Assumption, CalledCode, Traceable, build, hold
 from .program import Program
-from .subjects import Subject
-from .tape import NotLowered
+from .trace import NotLowered
 
 logger = logging.getLogger(__name__)
 
@@ -25,7 +23,7 @@ logger = logging.getLogger(__name__)
 Made = tuple[tuple, list[Assumption], Program | str]
 
 
-def current_program(subject: Subject, made: dict[Any, Made]) -> Program | str:
+def current_program(subject: Traceable, made: dict[Any, Made]) -> Program | str:
     """The program of a subject, or why it has none.
 
     Args:
@@ -40,7 +38,7 @@ def current_program(subject: Subject, made: dict[Any, Made]) -> Program | str:
     return found
 
 
-def _built(subject: Subject) -> tuple[list[Assumption], Program | str]:
+def _built(subject: Traceable) -> tuple[list[Assumption], Program | str]:
     called = CalledCode()
     try:
         problem = obstacle(subject)
@@ -53,7 +51,7 @@ def _built(subject: Subject) -> tuple[list[Assumption], Program | str]:
     return called.assumptions(subject.modules()), found
 
 
-def state_of(subject: Subject) -> tuple:
+def state_of(subject: Traceable) -> tuple:
     """Everything that a program depends on, except the values of weights: modules, their settings, addresses of weights."""
     found: list[Any] = []
     for module in subject.modules():
@@ -62,8 +60,10 @@ def state_of(subject: Subject) -> tuple:
         found.append((kind, kind.forward, settings, hooks_of(module), "forward" in vars(module)))
         for tensors in (module._parameters, module._buffers):
             found += [
-                None if each is None else (_address(each), each.shape, each.stride(), each.dtype, each.device)
-                for each in tensors.values()
+                None
+                if tensor is None
+                else (_address(tensor), tensor.shape, tensor.stride(), tensor.dtype, tensor.device)
+                for tensor in tensors.values()
             ]
     config = subject.config()
     return tuple(found), repr(sorted((name, repr(value)) for name, value in vars(config).items())) if config else ""
@@ -87,7 +87,7 @@ def _setting(value: Any) -> Any:
     return number_of(value) if type(value) in _FUNCTIONS else _NONE
 
 
-def obstacle(subject: Subject) -> str | None:
+def obstacle(subject: Traceable) -> str | None:
     """Why a program recorded from one forward might be wrong for others; None if it is safe.
 
     Modules must be torch's or transformers' own (in a drafter also ours), without hooks or wrappers: adapters and layers that others

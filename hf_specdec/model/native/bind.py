@@ -1,0 +1,345 @@
+"""Binds models and draft heads to programs: their small forwards, and heads' logits, run as one call of the native library each.
+
+A program stands for the forward of a model, the forward of a draft head, or a function of hidden states: the `Traceable`s below.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import threading
+import weakref
+from collections.abc import Callable, Hashable, Iterator
+from typing import TYPE_CHECKING, Any, TypeVar
+
+import torch
+from torch import nn
+
+from ...cache import PagedStaticCache
+from ...core.errors import UnsupportedModel
+from ...core.output import PackedOutput
+from ...core.rows import RowInput
+from ...kernels.dispatch import uses_native
+from ...kernels.native import TYPES
+from .. import architectures
+from ..packed_batch import PackedBatch
+from ..structure import interposed
+from .check import Traceable
+from .program import Program, addresses
+from .program_cache import Made, current_program
+
+if TYPE_CHECKING:
+    from ..packed_head import PackedHead
+    from ..packed_model import Activated, PackedModel
+
+Head = TypeVar("Head", bound="PackedHead")
+
+# Each model's programs, by what is tapped and how many layers run.
+_made = weakref.WeakKeyDictionary[nn.Module, dict[Any, Made]]()
+
+
+class ModelForward:
+    """The forward of an active PackedModel."""
+
+    features_width, reads_ids, ours = 0, True, False
+
+    def __init__(self, packed: PackedModel):
+        self.packed = packed
+        self.model, self.key, self.name = packed.model, (packed.taps, packed.num_layers), type(packed.model).__name__
+        self.device, self.dtype = packed.device, packed.model.dtype
+        self.vocab_size, self.max_positions = packed.vocab_size, packed.max_positions
+
+    def modules(self) -> list[nn.Module]:
+        return list(architectures.all_modules(self.model))
+
+    def config(self) -> Any:
+        return self.model.config
+
+    def new_cache(self) -> PagedStaticCache:
+        return self.packed.new_cache(num_blocks=16, block_size=16, share_prefixes=False)
+
+    def compute(self, batch: PackedBatch | None, features: torch.Tensor | None) -> list[torch.Tensor]:
+        assert batch is not None
+        return _outputs_of(self.packed, self.packed.forward_batch(batch, batch.logit_index))
+
+
+def _outputs_of(packed: PackedModel, output: PackedOutput) -> list[torch.Tensor]:
+    """The tensors that a forward of this model returns."""
+    taps = packed.taps
+    found = [output.logits, *([output.last_hidden] if taps.last_hidden else []), *output.layers.values()]
+    return [*found, *([output.all_logits] if taps.logits else [])]  # pyright: ignore[reportReturnType]
+
+
+class HeadForward:
+    """A forward of a PackedHead.
+
+    Args:
+        reads: True: the forward of `PackedHead.read_batch`, with the head's `fuse`; False: that of `PackedHead.forward_batch`.
+        features_width: width of the given features: of the input of `fuse` if `reads`, otherwise of the features after `fuse`.
+    """
+
+    reads_ids, ours, max_positions = True, True, None
+
+    def __init__(self, head: PackedHead, key: Hashable, reads: bool, features_width: int):
+        self.head, self.key, self.reads, self.features_width = head, key, reads, features_width
+        self.name = type(head.module).__name__
+        self.device, self.dtype = head.device, head.dtype
+        tables = [module.weight.shape[0] for module in self.modules() if isinstance(module, nn.Embedding)]
+        self.vocab_size = min(tables, default=1)
+
+    def modules(self) -> list[nn.Module]:
+        roots = [self.head.module, *self.head.borrowed()]
+        return [inner for root in roots for inner in architectures.all_modules(root)]
+
+    def config(self) -> Any:
+        return self.head.config
+
+    def new_cache(self) -> PagedStaticCache:
+        return self.head.new_cache(num_blocks=16, block_size=16)
+
+    def compute(self, batch: PackedBatch | None, features: torch.Tensor | None) -> list[torch.Tensor]:
+        assert batch is not None and features is not None
+        run = self.head.read_batch if self.reads else self.head.forward_batch
+        return [run(batch, features=features)]
+
+
+class RowFunction:
+    """A function of hidden states [n, F] that calls modules, such as a language-model head.
+
+    Args:
+        called: the modules that it calls.
+        like: hidden states, for their width, dtype and device.
+    """
+
+    reads_ids, ours, vocab_size, max_positions = False, True, 1, None
+
+    def __init__(
+        self,
+        key: Hashable,
+        function: Callable[[torch.Tensor], torch.Tensor],
+        called: list[nn.Module],
+        like: torch.Tensor,
+    ):
+        self.key, self.function, self.called = key, function, called
+        self.name, self.features_width = type(called[0]).__name__, like.shape[1]
+        self.device, self.dtype = like.device, like.dtype
+
+    def modules(self) -> list[nn.Module]:
+        return [inner for each in self.called for inner in architectures.all_modules(each)]
+
+    def config(self) -> Any:
+        return None
+
+    def new_cache(self) -> PagedStaticCache:
+        """Not available: the function has no cache.
+
+        Raises:
+            TypeError: always.
+        """
+        raise TypeError("A function of hidden states has no cache.")
+
+    def compute(self, batch: PackedBatch | None, features: torch.Tensor | None) -> list[torch.Tensor]:
+        assert features is not None
+        return [self.function(features)]
+
+
+class _Bound:
+    """Programs that run inside a context. In each context, a program is compared once with the modules it was made from.
+
+    If the program of a forward is refused, no program runs in that context.
+
+    Args:
+        otherwise: faster linear layers, used when no program runs.
+
+    Attributes:
+        reasons: by key, why the latest attempt gave no program.
+    """
+
+    def __init__(self, otherwise: Activated | None):
+        self._otherwise = otherwise
+        self._current: dict[str, Program | None] = {}  # in this context
+        self._depth, self._lock = 0, threading.RLock()
+        self._stack: contextlib.ExitStack | None = None  # holds `otherwise` while no program runs
+        self.reasons: dict[str, str] = {}
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside the context, programs run. Each is checked against its modules when it is first used in this context."""
+        with self._lock:
+            self._depth += 1
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._depth -= 1
+                if self._depth == 0:
+                    stack, self._stack, self._current = self._stack, None, {}
+                    if stack is not None:
+                        stack.close()
+
+    def _find(self, key: str, subject: Callable[[], Traceable], made: dict[Any, Made]) -> Program | None:
+        """The program of a subject with this key, which is not in `_current` yet; None if the caller must compute it."""
+        if not self._depth or self._stack is not None:
+            return None
+        with self._lock:
+            self.reasons.pop(key, None)
+            found = current_program(subject(), made)
+            self._current[key] = found if isinstance(found, Program) else None
+            if isinstance(found, str):
+                self.reasons[key] = found
+                if key != "rows":
+                    self._current = dict.fromkeys(self._current)
+                    self._stack = contextlib.ExitStack()
+                    if self._otherwise is not None:
+                        self._stack.enter_context(self._otherwise.active())
+        return self._current[key]
+
+
+class NativeRunner(_Bound):
+    """The program of a PackedModel, made when it is first needed and made again when the model has changed.
+
+    Args:
+        otherwise: faster linear layers for the model, used while it has no program.
+        required: raise an error if the model cannot have a program.
+    """
+
+    def __init__(self, packed: PackedModel, otherwise: Activated | None = None, required: bool = False):
+        super().__init__(otherwise)
+        self._owner, self._required = weakref.ref(packed), required  # weak, because `packed` holds this object
+
+    @property
+    def _packed(self) -> PackedModel:
+        packed = self._owner()
+        assert packed is not None
+        return packed
+
+    @property
+    def refused(self) -> str | None:
+        """Why the model runs without a program; None: it has one, or nothing has been tried."""
+        return self.reasons.get("forward")
+
+    @property
+    def most_tokens(self) -> int:
+        """Maximum number of tokens of the forwards that `run` runs now; 0: it runs none."""
+        program = self._forward()
+        return 0 if program is None else program.most_tokens
+
+    @contextlib.contextmanager
+    def active(self) -> Iterator[None]:
+        """Inside the context, `run` uses a program that is right for the model as it is when it is first used: a drafter may not be."""
+        with super().active():
+            if self._required and self._forward() is None:
+                raise UnsupportedModel(
+                    f"'native' cannot run {type(self._packed.model).__name__}: {self.refused}. Leave the key out."
+                )
+            yield
+
+    def _forward(self) -> Program | None:
+        if "forward" in self._current:
+            return self._current["forward"]
+        packed = self._packed
+        return self._find("forward", lambda: ModelForward(packed), _made.setdefault(packed.model, {}))
+
+    def run(self, rows: list[RowInput], cache: PagedStaticCache) -> PackedOutput | None:
+        """The outputs of a forward over `rows`; None if the model must run it itself."""
+        program = None if torch.is_autocast_enabled("cpu") or interposed() else self._forward()
+        if program is None or not 0 < sum([row.num_tokens for row in rows]) <= program.most_tokens:
+            return None
+        if not all(isinstance(row.offset, int) for row in rows):  # positions of several axes
+            return None
+        packed = self._packed
+        batch = PackedBatch.pack(rows, cache, packed.device, gather=False)
+        return _output_of(packed, batch, program.run(batch, addresses(program, cache)))
+
+
+def _output_of(packed: PackedModel, batch: PackedBatch, results: list[torch.Tensor]) -> PackedOutput:
+    """The outputs of a forward from those of the program, in the order of `_outputs_of`."""
+    remaining = iter(results)
+    taps = packed.taps
+    return PackedOutput(
+        logits=next(remaining),
+        last_hidden=next(remaining) if taps.last_hidden else None,
+        layers={index: next(remaining) for index in taps.layers},
+        input_ids=batch.input_ids[0],
+        all_logits=next(remaining) if taps.logits else None,
+    )
+
+
+def can_try(packed: PackedModel) -> bool:
+    """True if a program might run this model: it is on a CPU with the library, reads pages, and its rows are only text. A program has no
+    collectives, so a sharded model never gets one."""
+    plain = (
+        packed.ranks is None
+        and packed.recurrent is None
+        and not packed.gather
+        and not packed.deterministic
+        and packed.graphs is None
+    )
+    return plain and uses_native(packed.device) and packed.model.dtype in TYPES
+
+
+def natively(head: Head, wanted: bool | None = None) -> Head:
+    """A copy of a head, with the same weights, that runs its small forwards in the native library; the head itself if that cannot be done.
+
+    Args:
+        wanted: False: always return the head itself.
+    """
+    serves = uses_native(head.device) and head.dtype in TYPES
+    if wanted is False or not serves or head.gather or head.graphs is not None:
+        return head
+    own = copy.copy(head)
+    own.native = NativeHead(otherwise=head.linears)
+    return own
+
+
+class NativeHead(_Bound):
+    """The programs of a draft head: for its forwards, and for one function of its hidden states."""
+
+    def __init__(self, otherwise: Activated | None):
+        super().__init__(otherwise)
+        self._made: dict[Any, Made] = {}
+
+    @property
+    def refused(self) -> list[str]:
+        """The reason of each refusal to make a program."""
+        return list(self.reasons.values())
+
+    def _program(self, key: str, subject: Callable[[], Traceable]) -> Program | None:
+        if torch.is_autocast_enabled("cpu") or interposed():
+            return None
+        return self._current[key] if key in self._current else self._find(key, subject, self._made)
+
+    def run(
+        self,
+        head: PackedHead,
+        rows: list[RowInput],
+        features: torch.Tensor,
+        cache: PagedStaticCache,
+        reads: bool = False,
+    ) -> torch.Tensor | None:
+        """Hidden states [T, H]; None if the head must compute them.
+
+        Args:
+            features: [T, F].
+            reads: the features are the input of the head's `fuse`.
+        """
+        key = "reads" if reads else "drafts"
+        program = self._program(key, lambda: HeadForward(head, key, reads, features.shape[1]))
+        if program is None or not 0 < features.shape[0] <= program.most_tokens:
+            return None
+        batch = PackedBatch.pack(rows, cache, head.device, gather=False)
+        return program.run(batch, addresses(program, cache), features)[0]
+
+    def apply(
+        self, function: Callable[[torch.Tensor], torch.Tensor], called: list[nn.Module], hidden: torch.Tensor
+    ) -> torch.Tensor:
+        """`function(hidden)`, such as a norm and a language-model head. Every call must pass the same function.
+
+        Args:
+            called: the modules that it calls.
+            hidden: [n, F].
+        """
+        program = self._program("rows", lambda: RowFunction("rows", function, called, hidden))
+        if program is None or not 0 < hidden.shape[0] <= program.most_tokens:
+            return function(hidden)
+        return program.run_rows(hidden)[0]

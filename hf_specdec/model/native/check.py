@@ -1,0 +1,306 @@
+"""Makes a program: records one forward, and compares the program with it on other batches before it is used.
+
+Also what a program takes for granted: the Python objects that the recorded forward looked up.
+"""
+
+from __future__ import annotations
+
+import gc
+import sys
+from collections.abc import Iterable, Mapping
+from types import CodeType, FrameType, ModuleType
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import nn
+
+from ...cache import PagedStaticCache
+from ...core.rows import RowInput
+from ..packed_batch import PackedBatch, _OnDevice
+from ..self_test import TOLERANCES, relative_error
+from .program import Program, addresses, assemble
+from .trace import NotLowered, Tape, TapeRecorder
+
+_SIZES = (29, 31, 37, 41, 43, 47, 53, 59)  # candidates for the number of recorded tokens, which no dimension may equal
+_MORE = 8  # slots reserved per row for the tokens of later batches
+
+
+class Traceable(Protocol):
+    """A computation that a program may stand for.
+
+    Attributes:
+        key: distinguishes it from other subjects whose programs are kept in the same dictionary.
+        name: for messages.
+        device, dtype: of weights, keys and values.
+        features_width: number of features per token that it reads besides ids; 0: none.
+        reads_ids: it reads ids and positions and has a cache; otherwise only features.
+        vocab_size: ids that it has embeddings for.
+        max_positions: positions it was built for; None: any number.
+        ours: its modules may be of this package; otherwise all must be torch's or transformers'.
+    """
+
+    key: Any
+    name: str
+    device: torch.device
+    dtype: torch.dtype
+    features_width: int
+    reads_ids: bool
+    vocab_size: int
+    max_positions: Any
+    ours: bool
+
+    def modules(self) -> list[nn.Module]:
+        """All modules that it calls, submodules included."""
+        ...
+
+    def config(self) -> Any:
+        """The configuration whose values it depends on; None: it depends on none."""
+        ...
+
+    def new_cache(self) -> PagedStaticCache:
+        """A small cache for trials: 16 blocks of 16 slots."""
+        ...
+
+    def compute(self, batch: PackedBatch | None, features: torch.Tensor | None) -> list[torch.Tensor]:
+        """Its outputs, [T or R, width] each, operator by operator. `features` are [T, F]."""
+        ...
+
+
+@torch.no_grad()
+def build(subject: Traceable, called: CalledCode) -> Program:
+    """The program of a subject.
+
+    Args:
+        called: is told the code that the recorded forward runs.
+
+    Raises:
+        NotLowered: the library cannot run it, or computes something else; the message says why.
+    """
+    num_selected, num_tokens = _sizes(subject)
+    tape = Tape(num_tokens, num_selected)
+    if not subject.reads_ids:
+        return _build_on_rows(subject, called, tape, num_tokens, num_selected)
+    if subject.max_positions is not None and subject.max_positions < num_tokens + _MORE:
+        raise NotLowered(f"its {subject.max_positions} positions, too few to record a forward")
+    rows = _first_rows(num_tokens, num_selected, subject.vocab_size)
+    cache, ours = _cache(subject, rows), _cache(subject, rows)
+    batch, features = _batch(subject, rows, cache), _features(subject, num_tokens)
+    recorder = TapeRecorder(subject.modules(), tape, batch, features)
+    batch._on_device[subject.device] = _OnDevice(batch.write_slots, None, recorder.write, recorder.attend)
+    try:
+        outputs = _recorded(subject, called, recorder, batch, features)
+    finally:
+        batch._on_device.clear()  # breaks a cycle of references that would keep the model alive until the garbage collector runs
+    layers: list[Any] = cache.layers
+    if any(layers[layer].keys.dtype != subject.dtype for layer in recorder.pools):
+        raise NotLowered("keys in another dtype than the model's")
+    values = [recorder.value_of(output) for output in outputs]
+    program = assemble(tape, values, recorder.pools, subject.dtype, subject.max_positions)
+    _check(subject, program, ours, rows, features, outputs)
+    for more in _further_rows(rows, subject.vocab_size):
+        features = _features(subject, sum(row.num_tokens for row in more))
+        _check(subject, program, ours, more, features, subject.compute(_batch(subject, more, cache), features))
+    return program
+
+
+def _build_on_rows(subject: Traceable, called: CalledCode, tape: Tape, num_rows: int, num_more: int) -> Program:
+    """The program of a function of features alone."""
+    features = _features(subject, num_rows)
+    recorder = TapeRecorder(subject.modules(), tape, None, features)
+    outputs = _recorded(subject, called, recorder, None, features)
+    program = assemble(tape, [recorder.value_of(output) for output in outputs], {}, subject.dtype)
+    for count in (num_rows, num_more, 1):
+        features = _features(subject, count)
+        assert features is not None
+        _compare(subject, program.run_rows(features), subject.compute(None, features))
+    return program
+
+
+def _sizes(subject: Traceable) -> tuple[int, int]:
+    """Two numbers of tokens that no dimension of the subject's tensors is, the smaller first."""
+    config = subject.config()
+    taken = {subject.features_width}
+    if config is not None:
+        config = config.get_text_config(decoder=True)
+        taken |= {value for value in config.to_dict().values() if type(value) is int}
+        heads, groups = getattr(config, "num_attention_heads", 0), getattr(config, "num_key_value_heads", 0) or 1
+        taken |= {heads // groups, getattr(config, "hidden_size", 0) // max(heads, 1)}
+    for module in subject.modules():
+        taken |= {
+            size for parameter in module._parameters.values() if parameter is not None for size in parameter.shape
+        }
+    free = [size for size in _SIZES if size not in taken]
+    if len(free) < 2:
+        raise NotLowered("its dimensions, which leave no number of tokens that differs from all of them")
+    return free[0], free[1]
+
+
+def _features(subject: Traceable, num_tokens: int) -> torch.Tensor | None:
+    """Random features [T, F], the same in every process."""
+    if not subject.features_width:
+        return None
+    random = torch.Generator().manual_seed(num_tokens)
+    return torch.randn(num_tokens, subject.features_width, generator=random).to(subject.dtype)
+
+
+def _first_rows(num_tokens: int, num_selected: int, vocab_size: int) -> list[RowInput]:
+    """Two causal texts."""
+    ids = np.arange(1, num_tokens + 1) * max(1, vocab_size // (num_tokens + 2)) % vocab_size
+    split = num_tokens // 2
+    texts = ids[:split], ids[split:]
+    logits = num_selected - num_selected // 2, num_selected // 2
+    return [RowInput(i, text, 0, logits=count) for i, (text, count) in enumerate(zip(texts, logits, strict=True))]
+
+
+def _further_rows(rows: list[RowInput], vocab_size: int) -> list[list[RowInput]]:
+    """One token after one text; then a token of each text, with a tree of two siblings after the other."""
+    first, second = (row.num_tokens for row in rows)
+    ids = np.array([3, 5, 7, 2]) % vocab_size
+    visibility = np.array([[True, False, False], [True, True, False], [True, False, True]])
+    positions = np.array([second, second + 1, second + 1])
+    return [
+        [RowInput(0, ids[:1], first)],
+        [RowInput(0, ids[1:2], first + 1), RowInput(1, ids[:3], second, positions, visibility, positions, logits=2)],
+    ]
+
+
+def _cache(subject: Traceable, rows: list[RowInput]):
+    cache = subject.new_cache()
+    for row in rows:
+        cache.add(row.seq_id)
+    for row in reversed(rows):
+        cache.reserve(row.seq_id, row.num_tokens + _MORE)
+    return cache
+
+
+def _batch(subject: Traceable, rows: list[RowInput], cache) -> PackedBatch:
+    batch = PackedBatch.pack(rows, cache, subject.device, gather=False)
+    batch.with_native = False
+    return batch
+
+
+def _recorded(
+    subject: Traceable,
+    called: CalledCode,
+    recorder: TapeRecorder,
+    batch: PackedBatch | None,
+    features: torch.Tensor | None,
+) -> list[torch.Tensor]:
+    """What the subject returns, computed under the recorder."""
+    try:
+        with recorder.angles_by_position(), recorder, called:
+            outputs = subject.compute(batch, features)
+    except (NotLowered, torch.OutOfMemoryError):
+        raise
+    except Exception as failure:  # an unknown model may do anything with the recorded tensors
+        raise NotLowered(f"its recorded forward raised {type(failure).__name__} ({failure})") from failure
+    problem = recorder.problem if called.foreign is None else f"{called.foreign}, which may depend on anything"
+    if problem is not None:
+        raise NotLowered(problem)
+    return outputs
+
+
+def _check(
+    subject: Traceable,
+    program: Program,
+    cache,
+    rows: list[RowInput],
+    features: torch.Tensor | None,
+    wanted: list[torch.Tensor],
+) -> None:
+    """Compare the program's outputs over `rows` with those of the subject."""
+    batch = PackedBatch.pack(rows, cache, subject.device, gather=False)
+    _compare(subject, program.run(batch, addresses(program, cache), features), wanted)
+
+
+def _compare(subject: Traceable, found: list[torch.Tensor], wanted: list[torch.Tensor]) -> None:
+    """Compare outputs.
+
+    Raises:
+        NotLowered: they differ by more than rounding explains.
+    """
+    for ours, own in zip(found, wanted, strict=True):
+        error = relative_error(ours, own.reshape(ours.shape))
+        if not error <= TOLERANCES.get(subject.dtype, 5e-2):
+            raise NotLowered(
+                f"its program computes other values: they differ by {error:.2g} of their spread. Please report it"
+            )
+
+
+# ---- what a recorded forward looks up ----
+
+_LIBRARIES = {"torch", "transformers", "hf_specdec", "numpy", "accelerate", *sys.stdlib_module_names}
+_WATCHED = ("transformers.", "torch.nn.")  # the code that computes a forward; elsewhere globals change all the time
+
+
+class CalledCode:
+    """Inside the context, remembers which Python code this thread runs.
+
+    Attributes:
+        foreign: a function that belongs to no known library and was called, in words; None: there was none. It may read anything.
+    """
+
+    def __init__(self) -> None:
+        self.foreign: str | None = None
+        self._codes: dict[CodeType, dict[str, Any]] = {}
+
+    def __enter__(self) -> CalledCode:
+        self._before, self._collects = sys.getprofile(), gc.isenabled()
+        gc.disable()  # a collection would run code that the forward does not call
+        sys.setprofile(self._see)
+        return self
+
+    def __exit__(self, *args: Any) -> None:
+        sys.setprofile(self._before)
+        if self._collects:
+            gc.enable()
+
+    def _see(self, frame: FrameType, event: str, arg: Any) -> None:
+        if event != "call" or frame.f_code in self._codes:
+            return
+        self._codes[frame.f_code] = frame.f_globals
+        name = str(frame.f_globals.get("__name__"))
+        if name.partition(".")[0] not in _LIBRARIES and not name.startswith("namedtuple_"):
+            self.foreign = (
+                self.foreign
+                or f"{frame.f_code.co_qualname if sys.version_info >= (3, 11) else frame.f_code.co_name} of {name}"
+            )
+
+    def assumptions(self, modules: Iterable[nn.Module]) -> list[Assumption]:
+        """What the code looked up: globals, attributes of modules of Python, and attributes of the classes of `modules`."""
+        found: dict[tuple[int, str], Assumption] = {}
+
+        def assume(namespace: Mapping[str, Any], names: Iterable[str]) -> None:
+            for name in names:
+                value = namespace.get(name, _MISSING)
+                if value is _MISSING or (id(namespace), name) in found:
+                    continue
+                found[id(namespace), name] = namespace, name, value
+                if isinstance(value, ModuleType) and value.__name__.partition(".")[0] in ("torch", "transformers"):
+                    assume(vars(value), names)
+
+        used: set[str] = set()
+        for code, namespace in self._codes.items():
+            if f"{namespace.get('__name__')}.".startswith(_WATCHED):
+                used.update(code.co_names)
+                assume(namespace, code.co_names)
+        kinds = {torch.Tensor, *(type(module) for module in modules)}
+        of_classes = [(kind, name, _looked_up(kind, name)) for kind in kinds for name in used]
+        return [*found.values(), *(of_class for of_class in of_classes if of_class[2] is not _MISSING)]
+
+
+_MISSING = object()
+Assumption = tuple[Any, str, Any]  # a namespace or a class, a name, and the object that it stood for
+
+
+def hold(assumptions: list[Assumption]) -> bool:
+    """True if every name still stands for the same object."""
+    return all(_looked_up(place, name) is value for place, name, value in assumptions)
+
+
+def _looked_up(place: Any, name: str) -> Any:
+    """What a name stands for in a namespace, or in a class and its bases, without calling descriptors; _MISSING: nothing."""
+    if not isinstance(place, type):
+        return place.get(name, _MISSING)
+    return next((vars(base)[name] for base in place.__mro__ if name in vars(base)), _MISSING)
