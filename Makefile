@@ -21,6 +21,7 @@ test: install-dev
 
 lint: install-dev
 	"$(VENV)/bin/ruff" check .
+	git ls-files | xargs -d '\n' "$(VENV)/bin/codespell"
 	"$(VENV)/bin/pyright" --pythonpath "$(VENV)/bin/python"
 
 format: install-dev
