@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import operator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -339,21 +340,27 @@ def test_what_was_learnt_is_used_from_the_first_step(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", "{}", '{"drafting": 1, "looking_up": [0, 0]}', "of other drafters", "of no numbers", "without times"],
-)
+    [
+        "", "[]", "{}", '{"drafting": 1, "looking_up": [0, 0]}', "[" * 10**5, "of other drafters", "of no numbers", "without times",
+        "endless", "too large", "too long", "before it began",
+    ],
+)  # fmt: skip
 def test_a_memory_that_holds_something_else_is_passed_over(tmp_path, caplog, content):
     world = World(TEXTS["a head"], cpu, 0.05)
     policy = world.policy()
     world.rate(policy, 60)
     state = policy.state()
-    if content == "of other drafters":
-        state["acceptance"]["counts"] = [[[[1.0]]], [[[1.0]]]]
-        content = json.dumps(state)
-    elif content == "of no numbers":
-        state["target"][0][1] = float("nan")
-        content = json.dumps(state)
-    elif content == "without times":
-        del state["following"]
+    changes = {
+        "of other drafters": lambda: state["acceptance"].update(counts=[[[[1.0]]], [[[1.0]]]]),
+        "of no numbers": lambda: operator.setitem(state["target"][0], 1, float("nan")),
+        "without times": lambda: state.pop("following"),
+        "endless": lambda: operator.setitem(state["target"][0], 0, [0, 1, float("inf")]),
+        "too large": lambda: state.update(following=10**400),
+        "too long": lambda: state.update(overhead=1e308),
+        "before it began": lambda: operator.setitem(state["looking_up"], 0, -1.0),
+    }
+    if content in changes:
+        changes[content]()
         content = json.dumps(state)
     path = tmp_path / "it.json"
     path.write_text(content)

@@ -241,13 +241,13 @@ class Acceptance:
         """Go on from an earlier `state`.
 
         Raises:
-            KeyError, ValueError: the state has another shape, or values that are not valid counts. Nothing of it is then taken over.
+            KeyError, OverflowError, TypeError, ValueError: the state has another shape, or values that are not valid counts. Nothing of it is then taken over.
         """
         values = {name: np.asarray(state[name], dtype=np.float64) for name in self._KEPT}
         for name, value in values.items():
             if value.shape != getattr(self, name).shape:
                 raise ValueError("counts of other drafters")
-            if not (np.isfinite(value).all() and (value >= 0 if name == "counts" else value > 0).all()):
+            if not ((value >= (0.0 if name == "counts" else 1e-3)) & (value < 1e9)).all():
                 raise ValueError("invalid counts")
         self.__dict__.update(values, _rates=None)
 

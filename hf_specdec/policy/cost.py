@@ -67,12 +67,12 @@ class FittedCost:
         """Go on from an earlier `state`. New measurements of a size soon outvote the old one.
 
         Raises:
-            ValueError: the features are of another cost, or a time is not valid.
+            OverflowError, TypeError, ValueError: the features are of another cost, or a number is not valid.
         """
         sizes: OrderedDict[tuple, deque[tuple[float, np.ndarray]]] = OrderedDict()
         for size, seconds, features in state:
             values = np.asarray(features, dtype=np.float64)
-            if values.shape != self.prior.shape or not np.isfinite(values).all() or not 0.0 < seconds < 1e6:
+            if values.shape != self.prior.shape or not (abs(values) < 1e9).all() or not 0.0 < seconds < 1e6:
                 raise ValueError("invalid times, or times of another cost")
             sizes[tuple(map(int, size))] = deque([(float(seconds), values)], maxlen=self._SAMPLES)
         if sizes:

@@ -196,12 +196,12 @@ class Fastest(DraftLengthPolicy):
         return len(sequences) <= len(self._quiet_rows)
 
     def limits(self, sequences: list[Sequence], caps: list[int]) -> list[int]:
-        """The fastest depths. With look-ups the caps, within which `choose` chooses when their drafts are known."""
+        """The fastest depths. With look-ups or several drafters the caps, up to K: `choose` then chooses within them."""
         if not any(caps) or self.is_plain(sequences):
             return [0] * len(sequences)
-        if self.num_lookups:
+        if self.num_lookups or len(self.drafters) > 1:
             self._welcome(sequences)
-            return caps
+            return np.minimum(caps, len(self._depth)).tolist()
         self._asked = self._round(sequences, caps, [], [], [], None)
         return self._asked.choice.depth.tolist()
 
@@ -653,22 +653,21 @@ class Fastest(DraftLengthPolicy):
         """Go on from an earlier `state`.
 
         Raises:
-            KeyError, TypeError, ValueError: the state is not of a policy with these drafters. Nothing of it is then taken over.
+            KeyError, OverflowError, TypeError, ValueError: the state is not of a policy with these drafters. Nothing of it is then taken over.
         """
         if len(state["drafting"]) != len(self.drafting) or len(state["looking_up"]) != self.num_lookups:
             raise ValueError("costs of other drafters")
-        sizes = [(octave, rows, tokens) for (octave, rows, tokens), *_ in state["target"]]
+        sizes = [(int(octave), int(rows), int(tokens)) for (octave, rows, tokens), *_ in state["target"]]
         # Read it into copies: an error in a later part must not leave the earlier ones behind.
         acceptance, costs = copy(self.acceptance), [copy(cost) for cost in (self.cost.target, *self.drafting)]
         acceptance.load(state["acceptance"])
         for cost, kept in zip(costs, [state["target"], *state["drafting"]], strict=True):
             cost.load(kept)
-        seconds = np.array([float(value) for value in state["looking_up"]])
-        overhead, following = float(state["overhead"]), float(state["following"])
-        if not np.isfinite([*seconds, overhead, following]).all():
+        times = np.array([*state["looking_up"], state["overhead"], state["following"]], dtype=np.float64)
+        if not ((times >= 0.0) & (times < 1e6)).all():
             raise ValueError("invalid times")
         self.acceptance, self.cost.target, self.drafting = acceptance, costs[0], costs[1:]
-        self.seconds, self._overhead, self._followed = seconds, overhead, following
+        self.seconds, (self._overhead, self._followed) = times[:-2], times[-2:].tolist()
         self._knows_price = any(tokens > rows for _, rows, tokens in sizes)
         self._plain_pauses = {octave: self.LONGEST_STALE for octave, *_ in sizes}
         self._plain_due = dict.fromkeys(self._plain_pauses, self.num_steps + self.LONGEST_STALE)
