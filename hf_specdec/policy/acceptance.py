@@ -241,7 +241,8 @@ class Acceptance:
         """Go on from an earlier `state`.
 
         Raises:
-            KeyError, OverflowError, TypeError, ValueError: the state has another shape, or values that are not valid counts. Nothing of it is then taken over.
+            KeyError, OverflowError, TypeError, ValueError: the state has another shape, or values that are not valid counts. Nothing of
+                it is then taken over.
         """
         values = {name: np.asarray(state[name], dtype=np.float64) for name in self._KEPT}
         for name, value in values.items():

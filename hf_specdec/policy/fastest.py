@@ -561,10 +561,17 @@ class Fastest(DraftLengthPolicy):
         offered, accepted = self._judged(step, asked, at, drafter)
         # A row that has ended was cut short, which says nothing about its last draft.
         written = np.where([seq.finished for seq in step.sequences], 0, step.num_new)
-        drafting = 0.0
-        for index in np.unique(drafter[drafted & (drafter >= self.num_lookups)]).tolist():
-            limits = np.where(drafter == index, depth, 0)
-            drafting += self._observe_model(step, index, slots, limits, sum(asked.seconds))
+        drafting, plain = 0.0, self.cost.of_plain(len(slots))
+        models = np.unique(drafter[drafted & (drafter >= self.num_lookups)]).tolist()
+        limits = [np.where(drafter == index, depth, 0) for index in models]
+        # Models that drafted in one step share its time as they would by what is known of them.
+        usual = [
+            max(float(self._of_drafting(index, each.max(), each.sum(), plain)), 1e-9)
+            for index, each in zip(models, limits, strict=True)
+        ]
+        seconds = max(step.drafting_seconds - sum(asked.seconds) - self._spent, 0.0)
+        for index, each, share in zip(models, limits, usual, strict=True):
+            drafting += self._observe_model(step, index, slots, each, seconds * share / sum(usual))
         self.acceptance.observe(slots, asked.kinds[:, at], offered, accepted, written, self.num_steps)
         self.steps.update([self.drafters[index].name for index in drafter[drafted].tolist()])
         num_rows, packed = len(at), len(at) + int(step.nodes.sum())
@@ -615,15 +622,14 @@ class Fastest(DraftLengthPolicy):
         return offered, accepted
 
     def _observe_model(
-        self, step: DraftedStep, index: int, slots: np.ndarray, limits: np.ndarray, lookup_seconds: float
+        self, step: DraftedStep, index: int, slots: np.ndarray, limits: np.ndarray, seconds: float
     ) -> float:
-        """Learn what the drafts of a drafter that was asked cost. Returns its estimated seconds, reading prompts left out."""
+        """Learn from the seconds of a drafter that was asked for these depths [B]. Returns its estimate of them, prompts left out."""
         asks = np.flatnonzero(limits)
         lengths = np.array([len(seq.tokens) for seq in step.sequences])[asks]
         read = self.acceptance.read_up_to[slots[asks], index]
         backlogs = lengths - np.asarray(step.num_new)[asks] - read
         depth, num_asked = int(limits.max()), int(limits.sum())
-        seconds = max(step.drafting_seconds - lookup_seconds - self._spent, 0.0)
         self.drafting[index].observe_draft(depth, num_asked, int(backlogs.sum()), seconds)
         self.acceptance.asked(index, slots[asks], limits[asks], step.nodes[asks], lengths)
         unread = int(backlogs[read > 0].sum())
@@ -653,7 +659,8 @@ class Fastest(DraftLengthPolicy):
         """Go on from an earlier `state`.
 
         Raises:
-            KeyError, OverflowError, TypeError, ValueError: the state is not of a policy with these drafters. Nothing of it is then taken over.
+            KeyError, OverflowError, TypeError, ValueError: the state is not of a policy with these drafters. Nothing of it is then taken
+                over.
         """
         if len(state["drafting"]) != len(self.drafting) or len(state["looking_up"]) != self.num_lookups:
             raise ValueError("costs of other drafters")

@@ -37,7 +37,7 @@ class DraftLengthPolicy:
     """Decides how deep each row drafts. This base class uses a fixed length: as deep as the row may.
 
     A policy changes speed, never the text: greedy and coupled output does not depend on drafts, and rejection sampling keeps
-    its distribution for any draft. `limits` has no side effects: it may be called twice for a step.
+    its distribution for any draft. Unless it `needs_observations`, `limits` has no side effects: it may be called twice for a step.
     """
 
     needs_observations: ClassVar[bool] = False
