@@ -250,9 +250,8 @@ class Fastest(DraftLengthPolicy):
         if any(seq.id in self._drafted_for and seq.id not in drafted for seq in sequences):
             self._idle *= 0.5  # a text has changed
         self._drafted_for = drafted
-        choice, due = self._with_trials(
-            choice, sequences, slots, worth, won[:, :, 0], backlogs, room, np.minimum(left, self.HORIZON), able
-        )
+        left = np.minimum(left, self.HORIZON)
+        choice, due = self._with_trials(choice, sequences, slots, worth, won[:, :, 0], backlogs, room, left, able)
         return choice, 0.0 if choice.depth.any() else due
 
     def _nodes(
@@ -327,14 +326,8 @@ class Fastest(DraftLengthPolicy):
             if index >= self.num_lookups and not asks.any():
                 continue
             whose, has = np.where(asks, index, lookup), (asks | (value > 0))[:, None]
-            menu = Menu(
-                won[whose, rows] * has,
-                nodes[whose, rows] * has,
-                backlogs[index] * asks,
-                reach[whose, rows],
-                asks,
-                index,
-            )
+            at = whose, rows
+            menu = Menu(won[at] * has, nodes[at] * has, backlogs[index] * asks, reach[at], asks, index)
             depth, faster = self._fastest(menu) if left is None else self._soonest(menu, left)
             if faster > speed:
                 best, speed = Choice(whose, depth), faster
@@ -421,9 +414,8 @@ class Fastest(DraftLengthPolicy):
                 prospects = np.maximum(prospects, np.maximum(worth[index], patient * gains[index]))
             # the first trial measures the drafter for later texts too
             risk, least, horizon = (self.RISK, 0, left) if self.drafting[index] else (2 * self.RISK, 64, self.HORIZON)
-            value = (
-                shares[index] * np.exp(likelihoods[index]) * horizon * (gains[index] - current) * (~mine & (room > 0))
-            )
+            chance = shares[index] * np.exp(likelihoods[index])
+            value = chance * horizon * (gains[index] - current) * (~mine & (room > 0))
             waiting = np.flatnonzero(value > 0)
             waiting = waiting[np.argsort(-value[waiting], kind="stable")][: max(1, num_rows // self.TRIED)]
             while len(waiting):
@@ -451,10 +443,8 @@ class Fastest(DraftLengthPolicy):
         """[D, B]: tokens a step that each drafter gains on a row if it is as good as one may hope."""
         found, nodes, _ = self._nodes([], room, able)
         hoped = np.repeat(self.acceptance.hope[:, None], len(room), 1) * found
-        reach = np.minimum(room, self.longest[:, None])
-        rates = self._rates(
-            hoped, nodes, reach if able is None else reach * able, np.zeros(found.shape[:2]), self._doubt
-        )
+        reach = np.minimum(room, self.longest[:, None]) * (1 if able is None else able)
+        rates = self._rates(hoped, nodes, reach, np.zeros(found.shape[:2]), self._doubt)
         return np.maximum(rates.max(2) - 1.0, 0.0)
 
     def _be_quiet(self, sequences: list[Sequence], steps: float, begins: list[bool]) -> None:
@@ -608,13 +598,10 @@ class Fastest(DraftLengthPolicy):
         offered, accepted = np.zeros((2, len(self.drafters), len(at)), dtype=np.int64)
         for index, offer in enumerate(asked.offers):
             if offer.num_nodes:
-                new = [
-                    seq.tokens[len(seq.tokens) - count :]
-                    for seq, count in zip(step.sequences, step.num_new, strict=True)
-                ]
                 offered[index] = (offer.nodes_by_depth[at] > 0).sum(1)
                 accepted[index] = [
-                    len(offer.matching_path(row, text)) for row, text in zip(at.tolist(), new, strict=True)
+                    len(offer.matching_path(row, seq.tokens[len(seq.tokens) - count :]))
+                    for row, seq, count in zip(at.tolist(), step.sequences, step.num_new, strict=True)
                 ]
         rows = np.flatnonzero(drafter >= self.num_lookups)
         offered[drafter[rows], rows] = (step.nodes[rows] > 0).sum(1)
