@@ -285,7 +285,7 @@ class Fastest(DraftLengthPolicy):
         return np.where((self._depth <= reach[:, :, None]) & (nodes > 0), rates, 0.0)
 
     def _of_drafting(self, drafter: int, depth, num_asked, plain: float):
-        """Seconds that a drafter takes to draft; look-ups have drafted already."""
+        """Seconds that a drafter takes to draft, with choosing and learning; look-ups have drafted already."""
         if drafter < self.num_lookups:
             return 0.0
         if not self.drafting[drafter]:
@@ -653,14 +653,14 @@ class Fastest(DraftLengthPolicy):
             raise ValueError("costs of other drafters")
         sizes = [(int(octave), int(rows), int(tokens)) for (octave, rows, tokens), *_ in state["target"]]
         # Read it into copies: an error in a later part must not leave the earlier ones behind.
-        acceptance, costs = copy(self.acceptance), [copy(cost) for cost in (self.cost.target, *self.drafting)]
+        acceptance, target, drafting = copy(self.acceptance), copy(self.cost.target), list(map(copy, self.drafting))
         acceptance.load(state["acceptance"])
-        for cost, kept in zip(costs, [state["target"], *state["drafting"]], strict=True):
+        for cost, kept in zip([target, *drafting], [state["target"], *state["drafting"]], strict=True):
             cost.load(kept)
         times = np.array([*state["looking_up"], state["overhead"], state["following"]], dtype=np.float64)
         if not ((times >= 0.0) & (times < 1e6)).all():
             raise ValueError("invalid times")
-        self.acceptance, self.cost.target, self.drafting = acceptance, costs[0], costs[1:]
+        self.acceptance, self.cost.target, self.drafting = acceptance, target, drafting
         self.seconds, (self._overhead, self._followed) = times[:-2], times[-2:].tolist()
         self._knows_price = any(tokens > rows for _, rows, tokens in sizes)
         self._plain_pauses = {octave: self.LONGEST_STALE for octave, *_ in sizes}
