@@ -19,10 +19,11 @@ from transformers import AutoModelForCausalLM
 import hf_specdec
 from hf_specdec import LLM, SamplingParams, SpeculativeConfigError, parse_config
 from hf_specdec.candidate_generators.auto import discovery, hub, local
+from hf_specdec.candidate_generators.auto.agreed import AgreedChoice
 from hf_specdec.candidate_generators.base import DrafterContext
 from hf_specdec.core.sequence import Sequence
 from hf_specdec.integration import get_decoder
-from hf_specdec.policy import Choice, DraftLengthPolicy
+from hf_specdec.policy import Choice, DraftLengthPolicy, Fastest
 
 PARTS = [
     {"method": "ngram", "prompt_lookup_min": 1, "num_speculative_tokens": 4},
@@ -159,6 +160,44 @@ def test_requests_name_a_drafter_of_auto(tiny_model, tiny_tokenizer):
     with pytest.raises(ValueError, match="ngram, token_recycling, eagle3"):
         llm.generate(["x"], SamplingParams(drafter="medusa"), use_tqdm=False)
     llm.close()
+
+
+@pytest.mark.parametrize("others", [["ngram"], [PARTS[2]]], ids=["look-up", "head"])
+def test_a_named_drafter_drafts_as_deep_as_its_request_may_up_to_the_longest_draft(tiny_model, others):
+    """Whatever the policy would choose: with and without look-ups, and for a request that asks for longer drafts than the method's."""
+    model = {**PARTS[4], "num_speculative_tokens": 8}
+    config = {"method": "auto", "methods": [model, *others], "num_speculative_tokens": 3, "memory": False}
+    decoder = get_decoder(tiny_model, parse_config(config))
+    sequences = [Sequence([5, 6, 7], 80, drafter="draft_model", num_speculative_tokens=k) for k in (1, 3, 8)]
+    decoder.allocate(400, len(sequences))
+    with decoder.active():
+        for seq in sequences:
+            decoder.add(seq)
+        for _ in range(20):
+            decoder.step(sequences)
+    depths = [[depth for _, depth, *_ in decoder.remove(seq).steps] for seq in sequences]
+    assert [set(row) - {0} for row in depths] == [{1}, {3}, {3}]
+    assert all(row.count(0) < 8 for row in depths), "only steps that measure the target do not draft"
+    hf_specdec.release(tiny_model)
+
+
+def test_rank_0_notes_drafters_that_requests_name_in_its_own_choice():
+    """Its policy learns from the drafts of the drafters that made them."""
+    made = Choice(np.array([0, 1]), np.array([2, 0]))
+    chooser = SimpleNamespace(choose=lambda *_: made)
+    ranks = SimpleNamespace(leads=True, same=list)
+    assert AgreedChoice(ranks, chooser).choose([None] * 2, [3, 3], [], [], []) is made
+
+
+def test_prompts_that_the_model_itself_read_are_no_plain_step(tiny_model, monkeypatch):
+    """One-token prompts are read before the clock starts."""
+    seconds, real = [], Fastest.observe_plain
+    monkeypatch.setattr(Fastest, "observe_plain", lambda *args: (seconds.append(args[2]), real(*args))[1])
+    embeds = tiny_model.get_input_embeddings()(torch.tensor([[5]]))
+    config = {"method": "auto", "methods": ["ngram"], "memory": False}
+    tiny_model.generate(inputs_embeds=embeds, max_new_tokens=2, do_sample=False, speculative_config=config)
+    assert seconds[0] is None
+    hf_specdec.release(tiny_model)
 
 
 def test_a_sequence_that_names_no_drafter_of_auto_does_not_start(tiny_model):
@@ -484,6 +523,9 @@ def test_explain(capsys):
         )
     assert main(["explain", "tiny", "--no-measurement"]) == 0
     assert "drafts with eagle3: the bundled tiny-eagle3" in capsys.readouterr().out
+    bounded = '{"method": "auto", "methods": ["ngram"], "disable_by_batch_size": 4, "memory": false}'
+    assert main(["explain", "tiny", "--limit", "1", "--max-new-tokens", "4", "--speculative-config", bounded]) == 0
+    assert "ngram" in capsys.readouterr().out
     assert main(["explain", "tiny", "--speculative-config", '{"method": "ngram"}']) == 2
     assert "needs 'auto'" in capsys.readouterr().err
 

@@ -2,6 +2,7 @@
 
 import itertools
 import json
+import operator
 from dataclasses import dataclass, field
 
 import numpy as np
@@ -104,10 +105,11 @@ class World:
                     drafts[row] = offer.tokens[row, : min(offer.lengths[row], depth[row])].tolist()
                 elif depth[row]:
                     drafts[row] = self.guess(self.names[which[row]], row, int(depth[row]))
-            if asked:
-                drafting = self.per_depth * max(depth[asked]) + 5e-5 * sum(self.behind[row] for row in asked)
-                for row in asked:
-                    self.behind[row] = 0
+            drafting = 5e-5 * sum(self.behind[row] for row in asked)
+            for index in {which[row] for row in asked}:
+                drafting += self.per_depth * max(depth[row] for row in asked if which[row] == index)
+            for row in asked:
+                self.behind[row] = 0
         accepted = []
         for row, seq in enumerate(self.sequences):
             path = next((d for d, token in enumerate(drafts[row]) if token != self.future[row][d]), len(drafts[row]))
@@ -181,6 +183,24 @@ def test_near_the_best_fixed_drafter_and_length(machine, text, noise):
         ]
         ratios.append(found / max(*fixed, world.plain()))
     assert np.mean(ratios) > 0.95, ratios
+
+
+def test_models_that_are_tried_in_one_step_share_its_time():
+    """If each were charged all of it, the better one would look too slow to be used, wherever a draft takes long."""
+    chances = {
+        "ngram": Drafter([0.0] * 8),
+        "a": Drafter([0.6] * 8, has_weights=True),
+        "b": Drafter([0.9] * 8, has_weights=True),
+    }
+    for seed in (0, 2):
+        world = World(chances, gpu, 0.05, seed, per_depth=0.003)
+        policy = world.policy()
+        world.rate(policy, 100)
+        found, fixed = (
+            world.rate(policy, 150),
+            World(chances, gpu, 0.0, seed, per_depth=0.003).rate(None, 150, ("b", 8)),
+        )
+        assert found > 0.9 * fixed > world.plain(), (found, fixed)
 
 
 def test_noise_does_not_end_drafting():
@@ -339,21 +359,27 @@ def test_what_was_learnt_is_used_from_the_first_step(tmp_path):
 
 @pytest.mark.parametrize(
     "content",
-    ["", "[]", "{}", '{"drafting": 1, "looking_up": [0, 0]}', "of other drafters", "of no numbers", "without times"],
-)
+    [
+        "", "[]", "{}", '{"drafting": 1, "looking_up": [0, 0]}', "[" * 10**5, "of other drafters", "of no numbers", "without times",
+        "endless", "too large", "too long", "before it began",
+    ],
+)  # fmt: skip
 def test_a_memory_that_holds_something_else_is_passed_over(tmp_path, caplog, content):
     world = World(TEXTS["a head"], cpu, 0.05)
     policy = world.policy()
     world.rate(policy, 60)
     state = policy.state()
-    if content == "of other drafters":
-        state["acceptance"]["counts"] = [[[[1.0]]], [[[1.0]]]]
-        content = json.dumps(state)
-    elif content == "of no numbers":
-        state["target"][0][1] = float("nan")
-        content = json.dumps(state)
-    elif content == "without times":
-        del state["following"]
+    changes = {
+        "of other drafters": lambda: state["acceptance"].update(counts=[[[[1.0]]], [[[1.0]]]]),
+        "of no numbers": lambda: operator.setitem(state["target"][0], 1, float("nan")),
+        "without times": lambda: state.pop("following"),
+        "endless": lambda: operator.setitem(state["target"][0], 0, [0, 1, float("inf")]),
+        "too large": lambda: state.update(following=10**400),
+        "too long": lambda: state.update(overhead=1e308),
+        "before it began": lambda: operator.setitem(state["looking_up"], 0, -1.0),
+    }
+    if content in changes:
+        changes[content]()
         content = json.dumps(state)
     path = tmp_path / "it.json"
     path.write_text(content)

@@ -118,8 +118,8 @@ def _measure(
     args: argparse.Namespace, model, tokenizer, variants: list[Variant], report: dict[str, Any]
 ) -> list[Measurement]:
     """Decode the prompts with the variants, "auto" last, and add to the report what each of them costs and gains."""
+    from ..candidate_generators.auto import AutoGenerator
     from ..integration import get_decoder
-    from ..policy import Fastest
 
     prompts = [row["prompt"] for row in spread(read_prompts(args.prompts), args.limit)]
     groups = [prompts[i : i + args.batch_size] for i in range(0, len(prompts), args.batch_size)]
@@ -128,9 +128,9 @@ def _measure(
     results = measure_with_progress(
         "measuring", model, batches, with_baselines(variants), arguments, repeats=1, seed=args.seed
     )
-    policy = get_decoder(model, hf_specdec.parse_config(args.speculative_config)).policy
-    assert isinstance(policy, Fastest)
-    learnt = policy.report(args.batch_size)
+    generator = get_decoder(model, hf_specdec.parse_config(args.speculative_config)).generator
+    assert isinstance(generator, AutoGenerator)
+    learnt = generator.policy.report(args.batch_size)
     report |= {
         "plain_ms": learnt["plain_ms"], "token_ms": learnt["token_ms"], "mean_accepted_length": results[-1].accepted_length,
         "measured": {},

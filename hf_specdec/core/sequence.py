@@ -29,7 +29,7 @@ class Sequence:
         chunked_length: number of leading tokens that layers with a recurrent state read in chunk form; None: the prompt's length.
         num_speculative_tokens: this row's own draft length; None: the method's, 0: no drafts.
         draft_room: most nodes of this row's next draft; None: as many as the method makes. What exceeds it is cut off.
-        drafter: with the method "per_request", the name of the drafter that drafts for this row; None: the first.
+        drafter: name of the drafter that drafts for this row; None: the first (method "per_request") or the fastest ("auto").
         is_text: the prompt's ids alone determine its keys and values, so it can be recomputed, and prompts with equal ids can share
             blocks. False: the prompt has images, embeddings or placeholder ids.
         position_offset: position minus index of every token after the prompt (negative with M-RoPE); per axis where they differ.

@@ -334,8 +334,7 @@ class SpeculativeDecoder:
 
         The rows' keys and values wait outside the pool until the rows are next scheduled.
         """
-        if self.policy.needs_observations:
-            self.timer.start()
+        self.timer.start(counts=False)  # the model has read the prompts already
         for i, (seq, layers) in enumerate(zip(sequences, prompt.keys_values, strict=True)):
             self.keep_outside(seq, layers)
             if prompt.states is not None:

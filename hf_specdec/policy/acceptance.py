@@ -41,9 +41,7 @@ class Acceptance:
     WEIGHT = 5.0  # judged tokens that the common rate is worth against a row's own
     SURPRISE = 0.002  # a run of failed drafts that is less likely than this means that the text has changed
     HOPE = 0.7  # rejections of a drafter of which more is hoped than known, as a share of those known
-    DEEPEST = (
-        -9.0
-    )  # log likelihood of a drafter's use that no run of failures falls below, so that it ages within 300 tokens
+    DEEPEST = -9.0  # log likelihood that no run of failures falls below, so that it ages within 300 tokens
     PRIOR = 6.0  # judged tokens that a guess is worth
     MOST_AT_ONCE = 8  # at most this many drafts of a step decay the counts
     ROWS = 0.95  # decay of the share of rows on which a drafter pays, per row that ends
@@ -56,9 +54,8 @@ class Acceptance:
         self.counts = np.zeros((2, self.num_drafters, self.KINDS, longest))
         # for drafters that are asked for a depth: nodes drafted at each depth, drafts that had any, and drafts asked to be that deep
         self.shape = np.ones((3, self.num_drafters, longest))
-        self.paid = np.array([1.0, 2.0])[:, None] * np.ones(
-            self.num_drafters
-        )  # rows on which a drafter saved time, and rows
+        # rows on which a drafter saved time, and rows
+        self.paid = np.repeat([[1.0], [2.0]], self.num_drafters, 1)
         self._rates: np.ndarray | None = None
         self._slot: dict[int, int] = {}
         self._free: list[int] = []
@@ -67,9 +64,8 @@ class Acceptance:
         self._runs = np.zeros((16, 4, self.num_drafters))
         self.saved = np.zeros((16, 2, self.num_drafters))  # plain steps that drafts saved, and drafts
         self.judged_at = np.zeros((16, self.num_drafters), dtype=np.int64)  # step of the last judged draft
-        self.read_up_to = np.zeros(
-            (16, self.num_drafters), dtype=np.int64
-        )  # tokens that the drafter has read; 0: it never drafted
+        # tokens that the drafter has read; 0: it never drafted
+        self.read_up_to = np.zeros((16, self.num_drafters), dtype=np.int64)
 
     @classmethod
     def kind(cls, rates: np.ndarray) -> np.ndarray:
@@ -89,14 +85,9 @@ class Acceptance:
                 lines = getattr(self, name)
                 setattr(self, name, np.concatenate([lines, np.zeros_like(lines)]))
         self._slot[seq.id] = slot
-        for lines, value in (
-            (self._rows, 0),
-            (self._runs, 0),
-            (self.saved, 0),
-            (self.judged_at, now),
-            (self.read_up_to, 0),
-        ):
-            lines[slot] = value
+        for lines in (self._rows, self._runs, self.saved, self.read_up_to):
+            lines[slot] = 0
+        self.judged_at[slot] = now
         return slot
 
     def __contains__(self, seq: Sequence) -> bool:
@@ -241,13 +232,14 @@ class Acceptance:
         """Go on from an earlier `state`.
 
         Raises:
-            KeyError, ValueError: the state has another shape, or values that are not valid counts. Nothing of it is then taken over.
+            KeyError, OverflowError, TypeError, ValueError: the state has another shape, or values that are not valid counts. Nothing of
+                it is then taken over.
         """
         values = {name: np.asarray(state[name], dtype=np.float64) for name in self._KEPT}
         for name, value in values.items():
             if value.shape != getattr(self, name).shape:
                 raise ValueError("counts of other drafters")
-            if not (np.isfinite(value).all() and (value >= 0 if name == "counts" else value > 0).all()):
+            if not ((value >= (0.0 if name == "counts" else 1e-3)) & (value < 1e9)).all():
                 raise ValueError("invalid counts")
         self.__dict__.update(values, _rates=None)
 

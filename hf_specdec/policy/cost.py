@@ -20,6 +20,8 @@ class FittedCost:
         dropped: how many measurements are dropped.
     """
 
+    # measurements kept of a size and in which a size's weight halves; strength of the prior; how much longer than expected the first
+    # measurement of a size may be; most measurements between two fits; rounds of a fit
     _SAMPLES, _HALF_LIFE, _PULL, _OUTLIER, _REFIT, _ROUNDS = 7, 200, 0.03, 2.0, 16, 4
 
     def __init__(self, prior: np.ndarray, memory: int = 64, dropped: int = 1):
@@ -67,12 +69,12 @@ class FittedCost:
         """Go on from an earlier `state`. New measurements of a size soon outvote the old one.
 
         Raises:
-            ValueError: the features are of another cost, or a time is not valid.
+            OverflowError, TypeError, ValueError: the features are of another cost, or a number is not valid.
         """
         sizes: OrderedDict[tuple, deque[tuple[float, np.ndarray]]] = OrderedDict()
         for size, seconds, features in state:
             values = np.asarray(features, dtype=np.float64)
-            if values.shape != self.prior.shape or not np.isfinite(values).all() or not 0.0 < seconds < 1e6:
+            if values.shape != self.prior.shape or not (abs(values) < 1e9).all() or not 0.0 < seconds < 1e6:
                 raise ValueError("invalid times, or times of another cost")
             sizes[tuple(map(int, size))] = deque([(float(seconds), values)], maxlen=self._SAMPLES)
         if sizes:
@@ -85,8 +87,7 @@ class FittedCost:
         return seconds, features.tolist()
 
     def _fit(self) -> np.ndarray:
-        medians = [sorted(s, key=lambda sample: sample[0])[(len(s) - 1) // 2] for s in self._sizes.values()]
-        seconds, features = np.array([each for each, _ in medians]), np.stack([each for _, each in medians])
+        seconds, features = map(np.array, zip(*map(self._median, self._sizes.values()), strict=True))
         typical = float(np.median(seconds))
         seen = features.any(0)  # features that never occurred keep their prior
         solution = self.prior * typical

@@ -196,12 +196,12 @@ class Fastest(DraftLengthPolicy):
         return len(sequences) <= len(self._quiet_rows)
 
     def limits(self, sequences: list[Sequence], caps: list[int]) -> list[int]:
-        """The fastest depths. With look-ups the caps, within which `choose` chooses when their drafts are known."""
+        """The fastest depths. With look-ups or several drafters the caps, up to K: `choose` then chooses within them."""
         if not any(caps) or self.is_plain(sequences):
             return [0] * len(sequences)
-        if self.num_lookups:
+        if self.num_lookups or len(self.drafters) > 1:
             self._welcome(sequences)
-            return caps
+            return np.minimum(caps, len(self._depth)).tolist()
         self._asked = self._round(sequences, caps, [], [], [], None)
         return self._asked.choice.depth.tolist()
 
@@ -250,9 +250,8 @@ class Fastest(DraftLengthPolicy):
         if any(seq.id in self._drafted_for and seq.id not in drafted for seq in sequences):
             self._idle *= 0.5  # a text has changed
         self._drafted_for = drafted
-        choice, due = self._with_trials(
-            choice, sequences, slots, worth, won[:, :, 0], backlogs, room, np.minimum(left, self.HORIZON), able
-        )
+        left = np.minimum(left, self.HORIZON)
+        choice, due = self._with_trials(choice, sequences, slots, worth, won[:, :, 0], backlogs, room, left, able)
         return choice, 0.0 if choice.depth.any() else due
 
     def _nodes(
@@ -286,7 +285,7 @@ class Fastest(DraftLengthPolicy):
         return np.where((self._depth <= reach[:, :, None]) & (nodes > 0), rates, 0.0)
 
     def _of_drafting(self, drafter: int, depth, num_asked, plain: float):
-        """Seconds that a drafter takes to draft; look-ups have drafted already."""
+        """Seconds that a drafter takes to draft, with choosing and learning; look-ups have drafted already."""
         if drafter < self.num_lookups:
             return 0.0
         if not self.drafting[drafter]:
@@ -327,14 +326,8 @@ class Fastest(DraftLengthPolicy):
             if index >= self.num_lookups and not asks.any():
                 continue
             whose, has = np.where(asks, index, lookup), (asks | (value > 0))[:, None]
-            menu = Menu(
-                won[whose, rows] * has,
-                nodes[whose, rows] * has,
-                backlogs[index] * asks,
-                reach[whose, rows],
-                asks,
-                index,
-            )
+            at = whose, rows
+            menu = Menu(won[at] * has, nodes[at] * has, backlogs[index] * asks, reach[at], asks, index)
             depth, faster = self._fastest(menu) if left is None else self._soonest(menu, left)
             if faster > speed:
                 best, speed = Choice(whose, depth), faster
@@ -421,9 +414,8 @@ class Fastest(DraftLengthPolicy):
                 prospects = np.maximum(prospects, np.maximum(worth[index], patient * gains[index]))
             # the first trial measures the drafter for later texts too
             risk, least, horizon = (self.RISK, 0, left) if self.drafting[index] else (2 * self.RISK, 64, self.HORIZON)
-            value = (
-                shares[index] * np.exp(likelihoods[index]) * horizon * (gains[index] - current) * (~mine & (room > 0))
-            )
+            chance = shares[index] * np.exp(likelihoods[index])
+            value = chance * horizon * (gains[index] - current) * (~mine & (room > 0))
             waiting = np.flatnonzero(value > 0)
             waiting = waiting[np.argsort(-value[waiting], kind="stable")][: max(1, num_rows // self.TRIED)]
             while len(waiting):
@@ -451,10 +443,8 @@ class Fastest(DraftLengthPolicy):
         """[D, B]: tokens a step that each drafter gains on a row if it is as good as one may hope."""
         found, nodes, _ = self._nodes([], room, able)
         hoped = np.repeat(self.acceptance.hope[:, None], len(room), 1) * found
-        reach = np.minimum(room, self.longest[:, None])
-        rates = self._rates(
-            hoped, nodes, reach if able is None else reach * able, np.zeros(found.shape[:2]), self._doubt
-        )
+        reach = np.minimum(room, self.longest[:, None]) * (1 if able is None else able)
+        rates = self._rates(hoped, nodes, reach, np.zeros(found.shape[:2]), self._doubt)
         return np.maximum(rates.max(2) - 1.0, 0.0)
 
     def _be_quiet(self, sequences: list[Sequence], steps: float, begins: list[bool]) -> None:
@@ -561,10 +551,17 @@ class Fastest(DraftLengthPolicy):
         offered, accepted = self._judged(step, asked, at, drafter)
         # A row that has ended was cut short, which says nothing about its last draft.
         written = np.where([seq.finished for seq in step.sequences], 0, step.num_new)
-        drafting = 0.0
-        for index in np.unique(drafter[drafted & (drafter >= self.num_lookups)]).tolist():
-            limits = np.where(drafter == index, depth, 0)
-            drafting += self._observe_model(step, index, slots, limits, sum(asked.seconds))
+        drafting, plain = 0.0, self.cost.of_plain(len(slots))
+        models = np.unique(drafter[drafted & (drafter >= self.num_lookups)]).tolist()
+        limits = [np.where(drafter == index, depth, 0) for index in models]
+        # Models that drafted in one step share its time as they would by what is known of them.
+        usual = [
+            max(float(self._of_drafting(index, each.max(), each.sum(), plain)), 1e-9)
+            for index, each in zip(models, limits, strict=True)
+        ]
+        seconds = max(step.drafting_seconds - sum(asked.seconds) - self._spent, 0.0)
+        for index, each, share in zip(models, limits, usual, strict=True):
+            drafting += self._observe_model(step, index, slots, each, seconds * share / sum(usual))
         self.acceptance.observe(slots, asked.kinds[:, at], offered, accepted, written, self.num_steps)
         self.steps.update([self.drafters[index].name for index in drafter[drafted].tolist()])
         num_rows, packed = len(at), len(at) + int(step.nodes.sum())
@@ -601,13 +598,10 @@ class Fastest(DraftLengthPolicy):
         offered, accepted = np.zeros((2, len(self.drafters), len(at)), dtype=np.int64)
         for index, offer in enumerate(asked.offers):
             if offer.num_nodes:
-                new = [
-                    seq.tokens[len(seq.tokens) - count :]
-                    for seq, count in zip(step.sequences, step.num_new, strict=True)
-                ]
                 offered[index] = (offer.nodes_by_depth[at] > 0).sum(1)
                 accepted[index] = [
-                    len(offer.matching_path(row, text)) for row, text in zip(at.tolist(), new, strict=True)
+                    len(offer.matching_path(row, seq.tokens[len(seq.tokens) - count :]))
+                    for row, seq, count in zip(at.tolist(), step.sequences, step.num_new, strict=True)
                 ]
         rows = np.flatnonzero(drafter >= self.num_lookups)
         offered[drafter[rows], rows] = (step.nodes[rows] > 0).sum(1)
@@ -615,15 +609,14 @@ class Fastest(DraftLengthPolicy):
         return offered, accepted
 
     def _observe_model(
-        self, step: DraftedStep, index: int, slots: np.ndarray, limits: np.ndarray, lookup_seconds: float
+        self, step: DraftedStep, index: int, slots: np.ndarray, limits: np.ndarray, seconds: float
     ) -> float:
-        """Learn what the drafts of a drafter that was asked cost. Returns its estimated seconds, reading prompts left out."""
+        """Learn from the seconds of a drafter that was asked for these depths [B]. Returns its estimate of them, prompts left out."""
         asks = np.flatnonzero(limits)
         lengths = np.array([len(seq.tokens) for seq in step.sequences])[asks]
         read = self.acceptance.read_up_to[slots[asks], index]
         backlogs = lengths - np.asarray(step.num_new)[asks] - read
         depth, num_asked = int(limits.max()), int(limits.sum())
-        seconds = max(step.drafting_seconds - lookup_seconds - self._spent, 0.0)
         self.drafting[index].observe_draft(depth, num_asked, int(backlogs.sum()), seconds)
         self.acceptance.asked(index, slots[asks], limits[asks], step.nodes[asks], lengths)
         unread = int(backlogs[read > 0].sum())
@@ -653,22 +646,22 @@ class Fastest(DraftLengthPolicy):
         """Go on from an earlier `state`.
 
         Raises:
-            KeyError, TypeError, ValueError: the state is not of a policy with these drafters. Nothing of it is then taken over.
+            KeyError, OverflowError, TypeError, ValueError: the state is not of a policy with these drafters. Nothing of it is then taken
+                over.
         """
         if len(state["drafting"]) != len(self.drafting) or len(state["looking_up"]) != self.num_lookups:
             raise ValueError("costs of other drafters")
-        sizes = [(octave, rows, tokens) for (octave, rows, tokens), *_ in state["target"]]
+        sizes = [(int(octave), int(rows), int(tokens)) for (octave, rows, tokens), *_ in state["target"]]
         # Read it into copies: an error in a later part must not leave the earlier ones behind.
-        acceptance, costs = copy(self.acceptance), [copy(cost) for cost in (self.cost.target, *self.drafting)]
+        acceptance, target, drafting = copy(self.acceptance), copy(self.cost.target), list(map(copy, self.drafting))
         acceptance.load(state["acceptance"])
-        for cost, kept in zip(costs, [state["target"], *state["drafting"]], strict=True):
+        for cost, kept in zip([target, *drafting], [state["target"], *state["drafting"]], strict=True):
             cost.load(kept)
-        seconds = np.array([float(value) for value in state["looking_up"]])
-        overhead, following = float(state["overhead"]), float(state["following"])
-        if not np.isfinite([*seconds, overhead, following]).all():
+        times = np.array([*state["looking_up"], state["overhead"], state["following"]], dtype=np.float64)
+        if not ((times >= 0.0) & (times < 1e6)).all():
             raise ValueError("invalid times")
-        self.acceptance, self.cost.target, self.drafting = acceptance, costs[0], costs[1:]
-        self.seconds, self._overhead, self._followed = seconds, overhead, following
+        self.acceptance, self.cost.target, self.drafting = acceptance, target, drafting
+        self.seconds, (self._overhead, self._followed) = times[:-2], times[-2:].tolist()
         self._knows_price = any(tokens > rows for _, rows, tokens in sizes)
         self._plain_pauses = {octave: self.LONGEST_STALE for octave, *_ in sizes}
         self._plain_due = dict.fromkeys(self._plain_pauses, self.num_steps + self.LONGEST_STALE)

@@ -37,7 +37,7 @@ class DraftLengthPolicy:
     """Decides how deep each row drafts. This base class uses a fixed length: as deep as the row may.
 
     A policy changes speed, never the text: greedy and coupled output does not depend on drafts, and rejection sampling keeps
-    its distribution for any draft. `limits` has no side effects: it may be called twice for a step.
+    its distribution for any draft. Unless it `needs_observations`, `limits` has no side effects: it may be called twice for a step.
     """
 
     needs_observations: ClassVar[bool] = False
@@ -89,13 +89,9 @@ class UpToBatchSize(DraftLengthPolicy):
 
     def __init__(self, lengths: DraftLengthPolicy, most_rows: int):
         self.lengths, self.most_rows = lengths, most_rows
-        self.needs_observations = lengths.needs_observations  # pyright: ignore[reportAttributeAccessIssue]
-        self.begin_batch, self.is_plain, self.observe = lengths.begin_batch, lengths.is_plain, lengths.observe
-        self.observe_plain, self.wants_plain_time, self.forget = (
-            lengths.observe_plain,
-            lengths.wants_plain_time,
-            lengths.forget,
-        )
+        followed = "needs_observations begin_batch is_plain observe observe_plain wants_plain_time forget"
+        for name in followed.split():
+            setattr(self, name, getattr(lengths, name))
 
     def limits(self, sequences: list[Sequence], caps: list[int]) -> list[int]:
         """The other policy's, or 0."""

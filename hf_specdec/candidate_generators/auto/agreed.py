@@ -44,10 +44,10 @@ class AgreedChoice:
         self, sequences: list[Sequence], limits: list[int], offers: list[DraftTrees], seconds: list[float],
         scores: list[list[float] | None], able: np.ndarray | None = None,
     ) -> Choice:  # fmt: skip
-        """Rank 0's choice."""
-        numbers: list[int] = []
+        """Rank 0's choice. On rank 0 it is the chooser's object, in which the drafters that requests name are noted."""
         if self.ranks.leads:
             choice = self.chooser.choose(sequences, limits, offers, seconds, scores, able)
-            numbers = [*np.asarray(choice.drafter).tolist(), *np.asarray(choice.depth).tolist()]
-        agreed = np.asarray(self.ranks.same(numbers), dtype=np.int64)
+            self.ranks.same([*choice.drafter.tolist(), *choice.depth.tolist()])
+            return choice
+        agreed = np.asarray(self.ranks.same(), dtype=np.int64)
         return Choice(agreed[: len(limits)], agreed[len(limits) :])

@@ -59,12 +59,12 @@ class AutoMemory:
             state = json.loads(self.path.read_text(encoding="utf-8"))
         except FileNotFoundError:
             return False
-        except (OSError, ValueError) as error:
+        except (OSError, RecursionError, ValueError) as error:
             logger.warning("auto: %s cannot be read (%s); measuring anew.", self.path, error)
             return False
         try:
             policy.load(state)
-        except (KeyError, TypeError, ValueError) as error:
+        except (KeyError, OverflowError, TypeError, ValueError) as error:
             logger.warning("auto: %s does not fit this model and its drafters (%r); measuring anew.", self.path, error)
             return False
         return True

@@ -55,7 +55,8 @@ class SamplingParams:
             can still spell the same letters.
         detokenize: make text of the new tokens; False: only ids are returned.
         num_speculative_tokens: draft length for this request, at most the engine's own; 0 switches speculation off.
-        drafter: name of the drafter for this request, one of those that the engine has (method "per_request"); None: the first.
+        drafter: name of the drafter for this request, one of those that the engine has; None: the first (method "per_request")
+            or the fastest ("auto").
         private: what is learnt from this request does not draft for other requests, and what was learnt from others does not draft for
             this one; a head that learns does not learn from it. The text is the same.
         space: name of the look-up tables that this request shares with others of the same space, unless it is private. The server
