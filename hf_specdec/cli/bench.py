@@ -33,7 +33,7 @@ from .options import (
     add_prompts_option,
     check_output_file,
     decoding_arguments,
-    encode_prompts,
+    encode_batches,
     load_model_and_tokenizer,
     positive_int,
     read_prompts,
@@ -91,8 +91,7 @@ def run(args: argparse.Namespace) -> int:
     prompts = [row["prompt"] for row in read_prompts(args.prompts)][: args.limit]
     start_ranks(args.tensor_parallel_size, args.argv)
     model, tokenizer = load_model_and_tokenizer(args)
-    groups = [prompts[i : i + args.batch_size] for i in range(0, len(prompts), args.batch_size)]
-    batches = [encode_prompts(tokenizer, group, args.chat, model.device) for group in groups]
+    batches = encode_batches(tokenizer, prompts, args.batch_size, args.chat, model.device)
     variants = with_baselines([Variant(text, text) for text in args.speculative_config])
 
     results = measure_with_progress("measuring", model, batches, variants, arguments, args.repeats, args.seed)
@@ -148,12 +147,10 @@ def print_report(report: dict[str, Any], results: list[Measurement], compare: bo
     """Print the setup and the table."""
     settings = report["settings"]
     console = Output()
-    console.print(
+    console.say(
         f"{report['model']}: {setup_line(report['environment'])}; "
         f"{settings['prompts']} prompts, batch size {settings['batch_size']}, "
-        f"{settings['max_new_tokens']} new tokens, {settings['repeats']} repeats",
-        soft_wrap=True,
-        markup=False,
+        f"{settings['max_new_tokens']} new tokens, {settings['repeats']} repeats"
     )
     console.print(results_table(results, compare))
-    console.print(remarks(results), soft_wrap=True, markup=False)
+    console.say(remarks(results))

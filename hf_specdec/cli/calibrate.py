@@ -16,6 +16,7 @@ from .measure import end_tokens
 from .options import (
     CONFIG_HELP,
     Output,
+    add_chat_option,
     add_model_options,
     add_prompts_option,
     check_output_file,
@@ -55,12 +56,7 @@ def add_command(commands) -> argparse.ArgumentParser:
     parser.add_argument("--speculative-config", required=True, metavar="JSON", help=CONFIG_HELP)
     group = parser.add_argument_group("measurement")
     add_prompts_option(group)
-    group.add_argument(
-        "--chat",
-        action=argparse.BooleanOptionalAction,
-        default=None,
-        help="wrap each prompt in the tokenizer's chat template (default: if it has one)",
-    )
+    add_chat_option(group)
     group.add_argument("--batch-size", type=positive_int, default=8, metavar="B", help="default: %(default)s")
     group.add_argument("--max-new-tokens", type=positive_int, default=128, metavar="N", help="default: %(default)s")
     group.add_argument(
@@ -99,9 +95,7 @@ def run(args: argparse.Namespace) -> int:
     fitted = with_tree(config, tree)
 
     console = Output()
-    console.print(
-        f"{args.model}: {len(prompts)} prompts, up to {args.max_new_tokens} new tokens", soft_wrap=True, markup=False
-    )
+    console.say(f"{args.model}: {len(prompts)} prompts, up to {args.max_new_tokens} new tokens")
     console.print(accuracies_table(accuracies))
     console.print(
         f"expected τ: {expected['tree']:.2f} with {len(tree)} nodes; {expected['chain']:.2f} with a chain of {len(chain)}",

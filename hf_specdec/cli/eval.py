@@ -32,6 +32,7 @@ from .measure import (
 from .options import (
     Output,
     add_decoding_options,
+    add_loading_options,
     add_prompts_option,
     check_output_file,
     decoding_arguments,
@@ -59,17 +60,7 @@ def add_command(commands) -> argparse.ArgumentParser:
     parser = commands.add_parser("eval", help="measure a draft head", description=__doc__, epilog=EPILOG)
     parser.add_argument("head", metavar="HEAD", help="a bundled name, a folder, or a Hub id")
     parser.add_argument("--target", required=True, metavar="MODEL", help="the model that it drafts for")
-    loading = parser.add_argument_group("loading the target")
-    loading.add_argument(
-        "--dtype",
-        choices=("auto", "float32", "bfloat16", "float16"),
-        default="auto",
-        help="precision of its weights (default: the checkpoint's)",
-    )
-    loading.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda if there is one, else cpu)")
-    loading.add_argument(
-        "--trust-remote-code", action="store_true", help="run Python code that the checkpoint contains"
-    )
+    add_loading_options(parser.add_argument_group("loading the target"), "its", "cpu, cuda, ...")
     group = parser.add_argument_group("measurement")
     add_prompts_option(group)
     group.add_argument("--batch-size", type=positive_int, default=1, metavar="B", help="default: %(default)s")
@@ -192,7 +183,7 @@ def run(args: argparse.Namespace) -> int:
 
 def check_card(head: str) -> None:
     """Raise ValueError unless the head has a card of its own that --update-card may change."""
-    from ..training.card import has_measurements
+    from ..training.export import has_measurements
 
     folder = Path(hf_specdec.resolve_model(head)).resolve()
     if folder in (Path(hf_specdec.bundled(name)).resolve() for name in hf_specdec.bundled_names()):
@@ -255,19 +246,19 @@ def write_report(report: dict[str, Any], args: argparse.Namespace) -> None:
     else:
         console = Output()
         setup = setup_line(report["environment"])
-        console.print(f"{args.head} ({report['method']}) for {args.target}: {setup}", soft_wrap=True, markup=False)
+        console.say(f"{args.head} ({report['method']}) for {args.target}: {setup}")
         console.print(table(report))
         if not args.no_baseline:
             marked = any(LOSES in cell for row in all_cells(report) for cell in row)
             whole = report["all"]
             loop = whole["none_tokens_per_second"] / whole["plain_tokens_per_second"]
-            console.print(reading(loop, marked), soft_wrap=True, markup=False)
+            console.say(reading(loop, marked))
         if args.json:
             Path(args.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if args.plot:
         plot(report, Path(args.plot))
     if args.update_card:
-        from ..training.card import add_measurements
+        from ..training.export import add_measurements
 
         print(f"wrote {add_measurements(Path(hf_specdec.resolve_model(args.head)), markdown(report))}", file=sys.stderr)
 

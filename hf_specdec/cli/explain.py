@@ -30,7 +30,7 @@ from .options import (
     add_model_options,
     add_prompts_option,
     decoding_arguments,
-    encode_prompts,
+    encode_batches,
     load_model_and_tokenizer,
     positive_int,
     read_prompts,
@@ -95,15 +95,15 @@ def run(args: argparse.Namespace) -> int:
         print(json.dumps(report, indent=1, ensure_ascii=False))
         return 0
     for each in report["drafters"]:
-        output.print(f"drafts with {each['method']}: {each['from']}", soft_wrap=True, markup=False)
+        output.say(f"drafts with {each['method']}: {each['from']}")
     for title in ("not_taken", "downloads"):
         for line in report[title]:
-            output.print(f"{title.replace('_', ' ')}: {line}", soft_wrap=True, markup=False)
+            output.say(f"{title.replace('_', ' ')}: {line}")
     if results:
         output.print(f"\n{setup_line(environment(model))}, batch size {args.batch_size}")
         output.print(results_table(results, compare=not args.do_sample))
-        output.print(_times(report), soft_wrap=True, markup=False)
-        output.print(remarks(results), soft_wrap=True, markup=False)
+        output.say(_times(report))
+        output.say(remarks(results))
     return 0
 
 
@@ -122,8 +122,7 @@ def _measure(
     from ..policy import Fastest
 
     prompts = [row["prompt"] for row in spread(read_prompts(args.prompts), args.limit)]
-    groups = [prompts[i : i + args.batch_size] for i in range(0, len(prompts), args.batch_size)]
-    batches = [encode_prompts(tokenizer, group, args.chat, model.device) for group in groups]
+    batches = encode_batches(tokenizer, prompts, args.batch_size, args.chat, model.device)
     arguments = decoding_arguments(args)
     results = measure_with_progress(
         "measuring", model, batches, with_baselines(variants), arguments, repeats=1, seed=args.seed

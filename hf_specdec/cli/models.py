@@ -51,10 +51,10 @@ def run(args: argparse.Namespace) -> int:
     else:
         console.print("[bold]bundled models[/bold]")
         for name in hf_specdec.bundled_names():
-            console.print(bundled_line(name), soft_wrap=True, markup=False)
+            console.say(bundled_line(name))
         missing = sorted(set(APART) - set(hf_specdec.bundled_names()))
         if missing:
-            console.print(f"  not installed: {', '.join(missing)}; {HOW_TO_INSTALL}", soft_wrap=True, markup=False)
+            console.say(f"  not installed: {', '.join(missing)}; {HOW_TO_INSTALL}")
         from ..kernels import native
 
         console.print(f"\n[bold]native library[/bold] for CPUs {native.description()}", soft_wrap=True)

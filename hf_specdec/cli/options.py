@@ -61,6 +61,10 @@ class Output(Console):
     def __init__(self) -> None:
         super().__init__(highlight=False, emoji=False)
 
+    def say(self, text: str) -> None:
+        """Print text as it is: no markup, and no line breaks of the console's own."""
+        self.print(text, soft_wrap=True, markup=False)
+
     def on_broken_pipe(self) -> None:
         """Raise, so that `main` handles it."""
         raise BrokenPipeError
@@ -97,13 +101,15 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "model", metavar="MODEL", help="a bundled name (see `hf-specdec models`), a folder, or a Hub id"
     )
-    group = parser.add_argument_group("loading")
+    add_loading_options(parser.add_argument_group("loading"), "the", "cpu, cuda, cuda:1, ...")
+
+
+def add_loading_options(group: argparse._ArgumentGroup, whose: str, devices: str) -> None:
+    """Add the options for loading a model."""
     group.add_argument(
-        "--dtype", choices=DTYPES, default="auto", help="precision of the weights (default: the checkpoint's)"
+        "--dtype", choices=DTYPES, default="auto", help=f"precision of {whose} weights (default: the checkpoint's)"
     )
-    group.add_argument(
-        "--device", default="auto", help="cpu, cuda, cuda:1, ... (default: cuda if there is one, else cpu)"
-    )
+    group.add_argument("--device", default="auto", help=f"{devices} (default: cuda if there is one, else cpu)")
     group.add_argument("--trust-remote-code", action="store_true", help="run Python code that the checkpoint contains")
 
 
@@ -120,6 +126,11 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_new_tokens: int) -
     group.add_argument(
         "--seed", type=int, default=0, metavar="S", help="seed of torch's generator (default: %(default)s)"
     )
+    add_chat_option(group)
+
+
+def add_chat_option(group: argparse._ArgumentGroup) -> None:
+    """Add --chat."""
     group.add_argument(
         "--chat",
         action=argparse.BooleanOptionalAction,
@@ -219,6 +230,14 @@ def encode_prompts(
         ]
     batch = tokenizer(prompts, padding=True, add_special_tokens=not chat, return_tensors="pt")
     return {key: batch[key].to(device) for key in ("input_ids", "attention_mask")}
+
+
+def encode_batches(
+    tokenizer: Any, prompts: list[str], batch_size: int, chat: bool | None, device: torch.device
+) -> list[dict[str, torch.Tensor]]:
+    """Prompts as batches of `batch_size`, see `encode_prompts`; the last may be smaller."""
+    groups = [prompts[i : i + batch_size] for i in range(0, len(prompts), batch_size)]
+    return [encode_prompts(tokenizer, group, chat, device) for group in groups]
 
 
 def read_prompts(path: str) -> list[dict[str, str]]:

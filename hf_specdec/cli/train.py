@@ -14,7 +14,7 @@ from rich.console import Console
 import hf_specdec
 
 from ..training.options import TrainingOptions, options_by_method
-from .options import DTYPES, load_model_and_tokenizer, positive_int
+from .options import DTYPES, add_loading_options, load_model_and_tokenizer, positive_int
 
 if TYPE_CHECKING:
     from ..training.pipeline import Trained
@@ -68,17 +68,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "--cache-dir", metavar="DIR", help="keep the target's hidden states here (default: compute them each time)"
     )
     needed.add_argument("--quiet", action="store_true", help="no progress bar")
-    loading = parser.add_argument_group("loading the target")
-    loading.add_argument(
-        "--dtype",
-        choices=DTYPES,
-        default="auto",
-        help="precision of its weights (default: the checkpoint's)",
-    )
-    loading.add_argument("--device", default="auto", help="cpu, cuda, ... (default: cuda if there is one, else cpu)")
-    loading.add_argument(
-        "--trust-remote-code", action="store_true", help="run Python code that the checkpoint contains"
-    )
+    add_loading_options(parser.add_argument_group("loading the target"), "its", "cpu, cuda, ...")
     answers = parser.add_argument_group("answers by the target")
     answers.add_argument(
         "--regenerate",
@@ -155,8 +145,8 @@ def run(args: argparse.Namespace) -> int:
     import torch
 
     from ..training import export
+    from ..training.base import trainer_class
     from ..training.pipeline import check_installed, train_head
-    from ..training.registry import trainer_class
 
     check_installed()
     trainer = trainer_class(args.method)

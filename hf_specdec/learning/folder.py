@@ -20,10 +20,9 @@ from ..config import SpeculativeConfig
 from ..core.folders import cache_folder
 from ..training.base import HeadTrainer
 from ..training.eagle3 import Eagle3Trainer, Eagle3TrainingOptions
-from ..training.errors import TrainingError
 from ..training.export import export_head
-from ..training.initial import begin_as
 from ..training.mlp_speculator import MLPSpeculatorOptions, MLPSpeculatorTrainer
+from ..training.options import TrainingError
 from ..training.target import TargetModel
 
 LEARNERS = ("mlp_speculator", "eagle3")  # methods whose heads can learn while they serve
@@ -77,7 +76,7 @@ def begin_learning(config: HeadConfig, model: PreTrainedModel, begin: str | None
             trainer, counts = _trainer(config, target, source)
             trainer.head = trainer.build(counts).to(target.device).train()
             if source is not None:
-                begin_as(trainer, source)
+                trainer.begin_as(source)
             if not has_head:
                 (folder / WORK).mkdir(parents=True, exist_ok=True)
                 export(trainer, folder, {"num_samples": 0, "num_tokens": 0, "step": 0})

@@ -61,11 +61,18 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor
+    from .base import (
+        Exported,
+        Guesses,
+        HeadTrainer,
+        StepLoss,
+        available_trainers,
+        every_anchor,
+        register,
+        trainer_class,
+    )
     from .batch import Batch
-    from .errors import TrainingError
-    from .options import TrainingOptions, option
-    from .registry import available_trainers, register, trainer_class
+    from .options import TrainingError, TrainingOptions, option
 
 __all__ = [
     "Batch",
@@ -82,13 +89,11 @@ __all__ = [
     "trainer_class",
 ]
 
-# Imported when they are first asked for: options.py and errors.py, which the command line reads, need no torch.
+# Imported when they are first asked for: options.py, which the command line reads, needs no torch.
 _MODULE_OF = {
-    **dict.fromkeys(("Exported", "Guesses", "HeadTrainer", "StepLoss", "every_anchor"), "base"),
+    **dict.fromkeys(__all__, "base"),
+    **dict.fromkeys(("TrainingError", "TrainingOptions", "option"), "options"),
     "Batch": "batch",
-    "TrainingError": "errors",
-    **dict.fromkeys(("TrainingOptions", "option"), "options"),
-    **dict.fromkeys(("available_trainers", "register", "trainer_class"), "registry"),
 }
 
 

@@ -12,7 +12,7 @@ import numpy as np
 
 from .. import jsonl
 from .chat import answer_spans, conversation_of
-from .errors import TrainingError
+from .options import TrainingError
 
 PROMPT_KEYS, ANSWER_KEYS = ("prompt", "question"), ("completion", "answer", "response")
 

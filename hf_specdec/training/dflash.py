@@ -15,15 +15,12 @@ from transformers.models.qwen3.modeling_qwen3 import Qwen3RotaryEmbedding, apply
 from ..candidate_generators.dflash.head import DFlashDrafter, DFlashLayout
 from ..core.names import CACHE
 from ..core.output import Taps
-from .base import Exported, Guesses, HeadTrainer, StepLoss
+from .base import Exported, Guesses, HeadTrainer, StepLoss, register
 from .batch import Batch
 from .draft_layer import last_norm_scale, rotary_base, state_sizes
-from .errors import TrainingError
-from .options import DFlashOptions
-from .registry import register
-from .speculators import speculators_config
+from .losses import token_loss
+from .options import DFlashOptions, TrainingError
 from .target import TargetModel
-from .token_loss import token_loss
 
 logger = logging.getLogger(__name__)
 
@@ -174,7 +171,7 @@ class DFlashTrainer(HeadTrainer):
         config = {
             "architectures": ["DFlashSpeculator"],
             "speculators_model_type": "dflash",
-            "speculators_config": speculators_config("dflash", self.num_guesses, target),
+            "speculators_config": self.speculators_config(),
             "transformer_layer_config": layers,
             "draft_vocab_size": target.vocab_size,
             "target_hidden_size": target.hidden_size,

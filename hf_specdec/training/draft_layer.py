@@ -13,7 +13,7 @@ from ..candidate_generators.checkpoints.layers import Embeddings, RotaryPosition
 from ..core.output import Taps
 from ..model.architectures import decoder_of
 from .batch import Batch
-from .errors import TrainingError
+from .options import TrainingError
 from .target import TargetModel
 from .unrolled import attend_unrolled
 

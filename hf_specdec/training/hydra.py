@@ -13,12 +13,10 @@ from transformers import LlamaConfig
 from ..candidate_generators.checkpoints.files import Checkpoint
 from ..candidate_generators.checkpoints.layers import Embeddings, RotaryPositions
 from ..candidate_generators.hydra import HydraHeads
-from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor
+from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor, register
 from .batch import Batch
-from .errors import TrainingError
-from .options import HydraOptions
-from .registry import register
-from .teacher import Teacher
+from .losses import Teacher
+from .options import HydraOptions, TrainingError
 
 _LAYER_KEYS = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act", "rms_norm_eps",

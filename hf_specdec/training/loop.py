@@ -5,11 +5,13 @@ from __future__ import annotations
 import contextlib
 import json
 import logging
+import math
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import nn
 
@@ -17,13 +19,11 @@ from ..core.output import Taps
 from .base import HeadTrainer, StepLoss
 from .batch import Batch
 from .data import Sample
-from .errors import TrainingError
 from .estimate import Estimate, judge
 from .features import FeatureSource
-from .initial import begin_as
 from .log import Bar, Log, plot
+from .options import TrainingError, TrainingOptions
 from .order import BatchOrder, in_order
-from .schedule import learning_rate, seed_everything
 from .state import check_room, load_state, save_state
 
 logger = logging.getLogger(__name__)
@@ -92,7 +92,7 @@ class Run:
         trainer.head = trainer.build(self._token_counts()).to(self.target.device).train()
         if options.init_from is not None:
             try:
-                begin_as(trainer, options.init_from)
+                trainer.begin_as(options.init_from)
             except TrainingError as error:
                 raise TrainingError(f"--init-from {options.init_from}: {error}") from None
         self.parameters = {name: p for name, p in trainer.head.named_parameters() if p.requires_grad}
@@ -295,3 +295,22 @@ class Run:
     def _held_out_batches(self) -> Iterator[Batch]:
         for samples in self.held_out[self.accelerator.process_index :: self.accelerator.num_processes]:
             yield self.features(samples, self.trainer.taps | Taps(last_hidden=True))
+
+
+# ---- the learning rate and the seed of a step -----------------------------------------------------------------------
+
+
+def learning_rate(options: TrainingOptions, step: int, num_steps: int) -> float:
+    """The learning rate of step `step` (from 0): linear warm-up, then the schedule down to `final_learning_rate` times the peak."""
+    warmup = min(math.ceil(options.warmup * num_steps), num_steps - 1)
+    if step < warmup:
+        return options.learning_rate * (step + 1) / (warmup + 1)
+    passed = (step - warmup) / max(1, num_steps - warmup)
+    shares = {"cosine": 0.5 + 0.5 * math.cos(math.pi * passed), "linear": 1.0 - passed, "constant": 1.0}
+    end = options.final_learning_rate if options.schedule != "constant" else 1.0
+    return options.learning_rate * (end + (1.0 - end) * shares[options.schedule])
+
+
+def seed_everything(*parts: int) -> None:
+    """Seed torch's generators, on all devices, from a tuple of integers."""
+    torch.manual_seed(int(np.random.SeedSequence(parts).generate_state(1, np.uint64)[0] >> np.uint64(1)))

@@ -9,10 +9,9 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..candidate_generators.medusa import MedusaHeads
-from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor
+from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor, register
 from .batch import Batch
 from .options import MedusaOptions
-from .registry import register
 
 
 @register(MedusaOptions)

@@ -13,11 +13,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from ..candidate_generators.mlp_speculator.head import ScaledNorm, SumSpeculator
-from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor
+from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor, register
 from .batch import Batch
+from .losses import Teacher
 from .options import MLPSpeculatorOptions
-from .registry import register
-from .teacher import Teacher
 
 logger = logging.getLogger(__name__)
 

@@ -11,14 +11,11 @@ from ..candidate_generators.mtp.head import MtpModule, TargetFamily
 from ..candidate_generators.mtp.layouts import find_layout
 from ..core.names import CACHE
 from ..model import architectures
-from .base import Exported, Guesses, HeadTrainer, StepLoss
+from .base import Exported, Guesses, HeadTrainer, StepLoss, register
 from .batch import Batch
-from .errors import TrainingError
-from .options import MtpOptions
-from .registry import register
-from .speculators import speculators_config
+from .losses import token_loss
+from .options import MtpOptions, TrainingError
 from .target import TargetModel
-from .token_loss import token_loss
 from .unrolled import argmax_of, attend_unrolled, greedy_guesses, unroll
 
 
@@ -137,7 +134,7 @@ class MtpTrainer(HeadTrainer):
         config = {
             "architectures": ["MTPDraftModel"],
             "speculators_model_type": "mtp",
-            "speculators_config": speculators_config("mtp", self.num_guesses, self.target),
+            "speculators_config": self.speculators_config(),
             "transformer_layer_config": {**layer, "num_hidden_layers": 1},
             "num_nextn_predict_layers": 1,
             "tie_word_embeddings": False,

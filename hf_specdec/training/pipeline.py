@@ -14,7 +14,7 @@ import torch
 from transformers import PreTrainedModel
 
 from ..core.output import Taps
-from .base import HeadTrainer
+from .base import HeadTrainer, trainer_class
 from .data import Sample, encode, read_rows, split
 from .estimate import Estimate
 from .export import check_format, export_head
@@ -22,7 +22,6 @@ from .features import FeatureFiles, FeatureSource
 from .loop import Run
 from .options import TrainingOptions
 from .regenerate import Regeneration, regenerate
-from .registry import trainer_class
 from .target import TargetModel
 
 logger = logging.getLogger(__name__)

@@ -18,8 +18,8 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from ..plugin import generate
 from .chat import conversation_of, render
 from .data import PROMPT_KEYS, text_of
-from .errors import TrainingError
 from .export import write_text
+from .options import TrainingError
 from .state import disk_full
 from .target import TargetModel
 

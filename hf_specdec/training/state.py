@@ -11,7 +11,7 @@ from typing import Any, BinaryIO
 
 import torch
 
-from .errors import TrainingError
+from .options import TrainingError
 
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 

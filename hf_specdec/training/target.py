@@ -16,7 +16,7 @@ from transformers import PreTrainedModel
 from ..core.output import Taps
 from ..model.architectures import check_supported, decoder_of, layer_list
 from .batch import Batch
-from .errors import TrainingError
+from .options import TrainingError
 
 _LOGITS_AT_ONCE = 2**27  # maximum number of logits held at once when only their argmax is needed
 
