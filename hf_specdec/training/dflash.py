@@ -21,6 +21,7 @@ from .draft_layer import last_norm_scale, rotary_base, state_sizes
 from .losses import token_loss
 from .options import DFlashOptions, TrainingError
 from .target import TargetModel
+from .unrolled import attend, widened
 
 logger = logging.getLogger(__name__)
 
@@ -205,14 +206,10 @@ class BlocksCache:
 
 
 def blocks_attention(module, query, key, value, attention_mask, scaling=None, dropout=0.0, **kwargs):
-    """transformers' attention function: sdpa, in float32 on CPUs, where its backward pass is slow in bfloat16."""
-    dtype, group = query.dtype, query.shape[1] // key.shape[1]
-    key, value = key.repeat_interleave(group, dim=1), value.repeat_interleave(group, dim=1)
+    """transformers' attention function: each block's slots attend to the keys of `blocks_mask`."""
     with torch.autocast(query.device.type, enabled=False):
-        if query.device.type == "cpu":
-            query, key, value = query.float(), key.float(), value.float()
-        out = F.scaled_dot_product_attention(query, key, value, attn_mask=attention_mask, scale=scaling)
-    return out.transpose(1, 2).to(dtype), None
+        out = attend(*widened(query, key, value), scaling, attention_mask)
+    return out.transpose(1, 2).to(query.dtype), None
 
 
 AttentionInterface.register(ATTENTION_NAME, blocks_attention)

@@ -6,7 +6,6 @@ from pathlib import Path
 from typing import Any
 
 import torch
-import torch.nn.functional as F
 from torch import nn
 from transformers import LlamaConfig
 
@@ -15,7 +14,7 @@ from ..candidate_generators.checkpoints.layers import Embeddings, RotaryPosition
 from ..candidate_generators.hydra import HydraHeads
 from .base import Exported, Guesses, HeadTrainer, StepLoss, every_anchor, register
 from .batch import Batch
-from .losses import Teacher
+from .losses import recurrent_loss
 from .options import HydraOptions, TrainingError
 
 _LAYER_KEYS = (
@@ -88,25 +87,12 @@ class HydraTrainer(HeadTrainer):
 
     def loss(self, batch: Batch) -> StepLoss:
         """sum over k of head_decay^k (teacher_weight CE(target's distribution) + label_weight CE(token))."""
-        options = self.options
-        labels = [batch.labels(k) for k in range(self.num_guesses)]
-        used = torch.stack([counts for _, counts in labels]).any(0)
-        state = self._states(batch)[used]
-        teacher = Teacher(self.target, batch) if options.teacher_weight else None
-        total, metrics = state.new_zeros(()), {}
-        for k, (ids, counts) in enumerate(labels):
-            state = self.head.with_tokens(state, batch.ahead(batch.input_ids, 1 + k)[used])
-            counted = counts[used]
-            wanted, logits = ids[used][counted], self.head.heads[k](state[counted]).float()
-            part = logits.new_zeros(())
-            if teacher is not None:
-                wanted_probs = teacher.of(k, counts)
-                part = part + options.teacher_weight * F.cross_entropy(logits, wanted_probs, reduction="sum")
-            if options.label_weight:
-                part = part + options.label_weight * F.cross_entropy(logits, wanted, reduction="sum")
-            total = total + options.head_decay**k * part
-            metrics[f"accuracy_{k + 1}"] = ((logits.argmax(-1) == wanted).sum(), counted.sum())
-        return StepLoss(total, labels[0][1].sum(), metrics)
+
+        def step(k, state, tokens, counted):
+            state = self.head.with_tokens(state, tokens)
+            return self.head.heads[k](state[counted]), state
+
+        return recurrent_loss(self, batch, lambda used: self._states(batch)[used], step, self.options.head_decay)
 
     def guesses(self, batch: Batch) -> Guesses:
         """Greedy guesses of all heads at every hidden state."""
