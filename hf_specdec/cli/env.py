@@ -36,29 +36,11 @@ EXTRAS = {
     "pd": ("nixl",),
 }
 OTHERS = (
-    "hf-specdec-models",
-    "arctic-inference",
-    "triton",
-    "torchao",
-    "flash-attn",
-    "llguidance",
-    "fastapi",
-    "peft",
-    "bitsandbytes",
-    "vllm",
-)
+    "hf-specdec-models", "arctic-inference", "triton", "torchao", "flash-attn", "llguidance", "fastapi", "peft", "bitsandbytes", "vllm",
+)  # fmt: skip
 CPU_FEATURES = (
-    "avx2",
-    "avx512f",
-    "avx512_bf16",
-    "avx512_vnni",
-    "amx_tile",
-    "amx_bf16",
-    "amx_int8",
-    "asimd",
-    "bf16",
-    "sve",
-)
+    "avx2", "avx512f", "avx512_bf16", "avx512_vnni", "amx_tile", "amx_bf16", "amx_int8", "asimd", "bf16", "sve",
+)  # fmt: skip
 VARIABLES = (
     "HF_SPECDEC_CACHE", "HF_SPECDEC_KERNELS", "HF_SPECDEC_FLASH_ATTENTION", "OMP_NUM_THREADS", "MKL_NUM_THREADS", "CUDA_VISIBLE_DEVICES",
     "HF_HOME", "HF_HUB_OFFLINE", "TRANSFORMERS_OFFLINE", "TRITON_INTERPRET", "TORCHINDUCTOR_CACHE_DIR", "PYTORCH_CUDA_ALLOC_CONF",
@@ -95,7 +77,7 @@ def environment() -> dict[str, Any]:
         # torch's own word names its build, as in 2.13.0+cu130; PyPI's metadata does not.
         "packages": {name: installed(name) or "missing" for name in PACKAGES}
         | {"torch": torch.__version__}
-        | optional_versions(),
+        | {name: found for name in OTHERS if (found := installed(name)) is not None},
         "extras": {extra: missing_of(modules) for extra, modules in EXTRAS.items()},
         "cpu": cpu(),
         "gpus": gpus(),
@@ -124,11 +106,6 @@ def installed(package: str) -> str | None:
         return version(package)
     except PackageNotFoundError:
         return None
-
-
-def optional_versions() -> dict[str, str]:
-    """Versions of optional packages that are installed."""
-    return {name: found for name in OTHERS if (found := installed(name)) is not None}
 
 
 def missing_of(modules: tuple[str, ...]) -> str:
@@ -161,12 +138,12 @@ def gpus() -> list[dict[str, Any]]:
     properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]
     return [
         {
-            "name": each.name,
-            "capability": f"{each.major}.{each.minor}",
-            "memory": f"{each.total_memory / 2**30:.0f} GiB",
+            "name": gpu.name,
+            "capability": f"{gpu.major}.{gpu.minor}",
+            "memory": f"{gpu.total_memory / 2**30:.0f} GiB",
             "cuda": torch.version.cuda or torch.version.hip,
         }
-        for each in properties
+        for gpu in properties
     ]
 
 

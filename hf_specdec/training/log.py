@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import contextlib
 import json
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,12 +53,6 @@ class Bar:
         self.progress = Progress(*columns, console=Console(stderr=True), disable=not shown)
         self.task = self.progress.add_task(title, total=num_steps, completed=step, figures="")
         self.latest: dict[str, Any] = {}
-
-    @contextlib.contextmanager
-    def running(self) -> Iterator[Bar]:
-        """A context in which the bar is shown."""
-        with self.progress:
-            yield self
 
     def advance(self) -> None:
         """Advance by one step."""

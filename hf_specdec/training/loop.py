@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import json
 import logging
 import math
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -120,8 +120,8 @@ class Run:
         return counts
 
     def _check_parameters(self) -> None:
-        own = {p.data_ptr() for p in self.target.model.parameters()}
-        wrong = [n for n, p in self.parameters.items() if p.dtype != torch.float32 or p.data_ptr() in own]
+        frozen = {p.data_ptr() for p in self.target.model.parameters()}
+        wrong = [n for n, p in self.parameters.items() if p.dtype != torch.float32 or p.data_ptr() in frozen]
         if wrong or not self.parameters:
             raise ValueError(
                 f"{type(self.trainer).__name__}.build must return float32 parameters that are not the target's own: "
@@ -182,7 +182,7 @@ class Run:
         for entry in self.log.entries:
             bar.show(entry)
         began, before = time.perf_counter(), self.seconds
-        with bar.running():
+        with bar.progress:
             for batches in self.order.steps(self.step) if self.step < self.num_steps else ():
                 self._step(batches)
                 self.step += 1
@@ -191,20 +191,17 @@ class Run:
                 last = self.step == self.num_steps
                 if self.step % self.options.log_every == 0 or last:
                     self._log_step(bar)
-                if self.step % self.options.eval_every == 0 or last:
-                    self._log_estimate(bar)
+                if self.held_out and (self.step % self.options.eval_every == 0 or last):
+                    self._note({"step": self.step, **dataclasses.asdict(self.estimate())}, bar)
                 if self.step % self.options.save_every == 0 or last:
                     self.save()
                     if self.is_main:
-                        plot(
-                            self.log.entries,
-                            self.folder / "curves.png",
-                            f"{self.trainer.method} for {self.target.name}",
-                        )
+                        title = f"{self.trainer.method} for {self.target.name}"
+                        plot(self.log.entries, self.folder / "curves.png", title)
                 if last:
                     break
-        found = [entry for entry in self.log.entries if "tau" in entry]
-        return Estimate(found[-1]["acceptance"], found[-1]["tau"], found[-1]["anchors"]) if found else None
+        estimates = [entry for entry in self.log.entries if "tau" in entry]
+        return Estimate(**{key: estimates[-1][key] for key in ("acceptance", "tau", "anchors")}) if estimates else None
 
     def _step(self, batches: list) -> None:
         """One optimizer step from the batches of all processes."""
@@ -212,17 +209,18 @@ class Run:
         for group in self.optimizer.param_groups:
             group["lr"] = rate * group["rate_share"]
         self.tokens += sum(int(self.order.lengths[indices].sum()) for indices in batches)
-        own = batches[self.accelerator.process_index :: self.accelerator.num_processes]
+        indices_of_ours = batches[self.accelerator.process_index :: self.accelerator.num_processes]
         sums: dict[str, torch.Tensor] = {}
-        for i, indices in enumerate(own):
+        for i, indices in enumerate(indices_of_ours):
             batch = self.features([self.training[j] for j in indices], self.trainer.taps)
             seed_everything(self.options.seed, 1 + self.step, i, self.accelerator.process_index)
-            with self._syncing(i == len(own) - 1):
+            last = i == len(indices_of_ours) - 1
+            with contextlib.nullcontext() if last else self.accelerator.no_sync(self.objective):
                 with self._autocast():
                     out: StepLoss = self.objective(batch)
                 self.accelerator.backward(out.loss)
             for name, (total, weight) in {**out.metrics, "loss": (out.loss, out.weight)}.items():
-                pair = torch.stack([torch.as_tensor(each).detach().float() for each in (total, weight)])
+                pair = torch.stack([torch.as_tensor(part).detach().float() for part in (total, weight)])
                 sums[name] = sums.get(name, 0) + pair
         names = sorted(sums)
         totals = self.accelerator.reduce(torch.stack([sums[name] for name in names]), "sum")
@@ -240,9 +238,6 @@ class Run:
             if parameter.grad is not None:
                 parameter.grad.mul_(scale)
         return nn.utils.clip_grad_norm_(list(self.parameters.values()), self.options.max_grad_norm or float("inf"))
-
-    def _syncing(self, last: bool) -> contextlib.AbstractContextManager:
-        return contextlib.nullcontext() if last else self.accelerator.no_sync(self.objective)
 
     def _autocast(self) -> contextlib.AbstractContextManager:
         return torch.autocast(self.target.device.type, dtype=torch.bfloat16, enabled=self.options.bf16)
@@ -265,18 +260,13 @@ class Run:
         means = {name: means[name] for name in ("loss", *(k for k in means if k != "loss"))}
         entry = {"step": self.step, **means, "tokens": self.tokens, "seconds": round(self.seconds, 2)}
         self.pending = {}
+        self._note(entry, bar)
+
+    def _note(self, entry: dict[str, Any], bar: Bar) -> None:
         self.log.add(entry)
         bar.show(entry)
 
     # ---- held-out text ----------------------------------------------------------------------------------------------
-
-    def _log_estimate(self, bar: Bar) -> None:
-        if not self.held_out:
-            return
-        estimate = self.estimate()
-        entry = {"step": self.step, "tau": estimate.tau, "acceptance": estimate.acceptance, "anchors": estimate.anchors}
-        self.log.add(entry)
-        bar.show(entry)
 
     @torch.no_grad()
     def estimate(self) -> Estimate:
@@ -284,17 +274,14 @@ class Run:
         head = self.trainer.head
         head.eval()
         counts = torch.zeros(2, self.trainer.num_guesses, dtype=torch.long, device=self.target.device)
-        for batch in self._held_out_batches():
+        for samples in self.held_out[self.accelerator.process_index :: self.accelerator.num_processes]:
+            batch = self.features(samples, self.trainer.taps | Taps(last_hidden=True))
             with self._autocast():
                 guesses = self.trainer.guesses(batch)
             counts += torch.stack(judge(guesses, self.target.choices(batch), batch))
         head.train()
         accepted, offered = self.accelerator.reduce(counts, "sum")
         return Estimate.of(accepted, offered)
-
-    def _held_out_batches(self) -> Iterator[Batch]:
-        for samples in self.held_out[self.accelerator.process_index :: self.accelerator.num_processes]:
-            yield self.features(samples, self.trainer.taps | Taps(last_hidden=True))
 
 
 # ---- the learning rate and the seed of a step -----------------------------------------------------------------------
