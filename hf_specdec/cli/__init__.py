@@ -1,4 +1,7 @@
-"""The `hf-specdec` command. Each subcommand is a module; `main` runs it and turns an exception into one line."""
+"""The `hf-specdec` command. Each subcommand is a module: `add_command` makes its parser, `run` carries it out and returns the exit code.
+
+`main` runs it and turns an exception into one line.
+"""
 
 from __future__ import annotations
 

@@ -54,7 +54,6 @@ is the median over the repeats. Methods that learn from outputs (suffix) start e
 
 
 def add_command(commands) -> argparse.ArgumentParser:
-    """Register the subcommand."""
     parser = commands.add_parser("bench", help="measure tokens/s", description=__doc__, epilog=EPILOG)
     add_model_options(parser)
     add_ranks_option(parser)
@@ -83,7 +82,6 @@ def add_command(commands) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the subcommand; returns the exit code."""
     arguments = decoding_arguments(args)
     check_output_file(args.json, "--json")
     for text in args.speculative_config:

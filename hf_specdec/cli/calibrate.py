@@ -48,7 +48,6 @@ _SHAPE_KEYS = (
 
 
 def add_command(commands) -> argparse.ArgumentParser:
-    """Register the subcommand."""
     parser = commands.add_parser(
         "calibrate", help="measure a drafter and fit a draft tree to it", description=__doc__, epilog=EPILOG
     )
@@ -70,7 +69,6 @@ def add_command(commands) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the subcommand; returns the exit code."""
     from ..candidate_generators.base import DrafterContext
     from ..decoding.calibration import calibrated_tree, expected_accepted_length, measure_accuracies
     from ..integration import get_decoder

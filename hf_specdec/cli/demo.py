@@ -66,7 +66,6 @@ SECONDS = {1: 34.0, BATCH: 16.0}  # time limit by batch size; a slow machine mea
 
 
 def add_command(commands) -> argparse.ArgumentParser:
-    """Register the subcommand."""
     parser = commands.add_parser(
         "demo", help="show text and speed on the bundled models", description=__doc__, epilog=EPILOG
     )
@@ -87,7 +86,6 @@ def add_command(commands) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the subcommand; returns the exit code."""
     args.max_new_tokens = args.max_new_tokens or (96 if args.all else 48)
     args.limit = args.limit or (6 if args.all else 8)
     if args.all:
@@ -129,13 +127,6 @@ def has_bfloat16(device: torch.device) -> bool:
     return torch.cpu._is_avx512_bf16_supported() or torch.cpu._is_amx_tile_supported()
 
 
-def _affordable(device: torch.device, cheap_rows: bool) -> str:
-    """A size whose steps are long enough to gain from drafts, and short enough for the demo's time limit."""
-    if device.type == "cuda":
-        return "1b"
-    return "300m" if cheap_rows else "100m"
-
-
 @contextmanager
 def demo_model(args: argparse.Namespace) -> Iterator[DemoModel]:
     """The model of `args.size` ("auto": a size for the device) in `args.dtype` ("auto": bfloat16 if the device has it)."""
@@ -147,7 +138,9 @@ def demo_model(args: argparse.Namespace) -> Iterator[DemoModel]:
     source, tokenizer = load_model_and_tokenizer(args)
     cheap_rows = has_bfloat16(source.device) if wanted == "auto" else wanted == "bfloat16"
     dtype = torch.bfloat16 if cheap_rows else torch.float32
-    name = args.size if args.size != "auto" else _affordable(source.device, cheap_rows)
+    # Steps must be long enough to gain from drafts, and short enough for the demo's time limit.
+    affordable = "1b" if source.device.type == "cuda" else "300m" if cheap_rows else "100m"
+    name = affordable if args.size == "auto" else args.size
     size = {"tiny": None, "100m": _HUNDRED, **PRESETS}[name]
     sizes = {} if size is None else dict(zip(DIMENSIONS, size, strict=True))
     model = inflate(source, **sizes, dtype=dtype)

@@ -49,7 +49,6 @@ SECRETS = ("HF_TOKEN", "HUGGING_FACE_HUB_TOKEN", "HF_SPECDEC_API_KEY")
 
 
 def add_command(commands) -> argparse.ArgumentParser:
-    """Register the subcommand."""
     parser = commands.add_parser(
         "env", help="print versions and devices for a bug report", description=__doc__, epilog=EPILOG
     )
@@ -58,7 +57,6 @@ def add_command(commands) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the subcommand; returns the exit code."""
     found = environment()
     print(json.dumps(found, indent=2) if args.json else text(found))
     return 0
@@ -132,7 +130,6 @@ def cpu() -> dict[str, Any]:
 
 
 def gpus() -> list[dict[str, Any]]:
-    """Every GPU that torch sees."""
     import torch
 
     properties = [torch.cuda.get_device_properties(i) for i in range(torch.cuda.device_count())]

@@ -11,8 +11,6 @@ from pathlib import Path
 from typing import Any
 
 from rich.box import SIMPLE_HEAD
-from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
 import hf_specdec
@@ -39,6 +37,7 @@ from .options import (
     encode_prompts,
     load_model_and_tokenizer,
     positive_int,
+    progress_bar,
     read_prompts,
 )
 
@@ -56,7 +55,6 @@ are estimates from one pass over the prompts; `hf-specdec bench` repeats the mea
 
 
 def add_command(commands) -> argparse.ArgumentParser:
-    """Register the subcommand."""
     parser = commands.add_parser("eval", help="measure a draft head", description=__doc__, epilog=EPILOG)
     parser.add_argument("head", metavar="HEAD", help="a bundled name, a folder, or a Hub id")
     parser.add_argument("--target", required=True, metavar="MODEL", help="the model that it drafts for")
@@ -146,13 +144,12 @@ class TaskFigures:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the subcommand; returns the exit code."""
     arguments = decoding_arguments(args)
     check_output_file(args.json, "--json")
     check_output_file(args.plot, "--plot")
     if args.update_card:
         check_card(args.head)
-    config = head_config(args.head, args.speculative_config)
+    config = {**json_object(args.speculative_config, "--speculative-config"), "model": args.head}
     method = hf_specdec.parse_config(config).method
     tasks: dict[str, list[str]] = {}
     for row in read_prompts(args.prompts):
@@ -160,13 +157,12 @@ def run(args: argparse.Namespace) -> int:
     tasks = {task: prompts[: args.limit] for task, prompts in tasks.items()}
     args.model = args.target
     model, tokenizer = load_model_and_tokenizer(args)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    with Progress(*columns, console=Console(stderr=True), transient=True) as progress:
+    with progress_bar() as progress:
         bar = progress.add_task("measuring", total=sum(map(len, tasks.values())))
         figures = evaluate(model, tokenizer, tasks, config, arguments, args, lambda n: progress.advance(bar, n))
     whole = TaskFigures()
-    for each in figures.values():
-        whole.add(each)
+    for of_task in figures.values():
+        whole.add(of_task)
     report = {
         "head": args.head,
         "target": args.target,
@@ -174,7 +170,7 @@ def run(args: argparse.Namespace) -> int:
         "speculative_config": config,
         "environment": environment(model),
         "settings": {**arguments, "batch_size": args.batch_size, "seed": args.seed, "prompts": args.prompts},
-        "tasks": {task: each.summary() for task, each in figures.items()},
+        "tasks": {task: of_task.summary() for task, of_task in figures.items()},
         "all": whole.summary(),
     }
     write_report(report, args)
@@ -193,11 +189,6 @@ def check_card(head: str) -> None:
         )
     if not has_measurements(folder):
         raise ValueError(f"--update-card: {head} has no model card written by hf-specdec train.")
-
-
-def head_config(head: str, keys: str) -> dict[str, Any]:
-    """The speculative configuration of a head, with further keys from JSON text."""
-    return {**json_object(keys, "--speculative-config"), "model": head}
 
 
 def evaluate(

@@ -51,7 +51,6 @@ without drafts (none), and transformers' own generate().
 
 
 def add_command(commands) -> argparse.ArgumentParser:
-    """Register the subcommand."""
     parser = commands.add_parser("explain", help='show what "auto" would do', description=__doc__, epilog=EPILOG)
     add_model_options(parser)
     parser.add_argument(

@@ -9,7 +9,7 @@ from contextlib import nullcontext
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.progress import Progress
 
 import hf_specdec
 
@@ -23,6 +23,7 @@ from .options import (
     decoding_arguments,
     encode_prompts,
     load_model_and_tokenizer,
+    progress_bar,
     read_prompts,
 )
 
@@ -43,7 +44,6 @@ so does sampling with the same --seed. Several prompts (repeat --prompt) are dec
 
 
 def add_command(commands) -> argparse.ArgumentParser:
-    """Register the subcommand."""
     parser = commands.add_parser("generate", help="continue a prompt", description=__doc__, epilog=EPILOG)
     add_model_options(parser)
     add_ranks_option(parser)
@@ -77,7 +77,6 @@ class TokenBar:
         self.prompt_seen = False
 
     def put(self, value: torch.Tensor) -> None:
-        """Count the tokens of one step."""
         if self.prompt_seen:
             self.progress.advance(self.task, value.numel())
         self.prompt_seen = True
@@ -87,7 +86,6 @@ class TokenBar:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the subcommand; returns the exit code."""
     import torch
     from transformers import TextStreamer
 
@@ -103,9 +101,7 @@ def run(args: argparse.Namespace) -> int:
     if args.stop:
         arguments |= {"stop_strings": args.stop, "tokenizer": tokenizer}
 
-    console = Console(stderr=True)
-    columns = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
-    bar = nullcontext() if stream else Progress(*columns, console=console, transient=True)
+    bar = nullcontext() if stream else progress_bar()
     torch.manual_seed(args.seed)
     start = time.perf_counter()
     with bar as progress:
@@ -123,22 +119,16 @@ def run(args: argparse.Namespace) -> int:
     seconds = time.perf_counter() - start
 
     rows = cut_at_end(output.sequences[:, inputs["input_ids"].shape[1] :].tolist(), end_tokens(model))
-    if not stream:
-        print_texts(tokenizer.batch_decode(rows, skip_special_tokens=True))
-    console.print(summary(sum(map(len, rows)), seconds, output.speculation), highlight=False, soft_wrap=True)
+    texts = [] if stream else tokenizer.batch_decode(rows, skip_special_tokens=True)
+    for number, text in enumerate(texts, 1):
+        print(f"--- {number} ---\n{text}" if len(texts) > 1 else text)
+    Console(stderr=True).print(
+        summary(sum(map(len, rows)), seconds, output.speculation), highlight=False, soft_wrap=True
+    )
     return 0
 
 
-def print_texts(texts: list[str]) -> None:
-    """Print the texts on stdout, separated by numbered rules if there are several."""
-    for number, text in enumerate(texts, 1):
-        if len(texts) > 1:
-            print(f"--- {number} ---")
-        print(text)
-
-
 def summary(new_tokens: int, seconds: float, speculation: Any) -> str:
-    """One line about the run."""
     parts = [f"{new_tokens} tokens in {seconds:.2f} s", f"{new_tokens / seconds:.1f} tokens/s"]
     if speculation["num_draft_tokens"]:
         parts.append(f"τ {speculation['mean_accepted_length']:.2f} tokens per forward")

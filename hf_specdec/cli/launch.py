@@ -11,7 +11,6 @@ from .options import positive_int
 
 
 def add_ranks_option(parser: argparse.ArgumentParser) -> None:
-    """Add the option."""
     parser.add_argument(
         "--tensor-parallel-size",
         type=positive_int,

@@ -18,10 +18,12 @@ from typing import TYPE_CHECKING, Any
 
 from rich.box import SIMPLE_HEAD
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import TimeRemainingColumn
 from rich.table import Table
 
 import hf_specdec
+
+from .options import progress_bar
 
 if TYPE_CHECKING:
     import torch
@@ -68,7 +70,7 @@ def without_drafts(config: Any) -> Variant:
 
 def with_baselines(variants: list[Variant]) -> list[Variant]:
     """`PLAIN`, the loops of the variants without drafts, and the variants, of which those that never draft are among the loops."""
-    loops = [without_drafts({"method": "none"}), *(without_drafts(each.speculative_config) for each in variants)]
+    loops = [without_drafts({"method": "none"}), *(without_drafts(variant.speculative_config) for variant in variants)]
     drafting = [v for v in variants if hf_specdec.parse_config(v.speculative_config).method != "none"]
     return [PLAIN, *(loop for i, loop in enumerate(loops) if loop not in loops[:i]), *drafting]
 
@@ -226,8 +228,7 @@ def measure_with_progress(
 @contextmanager
 def progress(title: str, total: int) -> Iterator[Callable[[], None]]:
     """Yield a function to be called after each of `total` runs. It advances a bar on a terminal; elsewhere it prints a line per quarter."""
-    console = Console(stderr=True)
-    if not console.is_terminal:
+    if not Console(stderr=True).is_terminal:
         counted = itertools.count(1)
 
         def advance() -> None:
@@ -237,14 +238,7 @@ def progress(title: str, total: int) -> Iterator[Callable[[], None]]:
 
         yield advance
         return
-    columns = (
-        TextColumn("{task.description}"),
-        BarColumn(),
-        MofNCompleteColumn(),
-        TimeElapsedColumn(),
-        TimeRemainingColumn(),
-    )
-    with Progress(*columns, console=console, transient=True) as bar:
+    with progress_bar(TimeRemainingColumn()) as bar:
         task = bar.add_task(title, total=total)
         yield lambda: bar.advance(task)
 
@@ -262,7 +256,7 @@ def speed_up(result: Measurement, baseline: Measurement) -> float:
 def loop_of(result: Measurement, results: list[Measurement]) -> Measurement:
     """The measurement of the result's loop without drafts (of `plain generate()`: the loop with default keys)."""
     loop = without_drafts(result.variant.speculative_config or {"method": "none"})
-    return next(each for each in results if each.variant == loop)
+    return next(other for other in results if other.variant == loop)
 
 
 def times_none(result: Measurement, results: list[Measurement]) -> str:

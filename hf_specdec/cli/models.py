@@ -29,7 +29,6 @@ hf_specdec.bundled(NAME) is its local folder, for from_pretrained.
 
 
 def add_command(commands) -> argparse.ArgumentParser:
-    """Register the subcommand."""
     parser = commands.add_parser("models", help="list bundled models and methods", description=__doc__, epilog=EPILOG)
     parser.add_argument("method", nargs="?", metavar="METHOD", help="show only this method")
     parser.add_argument("--markdown", action="store_true", help="print methods and keys as the page docs/keys.md")
@@ -37,7 +36,6 @@ def add_command(commands) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    """Carry out the subcommand; returns the exit code."""
     methods = hf_specdec.available_methods()
     if args.markdown:
         print(markdown_page(methods), end="")
@@ -166,7 +164,6 @@ def description(config: type[SpeculativeConfig]) -> str:
 
 
 def keys_table(fields, config: type[SpeculativeConfig]) -> Table:
-    """Keys with their defaults and meaning."""
     table = Table(box=None, padding=(0, 2), show_header=False)
     table.add_column(no_wrap=True)
     table.add_column(no_wrap=True)

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, ProgressColumn, TextColumn, TimeElapsedColumn
 
 import hf_specdec
 
@@ -70,6 +71,12 @@ class Output(Console):
         raise BrokenPipeError
 
 
+def progress_bar(*columns: ProgressColumn) -> Progress:
+    """A progress bar on stderr: what, a bar, how many of how many, the time, and further columns."""
+    first = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn(), TimeElapsedColumn())
+    return Progress(*first, *columns, console=Console(stderr=True), transient=True)
+
+
 def check_output_file(path: str | None, option: str) -> None:
     """Raise ValueError if the file of an option cannot be written. None and "-" are not files."""
     if path in (None, "-"):
@@ -97,7 +104,6 @@ def check_output_file(path: str | None, option: str) -> None:
 
 
 def add_model_options(parser: argparse.ArgumentParser) -> None:
-    """Add MODEL, and the options for loading it."""
     parser.add_argument(
         "model", metavar="MODEL", help="a bundled name (see `hf-specdec models`), a folder, or a Hub id"
     )
@@ -105,7 +111,6 @@ def add_model_options(parser: argparse.ArgumentParser) -> None:
 
 
 def add_loading_options(group: argparse._ArgumentGroup, whose: str, devices: str) -> None:
-    """Add the options for loading a model."""
     group.add_argument(
         "--dtype", choices=DTYPES, default="auto", help=f"precision of {whose} weights (default: the checkpoint's)"
     )
@@ -130,7 +135,6 @@ def add_decoding_options(parser: argparse.ArgumentParser, max_new_tokens: int) -
 
 
 def add_chat_option(group: argparse._ArgumentGroup) -> None:
-    """Add --chat."""
     group.add_argument(
         "--chat",
         action=argparse.BooleanOptionalAction,
@@ -140,7 +144,6 @@ def add_chat_option(group: argparse._ArgumentGroup) -> None:
 
 
 def add_prompts_option(group: argparse._ArgumentGroup, limit: int | None = None) -> None:
-    """Add --prompts and --limit."""
     group.add_argument(
         "--prompts",
         default=str(BUNDLED_PROMPTS),

@@ -10,19 +10,9 @@ from torch import Tensor, nn
 from transformers import PreTrainedModel
 
 DIMENSIONS = (
-    "hidden_size",
-    "num_hidden_layers",
-    "intermediate_size",
-    "num_attention_heads",
-    "num_key_value_heads",
-    "head_dim",
-)
-STATE_DIMENSIONS = (
-    "linear_num_key_heads",
-    "linear_num_value_heads",
-    "linear_key_head_dim",
-    "linear_value_head_dim",
-)
+    "hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim",
+)  # fmt: skip
+STATE_DIMENSIONS = ("linear_num_key_heads", "linear_num_value_heads", "linear_key_head_dim", "linear_value_head_dim")
 QUERY_HEADS, KEY_HEADS = "num_attention_heads", "num_key_value_heads"
 STATE_KEY_HEADS, STATE_VALUE_HEADS = STATE_DIMENSIONS[:2]
 FILL_STD = 0.02
@@ -162,7 +152,6 @@ class Inflation:
             getattr(layer, name).weight = self.residual_norm(source and getattr(source, name).weight)
 
     def fill_mixer(self, layer: nn.Module, source: nn.Module | None) -> None:
-        """Set the tensors of the layer's attention."""
         self.fill_attention(layer.self_attn, source and source.self_attn)
 
     def fill_mlp(self, mlp: nn.Module, source: nn.Module | None) -> None:
@@ -254,7 +243,6 @@ class HybridInflation(Inflation):
 
     @property
     def rotary_share(self) -> float:
-        """As in the base, from the model's configuration."""
         return self.model.config.rope_parameters.get("partial_rotary_factor", 1.0)
 
     def fill_mixer(self, layer: nn.Module, source: nn.Module | None) -> None:

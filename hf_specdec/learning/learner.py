@@ -78,11 +78,9 @@ class Learner:
     # ---- what the decoder calls -------------------------------------------------------------------------------------
 
     def observe(self, outcome: StepOutcome) -> None:
-        """A step was verified."""
         self.recorder.observe(outcome)
 
     def ended(self, seq: Sequence) -> None:
-        """A sequence leaves."""
         text = self.recorder.ended(seq)
         if text is not None:
             self.texts.add(text)
@@ -131,7 +129,6 @@ class Learner:
     # ---- training ---------------------------------------------------------------------------------------------------
 
     def _train(self) -> None:
-        """One step of the optimizer."""
         batch = self.texts.drawn(self.TOKENS, self._rng).to(self.trainer.target.device)
         with torch.enable_grad(), torch.random.fork_rng(devices=[]):
             out = self.trainer.loss(batch)

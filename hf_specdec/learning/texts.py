@@ -33,7 +33,6 @@ class Text:
 
     @property
     def num_bytes(self) -> int:
-        """Memory that it takes."""
         return sum(each.nbytes for each in self.states.values())
 
 
@@ -123,7 +122,6 @@ class LearntTexts:
         self.held_out: deque[Text] = deque(maxlen=self.MOST_HELD_OUT)
 
     def add(self, text: Text) -> None:
-        """Add a text, to train on or to hold out."""
         self.count += 1
         self.num_tokens += len(text.token_ids)
         if self.count % self.HELD_OUT == 2:

@@ -67,7 +67,7 @@ def answer_spans(messages: list[dict[str, Any]], tokenizer: Any, where: str) -> 
             f"{where}: a conversation without an answer of the assistant; with --regenerate the target writes one."
         )
     whole = render(tokenizer, messages, where)
-    each = []
+    texts = []
     for i in turns:
         before, after = render(tokenizer, messages[:i], where, prompt=True), render(tokenizer, messages[: i + 1], where)
         if not after.startswith(before):
@@ -75,7 +75,7 @@ def answer_spans(messages: list[dict[str, Any]], tokenizer: Any, where: str) -> 
                 f"{where}: the chat template renders an answer without its own generation prompt before it, so where the answer "
                 'begins is not known: give "prompt" and "completion" texts instead.'
             )
-        each.append((after, (len(before), len(after))))
-    if all(whole.startswith(after) for after, _ in each):
-        return [(whole, [span for _, span in each])]
-    return [(after, [span]) for after, span in each]
+        texts.append((after, (len(before), len(after))))
+    if all(whole.startswith(after) for after, _ in texts):
+        return [(whole, [span for _, span in texts])]
+    return [(after, [span]) for after, span in texts]

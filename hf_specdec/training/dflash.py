@@ -17,7 +17,7 @@ from ..core.names import CACHE
 from ..core.output import Taps
 from .base import Exported, Guesses, HeadTrainer, StepLoss, register
 from .batch import Batch
-from .draft_layer import last_norm_scale, rotary_base, state_sizes
+from .draft_layer import last_norm_scale, layer_shape, state_sizes
 from .losses import token_loss
 from .options import DFlashOptions, TrainingError
 from .target import TargetModel
@@ -201,7 +201,7 @@ class BlocksCache:
         self, keys: torch.Tensor, values: torch.Tensor, layer_idx: int, *_: Any, **__: Any
     ) -> tuple[torch.Tensor, torch.Tensor]:
         """All keys and values [B * parts, heads, S + T, D] of a layer, from those of its blocks [B * parts, heads, T, D]."""
-        context = [each.to(keys).repeat_interleave(self.parts, dim=0) for each in self.context[layer_idx]]
+        context = [states.to(keys).repeat_interleave(self.parts, dim=0) for states in self.context[layer_idx]]
         return torch.cat([context[0], keys], dim=2), torch.cat([context[1], values], dim=2)
 
 
@@ -268,19 +268,12 @@ def target_layers(options: DFlashOptions, target: TargetModel) -> list[int]:
 
 def layers_config(options: DFlashOptions, target: TargetModel) -> Qwen3Config:
     """The configuration of the drafter's layers: Qwen3's, with the target's width, heads and positions."""
-    theirs, width = target.config, target.hidden_size
-    heads = theirs.num_attention_heads
+    theirs = getattr(target.config, "intermediate_size", None)
     config = Qwen3Config(
-        vocab_size=target.vocab_size,
-        hidden_size=width,
-        intermediate_size=options.intermediate_size or getattr(theirs, "intermediate_size", None) or 3 * width,
+        **layer_shape(target, 32768),
+        intermediate_size=options.intermediate_size or theirs or 3 * target.hidden_size,
         num_hidden_layers=options.num_layers,
-        num_attention_heads=heads,
-        num_key_value_heads=getattr(theirs, "num_key_value_heads", None) or heads,
-        head_dim=getattr(theirs, "head_dim", None) or width // heads,
-        max_position_embeddings=getattr(theirs, "max_position_embeddings", None) or 32768,
         rms_norm_eps=1e-6,
-        rope_parameters={"rope_type": "default", "rope_theta": rotary_base(theirs)},
         use_sliding_window=False,
         tie_word_embeddings=False,
     )

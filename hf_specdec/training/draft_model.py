@@ -65,10 +65,7 @@ class DraftModelTrainer(HeadTrainer):
 
     def _write_tokenizer(self, folder: Path) -> None:
         self.target.tokenizer.save_pretrained(folder)
-        GenerationConfig(**self._special_tokens()).save_pretrained(folder)
-
-    def _special_tokens(self) -> dict[str, Any]:
-        return special_tokens(self.target)
+        GenerationConfig(**special_tokens(self.target)).save_pretrained(folder)
 
 
 def special_tokens(target) -> dict[str, Any]:

@@ -128,7 +128,6 @@ class Eagle3Trainer(HeadTrainer):
             self.draft_places[self.draft_ids] = torch.arange(size, device=self.target.device)
 
     def rate_share(self, name: str) -> float:
-        """A smaller rate for the language-model head."""
         return self.options.lm_head_rate if name.startswith("lm_head.") else 1.0
 
     # ---- forward ----------------------------------------------------------------------------------------------------

@@ -67,7 +67,6 @@ def check_format(trainer: HeadTrainer | type[HeadTrainer], form: str | None) -> 
 
 
 def write_text(path: Path, text: str) -> None:
-    """Replace a text file."""
     write_whole(path, lambda file: file.write(text.encode("utf-8")))
 
 

@@ -63,7 +63,6 @@ class HydraTrainer(HeadTrainer):
         return hydra
 
     def rate_share(self, name: str) -> float:
-        """A smaller rate for the language-model heads."""
         return self.options.lm_head_rate if ".lm_head." in name else 1.0
 
     def _prefix_config(self) -> LlamaConfig:

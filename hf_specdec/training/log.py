@@ -23,7 +23,6 @@ class Log:
             write_whole(path, lambda file: file.write(text.encode()))
 
     def add(self, entry: dict[str, Any]) -> None:
-        """Append a line."""
         self.entries.append(entry)
         if self.write:
             with open(self.path, "a", encoding="utf-8") as file:
@@ -55,11 +54,9 @@ class Bar:
         self.latest: dict[str, Any] = {}
 
     def advance(self) -> None:
-        """Advance by one step."""
         self.progress.advance(self.task)
 
     def show(self, entry: dict[str, Any]) -> None:
-        """Show the figures of a log line."""
         self.latest |= entry
         self.progress.update(self.task, figures=figures(self.latest))
 

@@ -40,7 +40,6 @@ class _Objective(nn.Module):
         self.head, self.trainer = trainer.head, [trainer]
 
     def forward(self, batch: Batch) -> StepLoss:
-        """The trainer's loss on one micro-batch."""
         return self.trainer[0].loss(batch)
 
 
@@ -109,7 +108,6 @@ class Run:
 
     @property
     def num_parameters(self) -> int:
-        """Number of trained parameters."""
         return sum(p.numel() for p in self.parameters.values())
 
     def _token_counts(self) -> torch.Tensor:
@@ -160,7 +158,6 @@ class Run:
         logger.info("%s: continuing at step %d of %d.", self.folder, self.step, self.num_steps)
 
     def save(self) -> None:
-        """Write the checkpoint."""
         if not self.is_main:
             return
         state = {

@@ -52,7 +52,6 @@ class BatchOrder:
         return [found[i * self.per_step : (i + 1) * self.per_step] for i in range(whole)]
 
     def num_steps(self, epochs: int) -> int:
-        """Number of steps in `epochs` epochs."""
         return sum(len(self.epoch(epoch)) for epoch in range(epochs))
 
     def steps(self, first: int) -> Iterator[list[np.ndarray]]:

@@ -82,7 +82,6 @@ class _Source:
 
     @property
     def num_turns(self) -> int:
-        """Number of answers."""
         return 1 if self.turns is None else len(self.turns)
 
 

@@ -147,7 +147,6 @@ class Places:
 
     @classmethod
     def of(cls, batch: Batch, num_steps: int) -> Places:
-        """All places of a batch."""
         mask = batch.ahead(batch.loss_mask, 1)
         mask[:, 0] = False
         rows, places = mask.nonzero(as_tuple=True)
