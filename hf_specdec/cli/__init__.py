@@ -16,7 +16,7 @@ import hf_specdec
 from hf_specdec.config import nearest_hint
 
 from . import bench, calibrate, demo, env, eval, explain, generate, models, serve, train
-from .launch import leave_ranks
+from .options import leave_ranks
 
 DESCRIPTION = "Speculative decoding for Hugging Face transformers: the same output, several tokens per forward."
 

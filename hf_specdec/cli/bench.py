@@ -3,14 +3,10 @@
 from __future__ import annotations
 
 import argparse
-import json
-import sys
-from pathlib import Path
 from typing import Any
 
 import hf_specdec
 
-from .launch import add_ranks_option, start_ranks
 from .measure import (
     Measurement,
     Variant,
@@ -31,12 +27,15 @@ from .options import (
     add_decoding_options,
     add_model_options,
     add_prompts_option,
+    add_ranks_option,
     check_output_file,
     decoding_arguments,
     encode_batches,
     load_model_and_tokenizer,
     positive_int,
     read_prompts,
+    start_ranks,
+    write_report,
 )
 
 EPILOG = """\
@@ -110,15 +109,11 @@ def run(args: argparse.Namespace) -> int:
     }
     if args.trace:
         report["traces"] = {text: trace.with_text(tokenizer) for text, trace in traces.items()}
-    if args.json == "-":
-        json.dump(report, sys.stdout, indent=2)
-        print()
+    if write_report(report, args.json):
         return 0
     print_report(report, results, compare=not args.do_sample)
     for text, trace in traces.items():
         print(f"\n{text}\n{trace.table(tokenizer)}")
-    if args.json:
-        Path(args.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     return 0
 
 

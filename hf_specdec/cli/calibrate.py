@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import json
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from rich.table import Table
@@ -24,6 +23,7 @@ from .options import (
     load_model_and_tokenizer,
     positive_int,
     read_prompts,
+    write_report,
 )
 
 if TYPE_CHECKING:
@@ -100,14 +100,8 @@ def run(args: argparse.Namespace) -> int:
         soft_wrap=True,
     )
     print(json.dumps(fitted))
-    if args.json:
-        report = {
-            "model": args.model,
-            "speculative_config": fitted,
-            "accuracies": accuracies.tolist(),
-            "expected_mean_accepted_length": expected,
-        }
-        Path(args.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    report = {"model": args.model, "speculative_config": fitted, "accuracies": accuracies.tolist()}
+    write_report({**report, "expected_mean_accepted_length": expected}, args.json)
     return 0
 
 

@@ -174,8 +174,8 @@ def show(console: Output, demo: DemoModel, args: argparse.Namespace) -> int:
     console.say(remarks(*tables.values()))
     float32 = str(demo.model.dtype) == "torch.float32"
     console.say(remark(demo, float32))
-    results = [(result, found[0]) for found in tables.values() for result in found]
-    return int(float32 and any(equal_rows(result, plain) < len(plain.outputs) for result, plain in results))
+    pairs = [(result, results[0]) for results in tables.values() for result in results]
+    return int(float32 and any(equal_rows(result, plain) < len(plain.outputs) for result, plain in pairs))
 
 
 def show_text(console: Output, demo: DemoModel, prompt: str, max_new_tokens: int) -> None:

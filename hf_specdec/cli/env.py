@@ -57,8 +57,8 @@ def add_command(commands) -> argparse.ArgumentParser:
 
 
 def run(args: argparse.Namespace) -> int:
-    found = environment()
-    print(json.dumps(found, indent=2) if args.json else text(found))
+    values = environment()
+    print(json.dumps(values, indent=2) if args.json else text(values))
     return 0
 
 

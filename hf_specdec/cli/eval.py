@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -39,6 +40,7 @@ from .options import (
     positive_int,
     progress_bar,
     read_prompts,
+    write_report,
 )
 
 EPILOG = """\
@@ -103,7 +105,7 @@ class TaskFigures:
     none_seconds: float = 0.0
     plain_tokens: int = 0
     plain_seconds: float = 0.0
-    accepted_at: list[float] = field(default_factory=list)
+    accepted_at: Counter[int] = field(default_factory=Counter)
 
     def count(self, speculation: Any, seconds: float, tokens: int) -> None:
         """Add the statistics of one call of `generate()`."""
@@ -111,9 +113,7 @@ class TaskFigures:
         self.drafted += speculation["num_draft_tokens"]
         self.accepted += speculation["num_accepted_tokens"]
         self.seconds, self.new_tokens = self.seconds + seconds, self.new_tokens + tokens
-        rates = speculation["acceptance_per_position"]
-        self.accepted_at += [0.0] * (len(rates) - len(self.accepted_at))
-        for position, rate in enumerate(rates):
+        for position, rate in enumerate(speculation["acceptance_per_position"]):
             self.accepted_at[position] += rate * speculation["num_steps"]
 
     def add(self, other: TaskFigures) -> None:
@@ -121,9 +121,7 @@ class TaskFigures:
         for name in vars(other):
             if name != "accepted_at":
                 setattr(self, name, getattr(self, name) + getattr(other, name))
-        self.accepted_at += [0.0] * (len(other.accepted_at) - len(self.accepted_at))
-        for position, value in enumerate(other.accepted_at):
-            self.accepted_at[position] += value
+        self.accepted_at.update(other.accepted_at)
 
     def summary(self) -> dict[str, Any]:
         """The figures, as values for JSON."""
@@ -134,7 +132,7 @@ class TaskFigures:
             "prompts": self.prompts,
             "tau": self.new_tokens / self.steps if self.steps else None,
             "acceptance_rate": self.accepted / self.drafted if self.drafted else None,
-            "acceptance_per_position": [value / self.steps for value in self.accepted_at],
+            "acceptance_per_position": [value / self.steps for _, value in sorted(self.accepted_at.items())],
             "tokens_per_second": speed,
             "none_tokens_per_second": none,
             "plain_tokens_per_second": plain,
@@ -173,7 +171,7 @@ def run(args: argparse.Namespace) -> int:
         "tasks": {task: of_task.summary() for task, of_task in figures.items()},
         "all": whole.summary(),
     }
-    write_report(report, args)
+    present(report, args)
     return 0
 
 
@@ -229,12 +227,9 @@ def evaluate(
 # ---- reports --------------------------------------------------------------------------------------------------------
 
 
-def write_report(report: dict[str, Any], args: argparse.Namespace) -> None:
+def present(report: dict[str, Any], args: argparse.Namespace) -> None:
     """Write what the options ask for: the table, JSON, the plot and the model card."""
-    if args.json == "-":
-        json.dump(report, sys.stdout, indent=2)
-        print()
-    else:
+    if not write_report(report, args.json):
         console = Output()
         setup = setup_line(report["environment"])
         console.say(f"{args.head} ({report['method']}) for {args.target}: {setup}")
@@ -244,8 +239,6 @@ def write_report(report: dict[str, Any], args: argparse.Namespace) -> None:
             whole = report["all"]
             loop = whole["none_tokens_per_second"] / whole["plain_tokens_per_second"]
             console.say(reading(loop, marked))
-        if args.json:
-            Path(args.json).write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     if args.plot:
         plot(report, Path(args.plot))
     if args.update_card:

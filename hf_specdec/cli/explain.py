@@ -80,11 +80,11 @@ def run(args: argparse.Namespace) -> int:
     model, tokenizer = load_model_and_tokenizer(args)
     generator = get_decoder(model, config).generator
     assert isinstance(generator, AutoGenerator)
-    found = generator.found
+    search = generator.found
     report: dict[str, Any] = {
-        "drafters": [{"method": each.config.method, "from": each.why} for each in found.taken],
-        "not_taken": found.notes,
-        "downloads": found.downloads,
+        "drafters": [{"method": drafter.config.method, "from": drafter.why} for drafter in search.taken],
+        "not_taken": search.notes,
+        "downloads": search.downloads,
     }
     drafters = [Variant(name, _always_drafting(part.config)) for name, part in generator.by_name.items()]
     results: list[Measurement] = []
@@ -93,8 +93,8 @@ def run(args: argparse.Namespace) -> int:
     if args.json:
         print(json.dumps(report, indent=1, ensure_ascii=False))
         return 0
-    for each in report["drafters"]:
-        output.say(f"drafts with {each['method']}: {each['from']}")
+    for drafter in report["drafters"]:
+        output.say(f"drafts with {drafter['method']}: {drafter['from']}")
     for title in ("not_taken", "downloads"):
         for line in report[title]:
             output.say(f"{title.replace('_', ' ')}: {line}")

@@ -13,18 +13,19 @@ from rich.progress import Progress
 
 import hf_specdec
 
-from .launch import add_ranks_option, start_ranks
 from .measure import cut_at_end, end_tokens
 from .options import (
     CONFIG_HELP,
     PROMPTS_HELP,
     add_decoding_options,
     add_model_options,
+    add_ranks_option,
     decoding_arguments,
     encode_prompts,
     load_model_and_tokenizer,
     progress_bar,
     read_prompts,
+    start_ranks,
 )
 
 if TYPE_CHECKING:

@@ -166,10 +166,6 @@ class HeadTrainer(ABC):
                     f"{name} differs from this run's: the head is for another target or draft vocabulary."
                 )
 
-    def speculative_config(self) -> dict[str, Any]:
-        """Keys, besides `model`, for measuring the exported head (the method is inferred)."""
-        return {"num_speculative_tokens": self.num_guesses}
-
     def speculators_config(self) -> dict[str, Any]:
         """The object `speculators_config` of a config.json in that format: the method, the length of a draft, the target."""
         model = self.target.model

@@ -78,7 +78,7 @@ class Eagle3Trainer(HeadTrainer):
         if given is None:
             return default_layers(num_layers)
         numbers = given.replace(" ", "").split(",")
-        layers = sorted({int(each) for each in numbers if each.isdecimal()})
+        layers = sorted({int(number) for number in numbers if number.isdecimal()})
         if len(layers) < len(numbers) or layers[-1] > num_layers:
             raise TrainingError(
                 f"--feature-layers must be different numbers from 0 to {num_layers} (the target's layers) with commas "

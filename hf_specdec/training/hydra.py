@@ -67,12 +67,12 @@ class HydraTrainer(HeadTrainer):
 
     def _prefix_config(self) -> LlamaConfig:
         """The prefix layer's configuration: one Llama layer with the target's settings, as loading assumes."""
-        own = self.target.config
-        if own.model_type not in _LLAMA_LIKE:
+        theirs = self.target.config
+        if theirs.model_type not in _LLAMA_LIKE:
             raise TrainingError(
-                f"--prefix-layer needs a target of type {', '.join(_LLAMA_LIKE)}; this one is {own.model_type!r}."
+                f"--prefix-layer needs a target of type {', '.join(_LLAMA_LIKE)}; this one is {theirs.model_type!r}."
             )
-        values = {key: getattr(own, key) for key in _LAYER_KEYS if getattr(own, key, None) is not None}
+        values = {key: getattr(theirs, key) for key in _LAYER_KEYS if getattr(theirs, key, None) is not None}
         config = LlamaConfig(**values, num_hidden_layers=1)
         config._attn_implementation = "sdpa"
         return config

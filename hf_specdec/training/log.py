@@ -7,7 +7,15 @@ from pathlib import Path
 from typing import Any
 
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+from rich.progress import (
+    BarColumn,
+    MofNCompleteColumn,
+    Progress,
+    ProgressColumn,
+    TextColumn,
+    TimeElapsedColumn,
+    TimeRemainingColumn,
+)
 
 from .state import write_whole
 
@@ -37,19 +45,18 @@ def read_log(path: Path) -> list[dict[str, Any]]:
     return [json.loads(line) for line in lines[:-1] if line]
 
 
+def progress_bar(shown: bool, *columns: ProgressColumn, transient: bool = False) -> Progress:
+    """A progress bar on stderr, with further columns before the times."""
+    first = (TextColumn("{task.description}"), BarColumn(), MofNCompleteColumn())
+    times = (TimeElapsedColumn(), TimeRemainingColumn())
+    return Progress(*first, *columns, *times, console=Console(stderr=True), disable=not shown, transient=transient)
+
+
 class Bar:
     """A progress bar on stderr: step, loss, accuracies, the latest τ."""
 
     def __init__(self, title: str, num_steps: int, step: int, shown: bool):
-        columns = (
-            TextColumn("{task.description}"),
-            BarColumn(),
-            MofNCompleteColumn(),
-            TextColumn("{task.fields[figures]}"),
-            TimeElapsedColumn(),
-            TimeRemainingColumn(),
-        )
-        self.progress = Progress(*columns, console=Console(stderr=True), disable=not shown)
+        self.progress = progress_bar(shown, TextColumn("{task.fields[figures]}"))
         self.task = self.progress.add_task(title, total=num_steps, completed=step, figures="")
         self.latest: dict[str, Any] = {}
 

@@ -199,8 +199,8 @@ def soft_cross_entropy(
         return part(hidden, target, best)
     size = max(1, _LOGITS_KEPT // target.shape[1])
     parts = zip(hidden.split(size), target.split(size), best.split(size), strict=True)
-    found = [checkpoint(part, *each, use_reentrant=False) for each in parts]
-    losses, rights = zip(*found, strict=True)
+    results = [checkpoint(part, *tensors, use_reentrant=False) for tensors in parts]
+    losses, rights = zip(*results, strict=True)
     return torch.stack(losses).sum(), torch.stack(rights).sum()
 
 
